@@ -1,0 +1,208 @@
+"""The configuration file: one frozen object, every field documented, every error readable.
+
+Rules of this file: `load` is the only way in; a wrong file never gives a traceback, always a ConfigError that names
+the field, what was found, what was expected and what to do. Time-outs are derived from the one knob `patience_s`.
+May import errors only.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import math
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from .errors import ConfigError
+
+MIB = 1024 * 1024
+
+
+class Config(BaseModel):
+    """What a user may set. Every field has a default: an empty file is a valid configuration."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    spares: int | list[str] = 1
+    """How many hosts stand by (a count: the *last* hosts of the hostfile), or which ones (host names, or node
+    indices counted from 0). Hazard: 0 means that any loss of a node ends the job."""
+
+    patience_s: float = Field(default=10.0, ge=0.2, le=3600.0)
+    """Seconds: a peer that is silent for this long is lost. The one knob; all other time-outs follow from it.
+    Hazard: below about 2 s a loaded host can be mistaken for a dead one; a false loss costs a swap and a spare.
+    A killed process or a reset connection is noticed in milliseconds whatever this says."""
+
+    secret_file: Path = Path("~/.deadpool/secret")
+    """File (mode 0600, same content on every host) that holds the job's secret; peers that cannot prove it are
+    refused. The default file is made when it is absent. Hazard: without a shared home directory, each host would
+    make a different one: copy it."""
+
+    output_dir: Path = Path("deadpool-logs")
+    """Directory for each rank's output, the event logs and what rehearsals write. Relative to the working directory."""
+
+    interface_address: str | None = None
+    """IP address to bind sockets to, where hosts have several networks. None: the one that reaches the first host.
+    Hazard: it is a per-host value; a file shared by all hosts normally leaves it out."""
+
+    port_range: tuple[int, int] | None = None
+    """First and last port (inclusive) for connections between hosts, for firewalls. None: the system chooses.
+    At least 4 ports; the launcher's MASTER_PORT is used for the first meeting besides."""
+
+    memory_headroom_gib: float = Field(default=1.0, ge=0.0)
+    """GiB of host memory that must stay free after the snapshots' memory is reserved. Hazard: too little and the
+    kernel's out-of-memory killer picks a worker in the middle of training."""
+
+    header_kib: int = Field(default=256, ge=4, le=1024 * 1024)
+    """KiB per snapshot for scalars and call records. Raise it when told so (an error names this field)."""
+
+    recording_limit_mib: int = Field(default=1, ge=0, le=1024)
+    """MiB: start-up collectives whose result is larger are not recorded for rehearsals (parameters; a restore
+    overwrites them)."""
+
+    history_limit_mib: int = Field(default=256, ge=1)
+    """MiB per rank for the call records of committed steps, from which a spare is brought to the current step.
+    Hazard: once it is full the oldest are dropped and a spare that has not followed can no longer take over."""
+
+    on_no_spare: Literal["stop"] = "stop"
+    """What to do when a node is lost and no spare is left: stop the job with exit code 86 and name what was lost."""
+
+    preload: list[str] | None = None
+    """Modules a spare imports before it rehearses. None: what the framework in use needs."""
+
+    # ---- derived
+
+    @property
+    def heartbeat_interval_s(self) -> float:
+        return self.patience_s / 20
+
+    @property
+    def silent_after_s(self) -> float:
+        return self.patience_s
+
+    @property
+    def phase_timeout_s(self) -> float:
+        return 2 * self.patience_s
+
+    @property
+    def start_timeout_s(self) -> float:
+        return 30 * self.patience_s
+
+    @property
+    def tick_s(self) -> float:
+        return self.heartbeat_interval_s / 4
+
+    @property
+    def header_bytes(self) -> int:
+        return self.header_kib * 1024
+
+    @property
+    def recording_limit_bytes(self) -> int:
+        return self.recording_limit_mib * MIB
+
+    @property
+    def history_limit_bytes(self) -> int:
+        return self.history_limit_mib * MIB
+
+    @property
+    def memory_headroom_bytes(self) -> int:
+        return int(self.memory_headroom_gib * 1024 * MIB)
+
+    @property
+    def secret_path(self) -> Path:
+        return self.secret_file.expanduser()
+
+    def digest(self) -> str:
+        """Equal on all nodes of a job: covers what nodes must agree on, not paths, addresses or local limits."""
+        shared = self.model_dump(
+            mode="json", exclude={"secret_file", "output_dir", "interface_address", "memory_headroom_gib", "preload"}
+        )
+        return hashlib.sha256(json.dumps(shared, sort_keys=True).encode()).hexdigest()[:16]
+
+    # ---- validation
+
+    @field_validator("spares", mode="before")
+    @classmethod
+    def _spares(cls, value: Any) -> Any:
+        if isinstance(value, bool) or value is None:
+            raise ValueError("must be a count or a list of hosts")
+        if isinstance(value, str):
+            raise ValueError(f"must be a count or a list of hosts: write [{value}]")
+        if isinstance(value, list):
+            names = [str(item) for item in value]
+            if len(set(names)) != len(names):
+                raise ValueError("names a host twice")
+            return names
+        if isinstance(value, int) and value < 0:
+            raise ValueError("must not be negative")
+        return value
+
+    @model_validator(mode="after")
+    def _relations(self) -> Config:
+        if self.port_range is not None:
+            first, last = self.port_range
+            if not 1024 <= first <= last <= 65535:
+                raise ValueError(f"port_range: [{first}, {last}] must be ascending and within 1024..65535")
+            if last - first + 1 < 4:
+                raise ValueError(f"port_range: [{first}, {last}] has {last - first + 1} ports, at least 4 are needed")
+        if self.history_limit_bytes < 2 * self.header_bytes:
+            raise ValueError(
+                f"history_limit_mib: {self.history_limit_mib} MiB holds fewer than two steps' records of "
+                f"header_kib: {self.header_kib} KiB"
+            )
+        if not math.isfinite(self.memory_headroom_gib):
+            raise ValueError("memory_headroom_gib: must be finite")
+        return self
+
+
+def load(path: str | Path | None) -> Config:
+    """The configuration in `path` (YAML); the defaults for None or an empty file.
+
+    Raises: ConfigError naming file and field.
+    """
+    if path is None or str(path) == "":
+        return Config()
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"configuration file {path} cannot be read ({error.__class__.__name__}: {error})",
+            "a readable YAML file",
+            "check the path after --deadpool-config; it must exist on every host",
+        ) from error
+    try:
+        data = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{path} is not YAML ({reason})", "lines of the form `field: value`", "correct it") from error
+    if data is None:
+        data = {}
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path} holds a {type(data).__name__}", "lines of the form `field: value`", "correct it")
+    try:
+        return Config.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError(f"{path}: {_describe(error)}", remedy="correct the file (configs/full.yaml shows all)") from error
+
+
+def _describe(error: ValidationError) -> str:
+    """pydantic's findings as one line, each with its field, the value found and the nearest known name."""
+    findings: dict[str, str] = {}
+    for item in error.errors():
+        location = [str(part) for part in item["loc"]]
+        name = location[0] if location else ""
+        if item["type"] == "extra_forbidden":
+            near = difflib.get_close_matches(name, Config.model_fields, n=1, cutoff=0.5)
+            hint = f"did you mean `{near[0]}`?" if near else "known: " + ", ".join(Config.model_fields)
+            findings.setdefault(name, f"unknown field `{name}`; {hint}")
+            continue
+        message = item["msg"].removeprefix("Value error, ")
+        if name:
+            findings.setdefault(name, f"`{name}`: {message} (found {item['input']!r})")
+        else:
+            findings.setdefault(message, message)
+    return " | ".join(findings.values())

@@ -1,0 +1,117 @@
+"""What the parts of one node's controller share: the world, what is known of the others, and the ways to speak.
+
+Rules of this file: a message to oneself goes through `loopback` and is handled like any other, in the same step; after
+`conclude` or `fence` nothing is said any more. May import everything of core but the controller's other parts.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from .io import Action, Emit, Leave, Send
+from .membership import is_quorum
+from .messages import AnyMessage, Verdict
+from .suspicion import Watch
+from .timing import Timing
+from .types import EXIT_FENCED, NO_STEP, Generation, NodeId, Rank, Step, SwapPlan, World
+
+
+class Context:
+    """The shared state of one controller."""
+
+    def __init__(self, node: NodeId, timing: Timing) -> None:
+        self.node = node
+        self.timing = timing
+        self.now = 0.0
+        self.world = World(generation=0, node_of=())
+        self.plan: SwapPlan | None = None
+        """The plan this generation was decided by; None in generation 0."""
+        self.watch = Watch()
+        self.actions: list[Action] = []
+        self.loopback: deque[AnyMessage] = deque()
+        self.ended = False
+        self.committed: Step = NO_STEP
+        self.newest_committed: Step = NO_STEP
+        """Over all generations: what people are told if the job stops."""
+        self.training = False
+        self.fenced_for: Generation = 0
+        """The generation this node's workers were last aborted for."""
+        self.swap_since = 0.0
+
+    @property
+    def formed(self) -> bool:
+        return bool(self.world.node_of)
+
+    @property
+    def swapping(self) -> bool:
+        """This generation is fenced here and the next one is not decided yet."""
+        return self.fenced_for > self.world.generation
+
+    @property
+    def suspects(self) -> dict[NodeId, str]:
+        return {node: self.watch.evidence[node] for node in self.world.members if node in self.watch.evidence}
+
+    @property
+    def living(self) -> tuple[NodeId, ...]:
+        return tuple(node for node in self.world.members if node not in self.watch.evidence)
+
+    @property
+    def coordinator(self) -> NodeId:
+        """The lowest living member, as far as this node knows."""
+        return min(self.living)
+
+    @property
+    def leads(self) -> bool:
+        return self.coordinator == self.node
+
+    @property
+    def has_quorum(self) -> bool:
+        return is_quorum(self.world, self.living)
+
+    def act(self, action: Action) -> None:
+        if not self.ended:
+            self.actions.append(action)
+
+    def emit(self, kind: str, **fields: object) -> None:
+        self.act(Emit(kind, fields))
+
+    def send(self, to: NodeId, message: AnyMessage) -> None:
+        if to == self.node:
+            self.loopback.append(message)
+        else:
+            self.act(Send(to, message))
+
+    def broadcast(self, message: AnyMessage) -> None:
+        """To every member, oneself and those believed lost included (they shall learn of it if they can)."""
+        for node in self.world.members:
+            self.send(node, message)
+
+    def lost_ranks(self) -> tuple[Rank, ...]:
+        return tuple(rank for rank, node in enumerate(self.world.node_of) if node in self.watch.evidence)
+
+    def conclude(self, verdict: Verdict) -> None:
+        """The job ends: pass the verdict on once (whoever sent it may have died half-way) and leave."""
+        for node in self.world.members:
+            if node != self.node:
+                self.send(node, verdict)
+        if verdict.exit_code == 0 and verdict.cause is None:
+            self.emit("JobFinished", exit_code=0)
+        else:
+            self.emit(
+                "JobStopped",
+                exit_code=verdict.exit_code,
+                reason=verdict.reason,
+                lost_ranks=verdict.cause.lost_ranks if verdict.cause else (),
+                newest_committed=verdict.cause.newest_committed if verdict.cause else self.newest_committed,
+            )
+        self._leave(verdict.exit_code, verdict.reason)
+
+    def fence(self, reason: str) -> None:
+        """This node is out; the others may go on without it."""
+        self.emit("NodeFenced", reason=reason)
+        self._leave(EXIT_FENCED, reason)
+
+    def _leave(self, exit_code: int, reason: str) -> None:
+        self.act(Leave(exit_code, reason))
+        self.loopback.clear()
+        self.ended = True

@@ -1,0 +1,106 @@
+"""The coordinator's work between swaps: start the job, commit steps, send spares rehearsing, end the job.
+
+Rules of this file: every node keeps the book (it costs nothing), only the coordinator speaks from it; a book lives as
+long as its generation; what has been committed stays so. May import everything of core but the controller and swaps.
+"""
+
+from __future__ import annotations
+
+from .context import Context
+from .ledger import Ledger
+from .messages import Rehearse, Report, Start, Status, Verdict
+from .placement import rehearsals
+from .types import EXIT_UNRECOVERABLE, NO_STEP, NodeId, Rank, Step, Unrecoverable
+
+
+class Coordination:
+    """The book of one generation, and what the coordinator says from it."""
+
+    def __init__(self, context: Context) -> None:
+        self._ctx = context
+        self._ledger = Ledger()
+        self._reports: dict[NodeId, Report] = {}
+        self._store = ""
+        self._committed: Step = NO_STEP
+        self._protected = False
+        self._said: Status | None = None
+        self._said_at = context.now
+        self._began_at = context.now
+        self._floor: Step = context.plan.restore_step if context.plan else 0
+
+    def absorb(self, sender: NodeId, report: Report) -> None:
+        """A member's report of this generation."""
+        self._reports[sender] = report
+        self._ledger.replace(sender, report.holdings)
+        if self._ctx.leads and not self._ctx.swapping:
+            self._advance()
+
+    def tick(self) -> None:
+        """Heartbeat, and the deadline for all ranks to be in training."""
+        ctx = self._ctx
+        if not ctx.leads:
+            return
+        if ctx.now - self._said_at >= ctx.timing.heartbeat_interval_s:
+            self._say()
+        waited_s = ctx.now - self._began_at
+        if not (ctx.training or ctx.swapping) and waited_s >= ctx.timing.start_timeout_s:
+            missing = sorted(set(range(len(ctx.world.node_of))) - self._reached("ready"))
+            reason = f"rank(s) {', '.join(map(str, missing))} not in training {waited_s:.0f} s after the generation began"
+            cause = Unrecoverable(reason, (), ctx.newest_committed)
+            ctx.conclude(Verdict(ctx.world.generation, EXIT_UNRECOVERABLE, reason, cause))
+
+    def _advance(self) -> None:
+        ctx, ranks = self._ctx, set(range(len(self._ctx.world.node_of)))
+        self._start()
+        if not ctx.training and self._reached("ready") == ranks:
+            self._began()
+        committed = self._ledger.committed(ctx.world)
+        if committed > self._committed:
+            self._committed = committed
+            ctx.emit("StepCommitted", step=committed)
+        if not self._protected and self._committed >= self._floor and len(ctx.world.members) > 1:
+            self._protected = True
+            ctx.emit("Protected", step=self._committed)
+        self._say(on_change_only=True)
+        if self._reached("finished") == ranks:
+            ctx.conclude(Verdict(ctx.world.generation, 0, "finished"))
+
+    def _start(self) -> None:
+        """Generation 0: all workers may build their groups as soon as rank 0's node offers a store."""
+        ctx = self._ctx
+        host = self._reports.get(ctx.world.node_of[0])
+        if ctx.world.generation == 0 and not self._store and host is not None and host.store:
+            self._store = host.store
+            ctx.broadcast(Start(ctx.world, host.store))
+
+    def _began(self) -> None:
+        """Every rank is in training (again)."""
+        ctx = self._ctx
+        ctx.training = True
+        if ctx.plan is None:
+            ctx.emit("TrainingStarted")
+        else:
+            ctx.emit("SwapDone", duration_s=ctx.now - ctx.swap_since)
+        for task in rehearsals(ctx.world):
+            report = self._reports.get(task.spare)
+            if report is None or (task.local_slot, task.rank) not in report.rehearsed:
+                message = Rehearse(ctx.world.generation, task.local_slot, task.rank, task.source)
+                ctx.send(task.spare, message)
+
+    def _reached(self, what: str) -> set[Rank]:
+        """The ranks whose own node reports them `ready` or `finished`."""
+        world = self._ctx.world
+        return {
+            rank
+            for node, report in self._reports.items()
+            for rank in (report.ready if what == "ready" else report.finished)
+            if 0 <= rank < len(world.node_of) and world.node_of[rank] == node
+        }
+
+    def _say(self, on_change_only: bool = False) -> None:
+        ctx = self._ctx
+        status = Status(ctx.world.generation, self._committed, ctx.training, self._protected)
+        if on_change_only and status == self._said:
+            return
+        self._said, self._said_at = status, ctx.now
+        ctx.broadcast(status)

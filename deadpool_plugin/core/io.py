@@ -1,0 +1,168 @@
+"""What goes into the controller (inputs, past tense) and what comes out of it (actions, imperative).
+
+The agent translates the world into inputs, calls `Controller.step(input, now)` for each, and carries out the
+returned actions in their order before it feeds the next input. The simulator does the same.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from .messages import AnyMessage
+from .types import Generation, Holding, NodeId, Rank, Step, SwapPlan, World
+
+
+class Input(msgspec.Struct, frozen=True):
+    """Something that happened."""
+
+
+class WorldFormed(Input):
+    """Rendezvous is over and control connections to every member are up; `world.generation` is 0."""
+
+    world: World
+
+
+class Ticked(Input):
+    """Time passed (at least four times per heartbeat interval)."""
+
+
+class Received(Input):
+    sender: NodeId
+    message: AnyMessage
+
+
+class LinkLost(Input):
+    """The control connection to `node` ended without a Goodbye."""
+
+    node: NodeId
+    reason: str
+
+
+class StoreOffered(Input):
+    """A worker of this node hosts a fresh store for the next group build."""
+
+    address: str
+
+
+class WorkerReady(Input):
+    """A worker of this node has reached its first call and its arena is in place."""
+
+    rank: Rank
+
+
+class SnapshotHeld(Input):
+    """A snapshot is complete and verified in this node's arena (staged by a worker, mirrored by a peer or fetched).
+
+    It replaces what was held for (rank, step); holdings of the same rank older than step-1 are dropped."""
+
+    holding: Holding
+    generation: Generation
+
+
+class HoldingsDropped(Input):
+    """This node no longer holds anything for `rank` newer than `step` (a swap rolled back, or a slot is being rewritten)."""
+
+    rank: Rank
+    newer_than: Step
+
+
+class WorkerRestored(Input):
+    """A worker finished its part of the swap into `generation` and goes on training."""
+
+    rank: Rank
+    generation: Generation
+
+
+class WorkerFinished(Input):
+    """The user's script of this rank ended well; the worker waits for everyone's end."""
+
+    rank: Rank
+
+
+class WorkerLost(Input):
+    """A worker (or its supervisor) of this node died or was stopped from outside."""
+
+    rank: Rank
+    reason: str
+
+
+class WorkerFailed(Input):
+    """The user's script of this rank ended by itself with an error."""
+
+    rank: Rank
+    exit_code: int
+    reason: str
+
+
+class SpareRehearsed(Input):
+    local_slot: int
+    rank: Rank
+
+
+class SpareFailed(Input):
+    """A rehearsal could not be completed; this node cannot take over."""
+
+    local_slot: int
+    rank: Rank
+    reason: str
+
+
+class StopRequested(Input):
+    """A person or the launcher asked the whole job to end."""
+
+    reason: str
+    exit_code: int
+
+
+class Action(msgspec.Struct, frozen=True):
+    """Something the agent shall do now."""
+
+
+class Send(Action):
+    to: NodeId
+    message: AnyMessage
+
+
+class StartWorkers(Action):
+    """Let the workers of this node build their groups over `store` (active) or wait for a rank (spare)."""
+
+    world: World
+    store: str
+
+
+class StartRehearsal(Action):
+    local_slot: int
+    rank: Rank
+    source: NodeId
+
+
+class Commit(Action):
+    """Every rank's snapshot of `step` is safe: open the gate for workers and mirrors; spares follow to it."""
+
+    step: Step
+
+
+class AbortWorkers(Action):
+    """Fence `generation - 1`: interrupt the workers, stop mirroring, accept no byte of an older generation."""
+
+    generation: Generation
+
+
+class Reconfigure(Action):
+    """Act on a decided plan: fetch what `plan.sources` says, hand workers the plan, mirror along the new ring."""
+
+    plan: SwapPlan
+
+
+class Emit(Action):
+    """Tell people: `kind` is the name of an event class of deadpool_plugin.events, `fields` its fields."""
+
+    kind: str
+    fields: dict[str, object]
+
+
+class Leave(Action):
+    """End every process of this node with `exit_code`; say `reason`. Follows a Verdict, or a fence of this node alone."""
+
+    exit_code: int
+    reason: str

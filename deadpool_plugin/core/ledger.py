@@ -1,0 +1,141 @@
+"""Who holds which snapshot: what is committed, and to which step a world can go back.
+
+Rules of this file: the ledger believes verified holdings only and draws conclusions from nothing else; functions
+return a reason for people where there is no answer. Two slots per rank are enough because of `may_stage`
+(exhaustive search over 3 nodes and 5 steps: without this gate even 4 slots lose a recoverable state).
+May import types only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+
+import msgspec
+
+from .types import NO_STEP, Holding, NodeId, Rank, Source, Step, World
+
+
+class RestorePoint(msgspec.Struct, frozen=True):
+    """The newest step every rank can go back to; `sources` for the ranks whose node does not hold it itself."""
+
+    step: Step
+    sources: tuple[Source, ...]
+
+
+def may_stage(step: Step, committed: Step) -> bool:
+    """The gate: staging `step` overwrites `step - 2`, which may be needed until `step - 1` is committed."""
+    return step <= 1 or committed >= step - 1
+
+
+class Ledger:
+    """The holdings of the nodes of one generation."""
+
+    def __init__(self, holdings: Mapping[NodeId, Iterable[Holding]] | None = None) -> None:
+        self._of_node: dict[NodeId, tuple[Holding, ...]] = {}
+        self._copies: dict[tuple[Rank, Step], dict[NodeId, Holding]] = {}
+        for node, held in (holdings or {}).items():
+            self.replace(node, held)
+
+    def replace(self, node: NodeId, holdings: Iterable[Holding]) -> None:
+        """`node` holds exactly `holdings`."""
+        held = tuple(holdings)
+        if self._of_node.get(node) == held:
+            return
+        self.forget(node)
+        self._of_node[node] = held
+        for holding in held:
+            self._copies.setdefault((holding.rank, holding.step), {})[node] = holding
+
+    def forget(self, node: NodeId) -> None:
+        """`node` holds nothing any more."""
+        for holding in self._of_node.pop(node, ()):
+            copies = self._copies[holding.rank, holding.step]
+            copies.pop(node, None)
+            if not copies:
+                del self._copies[holding.rank, holding.step]
+
+    def committed(self, world: World) -> Step:
+        """The newest step that is committed in `world`, or NO_STEP."""
+        own = self._of_node.get(world.node_of[0], ())
+        steps = sorted({h.step for h in own if h.rank == 0 and h.payload}, reverse=True)
+        return next((step for step in steps if self.is_committed(world, step)), NO_STEP)
+
+    def is_committed(self, world: World, step: Step) -> bool:
+        """Whether every rank's snapshot of `step` is staged at home, and header and payload are on another node too.
+
+        A world of a single node can mirror nowhere: staged is all it asks for (and it is never protected).
+        """
+        members = set(world.members)
+        return all(self._is_safe(rank, step, home, members) for rank, home in enumerate(world.node_of))
+
+    def _is_safe(self, rank: Rank, step: Step, home: NodeId, members: Collection[NodeId]) -> bool:
+        copies = self._copies.get((rank, step), {})
+        own = copies.get(home)
+        if own is None or not own.payload:
+            return False
+        elsewhere = [node for node in members if node != home]
+        if not elsewhere:
+            return True
+        header = any(node in copies for node in elsewhere)
+        return header and self._payload_of(rank, step, own.replicas, elsewhere) is not None
+
+    def restore_point(self, world: World, survivors: Collection[NodeId]) -> RestorePoint | str:
+        """The newest step of which every rank's snapshot exists on `survivors`, and where from; or why there is none.
+
+        A surviving node restores its ranks from its own memory if it can; every other rank gets a Source.
+        """
+        if not survivors:
+            return "no node survives"
+        steps = {step for (rank, step), copies in self._copies.items() if rank == 0 and not copies.keys().isdisjoint(survivors)}
+        for step in sorted(steps, reverse=True):
+            sources = self._sources(world, step, survivors)
+            if sources is not None:
+                return RestorePoint(step, sources)
+        return self._why_none(world, survivors)
+
+    def _sources(self, world: World, step: Step, survivors: Collection[NodeId]) -> tuple[Source, ...] | None:
+        sources = []
+        for rank, home in enumerate(world.node_of):
+            own = self._copies.get((rank, step), {}).get(home)
+            if home in survivors and own is not None and own.payload:
+                continue
+            source = self._source(rank, step, survivors)
+            if source is None:
+                return None
+            sources.append(source)
+        return tuple(sources)
+
+    def _source(self, rank: Rank, step: Step, survivors: Collection[NodeId]) -> Source | None:
+        copies = self._copies.get((rank, step), {})
+        holders = sorted((not copies[node].payload, node) for node in copies if node in survivors)
+        if not holders:
+            return None
+        header_node = holders[0][1]
+        found = self._payload_of(rank, step, copies[header_node].replicas, survivors)
+        return None if found is None else Source(rank, header_node, payload_node=found[0], payload_rank=found[1])
+
+    def _payload_of(
+        self, rank: Rank, step: Step, replicas: Collection[Rank], nodes: Collection[NodeId]
+    ) -> tuple[NodeId, Rank] | None:
+        """Which of `nodes` holds the payload, as which rank's: `rank`'s own snapshot before a replica's."""
+        for candidate in (rank, *sorted(set(replicas) - {rank})):
+            copies = self._copies.get((candidate, step), {})
+            holders = [node for node, copy in copies.items() if copy.payload and node in nodes]
+            if holders:
+                return min(holders), candidate
+        return None
+
+    def _why_none(self, world: World, survivors: Collection[NodeId]) -> str:
+        held: dict[Rank, list[Step]] = {
+            rank: sorted(s for (r, s), c in self._copies.items() if r == rank and not c.keys().isdisjoint(survivors))
+            for rank in range(len(world.node_of))
+        }
+        bare = [rank for rank, steps in held.items() if not steps]
+        if bare:
+            return f"no surviving node holds any snapshot of rank(s) {_listed(bare)}"
+        shown = ", ".join(f"rank {rank}: {steps}" for rank, steps in list(held.items())[:8])
+        return f"no step is held for all ranks by the surviving nodes {_listed(sorted(survivors))} ({shown})"
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    return ", ".join(map(str, numbers))

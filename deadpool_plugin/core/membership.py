@@ -1,0 +1,68 @@
+"""Single-decree Paxos: one plan per generation, decided by the members of the generation before.
+
+Rules of this file: one Acceptor and at most one Proposal per generation and node; both forget everything when the
+generation is decided. Any two quorums share a member, so no generation has two worlds (ONE_WORLD_PER_GENERATION).
+Source: Lamport, Paxos Made Simple, section 2. May import messages and types only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from .messages import Promise
+from .types import Ballot, NodeId, SwapPlan, World
+
+
+def is_quorum(world: World, nodes: Collection[NodeId]) -> bool:
+    """Whether `nodes` may decide for `world`: more than half of its members, or half with the first active node in it.
+
+    The tie-breaker makes an even world no worse than the odd one below it; two halves never both have it.
+    """
+    members = world.members
+    present = sum(node in nodes for node in members)
+    return 2 * present > len(members) or (2 * present == len(members) and world.active[0] in nodes)
+
+
+@dataclass
+class Acceptor:
+    """A voter's promises for the next generation."""
+
+    promised: Ballot | None = None
+    accepted: tuple[Ballot, SwapPlan] | None = None
+
+    def prepare(self, ballot: Ballot) -> bool:
+        """Promise to accept nothing below `ballot`; False if a larger one was promised already."""
+        if self.promised is not None and ballot < self.promised:
+            return False
+        self.promised = ballot
+        return True
+
+    def accept(self, ballot: Ballot, plan: SwapPlan) -> bool:
+        """Accept `plan`; False if a larger ballot was promised meanwhile."""
+        if not self.prepare(ballot):
+            return False
+        self.accepted = (ballot, plan)
+        return True
+
+
+@dataclass
+class Proposal:
+    """A proposer's current round. First it collects promises, then, once `plan` is set, acceptances."""
+
+    ballot: Ballot
+    lost: dict[NodeId, str]
+    deadline: float
+    promises: dict[NodeId, Promise] = field(default_factory=dict)
+    plan: SwapPlan | None = None
+    accepted: set[NodeId] = field(default_factory=set)
+
+    def missing(self, world: World) -> tuple[NodeId, ...]:
+        """The members this phase still waits for."""
+        answered: Collection[NodeId] = self.promises if self.plan is None else self.accepted
+        return tuple(node for node in world.members if node not in self.lost and node not in answered)
+
+    def inherited(self) -> SwapPlan | None:
+        """The plan this round must propose because an earlier one may have been decided: that of the largest ballot."""
+        earlier = [promise.accepted for promise in self.promises.values() if promise.accepted is not None]
+        return max(earlier, key=lambda pair: pair[0])[1] if earlier else None

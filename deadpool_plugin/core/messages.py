@@ -1,0 +1,125 @@
+"""What agents say to each other (control connections), as msgspec structs.
+
+Rules of this file: plain data, no pickle; every message but the first carries the generation or ballot that
+fences it. A message of an older generation is ignored by its receiver (invariant NO_STALE_WRITE).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from .types import Ballot, Generation, Holding, NodeId, Rank, Step, SwapPlan, Unrecoverable, World
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Base of all control messages."""
+
+
+class Report(Message):
+    """Member -> coordinator, on every change and at least once per heartbeat interval.
+
+    `holdings`: everything this node can serve. `ready`: ranks that are in (or restored into) training in this
+    generation. `rehearsed`: (local slot, rank) pairs a spare has ready. `finished`: ranks whose script has ended
+    well. `store`: address of a fresh store a worker of this node offers for the *next* group build ("" if none).
+    """
+
+    generation: Generation
+    node: NodeId
+    holdings: tuple[Holding, ...] = ()
+    ready: tuple[Rank, ...] = ()
+    rehearsed: tuple[tuple[int, Rank], ...] = ()
+    finished: tuple[Rank, ...] = ()
+    store: str = ""
+
+
+class Status(Message):
+    """Coordinator -> every member, on every change and at least once per heartbeat interval."""
+
+    generation: Generation
+    committed: Step
+    training: bool
+    protected: bool
+
+
+class Start(Message):
+    """Coordinator -> every member: all workers of generation 0 may build their groups over `store`."""
+
+    world: World
+    store: str
+
+
+class Rehearse(Message):
+    """Coordinator -> spare: your worker in `local_slot` rehearses `rank`, whose recording `source` holds."""
+
+    generation: Generation
+    local_slot: int
+    rank: Rank
+    source: NodeId
+
+
+class NodeFailed(Message):
+    """Any member -> coordinator: `node` (perhaps the sender itself, before it leaves) is lost, and why."""
+
+    generation: Generation
+    node: NodeId
+    reason: str
+
+
+class Prepare(Message):
+    """Proposer -> members: promise this ballot; `lost` is what the proposer believes lost."""
+
+    ballot: Ballot
+    lost: tuple[NodeId, ...]
+
+
+class Promise(Message):
+    """Member -> proposer. `accepted` is the plan this member has accepted for that generation, if any, with its
+    ballot; `holdings` and `store` are as in Report, taken after the member has fenced the old generation."""
+
+    ballot: Ballot
+    accepted: tuple[Ballot, SwapPlan] | None
+    holdings: tuple[Holding, ...]
+    store: str
+
+
+class Propose(Message):
+    ballot: Ballot
+    plan: SwapPlan
+
+
+class Accepted(Message):
+    ballot: Ballot
+
+
+class Refused(Message):
+    """Member -> proposer: a larger ballot was promised already."""
+
+    ballot: Ballot
+    promised: Ballot
+
+
+class Decided(Message):
+    """Proposer -> all: the plan is durable at a majority; act on it. Sent again to whoever reports an older generation."""
+
+    plan: SwapPlan
+
+
+class Verdict(Message):
+    """Coordinator -> all: the job ends here. `exit_code` for every process; `cause` is None for an orderly end."""
+
+    generation: Generation
+    exit_code: int
+    reason: str
+    cause: Unrecoverable | None = None
+
+
+class Goodbye(Message):
+    """The sender leaves in good order; its closed connection is no evidence of a failure."""
+
+    generation: Generation
+
+
+AnyMessage = (
+    Report | Status | Start | Rehearse | NodeFailed | Prepare | Promise | Propose | Accepted | Refused | Decided
+    | Verdict | Goodbye
+)  # fmt: skip

@@ -1,0 +1,51 @@
+"""Who is lost, and why: fast evidence at once, silence at its deadline.
+
+Rules of this file: `(now, state, config) -> (result, reason)`, nothing is remembered here but what the caller puts in;
+one's own pause is no evidence about others. May import timing and types only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+from .timing import Timing
+from .types import NodeId
+
+PAUSE_INTERVALS = 3
+"""A gap of more heartbeat intervals than this between two inputs means that this node itself stood still."""
+
+
+@dataclass
+class Watch:
+    """What one node knows of the others: `evidence` (final: it is never taken back) and when it last `heard` of them."""
+
+    evidence: dict[NodeId, str] = field(default_factory=dict)
+    heard: dict[NodeId, float] = field(default_factory=dict)
+
+    def begin(self, nodes: Collection[NodeId], now: float) -> None:
+        """Count the silence of `nodes` from `now` on (they report to us only since now)."""
+        for node in nodes:
+            self.heard[node] = now
+
+    def hear(self, node: NodeId, now: float) -> None:
+        self.heard[node] = now
+
+    def accuse(self, node: NodeId, reason: str) -> None:
+        """`node` is lost; the first reason stays."""
+        self.evidence.setdefault(node, reason)
+
+    def excuse_pause(self, gap_s: float, timing: Timing) -> None:
+        """We ran last `gap_s` ago: what others sent meanwhile may still be queued, so their clocks stood still too."""
+        if gap_s > PAUSE_INTERVALS * timing.heartbeat_interval_s:
+            self.heard = {node: at + gap_s for node, at in self.heard.items()}
+
+
+def suspects(now: float, watch: Watch, watched: Collection[NodeId], timing: Timing) -> Mapping[NodeId, str]:
+    """The nodes that are lost, each with the reason; silence counts for the `watched` ones only."""
+    found = dict(watch.evidence)
+    for node in watched:
+        silence_s = now - watch.heard.get(node, now)
+        if node not in found and silence_s >= timing.silent_after_s:
+            found[node] = f"silent for {silence_s:.1f} s (limit {timing.silent_after_s:g} s)"
+    return found

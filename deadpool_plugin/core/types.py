@@ -1,0 +1,97 @@
+"""The nouns of the protocol: world, holdings, plans.
+
+Rules of this file: frozen values only, no behaviour beyond look-ups; world size, rank order and group
+rank lists never change in a swap, only rank -> node does (so a `World` is all a swap replaces).
+May import nothing of this package.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+NodeId = int
+Rank = int
+Step = int
+Generation = int
+
+NO_STEP: Step = -1
+
+EXIT_UNRECOVERABLE = 86
+"""Every process ends with this after a verdict; the same as in errors.py, which core may not import."""
+EXIT_FENCED = 87
+"""The processes of one node that is out of the job end with this."""
+
+
+class World(msgspec.Struct, frozen=True, array_like=True):
+    """Which node runs which rank in one generation, and who stands by.
+
+    `node_of[rank]` is the node of that rank; `spares` are the standing-by nodes in the order in which they
+    take over.
+    """
+
+    generation: Generation
+    node_of: tuple[NodeId, ...]
+    spares: tuple[NodeId, ...] = ()
+
+    @property
+    def active(self) -> tuple[NodeId, ...]:
+        """Nodes that run ranks, in the order of their first rank: the ring along which buddies are chosen."""
+        return tuple(dict.fromkeys(self.node_of))
+
+    @property
+    def members(self) -> tuple[NodeId, ...]:
+        """Every node of this generation, spares included: the voters."""
+        return self.active + self.spares
+
+    def ranks_of(self, node: NodeId) -> tuple[Rank, ...]:
+        return tuple(rank for rank, owner in enumerate(self.node_of) if owner == node)
+
+
+class Holding(msgspec.Struct, frozen=True, array_like=True):
+    """One verified snapshot in one node's memory.
+
+    `payload` is False where only the header (scalars, call records) is held because another rank of
+    `replicas` on another node keeps the same payload. `replicas` names every rank whose payload is identical,
+    the rank itself included.
+    """
+
+    rank: Rank
+    step: Step
+    payload: bool
+    replicas: tuple[Rank, ...]
+
+
+class Source(msgspec.Struct, frozen=True, array_like=True):
+    """Where a lost rank's snapshot comes from: its header from one node, its payload from `payload_rank`'s
+    snapshot of the same step on a (possibly different) node."""
+
+    rank: Rank
+    header_node: NodeId
+    payload_node: NodeId
+    payload_rank: Rank
+
+
+class SwapPlan(msgspec.Struct, frozen=True, array_like=True):
+    """What everyone does once a majority has accepted it."""
+
+    world: World
+    restore_step: Step
+    lost_nodes: tuple[NodeId, ...]
+    sources: tuple[Source, ...]
+    store: str
+
+
+class Unrecoverable(msgspec.Struct, frozen=True, array_like=True):
+    """No plan exists; `reason` says why, for people."""
+
+    reason: str
+    lost_ranks: tuple[Rank, ...]
+    newest_committed: Step
+
+
+class Ballot(msgspec.Struct, frozen=True, array_like=True, order=True):
+    """Fencing token of one attempt to decide one generation's world; larger wins."""
+
+    generation: Generation
+    round: int
+    node: NodeId

@@ -1,0 +1,92 @@
+"""Every error of this package, by whose fault it is, and the exit codes processes end with.
+
+Rules of this file: a message says what was found, what was expected and what to do. `invariant` is for our own
+bugs and survives `python -O`. May import nothing of this package.
+"""
+
+from __future__ import annotations
+
+EXIT_OK = 0
+EXIT_CONFIG = 78
+"""sysexits' EX_CONFIG: nothing was started, the user has something to correct."""
+EXIT_UNRECOVERABLE = 86
+"""The job was stopped with a verdict: too much was lost, or no spare was left."""
+EXIT_FENCED = 87
+"""This node left the job (it was lost to the others, or gave up its place); the job may go on elsewhere."""
+
+
+class DeadpoolError(Exception):
+    """Base of the family. `DeadpoolError(found, expected, remedy)` joins the three into one line."""
+
+    exit_code = 1
+
+    def __init__(self, found: str, expected: str = "", remedy: str = "") -> None:
+        self.found, self.expected, self.remedy = found, expected, remedy
+        parts = [found]
+        if expected:
+            parts.append(f"expected {expected}")
+        if remedy:
+            parts.append(f"to do: {remedy}")
+        super().__init__("; ".join(parts))
+
+
+class ConfigError(DeadpoolError):
+    """The user's configuration, hosts or versions do not fit; found before anything is started."""
+
+    exit_code = EXIT_CONFIG
+
+
+class MemoryShortage(ConfigError):
+    """Host memory does not hold the snapshots this node must keep."""
+
+
+class Unsupported(ConfigError):
+    """Something the plugin refuses by name instead of getting it wrong."""
+
+
+class TransportError(DeadpoolError):
+    """A peer or the network between us failed: time-out, reset, missing node."""
+
+
+class CorruptFrame(TransportError):
+    """Bytes from a peer do not decode, exceed a limit or fail their checksum."""
+
+
+class PeerRefused(TransportError):
+    """A peer did not prove the job's secret (or refused ours). `address` is the peer's."""
+
+    def __init__(self, found: str, expected: str = "", remedy: str = "", *, address: str = "") -> None:
+        super().__init__(found, expected, remedy)
+        self.address = address
+
+
+class StaleGeneration(DeadpoolError):
+    """A message or byte of an older generation arrived; it was not applied."""
+
+
+class Divergence(DeadpoolError):
+    """A rehearsal did something the recording does not have; the message names the call."""
+
+
+class InvariantViolated(DeadpoolError):
+    """A bug of this package."""
+
+
+class GenerationChanged(BaseException):  # noqa: N818 - a control-flow signal, named like an event
+    """Raised in a worker's main thread when its generation is over; unwinds to the entry of the current call.
+
+    A BaseException, so that `except Exception` in user code cannot eat it. `generation` is the new one.
+    """
+
+    def __init__(self, generation: int) -> None:
+        super().__init__(f"generation {generation} begins")
+        self.generation = generation
+
+
+def invariant(condition: object, message: str) -> None:
+    """Raise InvariantViolated unless `condition` holds.
+
+    Raises: InvariantViolated
+    """
+    if not condition:
+        raise InvariantViolated(f"invariant violated: {message}", remedy="this is a bug, please report it")

@@ -1,0 +1,207 @@
+"""What happened, for people and programs: one JSON object a line in `output_dir/events.<node>.jsonl`.
+
+Rules of this file: events are frozen plain data, names in the past tense, units last; every event says when (epoch
+seconds), on which node and in which generation. Durations are measured with a monotonic clock by whoever reports
+them. May import errors only.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from .errors import invariant
+
+
+class Event(msgspec.Struct, frozen=True, tag_field="event", tag=True, kw_only=True):
+    """Base: when, where, in which generation."""
+
+    time: float = 0.0
+    node: int = -1
+    generation: int = 0
+
+
+class NodeJoined(Event):
+    host: str = ""
+    ranks: tuple[int, ...] = ()
+    spare: bool = False
+
+
+class WorldFormed(Event):
+    node_of: tuple[int, ...] = ()
+    spares: tuple[int, ...] = ()
+
+
+class TrainingStarted(Event):
+    """Every active rank has reached its first call."""
+
+
+class SpareReady(Event):
+    """A standing-by node has rehearsed what it would take over."""
+
+    spare: int = -1
+    ranks: tuple[int, ...] = ()
+
+
+class StepDone(Event):
+    rank: int
+    step: int
+    loss: float | None = None
+
+
+class StepCommitted(Event):
+    step: int
+
+
+class NodeLost(Event):
+    lost: tuple[int, ...] | int
+    evidence: str = ""
+
+
+class SwapPlanned(Event):
+    restore_step: int
+    lost_nodes: tuple[int, ...] = ()
+    takers: dict[str, object] = {}
+    duration_s: float = 0.0
+
+
+class WorkerUnblocked(Event):
+    rank: int
+    duration_s: float = 0.0
+
+
+class GroupsRebuilt(Event):
+    rank: int
+    groups: int = 0
+    duration_s: float = 0.0
+
+
+class SnapshotFetched(Event):
+    rank: int
+    step: int
+    nbytes: int = 0
+    duration_s: float = 0.0
+
+
+class StateRestored(Event):
+    rank: int
+    step: int
+    duration_s: float = 0.0
+
+
+class WorkerResumed(Event):
+    rank: int
+    step: int
+    duration_s: float = 0.0
+
+
+class FirstStepDone(Event):
+    rank: int
+    step: int
+    duration_s: float = 0.0
+
+
+class SwapDone(Event):
+    duration_s: float = 0.0
+
+
+class Unprotected(Event):
+    reason: str = ""
+
+
+class Protected(Event):
+    step: int = -1
+
+
+class Rehearsed(Event):
+    rank: int
+    duration_s: float = 0.0
+
+
+class RehearsalFailed(Event):
+    rank: int
+    reason: str = ""
+
+
+class PeerRefused(Event):
+    address: str = ""
+    reason: str = ""
+
+
+class NodeFenced(Event):
+    reason: str = ""
+
+
+class JobFinished(Event):
+    exit_code: int = 0
+
+
+class JobStopped(Event):
+    exit_code: int
+    reason: str = ""
+    lost_ranks: tuple[int, ...] = ()
+    newest_committed: int = -1
+
+
+class Note(Event):
+    """Anything else worth keeping: text for people."""
+
+    text: str = ""
+
+
+AnyEvent = (
+    NodeJoined | WorldFormed | TrainingStarted | SpareReady | StepDone | StepCommitted | NodeLost | SwapPlanned
+    | WorkerUnblocked | GroupsRebuilt | SnapshotFetched | StateRestored | WorkerResumed | FirstStepDone | SwapDone
+    | Unprotected | Protected | Rehearsed | RehearsalFailed | PeerRefused | NodeFenced | JobFinished | JobStopped | Note
+)  # fmt: skip
+
+KINDS: dict[str, type[Event]] = {kind.__name__: kind for kind in AnyEvent.__args__}
+
+_decoder: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)
+
+
+def make(kind: str, fields: dict[str, object], *, node: int, generation: int, at: float | None = None) -> Event:
+    """The event `kind` with `fields`; fields are checked, `time`, `node` and `generation` are filled in unless given.
+
+    Raises: InvariantViolated for an unknown kind; msgspec.ValidationError for wrong fields.
+    """
+    invariant(kind in KINDS, f"unknown event kind {kind!r}")
+    base: dict[str, object] = {"time": time.time() if at is None else at, "node": node, "generation": generation}
+    return msgspec.convert({**base, **fields, "event": kind}, KINDS[kind])
+
+
+def encode(event: Event) -> bytes:
+    """One JSON line, newline included."""
+    return msgspec.json.encode(event) + b"\n"
+
+
+class EventLog:
+    """Appends events to a file, each with one write(2): lines of several writers never mix.
+
+    Thread: any. Blocks: as long as the file system does.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+
+    def write(self, event: Event) -> None:
+        os.write(self._fd, encode(event))
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def read_events(paths: Iterable[str | Path]) -> list[Event]:
+    """All events of the files, in the order of their time; a last line cut off by a crash is left out."""
+    found: list[Event] = []
+    for path in paths:
+        for line in Path(path).read_bytes().splitlines(keepends=True):
+            if line.endswith(b"\n"):
+                found.append(_decoder.decode(line))
+    return sorted(found, key=lambda event: event.time)
