@@ -1,0 +1,184 @@
+"""Two snapshot slots of one rank in one memfd, shared by descriptor between agent and worker.
+
+Rules of this file: snapshot `step` lives in slot `step % 2`. A writer calls `invalidate(step)`, writes
+`payload(step)`, and calls `seal(step, ...)`: the header is written last, its digest makes a torn header invalid, so a
+writer killed at any point leaves the other slot whole and this one invalid. The payload carries no digest of its own
+(it would cost training time); its transfer does (wire.py). The gate of the ledger, not this file, decides when a slot
+may be overwritten.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import struct
+
+import msgspec
+import xxhash
+
+from ..errors import ConfigError, TransportError, invariant
+
+PAGE_BYTES = mmap.PAGESIZE
+_PREFIX = struct.Struct("<8sQQ")  # magic, length of the encoded header, its xxh3
+_MAGIC = b"deadpool"
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; mmap has no name for it
+_TOUCH_BYTES = 8 << 20  # some 5 ms: madvise holds the interpreter lock
+
+
+class SnapshotHeader(msgspec.Struct, frozen=True, array_like=True):
+    """What a sealed slot says about its content. `payload_bytes` is the rank's, also where only the header is held."""
+
+    rank: int
+    step: int
+    generation: int
+    layout_hash: str
+    payload_bytes: int
+    scalars: bytes
+
+
+_decode = msgspec.msgpack.Decoder(SnapshotHeader).decode
+
+
+def _rounded_up(size: int) -> int:
+    return -(-size // PAGE_BYTES) * PAGE_BYTES
+
+
+def arena_bytes(header_bytes: int, payload_bytes: int) -> int:
+    """Memory that one SlotPair takes."""
+    return 2 * (_rounded_up(header_bytes) + _rounded_up(payload_bytes))
+
+
+class SlotPair:
+    """The two slots of one rank. `payload_bytes` is 0 where only headers are mirrored.
+
+    Thread: no locking; one writer at a time per slot.
+    """
+
+    def __init__(self, fd: int, rank: int, header_bytes: int, payload_bytes: int) -> None:
+        """Private: use `create` or `attach`."""
+        self.fd = fd
+        self.rank = rank
+        self.header_bytes = header_bytes
+        self.payload_bytes = payload_bytes
+        self._map = mmap.mmap(fd, arena_bytes(header_bytes, payload_bytes), mmap.MAP_SHARED)
+        self._view = memoryview(self._map)
+
+    @classmethod
+    def create(cls, rank: int, header_bytes: int, payload_bytes: int) -> SlotPair:
+        """New, empty slots whose pages are all in memory; nobody can resize them.
+
+        Blocks: about 0.6 s per GiB (first touch); call it in a thread.
+        """
+        fd = os.memfd_create(f"deadpool-rank{rank}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, arena_bytes(header_bytes, payload_bytes))
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+            pair = cls(fd, rank, header_bytes, payload_bytes)
+        except BaseException:
+            os.close(fd)
+            raise
+        pair._touch()
+        return pair
+
+    @classmethod
+    def attach(cls, fd: int, rank: int, header_bytes: int, payload_bytes: int) -> SlotPair:
+        """The slots behind a descriptor received from the agent; takes the descriptor over.
+
+        Raises: TransportError if it is not an arena of this shape.
+        """
+        expected, found = arena_bytes(header_bytes, payload_bytes), os.fstat(fd).st_size
+        if found != expected:
+            raise TransportError(f"the arena of rank {rank} has {found} bytes, expected {expected}")
+        if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+            raise TransportError(f"the arena of rank {rank} is not sealed against resizing")
+        return cls(fd, rank, header_bytes, payload_bytes)
+
+    def _touch(self) -> None:
+        size = len(self._map)
+        try:
+            for start in range(0, size, _TOUCH_BYTES):
+                self._map.madvise(_MADV_POPULATE_WRITE, start, min(_TOUCH_BYTES, size - start))
+        except OSError:  # an older kernel: write the zeros ourselves
+            zeros = bytes(_TOUCH_BYTES)
+            for start in range(0, size, _TOUCH_BYTES):
+                self._view[start : start + _TOUCH_BYTES] = zeros[: size - start]
+
+    def _header(self, step: int) -> memoryview:
+        invariant(step >= 0, f"snapshots have steps from 0 on, got {step}")
+        start = step % 2 * (len(self._view) // 2)
+        return self._view[start : start + self.header_bytes]
+
+    def payload(self, step: int) -> memoryview:
+        """The bytes of the slot of `step`, writable, page-aligned; valid only if `open(step)` says so."""
+        invariant(step >= 0, f"snapshots have steps from 0 on, got {step}")
+        start = step % 2 * (len(self._view) // 2) + _rounded_up(self.header_bytes)
+        return self._view[start : start + self.payload_bytes]
+
+    def invalidate(self, step: int) -> None:
+        """Empties the slot of `step`, whatever it holds; call before the first byte is written to its payload."""
+        self._header(step)[: _PREFIX.size] = bytes(_PREFIX.size)
+
+    def seal(self, step: int, generation: int, layout_hash: str, scalars: bytes) -> None:
+        """Declares the slot's payload complete as snapshot `step`. `scalars` are plain data of the caller's.
+
+        Raises: ConfigError if they do not fit into the header.
+        """
+        header = SnapshotHeader(self.rank, step, generation, layout_hash, self.payload_bytes, scalars)
+        self.seal_encoded(step, msgspec.msgpack.encode(header))
+
+    def seal_encoded(self, step: int, encoded: bytes) -> None:
+        """As `seal`, with a header taken from another slot by `encoded_header`."""
+        area = self._header(step)
+        need = _PREFIX.size + len(encoded)
+        if need > len(area):
+            raise ConfigError(
+                f"the snapshot header of rank {self.rank}, step {step} (scalars and call records) takes {need} bytes, "
+                f"there is room for {len(area)}: set header_kib to at least {-(-need // 1024)}"
+            )
+        self.invalidate(step)
+        area[_PREFIX.size : need] = encoded
+        area[: _PREFIX.size] = _PREFIX.pack(_MAGIC, len(encoded), xxhash.xxh3_64_intdigest(encoded))
+
+    def encoded_header(self, step: int) -> bytes | None:
+        """The verified header of `step` as it travels; None if the slot is invalid or holds another step."""
+        area = self._header(step)
+        if len(area) < _PREFIX.size:  # closed
+            return None
+        magic, length, digest = _PREFIX.unpack_from(area)
+        if magic != _MAGIC or length > len(area) - _PREFIX.size:
+            return None
+        encoded = bytes(area[_PREFIX.size : _PREFIX.size + length])
+        if xxhash.xxh3_64_intdigest(encoded) != digest:
+            return None
+        header = _decode(encoded)
+        return encoded if (header.rank, header.step) == (self.rank, step) else None
+
+    def open(self, step: int) -> SnapshotHeader | None:
+        """The header of snapshot `step` if the slot holds it whole, else None."""
+        encoded = self.encoded_header(step)
+        return None if encoded is None else _decode(encoded)
+
+    def header_digest(self, step: int) -> int | None:
+        """Tells the snapshots a slot has held apart; None if it holds `step` no more."""
+        encoded = self.encoded_header(step)
+        return None if encoded is None else xxhash.xxh3_64_intdigest(encoded)
+
+    def close(self) -> None:
+        """Closes the descriptor; the memory goes when the last view on it does (a tensor may still look at it)."""
+        os.close(self.fd)
+        self.fd = -1
+        self._view = memoryview(b"")
+        del self._map
+
+
+def decode_header(encoded: bytes) -> SnapshotHeader:
+    """The header that `SlotPair.encoded_header` gave.
+
+    Raises: TransportError if it is none.
+    """
+    try:
+        return _decode(encoded)
+    except msgspec.MsgspecError as error:
+        raise TransportError(f"cannot read a snapshot header of {len(encoded)} bytes: {error}") from error

@@ -1,0 +1,89 @@
+"""How much memory this process may still take, before it takes it.
+
+Rules of this file: the smallest of the kernel's MemAvailable and the headroom of every cgroup (v2 or v1) above this
+process counts; page cache that a cgroup can drop is headroom. Reads files only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from ..errors import MemoryShortage
+
+_GIB = 1 << 30
+
+
+class Budget(msgspec.Struct, frozen=True):
+    """What one authority leaves: `name` is the file that says so, `detail` its numbers for people."""
+
+    name: str
+    available_bytes: int
+    detail: str
+
+
+def _gib(size: int) -> str:
+    return f"{size / _GIB:.2f} GiB"
+
+
+def _table(path: Path) -> dict[str, int]:
+    rows = (line.replace(":", " ").split() for line in path.read_text().splitlines())
+    return {row[0]: int(row[1]) for row in rows if len(row) >= 2 and row[1].isdigit()}
+
+
+def _cgroup_budget(folder: Path, limit_name: str, usage_name: str, cache_name: str) -> Budget | None:
+    limit_file = folder / limit_name
+    if not limit_file.is_file():
+        return None
+    limit = limit_file.read_text().strip()
+    if limit == "max" or int(limit) >= 1 << 60:
+        return None
+    usage = int((folder / usage_name).read_text())
+    cache = _table(folder / "memory.stat").get(cache_name, 0)
+    detail = f"limit {_gib(int(limit))}, used {_gib(usage)} of which {_gib(cache)} can be dropped"
+    return Budget(str(limit_file), int(limit) - usage + cache, detail)
+
+
+def _cgroup_budgets(root: Path) -> Iterator[Budget]:
+    mount = root / "sys/fs/cgroup"
+    membership = root / "proc/self/cgroup"
+    for line in membership.read_text().splitlines() if membership.is_file() else []:
+        hierarchy, controllers, path = line.split(":", 2)
+        if hierarchy == "0" and not controllers:
+            base, names = mount, ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            base, names = mount / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        inner = base / path.strip("/")  # absent inside a container that sees only its own part: then base is ours
+        for folder in (inner, *inner.parents):
+            if not folder.is_relative_to(base):
+                break
+            budget = _cgroup_budget(folder, *names)
+            if budget is not None:
+                yield budget
+
+
+def budgets(root: Path = Path("/")) -> list[Budget]:
+    """Everything that limits this process's memory, the tightest first."""
+    available = _table(root / "proc/meminfo")["MemAvailable"] * 1024
+    found = [Budget(str(root / "proc/meminfo"), available, f"MemAvailable {_gib(available)}"), *_cgroup_budgets(root)]
+    return sorted(found, key=lambda budget: budget.available_bytes)
+
+
+def check_memory(need_bytes: int, headroom_bytes: int, root: Path = Path("/")) -> None:
+    """Returns if `need_bytes` can be taken and `headroom_bytes` still be left.
+
+    Raises: MemoryShortage with all numbers.
+    """
+    found = budgets(root)
+    if need_bytes + headroom_bytes <= found[0].available_bytes:
+        return
+    told = "; ".join(f"{budget.name}: {_gib(budget.available_bytes)} available ({budget.detail})" for budget in found)
+    raise MemoryShortage(
+        f"snapshots need {_gib(need_bytes)} of host memory and memory_headroom_gib keeps {_gib(headroom_bytes)} free, "
+        f"together {_gib(need_bytes + headroom_bytes)}, but only {_gib(found[0].available_bytes)} can be had ({told})",
+        remedy="give the job more memory, run fewer ranks per node, or lower memory_headroom_gib",
+    )

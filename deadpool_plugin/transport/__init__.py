@@ -1,0 +1,1 @@
+"""Framed bytes between processes and nodes: deadlines, handshake, checksums. Imports no torch."""

@@ -1,0 +1,135 @@
+"""Length-prefixed frames on a byte stream.
+
+Rules of this file: a frame is a 4-byte big-endian length and that many bytes; nothing here knows what the bytes
+mean. A length beyond the limit ends the stream (`CorruptFrame`), because there is no way to find the next frame.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import Callable, Iterator
+
+from ..errors import CorruptFrame, TransportError
+
+LENGTH = struct.Struct("!I")
+CONTROL_FRAME_BYTES_MAX = 16 << 20
+CONTROL_BACKLOG_BYTES_MAX = 64 << 20
+
+
+class ConnectionClosed(TransportError):
+    """The stream has ended: the peer closed it, died, or the link broke."""
+
+
+def pack_frame(body: bytes, limit_bytes: int) -> bytes:
+    """The frame of `body`.
+
+    Raises: TransportError if the body is larger than the receiver accepts.
+    """
+    if len(body) > limit_bytes:
+        raise TransportError(f"a message of {len(body)} bytes exceeds the limit of {limit_bytes} bytes per frame")
+    return LENGTH.pack(len(body)) + body
+
+
+def checked_length(prefix: bytes | bytearray | memoryview, limit_bytes: int) -> int:
+    """The length a frame announces, if it is within the limit."""
+    (length,) = LENGTH.unpack_from(prefix)
+    if length > limit_bytes:
+        raise CorruptFrame(
+            f"a frame announces {length} bytes, at most {limit_bytes} are allowed: "
+            "the peer runs another version, or the stream is damaged"
+        )
+    return int(length)
+
+
+class FrameBuffer:
+    """Cuts a byte stream that arrives in arbitrary pieces into frames."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._pending = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """Yields the bodies that `data` completes; iterate to the end before the next call."""
+        self._pending += data
+        start = 0
+        try:
+            while len(self._pending) - start >= LENGTH.size:
+                length = checked_length(memoryview(self._pending)[start : start + LENGTH.size], self._limit_bytes)
+                end = start + LENGTH.size + length
+                if len(self._pending) < end:
+                    break
+                body = bytes(memoryview(self._pending)[start + LENGTH.size : end])
+                start = end
+                yield body
+        finally:
+            del self._pending[:start]
+
+
+class FrameProtocol(asyncio.Protocol):
+    """One framed connection on an event loop.
+
+    Args:
+        on_frame: called with each body; raising CorruptFrame ends the connection with that reason.
+        on_lost: called exactly once when the connection has ended, with the reason for people.
+        on_made: called when `send` begins to work, before the first frame.
+    """
+
+    def __init__(
+        self,
+        on_frame: Callable[[bytes], None],
+        on_lost: Callable[[str], None],
+        on_made: Callable[[], None] = lambda: None,
+        limit_bytes: int = CONTROL_FRAME_BYTES_MAX,
+        backlog_bytes: int = CONTROL_BACKLOG_BYTES_MAX,
+    ) -> None:
+        self._on_frame = on_frame
+        self._on_lost = on_lost
+        self._on_made = on_made
+        self._limit_bytes = limit_bytes
+        self._backlog_bytes = backlog_bytes
+        self._buffer = FrameBuffer(limit_bytes)
+        self._transport: asyncio.Transport | None = None
+        self._reason = ""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._on_made()
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for body in self._buffer.feed(data):
+                if self._transport is None or self._transport.is_closing():
+                    return
+                self._on_frame(body)
+        except CorruptFrame as error:
+            self.abort(str(error))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        self._on_lost(self._reason or (str(exc) if exc else "the peer closed the connection"))
+
+    def send(self, body: bytes) -> bool:
+        """Queues one frame; False if the connection is over. A peer that lets the backlog overflow is cut off.
+
+        Blocks: never.
+        """
+        if self._transport is None or self._transport.is_closing():
+            return False
+        if self._transport.get_write_buffer_size() > self._backlog_bytes:
+            self.abort(f"more than {self._backlog_bytes} bytes are waiting to be sent: the peer does not read")
+            return False
+        self._transport.write(pack_frame(body, self._limit_bytes))
+        return True
+
+    def close(self) -> None:
+        """Ends the connection after what is queued has been sent."""
+        if self._transport is not None:
+            self._transport.close()
+
+    def abort(self, reason: str) -> None:
+        """Ends the connection at once; `on_lost` gets `reason`."""
+        self._reason = self._reason or reason
+        if self._transport is not None:
+            self._transport.abort()

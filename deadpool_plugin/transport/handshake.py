@@ -1,0 +1,132 @@
+"""Mutual proof of the job's secret at the start of every TCP connection.
+
+Rules of this file: each side sends magic, nonce and identity, then HMAC-SHA256 over its role, the purpose and both
+greetings; both check the other's proof before anything else is read. The role keeps a proof from being reflected,
+the purpose keeps a control connection from being taken for a bulk one. Both sides send before they check, so both
+learn of a wrong secret by themselves. The secret is never sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import os
+import socket
+import struct
+
+from ..errors import PeerRefused
+from .framing import ConnectionClosed
+from .sockets import remote_name
+
+_GREETING = struct.Struct("!8s32sI")  # magic with the protocol's version, nonce, identity
+_MAGIC = b"deadpl-1"
+_PROOF_BYTES = hashlib.sha256().digest_size
+HANDSHAKE_TIMEOUT_S = 10.0
+
+
+class Handshake:
+    """One side's part without IO: send `greeting`, `answer(theirs)` gives the proof to send, `check(theirs)`."""
+
+    def __init__(self, secret: bytes, purpose: str, identity: int, *, dialling: bool, address: str) -> None:
+        self.greeting = _GREETING.pack(_MAGIC, os.urandom(32), identity)
+        self._secret = secret
+        self._purpose = purpose
+        self._dialling = dialling
+        self._address = address
+        self._theirs = b""
+
+    def _proof(self, role: bytes) -> bytes:
+        dialler, listener = (self.greeting, self._theirs) if self._dialling else (self._theirs, self.greeting)
+        return hmac.digest(self._secret, b"\0".join((role, self._purpose.encode(), dialler + listener)), "sha256")
+
+    def answer(self, theirs: bytes) -> bytes:
+        """Our proof. Raises: PeerRefused if `theirs` is no greeting of this protocol."""
+        if not theirs.startswith(_MAGIC):
+            raise self.refusal("it does not speak this protocol or version")
+        self._theirs = theirs
+        return self._proof(b"dial" if self._dialling else b"listen")
+
+    def check(self, proof: bytes) -> int:
+        """The other side's identity. Raises: PeerRefused if it does not know the secret."""
+        if not hmac.compare_digest(proof, self._proof(b"listen" if self._dialling else b"dial")):
+            raise self.refusal(
+                "it does not prove the job's secret", "use the same secret_file content on every host of the job"
+            )
+        identity: int = _GREETING.unpack(self._theirs)[2]
+        return identity
+
+    def refusal(self, reason: str, remedy: str = "") -> PeerRefused:
+        found = f"refused {self._address} ({self._purpose} connection): {reason}"
+        return PeerRefused(found, remedy=remedy, address=self._address)
+
+
+def shake_hands(
+    sock: socket.socket,
+    secret: bytes,
+    purpose: str,
+    identity: int,
+    *,
+    dialling: bool,
+    timeout_s: float = HANDSHAKE_TIMEOUT_S,
+) -> int:
+    """Proves the secret to the other end of a fresh connection and returns its identity (a node id).
+
+    Raises: PeerRefused, with the address; ConnectionClosed if the other end hangs up or stays silent.
+    Blocks: up to `timeout_s` per message.
+    """
+    shake = Handshake(secret, purpose, identity, dialling=dialling, address=remote_name(sock))
+    sock.settimeout(timeout_s)
+    try:
+        sock.sendall(shake.greeting)
+        sock.sendall(shake.answer(_recv_exact(sock, _GREETING.size)))
+        peer = shake.check(_recv_exact(sock, _PROOF_BYTES))
+    except (OSError, EOFError) as error:
+        raise ConnectionClosed(f"the handshake with {remote_name(sock)} ended early: {error!r}") from error
+    sock.settimeout(None)
+    return peer
+
+
+def _recv_exact(sock: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        piece = sock.recv(size - len(data))
+        if not piece:
+            raise EOFError("the other end closed the connection")
+        data += piece
+    return data
+
+
+async def shake_hands_async(
+    sock: socket.socket,
+    secret: bytes,
+    purpose: str,
+    identity: int,
+    *,
+    dialling: bool,
+    timeout_s: float = HANDSHAKE_TIMEOUT_S,
+) -> int:
+    """`shake_hands` for a non-blocking socket on the running event loop; `timeout_s` covers the whole of it."""
+    shake = Handshake(secret, purpose, identity, dialling=dialling, address=remote_name(sock))
+    loop = asyncio.get_running_loop()
+
+    async def exchange() -> int:
+        await loop.sock_sendall(sock, shake.greeting)
+        await loop.sock_sendall(sock, shake.answer(await recv_exact_async(sock, _GREETING.size)))
+        return shake.check(await recv_exact_async(sock, _PROOF_BYTES))
+
+    try:
+        return await asyncio.wait_for(exchange(), timeout_s)
+    except (OSError, EOFError, asyncio.TimeoutError) as error:
+        raise ConnectionClosed(f"the handshake with {remote_name(sock)} ended early: {error!r}") from error
+
+
+async def recv_exact_async(sock: socket.socket, size: int) -> bytes:
+    loop = asyncio.get_running_loop()
+    data = b""
+    while len(data) < size:
+        piece = await loop.sock_recv(sock, size - len(data))
+        if not piece:
+            raise EOFError("the other end closed the connection")
+        data += piece
+    return data

@@ -1,0 +1,201 @@
+"""All nodes meet once at MASTER_ADDR:MASTER_PORT and exchange addresses.
+
+Rules of this file: node 0 listens, the others dial until it answers; everyone gets the same table; then nobody
+depends on that host any more. Node 0 listens on every interface, because a host's own name may resolve to a loopback
+address on it; the socket lives only for the meeting, and peers prove the secret first. Whether the hellos fit
+together (versions, configuration) is for the caller to judge.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from typing import Any
+
+import msgspec
+
+from ..core.types import NodeId
+from ..errors import CorruptFrame, PeerRefused, TransportError
+from .framing import LENGTH, ConnectionClosed, checked_length, pack_frame
+from .handshake import recv_exact_async, shake_hands_async
+from .sockets import Address, remote_name, tune
+
+PURPOSE = "rendezvous"
+_FRAME_BYTES_MAX = 16 << 20
+_RETRY_S = 0.2
+_log = logging.getLogger(__name__)
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True):
+    """What a node tells the others about itself. `control` and `bulk` are addresses they can reach."""
+
+    node: NodeId
+    host: str
+    control: Address
+    bulk: Address
+    local_size: int
+    versions: dict[str, str]
+    config_digest: str
+
+
+class _Table(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    hellos: list[Hello]
+
+
+class _Failed(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    reason: str
+
+
+async def meet(
+    node: NodeId,
+    nodes_total: int,
+    master_addr: str,
+    master_port: int,
+    hello: Hello,
+    secret: bytes,
+    timeout_s: float,
+) -> list[Hello]:
+    """Every node's hello, in the order of node ids.
+
+    Raises: TransportError naming the nodes that did not come in time; PeerRefused if node 0 has another secret
+    (node 0 itself goes on waiting, and names those it refused at its deadline).
+    """
+    if node == 0:
+        return await _Host(nodes_total, master_addr, master_port, hello, secret).wait(timeout_s)
+    try:
+        return await asyncio.wait_for(_join(node, (master_addr, master_port), hello, secret), timeout_s * 1.05 + 1.0)
+    except asyncio.TimeoutError as error:
+        raise TransportError(
+            f"node {node} was not given the address table by node 0 at {master_addr}:{master_port} in {timeout_s:g} s",
+            remedy="check that node 0 runs and that MASTER_ADDR:MASTER_PORT can be reached from this host",
+        ) from error
+
+
+class _Host:
+    """Node 0's side: collects hellos, then hands out the table."""
+
+    def __init__(self, nodes_total: int, host: str, port: int, hello: Hello, secret: bytes) -> None:
+        self._nodes_total = nodes_total
+        self._where = f"{host}:{port}"
+        self._secret = secret
+        self._hellos: dict[NodeId, Hello] = {0: hello}
+        self._socks: dict[NodeId, socket.socket] = {}
+        self._refused: dict[str, str] = {}
+        self._changed = asyncio.Event()
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            self._listener = socket.create_server(("", port), family=family, backlog=1024)
+        except OSError as error:
+            raise TransportError(
+                f"node 0 cannot listen at MASTER_PORT {port}: {error}", remedy="choose another --master_port"
+            ) from error
+        self._listener.setblocking(False)
+
+    async def wait(self, timeout_s: float) -> list[Hello]:
+        tasks: set[asyncio.Task[None]] = set()
+        accepting = asyncio.create_task(self._accept(tasks))
+        try:
+            await asyncio.wait_for(self._all_here(), timeout_s)
+            table = [self._hellos[node] for node in sorted(self._hellos)]
+            await self._tell_all(_Table(table))
+            return table
+        except asyncio.TimeoutError as error:
+            failure = self._absence(timeout_s)
+            await self._tell_all(_Failed(str(failure)))
+            raise failure from error
+        finally:
+            for task in (accepting, *tasks):
+                task.cancel()
+            await asyncio.gather(accepting, *tasks, return_exceptions=True)
+            for sock in (self._listener, *self._socks.values()):
+                sock.close()
+
+    def _absence(self, timeout_s: float) -> TransportError:
+        missing = sorted(set(range(self._nodes_total)) - set(self._hellos))
+        refused = "".join(f"; {reason}" for reason in self._refused.values())
+        return TransportError(
+            f"only {len(self._hellos)} of {self._nodes_total} nodes met at {self._where} in {timeout_s:g} s, "
+            f"missing: node {', '.join(map(str, missing))}{refused}",
+            remedy="look at the output of the missing nodes' hosts",
+        )
+
+    async def _all_here(self) -> None:
+        while len(self._hellos) < self._nodes_total:
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def _accept(self, tasks: set[asyncio.Task[None]]) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            sock, _ = await loop.sock_accept(self._listener)
+            task = asyncio.create_task(self._welcome(sock))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+
+    async def _welcome(self, sock: socket.socket) -> None:
+        address = remote_name(sock)
+        try:
+            tune(sock, 10.0)
+            peer = await shake_hands_async(sock, self._secret, PURPOSE, 0, dialling=False)
+            hello = await _recv(sock, Hello)
+            if hello.node != peer or not 0 < peer < self._nodes_total:
+                raise PeerRefused(
+                    f"refused {address}: it is node {hello.node}", f"1..{self._nodes_total - 1}", address=address
+                )
+            if self._hellos.setdefault(peer, hello) != hello:
+                other = self._hellos[peer].host
+                raise PeerRefused(f"refused {address}: node {peer} is here already, from {other}", address=address)
+        except (TransportError, OSError, EOFError) as error:
+            sock.close()
+            if isinstance(error, PeerRefused):
+                host = address.rpartition(":")[0]
+                if self._refused.setdefault(host, str(error)) == str(error):
+                    _log.warning("%s", error)
+            return
+        except BaseException:
+            sock.close()
+            raise
+        if peer in self._socks:
+            self._socks[peer].close()
+        self._socks[peer] = sock
+        self._changed.set()
+
+    async def _tell_all(self, message: _Table | _Failed) -> None:
+        frame = pack_frame(msgspec.msgpack.encode(message), _FRAME_BYTES_MAX)
+        loop = asyncio.get_running_loop()
+        sends = [asyncio.wait_for(loop.sock_sendall(sock, frame), 10.0) for sock in self._socks.values()]
+        for peer, result in zip(list(self._socks), await asyncio.gather(*sends, return_exceptions=True)):
+            if isinstance(result, BaseException):  # it will be missing from the mesh, with an error that names it
+                _log.warning("node %d left the rendezvous: %r", peer, result)
+
+
+async def _join(node: NodeId, master: Address, hello: Hello, secret: bytes) -> list[Hello]:
+    loop = asyncio.get_running_loop()
+    while True:
+        try:
+            family, kind, _, _, target = (await loop.getaddrinfo(*master, type=socket.SOCK_STREAM))[0]
+            with socket.socket(family, kind) as sock:
+                sock.setblocking(False)
+                await loop.sock_connect(sock, target)
+                tune(sock, 10.0)
+                await shake_hands_async(sock, secret, PURPOSE, node, dialling=True)
+                body = pack_frame(msgspec.msgpack.encode(hello), _FRAME_BYTES_MAX)
+                await loop.sock_sendall(sock, body)
+                answer = await _recv(sock, _Table | _Failed)
+        except (ConnectionClosed, OSError, EOFError) as error:  # node 0 is not there yet, or was started again
+            _log.info("node 0 at %s:%d does not answer yet: %s", *master, error)
+            await asyncio.sleep(_RETRY_S)
+            continue
+        if isinstance(answer, _Failed):
+            raise TransportError(f"node 0 gave up: {answer.reason}")
+        return list(answer.hellos)
+
+
+async def _recv(sock: socket.socket, kind: Any) -> Any:
+    length = checked_length(await recv_exact_async(sock, LENGTH.size), _FRAME_BYTES_MAX)
+    body = await recv_exact_async(sock, length)
+    try:
+        return msgspec.msgpack.decode(body, type=kind)
+    except msgspec.MsgspecError as error:
+        raise CorruptFrame(f"{remote_name(sock)} sent what is no rendezvous message: {error}") from error

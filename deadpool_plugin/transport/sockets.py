@@ -1,0 +1,67 @@
+"""TCP sockets with the options every connection of ours has.
+
+Rules of this file: no port is fixed, 0 means the system chooses; a range is tried from its first to its last port.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+
+from ..errors import ConfigError, TransportError
+
+Address = tuple[str, int]
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def listen_tcp(host: str, port_range: tuple[int, int] | None = None) -> socket.socket:
+    """A listening socket on the interface `host` ("" for all), at a free port or one of the range (ends included).
+
+    Raises: ConfigError if the interface does not exist or every port of the range is taken.
+    """
+    ports = range(port_range[0], port_range[1] + 1) if port_range else (0,)
+    for port in ports:
+        try:
+            return socket.create_server((host, port), family=_family(host), backlog=1024)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                found = f"cannot listen at {host or '*'}:{port}: {error}"
+                raise ConfigError(found, remedy="check interface_address") from error
+    raise ConfigError(f"all ports {ports[0]} to {ports[-1]} of {host or '*'} are taken", remedy="widen port_range")
+
+
+def bound_address(sock: socket.socket) -> Address:
+    host, port = sock.getsockname()[:2]
+    return host, port
+
+
+def remote_name(sock: socket.socket) -> str:
+    """The other end as "host:port", for people."""
+    try:
+        host, port = sock.getpeername()[:2]
+    except OSError:  # it is gone already
+        return "(closed)"
+    return f"{host}:{port}"
+
+
+def tune(sock: socket.socket, silent_after_s: float) -> None:
+    """No delay; a link whose other end stops acknowledging fails after `silent_after_s`, idle or not."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(silent_after_s * 1000))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, int(silent_after_s / 2)))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, int(silent_after_s / 4)))
+
+
+def address_towards(host: str, port: int) -> str:
+    """The address of this host's interface that leads to `host`: what others can reach us at. Sends nothing."""
+    try:
+        family, kind, _, _, target = socket.getaddrinfo(host, port or 1, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as sock:
+            sock.connect(target)
+            return str(sock.getsockname()[0])
+    except OSError as error:
+        raise TransportError(f"no way to {host}: {error}", remedy="check MASTER_ADDR and interface_address") from error

@@ -1,0 +1,225 @@
+"""The control mesh: one TCP connection between every two nodes, dialled by the larger node id.
+
+Rules of this file: everything on one event loop; the handshake comes before the first frame; a refused peer is
+told of once per host. Heartbeats and shards never share a connection (bulk has its own).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
+
+import msgspec
+
+from ..core.messages import AnyMessage, Goodbye
+from ..core.types import NodeId
+from ..errors import CorruptFrame, PeerRefused, TransportError
+from .base import ControlTransport, OnLost, OnMessage
+from .framing import ConnectionClosed, FrameProtocol
+from .handshake import shake_hands_async
+from .sockets import Address, bound_address, listen_tcp, remote_name, tune
+
+PURPOSE = "control"
+_RETRY_S = 0.1
+_FLUSH_S = 1.0
+_decoder = msgspec.msgpack.Decoder(AnyMessage)
+_log = logging.getLogger(__name__)
+
+
+class ControlMesh(ControlTransport):
+    """See ControlTransport.
+
+    Args:
+        bind_host: the interface to listen on and the address the others get ("" listens on all; then tell them another).
+        port_range: ports to choose from (ends included); None lets the system choose.
+        silent_after_s: a peer whose kernel acknowledges nothing for so long is lost.
+        on_refused: gets each refused peer, once per host; the default logs it.
+    """
+
+    def __init__(
+        self,
+        node: NodeId,
+        secret: bytes,
+        bind_host: str,
+        port_range: tuple[int, int] | None,
+        on_message: OnMessage,
+        on_lost: OnLost,
+        silent_after_s: float = 10.0,
+        on_refused: Callable[[PeerRefused], None] = _log.warning,
+    ) -> None:
+        self.dropped: Counter[NodeId] = Counter()
+        self._node = node
+        self._secret = secret
+        self._bind = (bind_host, port_range)
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._silent_after_s = silent_after_s
+        self._on_refused = on_refused
+        self._refused_hosts: set[str] = set()
+        self._links: dict[NodeId, FrameProtocol] = {}
+        self._barred: set[NodeId] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Event()
+        self._listener: socket.socket | None = None
+        self._closing = False
+
+    @property
+    def linked(self) -> frozenset[NodeId]:
+        """Nodes to which there is a link now."""
+        return frozenset(self._links)
+
+    async def listen(self) -> Address:
+        self._listener = listen_tcp(*self._bind)
+        self._listener.setblocking(False)
+        self._start(self._accept(self._listener))
+        return bound_address(self._listener)
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                sock, _ = await loop.sock_accept(listener)
+            except OSError as error:  # too many open files, or the peer gave up: neither ends the mesh
+                _log.warning("cannot accept a control connection: %s", error)
+                await asyncio.sleep(_RETRY_S)
+                continue
+            self._start(self._welcome(sock))
+
+    async def _welcome(self, sock: socket.socket) -> None:
+        try:
+            await self._link(sock, dialled=None)
+        except PeerRefused as error:
+            self._tell_refused(error)
+        except (ConnectionClosed, OSError) as error:  # it hung up
+            _log.info("a control connection ended before it was a link: %s", error)
+
+    def _tell_refused(self, error: PeerRefused) -> None:
+        host = error.address.rpartition(":")[0]
+        if host not in self._refused_hosts:
+            self._refused_hosts.add(host)
+            self._on_refused(error)
+
+    async def _link(self, sock: socket.socket, dialled: NodeId | None) -> None:
+        """Makes a link of a connected socket, or closes it and raises."""
+        try:
+            sock.setblocking(False)
+            tune(sock, self._silent_after_s)
+            peer = await shake_hands_async(sock, self._secret, PURPOSE, self._node, dialling=dialled is not None)
+            address = remote_name(sock)
+            if dialled is not None and peer != dialled:
+                raise PeerRefused(f"{address} says it is node {peer}", f"node {dialled}", address=address)
+            if peer in self._links or peer in self._barred or peer == self._node:
+                why = "is lost to this job" if peer in self._barred else "is linked already"
+                raise PeerRefused(f"refused {address}: node {peer} {why}", address=address)
+            link = FrameProtocol(
+                lambda body: self._received(peer, body),
+                lambda reason: self._ended(peer, link, reason),
+                lambda: self._made(peer, link),
+            )
+            await asyncio.get_running_loop().create_connection(lambda: link, sock=sock)
+        except BaseException:
+            sock.close()
+            raise
+
+    def _made(self, peer: NodeId, link: FrameProtocol) -> None:
+        if peer in self._links:
+            link.abort("a second link of the same node")
+            return
+        self._links[peer] = link
+        self._changed.set()
+
+    def _received(self, peer: NodeId, body: bytes) -> None:
+        try:
+            message = _decoder.decode(body)
+        except msgspec.MsgspecError as error:
+            raise CorruptFrame(f"node {peer} sent a message that cannot be read: {error}") from error
+        if isinstance(message, Goodbye):
+            self._barred.add(peer)
+        self._on_message(peer, message)
+
+    def _ended(self, peer: NodeId, link: FrameProtocol, reason: str) -> None:
+        if self._links.get(peer) is not link:
+            return
+        del self._links[peer]
+        self._changed.set()
+        if not self._closing and peer not in self._barred:
+            self._on_lost(peer, reason)
+
+    async def connect(self, table: Mapping[NodeId, Address], timeout_s: float = 60.0) -> None:
+        others = set(table) - {self._node}
+        dials = [asyncio.create_task(self._dial(node, table[node])) for node in others if node < self._node]
+        try:
+            await asyncio.wait_for(self._all_linked(others, dials), timeout_s)
+        except asyncio.TimeoutError as error:
+            missing = ", ".join(f"{node} at {table[node]}" for node in sorted(others - self.linked))
+            raise TransportError(
+                f"node {self._node} has no control link to node {missing} after {timeout_s:g} s",
+                remedy="check that these nodes run and that no firewall blocks the ports (port_range)",
+            ) from error
+        finally:
+            for dial in dials:
+                dial.cancel()
+            await asyncio.gather(*dials, return_exceptions=True)
+
+    async def _all_linked(self, others: set[NodeId], dials: list[asyncio.Task[None]]) -> None:
+        await asyncio.gather(*dials)
+        while not others <= self.linked:
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def _dial(self, node: NodeId, address: Address) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            sock = socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET)
+            sock.setblocking(False)
+            try:
+                await loop.sock_connect(sock, address)
+                return await self._link(sock, dialled=node)
+            except (ConnectionClosed, OSError) as error:
+                _log.info("node %d at %s does not answer yet: %s", node, address, error)
+            finally:
+                if node not in self._links:
+                    sock.close()
+            await asyncio.sleep(_RETRY_S)
+
+    def send(self, node: NodeId, message: AnyMessage) -> None:
+        link = self._links.get(node)
+        if link is None or not link.send(msgspec.msgpack.encode(message)):
+            self.dropped[node] += 1
+
+    def drop(self, node: NodeId) -> None:
+        self._barred.add(node)
+        if node in self._links:
+            self._links[node].abort("dropped")
+
+    async def close(self, goodbye: AnyMessage | None = None) -> None:
+        self._closing = True
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._listener is not None:
+            self._listener.close()
+        for node, link in list(self._links.items()):
+            if goodbye is not None:
+                self.send(node, goodbye)
+            link.close()
+        try:
+            await asyncio.wait_for(self._all_ended(), _FLUSH_S)
+        except asyncio.TimeoutError:
+            for link in list(self._links.values()):
+                link.abort("it does not read our last words")
+            await self._all_ended()
+
+    async def _all_ended(self) -> None:
+        while self._links:
+            self._changed.clear()
+            await self._changed.wait()
