@@ -1,0 +1,1 @@
+"""Framework glue: what each training framework's calls, state and random generators are."""

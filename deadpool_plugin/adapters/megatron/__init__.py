@@ -1,0 +1,5 @@
+"""Megatron-core: DistributedDataParallel, MegatronOptimizer, OptimizerParamScheduler and the pipeline schedules."""
+
+from .adapter import MegatronAdapter
+
+__all__ = ["MegatronAdapter"]

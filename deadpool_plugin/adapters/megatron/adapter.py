@@ -1,0 +1,182 @@
+"""Megatron-core as an `Adapter`: which functions are calls, and what a rank's state is.
+
+Calls: `DistributedDataParallel.zero_grad_buffer`, the optimizers' `zero_grad` and `step`, the three
+forward-backward schedules, `OptimizerParamScheduler.step`. A script need not know: it finds the wrapped ones
+where it always found them.
+Source: megatron-core 0.16.1; shared state as measured per sub-optimizer of ChainedOptimizer.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ...errors import Unsupported
+from ...worker.adapter import CallHandler, CallKind, Scalars
+from . import cleanup
+from .state import OptimizerState
+
+SCHEDULES = (
+    "forward_backward_no_pipelining",
+    "forward_backward_pipelining_without_interleaving",
+    "forward_backward_pipelining_with_interleaving",
+)
+
+
+class MegatronAdapter:
+    """See `Adapter` for when each method runs."""
+
+    def __init__(self) -> None:
+        self._chunks: list[Any] = []
+        self._optimizers: list[Any] = []
+        self._schedulers: list[Any] = []
+        self._state: OptimizerState | None = None
+
+    # ---- calls
+
+    def install(self, handler: CallHandler) -> None:
+        from megatron.core.distributed import DistributedDataParallel
+        from megatron.core.optimizer import optimizer as optimizers
+        from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+        from megatron.core.pipeline_parallel import schedules
+
+        _remember_instances(DistributedDataParallel, self._chunks)
+        _remember_instances(OptimizerParamScheduler, self._schedulers)
+        _remember_instances(optimizers.MegatronOptimizer, self._optimizers)
+        _remember_instances(optimizers.ChainedOptimizer, self._optimizers)
+        wrap = functools.partial(_wrap, handler=handler)
+        wrap(DistributedDataParallel, "zero_grad_buffer", CallKind.PLAIN)
+        wrap(OptimizerParamScheduler, "step", CallKind.PLAIN)
+        for name in SCHEDULES:
+            wrap(schedules, name, CallKind.PLAIN)
+        for cls in _subclasses(optimizers.MegatronOptimizer):
+            if "step" in vars(cls):
+                wrap(cls, "step", CallKind.UPDATE)
+            if "zero_grad" in vars(cls):
+                wrap(cls, "zero_grad", CallKind.PLAIN)
+
+    # ---- state
+
+    def attach(self) -> None:
+        nested = {id(inner) for outer in self._optimizers for inner in getattr(outer, "chained_optimizers", ())}
+        outermost = [optimizer for optimizer in self._optimizers if id(optimizer) not in nested]
+        if len(outermost) != 1:
+            raise Unsupported(
+                f"found {len(outermost)} Megatron optimizers, expected exactly one; build one optimizer with "
+                "get_megatron_optimizer before the first training call"
+            )
+        self._optimizers[:] = outermost
+        self._state = OptimizerState(self._chunks, outermost[0])
+
+    @property
+    def state(self) -> OptimizerState:
+        assert self._state is not None, "attach() comes first"
+        return self._state
+
+    def shard(self) -> Sequence[torch.Tensor]:
+        return self.state.tensors
+
+    def replicas(self) -> tuple[int, ...]:
+        return self.state.replicas()
+
+    def scalars(self) -> Scalars:
+        return {"optimizer": self.state.scalars(), "schedulers": [_scheduler_state(s) for s in self._schedulers]}
+
+    def load(self, scalars: Scalars) -> None:
+        self._load_schedulers(scalars["schedulers"])
+        self.state.load_scalars(scalars["optimizer"])
+
+    def _load_schedulers(self, states: list[Scalars]) -> None:
+        for scheduler, saved in zip(self._schedulers, states, strict=True):
+            # load_state_dict is additive on a live scheduler (it steps by the saved count), so set it outright.
+            vars(scheduler).update(saved)
+
+    def entry_state(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], None]:
+        training = [(module, module.training) for module in self._chunks]
+        configs = [(chunk.config, dict(vars(chunk.config))) for chunk in self._chunks]
+        groups, schedulers = self.state.group_scalars(), [_scheduler_state(s) for s in self._schedulers]
+
+        def restore() -> None:
+            for module, flag in training:
+                if module.training != flag:
+                    module.train(flag)
+            for config, fields in configs:
+                vars(config).update(fields)
+            self.state.load_group_scalars(groups)
+            self._load_schedulers(schedulers)
+
+        return restore
+
+    def clean(self) -> None:
+        cleanup.reset_gradient_buckets(self._chunks)
+
+    def after_restore(self) -> None:
+        self.state.refresh_parameters()
+        for chunk in self._chunks:
+            if chunk.ddp_config.use_distributed_optimizer:
+                chunk.start_param_sync(force_sync=True)
+        cleanup.reset_gradient_buckets(self._chunks)
+
+    def rng_states(self) -> dict[str, Any]:
+        from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+        return dict(get_cuda_rng_tracker().get_states())
+
+    def set_rng_states(self, states: dict[str, Any]) -> None:
+        from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+        get_cuda_rng_tracker().set_states(dict(states))
+
+    def loss_of(self, result: Any) -> float | None:
+        """Mean over microbatches of the first reported number; Megatron reports `[sum, count]` pairs or means."""
+        if not isinstance(result, list) or not result or not isinstance(result[0], dict) or not result[0]:
+            return None
+        key = next(iter(result[0]))
+        values = []
+        for microbatch in result:
+            value = microbatch[key]
+            flat = value.detach().float().flatten().tolist() if isinstance(value, torch.Tensor) else [value]
+            values.append(flat[0] / flat[1] if len(flat) == 2 and flat[1] else flat[0])
+        return float(sum(values) / len(values))
+
+
+def _wrap(owner: Any, name: str, kind: CallKind, *, handler: CallHandler) -> None:
+    """Replace `owner.name` by a function that hands the original to `handler`."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return handler(name, kind, original, args, kwargs)
+
+    setattr(owner, name, call)
+
+
+def _remember_instances(cls: type, instances: list[Any]) -> None:
+    original = cls.__init__  # type: ignore[misc]
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if not any(known is self for known in instances):
+            instances.append(self)
+
+    cls.__init__ = init  # type: ignore[misc]
+
+
+def _subclasses(cls: type) -> list[type]:
+    """`cls` and everything below it that is imported by now."""
+    import megatron.core.optimizer  # noqa: F401  (defines the concrete optimizers)
+
+    found = [cls]
+    for child in cls.__subclasses__():
+        found += [sub for sub in _subclasses(child) if sub not in found]
+    return found
+
+
+def _scheduler_state(scheduler: Any) -> Scalars:
+    """The plain numbers of a scheduler; its optimizer and call-backs are not state."""
+    plain = (bool, int, float, str, type(None))
+    return {name: value for name, value in vars(scheduler).items() if isinstance(value, plain)}

@@ -1,0 +1,81 @@
+"""`python -m deadpool_plugin.launch.worker SCRIPT ARGUMENTS...`: a training process under its supervisor.
+
+An active rank runs the script at once, recording its start-up. A spare's process preloads what it can and forks
+one process for each rank it is told to rehearse (standby.py).
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from ..config import load
+from ..errors import DeadpoolError
+from ..transport import local
+from ..transport.local import LocalConnection
+from .processes import die_with_parent
+from .standby import stand_by
+
+
+def main() -> None:
+    """Entry point; never returns."""
+    die_with_parent()
+    config = load(Path(os.environ["DEADPOOL_CONFIG"]))
+    local_rank = int(os.environ["LOCAL_RANK"])
+    connection = LocalConnection.to(os.environ["DEADPOOL_SOCKET"])
+    connection.send(local.WorkerHello(local_rank, os.getpid()))
+    role, _ = connection.recv()
+    assert isinstance(role, local.Assign)
+    os.environ.update(role.env)
+    script = sys.argv[1:]
+    if role.rank < 0:
+        stand_by(connection, config, local_rank, script)
+    from ..plugin import start_live
+
+    context = start_live(connection, config, role, local_rank)
+    leave(run_script(script, context.finish))
+
+
+def run_script(argv: list[str], finish: Callable[[], int], failed: Callable[[str], None] = lambda reason: None) -> int:
+    """Run the user's script as `__main__`; the exit code for this process.
+
+    A script that ends well waits in `finish` for everybody else's end; otherwise `failed` hears why.
+    """
+    sys.argv = argv
+    sys.path[0] = str(Path(argv[0]).resolve().parent)
+    try:
+        try:
+            runpy.run_path(argv[0], run_name="__main__")
+        except SystemExit as end:
+            if end.code not in (None, 0):
+                raise
+        return finish()
+    except SystemExit as end:
+        failed(f"the script called sys.exit({end.code!r})")
+        if isinstance(end.code, int):
+            return end.code
+        print(end.code, file=sys.stderr)
+        return 1
+    except DeadpoolError as error:
+        failed(str(error))
+        print(f"[deadpool] {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+    except BaseException as error:
+        failed(f"{type(error).__name__}: {error}")
+        traceback.print_exc()
+        return 1
+
+
+def leave(exit_code: int) -> None:
+    """End this process now: abandoned communicators must not be destroyed (their destructors may hang)."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
+
+
+if __name__ == "__main__":
+    main()

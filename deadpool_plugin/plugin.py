@@ -1,0 +1,58 @@
+"""The composition root: the one place that puts concrete classes together, for the agent and for a worker.
+
+Rules of this file: imports are inside the functions, so that an agent never loads torch and a supervisor never
+loads either.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .config import Config
+    from .transport import local
+    from .transport.local import LocalConnection
+    from .worker.context import Context
+    from .worker.output import Mute
+
+
+def start_live(connection: LocalConnection, config: Config, role: local.Assign, local_rank: int) -> Context:
+    """An active rank's worker: waits until everyone's groups may be built, then is ready for the script."""
+    from .transport import local
+    from .worker.starting import Starting
+
+    context = _worker_context(connection, config, local_rank)
+    context.offer_store()
+    start, _ = context.link.receive(local.StartGroups)
+    assert isinstance(start, local.StartGroups)
+    context.groups.start(start.generation, start.store)
+    context.mode = Starting(context, role.rank, config.header_bytes)
+    return context
+
+
+def start_following(
+    connection: LocalConnection, config: Config, order: local.Rehearsal, local_rank: int, mute: Mute
+) -> Context:
+    """A spare's rehearsal of one rank: the groups answer from the rank's recording."""
+    from .worker import codec
+    from .worker.follow import Follow
+
+    context = _worker_context(connection, config, local_rank)
+    recording, layout_digest = codec.decode(order.recording)
+    context.groups.rehearse(recording)
+    context.mode = Follow(context, order.rank, layout_digest, mute)
+    return context
+
+
+def _worker_context(connection: LocalConnection, config: Config, local_rank: int) -> Context:
+    from .adapters.megatron import MegatronAdapter
+    from .comm.groups import Groups
+    from .worker.context import Context
+    from .worker.link import AgentLink
+
+    context = Context(
+        AgentLink(connection), Groups(config.recording_limit_bytes), MegatronAdapter(), local_rank=local_rank
+    )
+    context.install()
+    context.link.start()
+    return context

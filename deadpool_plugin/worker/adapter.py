@@ -1,0 +1,76 @@
+"""The seam between the plugin and a training framework.
+
+An adapter names the framework functions that are *calls* (recorded, and redone after a swap) and knows which
+tensors and plain values make up a rank's state. It communicates with nobody and decides nothing: the worker
+runtime calls it, always on the worker's main thread unless a method says otherwise.
+May import: torch, the framework, `deadpool_plugin.errors`; not the agent, not the protocol.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+Scalars = dict[str, Any]
+"""Plain data only: None, bool, int, float, str, bytes, and lists, tuples and dicts of them."""
+
+
+class CallKind(enum.Enum):
+    """What a call means to the protocol."""
+
+    PLAIN = "plain"
+    UPDATE = "update"
+    """The optimizer step: the shard changes inside it, and its return is the cut of a step."""
+
+
+CallHandler = Callable[[str, CallKind, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""`handler(name, kind, function, args, kwargs)`: what the runtime puts around every call."""
+
+
+class Adapter(Protocol):
+    """What the worker runtime needs from a framework. Order: install, attach, then the rest as often as needed."""
+
+    def install(self, handler: CallHandler) -> None:
+        """Wrap the framework's calls so that each goes through `handler`. Once, before the framework is used."""
+
+    def attach(self) -> None:
+        """At the first call: find model and optimizer, check that they are supported, lay the state out flat.
+
+        Raises:
+            Unsupported: names what cannot be protected, and why.
+        """
+
+    def shard(self) -> Sequence[torch.Tensor]:
+        """Live tensors of this rank's shard, in an order that is equal on every replacement of the rank; no copies."""
+
+    def replicas(self) -> tuple[int, ...]:
+        """Ranks whose shard is bit for bit the same as ours, ourselves included."""
+
+    def scalars(self) -> Scalars:
+        """Everything else a rollback needs beside RNG and data position: schedules, scaler, step counters."""
+
+    def entry_state(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], None]:
+        """Capture what a call may read and an interrupted call may leave changed; the result puts it back."""
+
+    def clean(self) -> None:
+        """After an interrupted call: forget handles, flags and half-reduced gradients. Never communicates."""
+
+    def load(self, scalars: Scalars) -> None:
+        """The tensors of `shard()` hold the restored values: put back the scalars, in place, rebinding nothing."""
+
+    def after_restore(self) -> None:
+        """Make everything that derives from the shard true again (16-bit parameters, on all data-parallel ranks).
+
+        Blocks: communicates in the groups of the new generation; every rank calls it.
+        """
+
+    def rng_states(self) -> dict[str, Any]:
+        """Random states kept by the framework itself, by name (tensors or plain data)."""
+
+    def set_rng_states(self, states: dict[str, Any]) -> None: ...
+
+    def loss_of(self, result: Any) -> float | None:
+        """The loss in a call's result, if there is one, for people to look at."""

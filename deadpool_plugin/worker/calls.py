@@ -1,0 +1,82 @@
+"""The call log: what this rank's script asked of the framework since the oldest step a swap may go back to.
+
+Rules of this file: a call is kept with all it needs to be done again with the same result: its function and
+arguments, its entry state (RNG, framework flags, scalars) and the position of the data iterators among its
+arguments. Segment s holds the calls after the cut of step s, its last is the update that makes step s + 1.
+The log is two steps and the current one deep: no rank is further ahead of another (the gate).
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from .adapter import CallKind
+from . import codec
+from .iterators import IteratorTable, RewindIterator
+
+DEPTH = 2
+
+
+@dataclass
+class Call:
+    """One call. `run` does it (again) and returns its value; `restore_entry` puts the state before it back."""
+
+    name: str
+    kind: CallKind
+    segment: int
+    run: Callable[[], Any]
+    restore_entry: Callable[[], None]
+    iterators: list[tuple[RewindIterator, int]] = field(default_factory=list)
+
+    def rewind(self) -> None:
+        self.restore_entry()
+        for iterator, position in self.iterators:
+            iterator.rewind(position)
+
+    def pulls(self) -> list[int]:
+        return [iterator.position - position for iterator, position in self.iterators]
+
+
+class CallLog:
+    """Calls in the order the script made them, and the records of their results by segment."""
+
+    def __init__(self) -> None:
+        self.iterators = IteratorTable()
+        self._calls: list[Call] = []
+        self._records: dict[int, list[bytes]] = {}
+
+    def add(self, call: Call, outcome: Any) -> None:
+        """`outcome`: what a rank that skips this call must find (its value, or the tensors it wrote).
+
+        Encoded at once, before the script may change it.
+        """
+        self._calls.append(call)
+        self._records.setdefault(call.segment, []).append(codec.encode([call.name, outcome, call.pulls()]))
+
+    def after_cut(self, step: int) -> list[Call]:
+        return [call for call in self._calls if call.segment >= step]
+
+    def records(self, segment: int) -> bytes:
+        """The records of one segment as one blob: a list of encoded `[name, outcome, pulls]`."""
+        return codec.encode(self._records.get(segment, []))
+
+    def prune(self, step: int) -> None:
+        """The cut of `step` was made: forget what no swap can ask for any more."""
+        oldest = step - DEPTH
+        self._calls = [call for call in self._calls if call.segment >= oldest]
+        self._records = {segment: one for segment, one in self._records.items() if segment >= oldest}
+        self.iterators.keep_only([start for call in self._calls for start in call.iterators])
+
+
+def forget(error: BaseException | None) -> None:
+    """Let go of everything an interruption holds: frames (with their generators' `finally`), and its causes.
+
+    Source: facts, "Silent corruption": a suspended generator collected later undid its flags in a later step.
+    """
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__

@@ -1,0 +1,66 @@
+"""Plain data and small tensors to bytes and back, without pickle.
+
+Rules of this file: what cannot be encoded is refused by name; decoding never runs code. Tuples keep being
+tuples. A tensor is (dtype, shape, bytes); one above the limit keeps its dtype and shape and comes back as zeros.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import torch
+
+from ..errors import Unsupported
+
+TUPLE, TENSOR = 1, 2
+TENSOR_LIMIT_BYTES = 64 * 1024
+
+
+def encode(value: Any) -> bytes:
+    """Bytes of `value`.
+
+    Raises:
+        Unsupported: names the type that is neither plain data nor a tensor.
+    """
+    return msgspec.msgpack.encode(_prepare(value))
+
+
+def decode(data: bytes | memoryview) -> Any:
+    return msgspec.msgpack.decode(data, ext_hook=_restore)
+
+
+def _prepare(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return msgspec.msgpack.Ext(TENSOR, _tensor_bytes(value))
+    if isinstance(value, tuple):
+        return msgspec.msgpack.Ext(TUPLE, msgspec.msgpack.encode([_prepare(item) for item in value]))
+    if isinstance(value, list):
+        return [_prepare(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _prepare(item) for key, item in value.items()}
+    if value is None or isinstance(value, (bool, int, float, str, bytes)):
+        return value
+    raise Unsupported(
+        f"a training call's result or state holds a {type(value).__module__}.{type(value).__name__}; "
+        "expected None, numbers, strings, bytes, tensors, and lists, tuples and dicts of them"
+    )
+
+
+def _tensor_bytes(tensor: torch.Tensor) -> bytes:
+    source = tensor.detach().cpu().contiguous()
+    large = source.numel() * source.element_size() > TENSOR_LIMIT_BYTES
+    body = b"" if large else source.flatten().view(torch.uint8).numpy().tobytes()
+    return msgspec.msgpack.encode((str(source.dtype).removeprefix("torch."), list(source.shape), body))
+
+
+def _restore(code: int, data: memoryview) -> Any:
+    if code == TUPLE:
+        return tuple(msgspec.msgpack.decode(data, ext_hook=_restore))
+    if code == TENSOR:
+        name, shape, body = msgspec.msgpack.decode(data)
+        dtype = getattr(torch, name)
+        if not body:
+            return torch.zeros(shape, dtype=dtype)
+        return torch.frombuffer(bytearray(body), dtype=dtype).view(shape)
+    raise ValueError(f"unknown extension {code} in a call record: it was written by another version")

@@ -1,0 +1,74 @@
+"""What one worker process has exactly one of, and the switch that decides where a call goes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+from .adapter import Adapter, CallKind
+from ..comm.groups import Groups
+from ..comm.store import host_store
+from ..transport import local
+from .link import AgentLink
+
+
+class Mode(Protocol):
+    """A way to serve calls: before the first one, live, or following."""
+
+    def call(
+        self, name: str, kind: CallKind, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any: ...
+
+    def collective(self, handle: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+
+    def finish(self) -> int: ...
+
+
+class Context:
+    """Created once per training process; `mode` changes as the process goes from start-up to training."""
+
+    mode: Mode
+
+    def __init__(self, link: AgentLink, groups: Groups, adapter: Adapter, *, local_rank: int) -> None:
+        self.link, self.groups, self.adapter = link, groups, adapter
+        self._offers_stores = local_rank == 0
+        self._stores: list[Any] = []
+        self._exit_code: int | None = None
+        self.on_rehearsed: Callable[[], None] = lambda: None
+
+    def install(self) -> None:
+        """Put ourselves between the script and torch.distributed, and (at its initialisation) the framework."""
+        self.groups.install()
+        self.groups.dispatch = lambda handle, name, args, kwargs: self.mode.collective(handle, name, args, kwargs)
+        self.link.on_abort = self.groups.interrupt
+        original = dist.init_process_group
+
+        def init_process_group(*args: Any, **kwargs: Any) -> Any:
+            self.adapter.install(lambda *call: self.mode.call(*call))
+            return original(*args, **kwargs)
+
+        dist.init_process_group = dist.distributed_c10d.init_process_group = init_process_group
+        self.groups.on_destroy = lambda: self.finish()
+
+    def finish(self) -> int:
+        """The script is done with its groups: serve swaps until every rank's script is. Returns the exit code.
+
+        Reached from `destroy_process_group` or the end of the script, whichever comes first.
+        """
+        if self._exit_code is None:
+            self._exit_code = self.mode.finish()
+        return self._exit_code
+
+    def offer_store(self) -> None:
+        """Host a fresh store for the next generation's group build and tell the agent where it listens.
+
+        Every store is kept to the end of the process: the groups of its generation may still talk to it.
+        """
+        if not self._offers_stores:
+            return
+        server, address = host_store()
+        self._stores.append(server)
+        host, port = address.rsplit(":", 1)
+        self.link.send(local.StoreOffer(host, int(port)))

@@ -1,0 +1,115 @@
+"""Skip mode: a spare that has rehearsed a rank follows the script's loop with recorded results, ready to take over.
+
+Rules of this file: no call is executed; each returns what the rank itself got, and its data iterators move by what
+the rank pulled. A call whose record does not exist yet waits for it, or for the order to take over: then the state
+of the restore step is loaded at that very call, and the process is `Live` from there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from .adapter import CallKind
+from ..comm import collective
+from ..errors import Divergence
+from ..mirror.arena import SlotPair
+from ..transport import local
+from . import codec
+from .context import Context
+from .iterators import IteratorTable, skip
+from .live import Live
+from .output import Mute
+from .staging import Layout
+
+
+class Follow:
+    """A rehearsing process from the top of the script until it takes over."""
+
+    def __init__(self, context: Context, rank: int, layout_digest: str, mute: Mute) -> None:
+        self._context, self._rank, self._expected_digest, self._mute = context, rank, layout_digest, mute
+        self._layout: Layout | None = None
+        self._records: deque[Any] = deque()
+        self._step = 0
+        self._began = time.monotonic()
+
+    def call(
+        self, name: str, kind: CallKind, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        record = self._next_record(name)
+        if record is None:
+            return self._context.mode.call(name, kind, function, args, kwargs)
+        _, value, pulls = record
+        _, stand_ins = IteratorTable().wrap(kwargs.get("data_iterator"))
+        for stand_in, count in zip(stand_ins, pulls, strict=True):
+            skip(stand_in.inner, count)
+        if kind is CallKind.UPDATE:
+            self._step += 1
+        return value
+
+    def collective(self, handle: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._layout is None:
+            return handle.issue(name, args, kwargs)
+        record = self._next_record(name)
+        if record is None:
+            return self._context.mode.collective(handle, name, args, kwargs)
+        for mine, recorded in zip(collective.outputs(name, args, kwargs), record[1], strict=True):
+            mine.detach().copy_(recorded)
+        return collective.CompletedWork()
+
+    def finish(self) -> int:
+        self._next_record("the end of the script")
+        return self._context.mode.finish()
+
+    def _next_record(self, name: str) -> Any:
+        """The record of the call `name` the script is making now; None once this process has taken over."""
+        if self._layout is None:
+            self._rehearsed()
+        while not self._records:
+            message, descriptors = self._context.link.receive(local.History, local.TakeOver)
+            if isinstance(message, local.TakeOver):
+                self._take_over(message, descriptors[0])
+                return None
+            assert isinstance(message, local.History)
+            for segment in message.records:
+                self._records.extend(codec.decode(one) for one in codec.decode(segment))
+        record = self._records.popleft()
+        if record[0] != name:
+            raise Divergence(
+                f"in the loop of step {self._step + 1} the script called {name}",
+                f"{record[0]}, which rank {self._rank} itself called there",
+                "a script whose calls depend on the host or the time cannot be followed",
+            )
+        return record
+
+    def _rehearsed(self) -> None:
+        """At the first call: the recording is used up, the model is built; compare it with the rank's own."""
+        context = self._context
+        context.groups.finish_rehearsal()
+        context.adapter.attach()
+        self._layout = Layout(context.adapter.shard())
+        if self._layout.digest != self._expected_digest:
+            raise Divergence(
+                f"this rehearsal of rank {self._rank} built a shard of layout {self._layout.digest}",
+                f"layout {self._expected_digest}, as the rank itself has it",
+                "both must run the same script, arguments and versions",
+            )
+        took = time.monotonic() - self._began
+        context.link.send(local.Rehearsed(self._rank, self._layout.digest, took))
+        context.on_rehearsed()
+
+    def _take_over(self, order: local.TakeOver, descriptor: int) -> None:
+        if self._step != order.restore_step:
+            raise Divergence(
+                f"ordered to take over rank {self._rank} at step {order.restore_step} with the records of "
+                f"{self._step} steps"
+            )
+        assert self._layout is not None
+        slots = SlotPair.attach(descriptor, self._rank, order.header_bytes, order.payload_bytes)
+        live = Live(self._context, self._rank, self._layout, slots, step=order.restore_step)
+        self._context.mode = live
+        self._context.link.joined(order.generation)
+        live.newcomer(order.generation, order.store, order.restore_step)
+        self._mute.lift()

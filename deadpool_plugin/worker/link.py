@@ -1,0 +1,132 @@
+"""The worker's line to its node's agent: one reading thread, and waits that a swap can interrupt.
+
+Rules of this file: the reading thread only notes what came and, on `Abort`, unblocks the main thread; every
+decision is the main thread's. The agent's end of file ends the process: a worker without an agent is nobody's.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from ..errors import EXIT_FENCED, GenerationChanged
+from ..transport import local
+from ..transport.framing import ConnectionClosed
+from ..transport.local import LocalConnection, LocalMessage
+
+
+class AgentLink:
+    """Everything the agent told this worker, and `send` for the other direction.
+
+    Thread: `send` and `event` any; the waits and `check` main thread only.
+    """
+
+    def __init__(self, connection: LocalConnection) -> None:
+        self._connection = connection
+        self._changed = threading.Condition()
+        self._inbox: deque[tuple[LocalMessage, list[int]]] = deque()
+        self._aborted = self._joined = 0
+        self._join: local.Join | None = None
+        self._committed = -1
+        self._end_code: int | None = None
+        self.aborted_at = 0.0
+        self.on_abort: Callable[[int], None] = lambda generation: None
+
+    def start(self) -> None:
+        """Begin reading (the process has a second thread from here on: no fork afterwards)."""
+        threading.Thread(target=self._read, name="deadpool-link", daemon=True).start()
+
+    def send(self, message: LocalMessage) -> None:
+        self._connection.send(message)
+
+    def event(self, kind: str, **fields: object) -> None:
+        self.send(local.WorkerEvent(kind, {"time": time.time(), **fields}))
+
+    # ---- reading thread
+
+    def _read(self) -> None:
+        while True:
+            try:
+                received = self._connection.recv()
+            except ConnectionClosed:
+                os._exit(EXIT_FENCED)
+            message, descriptors = received
+            with self._changed:
+                self._note(message, descriptors)
+                self._changed.notify_all()
+            if isinstance(message, local.Abort):
+                self.on_abort(message.generation)
+
+    def _note(self, message: LocalMessage, descriptors: list[int]) -> None:
+        match message:
+            case local.Committed(step):
+                self._committed = max(self._committed, step)
+            case local.Abort(generation):
+                self._aborted = max(self._aborted, generation)
+                self.aborted_at = time.monotonic()
+            case local.Join():
+                self._join = message
+            case local.EndWorker(exit_code):
+                self._end_code = exit_code
+            case _:
+                self._inbox.append((message, descriptors))
+
+    # ---- main thread
+
+    def check(self) -> None:
+        """Raises: GenerationChanged if the agent announced one that we have not joined."""
+        if self._aborted > self._joined:
+            raise GenerationChanged(self._aborted)
+
+    def receive(self, *kinds: type[LocalMessage]) -> tuple[LocalMessage, list[int]]:
+        """The oldest message of one of `kinds`; blocks until there is one."""
+        with self._changed:
+            while True:
+                for item in self._inbox:
+                    if isinstance(item[0], kinds):
+                        self._inbox.remove(item)
+                        return item
+                self._changed.wait()
+
+    def wait_until(self, done: Callable[[], bool], *, interruptible: bool = True) -> None:
+        """Block until `done()`; call `wake` after changing what it looks at.
+
+        Raises: GenerationChanged if `interruptible`.
+        """
+        with self._changed:
+            while not done():
+                if interruptible:
+                    self.check()
+                self._changed.wait()
+
+    def wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def wait_for_commit(self, step: int, cancelled: Callable[[], bool]) -> bool:
+        """Staging thread: block until `step` is committed (True) or `cancelled()` (False)."""
+        with self._changed:
+            self._changed.wait_for(lambda: cancelled() or self._committed >= step)
+            return not cancelled()
+
+    def wait_for_join(self) -> local.Join:
+        """Block until the agent hands over the plan of the newest announced generation."""
+        with self._changed:
+            while self._join is None or self._join.generation < max(self._aborted, self._joined + 1):
+                self._changed.wait()
+            self._joined = self._join.generation
+            return self._join
+
+    def joined(self, generation: int) -> None:
+        """A newcomer has become part of `generation`."""
+        with self._changed:
+            self._joined = max(self._joined, generation)
+
+    def wait_for_end(self) -> int:
+        """Block until the agent ends this worker. Raises: GenerationChanged."""
+        self.wait_until(lambda: self._end_code is not None)
+        assert self._end_code is not None
+        return self._end_code

@@ -1,0 +1,39 @@
+"""All random states a training call may read: Python's, numpy's, torch's, the devices', the framework's own."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+from .adapter import Adapter
+
+
+def capture(adapter: Adapter) -> dict[str, Any]:
+    """Copies of every random state; the framework's tensors are never written in place and go by reference."""
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    state: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": (name, keys.tobytes(), int(position), int(has_gauss), float(cached)),
+        "torch": torch.get_rng_state(),
+        "framework": adapter.rng_states(),
+    }
+    if _has_device():
+        state["device"] = torch.cuda.get_rng_state()
+    return state
+
+
+def restore(adapter: Adapter, state: dict[str, Any]) -> None:
+    random.setstate(state["python"])
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, np.frombuffer(keys, dtype=np.uint32), *rest))
+    torch.set_rng_state(state["torch"])
+    adapter.set_rng_states(state["framework"])
+    if "device" in state:
+        torch.cuda.set_rng_state(state["device"])
+
+
+def _has_device() -> bool:
+    return torch.version.cuda is not None and torch.cuda.is_available() and torch.cuda.is_initialized()

@@ -1,0 +1,114 @@
+"""From live tensors to a slot of the node's arena, behind the training step's back.
+
+Rules of this file: one thread copies; the shard does not change between the cut of a step and the next update,
+and the next update waits for the copy (never for the network). The gate: the slot of step s - 2 is reused for s
+only once s - 1 is committed. The header is written last, so a slot is either whole or absent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import queue
+import threading
+from collections.abc import Sequence
+
+import torch
+
+from ..mirror.arena import SlotPair
+from ..transport import local
+from .link import AgentLink
+
+
+class Layout:
+    """Where each tensor of a shard lies in a slot's payload (64-byte aligned, in order)."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.tensors = tensors
+        self.offsets: list[int] = []
+        end = 0
+        for tensor in tensors:
+            self.offsets.append(end)
+            end += -(-tensor.numel() * tensor.element_size() // 64) * 64
+        self.payload_bytes = max(end, 64)
+        described = [(list(t.shape), str(t.dtype), offset) for t, offset in zip(tensors, self.offsets, strict=True)]
+        self.digest = hashlib.sha256(repr(described).encode()).hexdigest()[:16]
+
+    def views(self, payload: memoryview) -> list[torch.Tensor]:
+        """Each tensor's place in `payload` as a tensor of its shape and dtype (shares the memory)."""
+        whole = torch.frombuffer(payload, dtype=torch.uint8)
+        return [
+            whole[offset : offset + t.numel() * t.element_size()].view(t.dtype).view(t.shape)
+            for t, offset in zip(self.tensors, self.offsets, strict=True)
+        ]
+
+    @torch.no_grad()
+    def load(self, payload: memoryview) -> None:
+        """Payload -> live tensors, in place."""
+        for tensor, view in zip(self.tensors, self.views(payload), strict=True):
+            tensor.copy_(view)
+
+
+class Stager:
+    """Stages one step at a time on a thread of its own.
+
+    Thread: `stage`, `wait`, `drop` main thread only.
+    """
+
+    def __init__(self, rank: int, layout: Layout, slots: SlotPair, link: AgentLink) -> None:
+        self._rank, self._layout, self._slots, self._link = rank, layout, slots, link
+        self._views = [layout.views(slots.payload(step)) for step in (0, 1)]
+        self._side_stream = torch.cuda.Stream() if layout.tensors and layout.tensors[0].is_cuda else None
+        self._queue: queue.SimpleQueue[tuple[int, int, bytes, bytes, threading.Event]] = queue.SimpleQueue()
+        self._pending = False
+        self._cancel = threading.Event()
+        if self._side_stream is not None:
+            _pin(slots)
+        threading.Thread(target=self._run, name="deadpool-stager", daemon=True).start()
+
+    def stage(self, step: int, generation: int, scalars: bytes, records: bytes) -> None:
+        """Copy the shard as it is now into the slot of `step` once the gate is open."""
+        self._pending = True
+        if self._side_stream is not None:
+            self._side_stream.wait_stream(torch.cuda.current_stream())
+        self._queue.put((step, generation, scalars, records, self._cancel))
+
+    def wait(self) -> None:
+        """Block until nothing is being staged; the shard may change afterwards. Raises: GenerationChanged."""
+        self._link.wait_until(lambda: not self._pending)
+
+    def drop(self) -> None:
+        """Give up a snapshot that still waits at the gate; let one that is being copied finish."""
+        self._cancel.set()
+        self._cancel = threading.Event()
+        self._link.wake()
+        self._link.wait_until(lambda: not self._pending, interruptible=False)
+
+    def _run(self) -> None:
+        while True:
+            step, generation, scalars, records, cancel = self._queue.get()
+            if step < 2 or self._link.wait_for_commit(step - 1, cancel.is_set):
+                self._copy(step)
+                self._slots.seal(step, generation, self._layout.digest, scalars)
+                self._link.send(local.Staged(self._rank, step, generation, records))
+            self._pending = False
+            self._link.wake()
+
+    @torch.no_grad()
+    def _copy(self, step: int) -> None:
+        self._slots.invalidate(step)
+        pairs = zip(self._layout.tensors, self._views[step % 2], strict=True)
+        if self._side_stream is None:
+            for tensor, view in pairs:
+                view.copy_(tensor)
+            return
+        with torch.cuda.stream(self._side_stream):
+            for tensor, view in pairs:
+                view.copy_(tensor, non_blocking=True)
+        self._side_stream.synchronize()
+
+
+def _pin(slots: SlotPair) -> None:
+    """Page-lock the arena for direct copies from the device (stays registered for the life of the process)."""
+    for step in (0, 1):
+        memory = torch.frombuffer(slots.payload(step), dtype=torch.uint8)
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))

@@ -1,0 +1,54 @@
+"""A live rank before its first call: start-up collectives are recorded; the first call makes it `Live`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from .adapter import CallKind
+from ..errors import Unsupported
+from ..mirror.arena import SlotPair
+from ..transport import local
+from . import codec
+from .context import Context
+from .live import Live
+from .staging import Layout
+
+
+class Starting:
+    """Start-up of an active rank, from the top of the script to the first call."""
+
+    def __init__(self, context: Context, rank: int, header_bytes: int) -> None:
+        self._context, self._rank, self._header_bytes = context, rank, header_bytes
+
+    def call(
+        self, name: str, kind: CallKind, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        self._become_live()
+        return self._context.mode.call(name, kind, function, args, kwargs)
+
+    def collective(self, handle: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return handle.issue(name, args, kwargs)
+
+    def finish(self) -> int:
+        raise Unsupported(
+            "the script ended without one training call that deadpool_plugin knows; expected Megatron-core's "
+            "schedules and optimizer; run this script without the plugin"
+        )
+
+    def _become_live(self) -> None:
+        context = self._context
+        context.adapter.attach()
+        layout = Layout(context.adapter.shard())
+        recording = codec.encode([context.groups.stop_recording(), layout.digest])
+        context.link.send(
+            local.RankReady(
+                self._rank, self._header_bytes, layout.payload_bytes, layout.digest, context.adapter.replicas(), recording
+            )
+        )
+        _, (descriptor,) = context.link.receive(local.ArenaHandOver)
+        slots = SlotPair.attach(descriptor, self._rank, self._header_bytes, layout.payload_bytes)
+        live = Live(context, self._rank, layout, slots, step=0)
+        context.mode = live
+        live.begin()
+        context.offer_store()

@@ -1,0 +1,44 @@
+"""Call records survive the way into bytes and back, bit for bit, or are refused by name."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deadpool_plugin.errors import Unsupported
+from deadpool_plugin.worker import codec
+
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**60), 2**60) | st.floats(allow_nan=False) | st.text() | st.binary(),
+    lambda inner: (
+        st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(st.text() | st.integers(0, 9), inner)
+    ),
+    max_leaves=20,
+)
+
+
+@given(plain)
+def test_plain_data_comes_back_equal_with_its_tuples(value):
+    assert codec.decode(codec.encode(value)) == value
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.uint8])
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 3)])
+def test_tensors_come_back_bit_for_bit(dtype, shape):
+    tensor = torch.randn(shape).mul(100).to(dtype)
+    back = codec.decode(codec.encode([{"loss": tensor}]))[0]["loss"]
+    assert back.dtype == dtype and back.shape == tensor.shape and torch.equal(back, tensor)
+
+
+def test_large_tensors_keep_their_shape_only():
+    back = codec.decode(codec.encode(torch.ones(codec.TENSOR_LIMIT_BYTES)))
+    assert back.shape == (codec.TENSOR_LIMIT_BYTES,) and not back.any()
+
+
+def test_anything_else_is_refused_by_name():
+    with pytest.raises(Unsupported, match="test_codec.*Thing"):
+
+        class Thing:
+            pass
+
+        codec.encode([Thing()])

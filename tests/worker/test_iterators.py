@@ -1,0 +1,55 @@
+"""Iterators are rewound on survivors and moved forward without reading on newcomers."""
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from deadpool_plugin.worker.iterators import IteratorTable, RewindIterator, skip
+
+
+def test_rewound_items_are_the_same_objects_and_the_source_is_read_once():
+    read = []
+    source = (read.append(i) or [i] for i in range(10))
+    it = RewindIterator(source)
+    first = [next(it) for _ in range(4)]
+    it.rewind(1)
+    assert all(a is b for a, b in zip([next(it) for _ in range(3)], first[1:], strict=True))
+    assert next(it) == [4] and read == [0, 1, 2, 3, 4]
+
+
+def test_table_keeps_one_stand_in_per_iterator_and_forgets_what_no_call_needs():
+    table, source = IteratorTable(), iter(range(10))
+    (wrapped, nothing), found = table.wrap([source, None])
+    assert nothing is None and table.wrap(source)[0] is wrapped and found == [wrapped]
+    next(wrapped), next(wrapped), next(wrapped)
+    table.keep_only([(wrapped, 2)])
+    wrapped.rewind(2)
+    assert next(wrapped) == 2
+    table.keep_only([])
+    fresh, _ = table.wrap(source)
+    assert fresh is not wrapped and next(fresh) == 3
+
+
+class Counting(Dataset):
+    def __init__(self):
+        self.reads = 0
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, index):
+        self.reads += 1
+        return torch.tensor(index)
+
+
+def test_a_single_process_loader_is_skipped_without_reading():
+    data = Counting()
+    loader = iter(DataLoader(data, batch_size=2))
+    skip(loader, 3)
+    assert data.reads == 0
+    assert next(loader).tolist() == [6, 7]
+
+
+def test_other_iterators_are_skipped_by_reading():
+    source = iter(range(10))
+    skip(source, 4)
+    assert next(source) == 4
