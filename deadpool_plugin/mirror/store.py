@@ -129,7 +129,7 @@ class SnapshotStore:
             del self._holdings[key]
 
     def drop_newer(self, rank: Rank, step: Step) -> None:
-        """A swap rolls back to `step`: forgets later holdings and records of `rank`. Own slots are left to the worker."""
+        """A swap rolls back to `step`: forgets later holdings and records; own slots are left to the worker."""
         with self._lock:
             for held_rank, held_step in list(self._holdings):
                 if held_rank == rank and held_step > step:

@@ -6,10 +6,12 @@ Rules of this file: blocking sockets with kernel time-outs (so that MSG_WAITALL 
 
 from __future__ import annotations
 
+import contextlib
+import os
 import socket
 import struct
 import threading
-import os
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
@@ -111,6 +113,10 @@ class Abandoned(Reply, frozen=True):
 AnyReply = Ready | Done | Refused | Sealed | Abandoned
 
 
+class RefusedByPeer(TransportError):
+    """The other node answered, and said no."""
+
+
 def lower_priority() -> None:
     """Puts the calling thread behind everything that trains or beats hearts."""
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
@@ -174,7 +180,7 @@ class BulkStream:
     def _verify(self, body: memoryview, offset: int, digest: int) -> None:
         if xxhash.xxh3_64_intdigest(body) != digest:
             raise CorruptFrame(
-                f"{len(body)} bytes at offset {offset} from {self.address} do not have the checksum they were sent with",
+                f"{len(body)} bytes at offset {offset} from {self.address} fail their checksum",
                 remedy="they are not used; if it happens again, suspect the network card or memory of either host",
             )
 
@@ -197,13 +203,16 @@ class BulkStream:
             raise CorruptFrame(f"a message from {self.address} cannot be read: {error}") from error
         return message
 
-    def expect(self, kind: type[T]) -> T:
-        """The reply, which must be of this kind. Raises: TransportError with the other side's reason if it is not."""
+    def expect(self, *kinds: type[T]) -> T:
+        """The reply, which must be of one of these kinds.
+
+        Raises: RefusedByPeer with the other side's reason.
+        """
         reply: object = self.recv(AnyReply)
         if isinstance(reply, Refused | Abandoned):
             raise RefusedByPeer(f"{self.address} refused: {reply.reason}")
-        if not isinstance(reply, kind):
-            raise CorruptFrame(f"{type(reply).__name__} from {self.address}", kind.__name__)
+        if not isinstance(reply, kinds):
+            raise CorruptFrame(f"{type(reply).__name__} from {self.address}", " or ".join(k.__name__ for k in kinds))
         return reply
 
     # ---- data
@@ -212,10 +221,14 @@ class BulkStream:
         for offset in range(0, len(view), FRAME_BYTES):
             self._send_frame(_DATA, offset, view[offset : offset + FRAME_BYTES])
 
-    def recv_data(self, view: memoryview) -> None:
-        """Fills `view` with what the other side sends by `send_data`, verified. Raises: CorruptFrame."""
+    def recv_data(self, view: memoryview, check: Callable[[], None] = lambda: None) -> None:
+        """Fills `view` with what the other side sends by `send_data`, verified; `check` may raise before each frame.
+
+        Raises: CorruptFrame.
+        """
         start = 0
         while start < len(view):
+            check()
             length, offset, digest = self._recv_prefix(_DATA)
             if offset != start or not 0 < length <= len(view) - start:
                 raise CorruptFrame(f"{length} bytes at offset {offset} from {self.address}", f"offset {start}")
@@ -245,14 +258,8 @@ class BulkStream:
 
     def cut(self) -> None:
         """Ends whatever the connection's thread waits for."""
-        try:
+        with contextlib.suppress(OSError):  # it has ended already
             self._sock.shutdown(socket.SHUT_RDWR)
-        except OSError:  # it has ended already
-            pass
 
     def close(self) -> None:
         self._sock.close()
-
-
-class RefusedByPeer(TransportError):
-    """The other node answered, and said no."""

@@ -1,0 +1,298 @@
+"""The sending and asking end of bulk connections to one other node.
+
+Rules of this file: pushes go through one low-priority thread with a bounded queue and one connection that is made
+anew when it breaks (one new attempt per push). Everything else blocks its caller, on a connection of its own, so that
+a swap's fetch never queues behind mirroring.
+"""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import msgspec
+
+from ..core.types import Generation, Rank, Step
+from ..errors import CorruptFrame, DeadpoolError, TransportError
+from ..transport.framing import ConnectionClosed
+from ..transport.handshake import shake_hands
+from ..transport.sockets import Address
+from . import wire
+from .arena import SlotPair, SnapshotHeader, decode_header
+from .store import NotHeld, SnapshotStore
+from .wire import BulkStream
+
+OnDone = Callable[[bool, str], None]
+QUEUE_MAX = 256
+_JOIN_S = 5.0
+_records_decoder = msgspec.msgpack.Decoder(list[bytes])
+
+
+class _PushJob(msgspec.Struct, frozen=True):
+    rank: Rank
+    step: Step
+    generation: Generation
+    with_payload: bool
+    replicas: tuple[Rank, ...]
+    layout_hash: str
+    records: bytes
+    on_done: OnDone
+
+
+class _RecordingJob(msgspec.Struct, frozen=True):
+    rank: Rank
+    recording: bytes
+    on_done: OnDone
+
+
+class BulkPeer:
+    """One other node's bulk server, as seen from `store`'s node.
+
+    Args:
+        store: where pushed snapshots and their histories are read.
+        silent_after_s: patience with the peer within an exchange.
+    """
+
+    def __init__(
+        self, address: Address, secret: bytes, store: SnapshotStore, node: int = 0, silent_after_s: float = 10.0
+    ) -> None:
+        self.address = address
+        self._secret = secret
+        self._store = store
+        self._node = node
+        self._silent_after_s = silent_after_s
+        self._jobs: queue.Queue[_PushJob | _RecordingJob | None] = queue.Queue(QUEUE_MAX)
+        self._stream: BulkStream | None = None
+        self._lock = threading.Lock()
+        self._streams: set[BulkStream] = set()
+        self._closing = False
+        self._thread = threading.Thread(target=self._send_jobs, name=f"bulk-to-{address[0]}:{address[1]}", daemon=True)
+        self._thread.start()
+
+    # ---- pushes
+
+    def push(
+        self,
+        rank: Rank,
+        step: Step,
+        generation: Generation,
+        with_payload: bool,
+        replicas: tuple[Rank, ...],
+        layout_hash: str,
+        records: bytes,
+        on_done: OnDone,
+    ) -> None:
+        """Queues own snapshot (rank, step) for mirroring, its payload only if asked.
+
+        `on_done(ok, reason)` is called once, in the sender's thread (or here, if the queue is full): ok when the peer
+        has verified and sealed it. Call records of earlier steps that the peer lacks go along.
+        Blocks: never.
+        """
+        self._enqueue(_PushJob(rank, step, generation, with_payload, replicas, layout_hash, records, on_done))
+
+    def push_recording(self, rank: Rank, recording: bytes, on_done: OnDone = lambda ok, reason: None) -> None:
+        """Queues a rank's recording of its start-up collectives. Blocks: never."""
+        self._enqueue(_RecordingJob(rank, recording, on_done))
+
+    def _enqueue(self, job: _PushJob | _RecordingJob) -> None:
+        with self._lock:
+            reason = f"the connection to {self.address} is closed" if self._closing else ""
+            if not reason:
+                try:
+                    self._jobs.put_nowait(job)
+                except queue.Full:
+                    reason = f"{QUEUE_MAX} transfers to {self.address} wait already"
+        if reason:
+            job.on_done(False, reason)
+
+    def _send_jobs(self) -> None:
+        wire.lower_priority()
+        while (job := self._jobs.get()) is not None:
+            if self._closing:
+                job.on_done(False, "closed")
+                continue
+            reused = self._stream is not None
+            reason = self._try(job)
+            if reason and reused and self._stream is None and not self._closing:
+                reason = self._try(job)  # the connection may have been dead for long
+            job.on_done(not reason, reason)
+        self._drop_stream()
+
+    def _try(self, job: _PushJob | _RecordingJob) -> str:
+        """Why it failed, or ""; a connection that broke is dropped."""
+        try:
+            if self._stream is None:
+                self._stream = self._connect()
+            if isinstance(job, _PushJob):
+                self._send_snapshot(self._stream, job)
+            else:
+                self._stream.send(wire.PushRecording(job.rank))
+                self._stream.send_blob(job.recording)
+                self._stream.expect(wire.Done)
+        except wire.RefusedByPeer as error:
+            return str(error)
+        except TransportError as error:
+            self._drop_stream()
+            return str(error)
+        except DeadpoolError as error:  # nothing was sent yet
+            return str(error)
+        return ""
+
+    def _send_snapshot(self, stream: BulkStream, job: _PushJob) -> None:
+        rank, step = job.rank, job.step
+        self._store.check_generation(job.generation)
+        pair, _ = self._store.readable(rank, step, payload=job.with_payload)
+        encoded, digest = pair.encoded_header(step), pair.header_digest(step)
+        if encoded is None or digest is None:
+            raise NotHeld(f"rank {rank}'s slot does not hold step {step} any more")
+        header = decode_header(encoded)
+        if header.layout_hash != job.layout_hash:
+            raise NotHeld(f"rank {rank}, step {step} has layout {header.layout_hash}", job.layout_hash)
+        stream.send(
+            wire.Push(
+                rank,
+                step,
+                job.generation,
+                job.replicas,
+                pair.header_bytes,
+                digest,
+                header.layout_hash,
+                job.with_payload,
+                header.payload_bytes,
+            )  # fmt: skip
+        )
+        answer = stream.expect(wire.Ready, wire.Done)
+        if not isinstance(answer, wire.Ready):
+            return
+        stream.send_blob(msgspec.msgpack.encode(self._records(job, answer.history_last)))
+        stream.send_blob(encoded)
+        if job.with_payload:
+            stream.send_data(pair.payload(step)[: header.payload_bytes])
+        if pair.header_digest(step) == digest:
+            stream.send(wire.Sealed())
+        else:
+            stream.send(wire.Abandoned("the snapshot was overwritten while it was sent"))
+        stream.expect(wire.Done)
+
+    def _records(self, job: _PushJob, history_last: Step) -> list[bytes]:
+        """Records that end at the job's step and close the peer's gap, as far back as they are held."""
+        held_first, held_last = self._store.history_range(job.rank)
+        if held_last < job.step - 1 or held_first >= job.step or held_first < 0:
+            return [job.records]
+        return [*self._store.get(job.rank, max(held_first, history_last + 1), job.step - 1), job.records]
+
+    # ---- questions
+
+    def _connect(self) -> BulkStream:
+        try:
+            sock = socket.create_connection(self.address, timeout=self._silent_after_s)
+        except OSError as error:
+            raise ConnectionClosed(f"no bulk connection to {self.address}: {error}") from error
+        try:
+            shake_hands(sock, self._secret, wire.PURPOSE, self._node, dialling=True, timeout_s=self._silent_after_s)
+            stream = BulkStream(sock, self._silent_after_s)
+        except BaseException:
+            sock.close()
+            raise
+        with self._lock:
+            self._streams.add(stream)
+            if self._closing:
+                stream.cut()
+        return stream
+
+    def _release(self, stream: BulkStream) -> None:
+        with self._lock:
+            self._streams.discard(stream)
+        stream.close()
+
+    def _drop_stream(self) -> None:
+        if self._stream is not None:
+            self._release(self._stream)
+            self._stream = None
+
+    @contextmanager
+    def _asking(self) -> Iterator[BulkStream]:
+        stream = self._connect()
+        try:
+            yield stream
+        finally:
+            self._release(stream)
+
+    def _ask_blob(self, request: wire.AnyRequest) -> bytes:
+        with self._asking() as stream:
+            stream.send(request)
+            stream.expect(wire.Ready)
+            return stream.recv_blob()
+
+    def get_recording(self, rank: Rank) -> bytes:
+        """Raises: TransportError, also if the peer does not hold it. Blocks."""
+        return self._ask_blob(wire.GetRecording(rank))
+
+    def get_history(self, rank: Rank, first: Step, last: Step) -> list[bytes]:
+        """Call records of first..last. Raises: TransportError, also if the peer does not hold them all. Blocks."""
+        blob = self._ask_blob(wire.GetHistory(rank, first, last))
+        try:
+            return _records_decoder.decode(blob)
+        except msgspec.MsgspecError as error:
+            raise CorruptFrame(f"call records from {self.address} cannot be read: {error}") from error
+
+    def fetch_header(self, rank: Rank, step: Step) -> tuple[SnapshotHeader, bytes]:
+        """The header of (rank, step), also as bytes for `SlotPair.seal_encoded`. Raises: TransportError. Blocks."""
+        encoded = self._ask_blob(wire.GetHeader(rank, step))
+        header = decode_header(encoded)
+        if (header.rank, header.step) != (rank, step):
+            raise TransportError(f"{self.address} sent {(header.rank, header.step)}", f"rank {rank}, step {step}")
+        return header, encoded
+
+    def fetch_payload(self, rank: Rank, header: SnapshotHeader, into: memoryview, deadline_s: float = 600.0) -> None:
+        """Fills `into` with the payload of `rank` at `header.step`, which must be laid out as `header` says.
+
+        Raises: TransportError; `into` is then worth nothing. Blocks: up to `deadline_s`.
+        """
+        if len(into) != header.payload_bytes:
+            raise TransportError(f"slots of {len(into)} bytes for a payload of {header.payload_bytes} bytes")
+        ends_at = time.monotonic() + deadline_s
+
+        def check() -> None:
+            if time.monotonic() > ends_at:
+                raise TransportError(f"the payload of rank {rank} from {self.address} took more than {deadline_s:g} s")
+
+        with self._asking() as stream:
+            stream.send(wire.GetPayload(rank, header.step, header.layout_hash, header.payload_bytes))
+            stream.expect(wire.Ready)
+            stream.recv_data(into, check)
+            stream.expect(wire.Sealed)
+
+    def fetch(
+        self,
+        rank: Rank,
+        step: Step,
+        payload_rank: Rank | None,
+        into: SlotPair,
+        payload_peer: BulkPeer | None = None,
+        deadline_s: float = 600.0,
+    ) -> SnapshotHeader:
+        """Makes `into` hold snapshot (rank, step): header from here, payload of `payload_rank` (None: rank's own)
+        from `payload_peer` (None: from here too).
+
+        Raises: TransportError; the slot is then invalid. Blocks: up to `deadline_s`; call it in a thread.
+        """
+        header, encoded = self.fetch_header(rank, step)
+        into.invalidate(step)
+        source = payload_peer or self
+        source.fetch_payload(rank if payload_rank is None else payload_rank, header, into.payload(step), deadline_s)
+        into.seal_encoded(step, encoded)
+        return header
+
+    def close(self) -> None:
+        """Ends the sender and every question; what is queued is answered with `on_done(False, ...)`."""
+        with self._lock:
+            self._closing = True
+            for stream in self._streams:
+                stream.cut()
+        self._jobs.put(None, timeout=_JOIN_S)
+        self._thread.join(_JOIN_S)

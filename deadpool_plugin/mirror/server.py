@@ -1,0 +1,222 @@
+"""The receiving and serving end of bulk connections: one low-priority thread per connection.
+
+Rules of this file: a slot is emptied before its first new byte, sealed after the last has been verified, and
+acknowledged after that. A refusal says why. A connection that broke its protocol is closed; its slot stays empty.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+from collections.abc import Callable
+
+import msgspec
+
+from ..core.types import Generation, Holding, Rank, Step
+from ..errors import DeadpoolError, PeerRefused, StaleGeneration, TransportError
+from ..transport.framing import ConnectionClosed
+from ..transport.handshake import shake_hands
+from ..transport.sockets import Address, bound_address, listen_tcp
+from . import wire
+from .store import SnapshotStore
+from .wire import BulkStream
+
+OnMirrored = Callable[[Rank, Step, Generation, Holding], None]
+_records_decoder = msgspec.msgpack.Decoder(list[bytes])
+_JOIN_S = 5.0
+_RETRY_S = 0.1
+_log = logging.getLogger(__name__)
+
+
+class BulkServer:
+    """Serves a store to other nodes from `start` (at construction) to `close`.
+
+    Args:
+        on_mirrored: (rank, step, generation, holding) after a push is verified and sealed, before its sender knows.
+            Thread: a bulk thread's.
+        on_refused: gets each refused peer, once per host.
+        silent_after_s: patience with a peer within an exchange.
+    """
+
+    def __init__(
+        self,
+        store: SnapshotStore,
+        secret: bytes,
+        bind_host: str,
+        port_range: tuple[int, int] | None,
+        on_mirrored: OnMirrored,
+        node: int = 0,
+        silent_after_s: float = 10.0,
+        on_refused: Callable[[PeerRefused], None] = _log.warning,
+    ) -> None:
+        self._store = store
+        self._secret = secret
+        self._on_mirrored = on_mirrored
+        self._node = node
+        self._silent_after_s = silent_after_s
+        self._on_refused = on_refused
+        self._refused_hosts: set[str] = set()
+        self._lock = threading.Lock()
+        self._streams: dict[BulkStream, Generation | None] = {}
+        self._threads: set[threading.Thread] = set()
+        self._closing = threading.Event()
+        self._listener = listen_tcp(bind_host, port_range)
+        self.address: Address = bound_address(self._listener)
+        store.on_fence(self._cut_older)
+        self._acceptor = threading.Thread(target=self._accept, name="bulk-accept", daemon=True)
+        self._acceptor.start()
+
+    def _accept(self) -> None:
+        wire.lower_priority()
+        while not self._closing.is_set():
+            try:
+                sock, _ = self._listener.accept()
+            except OSError as error:
+                if not self._closing.wait(_RETRY_S):
+                    _log.warning("cannot accept a bulk connection: %s", error)
+                continue
+            thread = threading.Thread(target=self._serve, args=(sock,), name="bulk-serve", daemon=True)
+            with self._lock:
+                self._threads.add(thread)
+            thread.start()
+
+    def _serve(self, sock: socket.socket) -> None:
+        wire.lower_priority()
+        stream: BulkStream | None = None
+        try:
+            with sock:
+                shake_hands(
+                    sock, self._secret, wire.PURPOSE, self._node, dialling=False, timeout_s=self._silent_after_s
+                )
+                stream = BulkStream(sock, self._silent_after_s)
+                with self._lock:
+                    self._streams[stream] = None
+                while not self._closing.is_set():
+                    self._answer(stream, stream.recv(wire.AnyRequest, idle=True))
+        except ConnectionClosed as error:
+            _log.debug("%s", error)
+        except PeerRefused as error:
+            self._tell_refused(error)
+        except (TransportError, OSError) as error:
+            if not self._closing.is_set():
+                _log.warning("bulk connection ended: %s", error)
+        finally:
+            with self._lock:
+                self._threads.discard(threading.current_thread())
+                if stream is not None:
+                    self._streams.pop(stream, None)
+
+    def _tell_refused(self, error: PeerRefused) -> None:
+        host = error.address.rpartition(":")[0]
+        with self._lock:
+            news = host not in self._refused_hosts
+            self._refused_hosts.add(host)
+        if news:
+            self._on_refused(error)
+
+    def _answer(self, stream: BulkStream, request: wire.AnyRequest) -> None:
+        try:
+            match request:
+                case wire.Push():
+                    self._receive_push(stream, request)
+                case wire.PushRecording():
+                    self._store.put_recording(request.rank, stream.recv_blob())
+                    stream.send(wire.Done())
+                case wire.GetRecording():
+                    self._send_blob(stream, self._store.get_recording(request.rank))
+                case wire.GetHistory():
+                    records = self._store.get(request.rank, request.first, request.last)
+                    self._send_blob(stream, msgspec.msgpack.encode(records))
+                case wire.GetHeader():
+                    pair, _ = self._store.readable(request.rank, request.step, payload=False)
+                    self._send_blob(stream, pair.encoded_header(request.step) or b"")
+                case wire.GetPayload():
+                    self._send_payload(stream, request)
+        except ConnectionClosed:
+            raise
+        except TransportError as error:  # the stream may be in the middle of a transfer: say why, and end it
+            stream.send(wire.Refused(str(error)))
+            raise
+        except DeadpoolError as error:
+            stream.send(wire.Refused(str(error)))
+
+    def _send_blob(self, stream: BulkStream, blob: bytes) -> None:
+        stream.send(wire.Ready())
+        stream.send_blob(blob)
+
+    def _send_payload(self, stream: BulkStream, request: wire.GetPayload) -> None:
+        pair, _ = self._store.readable(request.rank, request.step, payload=True)
+        header, digest = pair.open(request.step), pair.header_digest(request.step)
+        asked = (request.layout_hash, request.payload_bytes)
+        if header is None or (header.layout_hash, header.payload_bytes) != asked:
+            stream.send(
+                wire.Refused(f"rank {request.rank}, step {request.step} is laid out {header}, asked is {asked}")
+            )
+            return
+        stream.send(wire.Ready())
+        stream.send_data(pair.payload(request.step)[: request.payload_bytes])
+        unchanged = digest is not None and pair.header_digest(request.step) == digest
+        stream.send(wire.Sealed() if unchanged else wire.Abandoned("it was overwritten while it was sent"))
+
+    # ---- pushes
+
+    def _receive_push(self, stream: BulkStream, push: wire.Push) -> None:
+        self._store.check_generation(push.generation)
+        with self._store.writing(push.rank, self._silent_after_s):
+            held = self._store.already_mirrored(push.rank, push.step, push.header_digest, push.with_payload)
+            if held is None or held.replicas != push.replicas:
+                held = self._receive_snapshot(stream, push)
+                if held is None:
+                    return
+        self._on_mirrored(push.rank, push.step, push.generation, held)
+        stream.send(wire.Done())
+
+    def _receive_snapshot(self, stream: BulkStream, push: wire.Push) -> Holding | None:
+        """Fills and seals the slot; None if the sender abandoned it."""
+        store = self._store
+        size = push.payload_bytes if push.with_payload else 0
+        pair = store.begin_mirror(push.rank, push.step, push.generation, push.header_bytes, size)
+        with self._lock:
+            self._streams[stream] = push.generation
+        try:
+            store.check_generation(push.generation)
+            first, last = store.history_range(push.rank)
+            stream.send(wire.Ready(min(last, push.step - 1) if first < push.step else -1))
+            records = _records_decoder.decode(stream.recv_blob())
+            header = stream.recv_blob()
+            stream.recv_data(pair.payload(push.step)[:size], lambda: store.check_generation(push.generation))
+            end: object = stream.recv(wire.AnyReply)
+            if not isinstance(end, wire.Sealed):
+                stream.send(wire.Refused(f"the sender gave up: {end}"))
+                return None
+            holding = Holding(push.rank, push.step, push.with_payload, push.replicas)
+            store.finish_mirror(pair, header, push.generation, holding, records)
+            return holding
+        except msgspec.MsgspecError as error:
+            raise TransportError(f"call records from {stream.address} cannot be read: {error}") from error
+        except StaleGeneration as error:
+            raise TransportError(str(error)) from error
+        finally:
+            with self._lock:
+                self._streams[stream] = None
+
+    def _cut_older(self, generation: Generation) -> None:
+        with self._lock:
+            older = [stream for stream, busy in self._streams.items() if busy is not None and busy < generation]
+        for stream in older:
+            stream.cut()
+
+    def close(self) -> None:
+        """Ends all connections and threads. Blocks: until they have ended, a few seconds at most."""
+        self._closing.set()
+        with contextlib.suppress(OSError):  # raised although it wakes the acceptor
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        with self._lock:
+            streams, threads = list(self._streams), list(self._threads)
+        for stream in streams:
+            stream.cut()
+        for thread in (self._acceptor, *threads):
+            thread.join(_JOIN_S)

@@ -1,0 +1,127 @@
+"""The adapter's flat shard: training on it is bitwise what it was, and a saved shard brings back the same future."""
+
+import argparse
+
+import pytest
+import torch
+
+from deadpool_plugin.adapters.megatron.adapter import MegatronAdapter
+from deadpool_plugin.adapters.megatron.state import merge_neighbours
+from deadpool_plugin.errors import Unsupported
+from deadpool_plugin.worker import codec, rng
+from deadpool_plugin.worker.staging import Layout
+
+
+def arguments(**changes):
+    defaults = dict(
+        tp=1, pp=1, layers=1, hidden=32, heads=2, seq_length=16, micro_batch_size=2, num_microbatches=2,
+        train_iters=10, lr=1e-2, warmup_iters=2, clip_grad=1.0, optimizer="adam", distributed_optimizer=False,
+        dropout=0.1, dtype="bf16", seed=5,
+    )  # fmt: skip
+    return argparse.Namespace(**{**defaults, **changes})
+
+
+class Job:
+    """Model, optimizer and scheduler of the script, and `step`, which trains on random bytes."""
+
+    def __init__(self, script, args):
+        from megatron.core import tensor_parallel
+
+        self.script, self.args = script, args
+        torch.manual_seed(args.seed)
+        tensor_parallel.model_parallel_cuda_manual_seed(args.seed)
+        config = script.model_config(args)
+        self.model = script.build_model(args, config)
+        self.optimizer, self.scheduler = script.build_optimizer(args, config, self.model)
+        self.data = torch.Generator().manual_seed(1)
+
+    def batch(self):
+        shape = (self.args.micro_batch_size, self.args.seq_length)
+        tokens = torch.randint(0, 256, shape, generator=self.data)
+        positions = torch.arange(shape[1]).expand(shape)
+        return {"tokens": tokens, "labels": tokens, "position_ids": positions, "loss_mask": torch.ones(shape)}
+
+    def step(self):
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        batches = iter([self.batch() for _ in range(self.args.num_microbatches)])
+        losses = self.script.run_microbatches(self.args, self.model, batches, forward_only=False)
+        _, grad_norm, _ = self.optimizer.step()
+        self.scheduler.step(increment=4)
+        return [loss["lm loss"].item() for loss in losses], grad_norm
+
+    def digest(self):
+        script = self.script
+        return script.digest(self.model.named_parameters()), script.digest(script.optimizer_tensors(self.optimizer))
+
+    def adapter(self):
+        adapter = MegatronAdapter()
+        adapter._chunks, adapter._optimizers, adapter._schedulers = [self.model], [self.optimizer], [self.scheduler]
+        adapter.attach()
+        return adapter
+
+
+VARIANTS = [
+    dict(dtype=dtype, distributed_optimizer=distributed) for dtype in ("fp32", "bf16") for distributed in (False, True)
+]
+
+
+@pytest.mark.parametrize("changes", VARIANTS, ids=str)
+def test_training_on_the_flat_shard_is_bitwise_the_same(train_gpt, changes):
+    plain, flat = Job(train_gpt, arguments(**changes)), None
+    expected = [plain.step() for _ in range(3)]
+    flat = Job(train_gpt, arguments(**changes))
+    flat.adapter()
+    assert [flat.step() for _ in range(3)] == expected
+    assert flat.digest() == plain.digest()
+
+
+@pytest.mark.parametrize("changes", VARIANTS, ids=str)
+def test_a_saved_shard_brings_back_the_same_future(train_gpt, changes):
+    job = Job(train_gpt, arguments(**changes))
+    adapter = job.adapter()
+    layout = Layout(adapter.shard())
+    job.step()
+    payload = memoryview(bytearray(layout.payload_bytes))
+    for tensor, view in zip(layout.tensors, layout.views(payload), strict=True):
+        view.copy_(tensor)
+    saved = codec.encode({"scalars": adapter.scalars(), "rng": rng.capture(adapter)})
+    position = job.data.get_state()
+    future = [job.step() for _ in range(3)], job.digest()
+    pointers = [p.data_ptr() for p in job.model.parameters()]
+
+    with torch.no_grad():
+        for parameter in job.model.parameters():
+            parameter.zero_()  # the 16-bit parameters must come from the masters, not survive by luck
+    state = codec.decode(saved)
+    adapter.clean()
+    layout.load(payload)
+    adapter.load(state["scalars"])
+    adapter.after_restore()
+    rng.restore(adapter, state["rng"])
+    job.data.set_state(position)
+    assert ([job.step() for _ in range(3)], job.digest()) == future
+    assert [p.data_ptr() for p in job.model.parameters()] == pointers
+
+
+def test_a_shard_is_few_tensors(train_gpt):
+    assert len(Job(train_gpt, arguments(distributed_optimizer=True)).adapter().shard()) == 1
+
+
+def test_unsupported_optimizers_and_frozen_parameters_are_refused_by_name(train_gpt):
+    with pytest.raises(Unsupported, match="SGD.*Adam"):
+        Job(train_gpt, arguments(optimizer="sgd")).adapter()
+    job = Job(train_gpt, arguments())
+    name, parameter = next(job.model.module.named_parameters())
+    parameter.requires_grad_(False)
+    with pytest.raises(Unsupported, match=f"1 parameters are frozen .first: {name}"):
+        job.adapter()
+
+
+def test_neighbouring_views_become_one_tensor():
+    base = torch.arange(20.0)
+    a, b, c = base[0:4].view(2, 2), base[4:10], base[12:20]
+    merged = merge_neighbours([a, b, c])
+    assert [t.tolist() for t in merged] == [base[0:10].tolist(), base[12:20].tolist()]
+    merged[0][9] = -1
+    assert b[5] == -1
