@@ -163,7 +163,7 @@ def load(path: str | Path | None) -> Config:
 
     Raises: ConfigError naming file and field.
     """
-    if path is None or str(path) == "":
+    if path is None or str(path) in ("", "."):
         return Config()
     path = Path(path)
     try:

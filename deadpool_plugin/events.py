@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from .errors import InvariantViolated as InvariantViolated
 from .errors import invariant
 
 

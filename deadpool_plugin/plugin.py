@@ -51,7 +51,7 @@ def _worker_context(connection: LocalConnection, config: Config, local_rank: int
     from .worker.link import AgentLink
 
     context = Context(
-        AgentLink(connection), Groups(config.recording_limit_bytes), MegatronAdapter(), local_rank=local_rank
+        AgentLink(connection), Groups(config.recording_limit_bytes, config.phase_timeout_s), MegatronAdapter(), local_rank=local_rank
     )
     context.install()
     context.link.start()

@@ -27,6 +27,9 @@ class Context:
         self.plan: SwapPlan | None = None
         """The plan this generation was decided by; None in generation 0."""
         self.watch = Watch()
+        self.hearsay: tuple[NodeId, dict[NodeId, str]] = (node, {})
+        """Whom the proposer we last promised counts as lost. Void if that proposer is lost itself: of two nodes that
+        have lost each other only one shall go."""
         self.actions: list[Action] = []
         self.loopback: deque[AnyMessage] = deque()
         self.ended = False
@@ -49,11 +52,16 @@ class Context:
 
     @property
     def suspects(self) -> dict[NodeId, str]:
-        return {node: self.watch.evidence[node] for node in self.world.members if node in self.watch.evidence}
+        """The members that are lost, by our own evidence or by hearsay, each with the reason."""
+        proposer, named = self.hearsay
+        evidence = self.watch.evidence
+        known = evidence if proposer in evidence else {**named, **evidence}
+        return {node: known[node] for node in self.world.members if node in known}
 
     @property
     def living(self) -> tuple[NodeId, ...]:
-        return tuple(node for node in self.world.members if node not in self.watch.evidence)
+        suspects = self.suspects
+        return tuple(node for node in self.world.members if node not in suspects)
 
     @property
     def coordinator(self) -> NodeId:
@@ -87,7 +95,8 @@ class Context:
             self.send(node, message)
 
     def lost_ranks(self) -> tuple[Rank, ...]:
-        return tuple(rank for rank, node in enumerate(self.world.node_of) if node in self.watch.evidence)
+        suspects = self.suspects
+        return tuple(rank for rank, node in enumerate(self.world.node_of) if node in suspects)
 
     def conclude(self, verdict: Verdict) -> None:
         """The job ends: pass the verdict on once (whoever sent it may have died half-way) and leave."""

@@ -57,10 +57,10 @@ from .messages import (
     Status,
     Verdict,
 )
-from .suspicion import suspects
+from .suspicion import suspects as suspects_at
 from .swaps import Swaps
 from .timing import Timing
-from .types import EXIT_UNRECOVERABLE, NO_STEP, Generation, NodeId, Rank, Step, Unrecoverable, World
+from .types import EXIT_UNRECOVERABLE, NO_STEP, Generation, NodeId, Step, Unrecoverable, World
 
 
 class Controller:
@@ -82,7 +82,7 @@ class Controller:
             Ticked: lambda _: self._ticked(),
             Received: self._received,
             LinkLost: lambda event: self._ctx.watch.accuse(event.node, f"link lost: {event.reason}"),
-            StoreOffered: lambda event: self._note(self._inventory.offer(event.address)),
+            StoreOffered: self._store_offered,
             WorkerReady: self._worker_ready,
             SnapshotHeld: self._snapshot_held,
             HoldingsDropped: lambda event: self._note(self._inventory.dropped(event.rank, event.newer_than)),
@@ -148,16 +148,15 @@ class Controller:
         """Handle what this node says to itself, act on evidence and report changes, until nothing is left to do."""
         ctx = self._ctx
         while ctx.formed and not ctx.ended:
-            self._swaps.react()
-            if ctx.ended:
-                return
-            self._watch_the_right_ones()
             if ctx.loopback:
                 message = ctx.loopback.popleft()
                 self._messages[type(message)](ctx.node, message)
-            elif self._changed:
+                continue
+            self._swaps.react()
+            self._watch_the_right_ones()
+            if self._changed and not ctx.ended:
                 self._report()
-            else:
+            if not ctx.loopback:
                 return
 
     def _watch_the_right_ones(self) -> None:
@@ -200,7 +199,7 @@ class Controller:
         if not ctx.formed:
             return
         watched = ctx.living if ctx.leads else (ctx.coordinator,)
-        for node, reason in suspects(ctx.now, ctx.watch, watched, ctx.timing).items():
+        for node, reason in suspects_at(ctx.now, ctx.watch, watched, ctx.timing).items():
             if node != ctx.node:
                 ctx.watch.accuse(node, reason)
         self._swaps.tick()
@@ -208,6 +207,12 @@ class Controller:
             self._coordination.tick()
         if ctx.now - self._reported_at >= ctx.timing.heartbeat_interval_s:
             self._changed = True
+
+    def _store_offered(self, event: StoreOffered) -> None:
+        if self._inventory.offer(event.address):
+            self._changed = True
+            if self._ctx.swapping:
+                self._swaps.answer()
 
     def _worker_ready(self, event: WorkerReady) -> None:
         if self.generation == 0:
@@ -259,7 +264,7 @@ class Controller:
         ctx.watch.hear(event.sender, ctx.now)
         if event.sender in ctx.world.members:
             self._messages[type(event.message)](event.sender, event.message)
-        elif getattr(event.message, "generation", self.generation) < self.generation:
+        elif _generation_of(event.message) < self.generation:
             self._swaps.bring_up_to_date(event.sender)
 
     def _on_report(self, sender: NodeId, message: Report) -> None:
@@ -300,16 +305,16 @@ class Controller:
 
     def _on_node_failed(self, sender: NodeId, message: NodeFailed) -> None:
         ctx = self._ctx
-        doomed = sender in ctx.watch.evidence
+        suspects = ctx.suspects
         if message.node == ctx.node:
             ctx.fence(message.reason)
-        elif doomed and message.node != sender:
-            ctx.send(sender, NodeFailed(self.generation, sender, ctx.watch.evidence[sender]))
+        elif sender in suspects and message.node != sender:
+            ctx.send(sender, NodeFailed(self.generation, sender, suspects[sender]))
         elif message.node in ctx.world.members:
             ctx.watch.accuse(message.node, message.reason)
 
     def _on_verdict(self, sender: NodeId, message: Verdict) -> None:
-        if sender not in self._ctx.watch.evidence:
+        if sender not in self._ctx.suspects:
             self._ctx.conclude(message)
 
     def _on_decided(self, sender: NodeId, message: Decided) -> None:
@@ -323,7 +328,7 @@ class Controller:
         if ctx.fenced_for < plan.world.generation:
             ctx.fenced_for, ctx.swap_since = plan.world.generation, ctx.now
             ctx.act(AbortWorkers(plan.world.generation))
-        ctx.world, ctx.plan = plan.world, plan
+        ctx.world, ctx.plan, ctx.hearsay = plan.world, plan, (ctx.node, {})
         ctx.committed, ctx.training = NO_STEP, False
         ctx.newest_committed = max(ctx.newest_committed, plan.restore_step)
         self._inventory.begin_generation(plan.restore_step, plan.store)
@@ -334,3 +339,12 @@ class Controller:
         self._swaps = Swaps(ctx, self._inventory)
         self._changed = True
         ctx.act(Reconfigure(plan))
+
+
+def _generation_of(message: AnyMessage) -> Generation:
+    """The generation `message` was sent in."""
+    if isinstance(message, Decided):
+        return message.plan.world.generation
+    if isinstance(message, (Prepare, Promise, Propose, Accepted, Refused)):
+        return message.ballot.generation - 1
+    return message.world.generation if isinstance(message, Start) else message.generation

@@ -45,7 +45,8 @@ class Coordination:
         waited_s = ctx.now - self._began_at
         if not (ctx.training or ctx.swapping) and waited_s >= ctx.timing.start_timeout_s:
             missing = sorted(set(range(len(ctx.world.node_of))) - self._reached("ready"))
-            reason = f"rank(s) {', '.join(map(str, missing))} not in training {waited_s:.0f} s after the generation began"
+            ranks = ", ".join(map(str, missing))
+            reason = f"rank(s) {ranks} not in training {waited_s:.0f} s after generation {ctx.world.generation} began"
             cause = Unrecoverable(reason, (), ctx.newest_committed)
             ctx.conclude(Verdict(ctx.world.generation, EXIT_UNRECOVERABLE, reason, cause))
 

@@ -16,41 +16,41 @@ class Input(msgspec.Struct, frozen=True):
     """Something that happened."""
 
 
-class WorldFormed(Input):
+class WorldFormed(Input, frozen=True):
     """Rendezvous is over and control connections to every member are up; `world.generation` is 0."""
 
     world: World
 
 
-class Ticked(Input):
+class Ticked(Input, frozen=True):
     """Time passed (at least four times per heartbeat interval)."""
 
 
-class Received(Input):
+class Received(Input, frozen=True):
     sender: NodeId
     message: AnyMessage
 
 
-class LinkLost(Input):
+class LinkLost(Input, frozen=True):
     """The control connection to `node` ended without a Goodbye."""
 
     node: NodeId
     reason: str
 
 
-class StoreOffered(Input):
+class StoreOffered(Input, frozen=True):
     """A worker of this node hosts a fresh store for the next group build."""
 
     address: str
 
 
-class WorkerReady(Input):
-    """A worker of this node has reached its first call and its arena is in place."""
+class WorkerReady(Input, frozen=True):
+    """Generation 0: a worker of this node has reached its first call and its arena is in place."""
 
     rank: Rank
 
 
-class SnapshotHeld(Input):
+class SnapshotHeld(Input, frozen=True):
     """A snapshot is complete and verified in this node's arena (staged by a worker, mirrored by a peer or fetched).
 
     It replaces what was held for (rank, step); holdings of the same rank older than step-1 are dropped."""
@@ -59,34 +59,35 @@ class SnapshotHeld(Input):
     generation: Generation
 
 
-class HoldingsDropped(Input):
-    """This node no longer holds anything for `rank` newer than `step` (a swap rolled back, or a slot is being rewritten)."""
+class HoldingsDropped(Input, frozen=True):
+    """This node no longer holds anything for `rank` newer than `newer_than` (a swap rolled back, or a slot is being
+    rewritten)."""
 
     rank: Rank
     newer_than: Step
 
 
-class WorkerRestored(Input):
+class WorkerRestored(Input, frozen=True):
     """A worker finished its part of the swap into `generation` and goes on training."""
 
     rank: Rank
     generation: Generation
 
 
-class WorkerFinished(Input):
-    """The user's script of this rank ended well; the worker waits for everyone's end."""
+class WorkerFinished(Input, frozen=True):
+    """The user's script of this rank ended well; the worker waits for everyone's end. Said again after a swap."""
 
     rank: Rank
 
 
-class WorkerLost(Input):
+class WorkerLost(Input, frozen=True):
     """A worker (or its supervisor) of this node died or was stopped from outside."""
 
     rank: Rank
     reason: str
 
 
-class WorkerFailed(Input):
+class WorkerFailed(Input, frozen=True):
     """The user's script of this rank ended by itself with an error."""
 
     rank: Rank
@@ -94,12 +95,12 @@ class WorkerFailed(Input):
     reason: str
 
 
-class SpareRehearsed(Input):
+class SpareRehearsed(Input, frozen=True):
     local_slot: int
     rank: Rank
 
 
-class SpareFailed(Input):
+class SpareFailed(Input, frozen=True):
     """A rehearsal could not be completed; this node cannot take over."""
 
     local_slot: int
@@ -107,7 +108,7 @@ class SpareFailed(Input):
     reason: str
 
 
-class StopRequested(Input):
+class StopRequested(Input, frozen=True):
     """A person or the launcher asked the whole job to end."""
 
     reason: str
@@ -118,51 +119,51 @@ class Action(msgspec.Struct, frozen=True):
     """Something the agent shall do now."""
 
 
-class Send(Action):
+class Send(Action, frozen=True):
     to: NodeId
     message: AnyMessage
 
 
-class StartWorkers(Action):
+class StartWorkers(Action, frozen=True):
     """Let the workers of this node build their groups over `store` (active) or wait for a rank (spare)."""
 
     world: World
     store: str
 
 
-class StartRehearsal(Action):
+class StartRehearsal(Action, frozen=True):
     local_slot: int
     rank: Rank
     source: NodeId
 
 
-class Commit(Action):
+class Commit(Action, frozen=True):
     """Every rank's snapshot of `step` is safe: open the gate for workers and mirrors; spares follow to it."""
 
     step: Step
 
 
-class AbortWorkers(Action):
+class AbortWorkers(Action, frozen=True):
     """Fence `generation - 1`: interrupt the workers, stop mirroring, accept no byte of an older generation."""
 
     generation: Generation
 
 
-class Reconfigure(Action):
+class Reconfigure(Action, frozen=True):
     """Act on a decided plan: fetch what `plan.sources` says, hand workers the plan, mirror along the new ring."""
 
     plan: SwapPlan
 
 
-class Emit(Action):
+class Emit(Action, frozen=True):
     """Tell people: `kind` is the name of an event class of deadpool_plugin.events, `fields` its fields."""
 
     kind: str
     fields: dict[str, object]
 
 
-class Leave(Action):
-    """End every process of this node with `exit_code`; say `reason`. Follows a Verdict, or a fence of this node alone."""
+class Leave(Action, frozen=True):
+    """End every process of this node with `exit_code`; say `reason`. Follows a Verdict, or this node's own fence."""
 
     exit_code: int
     reason: str

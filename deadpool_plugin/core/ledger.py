@@ -86,12 +86,14 @@ class Ledger:
         """
         if not survivors:
             return "no node survives"
-        steps = {step for (rank, step), copies in self._copies.items() if rank == 0 and not copies.keys().isdisjoint(survivors)}
-        for step in sorted(steps, reverse=True):
+        for step in sorted(self._steps_of(0, survivors), reverse=True):
             sources = self._sources(world, step, survivors)
             if sources is not None:
                 return RestorePoint(step, sources)
         return self._why_none(world, survivors)
+
+    def _steps_of(self, rank: Rank, nodes: Collection[NodeId]) -> set[Step]:
+        return {s for (r, s), copies in self._copies.items() if r == rank and not copies.keys().isdisjoint(nodes)}
 
     def _sources(self, world: World, step: Step, survivors: Collection[NodeId]) -> tuple[Source, ...] | None:
         sources = []
@@ -127,8 +129,7 @@ class Ledger:
 
     def _why_none(self, world: World, survivors: Collection[NodeId]) -> str:
         held: dict[Rank, list[Step]] = {
-            rank: sorted(s for (r, s), c in self._copies.items() if r == rank and not c.keys().isdisjoint(survivors))
-            for rank in range(len(world.node_of))
+            rank: sorted(self._steps_of(rank, survivors)) for rank in range(len(world.node_of))
         }
         bare = [rank for rank, steps in held.items() if not steps]
         if bare:

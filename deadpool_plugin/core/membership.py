@@ -62,6 +62,10 @@ class Proposal:
         answered: Collection[NodeId] = self.promises if self.plan is None else self.accepted
         return tuple(node for node in world.members if node not in self.lost and node not in answered)
 
+    def is_outdated(self, suspects: Collection[NodeId]) -> bool:
+        """Whether the round counts on a lost node's promise. A later loss is the next generation's."""
+        return self.plan is None and any(node not in self.lost for node in suspects)
+
     def inherited(self) -> SwapPlan | None:
         """The plan this round must propose because an earlier one may have been decided: that of the largest ballot."""
         earlier = [promise.accepted for promise in self.promises.values() if promise.accepted is not None]

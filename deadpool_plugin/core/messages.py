@@ -15,7 +15,7 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Base of all control messages."""
 
 
-class Report(Message):
+class Report(Message, frozen=True):
     """Member -> coordinator, on every change and at least once per heartbeat interval.
 
     `holdings`: everything this node can serve. `ready`: ranks that are in (or restored into) training in this
@@ -32,7 +32,7 @@ class Report(Message):
     store: str = ""
 
 
-class Status(Message):
+class Status(Message, frozen=True):
     """Coordinator -> every member, on every change and at least once per heartbeat interval."""
 
     generation: Generation
@@ -41,14 +41,14 @@ class Status(Message):
     protected: bool
 
 
-class Start(Message):
+class Start(Message, frozen=True):
     """Coordinator -> every member: all workers of generation 0 may build their groups over `store`."""
 
     world: World
     store: str
 
 
-class Rehearse(Message):
+class Rehearse(Message, frozen=True):
     """Coordinator -> spare: your worker in `local_slot` rehearses `rank`, whose recording `source` holds."""
 
     generation: Generation
@@ -57,7 +57,7 @@ class Rehearse(Message):
     source: NodeId
 
 
-class NodeFailed(Message):
+class NodeFailed(Message, frozen=True):
     """Any member -> coordinator: `node` (perhaps the sender itself, before it leaves) is lost, and why."""
 
     generation: Generation
@@ -65,14 +65,14 @@ class NodeFailed(Message):
     reason: str
 
 
-class Prepare(Message):
+class Prepare(Message, frozen=True):
     """Proposer -> members: promise this ballot; `lost` is what the proposer believes lost."""
 
     ballot: Ballot
     lost: tuple[NodeId, ...]
 
 
-class Promise(Message):
+class Promise(Message, frozen=True):
     """Member -> proposer. `accepted` is the plan this member has accepted for that generation, if any, with its
     ballot; `holdings` and `store` are as in Report, taken after the member has fenced the old generation."""
 
@@ -82,29 +82,29 @@ class Promise(Message):
     store: str
 
 
-class Propose(Message):
+class Propose(Message, frozen=True):
     ballot: Ballot
     plan: SwapPlan
 
 
-class Accepted(Message):
+class Accepted(Message, frozen=True):
     ballot: Ballot
 
 
-class Refused(Message):
+class Refused(Message, frozen=True):
     """Member -> proposer: a larger ballot was promised already."""
 
     ballot: Ballot
     promised: Ballot
 
 
-class Decided(Message):
-    """Proposer -> all: the plan is durable at a majority; act on it. Sent again to whoever reports an older generation."""
+class Decided(Message, frozen=True):
+    """Proposer -> all: the plan is durable at a majority; act on it. Sent again to whoever is an older generation's."""
 
     plan: SwapPlan
 
 
-class Verdict(Message):
+class Verdict(Message, frozen=True):
     """Coordinator -> all: the job ends here. `exit_code` for every process; `cause` is None for an orderly end."""
 
     generation: Generation
@@ -113,7 +113,7 @@ class Verdict(Message):
     cause: Unrecoverable | None = None
 
 
-class Goodbye(Message):
+class Goodbye(Message, frozen=True):
     """The sender leaves in good order; its closed connection is no evidence of a failure."""
 
     generation: Generation

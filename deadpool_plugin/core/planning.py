@@ -25,12 +25,14 @@ def plan_swap(
     lost_nodes = tuple(node for node in world.members if node in lost)
     lost_ranks = tuple(rank for rank, node in enumerate(world.node_of) if node in lost)
 
+    point = ledger.restore_point(world, survivors)
+    if not isinstance(point, str):
+        newest_committed = max(newest_committed, point.step)  # its coordinator may have died before it told anybody
     after = world_after(world, lost)
     if after is None:
         spares = sum(spare not in lost for spare in world.spares)
         what = "no spare is left" if spares == 0 else f"only {spares} spare(s) are left"
         return Unrecoverable(f"{what} for lost node(s) {_listed(lost_nodes)}", lost_ranks, newest_committed)
-    point = ledger.restore_point(world, survivors)
     if isinstance(point, str):
         return Unrecoverable(point, lost_ranks, newest_committed)
     return SwapPlan(

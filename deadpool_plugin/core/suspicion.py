@@ -18,7 +18,7 @@ PAUSE_INTERVALS = 3
 
 @dataclass
 class Watch:
-    """What one node knows of the others: `evidence` (final: it is never taken back) and when it last `heard` of them."""
+    """What one node knows of the others: `evidence` (never taken back) and when it last `heard` of them."""
 
     evidence: dict[NodeId, str] = field(default_factory=dict)
     heard: dict[NodeId, float] = field(default_factory=dict)

@@ -22,6 +22,8 @@ from .planning import plan_swap
 from .types import EXIT_UNRECOVERABLE, Ballot, NodeId, SwapPlan, Unrecoverable
 
 ROUNDS_MAX = 64
+RIVAL_INTERVALS = 4
+"""Heartbeat intervals a refused proposer waits for its rival's decision."""
 
 
 class Swaps:
@@ -34,6 +36,7 @@ class Swaps:
         self._proposal: Proposal | None = None
         self._rounds = 0
         self._round_seen = 0
+        self._retry_at = context.now
         self._announced: set[NodeId] = set()
         self._told: set[tuple[NodeId, NodeId]] = set()
 
@@ -51,8 +54,9 @@ class Swaps:
             self._without_quorum(suspects)
         elif not ctx.leads:
             self._tell(suspects)
-        elif self._proposal is None or (self._proposal.plan is None and not suspects.keys() <= self._proposal.lost.keys()):
-            self._begin_round(suspects)
+        elif self._proposal is None or self._proposal.is_outdated(suspects):
+            if ctx.now >= self._retry_at:
+                self._begin_round(suspects)
 
     def _give_up_start(self, suspects: Mapping[NodeId, str]) -> None:
         ctx = self._ctx
@@ -76,9 +80,10 @@ class Swaps:
             ctx.conclude(Verdict(ctx.world.generation, EXIT_UNRECOVERABLE, reason, self._unrecoverable(reason)))
 
     def _tell(self, suspects: Mapping[NodeId, str]) -> None:
+        """Our own evidence, to the coordinator, once."""
         ctx = self._ctx
         for node, reason in suspects.items():
-            if (ctx.coordinator, node) not in self._told:
+            if node in ctx.watch.evidence and (ctx.coordinator, node) not in self._told:
                 self._told.add((ctx.coordinator, node))
                 ctx.send(ctx.coordinator, NodeFailed(ctx.world.generation, node, reason))
 
@@ -152,10 +157,16 @@ class Swaps:
         ctx.broadcast(Decided(plan))
 
     def refused(self, message: Refused) -> None:
-        """Somebody proposed above us: try again above that, unless it is decided by then."""
+        """Somebody proposed above us: try again above that, unless it is decided by then.
+
+        If it is one we count as lost it may count us as lost: give it the time to win, else both of us lose.
+        """
+        ctx = self._ctx
         if self._proposal is not None and self._proposal.ballot == message.ballot:
             self._round_seen = max(self._round_seen, message.promised.round)
             self._proposal = None
+            rival = message.promised.node in ctx.watch.evidence
+            self._retry_at = ctx.now + (RIVAL_INTERVALS * ctx.timing.heartbeat_interval_s if rival else 0.0)
 
     # -- voter -------------------------------------------------------------------------------------------------
 
@@ -166,10 +177,8 @@ class Swaps:
         if ctx.node in message.lost:
             ctx.fence(f"counted as lost by node {sender}")
             return
-        for node in message.lost:
-            ctx.watch.accuse(node, f"counted as lost by node {sender}")
-            self._told.add((sender, node))
         if self._acceptor.prepare(message.ballot):
+            ctx.hearsay = (sender, {node: f"counted as lost by node {sender}" for node in message.lost})
             self._fence_generation()
             self.answer()
         else:

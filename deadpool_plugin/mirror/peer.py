@@ -23,6 +23,7 @@ from ..transport.handshake import shake_hands
 from ..transport.sockets import Address
 from . import wire
 from .arena import SlotPair, SnapshotHeader, decode_header
+from .history import HistoryPruned
 from .store import NotHeld, SnapshotStore
 from .wire import BulkStream
 
@@ -183,7 +184,10 @@ class BulkPeer:
         held_first, held_last = self._store.history_range(job.rank)
         if held_last < job.step - 1 or held_first >= job.step or held_first < 0:
             return [job.records]
-        return [*self._store.get(job.rank, max(held_first, history_last + 1), job.step - 1), job.records]
+        try:
+            return [*self._store.get(job.rank, max(held_first, history_last + 1), job.step - 1), job.records]
+        except HistoryPruned:  # just now, by another thread: the peer's history begins anew
+            return [job.records]
 
     # ---- questions
 

@@ -31,9 +31,9 @@ def pack_frame(body: bytes, limit_bytes: int) -> bytes:
     return LENGTH.pack(len(body)) + body
 
 
-def checked_length(prefix: bytes | bytearray | memoryview, limit_bytes: int) -> int:
-    """The length a frame announces, if it is within the limit."""
-    (length,) = LENGTH.unpack_from(prefix)
+def checked_length(data: bytes | bytearray, limit_bytes: int, offset: int = 0) -> int:
+    """The length that the frame at `offset` announces. Raises: CorruptFrame if it is beyond the limit."""
+    (length,) = LENGTH.unpack_from(data, offset)
     if length > limit_bytes:
         raise CorruptFrame(
             f"a frame announces {length} bytes, at most {limit_bytes} are allowed: "
@@ -55,7 +55,7 @@ class FrameBuffer:
         start = 0
         try:
             while len(self._pending) - start >= LENGTH.size:
-                length = checked_length(memoryview(self._pending)[start : start + LENGTH.size], self._limit_bytes)
+                length = checked_length(self._pending, self._limit_bytes, start)
                 end = start + LENGTH.size + length
                 if len(self._pending) < end:
                     break

@@ -12,7 +12,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from .unix import Connection, Peer, Server, connect_unix
+from .unix import Connection, connect_unix
+from .unix_server import Peer, Server
 
 
 class LocalMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -112,7 +113,7 @@ class ArenaHandOver(LocalMessage, frozen=True):
 
 
 class Staged(LocalMessage, frozen=True):
-    """Worker -> agent: slot `step % 2` is complete. `records` are the call records of this step (opaque), also in the header."""
+    """Worker -> agent: slot `step % 2` is complete. `records`: its call records (opaque), also in the header."""
 
     rank: int
     step: int

@@ -165,7 +165,7 @@ class _Host:
         frame = pack_frame(msgspec.msgpack.encode(message), _FRAME_BYTES_MAX)
         loop = asyncio.get_running_loop()
         sends = [asyncio.wait_for(loop.sock_sendall(sock, frame), 10.0) for sock in self._socks.values()]
-        for peer, result in zip(list(self._socks), await asyncio.gather(*sends, return_exceptions=True)):
+        for peer, result in zip(list(self._socks), await asyncio.gather(*sends, return_exceptions=True), strict=True):
             if isinstance(result, BaseException):  # it will be missing from the mesh, with an error that names it
                 _log.warning("node %d left the rendezvous: %r", peer, result)
 

@@ -34,7 +34,7 @@ class ControlMesh(ControlTransport):
     """See ControlTransport.
 
     Args:
-        bind_host: the interface to listen on and the address the others get ("" listens on all; then tell them another).
+        bind_host: the interface to listen on; `listen` returns it ("" listens on all: tell the others another).
         port_range: ports to choose from (ends included); None lets the system choose.
         silent_after_s: a peer whose kernel acknowledges nothing for so long is lost.
         on_refused: gets each refused peer, once per host; the default logs it.

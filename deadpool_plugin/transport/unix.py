@@ -2,13 +2,14 @@
 
 Rules of this file: descriptors travel as SCM_RIGHTS with the first byte of the frame whose message says
 `descriptors > 0`, so they are in hand before the frame is complete. Abstract names: nothing to unlink, and both
-ends check that the other runs as the same user. Which messages exist is not known here (see local.py).
+ends check that the other runs as the same user. Which messages exist is not known here (see local.py);
+the server's side is unix_server.py.
 """
 
 from __future__ import annotations
 
 import array
-import asyncio
+import contextlib
 import os
 import select
 import socket
@@ -21,14 +22,13 @@ from typing import Generic, TypeVar
 import msgspec
 
 from ..errors import CorruptFrame, PeerRefused, TransportError
-from .framing import LENGTH, ConnectionClosed, FrameBuffer, checked_length, pack_frame
+from .framing import LENGTH, ConnectionClosed, checked_length, pack_frame
 
 M = TypeVar("M")
 
 LOCAL_FRAME_BYTES_MAX = 1 << 30
-LOCAL_BACKLOG_BYTES_MAX = 2 << 30
 DESCRIPTORS_MAX = 16
-_READ_BYTES = 1 << 18
+READ_BYTES = 1 << 18
 _ANCILLARY_BYTES = socket.CMSG_SPACE(DESCRIPTORS_MAX * array.array("i").itemsize)
 _UCRED = struct.Struct("3i")
 
@@ -68,11 +68,11 @@ def check_same_user(sock: socket.socket, where: str) -> int:
     return int(pid)
 
 
-def _rights(fds: Sequence[int]) -> list[tuple[int, int, array.array[int]]]:
+def rights(fds: Sequence[int]) -> list[tuple[int, int, array.array[int]]]:
     return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
 
 
-def _receive(sock: socket.socket, size: int, flags: int) -> tuple[bytes, list[int]]:
+def receive(sock: socket.socket, size: int, flags: int) -> tuple[bytes, list[int]]:
     data, ancillary, message_flags, _ = sock.recvmsg(size, _ANCILLARY_BYTES, flags | socket.MSG_CMSG_CLOEXEC)
     fds = array.array("i")
     for level, kind, content in ancillary:
@@ -84,7 +84,7 @@ def _receive(sock: socket.socket, size: int, flags: int) -> tuple[bytes, list[in
     return data, list(fds)
 
 
-def _take(fds: deque[int] | list[int], message: object) -> list[int]:
+def take_descriptors(fds: deque[int] | list[int], message: object) -> list[int]:
     count = getattr(message, "descriptors", 0)
     if len(fds) < count:
         raise CorruptFrame(f"{type(message).__name__} came with {len(fds)} descriptors, expected {count}")
@@ -99,7 +99,7 @@ def close_descriptors(fds: Sequence[int]) -> None:
         os.close(fd)
 
 
-def _decoded(decode: Callable[[bytes], M], body: bytes) -> M:
+def decoded(decode: Callable[[bytes], M], body: bytes) -> M:
     try:
         return decode(body)
     except msgspec.MsgspecError as error:
@@ -130,7 +130,7 @@ class Connection(Generic[M]):
         frame = memoryview(pack_frame(msgspec.msgpack.encode(message), LOCAL_FRAME_BYTES_MAX))
         try:
             with self._send_lock:
-                sent = self._sock.sendmsg([frame], _rights(fds))
+                sent = self._sock.sendmsg([frame], rights(fds))
                 self._sock.sendall(frame[sent:])
         except OSError as error:
             raise ConnectionClosed(f"the local connection is closed: {error}") from error
@@ -150,8 +150,8 @@ class Connection(Generic[M]):
         fds: list[int] = []
         try:
             prefix = self._recv_exact(LENGTH.size, fds)
-            message = _decoded(self._decode, self._recv_exact(checked_length(prefix, LOCAL_FRAME_BYTES_MAX), fds))
-            return message, _take(fds, message)
+            message = decoded(self._decode, self._recv_exact(checked_length(prefix, LOCAL_FRAME_BYTES_MAX), fds))
+            return message, take_descriptors(fds, message)
         finally:
             close_descriptors(fds)
 
@@ -159,7 +159,7 @@ class Connection(Generic[M]):
         data = bytearray()
         while len(data) < size:
             try:
-                piece, received = _receive(self._sock, min(size - len(data), _READ_BYTES), 0)
+                piece, received = receive(self._sock, min(size - len(data), READ_BYTES), 0)
             except OSError as error:
                 raise ConnectionClosed(f"the local connection broke: {error}") from error
             fds += received
@@ -170,146 +170,6 @@ class Connection(Generic[M]):
 
     def close(self) -> None:
         """Ends the connection; a `recv` blocked in another thread raises ConnectionClosed."""
-        try:
+        with contextlib.suppress(OSError):  # the other end is gone already
             self._sock.shutdown(socket.SHUT_RDWR)
-        except OSError:  # the other end is gone already
-            pass
         self._sock.close()
-
-
-class Peer(Generic[M]):
-    """The server's end of one connection. Thread: the event loop's only.
-
-    `pid` is the process at the other end; `tag` is the owner's to use.
-    """
-
-    def __init__(self, sock: socket.socket, pid: int, server: Server[M]) -> None:
-        self.pid = pid
-        self.tag: object = None
-        self._sock = sock
-        self._server = server
-        self._loop = asyncio.get_running_loop()
-        self._buffer = FrameBuffer(LOCAL_FRAME_BYTES_MAX)
-        self._received: deque[int] = deque()
-        self._queue: deque[tuple[memoryview, list[int]]] = deque()
-        self._queued_bytes = 0
-        self.closed = False
-        self._loop.add_reader(sock, self._on_readable)
-
-    def send(self, message: msgspec.Struct, fds: Sequence[int] = ()) -> None:
-        """Queues `message` and duplicates of `fds`; dropped if the connection has ended (on_closed tells).
-
-        Blocks: never.
-        """
-        if self.closed:
-            return
-        frame = memoryview(pack_frame(msgspec.msgpack.encode(message), LOCAL_FRAME_BYTES_MAX))
-        self._queue.append((frame, [os.dup(fd) for fd in fds]))
-        self._queued_bytes += len(frame)
-        if self._queued_bytes > LOCAL_BACKLOG_BYTES_MAX:
-            self._end()
-        else:
-            self._flush()
-
-    def close(self) -> None:
-        """Ends the connection after one attempt to send what is queued; on_closed is not called."""
-        if not self.closed:
-            self.closed = True
-            self._loop.remove_reader(self._sock)
-            self._loop.remove_writer(self._sock)
-            self._server.peers.discard(self)
-            close_descriptors(list(self._received))
-            for _, fds in self._queue:
-                close_descriptors(fds)
-            self._sock.close()
-
-    def _end(self) -> None:
-        if not self.closed:
-            self.close()
-            self._server.on_closed(self)
-
-    def _flush(self) -> None:
-        try:
-            while self._queue:
-                frame, fds = self._queue[0]
-                sent = self._sock.sendmsg([frame], _rights(fds))
-                close_descriptors(fds)
-                self._queued_bytes -= sent
-                if sent < len(frame):
-                    self._queue[0] = (frame[sent:], [])
-                else:
-                    self._queue.popleft()
-        except BlockingIOError:
-            self._loop.add_writer(self._sock, self._flush)
-        except OSError:
-            self._end()
-        else:
-            self._loop.remove_writer(self._sock)
-
-    def _on_readable(self) -> None:
-        try:
-            data, fds = _receive(self._sock, _READ_BYTES, 0)
-            self._received.extend(fds)
-            if not data:
-                self._end()
-                return
-            for body in self._buffer.feed(data):
-                message = _decoded(self._server.decode, body)
-                self._server.on_message(self, message, _take(self._received, message))
-                if self.closed:
-                    return
-        except (BlockingIOError, InterruptedError):
-            return
-        except (OSError, CorruptFrame) as error:
-            self._server.on_refused(f"local connection of process {self.pid}: {error}")
-            self._end()
-
-
-class Server(Generic[M]):
-    """Accepts local connections on the running event loop. Thread: the event loop's only.
-
-    Args:
-        sock: a listening socket (`listen_unix`).
-        on_message: gets (peer, message, descriptors); the descriptors belong to the callee.
-        on_closed: called once when a connection ends from the other side or by an error, not after `Peer.close`.
-        on_refused: gets a sentence about a connection that was refused or broke the protocol.
-    """
-
-    def __init__(
-        self,
-        sock: socket.socket,
-        decode: Callable[[bytes], M],
-        on_message: Callable[[Peer[M], M, list[int]], None],
-        on_closed: Callable[[Peer[M]], None],
-        on_refused: Callable[[str], None],
-    ) -> None:
-        sock.setblocking(False)
-        self.peers: set[Peer[M]] = set()
-        self.decode = decode
-        self.on_message = on_message
-        self.on_closed = on_closed
-        self.on_refused = on_refused
-        self._sock = sock
-        self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(sock, self._accept)
-
-    def _accept(self) -> None:
-        try:
-            sock, _ = self._sock.accept()
-        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-            return
-        try:
-            pid = check_same_user(sock, "the local socket")
-        except PeerRefused as error:
-            sock.close()
-            self.on_refused(str(error))
-            return
-        sock.setblocking(False)
-        self.peers.add(Peer(sock, pid, self))
-
-    def close(self) -> None:
-        """Stops listening and ends all connections."""
-        self._loop.remove_reader(self._sock)
-        self._sock.close()
-        for peer in list(self.peers):
-            peer.close()

@@ -22,6 +22,8 @@ class CallKind(enum.Enum):
     """What a call means to the protocol."""
 
     PLAIN = "plain"
+    FORWARD = "forward"
+    """Runs the model; the first one of these is where start-up ends and training begins."""
     UPDATE = "update"
     """The optimizer step: the shard changes inside it, and its return is the cut of a step."""
 
@@ -56,7 +58,7 @@ class Adapter(Protocol):
         """Capture what a call may read and an interrupted call may leave changed; the result puts it back."""
 
     def clean(self) -> None:
-        """After an interrupted call: forget handles, flags and half-reduced gradients. Never communicates."""
+        """After an interrupted call: forget handles and flags, zero the gradients. Never communicates."""
 
     def load(self, scalars: Scalars) -> None:
         """The tensors of `shard()` hold the restored values: put back the scalars, in place, rebinding nothing."""

@@ -38,6 +38,8 @@ class Follow:
     def call(
         self, name: str, kind: CallKind, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        if self._layout is None and kind is not CallKind.FORWARD:
+            return function(*args, **kwargs)
         record = self._next_record(name)
         if record is None:
             return self._context.mode.call(name, kind, function, args, kwargs)
@@ -85,7 +87,7 @@ class Follow:
         return record
 
     def _rehearsed(self) -> None:
-        """At the first call: the recording is used up, the model is built; compare it with the rank's own."""
+        """At the first forward: the recording is used up, the model is built; compare it with the rank's own."""
         context = self._context
         context.groups.finish_rehearsal()
         context.adapter.attach()

@@ -25,7 +25,7 @@ from .staging import Layout, Stager
 
 
 class Live:
-    """One rank's life between its first call and its end.
+    """One rank's life between its first forward and its end.
 
     `step` is the number of updates this rank has made.
     """
@@ -166,7 +166,7 @@ class Live:
     def enter(self, generation: int, store: str, restore_step: int) -> None:
         """Become part of `generation` with the state of `restore_step`. Raises: GenerationChanged."""
         began = time.monotonic()
-        self._adapter.clean()
+        self._quietly(self._adapter.clean)
         self._stager.drop()
         self._groups.rebuild(generation, store)
         self._link.event(
@@ -201,11 +201,11 @@ class Live:
         state = codec.decode(header.scalars)
         self._layout.load(self._slots.payload(step))
         self._adapter.load(state["scalars"])
-        self._groups_call(self._adapter.after_restore)
+        self._quietly(self._adapter.after_restore)
         rng.restore(self._adapter, state["rng"])
 
-    def _groups_call(self, function: Callable[[], None]) -> None:
-        """Collectives of ours, not the script's: neither logged nor redone."""
+    def _quietly(self, function: Callable[[], None]) -> None:
+        """Calls and collectives of ours, not the script's: neither logged nor redone."""
         self._inside = True
         try:
             function()

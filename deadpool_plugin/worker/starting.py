@@ -1,4 +1,4 @@
-"""A live rank before its first call: start-up collectives are recorded; the first call makes it `Live`."""
+"""A live rank during start-up, whose collectives are recorded; the first forward makes it `Live`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .staging import Layout
 
 
 class Starting:
-    """Start-up of an active rank, from the top of the script to the first call."""
+    """Start-up of an active rank, from the top of the script to the first forward."""
 
     def __init__(self, context: Context, rank: int, header_bytes: int) -> None:
         self._context, self._rank, self._header_bytes = context, rank, header_bytes
@@ -24,6 +24,8 @@ class Starting:
     def call(
         self, name: str, kind: CallKind, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        if kind is not CallKind.FORWARD:
+            return function(*args, **kwargs)
         self._become_live()
         return self._context.mode.call(name, kind, function, args, kwargs)
 

@@ -51,7 +51,7 @@ class MegatronAdapter:
         wrap(DistributedDataParallel, "zero_grad_buffer", CallKind.PLAIN)
         wrap(OptimizerParamScheduler, "step", CallKind.PLAIN)
         for name in SCHEDULES:
-            wrap(schedules, name, CallKind.PLAIN)
+            wrap(schedules, name, CallKind.FORWARD)
         for cls in _subclasses(optimizers.MegatronOptimizer):
             if "step" in vars(cls):
                 wrap(cls, "step", CallKind.UPDATE)
@@ -112,6 +112,10 @@ class MegatronAdapter:
 
     def clean(self) -> None:
         cleanup.reset_gradient_buckets(self._chunks)
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+        for optimizer in self._optimizers:
+            optimizer.zero_grad()
 
     def after_restore(self) -> None:
         self.state.refresh_parameters()

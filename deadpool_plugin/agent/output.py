@@ -1,0 +1,144 @@
+"""Where bytes for people go: rank files, event log and the launcher's pipe, written by one thread.
+
+Rules of this file: the event loop never waits for a disk or for a launcher that does not read; what the bounded queue
+cannot hold is dropped and counted; a broken pipe ends forwarding, nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections import deque
+from pathlib import Path
+
+QUEUE_BYTES_MAX = 16 << 20
+_CLOSE_S = 2.0
+_READ_BYTES = 1 << 16
+
+
+class Writer:
+    """Appends to files, in order, on a thread of its own. Thread: `write` and `open` any."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._queue: deque[tuple[int, bytes]] = deque()
+        self._queued_bytes = 0
+        self._broken: set[int] = set()
+        self._closing = False
+        self.dropped_bytes = 0
+        self._thread = threading.Thread(target=self._run, name="deadpool-writer", daemon=True)
+        self._thread.start()
+
+    def open(self, path: Path) -> int:
+        """A descriptor to `write` to; the file is appended to."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+
+    def write(self, fd: int, data: bytes) -> None:
+        """Queue `data` for `fd`; dropped if too much is queued. Blocks: never."""
+        with self._changed:
+            if self._queued_bytes + len(data) > QUEUE_BYTES_MAX:
+                self.dropped_bytes += len(data)
+                return
+            self._queue.append((fd, data))
+            self._queued_bytes += len(data)
+            self._changed.notify()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._queue and not self._closing:
+                    self._changed.wait()
+                if not self._queue:
+                    return
+                fd, data = self._queue.popleft()
+            if fd not in self._broken:
+                self._put(fd, data)
+            with self._changed:
+                self._queued_bytes -= len(data)
+
+    def _put(self, fd: int, data: bytes) -> None:
+        view = memoryview(data)
+        while view:
+            try:
+                view = view[os.write(fd, view) :]
+            except OSError:  # the launcher's end of the pipe is gone, or the disk is full: count and go on
+                self._broken.add(fd)
+                self.dropped_bytes += len(view)
+                return
+
+    def close(self) -> None:
+        """Write what is queued, within a short deadline (a launcher that does not read must not hold us)."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join(_CLOSE_S)
+
+
+class Lines:
+    """Cuts a stream into whole lines, so that those of several ranks do not mix."""
+
+    LINE_BYTES_MAX = 64 << 10
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> bytes:
+        """What may be forwarded now."""
+        data = self._rest + data
+        end = data.rfind(b"\n") + 1
+        if end == 0 and len(data) > self.LINE_BYTES_MAX:
+            end = len(data)
+        self._rest = data[end:]
+        return data[:end]
+
+    def flush(self) -> bytes:
+        rest, self._rest = self._rest, b""
+        return rest
+
+
+class Pipe:
+    """The read end of a worker's output pipe on the running event loop: into its file, and forwarded if asked.
+
+    Reading begins with the first `assign` (until then the pipe itself keeps what little there is). The reader never
+    stalls, so a worker never waits for a disk or a launcher.
+    """
+
+    def __init__(self, fd: int, writer: Writer) -> None:
+        os.set_blocking(fd, False)
+        self._fd, self._writer = fd, writer
+        self._file = -1
+        self._forward = False
+        self._lines = Lines()
+        self._loop = asyncio.get_running_loop()
+        self.ended = asyncio.Event()
+
+    def assign(self, path: Path, forward: bool) -> None:
+        """From now on into `path`; `forward` to our own standard output too."""
+        if self.ended.is_set():
+            return
+        first, self._file = self._file < 0, self._writer.open(path)
+        self._forward = forward
+        if first:
+            self._loop.add_reader(self._fd, self._read)
+
+    def _read(self) -> None:
+        try:
+            data = os.read(self._fd, _READ_BYTES)
+        except BlockingIOError:
+            return
+        if not data:
+            self.close()
+            return
+        self._writer.write(self._file, data)
+        if self._forward and (whole := self._lines.feed(data)):
+            self._writer.write(1, whole)
+
+    def close(self) -> None:
+        if not self.ended.is_set():
+            self._loop.remove_reader(self._fd)
+            os.close(self._fd)
+            self.ended.set()
+            if self._forward and (rest := self._lines.flush()):
+                self._writer.write(1, rest)

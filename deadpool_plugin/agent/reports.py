@@ -1,0 +1,79 @@
+"""What people and programs are told: the event log of this node, and a few plain lines on standard output.
+
+Rules of this file: one line for what changes a person's picture of the job, nothing per step; only the coordinator
+speaks for the job, a node speaks for itself.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from .. import events
+from ..core.types import Generation, NodeId
+from .output import Writer
+
+
+class Reports:
+    """Thread: the event loop's only."""
+
+    def __init__(self, node: NodeId, writer: Writer, output_dir: Path) -> None:
+        self.node, self._writer = node, writer
+        self._log = writer.open(output_dir / f"events.{node}.jsonl")
+        self.generation: Generation = 0
+        self.leads = False
+
+    def emit(self, kind: str, **fields: object) -> None:
+        """Log an event, and say it if it is one for people."""
+        event = events.make(kind, fields, node=self.node, generation=self.generation)
+        self._writer.write(self._log, events.encode(event))
+        line = _line(event)
+        if line and (self.leads or not isinstance(event, (events.JobStopped, events.JobFinished))):
+            self.say(line)
+
+    def worker_event(self, kind: str, fields: dict[str, object]) -> None:
+        """An event of one of our workers; one we cannot read is kept as a note."""
+        try:
+            event = events.make(kind, fields, node=self.node, generation=self.generation)
+        except (msgspec.ValidationError, events.InvariantViolated) as error:
+            event = events.Note(text=f"unreadable worker event {kind} {fields}: {error}", node=self.node)
+        self._writer.write(self._log, events.encode(event))
+
+    def say(self, line: str) -> None:
+        self._writer.write(1, f"[deadpool] {line}\n".encode())
+
+
+def _line(event: events.Event) -> str:
+    """The sentence for people, "" if there is none."""
+    match event:
+        case events.TrainingStarted():
+            return "all ranks are in training"
+        case events.SpareReady(spare=spare, ranks=ranks):
+            return f"spare node {spare} is ready for rank(s) {_listed(ranks)}"
+        case events.NodeLost(evidence=evidence):
+            return evidence
+        case events.SwapPlanned(restore_step=step, takers=takers, duration_s=duration):
+            moves = ", ".join(f"node {taker} takes over from node {lost}" for lost, taker in takers.items())
+            return f"swap: {moves or 'no rank moves'}; everyone goes back to step {step} ({duration:.2f} s)"
+        case events.SwapDone(duration_s=duration):
+            return f"swap done, all ranks are in training again after {duration:.2f} s"
+        case events.Unprotected(reason=reason):
+            return f"unprotected: {reason}"
+        case events.Protected(step=step):
+            return f"protected: step {step} survives the loss of any node"
+        case events.NodeFenced(reason=reason):
+            return f"node {event.node} leaves the job: {reason}"
+        case events.JobFinished():
+            return "finished"
+        case events.JobStopped(exit_code=code, reason=reason, newest_committed=newest):
+            return f"job stopped (exit code {code}): {reason}; newest committed step: {newest if newest >= 0 else 'none'}"
+        case events.PeerRefused(address=address, reason=reason):
+            return f"refused a peer at {address}: {reason}"
+        case events.RehearsalFailed(rank=rank, reason=reason):
+            return f"node {event.node} cannot stand in for rank {rank}: {reason}"
+    return ""
+
+
+def _listed(numbers: tuple[int, ...]) -> str:
+    return ", ".join(map(str, numbers))

@@ -1,0 +1,144 @@
+"""From the launcher's numbering to the job's: which hosts stand by, who runs which rank, what workers are told.
+
+Rules of this file: pure functions of what the launcher and the rendezvous say; every node comes to the same answer.
+Ranks are numbered over the active hosts only, in the hostfile's order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from ..core.types import NodeId, Rank, World
+from ..errors import ConfigError
+from ..transport.rendezvous import Hello
+
+
+class Place(msgspec.Struct, frozen=True):
+    """This node in the launcher's world: what every supervisor's environment says."""
+
+    node: NodeId
+    nodes_total: int
+    local_size: int
+    master_addr: str
+    master_port: int
+
+
+def spare_nodes(spares: int | Sequence[str], hosts: Sequence[str]) -> tuple[NodeId, ...]:
+    """Which nodes stand by, in the order in which they take over.
+
+    Raises: ConfigError for too few hosts, or a name no host has.
+    """
+    total = len(hosts)
+    if isinstance(spares, int):
+        check_count(total, spares)
+        return tuple(range(total - spares, total))
+    chosen = tuple(_node_named(name, hosts) for name in spares)
+    if len(set(chosen)) != len(chosen):
+        raise ConfigError(f"spares {list(spares)} name one host twice", "different hosts", "correct `spares`")
+    check_count(total, len(chosen))
+    return chosen
+
+
+def check_count(hosts_total: int, spares: int) -> None:
+    """Raises: ConfigError unless at least one host is left to train on."""
+    if spares >= hosts_total:
+        raise ConfigError(
+            f"{hosts_total} host(s) and {spares} spare(s)",
+            f"at least {spares + 1} hosts, so that one is left to train on",
+            "add hosts to the hostfile or lower `spares`",
+        )
+
+
+def _node_named(name: str, hosts: Sequence[str]) -> NodeId:
+    if name.isdigit() and name not in hosts:
+        if int(name) < len(hosts):
+            return int(name)
+    else:
+        matches = [node for node, host in enumerate(hosts) if name in (host, host.partition(".")[0])]
+        if len(matches) == 1:
+            return matches[0]
+        if len(matches) > 1:
+            raise ConfigError(
+                f"`spares` names {name}, which is the host name of nodes {matches}", "one node", "use node indices"
+            )
+    raise ConfigError(
+        f"`spares` names {name}, but the hosts are {', '.join(f'{n}:{h}' for n, h in enumerate(hosts))}",
+        "host names as `hostname` gives them there, or indices counted from 0",
+        "correct `spares`",
+    )
+
+
+def form_world(hellos: Sequence[Hello], spares: int | Sequence[str]) -> World:
+    """Generation 0 from what the nodes said of themselves.
+
+    Raises: ConfigError if the nodes do not fit together.
+    """
+    check_alike(hellos)
+    standing_by = spare_nodes(spares, [hello.host for hello in hellos])
+    active = [hello.node for hello in hellos if hello.node not in standing_by]
+    return World(0, tuple(node for node in active for _ in range(hellos[node].local_size)), standing_by)
+
+
+def check_alike(hellos: Sequence[Hello]) -> None:
+    """Raises: ConfigError unless all nodes have the same slots, versions and configuration."""
+    first = hellos[0]
+    for other in hellos[1:]:
+        if other.local_size != first.local_size:
+            raise ConfigError(
+                f"host {first.host} has {first.local_size} slots, host {other.host} has {other.local_size}",
+                "the same number on every host (a spare must be able to take any host's ranks)",
+                "correct `slots` in the hostfile",
+            )
+        for package in sorted(first.versions.keys() | other.versions.keys()):
+            here, there = first.versions.get(package, "none"), other.versions.get(package, "none")
+            if here != there:
+                raise ConfigError(
+                    f"{package} is {here} on {first.host} and {there} on {other.host}",
+                    "the same version on every host",
+                    f"install {package} alike on all hosts",
+                )
+        if other.config_digest != first.config_digest:
+            raise ConfigError(
+                f"the configuration of host {other.host} differs from that of {first.host}",
+                "the same --deadpool-config content on every host",
+                "copy the file to all hosts",
+            )
+
+
+def worker_env(place: Place, world: World, rank: Rank, node: NodeId, local_rank: int, address: str) -> dict[str, str]:
+    """What the process of `rank` shall find in its environment: the active world as any launcher would say it."""
+    env = standby_env(place, local_rank, address)
+    ring = world.active
+    env |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(len(world.node_of)),
+        "CROSS_RANK": str(ring.index(node)),
+        "CROSS_SIZE": str(len(ring)),
+        "NODE_RANK": str(ring.index(node)),
+        "GROUP_RANK": str(ring.index(node)),
+    }
+    return env
+
+
+def standby_env(place: Place, local_rank: int, address: str) -> dict[str, str]:
+    """What is the same for every process of a local slot."""
+    return {
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_SIZE": str(place.local_size),
+        "LOCAL_WORLD_SIZE": str(place.local_size),
+        "MASTER_ADDR": place.master_addr,
+        "MASTER_PORT": str(place.master_port),
+        "DEADPOOL_ADDRESS": address,
+    }
+
+
+def described(world: World, hosts: Sequence[str]) -> list[str]:
+    """The mapping of hosts to ranks, one line each, for people."""
+    lines = []
+    for node in sorted(world.members):
+        ranks = world.ranks_of(node)
+        what = f"ranks {ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else f"rank {ranks[0]}" if ranks else "spare"
+        lines.append(f"node {node} {hosts[node]}: {what}")
+    return lines

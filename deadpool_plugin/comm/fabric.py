@@ -1,0 +1,43 @@
+"""The seam between our handles and one communication library: everything of one backend in one generation.
+
+Rules of this file: no state. A fabric is built on the main thread (or a thread it waits for), used by one
+generation only, and unblocked once, from any thread, after that generation is over.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """What a communicator of one group is built from.
+
+    `ranks` are global, in group order; `key` is the same on every member, and unique; `options` is the backend's own.
+    """
+
+    key: str
+    ranks: tuple[int, ...]
+    rank: int
+    timeout: timedelta
+    options: Any = None
+
+
+class Fabric(Protocol):
+    """One backend's communicators of one generation."""
+
+    def build(self, spec: GroupSpec, store: dist.Store) -> dist.Backend:
+        """Connect to the group's other members. Blocks: until they do the same."""
+        ...
+
+    def unblock(self) -> int:
+        """End whatever is in flight, with errors; returns how many connections were cut. Thread: any."""
+        ...
+
+    def wait_style(self, operation: str) -> str:
+        """How `waits.SwapWork` waits for `operation`: "slices", "helper" or "direct"."""
+        ...

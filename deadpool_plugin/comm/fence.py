@@ -1,0 +1,68 @@
+"""Which generation this process lives in, which one is announced, and what an error in a collective means then.
+
+Rules of this file: `current` only grows, on the main thread; `announced` only grows, from any thread. While
+`announced > current`, every collective and every wait raises GenerationChanged.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import NoReturn
+
+from ..errors import GenerationChanged
+
+
+def _ignore(error: BaseException) -> None:
+    """Nobody asked to be told."""
+
+
+class Fence:
+    """The two generations and the place where errors wait for an announcement."""
+
+    def __init__(self, patience_s: float) -> None:
+        self.current = 0
+        self.announced = 0
+        self.patience_s = patience_s
+        self.report_trouble: Callable[[BaseException], None] = _ignore
+        self._changed = threading.Condition()
+
+    def announce(self, generation: int) -> bool:
+        """Note that `generation` begins; False if that was known. Thread: any."""
+        with self._changed:
+            if generation <= max(self.announced, self.current):
+                return False
+            self.announced = generation
+            self._changed.notify_all()
+            return True
+
+    def check(self) -> None:
+        """Raises: GenerationChanged while an announced generation has not been entered."""
+        if self.announced > self.current:
+            raise GenerationChanged(self.announced)
+
+    def enter(self, generation: int) -> None:
+        """Live in `generation` from here on.
+
+        Raises:
+            GenerationChanged: a newer one was announced meanwhile; nothing changed.
+        """
+        with self._changed:
+            if self.announced > generation:
+                raise GenerationChanged(self.announced)
+            self.current = self.announced = generation
+
+    def explain(self, error: BaseException, *, after: int | None = None) -> NoReturn:
+        """Raise what `error`, met in a collective (or while building generation `after`), turns out to mean.
+
+        A dead peer is felt by its neighbours before anybody has decided anything, so this waits `patience_s` for
+        the announcement. Raises: GenerationChanged if it comes, else `error` itself.
+        """
+        before = self.current if after is None else after
+        if self.announced <= before:
+            self.report_trouble(error)
+            with self._changed:
+                self._changed.wait_for(lambda: self.announced > before, self.patience_s)
+        if self.announced > before:
+            raise GenerationChanged(self.announced) from error
+        raise error

@@ -1,0 +1,156 @@
+"""gloo: one device, so one listener and one event loop, for all groups of a generation; unblocked by cutting sockets.
+
+Rules of this file, found the hard way: abort() and shutdown() do not wake a blocked gloo operation, shutdown(2) on
+its connected sockets does. Never touch a listener (gloo throws in its loop thread: SIGABRT) and never a store's
+sockets. A socket is ours if it was accepted by our device (its local address is the listener's) or leads to the
+listener of a peer of the same generation; peers' listeners are exchanged through the store. The device is kept,
+so its port cannot be given to the next generation while anybody might still cut by it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from typing import Any
+
+import torch.distributed as dist
+
+from ..errors import invariant
+from .collective import POINT_TO_POINT
+from .fabric import GroupSpec
+
+Address = tuple[str, int]
+
+THREADS = 2
+"""Per group, as torch's own default."""
+
+_creation = threading.Lock()
+
+
+class GlooFabric:
+    """All gloo groups of one generation. Source: gloo's transport/tcp, and measurements in the tests' README."""
+
+    def __init__(self, store: dist.Store, rank: int) -> None:
+        self._store, self._rank = store, rank
+        self._devices, self._listeners = _create_devices()
+        self._peers: dict[int, frozenset[Address]] = {}
+        store.set(f"gloo/{rank}", ";".join(f"{host},{port}" for host, port in self._listeners))
+
+    def build(self, spec: GroupSpec, store: dist.Store) -> dist.Backend:
+        size = len(spec.ranks)
+        backend = dist.ProcessGroupGloo(store if size > 1 else dist.HashStore(), spec.rank, size, self._options(spec))
+        backend._set_sequence_number_for_group()
+        self._learn(spec.ranks)
+        return backend
+
+    def unblock(self) -> int:
+        ours = set(self._listeners)
+        theirs = set().union(*self._peers.values()) if self._peers else set()
+        return sum(_shut(descriptor, ours, theirs) for descriptor in _descriptors())
+
+    def wait_style(self, operation: str) -> str:
+        return "helper" if operation in POINT_TO_POINT else "slices"
+
+    def _options(self, spec: GroupSpec) -> Any:
+        options = dist.ProcessGroupGloo._Options()
+        options._devices, options._threads, options._timeout = self._devices, THREADS, spec.timeout
+        if hasattr(options, "global_ranks_in_group"):
+            options.global_ranks_in_group, options.group_name = list(spec.ranks), spec.key
+        return options
+
+    def _learn(self, ranks: tuple[int, ...]) -> None:
+        """Where the listeners of `ranks` are. Does not block: who has built a group with us has published his."""
+        unknown = [rank for rank in ranks if rank not in self._peers and rank != self._rank]
+        if not unknown:
+            return
+        found = dict(self._peers)
+        for rank, value in zip(unknown, self._store.multi_get([f"gloo/{rank}" for rank in unknown]), strict=True):
+            found[rank] = frozenset(_address(item) for item in value.decode().split(";"))
+        self._peers = found
+
+
+def _create_devices() -> tuple[list[Any], list[Address]]:
+    """gloo's devices (one per GLOO_SOCKET_IFNAME interface) and the addresses they listen on."""
+    names = [name.strip() for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name.strip()]
+    with _creation:
+        before = {(descriptor, inode) for descriptor, inode in _sockets()}
+        if names:
+            devices = [dist.ProcessGroupGloo.create_device(interface=name) for name in names]
+        else:
+            devices = [dist.ProcessGroupGloo.create_default_device()]
+        born = [descriptor for descriptor, inode in _sockets() if (descriptor, inode) not in before]
+        listeners = [address for address in map(_listening_address, born) if address is not None]
+    invariant(
+        len(listeners) == len(devices),
+        f"{len(devices)} gloo devices brought {len(listeners)} listening sockets; their sockets cannot be told apart",
+    )
+    return devices, listeners
+
+
+def _descriptors() -> list[int]:
+    return [int(name) for name in os.listdir("/proc/self/fd")]
+
+
+def _sockets() -> list[tuple[int, str]]:
+    found = []
+    for descriptor in _descriptors():
+        try:
+            target = os.readlink(f"/proc/self/fd/{descriptor}")
+        except FileNotFoundError:  # closed since it was listed
+            continue
+        if target.startswith("socket:"):
+            found.append((descriptor, target))
+    return found
+
+
+def _duplicate(descriptor: int) -> socket.socket | None:
+    """An internet socket of our own for `descriptor`, so that its number cannot change its meaning under us."""
+    try:
+        copy = os.dup(descriptor)
+    except OSError:  # closed since it was listed
+        return None
+    try:
+        found = socket.socket(fileno=copy)
+    except OSError:  # not a socket
+        os.close(copy)
+        return None
+    if found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM:
+        return found
+    found.close()
+    return None
+
+
+def _listening_address(descriptor: int) -> Address | None:
+    found = _duplicate(descriptor)
+    if found is None:
+        return None
+    with found:
+        if not found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            return None
+        return _normal(found.getsockname())
+
+
+def _shut(descriptor: int, ours: set[Address], theirs: set[Address]) -> int:
+    """Cut the connection behind `descriptor` if it is gloo's; 1 if it was cut."""
+    found = _duplicate(descriptor)
+    if found is None:
+        return 0
+    with found:
+        try:
+            local, peer = _normal(found.getsockname()), _normal(found.getpeername())
+            if local not in ours and peer not in theirs:
+                return 0
+            found.shutdown(socket.SHUT_RDWR)
+        except OSError:  # a listener, or not connected (any more)
+            return 0
+    return 1
+
+
+def _normal(name: Any) -> Address:
+    return str(name[0]).removeprefix("::ffff:"), int(name[1])
+
+
+def _address(text: str) -> Address:
+    host, port = text.rsplit(",", 1)
+    return host, int(port)

@@ -1,0 +1,294 @@
+"""The process-wide registry of handles: live, recording, rehearsing, interrupted, rebuilt.
+
+Rules of this file: everything but `interrupt` is the main thread's. `interrupt` and the moment a rebuilt network
+becomes the current one share a lock, so a late interruption cannot cut the new generation's connections. An inner
+group with a stuck operation is kept for ever; the others are dropped in a thread of their own, because a destructor
+that hangs must not hang anybody else.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import time
+import zlib
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from ..errors import GenerationChanged, invariant
+from .collective import BATCH, BLOCKING, CompletedWork, outputs
+from .collective import tensors as _tensors
+from .fence import Fence
+from .handle import Handle
+from .network import Network
+from .patches import Patches
+from .record import Recorder, Replay
+from .waits import ABANDON_S, Abandoned, BatchWork, SwapWork, in_helper
+
+Dispatch = Callable[[Handle, str, tuple[Any, ...], dict[str, Any]], Any]
+
+_UNFINISHED_MAX = 512
+
+
+def _issue(handle: Handle, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return handle.issue(name, args, kwargs)
+
+
+class Groups:
+    """One per process. Call order: install; start or rehearse; stop_recording or finish_rehearsal; then, per swap,
+    interrupt (any thread) and rebuild.
+
+    `dispatch(handle, name, args, kwargs)` is called for every operation and returns its Work; by default it issues.
+    `on_destroy` is called before torch's groups are destroyed, while they still work.
+    """
+
+    def __init__(self, recording_limit_bytes: int = 1 << 20, patience_s: float = 10.0) -> None:
+        self.handles: list[Handle] = []
+        self.dispatch: Dispatch = _issue
+        self.on_destroy: Callable[[], None] = lambda: None
+        self._recording_limit_bytes = recording_limit_bytes
+        self._fence = Fence(patience_s)
+        self._lock = threading.Lock()
+        self._network: Network | None = None
+        self._recorder: Recorder | None = None
+        self._replay: Replay | None = None
+        self._made: dict[tuple[int, ...], int] = {}
+        self._created = 0
+        self._unfinished: set[SwapWork] = set()
+        self._bootstrap: dist.Store | None = None
+
+    # ---- life
+
+    @property
+    def generation(self) -> int:
+        return self._fence.current
+
+    @property
+    def rehearsing(self) -> bool:
+        return self._replay is not None
+
+    @property
+    def report_trouble(self) -> Callable[[BaseException], None]:
+        """Called with the error a collective met, before waiting for the announcement that explains it."""
+        return self._fence.report_trouble
+
+    @report_trouble.setter
+    def report_trouble(self, function: Callable[[BaseException], None]) -> None:
+        self._fence.report_trouble = function
+
+    def install(self) -> None:
+        """From here on torch.distributed makes handles, whatever backend it is asked for."""
+        Patches(self).install()
+
+    def start(self, generation: int, store: str) -> None:
+        """This process is a live rank (RANK, WORLD_SIZE): groups are connected over `store` as they are created, and
+        what their operations return is recorded. Blocks: until the store answers. Raises: GenerationChanged."""
+        self._fence.enter(generation)
+        self._network = self._attempt(lambda: Network(generation, store, _own_rank()), generation)
+        self._bootstrap = dist.PrefixStore("torch", self._network.store)
+        self._recorder = Recorder(self._recording_limit_bytes)
+
+    def rehearse(self, recording: bytes) -> None:
+        """This process rehearses a rank (RANK, WORLD_SIZE) alone: operations return what `recording` has."""
+        self._replay, self._bootstrap = Replay(recording), dist.HashStore()
+
+    def stop_recording(self) -> bytes:
+        """The recording of everything since `start`; recording ends. Blocks: for operations not yet waited for."""
+        invariant(self._recorder is not None, "stop_recording without start")
+        assert self._recorder is not None
+        recorder, self._recorder = self._recorder, None
+        return recorder.finish([handle.ranks for handle in self.handles])
+
+    def finish_rehearsal(self) -> None:
+        """Raises: Divergence unless everything recorded was issued."""
+        invariant(self._replay is not None, "finish_rehearsal without rehearse")
+        assert self._replay is not None
+        self._replay.finish()
+
+    def check(self) -> None:
+        """Raises: GenerationChanged while an announced generation has not been rebuilt."""
+        self._fence.check()
+
+    def describe(self) -> list[str]:
+        """One readable line per handle."""
+        return [f"{handle!r} {handle.group_desc} {'live' if handle.inner else 'stand-in'}" for handle in self.handles]
+
+    # ---- swap
+
+    def interrupt(self, generation: int) -> None:
+        """`generation` begins: unblock the main thread; operations raise GenerationChanged until it is rebuilt.
+
+        Thread: any, at any time, also during `rebuild`. Does nothing for a generation already known.
+        Raises: DeadpoolError if NCCL's abort does not return; the process must then be killed.
+        """
+        with self._lock:
+            if self._fence.announce(generation) and self._network is not None:
+                self._network.unblock()
+
+    def rebuild(self, generation: int, store: str) -> None:
+        """Connect every handle again, over the store of `generation`; a rehearsing process becomes live by this.
+
+        Blocks: until all members do the same. Raises: GenerationChanged if a newer generation is announced.
+        """
+        self.interrupt(generation)
+        self._settle()
+        rank, handles = _own_rank(), list(self.handles)
+
+        def build() -> tuple[Network, list[dist.ProcessGroup]]:
+            network = Network(generation, store, rank)
+            inners = [network.build(handle) for handle in handles]
+            network.connect()
+            return network, inners
+
+        network, inners = self._attempt(build, generation)
+        with self._lock:
+            self._fence.enter(generation)
+            retired = [(handle.inner, handle.abandoned) for handle in handles if handle.inner is not None]
+            for handle, inner in zip(handles, inners, strict=True):
+                handle.inner, handle.abandoned = inner, False
+                handle.drop_coalescing()
+            self._network, self._replay, self._recorder = network, None, None
+        self._refresh_stores(network.store)
+        _retire(retired)
+
+    def _attempt(self, function: Callable[[], Any], generation: int) -> Any:
+        """`function` in a helper thread; left behind there when a generation after `generation` is announced."""
+        try:
+            return in_helper(function, lambda: self._fence.announced > generation)
+        except Abandoned:
+            raise GenerationChanged(self._fence.announced) from None
+        except RuntimeError as error:
+            self._fence.explain(error, after=generation)
+
+    def _settle(self) -> None:
+        deadline = time.monotonic() + ABANDON_S
+        for work in list(self._unfinished):
+            work.settle(deadline)
+        self._unfinished.clear()
+
+    def _refresh_stores(self, store: dist.Store) -> None:
+        """Whoever asks torch for a group's store gets one that lives."""
+        table = dist.distributed_c10d._world.pg_map
+        for handle in self.handles:
+            if handle in table:
+                table[handle] = (table[handle][0], dist.PrefixStore(f"torch/{handle.key}", store))
+
+    # ---- operations
+
+    def issue(self, handle: Handle, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """`Handle.issue`."""
+        written = outputs(name, args, kwargs)
+        if self._replay is not None:
+            sequence, handle.sequence = handle.sequence, handle.sequence + 1
+            return CompletedWork(written, self._replay.answer(handle.index, sequence, name, written))
+        self._fence.check()
+        try:
+            work = self._issue_live(handle, name, args, kwargs, written)
+        except RuntimeError as error:
+            self._fence.explain(error)
+        if self._recorder is not None:
+            sequence, handle.sequence = handle.sequence, handle.sequence + 1
+            self._recorder.add(handle.index, sequence, name, written, work)
+        return work
+
+    def _issue_live(
+        self, handle: Handle, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Any]
+    ) -> Any:
+        invariant(handle.inner is not None and self._network is not None, f"{handle!r} is not connected")
+        assert handle.inner is not None and self._network is not None
+        if name == BATCH:
+            return self._issue_batch(handle, args[0], written)
+        function = getattr(handle.inner, name)
+        if name in BLOCKING:
+            self._attempt(lambda: function(*args, **kwargs), self._fence.current)
+            return CompletedWork()
+        style = self._network.fabric(_backend_for(handle, args, kwargs)).wait_style(name)
+        return self._wrap(function(*args, **kwargs), handle, written, style)
+
+    def _issue_batch(self, handle: Handle, parts: list[Any], written: list[Any]) -> Any:
+        assert handle.inner is not None and self._network is not None
+        name, args, kwargs = parts[0]
+        device = (outputs(name, args, kwargs) or [args[0][0]])[0].device
+        if handle.inner._get_backend(device).supports_coalescing:
+            handle.inner._start_coalescing(device)
+            for name, args, kwargs in parts:
+                getattr(handle.inner, name)(*args, **kwargs)
+            return self._wrap(handle.inner._end_coalescing(device), handle, written, "direct")
+        works = [self._issue_live(handle, *part, outputs(*part)) for part in parts]
+        return BatchWork(works, written)
+
+    def _wrap(self, inner: Any, handle: Handle, written: list[Any], style: str) -> SwapWork:
+        if len(self._unfinished) > _UNFINISHED_MAX:
+            for work in [work for work in self._unfinished if work.at_rest()]:
+                self._unfinished.discard(work)
+        return SwapWork(inner, handle, self._fence, written, style=style, registry=self._unfinished)
+
+    # ---- for patches
+
+    def bootstrap(self) -> dist.Store:
+        invariant(self._bootstrap is not None, "init_process_group before Groups.start or Groups.rehearse")
+        assert self._bootstrap is not None
+        return self._bootstrap
+
+    def create(
+        self, rank: int, ranks: tuple[int, ...], backends: dict[str, str], timeout: timedelta, options: Any, name: str
+    ) -> Handle:
+        """A new handle, connected or a stand-in. Blocks: when live, until its members do the same."""
+        occurrence = self._made.get(ranks, 0)
+        self._made[ranks] = occurrence + 1
+        key = f"{ranks[0]}+{len(ranks)}.{zlib.crc32(repr(ranks).encode()):08x}.{occurrence}"
+        handle = Handle(
+            self, index=self._created, key=key, rank=rank, ranks=ranks, backends=backends, timeout=timeout,
+            options=options, name=name,
+        )  # fmt: skip
+        if self._replay is not None:
+            self._replay.group(handle.index, ranks)
+        else:
+            self._fence.check()
+            network = self._network
+            invariant(network is not None, "a group was created before Groups.start")
+            assert network is not None
+            handle.inner = self._attempt(lambda: network.build(handle), self._fence.current)
+        self._created += 1
+        self.handles.append(handle)
+        return handle
+
+    def forget(self, handles: list[Handle]) -> None:
+        """torch destroyed these groups."""
+        gone = {id(handle) for handle in handles}
+        self.handles = [handle for handle in self.handles if id(handle) not in gone]
+        retired = [(handle.inner, handle.abandoned) for handle in handles if handle.inner is not None]
+        for handle in handles:
+            handle.inner = None
+        _retire(retired)
+
+
+def _backend_for(handle: Handle, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    names = list(handle.backends.values())
+    if len(set(names)) == 1:
+        return names[0]
+    options = kwargs.get("opts", args[0] if args else None)
+    tensors = [tensor for argument in (*args, *kwargs.values()) for tensor in _tensors(argument)]
+    device = tensors[0].device if tensors else getattr(options, "device", None)
+    return handle.backends[device.type if device is not None else "cpu"]
+
+
+def _retire(inners: list[tuple[Any, bool]]) -> None:
+    """Let go of replaced inner groups; those with a stuck operation are never destroyed, not even at exit."""
+    droppable: list[Any] = []
+    for inner, abandoned in inners:
+        if abandoned:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(inner))
+        else:
+            droppable.append(inner)
+    inners.clear()
+    if droppable:
+        threading.Thread(target=droppable.clear, name="deadpool-retire", daemon=True).start()
+
+
+def _own_rank() -> int:
+    return int(os.environ["RANK"])

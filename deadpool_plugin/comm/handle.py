@@ -1,0 +1,171 @@
+"""The process group a framework holds for ever; the communicators behind it are replaced in a swap.
+
+Rules of this file: a Handle never changes its identity, rank, size, ranks or name. Every operation of this torch's
+ProcessGroup is forwarded (an override that is missing would fall through to C++ and fail there); tests compare the
+surface. No thread is started and nothing is decided here: `Groups` does both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from .collective import BATCH, available
+
+if TYPE_CHECKING:
+    from .groups import Groups
+
+
+class Handle(dist.ProcessGroup):
+    """A process group whose inner group can be replaced.
+
+    `index` counts this rank's groups in creation order; `key` names the group alike on all its members; `backends`
+    maps device types to backend names; `sequence` counts operations while start-up is recorded or replayed.
+    """
+
+    def __init__(
+        self,
+        groups: Groups,
+        *,
+        index: int,
+        key: str,
+        rank: int,
+        ranks: tuple[int, ...],
+        backends: dict[str, str],
+        timeout: timedelta,
+        options: Any = None,
+        name: str = "",
+    ) -> None:
+        super().__init__(rank, len(ranks))
+        self._groups, self._rank = groups, rank
+        self.index, self.key, self.ranks = index, key, ranks
+        self.backends, self.timeout, self.options = backends, timeout, options
+        self.inner: dist.ProcessGroup | None = None
+        self.abandoned = False
+        self.sequence = 0
+        self._name, self._desc = name, "undefined"
+        self._parts: list[tuple[str, tuple[Any, ...], dict[str, Any]]] | None = None
+
+    # ---- operations
+
+    def issue(self, name: str, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        """Issue operation `name` on whatever is behind this handle now; may be called again after a swap.
+
+        Returns: a Work. Raises: GenerationChanged; in a rehearsal Divergence.
+        """
+        return self._groups.issue(self, name, args, kwargs or {})
+
+    def operate(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What every overridden method calls: collect while coalescing, else hand to the runtime."""
+        if self._parts is not None:
+            self._parts.append((name, args, kwargs))
+            return None
+        return self._groups.dispatch(self, name, args, kwargs)
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._parts = []
+
+    def _end_coalescing(self, device: torch.device) -> Any:
+        parts, self._parts = self._parts, None
+        return self.operate(BATCH, (parts,), {}) if parts else None
+
+    def drop_coalescing(self) -> None:
+        """Forget operations collected by a batch that was interrupted."""
+        self._parts = None
+
+    # ---- what torch and the frameworks ask a group
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def getBackendName(self) -> str:
+        return ",".join(dict.fromkeys(self.backends.values()))
+
+    _get_backend_name = getBackendName
+
+    def name(self) -> str:
+        return self.getBackendName()
+
+    def _get_backend(self, device: torch.device) -> Any:
+        """The communicator behind the handle; valid until the next swap. In a rehearsal, the handle itself."""
+        return self if self.inner is None else self.inner._get_backend(device)
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device(device) for device in self.backends]
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    @property
+    def group_desc(self) -> str:
+        return self._desc
+
+    def getGroupName(self) -> str:
+        return self._name
+
+    def getGroupDesc(self) -> str:
+        return self._desc
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    def _set_group_desc(self, desc: str) -> None:
+        self._desc = desc
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self.timeout = timeout
+        if self.inner is not None:
+            for device in self._device_types:
+                self.inner._get_backend(device)._set_default_timeout(timeout)
+
+    _set_default_timeout = set_timeout
+
+    @property
+    def supports_splitting(self) -> bool:
+        return False
+
+    @property
+    def supports_coalescing(self) -> bool:
+        return False
+
+    @property
+    def supports_time_estimate(self) -> bool:
+        return False
+
+    # ---- what would end the group: it is not the framework's to end
+
+    def abort(self) -> None:
+        return None
+
+    def shutdown(self) -> None:
+        return None
+
+    def _set_sequence_number_for_group(self) -> None:
+        return None
+
+    def _has_hooks(self) -> bool:
+        return False
+
+    def __repr__(self) -> str:
+        return f"<Handle {self.index} {self.getBackendName()} ranks {list(self.ranks)}>"
+
+
+def _forward(name: str) -> Callable[..., Any]:
+    def operation(self: Handle, *args: Any, **kwargs: Any) -> Any:
+        return self.operate(name, args, kwargs)
+
+    operation.__name__ = operation.__qualname__ = name
+    return operation
+
+
+for _name in available():
+    setattr(Handle, _name, _forward(_name))

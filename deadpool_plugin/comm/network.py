@@ -1,0 +1,77 @@
+"""All communicators of one generation: the store client, one fabric per backend, and the inner groups they make.
+
+Rules of this file: one object per generation, never reused. `unblock` may come from any thread, once the
+generation is over; the object is kept afterwards as long as an operation of it is stuck.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from ..errors import Unsupported
+from . import store as stores
+from .fabric import Fabric, GroupSpec
+from .gloo import GlooFabric
+from .handle import Handle
+from .nccl import NcclFabric
+
+BACKENDS = ("gloo", "nccl")
+
+
+class Network:
+    """Connected to the store of `generation` as global rank `rank`. Blocks: until the store answers."""
+
+    def __init__(self, generation: int, address: str, rank: int) -> None:
+        self.generation = generation
+        self.store: dist.Store = dist.PrefixStore(str(generation), stores.connect(address))
+        self._rank = rank
+        self._fabrics: dict[str, Fabric] = {}
+
+    def build(self, handle: Handle) -> dist.ProcessGroup:
+        """A fresh inner group for `handle`. Blocks: until all its members build it."""
+        store = dist.PrefixStore(handle.key, self.store)
+        group = dist.ProcessGroup(store, handle.rank(), handle.size())
+        names = list(dict.fromkeys(handle.backends.values()))
+        group._set_default_backend(_backend_type("nccl" if "nccl" in names else names[0]))
+        spec = GroupSpec(handle.key, handle.ranks, handle.rank(), handle.timeout, handle.options)
+        for name in names:
+            backend = self.fabric(name).build(spec, dist.PrefixStore(name, store))
+            for device in (device for device, its in handle.backends.items() if its == name):
+                group._register_backend(torch.device(device), _backend_type(name), backend)
+        group._set_group_name(handle.group_name)
+        group._set_group_desc(handle.group_desc)
+        return group
+
+    def connect(self) -> None:
+        """Connect what would otherwise connect at its first operation, where it could not be interrupted."""
+        nccl = self._fabrics.get("nccl")
+        if isinstance(nccl, NcclFabric):
+            nccl.connect(torch.device("cuda", torch.cuda.current_device()))
+
+    def fabric(self, name: str) -> Fabric:
+        """The fabric of backend `name`, made when first needed. Raises: Unsupported."""
+        if name not in self._fabrics:
+            if name == "gloo":
+                self._fabrics[name] = GlooFabric(self.store, self._rank)
+            elif name == "nccl":
+                self._fabrics[name] = NcclFabric()
+            else:
+                raise unsupported_backend(name)
+        return self._fabrics[name]
+
+    def unblock(self) -> int:
+        """End everything in flight in this generation. Thread: any."""
+        return sum(fabric.unblock() for fabric in list(self._fabrics.values()))
+
+
+def unsupported_backend(name: str) -> Unsupported:
+    return Unsupported(
+        f"a process group of backend {name!r}",
+        f"one of {', '.join(BACKENDS)}",
+        "choose one of these, or run without the plugin",
+    )
+
+
+def _backend_type(name: str) -> dist.ProcessGroup.BackendType:
+    return {"gloo": dist.ProcessGroup.BackendType.GLOO, "nccl": dist.ProcessGroup.BackendType.NCCL}[name]

@@ -1,0 +1,154 @@
+"""What changes in torch.distributed so that every group it makes is a Handle.
+
+Rules of this file: one waist, `_new_process_group_helper`, through which every way of making a group goes; torch's own
+tables keep the backend's real name, so `get_backend` needs no patch. Signatures are bound by name, not by position.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+
+from ..errors import Unsupported
+from . import nccl
+from .handle import Handle
+
+if TYPE_CHECKING:
+    from .groups import Groups
+
+BACKEND = "deadpool"
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What the waist hands to our backend's creator, in the place of backend options."""
+
+    backends: dict[str, str]
+    options: Any
+
+
+class Patches:
+    """Installs `groups` behind torch.distributed; for the life of the process."""
+
+    def __init__(self, groups: Groups) -> None:
+        self._groups = groups
+
+    def install(self) -> None:
+        nccl.prepare_environment()
+        dist.Backend.register_backend(BACKEND, self._create, extended_api=True, devices=["cpu", "cuda"])
+        self._wrap("_new_process_group_helper", self._new_process_group)
+        self._wrap("_new_group_with_tag", self._new_group)
+        self._wrap("init_process_group", self._init_process_group)
+        self._wrap("destroy_process_group", self._destroy_process_group)
+        self._wrap("batch_isend_irecv", self._batch_isend_irecv)
+        self._wrap("_set_pg_timeout", self._set_timeout)
+
+    def _wrap(self, name: str, replacement: Callable[..., Any]) -> None:
+        """Put `replacement(original, arguments)` in the place of c10d's `name`, wherever torch exports it."""
+        original = getattr(c10d, name)
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            return replacement(original, bound.arguments)
+
+        for module in (c10d, dist):
+            if getattr(module, name, None) is original:
+                setattr(module, name, wrapper)
+
+    # ---- making groups
+
+    def _init_process_group(self, original: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+        """Rank and size are the layout's, the store is the generation's; what the caller says of them is ignored."""
+        os.environ.pop("TORCH_DIST_INIT_BARRIER", None)
+        if getattr(c10d, "_use_torchcomms_enabled", bool)():
+            raise Unsupported(
+                "torchcomms is enabled", "torch's own process groups", "unset TORCH_DISTRIBUTED_USE_TORCHCOMMS"
+            )
+        arguments.update(
+            init_method=None,
+            store=self._groups.bootstrap(),
+            rank=int(os.environ["RANK"]),
+            world_size=int(os.environ["WORLD_SIZE"]),
+        )
+        return original(**arguments)
+
+    def _new_group(self, original: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+        """A group without a time-out of its own has the default group's, not torch's 30 minutes."""
+        default = c10d._get_default_group()
+        if arguments["timeout"] is None and isinstance(default, Handle):
+            arguments["timeout"] = default.timeout
+        return original(**arguments)
+
+    def _new_process_group(self, original: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+        wanted = arguments["backend"]
+        if wanted == BACKEND:
+            return original(**arguments)
+        config = c10d.BackendConfig(c10d.Backend(wanted))
+        backends = {device: str(name) for device, name in config.get_device_backend_map().items()}
+        for name in backends.values():
+            if name not in ("gloo", "nccl"):
+                from .network import unsupported_backend
+
+                raise unsupported_backend(name)
+        options = "backend_options" if "backend_options" in arguments else "pg_options"
+        arguments[options] = _Request(backends, arguments[options])
+        arguments.update(backend=BACKEND, device_id=None)
+        group, store = original(**arguments)
+        if isinstance(group, Handle):
+            c10d._world.pg_map[group] = (c10d.Backend(wanted), store)
+            c10d._world.pg_backend_config[group] = str(config)
+        return group, store
+
+    def _create(self, options: Any, request: _Request) -> Handle:
+        """The creator registered with torch: makes the handle that torch then uses as the group."""
+        ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
+        return self._groups.create(
+            options.group_rank, ranks, request.backends, options.timeout, request.options, str(options.group_id)
+        )
+
+    # ---- using and ending them
+
+    def _destroy_process_group(self, original: Callable[..., Any], arguments: dict[str, Any]) -> None:
+        group = arguments["group"]
+        everything = group is None or group is c10d.GroupMember.WORLD
+        if everything:
+            self._groups.on_destroy()
+        going = [handle for handle in self._groups.handles if everything or handle is group]
+        original(**arguments)
+        self._groups.forget(going)
+
+    def _batch_isend_irecv(self, original: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+        """torch coalesces only `type(group) is ProcessGroup`; a handle issues the batch as one operation."""
+        operations = arguments["p2p_op_list"]
+        group = operations[0].group if operations else None
+        group = c10d._get_default_group() if group is None else group
+        if not operations or not isinstance(group, Handle):
+            return original(**arguments)
+        c10d._check_p2p_op_list(operations)
+        device = operations[0].tensor.device
+        group._start_coalescing(device)
+        try:
+            for each in operations:
+                peer = "group_dst" if each.op is c10d.isend else "group_src"
+                each.op(each.tensor, group=group, tag=each.tag, **{peer: each.group_peer})
+            work = group._end_coalescing(device)
+        finally:
+            group.drop_coalescing()
+        return [] if work is None else [work]
+
+    def _set_timeout(self, original: Callable[..., Any], arguments: dict[str, Any]) -> None:
+        group = c10d._get_default_group() if arguments["group"] is None else arguments["group"]
+        if isinstance(group, Handle):
+            group.set_timeout(arguments["timeout"])
+        else:
+            original(**arguments)

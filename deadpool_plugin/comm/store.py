@@ -1,0 +1,47 @@
+"""The key-value store a generation's groups are built over: hosted by one of its workers, gone with it.
+
+Rules of this file: whoever hosts a store keeps it to the end of the process; groups may still talk to it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import struct
+from datetime import timedelta
+
+import torch.distributed as dist
+
+_SIOCGIFADDR = 0x8915
+
+
+def host_store(host: str | None = None, timeout_s: float = 300.0) -> tuple[dist.TCPStore, str]:
+    """Start a store in this process; returns it and its "host:port".
+
+    Args:
+        host: the address others reach this process at; by default that of gloo's interface (GLOO_SOCKET_IFNAME),
+            else what this host's name resolves to.
+    """
+    address = host or _own_address()
+    server = dist.TCPStore(
+        address, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
+    )  # fmt: skip
+    return server, f"{address}:{server.port}"
+
+
+def connect(address: str, timeout_s: float = 300.0) -> dist.TCPStore:
+    """A client of the store at "host:port". Blocks: up to `timeout_s` until it answers."""
+    host, port = address.rsplit(":", 1)
+    return dist.TCPStore(
+        host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
+    )  # fmt: skip
+
+
+def _own_address() -> str:
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0].strip()
+    if interface:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            packed = struct.pack("256s", interface.encode()[:15])
+            return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, packed)[20:24])
+    return socket.gethostbyname(socket.gethostname())

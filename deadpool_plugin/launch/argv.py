@@ -1,0 +1,60 @@
+"""The command line `run SCRIPT ARGUMENTS...`: our one flag is taken out, the launcher's own is put in its place.
+
+Rules of this file: no argparse, because everything that is not ours belongs to the user's script and may look like
+anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from ..errors import ConfigError
+
+FLAG = "--deadpool-config"
+_USAGE = "deepspeed --hostfile HOSTS --module deadpool_plugin.run SCRIPT ARGUMENTS... --deadpool-config FILE"
+
+
+class CommandLine(msgspec.Struct, frozen=True):
+    """`command`: what the worker runs, SCRIPT ARGUMENTS... (or -m MODULE ARGUMENTS...); `config`: the file, or ""."""
+
+    command: list[str]
+    config: str
+
+
+def parse(arguments: Sequence[str]) -> CommandLine:
+    """Split the arguments after the program's name.
+
+    `--deadpool-config FILE` may stand anywhere; launch.py's `--local_rank=N`, which it puts first, goes behind the
+    script, where scripts expect it.
+
+    Raises: ConfigError
+    """
+    rest, config = _take_flag(list(arguments))
+    launchers: list[str] = []
+    while rest and rest[0].startswith(("--local_rank=", "--local-rank=")):
+        launchers.append(rest.pop(0))
+    head = 2 if rest[:1] == ["-m"] else 1
+    if len(rest) < head or rest[head - 1].startswith("-"):
+        found = f"{rest[0]} where the script should be" if rest else "no script on the command line"
+        raise ConfigError(found, f"`{_USAGE}`", "name the training script")
+    return CommandLine(rest[:head] + launchers + rest[head:], config)
+
+
+def _take_flag(arguments: list[str]) -> tuple[list[str], str]:
+    rest: list[str] = []
+    config: list[str] = []
+    while arguments:
+        argument = arguments.pop(0)
+        if argument == FLAG:
+            if not arguments:
+                raise ConfigError(f"{FLAG} is the last word", f"`{FLAG} FILE`", "name the file")
+            config.append(arguments.pop(0))
+        elif argument.startswith(FLAG + "="):
+            config.append(argument.partition("=")[2])
+        else:
+            rest.append(argument)
+    if len(config) > 1:
+        raise ConfigError(f"{FLAG} is given {len(config)} times", "once at most", "remove all but one")
+    return rest, config[0] if config else ""

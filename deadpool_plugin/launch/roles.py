@@ -1,0 +1,92 @@
+"""What the launcher's environment says, checked before anything is started.
+
+Rules of this file: every mistake a user can make here gives a ConfigError that says what was found, what was expected
+and what to do; which rank runs where is worked out in agent/world.py once all hosts are known.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from importlib import metadata
+
+import msgspec
+
+from ..agent.world import Place, check_count, spare_nodes
+from ..config import Config
+from ..errors import ConfigError
+
+REQUIRED = {"torch": (2, 9)}
+"""Oldest version that works; must be installed."""
+OPTIONAL = {"megatron-core": (0, 14), "deepspeed": (0, 18)}
+"""Oldest version that works, if installed."""
+_HOW = "start it by `deepspeed --hostfile HOSTS --module deadpool_plugin.run SCRIPT ...`"
+
+
+class Launch(msgspec.Struct, frozen=True):
+    """One supervisor's place in the launcher's world, spares counted like any host."""
+
+    place: Place
+    local_rank: int
+
+
+def from_environment(environ: Mapping[str, str] = os.environ) -> Launch:
+    """Raises: ConfigError if a variable is missing or they contradict each other."""
+    local_size = _number(environ, "LOCAL_SIZE", "LOCAL_WORLD_SIZE")
+    world_size = _number(environ, "WORLD_SIZE")
+    rank, local_rank = _number(environ, "RANK"), _number(environ, "LOCAL_RANK")
+    if local_size < 1 or world_size % local_size:
+        raise ConfigError(
+            f"WORLD_SIZE={world_size} with LOCAL_SIZE={local_size} on this host",
+            "the same number of slots on every host",
+            "correct `slots` in the hostfile",
+        )
+    nodes_total = world_size // local_size
+    node = rank // local_size
+    stated = int(environ.get("CROSS_SIZE") or nodes_total), int(environ.get("CROSS_RANK") or node)
+    if stated != (nodes_total, node) or rank % local_size != local_rank:
+        raise ConfigError(
+            f"RANK={rank}, LOCAL_RANK={local_rank} of {local_size} slots, host {stated[1]} of {stated[0]}",
+            "the same number of slots on every host, ranks numbered host by host",
+            "correct `slots` in the hostfile",
+        )
+    address = environ.get("MASTER_ADDR", "")
+    if not address:
+        raise ConfigError("MASTER_ADDR is not set", "the launcher's environment", _HOW)
+    return Launch(Place(node, nodes_total, local_size, address, _number(environ, "MASTER_PORT")), local_rank)
+
+
+def _number(environ: Mapping[str, str], *names: str) -> int:
+    for name in names:
+        value = environ.get(name)
+        if value is not None:
+            if not value.isdigit():
+                raise ConfigError(f"{name}={value}", "a number", _HOW)
+            return int(value)
+    raise ConfigError(f"{names[0]} is not set", "the environment the deepspeed launcher gives", _HOW)
+
+
+def check_spares(place: Place, config: Config) -> None:
+    """What can be said before the hosts' names are known. Raises: ConfigError."""
+    if isinstance(config.spares, int):
+        check_count(place.nodes_total, config.spares)
+    elif all(name.isdigit() for name in config.spares):
+        spare_nodes(config.spares, [f"host{node}" for node in range(place.nodes_total)])
+    else:
+        check_count(place.nodes_total, len(config.spares))
+
+
+def check_versions(version_of: Callable[[str], str] = metadata.version) -> None:
+    """Raises: ConfigError for a package that is missing or too old."""
+    for package, oldest in {**REQUIRED, **OPTIONAL}.items():
+        wanted = f"{package} {oldest[0]}.{oldest[1]} or newer"
+        try:
+            found = version_of(package)
+        except metadata.PackageNotFoundError:
+            if package in REQUIRED:
+                raise ConfigError(f"{package} is not installed", wanted, f"install {wanted}") from None
+            continue
+        numbers = re.match(r"(\d+)\.(\d+)", found)
+        if numbers is None or (int(numbers[1]), int(numbers[2])) < oldest:
+            raise ConfigError(f"{package} {found} is installed", wanted, f"upgrade {package} on every host")

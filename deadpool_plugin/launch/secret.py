@@ -1,0 +1,61 @@
+"""The job's secret, in a file only its owner can read.
+
+Rules of this file: never in argv, in the environment or in a log. Only the default file is ever made, whole or not
+at all, so that hosts which share a home directory agree on it whoever comes first.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+from pathlib import Path
+
+from ..config import Config
+from ..errors import ConfigError
+
+BYTES_MIN = 16
+
+
+def ensure(config: Config) -> bytes:
+    """The secret of `config.secret_file`; the default file is made if it is absent.
+
+    Raises: ConfigError if it is missing, readable by others, somebody else's, or too short.
+    """
+    path = config.secret_path
+    if "secret_file" not in config.model_fields_set and not path.exists():
+        _make(path)
+    try:
+        status = path.stat()
+        secret = path.read_bytes().strip()
+    except OSError as error:
+        raise ConfigError(
+            f"secret_file {path} cannot be read ({error.strerror})",
+            "a file with the job's secret, the same on every host",
+            f"`head -c 32 /dev/urandom | base64 > {path}; chmod 600 {path}`",
+        ) from error
+    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        raise ConfigError(
+            f"secret_file {path} has mode {stat.S_IMODE(status.st_mode):04o} and owner {status.st_uid}",
+            f"mode 0600 and owner {os.geteuid()}",
+            f"`chmod 600 {path}`, and a new secret if others may have read it",
+        )
+    if len(secret) < BYTES_MIN:
+        raise ConfigError(f"secret_file {path} holds {len(secret)} bytes", f"at least {BYTES_MIN}", "make a new one")
+    return secret
+
+
+def _make(path: Path) -> None:
+    """Another process may be making it too: the first whole file wins."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    draft = path.with_name(f"{path.name}.{os.uname().nodename}.{os.getpid()}")
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(secrets.token_urlsafe(32) + "\n")
+        try:
+            os.link(draft, path)
+        except FileExistsError:
+            pass
+    finally:
+        draft.unlink()

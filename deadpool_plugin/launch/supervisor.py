@@ -1,0 +1,200 @@
+"""The launcher's child for one local rank: starts the worker, and on local rank 0 the node's agent; outlives both.
+
+Rules of this file: no torch, one thread, small. It decides nothing: the agent tells it when and how to end. It ends by
+itself only if the agent is gone. No orphan is left whichever process is killed how: parent-death signals (we: SIGTERM
+when the launcher ends; worker: SIGKILL, agent: SIGTERM when we end), end of file on the agent's socket, and a sweep of
+everything that carries the worker's tag.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from typing import NoReturn
+
+from ..agent import proc
+from ..errors import EXIT_FENCED, DeadpoolError, TransportError
+from ..transport import local
+from ..transport.framing import ConnectionClosed
+from ..transport.local import LocalConnection
+from ..transport.unix import listen_unix
+from .processes import die_with_parent, spawn
+from .roles import Launch
+
+WORKER = (sys.executable, "-u", "-m", "deadpool_plugin.launch.worker")
+AGENT = (sys.executable, "-u", "-m", "deadpool_plugin.launch.agent")
+CONNECT_S = 60.0
+LEAVE_S = 5.0
+"""How long the agent has to answer that we were told to end, and to end itself after us."""
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class Supervisor:
+    """One local rank's supervisor; `run` never returns.
+
+    Args:
+        command: what the worker runs, behind `worker`.
+        config_path: handed on to agent and worker as DEADPOOL_CONFIG, "" for the defaults.
+        worker: the worker's program (tests put a stub here).
+    """
+
+    def __init__(
+        self, launch: Launch, command: Sequence[str], config_path: str, worker: Sequence[str] = WORKER
+    ) -> None:
+        self._launch, self._command, self._worker = launch, command, worker
+        launcher = os.getppid()
+        die_with_parent(signal.SIGTERM, launcher)
+        self._job = proc.job_tag(launcher)
+        self._tag = f"{self._job}{launch.local_rank}."
+        self._socket = f"deadpool/{os.getuid()}/{launcher}/{proc.start_time(launcher)}"
+        self._env = {**os.environ, "DEADPOOL_CONFIG": config_path, "DEADPOOL_SOCKET": self._socket}
+        self._signals = self._catch_signals()
+        self._agent = self._worker_pid = 0
+        self._poll = select.poll()
+        self._roles: dict[int, str] = {}
+
+    def _catch_signals(self) -> int:
+        read_end, write_end = os.pipe()
+        os.set_blocking(write_end, False)
+        signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+        for number in _SIGNALS:
+            signal.signal(number, lambda *_: None)
+        return read_end
+
+    def run(self) -> NoReturn:
+        """Start everything, wait for the end, leave nothing behind, exit."""
+        if self._launch.local_rank == 0:
+            self._start_agent()
+        self._watch(self._signals, "signal")
+        self._connection = self._connect()
+        self._watch(self._connection.fileno(), "agent's word")
+        self._start_worker()
+        while True:
+            for fd, _ in self._poll.poll():
+                self._handle(self._roles[fd], fd)
+
+    def _watch(self, fd: int, role: str) -> None:
+        self._roles[fd] = role
+        self._poll.register(fd, select.POLLIN)
+
+    # ---- starting
+
+    def _start_agent(self) -> None:
+        listener = listen_unix(self._socket)
+        argv = [*AGENT, str(listener.fileno())]
+        self._agent = spawn(argv, {**self._env, "DEADPOOL_JOB": self._job}, signal.SIGTERM,
+                            pass_fds=[listener.fileno()])  # fmt: skip
+        listener.close()
+        self._watch(os.pidfd_open(self._agent), "agent's end")
+
+    def _connect(self) -> LocalConnection:
+        """The agent's socket exists from the moment supervisor 0 has come so far; it may be slower than we are."""
+        deadline = time.monotonic() + CONNECT_S
+        while True:
+            try:
+                return LocalConnection.to(self._socket)
+            except ConnectionClosed as error:
+                if time.monotonic() > deadline:
+                    raise TransportError(
+                        f"no agent on this host after {CONNECT_S:g} s", "supervisor 0 to start it", "see its output"
+                    ) from error
+            ready, _, _ = select.select([self._signals], [], [], 0.02)
+            if ready:
+                self._finish(128 + os.read(self._signals, 1)[0])
+
+    def _start_worker(self) -> None:
+        read_end, write_end = os.pipe()
+        env = {**self._env, proc.TAG: self._tag}
+        self._worker_pid = spawn([*self._worker, *self._command], env, signal.SIGKILL, output=write_end)
+        os.close(write_end)
+        hello = local.SupervisorHello(self._launch.local_rank, os.getpid(), self._worker_pid)
+        self._tell(hello, read_end)
+        os.close(read_end)
+        self._watch(os.pidfd_open(self._worker_pid), "worker's end")
+
+    def _tell(self, message: local.LocalMessage, *descriptors: int) -> None:
+        try:
+            self._connection.send(message, descriptors)
+        except ConnectionClosed:
+            self._finish(EXIT_FENCED)
+
+    # ---- waiting
+
+    def _handle(self, role: str, fd: int) -> None:
+        if role == "signal":
+            number = os.read(fd, 1)[0]
+            if number in _SIGNALS:
+                self._leave(number)
+        elif role == "agent's word":
+            self._finish(self._hear(None))
+        elif role == "agent's end":
+            _, status = os.waitpid(self._agent, 0)
+            self._agent = 0
+            self._finish(os.waitstatus_to_exitcode(status) or EXIT_FENCED)
+        else:
+            self._poll.unregister(fd)
+            os.close(fd)
+            _, status = os.waitpid(self._worker_pid, 0)
+            self._worker_pid = 0
+            proc.sweep(self._tag)
+            self._tell(local.WorkerExited(self._launch.local_rank, os.waitstatus_to_exitcode(status)))
+
+    def _hear(self, timeout_s: float | None) -> int:
+        """The exit code the agent wants; without an agent this node is out. Raises: TimeoutError."""
+        try:
+            while True:
+                message, _ = self._connection.recv(timeout_s)
+                if isinstance(message, local.EndSupervisor):
+                    return message.exit_code
+        except ConnectionClosed:
+            return EXIT_FENCED
+
+    def _leave(self, number: int) -> NoReturn:
+        """We were told to end by a signal: the agent has a moment to tell the others and to say how."""
+        self._tell(local.Leaving(self._launch.local_rank, number))
+        try:
+            code = self._hear(LEAVE_S)
+        except TimeoutError:
+            code = 128 + number
+        self._finish(code)
+
+    # ---- ending
+
+    def _finish(self, exit_code: int) -> NoReturn:
+        """Kill what is left of the worker, let the agent end, exit."""
+        if self._worker_pid:
+            os.kill(self._worker_pid, signal.SIGKILL)
+            os.waitpid(self._worker_pid, 0)
+        proc.sweep(self._tag)
+        if hasattr(self, "_connection"):
+            self._connection.close()
+        if self._agent:
+            self._end_agent()
+        sys.stdout.flush()
+        os._exit(exit_code if exit_code >= 0 else 128 - exit_code)
+
+    def _end_agent(self) -> None:
+        """It ends by itself once all supervisors have closed their connections; if not, it is made to."""
+        pidfd = os.pidfd_open(self._agent)
+        ended = select.poll()
+        ended.register(pidfd, select.POLLIN)
+        for number in (None, signal.SIGTERM, signal.SIGKILL):
+            if number is not None:
+                os.kill(self._agent, number)
+            if ended.poll(LEAVE_S * 1000):
+                break
+        os.waitpid(self._agent, 0)
+
+
+def supervise(launch: Launch, command: Sequence[str], config_path: str, worker: Sequence[str] = WORKER) -> NoReturn:
+    """Run a supervisor; an error of its own is one line and exit code 1, with nothing left behind."""
+    supervisor = Supervisor(launch, command, config_path, worker)
+    try:
+        supervisor.run()
+    except DeadpoolError as error:
+        print(f"[deadpool] {error}", file=sys.stderr, flush=True)
+        supervisor._finish(error.exit_code)

@@ -1,0 +1,57 @@
+"""`python -m deadpool_plugin.run SCRIPT ARGUMENTS... [--deadpool-config FILE]`: what the deepspeed launcher starts.
+
+Checks everything that can be checked before anything runs, then becomes the supervisor of one local rank. A mistake in
+configuration, hosts or versions is one line on standard error and exit code 78.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import NoReturn
+
+from .config import load
+from .errors import ConfigError
+from .launch import roles
+from .launch.argv import CommandLine, parse
+from .launch.secret import ensure
+from .launch.supervisor import supervise
+
+_YIELD_S = 2.0
+
+
+def prepare(arguments: list[str]) -> tuple[roles.Launch, CommandLine]:
+    """All checks. Raises: ConfigError."""
+    line = parse(arguments)
+    config = load(line.config)
+    launch = roles.from_environment()
+    roles.check_spares(launch.place, config)
+    roles.check_versions()
+    ensure(config)
+    if line.command[0] != "-m" and not Path(line.command[0]).is_file():
+        raise ConfigError(
+            f"there is no file {line.command[0]} in {os.getcwd()} on {os.uname().nodename}",
+            "the training script, at the same path on every host",
+            "check the path after --module deadpool_plugin.run",
+        )
+    path = str(Path(line.config).resolve()) if line.config else ""
+    return launch, CommandLine(line.command, path)
+
+
+def main() -> NoReturn:
+    """Entry point; never returns."""
+    try:
+        launch, line = prepare(sys.argv[1:])
+    except ConfigError as error:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"[deadpool] {error}", file=sys.stderr, flush=True)
+        else:
+            time.sleep(_YIELD_S)  # the launcher ends all as soon as one ends: let local rank 0 say it, once
+        sys.exit(error.exit_code)
+    supervise(launch, line.command, line.config)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""The asyncio side of unix.py: an agent's connections with the supervisors and workers of its node.
+
+Rules of this file: everything on one event loop's thread, nothing blocks. A peer that breaks the protocol, or lets its
+backlog overflow, is cut off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Generic
+
+import msgspec
+
+from ..errors import CorruptFrame, PeerRefused
+from .framing import FrameBuffer, pack_frame
+from .unix import (
+    LOCAL_FRAME_BYTES_MAX,
+    READ_BYTES,
+    M,
+    check_same_user,
+    close_descriptors,
+    decoded,
+    receive,
+    rights,
+    take_descriptors,
+)
+
+LOCAL_BACKLOG_BYTES_MAX = 2 << 30
+
+
+class Peer(Generic[M]):
+    """The server's end of one connection. Thread: the event loop's only.
+
+    `pid` is the process at the other end; `tag` is the owner's to use.
+    """
+
+    def __init__(self, sock: socket.socket, pid: int, server: Server[M]) -> None:
+        self.pid = pid
+        self.tag: object = None
+        self._sock = sock
+        self._server = server
+        self._loop = asyncio.get_running_loop()
+        self._buffer = FrameBuffer(LOCAL_FRAME_BYTES_MAX)
+        self._received: deque[int] = deque()
+        self._queue: deque[tuple[memoryview, list[int]]] = deque()
+        self._queued_bytes = 0
+        self.closed = False
+        self._loop.add_reader(sock, self._on_readable)
+
+    def send(self, message: msgspec.Struct, fds: Sequence[int] = ()) -> None:
+        """Queues `message` and duplicates of `fds`; dropped if the connection has ended (on_closed tells).
+
+        Blocks: never.
+        """
+        if self.closed:
+            return
+        frame = memoryview(pack_frame(msgspec.msgpack.encode(message), LOCAL_FRAME_BYTES_MAX))
+        self._queue.append((frame, [os.dup(fd) for fd in fds]))
+        self._queued_bytes += len(frame)
+        if self._queued_bytes > LOCAL_BACKLOG_BYTES_MAX:
+            self._end()
+        else:
+            self._flush()
+
+    def close(self) -> None:
+        """Ends the connection after one attempt to send what is queued; on_closed is not called."""
+        if not self.closed:
+            self.closed = True
+            self._loop.remove_reader(self._sock)
+            self._loop.remove_writer(self._sock)
+            self._server.peers.discard(self)
+            close_descriptors(list(self._received))
+            for _, fds in self._queue:
+                close_descriptors(fds)
+            self._sock.close()
+
+    def _end(self) -> None:
+        if not self.closed:
+            self.close()
+            self._server.on_closed(self)
+
+    def _flush(self) -> None:
+        try:
+            while self._queue:
+                frame, fds = self._queue[0]
+                sent = self._sock.sendmsg([frame], rights(fds))
+                close_descriptors(fds)
+                self._queued_bytes -= sent
+                if sent < len(frame):
+                    self._queue[0] = (frame[sent:], [])
+                else:
+                    self._queue.popleft()
+        except BlockingIOError:
+            self._loop.add_writer(self._sock, self._flush)
+        except OSError:
+            self._end()
+        else:
+            self._loop.remove_writer(self._sock)
+
+    def _on_readable(self) -> None:
+        try:
+            data, fds = receive(self._sock, READ_BYTES, 0)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:  # reset: the process died with bytes unread
+            data, fds = b"", []
+        except CorruptFrame as error:
+            self._refuse(error)
+            return
+        self._received.extend(fds)
+        if not data:
+            self._end()
+            return
+        try:
+            for body in self._buffer.feed(data):
+                message = decoded(self._server.decode, body)
+                self._server.on_message(self, message, take_descriptors(self._received, message))
+                if self.closed:
+                    return
+        except CorruptFrame as error:
+            self._refuse(error)
+
+    def _refuse(self, error: CorruptFrame) -> None:
+        self._server.on_refused(f"local connection of process {self.pid}: {error}")
+        self._end()
+
+
+class Server(Generic[M]):
+    """Accepts local connections on the running event loop. Thread: the event loop's only.
+
+    Args:
+        sock: a listening socket (`listen_unix`).
+        on_message: gets (peer, message, descriptors); the descriptors belong to the callee.
+        on_closed: called once when a connection ends from the other side or by an error, not after `Peer.close`.
+        on_refused: gets a sentence about a connection that was refused or broke the protocol.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        decode: Callable[[bytes], M],
+        on_message: Callable[[Peer[M], M, list[int]], None],
+        on_closed: Callable[[Peer[M]], None],
+        on_refused: Callable[[str], None],
+    ) -> None:
+        sock.setblocking(False)
+        self.peers: set[Peer[M]] = set()
+        self.decode = decode
+        self.on_message = on_message
+        self.on_closed = on_closed
+        self.on_refused = on_refused
+        self._sock = sock
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(sock, self._accept)
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._sock.accept()
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            return
+        try:
+            pid = check_same_user(sock, "the local socket")
+        except PeerRefused as error:
+            sock.close()
+            self.on_refused(str(error))
+            return
+        sock.setblocking(False)
+        self.peers.add(Peer(sock, pid, self))
+
+    def close(self) -> None:
+        """Stops listening and ends all connections."""
+        self._loop.remove_reader(self._sock)
+        self._sock.close()
+        for peer in list(self.peers):
+            peer.close()

@@ -1,0 +1,314 @@
+"""Kill a node of a running job and look: the demonstration behind `scripts/demo.sh`.
+
+A small GPT trains on emulated nodes of this machine under the real `deepspeed` launcher and the plugin; whole nodes
+get SIGKILL; a spare takes over. Afterwards every rank's loss, gradient norm and final state is compared bitwise with
+a run of the same script that never failed and knew no plugin. The last line printed is one JSON object; the exit
+code is 0 only if everything promised holds.
+
+Rules of this file: standard library only, up to the pictures; it observes the job and never steers it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import platform
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import compare_runs
+import demo_report
+from demo_cluster import REPOSITORY, Cluster, folder_size, read_events, read_json_lines
+from inject import PHASES
+
+SCRIPTS = REPOSITORY / "scripts"
+CACHE = REPOSITORY / ".cache" / "demo"
+MADE_HERE = "launcher output observe stacks hostfile secret deadpool.yaml kills.jsonl* *.png events.jsonl summary.json"
+PRELOAD = ["torch", "torch.distributed", "megatron.core.models.gpt", "megatron.core.datasets.gpt_dataset"]
+TOLD = ("WorldFormed", "TrainingStarted", "SpareReady", "Unprotected", "Protected", "NodeLost", "SwapPlanned")
+TOLD += ("SwapDone", "RehearsalFailed", "PeerRefused", "NodeFenced", "JobStopped", "JobFinished")
+
+
+class Failed(Exception):
+    """The demonstration cannot go on; the message says why."""
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="demo.sh", description=__doc__.splitlines()[0])
+    on_off = argparse.BooleanOptionalAction
+    parser.add_argument("--nodes", type=int, default=4, help="active nodes")
+    parser.add_argument("--ranks-per-node", type=int, default=2)
+    parser.add_argument("--spares", type=int, default=1)
+    parser.add_argument("--tp", type=int, default=2)
+    parser.add_argument("--pp", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="bf16")
+    parser.add_argument("--distributed-optimizer", action=on_off, default=True)
+    parser.add_argument("--microbatches", type=int, default=2)
+    parser.add_argument("--dropout", type=float, default=0.1)
+    parser.add_argument("--kill", action="append", metavar="NODE@STEP[:PHASE]", help=f"PHASE: {' '.join(PHASES)}")
+    parser.add_argument("--no-kill", action="store_true")
+    parser.add_argument("--seed", type=int, default=0, help="for every `random` in a kill; default kill: all random")
+    parser.add_argument("--out", type=Path, default=Path("demo-out"))
+    parser.add_argument("--patience", type=float, default=10.0, help="seconds, the plugin's patience_s")
+    parser.add_argument("--stall", type=float, default=150.0, help="seconds without any output that count as a hang")
+    args = parser.parse_args()
+    world = args.nodes * args.ranks_per_node
+    if world % (args.tp * args.pp):
+        parser.error(f"{world} ranks cannot be split into tp {args.tp} x pp {args.pp}")
+    try:
+        args.kills = [] if args.no_kill else plan_kills(args)
+    except ValueError as problem:
+        parser.error(str(problem))
+    args.world, args.out = world, args.out.resolve()
+    return args
+
+
+def plan_kills(args: argparse.Namespace) -> list[tuple[int, int, str]]:
+    """(node, step, phase) of every kill, the random ones drawn from the seed; random nodes are all different."""
+    draw = random.Random(args.seed)
+    nodes = list(range(args.nodes))
+    draw.shuffle(nodes)
+    first, last = max(2, args.steps // 4), max(2, args.steps - 6)
+    kills = []
+    for text in args.kill or ["random@random:random"]:
+        match = re.fullmatch(r"(\d+|random)@(\d+|random)(?::(\w+))?", text)
+        if not match or (match[3] or "random") not in (*PHASES, "random"):
+            raise ValueError(f"--kill {text}: expected NODE@STEP[:PHASE], PHASE one of {' '.join(PHASES)} random")
+        node = nodes.pop() if match[1] == "random" else int(match[1])
+        step = draw.randint(min(first, last), last) if match[2] == "random" else int(match[2])
+        phase = draw.choice(PHASES) if match[3] in (None, "random") else match[3]
+        if node >= args.nodes + args.spares or not 1 <= step <= args.steps:
+            raise ValueError(f"--kill {text}: there are nodes 0..{args.nodes + args.spares - 1}, steps 1..{args.steps}")
+        kills.append((node, step, phase))
+    return kills
+
+
+# The two runs
+
+
+def training_args(args: argparse.Namespace) -> list[str]:
+    words = {
+        "--tp": args.tp,
+        "--pp": args.pp,
+        "--train-iters": args.steps,
+        "--dtype": args.dtype,
+        "--num-microbatches": args.microbatches,
+        "--dropout": args.dropout,
+        "--layers": max(2, args.pp),
+        "--data-path": CACHE / "corpus",
+        "--data-cache-path": CACHE / "indices",
+    }
+    flags = ["--distributed-optimizer" if args.distributed_optimizer else "--no-distributed-optimizer"]
+    return [str(word) for pair in words.items() for word in pair] + [*flags, "--log-all-ranks", "--digest"]
+
+
+def make_corpus() -> None:
+    if not (CACHE / "corpus.idx").exists():
+        tell("making the corpus out of Python's standard library (once)")
+        subprocess.run([sys.executable, "-W", "ignore", SCRIPTS / "make_corpus.py", CACHE / "corpus"], check=True)
+
+
+def reference_run(args: argparse.Namespace) -> Path:
+    """Folder of the same training without plugin and without faults; run now, unless it was run before."""
+    folder = CACHE / "reference" / reference_key(args)
+    if folder.exists():
+        tell(f"reference run: kept from an earlier demonstration ({folder.relative_to(REPOSITORY)})")
+        return folder
+    tell(f"reference run: {args.world} ranks, {args.steps} steps, without the plugin")
+    running = folder.with_name(f"{folder.name}.running")
+    shutil.rmtree(running, ignore_errors=True)
+    cluster = Cluster(running, nodes=1, slots=args.world)
+    try:
+        logs = ["--enable_each_rank_log", str(running / "output")]
+        cluster.start(logs, [str(SCRIPTS / "train_gpt.py"), *training_args(args)])
+        watch(cluster, args, [])
+    finally:
+        cluster.close()
+    if cluster.exit_codes() != [0]:
+        raise Failed(f"the reference run ended with {cluster.exit_codes()}; its output is in {running}")
+    running.rename(folder)
+    return folder
+
+
+def reference_key(args: argparse.Namespace) -> str:
+    """Names everything the numbers can depend on: configuration, code, library versions, processor."""
+    code = [SCRIPTS / "train_gpt.py", SCRIPTS / "make_corpus.py", *sorted((REPOSITORY / "patches/cpu").glob("*.py"))]
+    processor = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[:1]
+    libraries = [version(name) for name in ("torch", "megatron-core", "numpy")]
+    parts = [training_args(args), args.world, libraries, platform.python_version(), processor]
+    state = hashlib.sha256(json.dumps(parts).encode())
+    for path in code:
+        state.update(path.read_bytes())
+    return state.hexdigest()[:16]
+
+
+def protected_run(args: argparse.Namespace) -> Cluster:
+    """The run that is killed. Returns when it has ended; raises Failed if it hangs."""
+    cluster = Cluster(args.out, args.nodes + args.spares, args.ranks_per_node)
+    write_config(args)
+    faults = [word for node, step, phase in args.kills for word in ("--at", f"{node}@{step}:{phase}")]
+    injector = [*faults, "--marker", str(args.out / "kills.jsonl"), "--observe", str(args.out / "observe")]
+    command = ["deadpool_plugin.run", str(SCRIPTS / "inject.py"), *injector]
+    command += ["--", str(SCRIPTS / "train_gpt.py"), *training_args(args)]
+    command += ["--deadpool-config", str(args.out / "deadpool.yaml")]
+    tell(f"protected run: {args.nodes} nodes of {args.ranks_per_node} ranks, {args.spares} spare")
+    for node, step, phase in args.kills:
+        tell(f"  planned: node {node} is killed in step {step}, {phase}")
+    try:
+        cluster.start(["--module"], command)
+        watch(cluster, args, args.kills)
+        left = cluster.close(grace_s=5.0)
+    finally:
+        cluster.close()
+    if left:
+        raise Failed(f"{len(left)} processes were still there after the job's end and had to be killed")
+    return cluster
+
+
+def write_config(args: argparse.Namespace) -> None:
+    """The plugin's configuration. YAML reads JSON, so no YAML library is needed here."""
+    config = {
+        "spares": args.spares,
+        "patience_s": args.patience,
+        "secret_file": str(args.out / "secret"),
+        "output_dir": str(args.out / "output"),
+        "interface_address": "127.0.0.1",
+        "memory_headroom_gib": 0.25,
+        "preload": PRELOAD,
+    }
+    secret = args.out / "secret"
+    secret.touch(mode=0o600)
+    secret.write_text(f"{random.SystemRandom().getrandbits(256):064x}\n")
+    lines = [f"{name}: {json.dumps(value)}\n" for name, value in config.items()]
+    (args.out / "deadpool.yaml").write_text("".join(lines))
+
+
+def watch(cluster: Cluster, args: argparse.Namespace, kills: list[Any]) -> None:
+    """Wait for every launcher's end and say what happens meanwhile. Raises Failed on a hang, with all stacks dumped."""
+    told, size, changed = 0, -1, time.monotonic()
+    every = max(1, args.steps // 6)
+    while None in cluster.exit_codes():
+        time.sleep(0.2)
+        events = read_events(cluster.folder / "output")
+        for event in events[told:]:
+            tell_event(event, every)
+        told = len(events)
+        if (now_size := folder_size(cluster.folder)) != size:
+            size, changed = now_size, time.monotonic()
+        if time.monotonic() - changed > args.stall:
+            cluster.dump_stacks(cluster.folder / "stacks")
+            raise Failed(f"nothing was written for {args.stall:.0f} s; stacks are in {cluster.folder / 'stacks'}")
+    for event in read_events(cluster.folder / "output")[told:]:
+        tell_event(event, every)
+
+
+# The verdict
+
+
+def judge(args: argparse.Namespace, reference: Path, cluster: Cluster) -> tuple[dict[str, Any], list[str]]:
+    """(the summary, everything that does not hold)"""
+    kills, events = read_json_lines(args.out / "kills.jsonl"), read_events(args.out / "output")
+    compared = compare_runs.compare(reference, args.out / "output")
+    killed = {kill["node"] for kill in kills}
+    ranks = range(args.ranks_per_node)
+    survivors = [node * args.ranks_per_node + i for node in range(args.nodes) if node not in killed for i in ranks]
+    summary = {
+        "bit_exact": compared["bit_exact"],
+        "steps": compared["steps"],
+        "swaps": demo_report.swaps(kills, events),
+    }
+    summary |= demo_report.kept(args.out / "observe", survivors, args.steps)
+    problems = [] if compared["bit_exact"] else [f"not bitwise equal: {compared['difference']}"]
+    problems += [
+        f"{name} is false" for name in ("survivor_pids_kept", "handles_kept", "storages_kept") if not summary[name]
+    ]
+    problems += [f"planned kill did not happen: {kill}" for kill in args.kills if kill not in fired(kills)]
+    for swap in summary["swaps"]:
+        problems += [f"node {swap['node']}: {name} unknown" for name, value in swap.items() if value is None]
+    codes = {node: code for node, code in enumerate(cluster.exit_codes()) if node not in killed}
+    problems += [f"launcher of node {node} ended with {code}" for node, code in codes.items() if code]
+    summary["exit_code"] = next((code for code in codes.values() if code), 1 if problems else 0)
+    return summary, problems
+
+
+def fired(kills: list[dict[str, Any]]) -> set[tuple[int, int, str]]:
+    return {(kill["node"], kill["step"], kill["phase"]) for kill in kills}
+
+
+def report(args: argparse.Namespace, reference: Path, cluster: Cluster) -> dict[str, Any]:
+    """Write everything into the output folder. Returns the summary."""
+    summary, problems = judge(args, reference, cluster)
+    events, kills = read_events(args.out / "output"), read_json_lines(args.out / "kills.jsonl")
+    (args.out / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    settings = {name: value for name, value in vars(args).items() if name not in ("kill", "out")}
+    (args.out / "summary.json").write_text(json.dumps(summary | {"problems": problems, "settings": settings}, indent=1))
+    try:
+        losses = [compare_runs.read_run(folder).losses() for folder in (reference, args.out / "output")]
+        demo_report.draw_losses(args.out / "loss.png", *losses, kills)
+    except compare_runs.Malformed as problem:
+        tell(f"no loss.png: {problem}")
+    nodes = args.nodes + args.spares
+    demo_report.draw_timeline(args.out / "timeline.png", summary["swaps"], kills, events, nodes)
+    for problem in problems:
+        tell(f"FAILED: {problem}")
+    tell(f"loss.png, timeline.png, events.jsonl, summary.json are in {args.out}")
+    return summary
+
+
+STARTED = time.monotonic()
+
+
+def tell(text: str) -> None:
+    print(f"[{time.monotonic() - STARTED:6.1f} s] {text}", flush=True)
+
+
+def tell_event(event: dict[str, Any], every: int) -> None:
+    """One line for what a person wants to know of."""
+    kind = event["event"]
+    if kind == "StepDone" and event["rank"] == 0 and event["step"] % every == 0:
+        tell(f"  step {event['step']}")
+    elif kind in TOLD:
+        fields = {
+            k: v for k, v in event.items() if k not in ("event", "time", "node", "generation") and v not in ((), [])
+        }
+        words = " ".join(f"{name}={value}" for name, value in fields.items())
+        tell(f"  node {event['node']} generation {event['generation']}: {kind} {words}")
+
+
+def prepare_folder(folder: Path) -> None:
+    """Make it, and remove what an earlier demonstration left in it (nothing else)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for pattern in MADE_HERE.split():
+        for path in folder.glob(pattern):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def main() -> int:
+    args = parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    prepare_folder(args.out)
+    summary: dict[str, Any] = {"bit_exact": False, "steps": 0, "swaps": [], "survivor_pids_kept": False}
+    summary |= {"handles_kept": False, "storages_kept": False, "exit_code": 1}
+    try:
+        make_corpus()
+        reference = reference_run(args)
+        summary = report(args, reference, protected_run(args))
+    except (Failed, subprocess.CalledProcessError) as problem:
+        tell(f"FAILED: {problem}")
+        (args.out / "summary.json").write_text(json.dumps(summary | {"problems": [str(problem)]}, indent=1))
+    print(json.dumps(summary), flush=True)
+    return int(summary["exit_code"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

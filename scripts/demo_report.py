@@ -1,0 +1,174 @@
+"""What a demonstration run amounts to: the numbers of each swap, the proofs, two pictures.
+
+Rules of this file: everything is computed from what was written during the run (kills, events, observations,
+metrics); nothing is estimated. A number that cannot be computed is None and makes the run fail. matplotlib is
+imported only when the pictures are drawn.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+Event = dict[str, Any]
+
+TIMES = ("detect_s", "plan_s", "unblock_s", "groups_s", "restore_s", "ready_s", "first_step_s")
+
+
+def swaps(kills: list[Event], events: list[Event]) -> list[dict[str, Any]]:
+    """One entry per kill, in order of time."""
+    return [swap(kill, events) for kill in sorted(kills, key=lambda kill: kill["time"])]
+
+
+def swap(kill: Event, events: list[Event]) -> dict[str, Any]:
+    """The figures of the swap that answered `kill`.
+
+    ready_s and first_step_s count from the kill to the last worker; detect_s to the first agent that knew;
+    plan_s from there to the first agent that acts on a plan; the others are the slowest rank's.
+    """
+    after = [event for event in events if event["time"] >= kill["time"]]
+    lost = next((e for e in after if e["event"] == "NodeLost" and kill["node"] in as_list(e["lost"])), None)
+    plan = next((e for e in after if e["event"] == "SwapPlanned" and kill["node"] in as_list(e["lost_nodes"])), None)
+    generation = plan["generation"] if plan else None
+    mine = [event for event in after if event["generation"] == generation]
+    unblocked = [
+        e for e in after if e["event"] == "WorkerUnblocked" and generation in (e["generation"], e["generation"] + 1)
+    ]
+    committed = [e["step"] for e in events if e["event"] == "StepCommitted" and e["time"] < kill["time"]]
+    return {
+        "node": kill["node"],
+        "at_step": kill["step"],
+        "phase": kill["phase"],
+        "generation": generation,
+        "detect_s": rounded(lost["time"] - kill["time"] if lost else None),
+        "plan_s": rounded(plan["time"] - lost["time"] if plan and lost else None),
+        "unblock_s": rounded(longest(unblocked, "WorkerUnblocked")),
+        "groups_s": rounded(longest(mine, "GroupsRebuilt")),
+        "restore_s": rounded(longest(mine, "StateRestored")),
+        "ready_s": rounded(latest(mine, "WorkerResumed", kill["time"])),
+        "first_step_s": rounded(latest(mine, "FirstStepDone", kill["time"])),
+        "lost_steps": max(0, max(committed, default=0) - plan["restore_step"]) if plan else None,
+    }
+
+
+def as_list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def longest(events: list[Event], kind: str) -> float | None:
+    return max((event["duration_s"] for event in events if event["event"] == kind), default=None)
+
+
+def latest(events: list[Event], kind: str, since: float) -> float | None:
+    return max((event["time"] - since for event in events if event["event"] == kind), default=None)
+
+
+def rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)
+
+
+def kept(folder: Path, ranks: list[int], steps: int) -> dict[str, bool]:
+    """Did the processes of `ranks` live from the first to the last step with the same groups and storages?"""
+    observed: dict[int, list[dict[str, Any]]] = {rank: [] for rank in ranks}
+    for path in folder.glob("rank*.json"):
+        line = json.loads(path.read_text())
+        observed.setdefault(line["rank"], []).append(line)
+    pids = handles = storages = True
+    for rank in ranks:
+        lines = observed[rank]
+        if len(lines) != 1 or (lines[0]["first"]["step"], lines[0]["last"]["step"]) != (1, steps):
+            return {"survivor_pids_kept": False, "handles_kept": False, "storages_kept": False}
+        first, last = lines[0]["first"], lines[0]["last"]
+        handles &= bool(first["groups"]) and first["groups"] == last["groups"]
+        storages &= all(first[name] and first[name] == last[name] for name in ("parameters", "gradients", "optimizer"))
+    return {"survivor_pids_kept": pids and bool(ranks), "handles_kept": handles, "storages_kept": storages}
+
+
+def draw_losses(
+    path: Path, reference: list[tuple[int, float]], run: list[tuple[int, float]], kills: list[Event]
+) -> None:
+    """Both runs' loss curves; one lies exactly on the other, or the difference shows."""
+    plt = pyplot()
+    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    axes.plot(*split(reference), color="#9aa5b1", linewidth=5, label="never failed (no plugin)")
+    axes.plot(*split(run), color="#c0392b", linewidth=1.3, label="with the plugin")
+    for index, kill in enumerate(kills):
+        axes.axvline(kill["step"], color="black", linestyle=":", linewidth=1)
+        axes.annotate(
+            f"node {kill['node']} killed\n{kill['phase']}",
+            (kill["step"], 0.96 - 0.14 * (index % 3)),
+            xycoords=("data", "axes fraction"),
+            xytext=(4, 0),
+            textcoords="offset points",
+            fontsize=8,
+            va="top",
+        )
+    axes.set(xlabel="step", ylabel="training loss")
+    axes.legend(loc="lower left", frameon=False)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+SPANS = {
+    "WorkerUnblocked": ("unblocked", "#e67e22"),
+    "GroupsRebuilt": ("groups rebuilt", "#2980b9"),
+    "SnapshotFetched": ("snapshot fetched", "#8e44ad"),
+    "StateRestored": ("state restored", "#27ae60"),
+    "FirstStepDone": ("first step", "#bdc3c7"),
+}
+MARKS = {"NodeLost": ("loss noticed", "x"), "SwapPlanned": ("plan", "D"), "WorkerResumed": ("resumed", "^")}
+
+
+def draw_timeline(path: Path, found: list[dict[str, Any]], kills: list[Event], events: list[Event], nodes: int) -> None:
+    """One panel per swap: what each node did from just before the kill to everybody's first step."""
+    plt = pyplot()
+    count = max(1, len(found))
+    figure, panels = plt.subplots(
+        count, 1, figsize=(9, 1.4 + (0.5 * nodes + 0.9) * count), layout="constrained", squeeze=False
+    )
+    for panel, entry, kill in zip(panels[:, 0], found, sorted(kills, key=lambda kill: kill["time"]), strict=False):
+        end_s = entry["first_step_s"] or 5.0
+        for event in events:
+            at_s = event["time"] - kill["time"]
+            if not -0.15 * end_s <= at_s <= 1.1 * end_s:
+                continue
+            draw_event(panel, event, at_s)
+        panel.axvline(0, color="black", linestyle=":", linewidth=1)
+        panel.plot([0], [kill["node"]], marker="$\\times$", color="black", markersize=13)
+        panel.set_xlim(-0.15 * end_s, 1.1 * end_s)
+        panel.set_yticks(range(nodes), [f"node {node}" for node in range(nodes)])
+        panel.set_ylim(nodes - 0.4, -0.6)
+        panel.set_title(f"node {kill['node']} killed in step {kill['step']} ({kill['phase']})", fontsize=9, loc="left")
+    panels[-1, 0].set_xlabel("seconds since the kill")
+    entries = [plt.Rectangle((0, 0), 1, 1, color=color, label=label) for label, color in SPANS.values()]
+    entries += [plt.Line2D([], [], marker=m, linestyle="", color="black", label=label) for label, m in MARKS.values()]
+    figure.legend(handles=entries, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def draw_event(panel: Any, event: Event, at_s: float) -> None:
+    kind, node = event["event"], event["node"]
+    if kind in SPANS:
+        color = SPANS[kind][1]
+        height = 0.34 if kind == "FirstStepDone" else 0.6
+        duration_s = max(event["duration_s"], 0.0)
+        panel.barh(node, duration_s, left=at_s - duration_s, height=height, color=color, alpha=0.6, edgecolor=color)
+    elif kind in MARKS:
+        panel.plot([at_s], [node], marker=MARKS[kind][1], color="black", markersize=5)
+    elif kind == "StepDone":
+        panel.plot([at_s, at_s], [node - 0.35, node + 0.35], color="#7f8c8d", linewidth=0.6)
+
+
+def split(points: list[tuple[int, float]]) -> tuple[list[int], list[float]]:
+    return [step for step, _ in points], [value for _, value in points]
+
+
+def pyplot() -> Any:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot
+
+    return matplotlib.pyplot

@@ -1,0 +1,339 @@
+"""Runs a Megatron training script and kills the whole emulated node it is on, at a chosen place in a chosen step.
+
+    python scripts/inject.py --at 2@12:backward --marker kills.jsonl --observe DIR -- scripts/train_gpt.py ...
+
+Rules of this file: the script and the plugin are not touched; megatron-core is hooked from outside, before the
+script runs. A node is all processes whose environment has its `DEMO_NODE` and this job's `DEMO_JOB`; all of them get
+SIGKILL, nobody is asked. Which step a process is in is read from the optimizer's own state, so it is right in
+survivors that redo steps and in a process that has taken a rank over. A kill fires once per job: whoever creates
+its file first, fires.
+
+What the phases mean (step s is the s-th update):
+  forward    inside GPTModel.forward of the second micro-batch of step s
+  backward   half-way down the autograd graph of a backward_step of step s
+  optimizer  this rank's inner torch optimizer has updated to s, MegatronOptimizer.step has not returned
+  mirror     MegatronOptimizer.step has just returned from update s: its snapshot is on its way
+  between    in the user's loop, after OptimizerParamScheduler.step
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import functools
+import json
+import os
+import re
+import runpy
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+PHASES = ("forward", "backward", "optimizer", "mirror", "between")
+AT = re.compile(rf"(\d+)@(\d+):({'|'.join(PHASES)})")
+
+
+@dataclass(frozen=True)
+class Kill:
+    """One fault of the plan; `index` tells faults apart."""
+
+    index: int
+    node: int
+    step: int
+    phase: str
+
+
+# Killing
+
+
+def node_processes(job: str, node: int) -> list[int]:
+    """Every process of the emulated node, this one included, found by the environment it was started with."""
+    tags = {f"DEMO_JOB={job}".encode(), f"DEMO_NODE={node}".encode()}
+    found = []
+    for entry in os.scandir("/proc"):
+        if not entry.name.isdigit():
+            continue
+        try:
+            environment = Path(entry.path, "environ").read_bytes().split(b"\0")
+        except (FileNotFoundError, PermissionError, ProcessLookupError):
+            continue
+        if tags.issubset(environment):
+            found.append(int(entry.name))
+    return found
+
+
+def kill_node(job: str, node: int) -> None:
+    """SIGKILL every process of the node, this one last; what was forked meanwhile is found by looking again."""
+    killed: set[int] = {os.getpid()}
+    while remaining := set(node_processes(job, node)) - killed:
+        for pid in remaining:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        killed |= remaining
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Injector:
+    """The faults planned for this process's node.
+
+    Args:
+        samples_per_step: for optimizers that keep no `step` in their state (SGD): global batch size, from which
+            the scheduler's position gives the step. Otherwise learned from the scheduler's first increment.
+    """
+
+    def __init__(self, kills: list[Kill], marker: Path | None, observe: Path | None, samples_per_step: int) -> None:
+        self.node, self.job = int(os.environ["DEMO_NODE"]), os.environ["DEMO_JOB"]
+        self.kills = [kill for kill in kills if kill.node == self.node]
+        self.marker = marker
+        self.observer = Observer(observe) if observe else None
+        self.samples_per_step = samples_per_step
+        self.model: list[Any] = []
+        self.optimizer: Any = None
+        self.scheduler: Any = None
+        self.forwards: tuple[int, int] = (0, 0)
+        self.in_second_microbatch = False
+
+    def reached(self, phase: str, step: int) -> None:
+        """Called at each place where a fault can be; does not return if one is planned there."""
+        for kill in self.kills:
+            if (kill.step, kill.phase) == (step, phase) and self._first_to_fire(kill):
+                line = {"node": kill.node, "step": step, "phase": phase, "time": time.time()}
+                with open(self.marker, "ab", buffering=0) as marker:  # type: ignore[arg-type]
+                    marker.write(json.dumps(line).encode() + b"\n")
+                kill_node(self.job, self.node)
+
+    def _first_to_fire(self, kill: Kill) -> bool:
+        try:
+            os.close(os.open(f"{self.marker}.{kill.index}", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+        except FileExistsError:
+            return False
+        return True
+
+    @property
+    def has_step_state(self) -> bool:
+        return any(_steps(part) for part in self.torch_optimizers())
+
+    def completed(self) -> int:
+        """How many updates this process's state has seen."""
+        steps = [step for part in self.torch_optimizers() for step in _steps(part)]
+        if steps:
+            return max(steps)
+        if self.scheduler is None or not self.samples_per_step:
+            return 0
+        return self.scheduler.num_steps // self.samples_per_step
+
+    def torch_optimizers(self) -> list[Any]:
+        if self.optimizer is None:
+            return []
+        return [part.optimizer for part in getattr(self.optimizer, "chained_optimizers", [self.optimizer])]
+
+
+def _steps(optimizer: Any) -> list[int]:
+    """The `step` counters of a torch optimizer: per parameter (torch), or per group (fused ones)."""
+    if optimizer is None:
+        return []
+    per_group = [int(group["step"]) for group in optimizer.param_groups if group.get("step") is not None]
+    first = next((state for state in optimizer.state.values() if "step" in state), None)
+    return per_group + ([int(first["step"])] if first else [])
+
+
+def _tensors(optimizer: Any) -> list[Any]:
+    """Main parameters and moments (not the counters, which frameworks replace as they like)."""
+    found = []
+    for param in (param for group in optimizer.param_groups for param in group["params"]):
+        moments = [value for _, value in sorted(optimizer.state.get(param, {}).items()) if getattr(value, "ndim", 0)]
+        found += [param, *moments]
+    return found
+
+
+# What the demonstration proves survivors kept
+
+
+class Observer:
+    """One small file per process: its group objects and where its training state lives, first and last seen."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self.first: dict[str, Any] | None = None
+        self.kept: list[Any] = []
+
+    def observe(self, step: int, model: list[Any], optimizers: list[Any]) -> None:
+        import torch.distributed as dist
+        from megatron.core import parallel_state
+
+        groups: dict[str, Any] = {}
+        for name, value in vars(parallel_state).items():
+            members = value if isinstance(value, list) else [value]
+            groups.update({f"{name}.{i}": v for i, v in enumerate(members) if isinstance(v, dist.ProcessGroup)})
+        seen = {
+            "step": step,
+            "groups": {name: id(group) for name, group in groups.items()},
+            "parameters": [param.data_ptr() for chunk in model for param in chunk.parameters()],
+            "gradients": [param.main_grad.data_ptr() for chunk in model for param in chunk.parameters()],
+            "optimizer": [tensor.data_ptr() for optimizer in optimizers for tensor in _tensors(optimizer)],
+        }
+        if self.first is None:
+            self.first = seen
+            self.kept = list(groups.values())  # while these live, no other object can have their id
+        line = {"rank": dist.get_rank(), "pid": os.getpid(), "first": self.first, "last": seen}
+        path = self.folder / f"rank{dist.get_rank()}.{os.getpid()}.json"
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(line))
+        temporary.replace(path)
+
+
+# Hooks, each on the outside of one function of megatron-core
+
+
+def install(injector: Injector) -> None:
+    hook_optimizer(injector)
+    hook_scheduler(injector)
+    hook_forward(injector)
+    hook_backward(injector)
+
+
+def hook_optimizer(injector: Injector) -> None:
+    import megatron.core.optimizer as module
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    original = module.get_megatron_optimizer
+
+    @functools.wraps(original)
+    def get_megatron_optimizer(config: Any, model_chunks: list[Any], *args: Any, **kwargs: Any) -> Any:
+        injector.model = model_chunks
+        optimizer = injector.optimizer = original(config, model_chunks, *args, **kwargs)
+        step = optimizer.step
+
+        @functools.wraps(step)
+        def step_then_mirror() -> Any:
+            result = step()
+            injector.reached("mirror", injector.completed() + (not injector.has_step_state))
+            return result
+
+        optimizer.step = step_then_mirror
+        return optimizer
+
+    def updated(inner: Any, args: Any, kwargs: Any) -> None:
+        if inner in injector.torch_optimizers():
+            injector.reached("optimizer", injector.completed() + (not injector.has_step_state))
+
+    module.get_megatron_optimizer = get_megatron_optimizer
+    register_optimizer_step_post_hook(updated)
+
+
+def hook_scheduler(injector: Injector) -> None:
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    original = OptimizerParamScheduler.step
+
+    @functools.wraps(original)
+    def step(self: Any, increment: int) -> None:
+        original(self, increment)
+        if increment == 0:  # its own constructor's call
+            return
+        injector.scheduler = self
+        injector.samples_per_step = injector.samples_per_step or increment
+        completed = injector.completed()
+        if injector.observer:
+            injector.observer.observe(completed, injector.model, injector.torch_optimizers())
+        injector.reached("between", completed)
+
+    OptimizerParamScheduler.step = step
+
+
+def hook_forward(injector: Injector) -> None:
+    from megatron.core.pipeline_parallel import schedules
+    from megatron.core.transformer.transformer_block import TransformerBlock
+
+    schedule_forward, block_forward = schedules.forward_step, TransformerBlock.forward
+
+    @functools.wraps(schedule_forward)
+    def forward_step(step_function: Any, data: Any, model: Any, microbatches: int, *args: Any, **kwargs: Any) -> Any:
+        if model.training:
+            step = injector.completed() + 1
+            count = injector.forwards[1] + 1 if injector.forwards[0] == step else 1
+            injector.forwards = (step, count)
+            injector.in_second_microbatch = count >= min(2, microbatches)
+        try:
+            return schedule_forward(step_function, data, model, microbatches, *args, **kwargs)
+        finally:
+            injector.in_second_microbatch = False
+
+    @functools.wraps(block_forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if injector.in_second_microbatch:
+            injector.reached("forward", injector.completed() + 1)
+        return block_forward(self, *args, **kwargs)
+
+    schedules.forward_step = forward_step
+    TransformerBlock.forward = forward
+
+
+def hook_backward(injector: Injector) -> None:
+    from megatron.core.pipeline_parallel import schedules
+
+    original = schedules.backward_step
+
+    @functools.wraps(original)
+    def backward_step(input_tensor: Any, output_tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        step = injector.completed() + 1
+        if any((kill.step, kill.phase) == (step, "backward") for kill in injector.kills):
+            output = output_tensor[0] if isinstance(output_tensor, list) else output_tensor
+            handle = halfway_node(output).register_prehook(lambda grads: injector.reached("backward", step))
+            try:
+                return original(input_tensor, output_tensor, *args, **kwargs)
+            finally:
+                handle.remove()
+        return original(input_tensor, output_tensor, *args, **kwargs)
+
+    schedules.backward_step = backward_step
+
+
+def halfway_node(output: Any) -> Any:
+    """A node half-way between the output and the leaves of its autograd graph, along the longest first branch."""
+    chain = [output.grad_fn]
+    while following := [node for node, _ in chain[-1].next_functions if node is not None]:
+        chain.append(following[0])
+    return chain[len(chain) // 2]
+
+
+def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--at", action="append", default=[], metavar="NODE@STEP:PHASE", help="/".join(PHASES))
+    parser.add_argument("--marker", type=Path, help="file that gets one JSON line per kill, before it happens")
+    parser.add_argument("--observe", type=Path, help="folder for one JSON file per process")
+    parser.add_argument("--samples-per-step", type=int, default=0, help="global batch size; needed with SGD only")
+    parser.add_argument("--local_rank", "--local-rank", help="from the launcher, passed on")
+    parser.add_argument("script", nargs=argparse.REMAINDER, help="-- SCRIPT ARGUMENTS")
+    args = parser.parse_args(argv)
+    script = args.script[1:] if args.script[:1] == ["--"] else args.script
+    args.kills = []
+    for index, text in enumerate(args.at):
+        match = AT.fullmatch(text)
+        if not match:
+            parser.error(f"--at {text}: expected NODE@STEP:PHASE with PHASE one of {' '.join(PHASES)}")
+        args.kills.append(Kill(index, int(match[1]), int(match[2]), match[3]))
+    if not script or (args.kills and not args.marker):
+        parser.error("expected [--at ... --marker FILE] -- SCRIPT ARGUMENTS")
+    if args.local_rank is not None:
+        script.append(f"--local_rank={args.local_rank}")
+    return args, script
+
+
+def main() -> None:
+    args, script = parse_args(sys.argv[1:])
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    install(Injector(args.kills, args.marker, args.observe, args.samples_per_step))
+    sys.argv = script
+    sys.path[0] = str(Path(script[0]).resolve().parent)
+    runpy.run_path(script[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

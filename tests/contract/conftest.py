@@ -1,0 +1,6 @@
+"""Makes `support` importable from the test modules."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))

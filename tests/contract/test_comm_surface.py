@@ -1,0 +1,120 @@
+"""Every collective through a handle gives what plain gloo gives; the handle hides torch's group completely."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from support.comm import TIMEOUT, battery, become, live
+from support.forked import Cell, Fleet
+from support.zygote import in_zygote
+
+from deadpool_plugin.comm import collective
+from deadpool_plugin.comm.handle import Handle
+from deadpool_plugin.comm.store import host_store
+
+
+def _plain(rank: int, size: int, address: Cell) -> Any:
+    become(rank, size)
+    if rank == 0:
+        server, text = host_store()
+        address.set(text)
+    host, port = address.get().rsplit(":", 1)
+    store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+    pair = [dist.new_group([index, index + 1]) for index in range(0, size, 2)][rank // 2]
+    results = battery(), battery(pair)
+    dist.barrier()
+    return results
+
+
+def _handles(rank: int, size: int, address: Cell) -> Any:
+    if rank == 0:
+        server, text = host_store("127.0.0.1")
+        address.set(text)
+    groups = live(rank, size, address.get())
+    pair = [dist.new_group([index, index + 1]) for index in range(0, size, 2)][rank // 2]
+    results = battery(), battery(pair)
+    dist.barrier()
+    return results
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@in_zygote
+def test_every_collective_equals_plain_gloo(size: int) -> None:
+    with Fleet() as fleet:
+        results = []
+        for function in (_plain, _handles):
+            address = Cell()
+            results.append(fleet.values([fleet.fork(function, rank, size, address) for rank in range(size)]))
+    assert results[0] == results[1]
+
+
+def _holders_of_raw_groups() -> list[str]:
+    """Python objects, other than a handle's own attributes, that refer to a group of torch's (itself untracked)."""
+    found = []
+    for holder in gc.get_objects():
+        if any(type(item) is dist.ProcessGroup for item in gc.get_referents(holder)):
+            own = isinstance(holder, Handle) or (isinstance(holder, dict) and "_groups" in holder)
+            found += [] if own else [f"{type(holder)}: {holder}"]
+    return found
+
+
+def _identity(rank: int, size: int, address: Cell) -> Any:
+    if rank == 0:
+        server, text = host_store("127.0.0.1")
+        address.set(text)
+    groups = live(rank, size, address.get())
+    made = [dist.new_group([0, 1]), dist.new_group([1], backend="gloo"), dist.new_group(backend="cpu:gloo")]
+    default = dist.group.WORLD
+    mine = [group for group in (default, *made) if group is not dist.GroupMember.NON_GROUP_MEMBER]
+    world = dist.distributed_c10d._world
+    tables = [world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config, world.pg_to_tag]
+    held = [group for table in tables for group in table] + [pg for pgs in world.tags_to_pg.values() for pg in pgs]
+    held = [group for group in held if group is not dist.GroupMember.NON_GROUP_MEMBER]
+    facts: dict[str, Any] = {
+        "all handles": all(isinstance(group, Handle) for group in mine + held),
+        "registered": [group is handle for group, handle in zip(mine, groups.handles, strict=True)],
+        "raw": _holders_of_raw_groups(),
+        "resolved": [
+            dist.distributed_c10d._resolve_process_group(group.group_name) is group for group in mine
+        ],
+        "backends": [dist.get_backend(group) for group in mine],
+        "timeouts": [group.timeout == TIMEOUT for group in mine],
+        "ranks": [dist.get_process_group_ranks(group) for group in mine],
+        "desc": [group.group_desc for group in mine],
+    }
+    ended = []
+    groups.on_destroy = lambda: ended.append(dist.is_initialized())
+    dist.barrier()
+    dist.destroy_process_group()
+    facts["ended"] = ended, dist.is_initialized(), len(groups.handles), len(world.pg_map)
+    return facts
+
+
+@in_zygote
+def test_torch_holds_nothing_but_handles() -> None:
+    with Fleet() as fleet:
+        address = Cell()
+        zero, one = fleet.values([fleet.fork(_identity, rank, 2, address) for rank in range(2)])
+    for facts, count in ((zero, 3), (one, 4)):
+        assert facts["all handles"] and facts["raw"] == [], facts
+        assert facts["registered"] == facts["resolved"] == facts["timeouts"] == [True] * count
+        assert facts["ended"] == ([True], False, 0, 0)
+        assert facts["desc"][0] == "default_pg"
+    assert zero["backends"] == ["gloo", "gloo", "cpu:gloo"]
+    assert zero["ranks"] == [[0, 1], [0, 1], [0, 1]] and one["ranks"] == [[0, 1], [0, 1], [1], [0, 1]]
+
+
+def test_no_data_moving_method_of_this_torch_is_missing() -> None:
+    """A method that moves data and is not overridden would fall through to C++ and fail there."""
+    known = {
+        "BackendType", "CUSTOM", "GLOO", "MPI", "NCCL", "UCC", "UNDEFINED", "XCCL", "abort", "bound_device_id", "boxed",
+        "get_group_store", "group_desc", "group_name", "merge_remote_group", "name", "rank", "set_timeout", "shutdown",
+        "size", "split_group", "unbox", "use_pg_for_symm_mem_rendezvous",
+    }  # fmt: skip
+    methods = {name for name in vars(dist.ProcessGroup) if not name.startswith("_")}
+    assert methods - known <= set(collective.OPERATIONS)
+    assert all(name in vars(Handle) for name in collective.available())

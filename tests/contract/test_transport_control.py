@@ -1,0 +1,146 @@
+"""One suite over every ControlTransport: what the agent relies on."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from deadpool_plugin.core.messages import AnyMessage, Goodbye, Status
+from deadpool_plugin.errors import PeerRefused, TransportError
+from deadpool_plugin.transport.base import ControlTransport
+from deadpool_plugin.transport.tcp import ControlMesh
+
+WAIT_S = 20.0
+Factory = Callable[..., ControlTransport]
+
+
+class Node:
+    def __init__(self, node: int, factory: Factory, secret: bytes = b"secret", **options: object) -> None:
+        self.messages: asyncio.Queue[tuple[int, AnyMessage]] = asyncio.Queue()
+        self.lost: asyncio.Queue[tuple[int, str]] = asyncio.Queue()
+        self.transport = factory(
+            node,
+            secret,
+            "127.0.0.1",
+            None,
+            lambda peer, message: self.messages.put_nowait((peer, message)),
+            lambda peer, reason: self.lost.put_nowait((peer, reason)),
+            **options,
+        )
+
+
+def status(step: int) -> Status:
+    return Status(0, step, True, True)
+
+
+@asynccontextmanager
+async def mesh(factory: Factory, size: int) -> AsyncIterator[list[Node]]:
+    nodes = [Node(index, factory) for index in range(size)]
+    table = {index: await node.transport.listen() for index, node in enumerate(nodes)}
+    await asyncio.gather(*(node.transport.connect(table, WAIT_S) for node in nodes))
+    try:
+        yield nodes
+    finally:
+        await asyncio.gather(*(node.transport.close() for node in nodes))
+
+
+@pytest.fixture(params=[ControlMesh])
+def factory(request: pytest.FixtureRequest) -> Factory:
+    made: Factory = request.param
+    return made
+
+
+async def soon(queue: asyncio.Queue[tuple[int, object]]) -> tuple[int, object]:
+    return await asyncio.wait_for(queue.get(), WAIT_S)
+
+
+def test_everyone_hears_everyone_in_order(factory: Factory) -> None:
+    async def scenario() -> None:
+        async with mesh(factory, 3) as nodes:
+            for sender in range(3):
+                for receiver in {0, 1, 2} - {sender}:
+                    for step in range(50):
+                        nodes[sender].transport.send(receiver, status(100 * sender + step))
+            for receiver in range(3):
+                heard = [await soon(nodes[receiver].messages) for _ in range(100)]
+                for sender in {0, 1, 2} - {receiver}:
+                    steps = [message.committed for peer, message in heard if peer == sender]
+                    assert steps == [100 * sender + step for step in range(50)]
+
+    asyncio.run(scenario())
+
+
+def test_a_lost_link_is_told_once_and_sends_are_counted(factory: Factory) -> None:
+    async def scenario() -> None:
+        async with mesh(factory, 3) as nodes:
+            await nodes[2].transport.close()
+            for node in nodes[:2]:
+                assert (await soon(node.lost))[0] == 2
+                node.transport.send(2, status(1))
+                assert node.transport.dropped[2] == 1
+            nodes[0].transport.send(1, status(5))
+            assert await soon(nodes[1].messages) == (0, status(5))
+            assert all(node.lost.empty() for node in nodes)
+
+    asyncio.run(scenario())
+
+
+def test_after_a_goodbye_nothing_is_lost(factory: Factory) -> None:
+    async def scenario() -> None:
+        async with mesh(factory, 2) as nodes:
+            await nodes[1].transport.close(Goodbye(4))
+            assert await soon(nodes[0].messages) == (1, Goodbye(4))
+            assert nodes[0].lost.empty()
+
+    asyncio.run(scenario())
+
+
+def test_a_dropped_node_is_told_by_its_link_and_we_are_not(factory: Factory) -> None:
+    async def scenario() -> None:
+        async with mesh(factory, 3) as nodes:
+            nodes[0].transport.drop(2)
+            assert (await soon(nodes[2].lost))[0] == 0
+            nodes[1].transport.send(0, status(1))
+            await soon(nodes[0].messages)
+            assert nodes[0].lost.empty()
+
+    asyncio.run(scenario())
+
+
+def test_a_missing_node_is_named(factory: Factory) -> None:
+    async def scenario() -> None:
+        node = Node(0, factory)
+        table = {0: await node.transport.listen(), 1: ("127.0.0.1", 1)}
+        with pytest.raises(TransportError, match="no control link to node 1 at"):
+            await node.transport.connect(table, 0.05)
+        await node.transport.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_wrong_secret_is_refused_on_both_sides_once(factory: Factory) -> None:
+    async def scenario() -> None:
+        refused: asyncio.Queue[PeerRefused] = asyncio.Queue()
+        node = Node(0, factory, on_refused=refused.put_nowait)
+        table = {0: await node.transport.listen()}
+        for _ in range(2):
+            stranger = Node(1, factory, secret=b"other")
+            with pytest.raises(PeerRefused, match="does not prove the job's secret"):
+                await stranger.transport.connect(table, WAIT_S)
+            await stranger.transport.close()
+        assert "127.0.0.1" in str(await asyncio.wait_for(refused.get(), WAIT_S))
+        await node.transport.close()
+        assert refused.empty()
+
+    asyncio.run(scenario())
+
+
+def test_a_peer_that_sends_rubbish_is_lost_with_the_reason(factory: Factory) -> None:
+    async def scenario() -> None:
+        async with mesh(factory, 2) as nodes:
+            nodes[0].transport.send(1, ["no", "message"])  # type: ignore[arg-type]
+            peer, reason = await soon(nodes[1].lost)
+            assert peer == 0 and "cannot be read" in str(reason)
+
+    asyncio.run(scenario())

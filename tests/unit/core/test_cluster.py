@@ -1,0 +1,215 @@
+"""Whole jobs in memory: start, commits, every single loss, several losses, verdicts. No hang, no mixed history."""
+
+from __future__ import annotations
+
+import pytest
+from deadpool_plugin import events
+from deadpool_plugin.core import io
+from deadpool_plugin.core.types import World
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from .cluster import Cluster
+
+WORLD = World(0, (0, 0, 1, 1, 2, 2), (3, 4))
+SEEDS = [None, 1, 2, 3]
+
+
+def finished(cluster: Cluster, lost: set[int] = frozenset()) -> None:
+    """Everybody who was not lost has ended well, at the last step, in one history."""
+    assert cluster.exits() == {n: (None if cluster.nodes[n].killed else 0) for n in cluster.nodes if n not in lost} | {
+        n: cluster.exits()[n] for n in lost
+    }
+    states = {worker.state for node in cluster.nodes.values() if node.exit and node.exit[0] == 0 for worker in node.workers.values()}
+    assert len(states) == 1, states
+    assert len(states.pop()) == cluster.last_step + 1
+    check_events(cluster)
+
+
+def check_events(cluster: Cluster) -> None:
+    for node in cluster.nodes.values():
+        for event in node.events:
+            events.make(event.kind, event.fields, node=node.number, generation=0)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_job_without_losses(seed):
+    cluster = Cluster(WORLD, seed=seed)
+    cluster.form()
+    assert cluster.run()
+    finished(cluster)
+    assert cluster.starts == {n: 1 for n in range(5)}
+    assert len(cluster.said("TrainingStarted")) == 1
+    assert [e["step"] for e in cluster.said("StepCommitted")] == sorted(e["step"] for e in cluster.said("StepCommitted"))
+    assert len(cluster.said("Protected")) == 1
+    assert {e["spare"]: e["ranks"] for e in cluster.said("SpareReady")} == {3: (0, 1), 4: (2, 3)}
+    assert not cluster.said("NodeLost")
+
+
+@pytest.mark.parametrize("at", [0, 1, 3, 6])
+@pytest.mark.parametrize("lost", range(5))
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("silent", [False, True])
+def test_one_loss_of_any_node(seed, lost, at, silent):
+    cluster = Cluster(WORLD, seed=seed)
+    cluster.form()
+    assert cluster.run(lambda: cluster.training() and cluster.at_step(at) and bool(cluster.said("Protected")))
+    if silent:
+        cluster.nodes[lost].frozen = cluster.hold = True
+        assert cluster.run(lambda: 1 in cluster.plans)
+        cluster.hold = False
+    else:
+        cluster.kill(lost)
+    assert cluster.run(lambda: all(node.exit for n, node in cluster.nodes.items() if n != lost))
+    finished(cluster, {lost})
+    assert max(cluster.plans) == 1
+    assert cluster.plans[1].lost_nodes == (lost,)
+    for node in cluster.nodes.values():
+        if node.number != lost:
+            assert node.controller.generation == 1
+    assert len(cluster.said("SwapPlanned")) == 1
+    assert len(cluster.said("Unprotected")) == 1
+    if lost < 3:
+        assert len(cluster.said("SwapDone")) == 1
+        assert cluster.said("NodeLost")[0]["lost"] == (lost,)
+
+
+def test_a_stopped_node_that_wakes_up_leaves():
+    for lost in range(5):
+        cluster = Cluster(WORLD, seed=lost, last_step=8)
+        cluster.form()
+        assert cluster.run(lambda: cluster.at_step(3))
+        cluster.nodes[lost].frozen = cluster.hold = True
+        assert cluster.run(lambda: 1 in cluster.plans)
+        cluster.nodes[lost].frozen = cluster.hold = False
+        assert cluster.run()
+        assert cluster.exits() == {n: 87 if n == lost else 0 for n in range(5)}
+
+
+@pytest.mark.parametrize("lost", range(3))
+@pytest.mark.parametrize("seed", SEEDS)
+def test_no_spare_is_a_verdict_known_to_all(seed, lost):
+    cluster = Cluster(World(0, (0, 0, 1, 2)), seed=seed)
+    cluster.form()
+    assert cluster.run(lambda: cluster.at_step(3))
+    cluster.kill(lost)
+    assert cluster.run()
+    for number, node in cluster.nodes.items():
+        if number != lost:
+            code, reason = node.exit
+            assert code == 86 and "no spare" in reason and f"node {lost}" in reason
+            (stopped,) = [e.fields for e in node.events if e.kind == "JobStopped"]
+            assert stopped["lost_ranks"] == cluster.world.ranks_of(lost)
+            assert stopped["newest_committed"] >= 1
+    check_events(cluster)
+
+
+@pytest.mark.parametrize("lost", range(2))
+def test_two_nodes_without_spare(lost):
+    cluster = Cluster(World(0, (0, 1)))
+    cluster.form()
+    assert cluster.run(lambda: cluster.at_step(3))
+    cluster.kill(lost)
+    assert cluster.run()
+    assert cluster.nodes[1 - lost].exit[0] == 86
+
+
+@pytest.mark.parametrize("lost", range(2))
+def test_one_active_node_and_a_spare(lost):
+    """The half with the active node decides; the spare alone cannot know that it is not the one cut off."""
+    cluster = Cluster(World(0, (0, 0), (1,)))
+    cluster.form()
+    assert cluster.run(lambda: cluster.at_step(3))
+    cluster.kill(lost)
+    assert cluster.run()
+    assert cluster.nodes[1 - lost].exit[0] == (86 if lost == 0 else 0)
+
+
+@pytest.mark.parametrize("lost", range(5))
+def test_a_loss_before_training_is_a_verdict(lost):
+    cluster = Cluster(WORLD, seed=lost)
+    cluster.form()
+    cluster.run(lambda: any(cluster.starts.values()))
+    assert not cluster.training()
+    cluster.kill(lost)
+    assert cluster.run()
+    assert {n: c for n, c in cluster.exits().items() if n != lost} == {n: 86 for n in range(5) if n != lost}
+    assert "before training had started" in cluster.nodes[(lost + 1) % 5].exit[1]
+
+
+def test_a_rank_that_never_gets_ready_is_a_verdict():
+    cluster = Cluster(WORLD)
+    cluster.form()
+    cluster.nodes[0].inputs.pop()  # no store is ever offered
+    assert cluster.run()
+    assert set(cluster.exits().values()) == {86}
+    assert "not in training" in cluster.nodes[4].exit[1]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_script_error_ends_the_job_and_spends_no_spare(seed):
+    cluster = Cluster(WORLD, seed=seed)
+    cluster.form()
+    assert cluster.run(lambda: cluster.at_step(2))
+    cluster.nodes[1].inputs.append(io.WorkerFailed(2, 3, "ValueError"))
+    assert cluster.run()
+    assert set(cluster.exits().values()) == {3}
+    assert all("rank 2" in node.exit[1] for node in cluster.nodes.values())
+    assert not cluster.plans
+
+
+@pytest.mark.parametrize("number", range(5))
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_lost_worker_costs_its_node_only(seed, number):
+    cluster = Cluster(WORLD, seed=seed)
+    cluster.form()
+    assert cluster.run(lambda: bool(cluster.said("Protected")) and cluster.at_step(2))
+    cluster.nodes[number].inputs.append(io.WorkerLost(0, "signal 11"))
+    assert cluster.run()
+    assert cluster.exits() == {n: 87 if n == number else 0 for n in range(5)}
+    assert any("signal 11" in str(event["evidence"]) for event in cluster.said("NodeLost"))
+
+
+def test_stop_requested_reaches_all():
+    cluster = Cluster(WORLD)
+    cluster.form()
+    assert cluster.run(lambda: cluster.at_step(2))
+    cluster.nodes[4].inputs.append(io.StopRequested("operator", 143))
+    assert cluster.run()
+    assert set(cluster.exits().values()) == {143}
+
+
+def test_replicas_need_no_payload_mirrors():
+    replicas = {0: (0, 1), 1: (0, 1), 2: (2, 3), 3: (2, 3)}
+    for lost in range(3):
+        cluster = Cluster(World(0, (0, 1, 0, 1), (2,)), seed=lost, replicas=replicas)
+        cluster.form()
+        assert cluster.run(lambda: cluster.at_step(3) and bool(cluster.said("Protected")))
+        cluster.kill(lost)
+        assert cluster.run()
+        finished(cluster)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 10**6), data=st.data())
+def test_losses_one_after_another_never_hang(seed, data):
+    """Any nodes, any time, perhaps during a swap: the job ends well, or with a verdict, and never mixes histories."""
+    cluster = Cluster(World(0, (0, 0, 1, 2), (3, 4)), seed=seed, last_step=8)
+    cluster.duplicates = data.draw(st.booleans())
+    cluster.form()
+    assert cluster.run(lambda: bool(cluster.said("Protected")) and cluster.training())
+    for _ in range(data.draw(st.integers(1, 3))):
+        for _ in range(data.draw(st.integers(0, 300))):
+            cluster.one_event()
+        victim = data.draw(st.integers(0, 4))
+        if data.draw(st.booleans()):
+            cluster.kill(victim)
+        else:
+            cluster.nodes[victim].frozen = True
+    assert cluster.run(lambda: not any(node.up and not node.frozen for node in cluster.nodes.values())), "LIVENESS"
+    codes = {code for n, code in cluster.exits().items() if cluster.nodes[n].exit and not cluster.nodes[n].frozen}
+    assert codes <= {0, 86, 87}
+    if 0 in codes:
+        states = {w.state for node in cluster.nodes.values() if node.exit and node.exit[0] == 0 for w in node.workers.values()}
+        assert len(states) <= 1
+    check_events(cluster)

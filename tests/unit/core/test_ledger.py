@@ -1,0 +1,137 @@
+"""ledger.py against a dumb oracle that tries everything, and the gate's table."""
+
+from __future__ import annotations
+
+import pytest
+from deadpool_plugin.core.ledger import Ledger, may_stage
+from deadpool_plugin.core.types import NO_STEP, Holding, Source, World
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from .strategies import inventories, worlds
+
+STEPS = 3
+
+
+def holding_of(held, node, rank, step):
+    return next((h for h in held[node] if (h.rank, h.step) == (rank, step)), None)
+
+
+def oracle_committed(world, held, step):
+    for rank, home in enumerate(world.node_of):
+        own = holding_of(held, home, rank, step)
+        if own is None or not own.payload:
+            return False
+        others = [node for node in world.members if node != home]
+        header = [node for node in others if holding_of(held, node, rank, step)]
+        payload = [
+            node
+            for node in others
+            for replica in {rank, *own.replicas}
+            if (h := holding_of(held, node, replica, step)) is not None and h.payload
+        ]
+        if others and not (header and payload):
+            return False
+    return True
+
+
+def oracle_restorable(world, held, survivors, step):
+    for rank, home in enumerate(world.node_of):
+        own = holding_of(held, home, rank, step) if home in survivors else None
+        if own is not None and own.payload:
+            continue
+        headers = [h for node in survivors if (h := holding_of(held, node, rank, step))]
+        payloads = [
+            node
+            for header in headers
+            for node in survivors
+            for replica in {rank, *header.replicas}
+            if (h := holding_of(held, node, replica, step)) is not None and h.payload
+        ]
+        if not payloads:
+            return False
+    return True
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data(), world=worlds())
+def test_committed_is_what_the_oracle_says(data, world):
+    held = data.draw(inventories(world, STEPS))
+    expected = max((s for s in range(STEPS) if oracle_committed(world, held, s)), default=NO_STEP)
+    assert Ledger(held).committed(world) == expected
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data(), world=worlds())
+def test_restore_point_is_what_the_oracle_says(data, world):
+    held = data.draw(inventories(world, STEPS))
+    lost = data.draw(st.sets(st.sampled_from(world.members), max_size=2))
+    survivors = [node for node in world.members if node not in lost]
+    expected = [s for s in range(STEPS) if oracle_restorable(world, held, survivors, s)] if survivors else []
+    point = Ledger(held).restore_point(world, survivors)
+    if isinstance(point, str):
+        assert not expected and point
+        return
+    assert point.step == max(expected)
+    for source in point.sources:
+        assert {source.header_node, source.payload_node} <= set(survivors)
+        header = holding_of(held, source.header_node, source.rank, point.step)
+        payload = holding_of(held, source.payload_node, source.payload_rank, point.step)
+        assert payload.payload and source.payload_rank in {source.rank, *header.replicas}
+    sourced = {source.rank for source in point.sources}
+    for rank, home in enumerate(world.node_of):
+        own = holding_of(held, home, rank, point.step) if home in survivors else None
+        assert (rank in sourced) != (own is not None and own.payload)
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data(), world=worlds())
+def test_a_committed_step_survives_any_single_loss(data, world):
+    """RESTORABLE"""
+    ledger = Ledger(data.draw(inventories(world, STEPS)))
+    committed = ledger.committed(world)
+    if committed == NO_STEP or len(world.members) == 1:
+        return
+    for lost in world.members:
+        point = ledger.restore_point(world, [node for node in world.members if node != lost])
+        assert not isinstance(point, str) and point.step >= committed
+
+
+@given(data=st.data(), world=worlds())
+def test_replacing_and_forgetting_leave_no_trace(data, world):
+    first, second = data.draw(inventories(world, STEPS)), data.draw(inventories(world, STEPS))
+    ledger = Ledger(first)
+    for node, held in second.items():
+        ledger.replace(node, held)
+    assert ledger.committed(world) == Ledger(second).committed(world)
+    for node in world.members:
+        ledger.forget(node)
+    assert not ledger._copies and not ledger._of_node
+
+
+def test_a_header_from_one_node_and_the_payload_from_a_replica_of_another():
+    world = World(0, (0, 1, 2, 3))
+    replicas = (0, 2)
+    held = {
+        1: [Holding(1, 4, True, (1, 3)), Holding(0, 4, False, replicas)],
+        2: [Holding(2, 4, True, replicas)],
+        3: [Holding(3, 4, True, (1, 3))],
+    }
+    point = Ledger(held).restore_point(world, [1, 2, 3])
+    assert point.step == 4 and point.sources == (Source(0, header_node=1, payload_node=2, payload_rank=2),)
+
+
+def test_reasons_are_for_people():
+    world = World(0, (0, 1))
+    assert "rank(s) 1" in Ledger({0: [Holding(0, 1, True, (0,))]}).restore_point(world, [0])
+    held = {0: [Holding(0, 1, True, (0,)), Holding(1, 2, True, (1,))]}
+    assert "rank 0: [1], rank 1: [2]" in Ledger(held).restore_point(world, [0])
+    assert Ledger(held).restore_point(world, []) == "no node survives"
+
+
+@pytest.mark.parametrize(
+    ("step", "committed", "allowed"),
+    [(0, -1, True), (1, -1, True), (2, -1, False), (2, 0, False), (2, 1, True), (7, 5, False), (7, 6, True), (7, 9, True)],
+)
+def test_gate(step, committed, allowed):
+    assert may_stage(step, committed) is allowed

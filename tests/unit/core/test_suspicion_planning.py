@@ -1,0 +1,107 @@
+"""suspicion.py, planning.py and inventory.py: tables."""
+
+from __future__ import annotations
+
+import pytest
+from deadpool_plugin import errors
+from deadpool_plugin.core import types
+from deadpool_plugin.core.inventory import Inventory
+from deadpool_plugin.core.ledger import Ledger
+from deadpool_plugin.core.planning import plan_swap
+from deadpool_plugin.core.suspicion import Watch, suspects
+from deadpool_plugin.core.timing import Timing
+from deadpool_plugin.core.types import Holding, Source, SwapPlan, Unrecoverable, World
+
+TIMING = Timing(heartbeat_interval_s=1.0, silent_after_s=10.0)
+WORLD = World(4, (0, 1, 2), (3, 4))
+
+
+def held(*steps_of_rank: tuple[int, int]) -> list[Holding]:
+    return [Holding(rank, step, True, (rank,)) for rank, step in steps_of_rank]
+
+
+FULL = {0: held((0, 5), (2, 5)), 1: held((1, 5), (0, 5)), 2: held((2, 5), (1, 5)), 3: [], 4: []}
+
+
+@pytest.mark.parametrize(
+    ("now", "evidence", "watched", "found"),
+    [
+        (9.9, {}, (1, 2), set()),
+        (10.0, {}, (1, 2), {1}),
+        (10.0, {}, (2,), set()),
+        (15.0, {}, (1, 2), {1, 2}),
+        (0.1, {2: "link lost"}, (1, 2), {2}),
+        (99.0, {}, (7,), set()),
+    ],
+)
+def test_suspects(now, evidence, watched, found):
+    watch = Watch(dict(evidence), {1: 0.0, 2: 5.0})
+    result = suspects(now, watch, watched, TIMING)
+    assert set(result) == found and all(result.values())
+
+
+def test_the_first_reason_stays_and_ones_own_pause_is_no_evidence():
+    watch = Watch(heard={1: 0.0})
+    watch.accuse(2, "first")
+    watch.accuse(2, "second")
+    assert watch.evidence == {2: "first"}
+    watch.excuse_pause(3.0, TIMING)
+    assert suspects(10.0, watch, (1,), TIMING).keys() == {2, 1}
+    watch.excuse_pause(60.0, TIMING)
+    assert suspects(65.0, watch, (1,), TIMING).keys() == {2}
+
+
+def test_a_plan():
+    ledger = Ledger({node: h for node, h in FULL.items() if node != 1})
+    plan = plan_swap(WORLD, ledger, {1}, {0: "", 2: "two", 4: "four"}, 4)
+    assert plan == SwapPlan(World(5, (0, 4, 2), (3,)), 5, (1,), (Source(1, 2, 2, 1),), "two")
+
+
+def test_a_spare_is_lost_and_nobody_takes_over():
+    plan = plan_swap(WORLD, Ledger(FULL), {4}, {0: "zero"}, 4)
+    assert plan == SwapPlan(World(5, (0, 1, 2), (3,)), 5, (4,), (), "zero")
+
+
+def test_no_store_yet_is_a_plan_without_store():
+    assert plan_swap(WORLD, Ledger(FULL), {4}, {}, 4).store == ""
+
+
+@pytest.mark.parametrize(
+    ("lost", "ranks", "newest", "says"),
+    [
+        ({0, 3, 4}, (0,), 5, "no spare is left for lost node(s) 0, 3, 4"),
+        ({0, 1}, (0, 1), 4, "rank(s) 0"),
+        ({0, 1, 4}, (0, 1), 4, "only 1 spare(s) are left"),
+    ],
+)
+def test_no_plan(lost, ranks, newest, says):
+    ledger = Ledger({node: h for node, h in FULL.items() if node not in lost})
+    result = plan_swap(WORLD, ledger, lost, {2: "two"}, 4)
+    assert isinstance(result, Unrecoverable) and says in result.reason
+    assert (result.lost_ranks, result.newest_committed) == (ranks, newest)
+
+
+def test_inventory_keeps_two_steps_and_forgets_what_did_not_happen():
+    inventory = Inventory()
+    for step in range(4):
+        assert inventory.held(Holding(0, step, True, (0,)), 0, 0)
+    assert not inventory.held(Holding(0, 3, True, (0,)), 0, 0)
+    assert [h.step for h in inventory.holdings] == [2, 3]
+    inventory.ready(0)
+    inventory.finished(0)
+    inventory.offer("used")
+    inventory.begin_generation(2, "used")
+    report = inventory.report(1, 0)
+    assert [h.step for h in report.holdings] == [2]
+    assert (report.ready, report.finished, report.store) == ((), (), "")
+    assert not inventory.held(Holding(0, 3, True, (0,)), 0, 1), "the old history's"
+    assert inventory.held(Holding(1, 2, True, (1,)), 0, 1), "late, but true of both histories"
+    assert not inventory.held(Holding(1, 3, True, (1,)), 2, 1), "not decided yet"
+    assert inventory.dropped(1, 1) and not inventory.dropped(1, 1)
+    assert inventory.offer("kept") and not inventory.offer("kept")
+    inventory.begin_generation(2, "another's")
+    assert inventory.store == "kept"
+
+
+def test_exit_codes_are_those_of_errors():
+    assert (types.EXIT_UNRECOVERABLE, types.EXIT_FENCED) == (errors.EXIT_UNRECOVERABLE, errors.EXIT_FENCED)

@@ -1,0 +1,122 @@
+import mmap
+import os
+import signal
+import socket
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deadpool_plugin.errors import ConfigError, TransportError
+from deadpool_plugin.mirror.arena import PAGE_BYTES, SlotPair, SnapshotHeader
+from deadpool_plugin.transport.local import ArenaHandOver, LocalConnection, Staged
+
+PAYLOAD = 3 * PAGE_BYTES + 17
+
+
+def test_two_slots_hold_two_steps() -> None:
+    pair = SlotPair.create(5, 4096, PAYLOAD)
+    assert pair.open(0) is None and pair.open(1) is None
+    for step in (6, 7):
+        pair.invalidate(step)
+        pair.payload(step)[:] = bytes([step]) * PAYLOAD
+        pair.seal(step, 2, "layout", b"scalars %d" % step)
+    assert pair.open(6) == SnapshotHeader(5, 6, 2, "layout", PAYLOAD, b"scalars 6")
+    assert pair.open(7) == SnapshotHeader(5, 7, 2, "layout", PAYLOAD, b"scalars 7")
+    assert bytes(pair.payload(6)) == b"\x06" * PAYLOAD
+    assert pair.open(8) is None and pair.open(4) is None
+    pair.invalidate(8)
+    assert pair.open(6) is None and pair.open(7) is not None
+    pair.close()
+
+
+def test_too_large_scalars_name_the_setting() -> None:
+    pair = SlotPair.create(0, 4096, 0)
+    with pytest.raises(ConfigError, match="set header_kib to at least 5"):
+        pair.seal(0, 0, "layout", bytes(4097))
+    assert pair.open(0) is None
+    pair.close()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 100), st.integers(1, 255))
+def test_a_damaged_header_is_no_header(position: int, flip: int) -> None:
+    pair = SlotPair.create(0, 4096, 0)
+    pair.seal(0, 0, "layout", bytes(100))
+    area = memoryview(pair._map)
+    area[position] ^= flip
+    assert pair.open(0) is None
+    area.release()
+    pair.close()
+
+
+def test_nobody_can_resize_and_only_the_right_shape_is_attached() -> None:
+    pair = SlotPair.create(0, 4096, PAYLOAD)
+    with pytest.raises(PermissionError):
+        os.ftruncate(pair.fd, 1)
+    with pytest.raises(TransportError, match="expected"):
+        SlotPair.attach(pair.fd, 0, 4096, PAYLOAD + PAGE_BYTES)
+    unsealed = os.memfd_create("unsealed")
+    os.ftruncate(unsealed, os.fstat(pair.fd).st_size)
+    with pytest.raises(TransportError, match="not sealed"):
+        SlotPair.attach(unsealed, 0, 4096, PAYLOAD)
+    os.close(unsealed)
+    pair.close()
+
+
+def test_without_populate_write_the_pages_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deadpool_plugin.mirror.arena._MADV_POPULATE_WRITE", 9999)
+    pair = SlotPair.create(0, 4096, 20 << 20)
+    assert os.fstat(pair.fd).st_blocks * 512 >= 40 << 20
+    pair.close()
+
+
+def test_views_outlive_close() -> None:
+    pair = SlotPair.create(0, 4096, PAYLOAD)
+    view = pair.payload(0)
+    pair.close()
+    view[:3] = b"abc"
+    assert pair.open(0) is None
+    assert isinstance(view.obj, mmap.mmap)
+
+
+def stage_for_ever(sock: socket.socket) -> None:
+    """The worker of the next test: seals step 0, then rewrites the slot of step 1 until it is killed."""
+    agent = LocalConnection(sock)
+    order, (fd,) = agent.recv()
+    assert isinstance(order, ArenaHandOver)
+    pair = SlotPair.attach(fd, order.rank, order.header_bytes, order.payload_bytes)
+    for step in (0, 1):
+        pair.payload(step)[:] = bytes([step + 1]) * order.payload_bytes
+        pair.seal(step, 0, "layout", b"")
+    pair.invalidate(3)
+    source = b"\x07" * order.payload_bytes
+    pair.payload(3)[: len(source) // 2] = source[: len(source) // 2]
+    agent.send(Staged(0, 0, 0, b""))
+    while True:
+        pair.payload(3)[:] = source
+
+
+def test_a_writer_killed_in_mid_copy_leaves_the_other_slot() -> None:
+    near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    pair = SlotPair.create(0, 4096, 8 << 20)
+    child = os.fork()
+    if child == 0:
+        try:
+            near.close()
+            stage_for_ever(far)
+        finally:
+            os._exit(1)
+    far.close()
+    worker = LocalConnection(near)
+    worker.send(ArenaHandOver(0, 4096, 8 << 20), [pair.fd])
+    assert worker.recv(timeout_s=20) == (Staged(0, 0, 0, b""), [])
+    os.kill(child, signal.SIGKILL)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    assert pair.payload(1)[0] == 7, "the kill must have struck a slot in mid copy"
+    assert pair.open(1) is None and pair.open(3) is None
+    header = pair.open(0)
+    assert header is not None and header.step == 0
+    assert pair.payload(0) == b"\x01" * (8 << 20)
+    worker.close()
+    pair.close()

@@ -1,0 +1,333 @@
+import contextlib
+import os
+import queue
+import socket
+import threading
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+
+from deadpool_plugin.core.types import Holding
+from deadpool_plugin.errors import PeerRefused, TransportError
+from deadpool_plugin.mirror import peer as peer_module
+from deadpool_plugin.mirror import wire
+from deadpool_plugin.mirror.arena import SlotPair
+from deadpool_plugin.mirror.bulk import BulkPeer, BulkServer, RefusedByPeer
+from deadpool_plugin.mirror.store import SnapshotStore
+from deadpool_plugin.mirror.wire import FRAME_BYTES, BulkStream
+from deadpool_plugin.transport.handshake import shake_hands
+from deadpool_plugin.transport.sockets import bound_address, listen_tcp
+
+HEADER = 4096
+PAYLOAD = FRAME_BYTES + 12345
+SECRET = b"secret"
+WAIT_S = 20.0
+
+
+class Node:
+    """One node's store and bulk server, and peers to other nodes."""
+
+    def __init__(self, port_range: tuple[int, int] | None = None) -> None:
+        self.store = SnapshotStore()
+        self.mirrored: queue.Queue[tuple[int, int, int, Holding]] = queue.Queue()
+        self.refused: queue.Queue[PeerRefused] = queue.Queue()
+        self.peers: list[BulkPeer] = []
+        self.serve(port_range)
+
+    def serve(self, port_range: tuple[int, int] | None = None) -> None:
+        self.server = BulkServer(
+            self.store,
+            SECRET,
+            "127.0.0.1",
+            port_range,
+            lambda *told: self.mirrored.put(told),
+            silent_after_s=WAIT_S,
+            on_refused=self.refused.put,
+        )
+
+    def stage(self, rank: int, step: int, generation: int = 0, payload_rank: int | None = None) -> SlotPair:
+        """Content depends on the step and on who computed it; `payload_rank` makes two ranks replicas."""
+        pair = self.store.own(rank) or self.store.create_own(rank, HEADER, PAYLOAD)
+        pair.payload(step)[:] = content(rank if payload_rank is None else payload_rank, step)
+        pair.seal(step, generation, "layout", b"scalars of rank %d" % rank)
+        self.store.staged(rank, step, generation, (rank,))
+        self.store.append(rank, step, b"records %d" % step)
+        return pair
+
+    def peer(self, other: "Node", secret: bytes = SECRET, silent_after_s: float = WAIT_S) -> BulkPeer:
+        return self.peer_at(other.server.address, secret, silent_after_s)
+
+    def peer_at(self, address: tuple[str, int], secret: bytes = SECRET, silent_after_s: float = WAIT_S) -> BulkPeer:
+        self.peers.append(BulkPeer(address, secret, self.store, silent_after_s=silent_after_s))
+        return self.peers[-1]
+
+    def close(self) -> None:
+        for peer in self.peers:
+            peer.close()
+        self.server.close()
+        self.store.close()
+
+
+def content(rank: int, step: int) -> bytes:
+    return bytes([rank + 1, step]) * (PAYLOAD // 2) + b"\0" * (PAYLOAD % 2)
+
+
+def push(peer: BulkPeer, rank: int, step: int, generation: int = 0, payload: bool = True) -> tuple[bool, str]:
+    done: queue.Queue[tuple[bool, str]] = queue.Queue()
+    replicas = (rank,) if payload else (rank, rank + 1)
+    peer.push(rank, step, generation, payload, replicas, "layout", b"records %d" % step, lambda *told: done.put(told))
+    return done.get(timeout=WAIT_S)
+
+
+@pytest.fixture
+def nodes() -> Iterator[list[Node]]:
+    before = set(threading.enumerate())
+    made = [Node(), Node(), Node()]
+    yield made
+    for node in made:
+        node.close()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(WAIT_S)
+        assert not thread.is_alive(), f"{thread} leaks"
+
+
+class Proxy:
+    """Forwards one connection and flips the byte at `flip_at` of what the dialler sends."""
+
+    def __init__(self, target: tuple[str, int], flip_at: int) -> None:
+        self._listener = listen_tcp("127.0.0.1")
+        self.address = bound_address(self._listener)
+        self._target, self._flip_at = target, flip_at
+        self.flipped = threading.Event()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        with self._listener:
+            dialler = self._listener.accept()[0]
+        target = socket.create_connection(self._target)
+        back = threading.Thread(target=self._pump, args=(target, dialler, -1), daemon=True)
+        back.start()
+        self._pump(dialler, target, self._flip_at)
+        back.join()
+        dialler.close()
+        target.close()
+
+    def _pump(self, source: socket.socket, target: socket.socket, flip_at: int) -> None:
+        seen = 0
+        with contextlib.suppress(OSError):
+            while data := bytearray(source.recv(1 << 16)):
+                if seen <= flip_at < seen + len(data):
+                    data[flip_at - seen] ^= 0x40
+                    self.flipped.set()
+                seen += len(data)
+                target.sendall(data)
+        with contextlib.suppress(OSError):
+            target.shutdown(socket.SHUT_WR)
+
+
+def test_a_push_is_verified_sealed_told_and_acknowledged(nodes: list[Node]) -> None:
+    a, b, _ = nodes
+    pair, peer = a.stage(0, 3), a.peer(b)
+    assert push(peer, 0, 3) == (True, "")
+    holding = Holding(0, 3, True, (0,))
+    assert b.mirrored.get_nowait() == (0, 3, 0, holding)
+    mirror = b.store.mirrored(0)
+    assert mirror is not None and mirror.payload(3) == content(0, 3) and mirror.open(3) == pair.open(3)
+    assert b.store.holdings() == (holding,)
+    a.stage(0, 4)
+    assert push(peer, 0, 4)[0] and [held.step for held in b.store.holdings()] == [3, 4]
+
+
+def test_only_the_header_travels_where_a_replica_holds_the_payload(nodes: list[Node]) -> None:
+    a, b, _ = nodes
+    a.stage(0, 2)
+    assert push(a.peer(b), 0, 2, payload=False)[0]
+    mirror = b.store.mirrored(0)
+    assert mirror is not None and mirror.payload_bytes == 0
+    header = mirror.open(2)
+    assert header is not None and header.payload_bytes == PAYLOAD
+    assert b.store.holdings() == (Holding(0, 2, False, (0, 1)),)
+
+
+@pytest.mark.parametrize("where", [200_000, FRAME_BYTES + 5000], ids=["first frame", "last frame"])
+def test_a_corrupted_frame_is_refused_and_the_slot_left_invalid(nodes: list[Node], where: int) -> None:
+    a, b, _ = nodes
+    a.stage(0, 1)
+    assert push(a.peer(b), 0, 1)[0]
+    a.stage(0, 2)
+    a.stage(0, 3)
+    proxy = Proxy(b.server.address, where)
+    ok, reason = push(a.peer_at(proxy.address), 0, 3)
+    assert not ok and proxy.flipped.is_set()
+    assert "checksum" in reason or "broke" in reason or "closed" in reason
+    mirror = b.store.mirrored(0)
+    assert mirror is not None and mirror.open(3) is None and mirror.open(1) is None
+    assert b.store.holdings() == () and b.mirrored.qsize() == 1
+    assert push(a.peer(b), 0, 3)[0] and mirror.payload(3) == content(0, 3)
+
+
+def test_an_older_generation_is_refused_and_changes_nothing(nodes: list[Node]) -> None:
+    a, b, _ = nodes
+    a.stage(0, 3)
+    peer = a.peer(b)
+    assert push(peer, 0, 3)[0]
+    b.store.fence(1)
+    a.stage(0, 5)
+    ok, reason = push(peer, 0, 5, generation=0)
+    assert not ok and "generation 0" in reason and "generation 1 or newer" in reason
+    assert [held.step for held in b.store.holdings()] == [3]
+    a.store.fence(1)
+    assert "generation" in push(peer, 0, 5, generation=0)[1]
+    a.stage(0, 5, generation=1)
+    assert push(peer, 0, 5, generation=1)[0]
+
+
+def test_a_fence_cuts_a_silent_sender_so_that_the_next_can_write(nodes: list[Node]) -> None:
+    a, b, _ = nodes
+    pair = a.stage(0, 3)
+    with socket.create_connection(b.server.address) as sock:
+        shake_hands(sock, SECRET, wire.PURPOSE, 0, dialling=True)
+        stale = BulkStream(sock, WAIT_S)
+        digest = pair.header_digest(3)
+        assert digest is not None
+        stale.send(wire.Push(0, 3, 0, (0,), HEADER, digest, "layout", True, PAYLOAD))
+        stale.expect(wire.Ready)
+        stale.send_blob(msgspec.msgpack.encode([b""]))
+        stale.send_blob(pair.encoded_header(3) or b"")
+        stale._send_frame(b"DPda", 0, memoryview(bytes(FRAME_BYTES)))
+        a.store.fence(1)
+        b.store.fence(1)
+        a.stage(0, 3, generation=1)
+        assert push(a.peer(b), 0, 3, generation=1)[0]
+    mirror = b.store.mirrored(0)
+    assert mirror is not None and mirror.payload(3) == content(0, 3)
+
+
+def test_what_is_mirrored_already_is_not_sent_again(nodes: list[Node], monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b, _ = nodes
+    a.stage(0, 3)
+    peer = a.peer(b)
+    assert push(peer, 0, 3)[0]
+    for node in (a, b):
+        node.store.fence(1)
+    monkeypatch.setattr(BulkStream, "send_data", lambda self, view: pytest.fail("sent again"))
+    assert push(peer, 0, 3, generation=1) == (True, "")
+    assert [b.mirrored.get_nowait()[2] for _ in range(2)] == [0, 1]
+
+
+def test_missing_history_goes_along(nodes: list[Node]) -> None:
+    a, b, c = nodes
+    for step in range(1, 4):
+        a.stage(0, step)
+    assert push(a.peer(b), 0, 3)[0]
+    records = [b"records 1", b"records 2", b"records 3"]
+    assert b.store.get(0, 1, 3) == records
+    assert c.peer(b).get_history(0, 1, 3) == records
+    with pytest.raises(RefusedByPeer, match="steps 0 to 3 are wanted, held are 1 to 3"):
+        c.peer(b).get_history(0, 0, 3)
+    a.stage(0, 4)
+    assert push(a.peers[0], 0, 4)[0] and b.store.history_range(0) == (1, 4)
+
+
+def test_recordings_travel(nodes: list[Node]) -> None:
+    a, b, c = nodes
+    recording, done = os.urandom(FRAME_BYTES + 7), queue.Queue[tuple[bool, str]]()
+    a.peer(b).push_recording(4, recording, lambda *told: done.put(told))
+    assert done.get(timeout=WAIT_S) == (True, "")
+    assert c.peer(b).get_recording(4) == recording
+    with pytest.raises(RefusedByPeer, match="no recording of rank 5 is held here"):
+        c.peer(b).get_recording(5)
+
+
+def test_fetch_takes_header_and_payload_from_different_ranks_and_nodes(nodes: list[Node]) -> None:
+    a, b, c = nodes
+    source = a.stage(0, 3)
+    assert push(a.peer(b), 0, 3, payload=False)[0]
+    d = Node()
+    d.stage(1, 3, payload_rank=0)
+    from_b, from_d = c.peer(b), c.peer(d)
+    header, _ = from_b.fetch_header(0, 3)
+    into = c.store.create_own(0, HEADER, header.payload_bytes)
+    assert from_b.fetch(0, 3, 1, into, payload_peer=from_d) == source.open(3) == into.open(3)
+    assert into.payload(3) == content(0, 3)
+    with pytest.raises(RefusedByPeer, match="the payload of rank 0, step 3 is not held here"):
+        from_b.fetch(0, 3, None, into)
+    assert into.open(3) is None, "a fetch that failed leaves the slot invalid"
+    with pytest.raises(RefusedByPeer, match="the header of rank 0, step 9"):
+        from_b.fetch(0, 9, None, into)
+    d.close()
+
+
+def test_a_snapshot_overwritten_while_it_is_fetched_is_not_used(
+    nodes: list[Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, _, c = nodes
+    source = a.stage(0, 3)
+    into = c.store.create_own(0, HEADER, PAYLOAD)
+    original = BulkStream.send_data
+
+    def overwrite(self: BulkStream, view: memoryview) -> None:
+        original(self, view)
+        if len(view) == PAYLOAD:
+            source.invalidate(5)
+
+    monkeypatch.setattr(BulkStream, "send_data", overwrite)
+    with pytest.raises(RefusedByPeer, match="overwritten while it was sent"):
+        c.peer(a).fetch(0, 3, None, into)
+    assert into.open(3) is None
+
+
+def test_a_wrong_secret_is_refused_on_both_sides(nodes: list[Node]) -> None:
+    a, b, _ = nodes
+    a.stage(0, 3)
+    ok, reason = push(a.peer(b, secret=b"other"), 0, 3)
+    assert not ok and "does not prove the job's secret" in reason
+    assert "127.0.0.1" in str(b.refused.get(timeout=WAIT_S))
+    with pytest.raises(PeerRefused):
+        a.peers[0].get_recording(0)
+
+
+def test_a_silent_peer_a_dead_peer_and_a_closed_one(nodes: list[Node]) -> None:
+    a, b, _ = nodes
+    a.stage(0, 3)
+    with listen_tcp("127.0.0.1") as silent:  # accepts by its backlog, never answers
+        ok, reason = push(a.peer_at(bound_address(silent), silent_after_s=0.1), 0, 3)
+        assert not ok and "handshake" in reason
+        dead = bound_address(silent)
+    ok, reason = push(a.peer_at(dead), 0, 3)
+    assert not ok and "no bulk connection" in reason
+    with pytest.raises(TransportError, match="no bulk connection"):
+        a.peers[-1].fetch_header(0, 3)
+    peer = a.peer(b)
+    peer.close()
+    assert push(peer, 0, 3) == (False, f"the connection to {b.server.address} is closed")
+
+
+def test_a_server_that_came_back_is_found_again(nodes: list[Node]) -> None:
+    a, b, _ = nodes
+    a.stage(0, 3)
+    peer = a.peer(b)
+    assert push(peer, 0, 3)[0]
+    port = b.server.address[1]
+    b.server.close()
+    b.serve((port, port))
+    a.stage(0, 4)
+    assert push(peer, 0, 4) == (True, "")
+
+
+def test_the_queue_is_bounded(nodes: list[Node], monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b, _ = nodes
+    monkeypatch.setattr(peer_module, "QUEUE_MAX", 1)
+    busy, go_on = threading.Event(), threading.Event()
+
+    def block(ok: bool, reason: str) -> None:
+        busy.set()
+        go_on.wait(WAIT_S)
+
+    peer = a.peer(b)
+    peer.push_recording(0, b"", block)
+    assert busy.wait(WAIT_S)
+    peer.push_recording(1, b"")
+    assert push(peer, 0, 3) == (False, f"1 transfers to {b.server.address} wait already")
+    go_on.set()

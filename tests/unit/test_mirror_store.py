@@ -1,0 +1,120 @@
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deadpool_plugin.core.types import Holding
+from deadpool_plugin.errors import StaleGeneration, TransportError
+from deadpool_plugin.mirror.history import History, HistoryPruned
+from deadpool_plugin.mirror.store import NotHeld, SnapshotStore
+
+
+def staged(store: SnapshotStore, rank: int, step: int, generation: int = 0) -> Holding:
+    pair = store.own(rank) or store.create_own(rank, 4096, 64)
+    pair.seal(step, generation, "layout", b"")
+    return store.staged(rank, step, generation, (rank,))
+
+
+def test_holdings_are_the_two_newest_steps() -> None:
+    store = SnapshotStore()
+    for step in range(4):
+        staged(store, 0, step)
+    assert [holding.step for holding in store.holdings()] == [2, 3]
+    pair = store.own(0)
+    assert pair is not None
+    pair.invalidate(4)
+    assert [holding.step for holding in store.holdings()] == [3], "a slot being rewritten is not held"
+    with pytest.raises(NotHeld, match="rank 0, step 2"):
+        store.readable(0, 2, payload=True)
+    with pytest.raises(TransportError, match="does not hold it"):
+        store.staged(0, 4, 0, (0,))
+    store.close()
+
+
+def test_a_roll_back_forgets_later_steps_and_records() -> None:
+    store = SnapshotStore()
+    for step in range(4):
+        staged(store, 0, step)
+        store.append(0, step, b"records")
+    store.drop_newer(0, 2)
+    assert [holding.step for holding in store.holdings()] == [2] and store.history_range(0) == (0, 2)
+    store.fence(1)
+    with pytest.raises(StaleGeneration, match="generation 0; expected generation 1"):
+        store.staged(0, 3, 0, (0,))
+    staged(store, 0, 3, 1)
+    assert [holding.step for holding in store.holdings()] == [2, 3]
+    store.close()
+
+
+def test_the_fence_never_goes_back_and_is_told_once() -> None:
+    store, told = SnapshotStore(), []
+    store.on_fence(told.append)
+    for generation in (2, 1, 2, 3):
+        store.fence(generation)
+    assert told == [2, 3] and store.generation == 3
+
+
+def test_a_mirror_keeps_headers_when_it_needs_room_for_payloads() -> None:
+    store, origin = SnapshotStore(), SnapshotStore()
+    staged(origin, 0, 4)
+    source = origin.own(0)
+    assert source is not None
+    encoded = source.encoded_header(4)
+    assert encoded is not None
+    small = store.begin_mirror(0, 4, 0, 4096, 0)
+    store.finish_mirror(small, encoded, 0, Holding(0, 4, False, (0, 1)), [b"a", b"b"])
+    assert store.get(0, 3, 4) == [b"a", b"b"]
+    large = store.begin_mirror(0, 5, 0, 4096, 64)
+    assert large.payload_bytes == 64
+    assert store.holdings() == (Holding(0, 4, False, (0, 1)),)
+    with pytest.raises(NotHeld, match="payload"):
+        store.readable(0, 4, payload=True)
+    with pytest.raises(TransportError, match="expected rank 0, step 5"):
+        store.finish_mirror(large, encoded, 0, Holding(0, 5, True, (0,)), [])
+    with pytest.raises(TransportError, match="runs on this node"):
+        origin.begin_mirror(0, 5, 0, 4096, 64)
+    store.close()
+    origin.close()
+
+
+def test_one_writer_per_rank() -> None:
+    store, refused = SnapshotStore(), threading.Event()
+
+    def second() -> None:
+        with pytest.raises(TransportError, match="still runs"), store.writing(0, 0.01):
+            pass
+        refused.set()
+
+    with store.writing(0):
+        threading.Thread(target=second).start()
+        assert refused.wait(20)
+        with store.writing(1):
+            pass
+
+
+def test_recordings() -> None:
+    store = SnapshotStore()
+    store.put_recording(1, b"recording")
+    assert store.get_recording(1) == b"recording"
+    with pytest.raises(NotHeld, match=r"rank 0 .*held: \[1\]"):
+        store.get_recording(0)
+
+
+@given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 6))), st.integers(0, 12), st.integers(0, 12))
+def test_history_against_an_oracle(writes: list[tuple[int, int]], first: int, last: int) -> None:
+    history, oracle = History(12), {}
+    for step, size in writes:
+        history.append(step, bytes(size))
+        oracle = {past: size for past, size in oracle.items() if past < step}
+        if step - 1 not in oracle:
+            oracle = {}
+        oracle[step] = size
+        while sum(oracle.values()) > 12:
+            del oracle[min(oracle)]
+    held = set(range(first, last + 1)) <= set(oracle)
+    if held:
+        assert history.get(first, last) == [bytes(oracle[step]) for step in range(first, last + 1)]
+    else:
+        with pytest.raises(HistoryPruned, match="raise history_limit_mib"):
+            history.get(first, last)

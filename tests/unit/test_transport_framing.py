@@ -1,0 +1,34 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deadpool_plugin.errors import CorruptFrame, TransportError
+from deadpool_plugin.transport.framing import FrameBuffer, FrameProtocol, pack_frame
+
+
+@given(st.lists(st.binary(max_size=40)), st.lists(st.integers(1, 17), min_size=1))
+def test_frames_survive_any_chunking(bodies: list[bytes], sizes: list[int]) -> None:
+    stream = b"".join(pack_frame(body, 40) for body in bodies)
+    buffer, found, start, turn = FrameBuffer(40), [], 0, 0
+    while start < len(stream):
+        size = sizes[turn % len(sizes)]
+        found += list(buffer.feed(stream[start : start + size]))
+        start, turn = start + size, turn + 1
+    assert found == bodies
+
+
+def test_frames_before_a_damaged_length_are_delivered() -> None:
+    buffer, found = FrameBuffer(10), []
+    with pytest.raises(CorruptFrame, match="announces 1000 bytes, at most 10"):
+        for body in buffer.feed(pack_frame(b"good", 10) + (1000).to_bytes(4, "big")):
+            found.append(body)
+    assert found == [b"good"]
+
+
+def test_a_body_beyond_the_limit_is_not_sent() -> None:
+    with pytest.raises(TransportError, match="11 bytes exceeds the limit of 10"):
+        pack_frame(b"x" * 11, 10)
+
+
+def test_nothing_is_sent_before_the_connection_is_made() -> None:
+    assert not FrameProtocol(lambda body: None, lambda reason: None).send(b"")

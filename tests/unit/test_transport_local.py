@@ -1,0 +1,156 @@
+import asyncio
+import os
+import socket
+import threading
+
+import pytest
+
+from deadpool_plugin.transport.framing import ConnectionClosed, pack_frame
+from deadpool_plugin.transport.local import (
+    ArenaHandOver,
+    Committed,
+    History,
+    LocalConnection,
+    LocalPeer,
+    LocalServer,
+    Staged,
+    WorkerHello,
+)
+from deadpool_plugin.transport.unix import connect_unix, listen_unix
+
+WAIT_S = 20.0
+
+
+class Agent:
+    """A LocalServer whose callbacks fill queues."""
+
+    def __init__(self) -> None:
+        self.name = f"deadpool-test-{os.getpid()}-{id(self)}"
+        self.messages: asyncio.Queue[tuple[LocalPeer, object, list[int]]] = asyncio.Queue()
+        self.closed: asyncio.Queue[LocalPeer] = asyncio.Queue()
+        self.refused: list[str] = []
+        self.server = LocalServer(
+            listen_unix(self.name),
+            lambda peer, message, fds: self.messages.put_nowait((peer, message, fds)),
+            self.closed.put_nowait,
+            self.refused.append,
+        )
+
+    async def next(self) -> tuple[LocalPeer, object, list[int]]:
+        return await asyncio.wait_for(self.messages.get(), WAIT_S)
+
+
+def test_messages_and_descriptors_both_ways() -> None:
+    async def scenario() -> None:
+        agent = Agent()
+        worker = await asyncio.to_thread(LocalConnection.to, agent.name)
+        worker.send(WorkerHello(0, 42))
+        peer, message, _ = await agent.next()
+        assert message == WorkerHello(0, 42) and peer.pid == os.getpid()
+        read_end, write_end = os.pipe()
+        peer.send(Committed(3))
+        peer.send(ArenaHandOver(0, 1, 2), [write_end])
+        os.close(write_end)
+        assert await asyncio.to_thread(worker.recv) == (Committed(3), [])
+        handed, (fd,) = await asyncio.to_thread(worker.recv)
+        assert handed == ArenaHandOver(0, 1, 2) and not os.get_inheritable(fd)
+        os.write(fd, b"through")
+        os.close(fd)
+        assert os.read(read_end, 100) == b"through" and os.read(read_end, 1) == b""
+        os.close(read_end)
+        worker.close()
+        assert await asyncio.wait_for(agent.closed.get(), WAIT_S) is peer
+        agent.server.close()
+
+    asyncio.run(scenario())
+
+
+def test_large_messages_do_not_block_the_agent() -> None:
+    async def scenario() -> None:
+        agent = Agent()
+        worker = await asyncio.to_thread(LocalConnection.to, agent.name)
+        worker.send(WorkerHello(0, 1))
+        peer, _, _ = await agent.next()
+        history = History(1, [os.urandom(1 << 20)] * 20)
+        peer.send(history)
+        peer.send(Committed(1))
+        assert (await asyncio.to_thread(worker.recv))[0] == history
+        assert (await asyncio.to_thread(worker.recv))[0] == Committed(1)
+        staged = Staged(0, 1, 0, os.urandom(5 << 20))
+        await asyncio.to_thread(worker.send, staged)
+        assert (await agent.next())[1] == staged
+        worker.close()
+        agent.server.close()
+
+    asyncio.run(scenario())
+
+
+def test_senders_of_many_threads_do_not_mix() -> None:
+    async def scenario() -> None:
+        agent = Agent()
+        worker = await asyncio.to_thread(LocalConnection.to, agent.name)
+
+        def send(rank: int) -> None:
+            for step in range(50):
+                worker.send(Staged(rank, step, 0, bytes(5000)))
+
+        threads = [threading.Thread(target=send, args=(rank,)) for rank in range(4)]
+        for thread in threads:
+            thread.start()
+        steps: dict[int, list[int]] = {rank: [] for rank in range(4)}
+        for _ in range(200):
+            _, message, _ = await agent.next()
+            assert isinstance(message, Staged)
+            steps[message.rank].append(message.step)
+        assert all(seen == list(range(50)) for seen in steps.values())
+        worker.close()
+        agent.server.close()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    "rubbish",
+    [pack_frame(b"\xc1", 10), b"\xff" * 8, pack_frame(b"\x94\xadArenaHandOver\x00\x01\x02", 100)],
+    ids=["not msgpack", "absurd length", "descriptor missing"],
+)
+def test_a_peer_that_breaks_the_protocol_is_cut_off(rubbish: bytes) -> None:
+    async def scenario() -> None:
+        agent = Agent()
+        sock = await asyncio.to_thread(connect_unix, agent.name)
+        sock.sendall(rubbish)
+        await asyncio.wait_for(agent.closed.get(), WAIT_S)
+        assert len(agent.refused) == 1 and not agent.server.peers
+        sock.close()
+        agent.server.close()
+
+    asyncio.run(scenario())
+
+
+def test_the_end_of_the_agent_and_time_outs_are_told() -> None:
+    near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    worker = LocalConnection(near)
+    with pytest.raises(TimeoutError):
+        worker.recv(timeout_s=0.01)
+    far.close()
+    with pytest.raises(ConnectionClosed):
+        worker.recv()
+    with pytest.raises(ConnectionClosed):
+        worker.send(Committed(1))
+    with pytest.raises(ConnectionClosed, match="nobody answers"):
+        connect_unix("deadpool-test-nobody")
+
+
+def test_close_wakes_a_blocked_receiver() -> None:
+    near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    worker, ended = LocalConnection(near), threading.Event()
+
+    def receive() -> None:
+        with pytest.raises(ConnectionClosed):
+            worker.recv()
+        ended.set()
+
+    threading.Thread(target=receive).start()
+    worker.close()
+    assert ended.wait(WAIT_S)
+    far.close()

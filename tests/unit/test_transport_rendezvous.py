@@ -1,0 +1,64 @@
+import asyncio
+
+from deadpool_plugin.errors import PeerRefused, TransportError
+from deadpool_plugin.transport.rendezvous import Hello, meet
+from deadpool_plugin.transport.sockets import address_towards, bound_address, listen_tcp
+
+
+def free_port() -> int:
+    with listen_tcp("127.0.0.1") as sock:
+        return bound_address(sock)[1]
+
+
+def hello(node: int, host: str = "") -> Hello:
+    return Hello(
+        node, host or f"host{node}", ("127.0.0.1", 1000 + node), ("127.0.0.1", 2000 + node), 2, {"torch": "2"}, "d"
+    )
+
+
+async def gather(
+    port: int, total: int, *joins: tuple[int, bytes, float], hellos: dict[int, Hello] | None = None
+) -> list:
+    meets = [meet(node, total, "127.0.0.1", port, hello(node), secret, timeout_s) for node, secret, timeout_s in joins]
+    return await asyncio.wait_for(asyncio.gather(*meets, return_exceptions=True), 30)
+
+
+def test_all_get_the_same_table_whoever_comes_first() -> None:
+    port = free_port()
+    tables = asyncio.run(gather(port, 3, (2, b"s", 10), (1, b"s", 10), (0, b"s", 10)))
+    assert tables == [[hello(0), hello(1), hello(2)]] * 3
+
+
+def test_missing_nodes_are_named_to_everyone() -> None:
+    errors = asyncio.run(gather(free_port(), 4, (0, b"s", 0.3), (1, b"s", 0.3)))
+    for error in errors:
+        assert isinstance(error, TransportError) and "only 2 of 4 nodes met" in str(error)
+        assert "missing: node 2, 3" in str(error)
+
+
+def test_a_wrong_secret_is_told_on_both_sides() -> None:
+    host, stranger = asyncio.run(gather(free_port(), 2, (0, b"s", 0.5), (1, b"other", 10)))
+    assert isinstance(stranger, PeerRefused) and "does not prove the job's secret" in str(stranger)
+    assert isinstance(host, TransportError) and "does not prove the job's secret" in str(host)
+
+
+def test_a_host_that_is_not_there_is_named() -> None:
+    (error,) = asyncio.run(gather(free_port(), 2, (1, b"s", 0.1)))
+    assert isinstance(error, TransportError) and "node 0 at 127.0.0.1" in str(error)
+
+
+def test_two_hosts_with_one_node_id_are_told() -> None:
+    async def scenario() -> list:
+        port = free_port()
+        meets = [
+            meet(0, 3, "127.0.0.1", port, hello(0), b"s", 0.5),
+            meet(1, 3, "127.0.0.1", port, hello(1, "a"), b"s", 0.5),
+            meet(1, 3, "127.0.0.1", port, hello(1, "b"), b"s", 0.5),
+        ]
+        return await asyncio.gather(*meets, return_exceptions=True)
+
+    assert "node 1 is here already" in str(asyncio.run(scenario())[0])
+
+
+def test_the_address_towards_a_host() -> None:
+    assert address_towards("127.0.0.1", 1) == "127.0.0.1"
