@@ -186,7 +186,9 @@ def load(path: str | Path | None) -> Config:
     try:
         return Config.model_validate(data)
     except ValidationError as error:
-        raise ConfigError(f"{path}: {_describe(error)}", remedy="correct the file (configs/full.yaml shows all)") from error
+        raise ConfigError(
+            f"{path}: {_describe(error)}", remedy="correct the file (configs/full.yaml shows all)"
+        ) from error
 
 
 def _describe(error: ValidationError) -> str:

@@ -72,7 +72,7 @@ class InvariantViolated(DeadpoolError):
     """A bug of this package."""
 
 
-class GenerationChanged(BaseException):  # noqa: N818 - a control-flow signal, named like an event
+class GenerationChanged(BaseException):
     """Raised in a worker's main thread when its generation is over; unwinds to the entry of the current call.
 
     A BaseException, so that `except Exception` in user code cannot eat it. `generation` is the new one.

@@ -26,129 +26,129 @@ class Event(msgspec.Struct, frozen=True, tag_field="event", tag=True, kw_only=Tr
     generation: int = 0
 
 
-class NodeJoined(Event):
+class NodeJoined(Event, frozen=True):
     host: str = ""
     ranks: tuple[int, ...] = ()
     spare: bool = False
 
 
-class WorldFormed(Event):
+class WorldFormed(Event, frozen=True):
     node_of: tuple[int, ...] = ()
     spares: tuple[int, ...] = ()
 
 
-class TrainingStarted(Event):
+class TrainingStarted(Event, frozen=True):
     """Every active rank has reached its first call."""
 
 
-class SpareReady(Event):
+class SpareReady(Event, frozen=True):
     """A standing-by node has rehearsed what it would take over."""
 
     spare: int = -1
     ranks: tuple[int, ...] = ()
 
 
-class StepDone(Event):
+class StepDone(Event, frozen=True):
     rank: int
     step: int
     loss: float | None = None
 
 
-class StepCommitted(Event):
+class StepCommitted(Event, frozen=True):
     step: int
 
 
-class NodeLost(Event):
+class NodeLost(Event, frozen=True):
     lost: tuple[int, ...] | int
     evidence: str = ""
 
 
-class SwapPlanned(Event):
+class SwapPlanned(Event, frozen=True):
     restore_step: int
     lost_nodes: tuple[int, ...] = ()
     takers: dict[str, object] = {}
     duration_s: float = 0.0
 
 
-class WorkerUnblocked(Event):
+class WorkerUnblocked(Event, frozen=True):
     rank: int
     duration_s: float = 0.0
 
 
-class GroupsRebuilt(Event):
+class GroupsRebuilt(Event, frozen=True):
     rank: int
     groups: int = 0
     duration_s: float = 0.0
 
 
-class SnapshotFetched(Event):
+class SnapshotFetched(Event, frozen=True):
     rank: int
     step: int
     nbytes: int = 0
     duration_s: float = 0.0
 
 
-class StateRestored(Event):
+class StateRestored(Event, frozen=True):
     rank: int
     step: int
     duration_s: float = 0.0
 
 
-class WorkerResumed(Event):
+class WorkerResumed(Event, frozen=True):
     rank: int
     step: int
     duration_s: float = 0.0
 
 
-class FirstStepDone(Event):
+class FirstStepDone(Event, frozen=True):
     rank: int
     step: int
     duration_s: float = 0.0
 
 
-class SwapDone(Event):
+class SwapDone(Event, frozen=True):
     duration_s: float = 0.0
 
 
-class Unprotected(Event):
+class Unprotected(Event, frozen=True):
     reason: str = ""
 
 
-class Protected(Event):
+class Protected(Event, frozen=True):
     step: int = -1
 
 
-class Rehearsed(Event):
+class Rehearsed(Event, frozen=True):
     rank: int
     duration_s: float = 0.0
 
 
-class RehearsalFailed(Event):
+class RehearsalFailed(Event, frozen=True):
     rank: int
     reason: str = ""
 
 
-class PeerRefused(Event):
+class PeerRefused(Event, frozen=True):
     address: str = ""
     reason: str = ""
 
 
-class NodeFenced(Event):
+class NodeFenced(Event, frozen=True):
     reason: str = ""
 
 
-class JobFinished(Event):
+class JobFinished(Event, frozen=True):
     exit_code: int = 0
 
 
-class JobStopped(Event):
+class JobStopped(Event, frozen=True):
     exit_code: int
     reason: str = ""
     lost_ranks: tuple[int, ...] = ()
     newest_committed: int = -1
 
 
-class Note(Event):
+class Note(Event, frozen=True):
     """Anything else worth keeping: text for people."""
 
     text: str = ""

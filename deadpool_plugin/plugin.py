@@ -9,11 +9,23 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import socket
+
+    from .agent.world import Place
     from .config import Config
     from .transport import local
     from .transport.local import LocalConnection
     from .worker.context import Context
     from .worker.output import Mute
+
+
+def run_agent(place: Place, config: Config, secret: bytes, listener: socket.socket, job_tag: str) -> int:
+    """One node's agent, from its first connection to its last; the exit code."""
+    import asyncio
+
+    from .agent.process import Agent
+
+    return asyncio.run(Agent(place, config, secret, listener, job_tag).run())
 
 
 def start_live(connection: LocalConnection, config: Config, role: local.Assign, local_rank: int) -> Context:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-LINE = re.compile(r"\b(metrics|digest) (\{[^{}]*\})")
+LINE = re.compile(r"\b(metrics|digest) (\{[^{}\n]*\})")
 COMPARED = ("loss", "grad_norm", "lr", "eval")
 
 

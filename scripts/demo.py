@@ -129,9 +129,9 @@ def reference_run(args: argparse.Namespace) -> Path:
     shutil.rmtree(running, ignore_errors=True)
     cluster = Cluster(running, nodes=1, slots=args.world)
     try:
-        logs = ["--enable_each_rank_log", str(running / "output")]
-        cluster.start(logs, [str(SCRIPTS / "train_gpt.py"), *training_args(args)])
-        watch(cluster, args, [])
+        run_plain = [str(SCRIPTS / "run_plain.py"), "--ranks", str(args.world), "--logs", str(running / "output")]
+        cluster.start(0, [sys.executable, *run_plain, "--", str(SCRIPTS / "train_gpt.py"), *training_args(args)])
+        watch(cluster, args)
     finally:
         cluster.close()
     if cluster.exit_codes() != [0]:
@@ -165,8 +165,8 @@ def protected_run(args: argparse.Namespace) -> Cluster:
     for node, step, phase in args.kills:
         tell(f"  planned: node {node} is killed in step {step}, {phase}")
     try:
-        cluster.start(["--module"], command)
-        watch(cluster, args, args.kills)
+        cluster.launch(["--module", *command])
+        watch(cluster, args)
         left = cluster.close(grace_s=5.0)
     finally:
         cluster.close()
@@ -193,7 +193,7 @@ def write_config(args: argparse.Namespace) -> None:
     (args.out / "deadpool.yaml").write_text("".join(lines))
 
 
-def watch(cluster: Cluster, args: argparse.Namespace, kills: list[Any]) -> None:
+def watch(cluster: Cluster, args: argparse.Namespace) -> None:
     """Wait for every launcher's end and say what happens meanwhile. Raises Failed on a hang, with all stacks dumped."""
     told, size, changed = 0, -1, time.monotonic()
     every = max(1, args.steps // 6)
@@ -229,6 +229,7 @@ def judge(args: argparse.Namespace, reference: Path, cluster: Cluster) -> tuple[
     }
     summary |= demo_report.kept(args.out / "observe", survivors, args.steps)
     problems = [] if compared["bit_exact"] else [f"not bitwise equal: {compared['difference']}"]
+    problems += [f"{compared['steps']} steps, {args.steps} expected"] if compared["steps"] != args.steps else []
     problems += [
         f"{name} is false" for name in ("survivor_pids_kept", "handles_kept", "storages_kept") if not summary[name]
     ]

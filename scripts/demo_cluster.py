@@ -34,33 +34,33 @@ class Cluster:
     def __init__(self, folder: Path, nodes: int, slots: int) -> None:
         self.folder, self.nodes, self.slots = folder, nodes, slots
         self.job = uuid.uuid4().hex
-        self.port = free_port()
         self.launchers: list[subprocess.Popen[bytes]] = []
         (folder / "launcher").mkdir(parents=True, exist_ok=True)
         hosts = "".join(f"node{k} slots={slots}\n" for k in range(nodes))
         (folder / "hostfile").write_text(hosts)
 
-    def start(self, launcher_args: list[str], command: list[str]) -> None:
-        """Run `deepspeed <launcher_args> <command>` once for every node."""
+    def launch(self, arguments: list[str]) -> None:
+        """`deepspeed ... <arguments>` once for every node, as its launcher over ssh would run it there."""
         script = Path(sys.executable).with_name("deepspeed")
-        start = (
-            [sys.executable, str(script)] if script.exists() else [sys.executable, "-m", "deepspeed.launcher.runner"]
-        )
+        start = [str(script)] if script.exists() else ["-m", "deepspeed.launcher.runner"]
         where = ["--hostfile", str(self.folder / "hostfile"), "--no_ssh", "--master_addr", "127.0.0.1"]
-        where += ["--master_port", str(self.port)]
+        where += ["--master_port", str(free_port())]
         for node in range(self.nodes):
-            words = [*start, *where, "--node_rank", str(node), *launcher_args, *command]
-            with open(self.folder / "launcher" / f"node{node}.txt", "wb") as output:
-                process = subprocess.Popen(
-                    words,
-                    env=self.environment(node),
-                    cwd=REPOSITORY,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
-            self.launchers.append(process)
+            self.start(node, [sys.executable, *start, *where, "--node_rank", str(node), *arguments])
+
+    def start(self, node: int, words: list[str]) -> None:
+        """Run `words` on `node`, in a session of its own."""
+        with open(self.folder / "launcher" / f"node{node}.txt", "wb") as output:
+            process = subprocess.Popen(
+                words,
+                env=self.environment(node),
+                cwd=REPOSITORY,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self.launchers.append(process)
 
     def environment(self, node: int) -> dict[str, str]:
         """The demonstration runs on the CPU also where there is a GPU: several ranks would share it."""

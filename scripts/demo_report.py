@@ -30,11 +30,9 @@ def swap(kill: Event, events: list[Event]) -> dict[str, Any]:
     after = [event for event in events if event["time"] >= kill["time"]]
     lost = next((e for e in after if e["event"] == "NodeLost" and kill["node"] in as_list(e["lost"])), None)
     plan = next((e for e in after if e["event"] == "SwapPlanned" and kill["node"] in as_list(e["lost_nodes"])), None)
-    generation = plan["generation"] if plan else None
-    mine = [event for event in after if event["generation"] == generation]
-    unblocked = [
-        e for e in after if e["event"] == "WorkerUnblocked" and generation in (e["generation"], e["generation"] + 1)
-    ]
+    generation = plan_generation(plan, after) if plan else None
+    mine = first_of_each_rank([e for e in after if generation is not None and e["generation"] >= generation])
+    unblocked = first_of_each_rank(after)
     committed = [e["step"] for e in events if e["event"] == "StepCommitted" and e["time"] < kill["time"]]
     return {
         "node": kill["node"],
@@ -50,6 +48,21 @@ def swap(kill: Event, events: list[Event]) -> dict[str, Any]:
         "first_step_s": rounded(latest(mine, "FirstStepDone", kill["time"])),
         "lost_steps": max(0, max(committed, default=0) - plan["restore_step"]) if plan else None,
     }
+
+
+def plan_generation(plan: Event, after: list[Event]) -> int:
+    """The generation that `plan` began: that of the first worker that entered one after it."""
+    entered = (e for e in after if e["event"] == "GroupsRebuilt" and e["time"] >= plan["time"])
+    return next((event["generation"] for event in entered), plan["generation"])
+
+
+def first_of_each_rank(events: list[Event]) -> list[Event]:
+    """Of every kind of event with a rank, each rank's first: a swap that is overtaken by another ends in that one."""
+    firsts: dict[tuple[str, int], Event] = {}
+    for event in events:
+        if "rank" in event:
+            firsts.setdefault((event["event"], event["rank"]), event)
+    return list(firsts.values())
 
 
 def as_list(value: Any) -> list[Any]:

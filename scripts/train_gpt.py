@@ -326,35 +326,24 @@ def train(
         updated, grad_norm, _ = optimizer.step()
         if updated:
             scheduler.step(increment=global_batch_size(args))
-        loss = average_loss(losses)
-        valid_loss = None
+        numbers = {"loss": average_loss(losses), "grad_norm": grad_norm, "lr": optimizer.param_groups[0]["lr"]}
+        numbers["eval"] = None
         if do_valid and step % args.eval_interval == 0:
-            valid_loss = evaluate(args, model, valid_data)
-        duration_s = time.perf_counter() - started
-        log_step(args, step, loss, grad_norm, optimizer.param_groups[0]["lr"], valid_loss, duration_s)
+            numbers["eval"] = evaluate(args, model, valid_data)
+        log_step(args, step, time.perf_counter() - started, numbers)
 
 
 # Output
 
 
-def log_step(
-    args: argparse.Namespace,
-    step: int,
-    loss: float,
-    grad_norm: float | None,
-    lr: float,
-    valid_loss: float | None,
-    duration_s: float,
-) -> None:
+def log_step(args: argparse.Namespace, step: int, duration_s: float, numbers: dict[str, float | None]) -> None:
+    """Every rank for programs, exactly; rank 0 for people."""
     if args.log_all_ranks:
-        numbers = {"loss": loss, "grad_norm": grad_norm, "lr": lr, "eval": valid_loss}
         exact = {name: None if value is None else float(value).hex() for name, value in numbers.items()}
         write_line("metrics", {"rank": dist.get_rank(), "step": step, **exact})
     if dist.get_rank() == 0:
-        line = f"step {step:4d}/{args.train_iters} | loss {loss:.6f} | lr {lr:.3e} | {1e3 * duration_s:.0f} ms"
-        line += "" if grad_norm is None else f" | grad norm {grad_norm:.4f}"
-        line += "" if valid_loss is None else f" | validation loss {valid_loss:.6f}"
-        print(line, flush=True)
+        known = " | ".join(f"{name} {value:.5g}" for name, value in numbers.items() if value is not None)
+        print(f"step {step:4d}/{args.train_iters} | {known} | {1e3 * duration_s:.0f} ms", flush=True)
 
 
 def write_line(kind: str, fields: dict[str, Any]) -> None:

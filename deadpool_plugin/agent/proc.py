@@ -7,6 +7,7 @@ the memory is torn down (about 100 ms per GiB).
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 
@@ -64,10 +65,8 @@ def sweep(tag: str) -> int:
         if not found:
             break
         for pid in found:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
         killed |= found
     return len(killed)
 

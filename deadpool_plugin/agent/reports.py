@@ -67,7 +67,8 @@ def _line(event: events.Event) -> str:
         case events.JobFinished():
             return "finished"
         case events.JobStopped(exit_code=code, reason=reason, newest_committed=newest):
-            return f"job stopped (exit code {code}): {reason}; newest committed step: {newest if newest >= 0 else 'none'}"
+            shown = newest if newest >= 0 else "none"
+            return f"job stopped (exit code {code}): {reason}; newest committed step: {shown}"
         case events.PeerRefused(address=address, reason=reason):
             return f"refused a peer at {address}: {reason}"
         case events.RehearsalFailed(rank=rank, reason=reason):

@@ -78,6 +78,7 @@ class Workers:
         self.slots = [Slot(local_rank) for local_rank in range(place.local_size)]
         self.world: World | None = None
         self.ending = False
+        self._exit_code = 0
         self.changed = asyncio.Event()
         self.handlers: dict[type[local.LocalMessage], Handler] = {
             local.WorkerExited: lambda slot, peer, message: self._ended(slot, message.exit_code),
@@ -125,7 +126,9 @@ class Workers:
             peer.close()  # an order that has been overtaken
             return
         peer.tag, slot.rehearser = slot, peer
-        self._watch.add(hello.pid, lambda code: self._rehearser_ended(slot, peer, code), lambda s: self._stopped(slot, s))
+        self._watch.add(
+            hello.pid, lambda code: self._rehearser_ended(slot, peer, code), lambda s: self._stopped(slot, s)
+        )
         self.handlers[local.RehearserHello](slot, peer, hello)
 
     def _leaving(self, slot: Slot, peer: LocalPeer, message: local.Leaving) -> None:
@@ -194,6 +197,8 @@ class Workers:
                 proc.sweep(f"{self._job_tag}{slot.local_rank}.")
                 self._lost(slot, f"supervisor of local rank {slot.local_rank} is gone")
         elif peer is slot.rehearser:
+            if self.ending and slot.worker is not None:
+                slot.worker.send(local.EndWorker(self._exit_code))
             status = proc.look(peer.pid)
             known = status is not None and status.ending
             self._rehearser_ended(slot, peer, os.waitstatus_to_exitcode(status.wait_status) if status and known else -9)
@@ -270,12 +275,12 @@ class Workers:
     # ---- the end
 
     def end_workers(self, exit_code: int) -> None:
-        """From now on every death is expected."""
-        self.ending = True
+        """From now on every death is expected. A standing-by process outlives the one it forked."""
+        self.ending, self._exit_code = True, exit_code
         for slot in self.slots:
-            for peer in (slot.rehearser, slot.worker):
-                if peer is not None:
-                    peer.send(local.EndWorker(exit_code))
+            peer = slot.serving or slot.worker
+            if peer is not None:
+                peer.send(local.EndWorker(exit_code))
 
     @property
     def workers_gone(self) -> bool:

@@ -48,6 +48,7 @@ OPERATIONS: dict[str, tuple[int, int, int]] = {
 }
 
 POINT_TO_POINT = frozenset({"send", "recv", "recv_anysource"})
+RECEIVES = frozenset({"recv", "recv_anysource"})
 BLOCKING = frozenset({"monitored_barrier"})
 """Operations whose call itself blocks, and which return no Work."""
 

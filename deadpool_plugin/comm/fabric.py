@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import Backend, Store
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class GroupSpec:
 class Fabric(Protocol):
     """One backend's communicators of one generation."""
 
-    def build(self, spec: GroupSpec, store: dist.Store) -> dist.Backend:
+    def build(self, spec: GroupSpec, store: Store) -> Backend:
         """Connect to the group's other members. Blocks: until they do the same."""
         ...
 

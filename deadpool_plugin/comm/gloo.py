@@ -14,7 +14,7 @@ import socket
 import threading
 from typing import Any
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import Backend, HashStore, ProcessGroupGloo, Store
 
 from ..errors import invariant
 from .collective import POINT_TO_POINT
@@ -31,15 +31,15 @@ _creation = threading.Lock()
 class GlooFabric:
     """All gloo groups of one generation. Source: gloo's transport/tcp, and measurements in the tests' README."""
 
-    def __init__(self, store: dist.Store, rank: int) -> None:
+    def __init__(self, store: Store, rank: int) -> None:
         self._store, self._rank = store, rank
         self._devices, self._listeners = _create_devices()
         self._peers: dict[int, frozenset[Address]] = {}
         store.set(f"gloo/{rank}", ";".join(f"{host},{port}" for host, port in self._listeners))
 
-    def build(self, spec: GroupSpec, store: dist.Store) -> dist.Backend:
+    def build(self, spec: GroupSpec, store: Store) -> Backend:
         size = len(spec.ranks)
-        backend = dist.ProcessGroupGloo(store if size > 1 else dist.HashStore(), spec.rank, size, self._options(spec))
+        backend = ProcessGroupGloo(store if size > 1 else HashStore(), spec.rank, size, self._options(spec))
         backend._set_sequence_number_for_group()
         self._learn(spec.ranks)
         return backend
@@ -53,7 +53,7 @@ class GlooFabric:
         return "helper" if operation in POINT_TO_POINT else "slices"
 
     def _options(self, spec: GroupSpec) -> Any:
-        options = dist.ProcessGroupGloo._Options()
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the stubs lack it
         options._devices, options._threads, options._timeout = self._devices, THREADS, spec.timeout
         if hasattr(options, "global_ranks_in_group"):
             options.global_ranks_in_group, options.group_name = list(spec.ranks), spec.key
@@ -76,9 +76,9 @@ def _create_devices() -> tuple[list[Any], list[Address]]:
     with _creation:
         before = {(descriptor, inode) for descriptor, inode in _sockets()}
         if names:
-            devices = [dist.ProcessGroupGloo.create_device(interface=name) for name in names]
+            devices = [ProcessGroupGloo.create_device(interface=name) for name in names]
         else:
-            devices = [dist.ProcessGroupGloo.create_default_device()]
+            devices = [ProcessGroupGloo.create_default_device()]
         born = [descriptor for descriptor, inode in _sockets() if (descriptor, inode) not in before]
         listeners = [address for address in map(_listening_address, born) if address is not None]
     invariant(

@@ -18,16 +18,17 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
-from ..errors import GenerationChanged, invariant
-from .collective import BATCH, BLOCKING, CompletedWork, outputs
+from ..errors import GenerationChanged, InvariantViolated, invariant
+from .collective import BATCH, BLOCKING, CompletedWork, inputs, outputs
 from .collective import tensors as _tensors
 from .fence import Fence
 from .handle import Handle
-from .network import Network
+from .network import Network, accelerator
 from .patches import Patches
 from .record import Recorder, Replay
-from .waits import ABANDON_S, Abandoned, BatchWork, SwapWork, in_helper
+from .waits import ABANDON_S, Abandoned, BatchWork, Operation, SwapWork, in_helper
 
 Dispatch = Callable[[Handle, str, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -59,7 +60,7 @@ class Groups:
         self._made: dict[tuple[int, ...], int] = {}
         self._created = 0
         self._unfinished: set[SwapWork] = set()
-        self._bootstrap: dist.Store | None = None
+        self._bootstrap: Store | None = None
 
     # ---- life
 
@@ -89,12 +90,12 @@ class Groups:
         what their operations return is recorded. Blocks: until the store answers. Raises: GenerationChanged."""
         self._fence.enter(generation)
         self._network = self._attempt(lambda: Network(generation, store, _own_rank()), generation)
-        self._bootstrap = dist.PrefixStore("torch", self._network.store)
+        self._bootstrap = PrefixStore("torch", self._network.store)
         self._recorder = Recorder(self._recording_limit_bytes)
 
     def rehearse(self, recording: bytes) -> None:
         """This process rehearses a rank (RANK, WORLD_SIZE) alone: operations return what `recording` has."""
-        self._replay, self._bootstrap = Replay(recording), dist.HashStore()
+        self._replay, self._bootstrap = Replay(recording), HashStore()
 
     def stop_recording(self) -> bytes:
         """The recording of everything since `start`; recording ends. Blocks: for operations not yet waited for."""
@@ -136,18 +137,18 @@ class Groups:
         """
         self.interrupt(generation)
         self._settle()
-        rank, handles = _own_rank(), list(self.handles)
+        rank, handles, device = _own_rank(), list(self.handles), accelerator()
 
         def build() -> tuple[Network, list[dist.ProcessGroup]]:
             network = Network(generation, store, rank)
             inners = [network.build(handle) for handle in handles]
-            network.connect()
+            network.connect(device)
             return network, inners
 
         network, inners = self._attempt(build, generation)
         with self._lock:
             self._fence.enter(generation)
-            retired = [(handle.inner, handle.abandoned) for handle in handles if handle.inner is not None]
+            retired = [(handle.inner, _keep_for_ever(handle)) for handle in handles if handle.inner is not None]
             for handle, inner in zip(handles, inners, strict=True):
                 handle.inner, handle.abandoned = inner, False
                 handle.drop_coalescing()
@@ -170,66 +171,64 @@ class Groups:
             work.settle(deadline)
         self._unfinished.clear()
 
-    def _refresh_stores(self, store: dist.Store) -> None:
+    def _refresh_stores(self, store: Store) -> None:
         """Whoever asks torch for a group's store gets one that lives."""
         table = dist.distributed_c10d._world.pg_map
         for handle in self.handles:
             if handle in table:
-                table[handle] = (table[handle][0], dist.PrefixStore(f"torch/{handle.key}", store))
+                table[handle] = (table[handle][0], PrefixStore(f"torch/{handle.key}", store))
 
     # ---- operations
 
     def issue(self, handle: Handle, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`Handle.issue`."""
-        written = outputs(name, args, kwargs)
         if self._replay is not None:
+            written = outputs(name, args, kwargs)
             sequence, handle.sequence = handle.sequence, handle.sequence + 1
             return CompletedWork(written, self._replay.answer(handle.index, sequence, name, written))
         self._fence.check()
         try:
-            work = self._issue_live(handle, name, args, kwargs, written)
+            work = self._issue_live(handle, name, args, kwargs)
         except RuntimeError as error:
             self._fence.explain(error)
         if self._recorder is not None:
             sequence, handle.sequence = handle.sequence, handle.sequence + 1
-            self._recorder.add(handle.index, sequence, name, written, work)
+            self._recorder.add(handle.index, sequence, name, outputs(name, args, kwargs), work)
         return work
 
-    def _issue_live(
-        self, handle: Handle, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Any]
-    ) -> Any:
-        invariant(handle.inner is not None and self._network is not None, f"{handle!r} is not connected")
-        assert handle.inner is not None and self._network is not None
+    def _issue_live(self, handle: Handle, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        inner, network = handle.inner, self._network
+        if inner is None or network is None:
+            raise InvariantViolated(f"{handle!r} is not connected")
         if name == BATCH:
-            return self._issue_batch(handle, args[0], written)
-        function = getattr(handle.inner, name)
+            return self._issue_batch(handle, inner, args[0])
+        function = getattr(inner, name)
         if name in BLOCKING:
             self._attempt(lambda: function(*args, **kwargs), self._fence.current)
             return CompletedWork()
-        style = self._network.fabric(_backend_for(handle, args, kwargs)).wait_style(name)
-        return self._wrap(function(*args, **kwargs), handle, written, style)
+        style = network.fabric(_backend_for(handle, args, kwargs)).wait_style(name)
+        return self._wrap(function(*args, **kwargs), handle, (name, args, kwargs), style)
 
-    def _issue_batch(self, handle: Handle, parts: list[Any], written: list[Any]) -> Any:
-        assert handle.inner is not None and self._network is not None
+    def _issue_batch(self, handle: Handle, inner: dist.ProcessGroup, parts: list[Operation]) -> Any:
         name, args, kwargs = parts[0]
-        device = (outputs(name, args, kwargs) or [args[0][0]])[0].device
-        if handle.inner._get_backend(device).supports_coalescing:
-            handle.inner._start_coalescing(device)
+        device = (outputs(name, args, kwargs) + inputs(name, args, kwargs))[0].device
+        if inner._get_backend(device).supports_coalescing:
+            inner._start_coalescing(device)
             for name, args, kwargs in parts:
-                getattr(handle.inner, name)(*args, **kwargs)
-            return self._wrap(handle.inner._end_coalescing(device), handle, written, "direct")
-        works = [self._issue_live(handle, *part, outputs(*part)) for part in parts]
-        return BatchWork(works, written)
+                getattr(inner, name)(*args, **kwargs)
+            return self._wrap(inner._end_coalescing(device), handle, (BATCH, (parts,), {}), "direct")
+        works = [self._issue_live(handle, *part) for part in parts]
+        return BatchWork(works, outputs(BATCH, (parts,)))
 
-    def _wrap(self, inner: Any, handle: Handle, written: list[Any], style: str) -> SwapWork:
+    def _wrap(self, inner: Any, handle: Handle, operation: Operation, style: str) -> SwapWork:
         if len(self._unfinished) > _UNFINISHED_MAX:
             for work in [work for work in self._unfinished if work.at_rest()]:
                 self._unfinished.discard(work)
-        return SwapWork(inner, handle, self._fence, written, style=style, registry=self._unfinished)
+        return SwapWork(inner, handle, self._fence, operation, style=style, registry=self._unfinished)
 
     # ---- for patches
 
-    def bootstrap(self) -> dist.Store:
+    def bootstrap(self) -> Store:
         invariant(self._bootstrap is not None, "init_process_group before Groups.start or Groups.rehearse")
         assert self._bootstrap is not None
         return self._bootstrap
@@ -261,27 +260,31 @@ class Groups:
         """torch destroyed these groups."""
         gone = {id(handle) for handle in handles}
         self.handles = [handle for handle in self.handles if id(handle) not in gone]
-        retired = [(handle.inner, handle.abandoned) for handle in handles if handle.inner is not None]
+        retired = [(handle.inner, _keep_for_ever(handle)) for handle in handles if handle.inner is not None]
         for handle in handles:
             handle.inner = None
         _retire(retired)
 
 
 def _backend_for(handle: Handle, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    names = list(handle.backends.values())
-    if len(set(names)) == 1:
-        return names[0]
+    if handle.only_backend is not None:
+        return handle.only_backend
     options = kwargs.get("opts", args[0] if args else None)
     tensors = [tensor for argument in (*args, *kwargs.values()) for tensor in _tensors(argument)]
     device = tensors[0].device if tensors else getattr(options, "device", None)
     return handle.backends[device.type if device is not None else "cpu"]
 
 
+def _keep_for_ever(handle: Handle) -> bool:
+    """A destructor would join a stuck thread (gloo), or hang after an abort (NCCL)."""
+    return handle.abandoned or "nccl" in handle.backends.values()
+
+
 def _retire(inners: list[tuple[Any, bool]]) -> None:
-    """Let go of replaced inner groups; those with a stuck operation are never destroyed, not even at exit."""
+    """Let go of replaced inner groups; those to be kept for ever are never destroyed, not even at exit."""
     droppable: list[Any] = []
-    for inner, abandoned in inners:
-        if abandoned:
+    for inner, keep in inners:
+        if keep:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(inner))
         else:
             droppable.append(inner)

@@ -40,10 +40,12 @@ class Handle(dist.ProcessGroup):
         options: Any = None,
         name: str = "",
     ) -> None:
-        super().__init__(rank, len(ranks))
+        super().__init__(rank, len(ranks))  # type: ignore[call-arg]  # what torch's own Python groups call
         self._groups, self._rank = groups, rank
         self.index, self.key, self.ranks = index, key, ranks
         self.backends, self.timeout, self.options = backends, timeout, options
+        names = set(backends.values())
+        self.only_backend: str | None = names.pop() if len(names) == 1 else None
         self.inner: dist.ProcessGroup | None = None
         self.abandoned = False
         self.sequence = 0
@@ -102,7 +104,7 @@ class Handle(dist.ProcessGroup):
         return [torch.device(device) for device in self.backends]
 
     @property
-    def group_name(self) -> str:
+    def group_name(self) -> Any:
         return self._name
 
     @property

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Backend, Store
 
 from ..errors import DeadpoolError
 from .fabric import GroupSpec
@@ -39,7 +40,7 @@ class NcclFabric:
     def __init__(self) -> None:
         self._backends: list[Any] = []
 
-    def build(self, spec: GroupSpec, store: dist.Store) -> dist.Backend:
+    def build(self, spec: GroupSpec, store: Store) -> Backend:
         options = _options(spec)
         backend = dist.ProcessGroupNCCL(store, spec.rank, len(spec.ranks), options)
         backend._set_sequence_number_for_group()
@@ -88,7 +89,7 @@ def _abort(backends: list[Any], failed: list[BaseException]) -> None:
 
 
 def _options(spec: GroupSpec) -> Any:
-    options = dist.ProcessGroupNCCL.Options()
+    options: Any = dist.ProcessGroupNCCL.Options()
     if spec.options is not None:
         options.is_high_priority_stream = spec.options.is_high_priority_stream
         if hasattr(options, "config"):

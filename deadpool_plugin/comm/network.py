@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from ..errors import Unsupported
 from . import store as stores
@@ -24,30 +25,30 @@ class Network:
 
     def __init__(self, generation: int, address: str, rank: int) -> None:
         self.generation = generation
-        self.store: dist.Store = dist.PrefixStore(str(generation), stores.connect(address))
+        self.store: Store = PrefixStore(str(generation), stores.connect(address))
         self._rank = rank
         self._fabrics: dict[str, Fabric] = {}
 
     def build(self, handle: Handle) -> dist.ProcessGroup:
         """A fresh inner group for `handle`. Blocks: until all its members build it."""
-        store = dist.PrefixStore(handle.key, self.store)
+        store = PrefixStore(handle.key, self.store)
         group = dist.ProcessGroup(store, handle.rank(), handle.size())
         names = list(dict.fromkeys(handle.backends.values()))
         group._set_default_backend(_backend_type("nccl" if "nccl" in names else names[0]))
         spec = GroupSpec(handle.key, handle.ranks, handle.rank(), handle.timeout, handle.options)
         for name in names:
-            backend = self.fabric(name).build(spec, dist.PrefixStore(name, store))
+            backend = self.fabric(name).build(spec, PrefixStore(name, store))
             for device in (device for device, its in handle.backends.items() if its == name):
                 group._register_backend(torch.device(device), _backend_type(name), backend)
         group._set_group_name(handle.group_name)
         group._set_group_desc(handle.group_desc)
         return group
 
-    def connect(self) -> None:
+    def connect(self, device: torch.device | None) -> None:
         """Connect what would otherwise connect at its first operation, where it could not be interrupted."""
         nccl = self._fabrics.get("nccl")
-        if isinstance(nccl, NcclFabric):
-            nccl.connect(torch.device("cuda", torch.cuda.current_device()))
+        if isinstance(nccl, NcclFabric) and device is not None:
+            nccl.connect(device)
 
     def fabric(self, name: str) -> Fabric:
         """The fabric of backend `name`, made when first needed. Raises: Unsupported."""
@@ -63,6 +64,11 @@ class Network:
     def unblock(self) -> int:
         """End everything in flight in this generation. Thread: any."""
         return sum(fabric.unblock() for fabric in list(self._fabrics.values()))
+
+
+def accelerator() -> torch.device | None:
+    """The calling thread's GPU, if CUDA is in use."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else None
 
 
 def unsupported_backend(name: str) -> Unsupported:

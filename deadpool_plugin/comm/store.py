@@ -11,12 +11,12 @@ import socket
 import struct
 from datetime import timedelta
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 _SIOCGIFADDR = 0x8915
 
 
-def host_store(host: str | None = None, timeout_s: float = 300.0) -> tuple[dist.TCPStore, str]:
+def host_store(host: str | None = None, timeout_s: float = 300.0) -> tuple[TCPStore, str]:
     """Start a store in this process; returns it and its "host:port".
 
     Args:
@@ -24,16 +24,16 @@ def host_store(host: str | None = None, timeout_s: float = 300.0) -> tuple[dist.
             else what this host's name resolves to.
     """
     address = host or _own_address()
-    server = dist.TCPStore(
+    server = TCPStore(
         address, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
     )  # fmt: skip
     return server, f"{address}:{server.port}"
 
 
-def connect(address: str, timeout_s: float = 300.0) -> dist.TCPStore:
+def connect(address: str, timeout_s: float = 300.0) -> TCPStore:
     """A client of the store at "host:port". Blocks: up to `timeout_s` until it answers."""
     host, port = address.rsplit(":", 1)
-    return dist.TCPStore(
+    return TCPStore(
         host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
     )  # fmt: skip
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import GenerationChanged, StaleGeneration
-from .collective import completed_future
+from .collective import RECEIVES, completed_future, outputs
 from .fence import Fence
 
 if TYPE_CHECKING:
@@ -30,8 +30,11 @@ ABANDON_S = 0.2
 """A severed operation fails by itself within some 20 ms; about one in 300 never does."""
 _SLICE = timedelta(seconds=SLICE_S)
 
+Operation = tuple[str, tuple[Any, ...], dict[str, Any]]
+"""Name, positional and named arguments, as in `collective.outputs`."""
 
-class Abandoned(Exception):  # noqa: N818 - says what became of the function
+
+class Abandoned(Exception):
     """The function given to `in_helper` is still running, in a thread nobody waits for any more."""
 
 
@@ -98,10 +101,10 @@ class SwapWork(dist.Work):
     """
 
     def __init__(
-        self, inner: Any, handle: Handle, fence: Fence, results: list[torch.Tensor], *, style: str, registry: set[Any]
+        self, inner: Any, handle: Handle, fence: Fence, operation: Operation, *, style: str, registry: set[Any]
     ) -> None:
         super().__init__()
-        self._inner, self._handle, self._fence, self._results = inner, handle, fence, results
+        self._inner, self._handle, self._fence, self._operation = inner, handle, fence, operation
         self._style, self._registry = style, registry
         self._generation = fence.current
         self._source = -1
@@ -147,7 +150,7 @@ class SwapWork(dist.Work):
 
     def result(self) -> list[torch.Tensor]:
         self.wait()
-        return self._results
+        return outputs(*self._operation)
 
     def source_rank(self) -> int:
         return self._source
@@ -158,9 +161,9 @@ class SwapWork(dist.Work):
         """torch's own future where waiting is only a matter of streams; else a completed one, after the wait."""
         if self._style == "direct" and self._inner is not None:
             self._check()
-            return self._inner.get_future()
-        self.wait()
-        return completed_future(self._results)
+            future: torch.futures.Future[Any] = self._inner.get_future()
+            return future
+        return completed_future(self.result())
 
     def at_rest(self) -> bool:
         """Nobody needs to keep an eye on this operation (a send or receive cannot be watched without waiting)."""
@@ -184,7 +187,7 @@ class SwapWork(dist.Work):
             )
 
     def _finish(self) -> None:
-        if self._style == "helper" and self._results:  # a receive
+        if self._operation[0] in RECEIVES:
             self._source = self._inner._source_rank()
         self._inner = None
         self._registry.discard(self)

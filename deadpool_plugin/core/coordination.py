@@ -55,7 +55,7 @@ class Coordination:
         self._start()
         if not ctx.training and self._reached("ready") == ranks:
             self._began()
-        committed = self._ledger.committed(ctx.world)
+        committed = self._ledger.committed(ctx.world, above=self._committed)
         if committed > self._committed:
             self._committed = committed
             ctx.emit("StepCommitted", step=committed)

@@ -33,6 +33,8 @@ class Ledger:
     def __init__(self, holdings: Mapping[NodeId, Iterable[Holding]] | None = None) -> None:
         self._of_node: dict[NodeId, tuple[Holding, ...]] = {}
         self._copies: dict[tuple[Rank, Step], dict[NodeId, Holding]] = {}
+        self._blocking: dict[Step, Rank] = {}
+        """A rank that was not safe when a step was last looked at: looked at first the next time."""
         for node, held in (holdings or {}).items():
             self.replace(node, held)
 
@@ -54,30 +56,35 @@ class Ledger:
             if not copies:
                 del self._copies[holding.rank, holding.step]
 
-    def committed(self, world: World) -> Step:
-        """The newest step that is committed in `world`, or NO_STEP."""
+    def committed(self, world: World, above: Step = NO_STEP) -> Step:
+        """The newest step that is committed in `world`, or `above` if none newer than that is."""
         own = self._of_node.get(world.node_of[0], ())
-        steps = sorted({h.step for h in own if h.rank == 0 and h.payload}, reverse=True)
-        return next((step for step in steps if self.is_committed(world, step)), NO_STEP)
+        steps = sorted({h.step for h in own if h.rank == 0 and h.payload and h.step > above}, reverse=True)
+        return next((step for step in steps if self.is_committed(world, step)), above)
 
     def is_committed(self, world: World, step: Step) -> bool:
         """Whether every rank's snapshot of `step` is staged at home, and header and payload are on another node too.
 
         A world of a single node can mirror nowhere: staged is all it asks for (and it is never protected).
         """
-        members = set(world.members)
-        return all(self._is_safe(rank, step, home, members) for rank, home in enumerate(world.node_of))
+        members = frozenset(world.members)
+        suspect = self._blocking.get(step, 0)
+        for rank in (suspect, *range(len(world.node_of))):
+            if not self._is_safe(rank, step, world.node_of[rank], members):
+                self._blocking[step] = rank
+                return False
+        self._blocking = {later: rank for later, rank in self._blocking.items() if later > step}
+        return True
 
-    def _is_safe(self, rank: Rank, step: Step, home: NodeId, members: Collection[NodeId]) -> bool:
+    def _is_safe(self, rank: Rank, step: Step, home: NodeId, members: frozenset[NodeId]) -> bool:
         copies = self._copies.get((rank, step), {})
         own = copies.get(home)
         if own is None or not own.payload:
             return False
-        elsewhere = [node for node in members if node != home]
-        if not elsewhere:
+        if len(members) == 1:
             return True
-        header = any(node in copies for node in elsewhere)
-        return header and self._payload_of(rank, step, own.replicas, elsewhere) is not None
+        header = any(node != home and node in members for node in copies)
+        return header and self._payload_of(rank, step, own.replicas, members, but=home) is not None
 
     def restore_point(self, world: World, survivors: Collection[NodeId]) -> RestorePoint | str:
         """The newest step of which every rank's snapshot exists on `survivors`, and where from; or why there is none.
@@ -117,12 +124,12 @@ class Ledger:
         return None if found is None else Source(rank, header_node, payload_node=found[0], payload_rank=found[1])
 
     def _payload_of(
-        self, rank: Rank, step: Step, replicas: Collection[Rank], nodes: Collection[NodeId]
+        self, rank: Rank, step: Step, replicas: Collection[Rank], nodes: Collection[NodeId], but: NodeId | None = None
     ) -> tuple[NodeId, Rank] | None:
         """Which of `nodes` holds the payload, as which rank's: `rank`'s own snapshot before a replica's."""
-        for candidate in (rank, *sorted(set(replicas) - {rank})):
+        for candidate in (rank, *(replica for replica in replicas if replica != rank)):
             copies = self._copies.get((candidate, step), {})
-            holders = [node for node, copy in copies.items() if copy.payload and node in nodes]
+            holders = [node for node, copy in copies.items() if copy.payload and node in nodes and node != but]
             if holders:
                 return min(holders), candidate
         return None

@@ -54,9 +54,8 @@ class Swaps:
             self._without_quorum(suspects)
         elif not ctx.leads:
             self._tell(suspects)
-        elif self._proposal is None or self._proposal.is_outdated(suspects):
-            if ctx.now >= self._retry_at:
-                self._begin_round(suspects)
+        elif (self._proposal is None or self._proposal.is_outdated(suspects)) and ctx.now >= self._retry_at:
+            self._begin_round(suspects)
 
     def _give_up_start(self, suspects: Mapping[NodeId, str]) -> None:
         ctx = self._ctx

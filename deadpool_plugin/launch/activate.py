@@ -28,5 +28,3 @@ def supervised(original: list[str], script_words: int) -> list[str]:
     if options[-1:] == ["-m"]:
         options, script = options[:-1], ["-m", *script]
     return [original[0], *options, "-m", RUN, *script]
-
-

@@ -6,6 +6,7 @@ at all, so that hosts which share a home directory agree on it whoever comes fir
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import stat
@@ -53,9 +54,7 @@ def _make(path: Path) -> None:
     try:
         with os.fdopen(descriptor, "w") as file:
             file.write(secrets.token_urlsafe(32) + "\n")
-        try:
+        with contextlib.suppress(FileExistsError):
             os.link(draft, path)
-        except FileExistsError:
-            pass
     finally:
         draft.unlink()

@@ -34,7 +34,7 @@ def _handles(rank: int, size: int, address: Cell) -> Any:
     if rank == 0:
         server, text = host_store("127.0.0.1")
         address.set(text)
-    groups = live(rank, size, address.get())
+    live(rank, size, address.get())
     pair = [dist.new_group([index, index + 1]) for index in range(0, size, 2)][rank // 2]
     results = battery(), battery(pair)
     dist.barrier()
@@ -78,9 +78,7 @@ def _identity(rank: int, size: int, address: Cell) -> Any:
         "all handles": all(isinstance(group, Handle) for group in mine + held),
         "registered": [group is handle for group, handle in zip(mine, groups.handles, strict=True)],
         "raw": _holders_of_raw_groups(),
-        "resolved": [
-            dist.distributed_c10d._resolve_process_group(group.group_name) is group for group in mine
-        ],
+        "resolved": [dist.distributed_c10d._resolve_process_group(group.group_name) is group for group in mine],
         "backends": [dist.get_backend(group) for group in mine],
         "timeouts": [group.timeout == TIMEOUT for group in mine],
         "ranks": [dist.get_process_group_ranks(group) for group in mine],

@@ -136,7 +136,9 @@ def gather_scatter(group: Any) -> Any:
     pieces = [torch.empty(3) for _ in range(size)] if rank == 0 else None
     dist.gather(ramp(rank, 3), pieces, dst=_global(group, 0), group=group)
     mine = torch.empty(2)
-    dist.scatter(mine, [ramp(index, 2) for index in range(size)] if rank == 0 else None, src=_global(group, 0), group=group)
+    dist.scatter(
+        mine, [ramp(index, 2) for index in range(size)] if rank == 0 else None, src=_global(group, 0), group=group
+    )
     return pieces, mine
 
 

@@ -102,10 +102,10 @@ class ScriptedAgent:
         if spare:
             rehearsal, _ = connection.recv()
             mute = Mute(self.output / f"rehearsal{rank}.log")
-            context = plugin.start_following(connection, self.config, rehearsal, rank, mute)
+            context = plugin.start_following(connection, self.config, rehearsal, 0, mute)
         else:
             role = local.Assign(rank, self.world_size, 0, {})
-            context = plugin.start_live(connection, self.config, role, local_rank=0 if rank < 2 else rank)
+            context = plugin.start_live(connection, self.config, role, local_rank=0)
         self.before_script(rank, self.incarnations[rank])
         return run_script(list(self.argv), context.finish)
 
@@ -231,9 +231,7 @@ class ScriptedAgent:
         spare.connection.send(local.History(known, lost.records[known : step + 1]))
         spare.records, spare.arena, spare.ready, spare.staged = lost.records[: step + 1], lost.arena, lost.ready, step
         spare.connection.send(
-            local.TakeOver(
-                rank, self.generation, store, step, lost.ready.header_bytes, lost.ready.payload_bytes
-            ),
+            local.TakeOver(rank, self.generation, store, step, lost.ready.header_bytes, lost.ready.payload_bytes),
             [lost.arena.fd],
         )
         spare.events = lost.events + [("TakenOver", {"rank": rank})]

@@ -41,7 +41,12 @@ def in_zygote(function: Callable[..., None]) -> Callable[..., None]:
 
 class _Zygote:
     def __init__(self) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([TESTS, *sys.path])}
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join([TESTS, *sys.path]),
+            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # asking for a GPU must not initialise CUDA before a fork
+        }
         self.process = subprocess.Popen(
             [sys.executable, "-m", "support.zygote"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
         )
@@ -90,7 +95,7 @@ def _exactly(descriptor: int, size: int) -> bytes:
     return data
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _module(path: str) -> Any:
     name = os.path.splitext(os.path.basename(path))[0]
     spec = importlib.util.spec_from_file_location(name, path)

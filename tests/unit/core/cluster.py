@@ -62,7 +62,13 @@ class Node:
 class Cluster:
     """Nodes 0..n-1; `world` says which are active. `last_step`: the script ends after it."""
 
-    def __init__(self, world: World, last_step: Step = 6, seed: int | None = None, replicas: dict[Rank, tuple[Rank, ...]] | None = None):
+    def __init__(
+        self,
+        world: World,
+        last_step: Step = 6,
+        seed: int | None = None,
+        replicas: dict[Rank, tuple[Rank, ...]] | None = None,
+    ):
         self.world = world
         self.last_step = last_step
         self.rng = None if seed is None else random.Random(seed)
@@ -77,6 +83,7 @@ class Cluster:
         self.stores = 0
         self.turn = 0
         self.duplicates = False
+        self.gone: set[tuple[NodeId, NodeId]] = set()
         self.hold = False
         """Workers do nothing (time can pass without the job ending)."""
         self.starts = {n: 0 for n in self.nodes}
@@ -158,7 +165,7 @@ class Cluster:
         if not node.up:
             return
         node.killed = True
-        for (source, target), queue in self.links.items():
+        for (source, _), queue in self.links.items():
             if source == number:
                 cut = self.rng.randint(0, len(queue)) if self.rng is not None else len(queue)
                 while len(queue) > cut:
@@ -166,11 +173,18 @@ class Cluster:
                 queue.append(io.LinkLost(source, "connection reset"))
         self.bulk = deque(item for item in self.bulk if number not in item[:2])
 
+    def cut(self, a: NodeId, b: NodeId) -> None:
+        """The connection between two nodes ends; both live on."""
+        for pair in ((a, b), (b, a)):
+            self.links[pair].append(io.LinkLost(pair[0], "cut"))
+            self.gone.add(pair)
+
     # -- the toy agent -----------------------------------------------------------------------------------------
 
     def carry_out(self, node: Node, action: io.Action) -> None:
         if isinstance(action, io.Send):
-            self.links[node.number, action.to].append(action.message)
+            if (node.number, action.to) not in self.gone:
+                self.links[node.number, action.to].append(action.message)
         elif isinstance(action, io.StartWorkers):
             self.starts[node.number] += 1
             for rank in action.world.ranks_of(node.number):

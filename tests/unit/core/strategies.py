@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from deadpool_plugin.core.types import Holding, World
 from hypothesis import strategies as st
+
+from deadpool_plugin.core.types import Holding, World
 
 
 @st.composite
@@ -21,7 +22,10 @@ def inventories(draw, world: World, steps: int = 3) -> dict[int, tuple[Holding, 
     """What each node holds, dense enough for answers to exist; replica groups are the same everywhere."""
     ranks = range(len(world.node_of))
     size = draw(st.sampled_from([1, 2]))
-    replicas = {rank: tuple(r for r in ranks if r % max(1, len(ranks) // size) == rank % max(1, len(ranks) // size)) for rank in ranks}
+    replicas = {
+        rank: tuple(r for r in ranks if r % max(1, len(ranks) // size) == rank % max(1, len(ranks) // size))
+        for rank in ranks
+    }
     density = draw(st.sampled_from([3, 6, 9]))
     return {
         node: tuple(

@@ -1,7 +1,7 @@
 """Exhaustive search: does the real ledger always find a step to go back to, whatever node is lost whenever?
 
 Three nodes, five steps, two slots a rank, every interleaving of training, staging and mirroring; after each event every
-single loss is tried. With the gate no state is lost; without it the search finds one: the gate is what makes two slots do.
+single loss is tried. With the gate no state is lost; without it the search finds one.
 """
 
 from __future__ import annotations

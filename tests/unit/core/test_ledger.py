@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from deadpool_plugin.core.ledger import Ledger, may_stage
-from deadpool_plugin.core.types import NO_STEP, Holding, Source, World
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from deadpool_plugin.core.ledger import Ledger, may_stage
+from deadpool_plugin.core.types import NO_STEP, Holding, Source, World
 
 from .strategies import inventories, worlds
 
@@ -53,7 +54,7 @@ def oracle_restorable(world, held, survivors, step):
     return True
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(data=st.data(), world=worlds())
 def test_committed_is_what_the_oracle_says(data, world):
     held = data.draw(inventories(world, STEPS))
@@ -61,7 +62,7 @@ def test_committed_is_what_the_oracle_says(data, world):
     assert Ledger(held).committed(world) == expected
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(data=st.data(), world=worlds())
 def test_restore_point_is_what_the_oracle_says(data, world):
     held = data.draw(inventories(world, STEPS))
@@ -84,7 +85,7 @@ def test_restore_point_is_what_the_oracle_says(data, world):
         assert (rank in sourced) != (own is not None and own.payload)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(data=st.data(), world=worlds())
 def test_a_committed_step_survives_any_single_loss(data, world):
     """RESTORABLE"""
@@ -131,7 +132,16 @@ def test_reasons_are_for_people():
 
 @pytest.mark.parametrize(
     ("step", "committed", "allowed"),
-    [(0, -1, True), (1, -1, True), (2, -1, False), (2, 0, False), (2, 1, True), (7, 5, False), (7, 6, True), (7, 9, True)],
+    [
+        (0, -1, True),
+        (1, -1, True),
+        (2, -1, False),
+        (2, 0, False),
+        (2, 1, True),
+        (7, 5, False),
+        (7, 6, True),
+        (7, 9, True),
+    ],
 )
 def test_gate(step, committed, allowed):
     assert may_stage(step, committed) is allowed

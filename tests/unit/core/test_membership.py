@@ -6,6 +6,7 @@ import random
 from itertools import combinations
 
 import pytest
+
 from deadpool_plugin.core.membership import Acceptor, Proposal, is_quorum
 from deadpool_plugin.core.messages import Promise
 from deadpool_plugin.core.types import Ballot, SwapPlan, World
@@ -13,7 +14,9 @@ from deadpool_plugin.core.types import Ballot, SwapPlan, World
 PLANS = [SwapPlan(World(1, (node,)), 0, (), (), "store") for node in range(3)]
 
 
-@pytest.mark.parametrize("world", [World(0, tuple(range(n - s)), tuple(range(n - s, n))) for n in range(1, 7) for s in range(n)])
+@pytest.mark.parametrize(
+    "world", [World(0, tuple(range(n - s)), tuple(range(n - s, n))) for n in range(1, 7) for s in range(n)]
+)
 def test_any_two_quorums_share_a_member(world):
     subsets = [set(c) for size in range(len(world.members) + 1) for c in combinations(world.members, size)]
     quorums = [subset for subset in subsets if is_quorum(world, subset)]

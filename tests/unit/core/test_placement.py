@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from deadpool_plugin.core.placement import Rehearsal, buddy_of, needs_payload, rehearsals, takers_of, world_after
-from deadpool_plugin.core.types import World
 from hypothesis import given
 from hypothesis import strategies as st
+
+from deadpool_plugin.core.placement import Rehearsal, buddy_of, needs_payload, rehearsals, takers_of, world_after
+from deadpool_plugin.core.types import World
 
 from .strategies import worlds
 
@@ -72,5 +73,7 @@ def test_a_swap_changes_nothing_but_who_runs_what(world, data):
     assert set(after.members) == set(world.members) - lost
     for before, now in zip(world.node_of, after.node_of, strict=True):
         assert now == before if before not in lost else now in free
-    assert [world.ranks_of(n) for n in world.active] == [after.ranks_of(n) for n in after.active], "nodes change as a whole"
+    assert [world.ranks_of(n) for n in world.active] == [after.ranks_of(n) for n in after.active], (
+        "nodes change as a whole"
+    )
     assert [n for n in world.spares if n in after.spares] == list(after.spares)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from deadpool_plugin import errors
 from deadpool_plugin.core import types
 from deadpool_plugin.core.inventory import Inventory

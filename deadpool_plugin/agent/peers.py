@@ -1,0 +1,70 @@
+"""Bulk connections to the other nodes, made when first needed, and threads to wait for their answers.
+
+Rules of this file: everything that blocks on another node's memory goes through `ask`, which tries again while the
+connection fails (the control mesh decides whether the node is lost, not we) and gives up after the job's patience.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from ..core.types import NodeId
+from ..errors import TransportError
+from ..mirror.bulk import BulkPeer, RefusedByPeer
+from ..mirror.store import SnapshotStore
+from ..transport.sockets import Address
+
+T = TypeVar("T")
+_RETRY_S = 0.2
+_THREADS = 16
+
+
+class Peers:
+    """Thread: the event loop's only."""
+
+    def __init__(self, node: NodeId, secret: bytes, store: SnapshotStore, patience_s: float) -> None:
+        self._node, self._secret, self._store, self._patience_s = node, secret, store, patience_s
+        self._addresses: dict[NodeId, Address] = {}
+        self._peers: dict[NodeId, BulkPeer] = {}
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="deadpool-ask")
+
+    def know(self, addresses: Mapping[NodeId, Address]) -> None:
+        self._addresses = dict(addresses)
+
+    def to(self, node: NodeId) -> BulkPeer:
+        """The connection to `node` (this node included: its own server answers)."""
+        if node not in self._peers:
+            self._peers[node] = BulkPeer(self._addresses[node], self._secret, self._store, self._node, self._patience_s)
+        return self._peers[node]
+
+    async def in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    async def ask(self, work: Callable[[], T]) -> T:
+        """`work()` in a thread; a connection that fails is tried again until the patience is used up.
+
+        Raises: TransportError; RefusedByPeer at once.
+        """
+        deadline = time.monotonic() + self._patience_s
+        while True:
+            try:
+                return await self.in_thread(work)
+            except RefusedByPeer:
+                raise
+            except TransportError:
+                if time.monotonic() >= deadline:
+                    raise
+            await asyncio.sleep(_RETRY_S)
+
+    async def forget(self, nodes: tuple[NodeId, ...]) -> None:
+        """`nodes` are lost: end everything that still waits for them."""
+        gone = [self._peers.pop(node) for node in nodes if node in self._peers]
+        await asyncio.gather(*(self.in_thread(peer.close) for peer in gone))
+
+    async def close(self) -> None:
+        await self.forget(tuple(self._peers))
+        self._threads.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,309 @@
+"""The agent: one asyncio loop around the controller. Collects inputs, steps, carries out the actions in their order.
+
+Rules of this file: nothing is decided here and nothing waits here between an input and its actions; each action is one
+line that goes to the part whose duty it is. An input that comes while another's actions are being carried out waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Coroutine
+from importlib import metadata
+from typing import Any
+
+from ..config import Config
+from ..core import io
+from ..core.controller import Controller
+from ..core.messages import AnyMessage, Goodbye
+from ..core.timing import Timing
+from ..core.types import NodeId, World
+from ..errors import EXIT_FENCED, EXIT_OK, DeadpoolError, InvariantViolated, PeerRefused
+from ..mirror.bulk import BulkServer
+from ..mirror.store import SnapshotStore
+from ..transport import local
+from ..transport.local import LocalServer
+from ..transport.rendezvous import Hello, meet
+from ..transport.sockets import address_towards
+from ..transport.tcp import ControlMesh
+from . import proc
+from .mirroring import Mirroring
+from .output import Writer
+from .peers import Peers
+from .reports import Reports
+from .spares import Spares
+from .takeover import TakeOvers
+from .watch import Watch
+from .workers import Workers
+from .world import Place, described, form_world
+
+PACKAGES = ("deadpool_plugin", "torch", "megatron-core", "deepspeed")
+WORKERS_END_S = 10.0
+WORKERS_KILL_S = 0.5
+SUPERVISORS_END_S = 4.0
+TERM_GRACE_S = 0.3
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+class Agent:
+    """One node's agent; `run` once.
+
+    Args:
+        listener: the listening Unix socket supervisors and workers connect to.
+        job_tag: what the environment tags of this node's workers begin with.
+    """
+
+    def __init__(self, place: Place, config: Config, secret: bytes, listener: socket.socket, job_tag: str) -> None:
+        self._place, self._config, self._secret, self._job_tag = place, config, secret, job_tag
+        self._node: NodeId = place.node
+        self._listener = listener
+        self._inputs: deque[io.Input] = deque()
+        self._stepping = False
+        self._lost_links: set[NodeId] = set()
+        self._actions: dict[type[io.Action], Callable[[Any], None]] = {
+            io.Send: lambda action: self._mesh.send(action.to, action.message),
+            io.StartWorkers: lambda action: self._workers.start_groups(action.world.generation, action.store),
+            io.StartRehearsal: lambda action: self._spares.order(action),
+            io.Commit: self._commit,
+            io.AbortWorkers: self._abort,
+            io.Reconfigure: self._reconfigure,
+            io.Emit: self._emit,
+            io.Leave: self._leave,
+        }
+
+    async def run(self) -> int:
+        """From the first connection to the last; the exit code."""
+        self._build()
+        try:
+            tasks = [asyncio.create_task(self._guarded(work)) for work in (self._tick(), self._start())]
+            exit_code = await self._left
+            for task in tasks:
+                task.cancel()
+            await self._end(exit_code)
+            return exit_code
+        finally:
+            self._writer.close()
+            proc.sweep(self._job_tag)
+
+    async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
+        """`work`, whose failure is this node's end."""
+        try:
+            await work
+        except Exception as error:
+            self._broke(error)
+
+    def _broke(self, error: BaseException | None) -> None:
+        """An error nobody can handle: say it and leave; to the others this node is lost."""
+        if not isinstance(error, DeadpoolError) or isinstance(error, InvariantViolated):
+            traceback.print_exception(error)
+        self._reports.say(f"node {self._node}: {error}")
+        self._leave(io.Leave(getattr(error, "exit_code", EXIT_FENCED), str(error)))
+
+    def _unhandled(self, context: dict[str, Any]) -> None:
+        """Something failed in a callback of the loop."""
+        error = context.get("exception")
+        if error is None:
+            self._reports.emit("Note", text=str(context.get("message")))
+        else:
+            self._broke(error)
+
+    # ---- starting
+
+    def _build(self) -> None:
+        config, node = self._config, self._node
+        loop = asyncio.get_running_loop()
+        self._loop = loop
+        self._left: asyncio.Future[int] = loop.create_future()
+        loop.set_exception_handler(lambda _, context: self._unhandled(context))
+        with contextlib.suppress(OSError):  # a cgroup may allow fewer: then the launcher's choice stays
+            os.sched_setaffinity(0, range(os.cpu_count() or 1))
+        self._writer = Writer()
+        self._reports = Reports(node, self._writer, config.output_dir)
+        self._bind, self._address = self._addresses()
+        self._store = SnapshotStore(config.history_limit_bytes, config.memory_headroom_bytes)
+        self._peers = Peers(node, self._secret, self._store, config.patience_s)
+        self._mirroring = Mirroring(
+            node, self._place.local_size, self._store, self._peers, config.memory_headroom_bytes, config.patience_s,
+            self.feed,
+        )  # fmt: skip
+        self._watch = Watch(config.silent_after_s)
+        self._watch.start()
+        self._workers = Workers(
+            self._place, self._job_tag, self._address, config.output_dir, self._writer, self._watch, self.feed
+        )
+        self._spares = Spares(self._workers, self._peers, self._reports, config.history_limit_bytes, self.feed)
+        self._takeovers = TakeOvers(
+            node, self._workers, self._mirroring, self._spares, self._peers, self._store, self._reports,
+            config.start_timeout_s, self.feed,
+        )  # fmt: skip
+        self._workers.handlers |= {
+            local.RankReady: self._mirroring.rank_ready,
+            local.Staged: self._mirroring.staged,
+            local.WorkerEvent: lambda slot, peer, event: self._reports.worker_event(event.kind, event.fields),
+        }
+        self._controller = Controller(node, _timing(config))
+        self._server = LocalServer(self._listener, self._workers.on_message, self._workers.on_closed)
+        loop.add_signal_handler(signal.SIGTERM, lambda: loop.call_later(TERM_GRACE_S, self._told_to_end))
+        loop.add_signal_handler(signal.SIGINT, lambda: None)  # the supervisors say it
+
+    def _addresses(self) -> tuple[str, str]:
+        """Where to listen, and the address others shall use."""
+        if self._config.interface_address is not None:
+            return self._config.interface_address, self._config.interface_address
+        found = address_towards(self._place.master_addr, self._place.master_port)
+        if found.startswith("127.") and self._place.master_addr not in _LOOPBACK:
+            return "", self._place.master_addr  # the first host's name means itself there; others know it by that name
+        return found, found
+
+    async def _start(self) -> None:
+        """Meet the others, link up, and let the controller begin. Raises: DeadpoolError."""
+        config, place = self._config, self._place
+        self._mesh = ControlMesh(
+            self._node, self._secret, self._bind, config.port_range, self._received, self._link_lost,
+            config.silent_after_s, self._refused,
+        )  # fmt: skip
+        control = (self._address, (await self._mesh.listen())[1])
+        self._bulk = BulkServer(
+            self._store, self._secret, self._bind, config.port_range, self._mirroring.on_mirrored, self._node,
+            config.silent_after_s, self._refused_in_thread,
+        )  # fmt: skip
+        hello = Hello(
+            self._node, os.uname().nodename, control, (self._address, self._bulk.address[1]), place.local_size,
+            _versions(), config.digest(),
+        )  # fmt: skip
+        hellos = await meet(
+            self._node, place.nodes_total, place.master_addr, place.master_port, hello, self._secret,
+            config.start_timeout_s,
+        )  # fmt: skip
+        world = form_world(hellos, config.spares)
+        self._peers.know({hello.node: hello.bulk for hello in hellos})
+        await self._mesh.connect({hello.node: hello.control for hello in hellos}, config.start_timeout_s)
+        self._enter(world, [hello.host for hello in hellos])
+
+    def _enter(self, world: World, hosts: list[str]) -> None:
+        self._mirroring.enter(world)
+        self._workers.form(world, self._node)
+        self.feed(io.WorldFormed(world))
+        if self._node == 0:
+            for line in described(world, hosts):
+                self._reports.say(line)
+        ranks = world.ranks_of(self._node)
+        self._reports.emit("NodeJoined", host=os.uname().nodename, ranks=ranks, spare=not ranks)
+
+    async def _tick(self) -> None:
+        while True:
+            self.feed(io.Ticked())
+            await asyncio.sleep(self._config.tick_s)
+
+    # ---- inputs
+
+    def feed(self, event: io.Input) -> None:
+        """Give the controller one input and carry out what it says."""
+        self._inputs.append(event)
+        if self._stepping:
+            return
+        self._stepping = True
+        try:
+            while self._inputs:
+                for action in self._controller.step(self._inputs.popleft(), time.monotonic()):
+                    self._actions[type(action)](action)
+        finally:
+            self._stepping = False
+
+    def _received(self, node: NodeId, message: AnyMessage) -> None:
+        self.feed(io.Received(node, message))
+
+    def _link_lost(self, node: NodeId, reason: str) -> None:
+        self._lost_links.add(node)
+        self.feed(io.LinkLost(node, reason))
+
+    def _refused(self, error: PeerRefused) -> None:
+        self._reports.emit("PeerRefused", address=error.address, reason=str(error))
+
+    def _refused_in_thread(self, error: PeerRefused) -> None:
+        self._loop.call_soon_threadsafe(self._refused, error)
+
+    def _told_to_end(self) -> None:
+        slot = self._workers.slots[0]
+        self.feed(io.WorkerLost(slot.rank, f"the agent of node {self._node} was told to end (SIGTERM)"))
+
+    # ---- actions
+
+    def _commit(self, action: io.Commit) -> None:
+        self._workers.tell_serving(local.Committed(action.step))
+        self._spares.committed(action.step)
+
+    def _abort(self, action: io.AbortWorkers) -> None:
+        self._takeovers.cancel()
+        self._workers.tell_serving(local.Abort(action.generation))
+        self._store.fence(action.generation)
+
+    def _reconfigure(self, action: io.Reconfigure) -> None:
+        plan = action.plan
+        self._reports.generation = plan.world.generation
+        self._takeovers.act(plan)
+        for node in plan.lost_nodes:
+            self._mesh.drop(node)
+        self._forgetting = asyncio.create_task(self._peers.forget(plan.lost_nodes))
+
+    def _emit(self, action: io.Emit) -> None:
+        world = self._controller.world
+        living = [node for node in world.members if node not in self._lost_links] if world is not None else []
+        self._reports.leads = not living or min(living) == self._node
+        self._reports.emit(action.kind, **action.fields)
+
+    def _leave(self, action: io.Leave) -> None:
+        if not self._left.done():
+            self._left.set_result(action.exit_code)
+
+    # ---- the end
+
+    async def _end(self, exit_code: int) -> None:
+        """Tell the others, let or make the workers end, then the supervisors; every wait has a deadline."""
+        self._takeovers.cancel()
+        self._spares.close()
+        self._workers.end_workers(exit_code)
+        if hasattr(self, "_mesh"):
+            goodbye = Goodbye(self._controller.generation) if exit_code != EXIT_FENCED else None
+            await self._mesh.close(goodbye)
+        patience_s = WORKERS_END_S if exit_code == EXIT_OK else WORKERS_KILL_S
+        await self._workers.wait(lambda: self._workers.workers_gone, patience_s)
+        self._watch.close()
+        self._workers.end_supervisors(exit_code)
+        await self._workers.wait(lambda: self._workers.supervisors_gone, SUPERVISORS_END_S)
+        await self._drain()
+        if hasattr(self, "_bulk"):
+            await self._peers.in_thread(self._bulk.close)
+        await self._peers.close()
+        if self._writer.dropped_bytes:
+            self._reports.say(f"node {self._node}: {self._writer.dropped_bytes} bytes of output could not be written")
+
+    async def _drain(self) -> None:
+        """The last words of the workers are still in their pipes."""
+        pipes = [slot.pipe for slot in self._workers.slots if slot.pipe is not None]
+        waits = [asyncio.create_task(pipe.ended.wait()) for pipe in pipes]
+        if waits:
+            await asyncio.wait(waits, timeout=WORKERS_KILL_S)
+        for pipe in pipes:
+            pipe.close()
+
+
+def _timing(config: Config) -> Timing:
+    return Timing(config.heartbeat_interval_s, config.silent_after_s, config.phase_timeout_s, config.start_timeout_s)
+
+
+def _versions() -> dict[str, str]:
+    """What must be the same on all hosts."""
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,145 @@
+"""The same contract over NCCL: collectives, an abort out of a blocked one, and rebuilt communicators.
+
+Rules of this file: needs one GPU per rank, or NCCL >= 2.30 where several ranks may share one (one NCCL_HOSTID each, no
+shared memory and no peer-to-peer, sockets on lo). The processes are forked before CUDA is initialised.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.comm import TIMEOUT, become
+from support.forked import Cell, Fleet
+from support.zygote import in_zygote
+
+from deadpool_plugin.comm.groups import Groups
+from deadpool_plugin.comm.handle import Handle
+from deadpool_plugin.comm.store import host_store
+from deadpool_plugin.errors import GenerationChanged
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available() or not dist.is_nccl_available(), reason="needs a GPU and NCCL"),
+]
+
+
+def _device(rank: int) -> torch.device:
+    """A GPU of one's own where there are two; else one card shared by both ranks."""
+    if torch.cuda.device_count() < 2:
+        os.environ.update(
+            NCCL_MULTI_RANK_GPU_ENABLE="1", NCCL_HOSTID=f"host{rank}", NCCL_P2P_DISABLE="1", NCCL_SHM_DISABLE="1",
+            NCCL_SOCKET_IFNAME="lo", NCCL_NVLS_ENABLE="0", NCCL_MAX_CTAS="2",
+        )  # fmt: skip
+        return torch.device("cuda", 0)
+    return torch.device("cuda", rank)
+
+
+def _groups(rank: int, store: str) -> Groups:
+    become(rank, 2)
+    torch.cuda.set_device(_device(rank))
+    groups = Groups()
+    groups.install()
+    groups.start(0, store)
+    dist.init_process_group("cpu:gloo,cuda:nccl", timeout=TIMEOUT)
+    return groups
+
+
+def _battery() -> list[Any]:
+    rank = dist.get_rank()
+    total = torch.arange(4.0, device="cuda") + rank
+    dist.all_reduce(total)
+    gathered = torch.empty(4, device="cuda")
+    dist.all_gather_into_tensor(gathered, torch.full((2,), float(rank), device="cuda"))
+    scattered = torch.empty(2, device="cuda")
+    dist.reduce_scatter_tensor(scattered, torch.arange(4.0, device="cuda") + rank)
+    received = torch.empty(3, device="cuda")
+    operations = [
+        dist.P2POp(dist.isend, torch.full((3,), float(rank), device="cuda"), 1 - rank),
+        dist.P2POp(dist.irecv, received, 1 - rank),
+    ]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    objects: list[Any] = [None, None]
+    dist.all_gather_object(objects, {"rank": rank})
+    dist.barrier()
+    return [total.tolist(), gathered.tolist(), scattered.tolist(), received.tolist(), objects]
+
+
+def _expected(rank: int) -> list[Any]:
+    return [
+        [1.0, 3.0, 5.0, 7.0],
+        [0.0, 0.0, 1.0, 1.0],
+        [[1.0, 3.0], [5.0, 7.0]][rank],
+        [float(1 - rank)] * 3,
+        [{"rank": 0}, {"rank": 1}],
+    ]
+
+
+class Cells:
+    def __init__(self) -> None:
+        self.stores = [Cell(4096), Cell(4096)]
+        self.recording, self.entered, self.abort = Cell(), Cell(4096), Cell(4096)
+
+
+def _member(rank: int, cells: Cells) -> Any:
+    keep = []
+    for index in (0, 1) if rank == 0 else ():
+        server, text = host_store("127.0.0.1")
+        keep.append(server)
+        cells.stores[index].set(text)
+    groups = _groups(rank, cells.stores[0].get())
+    handle = dist.group.WORLD
+    assert isinstance(handle, Handle)
+    first = _battery()
+    recording = groups.stop_recording()
+    if rank == 1:
+        cells.recording.set(recording)
+        signal.pause()
+    abort = threading.Thread(target=lambda: (cells.abort.get(), groups.interrupt(1)), daemon=True)
+    abort.start()
+    stuck = torch.ones(1 << 20, device="cuda")
+    try:
+        dist.all_reduce(stuck)
+        cells.entered.set()
+        torch.cuda.synchronize()  # comes back when the communicator is aborted
+        abort.join()
+        groups.check()
+        raise AssertionError("no GenerationChanged")
+    except GenerationChanged as change:
+        assert change.generation == 1
+    groups.rebuild(1, cells.stores[1].get())
+    assert dist.group.WORLD is handle
+    return first, _battery()
+
+
+def _newcomer(cells: Cells) -> Any:
+    become(1, 2)
+    torch.cuda.set_device(_device(1))
+    groups = Groups()
+    groups.install()
+    groups.rehearse(cells.recording.get())
+    dist.init_process_group("cpu:gloo,cuda:nccl", timeout=TIMEOUT)
+    first = _battery()
+    groups.finish_rehearsal()
+    groups.rebuild(1, cells.stores[1].get())
+    return first, _battery()
+
+
+@in_zygote
+def test_a_rank_is_replaced() -> None:
+    with Fleet(deadline_s=180) as fleet:
+        cells = Cells()
+        members = [fleet.fork(_member, rank, cells) for rank in range(2)]
+        newcomer = fleet.fork(_newcomer, cells)
+        fleet.until(cells.recording, cells.entered)
+        fleet.kill(members[1])
+        cells.abort.set()
+        zero, one = fleet.values([members[0], newcomer])
+    assert zero == (_expected(0), _expected(0))
+    assert one == (_expected(1), _expected(1))

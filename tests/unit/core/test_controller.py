@@ -1,0 +1,151 @@
+"""controller.py, input by input: what is said, what is ignored, what comes first."""
+
+from __future__ import annotations
+
+from deadpool_plugin.core import io
+from deadpool_plugin.core.controller import Controller
+from deadpool_plugin.core.messages import (
+    Accepted,
+    Decided,
+    NodeFailed,
+    Prepare,
+    Promise,
+    Propose,
+    Refused,
+    Rehearse,
+    Report,
+    Start,
+    Status,
+    Verdict,
+)
+from deadpool_plugin.core.timing import Timing
+from deadpool_plugin.core.types import Ballot, Holding, SwapPlan, World
+
+WORLD = World(0, (0, 1, 2), (3,))
+TIMING = Timing(heartbeat_interval_s=1.0, silent_after_s=10.0, phase_timeout_s=20.0, start_timeout_s=100.0)
+PLAN = SwapPlan(World(1, (0, 1, 3)), 4, (2,), (), "store")
+
+
+def formed(node: int, world: World = WORLD) -> Controller:
+    controller = Controller(node, TIMING)
+    controller.step(io.WorldFormed(world), 0.0)
+    return controller
+
+
+def said(actions: list[io.Action]) -> list[tuple[int, object]]:
+    return [(action.to, action.message) for action in actions if isinstance(action, io.Send)]
+
+
+def hear(controller: Controller, sender: int, message, now: float = 0.1) -> list[io.Action]:
+    return controller.step(io.Received(sender, message), now)
+
+
+def test_messages_before_the_world_is_formed_are_kept():
+    controller = Controller(0, TIMING)
+    assert hear(controller, 1, Report(0, 1, ready=(1,))) == []
+    for rank, node in ((2, 2),):
+        hear(controller, node, Report(0, node, ready=(rank,)))
+    controller.step(io.WorkerReady(0), 0.2)
+    actions = controller.step(io.WorldFormed(WORLD), 0.3)
+    kinds = [action.kind for action in actions if isinstance(action, io.Emit)]
+    assert kinds == ["WorldFormed", "TrainingStarted"]
+
+
+def test_start_is_said_once_and_obeyed_once():
+    controller = formed(0)
+    actions = controller.step(io.StoreOffered("node0:1"), 0.1)
+    starts = [(to, message) for to, message in said(actions) if isinstance(message, Start)]
+    assert [to for to, _ in starts] == [1, 2, 3]
+    assert [action for action in actions if isinstance(action, io.StartWorkers)] == [io.StartWorkers(WORLD, "node0:1")]
+    assert not any(isinstance(a, io.StartWorkers) for a in hear(controller, 0, Start(WORLD, "node0:1")))
+
+
+def test_commit_opens_the_gate_once_and_never_goes_back():
+    controller = formed(2)
+    assert hear(controller, 0, Status(0, 3, True, True)) == [io.Commit(3)]
+    for late in (Status(0, 3, True, True), Status(0, 2, True, True), Status(7, 9, True, True)):
+        assert hear(controller, 0, late) == []
+    assert controller.committed == 3
+
+
+def test_heartbeats():
+    controller = formed(2)
+    assert controller.step(io.Ticked(), 0.5) == []
+    assert said(controller.step(io.Ticked(), 1.0)) == [(0, Report(0, 2))]
+    coordinator = formed(0)
+    assert {to for to, _ in said(coordinator.step(io.Ticked(), 1.0))} == {1, 2, 3}
+
+
+def test_a_voter_fences_first_and_says_nothing_of_the_old_generation_after():
+    controller = formed(3)
+    holding = Holding(0, 4, True, (0,))
+    controller.step(io.SnapshotHeld(holding, 0), 0.1)
+    ballot = Ballot(1, 1, 0)
+    actions = hear(controller, 0, Prepare(ballot, (2,)))
+    assert actions == [io.AbortWorkers(1), io.Send(0, Promise(ballot, None, (holding,), ""))]
+    controller.step(io.SnapshotHeld(Holding(1, 4, True, (1,)), 0), 0.2)
+    assert said(controller.step(io.Ticked(), 1.5)) == [(0, Report(0, 3))]
+    assert hear(controller, 0, Status(0, 9, True, True), 1.6) == []
+    assert said(controller.step(io.StoreOffered("node3:1"), 1.7))[0] == (
+        0,
+        Promise(ballot, None, (holding, Holding(1, 4, True, (1,))), "node3:1"),
+    )
+    assert hear(controller, 0, Propose(ballot, PLAN), 1.8) == [io.Send(0, Accepted(ballot))]
+    assert said(hear(controller, 1, Prepare(Ballot(1, 0, 1), (2,)), 1.9)) == [(1, Refused(Ballot(1, 0, 1), ballot))]
+    actions = hear(controller, 0, Decided(PLAN), 2.0)
+    assert actions[0] == io.Reconfigure(PLAN)
+    assert hear(controller, 0, Decided(PLAN), 2.1) == []
+
+
+def test_a_decision_without_its_prepare_fences_first():
+    actions = hear(formed(3), 0, Decided(PLAN))
+    assert actions[:2] == [io.AbortWorkers(1), io.Reconfigure(PLAN)]
+
+
+def test_whoever_is_behind_is_told_the_decision_again():
+    controller = formed(0)
+    hear(controller, 1, Decided(PLAN))
+    for sender in (1, 2):  # a member, and the node that was lost
+        for message in (Report(0, sender), Prepare(Ballot(1, 5, sender), (0,)), Status(0, 9, True, True)):
+            assert (sender, Decided(PLAN)) in said(hear(controller, sender, message))
+
+
+def test_who_is_counted_as_lost_leaves():
+    for message in (
+        Prepare(Ballot(1, 1, 0), (2,)),
+        Decided(PLAN),
+        NodeFailed(0, 2, "you are"),
+        Propose(Ballot(1, 1, 0), PLAN),
+    ):
+        controller = formed(2)
+        assert hear(controller, 0, message)[-1].exit_code == 87
+        assert controller.ended and controller.step(io.Ticked(), 99.0) == []
+
+
+def test_a_verdict_of_a_node_that_is_no_member_is_ignored():
+    controller = formed(0)
+    hear(controller, 1, Decided(PLAN))
+    assert hear(controller, 2, Verdict(0, 1, "mine")) == [io.Send(2, Decided(PLAN))]
+    assert hear(controller, 1, Verdict(0, 1, "ours"))[-1] == io.Leave(1, "ours")
+
+
+def test_ones_own_pause_is_no_evidence():
+    controller = formed(0)
+    controller.step(io.Ticked(), 60.0)
+    assert not controller.ended
+    for now in range(61, 69):
+        assert not any(isinstance(action, io.Emit) for action in controller.step(io.Ticked(), float(now)))
+    actions = [action for now in range(69, 72) for action in controller.step(io.Ticked(), float(now))]
+    assert any(isinstance(action, io.Leave) for action in actions), "nobody was heard of before training: a verdict"
+
+
+def test_a_rehearsal_is_started_once_and_announced():
+    controller = formed(3)
+    task = Rehearse(0, 0, 1, 1)
+    assert hear(controller, 0, task) == [io.StartRehearsal(0, 1, 1)]
+    assert hear(controller, 0, task) == []
+    actions = controller.step(io.SpareRehearsed(0, 1), 1.0)
+    assert io.Emit("SpareReady", {"spare": 3, "ranks": (1,)}) in actions
+    assert (0, Report(0, 3, rehearsed=((0, 1),))) in said(actions)
+    assert hear(controller, 0, Rehearse(0, 0, 1, 2)) == [], "done is done, wherever the recording came from"
+    assert hear(controller, 0, Rehearse(0, 0, 2, 2))[0] == io.StartRehearsal(0, 2, 2)
