@@ -3,7 +3,8 @@
 # Arguments go to pytest: ./scripts/test.sh -k gate
 set -euo pipefail
 cd "$(dirname "$0")/.."
-source scripts/setup_env.sh
+scripts/setup_env.sh
+export PATH="$PWD/.venv/bin:$PATH"
 export OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu PYTHONWARNINGS=ignore
 echo "[test] ruff"
 ruff check .

@@ -57,8 +57,7 @@ class Groups:
         self._network: Network | None = None
         self._recorder: Recorder | None = None
         self._replay: Replay | None = None
-        self._made: dict[tuple[int, ...], int] = {}
-        self._created = 0
+        self._created: list[tuple[int, ...]] = []
         self._unfinished: set[SwapWork] = set()
         self._bootstrap: Store | None = None
 
@@ -102,7 +101,7 @@ class Groups:
         invariant(self._recorder is not None, "stop_recording without start")
         assert self._recorder is not None
         recorder, self._recorder = self._recorder, None
-        return recorder.finish([handle.ranks for handle in self.handles])
+        return recorder.finish(self._created)
 
     def finish_rehearsal(self) -> None:
         """Raises: Divergence unless everything recorded was issued."""
@@ -237,11 +236,10 @@ class Groups:
         self, rank: int, ranks: tuple[int, ...], backends: dict[str, str], timeout: timedelta, options: Any, name: str
     ) -> Handle:
         """A new handle, connected or a stand-in. Blocks: when live, until its members do the same."""
-        occurrence = self._made.get(ranks, 0)
-        self._made[ranks] = occurrence + 1
+        occurrence = self._created.count(ranks)  # alike on all members, which an index over all groups is not
         key = f"{ranks[0]}+{len(ranks)}.{zlib.crc32(repr(ranks).encode()):08x}.{occurrence}"
         handle = Handle(
-            self, index=self._created, key=key, rank=rank, ranks=ranks, backends=backends, timeout=timeout,
+            self, index=len(self._created), key=key, rank=rank, ranks=ranks, backends=backends, timeout=timeout,
             options=options, name=name,
         )  # fmt: skip
         if self._replay is not None:
@@ -252,7 +250,7 @@ class Groups:
             invariant(network is not None, "a group was created before Groups.start")
             assert network is not None
             handle.inner = self._attempt(lambda: network.build(handle), self._fence.current)
-        self._created += 1
+        self._created.append(ranks)
         self.handles.append(handle)
         return handle
 

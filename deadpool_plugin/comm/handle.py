@@ -88,12 +88,13 @@ class Handle(dist.ProcessGroup):
         return len(self.ranks)
 
     def getBackendName(self) -> str:
-        return ",".join(dict.fromkeys(self.backends.values()))
-
-    _get_backend_name = getBackendName
+        """For torch's C++ only, which would look behind a name it knows (its DDP's logger does)."""
+        return "deadpool"
 
     def name(self) -> str:
-        return self.getBackendName()
+        return ",".join(dict.fromkeys(self.backends.values()))
+
+    _get_backend_name = name
 
     def _get_backend(self, device: torch.device) -> Any:
         """The communicator behind the handle; valid until the next swap. In a rehearsal, the handle itself."""
@@ -158,7 +159,7 @@ class Handle(dist.ProcessGroup):
         return False
 
     def __repr__(self) -> str:
-        return f"<Handle {self.index} {self.getBackendName()} ranks {list(self.ranks)}>"
+        return f"<Handle {self.index} {self.name()} ranks {list(self.ranks)}>"
 
 
 def _forward(name: str) -> Callable[..., Any]:

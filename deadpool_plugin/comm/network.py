@@ -68,7 +68,9 @@ class Network:
 
 def accelerator() -> torch.device | None:
     """The calling thread's GPU, if CUDA is in use."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else None
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return None
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def unsupported_backend(name: str) -> Unsupported:

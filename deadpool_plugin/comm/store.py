@@ -17,17 +17,20 @@ _SIOCGIFADDR = 0x8915
 
 
 def host_store(host: str | None = None, timeout_s: float = 300.0) -> tuple[TCPStore, str]:
-    """Start a store in this process; returns it and its "host:port".
+    """Start a store in this process; returns it and its "host:port". It listens on that address only.
 
     Args:
-        host: the address others reach this process at; by default that of gloo's interface (GLOO_SOCKET_IFNAME),
-            else what this host's name resolves to.
+        host: the address others reach this process at; by default that of gloo's interface (GLOO_SOCKET_IFNAME), else
+            the one this host has on its way to MASTER_ADDR, else what its name resolves to.
     """
     address = host or _own_address()
+    listener = socket.create_server((address, 0), family=_family(address), backlog=1024)
+    port = listener.getsockname()[1]
     server = TCPStore(
-        address, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
+        address, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s),
+        master_listen_fd=listener.detach(),
     )  # fmt: skip
-    return server, f"{address}:{server.port}"
+    return server, f"{address}:{port}"
 
 
 def connect(address: str, timeout_s: float = 300.0) -> TCPStore:
@@ -44,4 +47,13 @@ def _own_address() -> str:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             packed = struct.pack("256s", interface.encode()[:15])
             return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, packed)[20:24])
+    master = os.environ.get("MASTER_ADDR")
+    if master:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((master, 9))  # nothing is sent: this only asks for the route
+            return str(probe.getsockname()[0])
     return socket.gethostbyname(socket.gethostname())
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET

@@ -63,7 +63,7 @@ def _rehearse(config: Config, order: local.RehearseRank, local_rank: int, script
 
     die_with_parent()
     os.environ.update(order.env)
-    mute = Mute(config.output_dir / "rehearsals" / f"rank{order.rank:04d}.{os.getpid()}.log")
+    mute = Mute(config.output_dir / "rehearsals" / f"rank{order.rank:04d}.{os.getpid()}.txt")
     connection = LocalConnection.to(os.environ["DEADPOOL_SOCKET"])
     connection.send(local.RehearserHello(local_rank, os.getpid(), order.rank))
     rehearsal, _ = connection.recv()

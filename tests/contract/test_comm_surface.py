@@ -6,10 +6,13 @@ import gc
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from support.comm import TIMEOUT, battery, become, live
 from support.forked import Cell, Fleet
 from support.zygote import in_zygote
+from torch.distributed.device_mesh import init_device_mesh
 
 from deadpool_plugin.comm import collective
 from deadpool_plugin.comm.handle import Handle
@@ -104,6 +107,37 @@ def test_torch_holds_nothing_but_handles() -> None:
         assert facts["desc"][0] == "default_pg"
     assert zero["backends"] == ["gloo", "gloo", "cpu:gloo"]
     assert zero["ranks"] == [[0, 1], [0, 1], [0, 1]] and one["ranks"] == [[0, 1], [0, 1], [1], [0, 1]]
+
+
+def _other_ways(rank: int, size: int, address: Cell) -> Any:
+    if rank == 0:
+        server, text = host_store("127.0.0.1")
+        address.set(text)
+    groups = live(rank, size, address.get())
+    torch.manual_seed(0)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 1))
+    model(torch.full((2, 3), rank + 1.0)).sum().backward()
+    summed = functional.all_reduce(torch.full((2,), rank + 1.0), "sum", dist.group.WORLD)
+    mesh = init_device_mesh("cpu", (1, size), mesh_dim_names=("outer", "inner"))
+    local, _ = dist.new_subgroups(1)
+    dist.distributed_c10d._set_pg_timeout(TIMEOUT * 2)
+    dist.barrier()
+    return {
+        "gradient": [parameter.grad.tolist() for parameter in model.parameters()],
+        "functional": summed.tolist(),
+        "handles": isinstance(mesh.get_group("inner"), Handle) and isinstance(local, Handle),
+        "timeout": groups.handles[0].timeout == TIMEOUT * 2,
+    }
+
+
+@in_zygote
+def test_torchs_own_layers_work_on_handles() -> None:
+    """DDP's C++ reducer, functional collectives, device meshes and subgroups reach the handle in their own ways."""
+    with Fleet() as fleet:
+        address = Cell()
+        for facts in fleet.values([fleet.fork(_other_ways, rank, 2, address) for rank in range(2)]):
+            assert facts["gradient"] == [[[3.0, 3.0, 3.0]], [2.0]] and facts["functional"] == [3.0, 3.0]
+            assert facts["handles"] and facts["timeout"]
 
 
 def test_no_data_moving_method_of_this_torch_is_missing() -> None:

@@ -25,6 +25,7 @@ from deadpool_plugin.comm.store import host_store
 from deadpool_plugin.errors import GenerationChanged
 
 SIZE, VICTIM = 3, 1
+SOME = ("all_reduce", "reduce_scatter", "point_to_point", "batch", "coalesced", "objects")
 REPEAT = int(os.environ.get("DEADPOOL_TEST_REPEAT", "1"))
 
 
@@ -69,7 +70,7 @@ OPERATIONS: dict[str, Callable[[Any], Any]] = {
 
 def _startup(rank: int) -> tuple[list[Any], Any]:
     groups = [dist.group.WORLD, dist.new_group(list(range(SIZE))), dist.new_group([0, 2]), dist.new_group([rank])]
-    return groups, battery(groups[1])
+    return groups, battery(groups[1], *SOME)
 
 
 def _host(rank: int, cells: Cells, index: int, keep: list[Any]) -> None:
@@ -124,9 +125,9 @@ def _member(rank: int, operation: str, cells: Cells) -> Any:
 
 
 def _after(made: list[Any]) -> Any:
-    results = [battery(made[0]), battery(made[1])]
+    results = [battery(made[0], *SOME), battery(made[1], *SOME)]
     if dist.get_rank() != VICTIM:
-        results.append(battery(made[2]))
+        results.append(battery(made[2], *SOME))
     dist.all_reduce(torch.ones(2), group=made[3])
     dist.barrier()
     dist.destroy_process_group()

@@ -41,12 +41,9 @@ def ramp(rank: int, *shape: int) -> torch.Tensor:
     return torch.arange(count, dtype=torch.float32).view(*shape) + 100 * rank
 
 
-def battery(group: Any = None) -> dict[str, Any]:
-    """Every collective, synchronous and asynchronous, on `group`; name -> this rank's result as lists."""
-    results: dict[str, Any] = {}
-    for name, collective in COLLECTIVES.items():
-        results[name] = _plain(collective(group))
-    return results
+def battery(group: Any = None, *names: str) -> dict[str, Any]:
+    """Every collective (or those named), on `group`; name -> this rank's result as lists."""
+    return {name: _plain(COLLECTIVES[name](group)) for name in names or COLLECTIVES}
 
 
 def _plain(value: Any) -> Any:
