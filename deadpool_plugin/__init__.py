@@ -6,12 +6,9 @@ Two ways in, and no others: launch with `--module deadpool_plugin.run` (the scri
 
 from __future__ import annotations
 
-import os
 import sys
 
 __version__ = "0.1.0.dev0"
-
-CONFIG_FLAG = "--deadpool-config"
 
 
 def activate() -> None:
@@ -20,11 +17,9 @@ def activate() -> None:
     The first statement of a training script, before torch is imported: this process turns into the supervisor,
     which runs the same command line again as the worker, where `activate` returns at once.
     """
-    if "DEADPOOL_SOCKET" in os.environ:
-        return
-    if not any(word == CONFIG_FLAG or word.startswith(CONFIG_FLAG + "=") for word in sys.argv[1:]):
-        return
-    os.execv(sys.executable, [sys.executable, "-u", "-m", "deadpool_plugin.run", *sys.argv])
+    from .launch.activate import activate
+
+    activate()
 
 
 def is_rehearsal() -> bool:

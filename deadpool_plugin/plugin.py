@@ -62,9 +62,8 @@ def _worker_context(connection: LocalConnection, config: Config, local_rank: int
     from .worker.context import Context
     from .worker.link import AgentLink
 
-    context = Context(
-        AgentLink(connection), Groups(config.recording_limit_bytes, config.phase_timeout_s), MegatronAdapter(), local_rank=local_rank
-    )
+    groups = Groups(config.recording_limit_bytes, config.phase_timeout_s)
+    context = Context(AgentLink(connection), groups, MegatronAdapter(), local_rank=local_rank)
     context.install()
     context.link.start()
     return context

@@ -52,15 +52,15 @@ def run(args: argparse.Namespace, seed: int) -> dict[str, Any]:
 
 
 def table(runs: list[dict[str, Any]]) -> str:
-    """Median and range of every phase, by whether the lost node had been rehearsed (the first spare rehearses node 0)."""
+    """Median and range of every phase, by whether the lost node was rehearsed (the first spare rehearses node 0)."""
     lines = []
     for title, rehearsed in (("rehearsed", True), ("not rehearsed", False)):
         swaps = [swap for run in runs for swap in run["swaps"] if (swap["node"] == 0) == rehearsed]
         for phase in PHASES:
             values = [swap[phase] for swap in swaps if swap[phase] is not None]
             if values:
-                spread = f"{min(values):.3f} .. {max(values):.3f}"
-                lines.append(f"{title:14s} {phase:14s} median {statistics.median(values):.3f} s ({spread}; n={len(values)})")
+                middle, spread = statistics.median(values), f"{min(values):.3f} .. {max(values):.3f}"
+                lines.append(f"{title:14s} {phase:14s} median {middle:.3f} s ({spread}; n={len(values)})")
     return "\n".join(lines)
 
 
@@ -76,7 +76,8 @@ def main() -> int:
         runs.append(run(args, seed))
         with open(log, "a") as output:
             output.write(json.dumps(runs[-1]) + "\n")
-        print(f"seed {seed}: {'holds' if runs[-1]['returncode'] == 0 else 'FAILED'} ({runs[-1]['seconds']} s)", flush=True)
+        verdict = "FAILED" if runs[-1]["returncode"] else "holds"
+        print(f"seed {seed}: {verdict} ({runs[-1]['seconds']} s)", flush=True)
     failed = [one["seed"] for one in runs if one["returncode"]]
     print(table(runs))
     print(f"{len(runs) - len(failed)} of {len(runs)} runs hold" + (f"; failed seeds: {failed}" if failed else ""))

@@ -5,15 +5,19 @@ from __future__ import annotations
 import os
 import sys
 
+from .argv import FLAG
+
 RUN = "deadpool_plugin.run"
 
 
 def activate() -> None:
-    """In a plain process: become the supervisor that runs the same command again. In a worker: nothing.
+    """In a plain process whose command line has our flag: become the supervisor that runs the same command again.
 
-    Must be the script's first statement: before torch is imported, before a thread is started.
+    In a worker, or without the flag: nothing. Must be the script's first statement: before torch is imported, before a
+    thread is started.
     """
-    if "DEADPOOL_SOCKET" in os.environ:
+    flagged = any(word == FLAG or word.startswith(FLAG + "=") for word in sys.argv[1:])
+    if "DEADPOOL_SOCKET" in os.environ or not flagged:
         return
     os.execv(sys.executable, supervised(sys.orig_argv, len(sys.argv)))
 

@@ -98,5 +98,5 @@ def _preload(names: Iterable[str]) -> None:
         if name and name not in sys.modules:
             try:
                 importlib.import_module(name)
-            except Exception as error:  # noqa: BLE001 - any import may fail in any way here
+            except Exception as error:
                 print(f"[deadpool] standby could not preload {name}: {error}", file=sys.stderr)

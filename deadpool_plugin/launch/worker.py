@@ -1,4 +1,4 @@
-"""`python -m deadpool_plugin.launch.worker SCRIPT ARGUMENTS...`: a training process under its supervisor.
+"""`python -m deadpool_plugin.launch.worker COMMAND...`: a training process under its supervisor.
 
 An active rank runs the script at once, recording its start-up. A spare's process preloads what it can and forks
 one process for each rank it is told to rehearse (standby.py).
@@ -45,11 +45,9 @@ def run_script(argv: list[str], finish: Callable[[], int], failed: Callable[[str
 
     A script that ends well waits in `finish` for everybody else's end; otherwise `failed` hears why.
     """
-    sys.argv = argv
-    sys.path[0] = str(Path(argv[0]).resolve().parent)
     try:
         try:
-            runpy.run_path(argv[0], run_name="__main__")
+            _run(argv)
         except SystemExit as end:
             if end.code not in (None, 0):
                 raise
@@ -68,6 +66,16 @@ def run_script(argv: list[str], finish: Callable[[], int], failed: Callable[[str
         failed(f"{type(error).__name__}: {error}")
         traceback.print_exc()
         return 1
+
+
+def _run(argv: list[str]) -> None:
+    """As `python SCRIPT ARGUMENTS...` or `python -m MODULE ARGUMENTS...` would."""
+    if argv[0] == "-m":
+        sys.argv, sys.path[0] = argv[1:], os.getcwd()
+        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv, sys.path[0] = argv, str(Path(argv[0]).resolve().parent)
+        runpy.run_path(argv[0], run_name="__main__")
 
 
 def leave(exit_code: int) -> None:

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from .adapter import CallKind
 from . import codec
+from .adapter import CallKind
 from .iterators import IteratorTable, RewindIterator
 
 DEPTH = 2

@@ -7,10 +7,10 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from .adapter import Adapter, CallKind
 from ..comm.groups import Groups
 from ..comm.store import host_store
 from ..transport import local
+from .adapter import Adapter, CallKind
 from .link import AgentLink
 
 
@@ -50,7 +50,10 @@ class Context:
             return original(*args, **kwargs)
 
         dist.init_process_group = dist.distributed_c10d.init_process_group = init_process_group
-        self.groups.on_destroy = lambda: self.finish()
+        self.groups.on_destroy = self._before_destroy
+
+    def _before_destroy(self) -> None:
+        self.finish()
 
     def finish(self) -> int:
         """The script is done with its groups: serve swaps until every rank's script is. Returns the exit code.

@@ -12,12 +12,12 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from .adapter import CallKind
 from ..comm import collective
 from ..errors import Divergence
 from ..mirror.arena import SlotPair
 from ..transport import local
 from . import codec
+from .adapter import CallKind
 from .context import Context
 from .iterators import IteratorTable, skip
 from .live import Live

@@ -53,13 +53,13 @@ def skip(iterator: Iterator[Any], count: int) -> None:
     A single-process DataLoader iterator over a map-style data set only draws from its sampler (nothing is read:
     torch/utils/data/dataloader.py `_next_index`); anything else pays the price of reading.
     """
-    from torch.utils.data.dataloader import _DatasetKind, _SingleProcessDataLoaderIter  # type: ignore[attr-defined]
+    from torch.utils.data.dataloader import _DatasetKind, _SingleProcessDataLoaderIter
 
-    cheap = type(iterator) is _SingleProcessDataLoaderIter and iterator._dataset_kind == _DatasetKind.Map
+    loader: Any = iterator if type(iterator) is _SingleProcessDataLoaderIter else None
     for _ in range(count):
-        if cheap:
-            iterator._next_index()  # type: ignore[attr-defined]
-            iterator._num_yielded += 1  # type: ignore[attr-defined]
+        if loader is not None and loader._dataset_kind == _DatasetKind.Map:
+            loader._next_index()
+            loader._num_yielded += 1
         else:
             next(iterator)
 

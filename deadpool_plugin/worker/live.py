@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from .adapter import CallKind
 from ..comm import collective
 from ..errors import GenerationChanged, invariant
 from ..mirror.arena import SlotPair
 from ..transport import local
 from . import codec, rng
+from .adapter import CallKind
 from .calls import Call, CallLog, forget
 from .context import Context
 from .staging import Layout, Stager

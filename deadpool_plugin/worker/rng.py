@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from .adapter import Adapter
 
 def capture(adapter: Adapter) -> dict[str, Any]:
     """Copies of every random state; the framework's tensors are never written in place and go by reference."""
-    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    name, keys, position, has_gauss, cached = cast("tuple[str, Any, int, int, float]", np.random.get_state())
     state: dict[str, Any] = {
         "python": random.getstate(),
         "numpy": (name, keys.tobytes(), int(position), int(has_gauss), float(cached)),
@@ -36,4 +36,4 @@ def restore(adapter: Adapter, state: dict[str, Any]) -> None:
 
 
 def _has_device() -> bool:
-    return torch.version.cuda is not None and torch.cuda.is_available() and torch.cuda.is_initialized()
+    return torch.version.cuda is not None and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]

@@ -57,7 +57,8 @@ class Stager:
     def __init__(self, rank: int, layout: Layout, slots: SlotPair, link: AgentLink) -> None:
         self._rank, self._layout, self._slots, self._link = rank, layout, slots, link
         self._views = [layout.views(slots.payload(step)) for step in (0, 1)]
-        self._side_stream = torch.cuda.Stream() if layout.tensors and layout.tensors[0].is_cuda else None
+        on_device = bool(layout.tensors) and layout.tensors[0].is_cuda
+        self._side_stream = torch.cuda.Stream() if on_device else None  # type: ignore[no-untyped-call]
         self._queue: queue.SimpleQueue[tuple[int, int, bytes, bytes, threading.Event]] = queue.SimpleQueue()
         self._pending = False
         self._cancel = threading.Event()
@@ -111,4 +112,5 @@ def _pin(slots: SlotPair) -> None:
     """Page-lock the arena for direct copies from the device (stays registered for the life of the process)."""
     for step in (0, 1):
         memory = torch.frombuffer(slots.payload(step), dtype=torch.uint8)
-        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        torch.cuda.check_error(runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0))

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from .adapter import CallKind
 from ..errors import Unsupported
 from ..mirror.arena import SlotPair
 from ..transport import local
 from . import codec
+from .adapter import CallKind
 from .context import Context
 from .live import Live
 from .staging import Layout
@@ -45,7 +45,12 @@ class Starting:
         recording = codec.encode([context.groups.stop_recording(), layout.digest])
         context.link.send(
             local.RankReady(
-                self._rank, self._header_bytes, layout.payload_bytes, layout.digest, context.adapter.replicas(), recording
+                self._rank,
+                self._header_bytes,
+                layout.payload_bytes,
+                layout.digest,
+                context.adapter.replicas(),
+                recording,
             )
         )
         _, (descriptor,) = context.link.receive(local.ArenaHandOver)

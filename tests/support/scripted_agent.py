@@ -7,6 +7,7 @@ what all ranks have staged, and after a kill moves survivors and a rehearsed pro
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -241,10 +242,8 @@ class ScriptedAgent:
 
     def dump_stacks(self) -> None:
         for worker in [*self.workers.values(), *self.spares.values()]:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(worker.pid, signal.SIGUSR1)
-            except ProcessLookupError:
-                pass
         time.sleep(0.5)  # the dumps are written by the processes themselves
 
     def kill_everything(self) -> None:

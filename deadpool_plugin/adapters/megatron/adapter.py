@@ -174,8 +174,9 @@ def _subclasses(cls: type) -> list[type]:
     """`cls` and everything below it that is imported by now."""
     import megatron.core.optimizer  # noqa: F401  (defines the concrete optimizers)
 
-    found = [cls]
-    for child in cls.__subclasses__():
+    found: list[type] = [cls]
+    children: list[type] = cls.__subclasses__()
+    for child in children:
         found += [sub for sub in _subclasses(child) if sub not in found]
     return found
 

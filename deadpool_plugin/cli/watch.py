@@ -1,0 +1,228 @@
+"""`python -m deadpool_plugin.cli.watch OUTPUT_DIR`: what a job is doing, from the event logs in its `output_dir`.
+
+On a terminal a table that stays in place, one row per node; elsewhere one plain line per important event and now
+and then one about the steps. Ends with the job, or with Ctrl-C; the job notices neither.
+
+Rules of this file: drawing only, what is known is in `JobView`; no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from .follow import Follower
+from .jobview import JobView, Loss, Swap
+
+POLL_S = 0.25
+LINES_SHOWN = 6
+SWAPS_SHOWN = 4
+STYLES = {
+    "active": "green",
+    "spare": "cyan",
+    "rehearsing": "yellow",
+    "joining": "yellow",
+    "lost": "red",
+    "fenced": "red",
+    "Protected": "green",
+    "Unprotected": "red",
+    "not yet": "yellow",
+}
+
+
+# The table
+
+
+def draw(view: JobView, now: float) -> RenderableType:
+    """The whole picture. `now` is in epoch seconds."""
+    return Group(Text(), _headline(view, now), _figures(view), _nodes(view), *_swaps(view, now), *_lines(view))
+
+
+def _headline(view: JobView, now: float) -> Text:
+    style = "bold red" if view.outcome.startswith("stopped") or view.swapping_since is not None else "bold"
+    return Text.assemble(("deadpool  ", "dim"), (headline(view, now), style))
+
+
+def headline(view: JobView, now: float) -> str:
+    """What the job is doing, in a few words."""
+    if view.outcome:
+        return view.outcome
+    if view.swapping_since is not None:
+        open_swap = next((swap for swap in reversed(view.swaps) if swap.duration_s is None), None)
+        back = f"everyone goes back to step {open_swap.restore_step}" if open_swap else "agreeing on who takes over"
+        return f"swap for {max(0.0, now - view.swapping_since):.1f} s: {back}"
+    if view.training:
+        return "in training"
+    return "starting" if view.nodes else "waiting for the first event"
+
+
+def _figures(view: JobView) -> Table:
+    grid = Table.grid(padding=(0, 3))
+    figures = {
+        "generation": str(view.generation),
+        "newest step": _number(view.step),
+        "committed step": _number(view.committed),
+        "newest loss": _loss(view.loss),
+    }
+    cells = [Text.assemble((f"{name} ", "dim"), (value, "bold")) for name, value in figures.items()]
+    grid.add_row(*cells, Text.assemble(("protection ", "dim"), (view.protection, STYLES[view.protection])))
+    return grid
+
+
+def _nodes(view: JobView) -> Table:
+    table = Table(header_style="bold", expand=False)
+    for name in ("node", "host", "state", "ranks"):
+        table.add_column(name, justify="right" if name == "node" else "left", no_wrap=True)
+    for name in ("generation", "newest step", "loss"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in view.rows():
+        ranks = listed(row.ranks) or (f"stands in for {listed(row.stands_in_for)}" if row.stands_in_for else "-")
+        table.add_row(
+            str(row.node),
+            escape(row.host) or "-",
+            Text(row.state, STYLES[row.state]),
+            ranks,
+            str(row.generation),
+            _number(row.step),
+            _loss(row.loss),
+            style="dim" if row.state in ("lost", "fenced") else None,
+        )
+    return table
+
+
+def _swaps(view: JobView, now: float) -> Iterator[Text]:
+    for swap in view.swaps[-SWAPS_SHOWN:]:
+        superseded = swap is not view.swaps[-1]
+        yield Text.assemble((f"swap {swap.generation}  ", "dim"), described(swap, superseded))
+
+
+def described(swap: Swap, superseded: bool = False) -> str:
+    """A swap in one line. `superseded`: another one came after it."""
+    moves = ", ".join(f"node {lost} -> node {taker}" for lost, taker in swap.takers.items())
+    what = moves or f"lost node {listed(swap.lost)}, no rank moves"
+    if swap.duration_s is None:
+        took = "went into the next swap" if superseded else "under way"
+    else:
+        took = f"in training again after {swap.duration_s:.2f} s"
+    first = f", first step done after {swap.first_step_s:.2f} s" if swap.first_step_s is not None else ""
+    return f"{what}, back to step {swap.restore_step}: {took}{first}"
+
+
+def _lines(view: JobView) -> Iterator[Text]:
+    for line in list(view.lines)[-LINES_SHOWN:]:
+        yield Text.assemble((f"{_clock(line.time)}  node {line.node}  ", "dim"), line.text)
+
+
+# Plain lines
+
+
+class PlainLines:
+    """What to print where there is no terminal: every new sentence, and the steps at most every `every_s` seconds."""
+
+    def __init__(self, every_s: float) -> None:
+        self._every_s = every_s
+        self._said = 0
+        self._step = -1
+        self._step_at = float("-inf")
+
+    def update(self, view: JobView, now: float) -> list[str]:
+        """The lines to print now."""
+        fresh = min(view.lines_total - self._said, len(view.lines))
+        if fresh < 0:  # another job has begun in the folder
+            fresh = len(view.lines)
+        self._said = view.lines_total
+        lines = [f"{_clock(line.time)} node {line.node}: {line.text}" for line in list(view.lines)[-fresh:] if fresh]
+        if view.step not in (-1, self._step) and (now - self._step_at >= self._every_s or view.outcome):
+            self._step, self._step_at = view.step, now
+            lines.append(
+                f"{_clock(now)} generation {view.generation}, step {view.step}, committed {_number(view.committed)}, "
+                f"loss {_loss(view.loss)}, protection: {view.protection}"
+            )
+        return lines
+
+
+# Words
+
+
+def listed(numbers: tuple[int, ...]) -> str:
+    """`0-3, 6`."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+
+
+def _number(step: int) -> str:
+    return str(step) if step >= 0 else "-"
+
+
+def _loss(loss: Loss | None) -> str:
+    return f"{loss.value:.4f}" if loss is not None else "-"
+
+
+def _clock(at: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(at))
+
+
+# The command
+
+
+def updates(follower: Follower, view: JobView) -> Iterator[None]:
+    """One turn per poll, until the job has ended. Blocks: between polls."""
+    while True:
+        ended = bool(view.outcome)
+        for event in follower.poll():
+            view.apply(event)
+        yield
+        if ended and view.outcome:  # and the other nodes have had their last word
+            return
+        time.sleep(POLL_S)
+
+
+def show_table(follower: Follower, view: JobView, console: Console) -> None:
+    with Live(console=console, auto_refresh=False) as live:
+        for _ in updates(follower, view):
+            live.update(draw(view, time.time()), refresh=True)
+
+
+def print_lines(follower: Follower, view: JobView, every_s: float) -> None:
+    plain = PlainLines(every_s)
+    for _ in updates(follower, view):
+        for line in plain.update(view, time.time()):
+            print(line, flush=True)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m deadpool_plugin.cli.watch", description="Show a job's state.")
+    parser.add_argument("output_dir", type=Path, help="`output_dir` of the job's configuration; may not exist yet")
+    parser.add_argument("--every-s", type=float, default=10.0, help="without a terminal: seconds between step lines")
+    args = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    follower, view, console = Follower(args.output_dir), JobView(), Console()
+    try:
+        if console.is_terminal and not console.is_dumb_terminal:
+            show_table(follower, view, console)
+        else:
+            print_lines(follower, view, args.every_s)
+    except KeyboardInterrupt:
+        return 130
+    if follower.unreadable:
+        print(f"{follower.unreadable} line(s) of the event logs were left out: no event known here", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
