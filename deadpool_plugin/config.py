@@ -71,7 +71,8 @@ class Config(BaseModel):
     """What to do when a node is lost and no spare is left: stop the job with exit code 86 and name what was lost."""
 
     preload: list[str] | None = None
-    """Modules a spare imports before it rehearses. None: what the framework in use needs."""
+    """Modules a spare imports before it rehearses. None: torch, and then whatever its first rehearsal
+    turned out to import."""
 
     # ---- derived
 

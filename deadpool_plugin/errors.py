@@ -55,6 +55,8 @@ class CorruptFrame(TransportError):
 class PeerRefused(TransportError):
     """A peer did not prove the job's secret (or refused ours). `address` is the peer's."""
 
+    exit_code = EXIT_CONFIG
+
     def __init__(self, found: str, expected: str = "", remedy: str = "", *, address: str = "") -> None:
         super().__init__(found, expected, remedy)
         self.address = address

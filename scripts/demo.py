@@ -164,12 +164,14 @@ def protected_run(args: argparse.Namespace) -> Cluster:
     tell(f"protected run: {args.nodes} nodes of {args.ranks_per_node} ranks, {args.spares} spare")
     for node, step, phase in args.kills:
         tell(f"  planned: node {node} is killed in step {step}, {phase}")
+    table = start_table(args.out / "output")
     try:
         cluster.launch(["--module", *command])
-        watch(cluster, args)
+        watch(cluster, args, table)
         left = cluster.close(grace_s=5.0)
     finally:
         cluster.close()
+        end_table(table)
     if left:
         raise Failed(f"{len(left)} processes were still there after the job's end and had to be killed")
     return cluster
@@ -193,23 +195,45 @@ def write_config(args: argparse.Namespace) -> None:
     (args.out / "deadpool.yaml").write_text("".join(lines))
 
 
-def watch(cluster: Cluster, args: argparse.Namespace) -> None:
-    """Wait for every launcher's end and say what happens meanwhile. Raises Failed on a hang, with all stacks dumped."""
+def start_table(output: Path) -> subprocess.Popen[bytes] | None:
+    """The plugin's own live table of the nodes on our terminal; None where standard output is none."""
+    if not sys.stdout.isatty():
+        return None
+    return subprocess.Popen([sys.executable, "-m", "deadpool_plugin.cli.watch", str(output)], cwd=REPOSITORY)
+
+
+def end_table(table: subprocess.Popen[bytes] | None) -> None:
+    """It ends with the job; if the job had no proper end, it is told to."""
+    if table is not None:
+        try:
+            table.wait(timeout=2.0)
+        except subprocess.TimeoutExpired:
+            table.terminate()
+            table.wait()
+
+
+def watch(cluster: Cluster, args: argparse.Namespace, table: subprocess.Popen[bytes] | None = None) -> None:
+    """Wait for every launcher's end and say what happens meanwhile, unless `table` shows it.
+
+    Raises: Failed on a hang, with all stacks dumped.
+    """
     told, size, changed = 0, -1, time.monotonic()
     every = max(1, args.steps // 6)
     while None in cluster.exit_codes():
         time.sleep(0.2)
         events = read_events(cluster.folder / "output")
-        for event in events[told:]:
-            tell_event(event, every)
+        if table is None or table.poll():
+            for event in events[told:]:
+                tell_event(event, every)
         told = len(events)
         if (now_size := folder_size(cluster.folder)) != size:
             size, changed = now_size, time.monotonic()
         if time.monotonic() - changed > args.stall:
             cluster.dump_stacks(cluster.folder / "stacks")
             raise Failed(f"nothing was written for {args.stall:.0f} s; stacks are in {cluster.folder / 'stacks'}")
-    for event in read_events(cluster.folder / "output")[told:]:
-        tell_event(event, every)
+    if table is None or table.poll():
+        for event in read_events(cluster.folder / "output")[told:]:
+            tell_event(event, every)
 
 
 # The verdict

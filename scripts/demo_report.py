@@ -8,6 +8,7 @@ imported only when the pictures are drawn.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -128,8 +129,8 @@ SPANS = {
     "GroupsRebuilt": ("groups rebuilt", "#2980b9"),
     "SnapshotFetched": ("snapshot fetched", "#8e44ad"),
     "StateRestored": ("state restored", "#27ae60"),
-    "FirstStepDone": ("first step", "#bdc3c7"),
 }
+FIRST_STEP = ("first step", "#bdc3c7")
 MARKS = {"NodeLost": ("loss noticed", "x"), "SwapPlanned": ("plan", "D"), "WorkerResumed": ("resumed", "^")}
 
 
@@ -147,6 +148,8 @@ def draw_timeline(path: Path, found: list[dict[str, Any]], kills: list[Event], e
             if not -0.15 * end_s <= at_s <= 1.1 * end_s:
                 continue
             draw_event(panel, event, at_s)
+        for node, start_s, span_s in first_steps(kill, events):
+            panel.barh(node, span_s, left=start_s, height=0.34, color=FIRST_STEP[1], alpha=0.5, zorder=0)
         panel.axvline(0, color="black", linestyle=":", linewidth=1)
         panel.plot([0], [kill["node"]], marker="$\\times$", color="black", markersize=13)
         panel.set_xlim(-0.15 * end_s, 1.1 * end_s)
@@ -154,20 +157,30 @@ def draw_timeline(path: Path, found: list[dict[str, Any]], kills: list[Event], e
         panel.set_ylim(nodes - 0.4, -0.6)
         panel.set_title(f"node {kill['node']} killed in step {kill['step']} ({kill['phase']})", fontsize=9, loc="left")
     panels[-1, 0].set_xlabel("seconds since the kill")
-    entries = [plt.Rectangle((0, 0), 1, 1, color=color, label=label) for label, color in SPANS.values()]
+    entries = [plt.Rectangle((0, 0), 1, 1, color=color, label=label) for label, color in [*SPANS.values(), FIRST_STEP]]
     entries += [plt.Line2D([], [], marker=m, linestyle="", color="black", label=label) for label, m in MARKS.values()]
     figure.legend(handles=entries, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
 
+def first_steps(kill: Event, events: list[Event]) -> Iterator[tuple[int, float, float]]:
+    """(node, start, length) from a rank's return to training to the end of its first step."""
+    resumed: dict[int, float] = {}
+    for event in events:
+        if event["event"] == "WorkerResumed":
+            resumed[event["rank"]] = event["time"]
+        elif event["event"] == "FirstStepDone" and event["time"] > kill["time"] and event["rank"] in resumed:
+            start = resumed[event["rank"]]
+            yield event["node"], start - kill["time"], event["time"] - start
+
+
 def draw_event(panel: Any, event: Event, at_s: float) -> None:
     kind, node = event["event"], event["node"]
     if kind in SPANS:
         color = SPANS[kind][1]
-        height = 0.34 if kind == "FirstStepDone" else 0.6
         duration_s = max(event["duration_s"], 0.0)
-        panel.barh(node, duration_s, left=at_s - duration_s, height=height, color=color, alpha=0.6, edgecolor=color)
+        panel.barh(node, duration_s, left=at_s - duration_s, height=0.6, color=color, alpha=0.6, edgecolor=color)
     elif kind in MARKS:
         panel.plot([at_s], [node], marker=MARKS[kind][1], color="black", markersize=5)
     elif kind == "StepDone":

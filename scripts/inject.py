@@ -28,6 +28,7 @@ import runpy
 import signal
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,16 +66,22 @@ def node_processes(job: str, node: int) -> list[int]:
     return found
 
 
-def kill_node(job: str, node: int) -> None:
-    """SIGKILL every process of the node, this one last; what was forked meanwhile is found by looking again."""
+def kill_node(job: str, node: int, before: Callable[[], None]) -> None:
+    """SIGKILL every process of the node, this one last; what was forked meanwhile is found by looking again.
+
+    `before` is called once all are known and none is dead: a scan of /proc takes its time on a busy machine.
+    """
     killed: set[int] = {os.getpid()}
-    while remaining := set(node_processes(job, node)) - killed:
+    remaining = set(node_processes(job, node)) - killed
+    before()
+    while remaining:
         for pid in remaining:
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
                 continue
         killed |= remaining
+        remaining = set(node_processes(job, node)) - killed
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -102,10 +109,12 @@ class Injector:
         """Called at each place where a fault can be; does not return if one is planned there."""
         for kill in self.kills:
             if (kill.step, kill.phase) == (step, phase) and self._first_to_fire(kill):
-                line = {"node": kill.node, "step": step, "phase": phase, "time": time.time()}
-                with open(self.marker, "ab", buffering=0) as marker:  # type: ignore[arg-type]
-                    marker.write(json.dumps(line).encode() + b"\n")
-                kill_node(self.job, self.node)
+                kill_node(self.job, self.node, lambda kill=kill: self._record(kill))
+
+    def _record(self, kill: Kill) -> None:
+        line = {"node": kill.node, "step": kill.step, "phase": kill.phase, "time": time.time()}
+        with open(self.marker, "ab", buffering=0) as marker:  # type: ignore[arg-type]
+            marker.write(json.dumps(line).encode() + b"\n")
 
     def _first_to_fire(self, kill: Kill) -> bool:
         try:

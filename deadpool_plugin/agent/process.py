@@ -44,7 +44,6 @@ from .workers import Workers
 from .world import Place, described, form_world
 
 PACKAGES = ("deadpool_plugin", "torch", "megatron-core", "deepspeed")
-WORKERS_END_S = 10.0
 WORKERS_KILL_S = 0.5
 SUPERVISORS_END_S = 4.0
 TERM_GRACE_S = 0.3
@@ -85,8 +84,7 @@ class Agent:
             exit_code = await self._left
             for task in tasks:
                 task.cancel()
-            await self._end(exit_code)
-            return exit_code
+            return await self._end(exit_code)
         finally:
             self._writer.close()
             proc.sweep(self._job_tag)
@@ -264,16 +262,20 @@ class Agent:
 
     # ---- the end
 
-    async def _end(self, exit_code: int) -> None:
-        """Tell the others, let or make the workers end, then the supervisors; every wait has a deadline."""
+    async def _end(self, exit_code: int) -> int:
+        """Tell the others, let or make the workers end, then the supervisors; every wait has a deadline.
+
+        Returns: the node's exit code: a worker may still fail after everyone's training has ended well.
+        """
         self._takeovers.cancel()
         self._spares.close()
         self._workers.end_workers(exit_code)
         if hasattr(self, "_mesh"):
             goodbye = Goodbye(self._controller.generation) if exit_code != EXIT_FENCED else None
             await self._mesh.close(goodbye)
-        patience_s = WORKERS_END_S if exit_code == EXIT_OK else WORKERS_KILL_S
+        patience_s = self._config.start_timeout_s if exit_code == EXIT_OK else WORKERS_KILL_S
         await self._workers.wait(lambda: self._workers.workers_gone, patience_s)
+        exit_code = exit_code or self._workers.late_exit_code
         self._watch.close()
         self._workers.end_supervisors(exit_code)
         await self._workers.wait(lambda: self._workers.supervisors_gone, SUPERVISORS_END_S)
@@ -283,6 +285,7 @@ class Agent:
         await self._peers.close()
         if self._writer.dropped_bytes:
             self._reports.say(f"node {self._node}: {self._writer.dropped_bytes} bytes of output could not be written")
+        return exit_code
 
     async def _drain(self) -> None:
         """The last words of the workers are still in their pipes."""

@@ -79,6 +79,7 @@ class Workers:
         self.world: World | None = None
         self.ending = False
         self._exit_code = 0
+        self.late_exit_code = 0
         self.changed = asyncio.Event()
         self.handlers: dict[type[local.LocalMessage], Handler] = {
             local.WorkerExited: lambda slot, peer, message: self._ended(slot, message.exit_code),
@@ -164,6 +165,8 @@ class Workers:
         if slot.ended:
             return
         slot.ended = True
+        if self.ending and exit_code > 0:
+            self.late_exit_code = exit_code
         self._watch.forget(slot.worker_pid)
         self._judge(slot, exit_code, f"process {slot.worker_pid}")
 

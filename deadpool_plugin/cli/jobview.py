@@ -8,76 +8,16 @@ generation, and what only a node outside the job claims does not count.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal
 
 from .. import events
 from ..agent.reports import _line as sentence
 from ..core.placement import rehearsals
 from ..core.types import NO_STEP, Generation, NodeId, Rank, Step, World
+from .model import Line, Loss, Node, Protection, Row, State, Swap
 
-State = Literal["joining", "active", "rehearsing", "spare", "lost", "fenced"]
-Protection = Literal["not yet", "Protected", "Unprotected"]
 LINES_MAX = 200
-
-
-@dataclass(frozen=True)
-class Line:
-    """A sentence for people, and the node that said it."""
-
-    time: float
-    node: NodeId
-    text: str
-
-
-@dataclass(frozen=True)
-class Loss:
-    step: Step
-    value: float
-
-
-@dataclass
-class Swap:
-    """One change of generation; `duration_s` is None until every rank is in training again."""
-
-    generation: Generation
-    began: float
-    restore_step: Step
-    lost: tuple[NodeId, ...]
-    takers: dict[NodeId, NodeId]
-    duration_s: float | None = None
-    first_step_s: float | None = None
-    """Until the slowest rank so far had done its first step after the swap."""
-
-
-@dataclass
-class Node:
-    host: str = ""
-    joined: bool = False
-    ranks: tuple[Rank, ...] = ()
-    training: bool = False
-    ready_for: tuple[Rank, ...] = ()
-    cannot: bool = False
-    removed: bool = False
-    fenced: bool = False
-    generation: Generation = 0
-    accusers: dict[NodeId, Generation] = field(default_factory=dict)
-    """Who counts this node as lost, since which generation; it is decided only when a swap is."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """One node as the table shows it. `stands_in_for`: the ranks a spare has rehearsed."""
-
-    node: NodeId
-    host: str
-    state: State
-    ranks: tuple[Rank, ...]
-    stands_in_for: tuple[Rank, ...]
-    generation: Generation
-    step: Step
-    loss: Loss | None
 
 
 @dataclass
@@ -90,7 +30,6 @@ class JobView:
     training: bool = False
     committed: Step = NO_STEP
     protection: Protection = "not yet"
-    protection_reason: str = ""
     swaps: list[Swap] = field(default_factory=list)
     outcome: str = ""
     """How the job ended; "" while it has not."""
@@ -99,7 +38,6 @@ class JobView:
     _steps: dict[Rank, tuple[Generation, Step]] = field(default_factory=dict)
     _losses: dict[Rank, Loss] = field(default_factory=dict)
     _protection_since: Generation = 0
-    _lost_at: float | None = None
 
     # ---- what to read
 
@@ -115,13 +53,18 @@ class JobView:
     @property
     def swapping_since(self) -> float | None:
         """When the loss was noticed that training has not got over yet (epoch seconds); None if there is none."""
-        return None if self.outcome else self._lost_at
+        if self.outcome:
+            return None
+        if self.swaps and self.swaps[-1].duration_s is None:
+            return self.swaps[-1].began
+        undecided = [node for node in self.nodes.values() if not node.removed]
+        return min((since for node in undecided for since in self._accused(node)), default=None)
 
     def state(self, number: NodeId) -> State:
         node = self.nodes[number]
         if node.fenced:
             return "fenced"
-        if node.removed or any(self._counts(accuser) for accuser in node.accusers):
+        if node.removed or self._accused(node):
             return "lost"
         if not node.joined or (node.ranks and not node.training):
             return "joining"
@@ -156,9 +99,40 @@ class JobView:
         node.generation = max(node.generation, event.generation)
         self.generation = max(self.generation, event.generation)
         self._tell(event)
-        handler = self._handlers().get(type(event))
-        if handler is not None:
-            handler(event, node)
+        match event:
+            case events.NodeJoined():
+                node.host, node.joined = event.host, True
+                node.ranks = event.ranks if self.world is None else node.ranks
+            case events.WorldFormed():
+                self._enter(World(event.generation, event.node_of, event.spares))
+            case events.TrainingStarted():
+                self._all_in_training()
+            case events.SpareReady():
+                node.ready_for, node.cannot = event.ranks, False
+            case events.RehearsalFailed():
+                node.cannot = True
+            case events.StepDone():
+                self._step_done(event, node)
+            case events.StepCommitted():
+                self.committed = max(self.committed, event.step)
+            case events.Protected():
+                self._protect("Protected", event.generation)
+            case events.Unprotected():
+                self._protect("Unprotected", event.generation)
+            case events.NodeLost():
+                self._node_lost(event)
+            case events.NodeFenced():
+                node.fenced = True
+            case events.SwapPlanned():
+                self._swap_planned(event)
+            case events.SwapDone():
+                self._swap_done(event)
+            case events.FirstStepDone():
+                self._first_step_done(event)
+            case events.JobFinished():
+                self.outcome = self.outcome or "finished"
+            case events.JobStopped():
+                self.outcome = self.outcome or f"stopped with exit code {event.exit_code}: {event.reason}"
 
     def _starts_another_job(self, event: events.Event) -> bool:
         known = self.nodes.get(event.node)
@@ -177,49 +151,6 @@ class JobView:
             self.lines.append(Line(event.time, event.node, text))
             self.lines_total += 1
 
-    def _handlers(self) -> dict[type[events.Event], Callable[..., None]]:
-        return {
-            events.NodeJoined: self._node_joined,
-            events.WorldFormed: self._world_formed,
-            events.TrainingStarted: self._training_started,
-            events.SpareReady: self._spare_ready,
-            events.RehearsalFailed: self._rehearsal_failed,
-            events.StepDone: self._step_done,
-            events.StepCommitted: self._step_committed,
-            events.Protected: self._protected,
-            events.Unprotected: self._unprotected,
-            events.NodeLost: self._node_lost,
-            events.NodeFenced: self._node_fenced,
-            events.SwapPlanned: self._swap_planned,
-            events.SwapDone: self._swap_done,
-            events.FirstStepDone: self._first_step_done,
-            events.JobFinished: self._job_finished,
-            events.JobStopped: self._job_stopped,
-        }
-
-    # ---- start
-
-    def _node_joined(self, event: events.NodeJoined, node: Node) -> None:
-        node.host, node.joined = event.host, True
-        if self.world is None:
-            node.ranks = event.ranks
-
-    def _world_formed(self, event: events.WorldFormed, node: Node) -> None:
-        self._enter(World(event.generation, event.node_of, event.spares))
-
-    def _training_started(self, event: events.TrainingStarted, node: Node) -> None:
-        self.training = True
-        for each in self.nodes.values():
-            each.training = bool(each.ranks)
-
-    def _spare_ready(self, event: events.SpareReady, node: Node) -> None:
-        node.ready_for, node.cannot = event.ranks, False
-
-    def _rehearsal_failed(self, event: events.RehearsalFailed, node: Node) -> None:
-        node.cannot = True
-
-    # ---- every step
-
     def _step_done(self, event: events.StepDone, node: Node) -> None:
         if event.generation < self._steps.get(event.rank, (0, NO_STEP))[0]:
             return
@@ -228,42 +159,31 @@ class JobView:
             self._losses[event.rank] = Loss(event.step, event.loss)
         if self.world is None or event.generation >= self.world.generation:
             node.training = True
-        node.accusers = {who: since for who, since in node.accusers.items() if since >= event.generation}
+        node.accusers = {who: said for who, said in node.accusers.items() if said[0] >= event.generation}
 
-    def _step_committed(self, event: events.StepCommitted, node: Node) -> None:
-        self.committed = max(self.committed, event.step)
-
-    def _protected(self, event: events.Protected, node: Node) -> None:
-        self._protect("Protected", event.generation, f"step {event.step} survives the loss of any node")
-
-    def _unprotected(self, event: events.Unprotected, node: Node) -> None:
-        self._protect("Unprotected", event.generation, event.reason)
-
-    def _protect(self, protection: Protection, generation: Generation, reason: str) -> None:
+    def _protect(self, protection: Protection, generation: Generation) -> None:
         if generation >= self._protection_since:
-            self.protection, self.protection_reason, self._protection_since = protection, reason, generation
+            self.protection, self._protection_since = protection, generation
+
+    def _all_in_training(self) -> None:
+        self.training = True
+        for node in self.nodes.values():
+            node.training = bool(node.ranks)
 
     # ---- a swap
 
-    def _node_lost(self, event: events.NodeLost, node: Node) -> None:
+    def _node_lost(self, event: events.NodeLost) -> None:
         for number in event.lost if isinstance(event.lost, tuple) else (event.lost,):
-            self.nodes.setdefault(number, Node()).accusers[event.node] = event.generation
-        if self._lost_at is None:
-            self._lost_at = event.time
+            self.nodes.setdefault(number, Node()).accusers[event.node] = event.generation, event.time
 
-    def _node_fenced(self, event: events.NodeFenced, node: Node) -> None:
-        node.fenced = True
-        if not any(self.state(number) == "lost" and not each.removed for number, each in self.nodes.items()):
-            self._settle()
-
-    def _swap_planned(self, event: events.SwapPlanned, node: Node) -> None:
+    def _swap_planned(self, event: events.SwapPlanned) -> None:
         generation = event.generation + 1
         if self.world is not None and self.world.generation >= generation:
             return  # a second coordinator carried out the same decision
         takers = {int(lost): int(str(taker)) for lost, taker in event.takers.items()}
-        began = event.time - event.duration_s if self._lost_at is None else self._lost_at
+        began = self.swapping_since
+        began = event.time - event.duration_s if began is None else began
         self.swaps.append(Swap(generation, began, event.restore_step, event.lost_nodes, takers))
-        self._lost_at = began
         self.generation = max(self.generation, generation)
         for lost in event.lost_nodes:
             self.nodes.setdefault(lost, Node()).removed = True
@@ -271,37 +191,23 @@ class JobView:
             if since < generation:
                 self._steps[rank] = since, min(step, event.restore_step)
         if self.world is not None:
-            spares = [spare for spare in self.world.spares if spare not in {*event.lost_nodes, *takers.values()}]
+            gone = {*event.lost_nodes, *takers.values()}
             node_of = tuple(takers.get(owner, owner) for owner in self.world.node_of)
-            self._enter(World(generation, node_of, tuple(spares)))
+            self._enter(World(generation, node_of, tuple(spare for spare in self.world.spares if spare not in gone)))
 
-    def _swap_done(self, event: events.SwapDone, node: Node) -> None:
-        self._training_started(events.TrainingStarted(), node)
-        for number, each in self.nodes.items():
-            if self._counts(number):
-                each.generation = max(each.generation, event.generation)
-        for swap in self._swaps_of(event.generation):
-            swap.duration_s = event.duration_s
-        if self.world is None or self.world.generation <= event.generation:
-            self._settle()
+    def _swap_done(self, event: events.SwapDone) -> None:
+        self._all_in_training()
+        for node in self.nodes.values():
+            if not (node.removed or node.fenced):
+                node.generation = max(node.generation, event.generation)
+        for swap in self.swaps:
+            if swap.generation == event.generation:
+                swap.duration_s = event.duration_s
 
-    def _first_step_done(self, event: events.FirstStepDone, node: Node) -> None:
-        for swap in self._swaps_of(event.generation):
-            swap.first_step_s = max(swap.first_step_s or 0.0, event.duration_s)
-
-    def _swaps_of(self, generation: Generation) -> Iterator[Swap]:
-        return (swap for swap in self.swaps if swap.generation == generation)
-
-    def _settle(self) -> None:
-        self._lost_at = None
-
-    # ---- the end
-
-    def _job_finished(self, event: events.JobFinished, node: Node) -> None:
-        self.outcome = self.outcome or "finished"
-
-    def _job_stopped(self, event: events.JobStopped, node: Node) -> None:
-        self.outcome = self.outcome or f"stopped with exit code {event.exit_code}: {event.reason}"
+    def _first_step_done(self, event: events.FirstStepDone) -> None:
+        for swap in self.swaps:
+            if swap.generation == event.generation:
+                swap.first_step_s = max(swap.first_step_s or 0.0, event.duration_s)
 
     # ---- helpers
 
@@ -313,10 +219,13 @@ class JobView:
             before, node.ranks = node.ranks, world.ranks_of(number)
             node.training = node.training and before == node.ranks
 
-    def _counts(self, number: NodeId) -> bool:
-        """Whether the node is part of the job as far as anyone knows."""
-        node = self.nodes.get(number, Node())
-        return not (node.removed or node.fenced)
+    def _accused(self, node: Node) -> list[float]:
+        """Since when the nodes that are still in the job count `node` as lost."""
+        return [
+            since
+            for number, (_, since) in node.accusers.items()
+            if not (self.nodes[number].removed or self.nodes[number].fenced)
+        ]
 
     def _tasks(self, spare: NodeId) -> tuple[Rank, ...]:
         """The ranks that a spare is to rehearse in this generation."""

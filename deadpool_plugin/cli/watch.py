@@ -22,7 +22,8 @@ from rich.table import Table
 from rich.text import Text
 
 from .follow import Follower
-from .jobview import JobView, Loss, Swap
+from .jobview import JobView
+from .model import Loss, Swap
 
 POLL_S = 0.25
 LINES_SHOWN = 6
@@ -81,10 +82,10 @@ def _figures(view: JobView) -> Table:
 
 def _nodes(view: JobView) -> Table:
     table = Table(header_style="bold", expand=False)
-    for name in ("node", "host", "state", "ranks"):
-        table.add_column(name, justify="right" if name == "node" else "left", no_wrap=True)
+    for name, width in (("node", 4), ("host", 4), ("state", 10), ("ranks", 17)):  # so that it does not jump about
+        table.add_column(name, justify="right" if name == "node" else "left", no_wrap=True, min_width=width)
     for name in ("generation", "newest step", "loss"):
-        table.add_column(name, justify="right", no_wrap=True)
+        table.add_column(name, justify="right", no_wrap=True, min_width=7)
     for row in view.rows():
         ranks = listed(row.ranks) or (f"stands in for {listed(row.stands_in_for)}" if row.stands_in_for else "-")
         table.add_row(
@@ -120,7 +121,8 @@ def described(swap: Swap, superseded: bool = False) -> str:
 
 def _lines(view: JobView) -> Iterator[Text]:
     for line in list(view.lines)[-LINES_SHOWN:]:
-        yield Text.assemble((f"{_clock(line.time)}  node {line.node}  ", "dim"), line.text)
+        parts = (f"{_clock(line.time)}  node {line.node}  ", "dim"), line.text
+        yield Text.assemble(*parts, no_wrap=True, overflow="ellipsis")
 
 
 # Plain lines

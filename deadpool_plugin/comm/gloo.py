@@ -29,7 +29,12 @@ _creation = threading.Lock()
 
 
 class GlooFabric:
-    """All gloo groups of one generation. Source: gloo's transport/tcp, and measurements in the tests' README."""
+    """All gloo groups of one generation.
+
+    Source: 18 groups of 8 ranks on 2 idle cores are built in 0.07 s, against 0.14 to 0.24 s with a device each. gloo's
+    lazy connections and one thread per group were tried: the first hung on a shared device, the second blocks itself
+    on the store's single connection.
+    """
 
     def __init__(self, store: Store, rank: int) -> None:
         self._store, self._rank = store, rank
@@ -76,9 +81,9 @@ def _create_devices() -> tuple[list[Any], list[Address]]:
     with _creation:
         before = {(descriptor, inode) for descriptor, inode in _sockets()}
         if names:
-            devices = [ProcessGroupGloo.create_device(interface=name) for name in names]
+            devices = [ProcessGroupGloo.create_device(interface=name, lazy_init=False) for name in names]
         else:
-            devices = [ProcessGroupGloo.create_default_device()]
+            devices = [ProcessGroupGloo.create_default_device(lazy_init=False)]
         born = [descriptor for descriptor, inode in _sockets() if (descriptor, inode) not in before]
         listeners = [address for address in map(_listening_address, born) if address is not None]
     invariant(

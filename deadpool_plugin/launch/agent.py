@@ -32,4 +32,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_code = main()
+    sys.stderr.flush()
+    os._exit(exit_code)  # a thread that still waits for a dead peer must not hold the node up

@@ -1,0 +1,72 @@
+"""The nouns of a watched job: nodes, swaps, losses, lines for people.
+
+Rules of this file: plain data. `Node` and `Swap` belong to `JobView`, which alone changes them; the rest is frozen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ..core.types import Generation, NodeId, Rank, Step
+
+State = Literal["joining", "active", "rehearsing", "spare", "lost", "fenced"]
+Protection = Literal["not yet", "Protected", "Unprotected"]
+
+
+@dataclass(frozen=True)
+class Line:
+    """A sentence for people, and the node that said it."""
+
+    time: float
+    node: NodeId
+    text: str
+
+
+@dataclass(frozen=True)
+class Loss:
+    step: Step
+    value: float
+
+
+@dataclass
+class Swap:
+    """One change of generation; `duration_s` is None until every rank is in training again."""
+
+    generation: Generation
+    began: float
+    restore_step: Step
+    lost: tuple[NodeId, ...]
+    takers: dict[NodeId, NodeId]
+    duration_s: float | None = None
+    first_step_s: float | None = None
+    """Until the slowest rank so far had done its first step after the swap."""
+
+
+@dataclass
+class Node:
+    host: str = ""
+    joined: bool = False
+    ranks: tuple[Rank, ...] = ()
+    training: bool = False
+    ready_for: tuple[Rank, ...] = ()
+    cannot: bool = False
+    removed: bool = False
+    fenced: bool = False
+    generation: Generation = 0
+    accusers: dict[NodeId, tuple[Generation, float]] = field(default_factory=dict)
+    """Who counts this node as lost, in which generation and since when; it is decided only when a swap is."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One node as the table shows it. `stands_in_for`: the ranks a spare has rehearsed."""
+
+    node: NodeId
+    host: str
+    state: State
+    ranks: tuple[Rank, ...]
+    stands_in_for: tuple[Rank, ...]
+    generation: Generation
+    step: Step
+    loss: Loss | None

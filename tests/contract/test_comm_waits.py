@@ -1,0 +1,144 @@
+"""Waits that always come back, the fence around generations, and which sockets an interruption cuts."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.comm import live
+from support.forked import Cell, Fleet
+from support.zygote import in_zygote
+
+from deadpool_plugin.comm.fence import Fence
+from deadpool_plugin.comm.store import host_store
+from deadpool_plugin.comm.waits import Abandoned, SwapWork, in_helper
+from deadpool_plugin.errors import GenerationChanged, StaleGeneration
+
+
+def test_a_helper_hands_over_value_and_error() -> None:
+    assert in_helper(lambda: 7, lambda: False) == 7
+    with pytest.raises(KeyError):
+        in_helper(lambda: {}["missing"], lambda: False)
+    assert in_helper(threading.get_ident, lambda: False) != threading.get_ident()
+
+
+def test_a_stuck_function_is_abandoned_and_the_next_one_runs() -> None:
+    release = threading.Event()
+    with pytest.raises(Abandoned):
+        in_helper(release.wait, lambda: True)
+    assert in_helper(lambda: "next", lambda: True, 60.0) == "next"
+    release.set()
+
+
+def test_a_function_may_end_within_the_grace() -> None:
+    started, release = threading.Event(), threading.Event()
+
+    def function() -> str:
+        started.set()
+        release.wait()
+        return "ended"
+
+    def stop() -> bool:
+        started.wait()
+        release.set()
+        return True
+
+    assert in_helper(function, stop, 60.0) == "ended"
+
+
+def test_the_fence_only_moves_forward() -> None:
+    fence = Fence(patience_s=0.0)
+    fence.check()
+    assert fence.announce(1) and not fence.announce(1)
+    with pytest.raises(GenerationChanged) as caught:
+        fence.check()
+    assert caught.value.generation == 1
+    assert fence.announce(3) and not fence.announce(2)
+    with pytest.raises(GenerationChanged):
+        fence.enter(2)
+    fence.enter(3)
+    fence.check()
+    assert fence.current == 3 and not fence.announce(3)
+
+
+def test_an_error_is_reported_and_explained_by_an_announcement() -> None:
+    fence, error = Fence(patience_s=60.0), RuntimeError("connection closed by peer")
+    fence.report_trouble = lambda found: threading.Thread(target=fence.announce, args=(1,)).start()
+    with pytest.raises(GenerationChanged) as caught:
+        fence.explain(error)
+    assert caught.value.__cause__ is error
+
+
+class _StuckWork:
+    """gloo's race: the operation neither ends nor fails."""
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        if timeout is None:
+            threading.Event().wait()
+        raise RuntimeError("Operation timed out!")
+
+    def is_completed(self) -> bool:
+        return False
+
+
+class _Group:
+    abandoned = False
+
+
+@pytest.mark.parametrize("style", ["slices", "helper"])
+def test_a_stuck_operation_is_abandoned_and_its_group_marked(style: str) -> None:
+    fence, group = Fence(patience_s=0.0), _Group()
+    operation: Any = ("allreduce", ([torch.ones(1)],), {})
+    work = SwapWork(_StuckWork(), group, fence, operation, style=style, registry=set())  # type: ignore[arg-type]
+    threading.Timer(0.1, fence.announce, args=(1,)).start()
+    with pytest.raises(GenerationChanged):
+        work.wait()
+    assert group.abandoned
+    fence.enter(1)
+    with pytest.raises(StaleGeneration):
+        work.wait()
+
+
+def test_a_time_out_of_the_callers_own_is_kept() -> None:
+    fence, operation = Fence(patience_s=0.0), ("allreduce", ([torch.ones(1)],), {})
+    work = SwapWork(_StuckWork(), _Group(), fence, operation, style="slices", registry=set())  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="timed out"):
+        work.wait(timedelta(milliseconds=1))
+
+
+def _cut(rank: int, address: Cell, done: list[Cell]) -> Any:
+    server = None
+    if rank == 0:
+        server, text = host_store("127.0.0.1")
+        address.set(text)
+    listener = socket.create_server(("127.0.0.1", 0))
+    ours = socket.create_connection(listener.getsockname())
+    theirs, _ = listener.accept()
+    groups = live(rank, 2, address.get())
+    dist.barrier()
+    store = dist.distributed_c10d._get_default_store()
+
+    done[rank].set()
+    done[1 - rank].get()
+    groups.interrupt(1)
+    ours.sendall(b"alive")
+    assert theirs.recv(5) == b"alive"
+    store.set(f"alive/{rank}", "yes")
+    assert store.get(f"alive/{1 - rank}") == b"yes"
+    again = socket.create_connection(listener.getsockname())
+    again.close()
+    with pytest.raises(GenerationChanged):
+        dist.barrier()
+    return True
+
+
+@in_zygote
+def test_an_interruption_cuts_gloos_connections_only() -> None:
+    with Fleet() as fleet:
+        address, done = Cell(4096), [Cell(4096), Cell(4096)]
+        assert fleet.values([fleet.fork(_cut, rank, address, done) for rank in range(2)]) == [True, True]

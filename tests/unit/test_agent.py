@@ -1,0 +1,187 @@
+"""The agent's parts that need no processes: the world from the hosts, output, lines for people, /proc."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from deadpool_plugin import events
+from deadpool_plugin.agent import proc
+from deadpool_plugin.agent.output import Lines, Pipe, Writer
+from deadpool_plugin.agent.reports import Reports
+from deadpool_plugin.agent.watch import Watch, described_exit
+from deadpool_plugin.agent.world import Place, described, form_world, spare_nodes, worker_env
+from deadpool_plugin.errors import ConfigError
+from deadpool_plugin.transport.rendezvous import Hello
+
+HOSTS = ["a.lan", "b.lan", "c.lan", "d.lan"]
+
+
+def hello(node, **change):
+    base = {"node": node, "host": HOSTS[node], "control": ("h", 1), "bulk": ("h", 2), "local_size": 2}
+    return Hello(**{**base, "versions": {"torch": "2.9"}, "config_digest": "x", **change})
+
+
+# ---- the world
+
+
+@pytest.mark.parametrize(
+    ("spares", "nodes"),
+    [(0, ()), (1, (3,)), (2, (2, 3)), (["0"], (0,)), (["b.lan"], (1,)), (["d", "a"], (3, 0))],
+)
+def test_which_nodes_stand_by(spares, nodes):
+    assert spare_nodes(spares, HOSTS) == nodes
+
+
+@pytest.mark.parametrize("spares", [4, ["x"], ["4"], ["a", "a.lan"], ["a", "b", "c", "d"]])
+def test_wrong_spares(spares):
+    with pytest.raises(ConfigError):
+        spare_nodes(spares, HOSTS)
+
+
+def test_ranks_are_numbered_over_the_active_nodes():
+    world = form_world([hello(node) for node in range(4)], ["b"])
+    assert world.node_of == (0, 0, 2, 2, 3, 3) and world.spares == (1,) and world.generation == 0
+    assert described(world, HOSTS)[1] == "node 1 b.lan: spare"
+    env = worker_env(Place(2, 4, 2, "m", 5), world, 3, 2, 1, "10.0.0.3")
+    assert (env["RANK"], env["WORLD_SIZE"], env["LOCAL_RANK"], env["LOCAL_SIZE"]) == ("3", "6", "1", "2")
+    assert (env["CROSS_RANK"], env["CROSS_SIZE"], env["MASTER_ADDR"]) == ("1", "3", "m")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"local_size": 4}, "slots"),
+        ({"versions": {"torch": "2.10"}}, "torch is 2.9 on a.lan and 2.10 on c.lan"),
+        ({"versions": {}}, "torch"),
+        ({"config_digest": "y"}, "configuration of host c.lan"),
+    ],
+)
+def test_nodes_that_do_not_fit_together(change, said):
+    with pytest.raises(ConfigError, match=said):
+        form_world([hello(0), hello(1), hello(2, **change), hello(3)], 1)
+
+
+# ---- output
+
+
+def test_only_whole_lines_are_forwarded():
+    lines = Lines()
+    assert lines.feed(b"one\ntw") == b"one\n"
+    assert lines.feed(b"o\n") == b"two\n"
+    assert lines.feed(b"x" * (Lines.LINE_BYTES_MAX + 1)) != b""
+    assert lines.feed(b"rest") == b"" and lines.flush() == b"rest"
+
+
+def test_a_broken_pipe_ends_forwarding_only(tmp_path):
+    writer = Writer()
+    file = writer.open(tmp_path / "log")
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    writer.write(write_end, b"lost")
+    writer.write(file, b"kept")
+    writer.write(write_end, b"lost too")
+    writer.write(file, b" whole")
+    writer.close()
+    assert (tmp_path / "log").read_bytes() == b"kept whole" and writer.dropped_bytes >= 4
+
+
+def test_a_launcher_that_does_not_read_blocks_nothing():
+    writer = Writer()
+    read_end, write_end = os.pipe()
+    began = time.monotonic()
+    for _ in range(40):
+        writer.write(write_end, bytes(1 << 20))
+    assert time.monotonic() - began < 1.0 and writer.dropped_bytes >= 20 << 20
+    os.close(read_end)
+    writer.close()
+
+
+def test_a_workers_pipe_goes_into_its_file(tmp_path):
+    async def scenario():
+        writer = Writer()
+        read_end, write_end = os.pipe()
+        pipe = Pipe(read_end, writer)
+        os.write(write_end, b"early ")
+        pipe.assign(tmp_path / "rank", forward=False)
+        os.write(write_end, b"late")
+        os.close(write_end)
+        await asyncio.wait_for(pipe.ended.wait(), 5)
+        writer.close()
+
+    asyncio.run(scenario())
+    assert (tmp_path / "rank").read_bytes() == b"early late"
+
+
+def test_reports_log_everything_and_keep_what_they_cannot_read(tmp_path):
+    writer = Writer()
+    reports = Reports(2, writer, tmp_path)
+    reports.emit("StepCommitted", step=4)
+    reports.worker_event("StepDone", {"rank": 1, "step": 4, "time": 5.0})
+    reports.worker_event("Nonsense", {})
+    writer.close()
+    found = events.read_events([tmp_path / "events.2.jsonl"])
+    assert [type(event) for event in found].count(events.StepDone) == 1
+    assert any(isinstance(event, events.Note) and "Nonsense" in event.text for event in found)
+
+
+# ---- processes
+
+
+def sleeper(**environment):
+    return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], env={**os.environ, **environment})
+
+
+def test_the_watch_sees_a_kill_and_a_stop():
+    async def scenario():
+        seen = []
+        watch = Watch(silent_after_s=0.2)
+        watch.start()
+        killed, stopped = sleeper(), sleeper()
+        watch.add(killed.pid, seen.append, seen.append)
+        watch.add(stopped.pid, seen.append, lambda seconds: seen.append("stopped"))
+        try:
+            killed.kill()
+            stopped.send_signal(signal.SIGSTOP)
+            deadline = time.monotonic() + 10
+            while len(seen) < 2 and time.monotonic() < deadline:
+                await asyncio.sleep(0.01)
+        finally:
+            watch.close()
+            stopped.kill()
+            killed.wait()
+            stopped.wait()
+        return seen
+
+    assert sorted(map(str, asyncio.run(scenario()))) == ["-9", "stopped"]
+    assert described_exit(-9) == "killed by SIGKILL" and described_exit(3) == "exit code 3"
+
+
+def test_the_sweep_kills_what_carries_the_tag_and_nothing_else():
+    mine, other = sleeper(**{proc.TAG: "77.5.0."}), sleeper(**{proc.TAG: "77.51.0."})
+    try:
+        deadline = time.monotonic() + 10
+        while proc.sweep("77.5.") == 0:  # not yet past its exec
+            assert time.monotonic() < deadline
+        assert mine.wait(10) == -signal.SIGKILL
+        assert other.poll() is None
+    finally:
+        for process in (mine, other):
+            process.kill()
+            process.wait()
+
+
+def test_a_status_of_what_has_gone():
+    child = sleeper()
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    status = proc.look(child.pid)
+    assert status is not None and status.ending
+    child.wait()
+    assert proc.look(child.pid) is None

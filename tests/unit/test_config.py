@@ -1,0 +1,87 @@
+"""Configuration: documented, bounded, and wrong files give one readable line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from deadpool_plugin.config import Config, load
+from deadpool_plugin.errors import ConfigError
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+
+
+def write(tmp_path, text):
+    path = tmp_path / "deadpool.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_defaults_and_derived_times():
+    config = Config()
+    assert config.spares == 1 and config.heartbeat_interval_s == 0.5 and config.tick_s == 0.125
+    assert (config.silent_after_s, config.phase_timeout_s, config.start_timeout_s) == (10.0, 20.0, 300.0)
+    assert load(None) == load("") == load(Path("")) == config
+
+
+def test_every_field_is_documented():
+    for name, field in Config.model_fields.items():
+        assert field.description and len(field.description) > 30, name
+
+
+@pytest.mark.parametrize("name", ["minimal.yaml", "full.yaml", "cpu_demo.yaml"])
+def test_examples_load(name):
+    load(CONFIGS / name)
+
+
+def test_the_full_example_shows_every_field_with_its_default():
+    assert yaml.safe_load((CONFIGS / "full.yaml").read_text()).keys() == Config.model_fields.keys()
+    assert load(CONFIGS / "full.yaml").model_dump() == Config().model_dump()
+
+
+def test_an_empty_file_is_valid(tmp_path):
+    assert load(write(tmp_path, "# nothing\n")) == Config()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("patiense_s: 3", "did you mean `patience_s`?"),
+        ("zzz: 3", "unknown field `zzz`; known: spares, "),
+        ("spares: -1", "must not be negative (found -1)"),
+        ("spares: node3", "write [node3]"),
+        ("spares: [a, a]", "names a host twice"),
+        ("spares: true", "count or a list"),
+        ("patience_s: 0.01", "greater than or equal to 0.2 (found 0.01)"),
+        ("patience_s: soon", "found 'soon'"),
+        ("port_range: [5000, 4000]", "must be ascending"),
+        ("port_range: [5000, 5001]", "at least 4"),
+        ("on_no_spare: pray", "'stop' (found 'pray')"),
+        ("header_kib: 4096\nhistory_limit_mib: 4", "header_kib"),
+        ("- a\n- b", "holds a list"),
+        ("a: [", "is not YAML"),
+    ],
+)
+def test_wrong_files_give_one_line(tmp_path, text, said):
+    with pytest.raises(ConfigError) as caught:
+        load(write(tmp_path, text))
+    assert said in str(caught.value) and "\n" not in str(caught.value) and "to do:" in str(caught.value)
+
+
+def test_two_mistakes_are_named_at_once(tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        load(write(tmp_path, "spare: 1\npatience_s: x"))
+    assert "`spares`" in str(caught.value) and "`patience_s`" in str(caught.value)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="nowhere.yaml cannot be read"):
+        load(tmp_path / "nowhere.yaml")
+
+
+def test_the_digest_covers_what_nodes_must_agree_on():
+    base = Config()
+    assert base.digest() == Config(output_dir="elsewhere", interface_address="10.0.0.1").digest()
+    assert base.digest() != Config(patience_s=11).digest() != Config(spares=2).digest()

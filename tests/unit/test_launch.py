@@ -1,0 +1,196 @@
+"""The command line, the launcher's environment, versions, the secret: checked before anything starts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib import metadata
+
+import pytest
+
+from deadpool_plugin.config import Config
+from deadpool_plugin.errors import ConfigError
+from deadpool_plugin.launch import roles
+from deadpool_plugin.launch.activate import supervised
+from deadpool_plugin.launch.argv import parse
+from deadpool_plugin.launch.secret import ensure
+
+
+def environment(rank=3, local_size=2, world=8, **more):
+    base = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank % local_size),
+        "WORLD_SIZE": str(world),
+        "LOCAL_SIZE": str(local_size),
+        "CROSS_RANK": str(rank // local_size),
+        "CROSS_SIZE": str(world // local_size),
+        "MASTER_ADDR": "10.0.0.1",
+        "MASTER_PORT": "29500",
+    }
+    return {**base, **more}
+
+
+# ---- command line
+
+
+@pytest.mark.parametrize(
+    ("words", "command", "config"),
+    [
+        (["s.py", "--lr", "1"], ["s.py", "--lr", "1"], ""),
+        (["--local_rank=1", "s.py", "--lr", "1"], ["s.py", "--local_rank=1", "--lr", "1"], ""),
+        (["s.py", "--lr", "1", "--deadpool-config", "d.yaml"], ["s.py", "--lr", "1"], "d.yaml"),
+        (["s.py", "--deadpool-config=d.yaml", "x"], ["s.py", "x"], "d.yaml"),
+        (["--local_rank=0", "--deadpool-config", "d.yaml", "s.py"], ["s.py", "--local_rank=0"], "d.yaml"),
+        (["--local_rank=0", "-m", "pkg.train", "x"], ["-m", "pkg.train", "--local_rank=0", "x"], ""),
+    ],
+)
+def test_command_lines(words, command, config):
+    line = parse(words)
+    assert (line.command, line.config) == (command, config)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["--local_rank=0"],
+        ["--lr", "1"],
+        ["s.py", "--deadpool-config"],
+        ["s.py", "--deadpool-config", "a", "--deadpool-config", "b"],
+    ],
+)
+def test_wrong_command_lines(words):
+    with pytest.raises(ConfigError):
+        parse(words)
+
+
+def test_activate_runs_the_same_command_again():
+    run = ["-m", "deadpool_plugin.run"]
+    assert supervised(["py", "-u", "s.py", "-x"], 2) == ["py", "-u", *run, "s.py", "-x"]
+    assert supervised(["py", "s.py"], 1) == ["py", *run, "s.py"]
+    assert supervised(["py", "-u", "-m", "pkg", "-x"], 2) == ["py", "-u", *run, "-m", "pkg", "-x"]
+
+
+# ---- environment
+
+
+def test_the_launchers_environment():
+    launch = roles.from_environment(environment(rank=5))
+    assert (launch.place.node, launch.place.nodes_total, launch.place.local_size, launch.local_rank) == (2, 4, 2, 1)
+    assert (launch.place.master_addr, launch.place.master_port) == ("10.0.0.1", 29500)
+
+
+@pytest.mark.parametrize("name", ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT"])
+def test_a_missing_variable_is_named(name):
+    environ = environment()
+    del environ[name]
+    with pytest.raises(ConfigError, match=name):
+        roles.from_environment(environ)
+
+
+@pytest.mark.parametrize("change", [{"WORLD_SIZE": "7"}, {"CROSS_SIZE": "3"}, {"LOCAL_RANK": "0"}, {"RANK": "x"}])
+def test_contradictions(change):
+    with pytest.raises(ConfigError):
+        roles.from_environment({**environment(), **change})
+
+
+@pytest.mark.parametrize("spares", [4, 9, ["0", "1", "2", "3"], ["7"], ["a", "b", "c", "d"]])
+def test_too_many_spares(spares):
+    place = roles.from_environment(environment()).place
+    with pytest.raises(ConfigError):
+        roles.check_spares(place, Config(spares=spares))
+
+
+def test_enough_hosts():
+    place = roles.from_environment(environment()).place
+    for spares in (0, 3, ["0"], ["host-a", "host-b"]):
+        roles.check_spares(place, Config(spares=spares))
+
+
+# ---- versions
+
+
+def versions(**known):
+    def version_of(package):
+        if package not in known:
+            raise metadata.PackageNotFoundError(package)
+        return known[package]
+
+    return version_of
+
+
+def test_versions():
+    roles.check_versions(versions(torch="2.9.0+cpu"))
+    roles.check_versions(versions(torch="3.0", deepspeed="0.18.1"))
+    for wrong in ({}, {"torch": "2.8.1"}, {"torch": "2.9", "deepspeed": "0.17.9"}, {"torch": "weird"}):
+        with pytest.raises(ConfigError):
+            roles.check_versions(versions(**wrong))
+    with pytest.raises(ConfigError, match="megatron-core 0.13.1"):
+        roles.check_versions(versions(**{"torch": "2.13.0", "megatron-core": "0.13.1"}))
+
+
+# ---- secret
+
+
+def test_only_the_default_secret_is_made(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    made = ensure(Config())
+    path = tmp_path / ".deadpool" / "secret"
+    assert path.stat().st_mode & 0o777 == 0o600 and len(made) >= 32
+    assert ensure(Config()) == made
+    assert os.listdir(path.parent) == ["secret"]
+    with pytest.raises(ConfigError, match="cannot be read"):
+        ensure(Config(secret_file=tmp_path / "other"))
+
+
+def test_unsafe_secrets_are_refused(tmp_path):
+    path = tmp_path / "secret"
+    path.write_text("0123456789abcdef0123")
+    path.chmod(0o640)
+    with pytest.raises(ConfigError, match="mode 0640"):
+        ensure(Config(secret_file=path))
+    path.chmod(0o600)
+    assert ensure(Config(secret_file=path)) == b"0123456789abcdef0123"
+    path.write_text("short")
+    with pytest.raises(ConfigError, match="5 bytes"):
+        ensure(Config(secret_file=path))
+
+
+# ---- the entry point
+
+
+@pytest.mark.parametrize(
+    ("text", "more", "said"),
+    [
+        ("spare: 2", {}, "did you mean `spares`?"),
+        ("spares: 4", {}, "4 host(s) and 4 spare(s)"),
+        ("spares: 1", {"WORLD_SIZE": "7"}, "WORLD_SIZE=7"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_code_78(tmp_path, text, more, said):
+    config = tmp_path / "d.yaml"
+    config.write_text(text)
+    script = tmp_path / "s.py"
+    script.write_text("raise SystemExit('must not run')")
+    command = [
+        sys.executable,
+        "-m",
+        "deadpool_plugin.run",
+        "--local_rank=0",
+        str(script),
+        "--deadpool-config",
+        str(config),
+    ]
+    env = {**os.environ, **environment(rank=0), "HOME": str(tmp_path), **more}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 78
+    assert done.stderr.startswith("[deadpool] ") and said in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_the_supervisor_and_the_agent_load_no_torch():
+    code = (
+        "import sys, deadpool_plugin.run, deadpool_plugin.launch.agent, deadpool_plugin.agent.process;"
+        "assert not {'torch', 'numpy', 'deepspeed'} & set(sys.modules), sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,276 @@
+"""What a person watching a job is shown: the fold of a recorded swap, the table, the plain lines, the files."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from deadpool_plugin import events
+from deadpool_plugin.cli import watch
+from deadpool_plugin.cli.follow import Follower
+from deadpool_plugin.cli.jobview import JobView
+
+# Three nodes of two ranks and one spare; node 0, the coordinator, is killed after step 23.
+START = """
+{"event":"NodeJoined","host":"alpha2","ranks":[4,5],"spare":false,"time":33.2337,"node":2,"generation":0}
+{"event":"NodeJoined","host":"alpha1","ranks":[2,3],"spare":false,"time":33.2352,"node":1,"generation":0}
+{"event":"NodeJoined","host":"alpha3","ranks":[],"spare":true,"time":33.2367,"node":3,"generation":0}
+{"event":"WorldFormed","node_of":[0,0,1,1,2,2],"spares":[3],"time":33.2380,"node":0,"generation":0}
+{"event":"NodeJoined","host":"alpha0","ranks":[0,1],"spare":false,"time":33.2387,"node":0,"generation":0}
+"""
+TRAINING = """
+{"event":"TrainingStarted","time":33.2605,"node":0,"generation":0}
+{"event":"StepDone","rank":4,"step":1,"loss":1.0,"time":33.2793,"node":2,"generation":0}
+{"event":"StepDone","rank":2,"step":1,"loss":null,"time":33.2844,"node":1,"generation":0}
+{"event":"StepCommitted","step":0,"time":33.2872,"node":0,"generation":0}
+{"event":"Protected","step":0,"time":33.2875,"node":0,"generation":0}
+"""
+READY = """
+{"event":"Rehearsed","rank":1,"duration_s":0.4,"time":33.7529,"node":3,"generation":0}
+{"event":"Rehearsed","rank":0,"duration_s":0.6,"time":33.9574,"node":3,"generation":0}
+{"event":"SpareReady","spare":3,"ranks":[0,1],"time":33.9575,"node":3,"generation":0}
+{"event":"StepDone","rank":0,"step":23,"loss":null,"time":34.0065,"node":0,"generation":0}
+{"event":"StepDone","rank":4,"step":24,"loss":0.0417,"time":34.0073,"node":2,"generation":0}
+{"event":"StepCommitted","step":22,"time":34.0081,"node":0,"generation":0}
+"""
+LOST = """
+{"event":"NodeLost","lost":[0],"evidence":"node 0 was lost (link lost)","time":34.0176,"node":1,"generation":0}
+"""
+PLANNED = """
+{"event":"SwapPlanned","restore_step":23,"lost_nodes":[0],"takers":{"0":3},"duration_s":0.007,"time":34.0248,"node":1,"generation":0}
+{"event":"Unprotected","reason":"step 23 is not mirrored again yet","time":34.0249,"node":1,"generation":0}
+{"event":"WorkerUnblocked","rank":4,"duration_s":0.01,"time":34.0255,"node":2,"generation":0}
+{"event":"SnapshotFetched","rank":0,"step":23,"nbytes":65536,"duration_s":0.0205,"time":34.0532,"node":3,"generation":1}
+"""
+OVER = """
+{"event":"SwapDone","duration_s":0.0407,"time":34.0582,"node":1,"generation":1}
+{"event":"Protected","step":23,"time":34.0626,"node":1,"generation":1}
+{"event":"StepDone","rank":0,"step":24,"loss":null,"time":34.0700,"node":3,"generation":1}
+{"event":"FirstStepDone","rank":0,"step":24,"duration_s":0.03,"time":34.0701,"node":3,"generation":1}
+{"event":"FirstStepDone","rank":4,"step":24,"duration_s":0.06,"time":34.0702,"node":2,"generation":1}
+{"event":"StepDone","rank":4,"step":25,"loss":0.04,"time":34.0800,"node":2,"generation":1}
+{"event":"StepCommitted","step":24,"time":34.0810,"node":1,"generation":1}
+"""
+END = """
+{"event":"JobFinished","exit_code":0,"time":34.5743,"node":2,"generation":1}
+{"event":"JobFinished","exit_code":0,"time":34.5842,"node":3,"generation":1}
+{"event":"JobFinished","exit_code":0,"time":34.5908,"node":1,"generation":1}
+"""
+ALL = (START, TRAINING, READY, LOST, PLANNED, OVER, END)
+
+
+def decoded(text: str) -> list[events.Event]:
+    decoder = msgspec.json.Decoder(events.AnyEvent)
+    return [decoder.decode(line) for line in text.split("\n") if line]
+
+
+def view_of(*parts: str) -> JobView:
+    view = JobView()
+    for part in parts:
+        for event in decoded(part):
+            view.apply(event)
+    return view
+
+
+def states(view: JobView) -> list[str]:
+    return [row.state for row in view.rows()]
+
+
+def picture(view: JobView, now: float) -> str:
+    console = Console(record=True, width=120, file=io.StringIO())
+    console.print(watch.draw(view, now))
+    return console.export_text()
+
+
+def test_a_swap_changes_the_nodes_states() -> None:
+    seen = [states(view_of(*ALL[:count])) for count in range(1, len(ALL))]
+    assert seen == [
+        ["joining", "joining", "joining", "spare"],
+        ["active", "active", "active", "rehearsing"],
+        ["active", "active", "active", "spare"],
+        ["lost", "active", "active", "spare"],
+        ["lost", "active", "active", "joining"],
+        ["lost", "active", "active", "active"],
+    ]
+
+
+def test_ranks_move_and_steps_go_back() -> None:
+    view = view_of(*ALL[:3])
+    assert (view.step, view.committed, view.protection, view.rows()[3].stands_in_for) == (24, 22, "Protected", (0, 1))
+    view = view_of(*ALL[:5])
+    assert (view.step, view.generation, view.protection) == (23, 1, "Unprotected")
+    assert [row.ranks for row in view.rows()] == [(), (2, 3), (4, 5), (0, 1)]
+    view = view_of(*ALL[:6])
+    assert (view.step, view.committed, view.protection) == (25, 24, "Protected")
+    assert [row.generation for row in view.rows()] == [0, 1, 1, 1]
+    (swap,) = view.swaps
+    assert (swap.takers, swap.duration_s, swap.first_step_s, swap.began) == ({0: 3}, 0.0407, 0.06, 34.0176)
+    assert view.swapping_since is None
+
+
+def test_the_table_during_a_swap() -> None:
+    shown = picture(view_of(*ALL[:5]), now=35.5176)
+    assert "swap for 1.5 s: everyone goes back to step 23" in shown
+    rows = [line.split("│")[1:-1] for line in shown.splitlines() if line.startswith("│")]
+    assert [[cell.strip() for cell in row] for row in rows] == [
+        ["0", "alpha0", "lost", "-", "0", "-", "-"],
+        ["1", "alpha1", "active", "2-3", "0", "1", "-"],
+        ["2", "alpha2", "active", "4-5", "0", "23", "0.0417"],
+        ["3", "alpha3", "joining", "0-1", "1", "23", "-"],
+    ]
+    assert "swap 1  node 0 -> node 3, back to step 23: under way" in shown
+    assert "node 1  node 0 was lost (link lost)" in shown
+
+
+def test_the_table_at_the_end() -> None:
+    shown = picture(view_of(*ALL), now=40.0)
+    assert "deadpool  finished" in shown
+    assert "generation 1   newest step 25   committed step 24   newest loss 0.0400   protection Protected" in shown
+    assert "back to step 23: in training again after 0.04 s, first step done after 0.06 s" in shown
+    assert shown.count("finished") == 2, "the headline and one node's last line, not every node's"
+
+
+def test_nothing_yet() -> None:
+    assert "waiting for the first event" in picture(JobView(), now=0.0)
+
+
+def test_who_leaves_the_job_does_not_say_who_is_lost() -> None:
+    view = view_of(START, TRAINING)
+    view.apply(events.NodeLost(time=50.0, node=2, lost=(0, 1, 3), evidence="silent"))
+    assert states(view) == ["lost", "lost", "active", "lost"]
+    view.apply(events.NodeFenced(time=50.1, node=2, reason="1 of 4 members is left"))
+    assert states(view) == ["active", "active", "fenced", "rehearsing"]
+    assert view.swapping_since is None
+
+
+def test_a_decision_carried_out_twice_is_one_swap() -> None:
+    view = view_of(*ALL[:5], PLANNED)
+    assert len(view.swaps) == 1
+
+
+def test_a_loss_during_a_swap_continues_it() -> None:
+    view = view_of(*ALL[:5])
+    view.apply(events.NodeLost(time=34.1, node=1, generation=1, lost=(3,), evidence="node 3 was lost"))
+    view.apply(events.SwapPlanned(time=34.2, node=1, generation=1, restore_step=23, lost_nodes=(3,)))
+    assert [swap.began for swap in view.swaps] == [34.0176, 34.0176]
+    assert "swap 1  node 0 -> node 3, back to step 23: went into the next swap" in picture(view, now=35.0)
+
+
+def test_late_lines_of_an_older_generation_change_nothing() -> None:
+    view = view_of(*ALL[:6])
+    view.apply(events.StepDone(time=99.0, node=2, generation=0, rank=4, step=99, loss=9.0))
+    view.apply(events.Unprotected(time=99.0, node=1, generation=0, reason="late"))
+    assert (view.step, view.protection) == (25, "Protected")
+
+
+def test_only_some_nodes_logs_are_there() -> None:
+    mine = [event for part in ALL[:6] for event in decoded(part) if event.node == 1]
+    view = JobView()
+    for event in mine:
+        view.apply(event)
+    assert {row.node: row.state for row in view.rows()} == {0: "lost", 1: "active"}
+    assert picture(view, now=35.0)
+
+
+def test_a_stop_is_told_once_with_its_reason() -> None:
+    view = view_of(START, TRAINING)
+    for node in (0, 1):
+        view.apply(events.JobStopped(time=40.0, node=node, exit_code=86, reason="no spare", newest_committed=7))
+    assert view.outcome == "stopped with exit code 86: no spare"
+    assert [line.text for line in view.lines if "stopped" in line.text] == [
+        "job stopped (exit code 86): no spare; newest committed step: 7"
+    ]
+
+
+@pytest.mark.parametrize("world_first", [False, True])
+def test_the_next_job_in_the_same_folder_replaces_the_view(world_first: bool) -> None:
+    following = sorted(decoded(START), key=lambda event: not (world_first and isinstance(event, events.WorldFormed)))
+    view = view_of(*ALL)
+    for event in following:
+        view.apply(event)
+    assert (view.outcome, view.generation, view.step, view.swaps) == ("", 0, -1, [])
+    assert states(view) == ["joining", "joining", "joining", "spare"]
+    assert view.rows()[1].ranks == (2, 3)
+
+
+def test_plain_lines_are_few() -> None:
+    view, plain, said = JobView(), watch.PlainLines(every_s=10.0), []
+    for part in ALL:
+        for event in decoded(part):
+            view.apply(event)
+            said += [line.partition(" ")[2] for line in plain.update(view, now=event.time)]
+    assert said == [
+        "node 0: 3 node(s) run 6 rank(s), 1 node(s) stand by",
+        "node 0: all ranks are in training",
+        "generation 0, step 1, committed -, loss 1.0000, protection: not yet",
+        "node 0: protected: step 0 survives the loss of any node",
+        "node 3: spare node 3 is ready for rank(s) 0, 1",
+        "node 1: node 0 was lost (link lost)",
+        "node 1: swap: node 3 takes over from node 0; everyone goes back to step 23 (0.01 s)",
+        "node 1: unprotected: step 23 is not mirrored again yet",
+        "node 1: swap done, all ranks are in training again after 0.04 s",
+        "node 1: protected: step 23 survives the loss of any node",
+        "node 2: finished",
+        "generation 1, step 25, committed 24, loss 0.0400, protection: Protected",
+    ]
+    assert plain.update(view, now=1e9) == []
+
+
+def test_files_are_followed_by_whole_lines(tmp_path: Path) -> None:
+    follower = Follower(tmp_path / "later")
+    assert follower.poll() == []
+    (tmp_path / "later").mkdir()
+    first, second = tmp_path / "later/events.0.jsonl", tmp_path / "later/events.1.jsonl"
+    a, b = events.encode(events.StepCommitted(time=1.0, step=1)), events.encode(events.StepCommitted(time=3.0, step=3))
+    first.write_bytes(a + b[:9])
+    assert [event.time for event in follower.poll()] == [1.0]
+    assert follower.poll() == []
+    with first.open("ab") as file:
+        file.write(b[9:])
+    second.write_bytes(events.encode(events.JobFinished(time=2.0, node=1)))
+    assert [event.time for event in follower.poll()] == [2.0, 3.0]
+    first.write_bytes(a)
+    assert [event.time for event in follower.poll()] == [1.0], "a file that shrank was written anew"
+
+
+def test_unknown_events_are_counted_and_left_out(tmp_path: Path) -> None:
+    lines = b'{"event":"FromTheFuture","time":1.0}\nnot json\n' + events.encode(events.JobFinished(time=2.0))
+    (tmp_path / "events.0.jsonl").write_bytes(lines)
+    follower = Follower(tmp_path)
+    assert [type(event) for event in follower.poll()] == [events.JobFinished]
+    assert follower.unreadable == 2
+
+
+def write_job(folder: Path) -> None:
+    for event in (event for part in ALL for event in decoded(part)):
+        with (folder / f"events.{event.node}.jsonl").open("ab") as file:
+            file.write(events.encode(event))
+
+
+def test_without_a_terminal_it_prints_lines_and_ends_with_the_job(tmp_path: Path) -> None:
+    write_job(tmp_path)
+    code = (
+        "import sys; from deadpool_plugin.cli.watch import main; code = main(sys.argv[1:]); "
+        "assert 'torch' not in sys.modules; sys.exit(code)"
+    )
+    ran = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 0, ran.stderr
+    assert "swap done" in ran.stdout and "step 25" in ran.stdout and "\x1b" not in ran.stdout
+
+
+def test_on_a_terminal_the_last_picture_stays(tmp_path: Path) -> None:
+    write_job(tmp_path)
+    screen = io.StringIO()
+    watch.show_table(Follower(tmp_path), JobView(), Console(file=screen, force_terminal=True, width=120, height=40))
+    assert "alpha3" in screen.getvalue() and screen.getvalue().rstrip().endswith("\x1b[?25h")
+
+
+def test_numbers_are_listed_as_runs() -> None:
+    assert watch.listed((0, 1, 2, 5, 7, 8)) == "0-2, 5, 7-8"
+    assert watch.listed(()) == ""
