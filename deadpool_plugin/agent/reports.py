@@ -28,7 +28,7 @@ class Reports:
         """Log an event, and say it if it is one for people."""
         event = events.make(kind, fields, node=self.node, generation=self.generation)
         self._writer.write(self._log, events.encode(event))
-        line = _line(event)
+        line = sentence(event)
         if line and (self.leads or not isinstance(event, (events.JobStopped, events.JobFinished))):
             self.say(line)
 
@@ -44,7 +44,7 @@ class Reports:
         self._writer.write(1, f"[deadpool] {line}\n".encode())
 
 
-def _line(event: events.Event) -> str:
+def sentence(event: events.Event) -> str:
     """The sentence for people, "" if there is none."""
     match event:
         case events.TrainingStarted():

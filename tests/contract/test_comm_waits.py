@@ -111,7 +111,7 @@ def test_a_time_out_of_the_callers_own_is_kept() -> None:
         work.wait(timedelta(milliseconds=1))
 
 
-def _cut(rank: int, address: Cell, done: list[Cell]) -> Any:
+def _cut(rank: int, address: Cell, ready: list[Cell], done: list[Cell]) -> Any:
     server = None
     if rank == 0:
         server, text = host_store("127.0.0.1")
@@ -123,8 +123,8 @@ def _cut(rank: int, address: Cell, done: list[Cell]) -> Any:
     dist.barrier()
     store = dist.distributed_c10d._get_default_store()
 
-    done[rank].set()
-    done[1 - rank].get()
+    ready[rank].set()
+    ready[1 - rank].get()
     groups.interrupt(1)
     ours.sendall(b"alive")
     assert theirs.recv(5) == b"alive"
@@ -134,11 +134,13 @@ def _cut(rank: int, address: Cell, done: list[Cell]) -> Any:
     again.close()
     with pytest.raises(GenerationChanged):
         dist.barrier()
+    done[rank].set()
+    done[1 - rank].get()  # rank 0 hosts the store
     return True
 
 
 @in_zygote
 def test_an_interruption_cuts_gloos_connections_only() -> None:
     with Fleet() as fleet:
-        address, done = Cell(4096), [Cell(4096), Cell(4096)]
-        assert fleet.values([fleet.fork(_cut, rank, address, done) for rank in range(2)]) == [True, True]
+        address, ready, done = Cell(4096), [Cell(4096), Cell(4096)], [Cell(4096), Cell(4096)]
+        assert fleet.values([fleet.fork(_cut, rank, address, ready, done) for rank in range(2)]) == [True, True]
