@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from ..core import io
 from ..core.types import NO_STEP, NodeId, Rank, Step
-from ..errors import DeadpoolError, TransportError
+from ..errors import DeadpoolError
 from ..mirror.history import History
 from ..transport import local
 from ..transport.local import LocalPeer
@@ -27,14 +27,14 @@ CHUNK_STEPS = 64
 
 @dataclass
 class Rehearsal:
-    """One slot's rehearsal of one rank. `sent`: newest step whose records its process has been given."""
+    """One slot's rehearsal of one rank. `history` is what has been pulled; `told` the newest step its process knows."""
 
     slot: Slot
     rank: Rank
     profile: Profile
     source: NodeId
     history: History
-    sent: Step = NO_STEP
+    told: Step = NO_STEP
     finished: asyncio.Event = field(default_factory=asyncio.Event)
     refused: str = ""
     pulling: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -139,36 +139,45 @@ class Spares:
     async def _follow(self, rehearsal: Rehearsal) -> None:
         """Up to the committed step, which may grow meanwhile; what fails is tried again at the next commit."""
         try:
-            while rehearsal.sent < self._committed:
+            while rehearsal.told < self._committed:
                 await self.pull(rehearsal, rehearsal.source, self._committed)
-        except TransportError as error:
+                self.tell(rehearsal)
+        except DeadpoolError as error:
             self._reports.emit("Note", text=f"cannot follow rank {rehearsal.rank} now: {error}")
 
     async def pull(self, rehearsal: Rehearsal, source: NodeId, last: Step) -> None:
-        """Bring the rehearsing process to `last` with records from `source`. Raises: TransportError."""
+        """Have the records up to `last`, from `source`. Raises: TransportError."""
+        history = rehearsal.history
         async with rehearsal.pulling:
-            while rehearsal.sent < last:
-                first = rehearsal.sent + 1
-                until = min(last, rehearsal.sent + CHUNK_STEPS)
+            while history.last < last:
+                first, until = history.last + 1, min(last, history.last + CHUNK_STEPS)
                 ask = functools.partial(self._peers.to(source).get_history, rehearsal.rank, first, until)
                 records = await self._peers.ask(ask)
                 for step, record in enumerate(records, first):
-                    rehearsal.history.append(step, record)
-                if rehearsal.slot.rehearser is not None:
-                    rehearsal.slot.rehearser.send(local.History(first, records))
-                rehearsal.sent = until
+                    history.append(step, record)
+
+    def tell(self, rehearsal: Rehearsal) -> None:
+        """Pass on to the process, which has rehearsed, what it does not know yet.
+
+        Raises: HistoryPruned if that is not held any more (history_limit_mib).
+        """
+        first, last = rehearsal.told + 1, rehearsal.history.last
+        if rehearsal.slot.rehearser is not None and first <= last:
+            rehearsal.slot.rehearser.send(local.History(first, rehearsal.history.get(first, last)))
+            rehearsal.told = last
 
     def stop_following(self, slot: Slot) -> None:
         task = self._tasks.pop(slot.local_rank, None)
         if task is not None and task is not asyncio.current_task():
             task.cancel()
 
-    def swapped(self, owners: tuple[NodeId, ...]) -> None:
-        """A new world: its nodes are the sources from now on."""
+    def swapped(self, owners: tuple[NodeId, ...], restore_step: Step) -> None:
+        """A new world, back at `restore_step`: its nodes are the sources from now on."""
         self._committed = NO_STEP
         for rehearsal in self.rehearsals.values():
             self.stop_following(rehearsal.slot)
             rehearsal.source = owners[rehearsal.rank]
+            rehearsal.history.truncate(restore_step)
 
     def close(self) -> None:
         for rehearsal in list(self.rehearsals.values()):

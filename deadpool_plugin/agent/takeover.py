@@ -50,7 +50,7 @@ class TakeOvers:
         self._workers.world = world
         self._mirroring.enter(world)
         self._mirroring.roll_back(step)
-        self._spares.swapped(world.node_of)
+        self._spares.swapped(world.node_of, step)
         sources = {source.rank: source for source in plan.sources}
         newcomers: list[Rank] = []
         for rank in world.ranks_of(self._node):
@@ -63,10 +63,7 @@ class TakeOvers:
                 self._join(plan, slot)
         for slot, rank in self._places(newcomers):
             self._spares.stop_following(slot)
-            if rank in sources:
-                self._start(self._take_over(plan, slot, sources[rank]))
-            else:
-                self._feed(io.WorkerLost(rank, "no process runs it here, and the plan has no source for it"))
+            self._start(self._take_over(plan, slot, rank, sources.get(rank)))
 
     def cancel(self) -> None:
         for task in self._tasks:
@@ -114,31 +111,49 @@ class TakeOvers:
 
     # ---- newcomers
 
-    async def _take_over(self, plan: SwapPlan, slot: Slot, source: Source) -> None:
-        rank, step = source.rank, plan.restore_step
+    async def _take_over(self, plan: SwapPlan, slot: Slot, rank: Rank, source: Source | None) -> None:
+        """What the rank needs is brought here and safe again before its process is ready (that may take long).
+
+        Args:
+            source: None if an earlier plan has brought it here already.
+        """
         try:
             rehearsal = self._spares.rehearsals.get(slot.local_rank)
             if rehearsal is None or rehearsal.rank != rank or slot.rehearsing != rank:
-                rehearsal = await self._spares.begin(slot, rank, source.header_node)
-            fetching = asyncio.get_running_loop().create_task(self._fetch(source, step, rehearsal))
-            try:
-                await asyncio.wait_for(rehearsal.finished.wait(), self._start_timeout_s)
-                await self._spares.pull(rehearsal, source.header_node, step)
-                pair = await fetching
-            finally:
-                fetching.cancel()
+                rehearsal = await self._spares.begin(slot, rank, source.header_node if source else self._node)
+            if source is not None:
+                await self._bring(plan, source, rehearsal)
+            self._mirroring.mirror_again(rank, plan.restore_step, plan.world.generation)
+            await asyncio.wait_for(rehearsal.finished.wait(), self._start_timeout_s)
+            if rehearsal.refused or slot.rehearser is None:
+                return  # said already, by whoever noticed
+            self._spares.tell(rehearsal)
         except (DeadpoolError, asyncio.TimeoutError) as error:
             reason = str(error) or f"its rehearsal took more than {self._start_timeout_s:g} s"
             self._feed(io.WorkerLost(rank, f"could not be taken over: {reason}"))
             return
-        if rehearsal.refused or slot.rehearser is None:
-            return  # said already, by whoever noticed
-        self._settle(plan, rank, rehearsal)
+        self._hand_over(plan, slot, rank)
+
+    async def _bring(self, plan: SwapPlan, source: Source, rehearsal: Rehearsal) -> None:
+        """Snapshot and history come here, and are this node's to serve. Raises: TransportError and others."""
+        step = plan.restore_step
+        fetching = asyncio.get_running_loop().create_task(self._fetch(source, step, rehearsal))
+        try:
+            await self._spares.pull(rehearsal, source.header_node, step)
+            await fetching
+        finally:
+            fetching.cancel()
+        self._settle(plan, source.rank, rehearsal)
+
+    def _hand_over(self, plan: SwapPlan, slot: Slot, rank: Rank) -> None:
+        pair = self._store.own(rank)
+        invariant(pair is not None, f"rank {rank} is handed over without an arena")
+        assert pair is not None and slot.rehearser is not None
         self._workers.take(slot, rank)
-        generation = plan.world.generation
-        order = local.TakeOver(rank, generation, plan.store, step, pair.header_bytes, pair.payload_bytes)
+        order = local.TakeOver(
+            rank, plan.world.generation, plan.store, plan.restore_step, pair.header_bytes, pair.payload_bytes
+        )
         slot.rehearser.send(order, [pair.fd])
-        self._mirroring.mirror_again(rank, step, generation)
 
     def _settle(self, plan: SwapPlan, rank: Rank, rehearsal: Rehearsal | None) -> None:
         """The rank's snapshot, profile and history are here: they are this node's to serve now."""

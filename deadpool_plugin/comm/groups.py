@@ -135,6 +135,8 @@ class Groups:
         Blocks: until all members do the same. Raises: GenerationChanged if a newer generation is announced.
         """
         self.interrupt(generation)
+        if self._fence.announced > generation:
+            raise GenerationChanged(self._fence.announced)
         self._settle()
         rank, handles, device = _own_rank(), list(self.handles), accelerator()
 
@@ -203,10 +205,17 @@ class Groups:
             return self._issue_batch(handle, inner, args[0])
         function = getattr(inner, name)
         if name in BLOCKING:
-            self._attempt(lambda: function(*args, **kwargs), self._fence.current)
-            return CompletedWork()
+            return self._issue_blocking(handle, lambda: function(*args, **kwargs))
         style = network.fabric(_backend_for(handle, args, kwargs)).wait_style(name)
         return self._wrap(function(*args, **kwargs), handle, (name, args, kwargs), style)
+
+    def _issue_blocking(self, handle: Handle, function: Callable[[], Any]) -> CompletedWork:
+        try:
+            in_helper(function, lambda: self._fence.announced > self._fence.current, ABANDON_S)
+        except Abandoned:
+            handle.abandoned = True
+            raise GenerationChanged(self._fence.announced) from None
+        return CompletedWork()
 
     def _issue_batch(self, handle: Handle, inner: dist.ProcessGroup, parts: list[Operation]) -> Any:
         name, args, kwargs = parts[0]
@@ -280,12 +289,9 @@ def _keep_for_ever(handle: Handle) -> bool:
 
 def _retire(inners: list[tuple[Any, bool]]) -> None:
     """Let go of replaced inner groups; those to be kept for ever are never destroyed, not even at exit."""
-    droppable: list[Any] = []
-    for inner, keep in inners:
-        if keep:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(inner))
-        else:
-            droppable.append(inner)
+    for inner in [inner for inner, keep in inners if keep]:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(inner))
+    droppable = [inner for inner, keep in inners if not keep]
     inners.clear()
     if droppable:
         threading.Thread(target=droppable.clear, name="deadpool-retire", daemon=True).start()

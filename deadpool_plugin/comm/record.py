@@ -18,9 +18,8 @@ import torch
 
 from ..errors import Divergence
 
-_OWN = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
-_FOREIGN = (_OWN, os.path.dirname(os.path.dirname(_OWN)) + os.sep + "worker" + os.sep, _TORCH)
 
 
 class TensorRecord(msgspec.Struct, frozen=True, array_like=True):
@@ -71,7 +70,7 @@ def user_frame() -> str:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename
-        if not path.startswith(_FOREIGN) and not path.endswith(os.sep + "contextlib.py"):
+        if not path.startswith((_OWN, _TORCH)) and not path.endswith(os.sep + "contextlib.py"):
             return f"{path}:{frame.f_lineno} in {frame.f_code.co_name}"
         frame = frame.f_back
     return "an unknown place"

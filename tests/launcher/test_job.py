@@ -42,7 +42,7 @@ def test_without_a_spare_the_job_ends_with_a_verdict(start):
 )
 def test_a_killed_part_of_a_node_costs_that_node_only(start, victim):
     """SIGKILL of an agent, a supervisor or launch.py alone: no orphan there, a swap elsewhere, the job finishes."""
-    job = start(2, 1, 1, 300, "--tp", "2")
+    job = start(2, 1, 1, 150, "--tp", "2")
     job.wait_for(lambda: job.events("SpareReady") and len(job.events("StepDone")) > 10)
     [*_, pid] = [p for p in job.pids(1, victim) if "deepspeed --" not in command_of(p)]
     os.kill(pid, signal.SIGKILL)

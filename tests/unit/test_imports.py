@@ -43,7 +43,7 @@ IMPURE = {
     "secrets", "select", "selectors", "signal", "socket", "subprocess", "sys", "tempfile", "threading", "time", "torch",
     "uuid",
 }  # fmt: skip
-TORCH_FREE = {"core", "transport", "mirror", "agent", "launch", "run", "__init__", "errors", "config", "events"}
+TORCH_FREE = {"core", "cli", "transport", "mirror", "agent", "launch", "run", "__init__", "errors", "config", "events"}
 MODULES = sorted(ROOT.rglob("*.py"))
 
 
