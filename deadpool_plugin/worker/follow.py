@@ -100,6 +100,7 @@ class Follow:
             )
         took = time.monotonic() - self._began
         context.link.send(local.Rehearsed(self._rank, self._layout.digest, took))
+        context.offer_store()
         context.on_rehearsed()
 
     def _take_over(self, order: local.TakeOver, descriptor: int) -> None:

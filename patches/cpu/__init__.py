@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import torch
 
-from patches.cpu import device, norms, rng, streams
+from patches.cpu import compiler, device, norms, rng, streams
 
 _applied = False
 
@@ -24,7 +24,7 @@ def apply() -> bool:
     if torch.cuda.is_available():
         return False
     if not _applied:
-        for topic in (device, rng, streams, norms):
+        for topic in (compiler, device, rng, streams, norms):
             topic.apply()
         _applied = True
     return True
