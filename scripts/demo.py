@@ -33,6 +33,7 @@ from inject import PHASES
 SCRIPTS = REPOSITORY / "scripts"
 CACHE = REPOSITORY / ".cache" / "demo"
 MADE_HERE = "launcher output observe stacks hostfile secret deadpool.yaml kills.jsonl* *.png events.jsonl summary.json"
+PRELOAD = ["torch.distributed", "patches.cpu.applied", "megatron.core.models.gpt", "megatron.core.datasets.gpt_dataset"]
 TOLD = ("WorldFormed", "TrainingStarted", "SpareReady", "Unprotected", "Protected", "NodeLost", "SwapPlanned")
 TOLD += ("SwapDone", "RehearsalFailed", "PeerRefused", "NodeFenced", "JobStopped", "JobFinished")
 
@@ -185,6 +186,7 @@ def write_config(args: argparse.Namespace) -> None:
         "output_dir": str(args.out / "output"),
         "interface_address": "127.0.0.1",
         "memory_headroom_gib": 0.25,
+        "preload": PRELOAD,
     }
     secret = args.out / "secret"
     secret.touch(mode=0o600)

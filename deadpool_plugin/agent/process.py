@@ -234,7 +234,7 @@ class Agent:
     # ---- actions
 
     def _commit(self, action: io.Commit) -> None:
-        self._workers.tell_serving(local.Committed(action.step))
+        self._workers.commit(action.step)
         self._spares.committed(action.step)
 
     def _abort(self, action: io.AbortWorkers) -> None:

@@ -154,6 +154,7 @@ class TakeOvers:
             rank, plan.world.generation, plan.store, plan.restore_step, pair.header_bytes, pair.payload_bytes
         )
         slot.rehearser.send(order, [pair.fd])
+        slot.rehearser.send(local.Committed(self._workers.committed))  # said to the others while this one rehearsed
 
     def _settle(self, plan: SwapPlan, rank: Rank, rehearsal: Rehearsal | None) -> None:
         """The rank's snapshot, profile and history are here: they are this node's to serve now."""

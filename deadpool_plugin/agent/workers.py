@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core import io
-from ..core.types import Generation, NodeId, Rank, World
+from ..core.types import NO_STEP, Generation, NodeId, Rank, Step, World
 from ..errors import invariant
 from ..transport import local
 from ..transport.local import LocalPeer
@@ -78,6 +78,7 @@ class Workers:
         self.slots = [Slot(local_rank) for local_rank in range(place.local_size)]
         self.world: World | None = None
         self.ending = False
+        self.committed: Step = NO_STEP
         self._exit_code = 0
         self.late_exit_code = 0
         self.changed = asyncio.Event()
@@ -268,6 +269,11 @@ class Workers:
         for slot in self.slots:
             if slot.worker is not None and slot.rank >= 0:
                 slot.worker.send(local.StartGroups(generation, store))
+
+    def commit(self, step: Step) -> None:
+        """Open the gate of every process that runs a rank, and later of those that take one over."""
+        self.committed = max(self.committed, step)
+        self.tell_serving(local.Committed(step))
 
     def tell_serving(self, message: local.LocalMessage) -> None:
         """To every process that runs a rank."""

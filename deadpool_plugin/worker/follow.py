@@ -57,9 +57,10 @@ class Follow:
         record = self._next_record(name)
         if record is None:
             return self._context.mode.collective(handle, name, args, kwargs)
-        for mine, recorded in zip(collective.outputs(name, args, kwargs), record[1], strict=True):
+        written = collective.outputs(name, args, kwargs)
+        for mine, recorded in zip(written, record[1], strict=True):
             mine.detach().copy_(recorded)
-        return collective.CompletedWork()
+        return collective.CompletedWork(written)
 
     def finish(self) -> int:
         self._next_record("the end of the script")

@@ -84,11 +84,17 @@ class Live:
             copied_args, copied_kwargs = _cloned(kept)
             handle.issue(name, copied_args, copied_kwargs).wait()
 
-        call = Call(name, CallKind.PLAIN, self.step, lambda: handle.issue(name, args, kwargs).wait(), restore_tensors)
-        self._run(call)
+        def first_time() -> int:
+            work = handle.issue(name, args, kwargs)
+            work.wait()
+            return int(work.source_rank())
+
+        call = Call(name, CallKind.PLAIN, self.step, first_time, restore_tensors)
+        source = self._run(call)
         call.run, call.restore_entry = again, restore_entry
-        self._log.add(call, [tensor.detach().clone() for tensor in collective.outputs(name, args, kwargs)])
-        return collective.CompletedWork()
+        written = collective.outputs(name, args, kwargs)
+        self._log.add(call, written)
+        return collective.CompletedWork(written, source)
 
     def _entry(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], None]:
         framework = self._adapter.entry_state(args, kwargs)
