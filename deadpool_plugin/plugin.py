@@ -48,7 +48,9 @@ def start_following(
     """A spare's rehearsal of one rank: the groups answer from the rank's recording."""
     from .worker import codec
     from .worker.follow import Follow
+    from .worker.output import save_nothing_while_muted
 
+    save_nothing_while_muted()
     context = _worker_context(connection, config, local_rank)
     recording, layout_digest = codec.decode(order.recording)
     context.groups.rehearse(recording)

@@ -131,10 +131,13 @@ class Swaps:
             ctx.broadcast(Propose(proposal.ballot, plan))
 
     def _plan(self, proposal: Proposal) -> SwapPlan | Unrecoverable:
+        ctx = self._ctx
         promises = {node: promise for node, promise in proposal.promises.items() if node not in proposal.lost}
-        ledger = Ledger({node: promise.holdings for node, promise in promises.items()})
+        # Who took over at the last restore step has no calls from before it, so nothing older can be gone back to.
+        oldest = ctx.plan.restore_step if ctx.plan is not None else 0
+        ledger = Ledger({node: [h for h in one.holdings if h.step >= oldest] for node, one in promises.items()})
         stores = {node: promise.store for node, promise in promises.items()}
-        return plan_swap(self._ctx.world, ledger, proposal.lost, stores, self._ctx.newest_committed)
+        return plan_swap(ctx.world, ledger, proposal.lost, stores, ctx.newest_committed)
 
     def accepted(self, sender: NodeId, message: Accepted) -> None:
         ctx, proposal = self._ctx, self._proposal

@@ -71,7 +71,7 @@ def _rehearse(config: Config, order: local.RehearseRank, local_rank: int, script
     context = start_following(connection, config, rehearsal, local_rank, mute)
     context.on_rehearsed = lambda: _tell_modules(tell)
     refuse = lambda reason: connection.send(local.RehearsalRefused(order.rank, reason))  # noqa: E731
-    leave(run_script(script, context.finish, refuse))
+    leave(run_script(script, context, refuse))
 
 
 def _tell_modules(tell: int) -> None:

@@ -6,19 +6,24 @@ one process for each rank it is told to rehearse (standby.py).
 
 from __future__ import annotations
 
+import atexit
 import os
 import runpy
 import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..config import load
-from ..errors import DeadpoolError
+from ..errors import DeadpoolError, GenerationChanged, invariant
 from ..transport import local
 from ..transport.local import LocalConnection
 from .processes import die_with_parent
 from .standby import stand_by
+
+if TYPE_CHECKING:
+    from ..worker.context import Context
 
 
 def main() -> None:
@@ -29,6 +34,9 @@ def main() -> None:
     connection = LocalConnection.to(os.environ["DEADPOOL_SOCKET"])
     connection.send(local.WorkerHello(local_rank, os.getpid()))
     role, _ = connection.recv()
+    if isinstance(role, local.EndWorker):  # the job ended before it began, and somebody else has said why
+        leave(role.exit_code)
+    invariant(isinstance(role, local.Assign), f"the agent answered {type(role).__name__}, expected Assign")
     assert isinstance(role, local.Assign)
     os.environ.update(role.env)
     script = sys.argv[1:]
@@ -37,13 +45,13 @@ def main() -> None:
     from ..plugin import start_live
 
     context = start_live(connection, config, role, local_rank)
-    leave(run_script(script, context.finish))
+    leave(run_script(script, context))
 
 
-def run_script(argv: list[str], finish: Callable[[], int], failed: Callable[[str], None] = lambda reason: None) -> int:
+def run_script(argv: list[str], context: Context, failed: Callable[[str], None] = lambda reason: None) -> int:
     """Run the user's script as `__main__`; the exit code for this process.
 
-    A script that ends well waits in `finish` for everybody else's end; otherwise `failed` hears why.
+    A script that ends well waits for everybody else's end; otherwise `failed` hears why.
     """
     try:
         try:
@@ -51,7 +59,7 @@ def run_script(argv: list[str], finish: Callable[[], int], failed: Callable[[str
         except SystemExit as end:
             if end.code not in (None, 0):
                 raise
-        return finish()
+        return context.finish()
     except SystemExit as end:
         failed(f"the script called sys.exit({end.code!r})")
         if isinstance(end.code, int):
@@ -62,6 +70,8 @@ def run_script(argv: list[str], finish: Callable[[], int], failed: Callable[[str
         failed(str(error))
         print(f"[deadpool] {error}", file=sys.stderr, flush=True)
         return error.exit_code
+    except GenerationChanged:  # during start-up there is nothing to go back to: the agents end the job
+        return context.wait_for_end()
     except BaseException as error:
         failed(f"{type(error).__name__}: {error}")
         traceback.print_exc()
@@ -79,7 +89,12 @@ def _run(argv: list[str]) -> None:
 
 
 def leave(exit_code: int) -> None:
-    """End this process now: abandoned communicators must not be destroyed (their destructors may hang)."""
+    """End this process now: abandoned communicators must not be destroyed (their destructors may hang).
+
+    What the script registered with atexit (loggers that flush) runs first if all is well.
+    """
+    if exit_code == 0:
+        atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)

@@ -48,6 +48,12 @@ class Adapter(Protocol):
     def shard(self) -> Sequence[torch.Tensor]:
         """Live tensors of this rank's shard, in an order that is equal on every replacement of the rank; no copies."""
 
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` lies in the framework's parameter or gradient memory, which restore and redo bring back."""
+
+    def changing(self) -> Sequence[torch.Tensor]:
+        """Those of `shard()` that change in other calls than the update (buffers): copied at the cut itself."""
+
     def replicas(self) -> tuple[int, ...]:
         """Ranks whose shard is bit for bit the same as ours, ourselves included."""
 

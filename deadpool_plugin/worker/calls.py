@@ -18,6 +18,8 @@ from .adapter import CallKind
 from .iterators import IteratorTable, RewindIterator
 
 DEPTH = 2
+RANDOM_STATES = "random states"
+"""Name of the record of the states after a call, kept only if the script itself drew from them before the next."""
 
 
 @dataclass
@@ -55,6 +57,10 @@ class CallLog:
         """
         self._calls.append(call)
         self._records.setdefault(call.segment, []).append(codec.encode([call.name, outcome, call.pulls()]))
+
+    def drew(self, segment: int, at_exit: Any) -> None:
+        """The script drew random numbers since the last call: who follows it draws from `at_exit` too."""
+        self._records.setdefault(segment, []).append(codec.encode([RANDOM_STATES, at_exit, []]))
 
     def after_cut(self, step: int) -> list[Call]:
         return [call for call in self._calls if call.segment >= step]

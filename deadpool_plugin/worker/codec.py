@@ -1,7 +1,8 @@
 """Plain data and small tensors to bytes and back, without pickle.
 
 Rules of this file: what cannot be encoded is refused by name; decoding never runs code. Tuples keep being
-tuples. A tensor is (dtype, shape, bytes); one above the limit keeps its dtype and shape and comes back as zeros.
+tuples. A tensor is (dtype, shape, bytes); of one above the limit only dtype and shape are kept, and it comes back as
+a `TooLarge`: never as made-up numbers.
 """
 
 from __future__ import annotations
@@ -14,7 +15,15 @@ import torch
 from ..errors import Unsupported
 
 TUPLE, TENSOR = 1, 2
-TENSOR_LIMIT_BYTES = 64 * 1024
+TENSOR_LIMIT_BYTES = 1 << 20
+INTEGER_BITS_MAX = 63
+
+
+class TooLarge:
+    """Stands for a tensor that was not recorded."""
+
+    def __init__(self, dtype: str, shape: list[int]) -> None:
+        self.description = f"a tensor of {dtype} {shape}, above the limit of {TENSOR_LIMIT_BYTES} bytes"
 
 
 def encode(value: Any) -> bytes:
@@ -39,8 +48,12 @@ def _prepare(value: Any) -> Any:
         return [_prepare(item) for item in value]
     if isinstance(value, dict):
         return {key: _prepare(item) for key, item in value.items()}
-    if value is None or isinstance(value, (bool, int, float, str, bytes)):
+    if isinstance(value, int) and value.bit_length() > INTEGER_BITS_MAX:
+        raise Unsupported(f"a training call's result or state holds the integer {value}, which exceeds 64 bits")
+    if value is None or type(value) in (bool, int, float, str, bytes):
         return value
+    if isinstance(value, (int, float)):  # numpy's numbers among them
+        return float(value) if isinstance(value, float) else int(value)
     raise Unsupported(
         f"a training call's result or state holds a {type(value).__module__}.{type(value).__name__}; "
         "expected None, numbers, strings, bytes, tensors, and lists, tuples and dicts of them"
@@ -48,10 +61,10 @@ def _prepare(value: Any) -> Any:
 
 
 def _tensor_bytes(tensor: torch.Tensor) -> bytes:
-    source = tensor.detach().cpu().contiguous()
-    large = source.numel() * source.element_size() > TENSOR_LIMIT_BYTES
-    body = b"" if large else source.flatten().view(torch.uint8).numpy().tobytes()
-    return msgspec.msgpack.encode((str(source.dtype).removeprefix("torch."), list(source.shape), body))
+    body = None
+    if tensor.numel() * tensor.element_size() <= TENSOR_LIMIT_BYTES:
+        body = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    return msgspec.msgpack.encode((str(tensor.dtype).removeprefix("torch."), list(tensor.shape), body))
 
 
 def _restore(code: int, data: memoryview) -> Any:
@@ -60,6 +73,8 @@ def _restore(code: int, data: memoryview) -> Any:
     if code == TENSOR:
         name, shape, body = msgspec.msgpack.decode(data)
         dtype = getattr(torch, name)
+        if body is None:
+            return TooLarge(name, shape)
         if not body:
             return torch.zeros(shape, dtype=dtype)
         return torch.frombuffer(bytearray(body), dtype=dtype).view(shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -53,7 +54,9 @@ class Context:
         self.groups.on_destroy = self._before_destroy
 
     def _before_destroy(self) -> None:
-        self.finish()
+        error = sys.exc_info()[1]
+        if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
+            self.finish()  # else the script is failing: it must not wait for the others to end well
 
     def finish(self) -> int:
         """The script is done with its groups: serve swaps until every rank's script is. Returns the exit code.
@@ -63,6 +66,10 @@ class Context:
         if self._exit_code is None:
             self._exit_code = self.mode.finish()
         return self._exit_code
+
+    def wait_for_end(self) -> int:
+        """Block until the agent ends this process, whatever generation it is. Returns the exit code."""
+        return self.link.wait_for_end(interruptible=False)
 
     def offer_store(self) -> None:
         """Host a fresh store for the next generation's group build and tell the agent where it listens.

@@ -16,8 +16,9 @@ from ..comm import collective
 from ..errors import Divergence
 from ..mirror.arena import SlotPair
 from ..transport import local
-from . import codec
+from . import codec, rng
 from .adapter import CallKind
+from .calls import RANDOM_STATES
 from .context import Context
 from .iterators import IteratorTable, skip
 from .live import Live
@@ -44,11 +45,14 @@ class Follow:
         if record is None:
             return self._context.mode.call(name, kind, function, args, kwargs)
         _, value, pulls = record
+        self._check_complete(name, value)
         _, stand_ins = IteratorTable().wrap(kwargs.get("data_iterator"))
         for stand_in, count in zip(stand_ins, pulls, strict=True):
             skip(stand_in.inner, count)
         if kind is CallKind.UPDATE:
             self._step += 1
+            self._more()  # the cut: a take-over begins here, before the script goes on
+        self._draw_alike()
         return value
 
     def collective(self, handle: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -57,9 +61,11 @@ class Follow:
         record = self._next_record(name)
         if record is None:
             return self._context.mode.collective(handle, name, args, kwargs)
+        self._check_complete(name, record[1])
         written = collective.outputs(name, args, kwargs)
         for mine, recorded in zip(written, record[1], strict=True):
             mine.detach().copy_(recorded)
+        self._draw_alike()
         return collective.CompletedWork(written)
 
     def finish(self) -> int:
@@ -70,14 +76,8 @@ class Follow:
         """The record of the call `name` the script is making now; None once this process has taken over."""
         if self._layout is None:
             self._rehearsed()
-        while not self._records:
-            message, descriptors = self._context.link.receive(local.History, local.TakeOver)
-            if isinstance(message, local.TakeOver):
-                self._take_over(message, descriptors[0])
-                return None
-            assert isinstance(message, local.History)
-            for segment in message.records:
-                self._records.extend(codec.decode(one) for one in codec.decode(segment))
+        if not self._more():
+            return None
         record = self._records.popleft()
         if record[0] != name:
             raise Divergence(
@@ -86,6 +86,34 @@ class Follow:
                 "a script whose calls depend on the host or the time cannot be followed",
             )
         return record
+
+    def _check_complete(self, name: str, value: Any) -> None:
+        items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+        if isinstance(value, codec.TooLarge):
+            raise Divergence(
+                f"{name} in the loop of step {self._step + 1} gave rank {self._rank} {value.description}",
+                "results small enough to be recorded",
+                "such a script cannot be followed by a spare; keep large results out of the loop",
+            )
+        for item in items:
+            self._check_complete(name, item)
+
+    def _more(self) -> bool:
+        """Block until there is a next record, or until this process has taken over (False)."""
+        while not self._records:
+            message, descriptors = self._context.link.receive(local.History, local.TakeOver)
+            if isinstance(message, local.TakeOver):
+                self._take_over(message, descriptors[0])
+                return False
+            assert isinstance(message, local.History)
+            for segment in message.records:
+                self._records.extend(codec.decode(one) for one in codec.decode(segment))
+        return True
+
+    def _draw_alike(self) -> None:
+        """If the script drew random numbers after this call, it shall draw the same here."""
+        if self._records and self._records[0][0] == RANDOM_STATES:
+            rng.restore(self._context.adapter, self._records.popleft()[1])
 
     def _rehearsed(self) -> None:
         """At the first forward: the recording is used up, the model is built; compare it with the rank's own."""

@@ -74,7 +74,8 @@ class IteratorTable:
         """`value` (an iterator, a list of them, or None) with stand-ins, and the stand-ins in order."""
         if isinstance(value, (list, tuple)):
             wrapped = [self.wrap(item) for item in value]
-            return type(value)(item for item, _ in wrapped), [one for _, found in wrapped for one in found]
+            every = {id(one): one for _, found in wrapped for one in found}  # the same one may be given twice
+            return type(value)(item for item, _ in wrapped), list(every.values())
         if isinstance(value, RewindIterator):
             return value, [value]
         if not isinstance(value, Iterator):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable
 
@@ -48,12 +49,17 @@ class AgentLink:
     # ---- reading thread
 
     def _read(self) -> None:
+        try:
+            self._read_on()
+        except ConnectionClosed:
+            os._exit(EXIT_FENCED)
+        except BaseException:  # a deaf worker would hang the others: end it, it will be replaced
+            traceback.print_exc()
+            os._exit(EXIT_FENCED)
+
+    def _read_on(self) -> None:
         while True:
-            try:
-                received = self._connection.recv()
-            except ConnectionClosed:
-                os._exit(EXIT_FENCED)
-            message, descriptors = received
+            message, descriptors = self._connection.recv()
             with self._changed:
                 self._note(message, descriptors)
                 self._changed.notify_all()
@@ -125,8 +131,8 @@ class AgentLink:
         with self._changed:
             self._joined = max(self._joined, generation)
 
-    def wait_for_end(self) -> int:
-        """Block until the agent ends this worker. Raises: GenerationChanged."""
-        self.wait_until(lambda: self._end_code is not None)
+    def wait_for_end(self, *, interruptible: bool = True) -> int:
+        """Block until the agent ends this worker. Raises: GenerationChanged if `interruptible`."""
+        self.wait_until(lambda: self._end_code is not None, interruptible=interruptible)
         assert self._end_code is not None
         return self._end_code

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..comm import collective
-from ..errors import GenerationChanged, invariant
+from ..errors import GenerationChanged, Unsupported, invariant
 from ..mirror.arena import SlotPair
 from ..transport import local
 from . import codec, rng
@@ -34,12 +34,13 @@ class Live:
         self._context, self._link, self._groups = context, context.link, context.groups
         self._adapter = context.adapter
         self._rank, self._layout, self._slots = rank, layout, slots
-        self._stager = Stager(rank, layout, slots, context.link)
+        self._stager = Stager(rank, layout, self._adapter.changing(), slots, context.link)
         self._log = CallLog()
-        self.step = step
+        self.step = self._entered = step
         self._inside = False
         self._swap_began: float | None = None
         self._loss: float | None = None
+        self._at_exit: dict[str, Any] | None = None
 
     # ---- calls
 
@@ -59,6 +60,7 @@ class Live:
         )  # fmt: skip
         value = self._run(call)
         self._log.add(call, value)
+        self._at_exit = rng.capture(self._adapter)
         loss = self._adapter.loss_of(value)
         self._loss = loss if loss is not None else self._loss
         if kind is CallKind.UPDATE:
@@ -72,7 +74,7 @@ class Live:
         """
         if self._inside:
             return handle.issue(name, args, kwargs)
-        kept = _cloned((args, kwargs))
+        kept, written = _cloned((args, kwargs)), collective.outputs(name, args, kwargs)
         restore_entry = self._entry((), {})
 
         def restore_tensors() -> None:
@@ -91,17 +93,27 @@ class Live:
 
         call = Call(name, CallKind.PLAIN, self.step, first_time, restore_tensors)
         source = self._run(call)
-        call.run, call.restore_entry = again, restore_entry
-        written = collective.outputs(name, args, kwargs)
+        if not any(self._adapter.owns(tensor) for tensor in written):  # else the calls before it bring its entry back
+            call.run = again
+        call.restore_entry = restore_entry
         self._log.add(call, written)
+        self._at_exit = rng.capture(self._adapter)
         return collective.CompletedWork(written, source)
 
     def _entry(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], None]:
         framework = self._adapter.entry_state(args, kwargs)
         random_states, grad_enabled = rng.capture(self._adapter), torch.is_grad_enabled()
+        if self._at_exit is not None and not rng.equal(random_states, self._at_exit):
+            self._log.drew(self.step, self._at_exit)
+
+        autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
 
         def restore() -> None:
             torch.set_grad_enabled(grad_enabled)
+            torch.clear_autocast_cache()
+            for kind, enabled, dtype in autocast:
+                torch.set_autocast_enabled(kind, enabled)
+                torch.set_autocast_dtype(kind, dtype)
             framework()
             rng.restore(self._adapter, random_states)
 
@@ -153,6 +165,7 @@ class Live:
 
     # ---- a swap
 
+    @torch.inference_mode(False)  # the script may be in it now, the calls to be redone were not
     def _swap(self) -> None:
         """From an interrupted call to the state at that call's entry, in the newest generation."""
         while True:
@@ -162,6 +175,7 @@ class Live:
                     "WorkerUnblocked", rank=self._rank, duration_s=time.monotonic() - self._link.aborted_at
                 )
                 join = self._link.wait_for_join()
+                self._check_reach(join.restore_step)
                 self.enter(join.generation, join.store, join.restore_step)
                 for call in self._log.after_cut(join.restore_step):
                     self._redo(call)
@@ -169,12 +183,21 @@ class Live:
             except GenerationChanged as change:
                 forget(change)
 
+    def _check_reach(self, restore_step: int) -> None:
+        """Raises: Unsupported if this process never made the calls that follow the cut of `restore_step`."""
+        if restore_step < self._entered:
+            raise Unsupported(
+                f"rank {self._rank} was told to go back to step {restore_step}, but this process took the rank over "
+                f"at step {self._entered} and has no calls from before it",
+                remedy="start from the newest checkpoint",
+            )
+
     def enter(self, generation: int, store: str, restore_step: int) -> None:
         """Become part of `generation` with the state of `restore_step`. Raises: GenerationChanged."""
         began = time.monotonic()
-        self._quietly(self._adapter.clean)
         self._stager.drop()
         self._groups.rebuild(generation, store)
+        self._quietly(self._adapter.clean)  # after `rebuild`, which lets operations in flight write their last
         self._link.event(
             "GroupsRebuilt", rank=self._rank, groups=len(self._groups.handles), duration_s=time.monotonic() - began
         )
@@ -191,10 +214,10 @@ class Live:
         self._swap_began = time.monotonic()
         try:
             self.enter(generation, store, restore_step)
-            return
         except GenerationChanged as change:
             forget(change)
-        self._swap()
+            self._swap()
+        self._at_exit = rng.capture(self._adapter)
 
     def _restore(self, step: int) -> None:
         newer = self._slots.open(step + 1)

@@ -1,10 +1,13 @@
-"""A rehearsing process is not heard: its output goes to a private file until it takes over."""
+"""A rehearsing process is not heard and leaves no files: it writes to a private file until it takes over."""
 
 from __future__ import annotations
 
 import os
 import sys
 from pathlib import Path
+from typing import Any
+
+import torch
 
 
 class Mute:
@@ -28,3 +31,14 @@ class Mute:
             os.dup2(saved, fd)
             os.close(saved)
         Mute.active = False
+
+
+def save_nothing_while_muted() -> None:
+    """A follower's model is untrained until it takes over: what it would save must not replace the job's own files."""
+    original = torch.save
+
+    def save(*args: Any, **kwargs: Any) -> None:
+        if not Mute.active:
+            original(*args, **kwargs)
+
+    torch.save = save

@@ -35,5 +35,14 @@ def restore(adapter: Adapter, state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(state["device"])
 
 
+def equal(left: Any, right: Any) -> bool:
+    """Whether two captured states (or parts of them) are the same."""
+    if isinstance(left, torch.Tensor):
+        return torch.equal(left, right)
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(equal(value, right[key]) for key, value in left.items())
+    return bool(left == right)
+
+
 def _has_device() -> bool:
     return torch.version.cuda is not None and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]

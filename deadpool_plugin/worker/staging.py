@@ -54,13 +54,17 @@ class Stager:
     Thread: `stage`, `wait`, `drop` main thread only.
     """
 
-    def __init__(self, rank: int, layout: Layout, slots: SlotPair, link: AgentLink) -> None:
+    def __init__(
+        self, rank: int, layout: Layout, changing: Sequence[torch.Tensor], slots: SlotPair, link: AgentLink
+    ) -> None:
         self._rank, self._layout, self._slots, self._link = rank, layout, slots, link
         self._views = [layout.views(slots.payload(step)) for step in (0, 1)]
         on_device = bool(layout.tensors) and layout.tensors[0].is_cuda
         self._side_stream = torch.cuda.Stream() if on_device else None  # type: ignore[no-untyped-call]
         self._queue: queue.SimpleQueue[tuple[int, int, bytes, bytes, threading.Event]] = queue.SimpleQueue()
+        self._changing = {id(tensor): torch.empty_like(tensor) for tensor in changing}
         self._pending = False
+        self._error: BaseException | None = None
         self._cancel = threading.Event()
         if self._side_stream is not None:
             _pin(slots)
@@ -69,6 +73,9 @@ class Stager:
     def stage(self, step: int, generation: int, scalars: bytes, records: bytes) -> None:
         """Copy the shard as it is now into the slot of `step` once the gate is open."""
         self._pending = True
+        for tensor in self._layout.tensors:
+            if id(tensor) in self._changing:
+                self._changing[id(tensor)].copy_(tensor)
         if self._side_stream is not None:
             self._side_stream.wait_stream(torch.cuda.current_stream())
         self._queue.put((step, generation, scalars, records, self._cancel))
@@ -76,6 +83,7 @@ class Stager:
     def wait(self) -> None:
         """Block until nothing is being staged; the shard may change afterwards. Raises: GenerationChanged."""
         self._link.wait_until(lambda: not self._pending)
+        self._check()
 
     def drop(self) -> None:
         """Give up a snapshot that still waits at the gate; let one that is being copied finish."""
@@ -83,21 +91,31 @@ class Stager:
         self._cancel = threading.Event()
         self._link.wake()
         self._link.wait_until(lambda: not self._pending, interruptible=False)
+        self._check()
+
+    def _check(self) -> None:
+        """Raises: what the staging thread met, for the script's own traceback and exit code."""
+        if self._error is not None:
+            raise self._error
 
     def _run(self) -> None:
-        while True:
+        while self._error is None:
             step, generation, scalars, records, cancel = self._queue.get()
-            if step < 2 or self._link.wait_for_commit(step - 1, cancel.is_set):
-                self._copy(step)
-                self._slots.seal(step, generation, self._layout.digest, scalars)
-                self._link.send(local.Staged(self._rank, step, generation, records))
+            try:
+                if step < 2 or self._link.wait_for_commit(step - 1, cancel.is_set):
+                    self._copy(step)
+                    self._slots.seal(step, generation, self._layout.digest, scalars)
+                    self._link.send(local.Staged(self._rank, step, generation, records))
+            except BaseException as error:  # raised again by the main thread
+                self._error = error
             self._pending = False
             self._link.wake()
 
     @torch.no_grad()
     def _copy(self, step: int) -> None:
         self._slots.invalidate(step)
-        pairs = zip(self._layout.tensors, self._views[step % 2], strict=True)
+        sources = [self._changing.get(id(tensor), tensor) for tensor in self._layout.tensors]
+        pairs = zip(sources, self._views[step % 2], strict=True)
         if self._side_stream is None:
             for tensor, view in pairs:
                 view.copy_(tensor)

@@ -24,6 +24,12 @@ class Starting:
     def call(
         self, name: str, kind: CallKind, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        if kind is CallKind.UPDATE:
+            raise Unsupported(
+                "the first optimizer step came before any forward-backward schedule that deadpool_plugin knows",
+                "megatron.core.pipeline_parallel.get_forward_backward_func() to be called once a step",
+                "import the schedule after init_process_group, or run this script without the plugin",
+            )
         if kind is not CallKind.FORWARD:
             return function(*args, **kwargs)
         self._become_live()

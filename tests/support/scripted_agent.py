@@ -108,7 +108,7 @@ class ScriptedAgent:
             role = local.Assign(rank, self.world_size, 0, {})
             context = plugin.start_live(connection, self.config, role, local_rank=0)
         self.before_script(rank, self.incarnations[rank])
-        return run_script(list(self.argv), context.finish)
+        return run_script(list(self.argv), context)
 
     def start_rehearsal(self, rank: int) -> None:
         self.incarnations[rank] += 1

@@ -1,5 +1,6 @@
 """Call records survive the way into bytes and back, bit for bit, or are refused by name."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -30,9 +31,15 @@ def test_tensors_come_back_bit_for_bit(dtype, shape):
     assert back.dtype == dtype and back.shape == tensor.shape and torch.equal(back, tensor)
 
 
-def test_large_tensors_keep_their_shape_only():
-    back = codec.decode(codec.encode(torch.ones(codec.TENSOR_LIMIT_BYTES)))
-    assert back.shape == (codec.TENSOR_LIMIT_BYTES,) and not back.any()
+def test_large_tensors_are_never_made_up():
+    back = codec.decode(codec.encode([torch.ones(codec.TENSOR_LIMIT_BYTES)]))[0]
+    assert isinstance(back, codec.TooLarge) and f"float32 [{codec.TENSOR_LIMIT_BYTES}]" in back.description
+
+
+def test_numbers_of_numpy_are_plain_and_large_integers_refused():
+    assert codec.decode(codec.encode([np.float64(0.5), 2**62])) == [0.5, 2**62]
+    with pytest.raises(Unsupported, match="64 bits"):
+        codec.encode(2**64)
 
 
 def test_anything_else_is_refused_by_name():

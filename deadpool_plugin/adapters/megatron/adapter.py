@@ -38,7 +38,14 @@ class MegatronAdapter:
     # ---- calls
 
     def install(self, handler: CallHandler) -> None:
-        from megatron.core.distributed import DistributedDataParallel
+        try:
+            from megatron.core.distributed import DistributedDataParallel
+        except ImportError as error:
+            raise Unsupported(
+                f"megatron-core cannot be imported ({error})",
+                "a script that trains with megatron-core",
+                "install megatron-core on every host, or run this script without the plugin",
+            ) from error
         from megatron.core.optimizer import optimizer as optimizers
         from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
         from megatron.core.pipeline_parallel import schedules
@@ -79,6 +86,12 @@ class MegatronAdapter:
     def shard(self) -> Sequence[torch.Tensor]:
         return self.state.tensors
 
+    def owns(self, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() in self.state.framework_memory
+
+    def changing(self) -> Sequence[torch.Tensor]:
+        return self.state.buffers
+
     def replicas(self) -> tuple[int, ...]:
         return self.state.replicas()
 
@@ -95,14 +108,13 @@ class MegatronAdapter:
             vars(scheduler).update(saved)
 
     def entry_state(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], None]:
-        training = [(module, module.training) for module in self._chunks]
+        training = [(module, module.training) for chunk in self._chunks for module in chunk.modules()]
         configs = [(chunk.config, dict(vars(chunk.config))) for chunk in self._chunks]
         groups, schedulers = self.state.group_scalars(), [_scheduler_state(s) for s in self._schedulers]
 
         def restore() -> None:
             for module, flag in training:
-                if module.training != flag:
-                    module.train(flag)
+                module.training = flag
             for config, fields in configs:
                 vars(config).update(fields)
             self.state.load_group_scalars(groups)

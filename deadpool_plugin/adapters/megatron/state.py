@@ -37,7 +37,11 @@ class OptimizerState:
         for part in self._parts:
             _check_supported(part)
         _check_no_frozen_parameters(chunks)
-        self.tensors = self._flatten() + [b for chunk in chunks for b in chunk.module.buffers() if b is not None]
+        self.buffers = [b for chunk in chunks for b in chunk.module.buffers() if b is not None]
+        self.tensors = self._flatten() + self.buffers
+        memory = [t for chunk in chunks for t in (*chunk.parameters(), *self.buffers)]
+        memory += [b.grad_data for chunk in chunks for b in chunk.buffers + chunk.expert_parallel_buffers]
+        self.framework_memory = {tensor.untyped_storage().data_ptr() for tensor in memory}
 
     def _flatten(self) -> list[torch.Tensor]:
         model_memory = {p.untyped_storage().data_ptr() for chunk in self._chunks for p in chunk.parameters()}
@@ -78,6 +82,8 @@ class OptimizerState:
     def load_group_scalars(self, saved_groups: list[list[Scalars]]) -> None:
         for part, groups in zip(self._parts, saved_groups, strict=True):
             for group, saved in zip(part.optimizer.param_groups, groups, strict=True):
+                for key in [key for key in group if key != "params" and key not in saved]:
+                    del group[key]  # came later: a fused Adam makes its "step" in the first update
                 group.update({k: tuple(v) if isinstance(group.get(k), tuple) else v for k, v in saved.items()})
 
     def load_scalars(self, scalars: Scalars) -> None:
@@ -157,6 +163,8 @@ def _check_supported(part: Any) -> None:
             f"the base optimizer is {base.__module__}.{base.__name__}; supported are Adam, AdamW and FusedAdam: "
             "use one of them, or run the job without deadpool_plugin"
         )
+    if getattr(part.config, "use_precision_aware_optimizer", False):
+        raise Unsupported("use_precision_aware_optimizer keeps moments that are not fp32; switch it off")
     for group in part.optimizer.param_groups:
         if group.get("amsgrad"):
             raise Unsupported("Adam with amsgrad=True keeps a third moment that is not mirrored; set amsgrad=False")
