@@ -1,0 +1,299 @@
+"""A training process without torch: speaks the node-local protocol, trains an array of integers, survives swaps.
+
+Every step is a function of the step before, so a snapshot of wrong bytes shows in the final hash. Behaviours:
+--steps N, --step-s SECONDS, --payload BYTES, --same-state (all ranks train the same array), --replicas RANKS,
+--children (two grandchildren, one in a session of its own), --exit-at RANK:STEP:CODE, --rehearse-s SECONDS,
+--refuse RANK (its rehearsal), --hold-at STEP with --hold-file FILE (goes on from there once the file exists).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+
+import xxhash
+
+from deadpool_plugin.launch.processes import die_with_parent
+from deadpool_plugin.mirror.arena import SlotPair
+from deadpool_plugin.transport import local
+from deadpool_plugin.transport.framing import ConnectionClosed
+from deadpool_plugin.transport.local import LocalConnection
+
+HEADER_BYTES = 64 << 10
+
+
+class Aborted(Exception):
+    """The agent announced a new generation."""
+
+
+def first_state(rank: int, size: int) -> bytes:
+    return advance(b"rank%d" % rank, 0, size)
+
+
+def advance(state: bytes, step: int, size: int) -> bytes:
+    """The state after `step`, from the one before it."""
+    seed = xxhash.xxh3_128_digest(state + b"%d" % step)
+    return (seed * (size // len(seed) + 1))[:size]
+
+
+def state_at(rank: int, step: int, size: int) -> bytes:
+    state = first_state(rank, size)
+    for past in range(1, step + 1):
+        state = advance(state, past, size)
+    return state
+
+
+def digest(state: bytes) -> str:
+    return xxhash.xxh3_64_hexdigest(state)
+
+
+def record_of(rank: int, step: int) -> bytes:
+    return b"record of rank %d step %d" % (rank, step)
+
+
+class Process:
+    """The connection to the agent, and what it said."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.local_rank = int(os.environ["LOCAL_RANK"])
+        self.connection = LocalConnection.to(os.environ["DEADPOOL_SOCKET"])
+        self.committed = self.aborted = self.generation = -1
+        self.join: local.Join | None = None
+        self.end: int | None = None
+        self.inbox: list[tuple[local.LocalMessage, list[int]]] = []
+        self.stores = 0
+
+    def offer_store(self) -> None:
+        if self.local_rank == 0:
+            self.stores += 1
+            self.connection.send(local.StoreOffer("127.0.0.1", os.getpid() % 20000 + self.stores))
+
+    def listen(self, timeout_s: float | None = None) -> bool:
+        """Take in what has come; False if nothing came in time."""
+        ready, _, _ = select.select([self.connection], [], [], timeout_s)
+        if not ready:
+            return False
+        try:
+            message, descriptors = self.connection.recv()
+        except ConnectionClosed:
+            os._exit(87)
+        if isinstance(message, local.Committed):
+            self.committed = max(self.committed, message.step)
+        elif isinstance(message, local.Abort):
+            self.aborted = message.generation
+        elif isinstance(message, local.Join):
+            self.join = message
+        elif isinstance(message, local.EndWorker):
+            self.end = message.exit_code
+        else:
+            self.inbox.append((message, descriptors))
+        return True
+
+    def receive(self, *kinds: type[local.LocalMessage]) -> tuple[local.LocalMessage, list[int]]:
+        while True:
+            for item in self.inbox:
+                if isinstance(item[0], kinds):
+                    self.inbox.remove(item)
+                    return item
+            self.listen()
+
+    def pause(self, seconds: float) -> None:
+        """Compute for a while. Raises: Aborted"""
+        deadline = time.monotonic() + seconds
+        while (left := deadline - time.monotonic()) > 0:
+            self.listen(left)
+            self.check()
+
+    def check(self) -> None:
+        if self.aborted > self.generation:
+            raise Aborted
+
+    def wait_committed(self, step: int) -> None:
+        while self.committed < step:
+            self.listen()
+            self.check()
+
+
+class Rank:
+    """A rank in training."""
+
+    def __init__(self, process: Process, rank: int, slots: SlotPair, generation: int) -> None:
+        self.process, self.rank, self.slots = process, rank, slots
+        self.step = 0
+        self.state = first_state(0 if process.options.same_state else rank, slots.payload_bytes)
+        process.generation = generation
+
+    def stage(self) -> None:
+        if self.step >= 2:
+            self.process.wait_committed(self.step - 1)
+        self.slots.invalidate(self.step)
+        self.slots.payload(self.step)[:] = self.state
+        self.slots.seal(self.step, self.process.generation, "layout", b"scalars of %d" % self.step)
+        records = record_of(self.rank, self.step)
+        self.process.connection.send(local.Staged(self.rank, self.step, self.process.generation, records))
+
+    def restore(self, step: int) -> None:
+        if self.slots.open(step + 1) is not None:
+            self.slots.invalidate(step + 1)
+        header = self.slots.open(step)
+        assert header is not None, f"rank {self.rank} lacks step {step}"
+        assert header.scalars == b"scalars of %d" % step, header
+        self.step, self.state = step, bytes(self.slots.payload(step))
+        self.process.connection.send(local.Restored(self.rank, self.process.generation))
+        self.process.offer_store()
+        print(f"rank {self.rank} restored step {step} hash {digest(self.state)}", flush=True)
+
+    def train(self) -> None:
+        options = self.process.options
+        while True:
+            try:
+                self.process.check()
+                while self.step < options.steps:
+                    self.process.pause(options.step_s)
+                    self.hold()
+                    self.maybe_exit()
+                    self.step += 1
+                    self.state = advance(self.state, self.step, len(self.state))
+                    self.stage()
+                    self.process.connection.send(
+                        local.WorkerEvent("StepDone", {"rank": self.rank, "step": self.step, "loss": 1.0 / self.step})
+                    )
+                    print(f"rank {self.rank} step {self.step}", flush=True)
+                self.process.connection.send(local.Finished(self.rank))
+                while self.process.end is None:
+                    self.process.listen()
+                    self.process.check()
+                print(f"rank {self.rank} final step {self.step} hash {digest(self.state)}", flush=True)
+                sys.exit(self.process.end)
+            except Aborted:
+                self.rejoin()
+
+    def hold(self) -> None:
+        options = self.process.options
+        while self.step == options.hold_at and not os.path.exists(options.hold_file):
+            self.process.pause(0.02)
+
+    def maybe_exit(self) -> None:
+        if self.process.options.exit_at:
+            rank, step, code = map(int, self.process.options.exit_at.split(":"))
+            if (self.rank, self.step) == (rank, step):
+                os._exit(code) if code >= 0 else os.kill(os.getpid(), -code)
+
+    def rejoin(self) -> None:
+        process = self.process
+        while process.join is None or process.join.generation < process.aborted:
+            process.listen()
+        process.generation = process.join.generation
+        process.committed = process.join.restore_step
+        self.restore(process.join.restore_step)
+
+
+def run_active(process: Process, role: local.Assign) -> None:
+    process.offer_store()
+    process.receive(local.StartGroups)
+    replicas = tuple(map(int, process.options.replicas.split(","))) if process.options.replicas else (role.rank,)
+    recording = b"recording of rank %d" % role.rank
+    process.connection.send(
+        local.RankReady(role.rank, HEADER_BYTES, process.options.payload, "layout", replicas, recording)
+    )
+    order, (descriptor,) = process.receive(local.ArenaHandOver)
+    assert isinstance(order, local.ArenaHandOver)
+    rank = Rank(process, role.rank, SlotPair.attach(descriptor, role.rank, HEADER_BYTES, process.options.payload), 0)
+    rank.stage()
+    process.offer_store()
+    rank.train()
+
+
+def run_standby(process: Process) -> None:
+    child: subprocess.Popen[bytes] | None = None
+    while process.end is None:
+        message, _ = process.receive_or_end()
+        if isinstance(message, local.RehearseRank):
+            if child is not None:
+                child.kill()
+                child.wait()
+            command = [sys.executable, __file__, *sys.argv[1:], "--rehearse", str(message.rank)]
+            child = subprocess.Popen(command, env={**os.environ, **message.env})
+    sys.exit(process.end)
+
+
+def receive_or_end(self: Process) -> tuple[local.LocalMessage | None, list[int]]:
+    while self.end is None:
+        if self.inbox:
+            return self.inbox.pop(0)
+        self.listen()
+    return None, []
+
+
+Process.receive_or_end = receive_or_end  # type: ignore[attr-defined]
+
+
+def run_rehearsal(process: Process, number: int) -> None:
+    die_with_parent()
+    process.connection.send(local.RehearserHello(process.local_rank, os.getpid(), number))
+    order, _ = process.receive(local.Rehearsal)
+    assert isinstance(order, local.Rehearsal)
+    assert order.recording == b"recording of rank %d" % number
+    if number == process.options.refuse:
+        process.connection.send(local.RehearsalRefused(number, "told to"))
+        time.sleep(60)
+    time.sleep(process.options.rehearse_s)
+    process.connection.send(local.Rehearsed(number, "layout", process.options.rehearse_s))
+    process.offer_store()
+    followed = -1
+    while True:
+        message, descriptors = process.receive(local.History, local.TakeOver)
+        if isinstance(message, local.History):
+            assert message.first_step == followed + 1, (message.first_step, followed)
+            for record in message.records:
+                followed += 1
+                assert record == record_of(number, followed), (record, followed)
+            continue
+        assert isinstance(message, local.TakeOver)
+        assert message.restore_step == followed, (message.restore_step, followed)
+        slots = SlotPair.attach(descriptors[0], number, message.header_bytes, message.payload_bytes)
+        rank = Rank(process, number, slots, message.generation)
+        process.committed = message.restore_step
+        rank.restore(message.restore_step)
+        rank.train()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--step-s", type=float, default=0.05)
+    parser.add_argument("--payload", type=int, default=1 << 16)
+    parser.add_argument("--rehearse", type=int, default=-1)
+    parser.add_argument("--rehearse-s", type=float, default=0.0)
+    parser.add_argument("--replicas", default="")
+    parser.add_argument("--hold-at", type=int, default=-1)
+    parser.add_argument("--hold-file", default="")
+    parser.add_argument("--refuse", type=int, default=-1)
+    parser.add_argument("--same-state", action="store_true")
+    parser.add_argument("--exit-at", default="")
+    parser.add_argument("--children", action="store_true")
+    options = parser.parse_args([word for word in sys.argv[1:] if not word.startswith("--local_rank")])
+    process = Process(options)
+    if options.rehearse >= 0:
+        run_rehearsal(process, options.rehearse)
+    die_with_parent(signal.SIGKILL)
+    if options.children:
+        subprocess.Popen(["sleep", "777"])
+        subprocess.Popen(["sleep", "778"], start_new_session=True)
+    process.connection.send(local.WorkerHello(process.local_rank, os.getpid()))
+    role, _ = process.receive(local.Assign)
+    assert isinstance(role, local.Assign)
+    os.environ.update(role.env)
+    if role.rank < 0:
+        run_standby(process)
+    run_active(process, role)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""Scripts that draw random numbers, set learning rates, reduce gradients or change buffers between or inside calls."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from support.zygote import in_zygote  # noqa: E402
+from test_worker_swap import compare_runs, plain, run_with_kills  # noqa: E402
+
+SCRIPT = str(Path(__file__).resolve().with_name("other_loops.py"))
+MODES = [
+    ("draws", (1, 5, "forward")),
+    ("shuffle", (0, 6, "backward")),
+    ("own_schedule", (1, 4, "optimizer")),
+    ("gradients", (0, 5, "optimizer")),
+    ("buffer", (1, 5, "backward")),
+    ("autocast", (0, 4, "optimizer")),
+    ("inference_mode", (1, 4, "mirror")),
+]
+
+
+@pytest.mark.parametrize(("mode", "kill"), MODES, ids=[mode for mode, _ in MODES])
+@in_zygote
+def test_what_a_script_does_between_calls_is_kept(tmp_path, corpus, mode, kill):
+    argv = [
+        SCRIPT, mode, "--data-path", corpus, "--layers", "1", "--hidden", "32", "--seq-length", "32",
+        "--train-iters", "12", "--eval-interval", "4", "--log-all-ranks", "--digest",
+    ]  # fmt: skip
+    expected = tmp_path / "plain"
+    expected.mkdir()
+    plain(argv, 2, expected)
+    run = tmp_path / "run"
+    run.mkdir()
+    run_with_kills(run, argv, 2, [kill], rehearse=[kill[0]])
+    result = compare_runs.compare(expected, run)
+    assert result["bit_exact"], result["difference"]

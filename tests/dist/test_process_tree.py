@@ -1,0 +1,83 @@
+"""Whichever process of a node is killed how, nothing of the node is left, and the other nodes are not touched by it."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+from stub_cluster import StubCluster
+
+from deadpool_plugin import events
+
+ALWAYS = ("--steps", "100000", "--children")
+
+
+def started(directory, *arguments, **options):
+    cluster = StubCluster(directory, 3, 2, *ALWAYS, *arguments, **options)
+    cluster.wait_for("a ready spare", lambda: cluster.events(events.SpareReady))
+    cluster.wait_for("grandchildren", lambda: len(sleepers(cluster, 1)) == 4)
+    return cluster
+
+
+def sleepers(cluster, node):
+    return [role for role in cluster.processes(node).values() if role.startswith("sleep")]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("role", ["worker1", "supervisor0", "supervisor1", "agent", "launcher"])
+def test_nothing_is_left_of_the_node_and_its_ranks_move(tmp_path, role, number):
+    cluster = started(tmp_path)
+    try:
+        before = cluster.processes(0)
+        cluster.kill(1, role, number)
+        cluster.wait_gone(1)
+        cluster.wait_for("the swap", lambda: cluster.events(events.SwapDone))
+        (planned,) = cluster.events(events.SwapPlanned)
+        assert planned.lost_nodes == (1,)
+        assert before.items() <= cluster.processes(0).items()
+    finally:
+        cluster.close()
+
+
+def test_sigterm_of_every_launcher_ends_everything(tmp_path):
+    cluster = started(tmp_path)
+    try:
+        for launcher in cluster.launchers:
+            launcher.terminate()
+        for node in range(3):
+            cluster.wait_gone(node)
+            assert cluster.wait_exit(node) != 0
+    finally:
+        cluster.close()
+
+
+def test_an_error_of_the_script_ends_the_job_with_its_exit_code(tmp_path):
+    cluster = StubCluster(tmp_path, 3, 1, "--steps", "50", "--exit-at", "1:5:3")
+    try:
+        assert [cluster.wait_exit(node) for node in range(3)] == [3, 3, 3]
+        for node in range(3):
+            cluster.wait_gone(node)
+        assert "script of rank 1 ended with 3" in cluster.all_output()
+        assert not cluster.events(events.SwapPlanned)
+    finally:
+        cluster.close()
+
+
+def test_an_early_clean_exit_is_a_fault(tmp_path):
+    cluster = StubCluster(tmp_path, 3, 1, "--steps", "50", "--exit-at", "1:5:0")
+    try:
+        assert [cluster.wait_exit(node) for node in range(3)] == [1, 1, 1]
+        assert "exited with 0 before" in cluster.all_output()
+    finally:
+        cluster.close()
+
+
+def test_a_stopped_worker_is_lost_after_the_patience(tmp_path):
+    cluster = started(tmp_path, patience_s=2.0)
+    try:
+        cluster.kill(1, "worker0", signal.SIGSTOP)
+        cluster.wait_gone(1)
+        cluster.wait_for("the swap", lambda: cluster.events(events.SwapDone))
+        assert "stopped (state T)" in cluster.all_output()
+    finally:
+        cluster.close()

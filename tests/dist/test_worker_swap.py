@@ -1,0 +1,108 @@
+"""Real training processes, real SIGKILL, no launcher and no agents: the worker's part of a swap, bit for bit.
+
+Four ranks (TP 2, PP 2) train the script as it is; a rank is killed inside a phase of a step; another process takes
+the rank, rehearsed beforehand or only then. Loss, gradient norm and validation loss of every rank and step, and the
+digests of parameters and optimizer state at the end, must equal those of the plain script without the plugin.
+"""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "scripts")]
+
+from support.forked import Fleet  # noqa: E402
+from support.scripted_agent import ScriptedAgent  # noqa: E402
+from support.zygote import in_zygote  # noqa: E402
+
+try:
+    import megatron.core.datasets.blended_megatron_dataset_builder  # noqa: F401 - preloaded for the forks
+    import megatron.core.distributed  # noqa: F401
+    import megatron.core.models.gpt  # noqa: F401
+    import megatron.core.optimizer  # noqa: F401
+except ImportError:
+    pytestmark = pytest.mark.skip(reason="megatron-core is not installed")
+
+import compare_runs  # noqa: E402
+import inject  # noqa: E402
+
+STEPS = 12
+
+
+def arguments(corpus, dtype, distributed):
+    optimizer = "--distributed-optimizer" if distributed else "--no-distributed-optimizer"
+    return [
+        str(ROOT / "scripts" / "train_gpt.py"), "--data-path", corpus, "--tp", "2", "--pp", "2", "--dtype", dtype,
+        optimizer, "--train-iters", str(STEPS), "--eval-interval", "4", "--log-all-ranks", "--digest",
+    ]  # fmt: skip
+
+
+def plain(argv, world_size, folder):
+    """The script without the plugin, one forked process a rank."""
+    from support.plain_job import run_rank
+
+    with Fleet(deadline_s=120) as fleet:
+        store = folder / "store"
+        fleet.values([fleet.fork(run_rank, rank, world_size, argv, str(store), str(folder)) for rank in range(world_size)])
+
+
+def reference(references, corpus, dtype, distributed):
+    folder = Path(references) / f"{dtype}-{distributed}"
+    if not folder.exists():
+        folder.mkdir()
+        plain(arguments(corpus, dtype, distributed), 4, folder)
+    return folder
+
+
+def run_with_kills(tmp_path, argv, world_size, kills, rehearse):
+    """`kills`: (rank, step, phase)."""
+    marker = tmp_path / "kills.jsonl"
+
+    def before_script(rank, incarnation):
+        os.environ.update(DEMO_NODE=str(rank), DEMO_JOB="test")
+        plan = [inject.Kill(index, *kill) for index, kill in enumerate(kills)]
+        inject.kill_node = lambda job, node, before: (before(), os.kill(os.getpid(), signal.SIGKILL))
+        inject.install(inject.Injector(plan, marker, None, 0))
+
+    outcome = ScriptedAgent(world_size, argv, tmp_path, before_script, rehearse).run(timeout_s=120)
+    assert len(marker.read_text().splitlines()) == len(kills), "a fault did not fire"
+    assert outcome.swaps == len(kills)
+    assert set(outcome.exit_codes.values()) == {0}
+    for rehearsal in tmp_path.glob("rehearsal*"):
+        rehearsal.unlink()  # a rehearsal's own output is nobody's
+    return outcome
+
+
+CASES = [
+    ("bf16", True, (3, 4, "forward"), True),
+    ("bf16", True, (0, 5, "backward"), False),
+    ("bf16", True, (1, 3, "optimizer"), True),
+    ("bf16", True, (2, 5, "mirror"), False),
+    ("bf16", False, (0, 4, "optimizer"), False),
+    ("bf16", False, (3, 1, "between"), True),
+    ("fp32", True, (1, 1, "forward"), True),
+    ("fp32", False, (2, 6, "optimizer"), False),
+]
+
+
+@pytest.mark.parametrize(("dtype", "distributed", "kill", "rehearsed"), CASES)
+@in_zygote
+def test_a_killed_rank_is_replaced_bit_for_bit(tmp_path, corpus, references, dtype, distributed, kill, rehearsed):
+    expected = reference(references, corpus, dtype, distributed)
+    argv = arguments(corpus, dtype, distributed)
+    run_with_kills(tmp_path, argv, 4, [kill], rehearse=[kill[0]] if rehearsed else [])
+    result = compare_runs.compare(expected, tmp_path)
+    assert result["bit_exact"], result["difference"]
+
+
+@in_zygote
+def test_three_losses_in_a_row(tmp_path, corpus, references):
+    expected = reference(references, corpus, "bf16", True)
+    kills = [(1, 2, "backward"), (2, 4, "optimizer"), (0, 6, "forward")]
+    run_with_kills(tmp_path, arguments(corpus, "bf16", True), 4, kills, rehearse=[1])
+    result = compare_runs.compare(expected, tmp_path)
+    assert result["bit_exact"], result["difference"]
