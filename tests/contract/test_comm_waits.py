@@ -78,8 +78,7 @@ class _StuckWork:
     """gloo's race: the operation neither ends nor fails."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        if timeout is None:
-            threading.Event().wait()
+        threading.Event().wait(None if timeout is None else timeout.total_seconds())
         raise RuntimeError("Operation timed out!")
 
     def is_completed(self) -> bool:
@@ -102,6 +101,26 @@ def test_a_stuck_operation_is_abandoned_and_its_group_marked(style: str) -> None
     fence.enter(1)
     with pytest.raises(StaleGeneration):
         work.wait()
+
+
+class _FailedComposite:
+    """gloo's reduce_scatter: made of several operations, it fails at once but never says that it is completed."""
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        raise RuntimeError("Connection closed by peer")
+
+    def is_completed(self) -> bool:
+        return False
+
+
+def test_a_failed_operation_that_never_completes_is_an_error_not_a_stuck_one() -> None:
+    fence, group = Fence(patience_s=60.0), _Group()
+    operation: Any = ("reduce_scatter", ([torch.ones(1)],), {})
+    work = SwapWork(_FailedComposite(), group, fence, operation, style="slices", registry=set())  # type: ignore[arg-type]
+    threading.Timer(0.1, fence.announce, args=(1,)).start()
+    with pytest.raises(GenerationChanged):
+        work.wait()
+    assert not group.abandoned
 
 
 def test_a_time_out_of_the_callers_own_is_kept() -> None:

@@ -1,0 +1,53 @@
+"""The README says what is there: every source file is in its file map, and what it promises about figures exists."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text()
+
+
+def source_files():
+    folders = ("deadpool_plugin", "patches", "scripts", "configs")
+    for path in sorted(path for folder in folders for path in (ROOT / folder).rglob("*")):
+        if path.suffix in (".py", ".sh", ".yaml") and path.name != "__init__.py":
+            yield path.relative_to(ROOT).as_posix()
+
+
+def mapped_files():
+    folder, found = "", set()
+    block = README.split("## File map")[1].split("```")[1]
+    for line in block.splitlines():
+        if re.match(r"\S+/(\s|$)", line):
+            folder = line.split()[0]
+        elif line.startswith("    "):
+            found.add(folder + line.split()[0])
+    return found
+
+
+def test_the_file_map_names_every_source_file_and_no_other():
+    assert mapped_files() == set(source_files())
+
+
+def test_relative_links_and_named_files_exist():
+    for target in re.findall(r"\]\(([^)#:]+)\)", README):
+        assert (ROOT / target).exists(), target
+    for command in re.findall(r"^\./(scripts/\S+)", README, re.MULTILINE):
+        assert (ROOT / command).exists(), command
+
+
+@pytest.mark.parametrize("forbidden", ["@@", "TODO", "FIXME"])
+def test_nothing_unfinished_is_left_in_it(forbidden):
+    assert forbidden not in README
+
+
+def test_the_two_commands_are_executable():
+    listed = subprocess.run(["git", "ls-files", "-s", "scripts", ".ci"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    modes = dict(reversed(line.split("\t")[0].split()[:1] + [line.split("\t")[1]]) for line in listed.stdout.splitlines())
+    for script in ("scripts/demo.sh", "scripts/test.sh", "scripts/setup_env.sh", ".ci/run"):
+        assert modes[script] == "100755", script
