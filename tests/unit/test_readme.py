@@ -13,7 +13,7 @@ README = (ROOT / "README.md").read_text()
 def source_files():
     folders = ("deadpool_plugin", "patches", "scripts", "configs")
     for path in sorted(path for folder in folders for path in (ROOT / folder).rglob("*")):
-        if path.suffix in (".py", ".sh", ".yaml") and path.name != "__init__.py":
+        if path.suffix in (".py", ".sh", ".yaml", ".txt") and path.name != "__init__.py":
             yield path.relative_to(ROOT).as_posix()
 
 
@@ -48,6 +48,6 @@ def test_the_two_commands_are_executable():
     listed = subprocess.run(["git", "ls-files", "-s", "scripts", ".ci"], cwd=ROOT, capture_output=True, text=True)
     if listed.returncode:
         pytest.skip("not a git checkout")
-    modes = dict(reversed(line.split("\t")[0].split()[:1] + [line.split("\t")[1]]) for line in listed.stdout.splitlines())
+    modes = {line.split("\t")[1]: line.split()[0] for line in listed.stdout.splitlines()}
     for script in ("scripts/demo.sh", "scripts/test.sh", "scripts/setup_env.sh", ".ci/run"):
         assert modes[script] == "100755", script
