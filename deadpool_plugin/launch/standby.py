@@ -18,6 +18,7 @@ from ..transport import local
 from ..transport.framing import ConnectionClosed
 from ..transport.local import LocalConnection
 from .processes import die_with_parent
+from .script import leave, run_script
 
 DEFAULT_PRELOAD = ("torch", "torch.distributed")
 
@@ -59,7 +60,6 @@ def _rehearse(config: Config, order: local.RehearseRank, local_rank: int, script
     """The forked process: introduce ourselves, go quiet, run the script. Never returns."""
     from ..plugin import start_following
     from ..worker.output import Mute
-    from .worker import leave, run_script
 
     die_with_parent()
     os.environ.update(order.env)

@@ -6,24 +6,17 @@ one process for each rank it is told to rehearse (standby.py).
 
 from __future__ import annotations
 
-import atexit
 import os
-import runpy
 import sys
-import traceback
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ..config import load
-from ..errors import DeadpoolError, GenerationChanged, invariant
+from ..errors import invariant
 from ..transport import local
 from ..transport.local import LocalConnection
 from .processes import die_with_parent
+from .script import leave, run_script
 from .standby import stand_by
-
-if TYPE_CHECKING:
-    from ..worker.context import Context
 
 
 def main() -> None:
@@ -46,58 +39,6 @@ def main() -> None:
 
     context = start_live(connection, config, role, local_rank)
     leave(run_script(script, context))
-
-
-def run_script(argv: list[str], context: Context, failed: Callable[[str], None] = lambda reason: None) -> int:
-    """Run the user's script as `__main__`; the exit code for this process.
-
-    A script that ends well waits for everybody else's end; otherwise `failed` hears why.
-    """
-    try:
-        try:
-            _run(argv)
-        except SystemExit as end:
-            if end.code not in (None, 0):
-                raise
-        return context.finish()
-    except SystemExit as end:
-        failed(f"the script called sys.exit({end.code!r})")
-        if isinstance(end.code, int):
-            return end.code
-        print(end.code, file=sys.stderr)
-        return 1
-    except DeadpoolError as error:
-        failed(str(error))
-        print(f"[deadpool] {error}", file=sys.stderr, flush=True)
-        return error.exit_code
-    except GenerationChanged:  # during start-up there is nothing to go back to: the agents end the job
-        return context.wait_for_end()
-    except BaseException as error:
-        failed(f"{type(error).__name__}: {error}")
-        traceback.print_exc()
-        return 1
-
-
-def _run(argv: list[str]) -> None:
-    """As `python SCRIPT ARGUMENTS...` or `python -m MODULE ARGUMENTS...` would."""
-    if argv[0] == "-m":
-        sys.argv, sys.path[0] = argv[1:], os.getcwd()
-        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
-    else:
-        sys.argv, sys.path[0] = argv, str(Path(argv[0]).resolve().parent)
-        runpy.run_path(argv[0], run_name="__main__")
-
-
-def leave(exit_code: int) -> None:
-    """End this process now: abandoned communicators must not be destroyed (their destructors may hang).
-
-    What the script registered with atexit (loggers that flush) runs first if all is well.
-    """
-    if exit_code == 0:
-        atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(exit_code)
 
 
 if __name__ == "__main__":
