@@ -17,7 +17,7 @@ from ..core import io
 from ..core.placement import buddy_of, needs_payload
 from ..core.types import NO_STEP, Generation, Holding, NodeId, Rank, Step, World
 from ..errors import EXIT_CONFIG, ConfigError, StaleGeneration, TransportError, invariant
-from ..mirror.arena import SlotPair, arena_bytes
+from ..mirror.arena import arena_bytes
 from ..mirror.memory import check_memory
 from ..mirror.store import SnapshotStore
 from ..transport import local
@@ -209,6 +209,3 @@ class Mirroring:
         """Everything newer than the restore step is of a history that did not happen."""
         for rank in range(len(self.world.node_of)):
             self._store.drop_newer(rank, step)
-
-    def own(self, rank: Rank) -> SlotPair | None:
-        return self._store.own(rank)

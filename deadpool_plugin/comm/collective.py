@@ -75,9 +75,11 @@ def inputs(name: str, args: Sequence[Any], kwargs: dict[str, Any] | None = None)
 
 
 def tensors(value: Any) -> list[torch.Tensor]:
-    """The tensors in `value`, a tensor or lists of them."""
+    """The tensors in `value`, a tensor or lists, tuples and dicts of them, in order."""
     if isinstance(value, torch.Tensor):
         return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
     if isinstance(value, (list, tuple)):
         return [tensor for item in value for tensor in tensors(item)]
     return []

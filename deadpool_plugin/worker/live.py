@@ -59,8 +59,7 @@ class Live:
             [(iterator, iterator.position) for iterator in found],
         )  # fmt: skip
         value = self._run(call)
-        self._log.add(call, value)
-        self._at_exit = rng.capture(self._adapter)
+        self._done(call, value)
         loss = self._adapter.loss_of(value)
         self._loss = loss if loss is not None else self._loss
         if kind is CallKind.UPDATE:
@@ -79,7 +78,7 @@ class Live:
 
         def restore_tensors() -> None:
             restore_entry()
-            for mine, before in zip(_tensors((args, kwargs)), _tensors(kept), strict=True):
+            for mine, before in zip(collective.tensors((args, kwargs)), collective.tensors(kept), strict=True):
                 mine.detach().copy_(before)
 
         def again() -> None:
@@ -96,8 +95,7 @@ class Live:
         if not any(self._adapter.owns(tensor) for tensor in written):  # else the calls before it bring its entry back
             call.run = again
         call.restore_entry = restore_entry
-        self._log.add(call, written)
-        self._at_exit = rng.capture(self._adapter)
+        self._done(call, written)
         return collective.CompletedWork(written, source)
 
     def _entry(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], None]:
@@ -118,6 +116,11 @@ class Live:
             rng.restore(self._adapter, random_states)
 
         return restore
+
+    def _done(self, call: Call, outcome: Any) -> None:
+        """The script gets its value now; what it draws until its next call is seen by comparison with this moment."""
+        self._log.add(call, outcome)
+        self._at_exit = rng.capture(self._adapter)
 
     def _run(self, call: Call) -> Any:
         """Do `call`, through as many swaps as come."""
@@ -261,16 +264,6 @@ class Live:
                 forget(change)
             self._swap()
             self._link.send(local.Finished(self._rank))
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        return [tensor for item in value for tensor in _tensors(item)]
-    return []
 
 
 def _cloned(value: Any) -> Any:
