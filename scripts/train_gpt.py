@@ -16,6 +16,7 @@ import hashlib
 import json
 import logging
 import os
+import random
 import sys
 import time
 import warnings
@@ -29,6 +30,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 warnings.filterwarnings("ignore")
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -36,46 +38,38 @@ from patches import cpu
 
 cpu.apply()
 
+import gpt_checkpoint
+from gpt_model import (
+    add_arguments,
+    build_model,
+    build_optimizer,
+    global_batch_size,
+    model_config,
+    virtual_stages,
+)
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.module import Float16Module
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    on_off = argparse.BooleanOptionalAction
-    parser.add_argument("--tensor-model-parallel-size", "--tp", dest="tp", type=int, default=1)
-    parser.add_argument("--pipeline-model-parallel-size", "--pp", dest="pp", type=int, default=1)
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--hidden", type=int, default=64)
-    parser.add_argument("--heads", type=int, default=4)
+    add_arguments(parser)
     parser.add_argument("--seq-length", type=int, default=64)
     parser.add_argument("--micro-batch-size", type=int, default=2)
     parser.add_argument("--num-microbatches", type=int, default=2, help="per step and data-parallel rank")
     parser.add_argument("--train-iters", type=int, default=30)
-    parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--warmup-iters", type=int, default=3)
-    parser.add_argument("--clip-grad", type=float, default=1.0)
-    parser.add_argument("--optimizer", choices=("adam", "sgd"), default="adam")
-    parser.add_argument("--distributed-optimizer", action=on_off, default=False)
-    parser.add_argument("--dropout", type=float, default=0.1)
-    parser.add_argument("--dtype", choices=DTYPES, default="fp32")
     parser.add_argument("--eval-interval", type=int, default=10, help="steps between evaluations; 0: none")
     parser.add_argument("--eval-iters", type=int, default=2)
     parser.add_argument("--seed", type=int, default=1234)
     parser.add_argument("--data-path", required=True, help="prefix of an indexed data set (.bin and .idx)")
     parser.add_argument("--data-cache-path", help="where the sample indices are kept; default: beside the data")
     parser.add_argument("--num-workers", type=int, default=0, help="processes of the training DataLoader")
+    gpt_checkpoint.add_arguments(parser)
     parser.add_argument("--log-all-ranks", action="store_true", help="one exact `metrics` line per rank and step")
     parser.add_argument("--digest", action="store_true", help="one `digest` line per rank at the end")
     parser.add_argument("--local-rank", "--local_rank", type=int, default=int(os.environ.get("LOCAL_RANK", "0")))
@@ -94,89 +88,21 @@ def initialize(args: argparse.Namespace) -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, rank=rank, world_size=world_size)
-    parallel_state.initialize_model_parallel(args.tp, args.pp, create_gloo_process_groups=False)
+    parallel_state.initialize_model_parallel(
+        args.tp,
+        args.pp,
+        virtual_stages(args),
+        context_parallel_size=args.cp,
+        expert_model_parallel_size=args.ep,
+        expert_tensor_parallel_size=1 if args.num_experts else None,
+        num_distributed_optimizer_instances=args.num_distributed_optimizer_instances,
+        create_gloo_process_groups=False,
+    )
     seed = args.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
+    random.seed(seed)
+    np.random.seed(seed)
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
-
-
-def model_config(args: argparse.Namespace) -> TransformerConfig:
-    return TransformerConfig(
-        num_layers=args.layers,
-        hidden_size=args.hidden,
-        num_attention_heads=args.heads,
-        tensor_model_parallel_size=args.tp,
-        pipeline_model_parallel_size=args.pp,
-        params_dtype=DTYPES[args.dtype],
-        pipeline_dtype=DTYPES[args.dtype],
-        bf16=args.dtype == "bf16",
-        hidden_dropout=args.dropout,
-        attention_dropout=args.dropout,
-        attention_softmax_in_fp32=True,
-        use_cpu_initialization=not torch.cuda.is_available(),
-        gradient_accumulation_fusion=False,
-        masked_softmax_fusion=False,
-        bias_dropout_fusion=False,
-        persist_layer_norm=False,
-    )
-
-
-def build_model(args: argparse.Namespace, config: TransformerConfig) -> DistributedDataParallel:
-    multiple = 16 * args.tp
-    model: torch.nn.Module = GPTModel(
-        config,
-        get_gpt_layer_local_spec(normalization="LayerNorm"),
-        vocab_size=-(-ByteTokenizer.vocab_size // multiple) * multiple,
-        max_sequence_length=args.seq_length,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-        position_embedding_type="rope",
-        share_embeddings_and_output_weights=True,
-    )
-    model = model.to(torch.cuda.current_device())
-    if args.dtype != "fp32":
-        model = Float16Module(config, model)
-    ddp_config = DistributedDataParallelConfig(
-        use_distributed_optimizer=args.distributed_optimizer, grad_reduce_in_fp32=True
-    )
-    return DistributedDataParallel(config, ddp_config, model)
-
-
-def build_optimizer(
-    args: argparse.Namespace, config: TransformerConfig, model: DistributedDataParallel
-) -> tuple[Any, OptimizerParamScheduler]:
-    optimizer_config = OptimizerConfig(
-        optimizer=args.optimizer,
-        lr=args.lr,
-        min_lr=0.1 * args.lr,
-        weight_decay=0.01,
-        clip_grad=args.clip_grad,
-        bf16=args.dtype == "bf16",
-        params_dtype=DTYPES[args.dtype],
-        use_distributed_optimizer=args.distributed_optimizer,
-    )
-    optimizer = get_megatron_optimizer(optimizer_config, [model], use_gloo_process_groups=False)
-    samples_per_step = global_batch_size(args)
-    scheduler = OptimizerParamScheduler(
-        optimizer,
-        init_lr=0.0,
-        max_lr=args.lr,
-        min_lr=0.1 * args.lr,
-        lr_warmup_steps=args.warmup_iters * samples_per_step,
-        lr_decay_steps=max(args.train_iters, args.warmup_iters + 1) * samples_per_step,
-        lr_decay_style="cosine",
-        start_wd=0.01,
-        end_wd=0.01,
-        wd_incr_steps=args.train_iters * samples_per_step,
-        wd_incr_style="constant",
-    )
-    config.finalize_model_grads_func = finalize_model_grads
-    config.grad_scale_func = optimizer.scale_loss
-    return optimizer, scheduler
-
-
-def global_batch_size(args: argparse.Namespace) -> int:
-    return args.micro_batch_size * args.num_microbatches * parallel_state.get_data_parallel_world_size()
 
 
 # Data
@@ -215,8 +141,8 @@ def reads_data() -> bool:
     return parallel_state.get_tensor_model_parallel_rank() == 0 and at_an_end
 
 
-def build_data_iterators(args: argparse.Namespace) -> tuple[dict[str, Any], Iterator[Any] | None, Iterator[Any] | None]:
-    """Data sets and loaders, and what all ranks must know of them, which rank 0 tells."""
+def build_data_iterators(args: argparse.Namespace) -> tuple[dict[str, Any], list[Any], list[Any]]:
+    """What all ranks must know of the data sets, which rank 0 tells; iterators over them, one per model chunk."""
     evaluations = args.train_iters // args.eval_interval if args.eval_interval else 0
     train_samples = args.train_iters * global_batch_size(args)
     valid_samples = max(1, evaluations * args.eval_iters) * global_batch_size(args)
@@ -236,15 +162,22 @@ def build_data_iterators(args: argparse.Namespace) -> tuple[dict[str, Any], Iter
     train, valid, _ = BlendedMegatronDatasetBuilder(GPTDataset, sizes, reads_data, config).build()
     facts = [{"do_train": train is not None, "do_valid": valid is not None and evaluations > 0}]
     dist.broadcast_object_list(facts, src=0)
-    return facts[0], data_iterator(args, train, args.num_workers), data_iterator(args, valid, 0)
+    done = gpt_checkpoint.latest(args.load)
+    evaluated = done // args.eval_interval * args.eval_iters if evaluations else 0
+    chunks = range(virtual_stages(args) or 1)
+    train_data = [data_iterator(args, train, args.num_workers, done * global_batch_size(args)) for _ in chunks]
+    valid_data = [data_iterator(args, valid, 0, evaluated * global_batch_size(args)) for _ in chunks]
+    return facts[0], train_data, valid_data
 
 
-def data_iterator(args: argparse.Namespace, dataset: GPTDataset | None, num_workers: int) -> Iterator[Any] | None:
+def data_iterator(
+    args: argparse.Namespace, dataset: GPTDataset | None, num_workers: int, consumed_samples: int
+) -> Iterator[Any] | None:
     if dataset is None:
         return None
     loader = torch.utils.data.DataLoader(
         dataset,
-        batch_sampler=PretrainingSampler(len(dataset), 0, args.micro_batch_size),
+        batch_sampler=PretrainingSampler(len(dataset), consumed_samples, args.micro_batch_size),
         num_workers=num_workers,
         generator=torch.Generator().manual_seed(args.seed),
     )
@@ -252,34 +185,39 @@ def data_iterator(args: argparse.Namespace, dataset: GPTDataset | None, num_work
 
 
 def get_batch(data: Iterator[Any] | None) -> dict[str, torch.Tensor]:
-    """The next micro-batch: read by tensor-parallel rank 0, broadcast to the others of its group."""
+    """This rank's part of the next micro-batch: tensor-parallel rank 0 reads it and tells the others."""
     batch = next(data) if data is not None else None
     found = tensor_parallel.broadcast_data(["tokens", "labels", "position_ids"], batch, torch.int64)
-    return found | tensor_parallel.broadcast_data(["loss_mask"], batch, torch.float32)
+    found |= tensor_parallel.broadcast_data(["loss_mask"], batch, torch.float32)
+    return get_batch_on_this_cp_rank(found)
 
 
 # Training
 
 
 def loss_func(loss_mask: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Mean over this rank's part of the sequence, as its share of the mean over the context-parallel group."""
     loss = (output.float().view(-1) * loss_mask.view(-1)).sum() / loss_mask.sum()
-    return loss, {"lm loss": loss.detach().clone()}
+    return loss / parallel_state.get_context_parallel_world_size(), {"lm loss": loss.detach().clone()}
 
 
 def forward_step(data: Iterator[Any] | None, model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
-    if not (parallel_state.is_pipeline_first_stage() or parallel_state.is_pipeline_last_stage()):
+    stage = get_attr_wrapped_model(model, "vp_stage")
+    last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage)
+    if not (last or parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage)):
         return model(None, None, None), None
     batch = get_batch(data)
-    labels = batch["labels"] if parallel_state.is_pipeline_last_stage() else None
-    output = model(batch["tokens"], batch["position_ids"], None, labels=labels)
+    output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"] if last else None)
     return output, functools.partial(loss_func, batch["loss_mask"])
 
 
-def run_microbatches(args: argparse.Namespace, model: torch.nn.Module, data: Any, forward_only: bool) -> list[Any]:
+def run_microbatches(
+    args: argparse.Namespace, model: list[DistributedDataParallel], data: list[Any], forward_only: bool
+) -> list[Any]:
     return get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=data,
-        model=[model],
+        data_iterator=data if len(model) > 1 else data[0],
+        model=model,
         num_microbatches=args.num_microbatches,
         seq_length=args.seq_length,
         micro_batch_size=args.micro_batch_size,
@@ -288,39 +226,44 @@ def run_microbatches(args: argparse.Namespace, model: torch.nn.Module, data: Any
 
 
 def average_loss(losses: list[dict[str, torch.Tensor]]) -> float:
-    """Mean over micro-batches and data-parallel ranks. Only the last stage has losses: it tells its pipeline."""
+    """Mean over micro-batches and ranks with other data. Only the last stage has losses: it tells its pipeline."""
     mean = torch.zeros((), dtype=torch.float32, device=torch.cuda.current_device())
     if parallel_state.is_pipeline_last_stage():
         mean = torch.stack([loss["lm loss"] for loss in losses]).mean()
-        dist.all_reduce(mean, group=parallel_state.get_data_parallel_group())
-        mean /= parallel_state.get_data_parallel_world_size()
+        dist.all_reduce(mean, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+        mean /= parallel_state.get_data_parallel_world_size(with_context_parallel=True)
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
         last = parallel_state.get_pipeline_model_parallel_last_rank()
         dist.broadcast(mean, src=last, group=parallel_state.get_pipeline_model_parallel_group())
     return mean.item()
 
 
-def evaluate(args: argparse.Namespace, model: torch.nn.Module, data: Iterator[Any] | None) -> float:
-    model.eval()
+def evaluate(args: argparse.Namespace, model: list[DistributedDataParallel], data: list[Any]) -> float:
+    for chunk in model:
+        chunk.eval()
     with torch.no_grad():
         losses = [average_loss(run_microbatches(args, model, data, forward_only=True)) for _ in range(args.eval_iters)]
-    model.train()
+    for chunk in model:
+        chunk.train()
     return sum(losses) / len(losses)
 
 
 def train(
     args: argparse.Namespace,
-    model: DistributedDataParallel,
+    model: list[DistributedDataParallel],
     optimizer: Any,
     scheduler: OptimizerParamScheduler,
-    train_data: Iterator[Any] | None,
-    valid_data: Iterator[Any] | None,
+    train_data: list[Any],
+    valid_data: list[Any],
     do_valid: bool,
+    checkpoints: gpt_checkpoint.Checkpoints,
 ) -> None:
-    model.train()
-    for step in range(1, args.train_iters + 1):
+    for chunk in model:
+        chunk.train()
+    for step in range(checkpoints.load() + 1, args.train_iters + 1):
         started = time.perf_counter()
-        model.zero_grad_buffer()
+        for chunk in model:
+            chunk.zero_grad_buffer()
         optimizer.zero_grad()
         losses = run_microbatches(args, model, train_data, forward_only=False)
         updated, grad_norm, _ = optimizer.step()
@@ -331,6 +274,10 @@ def train(
         if do_valid and step % args.eval_interval == 0:
             numbers["eval"] = evaluate(args, model, valid_data)
         log_step(args, step, time.perf_counter() - started, numbers)
+        checkpoints.after_step(step)
+    if args.overlap_param_gather:
+        for chunk in model:
+            chunk.start_param_sync(force_sync=True)  # else the next forward would
 
 
 # Output
@@ -359,6 +306,13 @@ def digest(tensors: Iterator[tuple[str, torch.Tensor]]) -> str:
     return state.hexdigest()
 
 
+def model_tensors(model: list[DistributedDataParallel]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and buffers of all chunks."""
+    for number, chunk in enumerate(model):
+        for name, tensor in [*chunk.module.named_parameters(), *chunk.module.named_buffers()]:
+            yield f"{number}.{name}", tensor
+
+
 def optimizer_tensors(optimizer: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Main parameters and moments of every optimizer under Megatron's wrappers, in a fixed order."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
@@ -375,13 +329,14 @@ def main() -> None:
     logging.basicConfig(level=logging.ERROR)
     initialize(args)
     config = model_config(args)
-    model = build_model(args, config)
+    model = build_model(args, config, ByteTokenizer.vocab_size)
     optimizer, scheduler = build_optimizer(args, config, model)
     facts, train_data, valid_data = build_data_iterators(args)
     if facts["do_train"]:
-        train(args, model, optimizer, scheduler, train_data, valid_data, facts["do_valid"])
+        checkpoints = gpt_checkpoint.Checkpoints(args, model, optimizer, scheduler)
+        train(args, model, optimizer, scheduler, train_data, valid_data, facts["do_valid"], checkpoints)
     if args.digest:
-        parameters, state = digest(model.named_parameters()), digest(optimizer_tensors(optimizer))
+        parameters, state = digest(model_tensors(model)), digest(optimizer_tensors(optimizer))
         write_line("digest", {"rank": dist.get_rank(), "parameters": parameters, "optimizer": state})
     dist.barrier()
     dist.destroy_process_group()

@@ -17,10 +17,13 @@ from typing import Any
 from torch._C._distributed_c10d import Backend, HashStore, ProcessGroupGloo, Store
 
 from ..errors import invariant
-from .collective import POINT_TO_POINT
+from .collective import OPERATIONS, POINT_TO_POINT
 from .fabric import GroupSpec
 
 Address = tuple[str, int]
+
+COMPOSITE = frozenset(name for name in OPERATIONS if "reduce_scatter" in name)
+"""Made of several operations; a timed wait for one ignores its time-out and blocks for the group's (measured)."""
 
 THREADS = 2
 """Per group, as torch's own default."""
@@ -55,7 +58,7 @@ class GlooFabric:
         return sum(_shut(descriptor, ours, theirs) for descriptor in _descriptors())
 
     def wait_style(self, operation: str) -> str:
-        return "helper" if operation in POINT_TO_POINT else "slices"
+        return "helper" if operation in POINT_TO_POINT or operation in COMPOSITE else "slices"
 
     def _options(self, spec: GroupSpec) -> Any:
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the stubs lack it

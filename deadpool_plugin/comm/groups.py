@@ -8,12 +8,13 @@ that hangs must not hang anybody else.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import threading
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -102,6 +103,15 @@ class Groups:
         assert self._recorder is not None
         recorder, self._recorder = self._recorder, None
         return recorder.finish(self._created)
+
+    @contextlib.contextmanager
+    def unrecorded(self) -> Iterator[None]:
+        """What is issued inside is not recorded: a rehearsal does not issue it."""
+        recorder, self._recorder = self._recorder, None
+        try:
+            yield
+        finally:
+            self._recorder = recorder
 
     def finish_rehearsal(self) -> None:
         """Raises: Divergence unless everything recorded was issued."""
@@ -230,7 +240,7 @@ class Groups:
 
     def _wrap(self, inner: Any, handle: Handle, operation: Operation, style: str) -> SwapWork:
         if len(self._unfinished) > _UNFINISHED_MAX:
-            for work in [work for work in self._unfinished if work.at_rest()]:
+            for work in [work for work in list(self._unfinished) if work.at_rest()]:
                 self._unfinished.discard(work)
         return SwapWork(inner, handle, self._fence, operation, style=style, registry=self._unfinished)
 

@@ -2,7 +2,8 @@
 
 Rules of this file: a wait ends with the collective's result, its error, or GenerationChanged; never by itself.
 gloo's collectives are waited for in slices, on the calling thread: a timed wait that expires leaves them untouched.
-gloo's sends and receives break their connection when a timed wait expires, so a helper thread waits for them.
+gloo's sends and receives break their connection when a timed wait expires, and its reduce-scatters ignore the time, so
+a helper thread waits for them.
 NCCL's waits only order streams. Whoever still waits `ABANDON_S` after an announcement abandons the operation;
 its group must then be kept for ever, because its destructor would join the stuck thread.
 """
@@ -212,7 +213,7 @@ class SwapWork(dist.Work):
                     inner.wait()
                     return
                 now = time.monotonic()
-                # Works made of several (gloo's reduce_scatter) never say that they are completed, but fail at once.
+                # A Work made of several never says that it is completed, but fails at once.
                 if now - began < SLICE_S / 2:
                     raise
                 if limit is not None and now >= limit:

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+
+if TYPE_CHECKING:
+    from .saving import Saves
 
 Scalars = dict[str, Any]
 """Plain data only: None, bool, int, float, str, bytes, and lists, tuples and dicts of them."""
@@ -26,6 +29,8 @@ class CallKind(enum.Enum):
     """Runs the model; the first one of these is where start-up ends and training begins."""
     UPDATE = "update"
     """The optimizer step: the shard changes inside it, and its return is the cut of a step."""
+    SAVE = "save"
+    """Writes a checkpoint (`function` is a `saving.SaveCall`): waits for the commit, and followers skip it."""
 
 
 CallHandler = Callable[[str, CallKind, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -37,6 +42,9 @@ class Adapter(Protocol):
 
     def install(self, handler: CallHandler) -> None:
         """Wrap the framework's calls so that each goes through `handler`. Once, before the framework is used."""
+
+    def install_saving(self, saves: Saves) -> None:
+        """Hand the framework's own ways of saving to `saves`. Right after `install`."""
 
     def attach(self) -> None:
         """At the first call: find model and optimizer, check that they are supported, lay the state out flat.

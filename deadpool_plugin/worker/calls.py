@@ -13,11 +13,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..errors import Unsupported
 from . import codec
 from .adapter import CallKind
 from .iterators import IteratorTable, RewindIterator
 
 DEPTH = 2
+CALLS_MAX = 50_000
+"""Between two cuts. A call costs some 5 KB without its inputs, which are kept too."""
 RANDOM_STATES = "random states"
 """Name of the record of the states after a call, kept only if the script itself drew from them before the next."""
 
@@ -56,7 +59,14 @@ class CallLog:
         Encoded at once, before the script may change it.
         """
         self._calls.append(call)
-        self._records.setdefault(call.segment, []).append(codec.encode([call.name, outcome, call.pulls()]))
+        records = self._records.setdefault(call.segment, [])
+        if len(records) >= CALLS_MAX:
+            raise Unsupported(
+                f"the script made {len(records)} training calls since step {call.segment}, all of which must be kept",
+                f"at most {CALLS_MAX} between two optimizer steps",
+                "evaluate less at a time, or in a job of its own",
+            )
+        records.append(codec.encode([call.name, outcome, call.pulls()]))
 
     def drew(self, segment: int, at_exit: Any) -> None:
         """The script drew random numbers since the last call: who follows it draws from `at_exit` too."""

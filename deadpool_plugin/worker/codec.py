@@ -7,6 +7,7 @@ a `TooLarge`: never as made-up numbers.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -17,6 +18,7 @@ from ..errors import Unsupported
 TUPLE, TENSOR = 1, 2
 TENSOR_LIMIT_BYTES = 1 << 20
 INTEGER_BITS_MAX = 63
+_INTEGER_END = 1 << INTEGER_BITS_MAX
 
 
 class TooLarge:
@@ -43,9 +45,9 @@ def _prepare(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return msgspec.msgpack.Ext(TENSOR, _tensor_bytes(value))
     if isinstance(value, tuple):
-        return msgspec.msgpack.Ext(TUPLE, msgspec.msgpack.encode([_prepare(item) for item in value]))
+        return msgspec.msgpack.Ext(TUPLE, msgspec.msgpack.encode(_prepare_items(value)))
     if isinstance(value, list):
-        return [_prepare(item) for item in value]
+        return _prepare_items(value)
     if isinstance(value, dict):
         return {key: _prepare(item) for key, item in value.items()}
     if isinstance(value, int) and value.bit_length() > INTEGER_BITS_MAX:
@@ -58,6 +60,13 @@ def _prepare(value: Any) -> Any:
         f"a training call's result or state holds a {type(value).__module__}.{type(value).__name__}; "
         "expected None, numbers, strings, bytes, tensors, and lists, tuples and dicts of them"
     )
+
+
+def _prepare_items(items: Sequence[Any]) -> Sequence[Any]:
+    """Many small integers (Python's random state has 625, every step) go as they are: a tenth of the time."""
+    if set(map(type, items)) == {int} and max(items) < _INTEGER_END and min(items) > -_INTEGER_END:
+        return items
+    return [_prepare(item) for item in items]
 
 
 def _tensor_bytes(tensor: torch.Tensor) -> bytes:

@@ -11,8 +11,10 @@ import torch.distributed as dist
 from ..comm.groups import Groups
 from ..comm.store import host_store
 from ..transport import local
+from . import saving
 from .adapter import Adapter, CallKind
 from .link import AgentLink
+from .saving import Saves, own_flight
 
 
 class Mode(Protocol):
@@ -34,24 +36,42 @@ class Context:
 
     def __init__(self, link: AgentLink, groups: Groups, adapter: Adapter, *, local_rank: int) -> None:
         self.link, self.groups, self.adapter = link, groups, adapter
+        self.saves = Saves(link, groups, lambda *call: self.mode.call(*call))
         self._offers_stores = local_rank == 0
         self._stores: list[Any] = []
         self._exit_code: int | None = None
-        self.on_rehearsed: Callable[[], None] = lambda: None
+        self.on_built: Callable[[], None] = lambda: None
 
     def install(self) -> None:
         """Put ourselves between the script and torch.distributed, and (at its initialisation) the framework."""
         self.groups.install()
-        self.groups.dispatch = lambda handle, name, args, kwargs: self.mode.collective(handle, name, args, kwargs)
-        self.link.on_abort = self.groups.interrupt
+        self.groups.dispatch = self._dispatch
+        self.link.on_abort = self._abort
+        saving.install(self.saves)
         original = dist.init_process_group
 
         def init_process_group(*args: Any, **kwargs: Any) -> Any:
+            from . import dcp  # torch imports a good deal for it
+
             self.adapter.install(lambda *call: self.mode.call(*call))
+            self.adapter.install_saving(self.saves)
+            dcp.install(self.saves)
             return original(*args, **kwargs)
 
         dist.init_process_group = dist.distributed_c10d.init_process_group = init_process_group
         self.groups.on_destroy = self._before_destroy
+
+    def _dispatch(self, handle: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        flight = own_flight()
+        if flight is None:
+            return self.mode.collective(handle, name, args, kwargs)
+        flight.check()
+        return handle.issue(name, args, kwargs)
+
+    def _abort(self, generation: int) -> None:
+        """On the link's thread."""
+        self.groups.interrupt(generation)
+        self.saves.abort()
 
     def _before_destroy(self) -> None:
         error = sys.exc_info()[1]

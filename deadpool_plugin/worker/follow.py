@@ -23,6 +23,7 @@ from .context import Context
 from .iterators import IteratorTable, skip
 from .live import Live
 from .output import Mute
+from .saving import SaveCall
 from .staging import Layout
 
 
@@ -39,12 +40,17 @@ class Follow:
     def call(
         self, name: str, kind: CallKind, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        if self._layout is None and isinstance(function, SaveCall):
+            return function.skipped(None)
         if self._layout is None and kind is not CallKind.FORWARD:
             return function(*args, **kwargs)
         record = self._next_record(name)
         if record is None:
             return self._context.mode.call(name, kind, function, args, kwargs)
         _, value, pulls = record
+        if isinstance(function, SaveCall):
+            self._draw_alike()
+            return function.skipped(value)
         self._check_complete(name, value)
         _, stand_ins = IteratorTable().wrap(kwargs.get("data_iterator"))
         for stand_in, count in zip(stand_ins, pulls, strict=True):
@@ -130,7 +136,8 @@ class Follow:
         took = time.monotonic() - self._began
         context.link.send(local.Rehearsed(self._rank, self._layout.digest, took))
         context.offer_store()
-        context.on_rehearsed()
+        context.on_built()
+        self._mute.keep_files()
 
     def _take_over(self, order: local.TakeOver, descriptor: int) -> None:
         if self._step != order.restore_step:
@@ -142,6 +149,7 @@ class Follow:
         slots = SlotPair.attach(descriptor, self._rank, order.header_bytes, order.payload_bytes)
         live = Live(self._context, self._rank, self._layout, slots, step=order.restore_step)
         self._context.mode = live
+        self._mute.release_files()
         self._context.link.joined(order.generation)
         live.newcomer(order.generation, order.store, order.restore_step)
         self._mute.lift()

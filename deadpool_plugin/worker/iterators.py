@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
+from ..errors import Unsupported
+
 
 class RewindIterator:
     """Stands in for the user's iterator; keeps the items since `forget_before`.
@@ -78,8 +80,14 @@ class IteratorTable:
             return type(value)(item for item, _ in wrapped), list(every.values())
         if isinstance(value, RewindIterator):
             return value, [value]
-        if not isinstance(value, Iterator):
+        if value is None:
             return value, []
+        if not hasattr(type(value), "__next__"):  # Megatron's RerunDataIterator has no __iter__
+            raise Unsupported(
+                f"a training call was given a {type(value).__name__} to read data from",
+                "an iterator, a list of iterators, or None",
+                "pass iter(...) of it",
+            )
         stand_in = self._table.get(id(value))
         if stand_in is None or stand_in.inner is not value:
             stand_in = self._table[id(value)] = RewindIterator(value)

@@ -82,6 +82,11 @@ class AgentLink:
 
     # ---- main thread
 
+    @property
+    def committed(self) -> int:
+        """The newest step known to be committed, -1 before the first."""
+        return self._committed
+
     def check(self) -> None:
         """Raises: GenerationChanged if the agent announced one that we have not joined."""
         if self._aborted > self._joined:
@@ -118,13 +123,19 @@ class AgentLink:
             self._changed.wait_for(lambda: cancelled() or self._committed >= step)
             return not cancelled()
 
-    def wait_for_join(self) -> local.Join:
-        """Block until the agent hands over the plan of the newest announced generation."""
+    def wait_for_join(self, rank: int) -> local.Join:
+        """Block until the agent hands over the plan of the newest announced generation, of which it hears that nothing
+        is under way here any more."""
+        told = self._joined
         with self._changed:
-            while self._join is None or self._join.generation < max(self._aborted, self._joined + 1):
+            while True:
+                if self._aborted > told:
+                    told = self._aborted
+                    self.send(local.Unwound(rank, told))
+                if self._join is not None and self._join.generation >= max(self._aborted, self._joined + 1):
+                    self._joined = self._join.generation
+                    return self._join
                 self._changed.wait()
-            self._joined = self._join.generation
-            return self._join
 
     def joined(self, generation: int) -> None:
         """A newcomer has become part of `generation`."""

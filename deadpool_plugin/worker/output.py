@@ -1,13 +1,23 @@
-"""A rehearsing process is not heard and leaves no files: it writes to a private file until it takes over."""
+"""A rehearsing process is not heard and leaves no files: it writes to a private file until it takes over.
+
+Rules of this file: what the script writes in its loop has been written by the rank itself already, and what it writes
+of a step that is long over would be wrong now (the file that names the latest checkpoint). Standard library only.
+"""
 
 from __future__ import annotations
 
+import builtins
+import functools
+import io
 import os
+import shutil
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
+CHANGING = ((os, "rename"), (os, "replace"), (os, "remove"), (os, "unlink"), (os, "rmdir"), (shutil, "rmtree"))
 
 
 class Mute:
@@ -18,11 +28,33 @@ class Mute:
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._saved = [os.dup(fd) for fd in (1, 2)]
+        self._originals: list[tuple[Any, str, Any]] = []
         private = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         for fd in (1, 2):
             os.dup2(private, fd)
         os.close(private)
         Mute.active = True
+
+    def keep_files(self) -> None:
+        """From here on (the script's loop, where what it writes has been written already) files are left as they are.
+
+        Opening one to write gives /dev/null instead; renaming and removing do nothing. For the main thread only, until
+        `release_files`. What goes past Python's `open` and `os` is not caught: a script can ask `is_rehearsal()`.
+        """
+        for module in (builtins, io):
+            self._replace(module, "open", _reading(module.open))
+        for module, name in CHANGING:
+            self._replace(module, name, _doing_nothing(getattr(module, name)))
+
+    def _replace(self, module: Any, name: str, function: Callable[..., Any]) -> None:
+        self._originals.append((module, name, getattr(module, name)))
+        setattr(module, name, function)
+
+    def release_files(self) -> None:
+        """The script's files are ours to write again."""
+        for module, name, original in self._originals:
+            setattr(module, name, original)
+        self._originals.clear()
 
     def lift(self) -> None:
         sys.stdout.flush()
@@ -33,12 +65,24 @@ class Mute:
         Mute.active = False
 
 
-def save_nothing_while_muted() -> None:
-    """A follower's model is untrained until it takes over: what it would save must not replace the job's own files."""
-    original = torch.save
+def _not_the_scripts() -> bool:
+    return threading.current_thread() is not threading.main_thread()
 
-    def save(*args: Any, **kwargs: Any) -> None:
-        if not Mute.active:
-            original(*args, **kwargs)
 
-    torch.save = save
+def _reading(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def open_to_read(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        writes = any(letter in mode for letter in "wax+") and isinstance(file, (str, bytes, os.PathLike))
+        if not writes or _not_the_scripts():
+            return original(file, mode, *args, **kwargs)
+        return original(os.devnull, mode.replace("x", "w"), *args, **kwargs)
+
+    return open_to_read
+
+
+def _doing_nothing(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def nothing(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs) if _not_the_scripts() else None
+
+    return nothing

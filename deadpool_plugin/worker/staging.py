@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ..errors import Unsupported
 from ..mirror.arena import SlotPair
 from ..transport import local
 from .link import AgentLink
@@ -32,6 +33,17 @@ class Layout:
         self.payload_bytes = max(end, 64)
         described = [(list(t.shape), str(t.dtype), offset) for t, offset in zip(tensors, self.offsets, strict=True)]
         self.digest = hashlib.sha256(repr(described).encode()).hexdigest()[:16]
+        self._forms = [(tensor.shape, tensor.dtype) for tensor in tensors]
+
+    def check(self) -> None:
+        """Raises: Unsupported if a tensor was given another shape or dtype since: its place would not hold it."""
+        for number, (tensor, form) in enumerate(zip(self.tensors, self._forms, strict=True)):
+            if (tensor.shape, tensor.dtype) != form:
+                raise Unsupported(
+                    f"tensor {number} of the training state became {tensor.dtype} {list(tensor.shape)} in training",
+                    f"{form[1]} {list(form[0])}, as before the first step",
+                    "convert parameters and buffers before training, or run this job without deadpool_plugin",
+                )
 
     def views(self, payload: memoryview) -> list[torch.Tensor]:
         """Each tensor's place in `payload` as a tensor of its shape and dtype (shares the memory)."""
@@ -72,6 +84,7 @@ class Stager:
 
     def stage(self, step: int, generation: int, scalars: bytes, records: bytes) -> None:
         """Copy the shard as it is now into the slot of `step` once the gate is open."""
+        self._layout.check()
         self._pending = True
         for tensor in self._layout.tensors:
             if id(tensor) in self._changing:

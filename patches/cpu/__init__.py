@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import torch
 
-from patches.cpu import compiler, device, norms, rng, streams
+from patches.cpu import attention, compiler, device, experts, norms, rng, streams
 
 _applied = False
 
@@ -21,10 +21,11 @@ _applied = False
 def apply() -> bool:
     """Patch torch and megatron-core for this process, once, if there is no GPU. Returns whether they are patched."""
     global _applied
+    if _applied:
+        return True
     if torch.cuda.is_available():
         return False
-    if not _applied:
-        for topic in (compiler, device, rng, streams, norms):
-            topic.apply()
-        _applied = True
+    for topic in (compiler, device, rng, streams, norms, attention, experts):
+        topic.apply()
+    _applied = True
     return True

@@ -12,13 +12,14 @@ from deadpool_plugin.worker import codec, rng
 from deadpool_plugin.worker.staging import Layout
 
 
-def arguments(**changes):
+def arguments(script, **changes):
+    parser = argparse.ArgumentParser()
+    script.add_arguments(parser)
     defaults = dict(
-        tp=1, pp=1, layers=1, hidden=32, heads=2, seq_length=16, micro_batch_size=2, num_microbatches=2,
-        train_iters=10, lr=1e-2, warmup_iters=2, clip_grad=1.0, optimizer="adam", distributed_optimizer=False,
-        dropout=0.1, dtype="bf16", seed=5,
+        layers=1, hidden=32, heads=2, seq_length=16, micro_batch_size=2, num_microbatches=2, train_iters=10, lr=1e-2,
+        warmup_iters=2, dtype="bf16", seed=5,
     )  # fmt: skip
-    return argparse.Namespace(**{**defaults, **changes})
+    return argparse.Namespace(**{**vars(parser.parse_args([])), **defaults, **changes})
 
 
 class Job:
@@ -31,7 +32,7 @@ class Job:
         torch.manual_seed(args.seed)
         tensor_parallel.model_parallel_cuda_manual_seed(args.seed)
         config = script.model_config(args)
-        self.model = script.build_model(args, config)
+        self.model = script.build_model(args, config, 257)
         self.optimizer, self.scheduler = script.build_optimizer(args, config, self.model)
         self.data = torch.Generator().manual_seed(1)
 
@@ -42,21 +43,21 @@ class Job:
         return {"tokens": tokens, "labels": tokens, "position_ids": positions, "loss_mask": torch.ones(shape)}
 
     def step(self):
-        self.model.zero_grad_buffer()
+        self.model[0].zero_grad_buffer()
         self.optimizer.zero_grad()
         batches = iter([self.batch() for _ in range(self.args.num_microbatches)])
-        losses = self.script.run_microbatches(self.args, self.model, batches, forward_only=False)
+        losses = self.script.run_microbatches(self.args, self.model, [batches], forward_only=False)
         _, grad_norm, _ = self.optimizer.step()
         self.scheduler.step(increment=4)
         return [loss["lm loss"].item() for loss in losses], grad_norm
 
     def digest(self):
         script = self.script
-        return script.digest(self.model.named_parameters()), script.digest(script.optimizer_tensors(self.optimizer))
+        return script.digest(script.model_tensors(self.model)), script.digest(script.optimizer_tensors(self.optimizer))
 
     def adapter(self):
         adapter = MegatronAdapter()
-        adapter._chunks, adapter._optimizers, adapter._schedulers = [self.model], [self.optimizer], [self.scheduler]
+        adapter._chunks, adapter._optimizers, adapter._schedulers = self.model, [self.optimizer], [self.scheduler]
         adapter.attach()
         return adapter
 
@@ -64,13 +65,17 @@ class Job:
 VARIANTS = [
     dict(dtype=dtype, distributed_optimizer=distributed) for dtype in ("fp32", "bf16") for distributed in (False, True)
 ]
+VARIANTS += [
+    dict(dtype="fp16", initial_loss_scale=2.0**20, loss_scale_window=2, hysteresis=1),
+    dict(num_experts=2, moe_router_enable_expert_bias=True, distributed_optimizer=True),
+]
 
 
 @pytest.mark.parametrize("changes", VARIANTS, ids=str)
 def test_training_on_the_flat_shard_is_bitwise_the_same(train_gpt, changes):
-    plain, flat = Job(train_gpt, arguments(**changes)), None
+    plain, flat = Job(train_gpt, arguments(train_gpt, **changes)), None
     expected = [plain.step() for _ in range(3)]
-    flat = Job(train_gpt, arguments(**changes))
+    flat = Job(train_gpt, arguments(train_gpt, **changes))
     flat.adapter()
     assert [flat.step() for _ in range(3)] == expected
     assert flat.digest() == plain.digest()
@@ -78,7 +83,7 @@ def test_training_on_the_flat_shard_is_bitwise_the_same(train_gpt, changes):
 
 @pytest.mark.parametrize("changes", VARIANTS, ids=str)
 def test_a_saved_shard_brings_back_the_same_future(train_gpt, changes):
-    job = Job(train_gpt, arguments(**changes))
+    job = Job(train_gpt, arguments(train_gpt, **changes))
     adapter = job.adapter()
     layout = Layout(adapter.shard())
     job.step()
@@ -88,10 +93,10 @@ def test_a_saved_shard_brings_back_the_same_future(train_gpt, changes):
     saved = codec.encode({"scalars": adapter.scalars(), "rng": rng.capture(adapter)})
     position = job.data.get_state()
     future = [job.step() for _ in range(3)], job.digest()
-    pointers = [p.data_ptr() for p in job.model.parameters()]
+    pointers = [p.data_ptr() for p in job.model[0].parameters()]
 
     with torch.no_grad():
-        for parameter in job.model.parameters():
+        for parameter in job.model[0].parameters():
             parameter.zero_()  # the 16-bit parameters must come from the masters, not survive by luck
     state = codec.decode(saved)
     adapter.clean()
@@ -101,18 +106,18 @@ def test_a_saved_shard_brings_back_the_same_future(train_gpt, changes):
     rng.restore(adapter, state["rng"])
     job.data.set_state(position)
     assert ([job.step() for _ in range(3)], job.digest()) == future
-    assert [p.data_ptr() for p in job.model.parameters()] == pointers
+    assert [p.data_ptr() for p in job.model[0].parameters()] == pointers
 
 
 def test_a_shard_is_few_tensors(train_gpt):
-    assert len(Job(train_gpt, arguments(distributed_optimizer=True)).adapter().shard()) == 1
+    assert len(Job(train_gpt, arguments(train_gpt, distributed_optimizer=True)).adapter().shard()) == 1
 
 
 def test_unsupported_optimizers_and_frozen_parameters_are_refused_by_name(train_gpt):
     with pytest.raises(Unsupported, match="SGD.*Adam"):
-        Job(train_gpt, arguments(optimizer="sgd")).adapter()
-    job = Job(train_gpt, arguments())
-    name, parameter = next(job.model.module.named_parameters())
+        Job(train_gpt, arguments(train_gpt, optimizer="sgd")).adapter()
+    job = Job(train_gpt, arguments(train_gpt))
+    name, parameter = next(job.model[0].module.named_parameters())
     parameter.requires_grad_(False)
     with pytest.raises(Unsupported, match=f"1 parameters are frozen .first: {name}"):
         job.adapter()

@@ -19,6 +19,8 @@ MODES = [
     ("buffer", (1, 5, "backward")),
     ("autocast", (0, 4, "optimizer")),
     ("inference_mode", (1, 4, "mirror")),
+    ("unreduced", (1, 5, "between")),
+    ("unreduced", (0, 5, "optimizer")),
 ]
 
 

@@ -40,6 +40,8 @@ def test_numbers_of_numpy_are_plain_and_large_integers_refused():
     assert codec.decode(codec.encode([np.float64(0.5), 2**62])) == [0.5, 2**62]
     with pytest.raises(Unsupported, match="64 bits"):
         codec.encode(2**64)
+    with pytest.raises(Unsupported, match="64 bits"):
+        codec.encode((1, 2**64, 2))
 
 
 def test_anything_else_is_refused_by_name():

@@ -1,8 +1,10 @@
 """Iterators are rewound on survivors and moved forward without reading on newcomers."""
 
+import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from deadpool_plugin.errors import Unsupported
 from deadpool_plugin.worker.iterators import IteratorTable, RewindIterator, skip
 
 
@@ -53,3 +55,26 @@ def test_other_iterators_are_skipped_by_reading():
     source = iter(range(10))
     skip(source, 4)
     assert next(source) == 4
+
+
+class WithoutIter:
+    """As Megatron's RerunDataIterator: it can only say what is next."""
+
+    def __init__(self):
+        self.count = 0
+
+    def __next__(self):
+        self.count += 1
+        return self.count
+
+
+def test_whatever_has_a_next_can_be_rewound():
+    wrapped, found = IteratorTable().wrap(WithoutIter())
+    assert [next(wrapped), next(wrapped)] == [1, 2]
+    found[0].rewind(0)
+    assert [next(wrapped), next(wrapped), next(wrapped)] == [1, 2, 3]
+
+
+def test_what_cannot_be_rewound_is_refused():
+    with pytest.raises(Unsupported, match="given a DataLoader"):
+        IteratorTable().wrap([DataLoader(Counting())])

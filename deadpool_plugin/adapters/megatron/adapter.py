@@ -1,8 +1,8 @@
 """Megatron-core as an `Adapter`: which functions are calls, and what a rank's state is.
 
-Calls: `DistributedDataParallel.zero_grad_buffer`, the optimizers' `zero_grad` and `step`, the three
-forward-backward schedules, `OptimizerParamScheduler.step`. A script need not know: it finds the wrapped ones
-where it always found them.
+Calls: `DistributedDataParallel.zero_grad_buffer` and `start_param_sync`, the optimizers' `zero_grad` and `step`, the
+three forward-backward schedules, `OptimizerParamScheduler.step`, the reduction of experts' auxiliary losses. A script
+need not know: it finds the wrapped ones where it always found them.
 Source: megatron-core 0.16.1; shared state as measured per sub-optimizer of ChainedOptimizer.
 """
 
@@ -16,7 +16,8 @@ import torch
 
 from ...errors import Unsupported
 from ...worker.adapter import CallHandler, CallKind, Scalars
-from . import cleanup
+from ...worker.saving import Saves
+from . import cleanup, experts, refusals, saving
 from .state import OptimizerState
 
 SCHEDULES = (
@@ -49,13 +50,17 @@ class MegatronAdapter:
         from megatron.core.optimizer import optimizer as optimizers
         from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
         from megatron.core.pipeline_parallel import schedules
+        from megatron.core.transformer.moe import moe_utils
 
         _remember_instances(DistributedDataParallel, self._chunks)
         _remember_instances(OptimizerParamScheduler, self._schedulers)
         _remember_instances(optimizers.MegatronOptimizer, self._optimizers)
         _remember_instances(optimizers.ChainedOptimizer, self._optimizers)
         wrap = functools.partial(_wrap, handler=handler)
+        DistributedDataParallel.no_sync = cleanup.no_sync
         wrap(DistributedDataParallel, "zero_grad_buffer", CallKind.PLAIN)
+        wrap(DistributedDataParallel, "start_param_sync", CallKind.PLAIN)
+        wrap(moe_utils, "reduce_aux_losses_tracker_across_ranks", CallKind.PLAIN)
         wrap(OptimizerParamScheduler, "step", CallKind.PLAIN)
         for name in SCHEDULES:
             wrap(schedules, name, CallKind.FORWARD)
@@ -64,6 +69,9 @@ class MegatronAdapter:
                 wrap(cls, "step", CallKind.UPDATE)
             if "zero_grad" in vars(cls):
                 wrap(cls, "zero_grad", CallKind.PLAIN)
+
+    def install_saving(self, saves: Saves) -> None:
+        saving.install(saves)
 
     # ---- state
 
@@ -76,6 +84,7 @@ class MegatronAdapter:
                 "get_megatron_optimizer before the first training call"
             )
         self._optimizers[:] = outermost
+        refusals.check(self._chunks, outermost[0].config)
         self._state = OptimizerState(self._chunks, outermost[0])
 
     @property
@@ -96,11 +105,13 @@ class MegatronAdapter:
         return self.state.replicas()
 
     def scalars(self) -> Scalars:
-        return {"optimizer": self.state.scalars(), "schedulers": [_scheduler_state(s) for s in self._schedulers]}
+        schedulers = [_scheduler_state(scheduler) for scheduler in self._schedulers]
+        return {"optimizer": self.state.scalars(), "schedulers": schedulers, "experts": experts.tracked_losses()}
 
     def load(self, scalars: Scalars) -> None:
         self._load_schedulers(scalars["schedulers"])
         self.state.load_scalars(scalars["optimizer"])
+        experts.load_tracked_losses(scalars["experts"])
 
     def _load_schedulers(self, states: list[Scalars]) -> None:
         for scheduler, saved in zip(self._schedulers, states, strict=True):
@@ -110,15 +121,20 @@ class MegatronAdapter:
     def entry_state(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], None]:
         training = [(module, module.training) for chunk in self._chunks for module in chunk.modules()]
         configs = [(chunk.config, dict(vars(chunk.config))) for chunk in self._chunks]
+        hooks = [(chunk, bool(chunk.remove_forward_pre_hook_handles)) for chunk in self._chunks]
         groups, schedulers = self.state.group_scalars(), [_scheduler_state(s) for s in self._schedulers]
+        losses = experts.tracked_losses()
 
         def restore() -> None:
             for module, flag in training:
                 module.training = flag
             for config, fields in configs:
                 vars(config).update(fields)
+            for chunk, enabled in hooks:
+                cleanup.set_forward_hooks(chunk, enabled)
             self.state.load_group_scalars(groups)
             self._load_schedulers(schedulers)
+            experts.load_tracked_losses(losses)
 
         return restore
 

@@ -37,6 +37,9 @@ class OptimizerState:
         for part in self._parts:
             _check_supported(part)
         _check_no_frozen_parameters(chunks)
+        for module in [module for chunk in chunks for module in chunk.modules()]:
+            if hasattr(module, "_maintain_float32_expert_bias"):  # the first forward would rebind a buffer (router.py)
+                module._maintain_float32_expert_bias()
         self.buffers = [b for chunk in chunks for b in chunk.module.buffers() if b is not None]
         self.tensors = self._flatten() + self.buffers
         memory = [t for chunk in chunks for t in (*chunk.parameters(), *self.buffers)]
@@ -57,13 +60,14 @@ class OptimizerState:
         return _move_into_one_buffer(movable) + merge_neighbours(fixed)
 
     def replicas(self) -> tuple[int, ...]:
-        """Without a distributed optimizer data-parallel peers are full replicas, but for expert parameters."""
+        """Without a distributed optimizer data-parallel peers are full replicas, but for expert parameters and buffers
+        (running means and the like, which each rank may have of its own)."""
         from megatron.core import parallel_state
 
         own = (torch.distributed.get_rank(),)
         if any(chunk.ddp_config.use_distributed_optimizer for chunk in self._chunks):
             return own
-        if any(chunk.expert_parallel_buffers for chunk in self._chunks):
+        if self.buffers or any(chunk.expert_parallel_buffers for chunk in self._chunks):
             return own
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         return tuple(sorted(torch.distributed.get_process_group_ranks(group)))

@@ -1,0 +1,74 @@
+"""What of Megatron-core a swap cannot bring back, refused by name before training.
+
+Rules of this file: an option is here because it keeps state or communicators where `OptimizerState` and the group
+handles do not reach; a version of Megatron-core that lacks the option is fine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...errors import Unsupported
+
+
+@dataclass(frozen=True)
+class Option:
+    """`name` of a configuration, refused unless it has one of `harmless`."""
+
+    name: str
+    reason: str
+    remedy: str
+    harmless: tuple[Any, ...] = (None, False)
+
+
+MODEL = (
+    Option("fp8", "keeps scaling factors in the layers, which are not mirrored", "train in bf16"),
+    Option("fp4", "keeps scaling factors in the layers, which are not mirrored", "train in bf16"),
+    Option("tp_comm_overlap", "communicates through buffers of its own, past the process groups", "switch it off"),
+    Option("moe_enable_deepep", "communicates past the process groups", "use the alltoall or allgather dispatcher"),
+    Option("enable_cuda_graph", "captures communicators, which a swap replaces", "switch it off"),
+    Option("external_cuda_graph", "captures communicators, which a swap replaces", "switch it off"),
+    Option("cuda_graph_impl", "captures communicators, which a swap replaces", "set it to none", (None, "none")),
+    Option(
+        "moe_token_dispatcher_type", "communicates past the process groups", "use alltoall or allgather",
+        (None, "alltoall", "allgather"),
+    ),
+)  # fmt: skip
+
+GRADIENTS = (
+    Option("use_megatron_fsdp", "keeps parameters where a rollback does not reach", "use the distributed optimizer"),
+    Option("use_custom_fsdp", "keeps parameters where a rollback does not reach", "use the distributed optimizer"),
+    Option("nccl_ub", "registers memory with communicators, which a swap replaces", "switch it off"),
+)
+
+OPTIMIZER = (
+    Option("overlap_param_gather_with_optimizer_step", "gathers parameters across the end of a step", "switch it off"),
+    Option("optimizer_cpu_offload", "keeps the state in parts that are not mirrored", "switch it off"),
+)
+
+
+def check(chunks: Sequence[Any], optimizer_config: Any) -> None:
+    """Raises: Unsupported, naming the option, why, and what to do instead."""
+    if not chunks:
+        raise Unsupported(
+            "an optimizer without a model in megatron.core.distributed.DistributedDataParallel",
+            "all model chunks in DistributedDataParallel, not in FSDP or torch's own",
+            "wrap the model in it, or run this job without deadpool_plugin",
+        )
+    for chunk in chunks:
+        _check(chunk.config, MODEL)
+        _check(chunk.ddp_config, GRADIENTS)
+    _check(optimizer_config, OPTIMIZER)
+
+
+def _check(config: Any, options: Sequence[Option]) -> None:
+    for option in options:
+        value = getattr(config, option.name, None)
+        if value not in option.harmless:
+            raise Unsupported(
+                f"{option.name}={value!r} {option.reason}",
+                f"{option.name} to be {' or '.join(map(repr, option.harmless))}",
+                f"{option.remedy}, or run this job without deadpool_plugin",
+            )

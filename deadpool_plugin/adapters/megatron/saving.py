@@ -1,0 +1,259 @@
+"""Megatron-core's dist_checkpointing.save and AsyncCallsQueue as calls.
+
+Rules of this file: the AsyncRequest a script holds stays the same object when its save is done again; only what it
+stands for is exchanged. Writers are processes forked from the training process: they die with it, and a swap kills
+them, children included, before anything is removed or written again. A rank removes what it wrote only if it has not
+begun to finish the checkpoint: without every rank's word the coordinator cannot complete it, now or later.
+Source: megatron-core 0.16.1, strategies/async_utils.py, strategies/filesystem_async.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import multiprocessing
+import os
+import queue as queues
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ...worker.processes import die_with_parent, kill_tree
+from ...worker.saving import Flight, SaveCall, Saves, replace, structure
+
+
+def install(saves: Saves) -> None:
+    """Wrap what saves. Once, when torch.distributed is initialised."""
+    from megatron.core.dist_checkpointing import serialization
+    from megatron.core.dist_checkpointing.strategies import async_utils, filesystem_async
+
+    original = serialization.save
+
+    @functools.wraps(original)
+    def save(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs) if saves.foreign() else saves.do(Save(saves, original, args, kwargs))
+
+    replace(original, save)
+    calls = async_utils.AsyncCallsQueue
+    _wrap(saves, calls, "schedule_async_request", Schedule)
+    _wrap(saves, calls, "maybe_finalize_async_calls", Finalize)
+    _wrap(saves, calls, "close", Close)
+    for name in ("write_preloaded_data", "write_preloaded_data_multiproc"):
+        _die_with_trainer(filesystem_async.FileSystemWriterAsync, name)
+    saves.on_cancel.append(_drain_results)
+
+
+def _wrap(saves: Saves, owner: type, name: str, call: Callable[..., SaveCall]) -> None:
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if saves.foreign():
+            return original(self, *args, **kwargs)
+        return saves.do(call(saves, original, self, args, kwargs))
+
+    setattr(owner, name, wrapper)
+
+
+def _die_with_trainer(owner: type, name: str) -> None:
+    """A writer left behind would hold the dead rank's connections open, and its files."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if multiprocessing.parent_process() is not None:
+            die_with_parent()
+        return original(*args, **kwargs)
+
+    setattr(owner, name, staticmethod(wrapper))
+
+
+def _drain_results() -> None:
+    """What cancelled writers reported would be taken for the next save's results."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    results = filesystem_async._results_queue
+    while results is not None:
+        try:
+            results.get_nowait()
+        except queues.Empty:
+            return
+
+
+def _forget_plans(strategy: Any, generation: int) -> None:
+    """A new process has cached no plan; whether ranks have one decides what they exchange."""
+    if isinstance(strategy, tuple) or strategy is None:
+        return
+    if getattr(strategy, "deadpool_generation", 0) != generation:
+        strategy.deadpool_generation = generation
+        for name, nothing in vars(strategy).items():
+            if name.startswith("cached_") and nothing is not None:
+                setattr(strategy, name, None)
+            elif name.startswith("validated_"):
+                setattr(strategy, name, False)
+    _forget_plans(getattr(strategy, "base_strategy", None), generation)
+
+
+class Save(SaveCall):
+    """`dist_checkpointing.save`; asynchronous, it gives out a request whose finalize functions know their flight."""
+
+    name = "megatron.core.dist_checkpointing.save"
+
+    def __init__(self, saves: Saves, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]):
+        self._saves, self._original = saves, original
+        self._arguments = structure(dict(inspect.signature(original).bind(*args, **kwargs).arguments))
+        self._path = str(self._arguments["checkpoint_dir"])
+        self._request: Any = None
+
+    def __call__(self) -> Any:
+        began = time.monotonic()
+        _forget_plans(self._arguments.get("sharded_strategy"), self._saves.generation)
+        overwrites = os.path.exists(os.path.join(self._path, ".metadata"))
+        made = self._original(**structure(self._arguments))
+        if made is None:
+            self._saves.written(self._path, began)
+            return None
+        flight = RequestFlight(self._saves, self._path, made, keep_files=overwrites)
+        self._saves.launch(flight)
+        if self._request is None:
+            self._request = made._replace(finalize_fns=FinalizeFunctions())
+        functions = self._request.finalize_fns
+        functions[: functions.own] = made.finalize_fns
+        functions.own, functions.flight = len(made.finalize_fns), flight
+        return self._request
+
+    def skipped(self, outcome: Any) -> Any:
+        if not self._arguments.get("async_sharded_save"):
+            return None
+        from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+
+        flight = RequestFlight(self._saves, "", AsyncRequest(None, (), []), keep_files=True)
+        flight.cancelled = True
+        functions = FinalizeFunctions()
+        functions.flight = flight
+        return flight.made._replace(finalize_fns=functions)
+
+
+class FinalizeFunctions(list[Callable[[], None]]):
+    """A request's finalize functions (the one mutable thing in it): the first `own` are the save's, then the user's."""
+
+    own = 0
+    flight: RequestFlight | None = None
+
+
+class RequestFlight(Flight):
+    """One AsyncRequest and, once scheduled, its place in a queue."""
+
+    def __init__(self, saves: Saves, path: str, made: Any, *, keep_files: bool) -> None:
+        super().__init__(saves, path, _files_of(made, path))
+        self.made, self.keep_files = made, keep_files
+        self.queue: Any = None
+        self.active: Any = None
+        self._stopping = False
+
+    def stop(self) -> None:
+        process = getattr(self.active.async_caller, "process", None) if self.active is not None else None
+        if process is not None and not self._stopping:
+            self._stopping = True
+            kill_tree(process.pid)
+
+    def settle(self) -> None:
+        if self.active is None:
+            return
+        caller = self.active.async_caller
+        if caller.process is not None:
+            caller.process.join()
+            caller.process = None
+        if self.queue.persistent_caller is caller:
+            self.queue.persistent_caller = None  # its pipes may hold half a message
+        if self.active in self.queue.async_calls:
+            self.queue.async_calls.remove(self.active)
+
+
+def _files_of(made: Any, path: str) -> list[str]:
+    """What this rank's writer will write, and the coordinator has written already."""
+    buckets = made.async_fn_args[1] if len(made.async_fn_args) > 1 else []
+    common = [os.path.join(path, "common.pt")] if os.environ.get("RANK") == "0" else []
+    return [str(bucket[0]) for bucket in buckets] + common
+
+
+class _QueueCall(SaveCall):
+    gated = False
+
+    def __init__(
+        self, saves: Saves, original: Callable[..., Any], queue: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self._saves, self._original, self._queue, self._args, self._kwargs = saves, original, queue, args, kwargs
+
+
+class Schedule(_QueueCall):
+    name = "AsyncCallsQueue.schedule_async_request"
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._index = self._queue.call_idx
+
+    def __call__(self) -> int:
+        (request,) = (*self._args, *self._kwargs.values())
+        flight = getattr(request.finalize_fns, "flight", None)
+        if flight is None:  # made by somebody else's code
+            flight = RequestFlight(self._saves, "", request, keep_files=True)
+            self._saves.launch(flight)
+        self._queue.call_idx = self._index
+        if flight.cancelled:  # by a swap since it was made, on all ranks
+            self._queue.call_idx += 1
+            return int(self._queue.call_idx)
+        made = flight.made
+        real = made._replace(finalize_fns=request.finalize_fns)
+        index = self._original(self._queue, real)
+        flight.queue, flight.active = self._queue, self._queue.async_calls[-1]
+        return int(index)
+
+    def outcome(self, value: Any) -> int:
+        return int(value)
+
+    def skipped(self, outcome: Any) -> int:
+        self._queue.call_idx = outcome
+        return int(outcome)
+
+
+class Finalize(_QueueCall):
+    name = "AsyncCallsQueue.maybe_finalize_async_calls"
+
+    def __call__(self) -> Any:
+        flights = [flight for flight in self._saves.flights if isinstance(flight, RequestFlight)]
+        waiting = [flight for flight in flights if flight.queue is self._queue]
+        for flight in waiting:
+            _note_beginning(flight)
+        finalized = self._original(self._queue, *self._args, **self._kwargs)
+        for flight in waiting:
+            if flight.active.idx in finalized:
+                flight.completed()
+        return finalized
+
+    def outcome(self, value: Any) -> list[int]:
+        return list(value)
+
+    def skipped(self, outcome: Any) -> Any:
+        return outcome
+
+
+def _note_beginning(flight: RequestFlight) -> None:
+    """From its first finalize function on, the checkpoint may become complete: its files stay."""
+    functions = flight.active.async_request.finalize_fns
+    if functions and not getattr(functions[0], "notes", False):
+        first = functions[0]
+
+        def begin() -> None:
+            flight.keep_files = flight.keep_files or not flight.cancelled
+            first()
+
+        begin.notes = True  # type: ignore[attr-defined]
+        functions[0] = begin
+
+
+class Close(_QueueCall):
+    name = "AsyncCallsQueue.close"
+
+    def __call__(self) -> Any:
+        return self._original(self._queue, *self._args, **self._kwargs)

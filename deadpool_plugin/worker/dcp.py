@@ -1,0 +1,239 @@
+"""torch.distributed.checkpoint's `save` and `async_save` as calls.
+
+Rules of this file: an asynchronous save runs in torch's own thread, whose collectives are issued directly and end
+with the generation they began in. A script gets a future of ours: asking it is a call too, so a follower gets the
+answers the rank itself got, and waiting for it is interrupted by a swap. The future of a save that a swap cancelled
+is done, has no result, and tells why through `exception()`; `result()` does not raise, because ranks may see
+different ends of the same save and must go on alike.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import inspect
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.stateful import Stateful
+
+from ..errors import CheckpointLost, GenerationChanged, Unsupported
+from .saving import Flight, SaveCall, Saves, adopt_thread, replace, structure
+
+INTERRUPT_S = 0.05
+"""Between two attempts to end a writing thread: torch turns the first one into a failed write and goes on."""
+
+
+class WritingStopped(BaseException):
+    """Raised in a thread that writes a cancelled checkpoint."""
+
+
+def install(saves: Saves) -> None:
+    """Wrap both functions wherever they were imported. Once, when torch.distributed is initialised."""
+    from torch.distributed.checkpoint import state_dict_saver as saver
+
+    originals = {"save": saver.save, "async_save": saver.async_save}
+    for name, make in (("save", Save), ("async_save", AsyncSave)):
+        original = originals[name]
+
+        @functools.wraps(original)
+        def wrapper(*args: Any, make: Any = make, original: Any = original, **kwargs: Any) -> Any:
+            if saves.foreign():
+                return original(*args, **kwargs)
+            return saves.do(make(saves, original, args, kwargs))
+
+        replace(original, wrapper)
+    saves.on_cancel.append(_forget_plans)
+
+
+def _forget_plans() -> None:
+    """A new process has no plan of earlier saves, and whether ranks have one decides what they exchange."""
+    from torch.distributed.checkpoint.planner import SavePlanner
+
+    for name, value in list(vars(SavePlanner).items()):
+        if name.startswith("_cached_") and isinstance(value, dict):
+            value.clear()
+
+
+class Save(SaveCall):
+    name = "torch.distributed.checkpoint.save"
+
+    def __init__(self, saves: Saves, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]):
+        self._saves, self._original = saves, original
+        bound = inspect.signature(original).bind(*args, **kwargs)
+        self._arguments = structure(dict(bound.arguments))
+        for name, item in self._arguments["state_dict"].items():  # now, not when it is done again: it may have moved on
+            if isinstance(item, Stateful):
+                self._arguments["state_dict"][name] = structure(item.state_dict())
+        writer = self._arguments.get("storage_writer")
+        path = self._arguments.get("checkpoint_id") or getattr(writer, "path", None)
+        self.path = "" if path is None else str(path)
+
+    def __call__(self) -> Any:
+        began = time.monotonic()
+        value = self._original(**structure(self._arguments))
+        self._saves.written(self.path, began)
+        return value
+
+
+class AsyncSave(Save):
+    name = "torch.distributed.checkpoint.async_save"
+
+    def __init__(self, saves: Saves, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]):
+        super().__init__(saves, original, args, kwargs)
+        kind = self._arguments.get("async_checkpointer_type")
+        if kind is not None and kind.name != "THREAD":
+            raise Unsupported(
+                f"async_save with async_checkpointer_type={kind.name}, whose processes have groups of their own",
+                "AsyncCheckpointerType.THREAD",
+                "leave the argument out",
+            )
+        if self._arguments.get("async_stager") is not None:
+            raise Unsupported("async_save with an async_stager", "torch's default staging", "leave the argument out")
+        self.future = SaveFuture(saves)
+
+    def __call__(self) -> SaveFuture:
+        flight = ThreadFlight(self._saves, self.path, self._arguments.get("process_group"), self.future)
+        self._saves.launch(flight)
+        flight.start(lambda: self._original(**structure(self._arguments)))
+        return self.future
+
+    def skipped(self, outcome: Any) -> SaveFuture:
+        self.future.lose("this process took the rank over after the save began")
+        return self.future
+
+
+class ThreadFlight(Flight):
+    """A save in torch's thread."""
+
+    def __init__(self, saves: Saves, path: str, group: Any, future: SaveFuture) -> None:
+        super().__init__(saves, path)
+        self._generation, self._group, self.future = saves.generation, group, future
+        self._inner: Future[Any] | None = None
+        self._thread = 0
+        self.keep_files = os.path.exists(os.path.join(path, ".metadata"))
+
+    def start(self, save: Callable[[], Any]) -> None:
+        """Let torch stage and start its thread, with this flight around what runs there."""
+        from torch.distributed.checkpoint import _async_thread_executor as executor
+
+        self.future.restart()
+        original = executor.save_wrapper
+        executor.save_wrapper = functools.partial(self._run, original)
+        try:
+            self._inner = save()
+        finally:
+            executor.save_wrapper = original
+        self.future.follow(self._inner)
+
+    def _run(self, save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """In torch's thread."""
+        adopt_thread(self)
+        self._thread = threading.get_ident()
+        value = save(*args, **kwargs)
+        self.future.succeed(value)
+        self.completed()
+        return value
+
+    def check(self) -> None:
+        """Before every collective of that thread. Raises: GenerationChanged."""
+        if self.cancelled or self._generation != self._saves.generation:
+            raise GenerationChanged(self._generation + 1)
+
+    def settle(self) -> None:
+        while self._inner is not None and not wait([self._inner], INTERRUPT_S).done:
+            if self._thread:
+                error = ctypes.py_object(WritingStopped)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), error)
+        self.future.lose("it was cancelled by a swap")
+        if not self.keep_files and os.path.isdir(self.path):
+            mine = f"__{dist.get_rank(self._group)}_"
+            self.files = [os.path.join(self.path, name) for name in os.listdir(self.path) if name.startswith(mine)]
+
+
+class SaveFuture(Future[Any]):
+    """What a script gets from `async_save`: stays the same object when the save is cancelled and done again.
+
+    On the script's main thread `result`, `exception` and `done` are calls. A time-out is not heeded there.
+    """
+
+    def __init__(self, saves: Saves) -> None:
+        super().__init__()
+        self._saves = saves
+        self._ended = False
+        self._value: Any = None
+        self._failure: BaseException | None = None
+
+    # ---- for the flight
+
+    def restart(self) -> None:
+        self._ended, self._value, self._failure = False, None, None
+
+    def follow(self, inner: Future[Any]) -> None:
+        inner.add_done_callback(self._failed)
+
+    def _failed(self, inner: Future[Any]) -> None:
+        error = inner.exception()
+        if error is not None and not isinstance(error, (GenerationChanged, WritingStopped)):
+            self._end(None, error)
+
+    def succeed(self, value: Any) -> None:
+        self._end(value, None)
+        if not super().done():
+            self.set_result(value)  # for callbacks of the script
+
+    def lose(self, reason: str) -> None:
+        if not self._ended:
+            self._end(None, CheckpointLost(f"the checkpoint was not completed: {reason}"))
+
+    def _end(self, value: Any, failure: BaseException | None) -> None:
+        self._value, self._failure, self._ended = value, failure, True
+        self._saves.wake()
+
+    # ---- for the script
+
+    def done(self) -> bool:
+        return bool(self._ask(lambda: self._ended, waits=False))
+
+    def result(self, timeout: float | None = None) -> Any:
+        failure = self.exception()
+        if failure is not None and not isinstance(failure, CheckpointLost):
+            raise failure
+        return self._value
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        text = self._ask(lambda: None if self._failure is None else str(self._failure), waits=True)
+        if text is None:
+            return None
+        return self._failure or CheckpointLost(text)
+
+    def _ask(self, answer: Callable[[], Any], *, waits: bool) -> Any:
+        question = Question(self._saves, self, answer, waits)
+        return question() if self._saves.foreign() else self._saves.do(question)
+
+
+class Question(SaveCall):
+    """Asking a SaveFuture something."""
+
+    name = "asking for a saved checkpoint"
+    gated = False
+
+    def __init__(self, saves: Saves, future: SaveFuture, answer: Callable[[], Any], waits: bool) -> None:
+        self._saves, self._future, self._answer, self._waits = saves, future, answer, waits
+        self._given: list[Any] = []
+
+    def __call__(self) -> Any:
+        if self._waits:
+            self._saves.wait_until(lambda: self._future._ended)
+        return self._answer()
+
+    def outcome(self, value: Any) -> Any:
+        return value
+
+    def skipped(self, outcome: Any) -> Any:
+        return outcome

@@ -1,0 +1,244 @@
+"""Saving a checkpoint is one call: begun when its step is committed, done again as a whole, skipped by a follower.
+
+Rules of this file: collectives inside a save are the save's own and are not logged one by one. What goes on behind
+the script's back after the call returned (a thread or process that writes) is a `Flight`: a swap cancels all flights,
+waits until their writers are gone and removes what they left, unless the checkpoint could be complete. A process
+that follows writes nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import io
+import os
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..transport import local
+from .adapter import CallHandler, CallKind
+from .output import Mute
+
+if TYPE_CHECKING:
+    from ..comm.groups import Groups
+    from .link import AgentLink
+
+
+class SaveCall:
+    """One call that saves; calling it does it (again).
+
+    `gated`: it begins to write, so it waits until the step it would save is committed.
+    """
+
+    name = "save"
+    gated = True
+
+    def __call__(self) -> Any:
+        raise NotImplementedError
+
+    def outcome(self, value: Any) -> Any:
+        """What is recorded of the value, for a follower: plain data."""
+        return None
+
+    def skipped(self, outcome: Any) -> Any:
+        """What a follower's script gets instead, which writes nothing."""
+        return None
+
+
+class Flight:
+    """One save that goes on after its call returned. `path` and `files`: what it writes; empty if unknown."""
+
+    def __init__(self, saves: Saves, path: str, files: Sequence[str] = ()) -> None:
+        self.step, self.path, self.files, self._saves = saves.step, path, list(files), saves
+        self.began = time.monotonic()
+        self.keep_files = False
+        """What it leaves is not to be removed: the checkpoint may be complete, or overwrites an older one."""
+        self.cancelled = False
+
+    def check(self) -> None:
+        """Before every collective of a thread of its own. Raises: GenerationChanged."""
+
+    def stop(self) -> None:
+        """Make its writers end soon. Thread: any, the main thread may be waiting for them. Never blocks for long."""
+
+    def settle(self) -> None:
+        """After `stop`: block until its writers are gone and nothing in this process will complete it."""
+
+    def completed(self) -> None:
+        self._saves.landed(self)
+
+    def remove_files(self) -> None:
+        if self.keep_files or not self.path:
+            return
+        for file in self.files:
+            Path(file).unlink(missing_ok=True)
+        if os.path.isdir(self.path) and not os.listdir(self.path):
+            with contextlib.suppress(OSError):  # another rank was faster, or has written here
+                os.rmdir(self.path)
+
+
+_own = threading.local()
+
+
+def adopt_thread(flight: Flight) -> None:
+    """The calling thread does nothing but `flight` from here on."""
+    _own.flight = flight
+
+
+def own_flight() -> Flight | None:
+    """The save that the calling thread carries out, if it is one that writes in the background."""
+    return getattr(_own, "flight", None)
+
+
+class Saves:
+    """The saves of one process. Thread: `abort` the link's, `landed` any; everything else main thread only."""
+
+    def __init__(self, link: AgentLink, groups: Groups, handler: CallHandler) -> None:
+        self._link, self._groups, self._handler = link, groups, handler
+        self._flights: list[Flight] = []
+        self._pid = os.getpid()
+        self.step = 0
+        """The step whose state the save call under way saves."""
+        self.on_cancel: list[Callable[[], None]] = []
+        """What else must be forgotten when a swap begins, so that survivors are like a new process."""
+
+    @property
+    def generation(self) -> int:
+        return self._groups.generation
+
+    def foreign(self) -> bool:
+        """Whether this is not the script's main thread, but a writer's thread or process: its saves are no calls."""
+        return threading.current_thread() is not threading.main_thread() or os.getpid() != self._pid
+
+    def do(self, call: SaveCall) -> Any:
+        """Hand `call` to whoever decides what becomes of it now. The script's main thread only."""
+        return self._handler(call.name, CallKind.SAVE, call, (), {})
+
+    def written(self, path: str, began: float, step: int | None = None) -> None:
+        """Tell the agent that the checkpoint at `path` is complete as far as this rank is concerned."""
+        step = self.step if step is None else step
+        self._link.send(local.Saved(int(os.environ["RANK"]), step, path))
+        self._link.event("CheckpointSaved", step=step, path=path, duration_s=time.monotonic() - began)
+
+    def wait_until(self, done: Callable[[], bool]) -> None:
+        """Block until `done()`; `wake` after changing what it looks at. Raises: GenerationChanged."""
+        self._link.wait_until(done)
+
+    def wake(self) -> None:
+        self._link.wake()
+
+    # ---- flights
+
+    @property
+    def flights(self) -> list[Flight]:
+        return list(self._flights)
+
+    def launch(self, flight: Flight) -> None:
+        self._flights.append(flight)
+
+    def landed(self, flight: Flight) -> None:
+        if flight in self._flights:
+            self._flights.remove(flight)
+        if flight.path:
+            self.written(flight.path, flight.began, flight.step)
+        self._link.wake()
+
+    def abort(self) -> None:
+        """A swap begins: the main thread may be waiting for a writer."""
+        for flight in list(self._flights):
+            flight.cancelled = True
+            flight.stop()
+
+    def cancel(self) -> list[Flight]:
+        """End every flight and remove what it wrote. Returns them. Blocks: until their writers are gone."""
+        flights, self._flights = list(self._flights), []
+        for flight in flights:
+            flight.cancelled = True
+            flight.stop()
+            flight.settle()
+            flight.remove_files()
+        for forget in self.on_cancel:
+            forget()
+        return flights
+
+    def report_cancelled(self, flights: Sequence[Flight], restore_step: int) -> None:
+        for flight in flights:
+            again = flight.step >= restore_step
+            reason = "it is done again" if again else f"training goes on from step {restore_step}, behind it"
+            self._link.event("CheckpointCancelled", step=flight.step, path=flight.path, reason=reason)
+
+
+class TorchSave(SaveCall):
+    """`torch.save` to a path: written beside it and renamed, so that doing it again never endangers what is there."""
+
+    name = "torch.save"
+
+    def __init__(self, saves: Saves, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]):
+        self._saves, self._original = saves, original
+        self._object, self._path, self._args = structure(args[0]), Path(args[1]), args[2:]
+        self._kwargs = kwargs
+
+    def __call__(self) -> None:
+        began = time.monotonic()
+        beside = self._path.parent / f".{self._path.name}.writing"
+        shutil.rmtree(beside, ignore_errors=True)  # of a process that was killed while it wrote
+        beside.mkdir()
+        try:  # the file's name is part of what torch writes, so it has its own from the start
+            self._original(self._object, beside / self._path.name, *self._args, **self._kwargs)
+            os.replace(beside / self._path.name, self._path)
+        finally:
+            shutil.rmtree(beside, ignore_errors=True)
+        self._saves.written(str(self._path), began)
+
+
+def install(saves: Saves) -> None:
+    """Wrap `torch.save`. Once, before the script runs."""
+    original = torch.save
+
+    @functools.wraps(original)
+    def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(f, (str, os.PathLike)) and not saves.foreign():
+            return saves.do(TorchSave(saves, original, (obj, os.fspath(f), *args), kwargs))
+        if Mute.active and not isinstance(f, io.BytesIO):
+            return None
+        return original(obj, f, *args, **kwargs)
+
+    replace(original, save)
+
+
+def replace(original: Any, wrapper: Any) -> None:
+    """Put `wrapper` in the place of `original` under whatever name a module has it, the script's own included."""
+    for module in list(sys.modules.values()):
+        names = getattr(module, "__dict__", None) or {}
+        for name in [name for name, value in list(names.items()) if value is original]:
+            names[name] = wrapper
+
+
+def structure(value: Any) -> Any:
+    """`value` with its containers copied, and its tensors and other objects by reference.
+
+    Saving functions change the dicts and shard descriptions they are given; doing it again needs them as they were.
+    """
+    if isinstance(value, torch.Tensor):
+        return value
+    if type(value) is tuple:
+        return tuple(structure(item) for item in value)
+    if isinstance(value, (dict, list)):
+        copied = value.copy()
+        for key, item in copied.items() if isinstance(copied, dict) else enumerate(copied):
+            copied[key] = structure(item)
+        return copied
+    if dataclasses.is_dataclass(value) and not isinstance(value, type) and hasattr(value, "__dict__"):
+        shallow = object.__new__(type(value))
+        for name, item in vars(value).items():
+            object.__setattr__(shallow, name, structure(item) if isinstance(item, (dict, list, tuple)) else item)
+        return shallow
+    return value

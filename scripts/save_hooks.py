@@ -1,0 +1,84 @@
+"""Places in evaluation, in saving and at the end where a fault can strike; hooked from outside, as inject.py does.
+
+Rules of this file: torch and megatron-core only; nothing here decides when, only where. Step s means: s updates made.
+
+  evaluate   inside TransformerBlock.forward of an evaluation after step s
+  planned    a save of step s: its plans are exchanged, nothing is written
+  write      a save of step s: a file is open, its first item not written. Asynchronous: in the writer, so training
+             goes on meanwhile
+  finishing  a save of step s: everything is written, the coordinator is about to write what makes it complete
+  exit       the script is through with step s, the last one, and about to give up its process groups
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from inject import Injector
+
+PHASES = ("evaluate", "planned", "write", "finishing", "exit")
+
+
+def install(injector: Injector) -> None:
+    import torch
+    import torch.distributed as dist
+    from megatron.core.dist_checkpointing.strategies import async_utils, filesystem_async
+    from megatron.core.dist_checkpointing.strategies import torch as strategy
+    from megatron.core.transformer.transformer_block import TransformerBlock
+    from torch.distributed.checkpoint import FileSystemWriter, filesystem, utils
+    from torch.distributed.checkpoint import _async_thread_executor as executor
+
+    reached = Reached(injector)
+    around(TransformerBlock, "forward", before=lambda self, *_, **__: self.training or reached("evaluate"))
+    around(strategy, "save_state_dict_async_plan", after=lambda *_, **__: reached("planned"))
+    around(utils._DistWrapper, "reduce_scatter", after=lambda *_, **__: reached("planned"))
+    around(filesystem_async, "_write_item", before=lambda *_, **__: reached("write"))
+    around(filesystem, "_write_item", before=lambda *_, **__: reached("write"))
+    around(torch.serialization, "_save", before=lambda *_, **__: reached("write"))
+    around(FileSystemWriter, "finish", before=lambda *_, **__: reached("finishing"))
+    around(dist, "destroy_process_group", before=lambda *_, **__: reached("exit"))
+    around(async_utils.AsyncCallsQueue, "schedule_async_request", before=reached.remember)
+    around(executor._ThreadBasedAsyncCheckpointExecutor, "execute_save", before=reached.remember)
+
+
+class Reached:
+    """Tells the injector where this rank is, from whatever thread or process writes for it."""
+
+    def __init__(self, injector: Injector) -> None:
+        self.injector, self.pid = injector, os.getpid()
+        self.saved = 0
+
+    def remember(self, *_: Any, **__: Any) -> None:
+        """The step that is saved asynchronously from here on."""
+        self.saved = self.injector.completed()
+
+    def __call__(self, phase: str) -> None:
+        step = self.injector.completed() if phase in ("evaluate", "exit") or not self.saved else self.saved
+        if os.getpid() == self.pid:
+            self.injector.reached(phase, step)
+        else:  # in a writer's process, which must not be taken for the rank's
+            self.injector.strike_if_due(phase, step, int(os.environ["RANK"]), self.pid)
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """No hook on this side."""
+
+
+def around(
+    owner: Any, name: str, before: Callable[..., Any] = _nothing, after: Callable[..., Any] = _nothing
+) -> None:
+    """Call `before` and `after` with the same arguments each time `owner.name` is called."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        before(*args, **kwargs)
+        result = original(*args, **kwargs)
+        after(*args, **kwargs)
+        return result
+
+    setattr(owner, name, wrapper)

@@ -1,0 +1,100 @@
+"""Options of Megatron-core: those refused by name, and what the others keep outside model and optimizer."""
+
+import pytest
+import torch
+from test_megatron_state import Job, arguments
+
+from deadpool_plugin.adapters.megatron import cleanup, experts
+from deadpool_plugin.errors import Unsupported
+from deadpool_plugin.worker import codec
+from deadpool_plugin.worker.staging import Layout
+
+REFUSED = [
+    ("model", "fp8", "hybrid"),
+    ("model", "tp_comm_overlap", True),
+    ("model", "cuda_graph_impl", "local"),
+    ("model", "moe_token_dispatcher_type", "flex"),
+    ("gradients", "nccl_ub", True),
+    ("optimizer", "overlap_param_gather_with_optimizer_step", True),
+]
+
+
+@pytest.mark.parametrize(("place", "name", "value"), REFUSED, ids=[name for _, name, _ in REFUSED])
+def test_options_that_a_swap_cannot_bring_back_are_refused_by_name(train_gpt, place, name, value):
+    job = Job(train_gpt, arguments(train_gpt))
+    chunk = job.model[0]
+    config = {"model": chunk.config, "gradients": chunk.ddp_config, "optimizer": job.optimizer.config}[place]
+    setattr(config, name, value)
+    with pytest.raises(Unsupported, match=f"{name}={value!r}.*to do: "):
+        job.adapter()
+
+
+def test_a_model_that_is_not_in_megatrons_wrapper_is_refused(train_gpt):
+    job = Job(train_gpt, arguments(train_gpt))
+    job.model = []
+    with pytest.raises(Unsupported, match="DistributedDataParallel"):
+        job.adapter()
+
+
+def test_ranks_with_buffers_are_not_taken_for_replicas(train_gpt, monkeypatch):
+    monkeypatch.setattr(torch.distributed, "get_process_group_ranks", lambda group: [0, 1])
+    job = Job(train_gpt, arguments(train_gpt))
+    assert job.adapter().replicas() == (0, 1)
+    job.model[0].module.register_buffer("seen", torch.zeros(1))
+    assert job.adapter().replicas() == (0,)
+
+
+def test_a_tensor_that_changes_its_form_in_training_is_refused():
+    tensor = torch.zeros(4)
+    layout = Layout([tensor])
+    layout.check()
+    tensor.data = tensor.data.to(torch.bfloat16)
+    with pytest.raises(Unsupported, match="tensor 0 .* became torch.bfloat16"):
+        layout.check()
+
+
+def test_a_window_without_reductions_left_open_by_an_interruption_never_closes_a_later_one(train_gpt):
+    job = Job(train_gpt, arguments(train_gpt))
+    chunk = job.model[0]
+    (group,) = cleanup.bucket_groups(chunk)
+    interrupted = cleanup.no_sync(chunk)
+    interrupted.__enter__()
+    assert not group.is_last_microbatch
+    cleanup.reset_gradient_buckets([chunk])
+    assert group.is_last_microbatch
+    with cleanup.no_sync(chunk):
+        interrupted.__exit__(None, None, None)
+        assert not group.is_last_microbatch
+    assert group.is_last_microbatch
+
+
+def test_forward_hooks_are_put_back_as_they_were(train_gpt):
+    job = Job(train_gpt, arguments(train_gpt, distributed_optimizer=True, overlap_grad_reduce=True,
+                                   overlap_param_gather=True))  # fmt: skip
+    adapter, chunk = job.adapter(), job.model[0]
+    restore = adapter.entry_state((), {})
+    chunk.disable_forward_pre_hook(param_sync=False)
+    without = adapter.entry_state((), {})
+    restore()
+    assert chunk.remove_forward_pre_hook_handles
+    without()
+    assert not chunk.remove_forward_pre_hook_handles
+
+
+def test_auxiliary_losses_are_counted_once_however_often_a_forward_is_redone(train_gpt):
+    job = Job(train_gpt, arguments(train_gpt, num_experts=2))
+    adapter = job.adapter()
+    job.step()
+    saved = codec.decode(codec.encode(adapter.scalars()))
+    tracker = experts._tracker()
+    values = {name: entry["values"].clone() for name, entry in tracker.items()}
+    groups = {name: entry["reduce_group"] for name, entry in tracker.items()}
+    assert any(float(value.sum()) > 0 for value in values.values())
+    job.step()
+    adapter.load(saved)
+    assert all(torch.equal(tracker[name]["values"], value) for name, value in values.items())
+
+    tracker.clear()  # a newcomer has run no forward
+    adapter.load(saved)
+    assert all(torch.equal(tracker[name]["values"], value) for name, value in values.items())
+    assert {name: entry["reduce_group"] for name, entry in tracker.items()} == groups

@@ -1,0 +1,79 @@
+"""Layouts and options of Megatron-core, each with two ranks killed in one job: bit for bit as if nothing had happened.
+
+The first lost rank has been rehearsed beforehand, the second is rehearsed only then. Every job goes on for five steps
+and more after its last fault; loss, gradient norm, validation loss, parameters, buffers and optimizer state of every
+rank must equal those of the plain script. The layouts with eight ranks, and every layout in every phase, are the fault
+matrix's.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import layouts
+from support.zygote import in_zygote
+from test_worker_swap import ROOT, compare_runs, plain, run_with_kills
+
+STEPS = 11
+
+CASES = [
+    ("tp4", (3, 3, "backward"), (0, 6, "optimizer")),
+    ("pp4", (2, 3, "backward"), (0, 6, "forward")),
+    ("interleaved-overlap", (1, 3, "backward"), (2, 6, "between")),
+    ("sequence-parallel", (1, 3, "forward"), (2, 6, "optimizer")),
+    ("cp2", (3, 3, "backward"), (0, 6, "forward")),
+    ("ep2-alltoall", (1, 3, "forward"), (2, 6, "optimizer")),
+    ("ep2-bias", (2, 3, "backward"), (1, 6, "between")),
+    ("overlap", (2, 3, "backward"), (0, 6, "optimizer")),
+    ("optimizer-instances-overlap", (0, 3, "optimizer"), (3, 6, "backward")),
+    ("recompute-full", (1, 3, "backward"), (0, 6, "forward")),
+    ("dp4-unclipped", (1, 3, "between"), (2, 6, "optimizer")),
+]
+
+
+def arguments(corpus, name):
+    return [
+        str(ROOT / "scripts" / "train_gpt.py"), "--data-path", corpus, "--train-iters", str(STEPS), "--eval-interval",
+        "4", "--log-all-ranks", "--digest", *layouts.LAYOUTS[name].arguments,
+    ]  # fmt: skip
+
+
+def survives(tmp_path, corpus, references, name, first, second):
+    """Runs the layout with and without the two faults; the undisturbed run's folder."""
+    argv, world_size = arguments(corpus, name), layouts.LAYOUTS[name].world_size
+    expected = Path(references) / f"layout-{name}"
+    if not expected.exists():
+        expected.mkdir()
+        plain(argv, world_size, expected)
+    run_with_kills(tmp_path, argv, world_size, [first, second], rehearse=[first[0]])
+    result = compare_runs.compare(expected, tmp_path)
+    assert result["bit_exact"], result["difference"]
+    return expected
+
+
+@pytest.mark.parametrize(("name", "first", "second"), CASES, ids=[case[0] for case in CASES])
+@in_zygote
+def test_a_layout_survives_two_losses_bit_for_bit(tmp_path, corpus, references, name, first, second):
+    survives(tmp_path, corpus, references, name, first, second)
+
+
+@in_zygote
+def test_losses_in_steps_that_the_loss_scaler_skips(tmp_path, corpus, references):
+    """Faults count updates: the forward of update n + 1 is first reached in the step after update n, skipped or not."""
+    expected = survives(tmp_path, corpus, references, "fp16", (1, 1, "backward"), (2, 2, "forward"))
+    updated = [line["grad_norm"] is not None for line in metrics(expected / "rank0.log")]
+    after_first = updated.index(True) + 1
+    assert not updated[0], "the first fault is meant for a skipped step"
+    assert not updated[after_first], "the second fault is meant for a skipped step"
+    assert STEPS - after_first > 4
+    assert sum(updated[after_first:]) > 2
+
+
+def metrics(log):
+    return [
+        json.loads(line.removeprefix("metrics ")) for line in log.read_text().splitlines() if line[:8] == "metrics "
+    ]

@@ -1,0 +1,222 @@
+"""Faults in evaluation, in saving, in the last step and after it: the curves and every checkpoint stay bit for bit.
+
+As test_worker_swap.py, with the three formats of scripts/gpt_checkpoint.py, synchronous and not. Every checkpoint that
+says it is complete must load and hold what the undisturbed run's holds; the newest is the last step's, and is named.
+"""
+
+import functools
+import multiprocessing
+import os
+import queue
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "scripts")]
+
+from support.forked import Fleet  # noqa: E402
+from support.plain_job import run_rank  # noqa: E402
+from support.scripted_agent import ScriptedAgent  # noqa: E402
+from support.zygote import in_zygote  # noqa: E402
+
+try:
+    import megatron.core.datasets.blended_megatron_dataset_builder
+    import megatron.core.distributed
+    import megatron.core.models.gpt
+    import megatron.core.optimizer  # noqa: F401
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+except ImportError:
+    pytestmark = pytest.mark.skip(reason="megatron-core is not installed")
+
+import compare_runs  # noqa: E402
+import inject  # noqa: E402
+import save_hooks  # noqa: E402
+
+STEPS, INTERVAL = 8, 3
+LATEST = "latest_checkpointed_iteration.txt"
+
+
+def arguments(corpus, folder, kind):
+    """`kind`: a format, with "+async" behind it for asynchronous saves."""
+    name, _, behind = kind.partition("+")
+    return [
+        str(ROOT / "scripts" / "train_gpt.py"), "--data-path", corpus, "--tp", "2", "--pp", "2", "--dtype", "bf16",
+        "--distributed-optimizer", "--train-iters", str(STEPS), "--eval-interval", "4", "--log-all-ranks", "--digest",
+        "--save", str(folder / "checkpoints"), "--save-interval", str(INTERVAL), "--ckpt-format", name,
+        *(["--async-save"] if behind else []),
+    ]  # fmt: skip
+
+
+class Results:
+    """What Megatron's writers report through; its own is a process that takes seconds to start."""
+
+    def __init__(self):
+        self.pipe = multiprocessing.get_context("fork").SimpleQueue()
+        self.put = self.pipe.put
+
+    def get_nowait(self):
+        if self.pipe.empty():
+            raise queue.Empty
+        return self.pipe.get()
+
+
+def prepare():
+    """In every process of a run, before its script begins."""
+    filesystem_async._results_queue = Results()
+    original = DistributedOptimizer.sharded_state_dict
+
+    def sharded_state_dict(self, *args, **kwargs):
+        """Megatron saves the padding of its buckets as torch.empty left it: let that be the same in every run."""
+        torch.use_deterministic_algorithms(True)
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+    DistributedOptimizer.sharded_state_dict = sharded_state_dict
+
+
+def plain_rank(rank, argv, store, folder):
+    prepare()
+    run_rank(rank, 4, argv, store, folder)
+
+
+def reference(references, corpus, kind):
+    """A run without the plugin; formats do not change what is computed or saved, only how."""
+    folder = Path(references) / f"saving-{kind.partition('+')[0]}"
+    if not folder.exists():
+        folder.mkdir()
+        argv = arguments(corpus, folder, kind.partition("+")[0])
+        with Fleet(deadline_s=120) as fleet:
+            fleet.values([fleet.fork(plain_rank, rank, argv, str(folder / "store"), str(folder)) for rank in range(4)])
+    return folder
+
+
+def run_with_kill(tmp_path, argv, rank, step, phase):
+    marker = tmp_path / "kills.jsonl"
+
+    def before_script(mine, incarnation):
+        prepare()
+        os.environ.update(DEMO_NODE=str(mine), DEMO_JOB="test")
+        injector = inject.Injector([inject.Kill(0, rank, step, phase, "rank")], marker, None, 0)
+        inject.install(injector)
+        save_hooks.install(injector)
+
+    outcome = ScriptedAgent(4, argv, tmp_path, before_script).run(timeout_s=100)
+    assert len(marker.read_text().splitlines()) == 1, "the fault did not fire"
+    assert outcome.swaps == 1
+    assert set(outcome.exit_codes.values()) == {0}
+    for rehearsal in tmp_path.glob("rehearsal*"):
+        rehearsal.unlink()
+    return outcome
+
+
+# What is on disk
+
+
+def content(folder):
+    """Everything in one checkpoint, by file or key."""
+    found = {path.name: torch.load(path, weights_only=False) for path in sorted(folder.glob("*.pt"))}
+    if (folder / ".metadata").exists():
+        found |= sharded_content(folder)
+    return found
+
+
+def sharded_content(folder):
+    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+    state = {}
+    _load_state_dict(state, FileSystemReader(folder), planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+    return state
+
+
+def equal(left, right):
+    if isinstance(left, torch.Tensor):
+        bits = [one.contiguous().flatten().view(torch.uint8) for one in (left, right)]
+        return left.dtype == right.dtype and left.shape == right.shape and torch.equal(*bits)
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(equal(value, right[key]) for key, value in left.items())
+    if isinstance(left, (list, tuple)):
+        return len(left) == len(right) and all(map(equal, left, right))
+    if hasattr(left, "tobytes"):
+        return left.tobytes() == right.tobytes()
+    if hasattr(left, "getvalue"):
+        return left.getvalue() == right.getvalue()
+    return left == right
+
+
+@functools.cache
+def expected_content(folder):
+    return content(folder)
+
+
+def is_complete(folder):
+    return (folder / ".metadata").exists() or len(list(folder.glob("*.pt"))) == 4
+
+
+def check_checkpoints(expected, run, may_lack=()):
+    wanted = sorted(path.name for path in (expected / "checkpoints").glob("iter_*"))
+    complete = sorted(path.name for path in (run / "checkpoints").glob("iter_*") if is_complete(path))
+    assert [name for name in wanted if name not in may_lack] == [name for name in complete if name not in may_lack]
+    for name in complete:
+        left, right = expected_content(expected / "checkpoints" / name), content(run / "checkpoints" / name)
+        assert left.keys() == right.keys() and len(left) >= 4, f"{name}: {left.keys() ^ right.keys()}"
+        differing = [key for key in left if not equal(left[key], right[key])]
+        assert not differing, f"{name} differs in {differing[:3]}"
+    assert (run / "checkpoints" / LATEST).read_text() == str(STEPS)
+    left_over = [str(path) for path in (run / "checkpoints").rglob("*.writing")]
+    assert not left_over, left_over
+
+
+def lines(outcome, kind):
+    return [fields for events in outcome.events.values() for name, fields in events if name == kind]
+
+
+# The cases: format, rank, step, phase
+
+
+CASES = [
+    ("torch_dist", 3, 6, "planned"),
+    ("torch_dist", 1, 6, "write"),
+    ("torch_dist", 0, 6, "finishing"),
+    ("torch_dist+async", 0, 8, "finishing"),
+    ("torch_dcp", 0, 3, "write"),
+    ("torch_dcp", 0, 8, "finishing"),
+    ("torch", 2, 6, "write"),
+    ("torch", 3, 4, "evaluate"),
+    ("torch", 1, 8, "optimizer"),
+    ("torch", 0, 8, "exit"),
+]
+
+
+@pytest.mark.parametrize(("kind", "rank", "step", "phase"), CASES)
+@in_zygote
+def test_curves_and_checkpoints_are_those_of_the_undisturbed_run(
+    tmp_path, corpus, references, kind, rank, step, phase
+):
+    expected = reference(references, corpus, kind)
+    outcome = run_with_kill(tmp_path, arguments(corpus, tmp_path, kind), rank, step, phase)
+    result = compare_runs.compare(expected, tmp_path)
+    assert result["bit_exact"], result["difference"]
+    check_checkpoints(expected, tmp_path)
+    assert {line["step"] for line in lines(outcome, "CheckpointSaved")} == {3, 6, 8}
+
+
+@pytest.mark.parametrize(("kind", "rank"), [("torch_dist+async", 2), ("torch_dist+async", 0), ("torch_dcp+async", 1)])
+@in_zygote
+def test_a_save_in_flight_is_cancelled_on_all_ranks_and_later_ones_work(tmp_path, corpus, references, kind, rank):
+    expected = reference(references, corpus, kind)
+    outcome = run_with_kill(tmp_path, arguments(corpus, tmp_path, kind), rank, 3, "write")
+    result = compare_runs.compare(expected, tmp_path)
+    assert result["bit_exact"], result["difference"]
+    check_checkpoints(expected, tmp_path, may_lack=["iter_0000003"])
+    cancelled = {line["step"] for line in lines(outcome, "CheckpointCancelled")}
+    again = outcome.restore_steps[0] <= 3
+    assert cancelled == {3} or (again and not cancelled), cancelled  # no survivor may have got as far as the writing
+    assert is_complete(tmp_path / "checkpoints" / "iter_0000003") == again, outcome.restore_steps
