@@ -67,8 +67,17 @@ class Config(BaseModel):
     """MiB per rank for the call records of committed steps, from which a spare is brought to the current step.
     Hazard: once it is full the oldest are dropped and a spare that has not followed can no longer take over."""
 
-    on_no_spare: Literal["stop"] = "stop"
-    """What to do when a node is lost and no spare is left: stop the job with exit code 86 and name what was lost."""
+    copies: int = Field(default=1, ge=1, le=8)
+    """On how many other hosts each snapshot is kept: so many hosts may be lost at the same moment (if as many spares
+    are left). Hazard: host memory and network traffic grow with it."""
+
+    restarts_max: int = Field(default=3, ge=0)
+    """How often the process of one rank is replaced on its own host when it crashes there; with one more crash the
+    whole host counts as lost and a spare takes over. 0: a crash always costs the host."""
+
+    on_no_spare: Literal["stop", "wait"] = "stop"
+    """What to do when a host is lost and no spare is left. stop: end the job with exit code 86 and name what was lost.
+    wait: all others keep their state in memory until a host joins (`deadpool join`). Hazard: they wait for ever."""
 
     preload: list[str] | None = None
     """Modules a spare imports before it rehearses. None: torch, and then whatever its first rehearsal

@@ -63,9 +63,44 @@ class NodeLost(Event, frozen=True):
     evidence: str = ""
 
 
+class RankLost(Event, frozen=True):
+    """The process of a rank is gone from a healthy node, which starts another one."""
+
+    rank: int
+    reason: str = ""
+
+
+class HostJoined(Event, frozen=True):
+    """A host has become a member of the running job."""
+
+    joined: int
+
+
+class WaitingForHost(Event, frozen=True):
+    """No spare is left: everyone holds its state until a host joins."""
+
+    reason: str = ""
+
+
+class CheckpointSaved(Event, frozen=True):
+    step: int
+    path: str = ""
+    duration_s: float = 0.0
+
+
+class CheckpointCancelled(Event, frozen=True):
+    """A save that was under way when a swap began; it is done again, or `reason` says why it is not."""
+
+    step: int
+    path: str = ""
+    reason: str = ""
+
+
 class SwapPlanned(Event, frozen=True):
     restore_step: int
     lost_nodes: tuple[int, ...] = ()
+    lost_ranks: tuple[int, ...] = ()
+    joined: tuple[int, ...] = ()
     takers: dict[str, object] = {}
     duration_s: float = 0.0
 
@@ -155,9 +190,10 @@ class Note(Event, frozen=True):
 
 
 AnyEvent = (
-    NodeJoined | WorldFormed | TrainingStarted | SpareReady | StepDone | StepCommitted | NodeLost | SwapPlanned
-    | WorkerUnblocked | GroupsRebuilt | SnapshotFetched | StateRestored | WorkerResumed | FirstStepDone | SwapDone
-    | Unprotected | Protected | Rehearsed | RehearsalFailed | PeerRefused | NodeFenced | JobFinished | JobStopped | Note
+    NodeJoined | WorldFormed | TrainingStarted | SpareReady | StepDone | StepCommitted | NodeLost | RankLost
+    | HostJoined | WaitingForHost | CheckpointSaved | CheckpointCancelled | SwapPlanned | WorkerUnblocked
+    | GroupsRebuilt | SnapshotFetched | StateRestored | WorkerResumed | FirstStepDone | SwapDone | Unprotected
+    | Protected | Rehearsed | RehearsalFailed | PeerRefused | NodeFenced | JobFinished | JobStopped | Note
 )  # fmt: skip
 
 KINDS: dict[str, type[Event]] = {kind.__name__: kind for kind in AnyEvent.__args__}

@@ -10,18 +10,32 @@ from collections import deque
 
 from .io import Action, Emit, Leave, Send
 from .membership import is_quorum
-from .messages import AnyMessage, Verdict
+from .messages import AnyMessage, Promise, Verdict
+from .policy import Policy
 from .suspicion import Watch
 from .timing import Timing
-from .types import EXIT_FENCED, NO_STEP, Generation, NodeId, Rank, Step, SwapPlan, World
+from .types import (
+    EXIT_FENCED,
+    EXIT_UNRECOVERABLE,
+    NO_STEP,
+    Checkpoint,
+    Generation,
+    NodeId,
+    Rank,
+    Step,
+    SwapPlan,
+    Unrecoverable,
+    World,
+)
 
 
 class Context:
     """The shared state of one controller."""
 
-    def __init__(self, node: NodeId, timing: Timing) -> None:
+    def __init__(self, node: NodeId, timing: Timing, policy: Policy) -> None:
         self.node = node
         self.timing = timing
+        self.policy = policy
         self.now = 0.0
         self.world = World(generation=0, node_of=())
         self.plan: SwapPlan | None = None
@@ -30,6 +44,8 @@ class Context:
         self.hearsay: tuple[NodeId, dict[NodeId, str]] = (node, {})
         """Whom the proposer we last promised counts as lost. Void if that proposer is lost itself: of two nodes that
         have lost each other only one shall go."""
+        self.candidates: set[NodeId] = set()
+        """Hosts that are no members and ask to become some."""
         self.actions: list[Action] = []
         self.loopback: deque[AnyMessage] = deque()
         self.ended = False
@@ -37,9 +53,17 @@ class Context:
         self.newest_committed: Step = NO_STEP
         """Over all generations: what people are told if the job stops."""
         self.training = False
+        self.has_trained = False
+        """Training has begun in this generation or in one before it: the script must not begin again."""
+        self.checkpoint = Checkpoint()
+        """The newest one known here."""
         self.fenced_for: Generation = 0
         """The generation this node's workers were last aborted for."""
         self.swap_since = 0.0
+        self.waiting = False
+        """The coordinator (perhaps one before it) waits for a host to join."""
+        self.patient_since = 0.0
+        """Since when this node has waited for a decision that nobody has told it to wait for."""
 
     @property
     def formed(self) -> bool:
@@ -49,6 +73,11 @@ class Context:
     def swapping(self) -> bool:
         """This generation is fenced here and the next one is not decided yet."""
         return self.fenced_for > self.world.generation
+
+    @property
+    def begins_at_top(self) -> bool:
+        """Whether the script begins from its top in this generation."""
+        return self.plan is None or self.plan.restore_step == NO_STEP
 
     @property
     def suspects(self) -> dict[NodeId, str]:
@@ -64,6 +93,13 @@ class Context:
         return tuple(node for node in self.world.members if node not in suspects)
 
     @property
+    def joinable(self) -> tuple[NodeId, ...]:
+        """The candidates that were heard of lately."""
+        limit_s = self.timing.silent_after_s
+        heard = self.watch.heard
+        return tuple(n for n in sorted(self.candidates) if self.now - heard.get(n, self.now) < limit_s)
+
+    @property
     def coordinator(self) -> NodeId:
         """The lowest living member, as far as this node knows."""
         return min(self.living)
@@ -75,6 +111,12 @@ class Context:
     @property
     def has_quorum(self) -> bool:
         return is_quorum(self.world, self.living)
+
+    def learn(self, promise: Promise) -> None:
+        """What another member knows of the job's past."""
+        self.newest_committed = max(self.newest_committed, promise.committed)
+        self.has_trained = self.has_trained or promise.training
+        self.checkpoint = max(self.checkpoint, promise.checkpoint)
 
     def act(self, action: Action) -> None:
         if not self.ended:
@@ -98,9 +140,18 @@ class Context:
         suspects = self.suspects
         return tuple(rank for rank, node in enumerate(self.world.node_of) if node in suspects)
 
+    # -- the end -----------------------------------------------------------------------------------------------
+
+    def stop(self, reason: str, exit_code: int = EXIT_UNRECOVERABLE, lost_ranks: tuple[Rank, ...] = ()) -> None:
+        """The job cannot go on (or shall not): a verdict that says what is left of it."""
+        saved = self.checkpoint
+        left = f"newest checkpoint: step {saved.step} in {saved.path}" if saved.path else "no checkpoint was saved"
+        cause = Unrecoverable(f"{reason}; {left}", lost_ranks, self.newest_committed)
+        self.conclude(Verdict(self.world.generation, exit_code, cause.reason, cause))
+
     def conclude(self, verdict: Verdict) -> None:
         """The job ends: pass the verdict on once (whoever sent it may have died half-way) and leave."""
-        for node in self.world.members:
+        for node in (*self.world.members, *sorted(self.candidates)):
             if node != self.node:
                 self.send(node, verdict)
         if verdict.exit_code == 0 and verdict.cause is None:

@@ -5,8 +5,12 @@ going back; carry out the returned actions in their order before the next input;
 heartbeat interval; deliver each peer's messages in the order they were sent, or report LinkLost; after `Leave` nothing
 is returned any more. AbortWorkers always comes before the Promise or Reconfigure it belongs to.
 
-Rules of this file: inputs and messages are dispatched here and decided in inventory (this node), coordination (between
-swaps) and swaps; a duplicate, late or foreign message never harms. May import everything of core, nothing else.
+Of this node's processes: feed a death when you notice it, once, and never that of a process you have ended or replaced
+yourself; feed StoreLost after it if it hosted a store.
+
+Rules of this file: inputs and messages are dispatched here and decided in inventory, failures and rehearsing (this
+node), hearing and coordination (between swaps), swaps, and joining; a duplicate, late or foreign message never harms.
+May import everything of core, nothing else.
 """
 
 from __future__ import annotations
@@ -14,24 +18,28 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from . import joining
 from .context import Context
 from .coordination import Coordination
+from .failures import Failures
+from .hearing import Hearing
 from .inventory import Inventory
 from .io import (
     AbortWorkers,
     Action,
-    Commit,
+    CheckpointSaved,
     HoldingsDropped,
     Input,
+    Joining,
     LinkLost,
+    NodeGivenUp,
     Received,
     Reconfigure,
     SnapshotHeld,
     SpareFailed,
     SpareRehearsed,
-    StartRehearsal,
-    StartWorkers,
     StopRequested,
+    StoreLost,
     StoreOffered,
     Ticked,
     WorkerFailed,
@@ -43,70 +51,82 @@ from .io import (
 )
 from .messages import (
     Accepted,
-    AnyMessage,
     Decided,
     Goodbye,
+    JoinRequest,
     NodeFailed,
     Prepare,
     Promise,
     Propose,
+    RankFailed,
     Refused,
     Rehearse,
     Report,
     Start,
     Status,
     Verdict,
+    generation_of,
 )
+from .policy import Policy
+from .rehearsing import Rehearsing
 from .suspicion import suspects as suspects_at
 from .swaps import Swaps
 from .timing import Timing
-from .types import EXIT_UNRECOVERABLE, NO_STEP, Generation, NodeId, Step, Unrecoverable, World
+from .types import NO_STEP, Checkpoint, Generation, NodeId, Step, SwapPlan, World
 
 
 class Controller:
     """The state machine of one node. Thread: one; it never blocks."""
 
-    def __init__(self, node: NodeId, timing: Timing) -> None:
-        self._ctx = Context(node, timing)
+    def __init__(self, node: NodeId, timing: Timing, policy: Policy = Policy()) -> None:
+        self._ctx = Context(node, timing, policy)
         self._inventory = Inventory()
-        self._coordination = Coordination(self._ctx)
-        self._swaps = Swaps(self._ctx, self._inventory)
+        self._failures = Failures(self._ctx)
+        self._rehearsing = Rehearsing(self._ctx, self._inventory, self._failures)
+        self._candidates = joining.Candidates(self._ctx)
+        self._joining: joining.Joining | None = None
+        self._begin_generation()
         self._early: list[Received] = []
         self._changed = False
-        self._started = False
         self._reported_at = 0.0
         self._watching: tuple[Generation, NodeId] | None = None
-        self._tasks: dict[int, Rehearse] = {}
         self._inputs: dict[type[Input], Callable[[Any], None]] = {
             WorldFormed: self._world_formed,
+            Joining: self._ask_to_join,
             Ticked: lambda _: self._ticked(),
             Received: self._received,
-            LinkLost: lambda event: self._ctx.watch.accuse(event.node, f"link lost: {event.reason}"),
+            LinkLost: self._link_lost,
             StoreOffered: self._store_offered,
+            StoreLost: lambda event: self._must_say(self._inventory.lose_store(event.address)),
             WorkerReady: self._worker_ready,
             SnapshotHeld: self._snapshot_held,
             HoldingsDropped: lambda event: self._note(self._inventory.dropped(event.rank, event.newer_than)),
             WorkerRestored: self._worker_restored,
             WorkerFinished: lambda event: self._note(self._inventory.finished(event.rank)),
-            WorkerLost: lambda event: self._give_up(f"worker of rank {event.rank} lost: {event.reason}"),
-            WorkerFailed: self._worker_failed,
-            SpareRehearsed: self._spare_rehearsed,
-            SpareFailed: lambda event: self._give_up(f"rehearsal of rank {event.rank} failed: {event.reason}"),
-            StopRequested: lambda event: self._stop(event.exit_code, event.reason),
+            WorkerLost: lambda event: self._must_say(self._failures.lost(event.rank, event.reason)),
+            WorkerFailed: lambda event: self._must_say(
+                self._failures.raised(event.rank, event.exit_code, event.reason)
+            ),
+            NodeGivenUp: lambda event: self._failures.give_up(event.reason),
+            CheckpointSaved: self._checkpoint_saved,
+            SpareRehearsed: lambda event: self._note(self._rehearsing.done(event)),
+            SpareFailed: lambda event: self._note(self._rehearsing.failed(event)),
+            StopRequested: lambda event: self._ctx.stop(event.reason, event.exit_code),
         }
         self._messages: dict[type[Any], Callable[[NodeId, Any], None]] = {
-            Report: self._on_report,
-            Status: self._on_status,
-            Start: self._on_start,
-            Rehearse: self._on_rehearse,
-            NodeFailed: self._on_node_failed,
-            Prepare: lambda sender, message: self._swaps.prepare(sender, message),
-            Promise: lambda sender, message: self._swaps.promise(sender, message),
-            Propose: lambda sender, message: self._swaps.propose(sender, message),
-            Accepted: lambda sender, message: self._swaps.accepted(sender, message),
-            Refused: lambda sender, message: self._swaps.refused(message),
+            Report: lambda sender, message: self._hearing.report(sender, message),
+            Status: lambda sender, message: self._hearing.status(sender, message),
+            Start: lambda sender, message: self._hearing.start(sender, message),
+            Rehearse: lambda sender, message: self._rehearsing.ordered(sender, message),
+            NodeFailed: lambda sender, message: self._hearing.node_failed(sender, message),
+            RankFailed: lambda sender, message: self._hearing.rank_failed(sender, message),
+            Prepare: lambda sender, message: self._swaps.voter.prepare(sender, message),
+            Promise: lambda sender, message: self._swaps.proposer.promise(sender, message),
+            Propose: lambda sender, message: self._swaps.voter.propose(sender, message),
+            Accepted: lambda sender, message: self._swaps.proposer.accepted(sender, message),
+            Refused: lambda sender, message: self._swaps.proposer.refused(message),
             Decided: self._on_decided,
-            Verdict: self._on_verdict,
+            Verdict: lambda sender, message: self._hearing.verdict(sender, message),
             Goodbye: lambda sender, message: None,
         }
 
@@ -171,31 +191,48 @@ class Controller:
         self._changed = self._changed or changed
 
     def _report(self) -> None:
-        """Tell the coordinator; while fenced only that this node lives (its holdings of this generation are frozen)."""
+        """Tell the coordinator; while fenced only that this node lives (its promise says the rest)."""
         ctx = self._ctx
         self._changed = False
         self._reported_at = ctx.now
         if ctx.swapping:
             ctx.send(ctx.coordinator, Report(self.generation, ctx.node))
         else:
-            ctx.send(ctx.coordinator, self._inventory.report(self.generation, ctx.node))
+            ctx.send(ctx.coordinator, self._inventory.report(self.generation, ctx.node, ctx.checkpoint))
+            self._failures.say()
 
     # -- inputs of this node -----------------------------------------------------------------------------------
 
     def _world_formed(self, event: WorldFormed) -> None:
         ctx = self._ctx
         ctx.world = event.world
-        self._coordination = Coordination(ctx)
+        self._begin_generation()
         self._changed = True
         if ctx.leads:
             ctx.emit("WorldFormed", node_of=event.world.node_of, spares=event.world.spares)
+        self._hear_early()
+
+    def _hear_early(self) -> None:
+        """What was said to this node before it knew the world."""
         early, self._early = self._early, []
         for received in early:
-            if not ctx.ended:
+            if not self._ctx.ended:
                 self._received(received)
+
+    def _ask_to_join(self, event: Joining) -> None:
+        if not self._ctx.formed:
+            self._joining = joining.Joining(self._ctx, event.members)
+
+    def _link_lost(self, event: LinkLost) -> None:
+        if self._joining is not None:
+            self._joining.link_lost(event.node, event.reason)
+        self._candidates.forget(event.node)
+        self._ctx.watch.accuse(event.node, f"link lost: {event.reason}")
 
     def _ticked(self) -> None:
         ctx = self._ctx
+        if self._joining is not None:
+            self._joining.tick()
         if not ctx.formed:
             return
         watched = ctx.living if ctx.leads else (ctx.coordinator,)
@@ -209,13 +246,10 @@ class Controller:
             self._changed = True
 
     def _store_offered(self, event: StoreOffered) -> None:
-        if self._inventory.offer(event.address):
-            self._changed = True
-            if self._ctx.swapping:
-                self._swaps.answer()
+        self._must_say(self._inventory.offer(event.address))
 
     def _worker_ready(self, event: WorkerReady) -> None:
-        if self.generation == 0:
+        if self._ctx.begins_at_top:
             self._note(self._inventory.ready(event.rank))
 
     def _worker_restored(self, event: WorkerRestored) -> None:
@@ -225,97 +259,46 @@ class Controller:
     def _snapshot_held(self, event: SnapshotHeld) -> None:
         self._note(self._inventory.held(event.holding, event.generation, self.generation))
 
-    def _spare_rehearsed(self, event: SpareRehearsed) -> None:
-        ctx = self._ctx
-        if not self._inventory.rehearse(event.local_slot, event.rank):
-            return
-        self._changed = True
-        wanted = {slot: task.rank for slot, task in self._tasks.items()}
-        if ctx.node in ctx.world.spares and wanted and self._inventory.rehearsed == wanted:
-            ctx.emit("SpareReady", spare=ctx.node, ranks=tuple(wanted[slot] for slot in sorted(wanted)))
+    def _must_say(self, new: bool) -> None:
+        """Something a plan depends on: say so, in the promise if it is too late for a report."""
+        self._note(new)
+        if new and self._ctx.swapping:
+            self._swaps.voter.answer()
 
-    def _give_up(self, reason: str) -> None:
-        """This node cannot go on: the others shall replace it, at once."""
+    def _checkpoint_saved(self, event: CheckpointSaved) -> None:
         ctx = self._ctx
-        others = [node for node in ctx.living if node != ctx.node]
-        if ctx.formed and not others:
-            cause = Unrecoverable(reason, tuple(range(len(ctx.world.node_of))), ctx.newest_committed)
-            ctx.conclude(Verdict(self.generation, EXIT_UNRECOVERABLE, f"the only node is lost: {reason}", cause))
-            return
-        for node in others:
-            ctx.send(node, NodeFailed(self.generation, ctx.node, reason))
-        ctx.fence(reason)
-
-    def _worker_failed(self, event: WorkerFailed) -> None:
-        """The script's own error: it would fail on any node, so the job ends and no spare is spent."""
-        self._stop(event.exit_code, f"script of rank {event.rank} ended with {event.exit_code}: {event.reason}")
-
-    def _stop(self, exit_code: int, reason: str) -> None:
-        ctx = self._ctx
-        ctx.conclude(Verdict(self.generation, exit_code, reason, Unrecoverable(reason, (), ctx.newest_committed)))
+        newest = max(ctx.checkpoint, Checkpoint(event.step, event.path))
+        self._note(newest != ctx.checkpoint)
+        ctx.checkpoint = newest
 
     # -- messages ----------------------------------------------------------------------------------------------
 
     def _received(self, event: Received) -> None:
         ctx = self._ctx
         if not ctx.formed:
-            self._early.append(event)
+            self._received_early(event)
             return
         ctx.watch.hear(event.sender, ctx.now)
-        if event.sender in ctx.world.members:
+        if isinstance(event.message, JoinRequest):
+            self._candidates.ask(event.sender)
+        elif event.sender in ctx.world.members:
             self._messages[type(event.message)](event.sender, event.message)
-        elif _generation_of(event.message) < self.generation:
+        elif isinstance(event.message, Goodbye):
+            self._candidates.forget(event.sender)
+        elif generation_of(event.message) < self.generation:
             self._swaps.bring_up_to_date(event.sender)
 
-    def _on_report(self, sender: NodeId, message: Report) -> None:
-        if message.generation < self.generation:
-            self._swaps.bring_up_to_date(sender)
-        elif message.generation == self.generation and not self._ctx.swapping:
-            self._coordination.absorb(sender, message)
-
-    def _on_status(self, sender: NodeId, message: Status) -> None:
-        ctx = self._ctx
-        if message.generation < self.generation:
-            self._swaps.bring_up_to_date(sender)
-        elif message.generation == self.generation and not ctx.swapping and sender not in ctx.watch.evidence:
-            ctx.training = ctx.training or message.training
-            if message.committed > ctx.committed:
-                ctx.committed = message.committed
-                ctx.newest_committed = max(ctx.newest_committed, message.committed)
-                ctx.act(Commit(message.committed))
-
-    def _on_start(self, sender: NodeId, message: Start) -> None:
-        if self.generation == 0 and not self._started:
-            self._started = True
-            if self._inventory.store == message.store:
-                self._inventory.offer("")
-            self._ctx.act(StartWorkers(message.world, message.store))
-
-    def _on_rehearse(self, sender: NodeId, message: Rehearse) -> None:
-        ctx = self._ctx
-        if message.generation != self.generation or ctx.swapping or ctx.node not in ctx.world.spares:
-            return
-        slot, known = message.local_slot, self._tasks.get(message.local_slot)
-        done = self._inventory.rehearsed.get(slot) == message.rank
-        if done or (known is not None and (known.rank, known.source) == (message.rank, message.source)):
-            return
-        self._tasks[slot] = message
-        self._inventory.rehearsed.pop(slot, None)
-        ctx.act(StartRehearsal(slot, message.rank, message.source))
-
-    def _on_node_failed(self, sender: NodeId, message: NodeFailed) -> None:
-        ctx = self._ctx
-        suspects = ctx.suspects
-        if message.node == ctx.node:
-            ctx.fence(message.reason)
-        elif sender in suspects and message.node != sender:
-            ctx.send(sender, NodeFailed(self.generation, sender, suspects[sender]))
-        elif message.node in ctx.world.members:
-            ctx.watch.accuse(message.node, message.reason)
-
-    def _on_verdict(self, sender: NodeId, message: Verdict) -> None:
-        if sender not in self._ctx.suspects:
-            self._ctx.conclude(message)
+    def _received_early(self, event: Received) -> None:
+        if isinstance(event.message, JoinRequest):
+            return  # it is said again
+        if self._joining is None:
+            self._early.append(event)
+        elif not self._joining.hear(event.sender, event.message):
+            if isinstance(event.message, Decided):
+                self._on_decided(event.sender, event.message)
+                self._hear_early()
+            else:
+                self._early.append(event)
 
     def _on_decided(self, sender: NodeId, message: Decided) -> None:
         """A new generation: forget the old one's books and act."""
@@ -328,23 +311,26 @@ class Controller:
         if ctx.fenced_for < plan.world.generation:
             ctx.fenced_for, ctx.swap_since = plan.world.generation, ctx.now
             ctx.act(AbortWorkers(plan.world.generation))
-        ctx.world, ctx.plan, ctx.hearsay = plan.world, plan, (ctx.node, {})
-        ctx.committed, ctx.training = NO_STEP, False
-        ctx.newest_committed = max(ctx.newest_committed, plan.restore_step)
-        self._inventory.begin_generation(plan.restore_step, plan.store)
-        if ctx.node not in plan.world.spares:
-            self._tasks.clear()
-            self._inventory.rehearsed.clear()
-        self._coordination = Coordination(ctx)
-        self._swaps = Swaps(ctx, self._inventory)
-        self._changed = True
+        self._enter(plan)
         ctx.act(Reconfigure(plan))
 
+    def _enter(self, plan: SwapPlan) -> None:
+        ctx, before, inventory = self._ctx, self._ctx.world, self._inventory
+        ctx.world, ctx.plan, ctx.hearsay = plan.world, plan, (ctx.node, {})
+        ctx.committed, ctx.training, ctx.waiting = NO_STEP, False, False
+        ctx.newest_committed = max(ctx.newest_committed, plan.restore_step)
+        ctx.has_trained = ctx.has_trained or plan.restore_step != NO_STEP
+        store_is_gone = inventory.has_lost(plan.store)
+        inventory.begin_generation(plan.restore_step, plan.store)
+        self._candidates.begin_generation(before)
+        self._failures.begin_generation(plan, store_is_gone)
+        self._rehearsing.begin_generation()
+        self._begin_generation()
+        self._joining, self._changed = None, True
 
-def _generation_of(message: AnyMessage) -> Generation:
-    """The generation `message` was sent in."""
-    if isinstance(message, Decided):
-        return message.plan.world.generation
-    if isinstance(message, (Prepare, Promise, Propose, Accepted, Refused)):
-        return message.ballot.generation - 1
-    return message.world.generation if isinstance(message, Start) else message.generation
+    def _begin_generation(self) -> None:
+        """What lives no longer than a generation."""
+        ctx, inventory, failures = self._ctx, self._inventory, self._failures
+        self._coordination = Coordination(ctx)
+        self._swaps = Swaps(ctx, inventory, failures)
+        self._hearing = Hearing(ctx, inventory, failures, self._coordination, self._swaps)

@@ -10,7 +10,7 @@ from .context import Context
 from .ledger import Ledger
 from .messages import Rehearse, Report, Start, Status, Verdict
 from .placement import rehearsals
-from .types import EXIT_UNRECOVERABLE, NO_STEP, NodeId, Rank, Step, Unrecoverable
+from .types import NO_STEP, NodeId, Rank, Step
 
 
 class Coordination:
@@ -26,11 +26,12 @@ class Coordination:
         self._said: Status | None = None
         self._said_at = context.now
         self._began_at = context.now
-        self._floor: Step = context.plan.restore_step if context.plan else 0
+        self._floor: Step = max(context.plan.restore_step, 0) if context.plan else 0
 
     def absorb(self, sender: NodeId, report: Report) -> None:
         """A member's report of this generation."""
         self._reports[sender] = report
+        self._ctx.checkpoint = max(self._ctx.checkpoint, report.checkpoint)
         self._ledger.replace(sender, report.holdings)
         if self._ctx.leads and not self._ctx.swapping:
             self._advance()
@@ -47,15 +48,14 @@ class Coordination:
             missing = sorted(set(range(len(ctx.world.node_of))) - self._reached("ready"))
             ranks = ", ".join(map(str, missing))
             reason = f"rank(s) {ranks} not in training {waited_s:.0f} s after generation {ctx.world.generation} began"
-            cause = Unrecoverable(reason, (), ctx.newest_committed)
-            ctx.conclude(Verdict(ctx.world.generation, EXIT_UNRECOVERABLE, reason, cause))
+            ctx.stop(reason)
 
     def _advance(self) -> None:
         ctx, ranks = self._ctx, set(range(len(self._ctx.world.node_of)))
         self._start()
         if not ctx.training and self._reached("ready") == ranks:
             self._began()
-        committed = self._ledger.committed(ctx.world, above=self._committed)
+        committed = self._ledger.committed(ctx.world, self._committed, ctx.policy.copies)
         if committed > self._committed:
             self._committed = committed
             ctx.emit("StepCommitted", step=committed)
@@ -67,20 +67,20 @@ class Coordination:
             ctx.conclude(Verdict(ctx.world.generation, 0, "finished"))
 
     def _start(self) -> None:
-        """Generation 0: all workers may build their groups as soon as rank 0's node offers a store."""
+        """From the top: all workers may build their groups as soon as rank 0's node offers a store."""
         ctx = self._ctx
         host = self._reports.get(ctx.world.node_of[0])
-        if ctx.world.generation == 0 and not self._store and host is not None and host.store:
+        if ctx.begins_at_top and not self._store and host is not None and host.store:
             self._store = host.store
             ctx.broadcast(Start(ctx.world, host.store))
 
     def _began(self) -> None:
         """Every rank is in training (again)."""
         ctx = self._ctx
-        ctx.training = True
-        if ctx.plan is None:
+        ctx.training = ctx.has_trained = True
+        if ctx.begins_at_top:
             ctx.emit("TrainingStarted")
-        else:
+        if ctx.plan is not None:
             ctx.emit("SwapDone", duration_s=ctx.now - ctx.swap_since)
         for task in rehearsals(ctx.world):
             report = self._reports.get(task.spare)
@@ -100,8 +100,10 @@ class Coordination:
 
     def _say(self, on_change_only: bool = False) -> None:
         ctx = self._ctx
-        status = Status(ctx.world.generation, self._committed, ctx.training, self._protected)
+        status = Status(ctx.world.generation, self._committed, ctx.training, self._protected, ctx.waiting)
         if on_change_only and status == self._said:
             return
         self._said, self._said_at = status, ctx.now
         ctx.broadcast(status)
+        for host in sorted(ctx.candidates) if ctx.waiting else ():
+            ctx.send(host, status)

@@ -7,7 +7,7 @@ changed, so that a Report is sent on change and not otherwise. May import messag
 from __future__ import annotations
 
 from .messages import Report
-from .types import NO_STEP, Generation, Holding, NodeId, Rank, Step
+from .types import NO_STEP, Checkpoint, Generation, Holding, NodeId, Rank, Step
 
 
 class Inventory:
@@ -20,6 +20,7 @@ class Inventory:
         self._finished: set[Rank] = set()
         self.rehearsed: dict[int, Rank] = {}
         self.store = ""
+        self._lost_stores: set[str] = set()
 
     @property
     def holdings(self) -> tuple[Holding, ...]:
@@ -57,22 +58,44 @@ class Inventory:
         return True
 
     def offer(self, address: str) -> bool:
+        """A fresh store; "" if the process that hosted the last one is gone."""
+        if not address:
+            return self.lose_store(self.store)
         changed, self.store = self.store != address, address
         return changed
+
+    def lose_store(self, address: str) -> bool:
+        """Returns: whether it is the one that was offered."""
+        if not address:
+            return False
+        self._lost_stores.add(address)
+        return self.consume(address)
+
+    def consume(self, store: str) -> bool:
+        """`store` is built upon (or gone): nobody else may."""
+        changed = self.store == store
+        if changed:
+            self.store = ""
+        return changed
+
+    def has_lost(self, store: str) -> bool:
+        """Whether `store` was to be built upon next and is gone."""
+        return store in self._lost_stores
 
     def begin_generation(self, restore_step: Step, used_store: str) -> None:
         """The world went back to `restore_step`: newer snapshots are of a history that did not happen.
 
-        Ranks are ready and finished again only when they say so again in the new generation.
+        Ranks are ready and finished again only when they say so again in the new generation. Where the script begins
+        again every process is a new one, and so is its store.
         """
         self._floor = restore_step
         self._held = {key: holding for key, holding in self._held.items() if key[1] <= restore_step}
         self._ready.clear()
         self._finished.clear()
-        if self.store == used_store:
-            self.store = ""
+        self.consume(self.store if restore_step == NO_STEP else used_store)
+        self._lost_stores.clear()
 
-    def report(self, generation: Generation, node: NodeId) -> Report:
+    def report(self, generation: Generation, node: NodeId, checkpoint: Checkpoint) -> Report:
         return Report(
             generation=generation,
             node=node,
@@ -81,6 +104,7 @@ class Inventory:
             rehearsed=tuple(sorted(self.rehearsed.items())),
             finished=tuple(sorted(self._finished)),
             store=self.store,
+            checkpoint=checkpoint,
         )
 
 

@@ -22,6 +22,13 @@ class WorldFormed(Input, frozen=True):
     world: World
 
 
+class Joining(Input, frozen=True):
+    """Instead of WorldFormed: this host is no member of the running job; control connections to all `members` are up,
+    and it asks to become one."""
+
+    members: tuple[NodeId, ...]
+
+
 class Ticked(Input, frozen=True):
     """Time passed (at least four times per heartbeat interval)."""
 
@@ -44,8 +51,15 @@ class StoreOffered(Input, frozen=True):
     address: str
 
 
+class StoreLost(Input, frozen=True):
+    """The process of this node that hosted the store at `address` is gone (StoreOffered(""): the last one)."""
+
+    address: str
+
+
 class WorkerReady(Input, frozen=True):
-    """Generation 0: a worker of this node has reached its first call and its arena is in place."""
+    """In a generation that began from the top of the script: a worker of this node has reached its first call and its
+    arena is in place."""
 
     rank: Rank
 
@@ -81,18 +95,31 @@ class WorkerFinished(Input, frozen=True):
 
 
 class WorkerLost(Input, frozen=True):
-    """A worker (or its supervisor) of this node died or was stopped from outside."""
+    """The process of `rank` died by a signal, stands still or cannot be brought back; this node is well."""
 
     rank: Rank
+    reason: str
+
+
+class NodeGivenUp(Input, frozen=True):
+    """This node cannot go on: its launcher ended it, its supervisor is gone, or it was told to end."""
+
     reason: str
 
 
 class WorkerFailed(Input, frozen=True):
-    """The user's script of this rank ended by itself with an error."""
+    """The user's script of this rank ended by itself with an error (`exit_code` > 0)."""
 
     rank: Rank
     exit_code: int
     reason: str
+
+
+class CheckpointSaved(Input, frozen=True):
+    """A rank of this node has finished saving a complete checkpoint."""
+
+    step: Step
+    path: str
 
 
 class SpareRehearsed(Input, frozen=True):
@@ -125,7 +152,7 @@ class Send(Action, frozen=True):
 
 
 class StartWorkers(Action, frozen=True):
-    """Let the workers of this node build their groups over `store` (active) or wait for a rank (spare)."""
+    """Let the workers of this node build their groups over `store` (a generation that begins from the top)."""
 
     world: World
     store: str
@@ -150,7 +177,10 @@ class AbortWorkers(Action, frozen=True):
 
 
 class Reconfigure(Action, frozen=True):
-    """Act on a decided plan: fetch what `plan.sources` says, hand workers the plan, mirror along the new ring."""
+    """Act on a decided plan: fetch what `plan.sources` says, hand workers the plan, mirror along the new ring.
+
+    A rank of this node that has no living process gets one, whether the plan names it or not. With `restore_step`
+    NO_STEP every process of a rank is ended and a new one begins the script."""
 
     plan: SwapPlan
 

@@ -3,7 +3,7 @@
 Rules of this file: the ledger believes verified holdings only and draws conclusions from nothing else; functions
 return a reason for people where there is no answer. Two slots per rank are enough because of `may_stage`
 (exhaustive search over 3 nodes and 5 steps: without this gate even 4 slots lose a recoverable state).
-May import types only.
+May import placement and types only.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 import msgspec
 
+from .placement import copies_needed
 from .types import NO_STEP, Holding, NodeId, Rank, Source, Step, World
 
 
@@ -56,35 +57,42 @@ class Ledger:
             if not copies:
                 del self._copies[holding.rank, holding.step]
 
-    def committed(self, world: World, above: Step = NO_STEP) -> Step:
+    def committed(self, world: World, above: Step = NO_STEP, copies: int = 1) -> Step:
         """The newest step that is committed in `world`, or `above` if none newer than that is."""
         own = self._of_node.get(world.node_of[0], ())
         steps = sorted({h.step for h in own if h.rank == 0 and h.payload and h.step > above}, reverse=True)
-        return next((step for step in steps if self.is_committed(world, step)), above)
+        return next((step for step in steps if self.is_committed(world, step, copies)), above)
 
-    def is_committed(self, world: World, step: Step) -> bool:
-        """Whether every rank's snapshot of `step` is staged at home, and header and payload are on another node too.
+    def is_committed(self, world: World, step: Step, copies: int = 1) -> bool:
+        """Whether every rank's snapshot of `step` is staged at home, and header and payload are on `copies` nodes more.
 
-        A world of a single node can mirror nowhere: staged is all it asks for (and it is never protected).
+        So any `copies` nodes may be lost at once. A world of fewer nodes asks for all of them: one of a single node for
+        nothing but staged (and it is never protected).
         """
-        members = frozenset(world.members)
+        members, needed = frozenset(world.members), copies_needed(world, copies)
         suspect = self._blocking.get(step, 0)
         for rank in (suspect, *range(len(world.node_of))):
-            if not self._is_safe(rank, step, world.node_of[rank], members):
+            if not self._is_safe(rank, step, world.node_of[rank], members, needed):
                 self._blocking[step] = rank
                 return False
         self._blocking = {later: rank for later, rank in self._blocking.items() if later > step}
         return True
 
-    def _is_safe(self, rank: Rank, step: Step, home: NodeId, members: frozenset[NodeId]) -> bool:
+    def _is_safe(self, rank: Rank, step: Step, home: NodeId, members: frozenset[NodeId], needed: int) -> bool:
         copies = self._copies.get((rank, step), {})
         own = copies.get(home)
         if own is None or not own.payload:
             return False
-        if len(members) == 1:
-            return True
-        header = any(node != home and node in members for node in copies)
-        return header and self._payload_of(rank, step, own.replicas, members, but=home) is not None
+        headers = sum(node != home and node in members for node in copies)
+        if headers < needed:
+            return False
+        payloads = {
+            node
+            for same in {rank, *own.replicas}
+            for node, copy in self._copies.get((same, step), {}).items()
+            if copy.payload and node != home and node in members
+        }
+        return len(payloads) >= needed
 
     def restore_point(self, world: World, survivors: Collection[NodeId]) -> RestorePoint | str:
         """The newest step of which every rank's snapshot exists on `survivors`, and where from; or why there is none.
@@ -124,12 +132,12 @@ class Ledger:
         return None if found is None else Source(rank, header_node, payload_node=found[0], payload_rank=found[1])
 
     def _payload_of(
-        self, rank: Rank, step: Step, replicas: Collection[Rank], nodes: Collection[NodeId], but: NodeId | None = None
+        self, rank: Rank, step: Step, replicas: Collection[Rank], nodes: Collection[NodeId]
     ) -> tuple[NodeId, Rank] | None:
         """Which of `nodes` holds the payload, as which rank's: `rank`'s own snapshot before a replica's."""
         for candidate in (rank, *(replica for replica in replicas if replica != rank)):
             copies = self._copies.get((candidate, step), {})
-            holders = [node for node, copy in copies.items() if copy.payload and node in nodes and node != but]
+            holders = [node for node, copy in copies.items() if copy.payload and node in nodes]
             if holders:
                 return min(holders), candidate
         return None

@@ -56,6 +56,8 @@ class Proposal:
     promises: dict[NodeId, Promise] = field(default_factory=dict)
     plan: SwapPlan | None = None
     accepted: set[NodeId] = field(default_factory=set)
+    waits_with: tuple[NodeId, ...] | None = None
+    """Set while it waits for hosts: the candidates that are too few."""
 
     def missing(self, world: World) -> tuple[NodeId, ...]:
         """The members this phase still waits for."""

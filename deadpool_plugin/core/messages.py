@@ -8,7 +8,20 @@ from __future__ import annotations
 
 import msgspec
 
-from .types import Ballot, Generation, Holding, NodeId, Rank, Step, SwapPlan, Unrecoverable, World
+from .types import (
+    NO_STEP,
+    Ballot,
+    Checkpoint,
+    Failure,
+    Generation,
+    Holding,
+    NodeId,
+    Rank,
+    Step,
+    SwapPlan,
+    Unrecoverable,
+    World,
+)
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -21,6 +34,7 @@ class Report(Message, frozen=True):
     `holdings`: everything this node can serve. `ready`: ranks that are in (or restored into) training in this
     generation. `rehearsed`: (local slot, rank) pairs a spare has ready. `finished`: ranks whose script has ended
     well. `store`: address of a fresh store a worker of this node offers for the *next* group build ("" if none).
+    `checkpoint`: the newest one a rank of this node has finished saving.
     """
 
     generation: Generation
@@ -30,6 +44,7 @@ class Report(Message, frozen=True):
     rehearsed: tuple[tuple[int, Rank], ...] = ()
     finished: tuple[Rank, ...] = ()
     store: str = ""
+    checkpoint: Checkpoint = Checkpoint()
 
 
 class Status(Message, frozen=True):
@@ -39,6 +54,8 @@ class Status(Message, frozen=True):
     committed: Step
     training: bool
     protected: bool
+    waiting: bool = False
+    """No spare is left for a loss: everyone holds what it has until a host joins."""
 
 
 class Start(Message, frozen=True):
@@ -65,6 +82,19 @@ class NodeFailed(Message, frozen=True):
     reason: str
 
 
+class RankFailed(Message, frozen=True):
+    """Member -> coordinator: the process of a rank of this node is gone; the node itself is well and replaces it."""
+
+    generation: Generation
+    failure: Failure
+
+
+class JoinRequest(Message, frozen=True):
+    """A host that is no member -> every member, until a decided plan has it in its world."""
+
+    node: NodeId
+
+
 class Prepare(Message, frozen=True):
     """Proposer -> members: promise this ballot; `lost` is what the proposer believes lost."""
 
@@ -74,12 +104,18 @@ class Prepare(Message, frozen=True):
 
 class Promise(Message, frozen=True):
     """Member -> proposer. `accepted` is the plan this member has accepted for that generation, if any, with its
-    ballot; `holdings` and `store` are as in Report, taken after the member has fenced the old generation."""
+    ballot; `holdings` and `store` are as in Report, taken after the member has fenced the old generation. `failed`: the
+    ranks of this node whose process is gone. `committed`: the newest step this member knows to be committed, over all
+    generations; `training`: whether it knows that training has begun."""
 
     ballot: Ballot
     accepted: tuple[Ballot, SwapPlan] | None
     holdings: tuple[Holding, ...]
     store: str
+    failed: tuple[Failure, ...] = ()
+    committed: Step = NO_STEP
+    training: bool = False
+    checkpoint: Checkpoint = Checkpoint()
 
 
 class Propose(Message, frozen=True):
@@ -120,6 +156,17 @@ class Goodbye(Message, frozen=True):
 
 
 AnyMessage = (
-    Report | Status | Start | Rehearse | NodeFailed | Prepare | Promise | Propose | Accepted | Refused | Decided
-    | Verdict | Goodbye
+    Report | Status | Start | Rehearse | NodeFailed | RankFailed | JoinRequest | Prepare | Promise | Propose | Accepted
+    | Refused | Decided | Verdict | Goodbye
 )  # fmt: skip
+
+
+def generation_of(message: AnyMessage) -> Generation:
+    """The generation `message` was sent in."""
+    if isinstance(message, Decided):
+        return message.plan.world.generation
+    if isinstance(message, JoinRequest):
+        return 0
+    if isinstance(message, (Prepare, Promise, Propose, Accepted, Refused)):
+        return message.ballot.generation - 1
+    return message.world.generation if isinstance(message, Start) else message.generation

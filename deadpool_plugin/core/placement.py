@@ -22,23 +22,27 @@ class Rehearsal(msgspec.Struct, frozen=True):
     source: NodeId
 
 
-def buddy_of(world: World, node: NodeId) -> NodeId | None:
-    """The node that holds `node`'s mirrors: the next active one, or the first spare if there is only one active node.
+def buddies_of(world: World, node: NodeId, copies: int) -> tuple[NodeId, ...]:
+    """The nodes that hold `node`'s mirrors: the next `copies` active ones of the ring, then spares if too few.
 
-    Returns: None for a node without ranks, and where no second node exists.
+    Returns: () for a node without ranks; fewer than `copies` where the world has no more members.
     """
     ring = world.active
     if node not in ring:
-        return None
-    if len(ring) == 1:
-        return world.spares[0] if world.spares else None
-    return ring[(ring.index(node) + 1) % len(ring)]
+        return ()
+    own = ring.index(node)
+    return (ring[own + 1 :] + ring[:own] + world.spares)[:copies]
 
 
-def needs_payload(world: World, rank: Rank, replicas: Collection[Rank]) -> bool:
-    """Whether `rank`'s payload must be mirrored: no rank of `replicas` keeps the same payload on another node."""
-    home = world.node_of[rank]
-    return all(world.node_of[replica] == home for replica in replicas)
+def needs_payload(world: World, rank: Rank, replicas: Collection[Rank], copies: int = 1) -> bool:
+    """Whether `rank`'s payload must be mirrored: too few other nodes keep the same one for a rank of `replicas`."""
+    elsewhere = {world.node_of[replica] for replica in replicas} - {world.node_of[rank]}
+    return len(elsewhere) < copies_needed(world, copies)
+
+
+def copies_needed(world: World, copies: int) -> int:
+    """On how many nodes other than its own a snapshot must be to be safe: `copies`, but all of a smaller world's."""
+    return min(copies, len(world.members) - 1)
 
 
 def rehearsals(world: World) -> tuple[Rehearsal, ...]:
@@ -51,12 +55,12 @@ def rehearsals(world: World) -> tuple[Rehearsal, ...]:
     )
 
 
-def takers_of(world: World, lost: Collection[NodeId]) -> dict[NodeId, NodeId] | None:
-    """Lost active node -> the surviving spare that takes its ranks as a whole, or None if there are too few spares.
+def takers_of(world: World, lost: Collection[NodeId], joined: Collection[NodeId] = ()) -> dict[NodeId, NodeId] | None:
+    """Lost active node -> the spare or `joined` host that takes its ranks as a whole, or None if there are too few.
 
-    Preferred is the spare that rehearses that node; others take over in the order of the spares.
+    Preferred is the spare that rehearses that node; others take over in the order of the spares, joined hosts last.
     """
-    free = [spare for spare in world.spares if spare not in lost]
+    free = [spare for spare in (*world.spares, *joined) if spare not in lost]
     vacant = [node for node in world.active if node in lost]
     if len(vacant) > len(free):
         return None
@@ -73,14 +77,17 @@ def takers_of(world: World, lost: Collection[NodeId]) -> dict[NodeId, NodeId] | 
     return takers
 
 
-def world_after(world: World, lost: Collection[NodeId]) -> World | None:
-    """The next generation's world without the `lost` nodes: same ranks, same ring positions; None if spares run out."""
-    takers = takers_of(world, lost)
+def world_after(world: World, lost: Collection[NodeId], joined: Collection[NodeId] = ()) -> World | None:
+    """The next generation's world without the `lost` nodes and with the `joined` hosts as its last spares.
+
+    Returns: the same ranks at the same ring positions, or None if spares run out.
+    """
+    takers = takers_of(world, lost, joined)
     if takers is None:
         return None
     gone = set(lost) | set(takers.values())
     return World(
         generation=world.generation + 1,
         node_of=tuple(takers.get(node, node) for node in world.node_of),
-        spares=tuple(spare for spare in world.spares if spare not in gone),
+        spares=tuple(spare for spare in (*world.spares, *joined) if spare not in gone),
     )

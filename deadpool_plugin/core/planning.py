@@ -7,41 +7,81 @@ with a reason, not an exception. May import ledger, placement and types only.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 
-from .ledger import Ledger
+from .ledger import Ledger, RestorePoint
 from .placement import world_after
-from .types import NodeId, Step, SwapPlan, Unrecoverable, World
+from .types import NO_STEP, NodeId, Rank, Step, SwapPlan, Unrecoverable, World
 
 
-def plan_swap(
-    world: World, ledger: Ledger, lost: Collection[NodeId], stores: Mapping[NodeId, str], newest_committed: Step
-) -> SwapPlan | Unrecoverable:
-    """The plan for `world` without its `lost` nodes, or why there is none.
+@dataclass(frozen=True)
+class Situation:
+    """What a proposer knows when all promises are there.
 
     Args: ledger: the survivors' holdings, taken after they fenced this generation. stores: what they offer.
-    Returns: a plan whose `store` is "" if no survivor offers one (yet).
+        may_start_over: nothing is committed and nobody knows of training, so the script may begin again.
     """
-    survivors = [node for node in world.members if node not in lost]
-    lost_nodes = tuple(node for node in world.members if node in lost)
-    lost_ranks = tuple(rank for rank, node in enumerate(world.node_of) if node in lost)
 
-    point = ledger.restore_point(world, survivors)
-    if not isinstance(point, str):
-        newest_committed = max(newest_committed, point.step)  # its coordinator may have died before it told anybody
-    after = world_after(world, lost)
-    if after is None:
-        spares = sum(spare not in lost for spare in world.spares)
-        what = "no spare is left" if spares == 0 else f"only {spares} spare(s) are left"
-        return Unrecoverable(f"{what} for lost node(s) {_listed(lost_nodes)}", lost_ranks, newest_committed)
+    world: World
+    ledger: Ledger
+    lost: Collection[NodeId]
+    stores: Mapping[NodeId, str]
+    newest_committed: Step = NO_STEP
+    lost_ranks: tuple[Rank, ...] = ()
+    joined: tuple[NodeId, ...] = ()
+    may_start_over: bool = False
+
+    @property
+    def survivors(self) -> tuple[NodeId, ...]:
+        return tuple(node for node in self.world.members if node not in self.lost)
+
+    @property
+    def lost_nodes(self) -> tuple[NodeId, ...]:
+        return tuple(node for node in self.world.members if node in self.lost)
+
+
+@dataclass(frozen=True)
+class NoSpare:
+    """Nothing is lost, but nobody is there to take over: one may wait for a host, or end with `verdict`."""
+
+    verdict: Unrecoverable
+
+
+def plan_swap(case: Situation) -> SwapPlan | NoSpare | Unrecoverable:
+    """The plan for the world without its lost nodes, or why there is none.
+
+    Returns: a plan whose `store` is "" if no survivor offers one (yet), and always if the script begins again.
+    """
+    point = case.ledger.restore_point(case.world, case.survivors)
+    if isinstance(point, str) and case.may_start_over:
+        point = RestorePoint(NO_STEP, ())
     if isinstance(point, str):
-        return Unrecoverable(point, lost_ranks, newest_committed)
+        return _unrecoverable(case, point, case.newest_committed)
+    # Its coordinator may have died before it told anybody what was committed.
+    newest = max(case.newest_committed, point.step)
+    after = world_after(case.world, case.lost, case.joined)
+    if after is None:
+        return NoSpare(_unrecoverable(case, _shortage(case), newest))
     return SwapPlan(
         world=after,
         restore_step=point.step,
-        lost_nodes=lost_nodes,
+        lost_nodes=case.lost_nodes,
         sources=point.sources,
-        store=choose_store(world, survivors, stores),
+        store="" if point.step == NO_STEP else choose_store(case.world, case.survivors, case.stores),
+        lost_ranks=case.lost_ranks,
+        joined=case.joined,
     )
+
+
+def _shortage(case: Situation) -> str:
+    spares = sum(spare not in case.lost for spare in case.world.spares) + len(case.joined)
+    what = "no spare is left" if spares == 0 else f"only {spares} spare(s) are left"
+    return f"{what} for lost node(s) {_listed(case.lost_nodes)}"
+
+
+def _unrecoverable(case: Situation, reason: str, newest_committed: Step) -> Unrecoverable:
+    ranks = tuple(rank for rank, node in enumerate(case.world.node_of) if node in case.lost)
+    return Unrecoverable(reason, ranks, newest_committed)
 
 
 def choose_store(world: World, survivors: Collection[NodeId], stores: Mapping[NodeId, str]) -> str:

@@ -18,7 +18,8 @@ PAUSE_INTERVALS = 3
 
 @dataclass
 class Watch:
-    """What one node knows of the others: `evidence` (never taken back) and when it last `heard` of them."""
+    """What one node knows of the others: `evidence` (never taken back from a member) and when it last
+    `heard` of them."""
 
     evidence: dict[NodeId, str] = field(default_factory=dict)
     heard: dict[NodeId, float] = field(default_factory=dict)
@@ -34,6 +35,10 @@ class Watch:
     def accuse(self, node: NodeId, reason: str) -> None:
         """`node` is lost; the first reason stays."""
         self.evidence.setdefault(node, reason)
+
+    def pardon(self, node: NodeId) -> None:
+        """`node`, which is no member, asks anew: what was known of an earlier connection does not count."""
+        self.evidence.pop(node, None)
 
     def excuse_pause(self, gap_s: float, timing: Timing) -> None:
         """We ran last `gap_s` ago: what others sent meanwhile may still be queued, so their clocks stood still too."""

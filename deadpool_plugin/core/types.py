@@ -71,14 +71,37 @@ class Source(msgspec.Struct, frozen=True, array_like=True):
     payload_rank: Rank
 
 
+class Failure(msgspec.Struct, frozen=True, array_like=True):
+    """The process of `rank` is gone from a healthy node. `exit_code` is that of a script that ended by itself with an
+    error, negative for a signal (somebody else ended it), as in subprocess."""
+
+    rank: Rank
+    exit_code: int
+    reason: str
+
+
+class Checkpoint(msgspec.Struct, frozen=True, array_like=True, order=True):
+    """A complete checkpoint on disk, as the script's own saving call left it."""
+
+    step: Step = NO_STEP
+    path: str = ""
+
+
 class SwapPlan(msgspec.Struct, frozen=True, array_like=True):
-    """What everyone does once a majority has accepted it."""
+    """What everyone does once a majority has accepted it.
+
+    `restore_step` is NO_STEP where nothing was lost because training had not begun: every rank then begins its script
+    again in a new process, and `store` is "" until one of them offers one. `lost_ranks` lived on nodes that survive:
+    their own node starts a new process for them. `joined` are hosts that were no members before.
+    """
 
     world: World
     restore_step: Step
     lost_nodes: tuple[NodeId, ...]
     sources: tuple[Source, ...]
     store: str
+    lost_ranks: tuple[Rank, ...] = ()
+    joined: tuple[NodeId, ...] = ()
 
 
 class Unrecoverable(msgspec.Struct, frozen=True, array_like=True):

@@ -58,7 +58,7 @@ def test_an_empty_file_is_valid(tmp_path):
         ("patience_s: soon", "found 'soon'"),
         ("port_range: [5000, 4000]", "must be ascending"),
         ("port_range: [5000, 5001]", "at least 4"),
-        ("on_no_spare: pray", "'stop' (found 'pray')"),
+        ("on_no_spare: pray", "'stop' or 'wait' (found 'pray')"),
         ("header_kib: 4096\nhistory_limit_mib: 4", "header_kib"),
         ("- a\n- b", "holds a list"),
         ("a: [", "is not YAML"),

@@ -7,14 +7,15 @@ compared, so a swap that mixes histories or reads an overwritten slot fails here
 from __future__ import annotations
 
 import random
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
 from deadpool_plugin.core import io
 from deadpool_plugin.core.controller import Controller
 from deadpool_plugin.core.ledger import may_stage
-from deadpool_plugin.core.messages import Goodbye
-from deadpool_plugin.core.placement import buddy_of, needs_payload
+from deadpool_plugin.core.messages import Goodbye, Propose
+from deadpool_plugin.core.placement import buddies_of, needs_payload
+from deadpool_plugin.core.policy import Policy
 from deadpool_plugin.core.timing import Timing
 from deadpool_plugin.core.types import NO_STEP, Holding, NodeId, Rank, Step, SwapPlan, World
 
@@ -45,6 +46,11 @@ class Node:
     committed: Step = NO_STEP
     fence: int = 0
     frozen: bool = False
+    deaths: list[tuple[Rank, int]] = field(default_factory=list)
+    """Ranks without a process, and how it ended; noticed one by one."""
+    dead: set[Rank] = field(default_factory=set)
+    stores: dict[str, Rank] = field(default_factory=dict)
+    """Each store offered and the rank whose process hosts it (-1: a standing-by one)."""
     exit: tuple[int, str] | None = None
     killed: bool = False
     rehearsals: list[io.StartRehearsal] = field(default_factory=list)
@@ -68,16 +74,19 @@ class Cluster:
         last_step: Step = 6,
         seed: int | None = None,
         replicas: dict[Rank, tuple[Rank, ...]] | None = None,
+        policy: Policy = Policy(),
     ):
         self.world = world
         self.last_step = last_step
         self.rng = None if seed is None else random.Random(seed)
         self.replicas = replicas or {rank: (rank,) for rank in range(len(world.node_of))}
         self.now = 0.0
-        self.nodes = {n: Node(n, Controller(n, TIMING)) for n in sorted(world.members)}
-        self.links: dict[tuple[NodeId, NodeId], deque[object]] = {
-            (a, b): deque() for a in self.nodes for b in self.nodes if a != b
-        }
+        self.policy = policy
+        self.nodes = {n: Node(n, Controller(n, TIMING, policy)) for n in sorted(world.members)}
+        self.links: dict[tuple[NodeId, NodeId], deque[object]] = defaultdict(deque)
+        self.dead_stores: set[str] = set()
+        self.committed: dict[int, Step] = {}
+        """The newest step that was committed in each generation."""
         self.bulk: deque[tuple[NodeId, NodeId, int, Rank, Step, tuple[int, ...], bool]] = deque()
         self.plans: dict[int, SwapPlan] = {}
         self.stores = 0
@@ -97,8 +106,25 @@ class Cluster:
         self.offer(self.nodes[self.world.node_of[0]])
 
     def offer(self, node: Node) -> None:
+        """The lowest process of `node` that lives hosts a store (a spare's standing-by process if it has no rank)."""
+        ranks = (
+            node.controller.world.ranks_of(node.number) if node.controller.world else self.world.ranks_of(node.number)
+        )
+        living = [rank for rank in ranks if rank not in node.dead]
+        if ranks and not living:
+            return
         self.stores += 1
-        node.inputs.append(io.StoreOffered(f"node{node.number}:{self.stores}"))
+        address = f"node{node.number}:{self.stores}"
+        node.stores[address] = living[0] if living else -1
+        node.inputs.append(io.StoreOffered(address))
+
+    def join(self, number: NodeId) -> None:
+        """A host that is no member asks to become one; it is linked with everybody who lives."""
+        newest = self.plans[max(self.plans)].world if self.plans else self.world
+        node = self.nodes[number] = Node(number, Controller(number, TIMING, self.policy))
+        self.starts[number] = 0
+        members = tuple(n for n in newest.members if self.nodes[n].up)
+        self.feed(node, io.Joining(members))
 
     def run(self, until=None, events: int = 60_000) -> bool:
         """Run until `until()` or everybody is gone; False if neither happens within `events` events."""
@@ -114,6 +140,8 @@ class Cluster:
         choices = [("input", n) for n, node in self.nodes.items() if node.up and not node.frozen and node.inputs]
         choices += [("link", pair) for pair, queue in self.links.items() if queue and not self.nodes[pair[1]].frozen]
         choices += [("bulk", None)] if self.bulk else []
+        living = [n for n, node in self.nodes.items() if node.up and not node.frozen]
+        choices += [("death", n) for n in living if self.nodes[n].deaths and self.nodes[n].controller.world]
         choices += [("work", (node.number, rank)) for node, rank in self.workers() if self.can_work(node, rank)]
         if not choices:
             self.advance(TIMING.heartbeat_interval_s / 4)
@@ -129,6 +157,8 @@ class Cluster:
             self.deliver(*what)
         elif kind == "bulk":
             self.deliver_bulk()
+        elif kind == "death":
+            self.notice(self.nodes[what])
         else:
             self.work(self.nodes[what[0]], what[1])
         if self.turn % 40 == 0:
@@ -165,13 +195,35 @@ class Cluster:
         if not node.up:
             return
         node.killed = True
-        for (source, _), queue in self.links.items():
-            if source == number:
-                cut = self.rng.randint(0, len(queue)) if self.rng is not None else len(queue)
-                while len(queue) > cut:
-                    queue.pop()
-                queue.append(io.LinkLost(source, "connection reset"))
+        for other in sorted(self.nodes.keys() - {number}):
+            queue = self.links[number, other]
+            cut = self.rng.randint(0, len(queue)) if self.rng is not None else len(queue)
+            while len(queue) > cut:
+                queue.pop()
+            queue.append(io.LinkLost(number, "connection reset"))
         self.bulk = deque(item for item in self.bulk if number not in item[:2])
+
+    def kill_rank(self, number: NodeId, rank: Rank, exit_code: int = -9) -> None:
+        """The process of `rank` ends (with what it hosts); its node lives on and notices it some time later."""
+        node = self.nodes[number]
+        if not node.up or rank in node.dead:
+            return
+        if rank in node.workers:
+            node.workers[rank].live = False
+        node.dead.add(rank)
+        node.deaths.append((rank, exit_code))
+        self.dead_stores |= {address for address, host in node.stores.items() if host == rank}
+
+    def notice(self, node: Node) -> None:
+        rank, exit_code = node.deaths.pop(0)
+        event = io.WorkerLost(rank, "signal 9") if exit_code < 0 else io.WorkerFailed(rank, exit_code, "ValueError")
+        self.feed(node, event)
+        gone = {address for address, host in node.stores.items() if host == rank}
+        node.inputs = deque(e for e in node.inputs if not isinstance(e, io.StoreOffered) or e.address not in gone)
+        for address in sorted(gone):
+            self.feed(node, io.StoreLost(address))
+        if node.fence > node.controller.generation:
+            self.offer(node)
 
     def cut(self, a: NodeId, b: NodeId) -> None:
         """The connection between two nodes ends; both live on."""
@@ -188,6 +240,8 @@ class Cluster:
         elif isinstance(action, io.StartWorkers):
             self.starts[node.number] += 1
             for rank in action.world.ranks_of(node.number):
+                if rank in node.dead:
+                    continue
                 worker = node.workers[rank] = Worker(rank, live=True)
                 self.stage(node, worker)
                 node.inputs.append(io.WorkerReady(rank))
@@ -208,18 +262,26 @@ class Cluster:
             self.reconfigure(node, action.plan)
         elif isinstance(action, io.Emit):
             node.events.append(action)
+            if action.kind == "StepCommitted":
+                generation = node.controller.generation
+                self.committed[generation] = max(self.committed.get(generation, NO_STEP), action.fields["step"])
         elif isinstance(action, io.Leave):
             node.exit = (action.exit_code, action.reason)
-            for (source, _), queue in self.links.items():
-                if source == node.number:
-                    queue.append(Goodbye(node.controller.generation))
+            for other in self.nodes:
+                if other != node.number:
+                    self.links[node.number, other].append(Goodbye(node.controller.generation))
 
     def reconfigure(self, node: Node, plan: SwapPlan) -> None:
         generation = plan.world.generation
         assert self.plans.setdefault(generation, plan) == plan, "ONE_WORLD_PER_GENERATION"
         assert node.fence == generation
+        self.check_nothing_lost(plan)
         assert plan.world.node_of != () and len(plan.world.node_of) == len(self.world.node_of)
         node.world, node.committed = plan.world, NO_STEP
+        if plan.restore_step == NO_STEP:
+            self.begin_again(node, plan)
+            return
+        node.dead = {rank for rank, _ in node.deaths}  # nobody has noticed these, so they are not replaced
         for key, (step, _, _) in list(node.slots.items()):
             if step > plan.restore_step:
                 del node.slots[key]
@@ -232,9 +294,30 @@ class Cluster:
             if own is None:
                 continue  # the source is gone: another swap follows
             assert own[2], "a header is no snapshot to restore from"
-            worker.state, worker.live = own[1], True
+            worker.state = own[1]
+            if plan.store in self.dead_stores or rank in node.dead:
+                continue  # the groups cannot be built: a death is told of, and another swap follows
+            worker.live = True
             node.inputs.append(io.WorkerRestored(rank, generation))
             self.push(node, rank, plan.restore_step)
+
+    def check_nothing_lost(self, plan: SwapPlan) -> None:
+        """RESTORABLE: what was committed survives so many losses."""
+        if len(plan.lost_nodes) <= self.policy.copies:
+            assert plan.restore_step >= self.committed.get(plan.world.generation - 1, NO_STEP)
+        if plan.restore_step == NO_STEP:
+            assert not self.committed and not plan.sources and plan.store == ""
+
+    def begin_again(self, node: Node, plan: SwapPlan) -> None:
+        """Every process of a rank is a new one that begins the script; what the old ones said counts no more."""
+        node.workers = {}
+        self.dead_stores |= node.stores.keys()
+        node.dead.clear()
+        node.deaths.clear()
+        node.slots.clear()
+        node.inputs = deque(e for e in node.inputs if not isinstance(e, (io.WorkerReady, io.StoreOffered)))
+        if plan.world.node_of[0] == node.number:
+            self.offer(node)
 
     def fetch(self, node: Node, plan: SwapPlan, source) -> None:
         header, payload = self.nodes[source.header_node], self.nodes[source.payload_node]
@@ -251,11 +334,12 @@ class Cluster:
         return io.SnapshotHeld(Holding(rank, step, payload, self.replicas[rank]), generation)
 
     def push(self, node: Node, rank: Rank, step: Step) -> None:
-        buddy = buddy_of(node.world, node.number)
-        if buddy is not None and self.nodes[buddy].up:
-            payload = needs_payload(node.world, rank, self.replicas[rank])
-            state = node.slots[rank, step % 2][1]
-            self.bulk.append((node.number, buddy, node.world.generation, rank, step, state, payload))
+        copies = self.policy.copies
+        for buddy in buddies_of(node.world, node.number, copies):
+            if self.nodes[buddy].up:
+                payload = needs_payload(node.world, rank, self.replicas[rank], copies)
+                state = node.slots[rank, step % 2][1]
+                self.bulk.append((node.number, buddy, node.world.generation, rank, step, state, payload))
 
     def deliver_bulk(self) -> None:
         if self.rng is not None:
@@ -272,6 +356,8 @@ class Cluster:
                 if not self.links_busy(target):
                     self.advance(TIMING.heartbeat_interval_s / 4)
                 return
+            if node.slots.get((rank, step % 2), (NO_STEP,))[0] > step:
+                return  # overtaken: a real connection keeps the order
             node.slots[rank, step % 2] = (step, state, payload)
             node.inputs.append(self.held(rank, step, payload, generation))
 
@@ -301,7 +387,7 @@ class Cluster:
     def peers(self, node: Node):
         for rank, home in enumerate(node.world.node_of):
             other = self.nodes[home]
-            same = other.up and not other.frozen and other.world.generation == node.world.generation
+            same = other.up and not other.frozen and other.controller.generation == node.world.generation
             yield other.workers.get(rank) if same else None
 
     def work(self, node: Node, rank: Rank) -> None:
@@ -321,6 +407,38 @@ class Cluster:
         self.push(node, worker.rank, worker.step)
 
     # -- what tests look at ------------------------------------------------------------------------------------
+
+    def knows_of_training(self) -> bool:
+        return all(node.controller._ctx.has_trained for node in self.nodes.values())
+
+    def newest(self) -> SwapPlan:
+        return self.plans[max(self.plans)]
+
+    def generation_protected(self) -> bool:
+        """Whether all who live are in the newest generation, and it is protected."""
+        newest = max(self.plans, default=0)
+        members = [self.nodes[number] for number in (self.plans[newest].world if newest else self.world).members]
+        reached = all(node.controller.generation == newest and node.fence <= newest for node in members if node.up)
+        floor = self.plans[newest].restore_step if newest else 0
+        return reached and self.committed.get(newest, NO_STEP) >= floor
+
+    def speaks(self, number: NodeId) -> bool:
+        """Whether anything `number` has said, or its end, is still on its way."""
+        return any(queue for (source, to), queue in self.links.items() if source == number and self.nodes[to].up)
+
+    def waits(self) -> bool:
+        members = [node for node in self.nodes.values() if node.up and node.controller.world]
+        return all(node.controller._ctx.waiting for node in members)
+
+    def idle(self, seconds: float) -> None:
+        """Everything that is under way arrives, and so much time passes."""
+        end = self.now + seconds
+        assert self.run(lambda: self.now >= end)
+
+    def has_proposed(self, generation: int) -> bool:
+        """Whether a plan for `generation` is on its way to the voters."""
+        messages = [item for queue in self.links.values() for item in queue if isinstance(item, Propose)]
+        return any(message.plan.world.generation == generation for message in messages)
 
     def training(self) -> bool:
         return bool(self.said("TrainingStarted"))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from deadpool_plugin import events
 from deadpool_plugin.core import io
-from deadpool_plugin.core.types import World
+from deadpool_plugin.core.types import NO_STEP, World
 
 from .cluster import Cluster
 
@@ -177,15 +177,26 @@ def test_one_active_node_and_a_spare(lost):
 
 
 @pytest.mark.parametrize("lost", range(5))
-def test_a_loss_before_training_is_a_verdict(lost):
+def test_a_loss_before_training_begins_the_script_again(lost):
     cluster = Cluster(WORLD, seed=lost)
     cluster.form()
     cluster.run(lambda: any(cluster.starts.values()))
     assert not cluster.training()
     cluster.kill(lost)
     assert cluster.run()
-    assert {n: c for n, c in cluster.exits().items() if n != lost} == {n: 86 for n in range(5) if n != lost}
-    assert "before training had started" in cluster.nodes[(lost + 1) % 5].exit[1]
+    finished(cluster)
+    assert cluster.plans[1].restore_step == NO_STEP
+    assert all(n == lost or cluster.starts[n] >= 1 for n in cluster.starts)
+    assert len(cluster.said("TrainingStarted")) == 1 and len(cluster.said("Protected")) == 1
+
+
+def test_a_loss_before_training_without_a_spare_is_a_verdict():
+    cluster = Cluster(World(0, (0, 1, 2)))
+    cluster.form()
+    cluster.kill(1)
+    assert cluster.run()
+    assert [cluster.nodes[n].exit[0] for n in (0, 2)] == [86, 86]
+    assert "no spare is left" in cluster.nodes[2].exit[1] and "no checkpoint was saved" in cluster.nodes[2].exit[1]
 
 
 def test_a_rank_that_never_gets_ready_is_a_verdict():
@@ -197,25 +208,13 @@ def test_a_rank_that_never_gets_ready_is_a_verdict():
     assert "not in training" in cluster.nodes[4].exit[1]
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_a_script_error_ends_the_job_and_spends_no_spare(seed):
-    cluster = Cluster(WORLD, seed=seed)
-    cluster.form()
-    assert cluster.run(lambda: cluster.at_step(2))
-    cluster.nodes[1].inputs.append(io.WorkerFailed(2, 3, "ValueError"))
-    assert cluster.run()
-    assert set(cluster.exits().values()) == {3}
-    assert all("rank 2" in node.exit[1] for node in cluster.nodes.values())
-    assert not cluster.plans
-
-
 @pytest.mark.parametrize("number", range(5))
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_lost_worker_costs_its_node_only(seed, number):
+def test_a_node_that_gives_up_costs_nobody_else(seed, number):
     cluster = Cluster(WORLD, seed=seed)
     cluster.form()
     assert cluster.run(lambda: bool(cluster.said("Protected")) and cluster.at_step(2))
-    cluster.nodes[number].inputs.append(io.WorkerLost(0, "signal 11"))
+    cluster.nodes[number].inputs.append(io.NodeGivenUp("signal 11"))
     assert cluster.run()
     assert cluster.exits() == {n: 87 if n == number else 0 for n in range(5)}
     assert any("signal 11" in str(event["evidence"]) for event in cluster.said("NodeLost"))

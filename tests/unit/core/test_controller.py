@@ -11,6 +11,7 @@ from deadpool_plugin.core.messages import (
     Prepare,
     Promise,
     Propose,
+    RankFailed,
     Refused,
     Rehearse,
     Report,
@@ -18,8 +19,9 @@ from deadpool_plugin.core.messages import (
     Status,
     Verdict,
 )
+from deadpool_plugin.core.policy import Policy
 from deadpool_plugin.core.timing import Timing
-from deadpool_plugin.core.types import Ballot, Holding, SwapPlan, World
+from deadpool_plugin.core.types import Ballot, Checkpoint, Failure, Holding, SwapPlan, World
 
 WORLD = World(0, (0, 1, 2), (3,))
 TIMING = Timing(heartbeat_interval_s=1.0, silent_after_s=10.0, phase_timeout_s=20.0, start_timeout_s=100.0)
@@ -149,3 +151,70 @@ def test_a_rehearsal_is_started_once_and_announced():
     assert (0, Report(0, 3, rehearsed=((0, 1),))) in said(actions)
     assert hear(controller, 0, Rehearse(0, 0, 1, 2)) == [], "done is done, wherever the recording came from"
     assert hear(controller, 0, Rehearse(0, 0, 2, 2))[0] == io.StartRehearsal(0, 2, 2)
+
+
+def test_verdicts_name_the_newest_checkpoint_wherever_it_was_saved():
+    controller = formed(0)
+    hear(controller, 2, Report(0, 2, checkpoint=Checkpoint(7, "/ckpt/7")))
+    hear(controller, 1, Report(0, 1, checkpoint=Checkpoint(5, "/ckpt/5")))
+    actions = controller.step(io.StopRequested("operator", 143), 0.2)
+    assert actions[-1] == io.Leave(143, "operator; newest checkpoint: step 7 in /ckpt/7")
+    assert formed(0).step(io.StopRequested("operator", 143), 0.2)[-1].reason == "operator; no checkpoint was saved"
+
+
+def test_a_checkpoint_is_reported_and_promised():
+    controller = formed(3)
+    newest = Checkpoint(7, "/ckpt/7")
+    assert said(controller.step(io.CheckpointSaved(7, "/ckpt/7"), 0.1)) == [(0, Report(0, 3, checkpoint=newest))]
+    assert controller.step(io.CheckpointSaved(5, "/ckpt/5"), 0.2) == []
+    ballot = Ballot(1, 1, 0)
+    promise = Promise(ballot, None, (), "", checkpoint=newest)
+    assert (0, promise) in said(hear(controller, 0, Prepare(ballot, (2,))))
+    proposer = formed(0)
+    hear(proposer, 1, NodeFailed(0, 2, "gone"))
+    for node in (1, 3):
+        actions = hear(proposer, node, Promise(ballot, None, (), "", training=True, checkpoint=newest))
+    assert "step 7 in /ckpt/7" in actions[-1].reason and actions[-1].exit_code == 86
+
+
+def test_a_rehearsal_that_fails_is_ordered_again_within_the_budget():
+    controller = Controller(3, TIMING, Policy(restarts_max=2))
+    controller.step(io.WorldFormed(WORLD), 0.0)
+    order, failure = io.StartRehearsal(0, 1, 1), io.SpareFailed(0, 1, "signal 9")
+    assert hear(controller, 0, Rehearse(0, 0, 1, 1)) == [order]
+    assert order in controller.step(failure, 0.2)
+    assert controller.step(io.SpareFailed(0, 2, "of an order before"), 0.2) == []
+    assert order in controller.step(failure, 0.3)
+    assert controller.step(failure, 0.4)[-1].exit_code == 87
+
+
+def test_a_rehearsal_that_fails_during_a_swap_is_the_next_generations():
+    controller = formed(3)
+    hear(controller, 0, Rehearse(0, 0, 1, 1))
+    hear(controller, 0, Prepare(Ballot(1, 1, 0), ()))
+    assert not any(isinstance(a, io.StartRehearsal) for a in controller.step(io.SpareFailed(0, 1, "signal 9"), 0.2))
+    hear(controller, 0, Decided(SwapPlan(World(1, (0, 1, 2), (3,)), 4, (), (), "store")))
+    assert hear(controller, 0, Rehearse(1, 0, 1, 1)) == [io.StartRehearsal(0, 1, 1)]
+
+
+def test_a_failure_is_said_at_once_and_with_every_report_until_it_is_healed():
+    controller = formed(2)
+    hear(controller, 0, Status(0, 3, True, True))
+    message = (0, RankFailed(0, Failure(2, -1, "signal 9")))
+    assert message in said(controller.step(io.WorkerLost(2, "signal 9"), 0.2))
+    assert controller.step(io.WorkerLost(2, "again"), 0.3) == []
+    assert controller.step(io.WorkerLost(1, "another node's"), 0.3) == []
+    assert message in said(controller.step(io.Ticked(), 1.3))
+    hear(controller, 0, Decided(SwapPlan(World(1, (0, 1, 2), (3,)), 4, (), (), "store")), 1.4)
+    assert not any(isinstance(message, RankFailed) for _, message in said(controller.step(io.Ticked(), 2.5)))
+
+
+def test_a_failure_that_took_the_chosen_store_with_it_is_the_new_generations_too():
+    controller = formed(2)
+    hear(controller, 0, Status(0, 3, True, True))
+    controller.step(io.StoreOffered("node2:1"), 0.1)
+    hear(controller, 0, Prepare(Ballot(1, 1, 0), (3,)))
+    controller.step(io.WorkerLost(2, "signal 9"), 0.2)
+    controller.step(io.StoreLost("node2:1"), 0.2)
+    actions = hear(controller, 0, Decided(SwapPlan(World(1, (0, 1, 2)), 4, (3,), (), "node2:1")), 0.3)
+    assert (0, RankFailed(1, Failure(2, -1, "signal 9"))) in said(actions)

@@ -10,7 +10,7 @@ from collections import deque
 from functools import cache
 
 from deadpool_plugin.core.ledger import Ledger, may_stage
-from deadpool_plugin.core.placement import buddy_of
+from deadpool_plugin.core.placement import buddies_of
 from deadpool_plugin.core.types import Holding, World
 
 WORLD = World(0, (0, 1, 2), (3,))
@@ -27,7 +27,9 @@ def ledger_of(state: State) -> Ledger:
     for rank, (_, own, _, mirrored, _) in enumerate(state):
         home = WORLD.node_of[rank]
         held[home] += [Holding(rank, step, True, (rank,)) for step in own if step is not EMPTY]
-        held[buddy_of(WORLD, home)] += [Holding(rank, step, True, (rank,)) for step in mirrored if step is not EMPTY]
+        held[buddies_of(WORLD, home, 1)[0]] += [
+            Holding(rank, step, True, (rank,)) for step in mirrored if step is not EMPTY
+        ]
     return Ledger(held)
 
 

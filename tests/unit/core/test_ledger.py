@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import combinations
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deadpool_plugin.core.ledger import Ledger, may_stage
+from deadpool_plugin.core.placement import buddies_of
 from deadpool_plugin.core.types import NO_STEP, Holding, Source, World
 
 from .strategies import inventories, worlds
@@ -18,20 +21,20 @@ def holding_of(held, node, rank, step):
     return next((h for h in held[node] if (h.rank, h.step) == (rank, step)), None)
 
 
-def oracle_committed(world, held, step):
+def oracle_committed(world, held, step, copies=1):
     for rank, home in enumerate(world.node_of):
         own = holding_of(held, home, rank, step)
         if own is None or not own.payload:
             return False
         others = [node for node in world.members if node != home]
         header = [node for node in others if holding_of(held, node, rank, step)]
-        payload = [
+        payload = {
             node
             for node in others
             for replica in {rank, *own.replicas}
             if (h := holding_of(held, node, replica, step)) is not None and h.payload
-        ]
-        if others and not (header and payload):
+        }
+        if min(len(header), len(payload)) < min(copies, len(others)):
             return False
     return True
 
@@ -55,11 +58,11 @@ def oracle_restorable(world, held, survivors, step):
 
 
 @settings(max_examples=150, deadline=None)
-@given(data=st.data(), world=worlds())
-def test_committed_is_what_the_oracle_says(data, world):
+@given(data=st.data(), world=worlds(), copies=st.integers(1, 3))
+def test_committed_is_what_the_oracle_says(data, world, copies):
     held = data.draw(inventories(world, STEPS))
-    expected = max((s for s in range(STEPS) if oracle_committed(world, held, s)), default=NO_STEP)
-    assert Ledger(held).committed(world) == expected
+    expected = max((s for s in range(STEPS) if oracle_committed(world, held, s, copies)), default=NO_STEP)
+    assert Ledger(held).committed(world, copies=copies) == expected
 
 
 @settings(max_examples=150, deadline=None)
@@ -86,16 +89,36 @@ def test_restore_point_is_what_the_oracle_says(data, world):
 
 
 @settings(max_examples=150, deadline=None)
-@given(data=st.data(), world=worlds())
-def test_a_committed_step_survives_any_single_loss(data, world):
+@given(data=st.data(), world=worlds(), copies=st.integers(1, 3))
+def test_a_committed_step_survives_any_losses_of_as_many_nodes_as_there_are_copies(data, world, copies):
     """RESTORABLE"""
-    ledger = Ledger(data.draw(inventories(world, STEPS)))
-    committed = ledger.committed(world)
-    if committed == NO_STEP or len(world.members) == 1:
+    held = data.draw(inventories(world, STEPS))
+    ledger = Ledger(held)
+    committed = ledger.committed(world, copies=copies)
+    if committed == NO_STEP:
         return
-    for lost in world.members:
-        point = ledger.restore_point(world, [node for node in world.members if node != lost])
+    for lost in combinations(world.members, min(copies, len(world.members) - 1)):
+        survivors = [node for node in world.members if node not in lost]
+        point = ledger.restore_point(world, survivors)
         assert not isinstance(point, str) and point.step >= committed
+        assert oracle_restorable(world, held, survivors, point.step)
+
+
+@pytest.mark.parametrize(("copies", "nodes"), [(1, 4), (2, 4), (3, 5)])
+def test_mirrors_along_the_ring_commit_and_one_copy_less_does_not(copies, nodes):
+    """The buddies placement names are enough for a commit, all of them are needed, and one loss more is fatal."""
+    world = World(0, tuple(range(nodes)))
+    held: dict[int, list[Holding]] = {node: [Holding(node, 1, True, (node,))] for node in world.members}
+    for node in world.active:
+        for buddy in buddies_of(world, node, copies):
+            held[buddy].append(Holding(node, 1, True, (node,)))
+    assert Ledger(held).is_committed(world, 1, copies)
+    assert copies + 1 >= nodes - 1 or not Ledger(held).is_committed(world, 1, copies + 1)
+    for buddy in buddies_of(world, 0, copies):
+        less = held | {buddy: [holding for holding in held[buddy] if holding.rank != 0]}
+        assert not Ledger(less).is_committed(world, 1, copies)
+    fatal = {0, *buddies_of(world, 0, copies)}
+    assert isinstance(Ledger(held).restore_point(world, set(world.members) - fatal), str)
 
 
 @given(data=st.data(), world=worlds())

@@ -6,30 +6,58 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deadpool_plugin.core.placement import Rehearsal, buddy_of, needs_payload, rehearsals, takers_of, world_after
+from deadpool_plugin.core.placement import (
+    Rehearsal,
+    buddies_of,
+    copies_needed,
+    needs_payload,
+    rehearsals,
+    takers_of,
+    world_after,
+)
 from deadpool_plugin.core.types import World
 
 from .strategies import worlds
 
 
 @pytest.mark.parametrize(
-    ("world", "buddies"),
+    ("world", "copies", "buddies"),
     [
-        (World(0, (0, 0, 1, 1, 2, 2), (3,)), {0: 1, 1: 2, 2: 0, 3: None}),
-        (World(3, (7, 1, 4), ()), {7: 1, 1: 4, 4: 7}),
-        (World(0, (0, 0), (5, 6)), {0: 5, 5: None}),
-        (World(0, (0,)), {0: None}),
+        (World(0, (0, 0, 1, 1, 2, 2), (3,)), 1, {0: (1,), 1: (2,), 2: (0,), 3: ()}),
+        (World(3, (7, 1, 4), ()), 1, {7: (1,), 1: (4,), 4: (7,)}),
+        (World(3, (7, 1, 4), ()), 2, {7: (1, 4), 1: (4, 7), 4: (7, 1)}),
+        (World(3, (7, 1, 4), (5,)), 3, {7: (1, 4, 5), 1: (4, 7, 5), 4: (7, 1, 5)}),
+        (World(3, (7, 1, 4), ()), 9, {7: (1, 4), 1: (4, 7), 4: (7, 1)}),
+        (World(0, (0, 0), (5, 6)), 1, {0: (5,), 5: ()}),
+        (World(0, (0,)), 2, {0: ()}),
     ],
 )
-def test_buddies(world, buddies):
-    assert {node: buddy_of(world, node) for node in buddies} == buddies
+def test_buddies(world, copies, buddies):
+    assert {node: buddies_of(world, node, copies) for node in buddies} == buddies
+
+
+@given(world=worlds(), copies=st.integers(1, 4))
+def test_buddies_are_as_many_as_a_commit_asks_for(world, copies):
+    for node in world.active:
+        buddies = buddies_of(world, node, copies)
+        assert len(set(buddies) - {node}) == len(buddies) == copies_needed(world, copies)
 
 
 @pytest.mark.parametrize(
-    ("rank", "replicas", "needed"), [(0, (0,), True), (0, (0, 1), True), (0, (0, 2), False), (2, (2, 3, 0), False)]
+    ("rank", "replicas", "copies", "needed"),
+    [
+        (0, (0,), 1, True),
+        (0, (0, 1), 1, True),
+        (0, (0, 2), 1, False),
+        (2, (2, 3, 0), 1, False),
+        (0, (0, 2), 2, True),
+        (0, (0, 2, 3), 2, True),
+        (0, (0, 2, 4), 2, False),
+        (0, (0, 2, 4), 3, False),  # there are no more nodes
+    ],
 )
-def test_payload_is_mirrored_unless_a_replica_is_elsewhere(rank, replicas, needed):
-    assert needs_payload(World(0, (0, 0, 1, 1)), rank, replicas) is needed
+def test_payload_is_mirrored_unless_enough_replicas_are_elsewhere(rank, replicas, copies, needed):
+    assert needs_payload(World(0, (0, 0, 1, 1, 2, 2)), rank, replicas, copies) is needed
 
 
 def test_spares_rehearse_the_active_nodes_in_turn():
@@ -58,6 +86,21 @@ def test_spares_rehearse_the_active_nodes_in_turn():
 )
 def test_takers(lost, takers):
     assert takers_of(World(0, (0, 1, 2), (3, 4)), lost) == takers
+
+
+@pytest.mark.parametrize(
+    ("lost", "joined", "after"),
+    [
+        (set(), (5,), World(1, (0, 1), (3, 5))),
+        ({0}, (5,), World(1, (3, 1), (5,))),
+        ({1}, (5,), World(1, (0, 3), (5,))),  # who has stood by goes first
+        ({0, 1}, (5, 6), World(1, (3, 5), (6,))),
+        ({3}, (5,), World(1, (0, 1), (5,))),
+        ({0, 1, 3}, (5,), None),
+    ],
+)
+def test_who_joins_stands_by_or_takes_over_at_once(lost, joined, after):
+    assert world_after(World(0, (0, 1), (3,)), lost, joined) == after
 
 
 @given(world=worlds(), data=st.data())

@@ -8,10 +8,10 @@ from deadpool_plugin import errors
 from deadpool_plugin.core import types
 from deadpool_plugin.core.inventory import Inventory
 from deadpool_plugin.core.ledger import Ledger
-from deadpool_plugin.core.planning import plan_swap
+from deadpool_plugin.core.planning import NoSpare, Situation, plan_swap
 from deadpool_plugin.core.suspicion import Watch, suspects
 from deadpool_plugin.core.timing import Timing
-from deadpool_plugin.core.types import Holding, Source, SwapPlan, Unrecoverable, World
+from deadpool_plugin.core.types import NO_STEP, Checkpoint, Holding, Source, SwapPlan, Unrecoverable, World
 
 TIMING = Timing(heartbeat_interval_s=1.0, silent_after_s=10.0)
 WORLD = World(4, (0, 1, 2), (3, 4))
@@ -54,17 +54,17 @@ def test_the_first_reason_stays_and_ones_own_pause_is_no_evidence():
 
 def test_a_plan():
     ledger = Ledger({node: h for node, h in FULL.items() if node != 1})
-    plan = plan_swap(WORLD, ledger, {1}, {0: "", 2: "two", 4: "four"}, 4)
+    plan = plan_swap(Situation(WORLD, ledger, {1}, {0: "", 2: "two", 4: "four"}, 4))
     assert plan == SwapPlan(World(5, (0, 4, 2), (3,)), 5, (1,), (Source(1, 2, 2, 1),), "two")
 
 
 def test_a_spare_is_lost_and_nobody_takes_over():
-    plan = plan_swap(WORLD, Ledger(FULL), {4}, {0: "zero"}, 4)
+    plan = plan_swap(Situation(WORLD, Ledger(FULL), {4}, {0: "zero"}, 4))
     assert plan == SwapPlan(World(5, (0, 1, 2), (3,)), 5, (4,), (), "zero")
 
 
 def test_no_store_yet_is_a_plan_without_store():
-    assert plan_swap(WORLD, Ledger(FULL), {4}, {}, 4).store == ""
+    assert plan_swap(Situation(WORLD, Ledger(FULL), {4}, {}, 4)).store == ""
 
 
 @pytest.mark.parametrize(
@@ -72,14 +72,40 @@ def test_no_store_yet_is_a_plan_without_store():
     [
         ({0, 3, 4}, (0,), 5, "no spare is left for lost node(s) 0, 3, 4"),
         ({0, 1}, (0, 1), 4, "rank(s) 0"),
-        ({0, 1, 4}, (0, 1), 4, "only 1 spare(s) are left"),
+        ({0, 1, 4}, (0, 1), 4, "rank(s) 0"),
+        ({1, 3, 4}, (1,), 5, "no spare is left for lost node(s) 1, 3, 4"),
     ],
 )
 def test_no_plan(lost, ranks, newest, says):
     ledger = Ledger({node: h for node, h in FULL.items() if node not in lost})
-    result = plan_swap(WORLD, ledger, lost, {2: "two"}, 4)
+    result = plan_swap(Situation(WORLD, ledger, lost, {2: "two"}, 4))
+    if isinstance(result, NoSpare):
+        assert "spare" in says
+        result = result.verdict
     assert isinstance(result, Unrecoverable) and says in result.reason
     assert (result.lost_ranks, result.newest_committed) == (ranks, newest)
+
+
+def test_lost_ranks_and_joined_hosts_are_named():
+    plan = plan_swap(Situation(WORLD, Ledger(FULL), (), {0: "zero"}, 4, lost_ranks=(2,), joined=(7,)))
+    assert plan == SwapPlan(World(5, (0, 1, 2), (3, 4, 7)), 5, (), (), "zero", lost_ranks=(2,), joined=(7,))
+
+
+@pytest.mark.parametrize(
+    ("held", "may_start_over", "step"),
+    [({}, True, NO_STEP), ({}, False, None), (FULL, True, 5), ({0: FULL[0]}, True, NO_STEP)],
+)
+def test_the_script_begins_again_only_if_nothing_can_be_gone_back_to(held, may_start_over, step):
+    plan = plan_swap(Situation(WORLD, Ledger(held), {1}, {0: "zero"}, may_start_over=may_start_over))
+    if step is None:
+        assert isinstance(plan, Unrecoverable)
+    else:
+        assert (plan.restore_step, plan.store) == (step, "" if step == NO_STEP else "zero")
+        assert plan.world.node_of == (0, 4, 2)
+
+
+def test_nobody_takes_over_even_if_the_script_begins_again():
+    assert isinstance(plan_swap(Situation(WORLD, Ledger(), {0, 3, 4}, {}, may_start_over=True)), NoSpare)
 
 
 def test_inventory_keeps_two_steps_and_forgets_what_did_not_happen():
@@ -92,7 +118,7 @@ def test_inventory_keeps_two_steps_and_forgets_what_did_not_happen():
     inventory.finished(0)
     inventory.offer("used")
     inventory.begin_generation(2, "used")
-    report = inventory.report(1, 0)
+    report = inventory.report(1, 0, Checkpoint(3, "path"))
     assert [h.step for h in report.holdings] == [2]
     assert (report.ready, report.finished, report.store) == ((), (), "")
     assert not inventory.held(Holding(0, 3, True, (0,)), 0, 1), "the old history's"
@@ -102,6 +128,10 @@ def test_inventory_keeps_two_steps_and_forgets_what_did_not_happen():
     assert inventory.offer("kept") and not inventory.offer("kept")
     inventory.begin_generation(2, "another's")
     assert inventory.store == "kept"
+    assert inventory.offer("") and inventory.has_lost("kept") and not inventory.has_lost("another's")
+    inventory.offer("of an old process")
+    inventory.begin_generation(NO_STEP, "")
+    assert inventory.store == "" and not inventory.holdings and not inventory.has_lost("kept")
 
 
 def test_exit_codes_are_those_of_errors():

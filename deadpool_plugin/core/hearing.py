@@ -1,0 +1,77 @@
+"""What members say to each other in one generation, the votes of a swap aside.
+
+Rules of this file: whoever speaks of an older generation is told the newest; a word of a node that is counted as lost
+does not count. May import everything of core but the controller.
+"""
+
+from __future__ import annotations
+
+from .context import Context
+from .coordination import Coordination
+from .failures import Failures
+from .inventory import Inventory
+from .io import Commit, StartWorkers
+from .messages import NodeFailed, RankFailed, Report, Start, Status, Verdict
+from .swaps import Swaps
+from .types import NodeId
+
+
+class Hearing:
+    """One method a message; a new object for each generation."""
+
+    def __init__(
+        self, context: Context, inventory: Inventory, failures: Failures, coordination: Coordination, swaps: Swaps
+    ) -> None:
+        self._ctx, self._inventory, self._failures = context, inventory, failures
+        self._coordination, self._swaps = coordination, swaps
+        self._started = False
+
+    def report(self, sender: NodeId, message: Report) -> None:
+        if message.generation < self._ctx.world.generation:
+            self._swaps.bring_up_to_date(sender)
+        elif message.generation == self._ctx.world.generation and not self._ctx.swapping:
+            self._coordination.absorb(sender, message)
+
+    def status(self, sender: NodeId, message: Status) -> None:
+        ctx = self._ctx
+        if message.generation < self._ctx.world.generation:
+            self._swaps.bring_up_to_date(sender)
+        elif message.generation != self._ctx.world.generation or sender in ctx.watch.evidence:
+            return
+        elif ctx.swapping:
+            if message.waiting:
+                ctx.waiting, ctx.patient_since = True, ctx.now
+        else:
+            ctx.training = ctx.training or message.training
+            ctx.has_trained = ctx.has_trained or message.training
+            if message.committed > ctx.committed:
+                ctx.committed = message.committed
+                ctx.newest_committed = max(ctx.newest_committed, message.committed)
+                ctx.act(Commit(message.committed))
+
+    def start(self, sender: NodeId, message: Start) -> None:
+        ctx = self._ctx
+        is_ours = message.world.generation == ctx.world.generation and ctx.begins_at_top
+        if is_ours and not (self._started or ctx.swapping):
+            self._started = True
+            self._inventory.consume(message.store)
+            ctx.act(StartWorkers(message.world, message.store))
+
+    def node_failed(self, sender: NodeId, message: NodeFailed) -> None:
+        ctx = self._ctx
+        suspects = ctx.suspects
+        if message.node == ctx.node:
+            ctx.fence(message.reason)
+        elif sender in suspects and message.node != sender:
+            ctx.send(sender, NodeFailed(self._ctx.world.generation, sender, suspects[sender]))
+        elif message.node in ctx.world.members:
+            ctx.watch.accuse(message.node, message.reason)
+
+    def rank_failed(self, sender: NodeId, message: RankFailed) -> None:
+        if message.generation < self._ctx.world.generation:
+            self._swaps.bring_up_to_date(sender)
+        self._failures.hear(sender, message)
+
+    def verdict(self, sender: NodeId, message: Verdict) -> None:
+        if sender not in self._ctx.suspects:
+            self._ctx.conclude(message)

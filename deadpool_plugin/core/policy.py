@@ -1,0 +1,20 @@
+"""What the user decides about losses.
+
+Rules of this file: one frozen value, the same on every node. May import nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Policy:
+    """See the fields of the same names in the configuration."""
+
+    copies: int = 1
+    """On how many other nodes each snapshot must be before its step is committed."""
+    restarts_max: int = 3
+    """How often the process of one rank is replaced on its own node; one more loss and the node counts as lost."""
+    wait_for_hosts: bool = False
+    """Without a spare: wait, holding everything, until a host joins (instead of ending the job)."""

@@ -1,0 +1,188 @@
+"""The coordinator's part of a swap: one round after another until a plan is decided, or none can be.
+
+Rules of this file: a round needs the promise of every member not counted as lost, so that its plan knows everything
+that survives; who does not answer in time is lost and the round is repeated, a bounded number of times. A plan a former
+round may have decided is proposed again, as it is: whom it names and who is dead by now is the next generation's loss.
+May import everything of core but the controller's other parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from .context import Context
+from .ledger import Ledger
+from .membership import Acceptor, Proposal, is_quorum
+from .messages import Accepted, Decided, Prepare, Promise, Propose, Refused
+from .placement import takers_of
+from .planning import NoSpare, Situation, plan_swap
+from .types import NO_STEP, Ballot, Failure, NodeId, SwapPlan, Unrecoverable
+
+ROUNDS_MAX = 64
+RIVAL_INTERVALS = 4
+"""Heartbeat intervals a refused proposer waits for its rival's decision."""
+
+
+class Proposer:
+    """The proposer's part of the swap out of one generation."""
+
+    def __init__(self, context: Context, acceptor: Acceptor) -> None:
+        self._ctx, self._acceptor = context, acceptor
+        self._rounds = 0
+        self._round_seen = 0
+        self.proposal: Proposal | None = None
+        self.retry_at = context.now
+
+    def begin_round(self, suspects: Mapping[NodeId, str]) -> None:
+        ctx = self._ctx
+        self._rounds += 1
+        if self._rounds > ROUNDS_MAX:
+            ctx.fence(f"no agreement within {ROUNDS_MAX} rounds")
+            return
+        if self._acceptor.promised is not None:
+            self._round_seen = max(self._round_seen, self._acceptor.promised.round)
+        self._round_seen += 1
+        ballot = Ballot(ctx.world.generation + 1, self._round_seen, ctx.node)
+        self.proposal = Proposal(ballot, dict(suspects), ctx.now + ctx.timing.phase_timeout_s)
+        ctx.broadcast(Prepare(ballot, tuple(suspects)))
+
+    # -- from promises to a plan -------------------------------------------------------------------------------
+
+    def promise(self, sender: NodeId, message: Promise) -> None:
+        proposal = self.proposal
+        if proposal is None or proposal.ballot != message.ballot or proposal.plan is not None:
+            return
+        proposal.promises[sender] = message
+        self._ctx.learn(message)
+        if not proposal.missing(self._ctx.world):
+            self._propose(proposal)
+
+    def reconsider(self) -> None:
+        """While it waits for hosts: with those that have asked by now, everything else being frozen."""
+        proposal = self.proposal
+        if proposal is not None and proposal.waits_with is not None and proposal.waits_with != self._ctx.joinable:
+            self._propose(proposal)
+
+    def _propose(self, proposal: Proposal) -> None:
+        ctx = self._ctx
+        failed = _failed(proposal)
+        if self._is_the_scripts_fault(failed):
+            return
+        plan = proposal.inherited() or self._plan(proposal, failed)
+        if isinstance(plan, NoSpare):
+            if ctx.policy.wait_for_hosts:
+                self._wait(proposal, plan.verdict.reason)
+                return
+            plan = plan.verdict
+        if isinstance(plan, Unrecoverable):
+            ctx.newest_committed = max(ctx.newest_committed, plan.newest_committed)
+            ctx.stop("; ".join(filter(None, (described(proposal.lost), plan.reason))), lost_ranks=plan.lost_ranks)
+        elif plan.store or plan.restore_step == NO_STEP:
+            proposal.plan, proposal.waits_with = plan, None
+            proposal.deadline = ctx.now + ctx.timing.phase_timeout_s
+            ctx.broadcast(Propose(proposal.ballot, plan))
+        elif proposal.waits_with is not None:
+            proposal.waits_with, proposal.deadline = None, ctx.now + ctx.timing.phase_timeout_s
+
+    def _is_the_scripts_fault(self, failed: Mapping[int, Failure]) -> bool:
+        """An error that no rank was spared is the user's: the job ends as it would have without us."""
+        ctx = self._ctx
+        raised = [failure for _, failure in sorted(failed.items()) if failure.exit_code > 0]
+        if not raised or len(failed) < len(ctx.world.node_of):
+            return False
+        ctx.stop(f"every rank failed: {raised[0].reason}", raised[0].exit_code)
+        return True
+
+    def _plan(self, proposal: Proposal, failed: Mapping[int, Failure]) -> SwapPlan | NoSpare | Unrecoverable:
+        ctx = self._ctx
+        promises = {node: promise for node, promise in proposal.promises.items() if node not in proposal.lost}
+        # Who took over at the last restore step has no calls from before it, so nothing older can be gone back to.
+        oldest = ctx.plan.restore_step if ctx.plan is not None else 0
+        case = Situation(
+            world=ctx.world,
+            ledger=Ledger({node: [h for h in one.holdings if h.step >= oldest] for node, one in promises.items()}),
+            lost=proposal.lost,
+            stores={node: promise.store for node, promise in promises.items()},
+            newest_committed=ctx.newest_committed,
+            lost_ranks=tuple(sorted(failed)),
+            joined=ctx.joinable,
+            may_start_over=not ctx.has_trained and ctx.newest_committed == NO_STEP,
+        )
+        return plan_swap(case)
+
+    def _wait(self, proposal: Proposal, reason: str) -> None:
+        """Everyone is fenced and has said what it holds: that stays true for as long as it takes."""
+        ctx = self._ctx
+        proposal.waits_with = ctx.joinable
+        if not ctx.waiting:
+            ctx.waiting = True
+            ctx.emit("WaitingForHost", reason=f"{described(proposal.lost)}; {reason}")
+
+    # -- from a plan to a decision -----------------------------------------------------------------------------
+
+    def accepted(self, sender: NodeId, message: Accepted) -> None:
+        ctx, proposal = self._ctx, self.proposal
+        if proposal is None or proposal.plan is None or proposal.ballot != message.ballot:
+            return
+        proposal.accepted.add(sender)
+        if not is_quorum(ctx.world, proposal.accepted):
+            return
+        plan, self.proposal = proposal.plan, None
+        self._announce(plan)
+        for node in (*ctx.world.members, *plan.joined):
+            ctx.send(node, Decided(plan))
+
+    def _announce(self, plan: SwapPlan) -> None:
+        ctx = self._ctx
+        takers = takers_of(ctx.world, plan.lost_nodes, plan.joined) or {}
+        ctx.emit(
+            "SwapPlanned",
+            restore_step=plan.restore_step,
+            lost_nodes=plan.lost_nodes,
+            lost_ranks=plan.lost_ranks,
+            joined=plan.joined,
+            takers={str(lost): taker for lost, taker in takers.items()},
+            duration_s=ctx.now - ctx.swap_since,
+        )
+        for node in plan.joined:
+            ctx.emit("HostJoined", joined=node)
+        if plan.restore_step != NO_STEP:
+            ctx.emit("Unprotected", reason=f"snapshots of step {plan.restore_step} are not all mirrored again yet")
+
+    def refused(self, message: Refused) -> None:
+        """Somebody proposed above us: try again above that, unless it is decided by then.
+
+        If it is one we count as lost it may count us as lost: give it the time to win, else both of us lose.
+        """
+        ctx = self._ctx
+        if self.proposal is not None and self.proposal.ballot == message.ballot:
+            self._round_seen = max(self._round_seen, message.promised.round)
+            self.proposal = None
+            rival = message.promised.node in ctx.watch.evidence
+            self.retry_at = ctx.now + (RIVAL_INTERVALS * ctx.timing.heartbeat_interval_s if rival else 0.0)
+
+    def expire(self) -> None:
+        """The phase's deadline, if it has one and it is over."""
+        ctx, proposal = self._ctx, self.proposal
+        if proposal is None or proposal.waits_with is not None or ctx.now < proposal.deadline:
+            return
+        missing = proposal.missing(ctx.world)
+        phase = "Prepare" if proposal.plan is None else "Propose"
+        for node in missing:
+            if node != ctx.node:
+                ctx.watch.accuse(node, f"no answer to {phase} within {ctx.timing.phase_timeout_s:g} s")
+        if missing or proposal.plan is not None:
+            self.proposal = None
+        else:
+            reason = "no surviving node offers a store to build groups over"
+            ctx.stop("; ".join(filter(None, (described(proposal.lost), reason))), lost_ranks=ctx.lost_ranks())
+
+
+def _failed(proposal: Proposal) -> dict[int, Failure]:
+    """The ranks without a process on nodes that are not lost."""
+    promises = [promise for node, promise in proposal.promises.items() if node not in proposal.lost]
+    return {failure.rank: failure for promise in promises for failure in promise.failed}
+
+
+def described(suspects: Mapping[NodeId, str]) -> str:
+    return "; ".join(f"node {node} was lost ({reason})" for node, reason in suspects.items())

@@ -1,0 +1,73 @@
+"""What a spare has been told to rehearse, and how far that is.
+
+Rules of this file: one task a local slot, the newest counts; a rehearsal that fails is ordered again, as often as a
+lost process is replaced, then the node gives up. May import everything of core but the controller's other parts.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from .context import Context
+from .failures import Failures
+from .inventory import Inventory
+from .io import SpareFailed, SpareRehearsed, StartRehearsal
+from .messages import Rehearse
+from .types import NodeId
+
+
+class Rehearsing:
+    """The tasks of one spare."""
+
+    def __init__(self, context: Context, inventory: Inventory, failures: Failures) -> None:
+        self._ctx, self._inventory, self._failures = context, inventory, failures
+        self._tasks: dict[int, Rehearse] = {}
+        self._failed: Counter[int] = Counter()
+
+    def ordered(self, sender: NodeId, message: Rehearse) -> None:
+        ctx = self._ctx
+        if message.generation != ctx.world.generation or ctx.swapping or ctx.node not in ctx.world.spares:
+            return
+        slot, known = message.local_slot, self._tasks.get(message.local_slot)
+        done = self._inventory.rehearsed.get(slot) == message.rank
+        if done or (known is not None and (known.rank, known.source) == (message.rank, message.source)):
+            return
+        self._tasks[slot] = message
+        self._start(message)
+
+    def _start(self, task: Rehearse) -> None:
+        self._inventory.rehearsed.pop(task.local_slot, None)
+        self._ctx.act(StartRehearsal(task.local_slot, task.rank, task.source))
+
+    def done(self, event: SpareRehearsed) -> bool:
+        ctx = self._ctx
+        if not self._inventory.rehearse(event.local_slot, event.rank):
+            return False
+        wanted = {slot: task.rank for slot, task in self._tasks.items()}
+        if ctx.node in ctx.world.spares and wanted and self._inventory.rehearsed == wanted:
+            ctx.emit("SpareReady", spare=ctx.node, ranks=tuple(wanted[slot] for slot in sorted(wanted)))
+        return True
+
+    def failed(self, event: SpareFailed) -> bool:
+        """Order it again; while fenced leave that to the next generation, whose nodes may be other ones."""
+        ctx, slot = self._ctx, event.local_slot
+        task = self._tasks.get(slot)
+        if task is not None and task.rank != event.rank:
+            return False  # of a task that has been overtaken
+        self._failed[slot] += 1
+        if task is None or self._failed[slot] > ctx.policy.restarts_max:
+            self._failures.give_up(f"rehearsal of rank {event.rank} failed: {event.reason}")
+            return False
+        self._inventory.rehearsed.pop(slot, None)
+        if ctx.swapping:
+            del self._tasks[slot]
+        else:
+            self._start(task)
+        return True
+
+    def begin_generation(self) -> None:
+        """Whoever runs ranks rehearses no more, and what was recorded of a start that did not happen is void."""
+        ctx = self._ctx
+        if ctx.node not in ctx.world.spares or ctx.begins_at_top:
+            self._tasks.clear()
+            self._inventory.rehearsed.clear()
