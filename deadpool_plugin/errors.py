@@ -7,6 +7,9 @@ bugs and survives `python -O`. May import nothing of this package.
 from __future__ import annotations
 
 EXIT_OK = 0
+EXIT_TAKEN = 75
+"""sysexits' EX_TEMPFAIL, of a host that wanted to join: another one has taken its node id meanwhile; `deadpool join`
+starts again with another."""
 EXIT_CONFIG = 78
 """sysexits' EX_CONFIG: nothing was started, the user has something to correct."""
 EXIT_UNRECOVERABLE = 86
@@ -62,6 +65,12 @@ class PeerRefused(TransportError):
         self.address = address
 
 
+class NodeTaken(DeadpoolError):
+    """This host wanted to join a job under a node id that another host has had."""
+
+    exit_code = EXIT_TAKEN
+
+
 class StaleGeneration(DeadpoolError):
     """A message or byte of an older generation arrived; it was not applied."""
 
@@ -72,6 +81,10 @@ class Divergence(DeadpoolError):
 
 class InvariantViolated(DeadpoolError):
     """A bug of this package."""
+
+
+class CheckpointLost(DeadpoolError):
+    """An asynchronous save was cancelled by a swap and is not done again; the checkpoint before it stands."""
 
 
 class GenerationChanged(BaseException):

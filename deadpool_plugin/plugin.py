@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import socket
 
+    from .agent.joining import Job
     from .agent.world import Place
     from .config import Config
     from .transport import local
@@ -19,16 +20,16 @@ if TYPE_CHECKING:
     from .worker.output import Mute
 
 
-def run_agent(place: Place, config: Config, secret: bytes, listener: socket.socket, job_tag: str) -> int:
+def run_agent(place: Place, config: Config, secret: bytes, listener: socket.socket, job_tag: str, job: Job) -> int:
     """One node's agent, from its first connection to its last; the exit code."""
     import asyncio
 
     from .agent.process import Agent
 
-    return asyncio.run(Agent(place, config, secret, listener, job_tag).run())
+    return asyncio.run(Agent(place, config, secret, listener, job_tag, job).run())
 
 
-def start_live(connection: LocalConnection, config: Config, role: local.Assign, local_rank: int) -> Context:
+def start_live(connection: LocalConnection, config: Config, role: local.RunRank, local_rank: int) -> Context:
     """An active rank's worker: waits until everyone's groups may be built, then is ready for the script."""
     from .transport import local
     from .worker.starting import Starting
@@ -48,9 +49,7 @@ def start_following(
     """A spare's rehearsal of one rank: the groups answer from the rank's recording."""
     from .worker import codec
     from .worker.follow import Follow
-    from .worker.output import save_nothing_while_muted
 
-    save_nothing_while_muted()
     context = _worker_context(connection, config, local_rank)
     recording, layout_digest = codec.decode(order.recording)
     context.groups.rehearse(recording)

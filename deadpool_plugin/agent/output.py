@@ -35,9 +35,17 @@ class Writer:
         path.parent.mkdir(parents=True, exist_ok=True)
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
+    def release(self, fd: int) -> None:
+        """Close `fd` once what is queued for it has been written."""
+        with self._changed:
+            self._queue.append((fd, b""))
+            self._changed.notify()
+
     def write(self, fd: int, data: bytes) -> None:
         """Queue `data` for `fd`; dropped if too much is queued. Blocks: never."""
         with self._changed:
+            if not data:  # means `release` to the thread
+                return
             if self._queued_bytes + len(data) > QUEUE_BYTES_MAX:
                 self.dropped_bytes += len(data)
                 return
@@ -53,7 +61,10 @@ class Writer:
                 if not self._queue:
                     return
                 fd, data = self._queue.popleft()
-            if fd not in self._broken:
+            if not data:
+                self._broken.discard(fd)
+                os.close(fd)
+            elif fd not in self._broken:
                 self._put(fd, data)
             with self._changed:
                 self._queued_bytes -= len(data)
@@ -109,18 +120,25 @@ class Pipe:
         os.set_blocking(fd, False)
         self._fd, self._writer = fd, writer
         self._file = -1
+        self._path: Path | None = None
         self._forward = False
         self._lines = Lines()
         self._loop = asyncio.get_running_loop()
         self.ended = asyncio.Event()
 
+    @property
+    def assigned(self) -> bool:
+        return self._path is not None
+
     def assign(self, path: Path, forward: bool) -> None:
         """From now on into `path`; `forward` to our own standard output too."""
-        if self.ended.is_set():
+        if self.ended.is_set() or path == self._path:
             return
-        first, self._file = self._file < 0, self._writer.open(path)
-        self._forward = forward
-        if first:
+        before, self._file = self._file, self._writer.open(path)
+        self._path, self._forward = path, forward
+        if before >= 0:
+            self._writer.release(before)
+        else:
             self._loop.add_reader(self._fd, self._read)
 
     def _read(self) -> None:
@@ -142,3 +160,5 @@ class Pipe:
             self.ended.set()
             if self._forward and (rest := self._lines.flush()):
                 self._writer.write(1, rest)
+            if self._file >= 0:
+                self._writer.release(self._file)

@@ -35,6 +35,9 @@ class Peers:
     def know(self, addresses: Mapping[NodeId, Address]) -> None:
         self._addresses = dict(addresses)
 
+    def add(self, node: NodeId, address: Address) -> None:
+        self._addresses[node] = address
+
     def to(self, node: NodeId) -> BulkPeer:
         """The connection to `node` (this node included: its own server answers)."""
         if node not in self._peers:

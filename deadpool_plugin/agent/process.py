@@ -15,39 +15,39 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Coroutine
-from importlib import metadata
 from typing import Any
 
 from ..config import Config
 from ..core import io
 from ..core.controller import Controller
 from ..core.messages import AnyMessage, Goodbye
+from ..core.policy import Policy
 from ..core.timing import Timing
 from ..core.types import NodeId, World
 from ..errors import EXIT_FENCED, EXIT_OK, DeadpoolError, InvariantViolated, PeerRefused
-from ..mirror.bulk import BulkServer
 from ..mirror.store import SnapshotStore
 from ..transport import local
-from ..transport.local import LocalServer
-from ..transport.rendezvous import Hello, meet
-from ..transport.sockets import address_towards
-from ..transport.tcp import ControlMesh
+from ..transport.local import LocalPeer, LocalServer
 from . import proc
+from .fetching import Fetches
+from .joining import Job
+from .lives import Lives
+from .meeting import Lines
 from .mirroring import Mirroring
 from .output import Writer
 from .peers import Peers
 from .reports import Reports
+from .slots import Slot
 from .spares import Spares
 from .takeover import TakeOvers
+from .unwinding import Unwinding
 from .watch import Watch
 from .workers import Workers
 from .world import Place, described, form_world
 
-PACKAGES = ("deadpool_plugin", "torch", "megatron-core", "deepspeed")
 WORKERS_KILL_S = 0.5
 SUPERVISORS_END_S = 4.0
 TERM_GRACE_S = 0.3
-_LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 class Agent:
@@ -56,17 +56,20 @@ class Agent:
     Args:
         listener: the listening Unix socket supervisors and workers connect to.
         job_tag: what the environment tags of this node's workers begin with.
+        job: what this node was started with, and whether it joins a job that runs.
     """
 
-    def __init__(self, place: Place, config: Config, secret: bytes, listener: socket.socket, job_tag: str) -> None:
-        self._place, self._config, self._secret, self._job_tag = place, config, secret, job_tag
+    def __init__(
+        self, place: Place, config: Config, secret: bytes, listener: socket.socket, job_tag: str, job: Job
+    ) -> None:
+        self._place, self._config, self._secret, self._job_tag, self._job = place, config, secret, job_tag, job
         self._node: NodeId = place.node
         self._listener = listener
         self._inputs: deque[io.Input] = deque()
         self._stepping = False
         self._lost_links: set[NodeId] = set()
         self._actions: dict[type[io.Action], Callable[[Any], None]] = {
-            io.Send: lambda action: self._mesh.send(action.to, action.message),
+            io.Send: lambda action: self._lines.mesh.send(action.to, action.message),
             io.StartWorkers: lambda action: self._workers.start_groups(action.world.generation, action.store),
             io.StartRehearsal: lambda action: self._spares.order(action),
             io.Commit: self._commit,
@@ -96,7 +99,7 @@ class Agent:
         except Exception as error:
             self._broke(error)
 
-    def _broke(self, error: BaseException | None) -> None:
+    def _broke(self, error: BaseException) -> None:
         """An error nobody can handle: say it and leave; to the others this node is lost."""
         if not isinstance(error, DeadpoolError) or isinstance(error, InvariantViolated):
             traceback.print_exception(error)
@@ -114,82 +117,75 @@ class Agent:
     # ---- starting
 
     def _build(self) -> None:
-        config, node = self._config, self._node
+        config, place, node = self._config, self._place, self._node
         loop = asyncio.get_running_loop()
-        self._loop = loop
         self._left: asyncio.Future[int] = loop.create_future()
         loop.set_exception_handler(lambda _, context: self._unhandled(context))
         with contextlib.suppress(OSError):  # a cgroup may allow fewer: then the launcher's choice stays
             os.sched_setaffinity(0, range(os.cpu_count() or 1))
         self._writer = Writer()
         self._reports = Reports(node, self._writer, config.output_dir)
-        self._bind, self._address = self._addresses()
+        self._lines = Lines(
+            node, place, config, self._secret, self._received, self._link_lost, self._refused, self._job
+        )
         self._store = SnapshotStore(config.history_limit_bytes, config.memory_headroom_bytes)
         self._peers = Peers(node, self._secret, self._store, config.patience_s)
+        self._lines.roster.members = lambda: self._controller.world
+        self._lines.roster.on_admitted = lambda hello: self._peers.add(hello.node, hello.bulk)
         self._mirroring = Mirroring(
-            node, self._place.local_size, self._store, self._peers, config.memory_headroom_bytes, config.patience_s,
-            self.feed,
-        )  # fmt: skip
+            node, config.copies, self._store, self._peers, config.memory_headroom_bytes, config.patience_s, self.feed
+        )
         self._watch = Watch(config.silent_after_s)
         self._watch.start()
+        slots = [Slot(local_rank) for local_rank in range(place.local_size)]
+        self._lives = Lives(node, self._job_tag, slots, self._watch, self.feed)
         self._workers = Workers(
-            self._place, self._job_tag, self._address, config.output_dir, self._writer, self._watch, self.feed
+            place, self._lines.address, config.output_dir, self._writer, slots, self._lives, self.feed
         )
-        self._spares = Spares(self._workers, self._peers, self._reports, config.history_limit_bytes, self.feed)
+        self._spares = Spares(
+            node, self._workers, self._store, self._peers, self._reports, config.history_limit_bytes, self.feed
+        )
+        fetches = Fetches(node, self._store, self._peers, self._reports)
         self._takeovers = TakeOvers(
-            node, self._workers, self._mirroring, self._spares, self._peers, self._store, self._reports,
-            config.start_timeout_s, self.feed,
-        )  # fmt: skip
+            node, self._workers, self._mirroring, self._spares, fetches, self._store, config.start_timeout_s, self.feed
+        )
+        self._unwinding = Unwinding(slots, self._lives, config.phase_timeout_s)
+        self._lives.on_lost = self._spares.replace
         self._workers.handlers |= {
+            local.Unwound: self._unwinding.unwound,
+            local.Restored: self._restored,
             local.RankReady: self._mirroring.rank_ready,
             local.Staged: self._mirroring.staged,
             local.WorkerEvent: lambda slot, peer, event: self._reports.worker_event(event.kind, event.fields),
         }
-        self._controller = Controller(node, _timing(config))
-        self._server = LocalServer(self._listener, self._workers.on_message, self._workers.on_closed)
+        self._controller = Controller(node, _timing(config), _policy(config))
+        self._server = LocalServer(self._listener, self._workers.on_message, self._lives.closed)
         loop.add_signal_handler(signal.SIGTERM, lambda: loop.call_later(TERM_GRACE_S, self._told_to_end))
         loop.add_signal_handler(signal.SIGINT, lambda: None)  # the supervisors say it
 
-    def _addresses(self) -> tuple[str, str]:
-        """Where to listen, and the address others shall use."""
-        if self._config.interface_address is not None:
-            return self._config.interface_address, self._config.interface_address
-        found = address_towards(self._place.master_addr, self._place.master_port)
-        if found.startswith("127.") and self._place.master_addr not in _LOOPBACK:
-            return "", self._place.master_addr  # the first host's name means itself there; others know it by that name
-        return found, found
-
     async def _start(self) -> None:
         """Meet the others, link up, and let the controller begin. Raises: DeadpoolError."""
-        config, place = self._config, self._place
-        self._mesh = ControlMesh(
-            self._node, self._secret, self._bind, config.port_range, self._received, self._link_lost,
-            config.silent_after_s, self._refused,
-        )  # fmt: skip
-        control = (self._address, (await self._mesh.listen())[1])
-        self._bulk = BulkServer(
-            self._store, self._secret, self._bind, config.port_range, self._mirroring.on_mirrored, self._node,
-            config.silent_after_s, self._refused_in_thread,
-        )  # fmt: skip
-        hello = Hello(
-            self._node, os.uname().nodename, control, (self._address, self._bulk.address[1]), place.local_size,
-            _versions(), config.digest(),
-        )  # fmt: skip
-        hellos = await meet(
-            self._node, place.nodes_total, place.master_addr, place.master_port, hello, self._secret,
-            config.start_timeout_s,
-        )  # fmt: skip
-        world = form_world(hellos, config.spares)
-        self._peers.know({hello.node: hello.bulk for hello in hellos})
-        await self._mesh.connect({hello.node: hello.control for hello in hellos}, config.start_timeout_s)
-        self._enter(world, [hello.host for hello in hellos])
+        hello = await self._lines.listen(self._store, self._mirroring.on_mirrored)
+        if self._job.invitation:
+            arrival = await self._lines.join(hello)
+            self._peers.know({one.node: one.bulk for one in arrival.hellos})
+            self._ask_to_join(arrival.members)
+        else:
+            hellos = await self._lines.meet(hello)
+            self._peers.know({one.node: one.bulk for one in hellos})
+            self._enter(form_world(hellos, self._config.spares), [one.host for one in hellos])
+
+    def _ask_to_join(self, members: tuple[NodeId, ...]) -> None:
+        """The job runs already: this host's first world is that of the plan that takes it in."""
+        self._reports.emit("NodeJoined", host=os.uname().nodename, ranks=(), spare=True)
+        self.feed(io.Joining(members))
 
     def _enter(self, world: World, hosts: list[str]) -> None:
         self._mirroring.enter(world)
         self._workers.form(world, self._node)
         self.feed(io.WorldFormed(world))
         if self._node == 0:
-            for line in described(world, hosts):
+            for line in (*described(world, hosts), self._lines.how_to_join):
                 self._reports.say(line)
         ranks = world.ranks_of(self._node)
         self._reports.emit("NodeJoined", host=os.uname().nodename, ranks=ranks, spare=not ranks)
@@ -215,31 +211,35 @@ class Agent:
             self._stepping = False
 
     def _received(self, node: NodeId, message: AnyMessage) -> None:
+        self._lines.roster.heard(node)
         self.feed(io.Received(node, message))
 
     def _link_lost(self, node: NodeId, reason: str) -> None:
         self._lost_links.add(node)
+        self._lines.roster.gone(node)
         self.feed(io.LinkLost(node, reason))
 
     def _refused(self, error: PeerRefused) -> None:
         self._reports.emit("PeerRefused", address=error.address, reason=str(error))
 
-    def _refused_in_thread(self, error: PeerRefused) -> None:
-        self._loop.call_soon_threadsafe(self._refused, error)
+    def _restored(self, slot: Slot, peer: LocalPeer, message: local.Restored) -> None:
+        self._unwinding.unwound(slot, peer, message)
+        self._workers.restored(slot, message)
 
     def _told_to_end(self) -> None:
-        slot = self._workers.slots[0]
-        self.feed(io.WorkerLost(slot.rank, f"the agent of node {self._node} was told to end (SIGTERM)"))
+        self.feed(io.NodeGivenUp(f"the agent of node {self._node} was told to end (SIGTERM)"))
 
     # ---- actions
 
     def _commit(self, action: io.Commit) -> None:
         self._workers.commit(action.step)
         self._spares.committed(action.step)
+        self._mirroring.committed()
 
     def _abort(self, action: io.AbortWorkers) -> None:
         self._takeovers.cancel()
         self._workers.tell_serving(local.Abort(action.generation))
+        self._unwinding.begin(action.generation)
         self._store.fence(action.generation)
 
     def _reconfigure(self, action: io.Reconfigure) -> None:
@@ -247,7 +247,8 @@ class Agent:
         self._reports.generation = plan.world.generation
         self._takeovers.act(plan)
         for node in plan.lost_nodes:
-            self._mesh.drop(node)
+            self._lines.mesh.drop(node)
+            self._lines.roster.gone(node)
         self._forgetting = asyncio.create_task(self._peers.forget(plan.lost_nodes))
 
     def _emit(self, action: io.Emit) -> None:
@@ -255,6 +256,8 @@ class Agent:
         living = [node for node in world.members if node not in self._lost_links] if world is not None else []
         self._reports.leads = not living or min(living) == self._node
         self._reports.emit(action.kind, **action.fields)
+        if action.kind == "WaitingForHost":
+            self._reports.say(self._lines.how_to_join)
 
     def _leave(self, action: io.Leave) -> None:
         if not self._left.done():
@@ -267,21 +270,22 @@ class Agent:
 
         Returns: the node's exit code: a worker may still fail after everyone's training has ended well.
         """
+        lives = self._lives
         self._takeovers.cancel()
-        self._spares.close()
-        self._workers.end_workers(exit_code)
-        if hasattr(self, "_mesh"):
-            goodbye = Goodbye(self._controller.generation) if exit_code != EXIT_FENCED else None
-            await self._mesh.close(goodbye)
+        self._spares.drop()
+        lives.end(exit_code)
+        goodbye = Goodbye(self._controller.generation) if exit_code != EXIT_FENCED else None
+        await self._lines.mesh.close(goodbye)
+        self._lines.withdraw()
         patience_s = self._config.start_timeout_s if exit_code == EXIT_OK else WORKERS_KILL_S
-        await self._workers.wait(lambda: self._workers.workers_gone, patience_s)
-        exit_code = exit_code or self._workers.late_exit_code
+        await lives.wait(lambda: lives.workers_gone, patience_s)
+        exit_code = exit_code or lives.late_exit_code
         self._watch.close()
-        self._workers.end_supervisors(exit_code)
-        await self._workers.wait(lambda: self._workers.supervisors_gone, SUPERVISORS_END_S)
+        lives.end_supervisors(exit_code)
+        await lives.wait(lambda: lives.supervisors_gone, SUPERVISORS_END_S)
         await self._drain()
-        if hasattr(self, "_bulk"):
-            await self._peers.in_thread(self._bulk.close)
+        if self._lines.bulk is not None:
+            await self._peers.in_thread(self._lines.bulk.close)
         await self._peers.close()
         if self._writer.dropped_bytes:
             self._reports.say(f"node {self._node}: {self._writer.dropped_bytes} bytes of output could not be written")
@@ -289,6 +293,7 @@ class Agent:
 
     async def _drain(self) -> None:
         """The last words of the workers are still in their pipes."""
+        self._workers.hear_unnamed()
         pipes = [slot.pipe for slot in self._workers.slots if slot.pipe is not None]
         waits = [asyncio.create_task(pipe.ended.wait()) for pipe in pipes]
         if waits:
@@ -301,12 +306,5 @@ def _timing(config: Config) -> Timing:
     return Timing(config.heartbeat_interval_s, config.silent_after_s, config.phase_timeout_s, config.start_timeout_s)
 
 
-def _versions() -> dict[str, str]:
-    """What must be the same on all hosts."""
-    found = {}
-    for package in PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+def _policy(config: Config) -> Policy:
+    return Policy(config.copies, config.restarts_max, config.on_no_spare == "wait")

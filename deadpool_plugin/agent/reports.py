@@ -23,6 +23,7 @@ class Reports:
         self._log = writer.open(output_dir / f"events.{node}.jsonl")
         self.generation: Generation = 0
         self.leads = False
+        self._cancelled = (-1, "")
 
     def emit(self, kind: str, **fields: object) -> None:
         """Log an event, and say it if it is one for people."""
@@ -39,6 +40,9 @@ class Reports:
         except (msgspec.ValidationError, events.InvariantViolated) as error:
             event = events.Note(text=f"unreadable worker event {kind} {fields}: {error}", node=self.node)
         self._writer.write(self._log, events.encode(event))
+        if isinstance(event, events.CheckpointCancelled) and self.leads and (event.step, event.path) != self._cancelled:
+            self._cancelled = (event.step, event.path)  # every rank says so
+            self.say(sentence(event))
 
     def say(self, line: str) -> None:
         self._writer.write(1, f"[deadpool] {line}\n".encode())
@@ -53,9 +57,17 @@ def sentence(event: events.Event) -> str:
             return f"spare node {spare} is ready for rank(s) {_listed(ranks)}"
         case events.NodeLost(evidence=evidence):
             return evidence
-        case events.SwapPlanned(restore_step=step, takers=takers, duration_s=duration):
-            moves = ", ".join(f"node {taker} takes over from node {lost}" for lost, taker in takers.items())
-            return f"swap: {moves or 'no rank moves'}; everyone goes back to step {step} ({duration:.2f} s)"
+        case events.RankLost(rank=rank, reason=reason):
+            return f"rank {rank} was lost and gets a new process on its node {event.node}: {reason}"
+        case events.HostJoined(joined=joined):
+            return f"node {joined} has joined the job"
+        case events.WaitingForHost(reason=reason):
+            return f"waiting for a host to join, nothing is lost meanwhile (`deadpool join`): {reason}"
+        case events.CheckpointCancelled(step=step, path=path, reason=reason):
+            return f"saving the checkpoint of step {step} in {path} was cut off: {reason or 'it is done again'}"
+        case events.SwapPlanned(restore_step=step, duration_s=duration):
+            back = f"everyone goes back to step {step}" if step >= 0 else "every rank begins its script again"
+            return f"swap: {_moves(event)}; {back} ({duration:.2f} s)"
         case events.SwapDone(duration_s=duration):
             return f"swap done, all ranks are in training again after {duration:.2f} s"
         case events.Unprotected(reason=reason):
@@ -74,6 +86,14 @@ def sentence(event: events.Event) -> str:
         case events.RehearsalFailed(rank=rank, reason=reason):
             return f"node {event.node} cannot stand in for rank {rank}: {reason}"
     return ""
+
+
+def _moves(planned: events.SwapPlanned) -> str:
+    """Who runs what from now on."""
+    moves = [f"node {taker} takes over from node {lost}" for lost, taker in planned.takers.items()]
+    if planned.lost_ranks:
+        moves.append(f"rank(s) {_listed(planned.lost_ranks)} get new processes where they were")
+    return ", ".join(moves) or "no rank moves"
 
 
 def _listed(numbers: tuple[int, ...]) -> str:

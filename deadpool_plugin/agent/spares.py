@@ -1,7 +1,8 @@
-"""Rehearsals on a standing-by node: started on order, and kept at the committed step.
+"""Rehearsals: a process that goes through a rank's script alone, and is kept at the committed step.
 
 Rules of this file: a rehearsal has one process, one recording and one growing history; records are pulled from the
-node that runs the rank, in step order, only up to what is committed. A rehearsal that fails takes the node out.
+node that runs the rank, in step order, only up to what is committed. On a spare it begins on order and follows; on the
+rank's own node it begins when the rank has lost its process, and has all it needs in this node's memory.
 """
 
 from __future__ import annotations
@@ -15,33 +16,42 @@ from ..core import io
 from ..core.types import NO_STEP, NodeId, Rank, Step
 from ..errors import DeadpoolError
 from ..mirror.history import History
+from ..mirror.store import SnapshotStore
 from ..transport import local
 from ..transport.local import LocalPeer
-from .mirroring import Profile, decode_profile
 from .peers import Peers
+from .profile import Profile, decode_profile
 from .reports import Reports
-from .workers import Slot, Workers
+from .slots import Process, Slot
+from .workers import Workers
 
 CHUNK_STEPS = 64
 
 
-@dataclass
+@dataclass(eq=False)
 class Rehearsal:
     """One slot's rehearsal of one rank. `history` is what has been pulled; `told` the newest step its process knows."""
 
     slot: Slot
-    rank: Rank
+    process: Process
     profile: Profile
     source: NodeId
     history: History
     told: Step = NO_STEP
     finished: asyncio.Event = field(default_factory=asyncio.Event)
-    refused: str = ""
     pulling: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
+    def rank(self) -> Rank:
+        return self.process.rank
+
+    @property
+    def alive(self) -> bool:
+        return self.slot.living is self.process
+
+    @property
     def ready(self) -> bool:
-        return self.finished.is_set() and not self.refused
+        return self.finished.is_set() and self.alive
 
 
 class Spares:
@@ -49,20 +59,22 @@ class Spares:
 
     def __init__(
         self,
+        node: NodeId,
         workers: Workers,
+        store: SnapshotStore,
         peers: Peers,
         reports: Reports,
         history_limit_bytes: int,
         feed: Callable[[io.Input], None],
     ) -> None:
-        self._workers, self._peers, self._reports, self._feed = workers, peers, reports, feed
-        self._history_limit_bytes = history_limit_bytes
+        self._node, self._workers, self._store, self._peers = node, workers, store, peers
+        self._reports, self._feed, self._history_limit_bytes = reports, feed, history_limit_bytes
         self._committed: Step = NO_STEP
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self.rehearsals: dict[int, Rehearsal] = {}
-        workers.handlers[local.RehearserHello] = self._introduced
+        workers.handlers[local.WorkerHello] = self._introduced
         workers.handlers[local.Rehearsed] = self._rehearsed
-        workers.handlers[local.RehearsalRefused] = self._refused
+        workers.handlers[local.Failing] = self._failing
 
     # ---- starting one
 
@@ -80,51 +92,91 @@ class Spares:
         except DeadpoolError as error:
             self._fail(slot, rank, str(error))
 
+    def replace(self, slot: Slot) -> None:
+        """The slot's rank has lost its process: another one rehearses it while the others agree on what to do."""
+        if self._store.has_recording(slot.rank):
+            self._run(slot, self._start(slot, slot.rank, self._node))
+
     async def begin(self, slot: Slot, rank: Rank, source: NodeId) -> Rehearsal:
         """Get the rank's recording from `source` and have a process rehearse it.
 
-        Raises: TransportError
+        Raises: DeadpoolError if it is not held there
         """
-        peer = self._peers.to(source)
-        profile = decode_profile(await self._peers.ask(lambda: peer.get_recording(rank)))
-        rehearsal = Rehearsal(slot, rank, profile, source, History(self._history_limit_bytes))
+        if source == self._node:
+            recording = self._store.get_recording(rank)
+        else:
+            peer = self._peers.to(source)
+            recording = await self._peers.ask(lambda: peer.get_recording(rank))
+        profile = decode_profile(recording)
+        process = self._workers.rehearse(slot, rank)
+        rehearsal = Rehearsal(slot, process, profile, source, History(self._history_limit_bytes))
         self.rehearsals[slot.local_rank] = rehearsal
-        self._workers.rehearse(slot, rank)
+        self._drop_unused()
         return rehearsal
 
-    def _of(self, slot: Slot, rank: Rank) -> Rehearsal | None:
-        rehearsal = self.rehearsals.get(slot.local_rank)
-        return rehearsal if rehearsal is not None and rehearsal.rank == rank else None
+    def _drop_unused(self) -> None:
+        """Arenas made for ranks nobody rehearses here any more."""
+        self._store.drop_prepared({other.rank for other in self.rehearsals.values() if other.alive})
 
-    def _introduced(self, slot: Slot, peer: LocalPeer, message: local.RehearserHello) -> None:
-        rehearsal = self._of(slot, message.rank)
+    def of(self, slot: Slot, rank: Rank) -> Rehearsal | None:
+        """The rehearsal of `rank` that is under way (or done) in `slot`, if its process lives."""
+        rehearsal = self.rehearsals.get(slot.local_rank)
+        return rehearsal if rehearsal is not None and rehearsal.alive and rehearsal.rank == rank else None
+
+    def done(self, slot: Slot) -> None:
+        """The slot's process has been told to take over: what it still had to know is in the store."""
+        self.stop_following(slot)
+        self.rehearsals.pop(slot.local_rank, None)
+        self._drop_unused()
+
+    def _introduced(self, slot: Slot, peer: LocalPeer, message: local.WorkerHello) -> None:
+        rehearsal = self.of(slot, message.rank)
         if rehearsal is not None and self._workers.world is not None:
             size = len(self._workers.world.node_of)
             peer.send(local.Rehearsal(message.rank, size, rehearsal.profile.recording))
 
     def _rehearsed(self, slot: Slot, peer: LocalPeer, message: local.Rehearsed) -> None:
-        rehearsal = self._of(slot, message.rank)
-        if rehearsal is None or peer is not slot.rehearser:
+        rehearsal = self.of(slot, message.rank)
+        if rehearsal is None:
             return
         rehearsal.finished.set()
         self._reports.emit("Rehearsed", rank=message.rank, duration_s=message.duration_s)
         if slot.rank < 0:
             self._feed(io.SpareRehearsed(slot.local_rank, message.rank))
-            self._run(slot, self._follow(rehearsal))
+            self._run(slot, self._prepare(rehearsal))
 
-    def _refused(self, slot: Slot, peer: LocalPeer, message: local.RehearsalRefused) -> None:
-        rehearsal = self._of(slot, message.rank)
-        if rehearsal is None or peer is not slot.rehearser or slot.restored:
-            return
-        rehearsal.refused = message.reason
-        rehearsal.finished.set()
-        self._fail(slot, message.rank, message.reason)
+    async def _prepare(self, rehearsal: Rehearsal) -> None:
+        """Make the arena a take-over will need, then follow."""
+        rank, profile = rehearsal.rank, rehearsal.profile
+        try:
+            await self._peers.in_thread(
+                lambda: self._store.prepare_own(rank, profile.header_bytes, profile.payload_bytes)
+            )
+        except DeadpoolError as error:
+            self._reports.emit("Note", text=f"no arena for rank {rank} beforehand: {error}")
+        await self._follow(rehearsal)
+
+    def _failing(self, slot: Slot, peer: LocalPeer, message: local.Failing) -> None:
+        """A script ends with an error: worth a word, and before it trains also the end of the rehearsal."""
+        if slot.process is not None:
+            slot.process.failing = message.reason
+        rehearsal = self.of(slot, message.rank)
+        if rehearsal is not None:
+            self._fail(slot, message.rank, message.reason)
 
     def _fail(self, slot: Slot, rank: Rank, reason: str) -> None:
         self._reports.emit("RehearsalFailed", rank=rank, reason=reason)
-        world = self._workers.world
-        taking = world is not None and rank < len(world.node_of) and world.node_of[rank] == self._reports.node
-        self._feed(io.WorkerLost(rank, reason) if taking else io.SpareFailed(slot.local_rank, rank, reason))
+        self.give_up(slot, rank, reason)
+
+    def give_up(self, slot: Slot, rank: Rank, reason: str) -> None:
+        """This attempt at `rank` has come to nothing; its process, if there is one, goes."""
+        rehearsal = self.of(slot, rank)
+        if rehearsal is not None:
+            self._workers.lives.kill(slot, rehearsal.process, reason)
+        else:
+            self._feed(
+                io.WorkerLost(rank, reason) if slot.rank == rank else io.SpareFailed(slot.local_rank, rank, reason)
+            )
 
     # ---- following
 
@@ -146,15 +198,18 @@ class Spares:
             self._reports.emit("Note", text=f"cannot follow rank {rehearsal.rank} now: {error}")
 
     async def pull(self, rehearsal: Rehearsal, source: NodeId, last: Step) -> None:
-        """Have the records up to `last`, from `source`. Raises: TransportError."""
+        """Have the records up to `last`, from `source`. Raises: TransportError, HistoryPruned."""
         history = rehearsal.history
         async with rehearsal.pulling:
             while history.last < last:
                 first, until = history.last + 1, min(last, history.last + CHUNK_STEPS)
-                ask = functools.partial(self._peers.to(source).get_history, rehearsal.rank, first, until)
-                records = await self._peers.ask(ask)
-                for step, record in enumerate(records, first):
+                for step, record in enumerate(await self._records(source, rehearsal.rank, first, until), first):
                     history.append(step, record)
+
+    async def _records(self, source: NodeId, rank: Rank, first: Step, last: Step) -> list[bytes]:
+        if source == self._node:
+            return self._store.get(rank, first, last)
+        return await self._peers.ask(functools.partial(self._peers.to(source).get_history, rank, first, last))
 
     def tell(self, rehearsal: Rehearsal) -> None:
         """Pass on to the process, which has rehearsed, what it does not know yet.
@@ -162,8 +217,8 @@ class Spares:
         Raises: HistoryPruned if that is not held any more (history_limit_mib).
         """
         first, last = rehearsal.told + 1, rehearsal.history.last
-        if rehearsal.slot.rehearser is not None and first <= last:
-            rehearsal.slot.rehearser.send(local.History(first, rehearsal.history.get(first, last)))
+        if rehearsal.alive and rehearsal.process.peer is not None and first <= last:
+            rehearsal.process.peer.send(local.History(first, rehearsal.history.get(first, last)))
             rehearsal.told = last
 
     def stop_following(self, slot: Slot) -> None:
@@ -179,8 +234,9 @@ class Spares:
             rehearsal.source = owners[rehearsal.rank]
             rehearsal.history.truncate(restore_step)
 
-    def close(self) -> None:
-        for rehearsal in list(self.rehearsals.values()):
-            self.stop_following(rehearsal.slot)
+    def drop(self) -> None:
+        """Forget every rehearsal."""
+        self.rehearsals.clear()
         for task in self._tasks.values():
             task.cancel()
+        self._tasks.clear()

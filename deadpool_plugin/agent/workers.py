@@ -1,17 +1,12 @@
-"""This node's processes as the agent sees them: one slot per local rank, with its supervisor, worker and rehearser.
+"""This node's processes: who they are when they connect, and what they are told.
 
-Rules of this file: facts in, inputs out. A process's death becomes an input once, with the best reason there is: a
-signal or a vanished supervisor means lost (somebody else can do it), an exit code of its own means failed (it would
-fail anywhere). Messages that are not about life and death go to the handlers others have registered.
+Rules of this file: an order replaces the process of the order before, whose last words mean nothing from then on.
+Deaths are lives.py's; messages that are neither hellos nor deaths go to the handlers others have registered.
 """
 
 from __future__ import annotations
 
-import asyncio
-import os
-import signal
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,41 +16,10 @@ from ..errors import invariant
 from ..transport import local
 from ..transport.local import LocalPeer
 from ..transport.unix import close_descriptors
-from . import proc
+from .lives import Lives
 from .output import Pipe, Writer
-from .watch import Watch, described_exit
-from .world import Place, standby_env, worker_env
-
-EXIT_REPORT_S = 2.0
-"""How long after a worker's connection has ended its supervisor may take to say how it ended."""
-
-
-@dataclass
-class Slot:
-    """One local rank. `worker` is the process the supervisor started; on a node that stood by, `rehearser` is the one
-    it forked, which serves `rank` once it has been told to take over."""
-
-    local_rank: int
-    rank: Rank = -1
-    supervisor: LocalPeer | None = None
-    worker: LocalPeer | None = None
-    worker_pid: int = 0
-    rehearser: LocalPeer | None = None
-    rehearsing: Rank = -1
-    took_over: bool = False
-    restored: bool = False
-    ended: bool = False
-    pipe: Pipe | None = None
-
-    @property
-    def serving(self) -> LocalPeer | None:
-        """The process that runs the slot's rank, if there is one now."""
-        if self.rank < 0:
-            return None
-        if self.rehearsing >= 0:
-            return self.rehearser if self.took_over else None
-        return self.worker
-
+from .slots import Process, Slot
+from .world import Place, worker_env
 
 Handler = Callable[[Slot, LocalPeer, Any], None]
 
@@ -66,28 +30,26 @@ class Workers:
     def __init__(
         self,
         place: Place,
-        job_tag: str,
         address: str,
         output_dir: Path,
         writer: Writer,
-        watch: Watch,
+        slots: list[Slot],
+        lives: Lives,
         feed: Callable[[io.Input], None],
     ) -> None:
-        self._place, self._job_tag, self.address = place, job_tag, address
-        self._output_dir, self._writer, self._watch, self._feed = output_dir, writer, watch, feed
-        self.slots = [Slot(local_rank) for local_rank in range(place.local_size)]
+        self._place, self.address, self._output_dir, self._writer = place, address, output_dir, writer
+        self.slots, self.lives, self._feed = slots, lives, feed
         self.world: World | None = None
-        self.ending = False
         self.committed: Step = NO_STEP
-        self._exit_code = 0
-        self.late_exit_code = 0
-        self.changed = asyncio.Event()
+        self._orders = 0
+        self._start: local.StartGroups | None = None
         self.handlers: dict[type[local.LocalMessage], Handler] = {
-            local.WorkerExited: lambda slot, peer, message: self._ended(slot, message.exit_code),
-            local.Leaving: self._leaving,
+            local.StandbyExited: lives.standby_exited,
+            local.WorkerExited: lives.exited,
+            local.Leaving: lives.leaving,
             local.StoreOffer: self._store_offer,
-            local.Restored: self._restored,
             local.Finished: lambda slot, peer, message: self._feed(io.WorkerFinished(message.rank)),
+            local.Saved: lambda slot, peer, message: self._feed(io.CheckpointSaved(message.step, message.path)),
         }
 
     # ---- what comes in
@@ -97,10 +59,10 @@ class Workers:
             self._supervisor(peer, message, descriptors)
             return
         close_descriptors(descriptors)
-        if isinstance(message, local.WorkerHello):
+        if isinstance(message, local.StandbyHello):
+            self._standby(peer, message)
+        elif isinstance(message, local.WorkerHello):
             self._worker(peer, message)
-        elif isinstance(message, local.RehearserHello):
-            self._rehearser(peer, message)
         elif isinstance(peer.tag, Slot):
             self.handlers[type(message)](peer.tag, peer, message)
 
@@ -110,131 +72,85 @@ class Workers:
 
     def _supervisor(self, peer: LocalPeer, hello: local.SupervisorHello, descriptors: list[int]) -> None:
         slot = peer.tag = self._slot(hello.local_rank)
-        slot.supervisor, slot.worker_pid = peer, hello.worker_pid
+        slot.supervisor, slot.standby_pid = peer, hello.standby_pid
         slot.pipe = Pipe(descriptors[0], self._writer)
-        self._watch.add(hello.worker_pid, lambda code: self._ended(slot, code), lambda s: self._stopped(slot, s))
+        self.lives.watch_standby(slot)
         if self.world is not None:
             self._name_output(slot)
 
-    def _worker(self, peer: LocalPeer, hello: local.WorkerHello) -> None:
+    def _standby(self, peer: LocalPeer, hello: local.StandbyHello) -> None:
         slot = peer.tag = self._slot(hello.local_rank)
-        slot.worker = peer
-        if self.world is not None:
-            self._assign(slot)
+        slot.standby = peer
+        if slot.order is not None:
+            peer.send(slot.order)
+        elif self.lives.ending:
+            peer.send(local.EndWorker(0))
 
-    def _rehearser(self, peer: LocalPeer, hello: local.RehearserHello) -> None:
-        slot = self._slot(hello.local_rank)
-        if hello.rank != slot.rehearsing or slot.rehearser is not None:
+    def _worker(self, peer: LocalPeer, hello: local.WorkerHello) -> None:
+        slot, process = self._slot(hello.local_rank), self._slot(hello.local_rank).living
+        if process is None or process.order != hello.order:
             peer.close()  # an order that has been overtaken
             return
-        peer.tag, slot.rehearser = slot, peer
-        self._watch.add(
-            hello.pid, lambda code: self._rehearser_ended(slot, peer, code), lambda s: self._stopped(slot, s)
-        )
-        self.handlers[local.RehearserHello](slot, peer, hello)
-
-    def _leaving(self, slot: Slot, peer: LocalPeer, message: local.Leaving) -> None:
-        name = signal.Signals(message.signal).name
-        if message.signal == signal.SIGINT:
-            self._feed(io.StopRequested(f"interrupted by {name} on node {self._place.node}", 128 + message.signal))
-        else:
-            self._lost(slot, f"the launcher of node {self._place.node} ended its processes ({name})")
+        peer.tag, process.peer, process.pid = slot, peer, hello.pid
+        self.lives.watch(slot, process)
+        if hello.rehearsing:
+            self.handlers[local.WorkerHello](slot, peer, hello)
+        elif self._start is not None:
+            peer.send(self._start)
 
     def _store_offer(self, slot: Slot, peer: LocalPeer, message: local.StoreOffer) -> None:
         host = message.host
         if not host or host.startswith("127.") and not self.address.startswith("127."):
             host = self.address
-        self._feed(io.StoreOffered(f"{host}:{message.port}"))
+        if slot.process is not None:
+            self.lives.hosts(slot.process, f"{host}:{message.port}")
 
-    def _restored(self, slot: Slot, peer: LocalPeer, message: local.Restored) -> None:
-        slot.restored = True
+    def restored(self, slot: Slot, message: local.Restored) -> None:
+        """The slot's process is in training in the new world."""
+        if slot.process is not None:
+            slot.process.in_training = True
         self._feed(io.WorkerRestored(message.rank, message.generation))
-
-    # ---- life and death
-
-    def _lost(self, slot: Slot, reason: str) -> None:
-        if self.ending:
-            return
-        if slot.rank >= 0:
-            self._feed(io.WorkerLost(slot.rank, reason))
-        else:
-            self._feed(io.SpareFailed(slot.local_rank, slot.rehearsing, reason))
-
-    def _ended(self, slot: Slot, exit_code: int) -> None:
-        """The supervisor's child is ending (told by /proc or by the supervisor, whichever is first)."""
-        self.changed.set()
-        if slot.ended:
-            return
-        slot.ended = True
-        if self.ending and exit_code > 0:
-            self.late_exit_code = exit_code
-        self._watch.forget(slot.worker_pid)
-        self._judge(slot, exit_code, f"process {slot.worker_pid}")
-
-    def _judge(self, slot: Slot, exit_code: int, what: str) -> None:
-        if self.ending:
-            return
-        if exit_code < 0 or slot.rank < 0 or (slot.took_over and not slot.restored):
-            self._lost(slot, f"{what} {described_exit(exit_code)}")
-        elif exit_code > 0:
-            self._feed(io.WorkerFailed(slot.rank, exit_code, "see its output above"))
-        else:
-            self._feed(io.WorkerFailed(slot.rank, 1, f"{what} exited with 0 before the job had ended"))
-
-    def _rehearser_ended(self, slot: Slot, peer: LocalPeer, exit_code: int) -> None:
-        if slot.rehearser is peer:
-            slot.rehearser, slot.ended = None, slot.took_over or slot.ended
-            self._watch.forget(peer.pid)
-            self._judge(slot, exit_code, f"process {peer.pid}")
-
-    def _stopped(self, slot: Slot, seconds: float) -> None:
-        self._lost(slot, f"it has been stopped (state T) for {seconds:.1f} s")
-
-    def on_closed(self, peer: LocalPeer) -> None:
-        slot = peer.tag
-        if not isinstance(slot, Slot):
-            return
-        self.changed.set()
-        if peer is slot.supervisor:
-            slot.supervisor = None
-            if not self.ending:
-                proc.sweep(f"{self._job_tag}{slot.local_rank}.")
-                self._lost(slot, f"supervisor of local rank {slot.local_rank} is gone")
-        elif peer is slot.rehearser:
-            if self.ending and slot.worker is not None:
-                slot.worker.send(local.EndWorker(self._exit_code))
-            status = proc.look(peer.pid)
-            known = status is not None and status.ending
-            self._rehearser_ended(slot, peer, os.waitstatus_to_exitcode(status.wait_status) if status and known else -9)
-        elif peer is slot.worker:
-            slot.worker = None
-            asyncio.get_running_loop().call_later(EXIT_REPORT_S, self._unexplained, slot)
-
-    def _unexplained(self, slot: Slot) -> None:
-        if not slot.ended:
-            slot.ended = True
-            self._lost(slot, f"process {slot.worker_pid} closed its connection and did not end")
 
     # ---- orders
 
     def form(self, world: World, node: NodeId) -> None:
-        """The world is known: tell every process who it is."""
-        self.world = world
-        for slot, rank in zip(self.slots, world.ranks_of(node), strict=False):
-            slot.rank = rank
+        """A world whose ranks begin the script: tell every slot what it is."""
+        self.world, self._start = world, None
+        ranks = world.ranks_of(node)
         for slot in self.slots:
-            if slot.worker is not None:
-                self._assign(slot)
-            if slot.pipe is not None:
+            slot.rank = ranks[slot.local_rank] if slot.local_rank < len(ranks) else -1
+            self._name_output(slot)
+            if slot.rank >= 0:
+                env = self._env(slot.rank, slot)
+                self._order(slot, local.RunRank(slot.rank, len(world.node_of), world.generation, env, self._next()))
+
+    def enter(self, world: World) -> None:
+        """A world that goes on where the one before ended (for a host that has joined: its first)."""
+        self.world = world
+        for slot in self.slots:
+            if slot.pipe is not None and not slot.pipe.assigned:
                 self._name_output(slot)
 
-    def _assign(self, slot: Slot) -> None:
-        assert self.world is not None and slot.worker is not None
-        size = len(self.world.node_of)
-        env = self.env(slot.rank, slot) if slot.rank >= 0 else standby_env(self._place, slot.local_rank, self.address)
-        slot.worker.send(local.Assign(slot.rank, size, self.world.generation, env))
+    def rehearse(self, slot: Slot, rank: Rank) -> Process:
+        """Order a fresh process that rehearses `rank`."""
+        assert self.world is not None
+        size, env = len(self.world.node_of), self._env(rank, slot)
+        return self._order(slot, local.RehearseRank(rank, size, env, self._next()))
 
-    def env(self, rank: Rank, slot: Slot) -> dict[str, str]:
+    def _next(self) -> int:
+        self._orders += 1
+        return self._orders
+
+    def _order(self, slot: Slot, order: local.RunRank | local.RehearseRank) -> Process:
+        if slot.process is not None:
+            self.lives.forget(slot.process)
+        slot.order = order
+        slot.process = Process(order.order, order.rank, isinstance(order, local.RehearseRank))
+        if slot.standby is not None:
+            slot.standby.send(order)
+        return slot.process
+
+    def _env(self, rank: Rank, slot: Slot) -> dict[str, str]:
         """The environment of the process of `rank` in this slot (it takes the ring position of who runs it now)."""
         assert self.world is not None
         node = self.world.node_of[rank]
@@ -249,26 +165,25 @@ class Workers:
         else:
             slot.pipe.assign(self._output_dir / f"spare{slot.local_rank}.node{node}.log", forward=False)
 
-    def rehearse(self, slot: Slot, rank: Rank) -> None:
-        """Order a fresh process for `rank`; the one before is forgotten."""
-        assert self.world is not None
-        if slot.rehearser is not None:
-            self._watch.forget(slot.rehearser.pid)
-            slot.rehearser.tag = None
-        slot.rehearser, slot.rehearsing = None, rank
-        if slot.worker is not None:
-            slot.worker.send(local.RehearseRank(rank, len(self.world.node_of), self.env(rank, slot)))
+    def hear_unnamed(self) -> None:
+        """What was written before anybody knew which rank this slot is, if that is all there ever was."""
+        for slot in self.slots:
+            if slot.pipe is not None and self.world is None:
+                name = f"standby{slot.local_rank}.node{self._place.node}.log"
+                slot.pipe.assign(self._output_dir / name, forward=True)
 
-    def take(self, slot: Slot, rank: Rank) -> None:
-        """The slot's rehearser runs `rank` from now on."""
-        slot.took_over = True
-        slot.rank = rank
+    def take(self, slot: Slot) -> None:
+        """The slot's process, which has rehearsed the slot's rank, runs it from now on."""
+        process = slot.living
+        invariant(process is not None and process.rank == slot.rank, f"nothing runs rank {slot.rank}")
+        assert process is not None
+        process.took_over = True
         self._name_output(slot)
 
     def start_groups(self, generation: Generation, store: str) -> None:
-        for slot in self.slots:
-            if slot.worker is not None and slot.rank >= 0:
-                slot.worker.send(local.StartGroups(generation, store))
+        """To every process that begins the script, also to those that have yet to connect."""
+        self._start = local.StartGroups(generation, store)
+        self.tell_serving(self._start)
 
     def commit(self, step: Step) -> None:
         """Open the gate of every process that runs a rank, and later of those that take one over."""
@@ -280,37 +195,3 @@ class Workers:
         for slot in self.slots:
             if slot.serving is not None:
                 slot.serving.send(message)
-
-    # ---- the end
-
-    def end_workers(self, exit_code: int) -> None:
-        """From now on every death is expected. A standing-by process outlives the one it forked."""
-        self.ending, self._exit_code = True, exit_code
-        for slot in self.slots:
-            peer = slot.serving or slot.worker
-            if peer is not None:
-                peer.send(local.EndWorker(exit_code))
-
-    @property
-    def workers_gone(self) -> bool:
-        return all(slot.ended and slot.worker is None and slot.rehearser is None for slot in self.slots)
-
-    def end_supervisors(self, exit_code: int) -> None:
-        for slot in self.slots:
-            if slot.supervisor is not None:
-                slot.supervisor.send(local.EndSupervisor(exit_code))
-
-    @property
-    def supervisors_gone(self) -> bool:
-        return all(slot.supervisor is None for slot in self.slots)
-
-    async def wait(self, done: Callable[[], bool], timeout_s: float) -> bool:
-        """Until `done()`, looked at after every change; False at the deadline."""
-        deadline = asyncio.get_running_loop().time() + timeout_s
-        while not done():
-            self.changed.clear()
-            try:
-                await asyncio.wait_for(self.changed.wait(), deadline - asyncio.get_running_loop().time())
-            except asyncio.TimeoutError:
-                return done()
-        return True

@@ -109,22 +109,14 @@ def check_alike(hellos: Sequence[Hello]) -> None:
 
 def worker_env(place: Place, world: World, rank: Rank, node: NodeId, local_rank: int, address: str) -> dict[str, str]:
     """What the process of `rank` shall find in its environment: the active world as any launcher would say it."""
-    env = standby_env(place, local_rank, address)
     ring = world.active
-    env |= {
+    return {
         "RANK": str(rank),
         "WORLD_SIZE": str(len(world.node_of)),
         "CROSS_RANK": str(ring.index(node)),
         "CROSS_SIZE": str(len(ring)),
         "NODE_RANK": str(ring.index(node)),
         "GROUP_RANK": str(ring.index(node)),
-    }
-    return env
-
-
-def standby_env(place: Place, local_rank: int, address: str) -> dict[str, str]:
-    """What is the same for every process of a local slot."""
-    return {
         "LOCAL_RANK": str(local_rank),
         "LOCAL_SIZE": str(place.local_size),
         "LOCAL_WORLD_SIZE": str(place.local_size),

@@ -1,1 +1,1 @@
-"""Commands for people who run a job. They read what the agents wrote and never load torch."""
+"""Commands for people who run a job. They never load torch."""

@@ -1,4 +1,4 @@
-"""`python -m deadpool_plugin.cli.watch OUTPUT_DIR`: what a job is doing, from the event logs in its `output_dir`.
+"""`deadpool watch OUTPUT_DIR`: what a job is doing, from the event logs in its `output_dir`.
 
 On a terminal a table that stays in place, one row per node; elsewhere one plain line per important event and now
 and then one about the steps. Ends with the job, or with Ctrl-C; the job notices neither.
@@ -207,11 +207,13 @@ def print_lines(follower: Follower, view: JobView, every_s: float) -> None:
             print(line, flush=True)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m deadpool_plugin.cli.watch", description="Show a job's state.")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("output_dir", type=Path, help="`output_dir` of the job's configuration; may not exist yet")
     parser.add_argument("--every-s", type=float, default=10.0, help="without a terminal: seconds between step lines")
-    args = parser.parse_args(arguments)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Until the job has ended, or Ctrl-C. The exit code."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     follower, view, console = Follower(args.output_dir), JobView(), Console()
     try:
@@ -224,6 +226,13 @@ def main(arguments: list[str] | None = None) -> int:
     if follower.unreadable:
         print(f"{follower.unreadable} line(s) of the event logs were left out: no event known here", file=sys.stderr)
     return 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """`python -m deadpool_plugin.cli.watch`, as it was called before there was `deadpool`."""
+    parser = argparse.ArgumentParser(prog="python -m deadpool_plugin.cli.watch", description="Show a job's state.")
+    add_arguments(parser)
+    return run(parser.parse_args(arguments))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,9 @@ import logging
 import os
 import socket
 import sys
+from typing import NoReturn
 
+from ..agent.joining import job_from
 from ..config import load
 from ..errors import DeadpoolError
 from ..plugin import run_agent
@@ -17,21 +19,26 @@ from . import roles
 from .secret import ensure
 
 
-def main() -> int:
-    """Entry point; the exit code."""
+def serve(fd: int) -> NoReturn:
+    """Be the agent until the node's end; also for a process that was forked instead of executed."""
     logging.basicConfig(level=logging.WARNING, format="[deadpool] %(message)s", stream=sys.stderr)
-    listener = socket.socket(fileno=int(sys.argv[1]))
-    os.set_inheritable(listener.fileno(), False)
+    exit_code = _serve(fd)
+    sys.stderr.flush()
+    os._exit(exit_code)  # a thread that still waits for a dead peer must not hold the node up
+
+
+def _serve(fd: int) -> int:
+    listener = socket.socket(fileno=fd)
+    os.set_inheritable(fd, False)
     try:
         launch = roles.from_environment()
         config = load(os.environ["DEADPOOL_CONFIG"])
-        return run_agent(launch.place, config, ensure(config), listener, os.environ["DEADPOOL_JOB"])
+        job = job_from(os.environ, os.getcwd())
+        return run_agent(launch.place, config, ensure(config), listener, os.environ["DEADPOOL_JOB"], job)
     except DeadpoolError as error:
         print(f"[deadpool] {error}", file=sys.stderr, flush=True)
         return error.exit_code
 
 
 if __name__ == "__main__":
-    exit_code = main()
-    sys.stderr.flush()
-    os._exit(exit_code)  # a thread that still waits for a dead peer must not hold the node up
+    serve(int(sys.argv[1]))

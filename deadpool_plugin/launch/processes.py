@@ -1,18 +1,24 @@
-"""Parent-death signals and process start, so that nothing outlives the node's launcher.
+"""Parent-death signals, process start and reaping, so that nothing outlives the node's launcher.
 
 Rules of this file: call from the main thread only (a parent-death signal fires when the *thread* that forked ends);
-no torch. Source: prctl(2), PR_SET_PDEATHSIG.
+no torch. Source: prctl(2), PR_SET_PDEATHSIG and PR_SET_CHILD_SUBREAPER.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+Program = Sequence[str] | Callable[[], object]
+"""What a child runs: a command line, or (tests, from a process that has imported everything once) a function."""
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -30,13 +36,13 @@ def die_with_parent(death_signal: int = signal.SIGKILL, parent: int | None = Non
 
 
 def spawn(
-    argv: Sequence[str],
+    program: Program,
     env: Mapping[str, str],
     death_signal: int,
     output: int | None = None,
     pass_fds: Sequence[int] = (),
 ) -> int:
-    """Start `argv` as a child that gets `death_signal` when we end; its pid.
+    """Start `program` as a child that gets `death_signal` when we end; its pid.
 
     Args:
         output: descriptor for its standard output and error; None: ours.
@@ -58,8 +64,52 @@ def spawn(
             os.dup2(output, 2)
         for fd in pass_fds:
             os.set_inheritable(fd, True)
-        os.execvpe(argv[0], list(argv), dict(env))
-    except BaseException as error:
-        os.write(2, f"[deadpool] cannot start {argv[0]}: {error}\n".encode())
+        if callable(program):
+            os.environ.clear()
+            os.environ.update(env)
+            program()
+            os._exit(0)
+        os.execvpe(program[0], list(program), dict(env))
+    except OSError as error:
+        os.write(2, f"[deadpool] cannot start {program}: {error}\n".encode())
+    except BaseException:
+        traceback.print_exc()
     finally:
         os._exit(127)
+
+
+def become_subreaper() -> None:
+    """What our descendants leave behind when they end becomes our child, not that of the host's process 1."""
+    if _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+
+
+def reaped() -> Iterator[tuple[int, int]]:
+    """Every child that has ended: its pid, and its exit code as in subprocess."""
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        yield pid, os.waitstatus_to_exitcode(status)
+
+
+def end_children() -> None:
+    """SIGKILL every child, and theirs as they become ours, until none is left. Blocks: until they have ended."""
+    while found := _children():
+        for pid in found:
+            os.kill(pid, signal.SIGKILL)
+        for pid in found:
+            os.waitpid(pid, 0)
+
+
+def _children() -> list[int]:
+    me, found = os.getpid(), []
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb", buffering=0) as file:  # gone meanwhile
+                if int(file.read(4096).rpartition(b") ")[2].split()[1]) == me:
+                    found.append(int(name))
+    return found

@@ -1,6 +1,7 @@
 """The user's script inside one of our processes: run as `__main__`, its end turned into an exit code.
 
-Rules of this file: a script that ends well waits for everybody else's end; every other end is told to whoever asked.
+Rules of this file: a script that ends well waits for everybody else's end; every other end is told to whoever asked,
+after it has been printed (who is told may end us at once).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from ..errors import DeadpoolError, GenerationChanged
 
@@ -33,20 +34,19 @@ def run_script(argv: list[str], context: Context, failed: Callable[[str], None] 
                 raise
         return context.finish()
     except SystemExit as end:
+        if not isinstance(end.code, int):
+            print(end.code, file=sys.stderr, flush=True)
         failed(f"the script called sys.exit({end.code!r})")
-        if isinstance(end.code, int):
-            return end.code
-        print(end.code, file=sys.stderr)
-        return 1
+        return end.code if isinstance(end.code, int) else 1
     except DeadpoolError as error:
-        failed(str(error))
         print(f"[deadpool] {error}", file=sys.stderr, flush=True)
+        failed(str(error))
         return error.exit_code
     except GenerationChanged:  # during start-up there is nothing to go back to: the agents end the job
         return context.wait_for_end()
     except BaseException as error:
-        failed(f"{type(error).__name__}: {error}")
         traceback.print_exc()
+        failed(f"{type(error).__name__}: {error}".partition("\n")[0])
         return 1
 
 
@@ -60,7 +60,7 @@ def _run(argv: list[str]) -> None:
         runpy.run_path(argv[0], run_name="__main__")
 
 
-def leave(exit_code: int) -> None:
+def leave(exit_code: int) -> NoReturn:
     """End this process now: abandoned communicators must not be destroyed (their destructors may hang).
 
     What the script registered with atexit (loggers that flush) runs first if all is well.

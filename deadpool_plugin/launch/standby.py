@@ -1,102 +1,136 @@
-"""A spare's process: imports once, forks a process for every rank it is told to rehearse.
+"""`python -m deadpool_plugin.launch.standby COMMAND...`: a slot's standby process, which forks the slot's worker.
 
-Rules of this file: no thread may exist in the forking process. The modules a first rehearsal turned out to need
-are imported here afterwards, so that the next fork (a rank nobody rehearsed was lost) starts warm.
+Rules of this file: nothing of the user's runs here, and no thread may exist while it forks. One forked process lives at
+a time: an order ends the one before, with everything that one has left behind (orphans are reparented to us). What it
+tells the agent is how a process ended; what that means is decided elsewhere.
 """
 
 from __future__ import annotations
 
-import importlib
+import functools
 import os
 import select
 import signal
 import sys
-from collections.abc import Iterable
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
 
-from ..config import Config
+from ..config import load
 from ..transport import local
 from ..transport.framing import ConnectionClosed
 from ..transport.local import LocalConnection
-from .processes import die_with_parent
-from .script import leave, run_script
+from .lessons import Lessons, preload
+from .processes import become_subreaper, die_with_parent, end_children, reaped
 
 DEFAULT_PRELOAD = ("torch", "torch.distributed")
+Order = local.RunRank | local.RehearseRank
+Run = Callable[[Order, int], object]
+"""What a forked process does: gets the order, and a descriptor to tell what it has imported (-1: nobody asks)."""
 
 
-def stand_by(connection: LocalConnection, config: Config, local_rank: int, script: list[str]) -> None:
-    """Serve rehearsal orders until the agent is gone; never returns."""
-    _preload(config.preload if config.preload is not None else DEFAULT_PRELOAD)
-    child, learned = 0, -1
-    while True:
-        readable, _, _ = select.select([connection] + ([learned] if learned >= 0 else []), [], [])
-        if learned in readable:
-            _learn(learned)
-            os.close(learned)
-            learned = -1
-        if connection not in readable:
-            continue
+class Standby:
+    """Serves orders until the agent says it is over; `serve` never returns."""
+
+    def __init__(self, connection: LocalConnection, local_rank: int, run: Run, modules: Sequence[str]) -> None:
+        self._connection, self._local_rank, self._run, self._modules = connection, local_rank, run, modules
+        self._child = self._order = 0
+        self._lessons = Lessons()
+
+    def serve(self) -> NoReturn:
+        """Import, then wait for orders and for ends."""
+        become_subreaper()
+        self._signals = _wake_on_children()
+        self._connection.send(local.StandbyHello(self._local_rank, os.getpid()))
+        preload(self._modules)
+        while True:
+            waited = [self._connection.fileno(), self._signals[0], *self._lessons.pipes]
+            readable, _, _ = select.select(waited, [], [])
+            if self._signals[0] in readable:
+                os.read(self._signals[0], 1 << 12)
+                self._reap()
+            if set(self._lessons.pipes) & set(readable):
+                self._lessons.begin()
+            if self._connection.fileno() in readable:
+                self._hear()
+
+    def _hear(self) -> None:
         try:
-            order, _ = connection.recv()
+            message, _ = self._connection.recv()
         except ConnectionClosed:
             os._exit(0)
-        if isinstance(order, local.EndWorker):
-            os._exit(order.exit_code)
-        if isinstance(order, local.RehearseRank):
-            if child:
-                os.kill(child, signal.SIGKILL)
-                os.waitpid(child, 0)
-            if learned >= 0:
-                os.close(learned)
-            learned, tell = os.pipe()
-            child = os.fork()
-            if child == 0:
-                os.close(learned)
-                os.close(connection.fileno())
-                _rehearse(config, order, local_rank, script, tell)
+        if isinstance(message, local.EndWorker):
+            self._end_child()
+            os._exit(message.exit_code)
+        if isinstance(message, Order):
+            self._end_child()
+            self._fork(message)
+
+    def _end_child(self) -> None:
+        """Kill the forked process and what it started. Blocks: until its memory is given back."""
+        if self._child:
+            os.kill(self._child, signal.SIGKILL)
+            os.waitpid(self._child, 0)
+            self._child = 0
+        end_children()
+
+    def _reap(self) -> None:
+        for pid, exit_code in reaped():
+            if pid == self._child:
+                self._child = 0
+                end_children()
+                self._connection.send(local.WorkerExited(self._local_rank, self._order, exit_code))
+
+    def _fork(self, order: Order) -> None:
+        self._lessons.pause()
+        tell = self._lessons.ask()
+        me = os.getpid()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self._order, self._child = order.order, os.fork()
+        if self._child == 0:
+            self._become(order, tell, me)
+        if tell >= 0:
             os.close(tell)
+        self._lessons.resume()
+
+    def _become(self, order: Order, tell: int, parent: int) -> NoReturn:
+        """The forked process; whatever happens, it does not return into the loop above."""
+        try:
+            die_with_parent(signal.SIGKILL, parent)
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for fd in (*self._signals, *self._lessons.pipes, self._connection.fileno()):
+                os.close(fd)
+            self._run(order, tell)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
 
 
-def _rehearse(config: Config, order: local.RehearseRank, local_rank: int, script: list[str], tell: int) -> None:
-    """The forked process: introduce ourselves, go quiet, run the script. Never returns."""
-    from ..plugin import start_following
-    from ..worker.output import Mute
+def _wake_on_children() -> tuple[int, int]:
+    """The ends of a pipe that becomes readable whenever a child ends."""
+    read_end, write_end = os.pipe()
+    os.set_blocking(read_end, False)
+    os.set_blocking(write_end, False)
+    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    return read_end, write_end
+
+
+def main(script: list[str]) -> NoReturn:
+    """Entry point, also for a process that was forked instead of executed (the environment says the rest)."""
+    from .worker import become
 
     die_with_parent()
-    os.environ.update(order.env)
-    mute = Mute(config.output_dir / "rehearsals" / f"rank{order.rank:04d}.{os.getpid()}.txt")
+    config = load(Path(os.environ["DEADPOOL_CONFIG"]))
+    local_rank = int(os.environ["LOCAL_RANK"])
     connection = LocalConnection.to(os.environ["DEADPOOL_SOCKET"])
-    connection.send(local.RehearserHello(local_rank, os.getpid(), order.rank))
-    rehearsal, _ = connection.recv()
-    assert isinstance(rehearsal, local.Rehearsal)
-    context = start_following(connection, config, rehearsal, local_rank, mute)
-    context.on_rehearsed = lambda: _tell_modules(tell)
-    refuse = lambda reason: connection.send(local.RehearsalRefused(order.rank, reason))  # noqa: E731
-    leave(run_script(script, context, refuse))
+    modules = config.preload if config.preload is not None else DEFAULT_PRELOAD
+    Standby(connection, local_rank, functools.partial(become, config, local_rank, script), modules).serve()
 
 
-def _tell_modules(tell: int) -> None:
-    """Names of the installed (not the user's own) modules this rehearsal imported, for the parent."""
-    installed = [
-        name
-        for name, module in list(sys.modules.items())
-        if "site-packages" in (getattr(module, "__file__", None) or "") and not name.startswith("deadpool_plugin")
-    ]
-    with os.fdopen(tell, "w") as pipe:
-        pipe.write("\n".join(installed))
-
-
-def _learn(pipe: int) -> None:
-    names = b""
-    while piece := os.read(pipe, 1 << 16):
-        names += piece
-    _preload(names.decode().split("\n"))
-
-
-def _preload(names: Iterable[str]) -> None:
-    """Import what can be imported; a module that cannot be is the rehearsal's to complain about."""
-    for name in names:
-        if name and name not in sys.modules:
-            try:
-                importlib.import_module(name)
-            except Exception as error:
-                print(f"[deadpool] standby could not preload {name}: {error}", file=sys.stderr)
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,31 +1,32 @@
-"""The launcher's child for one local rank: starts the worker, and on local rank 0 the node's agent; outlives both.
+"""The launcher's child for one local rank: starts the slot's standby process, on local rank 0 the node's agent too.
 
-Rules of this file: no torch, one thread, small. It decides nothing: the agent tells it when and how to end. It ends by
-itself only if the agent is gone. No orphan is left whichever process is killed how: parent-death signals (we: SIGTERM
-when the launcher ends; worker: SIGKILL, agent: SIGTERM when we end), end of file on the agent's socket, and a sweep of
-everything that carries the worker's tag.
+Rules of this file: no torch, one thread, small; it outlives what it starts. It decides nothing: the agent tells it when
+and how to end. It ends by itself only if the agent is gone. No orphan is left whichever process is killed how:
+parent-death signals (we: SIGTERM when the launcher ends; standby: SIGKILL, agent: SIGTERM when we end), end of file on
+the agent's socket, and a sweep of everything that carries the slot's tag.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from ..agent import proc
+from ..agent import joining, proc
 from ..errors import EXIT_FENCED, DeadpoolError, TransportError
 from ..transport import local
 from ..transport.framing import ConnectionClosed
 from ..transport.local import LocalConnection
 from ..transport.unix import listen_unix
-from .processes import die_with_parent, spawn
+from .processes import Program, die_with_parent, spawn
 from .roles import Launch
 
-WORKER = (sys.executable, "-u", "-m", "deadpool_plugin.launch.worker")
+STANDBY = (sys.executable, "-u", "-m", "deadpool_plugin.launch.standby")
 AGENT = (sys.executable, "-u", "-m", "deadpool_plugin.launch.agent")
 CONNECT_S = 60.0
 LEAVE_S = 5.0
@@ -37,23 +38,31 @@ class Supervisor:
     """One local rank's supervisor; `run` never returns.
 
     Args:
-        command: what the worker runs, behind `worker`.
-        config_path: handed on to agent and worker as DEADPOOL_CONFIG, "" for the defaults.
-        worker: the worker's program (tests put a stub here).
+        command: the user's script and its arguments.
+        config_path: handed on to agent and standby process as DEADPOOL_CONFIG, "" for the defaults.
+        standby: the program of the slot's standby process; a command line gets `command` appended.
+        agent: the agent's program, called with the descriptor it listens on (tests fork both from one process).
     """
 
     def __init__(
-        self, launch: Launch, command: Sequence[str], config_path: str, worker: Sequence[str] = WORKER
+        self,
+        launch: Launch,
+        command: Sequence[str],
+        config_path: str,
+        standby: Program = STANDBY,
+        agent: Callable[[int], Program] = lambda fd: [*AGENT, str(fd)],
     ) -> None:
-        self._launch, self._command, self._worker = launch, command, worker
+        self._launch, self._agent_program = launch, agent
+        self._standby_program = standby if callable(standby) else [*standby, *command]
         launcher = os.getppid()
         die_with_parent(signal.SIGTERM, launcher)
         self._job = proc.job_tag(launcher)
         self._tag = f"{self._job}{launch.local_rank}."
         self._socket = f"deadpool/{os.getuid()}/{launcher}/{proc.start_time(launcher)}"
         self._env = {**os.environ, "DEADPOOL_CONFIG": config_path, "DEADPOOL_SOCKET": self._socket}
+        self._told = {"DEADPOOL_JOB": self._job, joining.COMMAND: json.dumps(list(command))}
         self._signals = self._catch_signals()
-        self._agent = self._worker_pid = 0
+        self._agent = self._standby = 0
         self._poll = select.poll()
         self._roles: dict[int, str] = {}
 
@@ -72,7 +81,7 @@ class Supervisor:
         self._watch(self._signals, "signal")
         self._connection = self._connect()
         self._watch(self._connection.fileno(), "agent's word")
-        self._start_worker()
+        self._start_standby()
         while True:
             for fd, _ in self._poll.poll():
                 self._handle(self._roles[fd], fd)
@@ -85,9 +94,8 @@ class Supervisor:
 
     def _start_agent(self) -> None:
         listener = listen_unix(self._socket)
-        argv = [*AGENT, str(listener.fileno())]
-        self._agent = spawn(argv, {**self._env, "DEADPOOL_JOB": self._job}, signal.SIGTERM,
-                            pass_fds=[listener.fileno()])  # fmt: skip
+        program, env = self._agent_program(listener.fileno()), {**self._env, **self._told}
+        self._agent = spawn(program, env, signal.SIGTERM, pass_fds=[listener.fileno()])
         listener.close()
         self._watch(os.pidfd_open(self._agent), "agent's end")
 
@@ -106,15 +114,15 @@ class Supervisor:
             if ready:
                 self._finish(128 + os.read(self._signals, 1)[0])
 
-    def _start_worker(self) -> None:
+    def _start_standby(self) -> None:
         read_end, write_end = os.pipe()
         env = {**self._env, proc.TAG: self._tag}
-        self._worker_pid = spawn([*self._worker, *self._command], env, signal.SIGKILL, output=write_end)
+        self._standby = spawn(self._standby_program, env, signal.SIGKILL, output=write_end)
         os.close(write_end)
-        hello = local.SupervisorHello(self._launch.local_rank, os.getpid(), self._worker_pid)
+        hello = local.SupervisorHello(self._launch.local_rank, os.getpid(), self._standby)
         self._tell(hello, read_end)
         os.close(read_end)
-        self._watch(os.pidfd_open(self._worker_pid), "worker's end")
+        self._watch(os.pidfd_open(self._standby), "standby's end")
 
     def _tell(self, message: local.LocalMessage, *descriptors: int) -> None:
         try:
@@ -138,10 +146,10 @@ class Supervisor:
         else:
             self._poll.unregister(fd)
             os.close(fd)
-            _, status = os.waitpid(self._worker_pid, 0)
-            self._worker_pid = 0
+            _, status = os.waitpid(self._standby, 0)
+            self._standby = 0
             proc.sweep(self._tag)
-            self._tell(local.WorkerExited(self._launch.local_rank, os.waitstatus_to_exitcode(status)))
+            self._tell(local.StandbyExited(self._launch.local_rank, os.waitstatus_to_exitcode(status)))
 
     def _hear(self, timeout_s: float | None) -> int:
         """The exit code the agent wants; without an agent this node is out. Raises: TimeoutError."""
@@ -165,10 +173,10 @@ class Supervisor:
     # ---- ending
 
     def _finish(self, exit_code: int) -> NoReturn:
-        """Kill what is left of the worker, let the agent end, exit."""
-        if self._worker_pid:
-            os.kill(self._worker_pid, signal.SIGKILL)
-            os.waitpid(self._worker_pid, 0)
+        """Kill what is left of the slot, let the agent end, exit."""
+        if self._standby:
+            os.kill(self._standby, signal.SIGKILL)
+            os.waitpid(self._standby, 0)
         proc.sweep(self._tag)
         if hasattr(self, "_connection"):
             self._connection.close()
@@ -190,9 +198,15 @@ class Supervisor:
         os.waitpid(self._agent, 0)
 
 
-def supervise(launch: Launch, command: Sequence[str], config_path: str, worker: Sequence[str] = WORKER) -> NoReturn:
+def supervise(
+    launch: Launch,
+    command: Sequence[str],
+    config_path: str,
+    standby: Program = STANDBY,
+    agent: Callable[[int], Program] = lambda fd: [*AGENT, str(fd)],
+) -> NoReturn:
     """Run a supervisor; an error of its own is one line and exit code 1, with nothing left behind."""
-    supervisor = Supervisor(launch, command, config_path, worker)
+    supervisor = Supervisor(launch, command, config_path, standby, agent)
     try:
         supervisor.run()
     except DeadpoolError as error:

@@ -1,45 +1,58 @@
-"""`python -m deadpool_plugin.launch.worker COMMAND...`: a training process under its supervisor.
+"""The process a slot's standby process forks: becomes one rank, or rehearses one, and runs the user's script.
 
-An active rank runs the script at once, recording its start-up. A spare's process preloads what it can and forks
-one process for each rank it is told to rehearse (standby.py).
+Rules of this file: the environment is set before anything of the user's runs; the process introduces itself on a
+connection of its own; it tells once what it has imported and, if its script fails, why.
 """
 
 from __future__ import annotations
 
 import os
-import sys
-from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
-from ..config import load
+from ..config import Config
 from ..errors import invariant
 from ..transport import local
 from ..transport.local import LocalConnection
-from .processes import die_with_parent
+from .lessons import tell_modules
 from .script import leave, run_script
-from .standby import stand_by
+
+if TYPE_CHECKING:
+    from ..worker.context import Context
 
 
-def main() -> None:
-    """Entry point; never returns."""
-    die_with_parent()
-    config = load(Path(os.environ["DEADPOOL_CONFIG"]))
-    local_rank = int(os.environ["LOCAL_RANK"])
+def become(
+    config: Config, local_rank: int, script: list[str], order: local.RunRank | local.RehearseRank, tell: int
+) -> NoReturn:
+    """Carry out `order`; never returns. `tell`: where to say what was imported, -1 if nobody asks."""
+    os.environ.update(order.env)
+    if isinstance(order, local.RehearseRank):
+        connection, context = _rehearse(config, local_rank, order)
+    else:
+        connection, context = _begin(config, local_rank, order)
+    context.on_built = lambda: tell_modules(tell)
+    leave(run_script(script, context, lambda reason: connection.send(local.Failing(order.rank, reason))))
+
+
+def _introduced(local_rank: int, order: local.RunRank | local.RehearseRank, rehearsing: bool) -> LocalConnection:
     connection = LocalConnection.to(os.environ["DEADPOOL_SOCKET"])
-    connection.send(local.WorkerHello(local_rank, os.getpid()))
-    role, _ = connection.recv()
-    if isinstance(role, local.EndWorker):  # the job ended before it began, and somebody else has said why
-        leave(role.exit_code)
-    invariant(isinstance(role, local.Assign), f"the agent answered {type(role).__name__}, expected Assign")
-    assert isinstance(role, local.Assign)
-    os.environ.update(role.env)
-    script = sys.argv[1:]
-    if role.rank < 0:
-        stand_by(connection, config, local_rank, script)
+    connection.send(local.WorkerHello(local_rank, os.getpid(), order.rank, rehearsing, order.order))
+    return connection
+
+
+def _begin(config: Config, local_rank: int, order: local.RunRank) -> tuple[LocalConnection, Context]:
     from ..plugin import start_live
 
-    context = start_live(connection, config, role, local_rank)
-    leave(run_script(script, context))
+    connection = _introduced(local_rank, order, rehearsing=False)
+    return connection, start_live(connection, config, order, local_rank)
 
 
-if __name__ == "__main__":
-    main()
+def _rehearse(config: Config, local_rank: int, order: local.RehearseRank) -> tuple[LocalConnection, Context]:
+    from ..plugin import start_following
+    from ..worker.output import Mute
+
+    mute = Mute(config.output_dir / "rehearsals" / f"rank{order.rank:04d}.{os.getpid()}.txt")
+    connection = _introduced(local_rank, order, rehearsing=True)
+    rehearsal, _ = connection.recv()
+    invariant(isinstance(rehearsal, local.Rehearsal), f"the agent answered {type(rehearsal).__name__}")
+    assert isinstance(rehearsal, local.Rehearsal)
+    return connection, start_following(connection, config, rehearsal, local_rank, mute)

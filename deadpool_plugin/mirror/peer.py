@@ -24,6 +24,7 @@ from ..transport.sockets import Address
 from . import wire
 from .arena import SlotPair, SnapshotHeader, decode_header
 from .history import HistoryPruned
+from .integrity import CorruptSnapshot, Sums
 from .store import NotHeld, SnapshotStore
 from .wire import BulkStream
 
@@ -169,15 +170,25 @@ class BulkPeer:
         answer = stream.expect(wire.Ready, wire.Done)
         if not isinstance(answer, wire.Ready):
             return
-        stream.send_blob(msgspec.msgpack.encode(self._records(job, answer.history_last)))
-        stream.send_blob(encoded)
+        stream.send_blob(msgspec.msgpack.encode(self._records(job, answer.history_last)), more=True)
+        stream.send_blob(encoded, more=True)
+        sums: Sums = ()
         if job.with_payload:
-            stream.send_data(pair.payload(step)[: header.payload_bytes])
-        if pair.header_digest(step) == digest:
-            stream.send(wire.Sealed())
-        else:
-            stream.send(wire.Abandoned("the snapshot was overwritten while it was sent"))
+            sums = stream.send_data(pair.payload(step)[: header.payload_bytes], more=True)
+        end = self._verdict(job, pair, digest, sums)
+        stream.send(end)
         stream.expect(wire.Done)
+
+    def _verdict(self, job: _PushJob, pair: SlotPair, digest: int, sums: Sums) -> wire.Sealed | wire.Abandoned:
+        """Whether what was sent is the snapshot as it was staged."""
+        if pair.header_digest(job.step) != digest:
+            return wire.Abandoned("the snapshot was overwritten while it was sent")
+        try:
+            if job.with_payload:
+                self._store.check_sums(job.rank, job.step, digest, sums)
+        except CorruptSnapshot as error:
+            return wire.Abandoned(str(error))
+        return wire.Sealed()
 
     def _records(self, job: _PushJob, history_last: Step) -> list[bytes]:
         """Records that end at the job's step and close the peer's gap, as far back as they are held."""

@@ -20,6 +20,7 @@ from ..transport.framing import ConnectionClosed
 from ..transport.handshake import shake_hands
 from ..transport.sockets import Address, bound_address, listen_tcp
 from . import wire
+from .integrity import CorruptSnapshot
 from .store import SnapshotStore
 from .wire import BulkStream
 
@@ -143,7 +144,7 @@ class BulkServer:
             stream.send(wire.Refused(str(error)))
 
     def _send_blob(self, stream: BulkStream, blob: bytes) -> None:
-        stream.send(wire.Ready())
+        stream.send(wire.Ready(), more=True)
         stream.send_blob(blob)
 
     def _send_payload(self, stream: BulkStream, request: wire.GetPayload) -> None:
@@ -155,10 +156,17 @@ class BulkServer:
                 wire.Refused(f"rank {request.rank}, step {request.step} is laid out {header}, asked is {asked}")
             )
             return
-        stream.send(wire.Ready())
-        stream.send_data(pair.payload(request.step)[: request.payload_bytes])
-        unchanged = digest is not None and pair.header_digest(request.step) == digest
-        stream.send(wire.Sealed() if unchanged else wire.Abandoned("it was overwritten while it was sent"))
+        stream.send(wire.Ready(), more=True)
+        sums = stream.send_data(pair.payload(request.step)[: request.payload_bytes], more=True)
+        if digest is None or pair.header_digest(request.step) != digest:
+            stream.send(wire.Abandoned("it was overwritten while it was sent"))
+            return
+        try:
+            self._store.check_sums(request.rank, request.step, digest, sums)
+        except CorruptSnapshot as error:
+            stream.send(wire.Abandoned(str(error)))
+            return
+        stream.send(wire.Sealed())
 
     # ---- pushes
 
@@ -186,13 +194,13 @@ class BulkServer:
             stream.send(wire.Ready(min(last, push.step - 1) if first < push.step else -1))
             records = _records_decoder.decode(stream.recv_blob())
             header = stream.recv_blob()
-            stream.recv_data(pair.payload(push.step)[:size], lambda: store.check_generation(push.generation))
+            sums = stream.recv_data(pair.payload(push.step)[:size], lambda: store.check_generation(push.generation))
             end: object = stream.recv(wire.AnyReply)
             if not isinstance(end, wire.Sealed):
                 stream.send(wire.Refused(f"the sender gave up: {end}"))
                 return None
             holding = Holding(push.rank, push.step, push.with_payload, push.replicas)
-            store.finish_mirror(pair, header, push.generation, holding, records)
+            store.finish_mirror(pair, header, push.generation, holding, records, sums)
             return holding
         except msgspec.MsgspecError as error:
             raise TransportError(f"call records from {stream.address} cannot be read: {error}") from error

@@ -1,23 +1,30 @@
 """What this node holds: its own ranks' slots, other ranks' mirrors, recordings, histories; and the generation fence.
 
 Rules of this file: the agent's event loop and the bulk threads share it, every public method may be called from any
-thread. A holding is listed only while its slot is sealed and verified. A write of an older generation than the fence
-never becomes a holding (NO_STALE_WRITE). One writer at a time per mirrored rank.
+thread. A holding is listed only while its slot is sealed and verified; one whose payload is found changed since it was
+sent or received is none any more. A write of an older generation than the fence never becomes a holding
+(NO_STALE_WRITE). One writer at a time per mirrored rank.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+
+import xxhash
 
 from ..core.types import Generation, Holding, Rank, Step
 from ..errors import DeadpoolError, StaleGeneration, TransportError
 from .arena import SlotPair, arena_bytes, decode_header
 from .history import History
+from .integrity import Checksums, CorruptSnapshot, Sums, frame_sums
 from .memory import check_memory
 
 WRITER_TIMEOUT_S = 10.0
+
+
+SMALL_BYTES = 64 << 20
 
 
 class NotHeld(DeadpoolError):
@@ -38,12 +45,15 @@ class SnapshotStore:
         self._lock = threading.RLock()
         self._own: dict[Rank, SlotPair] = {}
         self._mirrored: dict[Rank, SlotPair] = {}
+        self._prepared: dict[Rank, SlotPair] = {}
         self._writers: dict[Rank, threading.Lock] = {}
         self._holdings: dict[tuple[Rank, Step], Holding] = {}
         self._recordings: dict[Rank, bytes] = {}
         self._histories: dict[Rank, History] = {}
         self._generation: Generation = 0
         self._on_fence: list[Callable[[Generation], None]] = []
+        self._sums = Checksums()
+        self._on_corrupt: list[Callable[[Rank, Step], None]] = []
 
     # ---- the fence
 
@@ -76,16 +86,47 @@ class SnapshotStore:
 
         Raises: MemoryShortage. Blocks: about 0.6 s per GiB.
         """
-        check_memory(arena_bytes(header_bytes, payload_bytes), self._headroom_bytes)
-        pair = SlotPair.create(rank, header_bytes, payload_bytes)
+        pair = self._take_prepared(rank, header_bytes, payload_bytes)
+        if pair is None:
+            check_memory(arena_bytes(header_bytes, payload_bytes), self._headroom_bytes)
+            pair = SlotPair.create(rank, header_bytes, payload_bytes)
         with self._lock:
             self._drop_holdings(rank)
+            self._sums.forget(rank)
             old = [self._own.get(rank), self._mirrored.pop(rank, None)]
             self._own[rank] = pair
         for replaced in old:
             if replaced is not None:
                 replaced.close()
         return pair
+
+    def prepare_own(self, rank: Rank, header_bytes: int, payload_bytes: int) -> None:
+        """Slots for a rank this node may take over, made now because the first touch takes long. Nothing is held yet.
+
+        Raises: MemoryShortage. Blocks: about 0.6 s per GiB.
+        """
+        check_memory(arena_bytes(header_bytes, payload_bytes), self._headroom_bytes)
+        pair = SlotPair.create(rank, header_bytes, payload_bytes)
+        with self._lock:
+            unused = pair if rank in self._own else self._prepared.get(rank)
+            if unused is not pair:
+                self._prepared[rank] = pair
+        if unused is not None:
+            unused.close()
+
+    def _take_prepared(self, rank: Rank, header_bytes: int, payload_bytes: int) -> SlotPair | None:
+        with self._lock:
+            pair = self._prepared.pop(rank, None)
+        if pair is not None and (pair.header_bytes, pair.payload_bytes) != (header_bytes, payload_bytes):
+            pair.close()
+            return None
+        return pair
+
+    def drop_prepared(self, kept: Collection[Rank] = ()) -> None:
+        """Frees the prepared slots of all ranks but those."""
+        with self._lock:
+            unused = [self._prepared.pop(rank) for rank in list(self._prepared) if rank not in kept]
+        _free(unused)
 
     def own(self, rank: Rank) -> SlotPair | None:
         return self._own.get(rank)
@@ -140,11 +181,11 @@ class SnapshotStore:
         """Frees everything held for a rank that is neither run nor mirrored here any more."""
         with self._lock:
             self._drop_holdings(rank)
+            self._sums.forget(rank)
             self._recordings.pop(rank, None)
             self._histories.pop(rank, None)
             pairs = [pair for pair in (self._own.pop(rank, None), self._mirrored.pop(rank, None)) if pair is not None]
-        for pair in pairs:
-            pair.close()
+        _free(pairs)
 
     def readable(self, rank: Rank, step: Step, *, payload: bool) -> tuple[SlotPair, Holding]:
         """The slots that hold (rank, step). Raises: NotHeld."""
@@ -208,9 +249,18 @@ class SnapshotStore:
             self._mirrored[rank] = new
 
     def finish_mirror(
-        self, pair: SlotPair, encoded: bytes, generation: Generation, holding: Holding, records: list[bytes]
+        self,
+        pair: SlotPair,
+        encoded: bytes,
+        generation: Generation,
+        holding: Holding,
+        records: list[bytes],
+        sums: Sums = (),
     ) -> None:
         """Seals the slot with the encoded header, lists the holding, and appends call records that end at its step.
+
+        Args:
+            sums: checksums of the payload's frames as it arrived, empty where only the header is held.
 
         Raises: StaleGeneration; TransportError if the header is another snapshot's, or the rank was released.
         """
@@ -223,6 +273,7 @@ class SnapshotStore:
                 raise TransportError(f"the mirror of rank {rank} was released while step {step} arrived")
             pair.seal_encoded(step, encoded)
             self._hold(holding)
+            self._sums.put(rank, step, xxhash.xxh3_64_intdigest(encoded), sums)
             for past, record in enumerate(records, step - len(records) + 1):
                 self._history(rank).append(past, record)
 
@@ -236,6 +287,35 @@ class SnapshotStore:
                 return None
             return holding
 
+    # ---- payloads at rest
+
+    def on_corrupt(self, tell: Callable[[Rank, Step], None]) -> None:
+        """`tell(rank, step)` for every snapshot found corrupt, which is no holding any more. Thread: any."""
+        self._on_corrupt.append(tell)
+
+    def check_sums(self, rank: Rank, step: Step, header_digest: int, sums: Sums) -> None:
+        """As `Checksums.check`; what is corrupt is told and no holding any more. Raises: CorruptSnapshot."""
+        try:
+            with self._lock:
+                self._sums.check(rank, step, header_digest, sums)
+        except CorruptSnapshot:
+            with self._lock:
+                self._holdings.pop((rank, step), None)
+            for tell in self._on_corrupt:
+                tell(rank, step)
+            raise
+
+    def verify(self, rank: Rank, step: Step) -> None:
+        """Read the payload of (rank, step) as it lies here and compare it with what was sent or received of it.
+
+        Raises: CorruptSnapshot, NotHeld. Blocks: about 0.05 s per GB; call it in a thread.
+        """
+        pair, _ = self.readable(rank, step, payload=True)
+        digest, sums = pair.header_digest(step), frame_sums(pair.payload(step))
+        if digest is None or pair.header_digest(step) != digest:
+            raise NotHeld(f"rank {rank}'s slot of step {step} was overwritten while it was verified")
+        self.check_sums(rank, step, digest, sums)
+
     # ---- recordings and histories
 
     def put_recording(self, rank: Rank, recording: bytes) -> None:
@@ -248,6 +328,13 @@ class SnapshotStore:
             if rank not in self._recordings:
                 raise NotHeld(f"no recording of rank {rank} is held here; held: {sorted(self._recordings)}")
             return self._recordings[rank]
+
+    def has_recording(self, rank: Rank) -> bool:
+        return rank in self._recordings
+
+    def holds(self, rank: Rank) -> bool:
+        """Whether slots or a recording of `rank` take memory here."""
+        return rank in self._own or rank in self._mirrored or rank in self._recordings
 
     def _history(self, rank: Rank) -> History:
         return self._histories.setdefault(rank, History(self._history_limit_bytes))
@@ -270,5 +357,19 @@ class SnapshotStore:
 
     def close(self) -> None:
         """Frees all slots."""
+        self.drop_prepared()
         for rank in {*self._own, *self._mirrored}:
             self.release(rank)
+
+
+def _free(pairs: list[SlotPair]) -> None:
+    """Closes slots nobody uses any more; large ones, which take about 0.1 s per GiB, on a thread of their own."""
+    if sum(arena_bytes(pair.header_bytes, pair.payload_bytes) for pair in pairs) <= SMALL_BYTES:
+        _close(pairs)
+    else:
+        threading.Thread(target=_close, args=(pairs,), name="deadpool-free", daemon=True).start()
+
+
+def _close(pairs: list[SlotPair]) -> None:
+    for pair in pairs:
+        pair.close()

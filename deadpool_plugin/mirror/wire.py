@@ -20,8 +20,8 @@ import xxhash
 from ..errors import CorruptFrame, TransportError
 from ..transport.framing import ConnectionClosed
 from ..transport.sockets import remote_name, tune
+from .integrity import FRAME_BYTES, Sums
 
-FRAME_BYTES = 4 << 20
 MESSAGE_BYTES_MAX = 16 << 20
 BLOB_BYTES_MAX = 1 << 30
 PURPOSE = "bulk"
@@ -156,10 +156,12 @@ class BulkStream:
                 raise ConnectionClosed(f"{self.address} closed the bulk connection")
             start += count
 
-    def _send_frame(self, kind: bytes, offset: int, body: memoryview) -> None:
-        prefix = _PREFIX.pack(kind, len(body), offset, xxhash.xxh3_64_intdigest(body))
+    def _send_frame(self, kind: bytes, offset: int, body: memoryview, *, more: bool = False) -> int:
+        """Returns the checksum of `body`. `more`: something follows at once, do not wake the other end for this."""
+        digest: int = xxhash.xxh3_64_intdigest(body)
+        prefix = _PREFIX.pack(kind, len(body), offset, digest)
         try:
-            sent = self._sock.sendmsg([prefix, body])
+            sent = self._sock.sendmsg([prefix, body], (), socket.MSG_MORE if more else 0)
             while sent < len(prefix):
                 sent += self._sock.send(prefix[sent:])
             while sent < len(prefix) + len(body):
@@ -168,6 +170,7 @@ class BulkStream:
             raise TransportError(f"{self.address} accepted nothing for {self._silent_after_s:g} s") from error
         except OSError as error:
             raise ConnectionClosed(f"the bulk connection with {self.address} broke: {error}") from error
+        return digest
 
     def _recv_prefix(self, kind: bytes, *, idle: bool = False) -> tuple[int, int, int]:
         prefix = bytearray(_PREFIX.size)
@@ -186,8 +189,8 @@ class BulkStream:
 
     # ---- messages
 
-    def send(self, message: Request | Reply) -> None:
-        self._send_frame(_MESSAGE, 0, memoryview(msgspec.msgpack.encode(message)))
+    def send(self, message: Request | Reply, *, more: bool = False) -> None:
+        self._send_frame(_MESSAGE, 0, memoryview(msgspec.msgpack.encode(message)), more=more)
 
     def recv(self, kind: type[T] | Any, *, idle: bool = False) -> T:
         """The next message; `idle` waits for it as long as the connection lives."""
@@ -217,15 +220,20 @@ class BulkStream:
 
     # ---- data
 
-    def send_data(self, view: memoryview) -> None:
-        for offset in range(0, len(view), FRAME_BYTES):
-            self._send_frame(_DATA, offset, view[offset : offset + FRAME_BYTES])
+    def send_data(self, view: memoryview, *, more: bool = False) -> Sums:
+        """Returns the checksums of its frames."""
+        offsets = range(0, len(view), FRAME_BYTES)
+        return tuple(
+            self._send_frame(_DATA, offset, view[offset : offset + FRAME_BYTES], more=more) for offset in offsets
+        )
 
-    def recv_data(self, view: memoryview, check: Callable[[], None] = lambda: None) -> None:
+    def recv_data(self, view: memoryview, check: Callable[[], None] = lambda: None) -> Sums:
         """Fills `view` with what the other side sends by `send_data`, verified; `check` may raise before each frame.
 
+        Returns: the checksums of its frames.
         Raises: CorruptFrame.
         """
+        sums: list[int] = []
         start = 0
         while start < len(view):
             check()
@@ -235,11 +243,13 @@ class BulkStream:
             body = view[start : start + length]
             self._recv_exact(body)
             self._verify(body, offset, digest)
+            sums.append(digest)
             start += length
+        return tuple(sums)
 
-    def send_blob(self, blob: bytes) -> None:
-        self._send_frame(_MESSAGE, 0, memoryview(len(blob).to_bytes(8, "big")))
-        self.send_data(memoryview(blob))
+    def send_blob(self, blob: bytes, *, more: bool = False) -> None:
+        self._send_frame(_MESSAGE, 0, memoryview(len(blob).to_bytes(8, "big")), more=more or len(blob) > 0)
+        self.send_data(memoryview(blob), more=more)
 
     def recv_blob(self) -> bytes:
         length, _, digest = self._recv_prefix(_MESSAGE)

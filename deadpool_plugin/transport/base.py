@@ -1,7 +1,8 @@
 """The seam between the agent and whatever carries its control messages.
 
-Rules of this file: interface only. Order of calls: `listen` once, `connect` once with every node's address, then
-`send` and the callbacks, `close` last. All of it on one event loop's thread.
+Rules of this file: interface only. Order of calls: `listen` once, `connect` once with every node's address (a host that
+joins a running job: `visit` each member instead), then `send` and the callbacks, `close` last. All of it on one event
+loop's thread.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from collections.abc import Callable, Mapping
 
 from ..core.messages import AnyMessage
 from ..core.types import NodeId
+from .guests import Answer
+from .rendezvous import Hello
 from .sockets import Address
 
 OnMessage = Callable[[NodeId, AnyMessage], None]
@@ -22,6 +25,7 @@ class ControlTransport(ABC):
 
     `on_message(node, message)` is called for each message received; `on_lost(node, reason)` once when the link to
     a node ends, unless the node said Goodbye, or was dropped by us, or the transport is closed.
+    Once `connect` was called, a node that is not in its table gets no link unless it was admitted (guests.py).
     """
 
     @abstractmethod
@@ -34,6 +38,18 @@ class ControlTransport(ABC):
 
         Raises: TransportError naming the nodes that are missing at the deadline; PeerRefused.
         """
+
+    @abstractmethod
+    async def visit(self, node: NodeId, address: Address, hello: Hello, timeout_s: float) -> Answer:
+        """Announces this host, no member yet, to member `node`; if the answer is Admitted there is a link to it.
+
+        Raises: ConnectionClosed if it does not answer in time; PeerRefused without the secret.
+        """
+
+    @property
+    @abstractmethod
+    def linked(self) -> frozenset[NodeId]:
+        """Nodes to which there is a link now."""
 
     @abstractmethod
     def send(self, node: NodeId, message: AnyMessage) -> None:

@@ -24,15 +24,16 @@ class LocalMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class SupervisorHello(LocalMessage, frozen=True):
-    """Supervisor -> agent, once per worker it started; carries the read end of the worker's output pipe."""
+    """Supervisor -> agent, once. Carries the read end of the pipe that the slot's standby process and everything it
+    forks write to."""
 
     local_rank: int
     pid: int
-    worker_pid: int
+    standby_pid: int
     descriptors: int = 1
 
 
-class WorkerExited(LocalMessage, frozen=True):
+class StandbyExited(LocalMessage, frozen=True):
     """Supervisor -> agent: `exit_code` is negative for a signal, as in subprocess."""
 
     local_rank: int
@@ -47,8 +48,47 @@ class Leaving(LocalMessage, frozen=True):
 
 
 class EndSupervisor(LocalMessage, frozen=True):
-    """Agent -> supervisor: kill what is left of your worker and exit with `exit_code`."""
+    """Agent -> supervisor: kill what is left of your standby process and exit with `exit_code`."""
 
+    exit_code: int
+
+
+# ---- standby <-> agent
+
+
+class StandbyHello(LocalMessage, frozen=True):
+    """The standby process of a slot: it imports once and forks a process for every rank it is told to run."""
+
+    local_rank: int
+    pid: int
+
+
+class RunRank(LocalMessage, frozen=True):
+    """Agent -> standby: fork a process that begins the script as `rank` of `generation` (killing the one before).
+
+    `env` is set before the user's script runs. `order` counts what this standby process was told to fork."""
+
+    rank: int
+    world_size: int
+    generation: int
+    env: dict[str, str]
+    order: int = 0
+
+
+class RehearseRank(LocalMessage, frozen=True):
+    """Agent -> standby: fork a process that rehearses `rank` (killing the one before). `order` as in RunRank."""
+
+    rank: int
+    world_size: int
+    env: dict[str, str]
+    order: int = 0
+
+
+class WorkerExited(LocalMessage, frozen=True):
+    """Standby -> agent: the process forked for `order` has ended; `exit_code` as in subprocess."""
+
+    local_rank: int
+    order: int
     exit_code: int
 
 
@@ -56,25 +96,13 @@ class EndSupervisor(LocalMessage, frozen=True):
 
 
 class WorkerHello(LocalMessage, frozen=True):
-    local_rank: int
-    pid: int
-
-
-class RehearserHello(LocalMessage, frozen=True):
-    """A process forked by a spare's worker to rehearse `rank` introduces itself on a connection of its own."""
+    """A process forked by the standby process for `rank` introduces itself on a connection of its own."""
 
     local_rank: int
     pid: int
     rank: int
-
-
-class Assign(LocalMessage, frozen=True):
-    """Agent -> worker: who you are. `rank` is -1 for a spare. `env` is set before the user's script runs."""
-
-    rank: int
-    world_size: int
-    generation: int
-    env: dict[str, str]
+    rehearsing: bool
+    order: int = 0
 
 
 class StoreOffer(LocalMessage, frozen=True):
@@ -85,7 +113,7 @@ class StoreOffer(LocalMessage, frozen=True):
 
 
 class StartGroups(LocalMessage, frozen=True):
-    """Agent -> worker (generation 0): build groups over this store."""
+    """Agent -> worker that begins the script: build groups over this store."""
 
     generation: int
     store: str
@@ -141,14 +169,6 @@ class Join(LocalMessage, frozen=True):
     restore_step: int
 
 
-class RehearseRank(LocalMessage, frozen=True):
-    """Agent -> spare's worker: fork a process that rehearses `rank` (killing the one that rehearsed another)."""
-
-    rank: int
-    world_size: int
-    env: dict[str, str]
-
-
 class Rehearsal(LocalMessage, frozen=True):
     """Agent -> rehearser, answer to its hello: the rank's recording."""
 
@@ -161,11 +181,6 @@ class Rehearsed(LocalMessage, frozen=True):
     rank: int
     layout_hash: str
     duration_s: float
-
-
-class RehearsalRefused(LocalMessage, frozen=True):
-    rank: int
-    reason: str
 
 
 class History(LocalMessage, frozen=True):
@@ -188,9 +203,31 @@ class TakeOver(LocalMessage, frozen=True):
     descriptors: int = 1
 
 
+class Unwound(LocalMessage, frozen=True):
+    """Worker -> agent: its main thread has left the interrupted call and waits for `Join`."""
+
+    rank: int
+    generation: int
+
+
 class Restored(LocalMessage, frozen=True):
     rank: int
     generation: int
+
+
+class Saved(LocalMessage, frozen=True):
+    """Worker -> agent: its script has finished saving the checkpoint of `step`."""
+
+    rank: int
+    step: int
+    path: str
+
+
+class Failing(LocalMessage, frozen=True):
+    """Worker -> agent: its script has ended with an error (`reason`: the exception in a line); the process follows."""
+
+    rank: int
+    reason: str
 
 
 class Finished(LocalMessage, frozen=True):
@@ -211,9 +248,9 @@ class WorkerEvent(LocalMessage, frozen=True):
 
 
 AnyLocalMessage = (
-    SupervisorHello | WorkerExited | Leaving | EndSupervisor | WorkerHello | RehearserHello | Assign | StoreOffer
-    | StartGroups | RankReady | ArenaHandOver | Staged | Committed | Abort | Join | RehearseRank | Rehearsal | Rehearsed
-    | RehearsalRefused | History | TakeOver | Restored | Finished | EndWorker | WorkerEvent
+    SupervisorHello | StandbyExited | Leaving | EndSupervisor | StandbyHello | RunRank | RehearseRank | WorkerExited
+    | WorkerHello | StoreOffer | StartGroups | RankReady | ArenaHandOver | Staged | Committed | Abort | Join | Rehearsal
+    | Rehearsed | History | TakeOver | Unwound | Restored | Saved | Failing | Finished | EndWorker | WorkerEvent
 )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ Rules of this file: no port is fixed, 0 means the system chooses; a range is tri
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import socket
 
@@ -45,6 +46,20 @@ def remote_name(sock: socket.socket) -> str:
     except OSError:  # it is gone already
         return "(closed)"
     return f"{host}:{port}"
+
+
+async def connected(address: Address) -> socket.socket:
+    """A non-blocking connection to `address` (a name or a number). Raises: OSError."""
+    loop = asyncio.get_running_loop()
+    family, kind, _, _, target = (await loop.getaddrinfo(*address, type=socket.SOCK_STREAM))[0]
+    sock = socket.socket(family, kind)
+    try:
+        sock.setblocking(False)
+        await loop.sock_connect(sock, target)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
 
 
 def tune(sock: socket.socket, silent_after_s: float) -> None:

@@ -1,7 +1,8 @@
 """The control mesh: one TCP connection between every two nodes, dialled by the larger node id.
 
 Rules of this file: everything on one event loop; the handshake comes before the first frame; a refused peer is
-told of once per host. Heartbeats and shards never share a connection (bulk has its own).
+told of once per host. Heartbeats and shards never share a connection (bulk has its own). Who is no member yet comes as
+a guest (guests.py), proves the secret like everyone, and becomes a node only by being admitted.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ import msgspec
 from ..core.messages import AnyMessage, Goodbye
 from ..core.types import NodeId
 from ..errors import CorruptFrame, PeerRefused, TransportError
+from . import guests
 from .base import ControlTransport, OnLost, OnMessage
 from .framing import ConnectionClosed, FrameProtocol
+from .guests import GUEST, PURPOSE, Admitted, Announce, Answer, OnGuest
 from .handshake import shake_hands_async
-from .sockets import Address, bound_address, listen_tcp, remote_name, tune
+from .rendezvous import Hello
+from .sockets import Address, bound_address, connected, listen_tcp, remote_name, tune
 
-PURPOSE = "control"
 _RETRY_S = 0.1
 _FLUSH_S = 1.0
 _decoder = msgspec.msgpack.Decoder(AnyMessage)
@@ -38,6 +41,7 @@ class ControlMesh(ControlTransport):
         port_range: ports to choose from (ends included); None lets the system choose.
         silent_after_s: a peer whose kernel acknowledges nothing for so long is lost.
         on_refused: gets each refused peer, once per host; the default logs it.
+        on_guest: answers hosts that are no members.
     """
 
     def __init__(
@@ -50,6 +54,7 @@ class ControlMesh(ControlTransport):
         on_lost: OnLost,
         silent_after_s: float = 10.0,
         on_refused: Callable[[PeerRefused], None] = _log.warning,
+        on_guest: OnGuest = guests.nobody_joins,
     ) -> None:
         self.dropped: Counter[NodeId] = Counter()
         self._node = node
@@ -59,9 +64,11 @@ class ControlMesh(ControlTransport):
         self._on_lost = on_lost
         self._silent_after_s = silent_after_s
         self._on_refused = on_refused
+        self._on_guest = on_guest
         self._refused_hosts: set[str] = set()
         self._links: dict[NodeId, FrameProtocol] = {}
         self._barred: set[NodeId] = set()
+        self._known: set[NodeId] | None = None  # None: anyone with the secret, before `connect` has said who
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._listener: socket.socket | None = None
@@ -69,7 +76,6 @@ class ControlMesh(ControlTransport):
 
     @property
     def linked(self) -> frozenset[NodeId]:
-        """Nodes to which there is a link now."""
         return frozenset(self._links)
 
     async def listen(self) -> Address:
@@ -109,7 +115,7 @@ class ControlMesh(ControlTransport):
             self._on_refused(error)
 
     async def _link(self, sock: socket.socket, dialled: NodeId | None) -> None:
-        """Makes a link of a connected socket, or closes it and raises."""
+        """Makes a link of a connected socket (or answers the guest at its other end), or closes it and raises."""
         try:
             sock.setblocking(False)
             tune(sock, self._silent_after_s)
@@ -117,15 +123,71 @@ class ControlMesh(ControlTransport):
             address = remote_name(sock)
             if dialled is not None and peer != dialled:
                 raise PeerRefused(f"{address} says it is node {peer}", f"node {dialled}", address=address)
-            if peer in self._links or peer in self._barred or peer == self._node:
-                why = "is lost to this job" if peer in self._barred else "is linked already"
+            if peer == GUEST:
+                return await self._entertain(sock)
+            if why := self._objection(peer):
                 raise PeerRefused(f"refused {address}: node {peer} {why}", address=address)
-            link = FrameProtocol(
-                lambda body: self._received(peer, body),
-                lambda reason: self._ended(peer, link, reason),
-                lambda: self._made(peer, link),
-            )
-            await asyncio.get_running_loop().create_connection(lambda: link, sock=sock)
+            await self._attach(sock, peer)
+        except BaseException:
+            sock.close()
+            raise
+
+    def _objection(self, peer: NodeId) -> str:
+        """Why there must be no new link to `peer`, "" if there may."""
+        if peer in self._barred:
+            return "is lost to this job"
+        if peer in self._links or peer == self._node:
+            return "is linked already"
+        return "" if self._known is None or peer in self._known else "was not admitted to this job (deadpool join)"
+
+    async def _attach(self, sock: socket.socket, peer: NodeId) -> None:
+        link = FrameProtocol(
+            lambda body: self._received(peer, body),
+            lambda reason: self._ended(peer, link, reason),
+            lambda: self._made(peer, link),
+        )
+        await asyncio.get_running_loop().create_connection(lambda: link, sock=sock)
+
+    async def _entertain(self, sock: socket.socket) -> None:
+        """Answer a guest; link it if it is admitted. A promised link that fails is a lost one."""
+        admitted = await guests.serve(sock, self._on_guest, self._is_new)
+        if admitted is None:
+            sock.close()
+            return
+        peer, answer = admitted
+        self._known = (self._known or set()) | {peer}
+        try:
+            await guests.put(sock, answer)
+            await self._attach(sock, peer)
+        except OSError as error:
+            sock.close()
+            self._on_lost(peer, f"it left while it was let in: {error}")
+
+    def _is_new(self, node: NodeId) -> bool:
+        known = self._known or set()
+        return node not in known and node not in self._links and node not in self._barred and node != self._node
+
+    async def visit(self, node: NodeId, address: Address, hello: Hello, timeout_s: float) -> Answer:
+        try:
+            return await asyncio.wait_for(self._visit(node, address, hello), timeout_s)
+        except (OSError, EOFError, asyncio.TimeoutError) as error:
+            raise ConnectionClosed(f"node {node} at {address[0]}:{address[1]} does not answer: {error!r}") from error
+
+    async def _visit(self, node: NodeId, address: Address, hello: Hello) -> Answer:
+        sock = await connected(address)
+        try:
+            tune(sock, self._silent_after_s)
+            peer = await shake_hands_async(sock, self._secret, PURPOSE, GUEST, dialling=True)
+            if peer != node:
+                raise ConnectionClosed(f"node {peer} is where node {node} was")
+            await guests.put(sock, Announce(hello))
+            answer: Answer = await guests.take(sock, Answer)
+            if not isinstance(answer, Admitted):
+                sock.close()
+                return answer
+            self._known = (self._known or set()) | {node}
+            await self._attach(sock, node)
+            return answer
         except BaseException:
             sock.close()
             raise
@@ -156,6 +218,7 @@ class ControlMesh(ControlTransport):
 
     async def connect(self, table: Mapping[NodeId, Address], timeout_s: float = 60.0) -> None:
         others = set(table) - {self._node}
+        self._known = (self._known or set()) | others
         dials = [asyncio.create_task(self._dial(node, table[node])) for node in others if node < self._node]
         try:
             await asyncio.wait_for(self._all_linked(others, dials), timeout_s)
@@ -177,18 +240,11 @@ class ControlMesh(ControlTransport):
             await self._changed.wait()
 
     async def _dial(self, node: NodeId, address: Address) -> None:
-        loop = asyncio.get_running_loop()
         while True:
-            sock = socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET)
-            sock.setblocking(False)
             try:
-                await loop.sock_connect(sock, address)
-                return await self._link(sock, dialled=node)
+                return await self._link(await connected(address), dialled=node)
             except (ConnectionClosed, OSError) as error:
                 _log.info("node %d at %s does not answer yet: %s", node, address, error)
-            finally:
-                if node not in self._links:
-                    sock.close()
             await asyncio.sleep(_RETRY_S)
 
     def send(self, node: NodeId, message: AnyMessage) -> None:

@@ -94,15 +94,16 @@ class StubCluster:
             try:
                 environment = Path(f"/proc/{name}/environ").read_bytes()
                 command = Path(f"/proc/{name}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-                state = Path(f"/proc/{name}/stat").read_text().rpartition(") ")[2][0]
+                state, parent = Path(f"/proc/{name}/stat").read_text().rpartition(") ")[2].split()[:2]
+                above = Path(f"/proc/{parent}/cmdline").read_bytes()
             except OSError:
                 continue
             if state not in "ZX" and f"{MARK}={self.run}.{node}".encode() + b"\0" in environment:
-                found[int(name)] = self._role(command, environment)
+                found[int(name)] = self._role(command, environment, forked=b"stub_worker.py" in above)
         return found
 
     @staticmethod
-    def _role(command: str, environment: bytes) -> str:
+    def _role(command: str, environment: bytes, forked: bool) -> str:
         local_rank = re.search(rb"\0LOCAL_RANK=(\d+)", environment)
         number = local_rank[1].decode() if local_rank else ""
         if "launch.agent" in command:
@@ -111,9 +112,9 @@ class StubCluster:
             return f"supervisor{number}"
         if "stub_launch.py" in command:
             return "launcher"
-        if "--rehearse " in command:
-            return f"rehearser{number}"
-        return f"worker{number}" if "stub_worker.py" in command else command.strip()
+        if "stub_worker.py" in command:
+            return f"worker{number}" if forked else f"standby{number}"
+        return command.strip()
 
     def pids(self, node: int, role: str) -> list[int]:
         return [pid for pid, found in self.processes(node).items() if found == role]

@@ -1,6 +1,6 @@
 """One emulated node's launcher, as deepspeed's launch.py: starts a supervisor per local rank, ends all if one fails.
 
-`stub_launch.py supervise CONFIG ARGUMENTS...` is the supervisor itself, its worker being stub_worker.py.
+`stub_launch.py supervise CONFIG ARGUMENTS...` is the supervisor itself, its standby process being stub_worker.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def supervise(config: str, arguments: list[str]) -> None:
     from deadpool_plugin.launch.roles import from_environment
     from deadpool_plugin.launch.supervisor import supervise
 
-    supervise(from_environment(), arguments, config, worker=[sys.executable, "-u", str(STUB)])
+    supervise(from_environment(), arguments, config, standby=[sys.executable, "-u", str(STUB)])
 
 
 def launch(config: str, arguments: list[str]) -> int:

@@ -1,24 +1,29 @@
-"""A training process without torch: speaks the node-local protocol, trains an array of integers, survives swaps.
+"""The real standby process with workers without torch: they train an array of integers and survive swaps.
 
 Every step is a function of the step before, so a snapshot of wrong bytes shows in the final hash. Behaviours:
 --steps N, --step-s SECONDS, --payload BYTES, --same-state (all ranks train the same array), --replicas RANKS,
---children (two grandchildren, one in a session of its own), --exit-at RANK:STEP:CODE, --rehearse-s SECONDS,
---refuse RANK (its rehearsal), --hold-at STEP with --hold-file FILE (goes on from there once the file exists).
+--children (two grandchildren, one in a session of its own), --rehearse-s SECONDS, --refuse RANK (its rehearsal),
+--exit-at RANK:STEP:CODE (RANK -1: every rank; CODE below 0: a signal; with --once only the rank's first process),
+--stuck-at RANK:STEP (deaf, the first process only), --fail-start RANK:CODE, --hold-at STEP with --hold-file FILE (goes
+on from there once the file exists; STEP -1: before it is ready to train).
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import select
-import signal
 import subprocess
 import sys
 import time
+import traceback
+from typing import NoReturn
 
 import xxhash
 
 from deadpool_plugin.launch.processes import die_with_parent
+from deadpool_plugin.launch.standby import Order, Standby
 from deadpool_plugin.mirror.arena import SlotPair
 from deadpool_plugin.transport import local
 from deadpool_plugin.transport.framing import ConnectionClosed
@@ -68,11 +73,12 @@ class Process:
         self.end: int | None = None
         self.inbox: list[tuple[local.LocalMessage, list[int]]] = []
         self.stores = 0
+        self.first = True
 
     def offer_store(self) -> None:
         if self.local_rank == 0:
             self.stores += 1
-            self.connection.send(local.StoreOffer("127.0.0.1", os.getpid() % 20000 + self.stores))
+            self.connection.send(local.StoreOffer("127.0.0.1", os.getpid() * 1000 + self.stores))
 
     def listen(self, timeout_s: float | None = None) -> bool:
         """Take in what has come; False if nothing came in time."""
@@ -158,6 +164,7 @@ class Rank:
                     self.process.pause(options.step_s)
                     self.hold()
                     self.maybe_exit()
+                    self.maybe_stick()
                     self.step += 1
                     self.state = advance(self.state, self.step, len(self.state))
                     self.stage()
@@ -182,67 +189,61 @@ class Rank:
     def maybe_exit(self) -> None:
         if self.process.options.exit_at:
             rank, step, code = map(int, self.process.options.exit_at.split(":"))
-            if (self.rank, self.step) == (rank, step):
-                os._exit(code) if code >= 0 else os.kill(os.getpid(), -code)
+            due = rank in (self.rank, -1) and self.step == step
+            if due and (self.process.first or not self.process.options.once):
+                if code > 0:
+                    raise RuntimeError(f"told to at step {step}") from SystemExit(code)
+                os._exit(0) if code == 0 else os.kill(os.getpid(), -code)
+
+    def maybe_stick(self) -> None:
+        if self.process.options.stuck_at and self.process.first:
+            while (self.rank, self.step) == tuple(map(int, self.process.options.stuck_at.split(":"))):
+                time.sleep(60)
 
     def rejoin(self) -> None:
         process = self.process
+        told = -1
         while process.join is None or process.join.generation < process.aborted:
+            if process.aborted > told:
+                told = process.aborted
+                process.connection.send(local.Unwound(self.rank, told))
             process.listen()
         process.generation = process.join.generation
         process.committed = process.join.restore_step
         self.restore(process.join.restore_step)
 
 
-def run_active(process: Process, role: local.Assign) -> None:
+def begin(process: Process, order: local.RunRank) -> None:
     process.offer_store()
-    process.receive(local.StartGroups)
-    replicas = tuple(map(int, process.options.replicas.split(","))) if process.options.replicas else (role.rank,)
-    recording = b"recording of rank %d" % role.rank
+    start, _ = process.receive(local.StartGroups)
+    assert isinstance(start, local.StartGroups) and start.generation == order.generation
+    if process.options.fail_start:
+        rank, code = map(int, process.options.fail_start.split(":"))
+        if order.rank == rank:
+            raise RuntimeError("told to at start") from SystemExit(code)
+    while process.options.hold_at == -1 and not os.path.exists(process.options.hold_file):
+        process.listen(0.02)
+    replicas = tuple(map(int, process.options.replicas.split(","))) if process.options.replicas else (order.rank,)
+    recording = b"recording of rank %d" % order.rank
     process.connection.send(
-        local.RankReady(role.rank, HEADER_BYTES, process.options.payload, "layout", replicas, recording)
+        local.RankReady(order.rank, HEADER_BYTES, process.options.payload, "layout", replicas, recording)
     )
-    order, (descriptor,) = process.receive(local.ArenaHandOver)
-    assert isinstance(order, local.ArenaHandOver)
-    rank = Rank(process, role.rank, SlotPair.attach(descriptor, role.rank, HEADER_BYTES, process.options.payload), 0)
+    arena, (descriptor,) = process.receive(local.ArenaHandOver)
+    assert isinstance(arena, local.ArenaHandOver)
+    slots = SlotPair.attach(descriptor, order.rank, HEADER_BYTES, process.options.payload)
+    rank = Rank(process, order.rank, slots, start.generation)
     rank.stage()
     process.offer_store()
     rank.train()
 
 
-def run_standby(process: Process) -> None:
-    child: subprocess.Popen[bytes] | None = None
-    while process.end is None:
-        message, _ = process.receive_or_end()
-        if isinstance(message, local.RehearseRank):
-            if child is not None:
-                child.kill()
-                child.wait()
-            command = [sys.executable, __file__, *sys.argv[1:], "--rehearse", str(message.rank)]
-            child = subprocess.Popen(command, env={**os.environ, **message.env})
-    sys.exit(process.end)
-
-
-def receive_or_end(self: Process) -> tuple[local.LocalMessage | None, list[int]]:
-    while self.end is None:
-        if self.inbox:
-            return self.inbox.pop(0)
-        self.listen()
-    return None, []
-
-
-Process.receive_or_end = receive_or_end  # type: ignore[attr-defined]
-
-
-def run_rehearsal(process: Process, number: int) -> None:
-    die_with_parent()
-    process.connection.send(local.RehearserHello(process.local_rank, os.getpid(), number))
+def rehearse(process: Process, number: int) -> None:
     order, _ = process.receive(local.Rehearsal)
     assert isinstance(order, local.Rehearsal)
     assert order.recording == b"recording of rank %d" % number
     if number == process.options.refuse:
-        process.connection.send(local.RehearsalRefused(number, "told to"))
-        time.sleep(60)
+        process.connection.send(local.Failing(number, "told to"))
+        os._exit(1)
     time.sleep(process.options.rehearse_s)
     process.connection.send(local.Rehearsed(number, "layout", process.options.rehearse_s))
     process.offer_store()
@@ -264,35 +265,48 @@ def run_rehearsal(process: Process, number: int) -> None:
         rank.train()
 
 
+def become(options: argparse.Namespace, order: Order, tell: int) -> NoReturn:
+    """The forked process."""
+    os.environ.update(order.env)
+    process = Process(options)
+    rehearsing = isinstance(order, local.RehearseRank)
+    process.first = not rehearsing
+    process.connection.send(local.WorkerHello(process.local_rank, os.getpid(), order.rank, rehearsing, order.order))
+    if options.children:
+        subprocess.Popen(["sleep", "777"])
+        subprocess.Popen(["sleep", "778"], start_new_session=True)
+    try:
+        rehearse(process, order.rank) if isinstance(order, local.RehearseRank) else begin(process, order)
+    except SystemExit as end:
+        sys.stdout.flush()
+        os._exit(int(end.code or 0))
+    except BaseException as error:
+        traceback.print_exc()
+        process.connection.send(local.Failing(order.rank, f"{type(error).__name__}: {error}"))
+        os._exit(int(error.__cause__.code) if isinstance(error.__cause__, SystemExit) else 1)
+    os._exit(1)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--step-s", type=float, default=0.05)
     parser.add_argument("--payload", type=int, default=1 << 16)
-    parser.add_argument("--rehearse", type=int, default=-1)
     parser.add_argument("--rehearse-s", type=float, default=0.0)
     parser.add_argument("--replicas", default="")
-    parser.add_argument("--hold-at", type=int, default=-1)
+    parser.add_argument("--hold-at", type=int)
     parser.add_argument("--hold-file", default="")
     parser.add_argument("--refuse", type=int, default=-1)
     parser.add_argument("--same-state", action="store_true")
     parser.add_argument("--exit-at", default="")
+    parser.add_argument("--stuck-at", default="")
+    parser.add_argument("--fail-start", default="")
+    parser.add_argument("--once", action="store_true")
     parser.add_argument("--children", action="store_true")
     options = parser.parse_args([word for word in sys.argv[1:] if not word.startswith("--local_rank")])
-    process = Process(options)
-    if options.rehearse >= 0:
-        run_rehearsal(process, options.rehearse)
-    die_with_parent(signal.SIGKILL)
-    if options.children:
-        subprocess.Popen(["sleep", "777"])
-        subprocess.Popen(["sleep", "778"], start_new_session=True)
-    process.connection.send(local.WorkerHello(process.local_rank, os.getpid()))
-    role, _ = process.receive(local.Assign)
-    assert isinstance(role, local.Assign)
-    os.environ.update(role.env)
-    if role.rank < 0:
-        run_standby(process)
-    run_active(process, role)
+    die_with_parent()
+    connection = LocalConnection.to(os.environ["DEADPOOL_SOCKET"])
+    Standby(connection, int(os.environ["LOCAL_RANK"]), functools.partial(become, options), ()).serve()
 
 
 if __name__ == "__main__":

@@ -20,11 +20,11 @@ def started(directory, *arguments, **options):
 
 
 def sleepers(cluster, node):
-    return [role for role in cluster.processes(node).values() if role.startswith("sleep")]
+    return {pid for pid, role in cluster.processes(node).items() if role.startswith("sleep")}
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-@pytest.mark.parametrize("role", ["worker1", "supervisor0", "supervisor1", "agent", "launcher"])
+@pytest.mark.parametrize("role", ["standby1", "supervisor0", "supervisor1", "agent", "launcher"])
 def test_nothing_is_left_of_the_node_and_its_ranks_move(tmp_path, role, number):
     cluster = started(tmp_path)
     try:
@@ -51,14 +51,28 @@ def test_sigterm_of_every_launcher_ends_everything(tmp_path):
         cluster.close()
 
 
-def test_an_error_of_the_script_ends_the_job_with_its_exit_code(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_process_leaves_nothing_behind_when_it_is_replaced(tmp_path, number):
+    cluster = started(tmp_path)
+    try:
+        before = sleepers(cluster, 1)
+        cluster.kill(1, "worker1", number)
+        cluster.wait_for("the swap", lambda: cluster.events(events.SwapDone))
+        cluster.wait_for("new grandchildren", lambda: len(sleepers(cluster, 1)) == 4)
+        assert len(sleepers(cluster, 1) & before) == 2
+        (planned,) = cluster.events(events.SwapPlanned)
+        assert (planned.lost_nodes, planned.lost_ranks) == ((), (3,))
+    finally:
+        cluster.close()
+
+
+def test_nothing_is_left_after_an_error_of_the_script(tmp_path):
     cluster = StubCluster(tmp_path, 3, 1, "--steps", "50", "--exit-at", "1:5:3")
     try:
         assert [cluster.wait_exit(node) for node in range(3)] == [3, 3, 3]
         for node in range(3):
             cluster.wait_gone(node)
         assert "script of rank 1 ended with 3" in cluster.all_output()
-        assert not cluster.events(events.SwapPlanned)
     finally:
         cluster.close()
 
@@ -68,16 +82,5 @@ def test_an_early_clean_exit_is_a_fault(tmp_path):
     try:
         assert [cluster.wait_exit(node) for node in range(3)] == [1, 1, 1]
         assert "exited with 0 before" in cluster.all_output()
-    finally:
-        cluster.close()
-
-
-def test_a_stopped_worker_is_lost_after_the_patience(tmp_path):
-    cluster = started(tmp_path, patience_s=2.0)
-    try:
-        cluster.kill(1, "worker0", signal.SIGSTOP)
-        cluster.wait_gone(1)
-        cluster.wait_for("the swap", lambda: cluster.events(events.SwapDone))
-        assert "stopped (state T)" in cluster.all_output()
     finally:
         cluster.close()

@@ -105,10 +105,11 @@ class ScriptedAgent:
             mute = Mute(self.output / f"rehearsal{rank}.log")
             context = plugin.start_following(connection, self.config, rehearsal, 0, mute)
         else:
-            role = local.Assign(rank, self.world_size, 0, {})
+            role = local.RunRank(rank, self.world_size, 0, {})
             context = plugin.start_live(connection, self.config, role, local_rank=0)
         self.before_script(rank, self.incarnations[rank])
-        return run_script(list(self.argv), context)
+        failed = lambda reason: connection.send(local.Failing(rank, reason))  # noqa: E731
+        return run_script(list(self.argv), context, failed)
 
     def start_rehearsal(self, rank: int) -> None:
         self.incarnations[rank] += 1
@@ -177,8 +178,8 @@ class ScriptedAgent:
                 worker.finished = True
             case local.WorkerEvent(kind, fields):
                 worker.events.append((kind, fields))
-            case local.RehearsalRefused(_, reason):
-                raise AssertionError(f"rehearsal of rank {rank} refused: {reason}")
+            case local.Failing(_, reason):
+                raise AssertionError(f"the script of rank {rank} failed: {reason}")
 
     def commit(self) -> None:
         newest = min(worker.staged for worker in self.workers.values())

@@ -14,6 +14,7 @@ from deadpool_plugin.mirror import peer as peer_module
 from deadpool_plugin.mirror import wire
 from deadpool_plugin.mirror.arena import SlotPair
 from deadpool_plugin.mirror.bulk import BulkPeer, BulkServer, RefusedByPeer
+from deadpool_plugin.mirror.integrity import CorruptSnapshot, Sums
 from deadpool_plugin.mirror.store import SnapshotStore
 from deadpool_plugin.mirror.wire import FRAME_BYTES, BulkStream
 from deadpool_plugin.transport.handshake import shake_hands
@@ -211,7 +212,7 @@ def test_what_is_mirrored_already_is_not_sent_again(nodes: list[Node], monkeypat
     assert push(peer, 0, 3)[0]
     for node in (a, b):
         node.store.fence(1)
-    monkeypatch.setattr(BulkStream, "send_data", lambda self, view: pytest.fail("sent again"))
+    monkeypatch.setattr(BulkStream, "send_data", lambda self, view, more=False: pytest.fail("sent again"))
     assert push(peer, 0, 3, generation=1) == (True, "")
     assert [b.mirrored.get_nowait()[2] for _ in range(2)] == [0, 1]
 
@@ -267,15 +268,57 @@ def test_a_snapshot_overwritten_while_it_is_fetched_is_not_used(
     into = c.store.create_own(0, HEADER, PAYLOAD)
     original = BulkStream.send_data
 
-    def overwrite(self: BulkStream, view: memoryview) -> None:
-        original(self, view)
+    def overwrite(self: BulkStream, view: memoryview, *, more: bool = False) -> Sums:
+        sums = original(self, view, more=more)
         if len(view) == PAYLOAD:
             source.invalidate(5)
+        return sums
 
     monkeypatch.setattr(BulkStream, "send_data", overwrite)
     with pytest.raises(RefusedByPeer, match="overwritten while it was sent"):
         c.peer(a).fetch(0, 3, None, into)
     assert into.open(3) is None
+
+
+def test_a_mirror_whose_bytes_changed_is_refused_and_no_holding_any_more(nodes: list[Node]) -> None:
+    a, b, c = nodes
+    a.stage(0, 2)
+    a.stage(0, 3)
+    assert push(a.peer(b), 0, 2)[0] and push(a.peers[0], 0, 3)[0]
+    told: list[tuple[int, int]] = []
+    b.store.on_corrupt(lambda *what: told.append(what))
+    mirror = b.store.mirrored(0)
+    assert mirror is not None
+    mirror.payload(3)[FRAME_BYTES + 5] ^= 1
+    into = c.store.create_own(0, HEADER, PAYLOAD)
+    with pytest.raises(RefusedByPeer, match="1 of 2 frames fail their checksum, the first is frame 1"):
+        c.peer(b).fetch(0, 3, None, into)
+    assert into.open(3) is None and told == [(0, 3)]
+    assert [held.step for held in b.store.holdings()] == [2]
+    with pytest.raises(RefusedByPeer, match="not held here"):
+        c.peers[0].fetch(0, 3, None, into)
+    assert c.peers[0].fetch(0, 2, None, into) == into.open(2), "the other snapshot is as good as before"
+    assert c.peer(a).fetch(0, 3, None, into) == into.open(3), "as is the other copy"
+    assert into.payload(3) == content(0, 3)
+    assert push(a.peers[0], 0, 3)[0] and mirror.payload(3) == content(0, 3), "and it can be mirrored again"
+    assert c.peers[0].fetch(0, 3, None, into) == into.open(3)
+
+
+def test_an_own_slot_that_changed_after_it_was_mirrored_is_not_mirrored_again(nodes: list[Node]) -> None:
+    a, b, c = nodes
+    pair = a.stage(0, 3)
+    assert push(a.peer(b), 0, 3)[0]
+    a.store.verify(0, 3)
+    pair.payload(3)[7] ^= 1
+    ok, reason = push(a.peer(c), 0, 3)
+    assert not ok and "1 of 2 frames fail their checksum, the first is frame 0" in reason
+    assert c.store.holdings() == () and a.store.holdings() == ()
+    a.stage(0, 3)
+    pair.payload(3)[FRAME_BYTES] ^= 1
+    with pytest.raises(CorruptSnapshot, match="the first is frame 1"):
+        a.store.verify(0, 3)
+    a.stage(0, 5)
+    assert push(a.peer(c), 0, 5)[0], "a new snapshot in the same slot has checksums of its own"
 
 
 def test_a_wrong_secret_is_refused_on_both_sides(nodes: list[Node]) -> None:

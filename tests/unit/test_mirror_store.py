@@ -118,3 +118,21 @@ def test_history_against_an_oracle(writes: list[tuple[int, int]], first: int, la
     else:
         with pytest.raises(HistoryPruned, match="raise history_limit_mib"):
             history.get(first, last)
+
+
+def test_prepared_slots_are_used_once_and_only_if_they_fit() -> None:
+    store = SnapshotStore()
+    for rank in range(3):
+        store.prepare_own(rank, 4096, 64)
+    prepared = {rank: pair.fd for rank, pair in store._prepared.items()}
+    assert not store.holdings() and store.own(0) is None
+    assert store.create_own(0, 4096, 64).fd == prepared[0]
+    larger = store.create_own(1, 4096, 128)
+    assert larger.payload_bytes == 128 and 1 not in store._prepared
+    store.prepare_own(0, 4096, 64)
+    assert 0 not in store._prepared, "the rank runs here already"
+    store.drop_prepared(kept={2})
+    assert list(store._prepared) == [2]
+    store.drop_prepared()
+    assert not store._prepared
+    store.close()

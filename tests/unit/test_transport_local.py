@@ -44,9 +44,9 @@ def test_messages_and_descriptors_both_ways() -> None:
     async def scenario() -> None:
         agent = Agent()
         worker = await asyncio.to_thread(LocalConnection.to, agent.name)
-        worker.send(WorkerHello(0, 42))
+        worker.send(WorkerHello(0, 42, 3, False))
         peer, message, _ = await agent.next()
-        assert message == WorkerHello(0, 42) and peer.pid == os.getpid()
+        assert message == WorkerHello(0, 42, 3, False) and peer.pid == os.getpid()
         read_end, write_end = os.pipe()
         peer.send(Committed(3))
         peer.send(ArenaHandOver(0, 1, 2), [write_end])
@@ -69,7 +69,7 @@ def test_large_messages_do_not_block_the_agent() -> None:
     async def scenario() -> None:
         agent = Agent()
         worker = await asyncio.to_thread(LocalConnection.to, agent.name)
-        worker.send(WorkerHello(0, 1))
+        worker.send(WorkerHello(0, 1, 3, False))
         peer, _, _ = await agent.next()
         history = History(1, [os.urandom(1 << 20)] * 20)
         peer.send(history)

@@ -1,0 +1,76 @@
+"""A rank's snapshot of the restore step, brought from the nodes that hold it into slots of this node.
+
+Rules of this file: everything that waits for another node does so in a thread; what arrives is listed as held only
+once it is whole and its generation is still the newest.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from ..core.types import Generation, NodeId, Source, Step
+from ..errors import TransportError, invariant
+from ..mirror.arena import SlotPair, SnapshotHeader
+from ..mirror.store import SnapshotStore
+from .peers import Peers
+from .profile import Profile
+from .reports import Reports
+
+
+class Fetches:
+    """Thread: the event loop's only."""
+
+    def __init__(self, node: NodeId, store: SnapshotStore, peers: Peers, reports: Reports) -> None:
+        self._node, self._store, self._peers, self._reports = node, store, peers, reports
+
+    async def refill(self, source: Source, step: Step) -> None:
+        """Bring (rank, step) into the slots the rank's process uses already. Raises: TransportError."""
+        pair = self._store.own(source.rank)
+        if pair is None:
+            raise TransportError(f"rank {source.rank} runs here without an arena")
+        fetch = self._fetcher(source, step)
+        await self._peers.ask(lambda: fetch(pair))
+
+    async def bring(self, source: Source, step: Step, profile: Profile) -> None:
+        """New own slots for a rank that is new here, with `step` in them. Raises: DeadpoolError."""
+        began = time.monotonic()
+        fetch, generation = self._fetcher(source, step), self._store.generation
+        pair = await self._peers.ask(lambda: self._fetched(source, step, generation, profile, fetch))
+        took = time.monotonic() - began
+        self._reports.emit("SnapshotFetched", rank=source.rank, step=step, nbytes=pair.payload_bytes, duration_s=took)
+
+    def _fetcher(self, source: Source, step: Step) -> Callable[[SlotPair], SnapshotHeader]:
+        """What fills a pair of slots with the restore step, to be called in a thread."""
+        header_peer, payload_peer = self._peers.to(source.header_node), self._peers.to(source.payload_node)
+        return lambda pair: header_peer.fetch(source.rank, step, source.payload_rank, pair, payload_peer)
+
+    def _fetched(
+        self,
+        source: Source,
+        step: Step,
+        generation: Generation,
+        profile: Profile,
+        fetch: Callable[[SlotPair], SnapshotHeader],
+    ) -> SlotPair:
+        """The rank's own slots on this node, holding `step`. Thread: one of the asking ones.
+
+        Where this node itself holds the mirror, its content must be taken out before own slots replace it.
+        """
+        rank = source.rank
+        draft = None
+        if self._node in (source.header_node, source.payload_node):
+            draft = SlotPair.create(rank, profile.header_bytes, profile.payload_bytes)
+            fetch(draft)
+        self._store.check_generation(generation)
+        pair = self._store.create_own(rank, profile.header_bytes, profile.payload_bytes)
+        if draft is None:
+            fetch(pair)
+            return pair
+        encoded = draft.encoded_header(step)
+        invariant(encoded is not None, f"rank {rank}'s snapshot of step {step} was fetched but is not there")
+        assert encoded is not None
+        pair.payload(step)[:] = draft.payload(step)
+        pair.seal_encoded(step, encoded)
+        draft.close()
+        return pair

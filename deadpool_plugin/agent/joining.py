@@ -1,0 +1,201 @@
+"""Joining a running job: what a member's agent answers to hosts that want to, and what such a host's agent does.
+
+Rules of this file: a node id is never used twice; one newcomer arrives at a time, so that each is told of all before
+it and links to them (the others are asked to wait); nothing here makes a member: that is the controller's, from the
+first JoinRequest on. A newcomer announces itself to the members in the order of their ids: two that want the same id
+meet at the first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from ..core.types import NodeId, World
+from ..errors import ConfigError, NodeTaken, TransportError, invariant
+from ..transport import guests
+from ..transport.base import ControlTransport
+from ..transport.framing import ConnectionClosed
+from ..transport.guests import Admitted, Announce, Answer, Busy, Describe, JobDescription, Refused, Reserved
+from ..transport.rendezvous import Hello
+from ..transport.sockets import Address
+
+COMMAND = "DEADPOOL_COMMAND"
+INVITATION = "DEADPOOL_INVITATION"
+_EXPORTED = ("NCCL_", "PYTHON", "UCX_", "GLOO_", "OMP_", "MKL_", "CUDA_DEVICE_MAX_CONNECTIONS", "CUBLAS_")
+_RETRY_S = 0.2
+
+
+class Job(msgspec.Struct, frozen=True):
+    """What this node's supervisors were started with. `invitation`: control addresses of members of the running job
+    this host shall join; () for a host that meets the others at the rendezvous."""
+
+    command: list[str]
+    directory: str
+    config: str
+    environment: dict[str, str]
+    invitation: tuple[Address, ...] = ()
+
+
+def job_from(environ: Mapping[str, str], directory: str) -> Job:
+    """What the supervisor and `deadpool join` say by the environment; both are ours."""
+    exported = {name: value for name, value in environ.items() if name.startswith(_EXPORTED)}
+    command = msgspec.json.decode(environ.get(COMMAND, "[]"), type=list[str])
+    invitation = msgspec.json.decode(environ.get(INVITATION, "[]"), type=tuple[Address, ...])
+    return Job(command, directory, environ.get("DEADPOOL_CONFIG", ""), exported, invitation)
+
+
+def how_to_join(address: Address) -> str:
+    return f"to add a host: deadpool join --to {address[0]}:{address[1]}"
+
+
+class Roster:
+    """Who is known here, and the answers to guests. Thread: the event loop's only.
+
+    `members`: the world, None before there is one. `on_admitted`: a newcomer is about to be linked; its bulk address
+    is in its hello.
+    """
+
+    def __init__(self, node: NodeId, job: Job, master: Address) -> None:
+        self._node, self._job, self._master = node, job, master
+        self._hellos: dict[NodeId, Hello] = {}
+        self._largest = node
+        self._arriving: NodeId | None = None
+        self.members: Callable[[], World | None] = lambda: None
+        self.on_admitted: Callable[[Hello], None] = lambda hello: None
+
+    @property
+    def hellos(self) -> list[Hello]:
+        """Every node known to be there, this one included, in the order of ids."""
+        return [self._hellos[node] for node in sorted(self._hellos)]
+
+    def know(self, hello: Hello) -> None:
+        self._hellos[hello.node] = hello
+        self._largest = max(self._largest, hello.node)
+
+    def gone(self, node: NodeId) -> None:
+        """`node` is lost, or its link is."""
+        self._hellos.pop(node, None)
+        self.heard(node)
+
+    def heard(self, node: NodeId) -> None:
+        """A first message: a newcomer has linked to everyone."""
+        if self._arriving == node:
+            self._arriving = None
+
+    def answer(self, question: guests.Question) -> Answer:
+        """What a guest is told."""
+        if not self._hellos:
+            return Busy("the job is starting")
+        if isinstance(question, Describe):
+            return self._description()
+        if isinstance(question, Announce):
+            return self._admit(question.hello)
+        self._largest += 1
+        return Reserved(self._largest)
+
+    def _description(self) -> JobDescription:
+        job, world = self._job, self.members()
+        return JobDescription(
+            self._node, job.command, job.directory, job.config, job.environment, *self._master,
+            world.generation if world else 0, world.members if world else (), self.hellos,
+        )  # fmt: skip
+
+    def _admit(self, hello: Hello) -> Answer:
+        if self._arriving is not None:
+            return Busy(f"node {self._arriving} is joining just now")
+        if hello.node in self._hellos:
+            return Refused(f"node {hello.node} is {self._hellos[hello.node].host} already")
+        ours = self._hellos[self._node]
+        if (hello.versions, hello.config_digest, hello.local_size) != (
+            ours.versions, ours.config_digest, ours.local_size
+        ):  # fmt: skip
+            return Refused(
+                f"{hello.host} has other versions, slots or another configuration than {ours.host}", for_good=True
+            )
+        others = self.hellos
+        self._arriving = hello.node
+        self.know(hello)
+        self.on_admitted(hello)
+        return Admitted(others)
+
+
+class Arrival(msgspec.Struct, frozen=True):
+    """`hellos`: of everyone this host is linked to, and its own; `members`: the job's members among them."""
+
+    hellos: list[Hello]
+    members: tuple[NodeId, ...]
+
+
+class Newcomer:
+    """A host on its way into a running job: links to every node that is there. `arrive` once."""
+
+    def __init__(self, mesh: ControlTransport, hello: Hello, secret: bytes, roster: Roster, timeout_s: float) -> None:
+        self._mesh, self._hello, self._secret, self._roster = mesh, hello, secret, roster
+        self._timeout_s = timeout_s
+        self._linked: dict[NodeId, Hello] = {}
+
+    async def arrive(self, invitation: tuple[Address, ...]) -> Arrival:
+        """Raises: NodeTaken; TransportError naming whom it could not reach; PeerRefused."""
+        deadline = time.monotonic() + self._timeout_s
+        addresses = list(invitation)
+        missing: set[NodeId] = set()
+        while time.monotonic() < deadline:
+            description = await self._described(addresses)
+            if description is not None:
+                addresses = [hello.control for hello in description.hellos] or addresses
+                there = {hello.node: hello for hello in description.hellos if hello.node != self._hello.node}
+                self._linked = {
+                    node: hello for node, hello in self._linked.items() if node in there and node in self._mesh.linked
+                }
+                missing = await self._link_to(there)
+                if description.members and not missing:
+                    return self._arrived(description.members)
+            await asyncio.sleep(_RETRY_S)
+        who = f"node {', '.join(map(str, sorted(missing)))}" if missing else "any member"
+        raise TransportError(
+            f"this host could not link to {who} of the job within {self._timeout_s:g} s",
+            remedy="check that no firewall blocks the ports (port_range), and that the job still runs",
+        )
+
+    async def _described(self, addresses: list[Address]) -> JobDescription | None:
+        for address in addresses:
+            with contextlib.suppress(ConnectionClosed):
+                answer = await guests.ask(address, self._secret, Describe(), self._attempt_s)
+                if isinstance(answer, JobDescription):
+                    return answer
+        return None
+
+    @property
+    def _attempt_s(self) -> float:
+        return max(1.0, self._timeout_s / 30)
+
+    async def _link_to(self, there: Mapping[NodeId, Hello]) -> set[NodeId]:
+        """One attempt at each node in turn; the first that is not to be had ends the round. Returns: who is missing."""
+        todo = {node: hello for node, hello in there.items() if node not in self._linked}
+        while todo:
+            node = min(todo)
+            try:
+                answer = await self._mesh.visit(node, todo[node].control, self._hello, self._attempt_s)
+            except ConnectionClosed:
+                break
+            if isinstance(answer, Refused):
+                error = ConfigError if answer.for_good else NodeTaken
+                raise error(f"node {node} does not admit this host: {answer.reason}", remedy="deadpool join again")
+            if isinstance(answer, Busy):
+                break
+            invariant(isinstance(answer, Admitted), f"node {node} answered {type(answer).__name__}")
+            assert isinstance(answer, Admitted)
+            self._linked[node] = todo.pop(node)
+            news = {hello.node: hello for hello in answer.hellos}
+            todo |= {key: hello for key, hello in news.items() if key not in self._linked and key != self._hello.node}
+        return set(todo)
+
+    def _arrived(self, members: tuple[NodeId, ...]) -> Arrival:
+        for hello in (*self._linked.values(), self._hello):
+            self._roster.know(hello)
+        return Arrival(self._roster.hellos, tuple(node for node in members if node in self._linked))

@@ -1,0 +1,219 @@
+"""Life and death of this node's processes, told to the controller.
+
+Rules of this file: a death becomes an input once, with the best reason there is. A worker process ended by a signal is
+lost (its own node can do it again), one that ended by its own exit code has failed (it may do so anywhere). A standby
+process or a supervisor that is gone is the node's end: neither runs anything that could crash it, so whoever ended
+them (the launcher, a person, the kernel short of memory) means the node, and what they looked after died with them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Sequence
+
+from ..core import io
+from ..core.types import NodeId
+from ..transport import local
+from ..transport.local import LocalPeer
+from . import proc
+from .slots import Process, Slot
+from .watch import Watch, described_exit
+
+EXIT_REPORT_S = 2.0
+"""How long after a worker's connection has ended the standby process may take to say how it ended."""
+
+
+class Lives:
+    """Thread: the event loop's only. `changed` is set whenever a process has ended; `on_lost` hears of each slot whose
+    rank has lost its process."""
+
+    def __init__(
+        self, node: NodeId, job_tag: str, slots: Sequence[Slot], watch: Watch, feed: Callable[[io.Input], None]
+    ) -> None:
+        self._node, self._job_tag, self._slots, self._watch, self._feed = node, job_tag, slots, watch, feed
+        self.ending = False
+        self._exit_code = 0
+        self._host: Process | None = None
+        self.late_exit_code = 0
+        self.changed = asyncio.Event()
+        self.on_lost: Callable[[Slot], None] = lambda slot: None
+
+    # ---- worker processes
+
+    def watch(self, slot: Slot, process: Process) -> None:
+        self._watch.add(
+            process.pid, lambda code: self.ended(slot, process, code), lambda s: self._stopped(slot, process, s)
+        )
+
+    def forget(self, process: Process) -> None:
+        """Another one takes its place: nothing of it means anything any more."""
+        process.ended = True
+        self._watch.forget(process.pid)
+        self._withdraw(process)
+        if process.peer is not None:
+            process.peer.tag = None
+            process.peer.close()
+            process.peer = None
+
+    def exited(self, slot: Slot, peer: LocalPeer, message: local.WorkerExited) -> None:
+        process = slot.process
+        if process is not None and process.order == message.order:
+            self.ended(slot, process, message.exit_code)
+
+    def ended(self, slot: Slot, process: Process, exit_code: int) -> None:
+        """`process` is ending (told by /proc or by the standby process, whichever is first)."""
+        if process.ended:
+            return
+        process.ended = True
+        self._watch.forget(process.pid)
+        self.changed.set()
+        self._withdraw(process)
+        what = f"process {process.pid} {described_exit(exit_code)}"
+        if self.ending:
+            self.late_exit_code = max(exit_code, self.late_exit_code)
+            self._end_standby(slot)
+        elif self._standby_is_gone(slot):
+            self._standby_ended(slot, "was ended, and what it had forked with it")
+        elif exit_code < 0 or slot.rank < 0 or (process.rehearses and not process.in_training):
+            self.lost(slot, process, process.failing or what)
+        else:
+            early = f"process {process.pid} exited with 0 before the job had ended"
+            reason = process.failing or ("see its output above" if exit_code > 0 else early)
+            self._feed(io.WorkerFailed(slot.rank, exit_code or 1, reason))
+            self.on_lost(slot)
+
+    def lost(self, slot: Slot, process: Process, reason: str) -> None:
+        """The slot needs another process."""
+        if self.ending:
+            return
+        if slot.rank >= 0:
+            self._feed(io.WorkerLost(slot.rank, reason))
+            self.on_lost(slot)
+        else:
+            self._feed(io.SpareFailed(slot.local_rank, process.rank, reason))
+
+    def kill(self, slot: Slot, process: Process, reason: str) -> None:
+        """End a process that does not serve any more."""
+        if process.ended or self.ending:
+            return
+        process.ended = True
+        self._watch.forget(process.pid)
+        if process.pid:  # else it has not said hello yet, and the next order ends it
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
+        self._withdraw(process)
+        self.lost(slot, process, reason)
+
+    def hosts(self, process: Process, address: str) -> None:
+        """`process` offers a store for the next build of groups."""
+        self._host = process
+        self._feed(io.StoreOffered(address))
+
+    def _withdraw(self, process: Process) -> None:
+        """A store dies with the process that hosts it."""
+        if self._host is process:
+            self._host = None
+            if not self.ending:
+                self._feed(io.StoreOffered(""))
+
+    def _stopped(self, slot: Slot, process: Process, seconds: float) -> None:
+        self.kill(slot, process, f"process {process.pid} had been stopped (state T) for {seconds:.1f} s and was killed")
+
+    # ---- what looks after them
+
+    def watch_standby(self, slot: Slot) -> None:
+        self._watch.add(slot.standby_pid, lambda code: self._standby_ended(slot, described_exit(code)), lambda s: None)
+
+    def standby_exited(self, slot: Slot, peer: LocalPeer, message: local.StandbyExited) -> None:
+        self._standby_ended(slot, described_exit(message.exit_code))
+
+    def _standby_is_gone(self, slot: Slot) -> bool:
+        status = proc.look(slot.standby_pid)
+        return status is None or status.ending
+
+    def _standby_ended(self, slot: Slot, how: str) -> None:
+        self.changed.set()
+        if slot.standby_ended:
+            return
+        slot.standby_ended = True
+        self._watch.forget(slot.standby_pid)
+        self._give_up(f"standby process {slot.standby_pid} of local rank {slot.local_rank} {how}")
+
+    def leaving(self, slot: Slot, peer: LocalPeer, message: local.Leaving) -> None:
+        name = signal.Signals(message.signal).name
+        if message.signal == signal.SIGINT:
+            self._feed(io.StopRequested(f"interrupted by {name} on node {self._node}", 128 + message.signal))
+        else:
+            self._give_up(f"the launcher of node {self._node} ended its processes ({name})")
+
+    def _give_up(self, reason: str) -> None:
+        if not self.ending:
+            self._feed(io.NodeGivenUp(reason))
+
+    def closed(self, peer: LocalPeer) -> None:
+        """A connection has ended from its other side."""
+        slot = peer.tag
+        if not isinstance(slot, Slot):
+            return
+        self.changed.set()
+        process = slot.process
+        if peer is slot.supervisor:
+            slot.supervisor = None
+            if not self.ending:
+                proc.sweep(f"{self._job_tag}{slot.local_rank}.")
+                self._give_up(f"supervisor of local rank {slot.local_rank} is gone")
+        elif peer is slot.standby:
+            slot.standby = None
+        elif process is not None and peer is process.peer:
+            process.peer = None
+            self._disconnected(slot, process)
+
+    def _disconnected(self, slot: Slot, process: Process) -> None:
+        status = proc.look(process.pid)
+        if status is not None and status.ending and status.wait_status:
+            self.ended(slot, process, os.waitstatus_to_exitcode(status.wait_status))
+        elif not process.ended:
+            reason = f"process {process.pid} closed its connection and did not end"
+            asyncio.get_running_loop().call_later(EXIT_REPORT_S, self.kill, slot, process, reason)
+
+    # ---- the end
+
+    def end(self, exit_code: int) -> None:
+        """From now on every death is expected. A standby process outlives the one it forked."""
+        self.ending, self._exit_code = True, exit_code
+        for slot in self._slots:
+            if slot.serving is not None:
+                slot.serving.send(local.EndWorker(exit_code))
+            else:
+                self._end_standby(slot)
+
+    def _end_standby(self, slot: Slot) -> None:
+        if slot.standby is not None:
+            slot.standby.send(local.EndWorker(self._exit_code))
+
+    @property
+    def workers_gone(self) -> bool:
+        return all(slot.standby_ended or slot.supervisor is None for slot in self._slots)
+
+    @property
+    def supervisors_gone(self) -> bool:
+        return all(slot.supervisor is None for slot in self._slots)
+
+    def end_supervisors(self, exit_code: int) -> None:
+        for slot in self._slots:
+            if slot.supervisor is not None:
+                slot.supervisor.send(local.EndSupervisor(exit_code))
+
+    async def wait(self, done: Callable[[], bool], timeout_s: float) -> bool:
+        """Until `done()`, looked at after every change; False at the deadline."""
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while not done():
+            self.changed.clear()
+            try:
+                await asyncio.wait_for(self.changed.wait(), deadline - asyncio.get_running_loop().time())
+            except asyncio.TimeoutError:
+                return done()
+        return True

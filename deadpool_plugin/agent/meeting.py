@@ -1,0 +1,118 @@
+"""How a node's agent becomes reachable and meets the others: addresses, listeners, rendezvous, links.
+
+Rules of this file: nothing is decided about the job here. What fails is a DeadpoolError and this node's end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from importlib import metadata
+
+from ..config import Config
+from ..core.messages import AnyMessage
+from ..core.types import NodeId
+from ..errors import PeerRefused
+from ..mirror.bulk import BulkServer
+from ..mirror.server import OnMirrored
+from ..mirror.store import SnapshotStore
+from ..transport.rendezvous import Hello, meet
+from ..transport.sockets import Address, address_towards
+from ..transport.tcp import ControlMesh
+from . import contacts
+from .joining import Arrival, Job, Newcomer, Roster, how_to_join
+from .world import Place
+
+PACKAGES = ("deadpool_plugin", "torch", "megatron-core", "deepspeed")
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+def addresses(config: Config, target: Address) -> tuple[str, str]:
+    """Where to listen, and the address others shall use. `target`: what they must be reached by."""
+    if config.interface_address is not None:
+        return config.interface_address, config.interface_address
+    found = address_towards(*target)
+    if found.startswith("127.") and target[0] not in _LOOPBACK:
+        return "", target[0]  # the first host's name means itself there; others know it by that name
+    return found, found
+
+
+def versions() -> dict[str, str]:
+    """What must be the same on all hosts."""
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+class Lines:
+    """This node's two ways to the others: the control mesh and the bulk server. Thread: the event loop's only."""
+
+    def __init__(
+        self,
+        node: NodeId,
+        place: Place,
+        config: Config,
+        secret: bytes,
+        received: Callable[[NodeId, AnyMessage], None],
+        link_lost: Callable[[NodeId, str], None],
+        refused: Callable[[PeerRefused], None],
+        job: Job,
+    ) -> None:
+        self._node, self._place, self._config, self._secret = node, place, config, secret
+        self._refused = refused
+        master = (place.master_addr, place.master_port)
+        self._job, self.roster = job, Roster(node, job, master)
+        self._bind, self.address = addresses(config, job.invitation[0] if job.invitation else master)
+        self.mesh = ControlMesh(
+            node, secret, self._bind, config.port_range, received, link_lost, config.silent_after_s, refused,
+            self.roster.answer,
+        )  # fmt: skip
+        self.bulk: BulkServer | None = None
+
+    async def listen(self, store: SnapshotStore, on_mirrored: OnMirrored) -> Hello:
+        """Open both listeners; what the others must know of this node. Raises: DeadpoolError."""
+        config, loop = self._config, asyncio.get_running_loop()
+        control = (self.address, (await self.mesh.listen())[1])
+        self.bulk = BulkServer(
+            store, self._secret, self._bind, config.port_range, on_mirrored, self._node, config.silent_after_s,
+            lambda error: self._refused_in_thread(loop, error),
+        )  # fmt: skip
+        return Hello(
+            self._node, os.uname().nodename, control, (self.address, self.bulk.address[1]), self._place.local_size,
+            versions(), config.digest(),
+        )  # fmt: skip
+
+    def _refused_in_thread(self, loop: asyncio.AbstractEventLoop, error: PeerRefused) -> None:
+        loop.call_soon_threadsafe(self._refused, error)
+
+    async def meet(self, hello: Hello) -> list[Hello]:
+        """Exchange hellos at the master's address and link up with everyone. Raises: DeadpoolError."""
+        place, timeout_s = self._place, self._config.start_timeout_s
+        hellos = await meet(
+            self._node, place.nodes_total, place.master_addr, place.master_port, hello, self._secret, timeout_s
+        )
+        await self.mesh.connect({one.node: one.control for one in hellos}, timeout_s)
+        for one in hellos:
+            self.roster.know(one)
+        self._publish(hello)
+        return hellos
+
+    async def join(self, hello: Hello) -> Arrival:
+        """Instead of `meet`: link up with everyone of the job this host is invited to. Raises: DeadpoolError."""
+        newcomer = Newcomer(self.mesh, hello, self._secret, self.roster, self._config.start_timeout_s)
+        arrival = await newcomer.arrive(self._job.invitation)
+        self._publish(hello)
+        return arrival
+
+    def _publish(self, hello: Hello) -> None:
+        self.how_to_join = how_to_join(hello.control)
+        contacts.publish(self._config.output_dir, hello, self._job.config)
+
+    def withdraw(self) -> None:
+        """This node leaves in good order: nobody shall look for it."""
+        contacts.withdraw(self._config.output_dir, self._node)

@@ -1,0 +1,98 @@
+"""This node's snapshots and recordings on their way to its buddies.
+
+Rules of this file: every buddy is served on its own; a push that fails is tried again while it is the newest of its
+rank; what stays impossible for the job's patience is evidence against that buddy. Answers of older worlds are dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from ..core import io
+from ..core.placement import buddies_of, needs_payload
+from ..core.types import NO_STEP, Generation, NodeId, Rank, Step, World
+from ..mirror.store import SnapshotStore
+from .peers import Peers
+from .profile import Profile
+
+_RETRY_S = 0.1
+
+
+class Pushes:
+    """Thread: the event loop's only; `soon` any."""
+
+    def __init__(
+        self,
+        node: NodeId,
+        copies: int,
+        store: SnapshotStore,
+        peers: Peers,
+        patience_s: float,
+        feed: Callable[[io.Input], None],
+    ) -> None:
+        self._node, self._copies, self._store, self._peers = node, copies, store, peers
+        self._patience_s, self._feed = patience_s, feed
+        self._loop = asyncio.get_running_loop()
+        self._world = World(0, ())
+        self._buddies: tuple[NodeId, ...] = ()
+        self._failing_since: dict[NodeId, float] = {}
+        self._newest: dict[Rank, Step] = {}
+
+    def enter(self, world: World) -> None:
+        """A new world: push along its ring from now on."""
+        self._world = world
+        self._buddies = buddies_of(world, self._node, self._copies)
+        self._failing_since.clear()
+
+    def recording(self, rank: Rank, profile: Profile) -> None:
+        """Every buddy shall hold what a stand-in for `rank` must know."""
+        for buddy in self._buddies:
+            self._push_recording(buddy, rank, profile)
+
+    def _push_recording(self, buddy: NodeId, rank: Rank, profile: Profile) -> None:
+        if buddy in self._buddies:
+            again = lambda: self._loop.call_later(_RETRY_S, self._push_recording, buddy, rank, profile)  # noqa: E731
+            done = lambda ok, reason: None if ok else self.soon(again)  # noqa: E731
+            self._peers.to(buddy).push_recording(rank, profile.encoded(), done)
+
+    def snapshot(self, rank: Rank, step: Step, generation: Generation, profile: Profile, records: bytes) -> None:
+        """Every buddy shall hold (rank, step), its payload only if no rank elsewhere keeps the same."""
+        self._newest[rank] = step
+        for buddy in self._buddies:
+            self._push(buddy, rank, step, generation, profile, records)
+
+    def _push(
+        self, buddy: NodeId, rank: Rank, step: Step, generation: Generation, profile: Profile, records: bytes
+    ) -> None:
+        if generation != self._world.generation or self._newest.get(rank, NO_STEP) != step:
+            return
+        again = lambda: self._push(buddy, rank, step, generation, profile, records)  # noqa: E731
+        self._peers.to(buddy).push(
+            rank,
+            step,
+            generation,
+            needs_payload(self._world, rank, profile.replicas, self._copies),
+            profile.replicas,
+            profile.layout_hash,
+            records,
+            lambda ok, reason: self.soon(self._pushed, buddy, generation, ok, reason, again),
+        )
+
+    def _pushed(self, buddy: NodeId, generation: Generation, ok: bool, reason: str, again: Callable[[], None]) -> None:
+        if generation != self._world.generation or generation < self._store.generation:
+            return
+        if ok:
+            self._failing_since.pop(buddy, None)
+            return
+        now = time.monotonic()
+        if now - self._failing_since.setdefault(buddy, now) > self._patience_s:
+            self._feed(io.LinkLost(buddy, f"node {self._node} cannot mirror to it: {reason}"))
+        else:
+            self._loop.call_later(_RETRY_S, again)
+
+    def soon(self, function: Callable[..., object], *arguments: object) -> None:
+        """Any thread: call `function` on the loop, unless that has ended."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(function, *arguments)

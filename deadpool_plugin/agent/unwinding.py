@@ -1,0 +1,45 @@
+"""A deadline for interrupted worker processes.
+
+Rules of this file: who has not left what it was in by then (a call that holds the interpreter, a dead device, user code
+that does not come to its next call) is ended, and replaced on this node with what its arena holds. Processes that have
+not come to training are not asked: they begin anew, or the job ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from ..core.types import Generation
+from ..transport import local
+from ..transport.local import LocalPeer
+from .lives import Lives
+from .slots import Process, Slot
+
+
+class Unwinding:
+    """Thread: the event loop's only."""
+
+    def __init__(self, slots: Sequence[Slot], lives: Lives, deadline_s: float) -> None:
+        self._slots, self._lives, self._deadline_s = slots, lives, deadline_s
+
+    def begin(self, generation: Generation) -> None:
+        """Every process in training has been told that `generation` begins."""
+        asked = [
+            (slot, slot.process)
+            for slot in self._slots
+            if slot.serving is not None and slot.process is not None
+            if slot.process.in_training or slot.process.took_over
+        ]
+        asyncio.get_running_loop().call_later(self._deadline_s, self._expire, generation, asked)
+
+    def unwound(self, slot: Slot, peer: LocalPeer, message: local.Unwound | local.Restored) -> None:
+        """A process waits for its new world (or is in it already)."""
+        if slot.process is not None:
+            slot.process.unwound_for = max(slot.process.unwound_for, message.generation)
+
+    def _expire(self, generation: Generation, asked: list[tuple[Slot, Process]]) -> None:
+        for slot, process in asked:
+            if slot.process is process and process.unwound_for < generation:
+                reason = f"process {process.pid} had not left its call after {self._deadline_s:g} s and was killed"
+                self._lives.kill(slot, process, reason)

@@ -1,0 +1,43 @@
+"""`deadpool COMMAND ...`, also as `python -m deadpool_plugin.cli COMMAND ...`: what people do about a job from outside.
+
+Rules of this file: a command is a module with `add_arguments(parser)` and `run(args) -> exit code`, imported when it is
+asked for; what goes wrong with a reason (DeadpoolError) is one line on standard error and the error's exit code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+
+from ..errors import DeadpoolError
+
+COMMANDS = {
+    "join": "add this host to a running job",
+    "watch": "show what a job is doing",
+}
+"""Command -> its line in the help; the module has the same name."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point; the exit code."""
+    words = sys.argv[1:] if arguments is None else arguments
+    try:
+        return _run(words)
+    except DeadpoolError as error:
+        print(f"[deadpool] {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+
+
+def _run(words: list[str]) -> int:
+    known = argparse.ArgumentParser(prog="deadpool", description="Jobs that survive the loss of nodes.")
+    listed = "\n".join(f"  {name:8}{line}" for name, line in COMMANDS.items())
+    known.formatter_class = argparse.RawDescriptionHelpFormatter
+    known.epilog = f"commands:\n{listed}\n\n`deadpool COMMAND --help` says more"
+    known.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="what to do")
+    command: str = known.parse_args(words[:1]).command
+    module = importlib.import_module(f".{command}", __package__)
+    parser = argparse.ArgumentParser(prog=f"deadpool {command}", description=COMMANDS[command].capitalize() + ".")
+    module.add_arguments(parser)
+    exit_code: int = module.run(parser.parse_args(words[1:]))
+    return exit_code

@@ -1,0 +1,263 @@
+"""`deadpool join`: play the launcher for one more host of a job that runs.
+
+Rules of this file: everything that can be found wrong is found before anything starts, as a ConfigError; the command
+that runs is the job's own; the supervisors see what the deepspeed launcher would have told them, and an invitation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from ..agent import contacts, joining
+from ..agent.meeting import versions
+from ..agent.world import check_alike
+from ..config import Config, load
+from ..core.types import NodeId
+from ..errors import EXIT_TAKEN, ConfigError, PeerRefused, TransportError
+from ..transport.framing import ConnectionClosed
+from ..transport.guests import Describe, JobDescription, Reserve, Reserved, ask, expect
+from ..transport.rendezvous import Hello
+from ..transport.sockets import Address
+from . import roles
+from .argv import FLAG, parse
+from .secret import ensure
+
+ASK_S = 5.0
+ATTEMPTS_MAX = 5
+"""How often another node id is tried when other hosts are faster."""
+
+
+class Wish(msgspec.Struct, frozen=True):
+    """What the user said: where the job is (`to`, else `job`, else the configuration's output_dir), the configuration's
+    file ("": the job's own) and, to be sure, the job's command."""
+
+    to: Address | None = None
+    job: Path | None = None
+    config: str = ""
+    command: list[str] = []
+
+
+class Invitation(msgspec.Struct, frozen=True):
+    """A job that was found, and the configuration file this host takes part with."""
+
+    description: JobDescription
+    config: str
+    secret: bytes
+
+
+def join(wish: Wish, program: Sequence[str] = (sys.executable, "-u", "-m", "deadpool_plugin.run")) -> int:
+    """Take part in the job until its end; the exit code of this host's supervisors.
+
+    Raises: ConfigError and TransportError for what is wrong, before anything was started.
+    """
+    for _ in range(ATTEMPTS_MAX):
+        invitation = find(wish)
+        description = invitation.description
+        check(description, invitation.config, wish.command)
+        node = asyncio.run(reserve(invitation))
+        print(f"[deadpool] joining the job of node {description.node} as node {node}", flush=True)
+        os.chdir(description.directory)
+        slots = description.hellos[0].local_size
+        commands = [supervisor_command(program, description, k, invitation.config) for k in range(slots)]
+        exit_code = play_launcher(commands, [environment(description, node, k, os.environ) for k in range(slots)])
+        if exit_code != EXIT_TAKEN:
+            return exit_code
+        wish = msgspec.structs.replace(wish, to=description.hellos[0].control, config=invitation.config)
+    raise TransportError(f"{ATTEMPTS_MAX} node ids were taken by other hosts", remedy="deadpool join again")
+
+
+# ---- finding the job
+
+
+def find(wish: Wish) -> Invitation:
+    """Ask the first member that answers. Raises: ConfigError; TransportError if none answers."""
+    config, path = _configured(wish)
+    found = contacts.published(wish.job or config.output_dir) if wish.to is None else []
+    if wish.to is None and not found:
+        raise ConfigError(
+            f"no node of a running job is named in {(wish.job or config.output_dir) / contacts.FOLDER}",
+            "the job's output_dir on a shared file system",
+            "name it by --job OUTPUT_DIR, or a member by --to HOST:PORT",
+        )
+    if found and not path:
+        path = _readable(found[0].config)
+        config = load(path)
+    secret = _secret(config)
+    addresses = [wish.to] if wish.to else [contact.control for contact in found]
+    description = asyncio.run(_described(addresses, secret))
+    return Invitation(description, path or _readable(description.config), secret)
+
+
+def _configured(wish: Wish) -> tuple[Config, str]:
+    """The user's configuration, wherever the flag stands, and its file ("": none was named)."""
+    path = wish.config or (parse(wish.command).config if wish.command else "")
+    return load(path), str(Path(path).resolve()) if path else ""
+
+
+def _readable(path: str) -> str:
+    """`path` if this host has it too, else "" (the defaults: if they are wrong, the digests differ)."""
+    return path if path and os.access(path, os.R_OK) else ""
+
+
+def _secret(config: Config) -> bytes:
+    """Never made here: a new one would be a wrong one. Raises: ConfigError."""
+    if not config.secret_path.exists():
+        raise ConfigError(
+            f"there is no secret_file {config.secret_path} on {os.uname().nodename}",
+            "the job's secret, as on its hosts",
+            f"copy it from there, mode 0600, or name the job's configuration by {FLAG}",
+        )
+    return ensure(config)
+
+
+async def _described(addresses: Sequence[Address], secret: bytes) -> JobDescription:
+    """Raises: TransportError if nobody describes a job."""
+    failures = []
+    for address in addresses:
+        where = f"{address[0]}:{address[1]}"
+        try:
+            found: JobDescription = expect(await ask(address, secret, Describe(), ASK_S), JobDescription, where)
+            if found.members:
+                return found
+            failures.append(f"the host at {where} is joining itself")
+        except PeerRefused as error:
+            failures.append(f"{where} has another secret")
+            if address == addresses[-1]:
+                raise PeerRefused(
+                    error.found, "the job's secret", f"name the job's configuration by {FLAG}", address=error.address
+                ) from error
+        except TransportError as error:
+            failures.append(str(error))
+    raise TransportError(
+        f"no member of a running job was found: {'; '.join(failures)}", remedy="check that the job runs"
+    )
+
+
+async def reserve(invitation: Invitation) -> NodeId:
+    """A node id of the lowest member that answers: two hosts ask the same one. Raises: TransportError."""
+    reason: Exception | None = None
+    for hello in invitation.description.hellos:
+        try:
+            answer = await ask(hello.control, invitation.secret, Reserve(), ASK_S)
+            reserved: Reserved = expect(answer, Reserved, f"{hello.control[0]}:{hello.control[1]}")
+            return reserved.node
+        except ConnectionClosed as error:
+            reason = error
+    raise TransportError(f"no member of the job can be reached from here: {reason}", remedy="check the network")
+
+
+# ---- checks
+
+
+def check(description: JobDescription, config: str, command: Sequence[str]) -> None:
+    """Whether this host can take part. Raises: ConfigError."""
+    member = next((hello for hello in description.hellos if hello.node == description.node), description.hellos[0])
+    here = os.uname().nodename
+    roles.check_versions()
+    ours = Hello(-1, here, member.control, member.bulk, member.local_size, versions(), load(config).digest())
+    check_alike([member, ours])
+    theirs = without_launcher_words(description.command)
+    if command and without_launcher_words(parse(list(command)).command) != theirs:
+        raise ConfigError(
+            f"the command given is not the job's, which is `{' '.join(theirs)}`",
+            "the same, or none at all",
+            "leave out everything from `--` on",
+        )
+    directory, script = Path(description.directory), theirs[0]
+    if not directory.is_dir():
+        raise ConfigError(
+            f"there is no directory {directory} on {here}", "the job's working directory", "make it as on other hosts"
+        )
+    if script != "-m" and not (directory / script).is_file():
+        raise ConfigError(
+            f"there is no file {script} in {directory} on {here}", "the job's script", "copy it from another host"
+        )
+
+
+def without_launcher_words(command: Sequence[str]) -> list[str]:
+    """`command` without the `--local_rank=N` that launch.py puts behind the script."""
+    head = 2 if command[:1] == ["-m"] else 1
+    rest = list(command[head:])
+    while rest and rest[0].startswith(("--local_rank=", "--local-rank=")):
+        rest.pop(0)
+    return [*command[:head], *rest]
+
+
+# ---- playing the launcher
+
+
+def supervisor_command(program: Sequence[str], description: JobDescription, local_rank: int, config: str) -> list[str]:
+    """What launch.py runs for one slot, launcher's words included where the job has them."""
+    plain = without_launcher_words(description.command)
+    said = [f"--local_rank={local_rank}"] if len(plain) < len(description.command) else []
+    return [*program, *said, *plain, *([FLAG, config] if config else [])]
+
+
+def environment(
+    description: JobDescription, node: NodeId, local_rank: int, environ: Mapping[str, str]
+) -> dict[str, str]:
+    """This host's variables, the job's exported ones where this host has none, and the launcher's for one slot."""
+    slots = description.hellos[0].local_size
+    invited = [hello.control for hello in description.hellos]
+    return {
+        **description.environment,
+        **environ,
+        "MASTER_ADDR": description.master_addr,
+        "MASTER_PORT": str(description.master_port),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_SIZE": str(slots),
+        "RANK": str(node * slots + local_rank),
+        "WORLD_SIZE": str((node + 1) * slots),
+        "CROSS_RANK": str(node),
+        "CROSS_SIZE": str(node + 1),
+        joining.INVITATION: json.dumps(invited),
+    }
+
+
+def play_launcher(commands: Sequence[Sequence[str]], environments: Sequence[dict[str, str]]) -> int:
+    """Start one process per command and wait for all; the first that fails ends the others. The exit code.
+
+    Signals that should end us are passed on. Thread: the main one (the children live as long as it does).
+    """
+    children: dict[int, subprocess.Popen[bytes]] = {}
+
+    def pass_on(number: int, _: object) -> None:
+        _end(children, signal.SIGTERM if number == signal.SIGHUP else signal.Signals(number))
+
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    try:
+        for command, env in zip(commands, environments, strict=True):
+            child = subprocess.Popen(command, env=env)
+            children[child.pid] = child
+        return _wait(children)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _wait(children: dict[int, subprocess.Popen[bytes]]) -> int:
+    exit_code = 0
+    while children:
+        pid, status = os.wait()
+        child = children.pop(pid, None)
+        if child is None:
+            continue
+        child.returncode = os.waitstatus_to_exitcode(status)
+        if child.returncode != 0 and exit_code == 0:
+            exit_code = child.returncode if child.returncode > 0 else 128 - child.returncode
+            _end(children, signal.SIGTERM)
+    return exit_code
+
+
+def _end(children: dict[int, subprocess.Popen[bytes]], number: signal.Signals) -> None:
+    for pid in list(children):
+        os.kill(pid, number)  # not Popen's: that one would wait for the child, and `_wait` would miss it

@@ -1,0 +1,105 @@
+"""What the first forked process turned out to import is imported in the standby process too, so that the next fork
+starts warm.
+
+Rules of this file: never in the way of training (the importing thread stands behind everything else), never a thread
+while the process forks: `pause` before, `resume` after. A lesson is had once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterable
+
+_NICE = 10
+
+
+def preload(names: Iterable[str]) -> None:
+    """Import what the configuration names; what cannot be imported is said, and is the script's to fail on."""
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except Exception as error:
+            print(f"[deadpool] could not preload {name}: {error}", file=sys.stderr, flush=True)
+
+
+def tell_modules(pipe: int) -> None:
+    """In the forked process: the names of the installed (not the user's own) modules it has imported."""
+    if pipe < 0:
+        return
+    installed = [
+        name
+        for name, module in list(sys.modules.items())
+        if "site-packages" in (getattr(module, "__file__", None) or "") and not name.startswith("deadpool_plugin")
+    ]
+    with contextlib.suppress(BrokenPipeError), os.fdopen(pipe, "w") as file:
+        file.write("\n".join(installed))
+
+
+class Lessons:
+    """Thread: the main one's."""
+
+    def __init__(self) -> None:
+        self._pipe = -1
+        self._names: deque[str] = deque()
+        self._pausing = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._had = False
+
+    @property
+    def pipes(self) -> list[int]:
+        """What becomes readable when `begin` should be called."""
+        return [self._pipe] if self._pipe >= 0 else []
+
+    def ask(self) -> int:
+        """Where the process about to be forked shall write its names; -1 if nobody needs them any more."""
+        self._drop()
+        if self._had:
+            return -1
+        self._pipe, tell = os.pipe()
+        return tell
+
+    def _drop(self) -> None:
+        if self._pipe >= 0:
+            os.close(self._pipe)
+            self._pipe = -1
+
+    def begin(self) -> None:
+        """The names have come (or the process has ended without telling any). Blocks: while they are written."""
+        told = b""
+        while piece := os.read(self._pipe, 1 << 16):
+            told += piece
+        self._drop()
+        if told:
+            self._had = True
+            self._names.extend(told.decode().split("\n"))
+            self.resume()
+
+    def resume(self) -> None:
+        """Go on importing."""
+        if self._names and self._thread is None:
+            self._pausing.clear()
+            self._thread = threading.Thread(target=self._learn, name="deadpool-lessons")
+            self._thread.start()
+
+    def pause(self) -> None:
+        """No thread is left afterwards. Blocks: for the one module that is being imported."""
+        if self._thread is not None:
+            self._pausing.set()
+            with contextlib.suppress(OSError):  # only a privileged process may hurry it up
+                os.setpriority(os.PRIO_PROCESS, self._thread.native_id or 0, 0)
+            self._thread.join()
+            self._thread = None
+
+    def _learn(self) -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        while self._names and not self._pausing.is_set():
+            name = self._names.popleft()
+            if name not in sys.modules:
+                # What cannot be imported here (off the main thread, say) costs a later process its import, no more.
+                with contextlib.suppress(Exception):
+                    importlib.import_module(name)

@@ -1,0 +1,173 @@
+"""What a host that is no member may ask at a member's control port, once it has proven the job's secret.
+
+Rules of this file: a guest's connection begins with the handshake of any other, its identity being `GUEST`; then it
+asks and is answered, one frame each; nothing of it reaches the controller. Only an `Announce` that was answered by
+`Admitted` makes a control link of the connection, from the next byte on, and it never replaces one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from ..core.types import Generation, NodeId
+from ..errors import CorruptFrame, TransportError
+from .framing import LENGTH, ConnectionClosed, checked_length, pack_frame
+from .handshake import HANDSHAKE_TIMEOUT_S, recv_exact_async, shake_hands_async
+from .rendezvous import Hello
+from .sockets import Address, connected, remote_name, tune
+
+PURPOSE = "control"
+GUEST: NodeId = 0xFFFFFFFF
+"""The identity of who has no node id."""
+_FRAME_BYTES_MAX = 16 << 20
+
+
+class Guest(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Base of questions and answers."""
+
+
+class Describe(Guest, frozen=True):
+    """What job is this?"""
+
+
+class Reserve(Guest, frozen=True):
+    """A node id for me, please."""
+
+
+class Announce(Guest, frozen=True):
+    """I am about to join as `hello.node`; make a control link of this connection."""
+
+    hello: Hello
+
+
+class JobDescription(Guest, frozen=True):
+    """All that a host must know to run the job's command as the other hosts do.
+
+    `command` is what supervisor 0 of the answering node was given, the launcher's own words included. `environment` is
+    what the deepspeed launcher exports to all hosts. `hellos`: every node known to be there, hosts about to
+    join included; `members`: those of `generation`.
+    """
+
+    node: NodeId
+    command: list[str]
+    directory: str
+    config: str
+    environment: dict[str, str]
+    master_addr: str
+    master_port: int
+    generation: Generation
+    members: tuple[NodeId, ...]
+    hellos: list[Hello]
+
+
+class Reserved(Guest, frozen=True):
+    """`node` was never used in this job, and is promised to nobody else by the answering node."""
+
+    node: NodeId
+
+
+class Admitted(Guest, frozen=True):
+    """The link is made. `hellos`: as in JobDescription."""
+
+    hellos: list[Hello]
+
+
+class Busy(Guest, frozen=True):
+    """Ask again in a moment, and why."""
+
+    reason: str
+
+
+class Refused(Guest, frozen=True):
+    """Not with this node id; `for_good`: with no other either."""
+
+    reason: str
+    for_good: bool = False
+
+
+Question = Describe | Reserve | Announce
+Answer = JobDescription | Reserved | Admitted | Busy | Refused
+OnGuest = Callable[[Question], Answer]
+
+
+async def put(sock: socket.socket, message: Guest) -> None:
+    """Send one question or answer on a connection that is no link yet."""
+    frame = pack_frame(msgspec.msgpack.encode(message), _FRAME_BYTES_MAX)
+    await asyncio.get_running_loop().sock_sendall(sock, frame)
+
+
+async def take(sock: socket.socket, kinds: Any) -> Any:
+    """The next one, read to its last byte and no further.
+
+    Raises: EOFError at the end of the connection; CorruptFrame if it is none of `kinds`.
+    """
+    length = checked_length(await recv_exact_async(sock, LENGTH.size), _FRAME_BYTES_MAX)
+    body = await recv_exact_async(sock, length)
+    try:
+        return msgspec.msgpack.decode(body, type=kinds)
+    except msgspec.MsgspecError as error:
+        raise CorruptFrame(
+            f"{remote_name(sock)} sent what cannot be read here: {error}", remedy="use one version on all hosts"
+        ) from error
+
+
+async def ask(
+    address: Address, secret: bytes, question: Describe | Reserve, timeout_s: float = HANDSHAKE_TIMEOUT_S
+) -> Answer:
+    """One question to the member at `address`, on a connection of its own.
+
+    Raises: ConnectionClosed if nobody answers there in time; PeerRefused if it does not share the secret.
+    """
+    try:
+        return await asyncio.wait_for(_ask(address, secret, question), timeout_s)
+    except (OSError, EOFError, asyncio.TimeoutError) as error:
+        raise ConnectionClosed(f"nobody answers at {address[0]}:{address[1]} ({error or 'time-out'})") from error
+
+
+async def _ask(address: Address, secret: bytes, question: Question) -> Answer:
+    with await connected(address) as sock:
+        tune(sock, HANDSHAKE_TIMEOUT_S)
+        await shake_hands_async(sock, secret, PURPOSE, GUEST, dialling=True)
+        await put(sock, question)
+        answer: Answer = await take(sock, Answer)
+        return answer
+
+
+async def serve(
+    sock: socket.socket, answer: OnGuest, may_link: Callable[[NodeId], bool]
+) -> tuple[NodeId, Admitted] | None:
+    """Answer a guest until it leaves (None) or is to be admitted: then who it is, and the answer still to be sent.
+
+    Args:
+        may_link: whether there is neither a link to a node nor a reason to have none.
+    """
+    while True:
+        try:
+            question = await asyncio.wait_for(take(sock, Question), HANDSHAKE_TIMEOUT_S)
+        except (OSError, EOFError, asyncio.TimeoutError):
+            return None
+        if isinstance(question, Announce) and not may_link(question.hello.node):
+            await put(sock, Refused(f"node {question.hello.node} is or was a node of this job"))
+            continue
+        reply = answer(question)
+        if isinstance(question, Announce) and isinstance(reply, Admitted):
+            return question.hello.node, reply
+        await put(sock, reply)
+
+
+def nobody_joins(_: Question) -> Answer:
+    """Where no host may join."""
+    return Refused("no host can join here")
+
+
+def expect(answer: Answer, kind: type[Any], where: str) -> Any:
+    """`answer`, which must be a `kind`. Raises: TransportError with the reason why not."""
+    if not isinstance(answer, kind):
+        reason = answer.reason if isinstance(answer, (Busy, Refused)) else f"it answers {type(answer).__name__}"
+        raise TransportError(f"the member at {where} does not help: {reason}", remedy="try again, or another member")
+    return answer

@@ -1,0 +1,267 @@
+"""Who is no member asks, is refused, or is let in: the control port towards hosts that join."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from deadpool_plugin.agent.joining import Arrival, Job, Newcomer, Roster
+from deadpool_plugin.core.messages import JoinRequest, Status
+from deadpool_plugin.core.types import World
+from deadpool_plugin.errors import ConfigError, NodeTaken, PeerRefused, TransportError
+from deadpool_plugin.transport.framing import ConnectionClosed
+from deadpool_plugin.transport.guests import Admitted, Busy, Describe, Refused, Reserve, Reserved, ask
+from deadpool_plugin.transport.rendezvous import Hello
+from deadpool_plugin.transport.tcp import ControlMesh
+
+WAIT_S = 20.0
+SECRET = b"secret"
+JOB = Job(["train.py", "--local_rank=0"], "/job", "/job/d.yaml", {"NCCL_DEBUG": "INFO"})
+
+
+class Node:
+    """What an agent is to its mesh: a roster that answers guests, and ears."""
+
+    def __init__(self, node: int, secret: bytes = SECRET) -> None:
+        self.node, self.secret = node, secret
+        self.messages: asyncio.Queue[tuple[int, object]] = asyncio.Queue()
+        self.lost: asyncio.Queue[int] = asyncio.Queue()
+        self.refused: asyncio.Queue[PeerRefused] = asyncio.Queue()
+        self.admitted: list[Hello] = []
+        self.roster = Roster(node, JOB, ("master", 29500))
+        self.roster.on_admitted = self.admitted.append
+        self.mesh = ControlMesh(
+            node, secret, "127.0.0.1", None, self._received, self._lost, 10.0, self.refused.put_nowait,
+            self.roster.answer,
+        )  # fmt: skip
+
+    def _received(self, peer: int, message: object) -> None:
+        self.roster.heard(peer)
+        self.messages.put_nowait((peer, message))
+
+    def _lost(self, peer: int, reason: str) -> None:
+        self.roster.gone(peer)
+        self.lost.put_nowait(peer)
+
+    async def listen(self, digest: str = "d") -> Hello:
+        control = await self.mesh.listen()
+        self.hello = Hello(self.node, f"host{self.node}", control, ("127.0.0.1", 1), 2, {"torch": "2"}, digest)
+        return self.hello
+
+    async def arrive(self, *invitation: Hello, timeout_s: float = WAIT_S) -> Arrival:
+        newcomer = Newcomer(self.mesh, self.hello, self.secret, self.roster, timeout_s)
+        return await newcomer.arrive(tuple(hello.control for hello in invitation))
+
+    def ask_in(self, arrival: Arrival) -> None:
+        for hello in arrival.hellos:
+            if hello.node != self.node:
+                self.mesh.send(hello.node, JoinRequest(self.node))
+
+
+@asynccontextmanager
+async def job(size: int) -> AsyncIterator[list[Node]]:
+    """`size` members that have met, and room for newcomers."""
+    nodes = [Node(index) for index in range(size)]
+    hellos = [await node.listen() for node in nodes]
+    await asyncio.gather(*(node.mesh.connect({h.node: h.control for h in hellos}, WAIT_S) for node in nodes))
+    for node in nodes:
+        node.roster.members = lambda: World(3, tuple(range(size)))
+        for hello in hellos:
+            node.roster.know(hello)
+    try:
+        yield nodes
+    finally:
+        await asyncio.gather(*(node.mesh.close() for node in nodes))
+
+
+@asynccontextmanager
+async def newcomer(node: int, secret: bytes = SECRET, digest: str = "d") -> AsyncIterator[Node]:
+    made = Node(node, secret)
+    await made.listen(digest)
+    try:
+        yield made
+    finally:
+        await made.mesh.close()
+
+
+def run(scenario: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(scenario(), 2 * WAIT_S))
+
+
+async def soon(queue: asyncio.Queue) -> object:
+    return await asyncio.wait_for(queue.get(), WAIT_S)
+
+
+def test_a_member_describes_its_job_and_gives_every_id_once() -> None:
+    async def scenario() -> None:
+        async with job(2) as members:
+            where = members[1].hello.control
+            told = await ask(where, SECRET, Describe())
+            assert (told.node, told.command, told.directory, told.config) == (1, JOB.command, "/job", "/job/d.yaml")
+            assert (told.master_addr, told.master_port, told.environment) == ("master", 29500, JOB.environment)
+            assert (told.generation, told.members) == (3, (0, 1))
+            assert told.hellos == [members[0].hello, members[1].hello]
+            answers = [await ask(where, SECRET, Reserve()) for _ in range(2)]
+            assert answers == [Reserved(2), Reserved(3)]
+
+    run(scenario)
+
+
+def test_without_the_secret_nothing_is_told() -> None:
+    async def scenario() -> None:
+        async with job(1) as (member,):
+            with pytest.raises(PeerRefused, match="does not prove the job's secret"):
+                await ask(member.hello.control, b"other", Describe())
+            assert "127.0.0.1" in str(await soon(member.refused))
+            async with newcomer(1, secret=b"other") as stranger:
+                with pytest.raises(PeerRefused):
+                    await stranger.arrive(member.hello)
+            assert not member.admitted and not member.mesh.linked
+
+    run(scenario)
+
+
+def test_a_node_nobody_admitted_gets_no_link_even_with_the_secret() -> None:
+    async def scenario() -> None:
+        async with job(2) as members:
+            async with newcomer(7) as stranger:
+                await stranger.mesh.connect({0: members[0].hello.control}, WAIT_S)
+                assert await soon(stranger.lost) == 0
+            assert "node 7 was not admitted" in str(await soon(members[0].refused))
+            assert members[0].mesh.linked == {1} and members[0].messages.empty()
+
+    run(scenario)
+
+
+def test_a_newcomer_is_linked_to_all_and_known_before_it_speaks() -> None:
+    async def scenario() -> None:
+        async with job(3) as members, newcomer(3) as host:
+            arrival = await host.arrive(members[2].hello)
+            assert arrival.members == (0, 1, 2)
+            assert arrival.hellos == [*(member.hello for member in members), host.hello]
+            assert all(member.admitted == [host.hello] for member in members)
+            host.ask_in(arrival)
+            for member in members:
+                assert await soon(member.messages) == (3, JoinRequest(3))
+                member.mesh.send(3, Status(3, member.node, True, True))
+                assert await soon(host.messages) == (member.node, Status(3, member.node, True, True))
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("taken", [0, 1])
+def test_the_id_of_a_node_is_not_given_again_and_its_link_stays(taken: int) -> None:
+    async def scenario() -> None:
+        async with job(2) as members, newcomer(taken) as thief:
+            other = members[1 - taken]
+            answer = await thief.mesh.visit(other.node, other.hello.control, thief.hello, WAIT_S)
+            assert isinstance(answer, Refused) and f"node {taken} is or was" in answer.reason
+            members[taken].mesh.send(other.node, Status(3, 9, True, True))
+            assert await soon(other.messages) == (taken, Status(3, 9, True, True))
+            assert other.lost.empty()
+
+    run(scenario)
+
+
+def test_a_lost_node_does_not_come_back() -> None:
+    async def scenario() -> None:
+        async with job(2) as members:
+            await members[1].mesh.close()
+            assert await soon(members[0].lost) == 1
+            for drop in (False, True):
+                if drop:
+                    members[0].mesh.drop(1)
+                async with newcomer(1) as again:
+                    with pytest.raises(NodeTaken):
+                        await again.arrive(members[0].hello)
+
+    run(scenario)
+
+
+def test_of_two_hosts_with_one_id_one_is_let_in_everywhere() -> None:
+    async def scenario() -> None:
+        async with job(3) as members, newcomer(3) as first, newcomer(3) as second:
+            results = await asyncio.gather(
+                first.arrive(members[0].hello), second.arrive(members[2].hello), return_exceptions=True
+            )
+            assert sorted(type(result).__name__ for result in results) == ["Arrival", "NodeTaken"]
+            let_in = first if isinstance(results[0], Arrival) else second
+            assert all(member.admitted == [let_in.hello] for member in members)
+            assert all(3 in member.mesh.linked for member in members)
+
+    run(scenario)
+
+
+def test_two_hosts_at_once_are_linked_to_each_other_too() -> None:
+    async def scenario() -> None:
+        async with job(2) as members, newcomer(2) as first, newcomer(3) as second:
+
+            async def join(host: Node, where: Node) -> Arrival:
+                arrival = await host.arrive(where.hello)
+                host.ask_in(arrival)
+                return arrival
+
+            await asyncio.gather(join(first, members[0]), join(second, members[1]))
+            everyone = {0, 1, 2, 3}
+            for node in (*members, first, second):
+                assert node.mesh.linked == everyone - {node.node}
+                assert {hello.node for hello in node.roster.hellos} == everyone
+
+    run(scenario)
+
+
+def test_while_one_arrives_the_next_waits_unless_the_first_is_gone() -> None:
+    async def scenario() -> None:
+        async with job(1) as (member,), newcomer(1) as first, newcomer(2) as second:
+            visit = first.mesh.visit(0, member.hello.control, first.hello, WAIT_S)
+            assert isinstance(await visit, Admitted)
+            answer = await second.mesh.visit(0, member.hello.control, second.hello, WAIT_S)
+            assert answer == Busy("node 1 is joining just now")
+            await first.mesh.close()
+            assert await soon(member.lost) == 1
+            assert (await second.arrive(member.hello)).hellos == [member.hello, second.hello]
+
+    run(scenario)
+
+
+def test_a_member_that_is_gone_is_not_waited_for() -> None:
+    async def scenario() -> None:
+        async with job(3) as members, newcomer(3) as host:
+            await members[0].mesh.close()
+            for member in members[1:]:
+                assert await soon(member.lost) == 0
+            arrival = await host.arrive(members[0].hello, members[1].hello)
+            assert [hello.node for hello in arrival.hellos] == [1, 2, 3] and arrival.members == (1, 2)
+
+    run(scenario)
+
+
+def test_a_member_that_cannot_be_reached_is_named() -> None:
+    async def scenario() -> None:
+        async with job(2) as members, newcomer(5) as host:
+            for member in members:
+                member.roster.know(Hello(4, "host4", ("127.0.0.1", 1), ("127.0.0.1", 1), 2, {}, "d"))
+            with pytest.raises(TransportError, match="could not link to node 4"):
+                await host.arrive(members[1].hello, timeout_s=1.0)
+
+    run(scenario)
+
+
+def test_who_is_configured_otherwise_is_refused() -> None:
+    async def scenario() -> None:
+        async with job(1) as (member,), newcomer(1, digest="other") as host:
+            with pytest.raises(ConfigError, match="another configuration"):
+                await host.arrive(member.hello)
+
+    run(scenario)
+
+
+def test_before_the_job_stands_a_guest_shall_wait_and_nobody_at_all_is_said() -> None:
+    async def scenario() -> None:
+        async with newcomer(0) as starting:
+            assert await ask(starting.hello.control, SECRET, Describe()) == Busy("the job is starting")
+        with pytest.raises(ConnectionClosed, match="nobody answers at"):
+            await ask(starting.hello.control, SECRET, Describe(), 5.0)
+
+    run(scenario)

@@ -1,0 +1,31 @@
+"""`deadpool join` for the stub cluster: everything but the script's check, supervisors with stub workers.
+
+`stub_join.py OUTPUT_DIR CONFIG [HOST:PORT]`
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+from deadpool_plugin.cli.join import address
+from deadpool_plugin.launch import join
+
+LAUNCH = str(Path(__file__).with_name("stub_launch.py"))
+
+
+def main(output_dir: str, config: str, *to: str) -> int:
+    invitation = join.find(join.Wish(address(to[0]) if to else None, Path(output_dir), config))
+    job = invitation.description
+    node = asyncio.run(join.reserve(invitation))
+    slots = range(job.hellos[0].local_size)
+    words = [word for word in job.command if not word.startswith("--local_rank=")]
+    supervisor = [sys.executable, "-u", LAUNCH, "supervise", invitation.config]
+    commands = [[*supervisor, f"--local_rank={local_rank}", *words] for local_rank in slots]
+    return join.play_launcher(commands, [join.environment(job, node, slot, os.environ) for slot in slots])
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,68 @@
+"""What a swap needs is given back: descriptors, threads and connections do not grow with the number of swaps."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from stub_cluster import StubCluster
+from test_agent_swap import HOLD, ready
+
+from deadpool_plugin import events
+
+ALWAYS = ("--steps", "1000000", "--step-s", "0.01", "--hold-at", str(HOLD))
+
+
+def lose_processes(cluster, count):
+    """`count` swaps in which a process of node 0 and one of node 1 are replaced in turn, each back under protection."""
+    for number in range(count):
+        done = len(cluster.events(events.SwapDone)) + 1
+        cluster.kill(number % 2, "worker0")
+        cluster.wait_for("the swap", lambda done=done: len(cluster.events(events.SwapDone)) == done)
+        generation = cluster.events(events.SwapDone)[-1].generation
+        protected = lambda g=generation: any(event.generation == g for event in cluster.events(events.Protected))  # noqa: E731
+        cluster.wait_for("protection", protected)
+
+
+def held(cluster):
+    """(node, role) -> what its descriptors are, and its threads; workers are new ones each time."""
+    found = {}
+    for node in range(cluster.nodes):
+        for pid, role in cluster.processes(node).items():
+            if not role.startswith(("worker", "launcher")):
+                kinds = sorted(kind_of(pid, fd) for fd in os.listdir(f"/proc/{pid}/fd"))
+                found[node, role] = (kinds, len(os.listdir(f"/proc/{pid}/task")))
+    return found
+
+
+def kind_of(pid, fd):
+    try:
+        return os.readlink(f"/proc/{pid}/fd/{fd}").partition(":")[0]
+    except FileNotFoundError:
+        return "closed meanwhile"
+
+
+def settled(cluster, expected=None, timeout_s=20.0):
+    """Connections for single questions come and go: what is held once nothing more goes."""
+    deadline, last = time.monotonic() + timeout_s, held(cluster)
+    while time.monotonic() < deadline:
+        now = held(cluster)
+        if now == (expected if expected is not None else last):
+            return now
+        last = now
+        time.sleep(0.2)
+    return last
+
+
+def test_twenty_swaps_leave_nothing_behind(tmp_path):
+    cluster = StubCluster(tmp_path, 3, 1, *ALWAYS, more="memory_headroom_gib: 0\nrestarts_max: 100\n")
+    try:
+        ready(cluster)
+        lose_processes(cluster, 4)
+        before = settled(cluster)
+        lose_processes(cluster, 16)
+        assert settled(cluster, before) == before
+        assert len(list((Path(tmp_path) / "logs").glob("rank*.log"))) == 2
+    finally:
+        cluster.close()

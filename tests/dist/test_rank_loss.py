@@ -1,0 +1,143 @@
+"""Processes die, raise or get stuck on nodes that are well: they are replaced where they were, within a budget."""
+
+from __future__ import annotations
+
+import signal
+
+from stub_cluster import StubCluster
+from test_agent_swap import HOLD, RUN, finishes, ready
+
+from deadpool_plugin import events
+
+
+def swapped(cluster, count=1):
+    cluster.wait_for(f"{count} swap(s)", lambda: len(cluster.events(events.SwapDone)) == count)
+
+
+def in_place(planned, *ranks):
+    return (planned.lost_nodes, planned.lost_ranks, planned.takers) == ((), ranks, {})
+
+
+def test_a_killed_process_is_replaced_on_its_node(tmp_path):
+    cluster = StubCluster(tmp_path, 4, 2, *RUN)
+    try:
+        ready(cluster)
+        before = [cluster.processes(node) for node in range(4)]
+        killed = cluster.kill(1, "worker1")
+        swapped(cluster)
+        for node in range(4):
+            left = {pid: role for pid, role in before[node].items() if pid != killed}
+            assert left.items() <= cluster.processes(node).items()
+        (planned,) = cluster.events(events.SwapPlanned)
+        assert in_place(planned, 3) and planned.restore_step >= HOLD
+        assert not cluster.events(events.SnapshotFetched)
+        finishes(cluster, lost=())
+        assert [event.rank for event in cluster.events(events.RankLost)] == [3]
+    finally:
+        cluster.close()
+
+
+def test_the_process_that_offers_the_store_is_replaced_too(tmp_path):
+    """One node and no other: nobody else could host the store of the next generation."""
+    cluster = StubCluster(tmp_path, 1, 2, *RUN, spares=0)
+    try:
+        cluster.go.touch()
+        cluster.wait_step(HOLD)
+        cluster.kill(0, "worker0")
+        finishes(cluster, lost=())
+        (planned,) = cluster.events(events.SwapPlanned)
+        assert in_place(planned, 0)
+    finally:
+        cluster.close()
+
+
+def test_the_budget_of_a_rank_is_its_nodes(tmp_path):
+    cluster = StubCluster(tmp_path, 4, 1, *RUN, more="memory_headroom_gib: 0\nrestarts_max: 1\n")
+    try:
+        ready(cluster)
+        cluster.kill(1, "worker0")
+        swapped(cluster)
+        cluster.wait_for("protection again", lambda: len(cluster.events(events.Protected)) == 2)
+        cluster.kill(1, "worker0")
+        finishes(cluster, lost=[1])
+        first, second = cluster.events(events.SwapPlanned)
+        assert in_place(first, 1) and second.takers == {"1": 3}
+        assert "restarts_max" in cluster.output(1)
+    finally:
+        cluster.close()
+
+
+def test_an_error_that_does_not_come_back_is_survived(tmp_path):
+    cluster = StubCluster(tmp_path, 3, 1, *RUN, "--exit-at", "1:9:3", "--once")
+    try:
+        ready(cluster)
+        finishes(cluster, lost=())
+        (planned,) = cluster.events(events.SwapPlanned)
+        assert in_place(planned, 1)
+        assert "RuntimeError: told to at step 9" in cluster.output(1)
+    finally:
+        cluster.close()
+
+
+def test_an_error_that_comes_back_ends_the_job_with_its_exit_code(tmp_path):
+    cluster = StubCluster(tmp_path, 3, 1, *RUN, "--exit-at", "1:9:3")
+    try:
+        ready(cluster)
+        assert [cluster.wait_exit(node) for node in range(3)] == [3, 3, 3]
+        assert len(cluster.events(events.SwapPlanned)) == 1
+        assert "script of rank 1 ended with 3: RuntimeError: told to at step 9" in cluster.output(0)
+    finally:
+        cluster.close()
+
+
+def test_an_error_of_every_rank_ends_the_job(tmp_path):
+    cluster = StubCluster(tmp_path, 3, 1, *RUN, "--exit-at=-1:9:5")
+    try:
+        ready(cluster)
+        assert [cluster.wait_exit(node) for node in range(3)] == [5, 5, 5]
+    finally:
+        cluster.close()
+
+
+def test_a_stopped_process_is_killed_and_replaced_in_place(tmp_path):
+    cluster = StubCluster(tmp_path, 4, 1, *RUN, patience_s=1.5)
+    try:
+        ready(cluster)
+        stopped = cluster.kill(1, "worker0", signal.SIGSTOP)
+        swapped(cluster)
+        assert stopped not in cluster.processes(1)
+        finishes(cluster, lost=())
+        (planned,) = cluster.events(events.SwapPlanned)
+        assert in_place(planned, 1) and "stopped (state T)" in cluster.all_output()
+    finally:
+        cluster.close()
+
+
+def test_a_process_that_cannot_unwind_is_killed_and_replaced_in_place(tmp_path):
+    cluster = StubCluster(tmp_path, 4, 1, *RUN, "--stuck-at", "1:9", patience_s=1.5)
+    try:
+        ready(cluster)
+        (stuck,) = cluster.pids(1, "worker0")
+        cluster.kill_node(2)
+        finishes(cluster, lost=[2])
+        first, second = cluster.events(events.SwapPlanned)
+        assert first.takers == {"2": 3} and in_place(second, 1)
+        (lost,) = cluster.events(events.RankLost)
+        assert f"process {stuck} had not left its call" in lost.reason
+    finally:
+        cluster.close()
+
+
+def test_two_nodes_at_once_with_two_copies(tmp_path):
+    cluster = StubCluster(tmp_path, 6, 1, *RUN, spares=2, more="memory_headroom_gib: 0\ncopies: 2\n")
+    try:
+        ready(cluster, spares=2)
+        for node in (1, 2):
+            cluster.signal_node(node, signal.SIGSTOP)
+        for node in (1, 2):
+            cluster.signal_node(node, signal.SIGKILL)
+        finishes(cluster, lost=[1, 2])
+        lost = [node for planned in cluster.events(events.SwapPlanned) for node in planned.lost_nodes]
+        assert sorted(lost) == [1, 2]
+    finally:
+        cluster.close()

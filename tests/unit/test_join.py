@@ -1,0 +1,337 @@
+"""`deadpool`, and `deadpool join` up to the moment anything is started: what is found wrong, and what is said."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from deadpool_plugin.agent import contacts, joining
+from deadpool_plugin.agent.joining import Job, Roster
+from deadpool_plugin.agent.meeting import versions
+from deadpool_plugin.cli.join import address
+from deadpool_plugin.cli.main import COMMANDS, main
+from deadpool_plugin.config import Config
+from deadpool_plugin.core.types import World
+from deadpool_plugin.errors import ConfigError
+from deadpool_plugin.launch import join, roles
+from deadpool_plugin.transport.guests import JobDescription, Reserve, Reserved
+from deadpool_plugin.transport.rendezvous import Hello
+from deadpool_plugin.transport.tcp import ControlMesh
+
+SECRET = "a secret that is long enough"
+
+
+def hello(node=0, **changes):
+    made = Hello(node, f"host{node}", ("127.0.0.1", 1), ("127.0.0.1", 2), 2, versions(), Config().digest())
+    return msgspec.structs.replace(made, **changes)
+
+
+def described(where, command=("s.py", "--local_rank=0", "--lr", "1"), **changes):
+    made = JobDescription(
+        0, list(command), str(where), "", {"NCCL_X": "job", "OMP_NUM_THREADS": "1"}, "m", 5, 2, (0, 1),
+        [hello(0), hello(1)],
+    )  # fmt: skip
+    return msgspec.structs.replace(made, **changes)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A working directory with a script, a home without a secret, and no torch version to disagree about."""
+    (tmp_path / "s.py").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path
+
+
+# ---- the command
+
+
+@pytest.mark.parametrize("words", [[], ["jion"], ["join", "--to", "a:1", "--job", "x"], ["join", "--bogus"], ["watch"]])
+def test_words_that_make_no_command_are_argparse_errors(words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2 and "usage: deadpool" in capsys.readouterr().err
+
+
+def test_help_names_every_command(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    said = capsys.readouterr().out
+    assert all(f"{name} " in said and line in said for name, line in COMMANDS.items())
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--to", "host"], "HOST:PORT"),
+        (["--to", "host:0"], "HOST:PORT"),
+        (["--to", "host:x"], "HOST:PORT"),
+        (["--deadpool-config", "absent.yaml"], "absent.yaml cannot be read"),
+        (["--to", "127.0.0.1:1"], "there is no secret_file"),
+        (["--job", "nowhere"], "nowhere/nodes"),
+        ([], "deadpool-logs/nodes"),
+        (["--", "--lr", "1"], "no script|where the script should be"),
+    ],
+)
+def test_what_is_wrong_is_one_line_and_exit_code_78(folder, capsys, words, said):
+    assert main(["join", *words]) == 78
+    error = capsys.readouterr().err
+    assert error.startswith("[deadpool] ") and error.count("\n") == 1
+    assert any(part in error for part in said.split("|")), error
+    assert not (folder / ".deadpool").exists()
+
+
+def test_nobody_there_is_said(folder, capsys):
+    secret = folder / "secret"
+    secret.touch(mode=0o600)
+    secret.write_text(SECRET)
+    (folder / "d.yaml").write_text(f"secret_file: {secret}\n")
+    assert main(["join", "--to", "127.0.0.1:1", "--deadpool-config", "d.yaml"]) == 1
+    assert "nobody answers at 127.0.0.1:1" in capsys.readouterr().err
+
+
+def test_addresses():
+    assert address("host7:29") == ("host7", 29)
+    assert address("[fe80::1]:29") == ("fe80::1", 29)
+
+
+@pytest.mark.parametrize("start", [["-m", "deadpool_plugin.cli", "watch"], ["-m", "deadpool_plugin.cli.watch"]])
+def test_watch_can_be_called_both_ways_and_nothing_loads_torch(start):
+    done = subprocess.run([sys.executable, *start, "--help"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "output_dir" in done.stdout
+    code = "import sys, deadpool_plugin.cli.main, deadpool_plugin.cli.join; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+# ---- finding a member
+
+
+def test_a_nodes_file_appears_and_goes_with_its_own_process_only(tmp_path):
+    contacts.publish(tmp_path, hello(3), "/job/d.yaml")
+    (found,) = contacts.published(tmp_path)
+    assert found == contacts.Contact(3, "host3", os.getpid(), ("127.0.0.1", 1), "/job/d.yaml")
+    assert [path.name for path in (tmp_path / "nodes").iterdir()] == ["3.json"]
+    path = contacts.path_of(tmp_path, 3)
+    path.write_text(json.dumps({**json.loads(path.read_text()), "pid": os.getpid() + 1}))
+    contacts.withdraw(tmp_path, 3)
+    assert path.exists()
+    contacts.publish(tmp_path, hello(3), "")
+    contacts.withdraw(tmp_path, 3)
+    contacts.withdraw(tmp_path, 3)
+    assert not contacts.published(tmp_path)
+
+
+def test_files_are_read_youngest_first_and_damaged_ones_left_out(tmp_path):
+    for age, node in enumerate((5, 2, 9)):
+        contacts.publish(tmp_path, hello(node), "")
+        os.utime(contacts.path_of(tmp_path, node), (1000 - age, 1000 - age))
+    (tmp_path / "nodes" / "7.json").write_text("{")
+    assert [contact.node for contact in contacts.published(tmp_path)] == [5, 2, 9]
+    assert contacts.published(tmp_path / "absent") == []
+
+
+class Member:
+    """A member of a job on a thread of its own: what a command that blocks can ask."""
+
+    def __init__(self, folder, command):
+        self.command, self.folder = command, folder
+        self._up, self._loop = threading.Event(), asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_until_complete, args=(self._serve(),))
+        self._thread.start()
+        assert self._up.wait(20)
+
+    async def _serve(self):
+        self._end = asyncio.Event()
+        config = self.folder / "d.yaml"
+        roster = Roster(4, Job(self.command, str(self.folder), str(config), {}), ("m", 5))
+        roster.members = lambda: World(1, (4,))
+        mesh = ControlMesh(
+            4, SECRET.encode(), "127.0.0.1", None, lambda *_: None, lambda *_: None, 10.0, lambda _: None, roster.answer
+        )
+        self.hello = hello(4, control=await mesh.listen(), config_digest=Config().digest())
+        await mesh.connect({4: self.hello.control})
+        roster.know(self.hello)
+        contacts.publish(self.folder / "logs", self.hello, str(config))
+        self._up.set()
+        await self._end.wait()
+        await mesh.close()
+
+    def close(self):
+        self._loop.call_soon_threadsafe(self._end.set)
+        self._thread.join(20)
+        self._loop.close()
+
+
+@pytest.fixture
+def member(folder):
+    secret = folder / "secret"
+    secret.touch(mode=0o600)
+    secret.write_text(SECRET)
+    (folder / "d.yaml").write_text(f"secret_file: {secret}\noutput_dir: {folder / 'logs'}\n")
+    made = Member(folder, ["s.py", "--local_rank=0", "--lr", "1"])
+    yield made
+    made.close()
+
+
+def test_a_job_is_found_by_its_output_dir_with_its_own_configuration(member, folder):
+    dead = hello(1, control=("127.0.0.1", 1))
+    contacts.publish(folder / "logs", dead, str(folder / "d.yaml"))
+    found = join.find(join.Wish(job=folder / "logs"))
+    assert found.description.hellos == [member.hello] and found.description.members == (4,)
+    assert found.config == str(folder / "d.yaml") and found.secret == SECRET.encode()
+    assert asyncio.run(join.reserve(found)) == 5
+
+
+def test_a_job_is_found_by_the_address_of_a_member(member, folder):
+    found = join.find(join.Wish(to=member.hello.control, config="d.yaml"))
+    assert found.description.command == member.command
+
+
+def test_another_secret_is_said(member, folder):
+    (folder / "secret").write_text("another secret of that length")
+    with pytest.raises(join.PeerRefused, match="does not prove the job's secret"):
+        join.find(join.Wish(to=member.hello.control, config="d.yaml"))
+
+
+def test_the_whole_command_runs_the_jobs_command_for_every_slot(member, folder, capfd):
+    seen = folder / "seen"
+    seen.mkdir()
+    program = folder / "program.py"
+    program.write_text(
+        "import json, os, sys, pathlib\n"
+        "told = {'argv': sys.argv[1:], 'env': dict(os.environ)}\n"
+        f"pathlib.Path({str(seen)!r}, os.environ['RANK']).write_text(json.dumps(told))\n"
+    )
+    (folder / "elsewhere").mkdir()
+    os.chdir(folder / "elsewhere")
+    wish = join.Wish(job=folder / "logs", command=["s.py", "--lr", "1"])
+    assert join.join(wish, [sys.executable, str(program)]) == 0
+    for rank, local_rank in ((10, 0), (11, 1)):
+        told = json.loads((seen / str(rank)).read_text())
+        assert told["argv"] == [f"--local_rank={local_rank}", "s.py", "--lr", "1"] + [
+            "--deadpool-config", str(folder / "d.yaml")
+        ]  # fmt: skip
+        place = roles.from_environment(told["env"]).place
+        assert (place.node, place.local_size, place.master_addr, place.master_port) == (5, 2, "m", 5)
+        assert joining.job_from(told["env"], "").invitation == (tuple(member.hello.control),)
+    assert "joining the job of node 4 as node 5" in capfd.readouterr().out
+
+
+def test_a_taken_node_id_is_tried_again_with_another(member, folder, capfd):
+    program = folder / "program.py"
+    program.write_text("import os, sys; sys.exit(0 if os.environ['CROSS_RANK'] == '7' else 75)")
+    assert join.join(join.Wish(job=folder / "logs"), [sys.executable, str(program)]) == 0
+    assert "as node 7" in capfd.readouterr().out
+
+
+# ---- checks
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"directory": "/no/such/place"}, "there is no directory /no/such/place"),
+        ({"command": ["other.py"]}, "there is no file other.py"),
+        ({"hellos": [hello(0, versions={**versions(), "torch": "1.0"})]}, "torch is 1.0 on host0"),
+        ({"hellos": [hello(0, config_digest="x")]}, "configuration of host"),
+    ],
+)
+def test_a_host_that_does_not_fit_is_told_why(folder, change, said):
+    with pytest.raises(ConfigError, match=said):
+        join.check(described(folder, **change), "", [])
+
+
+@pytest.mark.parametrize(
+    ("given", "fits"),
+    [
+        ([], True),
+        (["s.py", "--lr", "1"], True),
+        (["--local_rank=1", "s.py", "--lr", "1", "--deadpool-config", "d.yaml"], True),
+        (["s.py", "--lr", "2"], False),
+        (["s.py"], False),
+    ],
+)
+def test_a_command_that_is_given_must_be_the_jobs(folder, given, fits):
+    if fits:
+        join.check(described(folder), "", given)
+    else:
+        with pytest.raises(ConfigError, match="is not the job's, which is `s.py --lr 1`"):
+            join.check(described(folder), "", given)
+
+
+def test_a_module_needs_no_file(folder):
+    join.check(described(folder, command=["-m", "pkg.train", "--local_rank=0"]), "", ["-m", "pkg.train"])
+
+
+def test_commands_and_environment_of_a_slot(folder):
+    job = described(folder)
+    assert join.supervisor_command(["run"], job, 1, "/d.yaml") == [
+        "run", "--local_rank=1", "s.py", "--lr", "1", "--deadpool-config", "/d.yaml"
+    ]  # fmt: skip
+    without = described(folder, command=["s.py"])
+    assert join.supervisor_command(["run"], without, 1, "") == ["run", "s.py"]
+    env = join.environment(job, 6, 1, {"OMP_NUM_THREADS": "4", "RANK": "99", "PATH": "p"})
+    assert (env["NCCL_X"], env["OMP_NUM_THREADS"], env["PATH"], env["RANK"]) == ("job", "4", "p", "13")
+    assert roles.from_environment(env).place.node == 6
+
+
+def test_what_the_job_exports_leaves_out_everything_else():
+    job = joining.job_from({"NCCL_DEBUG": "W", "AWS_SECRET": "x", "DEADPOOL_CONFIG": "/c"}, "/here")
+    assert job == Job([], "/here", "/c", {"NCCL_DEBUG": "W"})
+
+
+def test_ids_are_above_all_that_ever_were():
+    roster = Roster(0, Job([], "", "", {}), ("m", 5))
+    for node in (0, 1, 7):
+        roster.know(hello(node))
+    roster.gone(7)
+    assert [roster.answer(Reserve()) for _ in range(2)] == [Reserved(8), Reserved(9)]
+
+
+# ---- playing the launcher
+
+
+def run_launcher(*programs):
+    """`play_launcher` in a process of its own, with one child per program."""
+    code = (
+        "import os, sys; from deadpool_plugin.launch.join import play_launcher;"
+        "commands = [[sys.executable, '-c', text] for text in sys.argv[1:]];"
+        "sys.exit(play_launcher(commands, [dict(os.environ)] * len(commands)))"
+    )
+    return subprocess.Popen([sys.executable, "-c", code, *programs], stdout=subprocess.PIPE, text=True)
+
+
+def test_the_first_failure_ends_the_others_and_is_the_exit_code():
+    waits = "import signal; signal.pause()"
+    assert run_launcher("raise SystemExit(86)", waits, waits).wait(60) == 86
+    assert run_launcher("pass", "pass").wait(60) == 0
+    killed = "import os; os.kill(os.getpid(), 9)"
+    assert run_launcher(killed).wait(60) == 128 + 9
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 143)])
+def test_signals_are_passed_on(number, code):
+    child = (
+        "import signal, sys\n"
+        "for number in (15, 2): signal.signal(number, lambda number, _: sys.exit(128 + number))\n"
+        "print('ready', flush=True)\n"
+        "signal.pause()"
+    )
+    launcher = run_launcher(child)
+    assert launcher.stdout.readline() == "ready\n"
+    launcher.send_signal(number)
+    assert launcher.wait(60) == code
+
+
+def test_the_package_installs_the_command():
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    assert 'deadpool = "deadpool_plugin.cli.main:main"' in text
