@@ -2,6 +2,8 @@
 
     python scripts/inject.py --at 2@12:backward --marker kills.jsonl --observe DIR -- scripts/train_gpt.py ...
 
+With `--plan FILE` other kinds of faults, too (faults.py), and at more places (fault_hooks.py).
+
 Rules of this file: the script and the plugin are not touched; megatron-core is hooked from outside, before the
 script runs. A node is all processes whose environment has its `DEMO_NODE` and this job's `DEMO_JOB`; all of them get
 SIGKILL, nobody is asked. Which step a process is in is read from the optimizer's own state, so it is right in
@@ -14,6 +16,8 @@ What the phases mean (step s is the s-th update):
   optimizer  this rank's inner torch optimizer has updated to s, MegatronOptimizer.step has not returned
   mirror     MegatronOptimizer.step has just returned from update s: its snapshot is on its way
   between    in the user's loop, after OptimizerParamScheduler.step
+  startup    (step 0) the optimizer has been built, nothing has been trained
+  before     MegatronOptimizer.step is about to look at the gradients of step s, nobody has updated anything
 """
 
 from __future__ import annotations
@@ -27,30 +31,23 @@ import re
 import runpy
 import signal
 import sys
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import fault_hooks
+import node_processes
+import save_hooks
+from faults import Kill, Plan, is_rehearsal, strike
 
 PHASES = ("forward", "backward", "optimizer", "mirror", "between")
 AT = re.compile(rf"(\d+)@(\d+):({'|'.join(PHASES)})")
 
 
-@dataclass(frozen=True)
-class Kill:
-    """One fault of the plan; `index` tells faults apart."""
-
-    index: int
-    node: int
-    step: int
-    phase: str
-
-
 # Killing
 
 
-def node_processes(job: str, node: int) -> list[int]:
+def tagged_processes(job: str, node: int) -> list[int]:
     """Every process of the emulated node, this one included, found by the environment it was started with."""
     tags = {f"DEMO_JOB={job}".encode(), f"DEMO_NODE={node}".encode()}
     found = []
@@ -71,8 +68,11 @@ def kill_node(job: str, node: int, before: Callable[[], None]) -> None:
 
     `before` is called once all are known and none is dead: a scan of /proc takes its time on a busy machine.
     """
+    if "DEMO_LEADER" in os.environ:  # forked nodes have no environment of their own in /proc
+        before()
+        node_processes.signal_node(int(os.environ["DEMO_LEADER"]), signal.SIGKILL)
     killed: set[int] = {os.getpid()}
-    remaining = set(node_processes(job, node)) - killed
+    remaining = set(tagged_processes(job, node)) - killed
     before()
     while remaining:
         for pid in remaining:
@@ -81,7 +81,7 @@ def kill_node(job: str, node: int, before: Callable[[], None]) -> None:
             except ProcessLookupError:
                 continue
         killed |= remaining
-        remaining = set(node_processes(job, node)) - killed
+        remaining = set(tagged_processes(job, node)) - killed
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -93,12 +93,13 @@ class Injector:
             the scheduler's position gives the step. Otherwise learned from the scheduler's first increment.
     """
 
-    def __init__(self, kills: list[Kill], marker: Path | None, observe: Path | None, samples_per_step: int) -> None:
-        self.node, self.job = int(os.environ["DEMO_NODE"]), os.environ["DEMO_JOB"]
-        self.kills = [kill for kill in kills if kill.node == self.node]
-        self.marker = marker
+    def __init__(
+        self, kills: list[Kill], marker: Path | None, observe: Path | None, samples_per_step: int, holds: bool = False
+    ) -> None:
+        self.node, self.job = int(os.environ["DEMO_NODE"]), os.environ.get("DEMO_JOB", "")
+        self.plan = Plan([kill for kill in kills if kill.node in (-1, self.node)], marker)
         self.observer = Observer(observe) if observe else None
-        self.samples_per_step = samples_per_step
+        self.samples_per_step, self.holds = samples_per_step, holds
         self.model: list[Any] = []
         self.optimizer: Any = None
         self.scheduler: Any = None
@@ -106,22 +107,24 @@ class Injector:
         self.in_second_microbatch = False
 
     def reached(self, phase: str, step: int) -> None:
-        """Called at each place where a fault can be; does not return if one is planned there."""
-        for kill in self.kills:
-            if (kill.step, kill.phase) == (step, phase) and self._first_to_fire(kill):
-                kill_node(self.job, self.node, lambda kill=kill: self._record(kill))
+        """Called at each place where a fault can be; does not return if one is planned there that kills.
 
-    def _record(self, kill: Kill) -> None:
-        line = {"node": kill.node, "step": kill.step, "phase": kill.phase, "time": time.time()}
-        with open(self.marker, "ab", buffering=0) as marker:  # type: ignore[arg-type]
-            marker.write(json.dumps(line).encode() + b"\n")
+        A process that only rehearses a rank is at none of them but `rehearsal`.
+        """
+        if is_rehearsal() == (phase == "rehearsal"):
+            self.strike_if_due(phase, step, int(os.environ.get("RANK", "-1")), os.getpid())
 
-    def _first_to_fire(self, kill: Kill) -> bool:
-        try:
-            os.close(os.open(f"{self.marker}.{kill.index}", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
-        except FileExistsError:
-            return False
-        return True
+    def strike_if_due(self, phase: str, step: int, rank: int, pid: int) -> None:
+        kill = self.plan.due(phase, step, self.node, rank)
+        if kill is not None:
+            record = functools.partial(self.plan.record, kill, self.node, rank, step)
+            strike(kill, self.plan, pid, lambda before: kill_node(self.job, self.node, before), record)
+
+    def hold(self, step: int) -> None:
+        """Say who runs the rank, and wait for whoever watches the job."""
+        if self.holds and not is_rehearsal():
+            self.plan.tell_pid(int(os.environ["RANK"]))
+            self.plan.hold(step)
 
     @property
     def has_step_state(self) -> bool:
@@ -205,6 +208,8 @@ def install(injector: Injector) -> None:
     hook_scheduler(injector)
     hook_forward(injector)
     hook_backward(injector)
+    fault_hooks.hook_worker(injector)
+    save_hooks.install(injector)
 
 
 def hook_optimizer(injector: Injector) -> None:
@@ -217,7 +222,14 @@ def hook_optimizer(injector: Injector) -> None:
     def get_megatron_optimizer(config: Any, model_chunks: list[Any], *args: Any, **kwargs: Any) -> Any:
         injector.model = model_chunks
         optimizer = injector.optimizer = original(config, model_chunks, *args, **kwargs)
-        step = optimizer.step
+        injector.reached("startup", 0)
+        injector.reached("rehearsal", 0)
+        step, prepare_grads = optimizer.step, optimizer.prepare_grads
+
+        @functools.wraps(prepare_grads)
+        def before_any_update() -> Any:
+            injector.reached("before", injector.completed() + 1)
+            return prepare_grads()
 
         @functools.wraps(step)
         def step_then_mirror() -> Any:
@@ -225,7 +237,7 @@ def hook_optimizer(injector: Injector) -> None:
             injector.reached("mirror", injector.completed() + (not injector.has_step_state))
             return result
 
-        optimizer.step = step_then_mirror
+        optimizer.step, optimizer.prepare_grads = step_then_mirror, before_any_update
         return optimizer
 
     def updated(inner: Any, args: Any, kwargs: Any) -> None:
@@ -252,6 +264,7 @@ def hook_scheduler(injector: Injector) -> None:
         if injector.observer:
             injector.observer.observe(completed, injector.model, injector.torch_optimizers())
         injector.reached("between", completed)
+        injector.hold(completed)
 
     OptimizerParamScheduler.step = step
 
@@ -292,7 +305,7 @@ def hook_backward(injector: Injector) -> None:
     @functools.wraps(original)
     def backward_step(input_tensor: Any, output_tensor: Any, *args: Any, **kwargs: Any) -> Any:
         step = injector.completed() + 1
-        if any((kill.step, kill.phase) == (step, "backward") for kill in injector.kills):
+        if any(kill.phase == "backward" and kill.step in (0, step) for kill in injector.plan.kills):
             output = output_tensor[0] if isinstance(output_tensor, list) else output_tensor
             handle = halfway_node(output).register_prehook(lambda grads: injector.reached("backward", step))
             try:
@@ -315,6 +328,7 @@ def halfway_node(output: Any) -> Any:
 def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--at", action="append", default=[], metavar="NODE@STEP:PHASE", help="/".join(PHASES))
+    parser.add_argument("--plan", type=Path, help="JSON file with faults (faults.Kill), for every process the same")
     parser.add_argument("--marker", type=Path, help="file that gets one JSON line per kill, before it happens")
     parser.add_argument("--observe", type=Path, help="folder for one JSON file per process")
     parser.add_argument("--samples-per-step", type=int, default=0, help="global batch size; needed with SGD only")
@@ -322,12 +336,12 @@ def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("script", nargs=argparse.REMAINDER, help="-- SCRIPT ARGUMENTS")
     args = parser.parse_args(argv)
     script = args.script[1:] if args.script[:1] == ["--"] else args.script
-    args.kills = []
-    for index, text in enumerate(args.at):
+    args.kills = Plan.load(args.plan, args.marker).kills if args.plan else []
+    for text in args.at:
         match = AT.fullmatch(text)
         if not match:
             parser.error(f"--at {text}: expected NODE@STEP:PHASE with PHASE one of {' '.join(PHASES)}")
-        args.kills.append(Kill(index, int(match[1]), int(match[2]), match[3]))
+        args.kills.append(Kill(len(args.kills), int(match[1]), int(match[2]), match[3]))
     if not script or (args.kills and not args.marker):
         parser.error("expected [--at ... --marker FILE] -- SCRIPT ARGUMENTS")
     if args.local_rank is not None:
@@ -338,7 +352,7 @@ def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 def main() -> None:
     args, script = parse_args(sys.argv[1:])
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    install(Injector(args.kills, args.marker, args.observe, args.samples_per_step))
+    install(Injector(args.kills, args.marker, args.observe, args.samples_per_step, holds=args.plan is not None))
     sys.argv = script
     sys.path[0] = str(Path(script[0]).resolve().parent)
     runpy.run_path(script[0], run_name="__main__")

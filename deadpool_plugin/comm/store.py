@@ -1,6 +1,6 @@
 """The key-value store a generation's groups are built over: hosted by one of its workers, gone with it.
 
-Rules of this file: whoever hosts a store keeps it to the end of the process; groups may still talk to it.
+Rules of this file: whoever hosts a store keeps it while groups of its generation may still talk to it.
 """
 
 from __future__ import annotations

@@ -17,6 +17,10 @@ from .link import AgentLink
 from .saving import Saves, own_flight
 
 
+STORES_KEPT = 3
+"""The one on offer, that of this generation and that of the one before (each costs descriptors and a thread)."""
+
+
 class Mode(Protocol):
     """A way to serve calls: before the first one, live, or following."""
 
@@ -94,11 +98,12 @@ class Context:
     def offer_store(self) -> None:
         """Host a fresh store for the next generation's group build and tell the agent where it listens.
 
-        Every store is kept to the end of the process: the groups of its generation may still talk to it.
+        The stores of this generation and of the one before live on: somebody's groups may still talk to them.
         """
         if not self._offers_stores:
             return
         server, address = host_store()
         self._stores.append(server)
+        del self._stores[:-STORES_KEPT]
         host, port = address.rsplit(":", 1)
         self.link.send(local.StoreOffer(host, int(port)))

@@ -197,6 +197,8 @@ class Rank:
 
     def maybe_stick(self) -> None:
         if self.process.options.stuck_at and self.process.first:
+            if self.step == int(self.process.options.stuck_at.split(":")[1]):
+                print(f"rank {self.rank} has come to the step of --stuck-at", flush=True)
             while (self.rank, self.step) == tuple(map(int, self.process.options.stuck_at.split(":"))):
                 time.sleep(60)
 

@@ -118,6 +118,7 @@ def test_a_process_that_cannot_unwind_is_killed_and_replaced_in_place(tmp_path):
     try:
         ready(cluster)
         (stuck,) = cluster.pids(1, "worker0")
+        cluster.wait_for("rank 1 to be stuck", lambda: "rank 1 has come to the step" in cluster.output(1))
         cluster.kill_node(2)
         finishes(cluster, lost=[2])
         first, second = cluster.events(events.SwapPlanned)

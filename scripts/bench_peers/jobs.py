@@ -1,0 +1,178 @@
+"""What the driver asks of a system, and what all systems have in common: faults, the clock, when a job is ready.
+
+    job = SomeJob(setting); job.start(); job.wait_until(step); kill = job.strike(fault, victim)
+    while not (figures := job.recovered(kill)) and not job.ended(): ...
+    job.close()
+
+Rules of this file: standard library only. Every fault is made from outside, by the same function for every system, and
+its instant is read right before the first signal. A node is every process with its tag (demo_cluster.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from demo_cluster import Cluster
+
+from bench_peers.marks import VARIABLE, Reader
+
+FAULTS = ("process", "node", "silent", "first")
+"""SIGKILL of one worker; SIGKILL of all of a node's processes; SIGSTOP of them; SIGKILL of the first node's."""
+
+MODEL = ["--layers", "2", "--hidden", "64", "--seq-length", "64", "--num-microbatches", "2", "--eval-interval", "0"]
+MODEL += ["--train-iters", "2000"]
+LAYOUTS = {
+    "tp2pp2dp2": ["--tp", "2", "--pp", "2", "--dtype", "bf16", "--distributed-optimizer"],
+    "dp4": ["--dtype", "fp32"],
+}
+NODES = 4
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One measurement's surroundings. `data`: prefix of the corpus; `cache`: sample indices; `python`: the peers'."""
+
+    folder: Path
+    data: Path
+    cache: Path
+    python: Path
+    layout: str
+
+    @property
+    def per_node(self) -> int:
+        return 2 if self.layout == "tp2pp2dp2" else 1
+
+    @property
+    def world(self) -> int:
+        return NODES * self.per_node
+
+    @property
+    def training_args(self) -> list[str]:
+        return [*MODEL, *LAYOUTS[self.layout], "--data-path", str(self.data), "--data-cache-path", str(self.cache)]
+
+
+class BenchCluster(Cluster):
+    """A cluster whose processes get `extra` in their environment."""
+
+    extra: dict[str, str] = {}
+
+    def environment(self, node: int) -> dict[str, str]:
+        return super().environment(node) | self.extra
+
+
+@dataclass
+class Strike:
+    """A fault that has happened."""
+
+    fault: str
+    node: int
+    time: float
+    pids: set[int] = field(default_factory=set)
+    completed: int = 0
+    """The newest step that every rank had completed."""
+
+
+class Job:
+    """Base of all systems' jobs. `variant` is the system's own choice of settings."""
+
+    nodes = NODES + 1
+
+    def __init__(self, setting: Setting, variant: str) -> None:
+        self.setting, self.variant = setting, variant
+        self.cluster = BenchCluster(setting.folder, self.nodes, setting.per_node)
+        self.marks = Reader(setting.folder / "marks.jsonl")
+        self.cluster.extra = {VARIABLE: str(self.marks.path)}
+
+    def start(self) -> None:
+        raise NotImplementedError
+
+    def recovered(self, strike: Strike) -> dict[str, Any] | None:
+        """The figures once every rank has completed a step after the fault; None until then."""
+        raise NotImplementedError
+
+    def tend(self, strike: Strike) -> None:
+        """What somebody outside the job has to do after a fault (a relaunch). Called again and again."""
+
+    def stands(self) -> bool:
+        """Everything is there that the job has when nothing has happened for a while (spares)."""
+        return True
+
+    def ended(self) -> bool:
+        """No process can go on any more."""
+        return all(code is not None for code in self.cluster.exit_codes())
+
+    def victim(self, fault: str) -> int:
+        """The node that is struck."""
+        return 0 if fault == "first" else 2
+
+    # ---- the same for all
+
+    def wait_until(self, step: int, limit_s: float) -> None:
+        """Raises: TimeoutError if not every rank has completed `step` by then, or the job ended."""
+        deadline = time.monotonic() + limit_s
+        while time.monotonic() < deadline and not self.ended():
+            if self.stands() and self.completed() >= step:
+                return
+            time.sleep(0.1)
+        raise TimeoutError(f"step {step} was not reached ({self.completed()}; ended: {self.ended()})")
+
+    def completed(self) -> int:
+        newest: dict[int, int] = {}
+        for line in self.marks.poll():
+            if line["kind"] == "step":
+                newest[line["rank"]] = max(newest.get(line["rank"], 0), line["step"])
+        return min(newest.values()) if len(newest) == self.setting.world else 0
+
+    def strike(self, fault: str) -> Strike:
+        node = self.victim(fault)
+        if fault == "process":
+            rank = node * self.setting.per_node
+            targets = {next(line["pid"] for line in reversed(self.marks.poll()) if line["rank"] == rank)}
+        else:
+            targets = self.of_node(node)
+        strike = Strike(fault, node, time.time(), completed=self.completed())
+        strike.time = time.time()
+        number = signal.SIGSTOP if fault == "silent" else signal.SIGKILL
+        while targets - strike.pids:
+            for pid in targets - strike.pids:
+                strike.pids.add(pid)
+                _signal(pid, number)
+            targets = set() if fault == "process" else self.of_node(node)
+        return strike
+
+    def of_node(self, node: int) -> set[int]:
+        return {pid for pid, its in self.cluster.processes().items() if its == node}
+
+    def close(self) -> None:
+        self.cluster.close()
+
+
+def _signal(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def after_restart(job: Job, strike: Strike) -> dict[str, Any] | None:
+    """Figures of a system that starts the training function again: from the first life that all reach."""
+    lines = [line for line in job.marks.poll() if line["time"] > strike.time and line["life"] > 0]
+    for life in sorted({line["life"] for line in lines}):
+        entered = {line["rank"]: line for line in lines if line["life"] == life and line["kind"] == "training"}
+        firsts: dict[int, float] = {}
+        for line in lines:
+            if line["life"] == life and line["kind"] == "step":
+                firsts.setdefault(line["rank"], line["time"])
+        if len(firsts) == len(entered) == job.setting.world:
+            restored = min(line["step"] for line in entered.values())
+            return {
+                "ready_s": max(line["time"] for line in entered.values()) - strike.time,
+                "first_step_s": max(firsts.values()) - strike.time,
+                "lost_steps": max(0, strike.completed - restored),
+                "lives": life,
+            }
+    return None

@@ -1,0 +1,214 @@
+"""How long does a fault stop training? The plugin beside NVRx, torchft and kill-and-relaunch, in one run.
+
+    python scripts/bench_swap.py --out bench                    # everything, resumable; hours (see --list)
+    python scripts/bench_swap.py --out bench --only deadpool    # systems or faults whose name contains the word
+
+The small GPT of train_gpt.py in TP 2 x PP 2 x DP 2 on four emulated nodes of two ranks (plugin, NVRx, relaunch), or in
+four replicas, one per node (torchft, plugin), and one node more that stands by. Every measurement is a job of its own:
+it is started, trains until all spares stand and step 21 to 30 (each place between two checkpoints in turn), is struck
+at a random moment of that step, and is watched until all ranks have completed a step again, or for --limit seconds.
+The systems take turns, so that whatever else the machine does meets all of them.
+
+One clock: from the reading of it right before the first signal to (a) `ready_s`, the last rank is back in its training
+loop, restored, and (b) `first_step_s`, the last rank has completed its first step. `lost_steps`: steps that all ranks
+had completed and whose work was done again. What each peer's `tuned` is and why: bench_peers/train_*.py and peers.py.
+
+The peers' packages live in an environment of their own (.venv-peers or --peers-python), never in the project's.
+
+Rules of this file: standard library only; a measurement is appended to OUT/measurements.jsonl as soon as it is made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import platform
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from bench_peers import report
+from bench_peers.jobs import FAULTS, Job, Setting
+from bench_peers.ours import DeadpoolJob
+from bench_peers.peers import JOBS
+from demo_cluster import REPOSITORY, read_json_lines
+
+SCRIPTS = REPOSITORY / "scripts"
+CACHE = REPOSITORY / ".cache" / "demo"
+ALL: dict[str, type[Job]] = {"deadpool": DeadpoolJob, **JOBS}
+
+SYSTEMS: dict[str, tuple[str, str, str, tuple[str, ...]]] = {
+    "deadpool": ("deadpool", "default", "tp2pp2dp2", FAULTS),
+    "deadpool rehearsed": ("deadpool", "rehearsed", "tp2pp2dp2", ("node", "silent")),
+    "deadpool tuned": ("deadpool", "tuned", "tp2pp2dp2", ("silent",)),
+    "NVRx defaults": ("nvrx", "defaults", "tp2pp2dp2", FAULTS),
+    "NVRx tuned": ("nvrx", "tuned", "tp2pp2dp2", FAULTS),
+    "relaunch": ("relaunch", "defaults", "tp2pp2dp2", FAULTS),
+    "relaunch tuned": ("relaunch", "tuned", "tp2pp2dp2", FAULTS),
+    "deadpool dp4": ("deadpool", "default", "dp4", FAULTS),
+    "torchft defaults": ("torchft", "defaults", "dp4", FAULTS),
+    "torchft tuned": ("torchft", "tuned", "dp4", FAULTS),
+    "torchft spare": ("torchft", "spare", "dp4", FAULTS),
+}
+"""Name -> job, variant, layout, faults."""
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("bench-out"))
+    parser.add_argument("--runs", type=int, default=10, help="of every fault, for the plugin")
+    parser.add_argument("--peer-runs", type=int, default=3, help="of every fault, for each peer")
+    parser.add_argument("--only", action="append", default=[], metavar="WORD", help="all must occur in `SYSTEM/FAULT`")
+    parser.add_argument("--limit", type=float, default=120.0, help="seconds after which a job has never recovered")
+    parser.add_argument("--start-limit", type=float, default=240.0, help="seconds a job has to reach its step")
+    parser.add_argument("--peers-python", type=Path, default=REPOSITORY / ".venv-peers" / "bin" / "python")
+    parser.add_argument("--keep", action="store_true", help="keep every job's folder, not only those of failures")
+    parser.add_argument("--list", action="store_true", help="say what would be measured, and stop")
+    args = parser.parse_args()
+    args.out = args.out.resolve()
+    return args
+
+
+def plan(args: argparse.Namespace) -> list[tuple[str, str, int]]:
+    """(system, fault, index), interleaved: the first measurement of everything, then the second, ..."""
+    found = []
+    for index in range(max(args.runs, args.peer_runs)):
+        for system, (job, _, _, faults) in SYSTEMS.items():
+            runs = args.runs if job == "deadpool" else args.peer_runs
+            for fault in faults if index < runs else ():
+                if all(word in f"{system}/{fault}" for word in args.only):
+                    found.append((system, fault, index))
+    return found
+
+
+def measure(args: argparse.Namespace, system: str, fault: str, index: int) -> dict[str, Any]:
+    """One job, one fault."""
+    name, variant, layout, _ = SYSTEMS[system]
+    folder = args.out / "jobs" / f"{system.replace(' ', '-')}-{fault}-{index}"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    setting = Setting(folder, CACHE / "corpus", CACHE / "bench-indices", args.peers_python.absolute(), layout)
+    line: dict[str, Any] = {"system": system, "fault": fault, "index": index, "time": time.time()}
+    line["load_before"] = round(os.getloadavg()[0], 2)
+    draw = random.Random(int(hashlib.sha256(f"{fault}{index}".encode()).hexdigest(), 16))
+    job = ALL[name](setting, variant)
+    try:
+        job.start()
+        job.wait_until(21 + 7 * index % 10, args.start_limit)
+        line["started_s"] = round(time.time() - line["time"], 1)
+        time.sleep(draw.uniform(0.0, 0.3))
+        line |= watch(args, job, fault)
+    except TimeoutError as reason:
+        line |= {"outcome": "not started", "reason": str(reason)}
+    finally:
+        job.close()
+    if line["outcome"] == "recovered" and not args.keep:
+        shutil.rmtree(folder)
+    return line
+
+
+def watch(args: argparse.Namespace, job: Job, fault: str) -> dict[str, Any]:
+    """Strike, and wait for what comes of it."""
+    strike = job.strike(fault)
+    found: dict[str, Any] = {"struck_at_step": strike.completed}
+    while time.time() < strike.time + args.limit:
+        job.tend(strike)
+        if figures := job.recovered(strike):
+            rounded = {name: round(value, 4) if isinstance(value, float) else value for name, value in figures.items()}
+            return found | {"outcome": "recovered", "figures": rounded}
+        if job.ended():
+            return found | {"outcome": "job ended", "after_s": round(time.time() - strike.time, 1)}
+        time.sleep(0.05)
+    return found | {"outcome": f"never within {args.limit:.0f} s"}
+
+
+def surroundings(args: argparse.Namespace) -> dict[str, Any]:
+    """The machine and every version that matters."""
+    versions = {"project": versions_of(Path(sys.executable)), "peers": versions_of(args.peers_python)}
+    processor = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    memory = Path("/proc/meminfo").read_text().splitlines()[0].split()[1]
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True)
+    return {
+        "processor": processor[:1],
+        "cores": os.cpu_count(),
+        "memory_gib": round(int(memory) / 1024**2, 1),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "versions": versions,
+        "commit": commit.stdout.strip(),
+    }
+
+
+def versions_of(python: Path) -> dict[str, str]:
+    names = ("torch", "megatron-core", "deepspeed", "numpy", "nvidia-resiliency-ext", "torchft-nightly")
+    code = "import json; from importlib.metadata import distributions as all; "
+    code += f"print(json.dumps({{d.name: d.version for d in all() if d.name in {names}}}))"
+    answer = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)
+    versions: dict[str, str] = json.loads(answer.stdout)
+    return versions
+
+
+def make_peers_environment(python: Path) -> None:
+    """The peers' own environment, if it is the default one and not there yet. Refuses a CUDA build of torch."""
+    venv = REPOSITORY / ".venv-peers"
+    if not python.exists():
+        if python != venv / "bin" / "python":
+            sys.exit(f"{python} does not exist")
+        print(f"making {venv} from scripts/requirements-peers.txt (minutes)", flush=True)
+        subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
+        (venv / ".gitignore").write_text("*\n")
+        pip = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "-r"]
+        subprocess.run([*pip, str(SCRIPTS / "requirements-peers.txt")], check=True)
+    asked = subprocess.run([python, "-c", "import torch; print(torch.version.cuda)"], capture_output=True, text=True)
+    if asked.stdout.strip() != "None":
+        sys.exit(f"{python} has torch for CUDA {asked.stdout.strip()}: not comparable with the project's CPU build")
+
+
+def main() -> int:
+    args = parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the job under way is ended, too
+    todo = plan(args)
+    log = args.out / "measurements.jsonl"
+    measurements = read_json_lines(log)
+    done = {(line["system"], line["fault"], line["index"]) for line in measurements}
+    if args.list:
+        for system, fault, index in todo:
+            print(f"{system}/{fault}/{index}{' (done)' if (system, fault, index) in done else ''}")
+        return 0
+    args.out.mkdir(parents=True, exist_ok=True)
+    make_peers_environment(args.peers_python)
+    if not (CACHE / "corpus.idx").exists():
+        subprocess.run([sys.executable, "-W", "ignore", SCRIPTS / "make_corpus.py", CACHE / "corpus"], check=True)
+    for system, fault, index in todo:
+        if (system, fault, index) in done:
+            continue
+        measurements.append(measure(args, system, fault, index))
+        with open(log, "a") as output:
+            output.write(json.dumps(measurements[-1]) + "\n")
+        print(said(measurements[-1]), flush=True)
+    entries = report.summary(measurements)
+    whole = {"machine": surroundings(args), "summary": entries, "measurements": measurements}
+    (args.out / "bench.json").write_text(json.dumps(whole, indent=1))
+    text = report.table(entries)
+    (args.out / "bench.md").write_text(text + "\n")
+    print(text)
+    return 0
+
+
+def said(line: dict[str, Any]) -> str:
+    figures = line.get("figures", {})
+    known = [f"{name} {figures[name]}" for name in report.COMMON if figures.get(name) is not None]
+    name = f"{line['system']}/{line['fault']}/{line['index']}"
+    return " ".join([f"{name}: {line['outcome']}", *known, line.get("reason", "")])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

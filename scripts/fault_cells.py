@@ -1,0 +1,215 @@
+"""The cells of the fault matrix: which places and kinds, how many of them share a job, and what each cell came to.
+
+Rules of this file: a cell's step depends on its column only, so that a job with fewer cells has the same reference. A
+job that does not hold is split at the fault it broke at, until the cell that breaks it stands alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fault_job import Job, Verdict
+from faults import Kill
+from layouts import LAYOUTS, Layout
+from references import arguments_with_data, reference
+
+AT_START, LAST = -1, -2
+SPACING = 4
+"""Steps from one fault to the next, and between evaluations and saves: every fault's step has both."""
+SLOTS = 2
+SETTINGS = {"restarts_max": 100}
+
+
+@dataclass(frozen=True)
+class Column:
+    """A place where faults strike: `phase` as in inject.py, fault_hooks.py or save_hooks.py."""
+
+    phase: str
+    group: str
+    at: int = 0
+    any_rank: bool = False
+
+
+COLUMNS = {
+    "startup": Column("startup", "main", AT_START),
+    "rehearsal": Column("rehearsal", "main", any_rank=True),
+    "forward": Column("forward", "main"),
+    "backward": Column("backward", "main"),
+    "before": Column("before", "main"),
+    "optimizer": Column("optimizer", "main"),
+    "update": Column("update", "main"),
+    "staging": Column("staging", "main"),
+    "push": Column("push", "main"),
+    "between": Column("between", "main"),
+    "evaluate": Column("evaluate", "main"),
+    "last": Column("optimizer", "main", LAST),
+    "planned": Column("planned", "save", any_rank=True),
+    "write": Column("write", "save", any_rank=True),
+    "finishing": Column("finishing", "save", any_rank=True),
+    "exit": Column("exit", "save", LAST),
+    "async-training": Column("forward", "async"),
+    "async-write": Column("write", "async", any_rank=True),
+    "async-finishing": Column("finishing", "async", any_rank=True),
+    "async-exit": Column("exit", "async", LAST),
+}
+MORE_KINDS = {"raise": ("forward", "optimizer", "evaluate"), "stop": ("backward", "between"), "silent": ("forward",)}
+"""Kinds besides node and rank, and the columns they are tried in."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    layout: str
+    column: str
+    kind: str
+
+    @property
+    def group(self) -> str:
+        return COLUMNS[self.column].group
+
+    @property
+    def key(self) -> str:
+        return f"{self.layout}:{self.column}:{self.kind}"
+
+
+def cells(layouts: list[str], kinds: list[str]) -> list[Cell]:
+    found = []
+    for layout in layouts:
+        for kind in kinds:
+            found += [Cell(layout, column, kind) for column in MORE_KINDS.get(kind, tuple(COLUMNS))]
+    return found
+
+
+def jobs(wanted: list[Cell], node_faults_max: int) -> Iterator[list[Cell]]:
+    """Cells that can share a job: same layout, group and kind; faults that cost a host, as many as there are spares."""
+    by_job: dict[tuple[str, str, str], list[Cell]] = {}
+    for cell in wanted:
+        by_job.setdefault((cell.layout, cell.group, cell.kind), []).append(cell)
+    for (_, _, kind), together in by_job.items():
+        size = node_faults_max if kind in ("node", "silent") else len(together)
+        yield from (together[first : first + size] for first in range(0, len(together), size))
+
+
+class Runner:
+    """Runs jobs of cells and tells `on_result` what became of each cell as soon as it is known."""
+
+    def __init__(self, out: Path, on_result: Callable[[dict[str, Any]], None], heals: bool = False) -> None:
+        self.out, self.on_result, self.heals = out, on_result, heals
+
+    def run(self, together: list[Cell]) -> None:
+        verdict, name = self._job(together)
+        refusal = refused(verdict)
+        if refusal:
+            self._tell(together, verdict, name, refusal)
+        elif verdict.holds or len(together) == 1:
+            self._tell(together, verdict, name, "")
+        else:
+            for part in split(together, verdict):
+                self.run(part)
+
+    def _job(self, together: list[Cell]) -> tuple[Verdict, str]:
+        layout, group = LAYOUTS[together[0].layout], together[0].group
+        name = f"{together[0].key.replace(':', '.')}-{len(together)}"
+        folder = self.out / "jobs" / name
+        training = arguments(layout, group)
+        undisturbed = reference(self.out / "references", training, layout.world_size)
+        saving = save_arguments(group, folder)
+        kills = planned_faults(together, layout.world_size)
+        hosts = sum(kill.kind in ("node", "silent") for kill in kills)
+        job = Job(
+            folder, [*training, *saving], layout.world_size, SLOTS, 2 if self.heals else max(1, hosts), kills, SETTINGS,
+            heals=self.heals,
+        )  # fmt: skip
+        return job.run(undisturbed), name
+
+    def _tell(self, together: list[Cell], verdict: Verdict, name: str, refusal: str) -> None:
+        for cell, outcome in zip(together, own_outcomes(verdict), strict=True):
+            problem = verdict.hang or verdict.difference or "; ".join(verdict.left) or outcome.problem
+            line = {"cell": cell.key, "layout": cell.layout, "column": cell.column, "kind": cell.kind}
+            line |= {"fired": outcome.fired is not None, "bit_exact": verdict.bit_exact, "refused": refusal}
+            line |= {"ready_s": outcome.ready_s, "lost_steps": outcome.lost_steps, "hang": bool(verdict.hang)}
+            line |= {"ok": verdict.holds and outcome.fired is not None, "problem": "" if refusal else problem}
+            line |= {"where": outcome.fired, "job": name, "cells_in_job": len(together), "job_s": verdict.seconds}
+            self.on_result(line)
+
+
+def own_outcomes(verdict: Verdict) -> list[Any]:
+    """Without the faults that only prepare another one."""
+    prepares = {outcome.kill.after for outcome in verdict.outcomes}
+    return [outcome for outcome in verdict.outcomes if outcome.kill.index not in prepares]
+
+
+def split(together: list[Cell], verdict: Verdict) -> list[list[Cell]]:
+    """At the first fault that went wrong (it alone in the middle), or in halves if none can be named."""
+    outcomes = own_outcomes(verdict)
+    first = next((i for i, one in enumerate(outcomes) if one.problem or one.fired is None), len(together) // 2)
+    parts = [together[:first], together[first : first + 1], together[first + 1 :]]
+    return [part for part in parts if part]
+
+
+def refused(verdict: Verdict) -> str:
+    """The refusal, if the plugin does not take this layout at all."""
+    return verdict.stopped if set(verdict.exit_codes) == {78} else ""
+
+
+def group_columns(group: str) -> list[str]:
+    return [name for name, column in COLUMNS.items() if column.group == group]
+
+
+def last_step(group: str) -> int:
+    return SPACING * (len([name for name in group_columns(group) if COLUMNS[name].at == 0]) + 2)
+
+
+def step_of(name: str) -> int:
+    column, places = COLUMNS[name], [n for n in group_columns(COLUMNS[name].group) if COLUMNS[n].at == 0]
+    if column.at == AT_START:
+        return 0
+    return last_step(column.group) if column.at == LAST else SPACING * (places.index(name) + 1)
+
+
+def planned_faults(together: list[Cell], world: int) -> list[Kill]:
+    """In the order of steps. The rank that is hit moves through all nodes and slots."""
+    kills: list[Kill] = []
+    order = list(COLUMNS)
+    for cell in sorted(together, key=lambda cell: (step_of(cell.column), order.index(cell.column))):
+        kills += faults_of(cell, len(kills), world)
+    return kills
+
+
+def faults_of(cell: Cell, index: int, world: int) -> list[Kill]:
+    column, step = COLUMNS[cell.column], step_of(cell.column)
+    rank = -1 if column.any_rank else (list(COLUMNS).index(cell.column) * (SLOTS + 1) + 1) % world
+    if cell.column == "rehearsal" and cell.kind == "node":
+        return [Kill(index, -1, 0, "rehearsal", cell.kind)]
+    if cell.column == "rehearsal":  # of the process that replaces a rank on its own node
+        prepares = Kill(index, -1, step, "forward", "rank", 1 % world, hold=step - 2)
+        return [prepares, Kill(index + 1, -1, 0, "rehearsal", cell.kind, 1 % world, after=index)]
+    if column.at == AT_START:
+        return [Kill(index, -1, 0, "startup", cell.kind, rank)]
+    hold = step if column.phase == "exit" else step - 2
+    return [Kill(index, -1, step, column.phase, cell.kind, rank, hold=hold)]
+
+
+def arguments(layout: Layout, group: str) -> list[str]:
+    own = ["--train-iters", last_step(group), "--eval-interval", SPACING, "--eval-iters", 1]
+    return arguments_with_data([*layout.arguments, *map(str, own)])
+
+
+def save_arguments(group: str, folder: Path) -> list[str]:
+    words = ["--save", str(folder / "checkpoints"), "--save-interval", str(SPACING)]
+    return {"main": [], "save": words, "async": [*words, "--async-save"]}[group]
+
+
+def selected(wanted: list[Cell], only: list[str]) -> list[Cell]:
+    """`layout[:column[:kind]]`, each a regular expression for the whole word; several: any of them."""
+    if not only:
+        return wanted
+
+    def fits(cell: Cell, text: str) -> bool:
+        words = (cell.layout, cell.column, cell.kind)
+        return all(re.fullmatch(pattern, word) for pattern, word in zip(text.split(":"), words, strict=False))
+
+    return [cell for cell in wanted if any(fits(cell, text) for text in only)]

@@ -1,0 +1,252 @@
+"""One job with planned faults from start to verdict: release each fault when the job is ready for it, and judge.
+
+Rules of this file: the job is observed through its event logs, the fault's own marker and exit codes; every wait has
+a deadline, and a wait that runs out is a hang: all stacks are dumped and the job is ended.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import compare_runs
+from demo_cluster import REPOSITORY, read_json_lines
+from faults import Kill, Plan
+from forked_cluster import Cluster, Node
+from job_events import Tail, as_list
+
+SCRIPTS = REPOSITORY / "scripts"
+POLL_S = 0.01
+
+
+class Hang(Exception):
+    """A deadline passed; the message says what was waited for."""
+
+
+@dataclass
+class Outcome:
+    """What became of one fault. `problem` is empty if everything promised holds."""
+
+    kill: Kill
+    fired: dict[str, Any] | None = None
+    ready_s: float | None = None
+    lost_steps: int | None = None
+    problem: str = ""
+
+
+@dataclass
+class Verdict:
+    """What became of a job. `bit_exact` is None where there is nothing to compare (it ended with a verdict)."""
+
+    outcomes: list[Outcome]
+    bit_exact: bool | None = None
+    exit_codes: list[int | None] = field(default_factory=list)
+    stopped: str = ""
+    hang: str = ""
+    left: list[str] = field(default_factory=list)
+    difference: str = ""
+    seconds: float = 0.0
+
+    @property
+    def holds(self) -> bool:
+        return not (self.hang or self.left or self.difference or any(one.problem for one in self.outcomes))
+
+    def as_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
+class Job:
+    """A job of `world` ranks on nodes of `slots`, whose faults fire in the order of the plan.
+
+    Args:
+        training: words behind the training script.
+        kills: those with `hold` are released one after the other, each when the job has got over the one before.
+        stops: the job is expected to end with this exit code after the last fault, instead of finishing.
+        heals: a host joins for each one that was lost (and whenever the job waits for one).
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        training: list[str],
+        world: int,
+        slots: int,
+        spares: int,
+        kills: list[Kill],
+        settings: dict[str, Any] | None = None,
+        stops: int = 0,
+        patience_s: float = 120.0,
+        heals: bool = False,
+        script: Path = SCRIPTS / "train_gpt.py",
+    ) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        self.folder, self.world, self.kills, self.stops, self.spares = folder, world, kills, stops, spares
+        self.patience_s = patience_s
+        self.plan = Plan(kills, folder / "faults.jsonl")
+        self.plan.save(folder / "plan.json")
+        words = [SCRIPTS / "inject.py", "--plan", folder / "plan.json", "--marker", self.plan.marker]
+        words += ["--observe", folder / "observe", "--", script, *training]
+        before_agent = functools.partial(hook_agents, folder / "plan.json", self.plan.marker)
+        nodes = world // slots + spares
+        self.cluster = Cluster(folder, nodes, slots, [str(w) for w in words], spares, settings, before_agent)
+        self.tail = Tail(self.cluster.output)
+        self.outcomes = {kill.index: Outcome(kill) for kill in kills}
+        self.heals = heals
+        self.joined = 0
+        self.guests: list[Node] = []
+
+    # ---- the course of a job
+
+    def run(self, reference: Path | None) -> Verdict:
+        """Never raises for what the job does; nothing of it is left afterwards."""
+        began = time.monotonic()
+        verdict = Verdict(list(self.outcomes.values()))
+        try:
+            self.cluster.start()
+            for node in self.cluster.nodes:
+                self.plan.tell_leader(node.index, node.leader)
+            for kill in self.kills:
+                self._pass(self.outcomes[kill.index])
+            self.until("the job's end", lambda: None not in self._codes(), self.patience_s * 2)
+        except Hang as hang:
+            verdict.hang = str(hang)
+            self.cluster.dump_stacks(self.folder / "stacks")
+        finally:
+            left = self.cluster.close(grace_s=0.0 if verdict.hang else 5.0)
+            verdict.left = [] if verdict.hang else left
+        self.tail.read()
+        verdict.exit_codes = self.cluster.exit_codes()
+        verdict.stopped = "; ".join(sorted({event["reason"] for event in self.tail.of("JobStopped")}))
+        self._judge(verdict, reference)
+        verdict.seconds = round(time.monotonic() - began, 2)
+        return verdict
+
+    def _pass(self, outcome: Outcome) -> None:
+        """From the job's readiness for a fault to its being over it."""
+        kill = outcome.kill
+        if kill.hold:
+            self.until("protection", lambda: self.tail.in_training and self.tail.protected)
+            if kill.kind in ("node", "silent") and kill.index == 0 and self.spares:
+                self.until("ready spares", lambda: self.tail.spares_ready() == self.spares)
+            self.until("hosts that join", lambda: len(self.tail.of("HostJoined")) >= self.joined)
+        self.before_fault(outcome)
+        generation = self.tail.generation
+        self.plan.release(kill.index)
+        if kill.phase == "driver":
+            self._strike(kill)
+        self.until(f"{kill.phase} of step {kill.step}", lambda: self._fired(outcome) or None not in self._codes())
+        if outcome.fired is None:
+            return
+        if kill.kind in ("node", "silent"):
+            for node in (outcome.fired["node"], *kill.also):
+                self.cluster.nodes[node].killed = True
+        if self.stops or any(later.after == kill.index for later in self.kills):
+            return  # the next fault comes in the middle of this one's swap
+        self._recover(outcome, generation)
+        if kill.kind == "silent":
+            self.cluster.wake_node(outcome.fired["node"])
+
+    def before_fault(self, outcome: Outcome) -> None:
+        """The job is about to meet a fault, everybody waits for its release (for samples)."""
+
+    def _strike(self, kill: Kill) -> None:
+        """A fault of a whole node that nothing in the node sees coming."""
+        self.plan.record(kill, kill.node, -1, kill.step)
+        self.cluster.kill_node(kill.node)
+
+    def _recover(self, outcome: Outcome, generation: int) -> None:
+        assert outcome.fired is not None
+        since = outcome.fired["time"]
+        if outcome.kill.phase == "startup":
+            self.until("training", lambda: self.tail.in_training)
+            outcome.ready_s = round(self.tail.of("TrainingStarted")[-1]["time"] - since, 3)
+            outcome.lost_steps = 0
+            return
+        if outcome.kill.phase == "rehearsal" and outcome.kill.after < 0:
+            return  # nobody in training notices; that another rehearsal takes its place is seen by the next fault
+        everybody = functools.partial(self._everybody_is_back, generation, since)
+        self.until("everybody's return to training", lambda: everybody() or None not in self._codes())
+        back = self.tail.resumed(generation, since)
+        if len(back) == self.world:
+            outcome.ready_s = round(max(back.values()) - since, 3)
+            outcome.lost_steps = self.tail.lost_steps(since)
+
+    def _everybody_is_back(self, generation: int, since: float) -> bool:
+        return len(self.tail.resumed(generation, since)) == self.world
+
+    def _fired(self, outcome: Outcome) -> bool:
+        lines = read_json_lines(self.plan.marker) if self.plan.marker else []
+        outcome.fired = next((line for line in lines if line["index"] == outcome.kill.index), None)
+        return outcome.fired is not None
+
+    def _codes(self) -> list[int | None]:
+        return self.cluster.exit_codes()
+
+    def until(self, what: str, done: Callable[[], object], patience_s: float | None = None) -> None:
+        """Raises: Hang at the deadline."""
+        deadline = time.monotonic() + (patience_s or self.patience_s)
+        while True:
+            self.tail.read()
+            if done():
+                return
+            if time.monotonic() > deadline:
+                raise Hang(f"waited for {what} for {patience_s or self.patience_s:g} s")
+            self._codes()
+            self._heal()
+            time.sleep(POLL_S)
+
+    def _heal(self) -> None:
+        """A lost host comes back as another one as soon as training goes on, or earlier if the job waits for it."""
+        lost = {node for event in self.tail.of("NodeLost") for node in as_list(event["lost"])}
+        swaps, waits = len(self.tail.of("SwapDone")), len(self.tail.of("WaitingForHost"))
+        if self.heals and self.joined < len(lost) and (swaps or waits) > self.joined:
+            self.joined += 1
+            self.guests.append(self.cluster.join())
+        for guest in self.guests:
+            if guest.exit_code not in (None, 0) and not guest.killed and not self.tail.ended:
+                raise Hang(f"node {guest.index} could not join (exit code {guest.exit_code}); waiting is in vain")
+
+    # ---- the verdict
+
+    def _judge(self, verdict: Verdict, reference: Path | None) -> None:
+        lines = read_json_lines(self.folder / "faults.jsonl")
+        for outcome in verdict.outcomes:
+            times = sum(line["index"] == outcome.kill.index for line in lines)
+            if times != 1:
+                outcome.problem = f"fired {times} times"
+            elif self.stops:
+                continue
+            elif outcome.ready_s is None and self._ought_to_recover(outcome):
+                outcome.problem = "did not recover"
+            elif outcome.lost_steps:
+                outcome.problem = f"{outcome.lost_steps} committed steps lost"
+        expected = {87, -9, 137} if self.stops == 0 else {self.stops, -9, 137}
+        for node, code in zip(self.cluster.nodes, verdict.exit_codes, strict=True):
+            if code not in (expected if node.killed else {self.stops}) and not verdict.hang:
+                verdict.difference = f"node {node.index} ended with {code}: {verdict.stopped or 'see its output'}"
+        if reference is not None and not verdict.hang and not self.stops:
+            compared = compare_runs.compare(reference, self.cluster.output)
+            verdict.bit_exact = compared["bit_exact"]
+            verdict.difference = verdict.difference or compared["difference"] or ""
+
+    def _ought_to_recover(self, outcome: Outcome) -> bool:
+        overtaken = any(later.after == outcome.kill.index for later in self.kills)
+        unnoticed = outcome.kill.kind == "gil" or (outcome.kill.phase == "rehearsal" and outcome.kill.after < 0)
+        return not (self.stops or overtaken or unnoticed)
+
+
+def hook_agents(plan: Path, marker: Path) -> None:
+    """In every agent's process: the places of faults in it."""
+    import fault_hooks
+    from inject import Injector
+
+    os.environ.setdefault("RANK", "-1")
+    fault_hooks.hook_agent(Injector(Plan.load(plan, marker).kills, marker, None, 0))

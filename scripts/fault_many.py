@@ -1,0 +1,143 @@
+"""Very many swaps in one job, and what its long-lived processes keep of each: memory, descriptors, threads, sockets.
+
+Rules of this file: rank losses in place, round and round over all ranks but two, whose processes are the survivors that
+live through all of them; every sample is taken between two swaps, while all ranks wait in the training script.
+What grows is judged by a straight line through the second half of the samples: the first half fills caches.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import node_processes
+from demo_report import pyplot
+from fault_cells import SETTINGS, SLOTS
+from fault_job import Job, Outcome
+from faults import Kill
+from layouts import LAYOUTS
+from references import arguments_with_data, reference
+
+LAYOUT = LAYOUTS["dp4"]
+SURVIVORS = {0: "survivor that hosts the stores", 3: "survivor"}
+"""Ranks that are never hit: the first one of node 0, whose process offers every generation's store, and another."""
+SPACING, FIRST = 3, 4
+PHASES = ("forward", "backward", "before", "optimizer", "update", "staging", "push", "between")
+QUANTITIES = ("rss_kib", "private_kib", "descriptors", "threads", "sockets")
+Sample = dict[str, Any]
+
+
+class ManySwaps(Job):
+    """Samples every long-lived process before each fault."""
+
+    samples: list[Sample] = []
+
+    def before_fault(self, outcome: Outcome) -> None:
+        known = node_processes.table()
+        for name, pid in long_lived(self, known).items():
+            sample = look(pid)
+            if sample is not None:
+                self.samples.append({"swap": outcome.kill.index, "process": name, "pid": pid, **sample})
+
+
+def long_lived(job: Job, known: dict[int, node_processes.Entry]) -> dict[str, int]:
+    """name -> pid. The first children of a node's launcher are supervisors; theirs are agent and standby processes."""
+    found: dict[str, int] = {}
+    for node in job.cluster.nodes:
+        supervisors = sorted(pid for pid, entry in known.items() if entry.parent == node.leader)
+        for slot, supervisor in enumerate(supervisors):
+            found[f"supervisor {node.index}.{slot}"] = supervisor
+            children = sorted(pid for pid, entry in known.items() if entry.parent == supervisor)
+            names = ["agent", "standby"] if slot == 0 else ["standby"]
+            for name, pid in zip(names, children, strict=False):
+                found[f"{name} {node.index}.{slot}"] = pid
+    found.update({name: job.plan.pid_of(rank) for rank, name in SURVIVORS.items()})
+    return found
+
+
+def look(pid: int) -> Sample | None:
+    """The quantities of one process; None if it has gone."""
+    try:
+        status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+        rollup = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
+        descriptors = [os.readlink(f"/proc/{pid}/fd/{name}") for name in os.listdir(f"/proc/{pid}/fd")]
+    except (OSError, ValueError):
+        return None
+    private = sum(int(line.split()[1]) for line in rollup if line.startswith("Private"))
+    sockets = sum(target.startswith("socket:") for target in descriptors)
+    return {
+        "rss_kib": int(status["VmRSS"].split()[0]), "private_kib": private, "descriptors": len(descriptors),
+        "threads": int(status["Threads"]), "sockets": sockets,
+    }  # fmt: skip
+
+
+def planned(swaps: int) -> list[Kill]:
+    """Every rank but the survivors in turn, in every phase in turn."""
+    victims = [rank for rank in range(LAYOUT.world_size) if rank not in SURVIVORS]
+    kills = []
+    for index in range(swaps):
+        step = FIRST + SPACING * index
+        phase, rank = PHASES[index % len(PHASES)], victims[index % len(victims)]
+        kills.append(Kill(index, -1, step, phase, "rank", rank, hold=step - 2))
+    return kills
+
+
+def growth(samples: list[Sample]) -> dict[str, dict[str, float]]:
+    """Process -> quantity -> slope per swap over the second half of its samples."""
+    found: dict[str, dict[str, float]] = {}
+    for name in dict.fromkeys(sample["process"] for sample in samples):
+        mine = [sample for sample in samples if sample["process"] == name]
+        late = mine[len(mine) // 2 :]
+        if len(late) > 2:
+            swaps = [sample["swap"] for sample in late]
+            found[name] = {
+                quantity: round(statistics.linear_regression(swaps, [sample[quantity] for sample in late]).slope, 4)
+                for quantity in QUANTITIES
+            }
+    return found
+
+
+def draw(path: Path, samples: list[Sample]) -> None:
+    plt = pyplot()
+    figure, panels = plt.subplots(len(QUANTITIES), 1, figsize=(8, 12), layout="constrained", sharex=True)
+    colors = {"survivor": "#c0392b", "agent": "#2980b9", "standby": "#27ae60", "supervisor": "#9aa5b1"}
+    for name in dict.fromkeys(sample["process"] for sample in samples):
+        mine = [sample for sample in samples if sample["process"] == name]
+        color = next(color for kind, color in colors.items() if name.startswith(kind))
+        for panel, quantity in zip(panels, QUANTITIES, strict=True):
+            panel.plot([s["swap"] for s in mine], [s[quantity] for s in mine], color=color, linewidth=1)
+    for panel, quantity in zip(panels, QUANTITIES, strict=True):
+        panel.set_ylabel(quantity)
+    panels[-1].set_xlabel("swaps so far")
+    handles = [plt.Line2D([], [], color=color, label=kind) for kind, color in colors.items()]
+    figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def main(out: Path, swaps: int) -> int:
+    steps = FIRST + SPACING * swaps + 4
+    training = arguments_with_data([*LAYOUT.arguments, "--train-iters", str(steps), "--eval-interval", "0"])
+    undisturbed = reference(out / "references", training, LAYOUT.world_size)
+    settings = {**SETTINGS, "restarts_max": swaps}
+    job = ManySwaps(out / "many", training, LAYOUT.world_size, SLOTS, 1, planned(swaps), settings)
+    began = time.monotonic()
+    verdict = job.run(undisturbed)
+    slopes = growth(job.samples)
+    result = {
+        "swaps": sum(one.ready_s is not None for one in verdict.outcomes), "holds": verdict.holds, "hang": verdict.hang,
+        "bit_exact": verdict.bit_exact, "seconds": round(time.monotonic() - began, 1), "difference": verdict.difference,
+        "ready_s": [one.ready_s for one in verdict.outcomes], "growth_per_swap": slopes,
+        "problems": [one.problem for one in verdict.outcomes if one.problem],
+    }  # fmt: skip
+    (out / "many.json").write_text(json.dumps(result | {"samples": job.samples}, indent=1))
+    try:
+        draw(out / "many.png", job.samples)
+    except ImportError:
+        print("matplotlib is not installed: no picture")
+    print(json.dumps(result, indent=1))
+    return 0 if verdict.holds else 1

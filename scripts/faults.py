@@ -1,0 +1,172 @@
+"""Faults: where one strikes, what it does, and the proof that it did, once.
+
+Rules of this file: standard library only; used by the processes of a job (through inject.py) and by whoever plans a
+job's faults. A fault writes its line to the marker file before it happens. Which process fires is settled by who
+creates the fault's own file first, so a fault fires once per job however often its place is passed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import node_processes
+
+KINDS = ("node", "rank", "raise", "stop", "silent", "gil")
+"""node: SIGKILL of every process of the host; rank: of the worker; raise: an exception in the worker; stop: SIGSTOP
+of the worker; silent: SIGSTOP of every process of the host; gil: the worker sleeps for ever and holds the GIL."""
+GIL_SLEEP_S = 3600
+HOLD_POLL_S = 0.005
+
+
+class Injected(RuntimeError):
+    """What a fault of kind `raise` raises."""
+
+
+@dataclass(frozen=True)
+class Kill:
+    """One fault of the plan; `index` tells faults apart.
+
+    Args:
+        node, rank: whose process fires; -1: anybody's. A rank is found wherever it runs at that time.
+        step: 0 is any step.
+        after: index of the fault that must have fired before; -1: none.
+        hold: after this step every rank waits for `release`, so that whoever watches the job can get ready for the
+            fault; 0: nobody waits.
+        also: further nodes that are killed at the same moment.
+    """
+
+    index: int
+    node: int
+    step: int
+    phase: str
+    kind: str = "node"
+    rank: int = -1
+    after: int = -1
+    hold: int = 0
+    also: tuple[int, ...] = ()
+
+
+class Plan:
+    """All faults of a job and the files beside `marker` that say which of them have fired or been released."""
+
+    def __init__(self, kills: list[Kill], marker: Path | None) -> None:
+        self.kills, self.marker = kills, marker
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps([asdict(kill) for kill in self.kills]))
+
+    @staticmethod
+    def load(path: Path, marker: Path | None) -> Plan:
+        return Plan(
+            [Kill(**{**fields, "also": tuple(fields["also"])}) for fields in json.loads(path.read_text())], marker
+        )
+
+    def due(self, phase: str, step: int, node: int, rank: int) -> Kill | None:
+        """The fault that fires here and now; asking is firing."""
+        for kill in self.kills:
+            here = kill.phase == phase and kill.step in (0, step) and kill.node in (-1, node)
+            if here and kill.rank in (-1, rank) and self._may_fire(kill) and self._first_to_fire(kill):
+                return kill
+        return None
+
+    def _may_fire(self, kill: Kill) -> bool:
+        released = not kill.hold or self._file("go", kill.index).exists()
+        return released and (kill.after < 0 or self._file("fired", kill.after).exists())
+
+    def _first_to_fire(self, kill: Kill) -> bool:
+        try:
+            os.close(os.open(self._file("fired", kill.index), os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+        except FileExistsError:
+            return False
+        return True
+
+    def _file(self, name: str, index: int) -> Path:
+        return Path(f"{self.marker}.{name}.{index}")
+
+    def record(self, kill: Kill, node: int, rank: int, step: int) -> None:
+        """The line that proves the fault."""
+        line: dict[str, Any] = {"index": kill.index, "node": node, "rank": rank, "step": step, "phase": kill.phase}
+        line |= {"kind": kill.kind, "pid": os.getpid(), "time": time.time()}
+        descriptor = os.open(self.marker, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)  # type: ignore[arg-type]
+        with open(descriptor, "ab", buffering=0) as marker:  # by number: a follower's `open` of a path writes nothing
+            marker.write(json.dumps(line).encode() + b"\n")
+
+    # ---- holding a job at a step
+
+    def hold(self, step: int) -> None:
+        """Block while a fault is planned that is to be released after `step`."""
+        for kill in self.kills:
+            if kill.hold and kill.hold == step:
+                while not self._file("go", kill.index).exists():
+                    time.sleep(HOLD_POLL_S)
+
+    def release(self, index: int) -> None:
+        self._file("go", index).touch()
+
+    # ---- which process runs a rank
+
+    def tell_pid(self, rank: int) -> None:
+        """By a worker that is in training."""
+        path = self._file("pid", rank)
+        draft = path.with_name(f"{path.name}.{os.getpid()}")
+        draft.write_text(str(os.getpid()))
+        draft.replace(path)
+
+    def tell_leader(self, node: int, pid: int) -> None:
+        self._file("leader", node).write_text(str(pid))
+
+    def leader_of(self, node: int) -> int:
+        return int(self._file("leader", node).read_text())
+
+    def pid_of(self, rank: int) -> int:
+        """0 before the rank's first step."""
+        path = self._file("pid", rank)
+        return int(path.read_text()) if path.exists() else 0
+
+
+def strike(
+    kill: Kill, plan: Plan, pid: int, kill_node: Callable[[Callable[[], None]], None], record: Callable[[], None]
+) -> None:
+    """Let it happen. Returns only what a worker survives: a stopped one may be woken.
+
+    Args:
+        pid: the worker that is meant (another process than this one where an agent strikes).
+        kill_node: SIGKILLs every process of the node after calling its argument.
+    """
+    if kill.kind == "node":
+
+        def others_first() -> None:
+            record()
+            for node in kill.also:
+                node_processes.signal_node(plan.leader_of(node), signal.SIGKILL)
+
+        kill_node(others_first)
+        return
+    record()
+    _strike_worker(kill.kind, pid)
+
+
+def _strike_worker(kind: str, pid: int) -> None:
+    if kind in ("rank", "stop"):
+        node_processes.send(pid, signal.SIGKILL if kind == "rank" else signal.SIGSTOP)
+    elif kind == "silent":
+        node_processes.signal_node(int(os.environ["DEMO_LEADER"]), signal.SIGSTOP)
+    elif kind == "gil":
+        ctypes.PyDLL(None).sleep(GIL_SLEEP_S)
+    else:
+        raise Injected("a fault was planned here")
+
+
+def is_rehearsal() -> bool:
+    """Whether this process only rehearses a rank; False also where the plugin is not in use."""
+    plugin = sys.modules.get("deadpool_plugin")
+    return plugin is not None and plugin.is_rehearsal()

@@ -1,0 +1,59 @@
+"""Undisturbed runs of a training script without the plugin, run once per configuration and kept.
+
+Rules of this file: ranks are forks of the calling process (forked_cluster.preload); the plugin takes no part.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import re
+import shutil
+from importlib.metadata import version
+from pathlib import Path
+
+from demo_cluster import REPOSITORY, free_port
+from run_plain import become_rank, wait
+
+SCRIPT = REPOSITORY / "scripts" / "train_gpt.py"
+
+
+def reference(cache: Path, training: list[str], world: int, script: Path = SCRIPT) -> Path:
+    """Folder with the output of the undisturbed run. Raises: RuntimeError if that run fails."""
+    folder = cache / key(training, world, script)
+    if folder.exists():
+        return folder
+    running = folder.with_name(f"{folder.name}.running")
+    shutil.rmtree(running, ignore_errors=True)
+    running.mkdir(parents=True)
+    (running / "command.json").write_text(json.dumps([world, *training]))
+    port, pids = free_port(), set()
+    for rank in range(world):
+        pid = os.fork()
+        if pid == 0:
+            become_rank(rank, world, port, running, [str(script), *training])
+        pids.add(pid)
+    if wait(pids):
+        raise RuntimeError(f"the undisturbed run failed; its output is in {running}")
+    running.rename(folder)
+    return folder
+
+
+def arguments_with_data(words: list[str]) -> list[str]:
+    """`words` with the demonstration's corpus, and with everything printed that is compared."""
+    data = REPOSITORY / ".cache" / "demo"
+    paths = ["--data-path", str(data / "corpus"), "--data-cache-path", str(data / "indices")]
+    return [*words, *paths, "--log-all-ranks", "--digest"]
+
+
+def key(training: list[str], world: int, script: Path) -> str:
+    """Names everything the numbers can depend on: configuration, code, library versions, processor."""
+    code = [*sorted(script.parent.glob("*gpt*.py")), script, *sorted((REPOSITORY / "patches/cpu").glob("*.py"))]
+    processor = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[:1]
+    libraries = [version(name) for name in ("torch", "megatron-core", "numpy")]
+    state = hashlib.sha256(json.dumps([training, world, libraries, platform.python_version(), processor]).encode())
+    for path in code:
+        state.update(path.read_bytes())
+    return state.hexdigest()[:16]
