@@ -23,7 +23,7 @@ from typing import Any
 
 import fault_cells
 import fault_table
-import forked_cluster
+import forked_node
 from demo_cluster import REPOSITORY, read_json_lines
 from layouts import LAYOUTS
 
@@ -82,7 +82,7 @@ def main() -> int:
     args = parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     make_corpus()
-    forked_cluster.preload()
+    forked_node.preload()
     if args.double:
         import fault_pairs
 

@@ -1,8 +1,7 @@
 """Whole emulated clusters in seconds: real agents, supervisors, standby and worker processes, all of them forks.
 
-What is bypassed is the deepspeed launcher alone. The driver imports torch and megatron-core once; every node is a fork
-of it in a session of its own that plays launch.py: it forks a supervisor per slot with the launcher's environment,
-these fork the agent and the standby processes, and those the workers.
+What is bypassed is the deepspeed launcher alone. The driver imports torch and megatron-core once
+(forked_node.preload); every node is a fork of it that plays launch.py (forked_node.Host).
 
 Rules of this file: one cluster at a time, driven from the main thread of a process that has no other threads and no
 children of its own (all of its children are reaped here). Whatever way a job ends, `close` leaves no process.
@@ -10,9 +9,6 @@ children of its own (all of its children are reaped here). Whatever way a job en
 
 from __future__ import annotations
 
-import asyncio
-import faulthandler
-import importlib
 import json
 import os
 import shutil
@@ -20,31 +16,15 @@ import signal
 import subprocess
 import sys
 import time
-import traceback
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
 import node_processes
-from demo_cluster import REPOSITORY, free_port
+from demo_cluster import free_port
+from forked_node import Host
 
-PRELOAD = (
-    "torch.distributed",
-    "patches.cpu.applied",
-    "megatron.core.models.gpt.gpt_layer_specs",
-    "megatron.core.datasets.gpt_dataset",
-    "megatron.core.datasets.blended_megatron_dataset_builder",
-    "megatron.core.dist_checkpointing.strategies.async_utils",
-    "megatron.core.optimizer",
-    "megatron.core.pipeline_parallel",
-    "deadpool_plugin.agent.process",
-    "deadpool_plugin.launch.supervisor",
-    "deadpool_plugin.worker.live",
-    "deadpool_plugin.worker.follow",
-    "deadpool_plugin.adapters.megatron.adapter",
-)
 SETTINGS = {
     "patience_s": 6.0,
     "interface_address": "127.0.0.1",
@@ -52,38 +32,7 @@ SETTINGS = {
     "history_limit_mib": 64,
     "preload": [],
 }
-LAUNCHER_POLL_S = 0.1
 _EXITED = ("Z", "X")
-
-
-def preload(names: Sequence[str] = PRELOAD) -> None:
-    """Import what all processes of a cluster need. Raises: RuntimeError if that has started a thread."""
-    warnings.filterwarnings("ignore")
-    os.environ.update(launcher_environment())
-    if str(REPOSITORY) not in sys.path:
-        sys.path.insert(1, str(REPOSITORY))
-    import_all(names)
-    threads = len(os.listdir("/proc/self/task"))
-    if threads > 1:
-        raise RuntimeError(f"{threads} threads after the imports: forked processes could hang; set OMP_NUM_THREADS=1")
-    node_processes.become_subreaper()
-
-
-def import_all(names: Sequence[str] = PRELOAD) -> None:
-    for name in names:
-        importlib.import_module(name)
-
-
-def launcher_environment() -> dict[str, str]:
-    """Emulated nodes compute on the CPU also where there is a GPU: several ranks would share it."""
-    return {
-        "OMP_NUM_THREADS": "1",
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "DS_ACCELERATOR": "cpu",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "PYTHONUNBUFFERED": "1",
-    }
 
 
 @dataclass
@@ -136,109 +85,25 @@ class Cluster:
 
     def start(self) -> None:
         for index in range(self.size):
-            self._fork_node(index, lambda index=index: self._launch(index))
+            self._fork_node(self._host(index).launch)
 
-    def _fork_node(self, index: int, play: Callable[[], NoReturn]) -> Node:
-        """A process in a session of its own, with its output in a file, that runs `play`."""
+    def _fork_node(self, play: Callable[[int], NoReturn]) -> Node:
+        """A process that runs `play`, told who its parent is."""
         sys.stdout.flush()
         sys.stderr.flush()
         driver = os.getpid()
         pid = os.fork()
         if pid == 0:
-            try:
-                self._become_node(index, driver)
-                play()
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                os._exit(1)
-        self.nodes.append(Node(index, pid))
+            play(driver)
+        self.nodes.append(Node(len(self.nodes), pid))
         return self.nodes[-1]
-
-    def _become_node(self, index: int, driver: int) -> None:
-        from deadpool_plugin.launch.processes import die_with_parent
-
-        os.setsid()
-        die_with_parent(signal.SIGKILL, driver)
-        output = os.open(self.folder / "launcher" / f"node{index}.txt", os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o644)
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        for source, target in ((nothing, 0), (output, 1), (output, 2)):
-            os.dup2(source, target)
-        sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
-        sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
-        faulthandler.register(signal.SIGUSR1, all_threads=True)  # inherited by all that is forked from here
-        os.chdir(REPOSITORY)
-        os.environ.update(
-            DEMO_NODE=str(index),
-            DEMO_LEADER=str(os.getpid()),
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(self.port),
-            WORLD_SIZE=str(self.size * self.slots),
-            CROSS_SIZE=str(self.size),
-            CROSS_RANK=str(index),
-            LOCAL_SIZE=str(self.slots),
-        )
 
     def join(self) -> Node:
         """One more host, as `deadpool join` brings it: nobody waits here until it has become a member."""
-        index = len(self.nodes)
-        return self._fork_node(index, lambda: self._join(index))
+        return self._fork_node(self._host(len(self.nodes)).join)
 
-    def _join(self, index: int) -> NoReturn:
-        from deadpool_plugin.launch import join
-
-        invitation = join.find(join.Wish(config=str(self.config)))
-        node = asyncio.run(join.reserve(invitation))
-        if node != index:
-            raise RuntimeError(f"the job calls this host node {node}, expected {index}")
-        self._launch(index, lambda slot: join.environment(invitation.description, node, slot, os.environ))
-
-    def _from_launcher(self, index: int, local_rank: int) -> dict[str, str]:
-        """What launch.py tells one child and not the others."""
-        return {"LOCAL_RANK": str(local_rank), "RANK": str(index * self.slots + local_rank)}
-
-    def _launch(self, index: int, environment: Callable[[int], dict[str, str]] | None = None) -> NoReturn:
-        """As launch.py: a child for each slot; if one ends badly, the others are ended."""
-        children = {}
-        for local_rank in range(self.slots):
-            pid = os.fork()
-            if pid == 0:
-                os.environ.update(environment(local_rank) if environment else self._from_launcher(index, local_rank))
-                self._supervise(local_rank)
-            children[pid] = local_rank
-        signal.signal(signal.SIGTERM, lambda *_: end_all(children, 1))
-        while children:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-            if pid == 0:
-                time.sleep(LAUNCHER_POLL_S)
-                continue
-            code = os.waitstatus_to_exitcode(status)
-            if children.pop(pid, None) is not None and code != 0:
-                end_all(children, code)
-        os._exit(0)
-
-    def _supervise(self, local_rank: int) -> NoReturn:
-        from deadpool_plugin.launch import argv, roles, standby
-        from deadpool_plugin.launch.supervisor import supervise
-
-        try:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            words = [f"--local_rank={local_rank}", *self.script, argv.FLAG, str(self.config)]
-            line = argv.parse(words)
-            supervise(
-                roles.from_environment(), line.command, line.config,
-                standby=lambda: standby.main(line.command), agent=lambda fd: lambda: self._agent(fd),
-            )  # fmt: skip
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(1)
-
-    def _agent(self, descriptor: int) -> None:
-        from deadpool_plugin.launch.agent import serve
-
-        self.before_agent()
-        serve(descriptor)
+    def _host(self, index: int) -> Host:
+        return Host(self.folder, index, self.size, self.slots, self.port, self.script, self.config, self.before_agent)
 
     # ---- looking
 
@@ -314,18 +179,6 @@ class Cluster:
             time.sleep(0.02)
         self.exit_codes()
         return list(left.values())
-
-
-def end_all(children: dict[int, int], code: int) -> NoReturn:
-    """As launch.py ends its children: one after the other, each with its time."""
-    for pid in children:
-        node_processes.send(pid, signal.SIGTERM)
-    for pid in children:
-        try:
-            os.waitpid(pid, 0)
-        except ChildProcessError:
-            continue
-    os._exit(code if code >= 0 else 128 - code)
 
 
 def described(pid: int) -> bytes:

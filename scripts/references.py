@@ -1,6 +1,6 @@
 """Undisturbed runs of a training script without the plugin, run once per configuration and kept.
 
-Rules of this file: ranks are forks of the calling process (forked_cluster.preload); the plugin takes no part.
+Rules of this file: ranks are forks of the calling process (forked_node.preload); the plugin takes no part.
 """
 
 from __future__ import annotations

@@ -28,6 +28,8 @@ COMMAND = "DEADPOOL_COMMAND"
 INVITATION = "DEADPOOL_INVITATION"
 _EXPORTED = ("NCCL_", "PYTHON", "UCX_", "GLOO_", "OMP_", "MKL_", "CUDA_DEVICE_MAX_CONNECTIONS", "CUBLAS_")
 _RETRY_S = 0.2
+_ARRIVAL_S = 10.0
+"""A newcomer that has not spoken by then keeps the next one waiting no longer."""
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -65,6 +67,7 @@ class Roster:
         self._hellos: dict[NodeId, Hello] = {}
         self._largest = node
         self._arriving: NodeId | None = None
+        self._arriving_since = 0.0
         self.members: Callable[[], World | None] = lambda: None
         self.on_admitted: Callable[[Hello], None] = lambda hello: None
 
@@ -106,7 +109,7 @@ class Roster:
         )  # fmt: skip
 
     def _admit(self, hello: Hello) -> Answer:
-        if self._arriving is not None:
+        if self._is_arriving():
             return Busy(f"node {self._arriving} is joining just now")
         if hello.node in self._hellos:
             return Refused(f"node {hello.node} is {self._hellos[hello.node].host} already")
@@ -118,10 +121,19 @@ class Roster:
                 f"{hello.host} has other versions, slots or another configuration than {ours.host}", for_good=True
             )
         others = self.hellos
-        self._arriving = hello.node
+        self._arriving, self._arriving_since = hello.node, time.monotonic()
         self.know(hello)
         self.on_admitted(hello)
         return Admitted(others)
+
+
+    def _is_arriving(self) -> bool:
+        """Whether the last newcomer still is one. A node that came when it did may never get a message from it: it is a
+        member by then, and speaks to the coordinator only."""
+        world = self.members()
+        if world is not None and self._arriving in world.members:
+            self._arriving = None
+        return self._arriving is not None and time.monotonic() - self._arriving_since < _ARRIVAL_S
 
 
 class Arrival(msgspec.Struct, frozen=True):

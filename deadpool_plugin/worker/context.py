@@ -16,7 +16,6 @@ from .adapter import Adapter, CallKind
 from .link import AgentLink
 from .saving import Saves, own_flight
 
-
 STORES_KEPT = 3
 """The one on offer, that of this generation and that of the one before (each costs descriptors and a thread)."""
 

@@ -225,6 +225,18 @@ def test_while_one_arrives_the_next_waits_unless_the_first_is_gone() -> None:
     run(scenario)
 
 
+def test_who_has_become_a_member_without_a_word_to_us_is_arriving_no_more() -> None:
+    async def scenario() -> None:
+        async with job(1) as (member,), newcomer(1) as first, newcomer(2) as second:
+            visit = first.mesh.visit(0, member.hello.control, first.hello, WAIT_S)
+            assert isinstance(await visit, Admitted)
+            member.roster.members = lambda: World(generation=3, node_of=(0,), spares=(1,))
+            visit = second.mesh.visit(0, member.hello.control, second.hello, WAIT_S)
+            assert isinstance(await visit, Admitted)
+
+    run(scenario)
+
+
 def test_a_member_that_is_gone_is_not_waited_for() -> None:
     async def scenario() -> None:
         async with job(3) as members, newcomer(3) as host:

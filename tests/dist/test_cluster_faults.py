@@ -16,21 +16,21 @@ from support.zygote import in_zygote  # noqa: E402
 
 pytest.importorskip("megatron.core")
 
-import forked_cluster  # noqa: E402
+import forked_node  # noqa: E402
 from fault_job import Job  # noqa: E402
 from fault_pairs import during, node_lost  # noqa: E402
 from faults import Kill  # noqa: E402
 from layouts import LAYOUTS  # noqa: E402
 from references import reference  # noqa: E402
 
-forked_cluster.import_all([name for name in forked_cluster.PRELOAD if name != "patches.cpu.applied"])  # for the forks
+forked_node.import_all([name for name in forked_node.PRELOAD if name != "patches.cpu.applied"])  # for the forks
 
 STEPS = 10
 
 
 def run(tmp_path, corpus, references, kills, layout="dp4", stops=0, heals=False, spares=1, slots=1, **settings):
     """The job's verdict; fails unless every fault fired once, all bits are equal and nothing is left behind."""
-    forked_cluster.preload()
+    forked_node.preload()
     words = ["--data-path", corpus, "--train-iters", STEPS, "--eval-interval", 4, "--eval-iters", 1]
     training = [*LAYOUTS[layout].arguments, *map(str, words), "--log-all-ranks", "--digest"]
     undisturbed = reference(Path(references), training, LAYOUTS[layout].world_size)
