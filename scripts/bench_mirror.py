@@ -14,7 +14,7 @@ With `--idle` the host sleeps that long in every step, as it does while a GPU co
 there are, and whatever mirroring costs is taken from it. Every payload has to have arrived before the next turn begins.
 
 Rules of this file: standard library only. CPU times are the kernel's, per thread (schedstat) or, for whole jobs, per
-process. All raw samples are in the JSON file; bench_mirror_report.py makes numbers of them.
+process. All raw samples are in the JSON file; bench/mirror_report.py makes numbers of them.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import bench_mirror_report as report
 import demo
-from demo_cluster import REPOSITORY, Cluster
+from bench import mirror_report as report
+from clusters.launched import REPOSITORY, Cluster
 
 SCRIPTS = REPOSITORY / "scripts"
 RANKS = 2
@@ -140,10 +140,10 @@ class Job:
 
 
 class Floor:
-    """bench_mirror_floor.py in a process of its own."""
+    """bench/mirror_floor.py in a process of its own."""
 
     def __init__(self, payload_bytes: int) -> None:
-        words = [sys.executable, str(SCRIPTS / "bench_mirror_floor.py"), str(payload_bytes)]
+        words = [sys.executable, str(SCRIPTS / "bench/mirror_floor.py"), str(payload_bytes)]
         self._process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.answer()
 
@@ -232,7 +232,7 @@ class Bench:
         }  # fmt: skip
         ours = ["--turns", self._turns, "--job", job, "--saves", self.args.saves_folder, "--"]
         training = ["--distributed-optimizer", *(word for pair in words.items() for word in pair)]
-        return [str(word) for word in (SCRIPTS / "bench_mirror_job.py", *ours, *training)]
+        return [str(word) for word in (SCRIPTS / "bench/mirror_job.py", *ours, *training)]
 
     def _job_of(self, variant: str) -> str:
         return "plugin" if variant == "plugin" else "plain"

@@ -11,7 +11,7 @@ The systems take turns, so that whatever else the machine does meets all of them
 
 One clock: from the reading of it right before the first signal to (a) `ready_s`, the last rank is back in its training
 loop, restored, and (b) `first_step_s`, the last rank has completed its first step. `lost_steps`: steps that all ranks
-had completed and whose work was done again. What each peer's `tuned` is and why: bench_peers/train_*.py and peers.py.
+had completed and whose work was done again. What each peer's `tuned` is and why: bench/peers/train_*.py and theirs.py.
 
 The peers' packages live in an environment of their own (.venv-peers or --peers-python), never in the project's.
 
@@ -35,11 +35,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench_peers import report
-from bench_peers.jobs import FAULTS, Job, Setting
-from bench_peers.ours import DeadpoolJob
-from bench_peers.peers import JOBS
-from demo_cluster import REPOSITORY, read_json_lines
+from bench.peers import report
+from bench.peers.jobs import FAULTS, Job, Setting
+from bench.peers.ours import DeadpoolJob
+from bench.peers.theirs import JOBS
+from clusters.launched import REPOSITORY, read_json_lines
 
 SCRIPTS = REPOSITORY / "scripts"
 CACHE = REPOSITORY / ".cache" / "demo"

@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any
 
 import compare_runs
-import demo_report
-from demo_cluster import REPOSITORY, Cluster, folder_size, read_events, read_json_lines
-from inject import PHASES
+from clusters import demo_report
+from clusters.launched import REPOSITORY, Cluster, folder_size, read_events, read_json_lines
+from faults.inject import PHASES
 
 SCRIPTS = REPOSITORY / "scripts"
 CACHE = REPOSITORY / ".cache" / "demo"
@@ -142,7 +142,8 @@ def reference_run(args: argparse.Namespace) -> Path:
 
 def reference_key(args: argparse.Namespace) -> str:
     """Names everything the numbers can depend on: configuration, code, library versions, processor."""
-    code = [SCRIPTS / "train_gpt.py", SCRIPTS / "make_corpus.py", *sorted((REPOSITORY / "patches/cpu").glob("*.py"))]
+    code = [SCRIPTS / "train_gpt.py", SCRIPTS / "make_corpus.py"]
+    code += [*sorted((SCRIPTS / "gpt").glob("*.py")), *sorted((REPOSITORY / "patches/cpu").glob("*.py"))]
     processor = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[:1]
     libraries = [version(name) for name in ("torch", "megatron-core", "numpy")]
     parts = [training_args(args), args.world, libraries, platform.python_version(), processor]
@@ -158,7 +159,7 @@ def protected_run(args: argparse.Namespace) -> Cluster:
     write_config(args)
     faults = [word for node, step, phase in args.kills for word in ("--at", f"{node}@{step}:{phase}")]
     injector = [*faults, "--marker", str(args.out / "kills.jsonl"), "--observe", str(args.out / "observe")]
-    command = ["deadpool_plugin.run", str(SCRIPTS / "inject.py"), *injector]
+    command = ["deadpool_plugin.run", str(SCRIPTS / "faults" / "inject.py"), *injector]
     command += ["--", str(SCRIPTS / "train_gpt.py"), *training_args(args)]
     command += ["--deadpool-config", str(args.out / "deadpool.yaml")]
     tell(f"protected run: {args.nodes} nodes of {args.ranks_per_node} ranks, {args.spares} spare")

@@ -9,7 +9,7 @@
 Every cell is one JSON line in OUT/cells.jsonl as soon as it is known; a rerun goes on with those that are missing
 (`--again`: also with those that did not hold). OUT/table.md is the matrix.
 
-Rules of this file: it only chooses and keeps; forked_cluster.py starts, faults.py strikes, fault_job.py judges.
+Rules of this file: it only chooses and keeps; clusters/forked.py starts, faults/plan.py strikes, faults/job.py judges.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-import fault_cells
-import fault_table
-import forked_node
-from demo_cluster import REPOSITORY, read_json_lines
-from layouts import LAYOUTS
+from clusters import forked_node
+from clusters.launched import REPOSITORY, read_json_lines
+from faults import cells, table
+from gpt.layouts import LAYOUTS
 
 
 def parse_args() -> argparse.Namespace:
@@ -60,21 +59,21 @@ def make_corpus() -> None:
 
 def matrix(args: argparse.Namespace) -> int:
     done, results = known(args, "cells.jsonl"), args.out / "cells.jsonl"
-    wanted = fault_cells.selected(fault_cells.cells(list(LAYOUTS), args.kinds), args.only)
+    wanted = cells.selected(cells.cells(list(LAYOUTS), args.kinds), args.only)
     wanted = [cell for cell in wanted if cell.key not in done and args.group in (None, cell.group)]
     if args.list:
         print("\n".join(cell.key for cell in wanted))
         return 0
-    runner = fault_cells.Runner(args.out, lambda line: fault_table.keep(results, line), args.heal)
+    runner = cells.Runner(args.out, lambda line: table.keep(results, line), args.heal)
     began = time.monotonic()
-    for together in fault_cells.jobs(wanted, len(wanted) if args.heal else args.spares):
+    for together in cells.jobs(wanted, len(wanted) if args.heal else args.spares):
         if args.minutes and time.monotonic() - began > 60 * args.minutes:
             print("the time is up; a rerun goes on from here")
             break
         runner.run(together)
     lines = list({line["cell"]: line for line in read_json_lines(results)}.values())
-    (args.out / "table.md").write_text(fault_table.table(lines))
-    print(fault_table.summary(lines))
+    (args.out / "table.md").write_text(table.table(lines))
+    print(table.summary(lines))
     return int(any(not line["ok"] and not line["refused"] for line in lines))
 
 
@@ -84,13 +83,13 @@ def main() -> int:
     make_corpus()
     forked_node.preload()
     if args.double:
-        import fault_pairs
+        from faults import pairs
 
-        return fault_pairs.main(args.out, args.only, known(args, "pairs.jsonl"))
+        return pairs.main(args.out, args.only, known(args, "pairs.jsonl"))
     if args.many:
-        import fault_many
+        from faults import many
 
-        return fault_many.main(args.out, args.many)
+        return many.main(args.out, args.many)
     return matrix(args)
 
 

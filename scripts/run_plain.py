@@ -19,7 +19,7 @@ import traceback
 import warnings
 from pathlib import Path
 
-from demo_cluster import free_port
+from clusters.launched import free_port
 
 PRELOAD = (
     "megatron.core.models.gpt.gpt_layer_specs",

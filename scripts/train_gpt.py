@@ -38,8 +38,8 @@ from patches import cpu
 
 cpu.apply()
 
-import gpt_checkpoint
-from gpt_model import (
+from gpt import checkpoint
+from gpt.model import (
     add_arguments,
     build_model,
     build_optimizer,
@@ -69,7 +69,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--data-path", required=True, help="prefix of an indexed data set (.bin and .idx)")
     parser.add_argument("--data-cache-path", help="where the sample indices are kept; default: beside the data")
     parser.add_argument("--num-workers", type=int, default=0, help="processes of the training DataLoader")
-    gpt_checkpoint.add_arguments(parser)
+    checkpoint.add_arguments(parser)
     parser.add_argument("--log-all-ranks", action="store_true", help="one exact `metrics` line per rank and step")
     parser.add_argument("--digest", action="store_true", help="one `digest` line per rank at the end")
     parser.add_argument("--local-rank", "--local_rank", type=int, default=int(os.environ.get("LOCAL_RANK", "0")))
@@ -162,7 +162,7 @@ def build_data_iterators(args: argparse.Namespace) -> tuple[dict[str, Any], list
     train, valid, _ = BlendedMegatronDatasetBuilder(GPTDataset, sizes, reads_data, config).build()
     facts = [{"do_train": train is not None, "do_valid": valid is not None and evaluations > 0}]
     dist.broadcast_object_list(facts, src=0)
-    done = gpt_checkpoint.latest(args.load)
+    done = checkpoint.latest(args.load)
     evaluated = done // args.eval_interval * args.eval_iters if evaluations else 0
     chunks = range(virtual_stages(args) or 1)
     train_data = [data_iterator(args, train, args.num_workers, done * global_batch_size(args)) for _ in chunks]
@@ -256,7 +256,7 @@ def train(
     train_data: list[Any],
     valid_data: list[Any],
     do_valid: bool,
-    checkpoints: gpt_checkpoint.Checkpoints,
+    checkpoints: checkpoint.Checkpoints,
 ) -> None:
     for chunk in model:
         chunk.train()
@@ -333,7 +333,7 @@ def main() -> None:
     optimizer, scheduler = build_optimizer(args, config, model)
     facts, train_data, valid_data = build_data_iterators(args)
     if facts["do_train"]:
-        checkpoints = gpt_checkpoint.Checkpoints(args, model, optimizer, scheduler)
+        checkpoints = checkpoint.Checkpoints(args, model, optimizer, scheduler)
         train(args, model, optimizer, scheduler, train_data, valid_data, facts["do_valid"], checkpoints)
     if args.digest:
         parameters, state = digest(model_tensors(model)), digest(optimizer_tensors(optimizer))

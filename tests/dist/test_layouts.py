@@ -14,7 +14,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import layouts
+from gpt import layouts
 from support.zygote import in_zygote
 from test_worker_swap import ROOT, compare_runs, plain, run_with_kills
 

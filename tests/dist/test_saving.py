@@ -1,6 +1,6 @@
 """Faults in evaluation, in saving, in the last step and after it: the curves and every checkpoint stay bit for bit.
 
-As test_worker_swap.py, with the three formats of scripts/gpt_checkpoint.py, synchronous and not. Every checkpoint that
+As test_worker_swap.py, with the three formats of scripts/gpt/checkpoint.py, synchronous and not. Every checkpoint that
 says it is complete must load and hold what the undisturbed run's holds; the newest is the last step's, and is named.
 """
 
@@ -33,8 +33,7 @@ except ImportError:
     pytestmark = pytest.mark.skip(reason="megatron-core is not installed")
 
 import compare_runs  # noqa: E402
-import inject  # noqa: E402
-import save_hooks  # noqa: E402
+from faults import inject, save_hooks  # noqa: E402
 
 STEPS, INTERVAL = 8, 3
 LATEST = "latest_checkpointed_iteration.txt"
@@ -197,9 +196,7 @@ CASES = [
 
 @pytest.mark.parametrize(("kind", "rank", "step", "phase"), CASES)
 @in_zygote
-def test_curves_and_checkpoints_are_those_of_the_undisturbed_run(
-    tmp_path, corpus, references, kind, rank, step, phase
-):
+def test_curves_and_checkpoints_are_those_of_the_undisturbed_run(tmp_path, corpus, references, kind, rank, step, phase):
     expected = reference(references, corpus, kind)
     outcome = run_with_kill(tmp_path, arguments(corpus, tmp_path, kind), rank, step, phase)
     result = compare_runs.compare(expected, tmp_path)

@@ -28,7 +28,7 @@ except ImportError:
     pytestmark = pytest.mark.skip(reason="megatron-core is not installed")
 
 import compare_runs  # noqa: E402
-import inject  # noqa: E402
+from faults import inject  # noqa: E402
 
 STEPS = 12
 
@@ -47,7 +47,9 @@ def plain(argv, world_size, folder):
 
     with Fleet(deadline_s=120) as fleet:
         store = folder / "store"
-        fleet.values([fleet.fork(run_rank, rank, world_size, argv, str(store), str(folder)) for rank in range(world_size)])
+        fleet.values(
+            [fleet.fork(run_rank, rank, world_size, argv, str(store), str(folder)) for rank in range(world_size)]
+        )
 
 
 def reference(references, corpus, dtype, distributed):

@@ -16,7 +16,7 @@ class Job:
     """The training script under launcher and plugin; nothing of it is left when the test ends."""
 
     def __init__(self, folder, corpus, nodes, ranks_per_node, spares, steps, *words, faults=(), patience_s=10.0):
-        from demo_cluster import Cluster
+        from clusters.launched import Cluster
 
         self.folder, self.cluster = folder, Cluster(folder, nodes + spares, ranks_per_node)
         secret = folder / "secret"
@@ -30,11 +30,11 @@ class Job:
         self.marker = folder / "kills.jsonl"
         injector = [word for fault in faults for word in ("--at", fault)] + ["--marker", str(self.marker)]
         script = [str(ROOT / "scripts/train_gpt.py"), "--data-path", corpus, "--train-iters", str(steps), *words]
-        command = ["--module", "deadpool_plugin.run", str(ROOT / "scripts/inject.py"), *injector, "--", *script]
+        command = ["--module", "deadpool_plugin.run", str(ROOT / "scripts/faults/inject.py"), *injector, "--", *script]
         self.cluster.launch([*command, "--deadpool-config", str(folder / "deadpool.yaml")])
 
     def events(self, kind):
-        from demo_cluster import read_events
+        from clusters.launched import read_events
 
         return [event for event in read_events(self.folder / "output") if event["event"] == kind]
 

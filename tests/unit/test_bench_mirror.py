@@ -8,7 +8,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
-import bench_mirror_report as report
+from bench import mirror_report as report
 
 PAYLOAD = 1_000_000_000
 

@@ -13,21 +13,21 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 import torch.distributed as dist
 import train_gpt
 from megatron.core import parallel_state
 
-from bench_peers.marks import mark
+from bench.peers.marks import mark
 
 TIMEOUT_S = float(os.environ.get("BENCH_GROUP_TIMEOUT_S", "0"))
 """Of process groups; 0: torch's default of 30 minutes."""
 
 _init_process_group = dist.init_process_group
 _initialize_model_parallel = parallel_state.initialize_model_parallel
-_load = train_gpt.gpt_checkpoint.Checkpoints.load
+_load = train_gpt.checkpoint.Checkpoints.load
 
 
 class Surroundings:
@@ -47,7 +47,7 @@ def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:
     _initialize_model_parallel(*args, **timeout, **kwargs)
 
 
-def load(checkpoints: train_gpt.gpt_checkpoint.Checkpoints) -> int:
+def load(checkpoints: train_gpt.checkpoint.Checkpoints) -> int:
     """train_gpt.train calls it last before its first step."""
     if checkpoints.saved:
         have_step_counts(checkpoints)
@@ -73,7 +73,7 @@ def run(life: int, store: Any = None) -> None:
     Surroundings.life, Surroundings.store = life, store
     dist.init_process_group = init_process_group
     parallel_state.initialize_model_parallel = initialize_model_parallel
-    train_gpt.gpt_checkpoint.Checkpoints.load = load  # type: ignore[method-assign]
+    train_gpt.checkpoint.Checkpoints.load = load  # type: ignore[method-assign]
     train_gpt.log_step = log_step
     train_gpt.main()
 

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fault_job import Job, Verdict
-from faults import Kill
-from layouts import LAYOUTS, Layout
-from references import arguments_with_data, reference
+from clusters.references import arguments_with_data, reference
+from gpt.layouts import LAYOUTS, Layout
+
+from faults.job import Job, Verdict
+from faults.plan import Kill
 
 AT_START, LAST = -1, -2
 SPACING = 4
@@ -26,7 +27,7 @@ SETTINGS = {"restarts_max": 100}
 
 @dataclass(frozen=True)
 class Column:
-    """A place where faults strike: `phase` as in inject.py, fault_hooks.py or save_hooks.py."""
+    """A place where faults strike: `phase` as in inject.py, hooks.py or save_hooks.py."""
 
     phase: str
     group: str

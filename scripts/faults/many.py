@@ -14,13 +14,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-import node_processes
-from demo_report import pyplot
-from fault_cells import SETTINGS, SLOTS
-from fault_job import Job, Outcome
-from faults import Kill
-from layouts import LAYOUTS
-from references import arguments_with_data, reference
+from clusters import processes
+from clusters.demo_report import pyplot
+from clusters.references import arguments_with_data, reference
+from gpt.layouts import LAYOUTS
+
+from faults.cells import SETTINGS, SLOTS
+from faults.job import Job, Outcome
+from faults.plan import Kill
 
 LAYOUT = LAYOUTS["dp4"]
 SURVIVORS = {0: "survivor that hosts the stores", 3: "survivor"}
@@ -37,14 +38,14 @@ class ManySwaps(Job):
     samples: list[Sample] = []
 
     def before_fault(self, outcome: Outcome) -> None:
-        known = node_processes.table()
+        known = processes.table()
         for name, pid in long_lived(self, known).items():
             sample = look(pid)
             if sample is not None:
                 self.samples.append({"swap": outcome.kill.index, "process": name, "pid": pid, **sample})
 
 
-def long_lived(job: Job, known: dict[int, node_processes.Entry]) -> dict[str, int]:
+def long_lived(job: Job, known: dict[int, processes.Entry]) -> dict[str, int]:
     """name -> pid. The first children of a node's launcher are supervisors; theirs are agent and standby processes."""
     found: dict[str, int] = {}
     for node in job.cluster.nodes:

@@ -1,8 +1,8 @@
 """Runs a Megatron training script and kills the whole emulated node it is on, at a chosen place in a chosen step.
 
-    python scripts/inject.py --at 2@12:backward --marker kills.jsonl --observe DIR -- scripts/train_gpt.py ...
+    python scripts/faults/inject.py --at 2@12:backward --marker kills.jsonl --observe DIR -- scripts/train_gpt.py ...
 
-With `--plan FILE` other kinds of faults, too (faults.py), and at more places (fault_hooks.py).
+With `--plan FILE` other kinds of faults, too (plan.py), and at more places (hooks.py).
 
 Rules of this file: the script and the plugin are not touched; megatron-core is hooked from outside, before the
 script runs. A node is all processes whose environment has its `DEMO_NODE` and this job's `DEMO_JOB`; all of them get
@@ -35,10 +35,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import fault_hooks
-import node_processes
-import save_hooks
-from faults import Kill, Plan, is_rehearsal, strike
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])  # started by path
+
+from clusters import processes
+
+from faults import hooks, save_hooks
+from faults.plan import Kill, Plan, is_rehearsal, strike
 
 PHASES = ("forward", "backward", "optimizer", "mirror", "between")
 AT = re.compile(rf"(\d+)@(\d+):({'|'.join(PHASES)})")
@@ -70,7 +73,7 @@ def kill_node(job: str, node: int, before: Callable[[], None]) -> None:
     """
     if "DEMO_LEADER" in os.environ:  # forked nodes have no environment of their own in /proc
         before()
-        node_processes.signal_node(int(os.environ["DEMO_LEADER"]), signal.SIGKILL)
+        processes.signal_node(int(os.environ["DEMO_LEADER"]), signal.SIGKILL)
     killed: set[int] = {os.getpid()}
     remaining = set(tagged_processes(job, node)) - killed
     before()
@@ -208,7 +211,7 @@ def install(injector: Injector) -> None:
     hook_scheduler(injector)
     hook_forward(injector)
     hook_backward(injector)
-    fault_hooks.hook_worker(injector)
+    hooks.hook_worker(injector)
     save_hooks.install(injector)
 
 

@@ -5,7 +5,7 @@
     job.close()
 
 Rules of this file: standard library only. Every fault is made from outside, by the same function for every system, and
-its instant is read right before the first signal. A node is every process with its tag (demo_cluster.py).
+its instant is read right before the first signal. A node is every process with its tag (clusters/launched.py).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from demo_cluster import Cluster
+from clusters.launched import Cluster
 
-from bench_peers.marks import VARIABLE, Reader
+from bench.peers.marks import VARIABLE, Reader
 
 FAULTS = ("process", "node", "silent", "first")
 """SIGKILL of one worker; SIGKILL of all of a node's processes; SIGSTOP of them; SIGKILL of the first node's."""

@@ -15,10 +15,10 @@ import secrets
 from pathlib import Path
 from typing import Any
 
-import demo_report
-from job_events import Tail
+from clusters import demo_report
+from clusters.events import Tail
 
-from bench_peers.jobs import NODES, Job, Setting, Strike
+from bench.peers.jobs import NODES, Job, Setting, Strike
 
 HERE = Path(__file__).resolve().parent
 PRELOAD = ["torch.distributed", "patches.cpu.applied", "megatron.core.models.gpt", "megatron.core.datasets.gpt_dataset"]

@@ -10,13 +10,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch.distributed as dist
 import train_gpt
 
 import deadpool_plugin
-from bench_peers.marks import mark
+from bench.peers.marks import mark
 
 
 def log_step(args: Any, step: int, duration_s: float, numbers: dict[str, float | None]) -> None:

@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-import node_processes
-from demo_cluster import free_port
-from forked_node import Host
+from clusters import processes
+from clusters.forked_node import Host
+from clusters.launched import free_port
 
 SETTINGS = {
     "patience_s": 6.0,
@@ -123,10 +123,10 @@ class Cluster:
 
     def living(self) -> dict[int, int]:
         """Every living process of the job: pid -> node (-1: nobody knows whose it was)."""
-        known = node_processes.table()
-        found = dict.fromkeys(node_processes.descendants({os.getpid()}, known) - {os.getpid()}, -1)
+        known = processes.table()
+        found = dict.fromkeys(processes.descendants({os.getpid()}, known) - {os.getpid()}, -1)
         for node in self.nodes:
-            found.update(dict.fromkeys(node_processes.members(node.leader, known) & set(found), node.index))
+            found.update(dict.fromkeys(processes.members(node.leader, known) & set(found), node.index))
         return {pid: node for pid, node in found.items() if known[pid].state not in _EXITED}
 
     def dump_stacks(self, folder: Path) -> None:
@@ -136,7 +136,7 @@ class Cluster:
         spy = str(sibling) if sibling.exists() else shutil.which("py-spy")
         for pid, node in self.living().items():
             if spy is None:
-                node_processes.send(pid, signal.SIGUSR1)  # to the process's own output
+                processes.send(pid, signal.SIGUSR1)  # to the process's own output
                 continue
             with open(folder / f"node{node}.{pid}.txt", "wb") as output:
                 output.write(described(pid))
@@ -159,7 +159,7 @@ class Cluster:
 
     def _signal(self, index: int, number: int) -> None:
         if index in self.living().values():  # else the leader's number may be another process's by now
-            node_processes.signal_node(self.nodes[index].leader, number)
+            processes.signal_node(self.nodes[index].leader, number)
 
     # ---- ending
 
@@ -174,7 +174,7 @@ class Cluster:
             self._signal(node.index, signal.SIGKILL)
         while remaining := self.living():
             for pid in remaining:
-                node_processes.send(pid, signal.SIGKILL)
+                processes.send(pid, signal.SIGKILL)
             self.exit_codes()
             time.sleep(0.02)
         self.exit_codes()

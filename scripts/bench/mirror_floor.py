@@ -1,6 +1,6 @@
 """The cheapest way to move the same bytes: one memcpy, and one loopback TCP transfer, in processes of their own.
 
-    (by bench_mirror.py)  bench_mirror_floor.py PAYLOAD_BYTES     then orders on standard input, answers on its output
+    (by bench_mirror.py)  mirror_floor.py PAYLOAD_BYTES     then orders on standard input, answers on its output
 
 Rules of this file: blocking sockets, whole payloads, no checksum, nothing else; the transfer at the priority at which
 the agents send and receive, the copy at the trainers'. Memory is as the plugin's: two slots

@@ -31,7 +31,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "error")
 
 import torch.distributed as dist
@@ -40,7 +40,7 @@ from nvidia_resiliency_ext import inprocess
 from nvidia_resiliency_ext.inprocess.rank_assignment import Layer, LayerFlag, Tree
 from nvidia_resiliency_ext.inprocess.store import TCPStore
 
-from bench_peers import train_restarted
+from bench.peers import train_restarted
 
 TUNED = os.environ.get("BENCH_NVRX", "defaults") == "tuned"
 ACTIVE, PER_NODE = int(os.environ["BENCH_ACTIVE"]), int(os.environ["BENCH_PER_NODE"])

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from inject import Injector
+    from faults.inject import Injector
 
 PHASES = ("evaluate", "planned", "write", "finishing", "exit")
 
@@ -68,9 +68,7 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     """No hook on this side."""
 
 
-def around(
-    owner: Any, name: str, before: Callable[..., Any] = _nothing, after: Callable[..., Any] = _nothing
-) -> None:
+def around(owner: Any, name: str, before: Callable[..., Any] = _nothing, after: Callable[..., Any] = _nothing) -> None:
     """Call `before` and `after` with the same arguments each time `owner.name` is called."""
     original = getattr(owner, name)
 

@@ -1,6 +1,6 @@
 """One rank of a benchmark: `train_gpt.py` in turns, a block of steps whenever bench_mirror.py says so.
 
-    (by bench_mirror.py)  bench_mirror_job.py --turns SOCKET --job NAME --saves DIR -- <arguments of train_gpt.py>
+    (by bench_mirror.py)  mirror_job.py --turns SOCKET --job NAME --saves DIR -- <arguments of train_gpt.py>
 
 Rules of this file: the training is train_gpt.py's own; its `log_step`, the last thing in a step, is where a rank waits
 for its turn, so that several jobs can be alive and only one is at work. A sample is the time from the end of one
@@ -21,6 +21,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 MESSAGE_BYTES_MAX = 1 << 20
 

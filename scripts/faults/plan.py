@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import node_processes
+from clusters import processes
 
 KINDS = ("node", "rank", "raise", "stop", "silent", "gil")
 """node: SIGKILL of every process of the host; rank: of the worker; raise: an exception in the worker; stop: SIGSTOP
@@ -147,7 +147,7 @@ def strike(
         def others_first() -> None:
             record()
             for node in kill.also:
-                node_processes.signal_node(plan.leader_of(node), signal.SIGKILL)
+                processes.signal_node(plan.leader_of(node), signal.SIGKILL)
 
         kill_node(others_first)
         return
@@ -157,9 +157,9 @@ def strike(
 
 def _strike_worker(kind: str, pid: int) -> None:
     if kind in ("rank", "stop"):
-        node_processes.send(pid, signal.SIGKILL if kind == "rank" else signal.SIGSTOP)
+        processes.send(pid, signal.SIGKILL if kind == "rank" else signal.SIGSTOP)
     elif kind == "silent":
-        node_processes.signal_node(int(os.environ["DEMO_LEADER"]), signal.SIGSTOP)
+        processes.signal_node(int(os.environ["DEMO_LEADER"]), signal.SIGSTOP)
     elif kind == "gil":
         ctypes.PyDLL(None).sleep(GIL_SLEEP_S)
     else:

@@ -14,8 +14,9 @@ import shutil
 from importlib.metadata import version
 from pathlib import Path
 
-from demo_cluster import REPOSITORY, free_port
 from run_plain import become_rank, wait
+
+from clusters.launched import REPOSITORY, free_port
 
 SCRIPT = REPOSITORY / "scripts" / "train_gpt.py"
 
@@ -50,7 +51,8 @@ def arguments_with_data(words: list[str]) -> list[str]:
 
 def key(training: list[str], world: int, script: Path) -> str:
     """Names everything the numbers can depend on: configuration, code, library versions, processor."""
-    code = [*sorted(script.parent.glob("*gpt*.py")), script, *sorted((REPOSITORY / "patches/cpu").glob("*.py"))]
+    gpt = sorted(path for path in (script.parent / "gpt").glob("*.py") if path.stem != "layouts")
+    code = [*gpt, script, *sorted((REPOSITORY / "patches/cpu").glob("*.py"))]
     processor = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[:1]
     libraries = [version(name) for name in ("torch", "megatron-core", "numpy")]
     state = hashlib.sha256(json.dumps([training, world, libraries, platform.python_version(), processor]).encode())

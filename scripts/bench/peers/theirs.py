@@ -17,9 +17,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from demo_cluster import free_port
+from clusters.launched import free_port
 
-from bench_peers.jobs import NODES, Job, Setting, Strike, after_restart
+from bench.peers.jobs import NODES, Job, Setting, Strike, after_restart
 
 HERE = Path(__file__).resolve().parent
 CHECKPOINT_STEPS = 10

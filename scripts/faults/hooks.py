@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from inject import Injector
+    from faults.inject import Injector
 
 
 def around(owner: Any, name: str, before: Callable[..., None]) -> None:

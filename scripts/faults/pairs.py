@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fault_cells import SETTINGS, SLOTS
-from fault_job import Job, Verdict
-from fault_table import keep
-from faults import Kill
-from layouts import LAYOUTS
-from references import arguments_with_data, reference
+from clusters.references import arguments_with_data, reference
+from gpt.layouts import LAYOUTS
+
+from faults.cells import SETTINGS, SLOTS
+from faults.job import Job, Verdict
+from faults.plan import Kill
+from faults.table import keep
 
 LAYOUT = LAYOUTS["tp2-pp2-dp2"]
 FIRST, STEPS, INTERVAL = 4, 14, 4

@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import compare_runs
-from demo_cluster import REPOSITORY, read_json_lines
-from faults import Kill, Plan
-from forked_cluster import Cluster, Node
-from job_events import Tail, as_list
+from clusters.events import Tail, as_list
+from clusters.forked import Cluster, Node
+from clusters.launched import REPOSITORY, read_json_lines
+
+from faults.plan import Kill, Plan
 
 SCRIPTS = REPOSITORY / "scripts"
 POLL_S = 0.01
@@ -92,7 +93,7 @@ class Job:
         self.patience_s = patience_s
         self.plan = Plan(kills, folder / "faults.jsonl")
         self.plan.save(folder / "plan.json")
-        words = [SCRIPTS / "inject.py", "--plan", folder / "plan.json", "--marker", self.plan.marker]
+        words = [SCRIPTS / "faults" / "inject.py", "--plan", folder / "plan.json", "--marker", self.plan.marker]
         words += ["--observe", folder / "observe", "--", script, *training]
         before_agent = functools.partial(hook_agents, folder / "plan.json", self.plan.marker)
         nodes = world // slots + spares
@@ -245,8 +246,8 @@ class Job:
 
 def hook_agents(plan: Path, marker: Path) -> None:
     """In every agent's process: the places of faults in it."""
-    import fault_hooks
-    from inject import Injector
+    from faults import hooks
+    from faults.inject import Injector
 
     os.environ.setdefault("RANK", "-1")
-    fault_hooks.hook_agent(Injector(Plan.load(plan, marker).kills, marker, None, 0))
+    hooks.hook_agent(Injector(Plan.load(plan, marker).kills, marker, None, 0))

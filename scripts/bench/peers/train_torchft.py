@@ -26,7 +26,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "error")
 
 import torch
@@ -34,7 +34,7 @@ import train_gpt
 from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
 from torchft.manager import WorldSizeMode
 
-from bench_peers.marks import mark
+from bench.peers.marks import mark
 
 MODE = os.environ.get("BENCH_TORCHFT", "defaults")
 REPLICA, LIFE = int(os.environ["BENCH_REPLICA"]), int(os.environ.get("BENCH_LIFE", "0"))

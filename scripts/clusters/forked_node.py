@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-import node_processes
-from demo_cluster import REPOSITORY
+from clusters import processes
+from clusters.launched import REPOSITORY
 
 PRELOAD = (
     "torch.distributed",
@@ -52,7 +52,7 @@ def preload(names: Sequence[str] = PRELOAD) -> None:
     threads = len(os.listdir("/proc/self/task"))
     if threads > 1:
         raise RuntimeError(f"{threads} threads after the imports: forked processes could hang; set OMP_NUM_THREADS=1")
-    node_processes.become_subreaper()
+    processes.become_subreaper()
 
 
 def import_all(names: Sequence[str] = PRELOAD) -> None:
@@ -74,7 +74,7 @@ def launcher_environment() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Host:
-    """Args as of forked_cluster.Cluster; `launch` or `join` is the whole life of the process that calls it."""
+    """Args as of forked.Cluster; `launch` or `join` is the whole life of the process that calls it."""
 
     folder: Path
     index: int
@@ -188,7 +188,7 @@ class Host:
 def end_all(children: dict[int, int], code: int) -> NoReturn:
     """As launch.py ends its children: one after the other, each with its time."""
     for pid in children:
-        node_processes.send(pid, signal.SIGTERM)
+        processes.send(pid, signal.SIGTERM)
     for pid in children:
         try:
             os.waitpid(pid, 0)

@@ -1,0 +1,1 @@
+"""Emulated clusters on one machine: how they are started, watched, compared with an undisturbed run and reported on."""
