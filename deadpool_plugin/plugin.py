@@ -51,6 +51,7 @@ def start_following(
     from .worker.follow import Follow
 
     context = _worker_context(connection, config, local_rank)
+    context.offer_store()  # at once: if every process of the job is lost, nobody else has one
     recording, layout_digest = codec.decode(order.recording)
     context.groups.rehearse(recording)
     context.mode = Follow(context, order.rank, layout_digest, mute)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 from ..core.types import Generation, NodeId, Source, Step
-from ..errors import TransportError, invariant
+from ..errors import TransportError
 from ..mirror.arena import SlotPair, SnapshotHeader
 from ..mirror.store import SnapshotStore
 from .peers import Peers
@@ -55,22 +55,13 @@ class Fetches:
     ) -> SlotPair:
         """The rank's own slots on this node, holding `step`. Thread: one of the asking ones.
 
-        Where this node itself holds the mirror, its content must be taken out before own slots replace it.
+        Where this node itself holds the mirror, that stays until they replace it, whatever is cut off meanwhile.
         """
-        rank = source.rank
-        draft = None
-        if self._node in (source.header_node, source.payload_node):
-            draft = SlotPair.create(rank, profile.header_bytes, profile.payload_bytes)
-            fetch(draft)
-        self._store.check_generation(generation)
-        pair = self._store.create_own(rank, profile.header_bytes, profile.payload_bytes)
-        if draft is None:
+        pair = self._store.make_own(source.rank, profile.header_bytes, profile.payload_bytes)
+        try:
             fetch(pair)
-            return pair
-        encoded = draft.encoded_header(step)
-        invariant(encoded is not None, f"rank {rank}'s snapshot of step {step} was fetched but is not there")
-        assert encoded is not None
-        pair.payload(step)[:] = draft.payload(step)
-        pair.seal_encoded(step, encoded)
-        draft.close()
+            self._store.adopt_own(pair, step, generation, profile.replicas)
+        except BaseException:
+            pair.close()
+            raise
         return pair

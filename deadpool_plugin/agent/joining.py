@@ -126,7 +126,6 @@ class Roster:
         self.on_admitted(hello)
         return Admitted(others)
 
-
     def _is_arriving(self) -> bool:
         """Whether the last newcomer still is one. A node that came when it did may never get a message from it: it is a
         member by then, and speaks to the coordinator only."""

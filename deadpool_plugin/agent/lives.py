@@ -36,7 +36,6 @@ class Lives:
         self._node, self._job_tag, self._slots, self._watch, self._feed = node, job_tag, slots, watch, feed
         self.ending = False
         self._exit_code = 0
-        self._host: Process | None = None
         self.late_exit_code = 0
         self.changed = asyncio.Event()
         self.on_lost: Callable[[Slot], None] = lambda slot: None
@@ -82,18 +81,22 @@ class Lives:
         else:
             early = f"process {process.pid} exited with 0 before the job had ended"
             reason = process.failing or ("see its output above" if exit_code > 0 else early)
-            self._feed(io.WorkerFailed(slot.rank, exit_code or 1, reason))
             self.on_lost(slot)
+            self._feed(io.WorkerFailed(slot.rank, exit_code or 1, reason))
 
     def lost(self, slot: Slot, process: Process, reason: str) -> None:
-        """The slot needs another process."""
+        """The slot needs another process.
+
+        `on_lost` comes first: where nobody else is to be asked the controller decides at once, and what it orders then
+        replaces what is begun here.
+        """
         if self.ending:
             return
-        if slot.rank >= 0:
-            self._feed(io.WorkerLost(slot.rank, reason))
-            self.on_lost(slot)
-        else:
+        if slot.rank < 0:
             self._feed(io.SpareFailed(slot.local_rank, process.rank, reason))
+        elif process.rank == slot.rank:  # else the slot has just been given another rank, whose process is on its way
+            self.on_lost(slot)
+            self._feed(io.WorkerLost(slot.rank, reason))
 
     def kill(self, slot: Slot, process: Process, reason: str) -> None:
         """End a process that does not serve any more."""
@@ -109,15 +112,14 @@ class Lives:
 
     def hosts(self, process: Process, address: str) -> None:
         """`process` offers a store for the next build of groups."""
-        self._host = process
+        process.store = address
         self._feed(io.StoreOffered(address))
 
     def _withdraw(self, process: Process) -> None:
         """A store dies with the process that hosts it."""
-        if self._host is process:
-            self._host = None
-            if not self.ending:
-                self._feed(io.StoreOffered(""))
+        address, process.store = process.store, ""
+        if address and not self.ending:
+            self._feed(io.StoreLost(address))
 
     def _stopped(self, slot: Slot, process: Process, seconds: float) -> None:
         self.kill(slot, process, f"process {process.pid} had been stopped (state T) for {seconds:.1f} s and was killed")

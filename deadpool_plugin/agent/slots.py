@@ -19,6 +19,7 @@ class Process:
 
     `in_training`: it has reached its first call, or has restored what it took over. `unwound_for`: the newest
     generation it waits for with nothing under way. `failing`: what its script failed with, if it said so.
+    `store`: the address of the newest one it hosts.
     """
 
     order: int
@@ -30,6 +31,7 @@ class Process:
     in_training: bool = False
     unwound_for: int = 0
     failing: str = ""
+    store: str = ""
     ended: bool = False
 
 

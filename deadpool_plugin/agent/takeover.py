@@ -119,7 +119,7 @@ class TakeOvers:
         """What the rank needs is brought here and safe again before its process is ready (that may take long).
 
         Args:
-            source: None if it is here already: the rank has lost its process only, or an earlier plan has brought it.
+            source: None if it is here already: the rank has lost its process only, or a take-over was cut off.
         """
         rank = slot.rank
         rehearsal = self._spares.of(slot, rank)
@@ -140,9 +140,12 @@ class TakeOvers:
 
     async def _bring(self, plan: SwapPlan, source: Source | None, rehearsal: Rehearsal) -> None:
         """Snapshot and history come here, and are this node's to serve. Raises: TransportError and others."""
-        step = plan.restore_step
+        step, rank = plan.restore_step, rehearsal.rank
+        if source is None and not self._store.owns(rank, step):
+            source = Source(rank, self._node, self._node, rank)  # cut off before: it is here as a mirror still
         if source is None:
             await self._spares.pull(rehearsal, self._node, step)
+            self._settle(plan, rank, rehearsal)
             return
         fetching = asyncio.get_running_loop().create_task(self._fetches.bring(source, step, rehearsal.profile))
         try:
@@ -150,7 +153,7 @@ class TakeOvers:
             await fetching
         finally:
             fetching.cancel()
-        self._settle(plan, source.rank, rehearsal)
+        self._settle(plan, rank, rehearsal)
 
     def _hand_over(self, plan: SwapPlan, slot: Slot, rank: Rank) -> None:
         pair = self._store.own(rank)

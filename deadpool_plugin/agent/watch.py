@@ -40,6 +40,7 @@ class Watch:
 
     def start(self) -> None:
         self._task = asyncio.get_running_loop().create_task(self._run())
+        self._task.add_done_callback(_raise_again)
 
     def add(self, pid: int, on_end: Callable[[int], None], on_stopped: Callable[[float], None]) -> None:
         self._watched[pid] = _Watched(on_end, on_stopped)
@@ -74,6 +75,12 @@ class Watch:
             if now - since >= self._silent_after_s and not watched.told_stopped:
                 watched.told_stopped = True
                 watched.on_stopped(now - since)
+
+
+def _raise_again(task: asyncio.Task[None]) -> None:
+    """A watch that has failed must not go unnoticed: the loop's exception handler gets its error."""
+    if not task.cancelled():
+        task.result()
 
 
 def described_exit(exit_code: int) -> str:

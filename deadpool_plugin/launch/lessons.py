@@ -16,6 +16,8 @@ from collections import deque
 from collections.abc import Iterable
 
 _NICE = 10
+_END = "\0"
+"""Said, because the end of file may never come: what the script forked before (a DataLoader) holds the pipe too."""
 
 
 def preload(names: Iterable[str]) -> None:
@@ -37,7 +39,7 @@ def tell_modules(pipe: int) -> None:
         if "site-packages" in (getattr(module, "__file__", None) or "") and not name.startswith("deadpool_plugin")
     ]
     with contextlib.suppress(BrokenPipeError), os.fdopen(pipe, "w") as file:
-        file.write("\n".join(installed))
+        file.write("\n".join(installed) + _END)
 
 
 class Lessons:
@@ -45,6 +47,7 @@ class Lessons:
 
     def __init__(self) -> None:
         self._pipe = -1
+        self._told = b""
         self._names: deque[str] = deque()
         self._pausing = threading.Event()
         self._thread: threading.Thread | None = None
@@ -58,6 +61,7 @@ class Lessons:
     def ask(self) -> int:
         """Where the process about to be forked shall write its names; -1 if nobody needs them any more."""
         self._drop()
+        self._told = b""
         if self._had:
             return -1
         self._pipe, tell = os.pipe()
@@ -69,14 +73,15 @@ class Lessons:
             self._pipe = -1
 
     def begin(self) -> None:
-        """The names have come (or the process has ended without telling any). Blocks: while they are written."""
-        told = b""
-        while piece := os.read(self._pipe, 1 << 16):
-            told += piece
-        self._drop()
-        if told:
+        """Some of the names have come (or the process has ended without telling them). Blocks: never."""
+        piece = os.read(self._pipe, 1 << 16)
+        self._told += piece
+        whole = self._told.endswith(_END.encode())
+        if whole or not piece:
+            self._drop()
+        if whole:
             self._had = True
-            self._names.extend(told.decode().split("\n"))
+            self._names.extend(self._told.decode().removesuffix(_END).split("\n"))
             self.resume()
 
     def resume(self) -> None:

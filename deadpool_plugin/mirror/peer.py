@@ -266,13 +266,15 @@ class BulkPeer:
     def fetch_payload(self, rank: Rank, header: SnapshotHeader, into: memoryview, deadline_s: float = 600.0) -> None:
         """Fills `into` with the payload of `rank` at `header.step`, which must be laid out as `header` says.
 
-        Raises: TransportError; `into` is then worth nothing. Blocks: up to `deadline_s`.
+        Raises: TransportError, StaleGeneration once this node is fenced; `into` is then worth nothing.
+        Blocks: up to `deadline_s`.
         """
         if len(into) != header.payload_bytes:
             raise TransportError(f"slots of {len(into)} bytes for a payload of {header.payload_bytes} bytes")
-        ends_at = time.monotonic() + deadline_s
+        ends_at, generation = time.monotonic() + deadline_s, self._store.generation
 
         def check() -> None:
+            self._store.check_generation(generation)
             if time.monotonic() > ends_at:
                 raise TransportError(f"the payload of rank {rank} from {self.address} took more than {deadline_s:g} s")
 
@@ -294,12 +296,15 @@ class BulkPeer:
         """Makes `into` hold snapshot (rank, step): header from here, payload of `payload_rank` (None: rank's own)
         from `payload_peer` (None: from here too).
 
-        Raises: TransportError; the slot is then invalid. Blocks: up to `deadline_s`; call it in a thread.
+        Raises: TransportError, StaleGeneration; the slot is then invalid. Blocks: up to `deadline_s`; call it in a
+        thread.
         """
+        generation = self._store.generation
         header, encoded = self.fetch_header(rank, step)
         into.invalidate(step)
         source = payload_peer or self
         source.fetch_payload(rank if payload_rank is None else payload_rank, header, into.payload(step), deadline_s)
+        self._store.check_generation(generation)
         into.seal_encoded(step, encoded)
         return header
 

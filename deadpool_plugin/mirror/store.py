@@ -86,19 +86,45 @@ class SnapshotStore:
 
         Raises: MemoryShortage. Blocks: about 0.6 s per GiB.
         """
+        pair = self.make_own(rank, header_bytes, payload_bytes)
+        with self._lock:
+            old = self._become_own(pair)
+        _close(old)
+        return pair
+
+    def make_own(self, rank: Rank, header_bytes: int, payload_bytes: int) -> SlotPair:
+        """Slots for `adopt_own`: the prepared ones, or new ones. They are the caller's until then.
+
+        Raises: MemoryShortage. Blocks: about 0.6 s per GiB.
+        """
         pair = self._take_prepared(rank, header_bytes, payload_bytes)
         if pair is None:
             check_memory(arena_bytes(header_bytes, payload_bytes), self._headroom_bytes)
             pair = SlotPair.create(rank, header_bytes, payload_bytes)
-        with self._lock:
-            self._drop_holdings(rank)
-            self._sums.forget(rank)
-            old = [self._own.get(rank), self._mirrored.pop(rank, None)]
-            self._own[rank] = pair
-        for replaced in old:
-            if replaced is not None:
-                replaced.close()
         return pair
+
+    def adopt_own(self, pair: SlotPair, step: Step, generation: Generation, replicas: tuple[Rank, ...]) -> Holding:
+        """Slots with `step` in them become their rank's own. At no time is neither they nor a mirror held.
+
+        Raises: StaleGeneration; TransportError if they do not hold it. Nothing has changed then.
+        """
+        with self._lock:
+            self.check_generation(generation)
+            if pair.open(step) is None:
+                raise TransportError(f"these slots of rank {pair.rank} do not hold step {step}")
+            old = self._become_own(pair)
+            holding = self._hold(Holding(pair.rank, step, True, replicas))
+        _close(old)
+        return holding
+
+    def _become_own(self, pair: SlotPair) -> list[SlotPair]:
+        """The caller has the lock. Returns: what it replaces."""
+        rank = pair.rank
+        self._drop_holdings(rank)
+        self._sums.forget(rank)
+        old = [self._own.get(rank), self._mirrored.pop(rank, None)]
+        self._own[rank] = pair
+        return [replaced for replaced in old if replaced is not None]
 
     def prepare_own(self, rank: Rank, header_bytes: int, payload_bytes: int) -> None:
         """Slots for a rank this node may take over, made now because the first touch takes long. Nothing is held yet.
@@ -127,6 +153,10 @@ class SnapshotStore:
         with self._lock:
             unused = [self._prepared.pop(rank) for rank in list(self._prepared) if rank not in kept]
         _free(unused)
+
+    def owns(self, rank: Rank, step: Step) -> bool:
+        """Whether (rank, step) is held in own slots (and not, so far, as a mirror)."""
+        return rank in self._own and (rank, step) in self._holdings
 
     def own(self, rank: Rank) -> SlotPair | None:
         return self._own.get(rank)

@@ -15,6 +15,7 @@ import inspect
 import os
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import Any
@@ -23,10 +24,12 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.stateful import Stateful
 
 from ..errors import CheckpointLost, GenerationChanged, Unsupported
-from .saving import Flight, SaveCall, Saves, adopt_thread, replace, structure
+from .saving import CompleteMark, Flight, SaveCall, Saves, adopt_thread, replace, structure
 
 INTERRUPT_S = 0.05
 """Between two attempts to end a writing thread: torch turns the first one into a failed write and goes on."""
+
+LOST_REMEDY = "before naming it the latest checkpoint, ask exception() of the future, which is this error then"
 
 
 class WritingStopped(BaseException):
@@ -73,9 +76,11 @@ class Save(SaveCall):
         writer = self._arguments.get("storage_writer")
         path = self._arguments.get("checkpoint_id") or getattr(writer, "path", None)
         self.path = "" if path is None else str(path)
+        self._mark = CompleteMark(self.path, _rank(self._arguments.get("process_group")))
 
     def __call__(self) -> Any:
         began = time.monotonic()
+        self._mark.begin_attempt()
         value = self._original(**structure(self._arguments))
         self._saves.written(self.path, began)
         return value
@@ -98,7 +103,8 @@ class AsyncSave(Save):
         self.future = SaveFuture(saves)
 
     def __call__(self) -> SaveFuture:
-        flight = ThreadFlight(self._saves, self.path, self._arguments.get("process_group"), self.future)
+        flight = ThreadFlight(self._saves, self.path, _rank(self._arguments.get("process_group")), self.future)
+        flight.mark, flight.keep_files = self._mark, self._mark.begin_attempt()
         self._saves.launch(flight)
         flight.start(lambda: self._original(**structure(self._arguments)))
         return self.future
@@ -108,15 +114,24 @@ class AsyncSave(Save):
         return self.future
 
 
-class ThreadFlight(Flight):
-    """A save in torch's thread."""
+def _rank(group: Any) -> int:
+    """By which torch names this rank's files."""
+    return dist.get_rank(group) if dist.is_initialized() else 0
 
-    def __init__(self, saves: Saves, path: str, group: Any, future: SaveFuture) -> None:
+
+class ThreadFlight(Flight):
+    """A save in torch's thread.
+
+    Its files may be removed until the first collective after they were written: with every rank's word the
+    coordinator can complete the checkpoint, and this rank need not hear of it.
+    """
+
+    def __init__(self, saves: Saves, path: str, rank: int, future: SaveFuture) -> None:
         super().__init__(saves, path)
-        self._generation, self._group, self.future = saves.generation, group, future
+        self._generation, self._prefix, self.future = saves.generation, f"__{rank}_", future
+        self.mark = CompleteMark(path, rank)
         self._inner: Future[Any] | None = None
         self._thread = 0
-        self.keep_files = os.path.exists(os.path.join(path, ".metadata"))
 
     def start(self, save: Callable[[], Any]) -> None:
         """Let torch stage and start its thread, with this flight around what runs there."""
@@ -129,7 +144,7 @@ class ThreadFlight(Flight):
             self._inner = save()
         finally:
             executor.save_wrapper = original
-        self.future.follow(self._inner)
+        self.future.follow(self._inner, self)
 
     def _run(self, save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """In torch's thread."""
@@ -144,16 +159,25 @@ class ThreadFlight(Flight):
         """Before every collective of that thread. Raises: GenerationChanged."""
         if self.cancelled or self._generation != self._saves.generation:
             raise GenerationChanged(self._generation + 1)
+        self.keep_files = self.keep_files or bool(self._written())
 
     def settle(self) -> None:
         while self._inner is not None and not wait([self._inner], INTERRUPT_S).done:
-            if self._thread:
-                error = ctypes.py_object(WritingStopped)
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), error)
-        self.future.lose("it was cancelled by a swap")
-        if not self.keep_files and os.path.isdir(self.path):
-            mine = f"__{dist.get_rank(self._group)}_"
-            self.files = [os.path.join(self.path, name) for name in os.listdir(self.path) if name.startswith(mine)]
+            if self._thread and not _interrupt(self._thread):
+                break  # the thread itself was hit, after its work and before it could say so
+        self.future.lose(f"{self.path or 'its writing'} was cancelled by a swap")
+        self.keep_files = self.keep_files or self.mark.is_there()
+        self.files = self._written()
+
+    def _written(self) -> list[str]:
+        names = os.listdir(self.path) if os.path.isdir(self.path) else []
+        return [os.path.join(self.path, name) for name in names if name.startswith(self._prefix)]
+
+
+def _interrupt(thread: int) -> bool:
+    """Raise WritingStopped in `thread`; False if there is no such thread."""
+    error = ctypes.py_object(WritingStopped)
+    return bool(ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), error))
 
 
 class SaveFuture(Future[Any]):
@@ -174,13 +198,14 @@ class SaveFuture(Future[Any]):
     def restart(self) -> None:
         self._ended, self._value, self._failure = False, None, None
 
-    def follow(self, inner: Future[Any]) -> None:
-        inner.add_done_callback(self._failed)
+    def follow(self, inner: Future[Any], flight: Flight) -> None:
+        inner.add_done_callback(functools.partial(self._failed, flight))
 
-    def _failed(self, inner: Future[Any]) -> None:
+    def _failed(self, flight: Flight, inner: Future[Any]) -> None:
         error = inner.exception()
-        if error is not None and not isinstance(error, (GenerationChanged, WritingStopped)):
-            self._end(None, error)
+        if error is None or flight.cancelled or isinstance(error, (GenerationChanged, WritingStopped)):
+            return  # torch wraps what ended a cancelled one
+        self._end(None, error)
 
     def succeed(self, value: Any) -> None:
         self._end(value, None)
@@ -189,7 +214,7 @@ class SaveFuture(Future[Any]):
 
     def lose(self, reason: str) -> None:
         if not self._ended:
-            self._end(None, CheckpointLost(f"the checkpoint was not completed: {reason}"))
+            self._end(None, CheckpointLost(f"the checkpoint was not completed: {reason}", remedy=LOST_REMEDY))
 
     def _end(self, value: Any, failure: BaseException | None) -> None:
         self._value, self._failure, self._ended = value, failure, True
@@ -202,7 +227,9 @@ class SaveFuture(Future[Any]):
 
     def result(self, timeout: float | None = None) -> Any:
         failure = self.exception()
-        if failure is not None and not isinstance(failure, CheckpointLost):
+        if isinstance(failure, CheckpointLost):
+            warnings.warn(str(failure), RuntimeWarning, stacklevel=2)
+        elif failure is not None:
             raise failure
         return self._value
 

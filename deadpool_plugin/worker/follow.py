@@ -135,7 +135,6 @@ class Follow:
             )
         took = time.monotonic() - self._began
         context.link.send(local.Rehearsed(self._rank, self._layout.digest, took))
-        context.offer_store()
         context.on_built()
         self._mute.keep_files()
 

@@ -7,13 +7,16 @@ of a step that is long over would be wrong now (the file that names the latest c
 from __future__ import annotations
 
 import builtins
+import contextlib
+import fcntl
 import functools
 import io
 import os
 import shutil
 import sys
 import threading
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,7 @@ class Mute:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._saved = [os.dup(fd) for fd in (1, 2)]
         self._originals: list[tuple[Any, str, Any]] = []
+        self._silent: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         private = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         for fd in (1, 2):
             os.dup2(private, fd)
@@ -39,10 +43,11 @@ class Mute:
         """From here on (the script's loop, where what it writes has been written already) files are left as they are.
 
         Opening one to write gives /dev/null instead; renaming and removing do nothing. For the main thread only, until
-        `release_files`. What goes past Python's `open` and `os` is not caught: a script can ask `is_rehearsal()`.
+        `release_files`, which lets files that are still open go on at the end of what the rank itself has written.
+        What goes past Python's `open` and `os` is not caught: a script can ask `is_rehearsal()`.
         """
         for module in (builtins, io):
-            self._replace(module, "open", _reading(module.open))
+            self._replace(module, "open", _reading(module.open, self._silent))
         for module, name in CHANGING:
             self._replace(module, name, _doing_nothing(getattr(module, name)))
 
@@ -55,6 +60,10 @@ class Mute:
         for module, name, original in self._originals:
             setattr(module, name, original)
         self._originals.clear()
+        for file, path in list(self._silent.items()):
+            if not file.closed:
+                _go_on(file, path)
+        self._silent.clear()
 
     def lift(self) -> None:
         sys.stdout.flush()
@@ -69,13 +78,25 @@ def _not_the_scripts() -> bool:
     return threading.current_thread() is not threading.main_thread()
 
 
-def _reading(original: Callable[..., Any]) -> Callable[..., Any]:
+def _go_on(file: Any, path: str) -> None:
+    """What is written to `file`, silent so far, goes to the end of `path` from here on."""
+    file.flush()
+    access = fcntl.fcntl(file.fileno(), fcntl.F_GETFL) & os.O_ACCMODE
+    with contextlib.suppress(FileNotFoundError):  # its folder was removed: nobody would see what the rank writes either
+        descriptor = os.open(path, access | os.O_CREAT | os.O_APPEND, 0o666)
+        os.dup2(descriptor, file.fileno(), inheritable=False)
+        os.close(descriptor)
+
+
+def _reading(original: Callable[..., Any], silent: MutableMapping[Any, str]) -> Callable[..., Any]:
     @functools.wraps(original)
     def open_to_read(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
         writes = any(letter in mode for letter in "wax+") and isinstance(file, (str, bytes, os.PathLike))
         if not writes or _not_the_scripts():
             return original(file, mode, *args, **kwargs)
-        return original(os.devnull, mode.replace("x", "w"), *args, **kwargs)
+        opened = original(os.devnull, mode.replace("x", "w"), *args, **kwargs)
+        silent[opened] = os.path.abspath(os.fsdecode(file))
+        return opened
 
     return open_to_read
 

@@ -61,7 +61,7 @@ class Flight:
         self.began = time.monotonic()
         self.keep_files = False
         """What it leaves is not to be removed: the checkpoint may be complete, or overwrites an older one."""
-        self.cancelled = False
+        self.cancelled = self.complete = False
 
     def check(self) -> None:
         """Before every collective of a thread of its own. Raises: GenerationChanged."""
@@ -73,10 +73,11 @@ class Flight:
         """After `stop`: block until its writers are gone and nothing in this process will complete it."""
 
     def completed(self) -> None:
+        self.complete = True
         self._saves.landed(self)
 
     def remove_files(self) -> None:
-        if self.keep_files or not self.path:
+        if self.keep_files or self.complete or not self.path:
             return
         for file in self.files:
             Path(file).unlink(missing_ok=True)
@@ -170,14 +171,38 @@ class Saves:
         return flights
 
     def report_cancelled(self, flights: Sequence[Flight], restore_step: int) -> None:
-        for flight in flights:
+        for flight in [flight for flight in flights if not flight.complete]:
             again = flight.step >= restore_step
             reason = "it is done again" if again else f"training goes on from step {restore_step}, behind it"
             self._link.event("CheckpointCancelled", step=flight.step, path=flight.path, reason=reason)
 
 
+class CompleteMark:
+    """The files that make `folder` a complete checkpoint (of this rank): torch and Megatron write them last."""
+
+    def __init__(self, folder: str, rank: int) -> None:
+        self._files = [Path(folder, name) for name in (".metadata", f"__{rank}.metadata")] if folder else []
+        self._overwrites: bool | None = None
+
+    def is_there(self) -> bool:
+        return any(file.exists() for file in self._files)
+
+    def begin_attempt(self) -> bool:
+        """Whether an older checkpoint is overwritten. If not, what an earlier attempt of this save completed is no
+        longer complete from here on: its files are written again, and that may be interrupted for good."""
+        if self._overwrites is None:
+            self._overwrites = self.is_there()
+        elif not self._overwrites:
+            for file in self._files:
+                file.unlink(missing_ok=True)
+        return self._overwrites
+
+
 class TorchSave(SaveCall):
-    """`torch.save` to a path: written beside it and renamed, so that doing it again never endangers what is there."""
+    """`torch.save` to a path: written beside it and renamed, so that doing it again never endangers what is there.
+
+    Once it is done it is not done again: what it was given may have changed since, or the script have moved the file.
+    """
 
     name = "torch.save"
 
@@ -185,18 +210,28 @@ class TorchSave(SaveCall):
         self._saves, self._original = saves, original
         self._object, self._path, self._args = structure(args[0]), Path(args[1]), args[2:]
         self._kwargs = kwargs
+        self._is_done = False
 
     def __call__(self) -> None:
+        if self._is_done:
+            return
         began = time.monotonic()
-        beside = self._path.parent / f".{self._path.name}.writing"
+        if self._path.exists() and not self._path.is_file():  # a device or pipe is written to, not replaced
+            self._original(self._object, self._path, *self._args, **self._kwargs)
+        else:
+            self._write_beside(Path(os.path.realpath(self._path)))
+        self._is_done = True
+        self._saves.written(str(self._path), began)
+
+    def _write_beside(self, path: Path) -> None:
+        beside = path.parent / f".{path.name}.{os.environ['RANK']}.writing"
         shutil.rmtree(beside, ignore_errors=True)  # of a process that was killed while it wrote
         beside.mkdir()
         try:  # the file's name is part of what torch writes, so it has its own from the start
             self._original(self._object, beside / self._path.name, *self._args, **self._kwargs)
-            os.replace(beside / self._path.name, self._path)
+            os.replace(beside / self._path.name, path)
         finally:
             shutil.rmtree(beside, ignore_errors=True)
-        self._saves.written(str(self._path), began)
 
 
 def install(saves: Saves) -> None:

@@ -246,9 +246,9 @@ def rehearse(process: Process, number: int) -> None:
     if number == process.options.refuse:
         process.connection.send(local.Failing(number, "told to"))
         os._exit(1)
+    process.offer_store()
     time.sleep(process.options.rehearse_s)
     process.connection.send(local.Rehearsed(number, "layout", process.options.rehearse_s))
-    process.offer_store()
     followed = -1
     while True:
         message, descriptors = process.receive(local.History, local.TakeOver)

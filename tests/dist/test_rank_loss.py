@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 
+import pytest
 from stub_cluster import StubCluster
 from test_agent_swap import HOLD, RUN, finishes, ready
 
@@ -37,16 +38,32 @@ def test_a_killed_process_is_replaced_on_its_node(tmp_path):
         cluster.close()
 
 
-def test_the_process_that_offers_the_store_is_replaced_too(tmp_path):
-    """One node and no other: nobody else could host the store of the next generation."""
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_node_that_is_alone_replaces_its_processes_too(tmp_path, rank):
+    """Rank 0's offers the store, which nobody else could; without rank 1's the plan is decided at once."""
     cluster = StubCluster(tmp_path, 1, 2, *RUN, spares=0)
     try:
         cluster.go.touch()
         cluster.wait_step(HOLD)
-        cluster.kill(0, "worker0")
+        cluster.kill(0, f"worker{rank}")
         finishes(cluster, lost=())
         (planned,) = cluster.events(events.SwapPlanned)
-        assert in_place(planned, 0)
+        assert in_place(planned, rank)
+    finally:
+        cluster.close()
+
+
+def test_all_processes_at_once(tmp_path):
+    """The next groups' store can only be one of the new processes', which rehearse longer than a phase may last."""
+    cluster = StubCluster(tmp_path, 2, 1, *RUN, "--rehearse-s", "5", spares=0, patience_s=2.0)
+    try:
+        cluster.go.touch()
+        cluster.wait_step(HOLD)
+        for node in range(2):
+            cluster.kill(node, "worker0")
+        finishes(cluster, lost=())
+        assert {event.rank for event in cluster.events(events.RankLost)} == {0, 1}
+        assert not cluster.events(events.NodeLost)
     finally:
         cluster.close()
 

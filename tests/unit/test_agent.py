@@ -163,6 +163,22 @@ def test_the_watch_sees_a_kill_and_a_stop():
     assert described_exit(-9) == "killed by SIGKILL" and described_exit(3) == "exit code 3"
 
 
+def test_a_watch_that_fails_is_heard_of():
+    async def scenario():
+        failures = asyncio.Queue()
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: failures.put_nowait(context["exception"]))
+        watch, child = Watch(silent_after_s=10.0), sleeper()
+        watch.start()
+        watch.add(child.pid, lambda code: 1 // 0, lambda seconds: None)
+        child.kill()
+        try:
+            return await asyncio.wait_for(failures.get(), 10)
+        finally:
+            child.wait()
+
+    assert isinstance(asyncio.run(scenario()), ZeroDivisionError)
+
+
 def test_the_sweep_kills_what_carries_the_tag_and_nothing_else():
     mine, other = sleeper(**{proc.TAG: "77.5.0."}), sleeper(**{proc.TAG: "77.51.0."})
     try:

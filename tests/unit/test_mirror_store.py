@@ -136,3 +136,26 @@ def test_prepared_slots_are_used_once_and_only_if_they_fit() -> None:
     store.drop_prepared()
     assert not store._prepared
     store.close()
+
+
+def test_own_slots_replace_a_mirror_only_with_their_step_in_them() -> None:
+    """A take-over that is cut off half-way must leave what was held, or what replaces it."""
+    store, origin = SnapshotStore(), SnapshotStore()
+    staged(origin, 0, 4)
+    encoded = origin.own(0).encoded_header(4)
+    mirror = store.begin_mirror(0, 4, 0, 4096, 64)
+    store.finish_mirror(mirror, encoded, 0, Holding(0, 4, True, (0,)), [b"records"])
+    pair = store.make_own(0, 4096, 64)
+    with pytest.raises(TransportError, match="do not hold step 4"):
+        store.adopt_own(pair, 4, 0, (0,))
+    pair.seal_encoded(4, encoded)
+    store.fence(1)
+    with pytest.raises(StaleGeneration):
+        store.adopt_own(pair, 4, 0, (0,))
+    assert store.mirrored(0) is mirror and not store.owns(0, 4)
+    assert store.readable(0, 4, payload=True)[0] is mirror
+    store.adopt_own(pair, 4, 1, (0,))
+    assert store.owns(0, 4) and store.mirrored(0) is None and mirror.fd == -1
+    assert store.readable(0, 4, payload=True)[0] is pair
+    store.close()
+    origin.close()

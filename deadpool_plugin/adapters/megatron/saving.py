@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...worker.processes import die_with_parent, kill_tree
-from ...worker.saving import Flight, SaveCall, Saves, replace, structure
+from ...worker.saving import CompleteMark, Flight, SaveCall, Saves, replace, structure
 
 
 def install(saves: Saves) -> None:
@@ -103,12 +103,17 @@ class Save(SaveCall):
         self._saves, self._original = saves, original
         self._arguments = structure(dict(inspect.signature(original).bind(*args, **kwargs).arguments))
         self._path = str(self._arguments["checkpoint_dir"])
+        self._mark = CompleteMark(self._path, int(os.environ["RANK"]))
+        self._is_redone = False
         self._request: Any = None
 
     def __call__(self) -> Any:
         began = time.monotonic()
         _forget_plans(self._arguments.get("sharded_strategy"), self._saves.generation)
-        overwrites = os.path.exists(os.path.join(self._path, ".metadata"))
+        overwrites = self._mark.begin_attempt()
+        if self._is_redone:
+            os.makedirs(self._path, exist_ok=True)  # the script made it, and a cancelled flight removed it
+        self._is_redone = True
         made = self._original(**structure(self._arguments))
         if made is None:
             self._saves.written(self._path, began)

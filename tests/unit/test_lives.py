@@ -1,0 +1,50 @@
+"""What the agent makes of the deaths of its node's processes."""
+
+from __future__ import annotations
+
+import pytest
+
+from deadpool_plugin.agent.lives import Lives
+from deadpool_plugin.agent.slots import Process, Slot
+from deadpool_plugin.agent.watch import Watch
+from deadpool_plugin.core import io
+
+
+@pytest.fixture
+def heard(monkeypatch):
+    """(lives, slot, what was heard in its order): rank 3 runs in the only slot."""
+    monkeypatch.setattr(Lives, "_standby_is_gone", lambda self, slot: False)
+    slot, order = Slot(0, rank=3), []
+    lives = Lives(1, "tag.", [slot], Watch(10.0), order.append)
+    lives.on_lost = lambda lost: order.append(lost)
+    slot.process = Process(order=1, rank=3, rehearses=False, in_training=True)
+    return lives, slot, order
+
+
+@pytest.mark.parametrize(("exit_code", "said"), [(-9, io.WorkerLost), (3, io.WorkerFailed), (0, io.WorkerFailed)])
+def test_a_replacement_is_begun_before_the_controller_decides(heard, exit_code, said):
+    """A node that is alone decides in the same step: what it orders must be the last word."""
+    lives, slot, order = heard
+    lives.ended(slot, slot.process, exit_code)
+    lives.ended(slot, slot.process, exit_code)
+    assert order[0] is slot and [type(one) for one in order[1:]] == [said]
+
+
+def test_a_store_dies_with_the_process_that_hosts_it(heard):
+    lives, slot, order = heard
+    lives.hosts(slot.process, "host:1")
+    lives.hosts(slot.process, "host:2")
+    lives.ended(slot, slot.process, -9)
+    assert order[:3] == [io.StoreOffered("host:1"), io.StoreOffered("host:2"), io.StoreLost("host:2")]
+    lives.forget(slot.process)
+    assert sum(isinstance(one, io.StoreLost) for one in order) == 1
+
+
+def test_the_end_of_what_rehearsed_another_rank_is_no_loss_of_the_slots_new_one(heard):
+    lives, slot, order = heard
+    slot.process = Process(order=2, rank=5, rehearses=True)
+    lives.ended(slot, slot.process, -9)
+    assert order == []
+    slot.rank, slot.process = -1, Process(order=3, rank=5, rehearses=True)
+    lives.ended(slot, slot.process, -9)
+    assert order == [io.SpareFailed(0, 5, order[0].reason)]
