@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 
 from deadpool_plugin.launch.lessons import Lessons, tell_modules
 
@@ -18,8 +19,10 @@ def test_the_names_are_had_once_although_somebody_else_holds_the_pipe():
     lessons = Lessons()
     tell = lessons.ask()
     held = os.dup(tell)
-    tell_modules(tell)
+    telling = threading.Thread(target=tell_modules, args=(tell,))  # more names than a pipe holds
+    telling.start()
     heard_all(lessons)
+    telling.join()
     assert lessons.ask() == -1
     os.close(held)
 
