@@ -321,7 +321,7 @@ class Controller:
         ctx.newest_committed = max(ctx.newest_committed, plan.restore_step)
         ctx.has_trained = ctx.has_trained or plan.restore_step != NO_STEP
         store_is_gone = inventory.has_lost(plan.store)
-        inventory.begin_generation(plan.restore_step, plan.store)
+        inventory.begin_generation(plan.world.generation, plan.restore_step, plan.store)
         self._candidates.begin_generation(before)
         self._failures.begin_generation(plan, store_is_gone)
         self._rehearsing.begin_generation()
