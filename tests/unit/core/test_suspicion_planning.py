@@ -139,7 +139,7 @@ def test_exit_codes_are_those_of_errors():
 
 
 def test_a_mirror_that_is_faster_than_the_decision_counts_in_its_generation():
-    """Bulk and control connections are not ordered: dropped, its step would never be committed and the job would hang."""
+    """Bulk and control connections are not ordered: were it dropped, its step would never be committed: a hang."""
     inventory = Inventory()
     early, void = Holding(1, 5, True, (1,)), Holding(2, 6, True, (2,))
     assert not inventory.held(early, 2, current=1) and not inventory.held(void, 1, current=0)
