@@ -62,8 +62,8 @@ class Bulk:
     ) -> None:  # fmt: skip
         self._enqueue(buddy, lambda: self._attempt(self._push(buddy, rank, step, generation, payload, replicas), done))
 
-    def push_recording(self, buddy: NodeId, rank: Rank, done: OnDone) -> None:
-        self._enqueue(buddy, lambda: self._attempt(self._push_recording(buddy, rank), done))
+    def push_recording(self, buddy: NodeId, rank: Rank, generation: Generation, done: OnDone) -> None:
+        self._enqueue(buddy, lambda: self._attempt(self._push_recording(buddy, rank, generation), done))
 
     def _enqueue(self, buddy: NodeId, job: Callable[[], Work]) -> None:
         queue = self._queues.setdefault(buddy, deque())
@@ -84,9 +84,10 @@ class Bulk:
         else:
             done(True, "")
 
-    def _push_recording(self, buddy: NodeId, rank: Rank) -> Work:
+    def _push_recording(self, buddy: NodeId, rank: Rank, generation: Generation) -> Work:
         target = self._node.cluster.nodes[buddy]
         yield from self._cross(self._node, target)
+        target.store.check(generation)
         target.store.recordings.add(rank)
         yield from self._cross(target, self._node)
 

@@ -59,6 +59,7 @@ class Checkers:
                 self._fenced_first(node, action.message.ballot.generation, actions)
             elif isinstance(action, io.Emit) and action.kind == "SwapPlanned":
                 self._accepted.setdefault(controller.generation, set()).add(node.number)
+                self._cut_off_first(node, action)
             elif isinstance(action, io.Emit) and action.kind == "JobStopped":
                 told = isinstance(event, io.Received) and isinstance(event.message, Verdict)
                 if not told:
@@ -69,6 +70,16 @@ class Checkers:
         fences = [action.generation for action in actions if isinstance(action, io.AbortWorkers)]
         if max([node.store.fence, *fences]) < generation:
             raise Violation("NO_STALE_WRITE", f"node {node.number} votes for generation {generation} without a fence")
+
+    def _cut_off_first(self, proposer: Node, planned: io.Emit) -> None:
+        """Whoever is replaced for its silence has stopped what it ran by then; only one that stands still cannot."""
+        lost, generation = planned.fields["lost_nodes"], proposer.controller.generation
+        assert isinstance(lost, tuple)
+        for number in proposer.controller._ctx.watch.silent & set(lost):
+            node = self._cluster.nodes[number]
+            runs = number in self._world_before(generation).node_of and node.controller._ctx.has_trained
+            if runs and node.up and not node.paused and node.store.fence < generation:
+                raise Violation("NO_STALE_WRITE", f"node {number} still runs what generation {generation} gives away")
 
     def reconfigured(self, node: Node, plan: SwapPlan) -> None:
         """`node` acts on `plan`."""
@@ -155,8 +166,8 @@ class Checkers:
     def node_gone(self, node: NodeId) -> None:
         self.memory.gone(node)
 
-    def a_copy_is_lost(self) -> None:
-        self.memory.one_less()
+    def corrupted(self) -> None:
+        self.memory.corrupted()
 
     def left(self, node: Node, action: io.Leave) -> None:
         oracle.judge_exit(self._cluster, node, action)
@@ -173,7 +184,7 @@ class Memory:
         self._cluster = cluster
         self._world: World | None = None
         self._generation: Generation = 0
-        self._needed = 0
+        self._needed = self._corrupt = 0
         self._headers: dict[tuple[Rank, Step], set[NodeId]] = {}
         self._payloads: dict[tuple[Rank, Step], set[NodeId]] = {}
         self._unsafe: dict[Step, set[Rank]] = {}
@@ -203,14 +214,21 @@ class Memory:
         """The job is protected from now on."""
         assert world is not None
         self._world, self._generation = world, generation
-        gone = sum(not self._cluster.nodes[node].up for node in world.members)
+        gone = sum(not self._cluster.nodes[node].up for node in world.members) + self._corrupt
         self._needed = 1 + min(self._cluster.policy.copies, len(world.members) - 1) - gone
+        if self._needed < 1:
+            self._world = None
         self._look_everywhere()
 
     def disarm(self, generation: Generation) -> None:
         """The world changes: unprotected."""
         if generation > self._generation:
             self._world = None
+
+    def corrupted(self) -> None:
+        """A copy is not what it was, which nobody knows before it is read."""
+        self._corrupt += 1
+        self.one_less()
 
     def one_less(self) -> None:
         """One copy is lost: fewer losses can still be survived."""

@@ -72,9 +72,10 @@ class Cluster:
             for b in self.nodes:
                 if a < b:
                     self.network.link(a, b)
-        self.strikes = Strikes(self, scenario.faults)
         for node in self.nodes.values():
             self.timeline.after(self.rng.random() * TIMING.heartbeat_interval_s, node.do, node.enter, self.world)
+        self.strikes = Strikes(self, scenario.faults)
+        self.strikes.reached(0)
 
     def _node(self, number: NodeId) -> Node:
         drift = self.scenario.drift * (2 * self.rng.random() - 1)
@@ -90,14 +91,21 @@ class Cluster:
 
     # -- hosts that join -----------------------------------------------------------------------------------------
 
-    def add_host(self) -> bool:
+    def add_host(self, at_most: int = HOSTS_MAX) -> bool:
         """One more host asks to become a member; False if there have been enough."""
-        if len(self.nodes) >= len(self.world.members) + HOSTS_MAX:
+        if len(self.nodes) >= len(self.world.members) + at_most:
             return False
         number = max(self.nodes) + 1
         node = self.nodes[number] = self._node(number)
         Task(node, self._arrive(node))
         return True
+
+    def supply_hosts(self) -> None:
+        """As long as everybody waits for a host there is one more that comes."""
+        if any(node.up and node.controller._ctx.waiting for node in self.nodes.values()):
+            self.add_host(at_most=HOSTS_MAX + self.ranks)
+        if not self.is_over:
+            self.timeline.after(2 * self.timing.silent_after_s, self.supply_hosts)
 
     def _arrive(self, node: Node) -> Work:
         """Link to everybody a member knows, one newcomer at a time; then ask."""

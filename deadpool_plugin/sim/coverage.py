@@ -10,6 +10,10 @@ from collections import Counter
 
 from ..core import io
 from ..core.controller import Controller
+from ..core.phases import Phase
+
+ALONE = {Phase.OUTSIDE, Phase.JOINING, Phase.ENDED}
+"""In these a node has no part among the others."""
 
 
 class Coverage:
@@ -23,17 +27,12 @@ class Coverage:
         self.pairs[state, name] += 1
 
     def state(self, controller: Controller) -> str:
-        """The state's name, such as `fenced proposing`."""
-        context = controller._ctx
-        if context.ended:
-            return "ended"
-        if not context.formed:
-            return "joining" if controller._joining is not None else "unformed"
-        phase = "training" if context.training else "starting"
-        if context.swapping:
-            phase = "waiting" if context.waiting else "fenced"
+        """The phase and the node's part in it, such as `FENCED proposing`."""
+        context, phase = controller._ctx, controller.phase
+        if phase in ALONE:
+            return phase.name
         if controller._swaps.proposer.proposal is not None:
-            return f"{phase} proposing"
+            return f"{phase.name} proposing"
         if controller._watching is not None and controller._watching[1] == context.node:
-            return f"{phase} leading"
-        return f"{phase} standing by" if context.node in context.world.spares else phase
+            return f"{phase.name} leading"
+        return f"{phase.name} standing by" if context.node in context.world.spares else f"{phase.name} member"

@@ -62,15 +62,15 @@ class Mirroring:
 
     def _push_recordings(self, rank: Rank) -> None:
         for buddy in self._buddies:
-            self._push_recording(buddy, rank)
+            self._push_recording(buddy, rank, self._world.generation)
 
-    def _push_recording(self, buddy: NodeId, rank: Rank) -> None:
+    def _push_recording(self, buddy: NodeId, rank: Rank, generation: Generation) -> None:
         def done(ok: bool, reason: str) -> None:
             if not ok:
-                self._node.timeline.after(RETRY_S, self._node.do, self._push_recording, buddy, rank)
+                self._node.timeline.after(RETRY_S, self._node.do, self._push_recording, buddy, rank, generation)
 
-        if buddy in self._buddies:
-            self.bulk.push_recording(buddy, rank, done)
+        if generation == self._world.generation:
+            self.bulk.push_recording(buddy, rank, generation, done)
 
     def staged(self, process: Process, step: Step, generation: Generation) -> None:
         """A worker has sealed a slot."""

@@ -2,10 +2,11 @@
 
 Rules of this file: between two nodes bytes arrive in the order in which they were sent or the link ends; there is no
 third way, and core relies on it. So a rule's DROP is a lost segment: it and all behind it wait and are tried again;
-what cannot be delivered for `user_timeout_s` ends the link at its sender. A link that breaks loses a suffix of what was
-under way, then each end that can hear of it is told; a sender to an end that has closed is told when it speaks. A link
-is never made again (a node that is lost to another stays so). A duplicate arrives right behind its original: less than
-TCP forbids, and more than core may assume. Messages on different links overtake each other freely.
+what is not acknowledged for `user_timeout_s` ends the link at its sender, also where only acknowledgements are lost.
+A link that breaks loses a suffix of what was under way, then each end that can hear of it is told; a sender to an end
+that has closed is told when it speaks. A link is never made again (a node that is lost to another stays so). A
+duplicate arrives right behind its original: less than TCP forbids, and more than core may assume. Messages on different
+links overtake each other freely.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class Line:
     flight: deque[tuple[float, AnyMessage | End]] = field(default_factory=deque)
     stalled_since: float | None = None
     retrying: bool = False
+    awaits_ack: bool = False
     arrives_at: float = 0.0
 
 
@@ -102,6 +104,9 @@ class Network:
                 self._stall(source, target, line)
                 return
             line.stalled_since = None
+            if not line.awaits_ack and self.rules.is_cut(now, target, source):
+                line.awaits_ack = True
+                self._timeline.after(self._user_timeout_s, self._check_ack, source, target, line)
             item = line.waiting.popleft()
             for _ in range(1 if isinstance(item, End) else passage.copies):
                 self._fly(source, target, line, item, passage.delay_s)
@@ -120,6 +125,12 @@ class Network:
         else:
             line.retrying = True
             self._timeline.after(RETRY_S * (0.5 + self._rng.random()), self._pump, source, target, line)
+
+    def _check_ack(self, source: NodeId, target: NodeId, line: Line) -> None:
+        """What was sent has arrived, but no acknowledgement could come back then, nor can it now."""
+        line.awaits_ack = False
+        if line.open and self.rules.is_cut(self._timeline.now, target, source):
+            self._give_up(source, target, line, f"nothing was acknowledged for {self._user_timeout_s:g} s")
 
     def _give_up(self, source: NodeId, target: NodeId, line: Line, reason: str) -> None:
         line.waiting.clear()

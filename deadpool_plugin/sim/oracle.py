@@ -54,7 +54,8 @@ def judge_plan(cluster: Cluster, plan: SwapPlan) -> None:
 def _must_be_blamed(cluster: Cluster, lost: tuple[NodeId, ...], who: str) -> None:
     from .checkers import Violation
 
-    innocent = sorted(set(lost) - cluster.strikes.blamed)
+    gone = {number for number, node in cluster.nodes.items() if not node.up}  # and was judged when it left
+    innocent = sorted(set(lost) - cluster.strikes.blamed - gone)
     if innocent:
         raise Violation("RIGHT_VERDICT", f"{who} counts nodes {innocent} as lost, to which nothing was done")
 
@@ -70,6 +71,8 @@ def judge_verdict(cluster: Cluster, node: Node, stopped: io.Emit) -> None:
             raise Violation("RIGHT_VERDICT", f"node {node.number} ends the job with {code}: {reason}")
         return
     world, lost = context.world, tuple(context.suspects)
+    if node.number not in cluster.newest_world.members:
+        return  # the others have gone on without it, so it speaks for itself only
     _must_be_blamed(cluster, lost, f"the verdict of node {node.number}")
     survivors = [number for number in world.members if number not in lost]
     well = [number for number in survivors if cluster.nodes[number].up]

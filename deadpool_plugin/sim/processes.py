@@ -128,7 +128,8 @@ class Processes:
     def offers(self, process: Process, address: str) -> None:
         if self.slots[process.slot].living is not None:
             process.store = address
-            self._node.feed(StoreOffered(address))
+            stand_in = process.rehearses and not process.took_over
+            self._node.feed(StoreOffered(address, process.slot, stand_in))
 
     def unwound(self, process: Process, generation: Generation) -> None:
         process.unwound_for = max(process.unwound_for, generation)

@@ -70,6 +70,7 @@ def _run(cluster: Cluster) -> None:
         _look(cluster)
     cluster.note("faults stop")
     strikes.stop()
+    cluster.supply_hosts()
     deadline = timeline.now + liveness_s(cluster)
     while not cluster.is_over:
         if timeline.now > deadline or not timeline.step():

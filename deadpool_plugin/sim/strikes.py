@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from .cluster import Cluster
     from .node import Node
 
-PATIENCES = 3
-"""After so many times the job's patience a fault whose moment has not come strikes anyway."""
+PATIENCES, STEPS = 3, 3
+"""After so many times the job's patience, or so many steps, a fault whose moment has not come strikes anyway."""
 NOTICE_S = 0.05
 
 
@@ -70,7 +70,6 @@ class Strikes:
             "corrupt": self._corrupt,
             "join": lambda fault, node: self._cluster.add_host(),
         }
-        self.reached(0)
 
     # -- when --------------------------------------------------------------------------------------------------
 
@@ -92,6 +91,8 @@ class Strikes:
 
     def reached(self, step: int) -> None:
         """Some rank has made `step` steps."""
+        for armed in [armed for armed in self._armed if armed.fault.at_step + STEPS <= step]:
+            self._late(armed)
         for fault in [fault for fault in self._waiting if fault.at_step <= step]:
             self._waiting.remove(fault)
             if fault.moment:
@@ -264,7 +265,7 @@ class Strikes:
 
     def _corrupt(self, fault: Fault, node: Node) -> bool:
         keys = [key for key in sorted(node.store.listed) if key[0] in node.store.mirrored]
-        self._cluster.checkers.a_copy_is_lost()
+        self._cluster.checkers.corrupted()
         self.blamed.add(node.number)
         return bool(keys) and node.store.corrupt(*keys[fault.pick % len(keys)])
 

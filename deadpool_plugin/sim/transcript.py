@@ -1,6 +1,7 @@
 """A run for people: one line for each input of a controller and for each thing it then does.
 
-Rules of this file: the same run gives the same lines, byte for byte; heartbeats that change nothing are left out.
+Rules of this file: the same run gives the same lines, byte for byte; what a job without faults does all the time
+(heartbeats, snapshots, commits) is left out.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ import msgspec
 
 from ..core import io
 from ..core.messages import Report, Status
-from ..core.types import Holding, NodeId
+from ..core.types import Checkpoint, Holding, NodeId
 
-QUIET = (Report, Status)
+BESIDES = ("sent_at", "heard", "certain")
+"""Times of clocks that start anywhere."""
 
 
 class Transcript:
@@ -26,21 +28,20 @@ class Transcript:
         self.lines.append(f"{now:9.3f}          {text}")
 
     def stepped(self, now: float, node: NodeId, event: io.Input, actions: Sequence[io.Action]) -> None:
-        if not actions and is_quiet(event):
+        if is_quiet(event) and all(is_quiet(action) for action in actions):
             return
-        if not is_quiet(event) or any(not is_quiet(action) for action in actions):
-            self.lines.append(f"{now:9.3f} node {node:<3} <- {described(event)}")
+        self.lines.append(f"{now:9.3f} node {node:<3} <- {described(event)}")
         for line in grouped(actions):
             self.lines.append(f"{'':9} node {node:<3}    {line}")
 
 
 def is_quiet(thing: io.Input | io.Action) -> bool:
-    """Whether it is part of a heartbeat."""
-    return (
-        isinstance(thing, io.Ticked)
-        or (isinstance(thing, io.Received) and isinstance(thing.message, QUIET))
-        or (isinstance(thing, io.Send) and isinstance(thing.message, QUIET))
-    )
+    """Whether it happens all the time."""
+    if isinstance(thing, (io.Received, io.Send)):
+        return isinstance(thing.message, (Report, Status))
+    if isinstance(thing, io.Emit):
+        return thing.kind == "StepCommitted"
+    return isinstance(thing, (io.Ticked, io.SnapshotHeld, io.Commit))
 
 
 def grouped(actions: Sequence[io.Action]) -> list[str]:
@@ -70,6 +71,8 @@ def described(thing: msgspec.Struct) -> str:
         return f"{thing.kind}({fields})"
     shown = []
     for field, value in msgspec.structs.asdict(thing).items():
+        if field in BESIDES or (isinstance(value, Checkpoint) and not value.path):
+            continue
         if isinstance(value, tuple) and value and isinstance(value[0], Holding):
             value = f"{len(value)} snapshots"
         if value is not None and value is not False and value != () and value != "":

@@ -225,6 +225,7 @@ class Process:
         yield self._cluster.start_s()
         yield self._cluster.rehearse_s()
         self._tell(self.node.rehearsals.rehearsed)
+        self._offer_store()
 
     def _on_take_over(self, pair: Pair, generation: Generation, store: str, restore_step: Step) -> None:
         self.slots, self._entered, self.step = pair, restore_step, restore_step

@@ -93,6 +93,7 @@ class Swapping:
                 return
             except GenerationChanged as change:
                 forget(change)
+                self._context.offer_store()  # the one before may be built upon, and nobody else may have any left
 
     def _check_reach(self, restore_step: int) -> None:
         """Raises: Unsupported if this process never made the calls that follow the cut of `restore_step`."""
@@ -127,6 +128,7 @@ class Swapping:
             self.enter(generation, store, restore_step)
         except GenerationChanged as change:
             forget(change)
+            self._context.offer_store()
             self._swap()
         self._at_exit = rng.capture(self._adapter)
 
