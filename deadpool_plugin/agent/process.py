@@ -43,7 +43,7 @@ from .takeover import TakeOvers
 from .unwinding import Unwinding
 from .watch import Watch
 from .workers import Workers
-from .world import Place, described, form_world
+from .world import Place, described, form_world, rack_named
 
 WORKERS_KILL_S = 0.5
 SUPERVISORS_END_S = 4.0
@@ -173,12 +173,15 @@ class Agent:
         else:
             hellos = await self._lines.meet(hello)
             self._peers.know({one.node: one.bulk for one in hellos})
-            self._enter(form_world(hellos, self._config.spares), [one.host for one in hellos])
+            config = self._config
+            world = form_world(hellos, config.spares, config.racks, config.copies)
+            self._enter(world, [one.host for one in hellos])
 
     def _ask_to_join(self, members: tuple[NodeId, ...]) -> None:
         """The job runs already: this host's first world is that of the plan that takes it in."""
-        self._reports.emit("NodeJoined", host=os.uname().nodename, ranks=(), spare=True)
-        self.feed(io.Joining(members))
+        host = os.uname().nodename
+        self._reports.emit("NodeJoined", host=host, ranks=(), spare=True)
+        self.feed(io.Joining(members, rack_named(self._node, host, self._config.racks)))
 
     def _enter(self, world: World, hosts: list[str]) -> None:
         self._mirroring.enter(world)

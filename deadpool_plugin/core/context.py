@@ -55,8 +55,8 @@ class Context:
         self.watch = Watch()
         self.hearsay = Hearsay(node)
         """Void if its proposer is lost itself: of two nodes that have lost each other only one shall go."""
-        self.candidates: set[NodeId] = set()
-        """Hosts that are no members and ask to become some."""
+        self.candidates: dict[NodeId, str] = {}
+        """Hosts that are no members and ask to become some, each with its rack ("" if it stands alone)."""
         self.actions: list[Action] = []
         self.loopback: deque[AnyMessage] = deque()
         self.ended = False

@@ -15,7 +15,7 @@ May import everything of core, nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -98,45 +98,6 @@ class Controller:
         self._changed = False
         self._reported_at = 0.0
         self._watching: tuple[Generation, NodeId] | None = None
-        self._inputs: dict[type[Input], Callable[[Any], None]] = {
-            WorldFormed: self._world_formed,
-            Joining: self._ask_to_join,
-            Ticked: lambda _: self._ticked(),
-            Received: self._received,
-            LinkLost: self._link_lost,
-            StoreOffered: self._store_offered,
-            StoreLost: self._store_lost,
-            WorkerReady: self._worker_ready,
-            SnapshotHeld: self._snapshot_held,
-            HoldingsDropped: lambda event: self._note(self._inventory.dropped(event.rank, event.newer_than)),
-            WorkerRestored: self._worker_restored,
-            WorkerFinished: lambda event: self._note(self._inventory.finished(event.rank)),
-            WorkerLost: lambda event: self._must_say(self._failures.lost(event.rank, event.reason)),
-            WorkerFailed: lambda event: self._must_say(
-                self._failures.raised(event.rank, event.exit_code, event.reason)
-            ),
-            NodeGivenUp: lambda event: self._failures.give_up(event.reason),
-            CheckpointSaved: self._checkpoint_saved,
-            SpareRehearsed: lambda event: self._note(self._rehearsing.done(event)),
-            SpareFailed: lambda event: self._note(self._rehearsing.failed(event)),
-            StopRequested: lambda event: self._ctx.stop(event.reason, event.exit_code),
-        }
-        self._messages: dict[type[Any], Callable[[NodeId, Any], None]] = {
-            Report: lambda sender, message: self._hearing.report(sender, message),
-            Status: lambda sender, message: self._hearing.status(sender, message),
-            Start: lambda sender, message: self._hearing.start(sender, message),
-            Rehearse: lambda sender, message: self._rehearsing.ordered(sender, message),
-            NodeFailed: lambda sender, message: self._hearing.node_failed(sender, message),
-            RankFailed: lambda sender, message: self._hearing.rank_failed(sender, message),
-            Prepare: lambda sender, message: self._swaps.voter.prepare(sender, message),
-            Promise: lambda sender, message: self._swaps.proposer.promise(sender, message),
-            Propose: lambda sender, message: self._swaps.voter.propose(sender, message),
-            Accepted: lambda sender, message: self._swaps.proposer.accepted(sender, message),
-            Refused: lambda sender, message: self._swaps.proposer.refused(message),
-            Decided: self._on_decided,
-            Verdict: lambda sender, message: self._hearing.verdict(sender, message),
-            Goodbye: lambda sender, message: self._hearing.goodbye(sender, message),
-        }
 
     # -- what the caller may look at ---------------------------------------------------------------------------
 
@@ -167,7 +128,7 @@ class Controller:
             return []
         ctx.watch.excuse_pause(now - ctx.now, ctx.timing)
         ctx.now = now
-        self._inputs[type(event)](event)
+        _INPUTS[type(event)](self, event)
         self._mark()
         self._stop_without_contact()
         self._settle()
@@ -194,7 +155,7 @@ class Controller:
         while ctx.formed and not ctx.ended:
             if ctx.loopback:
                 message = ctx.loopback.popleft()
-                self._messages[type(message)](ctx.node, message)
+                _MESSAGES[type(message)](self, ctx.node, message)
                 self._mark()
                 continue
             self._swaps.react()
@@ -251,7 +212,7 @@ class Controller:
 
     def _ask_to_join(self, event: Joining) -> None:
         self._only_outside(event)
-        self._joining = joining.Joining(self._ctx, event.members)
+        self._joining = joining.Joining(self._ctx, event.members, event.rack)
 
     def _only_outside(self, event: Input) -> None:
         if self.phase is not Phase.OUTSIDE:
@@ -326,9 +287,9 @@ class Controller:
             return
         ctx.watch.hear(event.sender, ctx.now)
         if isinstance(event.message, JoinRequest):
-            self._candidates.ask(event.sender)
+            self._candidates.ask(event.sender, event.message.rack)
         elif event.sender in ctx.world.members:
-            self._messages[type(event.message)](event.sender, event.message)
+            _MESSAGES[type(event.message)](self, event.sender, event.message)
         elif isinstance(event.message, Goodbye):
             self._candidates.forget(event.sender)
         elif generation_of(event.message) < self.generation:
@@ -384,3 +345,43 @@ class Controller:
         self._coordination = Coordination(ctx)
         self._swaps = Swaps(ctx, inventory, failures)
         self._hearing = Hearing(ctx, inventory, failures, self._coordination, self._swaps)
+
+
+_INPUTS: Mapping[type[Input], Callable[[Controller, Any], None]] = {
+    WorldFormed: Controller._world_formed,
+    Joining: Controller._ask_to_join,
+    Ticked: lambda self, _: self._ticked(),
+    Received: Controller._received,
+    LinkLost: Controller._link_lost,
+    StoreOffered: Controller._store_offered,
+    StoreLost: Controller._store_lost,
+    WorkerReady: Controller._worker_ready,
+    SnapshotHeld: Controller._snapshot_held,
+    HoldingsDropped: lambda self, event: self._note(self._inventory.dropped(event.rank, event.newer_than)),
+    WorkerRestored: Controller._worker_restored,
+    WorkerFinished: lambda self, event: self._note(self._inventory.finished(event.rank)),
+    WorkerLost: lambda self, event: self._must_say(self._failures.lost(event.rank, event.reason)),
+    WorkerFailed: lambda self, event: self._must_say(self._failures.raised(event.rank, event.exit_code, event.reason)),
+    NodeGivenUp: lambda self, event: self._failures.give_up(event.reason),
+    CheckpointSaved: Controller._checkpoint_saved,
+    SpareRehearsed: lambda self, event: self._note(self._rehearsing.done(event)),
+    SpareFailed: lambda self, event: self._note(self._rehearsing.failed(event)),
+    StopRequested: lambda self, event: self._ctx.stop(event.reason, event.exit_code),
+}
+
+_MESSAGES: Mapping[type[Any], Callable[[Controller, NodeId, Any], None]] = {
+    Report: lambda self, sender, message: self._hearing.report(sender, message),
+    Status: lambda self, sender, message: self._hearing.status(sender, message),
+    Start: lambda self, sender, message: self._hearing.start(sender, message),
+    Rehearse: lambda self, sender, message: self._rehearsing.ordered(sender, message),
+    NodeFailed: lambda self, sender, message: self._hearing.node_failed(sender, message),
+    RankFailed: lambda self, sender, message: self._hearing.rank_failed(sender, message),
+    Prepare: lambda self, sender, message: self._swaps.voter.prepare(sender, message),
+    Promise: lambda self, sender, message: self._swaps.proposer.promise(sender, message),
+    Propose: lambda self, sender, message: self._swaps.voter.propose(sender, message),
+    Accepted: lambda self, sender, message: self._swaps.proposer.accepted(sender, message),
+    Refused: lambda self, sender, message: self._swaps.proposer.refused(message),
+    Decided: Controller._on_decided,
+    Verdict: lambda self, sender, message: self._hearing.verdict(sender, message),
+    Goodbye: lambda self, sender, message: self._hearing.goodbye(sender, message),
+}

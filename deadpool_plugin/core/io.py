@@ -24,9 +24,10 @@ class WorldFormed(Input, frozen=True):
 
 class Joining(Input, frozen=True):
     """Instead of WorldFormed: this host is no member of the running job; control connections to all `members` are up,
-    and it asks to become one."""
+    and it asks to become one. `rack`: where it stands, "" if that matters to nobody."""
 
     members: tuple[NodeId, ...]
+    rack: str = ""
 
 
 class Ticked(Input, frozen=True):

@@ -105,9 +105,10 @@ class RankFailed(Message, frozen=True):
 
 
 class JoinRequest(Message, frozen=True):
-    """A host that is no member -> every member, until a decided plan has it in its world."""
+    """A host that is no member -> every member, until a decided plan has it in its world. `rack`: "" if it has none."""
 
     node: NodeId
+    rack: str = ""
 
 
 class Prepare(Message, frozen=True):

@@ -7,7 +7,7 @@ with a reason, not an exception. May import ledger, placement and types only.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .ledger import Ledger, RestorePoint
 from .placement import world_after
@@ -20,7 +20,7 @@ class Situation:
 
     Args: ledger: the survivors' holdings, taken after they fenced this generation. stores: what they offer.
         may_start_over: nothing is committed and nobody knows of training, so the script may begin again.
-        copies: on how many other nodes each snapshot shall be.
+        copies: on how many other nodes each snapshot shall be. racks: of the hosts that have joined.
     """
 
     world: World
@@ -32,6 +32,7 @@ class Situation:
     joined: tuple[NodeId, ...] = ()
     may_start_over: bool = False
     copies: int = 1
+    racks: Mapping[NodeId, str] = field(default_factory=dict)
 
     @property
     def survivors(self) -> tuple[NodeId, ...]:
@@ -61,7 +62,7 @@ def plan_swap(case: Situation) -> SwapPlan | NoSpare | Unrecoverable:
         return _unrecoverable(case, point, case.newest_committed)
     # Its coordinator may have died before it told anybody what was committed.
     newest = max(case.newest_committed, point.step)
-    after = world_after(case.world, case.lost, case.joined)
+    after = world_after(case.world, case.lost, case.joined, case.racks, case.copies)
     if after is None:
         return NoSpare(_unrecoverable(case, _shortage(case), newest))
     return SwapPlan(
