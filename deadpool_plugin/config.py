@@ -34,7 +34,8 @@ class Config(BaseModel):
     patience_s: float = Field(default=10.0, ge=0.2, le=3600.0)
     """Seconds: a peer that is silent for this long is lost. The one knob; all other time-outs follow from it.
     Hazard: below about 2 s a loaded host can be mistaken for a dead one; a false loss costs a swap and a spare.
-    A killed process or a reset connection is noticed in milliseconds whatever this says."""
+    A killed process or a reset connection is noticed in milliseconds whatever this says. After some 0.7 of it without
+    contact a host's processes stand still until it has contact again, or is replaced."""
 
     secret_file: Path = Path("~/.deadpool/secret")
     """File (mode 0600, same content on every host) that holds the job's secret; peers that cannot prove it are

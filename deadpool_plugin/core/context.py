@@ -77,6 +77,8 @@ class Context:
         """Why this generation cannot go on as it is, as far as this node is concerned; "" if it can."""
         self.contact_at = 0.0
         """Until then, by our clock, a majority has been in contact with us for certain (contact.py)."""
+        self.paused = False
+        """This node's workers are stopped for want of contact."""
         self.voted_at = 0.0
         self.echo: tuple[NodeId, float] = (node, NEVER)
         """The newest Status of this generation: whose, and when it was sent by that node's clock."""

@@ -35,8 +35,10 @@ from .io import (
     Joining,
     LinkLost,
     NodeGivenUp,
+    PauseWorkers,
     Received,
     Reconfigure,
+    ResumeWorkers,
     SnapshotHeld,
     SpareFailed,
     SpareRehearsed,
@@ -51,6 +53,7 @@ from .io import (
     WorkerRestored,
     WorldFormed,
 )
+from .membership import is_quorum
 from .messages import (
     Accepted,
     Decided,
@@ -73,6 +76,7 @@ from .phases import IllegalMove, Phase, moved, phase_of
 from .placement import held_by
 from .policy import Policy
 from .rehearsing import Rehearsing
+from .suspicion import PAUSE_INTERVALS
 from .suspicion import suspects as suspects_at
 from .swaps import Swaps
 from .timing import Timing
@@ -96,7 +100,7 @@ class Controller:
         self._begin_generation()
         self._early: list[Received] = []
         self._changed = False
-        self._reported_at = 0.0
+        self._reported_at = self._stepped_at = self._paused_at = 0.0
         self._watching: tuple[Generation, NodeId] | None = None
 
     # -- what the caller may look at ---------------------------------------------------------------------------
@@ -127,24 +131,43 @@ class Controller:
         if ctx.ended:
             return []
         ctx.watch.excuse_pause(now - ctx.now, ctx.timing)
-        ctx.now = now
+        self._stepped_at, ctx.now = ctx.now, now
         _INPUTS[type(event)](self, event)
         self._mark()
-        self._stop_without_contact()
+        self._pause_without_contact()
         self._settle()
         actions, ctx.actions = ctx.actions, []
         return actions
 
-    def _stop_without_contact(self) -> None:
-        """Others may replace this node soon: what it runs must have ended by then (contact.py)."""
+    def _pause_without_contact(self) -> None:
+        """Others may replace this node soon: what it runs must stand still by then, and may go on if they have not."""
         ctx = self._ctx
-        runs = ctx.has_trained and not (ctx.swapping or ctx.ended) and ctx.world.ranks_of(ctx.node)
-        if runs and not ctx.in_contact:
-            reason = f"no contact with a majority for {ctx.now - ctx.contact_at:.1f} s, its processes were stopped"
-            ctx.emit("ContactLost", reason=reason)
-            self._get_stuck(reason)
+        if ctx.ended or ctx.swapping:
+            return
+        silence_s = ctx.now - ctx.contact_at
+        runs = ctx.has_trained and ctx.world.ranks_of(ctx.node) and not is_quorum(ctx.world, (ctx.node,))
+        if runs and not ctx.in_contact and not ctx.paused:
+            ctx.paused, self._paused_at = True, ctx.now
+            ctx.emit("ContactLost", reason=f"no contact with a majority for {silence_s:.1f} s{self._own_pause()}")
+            ctx.act(PauseWorkers())
+        elif ctx.paused and ctx.in_contact:
+            self._resume()
+            ctx.emit("ContactRegained", duration_s=ctx.now - self._paused_at)
+        elif ctx.paused and ctx.now - self._paused_at >= 2 * ctx.timing.silent_after_s:
+            self._get_stuck(f"no contact with a majority for {silence_s:.1f} s")
             self._swaps.voter.fence_generation()
             self._mark()
+
+    def _own_pause(self) -> str:
+        """For people: whether it is this node that stood still."""
+        gap_s = self._ctx.now - self._stepped_at
+        paused = gap_s > PAUSE_INTERVALS * self._ctx.timing.heartbeat_interval_s
+        return f" (this agent itself stood still for {gap_s:.1f} s)" if paused else ""
+
+    def _resume(self) -> None:
+        if self._ctx.paused:
+            self._ctx.paused = False
+            self._ctx.act(ResumeWorkers())
 
     def _mark(self) -> None:
         self.phase = moved(self.phase, phase_of(self._ctx, self._joining is not None))
@@ -222,7 +245,7 @@ class Controller:
         if self._joining is not None:
             self._joining.link_lost(event.node, event.reason)
         self._candidates.forget(event.node)
-        self._ctx.watch.accuse(event.node, f"link lost: {event.reason}")
+        self._ctx.watch.accuse(event.node, f"link lost: {event.reason}", event.silent)
 
     def _ticked(self) -> None:
         ctx = self._ctx
@@ -318,6 +341,7 @@ class Controller:
         if ctx.fenced_for < plan.world.generation:
             ctx.fenced_for, ctx.swap_since = plan.world.generation, ctx.now
             ctx.act(AbortWorkers(plan.world.generation))
+        self._resume()
         self._enter(plan)
         ctx.act(Reconfigure(plan))
 
@@ -325,8 +349,9 @@ class Controller:
         ctx, before, inventory = self._ctx, self._ctx.world, self._inventory
         ctx.world, ctx.plan, ctx.hearsay = plan.world, plan, Hearsay(ctx.node)
         ctx.committed, ctx.training, ctx.waiting = NO_STEP, False, False
-        # The plan was decided after this node had voted; one that has joined was not asked.
-        ctx.contact_at = max(ctx.contact_at, ctx.voted_at if self._joining is None else ctx.now)
+        # The plan was decided after this node had voted (or asked to join), and before anybody watched its silence.
+        asked_at = ctx.voted_at if self._joining is None else self._joining.asked_at
+        ctx.contact_at = max(ctx.contact_at, asked_at)
         ctx.echo = (ctx.node, NEVER)
         ctx.newest_committed = max(ctx.newest_committed, plan.restore_step)
         ctx.has_trained = ctx.has_trained or plan.restore_step != NO_STEP
