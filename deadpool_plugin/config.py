@@ -34,7 +34,8 @@ class Config(BaseModel):
     patience_s: float = Field(default=10.0, ge=0.2, le=3600.0)
     """Seconds: a peer that is silent for this long is lost. The one knob; all other time-outs follow from it.
     Hazard: below about 2 s a loaded host can be mistaken for a dead one; a false loss costs a swap and a spare.
-    A killed process or a reset connection is noticed in milliseconds whatever this says."""
+    A killed process or a reset connection is noticed in milliseconds whatever this says. After some 0.7 of it without
+    contact a host's processes stand still until it has contact again, or is replaced."""
 
     secret_file: Path = Path("~/.deadpool/secret")
     """File (mode 0600, same content on every host) that holds the job's secret; peers that cannot prove it are
@@ -70,6 +71,12 @@ class Config(BaseModel):
     copies: int = Field(default=1, ge=1, le=8)
     """On how many other hosts each snapshot is kept: so many hosts may be lost at the same moment (if as many spares
     are left). Hazard: host memory and network traffic grow with it."""
+
+    racks: dict[str, list[str]] = Field(default_factory=dict)
+    """Which hosts may fail together: a name for each rack (or power feed, or zone) and its hosts, as in `spares`. The
+    copies of a snapshot go to different racks while others have room. A host that is named nowhere stands alone; one
+    that joins later is known by its host name. Hazard: a misspelt name is a host that may join later; the mapping is
+    printed at the start."""
 
     restarts_max: int = Field(default=3, ge=0)
     """How often the process of one rank is replaced on its own host when it crashes there; with one more crash the
@@ -149,6 +156,15 @@ class Config(BaseModel):
         if isinstance(value, int) and value < 0:
             raise ValueError("must not be negative")
         return value
+
+    @field_validator("racks")
+    @classmethod
+    def _racks(cls, racks: dict[str, list[str]]) -> dict[str, list[str]]:
+        named = [name for hosts in racks.values() for name in hosts]
+        twice = sorted({name for name in named if named.count(name) > 1})
+        if twice or "" in racks:
+            raise ValueError(f"names {', '.join(twice)} twice" if twice else "has a rack without a name")
+        return racks
 
     @model_validator(mode="after")
     def _relations(self) -> Config:

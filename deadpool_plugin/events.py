@@ -70,8 +70,14 @@ class RankLost(Event, frozen=True):
     reason: str = ""
 
 
+class ContactRegained(Event, frozen=True):
+    """Nobody has replaced this node: its processes go on."""
+
+    duration_s: float = 0.0
+
+
 class ContactLost(Event, frozen=True):
-    """This node has stopped its processes because the others may replace it; a swap follows, here or without it."""
+    """This node's processes stand still because the others may replace it."""
 
     reason: str = ""
 
@@ -197,7 +203,8 @@ class Note(Event, frozen=True):
 
 AnyEvent = (
     NodeJoined | WorldFormed | TrainingStarted | SpareReady | StepDone | StepCommitted | NodeLost | RankLost
-    | ContactLost | HostJoined | WaitingForHost | CheckpointSaved | CheckpointCancelled | SwapPlanned | WorkerUnblocked
+    | ContactLost | ContactRegained | HostJoined | WaitingForHost | CheckpointSaved | CheckpointCancelled | SwapPlanned
+    | WorkerUnblocked
     | GroupsRebuilt | SnapshotFetched | StateRestored | WorkerResumed | FirstStepDone | SwapDone | Unprotected
     | Protected | Rehearsed | RehearsalFailed | PeerRefused | NodeFenced | JobFinished | JobStopped | Note
 )  # fmt: skip

@@ -61,7 +61,7 @@ def sweep(tag: str) -> int:
     """
     killed: set[int] = set()
     for _ in range(10):
-        found = set(_tagged(tag)) - killed
+        found = set(tagged(tag)) - killed
         if not found:
             break
         for pid in found:
@@ -71,7 +71,8 @@ def sweep(tag: str) -> int:
     return len(killed)
 
 
-def _tagged(tag: str) -> list[int]:
+def tagged(tag: str) -> list[int]:
+    """Every process whose initial environment carries a tag that begins with `tag`. Costs some 10 us a process."""
     wanted = f"{TAG}={tag}".encode()
     found = []
     for name in os.listdir("/proc"):

@@ -35,6 +35,7 @@ from .lives import Lives
 from .meeting import Lines
 from .mirroring import Mirroring
 from .output import Writer
+from .pausing import Pausing
 from .peers import Peers
 from .reports import Reports
 from .slots import Slot
@@ -43,7 +44,7 @@ from .takeover import TakeOvers
 from .unwinding import Unwinding
 from .watch import Watch
 from .workers import Workers
-from .world import Place, described, form_world
+from .world import Place, described, form_world, rack_named
 
 WORKERS_KILL_S = 0.5
 SUPERVISORS_END_S = 4.0
@@ -74,6 +75,8 @@ class Agent:
             io.StartRehearsal: lambda action: self._spares.order(action),
             io.Commit: self._commit,
             io.AbortWorkers: self._abort,
+            io.PauseWorkers: lambda action: self._pausing.pause(),
+            io.ResumeWorkers: self._resume,
             io.Reconfigure: self._reconfigure,
             io.Emit: self._emit,
             io.Leave: self._leave,
@@ -138,6 +141,7 @@ class Agent:
         self._watch = Watch(config.silent_after_s)
         self._watch.start()
         slots = [Slot(local_rank) for local_rank in range(place.local_size)]
+        self._pausing = Pausing(self._job_tag, slots, self._watch)
         self._lives = Lives(node, self._job_tag, slots, self._watch, self.feed)
         self._workers = Workers(
             place, self._lines.address, config.output_dir, self._writer, slots, self._lives, self.feed
@@ -173,12 +177,15 @@ class Agent:
         else:
             hellos = await self._lines.meet(hello)
             self._peers.know({one.node: one.bulk for one in hellos})
-            self._enter(form_world(hellos, self._config.spares), [one.host for one in hellos])
+            config = self._config
+            world = form_world(hellos, config.spares, config.racks, config.copies)
+            self._enter(world, [one.host for one in hellos])
 
     def _ask_to_join(self, members: tuple[NodeId, ...]) -> None:
         """The job runs already: this host's first world is that of the plan that takes it in."""
-        self._reports.emit("NodeJoined", host=os.uname().nodename, ranks=(), spare=True)
-        self.feed(io.Joining(members))
+        host = os.uname().nodename
+        self._reports.emit("NodeJoined", host=host, ranks=(), spare=True)
+        self.feed(io.Joining(members, rack_named(self._node, host, self._config.racks)))
 
     def _enter(self, world: World, hosts: list[str]) -> None:
         self._mirroring.enter(world)
@@ -217,7 +224,7 @@ class Agent:
     def _link_lost(self, node: NodeId, reason: str) -> None:
         self._lost_links.add(node)
         self._lines.roster.gone(node)
-        self.feed(io.LinkLost(node, reason))
+        self.feed(io.LinkLost(node, reason, silent=node in self._lines.mesh.timed_out))
 
     def _refused(self, error: PeerRefused) -> None:
         self._reports.emit("PeerRefused", address=error.address, reason=str(error))
@@ -239,8 +246,14 @@ class Agent:
     def _abort(self, action: io.AbortWorkers) -> None:
         self._takeovers.cancel()
         self._workers.tell_serving(local.Abort(action.generation))
-        self._unwinding.begin(action.generation)
+        if not self._pausing.active:
+            self._unwinding.begin(action.generation)
         self._store.fence(action.generation)
+
+    def _resume(self, action: io.ResumeWorkers) -> None:
+        self._pausing.resume()
+        if self._store.generation > self._reports.generation:  # fenced meanwhile: the time to unwind begins now
+            self._unwinding.begin(self._store.generation)
 
     def _reconfigure(self, action: io.Reconfigure) -> None:
         plan = action.plan
@@ -274,6 +287,10 @@ class Agent:
         self._takeovers.cancel()
         self._spares.drop()
         lives.end(exit_code)
+        if exit_code == EXIT_OK:
+            self._pausing.resume()
+        else:
+            self._pausing.kill()
         goodbye = Goodbye(self._controller.generation) if exit_code != EXIT_FENCED else None
         await self._lines.mesh.close(goodbye)
         self._lines.withdraw()

@@ -89,7 +89,7 @@ class Pushes:
             return
         now = time.monotonic()
         if now - self._failing_since.setdefault(buddy, now) > self._patience_s:
-            self._feed(io.LinkLost(buddy, f"node {self._node} cannot mirror to it: {reason}"))
+            self._feed(io.LinkLost(buddy, f"node {self._node} cannot mirror to it: {reason}", silent=True))
         else:
             self._loop.call_later(_RETRY_S, again)
 

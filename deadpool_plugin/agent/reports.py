@@ -60,7 +60,9 @@ def sentence(event: events.Event) -> str:
         case events.RankLost(rank=rank, reason=reason):
             return f"rank {rank} was lost and gets a new process on its node {event.node}: {reason}"
         case events.ContactLost(reason=reason):
-            return f"node {event.node}: {reason}"
+            return f"node {event.node}: {reason}; its processes stand still meanwhile"
+        case events.ContactRegained(duration_s=duration):
+            return f"node {event.node}: contact again, its processes go on after {duration:.2f} s"
         case events.HostJoined(joined=joined):
             return f"node {joined} has joined the job"
         case events.WaitingForHost(reason=reason):

@@ -10,7 +10,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from . import proc
@@ -37,6 +37,7 @@ class Watch:
         self._silent_after_s = silent_after_s
         self._watched: dict[int, _Watched] = {}
         self._task: asyncio.Task[None] | None = None
+        self._excused: frozenset[int] = frozenset()
 
     def start(self) -> None:
         self._task = asyncio.get_running_loop().create_task(self._run())
@@ -44,6 +45,10 @@ class Watch:
 
     def add(self, pid: int, on_end: Callable[[int], None], on_stopped: Callable[[float], None]) -> None:
         self._watched[pid] = _Watched(on_end, on_stopped)
+
+    def excuse(self, pids: Collection[int]) -> None:
+        """These stand still because we have stopped them, and no others."""
+        self._excused = frozenset(pids)
 
     def forget(self, pid: int) -> None:
         self._watched.pop(pid, None)
@@ -67,7 +72,7 @@ class Watch:
             if status.wait_status:
                 self.forget(pid)
                 watched.on_end(os.waitstatus_to_exitcode(status.wait_status))
-        elif not status.stopped:
+        elif not status.stopped or pid in self._excused:
             watched.stopped_since = None
         else:
             now = time.monotonic()

@@ -6,10 +6,12 @@ Ranks are numbered over the active hosts only, in the hostfile's order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import msgspec
 
+from ..core.placement import with_racks
 from ..core.types import NodeId, Rank, World
 from ..errors import ConfigError
 from ..transport.rendezvous import Hello
@@ -70,7 +72,18 @@ def _node_named(name: str, hosts: Sequence[str]) -> NodeId:
     )
 
 
-def form_world(hellos: Sequence[Hello], spares: int | Sequence[str]) -> World:
+def rack_named(node: NodeId, host: str, racks: Mapping[str, Sequence[str]]) -> str:
+    """The rack that names this node by its host name (or the part before the first dot) or index; "" if none does."""
+    names = {str(node), host, host.partition(".")[0]}
+    return next((rack for rack, members in racks.items() if not names.isdisjoint(members)), "")
+
+
+def form_world(
+    hellos: Sequence[Hello],
+    spares: int | Sequence[str],
+    racks: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    copies: int = 1,
+) -> World:
     """Generation 0 from what the nodes said of themselves.
 
     Raises: ConfigError if the nodes do not fit together.
@@ -78,7 +91,8 @@ def form_world(hellos: Sequence[Hello], spares: int | Sequence[str]) -> World:
     check_alike(hellos)
     standing_by = spare_nodes(spares, [hello.host for hello in hellos])
     active = [hello.node for hello in hellos if hello.node not in standing_by]
-    return World(0, tuple(node for node in active for _ in range(hellos[node].local_size)), standing_by)
+    world = World(0, tuple(node for node in active for _ in range(hellos[node].local_size)), standing_by)
+    return with_racks(world, {hello.node: rack_named(hello.node, hello.host, racks) for hello in hellos}, copies)
 
 
 def check_alike(hellos: Sequence[Hello]) -> None:
@@ -128,9 +142,10 @@ def worker_env(place: Place, world: World, rank: Rank, node: NodeId, local_rank:
 
 def described(world: World, hosts: Sequence[str]) -> list[str]:
     """The mapping of hosts to ranks, one line each, for people."""
-    lines = []
+    lines, racks = [], dict(world.racks)
     for node in sorted(world.members):
         ranks = world.ranks_of(node)
         what = f"ranks {ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else f"rank {ranks[0]}" if ranks else "spare"
-        lines.append(f"node {node} {hosts[node]}: {what}")
+        where = f", rack {racks[node]}" if node in racks else ""
+        lines.append(f"node {node} {hosts[node]}: {what}{where}")
     return lines

@@ -1,9 +1,9 @@
 """Contact with a majority: until when the processes of a node may run.
 
-A node's workers run for `Timing.lease_s` after the newest report of theirs of which is certain that, later than it was
-sent, a majority heard of the coordinator that had it. Nobody of that majority helps to replace this coordinator for its
-silence before `Timing.silent_after_s`, which is longer; so whoever is cut off has stopped before it can be replaced,
-and needs to know nothing but its own clock for it.
+A node's workers run for `Timing.lease_s` after its newest report of which is certain that, later than it was sent, a
+majority heard of the coordinator that had it; then they stand still. Nobody of that majority helps to replace this
+coordinator for its silence before `Timing.silent_after_s`, which is longer; so whoever is cut off has stopped before it
+can be replaced, and needs to know nothing but its own clock for it.
 
 Rules of this file: times of two nodes are never compared. Each goes to the other node and comes back with an answer, so
 a message that was long under way, or a node that slept, proves no more than it should.

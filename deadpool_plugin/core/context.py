@@ -55,8 +55,8 @@ class Context:
         self.watch = Watch()
         self.hearsay = Hearsay(node)
         """Void if its proposer is lost itself: of two nodes that have lost each other only one shall go."""
-        self.candidates: set[NodeId] = set()
-        """Hosts that are no members and ask to become some."""
+        self.candidates: dict[NodeId, str] = {}
+        """Hosts that are no members and ask to become some, each with its rack ("" if it stands alone)."""
         self.actions: list[Action] = []
         self.loopback: deque[AnyMessage] = deque()
         self.ended = False
@@ -77,6 +77,8 @@ class Context:
         """Why this generation cannot go on as it is, as far as this node is concerned; "" if it can."""
         self.contact_at = 0.0
         """Until then, by our clock, a majority has been in contact with us for certain (contact.py)."""
+        self.paused = False
+        """This node's workers are stopped for want of contact."""
         self.voted_at = 0.0
         self.echo: tuple[NodeId, float] = (node, NEVER)
         """The newest Status of this generation: whose, and when it was sent by that node's clock."""

@@ -15,7 +15,7 @@ May import everything of core, nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -35,8 +35,10 @@ from .io import (
     Joining,
     LinkLost,
     NodeGivenUp,
+    PauseWorkers,
     Received,
     Reconfigure,
+    ResumeWorkers,
     SnapshotHeld,
     SpareFailed,
     SpareRehearsed,
@@ -51,6 +53,7 @@ from .io import (
     WorkerRestored,
     WorldFormed,
 )
+from .membership import is_quorum
 from .messages import (
     Accepted,
     Decided,
@@ -73,6 +76,7 @@ from .phases import IllegalMove, Phase, moved, phase_of
 from .placement import held_by
 from .policy import Policy
 from .rehearsing import Rehearsing
+from .suspicion import PAUSE_INTERVALS
 from .suspicion import suspects as suspects_at
 from .swaps import Swaps
 from .timing import Timing
@@ -96,47 +100,8 @@ class Controller:
         self._begin_generation()
         self._early: list[Received] = []
         self._changed = False
-        self._reported_at = 0.0
+        self._reported_at = self._stepped_at = self._paused_at = 0.0
         self._watching: tuple[Generation, NodeId] | None = None
-        self._inputs: dict[type[Input], Callable[[Any], None]] = {
-            WorldFormed: self._world_formed,
-            Joining: self._ask_to_join,
-            Ticked: lambda _: self._ticked(),
-            Received: self._received,
-            LinkLost: self._link_lost,
-            StoreOffered: self._store_offered,
-            StoreLost: self._store_lost,
-            WorkerReady: self._worker_ready,
-            SnapshotHeld: self._snapshot_held,
-            HoldingsDropped: lambda event: self._note(self._inventory.dropped(event.rank, event.newer_than)),
-            WorkerRestored: self._worker_restored,
-            WorkerFinished: lambda event: self._note(self._inventory.finished(event.rank)),
-            WorkerLost: lambda event: self._must_say(self._failures.lost(event.rank, event.reason)),
-            WorkerFailed: lambda event: self._must_say(
-                self._failures.raised(event.rank, event.exit_code, event.reason)
-            ),
-            NodeGivenUp: lambda event: self._failures.give_up(event.reason),
-            CheckpointSaved: self._checkpoint_saved,
-            SpareRehearsed: lambda event: self._note(self._rehearsing.done(event)),
-            SpareFailed: lambda event: self._note(self._rehearsing.failed(event)),
-            StopRequested: lambda event: self._ctx.stop(event.reason, event.exit_code),
-        }
-        self._messages: dict[type[Any], Callable[[NodeId, Any], None]] = {
-            Report: lambda sender, message: self._hearing.report(sender, message),
-            Status: lambda sender, message: self._hearing.status(sender, message),
-            Start: lambda sender, message: self._hearing.start(sender, message),
-            Rehearse: lambda sender, message: self._rehearsing.ordered(sender, message),
-            NodeFailed: lambda sender, message: self._hearing.node_failed(sender, message),
-            RankFailed: lambda sender, message: self._hearing.rank_failed(sender, message),
-            Prepare: lambda sender, message: self._swaps.voter.prepare(sender, message),
-            Promise: lambda sender, message: self._swaps.proposer.promise(sender, message),
-            Propose: lambda sender, message: self._swaps.voter.propose(sender, message),
-            Accepted: lambda sender, message: self._swaps.proposer.accepted(sender, message),
-            Refused: lambda sender, message: self._swaps.proposer.refused(message),
-            Decided: self._on_decided,
-            Verdict: lambda sender, message: self._hearing.verdict(sender, message),
-            Goodbye: lambda sender, message: self._hearing.goodbye(sender, message),
-        }
 
     # -- what the caller may look at ---------------------------------------------------------------------------
 
@@ -166,24 +131,43 @@ class Controller:
         if ctx.ended:
             return []
         ctx.watch.excuse_pause(now - ctx.now, ctx.timing)
-        ctx.now = now
-        self._inputs[type(event)](event)
+        self._stepped_at, ctx.now = ctx.now, now
+        _INPUTS[type(event)](self, event)
         self._mark()
-        self._stop_without_contact()
+        self._pause_without_contact()
         self._settle()
         actions, ctx.actions = ctx.actions, []
         return actions
 
-    def _stop_without_contact(self) -> None:
-        """Others may replace this node soon: what it runs must have ended by then (contact.py)."""
+    def _pause_without_contact(self) -> None:
+        """Others may replace this node soon: what it runs must stand still by then, and may go on if they have not."""
         ctx = self._ctx
-        runs = ctx.has_trained and not (ctx.swapping or ctx.ended) and ctx.world.ranks_of(ctx.node)
-        if runs and not ctx.in_contact:
-            reason = f"no contact with a majority for {ctx.now - ctx.contact_at:.1f} s, its processes were stopped"
-            ctx.emit("ContactLost", reason=reason)
-            self._get_stuck(reason)
+        if ctx.ended or ctx.swapping:
+            return
+        silence_s = ctx.now - ctx.contact_at
+        runs = ctx.has_trained and ctx.world.ranks_of(ctx.node) and not is_quorum(ctx.world, (ctx.node,))
+        if runs and not ctx.in_contact and not ctx.paused:
+            ctx.paused, self._paused_at = True, ctx.now
+            ctx.emit("ContactLost", reason=f"no contact with a majority for {silence_s:.1f} s{self._own_pause()}")
+            ctx.act(PauseWorkers())
+        elif ctx.paused and ctx.in_contact:
+            self._resume()
+            ctx.emit("ContactRegained", duration_s=ctx.now - self._paused_at)
+        elif ctx.paused and ctx.now - self._paused_at >= 2 * ctx.timing.silent_after_s:
+            self._get_stuck(f"no contact with a majority for {silence_s:.1f} s")
             self._swaps.voter.fence_generation()
             self._mark()
+
+    def _own_pause(self) -> str:
+        """For people: whether it is this node that stood still."""
+        gap_s = self._ctx.now - self._stepped_at
+        paused = gap_s > PAUSE_INTERVALS * self._ctx.timing.heartbeat_interval_s
+        return f" (this agent itself stood still for {gap_s:.1f} s)" if paused else ""
+
+    def _resume(self) -> None:
+        if self._ctx.paused:
+            self._ctx.paused = False
+            self._ctx.act(ResumeWorkers())
 
     def _mark(self) -> None:
         self.phase = moved(self.phase, phase_of(self._ctx, self._joining is not None))
@@ -194,7 +178,7 @@ class Controller:
         while ctx.formed and not ctx.ended:
             if ctx.loopback:
                 message = ctx.loopback.popleft()
-                self._messages[type(message)](ctx.node, message)
+                _MESSAGES[type(message)](self, ctx.node, message)
                 self._mark()
                 continue
             self._swaps.react()
@@ -251,7 +235,7 @@ class Controller:
 
     def _ask_to_join(self, event: Joining) -> None:
         self._only_outside(event)
-        self._joining = joining.Joining(self._ctx, event.members)
+        self._joining = joining.Joining(self._ctx, event.members, event.rack)
 
     def _only_outside(self, event: Input) -> None:
         if self.phase is not Phase.OUTSIDE:
@@ -261,7 +245,7 @@ class Controller:
         if self._joining is not None:
             self._joining.link_lost(event.node, event.reason)
         self._candidates.forget(event.node)
-        self._ctx.watch.accuse(event.node, f"link lost: {event.reason}")
+        self._ctx.watch.accuse(event.node, f"link lost: {event.reason}", event.silent)
 
     def _ticked(self) -> None:
         ctx = self._ctx
@@ -326,9 +310,9 @@ class Controller:
             return
         ctx.watch.hear(event.sender, ctx.now)
         if isinstance(event.message, JoinRequest):
-            self._candidates.ask(event.sender)
+            self._candidates.ask(event.sender, event.message.rack)
         elif event.sender in ctx.world.members:
-            self._messages[type(event.message)](event.sender, event.message)
+            _MESSAGES[type(event.message)](self, event.sender, event.message)
         elif isinstance(event.message, Goodbye):
             self._candidates.forget(event.sender)
         elif generation_of(event.message) < self.generation:
@@ -357,6 +341,7 @@ class Controller:
         if ctx.fenced_for < plan.world.generation:
             ctx.fenced_for, ctx.swap_since = plan.world.generation, ctx.now
             ctx.act(AbortWorkers(plan.world.generation))
+        self._resume()
         self._enter(plan)
         ctx.act(Reconfigure(plan))
 
@@ -364,8 +349,9 @@ class Controller:
         ctx, before, inventory = self._ctx, self._ctx.world, self._inventory
         ctx.world, ctx.plan, ctx.hearsay = plan.world, plan, Hearsay(ctx.node)
         ctx.committed, ctx.training, ctx.waiting = NO_STEP, False, False
-        # The plan was decided after this node had voted; one that has joined was not asked.
-        ctx.contact_at = max(ctx.contact_at, ctx.voted_at if self._joining is None else ctx.now)
+        # The plan was decided after this node had voted (or asked to join), and before anybody watched its silence.
+        asked_at = ctx.voted_at if self._joining is None else self._joining.asked_at
+        ctx.contact_at = max(ctx.contact_at, asked_at)
         ctx.echo = (ctx.node, NEVER)
         ctx.newest_committed = max(ctx.newest_committed, plan.restore_step)
         ctx.has_trained = ctx.has_trained or plan.restore_step != NO_STEP
@@ -384,3 +370,43 @@ class Controller:
         self._coordination = Coordination(ctx)
         self._swaps = Swaps(ctx, inventory, failures)
         self._hearing = Hearing(ctx, inventory, failures, self._coordination, self._swaps)
+
+
+_INPUTS: Mapping[type[Input], Callable[[Controller, Any], None]] = {
+    WorldFormed: Controller._world_formed,
+    Joining: Controller._ask_to_join,
+    Ticked: lambda self, _: self._ticked(),
+    Received: Controller._received,
+    LinkLost: Controller._link_lost,
+    StoreOffered: Controller._store_offered,
+    StoreLost: Controller._store_lost,
+    WorkerReady: Controller._worker_ready,
+    SnapshotHeld: Controller._snapshot_held,
+    HoldingsDropped: lambda self, event: self._note(self._inventory.dropped(event.rank, event.newer_than)),
+    WorkerRestored: Controller._worker_restored,
+    WorkerFinished: lambda self, event: self._note(self._inventory.finished(event.rank)),
+    WorkerLost: lambda self, event: self._must_say(self._failures.lost(event.rank, event.reason)),
+    WorkerFailed: lambda self, event: self._must_say(self._failures.raised(event.rank, event.exit_code, event.reason)),
+    NodeGivenUp: lambda self, event: self._failures.give_up(event.reason),
+    CheckpointSaved: Controller._checkpoint_saved,
+    SpareRehearsed: lambda self, event: self._note(self._rehearsing.done(event)),
+    SpareFailed: lambda self, event: self._note(self._rehearsing.failed(event)),
+    StopRequested: lambda self, event: self._ctx.stop(event.reason, event.exit_code),
+}
+
+_MESSAGES: Mapping[type[Any], Callable[[Controller, NodeId, Any], None]] = {
+    Report: lambda self, sender, message: self._hearing.report(sender, message),
+    Status: lambda self, sender, message: self._hearing.status(sender, message),
+    Start: lambda self, sender, message: self._hearing.start(sender, message),
+    Rehearse: lambda self, sender, message: self._rehearsing.ordered(sender, message),
+    NodeFailed: lambda self, sender, message: self._hearing.node_failed(sender, message),
+    RankFailed: lambda self, sender, message: self._hearing.rank_failed(sender, message),
+    Prepare: lambda self, sender, message: self._swaps.voter.prepare(sender, message),
+    Promise: lambda self, sender, message: self._swaps.proposer.promise(sender, message),
+    Propose: lambda self, sender, message: self._swaps.voter.propose(sender, message),
+    Accepted: lambda self, sender, message: self._swaps.proposer.accepted(sender, message),
+    Refused: lambda self, sender, message: self._swaps.proposer.refused(message),
+    Decided: Controller._on_decided,
+    Verdict: lambda self, sender, message: self._hearing.verdict(sender, message),
+    Goodbye: lambda self, sender, message: self._hearing.goodbye(sender, message),
+}

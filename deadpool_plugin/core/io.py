@@ -24,9 +24,10 @@ class WorldFormed(Input, frozen=True):
 
 class Joining(Input, frozen=True):
     """Instead of WorldFormed: this host is no member of the running job; control connections to all `members` are up,
-    and it asks to become one."""
+    and it asks to become one. `rack`: where it stands, "" if that matters to nobody."""
 
     members: tuple[NodeId, ...]
+    rack: str = ""
 
 
 class Ticked(Input, frozen=True):
@@ -43,6 +44,8 @@ class LinkLost(Input, frozen=True):
 
     node: NodeId
     reason: str
+    silent: bool = False
+    """It was not ended but given up, for nobody answered any more: no more evidence than any silence."""
 
 
 class StoreOffered(Input, frozen=True):
@@ -179,6 +182,15 @@ class AbortWorkers(Action, frozen=True):
     """Fence `generation - 1`: interrupt the workers, stop mirroring, accept no byte of an older generation."""
 
     generation: Generation
+
+
+class PauseWorkers(Action, frozen=True):
+    """Stop every process that runs a rank where it is (SIGSTOP); it must do nothing at all until ResumeWorkers, also
+    if it is told to abort meanwhile. With a Leave it is ended as it stands."""
+
+
+class ResumeWorkers(Action, frozen=True):
+    """Let them go on: nobody has replaced them, or a plan has been decided (Reconfigure follows)."""
 
 
 class Reconfigure(Action, frozen=True):

@@ -20,45 +20,46 @@ class Candidates:
         self._ctx = context
         self._former: set[NodeId] = set()
 
-    def ask(self, node: NodeId) -> None:
+    def ask(self, node: NodeId, rack: str) -> None:
         """A host asks, or a member that has not heard yet that it is one, or one that was one."""
         ctx = self._ctx
         if ctx.plan is not None and (node in ctx.world.members or node in self._former):
             ctx.send(node, Decided(ctx.plan))
         elif node not in ctx.world.members:
             ctx.watch.pardon(node)
-            ctx.candidates.add(node)
+            ctx.candidates[node] = rack
 
     def forget(self, node: NodeId) -> None:
-        self._ctx.candidates.discard(node)
+        self._ctx.candidates.pop(node, None)
 
     def begin_generation(self, before: World) -> None:
         ctx = self._ctx
         self._former |= set(before.members) - set(ctx.world.members)
-        ctx.candidates -= set(ctx.world.members) | self._former
+        for node in (ctx.candidates.keys() & ctx.world.positions.keys()) | self._former:
+            self.forget(node)
 
 
 class Joining:
     """The host's part, from its first request to the plan that has it."""
 
-    def __init__(self, context: Context, members: tuple[NodeId, ...]) -> None:
-        self._ctx = context
+    def __init__(self, context: Context, members: tuple[NodeId, ...], rack: str) -> None:
+        self._ctx, self._rack = context, rack
         self._members = list(members)
-        self._asked_at = context.now
+        self.asked_at = context.now
         context.patient_since = context.now
         self._ask()
 
     def _ask(self) -> None:
-        self._asked_at = self._ctx.now
+        self.asked_at = self._ctx.now
         for node in self._members:
-            self._ctx.send(node, JoinRequest(self._ctx.node))
+            self._ctx.send(node, JoinRequest(self._ctx.node, self._rack))
 
     def tick(self) -> None:
         ctx = self._ctx
         waited_s = ctx.now - ctx.patient_since
         if waited_s >= ctx.timing.start_timeout_s:
             ctx.fence(f"the job has not taken this host in within {waited_s:.0f} s")
-        elif ctx.now - self._asked_at >= ctx.timing.heartbeat_interval_s:
+        elif ctx.now - self.asked_at >= ctx.timing.heartbeat_interval_s:
             self._ask()
 
     def link_lost(self, node: NodeId, reason: str) -> None:

@@ -105,9 +105,10 @@ class RankFailed(Message, frozen=True):
 
 
 class JoinRequest(Message, frozen=True):
-    """A host that is no member -> every member, until a decided plan has it in its world."""
+    """A host that is no member -> every member, until a decided plan has it in its world. `rack`: "" if it has none."""
 
     node: NodeId
+    rack: str = ""
 
 
 class Prepare(Message, frozen=True):
@@ -123,7 +124,7 @@ class Promise(Message, frozen=True):
     """Member -> proposer. `accepted` is the plan this member has accepted for that generation, if any, with its
     ballot; `holdings` and `store` are as in Report, taken after the member has fenced the old generation. `failed`: the
     ranks of this node whose process is gone. `committed`: the newest step this member knows to be committed, over all
-    generations; `training`: whether it knows that training has begun."""
+    generations; `committed_here`: in this one; `training`: whether it knows that training has begun."""
 
     ballot: Ballot
     accepted: tuple[Ballot, SwapPlan] | None
@@ -133,6 +134,7 @@ class Promise(Message, frozen=True):
     committed: Step = NO_STEP
     training: bool = False
     checkpoint: Checkpoint = Checkpoint()
+    committed_here: Step = NO_STEP
 
 
 class Propose(Message, frozen=True):

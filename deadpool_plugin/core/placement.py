@@ -1,15 +1,17 @@
 """Who mirrors whom, who takes over from whom, and which rank a spare rehearses: functions of the world alone.
 
 Rules of this file: pure functions; every node computes the same answer from the same world, so none of it is ever
-sent. May import types only.
+sent (but where racks matter). May import mirrors and types only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 
 import msgspec
 
+from .mirrors import assign
 from .types import NodeId, Rank, World
 
 
@@ -25,12 +27,15 @@ class Rehearsal(msgspec.Struct, frozen=True):
 def buddies_of(world: World, node: NodeId, copies: int) -> tuple[NodeId, ...]:
     """The nodes that hold `node`'s mirrors: the next `copies` active ones of the ring, then spares if too few.
 
+    Where the world names racks it has an assignment of its own (mirrors.py), made for the job's `copies`.
     Returns: () for a node without ranks; fewer than `copies` where the world has no more members.
     """
     ring = world.active
-    if node not in ring:
+    if not world.ranks_of(node):
         return ()
-    own = ring.index(node)
+    own = world.positions[node]
+    if world.mirrors:
+        return world.mirrors[own]
     return (ring[own + 1 :] + ring[:own] + world.spares)[:copies]
 
 
@@ -83,17 +88,46 @@ def takers_of(world: World, lost: Collection[NodeId], joined: Collection[NodeId]
     return takers
 
 
-def world_after(world: World, lost: Collection[NodeId], joined: Collection[NodeId] = ()) -> World | None:
+def world_after(
+    world: World,
+    lost: Collection[NodeId],
+    joined: Collection[NodeId] = (),
+    racks: Mapping[NodeId, str] = MappingProxyType({}),
+    copies: int = 1,
+) -> World | None:
     """The next generation's world without the `lost` nodes and with the `joined` hosts as its last spares.
 
+    Args: racks: those of the joined hosts.
     Returns: the same ranks at the same ring positions, or None if spares run out.
     """
     takers = takers_of(world, lost, joined)
     if takers is None:
         return None
     gone = set(lost) | set(takers.values())
-    return World(
+    after = World(
         generation=world.generation + 1,
         node_of=tuple(takers.get(node, node) for node in world.node_of),
         spares=tuple(spare for spare in (*world.spares, *joined) if spare not in gone),
     )
+    before = {
+        takers.get(node, node): [takers.get(buddy, buddy) for buddy in buddies_of(world, node, copies)]
+        for node in world.active
+    }
+    return with_racks(after, {**dict(world.racks), **racks}, copies, before)
+
+
+def with_racks(
+    world: World,
+    racks: Mapping[NodeId, str],
+    copies: int,
+    before: Mapping[NodeId, Collection[NodeId]] = MappingProxyType({}),
+) -> World:
+    """`world` with its members' racks and the mirrors that follow from them; as it is if they have none.
+
+    Args: before: whose mirrors are where already.
+    """
+    known = tuple((node, racks[node]) for node in world.members if racks.get(node))
+    if not known:
+        return world
+    placed = msgspec.structs.replace(world, racks=known)
+    return msgspec.structs.replace(placed, mirrors=assign(placed, copies, before))

@@ -7,7 +7,7 @@ with a reason, not an exception. May import ledger, placement and types only.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .ledger import Ledger, RestorePoint
 from .placement import world_after
@@ -20,7 +20,8 @@ class Situation:
 
     Args: ledger: the survivors' holdings, taken after they fenced this generation. stores: what they offer.
         may_start_over: nothing is committed and nobody knows of training, so the script may begin again.
-        copies: on how many other nodes each snapshot shall be.
+        committed: the newest step of this generation somebody knows to be committed (`newest_committed`: of any).
+        copies: on how many other nodes each snapshot shall be. racks: of the hosts that have joined.
     """
 
     world: World
@@ -32,6 +33,8 @@ class Situation:
     joined: tuple[NodeId, ...] = ()
     may_start_over: bool = False
     copies: int = 1
+    committed: Step = NO_STEP
+    racks: Mapping[NodeId, str] = field(default_factory=dict)
 
     @property
     def survivors(self) -> tuple[NodeId, ...]:
@@ -54,14 +57,14 @@ def plan_swap(case: Situation) -> SwapPlan | NoSpare | Unrecoverable:
 
     Returns: a plan whose `store` is "" if no survivor offers one (yet), and always if the script begins again.
     """
-    point = case.ledger.restore_point(case.world, case.survivors, case.copies, case.newest_committed)
+    point = case.ledger.restore_point(case.world, case.survivors, case.copies, case.committed)
     if isinstance(point, str) and case.may_start_over:
         point = RestorePoint(NO_STEP, ())
     if isinstance(point, str):
         return _unrecoverable(case, point, case.newest_committed)
     # Its coordinator may have died before it told anybody what was committed.
     newest = max(case.newest_committed, point.step)
-    after = world_after(case.world, case.lost, case.joined)
+    after = world_after(case.world, case.lost, case.joined, case.racks, case.copies)
     if after is None:
         return NoSpare(_unrecoverable(case, _shortage(case), newest))
     return SwapPlan(

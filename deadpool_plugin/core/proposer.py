@@ -109,6 +109,8 @@ class Proposer:
             joined=ctx.joinable,
             may_start_over=not ctx.has_trained and ctx.newest_committed == NO_STEP,
             copies=ctx.policy.copies,
+            committed=max((promise.committed_here for promise in promises.values()), default=NO_STEP),
+            racks=ctx.candidates,
         )
         return plan_swap(case)
 

@@ -1,7 +1,8 @@
 """What a spare has been told to rehearse, and how far that is.
 
 Rules of this file: one task a local slot, the newest counts; a rehearsal that fails is ordered again, as often as a
-lost process is replaced, then the node gives up. May import everything of core but the controller's other parts.
+lost process is replaced, then the node gives up. What fails for want of a source that is lost does not count. May
+import everything of core but the controller's other parts.
 """
 
 from __future__ import annotations
@@ -54,16 +55,22 @@ class Rehearsing:
         task = self._tasks.get(slot)
         if task is not None and task.rank != event.rank:
             return False  # of a task that has been overtaken
+        if task is not None and task.source in ctx.suspects:
+            self._drop(slot)  # the next generation names a source that lives
+            return True
         self._failed[slot] += 1
         if task is None or self._failed[slot] > ctx.policy.restarts_max:
             self._failures.give_up(f"rehearsal of rank {event.rank} failed: {event.reason}")
             return False
-        self._inventory.rehearsed.pop(slot, None)
         if ctx.swapping:
-            del self._tasks[slot]
+            self._drop(slot)
         else:
             self._start(task)
         return True
+
+    def _drop(self, slot: int) -> None:
+        self._inventory.rehearsed.pop(slot, None)
+        del self._tasks[slot]
 
     def begin_generation(self) -> None:
         """Whoever runs ranks rehearses no more, and what was recorded of a start that did not happen is void."""

@@ -30,12 +30,15 @@ class World(msgspec.Struct, frozen=True, array_like=True, dict=True):
     """Which node runs which rank in one generation, and who stands by.
 
     `node_of[rank]` is the node of that rank; `spares` are the standing-by nodes in the order in which they
-    take over.
+    take over. `racks`: the rack of each member that has one; who has none stands alone. `mirrors`: where racks matter,
+    the buddies of each active node, in the order of `active` (else they follow from the ring, see placement.py).
     """
 
     generation: Generation
     node_of: tuple[NodeId, ...]
     spares: tuple[NodeId, ...] = ()
+    racks: tuple[tuple[NodeId, str], ...] = ()
+    mirrors: tuple[tuple[NodeId, ...], ...] = ()
 
     @cached_property
     def active(self) -> tuple[NodeId, ...]:
@@ -66,6 +69,14 @@ class World(msgspec.Struct, frozen=True, array_like=True, dict=True):
 
     def ranks_of(self, node: NodeId) -> tuple[Rank, ...]:
         return self._ranks.get(node, ())
+
+    def rack_of(self, node: NodeId) -> str:
+        """What may fail together with `node` as a whole: its rack, or itself alone."""
+        return self._rack_of.get(node, f"node {node}")
+
+    @cached_property
+    def _rack_of(self) -> dict[NodeId, str]:
+        return {node: f"rack {rack}" for node, rack in self.racks}
 
 
 class Holding(msgspec.Struct, frozen=True, array_like=True):

@@ -22,6 +22,7 @@ class Voter:
         self._ctx, self._inventory, self._failures = context, inventory, failures
         self.acceptor = Acceptor()
         self._postponed: tuple[NodeId, Prepare] | None = None
+        self._votes: set[tuple[Ballot, bool]] = set()
 
     def prepare(self, sender: NodeId, message: Prepare) -> None:
         ctx = self._ctx
@@ -75,10 +76,11 @@ class Voter:
                 store=self._inventory.store,
                 failed=self._failures.own,
                 committed=ctx.newest_committed,
+                committed_here=ctx.committed,
                 training=ctx.has_trained,
                 checkpoint=ctx.checkpoint,
             )
-            ctx.voted_at = ctx.now
+            self._voted((promised, False))
             ctx.send(promised.node, promise)
 
     def propose(self, sender: NodeId, message: Propose) -> None:
@@ -89,10 +91,16 @@ class Voter:
             ctx.fence(f"counted as lost by node {sender}")
         elif self.acceptor.accept(message.ballot, message.plan):
             self.fence_generation()
-            ctx.voted_at = ctx.now
+            self._voted((message.ballot, True))
             ctx.send(sender, Accepted(message.ballot))
         else:
             self._refuse(sender, message.ballot)
+
+    def _voted(self, vote: tuple[Ballot, bool]) -> None:
+        """The first time only: said again it may be long decided, and others have watched our silence since."""
+        if vote not in self._votes:
+            self._votes.add(vote)
+            self._ctx.voted_at = self._ctx.now
 
     def _refuse(self, sender: NodeId, ballot: Ballot) -> None:
         if self.acceptor.promised is not None:

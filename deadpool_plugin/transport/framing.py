@@ -7,6 +7,7 @@ mean. A length beyond the limit ends the stream (`CorruptFrame`), because there 
 from __future__ import annotations
 
 import asyncio
+import errno
 import struct
 from collections.abc import Callable, Iterator
 
@@ -15,6 +16,8 @@ from ..errors import CorruptFrame, TransportError
 LENGTH = struct.Struct("!I")
 CONTROL_FRAME_BYTES_MAX = 16 << 20
 CONTROL_BACKLOG_BYTES_MAX = 64 << 20
+UNANSWERED = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH})
+"""How a connection ends whose other end our kernel hears nothing of: that says no more than any silence."""
 
 
 class ConnectionClosed(TransportError):
@@ -73,6 +76,8 @@ class FrameProtocol(asyncio.Protocol):
         on_frame: called with each body; raising CorruptFrame ends the connection with that reason.
         on_lost: called exactly once when the connection has ended, with the reason for people.
         on_made: called when `send` begins to work, before the first frame.
+
+    `timed_out`: it has ended for want of an answer, not because anybody ended it.
     """
 
     def __init__(
@@ -91,6 +96,7 @@ class FrameProtocol(asyncio.Protocol):
         self._buffer = FrameBuffer(limit_bytes)
         self._transport: asyncio.Transport | None = None
         self._reason = ""
+        self.timed_out = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -108,6 +114,7 @@ class FrameProtocol(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
+        self.timed_out = isinstance(exc, OSError) and exc.errno in UNANSWERED
         self._on_lost(self._reason or (str(exc) if exc else "the peer closed the connection"))
 
     def send(self, body: bytes) -> bool:

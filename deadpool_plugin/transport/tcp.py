@@ -57,6 +57,8 @@ class ControlMesh(ControlTransport):
         on_guest: OnGuest = guests.nobody_joins,
     ) -> None:
         self.dropped: Counter[NodeId] = Counter()
+        self.timed_out: set[NodeId] = set()
+        """Lost because their kernel answered no more, which is no sign that they are gone."""
         self._node = node
         self._secret = secret
         self._bind = (bind_host, port_range)
@@ -213,6 +215,8 @@ class ControlMesh(ControlTransport):
             return
         del self._links[peer]
         self._changed.set()
+        if link.timed_out:
+            self.timed_out.add(peer)
         if not self._closing and peer not in self._barred:
             self._on_lost(peer, reason)
 

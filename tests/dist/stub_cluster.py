@@ -185,6 +185,10 @@ class StubCluster:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
+    @staticmethod
+    def signal_pid(pid: int, number: int) -> None:
+        os.kill(pid, number)
+
     def close(self) -> None:
         for node in range(self.nodes):
             self.signal_node(node, signal.SIGKILL)

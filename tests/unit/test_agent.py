@@ -16,7 +16,7 @@ from deadpool_plugin.agent import proc
 from deadpool_plugin.agent.output import Lines, Pipe, Writer
 from deadpool_plugin.agent.reports import Reports
 from deadpool_plugin.agent.watch import Watch, described_exit
-from deadpool_plugin.agent.world import Place, described, form_world, spare_nodes, worker_env
+from deadpool_plugin.agent.world import Place, described, form_world, rack_named, spare_nodes, worker_env
 from deadpool_plugin.errors import ConfigError
 from deadpool_plugin.transport.rendezvous import Hello
 
@@ -52,6 +52,16 @@ def test_ranks_are_numbered_over_the_active_nodes():
     env = worker_env(Place(2, 4, 2, "m", 5), world, 3, 2, 1, "10.0.0.3")
     assert (env["RANK"], env["WORLD_SIZE"], env["LOCAL_RANK"], env["LOCAL_SIZE"]) == ("3", "6", "1", "2")
     assert (env["CROSS_RANK"], env["CROSS_SIZE"], env["MASTER_ADDR"]) == ("1", "3", "m")
+
+
+def test_racks_are_named_by_host_or_index():
+    racks = {"left": ["a", "1", "host-that-joins-later"], "right": ["c.lan"]}
+    world = form_world([hello(node) for node in range(4)], 1, racks, copies=1)
+    assert dict(world.racks) == {0: "left", 1: "left", 2: "right"}
+    assert [world.rack_of(node) for node in (2, 3)] == ["rack right", "node 3"]
+    assert 1 not in world.mirrors[0] and 0 not in world.mirrors[1]
+    assert described(world, HOSTS)[2:] == ["node 2 c.lan: ranks 4-5, rack right", "node 3 d.lan: spare"]
+    assert rack_named(7, "host-that-joins-later.lan", racks) == "left" and rack_named(8, "x", racks) == ""
 
 
 @pytest.mark.parametrize(

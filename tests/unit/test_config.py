@@ -60,6 +60,8 @@ def test_an_empty_file_is_valid(tmp_path):
         ("port_range: [5000, 5001]", "at least 4"),
         ("on_no_spare: pray", "'stop' or 'wait' (found 'pray')"),
         ("header_kib: 4096\nhistory_limit_mib: 4", "header_kib"),
+        ("racks: {a: [x, y], b: [y]}", "names y twice"),
+        ("racks: {a: x}", "racks"),
         ("- a\n- b", "holds a list"),
         ("a: [", "is not YAML"),
     ],

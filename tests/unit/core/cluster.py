@@ -54,6 +54,7 @@ class Node:
     """Each store offered and the rank whose process hosts it (-1: a standing-by one)."""
     exit: tuple[int, str] | None = None
     killed: bool = False
+    paused: bool = False
     rehearsals: list[io.StartRehearsal] = field(default_factory=list)
     events: list[io.Emit] = field(default_factory=list)
 
@@ -280,6 +281,9 @@ class Cluster:
             for worker in node.workers.values():
                 worker.live = False
             self.offer(node)
+        elif isinstance(action, (io.PauseWorkers, io.ResumeWorkers)):
+            assert node.paused is isinstance(action, io.ResumeWorkers)
+            node.paused = not node.paused
         elif isinstance(action, io.Reconfigure):
             self.reconfigure(node, action.plan)
         elif isinstance(action, io.Emit):
@@ -296,7 +300,7 @@ class Cluster:
     def reconfigure(self, node: Node, plan: SwapPlan) -> None:
         generation = plan.world.generation
         assert self.plans.setdefault(generation, plan) == plan, "ONE_WORLD_PER_GENERATION"
-        assert node.fence == generation
+        assert node.fence == generation and not node.paused
         self.check_nothing_lost(plan)
         self.check_stopped(plan)
         assert plan.world.node_of != () and len(plan.world.node_of) == len(self.world.node_of)
@@ -335,7 +339,7 @@ class Cluster:
         """Whoever is replaced has stopped before, unless its agent stood still till now or a link to it has ended."""
         for number in plan.lost_nodes:
             node = self.nodes[number]
-            running = [rank for rank, worker in node.workers.items() if worker.live]
+            running = [] if node.paused else [rank for rank, worker in node.workers.items() if worker.live]
             slept_s = self.clock(node) - node.controller._ctx.now
             excused = not node.up or slept_s > TIMING.heartbeat_interval_s or any(number in pair for pair in self.gone)
             assert excused or not running, f"node {number} is replaced and still runs {running}"
@@ -411,7 +415,7 @@ class Cluster:
 
     def can_work(self, node: Node, rank: Rank) -> bool:
         worker = node.workers[rank]
-        if not worker.live or worker.finished:
+        if not worker.live or worker.finished or node.paused:
             return False
         if not self.staged(node, worker):
             return may_stage(worker.step, node.committed)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
-from deadpool_plugin.core import timing
+from deadpool_plugin.core import io, timing
 from deadpool_plugin.core.contact import Contact
 from deadpool_plugin.core.membership import is_quorum, value_of_quorum
 from deadpool_plugin.core.policy import Policy
@@ -45,7 +45,8 @@ def elapse(cluster: Cluster, seconds: float) -> None:
 
 
 def running(cluster: Cluster) -> set[int]:
-    return {n for n, node in cluster.nodes.items() if node.up and any(w.live for w in node.workers.values())}
+    nodes = {n: node for n, node in cluster.nodes.items() if node.up and not node.paused}
+    return {n for n, node in nodes.items() if any(worker.live for worker in node.workers.values())}
 
 
 @settings(max_examples=120, phases=[Phase.explicit, Phase.generate], deadline=None, derandomize=True)
@@ -121,16 +122,59 @@ def test_voters_that_are_not_patient_are_found_out(monkeypatch):
         replaced_by_who_had_lost_it_first(cluster)
 
 
+@pytest.mark.parametrize("alone", [0, 1])
 @pytest.mark.parametrize("name", WORLDS)
-def test_a_short_silence_costs_a_regroup_and_nobody(name):
+def test_a_short_silence_costs_nothing_but_its_time(name, alone):
+    """Node 1 is cut off for a while, or node 0 is, the coordinator: then everybody waits."""
     cluster = trained(WORLDS[name], seed=3)
-    cluster.isolate([1])
-    assert cluster.run(lambda: 1 not in running(cluster))
+    cluster.isolate([alone])
+    assert cluster.run(lambda: alone not in running(cluster))
     cluster.silent.clear()
     cluster.hold = False
     assert cluster.run()
-    assert set(cluster.exits().values()) == {0}
-    assert all(plan.lost_nodes == () for plan in cluster.plans.values())
+    assert set(cluster.exits().values()) == {0} and not cluster.plans
+    assert len(cluster.said("ContactLost")) == len(cluster.said("ContactRegained")) >= 1
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_one_late_agent_costs_no_swap(late):
+    """It stands still for most of the patience (swap disk, a throttled group), time and again; all else is well."""
+    cluster = trained(WORLDS["4+1"], seed=4)
+    for _ in range(4):
+        cluster.nodes[late].frozen = True
+        elapse(cluster, 0.85 * TIMING.silent_after_s)
+        cluster.nodes[late].frozen = False
+        elapse(cluster, TIMING.silent_after_s)
+    cluster.hold = False
+    assert cluster.run()
+    assert set(cluster.exits().values()) == {0} and not cluster.plans
+
+
+def test_everybody_stopped_together_goes_on():
+    cluster = trained(WORLDS["4+1"], seed=5)
+    cluster.now += 3 * TIMING.silent_after_s
+    elapse(cluster, TIMING.silent_after_s)
+    cluster.hold = False
+    assert cluster.run()
+    assert set(cluster.exits().values()) == {0} and not cluster.plans
+
+
+def test_a_node_that_is_a_quorum_alone_needs_nobody():
+    cluster = trained(World(0, (0, 0), (1,)), seed=5)
+    cluster.isolate([0])
+    cluster.hold = False
+    assert cluster.run()
+    assert cluster.exits() == {0: 0, 1: 86} and not cluster.said("ContactLost")
+
+
+def test_a_link_that_timed_out_is_no_more_than_silence():
+    """Node 4 hears nothing of node 0, and its kernel says so; all others hear it, so node 4 goes."""
+    cluster = trained(WORLDS["4+1"], seed=6)
+    cluster.silent |= {(0, 4), (4, 0)}
+    elapse(cluster, 0.9 * TIMING.silent_after_s)
+    cluster.feed(cluster.nodes[4], io.LinkLost(0, "timed out", silent=True))
+    assert cluster.run(lambda: not cluster.nodes[4].up)
+    assert cluster.nodes[0].up and cluster.newest().lost_nodes == (4,)
 
 
 @pytest.mark.parametrize("lost", [0, 1])

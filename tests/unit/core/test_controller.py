@@ -296,3 +296,14 @@ def test_the_newest_store_of_a_process_that_runs_a_rank_is_offered():
     assert store() == "a"
     controller.step(io.StoreLost("a"), controller._ctx.now)
     assert store() == "c", "better than none"
+
+
+def test_a_rehearsal_that_fails_for_want_of_its_lost_source_is_nobodys_fault():
+    controller = Controller(3, TIMING, Policy(restarts_max=0))
+    controller.step(io.WorldFormed(WORLD), 0.0)
+    hear(controller, 0, Rehearse(0, 0, 1, 1))
+    controller.step(io.LinkLost(1, "reset"), 0.1)
+    controller.step(io.SpareFailed(0, 1, "no recording"), 0.2)
+    assert not controller.ended
+    hear(controller, 0, Rehearse(0, 0, 1, 2), 0.3)
+    assert controller.step(io.SpareFailed(0, 1, "no recording"), 0.4)[-1].exit_code == 87

@@ -1,0 +1,57 @@
+"""Standing still: a node that others may replace stops what runs its ranks, and lets it go on if nobody has.
+
+Rules of this file: whoever is stopped here does nothing at all, whatever it was in (a collective, a save, the script's
+own code), and its children with it; the watch does not take it for stuck. Who had been stopped before stays so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Sequence
+
+from . import proc
+from .slots import Slot
+from .watch import Watch
+
+
+class Pausing:
+    """Thread: the event loop's only. `active` while processes are stopped."""
+
+    def __init__(self, job_tag: str, slots: Sequence[Slot], watch: Watch) -> None:
+        self._job_tag, self._slots, self._watch = job_tag, slots, watch
+        self._stopped: list[int] = []
+        self.active = False
+
+    def pause(self) -> None:
+        """Stop every process that runs a rank. Blocks: a few ms."""
+        self.active = True
+        for slot in self._slots:
+            if slot.serving is not None and slot.process is not None and slot.process.pid:
+                self._stop(slot.process.pid)  # at once; then what it has started
+                for pid in proc.tagged(f"{self._job_tag}{slot.local_rank}."):
+                    if pid != slot.standby_pid:
+                        self._stop(pid)
+        self._watch.excuse(self._stopped)
+
+    def _stop(self, pid: int) -> None:
+        status = proc.look(pid)
+        if status is not None and not status.stopped:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGSTOP)
+                self._stopped.append(pid)
+
+    def resume(self) -> None:
+        self._end(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """They end as they stand."""
+        self._end(signal.SIGKILL)
+
+    def _end(self, number: signal.Signals) -> None:
+        stopped, self._stopped, self.active = self._stopped, [], False
+        self._watch.excuse(())
+        for pid in stopped:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)

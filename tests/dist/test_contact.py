@@ -1,0 +1,29 @@
+"""Agents that are late, with real processes: a rank stands still meanwhile, and nobody is replaced for it."""
+
+from __future__ import annotations
+
+import signal
+
+from stub_cluster import StubCluster
+from test_agent_swap import RUN, finishes, ready
+
+from deadpool_plugin import events
+
+
+def test_ranks_stand_still_while_their_agents_have_no_contact_and_go_on(tmp_path):
+    """The coordinator's agent is stopped until the others have lost contact: longer costs it its place."""
+    cluster = StubCluster(tmp_path, 4, 1, *RUN, patience_s=8.0)
+    try:
+        ready(cluster)
+        (agent,) = cluster.pids(0, "agent")
+        cluster.signal_pid(agent, signal.SIGSTOP)
+        cluster.wait_for("lost contact", lambda: cluster.events(events.ContactLost))
+        cluster.signal_pid(agent, signal.SIGCONT)
+        cluster.wait_for(
+            "contact again",
+            lambda: len(cluster.events(events.ContactRegained)) == len(cluster.events(events.ContactLost)),
+        )
+        finishes(cluster, lost=())
+        assert not cluster.events(events.SwapPlanned) and not cluster.events(events.RankLost)
+    finally:
+        cluster.close()
