@@ -77,7 +77,7 @@ class Checkers:
         assert isinstance(lost, tuple)
         for number in proposer.controller._ctx.watch.silent & set(lost):
             node = self._cluster.nodes[number]
-            runs = number in self._world_before(generation).node_of and node.controller._ctx.has_trained
+            runs = any(process.in_training and not process.held for process in node.processes.alive)
             if runs and node.up and not node.paused and node.store.fence < generation:
                 raise Violation("NO_STALE_WRITE", f"node {number} still runs what generation {generation} gives away")
 

@@ -125,7 +125,7 @@ class Cluster:
                     assert asked.controller.world is not None
                     self._arriving = None
                     members = tuple(n for n in asked.controller.world.members if n in there)
-                    node.feed(io.Joining(members))
+                    node.feed(io.Joining(members, self.scenario.rack_of(number)))
                     node.start_clock()
                     return
             yield RETRY_S

@@ -109,7 +109,7 @@ class Mirroring:
         if ok:
             self._failing_since.pop(buddy, None)
         elif node.timeline.now - self._failing_since.setdefault(buddy, node.timeline.now) > node.timing.silent_after_s:
-            node.feed(LinkLost(buddy, f"node {node.number} cannot mirror to it: {reason}"))
+            node.feed(LinkLost(buddy, f"node {node.number} cannot mirror to it: {reason}", silent=True))
         else:
             node.timeline.after(RETRY_S, node.do, again)
 

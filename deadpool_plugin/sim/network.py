@@ -23,6 +23,8 @@ from .rules import Rules
 
 RETRY_S = 0.2
 FLUSH_S = 1.0
+UNANSWERED = "nothing was acknowledged in time"
+"""Why a link has ended that nobody ended."""
 QUEUE_MAX = 20_000
 """Messages on one link nobody reads: more than this is no queue but a leak (BOUNDED)."""
 
@@ -121,7 +123,7 @@ class Network:
         if line.stalled_since is None:
             line.stalled_since = now
         if now - line.stalled_since >= self._user_timeout_s:
-            self._give_up(source, target, line, f"nothing was acknowledged for {self._user_timeout_s:g} s")
+            self._give_up(source, target, line, UNANSWERED)
         else:
             line.retrying = True
             self._timeline.after(RETRY_S * (0.5 + self._rng.random()), self._pump, source, target, line)
@@ -130,7 +132,7 @@ class Network:
         """What was sent has arrived, but no acknowledgement could come back then, nor can it now."""
         line.awaits_ack = False
         if line.open and self.rules.is_cut(self._timeline.now, target, source):
-            self._give_up(source, target, line, f"nothing was acknowledged for {self._user_timeout_s:g} s")
+            self._give_up(source, target, line, UNANSWERED)
 
     def _give_up(self, source: NodeId, target: NodeId, line: Line, reason: str) -> None:
         line.waiting.clear()

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 from ..core import io
 from ..core.controller import Controller
 from ..core.messages import AnyMessage, Goodbye
-from ..core.types import EXIT_FENCED, NodeId, World
+from ..core.types import EXIT_FENCED, Generation, NodeId, World
 from .mirroring import Mirroring
+from .network import UNANSWERED
 from .processes import Processes
 from .store import Store
 from .takeover import Rehearsals, TakeOvers
@@ -37,6 +38,7 @@ class Node:
         self.up, self.dark, self.paused = True, False, False
         self.exit: tuple[int, str] | None = None
         self.barred: set[NodeId] = set()
+        self._acted_on: Generation = 0
         self._backlog: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
         self._inputs: deque[io.Input] = deque()
         self._stepping = False
@@ -52,6 +54,8 @@ class Node:
             io.StartRehearsal: self.rehearsals.order,
             io.Commit: self._commit,
             io.AbortWorkers: self._abort,
+            io.PauseWorkers: lambda action: self.processes.pause(),
+            io.ResumeWorkers: lambda action: self.processes.resume(self.store.fence, self._acted_on),
             io.Reconfigure: self._reconfigure,
             io.Emit: lambda action: cluster.said(self, action),
             io.Leave: self._leave,
@@ -145,7 +149,7 @@ class Node:
 
     def link_lost(self, peer: NodeId, reason: str) -> None:
         if peer not in self.barred:
-            self.feed(io.LinkLost(peer, reason))
+            self.feed(io.LinkLost(peer, reason, silent=reason == UNANSWERED))
 
     def heard(self, process: Process, handle: Callable[..., object], *arguments: Any) -> None:
         """A process of this node says something; last words of one that was replaced mean nothing."""
@@ -168,6 +172,7 @@ class Node:
 
     def _reconfigure(self, action: io.Reconfigure) -> None:
         self.cluster.checkers.reconfigured(self, action.plan)
+        self._acted_on = action.plan.world.generation
         self.takeovers.act(action.plan)
         for node in action.plan.lost_nodes:
             self.barred.add(node)

@@ -1,6 +1,6 @@
 """A simulated node's slots and the processes in them: orders, deaths, deadlines.
 
-Rules of this file: the contract of agent/workers.py, agent/lives.py and agent/unwinding.py. An order replaces the
+Rules of this file: the contract of agent/workers.py, lives.py, unwinding.py and pausing.py. An order replaces the
 process of the order before, whose last words mean nothing from then on; a death becomes an input once, when it is
 noticed; whoever has not left its call when the phase is over is killed and replaced.
 """
@@ -50,7 +50,7 @@ class Processes:
         self._node = node
         self.slots = [Slot(number) for number in range(slots)]
         self.committed: Step = NO_STEP
-        self.ending = False
+        self.ending = self.paused = False
         self._orders = 0
         self._start: tuple[Generation, str] | None = None
 
@@ -107,16 +107,34 @@ class Processes:
                 slot.serving.commit(step)
 
     def abort(self, generation: Generation) -> None:
-        """Interrupt everybody; a deadline for those that are in training."""
-        asked = []
+        """Interrupt everybody."""
         for slot in self.slots:
-            process = slot.serving
-            if process is not None:
-                process.abort(generation)
-                if process.in_training or process.took_over:
-                    asked.append((slot, process))
+            if slot.serving is not None:
+                slot.serving.abort(generation)
+        if not self.paused:
+            self._await_unwinding(generation)
+
+    def _await_unwinding(self, generation: Generation) -> None:
+        """A deadline for those that are in training."""
+        serving = [(slot, slot.serving) for slot in self.slots if slot.serving is not None]
+        asked = [(slot, process) for slot, process in serving if process.in_training or process.took_over]
         node = self._node
         node.timeline.after(node.timing.phase_timeout_s, node.do, self._expire, generation, asked)
+
+    def pause(self) -> None:
+        """Whatever runs a rank stands still."""
+        self.paused = True
+        for slot in self.slots:
+            if slot.serving is not None:
+                slot.serving.hold()
+
+    def resume(self, fence: Generation, generation: Generation) -> None:
+        """They go on; if `generation` was fenced meanwhile the time to unwind begins now."""
+        self.paused = False
+        for process in self.alive:
+            process.go_on()
+        if fence > generation:
+            self._await_unwinding(fence)
 
     def _expire(self, generation: Generation, asked: list[tuple[Slot, Process]]) -> None:
         for slot, process in asked:

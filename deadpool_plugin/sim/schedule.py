@@ -12,12 +12,13 @@ from typing import Any
 
 import msgspec
 
-from ..core.types import World
+from ..core.placement import with_racks
+from ..core.types import NodeId, World
 
 KINDS = {
     "crash": "a host loses its power: silence",
     "kill": "all processes of a host are killed: its kernel resets every connection",
-    "rack": "several hosts lose their power at once",
+    "rack": "a rack loses its power, or several hosts where racks are not known",
     "process": "a rank's process is killed; its host is well",
     "error": "a rank's script raises",
     "stuck": "a rank's process stands still and is killed by its agent",
@@ -82,6 +83,7 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     active: int
     spares: int
     slots: int
+    racks: int
     shards: int
     steps: int
     copies: int
@@ -99,7 +101,12 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def world(self) -> World:
         node_of = tuple(node for node in range(self.active) for _ in range(self.slots))
-        return World(0, node_of, tuple(range(self.active, self.active + self.spares)))
+        world = World(0, node_of, tuple(range(self.active, self.active + self.spares)))
+        return with_racks(world, {node: self.rack_of(node) for node in world.members}, self.copies)
+
+    def rack_of(self, node: NodeId) -> str:
+        """Hosts stand in `racks` racks by turns (0: nobody knows)."""
+        return f"r{node % self.racks}" if self.racks else ""
 
 
 class Ranges(msgspec.Struct, frozen=True):
@@ -126,6 +133,7 @@ def scenario(seed: int, ranges: Ranges = Ranges(), fixed: Mapping[str, Any] | No
         active=active,
         spares=spares,
         slots=slots,
+        racks=rng.choice((0, 0, 3, 4)),
         shards=ranks if ranks < 2 or rng.random() < 0.75 else -(-ranks // 2),
         steps=ranges.steps,
         copies=rng.choice((1, 1, 1, 2)),

@@ -96,21 +96,22 @@ class Store:
 
     def create_own(self, rank: Rank) -> Pair:
         """New slots for a rank that begins its script here; they replace what was held."""
-        return self._become_own(rank, Pair())
-
-    def _become_own(self, rank: Rank, pair: Pair) -> Pair:
         self._unlist(rank)
         self.mirrored.pop(rank, None)
-        self.own[rank] = pair
+        self.own[rank] = pair = Pair()
         return pair
 
     def adopt_own(self, pair: Pair, rank: Rank, step: Step, generation: Generation, replicas: tuple[Rank, ...]) -> None:
-        """Slots with `step` in them become the rank's own."""
+        """Slots with `step` in them become the rank's own. At no time is neither they nor a mirror held."""
         self.check(generation)
         if pair.get(step) is None:
             raise Refused(f"these slots of rank {rank} do not hold step {step}")
-        self._become_own(rank, pair)
+        self.mirrored.pop(rank, None)
+        self.own[rank] = pair
         self._list(Holding(rank, step, True, replicas))
+        for key in [key for key in self.listed if key[0] == rank and key[1] != step]:
+            del self.listed[key]
+            self._changed(*key)
 
     def staged(self, rank: Rank, step: Step, generation: Generation, replicas: tuple[Rank, ...]) -> Holding:
         """The own slot of `step` was sealed."""

@@ -167,7 +167,10 @@ class Strikes:
 
     def _rack(self, fault: Fault, node: Node) -> bool:
         self.crash(node)
-        for other in [other for other in self._cluster.nodes.values() if other.up][: fault.count - 1]:
+        up = [other for other in self._cluster.nodes.values() if other.up]
+        scenario = self._cluster.scenario
+        together = [other for other in up if scenario.rack_of(other.number) == scenario.rack_of(node.number)]
+        for other in together if scenario.racks else up[: fault.count - 1]:
             self.crash(other)
         return True
 

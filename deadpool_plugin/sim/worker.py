@@ -30,7 +30,8 @@ class Process:
     def __init__(self, node: Node, slot: int, order: int, rank: Rank, rehearses: bool) -> None:
         self.node, self.slot, self.order, self.rank, self.rehearses = node, slot, order, rank, rehearses
         self.alive = True
-        self.stuck = False
+        self.stuck = self.held = False
+        self._backlog: list[tuple[Callable[..., object], tuple[Any, ...]]] = []
         self.took_over = self.in_training = self.rehearsed = False
         self.unwound_for: Generation = 0
         self.store = ""
@@ -63,8 +64,21 @@ class Process:
             self.node.do(self._if_alive, work, *arguments)
 
     def _if_alive(self, work: Callable[..., object], *arguments: Any) -> None:
-        if self.alive and not self.stuck:
+        if self.held:
+            self._backlog.append((work, arguments))
+        elif self.alive and not self.stuck:
             work(*arguments)
+
+    def hold(self) -> None:
+        """SIGSTOP: it stands still, and what comes for it waits."""
+        self.held = True
+
+    def go_on(self) -> None:
+        """SIGCONT."""
+        self.held = False
+        backlog, self._backlog = self._backlog, []
+        for work, arguments in backlog:
+            self.do(work, *arguments)
 
     def end(self) -> None:
         """Killed, or gone by itself."""
