@@ -130,9 +130,13 @@ class Network:
 
     def _check_ack(self, source: NodeId, target: NodeId, line: Line) -> None:
         """What was sent has arrived, but no acknowledgement could come back then, nor can it now."""
-        line.awaits_ack = False
-        if line.open and self.rules.is_cut(self._timeline.now, target, source):
+        now = self._timeline.now
+        if not (line.open and self.rules.is_cut(now, target, source)):
+            line.awaits_ack = False
+        elif self.rules.is_cut(now, target, source, self._user_timeout_s):
             self._give_up(source, target, line, UNANSWERED)
+        else:
+            self._timeline.after(RETRY_S, self._check_ack, source, target, line)
 
     def _give_up(self, source: NodeId, target: NodeId, line: Line, reason: str) -> None:
         line.waiting.clear()

@@ -38,6 +38,7 @@ class Rule:
     sources: Collection[NodeId]
     targets: Collection[NodeId]
     until: float
+    since: float = 0.0
     effects: int = 0
 
     def judge(self, source: NodeId, target: NodeId, rng: random.Random) -> Passage:
@@ -96,7 +97,9 @@ class Rules:
         self._rng = rng
         self._rules: list[Rule] = []
 
-    def add(self, rules: Sequence[Rule]) -> None:
+    def add(self, now: float, rules: Sequence[Rule]) -> None:
+        for rule in rules:
+            rule.since = now
         self._rules += rules
 
     def judge(self, now: float, source: NodeId, target: NodeId) -> Passage:
@@ -109,10 +112,13 @@ class Rules:
             copies, delay_s = copies * passage.copies, delay_s + passage.delay_s
         return Passage(min(copies, 2), delay_s)
 
-    def is_cut(self, now: float, source: NodeId, target: NodeId) -> bool:
-        """Whether nothing at all passes now."""
+    def is_cut(self, now: float, source: NodeId, target: NodeId, for_s: float = 0.0) -> bool:
+        """Whether nothing at all passes now, nor has for so long."""
         return any(
-            isinstance(rule, Cut) and now < rule.until and source in rule.sources and target in rule.targets
+            isinstance(rule, Cut)
+            and rule.since + for_s <= now < rule.until
+            and source in rule.sources
+            and target in rule.targets
             for rule in self._rules
         )
 

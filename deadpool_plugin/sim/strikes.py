@@ -219,7 +219,7 @@ class Strikes:
 
     def _add(self, rules: list[Rule]) -> bool:
         self._rules += rules
-        self._cluster.network.rules.add(rules)
+        self._cluster.network.rules.add(self._cluster.timeline.now, rules)
         return True
 
     def _partition(self, fault: Fault, node: Node) -> bool:

@@ -62,7 +62,7 @@ class Ends:
         self.network.link(0, 1)
 
     def send(self, numbers, rules=(), after_s=0.0) -> None:
-        self.network.rules.add(list(rules))
+        self.network.rules.add(self.timeline.now, list(rules))
         for number in numbers:
             self.network.send(0, 1, JoinRequest(number))
         while self.timeline.step():
