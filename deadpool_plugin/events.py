@@ -49,9 +49,12 @@ class SpareReady(Event, frozen=True):
 
 
 class StepDone(Event, frozen=True):
+    """`output`: bytes in the rank's file of this node that were printed before the cut; -1 if that is not known."""
+
     rank: int
     step: int
     loss: float | None = None
+    output: int = -1
 
 
 class StepCommitted(Event, frozen=True):
@@ -130,9 +133,12 @@ class StateRestored(Event, frozen=True):
 
 
 class WorkerResumed(Event, frozen=True):
+    """`output`: as in StepDone."""
+
     rank: int
     step: int
     duration_s: float = 0.0
+    output: int = -1
 
 
 class FirstStepDone(Event, frozen=True):

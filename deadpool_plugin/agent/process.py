@@ -36,6 +36,7 @@ from .meeting import Lines
 from .mirroring import Mirroring
 from .output import Writer
 from .peers import Peers
+from .repeats import marked
 from .reports import Reports
 from .slots import Slot
 from .spares import Spares
@@ -156,7 +157,9 @@ class Agent:
             local.Restored: self._restored,
             local.RankReady: self._mirroring.rank_ready,
             local.Staged: self._mirroring.staged,
-            local.WorkerEvent: lambda slot, peer, event: self._reports.worker_event(event.kind, event.fields),
+            local.WorkerEvent: lambda slot, peer, event: self._reports.worker_event(
+                event.kind, marked(slot.pipe, event.kind, event.fields)
+            ),
         }
         self._controller = Controller(node, _timing(config), _policy(config))
         self._server = LocalServer(self._listener, self._workers.on_message, self._lives.closed)

@@ -14,6 +14,7 @@ from ..errors import DeadpoolError
 
 COMMANDS = {
     "join": "add this host to a running job",
+    "patch": "put the flag and the first statement into a checkout of Megatron-LM",
     "watch": "show what a job is doing",
 }
 """Command -> its line in the help; the module has the same name."""

@@ -18,6 +18,7 @@ from ..errors import GenerationChanged
 from . import rng
 from .adapter import CallKind
 from .calls import Call, forget
+from .output import flush
 from .saving import SaveCall
 from .swap import Swapping
 
@@ -138,6 +139,7 @@ class Live(Swapping):
         self.step += 1
         self._stage(self.step)
         self._log.prune(self.step)
+        flush()
         self._link.event("StepDone", rank=self._rank, step=self.step, loss=self._loss)
         self._report_first_step(self.step)
 

@@ -66,12 +66,18 @@ class Mute:
         self._silent.clear()
 
     def lift(self) -> None:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush()
         for fd, saved in zip((1, 2), self._saved, strict=True):
             os.dup2(saved, fd)
             os.close(saved)
         Mute.active = False
+
+
+def flush() -> None:
+    """Hand over what has been printed so far: at a cut, so that the agent knows what was printed before it."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
 
 
 def _not_the_scripts() -> bool:

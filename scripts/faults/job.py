@@ -200,7 +200,8 @@ class Job:
                 return
             if time.monotonic() > deadline:
                 raise Hang(f"waited for {what} for {patience_s or self.patience_s:g} s")
-            self._codes()
+            if None not in self._codes():
+                raise Hang(f"waited for {what}, but all hosts have ended")
             self._heal()
             time.sleep(POLL_S)
 
