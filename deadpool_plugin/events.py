@@ -73,6 +73,12 @@ class RankLost(Event, frozen=True):
     reason: str = ""
 
 
+class ContactLost(Event, frozen=True):
+    """This node has stopped its processes because the others may replace it; a swap follows, here or without it."""
+
+    reason: str = ""
+
+
 class HostJoined(Event, frozen=True):
     """A host has become a member of the running job."""
 
@@ -197,7 +203,7 @@ class Note(Event, frozen=True):
 
 AnyEvent = (
     NodeJoined | WorldFormed | TrainingStarted | SpareReady | StepDone | StepCommitted | NodeLost | RankLost
-    | HostJoined | WaitingForHost | CheckpointSaved | CheckpointCancelled | SwapPlanned | WorkerUnblocked
+    | ContactLost | HostJoined | WaitingForHost | CheckpointSaved | CheckpointCancelled | SwapPlanned | WorkerUnblocked
     | GroupsRebuilt | SnapshotFetched | StateRestored | WorkerResumed | FirstStepDone | SwapDone | Unprotected
     | Protected | Rehearsed | RehearsalFailed | PeerRefused | NodeFenced | JobFinished | JobStopped | Note
 )  # fmt: skip

@@ -110,10 +110,11 @@ class Lives:
         self._withdraw(process)
         self.lost(slot, process, reason)
 
-    def hosts(self, process: Process, address: str) -> None:
+    def hosts(self, slot: Slot, process: Process, address: str) -> None:
         """`process` offers a store for the next build of groups."""
         process.store = address
-        self._feed(io.StoreOffered(address))
+        stand_in = process.rehearses and not process.took_over
+        self._feed(io.StoreOffered(address, slot.local_rank, stand_in))
 
     def _withdraw(self, process: Process) -> None:
         """A store dies with the process that hosts it."""

@@ -49,13 +49,14 @@ class Pushes:
     def recording(self, rank: Rank, profile: Profile) -> None:
         """Every buddy shall hold what a stand-in for `rank` must know."""
         for buddy in self._buddies:
-            self._push_recording(buddy, rank, profile)
+            self._push_recording(buddy, rank, self._world.generation, profile)
 
-    def _push_recording(self, buddy: NodeId, rank: Rank, profile: Profile) -> None:
-        if buddy in self._buddies:
-            again = lambda: self._loop.call_later(_RETRY_S, self._push_recording, buddy, rank, profile)  # noqa: E731
-            done = lambda ok, reason: None if ok else self.soon(again)  # noqa: E731
-            self._peers.to(buddy).push_recording(rank, profile.encoded(), done)
+    def _push_recording(self, buddy: NodeId, rank: Rank, generation: Generation, profile: Profile) -> None:
+        if generation == self._world.generation:
+            again = lambda: self._push_recording(buddy, rank, generation, profile)  # noqa: E731
+            later = lambda: self._loop.call_later(_RETRY_S, again)  # noqa: E731
+            done = lambda ok, reason: None if ok else self.soon(later)  # noqa: E731
+            self._peers.to(buddy).push_recording(rank, generation, profile.encoded(), done)
 
     def snapshot(self, rank: Rank, step: Step, generation: Generation, profile: Profile, records: bytes) -> None:
         """Every buddy shall hold (rank, step), its payload only if no rank elsewhere keeps the same."""

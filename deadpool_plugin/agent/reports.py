@@ -59,6 +59,8 @@ def sentence(event: events.Event) -> str:
             return evidence
         case events.RankLost(rank=rank, reason=reason):
             return f"rank {rank} was lost and gets a new process on its node {event.node}: {reason}"
+        case events.ContactLost(reason=reason):
+            return f"node {event.node}: {reason}"
         case events.HostJoined(joined=joined):
             return f"node {joined} has joined the job"
         case events.WaitingForHost(reason=reason):

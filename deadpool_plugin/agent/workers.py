@@ -106,7 +106,7 @@ class Workers:
         if not host or host.startswith("127.") and not self.address.startswith("127."):
             host = self.address
         if slot.living is not None:  # else these are the last words of one that is known to be dead
-            self.lives.hosts(slot.living, f"{host}:{message.port}")
+            self.lives.hosts(slot, slot.living, f"{host}:{message.port}")
 
     def restored(self, slot: Slot, message: local.Restored) -> None:
         """The slot's process is in training in the new world."""

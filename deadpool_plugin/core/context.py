@@ -7,6 +7,9 @@ Rules of this file: a message to oneself goes through `loopback` and is handled 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
+
+import msgspec
 
 from .io import Action, Emit, Leave, Send
 from .membership import is_quorum
@@ -17,6 +20,7 @@ from .timing import Timing
 from .types import (
     EXIT_FENCED,
     EXIT_UNRECOVERABLE,
+    NEVER,
     NO_STEP,
     Checkpoint,
     Generation,
@@ -27,6 +31,14 @@ from .types import (
     Unrecoverable,
     World,
 )
+
+
+class Hearsay(msgspec.Struct, frozen=True):
+    """Whom the proposer we last promised counts as lost, and whom of them for nothing but its silence."""
+
+    proposer: NodeId
+    lost: Mapping[NodeId, str] = {}
+    silent: tuple[NodeId, ...] = ()
 
 
 class Context:
@@ -41,9 +53,8 @@ class Context:
         self.plan: SwapPlan | None = None
         """The plan this generation was decided by; None in generation 0."""
         self.watch = Watch()
-        self.hearsay: tuple[NodeId, dict[NodeId, str]] = (node, {})
-        """Whom the proposer we last promised counts as lost. Void if that proposer is lost itself: of two nodes that
-        have lost each other only one shall go."""
+        self.hearsay = Hearsay(node)
+        """Void if its proposer is lost itself: of two nodes that have lost each other only one shall go."""
         self.candidates: set[NodeId] = set()
         """Hosts that are no members and ask to become some."""
         self.actions: list[Action] = []
@@ -62,6 +73,13 @@ class Context:
         self.swap_since = 0.0
         self.waiting = False
         """The coordinator (perhaps one before it) waits for a host to join."""
+        self.stuck = ""
+        """Why this generation cannot go on as it is, as far as this node is concerned; "" if it can."""
+        self.contact_at = 0.0
+        """Until then, by our clock, a majority has been in contact with us for certain (contact.py)."""
+        self.voted_at = 0.0
+        self.echo: tuple[NodeId, float] = (node, NEVER)
+        """The newest Status of this generation: whose, and when it was sent by that node's clock."""
         self.patient_since = 0.0
         """Since when this node has waited for a decision that nobody has told it to wait for."""
 
@@ -82,10 +100,15 @@ class Context:
     @property
     def suspects(self) -> dict[NodeId, str]:
         """The members that are lost, by our own evidence or by hearsay, each with the reason."""
-        proposer, named = self.hearsay
-        evidence = self.watch.evidence
-        known = evidence if proposer in evidence else {**named, **evidence}
-        return {node: known[node] for node in self.world.members if node in known}
+        evidence, hearsay = self.watch.evidence, self.hearsay
+        known = evidence if hearsay.proposer in evidence else {**hearsay.lost, **evidence}
+        places = self.world.positions
+        return {node: known[node] for node in sorted(known.keys() & places.keys(), key=places.__getitem__)}
+
+    def is_silent(self, suspect: NodeId) -> bool:
+        """Whether nothing but silence speaks against `suspect`, as far as we know."""
+        watch = self.watch
+        return suspect in watch.silent or (suspect not in watch.evidence and suspect in self.hearsay.silent)
 
     @property
     def living(self) -> tuple[NodeId, ...]:
@@ -102,11 +125,17 @@ class Context:
     @property
     def coordinator(self) -> NodeId:
         """The lowest living member, as far as this node knows."""
-        return min(self.living)
+        suspects = self.suspects
+        return next(node for node in self.world.seniority if node not in suspects)
 
     @property
     def leads(self) -> bool:
         return self.coordinator == self.node
+
+    @property
+    def in_contact(self) -> bool:
+        """Whether a majority can still be certain not to have replaced this node."""
+        return self.now - self.contact_at < self.timing.lease_s
 
     @property
     def has_quorum(self) -> bool:
@@ -144,16 +173,26 @@ class Context:
 
     def stop(self, reason: str, exit_code: int = EXIT_UNRECOVERABLE, lost_ranks: tuple[Rank, ...] = ()) -> None:
         """The job cannot go on (or shall not): a verdict that says what is left of it."""
+        self.conclude(self._verdict(reason, exit_code, lost_ranks))
+
+    def give_up(self, reason: str, lost_ranks: tuple[Rank, ...]) -> None:
+        """As `stop`, of this node alone: it cannot decide, and does not know whether others can."""
+        self._say_and_leave(self._verdict(reason, EXIT_UNRECOVERABLE, lost_ranks))
+
+    def _verdict(self, reason: str, exit_code: int, lost_ranks: tuple[Rank, ...]) -> Verdict:
         saved = self.checkpoint
         left = f"newest checkpoint: step {saved.step} in {saved.path}" if saved.path else "no checkpoint was saved"
         cause = Unrecoverable(f"{reason}; {left}", lost_ranks, self.newest_committed)
-        self.conclude(Verdict(self.world.generation, exit_code, cause.reason, cause))
+        return Verdict(self.world.generation, exit_code, cause.reason, cause)
 
     def conclude(self, verdict: Verdict) -> None:
         """The job ends: pass the verdict on once (whoever sent it may have died half-way) and leave."""
         for node in (*self.world.members, *sorted(self.candidates)):
             if node != self.node:
                 self.send(node, verdict)
+        self._say_and_leave(verdict)
+
+    def _say_and_leave(self, verdict: Verdict) -> None:
         if verdict.exit_code == 0 and verdict.cause is None:
             self.emit("JobFinished", exit_code=0)
         else:

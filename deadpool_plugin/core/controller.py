@@ -6,7 +6,7 @@ heartbeat interval; deliver each peer's messages in the order they were sent, or
 is returned any more. AbortWorkers always comes before the Promise or Reconfigure it belongs to.
 
 Of this node's processes: feed a death when you notice it, once, and never that of a process you have ended or replaced
-yourself; feed StoreLost after it if it hosted a store.
+yourself; feed StoreLost after it for every store it had offered.
 
 Rules of this file: inputs and messages are dispatched here and decided in inventory, failures and rehearsing (this
 node), hearing and coordination (between swaps), swaps, and joining; a duplicate, late or foreign message never harms.
@@ -18,8 +18,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from . import joining
-from .context import Context
+from .context import Context, Hearsay
 from .coordination import Coordination
 from .failures import Failures
 from .hearing import Hearing
@@ -67,12 +69,16 @@ from .messages import (
     Verdict,
     generation_of,
 )
+from .phases import IllegalMove, Phase, moved, phase_of
+from .placement import held_by
 from .policy import Policy
 from .rehearsing import Rehearsing
 from .suspicion import suspects as suspects_at
 from .swaps import Swaps
 from .timing import Timing
-from .types import NO_STEP, Checkpoint, Generation, NodeId, Step, SwapPlan, World
+from .types import NEVER, NO_STEP, Checkpoint, Generation, NodeId, Step, SwapPlan, World
+
+_STORE_GONE = "the process whose store the groups were to be built over is gone"
 
 
 class Controller:
@@ -85,6 +91,8 @@ class Controller:
         self._rehearsing = Rehearsing(self._ctx, self._inventory, self._failures)
         self._candidates = joining.Candidates(self._ctx)
         self._joining: joining.Joining | None = None
+        self.phase = Phase.OUTSIDE
+        """Where this node stands; see phases.py."""
         self._begin_generation()
         self._early: list[Received] = []
         self._changed = False
@@ -97,7 +105,7 @@ class Controller:
             Received: self._received,
             LinkLost: self._link_lost,
             StoreOffered: self._store_offered,
-            StoreLost: lambda event: self._must_say(self._inventory.lose_store(event.address)),
+            StoreLost: self._store_lost,
             WorkerReady: self._worker_ready,
             SnapshotHeld: self._snapshot_held,
             HoldingsDropped: lambda event: self._note(self._inventory.dropped(event.rank, event.newer_than)),
@@ -127,7 +135,7 @@ class Controller:
             Refused: lambda sender, message: self._swaps.proposer.refused(message),
             Decided: self._on_decided,
             Verdict: lambda sender, message: self._hearing.verdict(sender, message),
-            Goodbye: lambda sender, message: None,
+            Goodbye: lambda sender, message: self._hearing.goodbye(sender, message),
         }
 
     # -- what the caller may look at ---------------------------------------------------------------------------
@@ -160,9 +168,25 @@ class Controller:
         ctx.watch.excuse_pause(now - ctx.now, ctx.timing)
         ctx.now = now
         self._inputs[type(event)](event)
+        self._mark()
+        self._stop_without_contact()
         self._settle()
         actions, ctx.actions = ctx.actions, []
         return actions
+
+    def _stop_without_contact(self) -> None:
+        """Others may replace this node soon: what it runs must have ended by then (contact.py)."""
+        ctx = self._ctx
+        runs = ctx.has_trained and not (ctx.swapping or ctx.ended) and ctx.world.ranks_of(ctx.node)
+        if runs and not ctx.in_contact:
+            reason = f"no contact with a majority for {ctx.now - ctx.contact_at:.1f} s, its processes were stopped"
+            ctx.emit("ContactLost", reason=reason)
+            self._get_stuck(reason)
+            self._swaps.voter.fence_generation()
+            self._mark()
+
+    def _mark(self) -> None:
+        self.phase = moved(self.phase, phase_of(self._ctx, self._joining is not None))
 
     def _settle(self) -> None:
         """Handle what this node says to itself, act on evidence and report changes, until nothing is left to do."""
@@ -171,8 +195,10 @@ class Controller:
             if ctx.loopback:
                 message = ctx.loopback.popleft()
                 self._messages[type(message)](ctx.node, message)
+                self._mark()
                 continue
             self._swaps.react()
+            self._mark()
             self._watch_the_right_ones()
             if self._changed and not ctx.ended:
                 self._report()
@@ -195,17 +221,20 @@ class Controller:
         ctx = self._ctx
         self._changed = False
         self._reported_at = ctx.now
-        if ctx.swapping:
-            ctx.send(ctx.coordinator, Report(self.generation, ctx.node))
-        else:
-            ctx.send(ctx.coordinator, self._inventory.report(self.generation, ctx.node, ctx.checkpoint))
+        of, heard = ctx.echo
+        report = Report(self.generation, ctx.node, stuck=ctx.stuck, sent_at=ctx.now, checkpoint=ctx.checkpoint)
+        if of == ctx.coordinator:
+            report = msgspec.structs.replace(report, heard=heard)
+        ctx.send(ctx.coordinator, report if ctx.swapping else self._inventory.fill(report))
+        if not ctx.swapping:
             self._failures.say()
 
     # -- inputs of this node -----------------------------------------------------------------------------------
 
     def _world_formed(self, event: WorldFormed) -> None:
         ctx = self._ctx
-        ctx.world = event.world
+        self._only_outside(event)
+        ctx.world, ctx.contact_at = event.world, ctx.now
         self._begin_generation()
         self._changed = True
         if ctx.leads:
@@ -216,12 +245,17 @@ class Controller:
         """What was said to this node before it knew the world."""
         early, self._early = self._early, []
         for received in early:
+            self._mark()
             if not self._ctx.ended:
                 self._received(received)
 
     def _ask_to_join(self, event: Joining) -> None:
-        if not self._ctx.formed:
-            self._joining = joining.Joining(self._ctx, event.members)
+        self._only_outside(event)
+        self._joining = joining.Joining(self._ctx, event.members)
+
+    def _only_outside(self, event: Input) -> None:
+        if self.phase is not Phase.OUTSIDE:
+            raise IllegalMove(f"{type(event).__name__} in phase {self.phase.name}: a node meets the others once")
 
     def _link_lost(self, event: LinkLost) -> None:
         if self._joining is not None:
@@ -238,7 +272,7 @@ class Controller:
         watched = ctx.living if ctx.leads else (ctx.coordinator,)
         for node, reason in suspects_at(ctx.now, ctx.watch, watched, ctx.timing).items():
             if node != ctx.node:
-                ctx.watch.accuse(node, reason)
+                ctx.watch.accuse(node, reason, silent=True)
         self._swaps.tick()
         if not ctx.ended:
             self._coordination.tick()
@@ -246,7 +280,17 @@ class Controller:
             self._changed = True
 
     def _store_offered(self, event: StoreOffered) -> None:
-        self._must_say(self._inventory.offer(event.address))
+        self._must_say(self._inventory.offer(event.address, event.local_slot, event.stand_in))
+
+    def _store_lost(self, event: StoreLost) -> None:
+        """A store nobody has built upon yet is one offer less; without the one we build upon nobody gets anywhere."""
+        ctx = self._ctx
+        self._must_say(self._inventory.lose_store(event.address))
+        if ctx.plan is not None and event.address == ctx.plan.store and not (ctx.training or ctx.swapping):
+            self._get_stuck(_STORE_GONE)
+
+    def _get_stuck(self, reason: str) -> None:
+        self._changed, self._ctx.stuck = True, reason
 
     def _worker_ready(self, event: WorkerReady) -> None:
         if self._ctx.begins_at_top:
@@ -257,7 +301,9 @@ class Controller:
             self._note(self._inventory.ready(event.rank))
 
     def _snapshot_held(self, event: SnapshotHeld) -> None:
-        self._note(self._inventory.held(event.holding, event.generation, self.generation))
+        """A step is committed once every node has all of it, so one's own part is told when it is complete."""
+        if self._inventory.held(event.holding, event.generation, self.generation):
+            self._note(self._inventory.has_all(self._to_hold, event.holding.step))
 
     def _must_say(self, new: bool) -> None:
         """Something a plan depends on: say so, in the promise if it is too late for a report."""
@@ -316,14 +362,17 @@ class Controller:
 
     def _enter(self, plan: SwapPlan) -> None:
         ctx, before, inventory = self._ctx, self._ctx.world, self._inventory
-        ctx.world, ctx.plan, ctx.hearsay = plan.world, plan, (ctx.node, {})
+        ctx.world, ctx.plan, ctx.hearsay = plan.world, plan, Hearsay(ctx.node)
         ctx.committed, ctx.training, ctx.waiting = NO_STEP, False, False
+        # The plan was decided after this node had voted; one that has joined was not asked.
+        ctx.contact_at = max(ctx.contact_at, ctx.voted_at if self._joining is None else ctx.now)
+        ctx.echo = (ctx.node, NEVER)
         ctx.newest_committed = max(ctx.newest_committed, plan.restore_step)
         ctx.has_trained = ctx.has_trained or plan.restore_step != NO_STEP
-        store_is_gone = inventory.has_lost(plan.store)
+        ctx.stuck = _STORE_GONE if inventory.has_lost(plan.store) else ""
         inventory.begin_generation(plan.world.generation, plan.restore_step, plan.store)
         self._candidates.begin_generation(before)
-        self._failures.begin_generation(plan, store_is_gone)
+        self._failures.begin_generation()
         self._rehearsing.begin_generation()
         self._begin_generation()
         self._joining, self._changed = None, True
@@ -331,6 +380,7 @@ class Controller:
     def _begin_generation(self) -> None:
         """What lives no longer than a generation."""
         ctx, inventory, failures = self._ctx, self._inventory, self._failures
+        self._to_hold = held_by(ctx.world, ctx.node, ctx.policy.copies)
         self._coordination = Coordination(ctx)
         self._swaps = Swaps(ctx, inventory, failures)
         self._hearing = Hearing(ctx, inventory, failures, self._coordination, self._swaps)

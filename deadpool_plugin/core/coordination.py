@@ -6,6 +6,9 @@ long as its generation; what has been committed stays so. May import everything 
 
 from __future__ import annotations
 
+import msgspec
+
+from .contact import Contact
 from .context import Context
 from .ledger import Ledger
 from .messages import Rehearse, Report, Start, Status, Verdict
@@ -20,17 +23,24 @@ class Coordination:
         self._ctx = context
         self._ledger = Ledger()
         self._reports: dict[NodeId, Report] = {}
+        self._ready: set[Rank] = set()
+        self._finished: set[Rank] = set()
         self._store = ""
         self._committed: Step = NO_STEP
         self._protected = False
         self._said: Status | None = None
-        self._said_at = context.now
+        self._said_at = self._beat_at = context.now
+        self._contact = Contact(context.world)
         self._began_at = context.now
         self._floor: Step = max(context.plan.restore_step, 0) if context.plan else 0
 
     def absorb(self, sender: NodeId, report: Report) -> None:
-        """A member's report of this generation."""
+        """A member's report of this generation. Costs the same in a job of any size, but for steps committed by it."""
+        own = self._ctx.world.ranks_of(sender)
+        self._ready.update(rank for rank in report.ready if rank in own)
+        self._finished.update(rank for rank in report.finished if rank in own)
         self._reports[sender] = report
+        self._contact.hear(sender, report.sent_at, report.heard)
         self._ctx.checkpoint = max(self._ctx.checkpoint, report.checkpoint)
         self._ledger.replace(sender, report.holdings)
         if self._ctx.leads and not self._ctx.swapping:
@@ -45,15 +55,15 @@ class Coordination:
             self._say()
         waited_s = ctx.now - self._began_at
         if not (ctx.training or ctx.swapping) and waited_s >= ctx.timing.start_timeout_s:
-            missing = sorted(set(range(len(ctx.world.node_of))) - self._reached("ready"))
+            missing = sorted(set(range(len(ctx.world.node_of))) - self._ready)
             ranks = ", ".join(map(str, missing))
             reason = f"rank(s) {ranks} not in training {waited_s:.0f} s after generation {ctx.world.generation} began"
             ctx.stop(reason)
 
     def _advance(self) -> None:
-        ctx, ranks = self._ctx, set(range(len(self._ctx.world.node_of)))
+        ctx, ranks = self._ctx, len(self._ctx.world.node_of)
         self._start()
-        if not ctx.training and self._reached("ready") == ranks:
+        if not ctx.training and len(self._ready) == ranks:
             self._began()
         committed = self._ledger.committed(ctx.world, self._committed, ctx.policy.copies)
         if committed > self._committed:
@@ -63,7 +73,7 @@ class Coordination:
             self._protected = True
             ctx.emit("Protected", step=self._committed)
         self._say(on_change_only=True)
-        if self._reached("finished") == ranks:
+        if len(self._finished) == ranks:
             ctx.conclude(Verdict(ctx.world.generation, 0, "finished"))
 
     def _start(self) -> None:
@@ -88,22 +98,15 @@ class Coordination:
                 message = Rehearse(ctx.world.generation, task.local_slot, task.rank, task.source)
                 ctx.send(task.spare, message)
 
-    def _reached(self, what: str) -> set[Rank]:
-        """The ranks whose own node reports them `ready` or `finished`."""
-        world = self._ctx.world
-        return {
-            rank
-            for node, report in self._reports.items()
-            for rank in (report.ready if what == "ready" else report.finished)
-            if 0 <= rank < len(world.node_of) and world.node_of[rank] == node
-        }
-
     def _say(self, on_change_only: bool = False) -> None:
         ctx = self._ctx
         status = Status(ctx.world.generation, self._committed, ctx.training, self._protected, ctx.waiting)
         if on_change_only and status == self._said:
             return
         self._said, self._said_at = status, ctx.now
-        ctx.broadcast(status)
-        for host in sorted(ctx.candidates) if ctx.waiting else ():
-            ctx.send(host, status)
+        if ctx.now - self._beat_at >= ctx.timing.heartbeat_interval_s:
+            self._beat_at = ctx.now
+            self._contact.beat(ctx.now, ctx.timing.lease_s)
+        for node in (*ctx.world.members, *sorted(ctx.candidates)):
+            certain = self._contact.certain(node)
+            ctx.send(node, msgspec.structs.replace(status, sent_at=ctx.now, certain=certain))

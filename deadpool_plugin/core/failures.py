@@ -9,8 +9,8 @@ Why a failure may be forgotten when the next generation is decided. A process ca
   step and sources come from snapshots in the agents' memory, verified before the promise and frozen since by the fence;
 - after Reconfigure: then it is reported in the new generation, and the next round begins.
 The caller reports a death when it notices it and never of a process it has replaced, so the two last cases cannot be
-mixed up. One thing does die with a process: the store it offered. If the plan builds upon that, the failure is one
-of the new generation as well, which would otherwise wait for somebody who never comes.
+mixed up. One thing does die with a process: the store it offered. If the plan builds upon that, the new generation is
+stuck from the start, and is told to be so (controller.py).
 A coordinator that dies takes no failure with it: they are said again with every report, and in every promise.
 
 May import everything of core but the controller's other parts.
@@ -22,7 +22,7 @@ from collections import Counter
 
 from .context import Context
 from .messages import NodeFailed, RankFailed
-from .types import Failure, NodeId, Rank, Step, SwapPlan
+from .types import Failure, NodeId, Rank, Step
 
 AGAIN_WITHIN_STEPS = 2
 """An error that comes back before more than so many steps were committed is the script's own."""
@@ -108,11 +108,7 @@ class Failures:
         if message.generation == world.generation and rank in world.ranks_of(sender) and sender != self._ctx.node:
             self._others.add(rank)
 
-    def begin_generation(self, plan: SwapPlan, store_is_gone: bool) -> None:
-        """Reconfigure replaces every dead process of this node.
-
-        Args: store_is_gone: a process of this node hosted the store the plan builds upon, and died.
-        """
+    def begin_generation(self) -> None:
+        """Reconfigure replaces every dead process of this node."""
         self._others.clear()
-        kept = self._own if store_is_gone else {}
-        self._own = {rank: kept[rank] for rank in plan.world.ranks_of(self._ctx.node) if rank in kept}
+        self._own.clear()

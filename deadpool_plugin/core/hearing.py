@@ -1,7 +1,8 @@
 """What members say to each other in one generation, the votes of a swap aside.
 
-Rules of this file: whoever speaks of an older generation is told the newest; a word of a node that is counted as lost
-does not count. May import everything of core but the controller.
+Rules of this file: whoever speaks of an older generation is told the newest, and nothing else comes of it (but that
+it gives itself up); a word of a node that is counted as lost does not count. May import everything of core but the
+controller.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from .coordination import Coordination
 from .failures import Failures
 from .inventory import Inventory
 from .io import Commit, StartWorkers
-from .messages import NodeFailed, RankFailed, Report, Start, Status, Verdict
+from .messages import Goodbye, NodeFailed, RankFailed, Report, Start, Status, Verdict
 from .swaps import Swaps
 from .types import NodeId
 
@@ -31,6 +32,8 @@ class Hearing:
             self._swaps.bring_up_to_date(sender)
         elif message.generation == self._ctx.world.generation and not self._ctx.swapping:
             self._coordination.absorb(sender, message)
+            if message.stuck:
+                self._swaps.stuck(sender, message.stuck)
 
     def status(self, sender: NodeId, message: Status) -> None:
         ctx = self._ctx
@@ -42,6 +45,8 @@ class Hearing:
             if message.waiting:
                 ctx.waiting, ctx.patient_since = True, ctx.now
         else:
+            ctx.echo = (sender, message.sent_at)
+            ctx.contact_at = max(ctx.contact_at, message.certain)
             ctx.training = ctx.training or message.training
             ctx.has_trained = ctx.has_trained or message.training
             if message.committed > ctx.committed:
@@ -60,12 +65,18 @@ class Hearing:
     def node_failed(self, sender: NodeId, message: NodeFailed) -> None:
         ctx = self._ctx
         suspects = ctx.suspects
-        if message.node == ctx.node:
-            ctx.fence(message.reason)
+        if message.generation < ctx.world.generation and message.node != sender:
+            self._swaps.bring_up_to_date(sender)  # who was lost then has been seen to, or is told of again
+        elif message.node == ctx.node and sender in ctx.watch.evidence:
+            return  # each counts the other as lost: the one whose plan is decided goes on, else both would go
+        elif message.node == ctx.node:
+            self._swaps.voter.accused(sender, message.reason, message.silent)
+        elif message.silent and ctx.watch.hears(message.node, ctx.now, ctx.timing):
+            return  # the sender does not hear it, but we do
         elif sender in suspects and message.node != sender:
-            ctx.send(sender, NodeFailed(self._ctx.world.generation, sender, suspects[sender]))
+            ctx.send(sender, NodeFailed(ctx.world.generation, sender, suspects[sender], ctx.is_silent(sender)))
         elif message.node in ctx.world.members:
-            ctx.watch.accuse(message.node, message.reason)
+            ctx.watch.accuse(message.node, message.reason, message.silent)
 
     def rank_failed(self, sender: NodeId, message: RankFailed) -> None:
         if message.generation < self._ctx.world.generation:
@@ -73,5 +84,11 @@ class Hearing:
         self._failures.hear(sender, message)
 
     def verdict(self, sender: NodeId, message: Verdict) -> None:
-        if sender not in self._ctx.suspects:
-            self._ctx.conclude(message)
+        ctx = self._ctx
+        if message.generation < ctx.world.generation:
+            ctx.watch.accuse(sender, f"it ended in generation {message.generation}: {message.reason}")
+        elif sender not in ctx.suspects:
+            ctx.conclude(message)
+
+    def goodbye(self, sender: NodeId, message: Goodbye) -> None:
+        self._ctx.watch.accuse(sender, "it has left the job")

@@ -6,8 +6,12 @@ changed, so that a Report is sent on change and not otherwise. May import messag
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+import msgspec
+
 from .messages import Report
-from .types import NO_STEP, Checkpoint, Generation, Holding, NodeId, Rank, Step
+from .types import NO_STEP, Generation, Holding, Rank, Step
 
 
 class Inventory:
@@ -19,7 +23,8 @@ class Inventory:
         self._ready: set[Rank] = set()
         self._finished: set[Rank] = set()
         self.rehearsed: dict[int, Rank] = {}
-        self.store = ""
+        self._offers: dict[int, tuple[bool, str]] = {}
+        """Each local slot's store, and whether its process runs a rank; the newest last."""
         self._lost_stores: set[str] = set()
         self._early: dict[tuple[Generation, Rank, Step], Holding] = {}
 
@@ -47,6 +52,9 @@ class Inventory:
                 del self._held[rank, step]
         return True
 
+    def has_all(self, ranks: Iterable[Rank], step: Step) -> bool:
+        return all((rank, step) in self._held for rank in ranks)
+
     def dropped(self, rank: Rank, newer_than: Step) -> bool:
         stale = [key for key in self._held if key[0] == rank and key[1] > newer_than]
         for key in stale:
@@ -65,26 +73,27 @@ class Inventory:
         self.rehearsed[local_slot] = rank
         return True
 
-    def offer(self, address: str) -> bool:
-        """A fresh store; "" if the process that hosted the last one is gone."""
-        if not address:
-            return self.lose_store(self.store)
-        changed, self.store = self.store != address, address
-        return changed
+    @property
+    def store(self) -> str:
+        """The one to build upon next, "" if there is none: the newest, and of a process that runs a rank if any is."""
+        offers = [address for runs, address in self._offers.values() if runs] or [a for _, a in self._offers.values()]
+        return offers[-1] if offers else ""
+
+    def offer(self, address: str, local_slot: int, stand_in: bool) -> bool:
+        before = self.store
+        self._offers.pop(local_slot, None)
+        self._offers[local_slot] = (not stand_in, address)
+        return self.store != before
 
     def lose_store(self, address: str) -> bool:
-        """Returns: whether it is the one that was offered."""
-        if not address:
-            return False
         self._lost_stores.add(address)
         return self.consume(address)
 
-    def consume(self, store: str) -> bool:
-        """`store` is built upon (or gone): nobody else may."""
-        changed = self.store == store
-        if changed:
-            self.store = ""
-        return changed
+    def consume(self, address: str) -> bool:
+        """The store at `address` is built upon (or gone): nobody else may."""
+        before = self.store
+        self._offers = {slot: offer for slot, offer in self._offers.items() if offer[1] != address}
+        return self.store != before
 
     def has_lost(self, store: str) -> bool:
         """Whether `store` was to be built upon next and is gone."""
@@ -100,23 +109,24 @@ class Inventory:
         self._held = {key: holding for key, holding in self._held.items() if key[1] <= restore_step}
         self._ready.clear()
         self._finished.clear()
-        self.consume(self.store if restore_step == NO_STEP else used_store)
+        if restore_step == NO_STEP:
+            self._offers.clear()
+        self.consume(used_store)
         self._lost_stores.clear()
         early, self._early = self._early, {}
         for (when, _, _), holding in early.items():
             if when >= generation:
                 self.held(holding, when, generation)
 
-    def report(self, generation: Generation, node: NodeId, checkpoint: Checkpoint) -> Report:
-        return Report(
-            generation=generation,
-            node=node,
+    def fill(self, report: Report) -> Report:
+        """`report` with what this node holds and has reached."""
+        return msgspec.structs.replace(
+            report,
             holdings=self.holdings,
             ready=tuple(sorted(self._ready)),
             rehearsed=tuple(sorted(self.rehearsed.items())),
             finished=tuple(sorted(self._finished)),
             store=self.store,
-            checkpoint=checkpoint,
         )
 
 

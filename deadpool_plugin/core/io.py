@@ -46,13 +46,18 @@ class LinkLost(Input, frozen=True):
 
 
 class StoreOffered(Input, frozen=True):
-    """A worker of this node hosts a fresh store for the next group build."""
+    """The process in `local_slot` hosts a fresh store for the next group build, instead of the one it offered before.
+
+    `stand_in`: it only rehearses its rank so far. Its store is taken if no process that runs one offers any.
+    """
 
     address: str
+    local_slot: int = 0
+    stand_in: bool = False
 
 
 class StoreLost(Input, frozen=True):
-    """The process of this node that hosted the store at `address` is gone (StoreOffered(""): the last one)."""
+    """The process of this node that hosted the store at `address` is gone."""
 
     address: str
 

@@ -76,8 +76,8 @@ class Joining:
             ctx.conclude(message)
         elif isinstance(message, Goodbye):
             self.link_lost(sender, "it has left")
-        elif isinstance(message, Status) and message.waiting:
-            ctx.patient_since = ctx.now
+        elif isinstance(message, Status):
+            ctx.patient_since = ctx.now  # the job lives and knows of this host: a long swap may be under way
         elif isinstance(message, Decided) and ctx.node not in message.plan.world.members:
             ctx.fence(f"taken in, and counted as lost again by generation {message.plan.world.generation}")
         else:

@@ -9,6 +9,7 @@ May import placement and types only.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from itertools import chain
 
 import msgspec
 
@@ -17,7 +18,7 @@ from .types import NO_STEP, Holding, NodeId, Rank, Source, Step, World
 
 
 class RestorePoint(msgspec.Struct, frozen=True):
-    """The newest step every rank can go back to; `sources` for the ranks whose node does not hold it itself."""
+    """A step every rank can go back to; `sources` for the ranks whose node does not hold it itself."""
 
     step: Step
     sources: tuple[Source, ...]
@@ -35,7 +36,8 @@ class Ledger:
         self._of_node: dict[NodeId, tuple[Holding, ...]] = {}
         self._copies: dict[tuple[Rank, Step], dict[NodeId, Holding]] = {}
         self._blocking: dict[Step, Rank] = {}
-        """A rank that was not safe when a step was last looked at: looked at first the next time."""
+        """A rank that was not safe when a step was last looked at: the next look begins there, so that all the looks at
+        one step together cost a few per rank."""
         for node, held in (holdings or {}).items():
             self.replace(node, held)
 
@@ -69,16 +71,16 @@ class Ledger:
         So any `copies` nodes may be lost at once. A world of fewer nodes asks for all of them: one of a single node for
         nothing but staged (and it is never protected).
         """
-        members, needed = frozenset(world.members), copies_needed(world, copies)
+        needed, ranks = copies_needed(world, copies), len(world.node_of)
         suspect = self._blocking.get(step, 0)
-        for rank in (suspect, *range(len(world.node_of))):
-            if not self._is_safe(rank, step, world.node_of[rank], members, needed):
+        for rank in chain(range(suspect, ranks), range(suspect)):
+            if not self._is_safe(rank, step, world.node_of[rank], world.positions, needed):
                 self._blocking[step] = rank
                 return False
         self._blocking = {later: rank for later, rank in self._blocking.items() if later > step}
         return True
 
-    def _is_safe(self, rank: Rank, step: Step, home: NodeId, members: frozenset[NodeId], needed: int) -> bool:
+    def _is_safe(self, rank: Rank, step: Step, home: NodeId, members: Collection[NodeId], needed: int) -> bool:
         copies = self._copies.get((rank, step), {})
         own = copies.get(home)
         if own is None or not own.payload:
@@ -86,26 +88,54 @@ class Ledger:
         headers = sum(node != home and node in members for node in copies)
         if headers < needed:
             return False
-        payloads = {
-            node
-            for same in {rank, *own.replicas}
-            for node, copy in self._copies.get((same, step), {}).items()
-            if copy.payload and node != home and node in members
-        }
-        return len(payloads) >= needed
+        return len(self._payload_nodes({rank, *own.replicas}, step, members) - {home}) >= needed
 
-    def restore_point(self, world: World, survivors: Collection[NodeId]) -> RestorePoint | str:
-        """The newest step of which every rank's snapshot exists on `survivors`, and where from; or why there is none.
+    def restore_point(
+        self, world: World, survivors: Collection[NodeId], losses_max: int = 0, committed: Step = NO_STEP
+    ) -> RestorePoint | str:
+        """The step every rank goes back to, and where from; or why there is none.
 
-        A surviving node restores its ranks from its own memory if it can; every other rank gets a Source.
+        Every rank's snapshot of it exists on `survivors`; a surviving node restores its ranks from its own memory if it
+        can, every other rank gets a Source. Of several such steps it is the newest of those that bear most further
+        losses (up to `losses_max`), and none older than `committed` if that can be had.
+
+        Why not simply the newest: a step all ranks have just staged is mirrored by nobody yet, so that the loss of one
+        node more would be the end although an older step is still held twice. It costs one step to be redone at most:
+        a step is staged only once the one two before it is committed.
         """
         if not survivors:
             return "no node survives"
-        for step in sorted(self._steps_of(0, survivors), reverse=True):
-            sources = self._sources(world, step, survivors)
+        alive = frozenset(survivors)
+        points = {}
+        for step in self._steps_of(0, alive):
+            sources = self._sources(world, step, alive)
             if sources is not None:
-                return RestorePoint(step, sources)
-        return self._why_none(world, survivors)
+                points[step] = RestorePoint(step, sources)
+        allowed = [step for step in points if step >= committed] or list(points)
+        if not allowed:
+            return self._why_none(world, alive)
+        bears = {step: self._bears(world, step, alive, losses_max) if losses_max else 0 for step in allowed}
+        return points[max(allowed, key=lambda step: (bears[step], step))]
+
+    def _bears(self, world: World, step: Step, nodes: Collection[NodeId], losses_max: int) -> int:
+        """How many of `nodes` more may be lost before `step` is (`losses_max` or more count as that)."""
+        bears = losses_max
+        for rank in range(len(world.node_of)):
+            headers = [node for node in self._copies[rank, step] if node in nodes]
+            replicas = {rank, *self._copies[rank, step][headers[0]].replicas}
+            bears = min(bears, len(headers) - 1, len(self._payload_nodes(replicas, step, nodes)) - 1)
+            if bears <= 0:
+                return 0
+        return bears
+
+    def _payload_nodes(self, replicas: Iterable[Rank], step: Step, nodes: Collection[NodeId]) -> set[NodeId]:
+        """Those of `nodes` that hold the payload all `replicas` share."""
+        return {
+            node
+            for same in replicas
+            for node, copy in self._copies.get((same, step), {}).items()
+            if copy.payload and node in nodes
+        }
 
     def _steps_of(self, rank: Rank, nodes: Collection[NodeId]) -> set[Step]:
         return {s for (r, s), copies in self._copies.items() if r == rank and not copies.keys().isdisjoint(nodes)}

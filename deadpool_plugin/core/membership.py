@@ -7,10 +7,10 @@ Source: Lamport, Paxos Made Simple, section 2. May import messages and types onl
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from .messages import Promise
+from .messages import Prepare, Promise
 from .types import Ballot, NodeId, SwapPlan, World
 
 
@@ -20,8 +20,18 @@ def is_quorum(world: World, nodes: Collection[NodeId]) -> bool:
     The tie-breaker makes an even world no worse than the odd one below it; two halves never both have it.
     """
     members = world.members
+    if 2 * len(nodes) < len(members):
+        return False
     present = sum(node in nodes for node in members)
     return 2 * present > len(members) or (2 * present == len(members) and world.active[0] in nodes)
+
+
+def value_of_quorum(world: World, values: Mapping[NodeId, float], least: float) -> float:
+    """The largest value such that members with at least that are a quorum; who has none counts as `least`."""
+    found = sorted((values.get(node, least) for node in world.members), reverse=True)
+    half, odd = divmod(len(found), 2)
+    of_a_majority = found[half]
+    return of_a_majority if odd else max(of_a_majority, min(found[half - 1], values.get(world.active[0], least)))
 
 
 @dataclass
@@ -53,16 +63,28 @@ class Proposal:
     ballot: Ballot
     lost: dict[NodeId, str]
     deadline: float
+    silent: tuple[NodeId, ...] = ()
     promises: dict[NodeId, Promise] = field(default_factory=dict)
     plan: SwapPlan | None = None
     accepted: set[NodeId] = field(default_factory=set)
     waits_with: tuple[NodeId, ...] | None = None
     """Set while it waits for hosts: the candidates that are too few."""
 
+    def prepare(self) -> Prepare:
+        return Prepare(self.ballot, tuple(self.lost), self.silent)
+
+    def is_complete(self, world: World) -> bool:
+        """Whether every member that is not lost has promised. Asked after each promise, so the count comes first."""
+        return len(self.promises) + len(self.lost) >= len(world.members) and not self.missing(world)
+
     def missing(self, world: World) -> tuple[NodeId, ...]:
         """The members this phase still waits for."""
+        return tuple(node for node in world.members if self.is_missing(world, node))
+
+    def is_missing(self, world: World, node: NodeId) -> bool:
+        """Whether this phase still waits for `node`."""
         answered: Collection[NodeId] = self.promises if self.plan is None else self.accepted
-        return tuple(node for node in world.members if node not in self.lost and node not in answered)
+        return node in world.positions and node not in self.lost and node not in answered
 
     def is_outdated(self, suspects: Collection[NodeId]) -> bool:
         """Whether the round counts on a lost node's promise. A later loss is the next generation's."""

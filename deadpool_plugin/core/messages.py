@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from .types import (
+    NEVER,
     NO_STEP,
     Ballot,
     Checkpoint,
@@ -34,7 +35,9 @@ class Report(Message, frozen=True):
     `holdings`: everything this node can serve. `ready`: ranks that are in (or restored into) training in this
     generation. `rehearsed`: (local slot, rank) pairs a spare has ready. `finished`: ranks whose script has ended
     well. `store`: address of a fresh store a worker of this node offers for the *next* group build ("" if none).
-    `checkpoint`: the newest one a rank of this node has finished saving.
+    `checkpoint`: the newest one a rank of this node has finished saving. `stuck`: why this generation cannot go on as
+    it is although nobody is lost, "" if it can. `sent_at`: now, by the sender's clock. `heard`: `sent_at` of the newest
+    Status this node has heard of that coordinator in this generation (see contact.py for both).
     """
 
     generation: Generation
@@ -45,10 +48,17 @@ class Report(Message, frozen=True):
     finished: tuple[Rank, ...] = ()
     store: str = ""
     checkpoint: Checkpoint = Checkpoint()
+    stuck: str = ""
+    sent_at: float = NEVER
+    heard: float = NEVER
 
 
 class Status(Message, frozen=True):
-    """Coordinator -> every member, on every change and at least once per heartbeat interval."""
+    """Coordinator -> every member, on every change and at least once per heartbeat interval.
+
+    `sent_at`: now, by the coordinator's clock. `certain`: `sent_at` of the receiver's newest report after which a
+    majority has heard of the coordinator (see contact.py for both).
+    """
 
     generation: Generation
     committed: Step
@@ -56,6 +66,8 @@ class Status(Message, frozen=True):
     protected: bool
     waiting: bool = False
     """No spare is left for a loss: everyone holds what it has until a host joins."""
+    sent_at: float = NEVER
+    certain: float = NEVER
 
 
 class Start(Message, frozen=True):
@@ -75,11 +87,14 @@ class Rehearse(Message, frozen=True):
 
 
 class NodeFailed(Message, frozen=True):
-    """Any member -> coordinator: `node` (perhaps the sender itself, before it leaves) is lost, and why."""
+    """Any member -> coordinator: `node` (perhaps the sender itself, before it leaves) is lost, and why.
+
+    `silent`: for nothing but its silence."""
 
     generation: Generation
     node: NodeId
     reason: str
+    silent: bool = False
 
 
 class RankFailed(Message, frozen=True):
@@ -96,10 +111,12 @@ class JoinRequest(Message, frozen=True):
 
 
 class Prepare(Message, frozen=True):
-    """Proposer -> members: promise this ballot; `lost` is what the proposer believes lost."""
+    """Proposer -> members: promise this ballot; `lost` is what the proposer believes lost, `silent` those of them for
+    nothing but their silence."""
 
     ballot: Ballot
     lost: tuple[NodeId, ...]
+    silent: tuple[NodeId, ...] = ()
 
 
 class Promise(Message, frozen=True):
@@ -150,7 +167,7 @@ class Verdict(Message, frozen=True):
 
 
 class Goodbye(Message, frozen=True):
-    """The sender leaves in good order; its closed connection is no evidence of a failure."""
+    """The sender has left and will not be back. Whoever leaves by a verdict has passed that on before."""
 
     generation: Generation
 

@@ -34,6 +34,12 @@ def buddies_of(world: World, node: NodeId, copies: int) -> tuple[NodeId, ...]:
     return (ring[own + 1 :] + ring[:own] + world.spares)[:copies]
 
 
+def held_by(world: World, node: NodeId, copies: int) -> frozenset[Rank]:
+    """The ranks whose snapshots `node` is to hold: those it runs and those it mirrors."""
+    owners = [owner for owner in world.active if owner == node or node in buddies_of(world, owner, copies)]
+    return frozenset(rank for owner in owners for rank in world.ranks_of(owner))
+
+
 def needs_payload(world: World, rank: Rank, replicas: Collection[Rank], copies: int = 1) -> bool:
     """Whether `rank`'s payload must be mirrored: too few other nodes keep the same one for a rank of `replicas`."""
     elsewhere = {world.node_of[replica] for replica in replicas} - {world.node_of[rank]}

@@ -20,6 +20,7 @@ class Situation:
 
     Args: ledger: the survivors' holdings, taken after they fenced this generation. stores: what they offer.
         may_start_over: nothing is committed and nobody knows of training, so the script may begin again.
+        copies: on how many other nodes each snapshot shall be.
     """
 
     world: World
@@ -30,6 +31,7 @@ class Situation:
     lost_ranks: tuple[Rank, ...] = ()
     joined: tuple[NodeId, ...] = ()
     may_start_over: bool = False
+    copies: int = 1
 
     @property
     def survivors(self) -> tuple[NodeId, ...]:
@@ -52,7 +54,7 @@ def plan_swap(case: Situation) -> SwapPlan | NoSpare | Unrecoverable:
 
     Returns: a plan whose `store` is "" if no survivor offers one (yet), and always if the script begins again.
     """
-    point = case.ledger.restore_point(case.world, case.survivors)
+    point = case.ledger.restore_point(case.world, case.survivors, case.copies, case.newest_committed)
     if isinstance(point, str) and case.may_start_over:
         point = RestorePoint(NO_STEP, ())
     if isinstance(point, str):

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from .context import Context
 from .ledger import Ledger
 from .membership import Acceptor, Proposal, is_quorum
-from .messages import Accepted, Decided, Prepare, Promise, Propose, Refused
+from .messages import Accepted, Decided, Promise, Propose, Refused
 from .placement import takers_of
 from .planning import NoSpare, Situation, plan_swap
 from .types import NO_STEP, Ballot, Failure, NodeId, SwapPlan, Unrecoverable
@@ -43,8 +43,9 @@ class Proposer:
             self._round_seen = max(self._round_seen, self._acceptor.promised.round)
         self._round_seen += 1
         ballot = Ballot(ctx.world.generation + 1, self._round_seen, ctx.node)
-        self.proposal = Proposal(ballot, dict(suspects), ctx.now + ctx.timing.phase_timeout_s)
-        ctx.broadcast(Prepare(ballot, tuple(suspects)))
+        silent = tuple(node for node in suspects if ctx.is_silent(node))
+        self.proposal = Proposal(ballot, dict(suspects), ctx.now + ctx.timing.phase_timeout_s, silent)
+        ctx.broadcast(self.proposal.prepare())
 
     # -- from promises to a plan -------------------------------------------------------------------------------
 
@@ -54,7 +55,7 @@ class Proposer:
             return
         proposal.promises[sender] = message
         self._ctx.learn(message)
-        if not proposal.missing(self._ctx.world):
+        if proposal.is_complete(self._ctx.world):
             self._propose(proposal)
 
     def reconsider(self) -> None:
@@ -107,6 +108,7 @@ class Proposer:
             lost_ranks=tuple(sorted(failed)),
             joined=ctx.joinable,
             may_start_over=not ctx.has_trained and ctx.newest_committed == NO_STEP,
+            copies=ctx.policy.copies,
         )
         return plan_swap(case)
 
@@ -170,7 +172,7 @@ class Proposer:
         phase = "Prepare" if proposal.plan is None else "Propose"
         for node in missing:
             if node != ctx.node:
-                ctx.watch.accuse(node, f"no answer to {phase} within {ctx.timing.phase_timeout_s:g} s")
+                ctx.watch.accuse(node, f"no answer to {phase} within {ctx.timing.phase_timeout_s:g} s", silent=True)
         if missing or proposal.plan is not None:
             self.proposal = None
         else:

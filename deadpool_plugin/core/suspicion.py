@@ -18,10 +18,11 @@ PAUSE_INTERVALS = 3
 
 @dataclass
 class Watch:
-    """What one node knows of the others: `evidence` (never taken back from a member) and when it last
-    `heard` of them."""
+    """What one node knows of the others: `evidence` (never taken back from a member), of whom there is none but its
+    silence (`silent`), and when it last `heard` of them."""
 
     evidence: dict[NodeId, str] = field(default_factory=dict)
+    silent: set[NodeId] = field(default_factory=set)
     heard: dict[NodeId, float] = field(default_factory=dict)
 
     def begin(self, nodes: Collection[NodeId], now: float) -> None:
@@ -32,13 +33,22 @@ class Watch:
     def hear(self, node: NodeId, now: float) -> None:
         self.heard[node] = now
 
-    def accuse(self, node: NodeId, reason: str) -> None:
-        """`node` is lost; the first reason stays."""
+    def hears(self, node: NodeId, now: float, timing: Timing) -> bool:
+        """Whether we have heard of `node` ourselves, lately enough not to count it as lost for its silence."""
+        return now - self.heard.get(node, now - timing.silent_after_s) < timing.silent_after_s
+
+    def accuse(self, node: NodeId, reason: str, silent: bool = False) -> None:
+        """`node` is lost; the first reason stays. `silent`: for nothing but its silence."""
+        if not silent:
+            self.silent.discard(node)
+        elif node not in self.evidence:
+            self.silent.add(node)
         self.evidence.setdefault(node, reason)
 
     def pardon(self, node: NodeId) -> None:
         """`node`, which is no member, asks anew: what was known of an earlier connection does not count."""
         self.evidence.pop(node, None)
+        self.silent.discard(node)
 
     def excuse_pause(self, gap_s: float, timing: Timing) -> None:
         """We ran last `gap_s` ago: what others sent meanwhile may still be queued, so their clocks stood still too."""

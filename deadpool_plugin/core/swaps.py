@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from .context import Context
 from .failures import Failures
 from .inventory import Inventory
-from .messages import Decided, NodeFailed, Prepare
+from .messages import Decided, NodeFailed
 from .proposer import Proposer, described
 from .types import NodeId
 from .voter import Voter
@@ -28,6 +28,13 @@ class Swaps:
         self.proposer = Proposer(context, self.voter.acceptor)
         self._announced: set[NodeId] = set()
         self._told: set[tuple[NodeId, NodeId]] = set()
+        self._is_stuck = False
+
+    def stuck(self, node: NodeId, reason: str) -> None:
+        """`node` says that this generation cannot go on as it is."""
+        if not self._is_stuck:
+            self._is_stuck = True
+            self._ctx.emit("Note", text=f"node {node}: {reason}")
 
     def react(self) -> None:
         """Act on what is known. Safe to call at any time; does something once per new piece of evidence."""
@@ -49,10 +56,11 @@ class Swaps:
             return False
         if proposal is not None:
             return proposal.is_outdated(suspects)
-        return bool(suspects) or self._failures.any or ctx.swapping or (ctx.training and bool(ctx.joinable))
+        due = bool(suspects) or self._failures.any or self._is_stuck or ctx.swapping
+        return due or (ctx.training and bool(ctx.joinable))
 
     def _without_quorum(self, suspects: Mapping[NodeId, str]) -> None:
-        """Nothing can be decided here. Below a half the others may go on, so only this node ends."""
+        """Nothing can be decided here. The others may see it otherwise and go on, so this node ends alone."""
         ctx = self._ctx
         living, members = ctx.living, ctx.world.members
         what = f"{described(suspects)}; {len(living)} of {len(members)} members are left and cannot decide alone"
@@ -60,7 +68,7 @@ class Swaps:
         if 2 * len(living) < len(members):
             ctx.fence(what)
         else:
-            ctx.stop(f"{what} (a tie)", lost_ranks=ctx.lost_ranks())
+            ctx.give_up(f"{what} (a tie)", ctx.lost_ranks())
 
     def _tell(self, suspects: Mapping[NodeId, str]) -> None:
         """Our own evidence, to the coordinator, once."""
@@ -68,7 +76,7 @@ class Swaps:
         for node, reason in suspects.items():
             if node in ctx.watch.evidence and (ctx.coordinator, node) not in self._told:
                 self._told.add((ctx.coordinator, node))
-                ctx.send(ctx.coordinator, NodeFailed(ctx.world.generation, node, reason))
+                ctx.send(ctx.coordinator, NodeFailed(ctx.world.generation, node, reason, ctx.is_silent(node)))
 
     def _announce(self, suspects: Mapping[NodeId, str]) -> None:
         fresh = {node: reason for node, reason in suspects.items() if node not in self._announced}
@@ -81,12 +89,13 @@ class Swaps:
         ctx, proposal = self._ctx, self.proposer.proposal
         if ctx.plan is not None:
             ctx.send(node, Decided(ctx.plan))
-        if proposal is not None and proposal.plan is None and node in proposal.missing(ctx.world):
-            ctx.send(node, Prepare(proposal.ballot, tuple(proposal.lost)))
+        if proposal is not None and proposal.plan is None and proposal.is_missing(ctx.world, node):
+            ctx.send(node, proposal.prepare())
 
     def tick(self) -> None:
         """Deadlines; a coordinator that waits for a host suspends everybody's."""
         ctx = self._ctx
+        self.voter.tick()
         self.proposer.expire()
         if not ctx.ended and ctx.swapping and ctx.now - ctx.patient_since >= ctx.timing.start_timeout_s:
             ctx.fence(f"no decision about generation {ctx.fenced_for} within {ctx.timing.start_timeout_s:g} s")

@@ -20,3 +20,12 @@ class Timing:
     """Who has not answered a phase of a swap by then is lost, and the phase is repeated without it."""
     start_timeout_s: float = 300.0
     """All ranks must be in training within this time, after the start and after each swap; else the job stops."""
+
+    @property
+    def lease_s(self) -> float:
+        """So long after its last certain contact with a majority a node stops its workers (contact.py).
+
+        Shorter than `silent_after_s`, after which it may be replaced, by more than what clocks that run four percent
+        fast and slow and a tick (a quarter of a heartbeat interval) can make up for: 0.9 / 0.96 + 1 / 80 < 1 / 1.04.
+        """
+        return 0.9 * self.silent_after_s

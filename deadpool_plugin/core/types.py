@@ -7,6 +7,8 @@ May import nothing of this package.
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import msgspec
 
 NodeId = int
@@ -15,6 +17,8 @@ Step = int
 Generation = int
 
 NO_STEP: Step = -1
+NEVER = -1.0
+"""Before any time of any clock."""
 
 EXIT_UNRECOVERABLE = 86
 """Every process ends with this after a verdict; the same as in errors.py, which core may not import."""
@@ -22,7 +26,7 @@ EXIT_FENCED = 87
 """The processes of one node that is out of the job end with this."""
 
 
-class World(msgspec.Struct, frozen=True, array_like=True):
+class World(msgspec.Struct, frozen=True, array_like=True, dict=True):
     """Which node runs which rank in one generation, and who stands by.
 
     `node_of[rank]` is the node of that rank; `spares` are the standing-by nodes in the order in which they
@@ -33,18 +37,35 @@ class World(msgspec.Struct, frozen=True, array_like=True):
     node_of: tuple[NodeId, ...]
     spares: tuple[NodeId, ...] = ()
 
-    @property
+    @cached_property
     def active(self) -> tuple[NodeId, ...]:
         """Nodes that run ranks, in the order of their first rank: the ring along which buddies are chosen."""
-        return tuple(dict.fromkeys(self.node_of))
+        return tuple(self._ranks)
 
-    @property
+    @cached_property
     def members(self) -> tuple[NodeId, ...]:
         """Every node of this generation, spares included: the voters."""
         return self.active + self.spares
 
+    @cached_property
+    def positions(self) -> dict[NodeId, int]:
+        """Each member's place in `members`."""
+        return {node: place for place, node in enumerate(self.members)}
+
+    @cached_property
+    def seniority(self) -> tuple[NodeId, ...]:
+        """The members in the order in which they coordinate: the lowest living one does."""
+        return tuple(sorted(self.members))
+
+    @cached_property
+    def _ranks(self) -> dict[NodeId, tuple[Rank, ...]]:
+        found: dict[NodeId, list[Rank]] = {}
+        for rank, node in enumerate(self.node_of):
+            found.setdefault(node, []).append(rank)
+        return {node: tuple(ranks) for node, ranks in found.items()}
+
     def ranks_of(self, node: NodeId) -> tuple[Rank, ...]:
-        return tuple(rank for rank, owner in enumerate(self.node_of) if owner == node)
+        return self._ranks.get(node, ())
 
 
 class Holding(msgspec.Struct, frozen=True, array_like=True):

@@ -6,7 +6,7 @@ it carries changes. See membership.py for the votes. May import everything of co
 
 from __future__ import annotations
 
-from .context import Context
+from .context import Context, Hearsay
 from .failures import Failures
 from .inventory import Inventory
 from .io import AbortWorkers
@@ -21,20 +21,48 @@ class Voter:
     def __init__(self, context: Context, inventory: Inventory, failures: Failures) -> None:
         self._ctx, self._inventory, self._failures = context, inventory, failures
         self.acceptor = Acceptor()
+        self._postponed: tuple[NodeId, Prepare] | None = None
 
     def prepare(self, sender: NodeId, message: Prepare) -> None:
         ctx = self._ctx
         if not self._is_next(sender, message.ballot) or self._is_doomed(sender):
             return
         if ctx.node in message.lost:
-            ctx.fence(f"counted as lost by node {sender}")
+            self.accused(sender, f"counted as lost by node {sender}", ctx.node in message.silent)
+            return
+        if self._hears_who_is_silent(message):
+            self._postponed = (sender, message)
             return
         if self.acceptor.prepare(message.ballot):
-            ctx.hearsay = (sender, {node: f"counted as lost by node {sender}" for node in message.lost})
-            self._fence_generation()
+            lost = {node: f"counted as lost by node {sender}" for node in message.lost}
+            ctx.hearsay = Hearsay(sender, lost, message.silent)
+            self.fence_generation()
             self.answer()
         else:
             self._refuse(sender, message.ballot)
+
+    def tick(self) -> None:
+        """Whom we heard then may have been silent for long enough by now."""
+        if self._postponed is not None:
+            (sender, message), self._postponed = self._postponed, None
+            self.prepare(sender, message)
+
+    def _hears_who_is_silent(self, message: Prepare) -> bool:
+        """Whether our coordinator, which is to be replaced for its silence, can still count on us (contact.py)."""
+        ctx, coordinator = self._ctx, self._ctx.coordinator
+        return (
+            coordinator != ctx.node
+            and coordinator in message.silent
+            and ctx.watch.hears(coordinator, ctx.now, ctx.timing)
+        )
+
+    def accused(self, sender: NodeId, reason: str, silent: bool) -> None:
+        """`sender` counts this node as lost. Of two that do not hear each other the one goes that no majority hears."""
+        ctx = self._ctx
+        if silent and ctx.in_contact:
+            ctx.watch.accuse(sender, "it does not hear this node, which a majority does")
+        else:
+            ctx.fence(reason)
 
     def answer(self) -> None:
         """Send the promise, again if what it carries (a store above all) has come only now."""
@@ -50,6 +78,7 @@ class Voter:
                 training=ctx.has_trained,
                 checkpoint=ctx.checkpoint,
             )
+            ctx.voted_at = ctx.now
             ctx.send(promised.node, promise)
 
     def propose(self, sender: NodeId, message: Propose) -> None:
@@ -59,7 +88,8 @@ class Voter:
         if ctx.node in message.plan.lost_nodes:
             ctx.fence(f"counted as lost by node {sender}")
         elif self.acceptor.accept(message.ballot, message.plan):
-            self._fence_generation()
+            self.fence_generation()
+            ctx.voted_at = ctx.now
             ctx.send(sender, Accepted(message.ballot))
         else:
             self._refuse(sender, message.ballot)
@@ -68,7 +98,8 @@ class Voter:
         if self.acceptor.promised is not None:
             self._ctx.send(sender, Refused(ballot, self.acceptor.promised))
 
-    def _fence_generation(self) -> None:
+    def fence_generation(self) -> None:
+        """This generation's workers do nothing any more; what they hold stays as it is."""
         ctx = self._ctx
         if not ctx.swapping:
             ctx.fenced_for = ctx.world.generation + 1
@@ -90,5 +121,5 @@ class Voter:
         if sender not in ctx.watch.evidence:
             return False
         reason = f"counted as lost by node {ctx.node}: {ctx.watch.evidence[sender]}"
-        ctx.send(sender, NodeFailed(ctx.world.generation, sender, reason))
+        ctx.send(sender, NodeFailed(ctx.world.generation, sender, reason, ctx.is_silent(sender)))
         return True

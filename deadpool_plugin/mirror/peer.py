@@ -47,6 +47,7 @@ class _PushJob(msgspec.Struct, frozen=True):
 
 class _RecordingJob(msgspec.Struct, frozen=True):
     rank: Rank
+    generation: Generation
     recording: bytes
     on_done: OnDone
 
@@ -96,9 +97,11 @@ class BulkPeer:
         """
         self._enqueue(_PushJob(rank, step, generation, with_payload, replicas, layout_hash, records, on_done))
 
-    def push_recording(self, rank: Rank, recording: bytes, on_done: OnDone = lambda ok, reason: None) -> None:
+    def push_recording(
+        self, rank: Rank, generation: Generation, recording: bytes, on_done: OnDone = lambda ok, reason: None
+    ) -> None:
         """Queues a rank's recording of its start-up collectives. Blocks: never."""
-        self._enqueue(_RecordingJob(rank, recording, on_done))
+        self._enqueue(_RecordingJob(rank, generation, recording, on_done))
 
     def _enqueue(self, job: _PushJob | _RecordingJob) -> None:
         with self._lock:
@@ -132,7 +135,7 @@ class BulkPeer:
             if isinstance(job, _PushJob):
                 self._send_snapshot(self._stream, job)
             else:
-                self._stream.send(wire.PushRecording(job.rank))
+                self._stream.send(wire.PushRecording(job.rank, job.generation))
                 self._stream.send_blob(job.recording)
                 self._stream.expect(wire.Done)
         except wire.RefusedByPeer as error:

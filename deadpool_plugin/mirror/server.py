@@ -123,7 +123,7 @@ class BulkServer:
                 case wire.Push():
                     self._receive_push(stream, request)
                 case wire.PushRecording():
-                    self._store.put_recording(request.rank, stream.recv_blob())
+                    self._store.put_recording(request.rank, stream.recv_blob(), request.generation)
                     stream.send(wire.Done())
                 case wire.GetRecording():
                     self._send_blob(stream, self._store.get_recording(request.rank))

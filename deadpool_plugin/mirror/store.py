@@ -348,8 +348,11 @@ class SnapshotStore:
 
     # ---- recordings and histories
 
-    def put_recording(self, rank: Rank, recording: bytes) -> None:
+    def put_recording(self, rank: Rank, recording: bytes, generation: Generation | None = None) -> None:
+        """Args: generation: the one another node sends it in. Raises: StaleGeneration if that is over."""
         with self._lock:
+            if generation is not None:
+                self.check_generation(generation)
             self._recordings[rank] = recording
 
     def get_recording(self, rank: Rank) -> bytes:

@@ -53,6 +53,7 @@ class PushRecording(Request, frozen=True):
     """Followed by a blob."""
 
     rank: int
+    generation: int
 
 
 class GetRecording(Request, frozen=True):

@@ -32,12 +32,21 @@ def test_a_replacement_is_begun_before_the_controller_decides(heard, exit_code, 
 
 def test_a_store_dies_with_the_process_that_hosts_it(heard):
     lives, slot, order = heard
-    lives.hosts(slot.process, "host:1")
-    lives.hosts(slot.process, "host:2")
+    lives.hosts(slot, slot.process, "host:1")
+    lives.hosts(slot, slot.process, "host:2")
     lives.ended(slot, slot.process, -9)
     assert order[:3] == [io.StoreOffered("host:1"), io.StoreOffered("host:2"), io.StoreLost("host:2")]
     lives.forget(slot.process)
     assert sum(isinstance(one, io.StoreLost) for one in order) == 1
+
+
+def test_a_process_that_only_rehearses_its_rank_says_so_with_its_store(heard):
+    lives, slot, order = heard
+    slot.process = Process(order=2, rank=3, rehearses=True)
+    lives.hosts(slot, slot.process, "host:3")
+    slot.process.took_over = True
+    lives.hosts(slot, slot.process, "host:4")
+    assert order == [io.StoreOffered("host:3", 0, stand_in=True), io.StoreOffered("host:4", 0)]
 
 
 def test_the_end_of_what_rehearsed_another_rank_is_no_loss_of_the_slots_new_one(heard):

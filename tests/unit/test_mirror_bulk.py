@@ -234,9 +234,12 @@ def test_missing_history_goes_along(nodes: list[Node]) -> None:
 def test_recordings_travel(nodes: list[Node]) -> None:
     a, b, c = nodes
     recording, done = os.urandom(FRAME_BYTES + 7), queue.Queue[tuple[bool, str]]()
-    a.peer(b).push_recording(4, recording, lambda *told: done.put(told))
+    a.peer(b).push_recording(4, 0, recording, lambda *told: done.put(told))
     assert done.get(timeout=WAIT_S) == (True, "")
     assert c.peer(b).get_recording(4) == recording
+    b.store.fence(1)
+    a.peer(b).push_recording(4, 0, b"of a world that is over", lambda *told: done.put(told))
+    assert not done.get(timeout=WAIT_S)[0] and c.peer(b).get_recording(4) == recording
     with pytest.raises(RefusedByPeer, match="no recording of rank 5 is held here"):
         c.peer(b).get_recording(5)
 
@@ -369,8 +372,8 @@ def test_the_queue_is_bounded(nodes: list[Node], monkeypatch: pytest.MonkeyPatch
         go_on.wait(WAIT_S)
 
     peer = a.peer(b)
-    peer.push_recording(0, b"", block)
+    peer.push_recording(0, 0, b"", block)
     assert busy.wait(WAIT_S)
-    peer.push_recording(1, b"")
+    peer.push_recording(1, 0, b"")
     assert push(peer, 0, 3) == (False, f"1 transfers to {b.server.address} wait already")
     go_on.set()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict, deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from deadpool_plugin.core import io
@@ -93,6 +94,11 @@ class Cluster:
         self.turn = 0
         self.duplicates = False
         self.gone: set[tuple[NodeId, NodeId]] = set()
+        """Links whose end both nodes have noticed."""
+        self.silent: set[tuple[NodeId, NodeId]] = set()
+        """Links that carry nothing for now, which nobody is told; what is said meanwhile arrives later."""
+        self.clocks = {n: (1.0, 0.0) for n in self.nodes}
+        """Each node's own clock: its rate and what it showed in the beginning."""
         self.hold = False
         """Workers do nothing (time can pass without the job ending)."""
         self.starts = {n: 0 for n in self.nodes}
@@ -138,8 +144,12 @@ class Cluster:
 
     def one_event(self) -> None:
         choices = [("input", n) for n, node in self.nodes.items() if node.up and not node.frozen and node.inputs]
-        choices += [("link", pair) for pair, queue in self.links.items() if queue and not self.nodes[pair[1]].frozen]
-        choices += [("bulk", None)] if self.bulk else []
+        choices += [
+            ("link", pair)
+            for pair, queue in self.links.items()
+            if queue and not self.nodes[pair[1]].frozen and pair not in self.silent
+        ]
+        choices += [("bulk", None)] if any(item[:2] not in self.silent for item in self.bulk) else []
         living = [n for n, node in self.nodes.items() if node.up and not node.frozen]
         choices += [("death", n) for n in living if self.nodes[n].deaths and self.nodes[n].controller.world]
         choices += [("work", (node.number, rank)) for node, rank in self.workers() if self.can_work(node, rank)]
@@ -184,8 +194,12 @@ class Cluster:
 
     def feed(self, node: Node, event: io.Input) -> None:
         if node.up:
-            for action in node.controller.step(event, self.now):
+            for action in node.controller.step(event, self.clock(node)):
                 self.carry_out(node, action)
+
+    def clock(self, node: Node) -> float:
+        rate, offset = self.clocks.get(node.number, (1.0, 0.0))
+        return offset + rate * self.now
 
     # -- faults ------------------------------------------------------------------------------------------------
 
@@ -224,6 +238,14 @@ class Cluster:
             self.feed(node, io.StoreLost(address))
         if node.fence > node.controller.generation:
             self.offer(node)
+
+    def isolate(self, nodes: Collection[NodeId], both_ways: bool = True) -> None:
+        """Nothing that `nodes` say reaches the others any more (nor the other way round), and nobody is told."""
+        for inside in nodes:
+            for outside in self.nodes.keys() - set(nodes):
+                self.silent.add((inside, outside))
+                if both_ways:
+                    self.silent.add((outside, inside))
 
     def cut(self, a: NodeId, b: NodeId) -> None:
         """The connection between two nodes ends; both live on."""
@@ -276,6 +298,7 @@ class Cluster:
         assert self.plans.setdefault(generation, plan) == plan, "ONE_WORLD_PER_GENERATION"
         assert node.fence == generation
         self.check_nothing_lost(plan)
+        self.check_stopped(plan)
         assert plan.world.node_of != () and len(plan.world.node_of) == len(self.world.node_of)
         node.world, node.committed = plan.world, NO_STEP
         if plan.restore_step == NO_STEP:
@@ -307,6 +330,15 @@ class Cluster:
             assert plan.restore_step >= self.committed.get(plan.world.generation - 1, NO_STEP)
         if plan.restore_step == NO_STEP:
             assert not self.committed and not plan.sources and plan.store == ""
+
+    def check_stopped(self, plan: SwapPlan) -> None:
+        """Whoever is replaced has stopped before, unless its agent stood still till now or a link to it has ended."""
+        for number in plan.lost_nodes:
+            node = self.nodes[number]
+            running = [rank for rank, worker in node.workers.items() if worker.live]
+            slept_s = self.clock(node) - node.controller._ctx.now
+            excused = not node.up or slept_s > TIMING.heartbeat_interval_s or any(number in pair for pair in self.gone)
+            assert excused or not running, f"node {number} is replaced and still runs {running}"
 
     def begin_again(self, node: Node, plan: SwapPlan) -> None:
         """Every process of a rank is a new one that begins the script; what the old ones said counts no more."""
@@ -347,6 +379,9 @@ class Cluster:
         item = self.bulk.popleft()
         source, target, generation, rank, step, state, payload = item
         node = self.nodes[target]
+        if (source, target) in self.silent:
+            self.bulk.append(item)
+            return
         if node.frozen:
             self.bulk.append(item)
             self.advance(TIMING.heartbeat_interval_s / 4)

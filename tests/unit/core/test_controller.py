@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import msgspec
+import pytest
+
 from deadpool_plugin.core import io
 from deadpool_plugin.core.controller import Controller
 from deadpool_plugin.core.messages import (
     Accepted,
     Decided,
+    Goodbye,
     NodeFailed,
     Prepare,
     Promise,
@@ -21,7 +25,7 @@ from deadpool_plugin.core.messages import (
 )
 from deadpool_plugin.core.policy import Policy
 from deadpool_plugin.core.timing import Timing
-from deadpool_plugin.core.types import Ballot, Checkpoint, Failure, Holding, SwapPlan, World
+from deadpool_plugin.core.types import NEVER, Ballot, Checkpoint, Failure, Holding, SwapPlan, World
 
 WORLD = World(0, (0, 1, 2), (3,))
 TIMING = Timing(heartbeat_interval_s=1.0, silent_after_s=10.0, phase_timeout_s=20.0, start_timeout_s=100.0)
@@ -35,7 +39,12 @@ def formed(node: int, world: World = WORLD) -> Controller:
 
 
 def said(actions: list[io.Action]) -> list[tuple[int, object]]:
-    return [(action.to, action.message) for action in actions if isinstance(action, io.Send)]
+    """What goes to whom; the times of reports are test_contact.py's."""
+    return [(action.to, untimed(action.message)) for action in actions if isinstance(action, io.Send)]
+
+
+def untimed(message):
+    return msgspec.structs.replace(message, sent_at=NEVER) if isinstance(message, (Report, Status)) else message
 
 
 def hear(controller: Controller, sender: int, message, now: float = 0.1) -> list[io.Action]:
@@ -124,11 +133,31 @@ def test_who_is_counted_as_lost_leaves():
         assert controller.ended and controller.step(io.Ticked(), 99.0) == []
 
 
-def test_a_verdict_of_a_node_that_is_no_member_is_ignored():
+def test_a_verdict_of_another_generation_or_of_no_member_ends_nothing_here():
     controller = formed(0)
     hear(controller, 1, Decided(PLAN))
+    assert hear(controller, 2, Verdict(1, 1, "mine")) == []
     assert hear(controller, 2, Verdict(0, 1, "mine")) == [io.Send(2, Decided(PLAN))]
-    assert hear(controller, 1, Verdict(0, 1, "ours"))[-1] == io.Leave(1, "ours")
+    actions = hear(controller, 1, Verdict(0, 1, "it ended before it heard of the swap"))
+    assert not controller.ended and any(isinstance(message, Prepare) for _, message in said(actions))
+    controller = formed(0)
+    hear(controller, 1, Decided(PLAN))
+    assert hear(controller, 1, Verdict(1, 1, "ours"))[-1] == io.Leave(1, "ours")
+
+
+def test_an_accusation_of_an_older_generation_is_answered_by_the_newest_plan():
+    controller = formed(1)
+    hear(controller, 0, Decided(PLAN))
+    for node in (0, 1):
+        assert hear(controller, 3, NodeFailed(0, node, "gone")) == [io.Send(3, Decided(PLAN))]
+    assert not controller.ended
+    hear(controller, 0, NodeFailed(0, 0, "who gives itself up is gone in any generation"))
+    assert 0 not in controller._ctx.living
+
+
+def test_who_says_goodbye_without_a_verdict_is_lost():
+    actions = hear(formed(0), 2, Goodbye(0))
+    assert io.Emit("NodeLost", {"lost": (2,), "evidence": "node 2 was lost (it has left the job)"}) in actions
 
 
 def test_ones_own_pause_is_no_evidence():
@@ -209,12 +238,61 @@ def test_a_failure_is_said_at_once_and_with_every_report_until_it_is_healed():
     assert not any(isinstance(message, RankFailed) for _, message in said(controller.step(io.Ticked(), 2.5)))
 
 
-def test_a_failure_that_took_the_chosen_store_with_it_is_the_new_generations_too():
-    controller = formed(2)
+@pytest.mark.parametrize("when", ["promised", "decided"])
+@pytest.mark.parametrize("node", [2, 3], ids=["active", "spare"])
+def test_without_the_store_it_builds_upon_a_generation_is_stuck(node, when):
+    """The spare's is a standing-by process: it runs no rank whose death would say so."""
+    controller = formed(node)
     hear(controller, 0, Status(0, 3, True, True))
-    controller.step(io.StoreOffered("node2:1"), 0.1)
-    hear(controller, 0, Prepare(Ballot(1, 1, 0), (3,)))
+    controller.step(io.StoreOffered("ours"), 0.1)
+    hear(controller, 0, Prepare(Ballot(1, 1, 0), ()))
+    decided = Decided(SwapPlan(World(1, (0, 1, 2), (3,)), 4, (), (), "ours"))
+    if when == "decided":
+        hear(controller, 0, decided, 0.2)
     controller.step(io.WorkerLost(2, "signal 9"), 0.2)
-    controller.step(io.StoreLost("node2:1"), 0.2)
-    actions = hear(controller, 0, Decided(SwapPlan(World(1, (0, 1, 2)), 4, (3,), (), "node2:1")), 0.3)
-    assert (0, RankFailed(1, Failure(2, -1, "signal 9"))) in said(actions)
+    actions = controller.step(io.StoreLost("ours"), 0.2)
+    if when == "promised":
+        actions = hear(controller, 0, decided, 0.3)
+    (report,) = [message for to, message in said(actions) if isinstance(message, Report) and to == 0]
+    assert report.generation == 1 and "store" in report.stuck
+    coordinator = formed(0)
+    hear(coordinator, 0, decided)
+    prepared = said(hear(coordinator, node, report))
+    assert (1, Prepare(Ballot(2, 1, 0), ())) in prepared
+    hear(controller, 0, Decided(SwapPlan(World(2, (0, 1, 2), (3,)), 4, (), (), "another")), 0.4)
+    assert not said(controller.step(io.Ticked(), 2.0))[0][1].stuck
+
+
+def test_a_store_that_is_gone_after_the_groups_were_built_is_missed_by_nobody():
+    controller = formed(3)
+    hear(controller, 0, Decided(SwapPlan(World(1, (0, 1, 2), (3,)), 4, (), (), "ours")))
+    hear(controller, 0, Status(1, 4, True, False), 0.2)
+    assert controller.step(io.StoreLost("ours"), 0.3) == []
+
+
+def test_a_part_of_a_step_is_no_news():
+    """One report a step and node: node 2 runs ranks 4 and 5 and mirrors 2 and 3."""
+    controller = formed(2, World(0, (0, 0, 1, 1, 2, 2), (3,)))
+    for rank in (4, 2, 5):
+        assert controller.step(io.SnapshotHeld(Holding(rank, 0, True, (rank,)), 0), 0.1) == []
+    ((to, report),) = said(controller.step(io.SnapshotHeld(Holding(3, 0, True, (3,)), 0), 0.2))
+    assert to == 0 and {holding.rank for holding in report.holdings} == {2, 3, 4, 5}
+    controller.step(io.SnapshotHeld(Holding(4, 1, True, (4,)), 0), 0.3)
+    assert len(said(controller.step(io.Ticked(), 1.3))[0][1].holdings) == 5, "a heartbeat says what there is"
+
+
+def test_the_newest_store_of_a_process_that_runs_a_rank_is_offered():
+    controller = formed(2, World(0, (0, 0, 1, 1, 2, 2), (3,)))
+
+    def store() -> str:
+        return said(controller.step(io.Ticked(), controller._ctx.now + 1.5))[0][1].store
+
+    controller.step(io.StoreOffered("a", 0), 0.1)
+    controller.step(io.StoreOffered("b", 1), 0.1)
+    assert store() == "b"
+    controller.step(io.StoreLost("b"), controller._ctx.now)
+    assert store() == "a", "the other process has one too"
+    controller.step(io.StoreOffered("c", 1, stand_in=True), controller._ctx.now)
+    assert store() == "a"
+    controller.step(io.StoreLost("a"), controller._ctx.now)
+    assert store() == "c", "better than none"

@@ -104,6 +104,44 @@ def test_a_committed_step_survives_any_losses_of_as_many_nodes_as_there_are_copi
         assert oracle_restorable(world, held, survivors, point.step)
 
 
+def bears(world, held, survivors, step, losses_max):
+    """The oracle tries every further loss."""
+    for count in range(1, losses_max + 1):
+        for more in combinations(survivors, count):
+            if not oracle_restorable(world, held, [node for node in survivors if node not in more], step):
+                return count - 1
+    return losses_max
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), world=worlds(), losses_max=st.integers(1, 2))
+def test_the_restore_point_is_the_newest_step_that_bears_most_further_losses(data, world, losses_max):
+    held = data.draw(inventories(world, STEPS))
+    lost = data.draw(st.sets(st.sampled_from(world.members), max_size=2))
+    committed = data.draw(st.integers(-1, STEPS - 1))
+    survivors = [node for node in world.members if node not in lost]
+    able = [s for s in range(STEPS) if oracle_restorable(world, held, survivors, s)] if survivors else []
+    point = Ledger(held).restore_point(world, survivors, losses_max, committed)
+    if not able:
+        assert isinstance(point, str)
+        return
+    allowed = [step for step in able if step >= committed] or able
+    assert point.step == max(allowed, key=lambda step: (bears(world, held, survivors, step, losses_max), step))
+
+
+def test_a_step_that_nobody_mirrors_yet_is_not_gone_back_to():
+    """Nobody is lost: the newest step is staged everywhere, the one before it is committed."""
+    world = World(0, (0, 1, 2))
+    held = {node: [Holding(node, step, True, (node,)) for step in (4, 5)] for node in world.members}
+    for node in world.members:
+        held[(node + 1) % 3].append(Holding(node, 4, True, (node,)))
+    assert Ledger(held).restore_point(world, world.members, 1, 4).step == 4
+    assert Ledger(held).restore_point(world, world.members, 1, 5).step == 5, "what is committed is never given up"
+    assert Ledger(held).restore_point(world, [0, 1], 1, 4).step == 4, "rank 2's newest was nowhere else"
+    held[0].append(Holding(2, 5, True, (2,)))
+    assert Ledger(held).restore_point(world, [0, 1], 1, 4).step == 5, "one copy each is all there is of either"
+
+
 @pytest.mark.parametrize(("copies", "nodes"), [(1, 4), (2, 4), (3, 5)])
 def test_mirrors_along_the_ring_commit_and_one_copy_less_does_not(copies, nodes):
     """The buddies placement names are enough for a commit, all of them are needed, and one loss more is fatal."""

@@ -8,10 +8,11 @@ from deadpool_plugin import errors
 from deadpool_plugin.core import types
 from deadpool_plugin.core.inventory import Inventory
 from deadpool_plugin.core.ledger import Ledger
+from deadpool_plugin.core.messages import Report
 from deadpool_plugin.core.planning import NoSpare, Situation, plan_swap
 from deadpool_plugin.core.suspicion import Watch, suspects
 from deadpool_plugin.core.timing import Timing
-from deadpool_plugin.core.types import NO_STEP, Checkpoint, Holding, Source, SwapPlan, Unrecoverable, World
+from deadpool_plugin.core.types import NO_STEP, Holding, Source, SwapPlan, Unrecoverable, World
 
 TIMING = Timing(heartbeat_interval_s=1.0, silent_after_s=10.0)
 WORLD = World(4, (0, 1, 2), (3, 4))
@@ -36,7 +37,7 @@ FULL = {0: held((0, 5), (2, 5)), 1: held((1, 5), (0, 5)), 2: held((2, 5), (1, 5)
     ],
 )
 def test_suspects(now, evidence, watched, found):
-    watch = Watch(dict(evidence), {1: 0.0, 2: 5.0})
+    watch = Watch(dict(evidence), heard={1: 0.0, 2: 5.0})
     result = suspects(now, watch, watched, TIMING)
     assert set(result) == found and all(result.values())
 
@@ -116,20 +117,20 @@ def test_inventory_keeps_two_steps_and_forgets_what_did_not_happen():
     assert [h.step for h in inventory.holdings] == [2, 3]
     inventory.ready(0)
     inventory.finished(0)
-    inventory.offer("used")
+    inventory.offer("used", 0, stand_in=False)
     inventory.begin_generation(1, 2, "used")
-    report = inventory.report(1, 0, Checkpoint(3, "path"))
+    report = inventory.fill(Report(1, 0))
     assert [h.step for h in report.holdings] == [2]
     assert (report.ready, report.finished, report.store) == ((), (), "")
     assert not inventory.held(Holding(0, 3, True, (0,)), 0, 1), "the old history's"
     assert inventory.held(Holding(1, 2, True, (1,)), 0, 1), "late, but true of both histories"
     assert not inventory.held(Holding(1, 3, True, (1,)), 2, 1), "not decided yet"
     assert inventory.dropped(1, 1) and not inventory.dropped(1, 1)
-    assert inventory.offer("kept") and not inventory.offer("kept")
+    assert inventory.offer("kept", 0, stand_in=False) and not inventory.offer("kept", 0, stand_in=False)
     inventory.begin_generation(2, 2, "another's")
     assert inventory.store == "kept"
-    assert inventory.offer("") and inventory.has_lost("kept") and not inventory.has_lost("another's")
-    inventory.offer("of an old process")
+    assert inventory.lose_store("kept") and inventory.has_lost("kept") and not inventory.has_lost("another's")
+    inventory.offer("of an old process", 0, stand_in=False)
     inventory.begin_generation(3, NO_STEP, "")
     assert inventory.store == "" and not inventory.holdings and not inventory.has_lost("kept")
 
