@@ -68,13 +68,14 @@ def up(folder: Path, size: int, slots: int, command: list[str]) -> int:
 
 
 def run(network: netns.Network, host: str, command: list[str]) -> int:
-    """Its exit code; Ctrl-C reaches it by the terminal, SIGTERM by us."""
-    process = subprocess.Popen(network.command(host, command))
+    """Its exit code. Ctrl-C reaches it through us: nsenter, between the two of us, would not outlive it."""
+    process = subprocess.Popen(network.command(host, command), start_new_session=True)
     while True:
         try:
             return process.wait()
         except KeyboardInterrupt:
-            process.send_signal(signal.SIGINT)
+            for child in netns.children(process.pid):
+                os.kill(child, signal.SIGINT)
 
 
 def main() -> int:

@@ -50,6 +50,11 @@ def missing() -> list[str]:
     return found
 
 
+def children(pid: int) -> list[int]:
+    """Of a process with one thread, in the order of their birth."""
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
 class Host:
     """One emulated host; `pid` is its process 1 as seen from outside."""
 
@@ -130,11 +135,10 @@ class Network:
         start = ["setpriv", "--pdeathsig=KILL", "unshare", *kinds, "--fork", "--kill-child=KILL", *words]
         outside = subprocess.Popen(start, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
         self._processes.append(outside)
-        children = Path(f"/proc/{outside.pid}/task/{outside.pid}/children")
         deadline = time.monotonic() + START_S
         while time.monotonic() < deadline and outside.poll() is None:
-            if found := children.read_text().split():
-                return int(found[0])
+            if found := children(outside.pid):
+                return found[0]
             time.sleep(0.01)
         raise RuntimeError(f"`{shlex.join(start)}` did not start; see {self.folder}")
 
@@ -265,5 +269,3 @@ def boot_script(name: str, home: Path, folder: Path) -> str:
         ["exec", str(tool("sshd")), "-D", "-e", "-f", str(home / "sshd_config")],
     ]
     return "\n".join(shlex.join(step) for step in steps)
-
-
