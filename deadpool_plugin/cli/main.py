@@ -16,6 +16,7 @@ from ..errors import DeadpoolError
 COMMANDS = {
     "launch": "start a job on the hosts of a hostfile, as `deepspeed` does",
     "join": "add this host to a running job",
+    "outcome": "say what became of a job, and end with its exit code",
     "watch": "show what a job is doing",
 }
 """Command -> its line in the help; the module has the same name."""
