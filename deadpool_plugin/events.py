@@ -184,6 +184,12 @@ class NodeFenced(Event, frozen=True):
     reason: str = ""
 
 
+class NodeEnded(Event, frozen=True):
+    """The last word of a node's agent: how its supervisors end."""
+
+    exit_code: int
+
+
 class JobFinished(Event, frozen=True):
     exit_code: int = 0
 
@@ -205,7 +211,7 @@ AnyEvent = (
     NodeJoined | WorldFormed | TrainingStarted | SpareReady | StepDone | StepCommitted | NodeLost | RankLost
     | ContactLost | HostJoined | WaitingForHost | CheckpointSaved | CheckpointCancelled | SwapPlanned | WorkerUnblocked
     | GroupsRebuilt | SnapshotFetched | StateRestored | WorkerResumed | FirstStepDone | SwapDone | Unprotected
-    | Protected | Rehearsed | RehearsalFailed | PeerRefused | NodeFenced | JobFinished | JobStopped | Note
+    | Protected | Rehearsed | RehearsalFailed | PeerRefused | NodeFenced | NodeEnded | JobFinished | JobStopped | Note
 )  # fmt: skip
 
 KINDS: dict[str, type[Event]] = {kind.__name__: kind for kind in AnyEvent.__args__}

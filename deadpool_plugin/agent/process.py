@@ -292,6 +292,7 @@ class Agent:
         await self._peers.close()
         if self._writer.dropped_bytes:
             self._reports.say(f"node {self._node}: {self._writer.dropped_bytes} bytes of output could not be written")
+        self._reports.emit("NodeEnded", exit_code=exit_code)
         return exit_code
 
     async def _drain(self) -> None:
