@@ -18,6 +18,7 @@ COMMANDS = {
     "join": "add this host to a running job",
     "patch": "put the flag and the first statement into a checkout of Megatron-LM",
     "outcome": "say what became of a job, and end with its exit code",
+    "simulate": "run the protocol through thousands of simulated jobs with faults",
     "watch": "show what a job is doing",
 }
 """Command -> its line in the help; the module has the same name."""
@@ -35,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _run(words: list[str]) -> int:
     known = argparse.ArgumentParser(prog="deadpool", description="Jobs that survive the loss of nodes.")
-    listed = "\n".join(f"  {name:8}{line}" for name, line in COMMANDS.items())
+    listed = "\n".join(f"  {name:10}{line}" for name, line in COMMANDS.items())
     known.formatter_class = argparse.RawDescriptionHelpFormatter
     known.epilog = f"commands:\n{listed}\n\n`deadpool COMMAND --help` says more"
     known.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="what to do")
