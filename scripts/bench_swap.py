@@ -7,9 +7,9 @@ The small GPT of train_gpt.py in TP 2 x PP 2 x DP 2 on four emulated nodes of tw
 four replicas, one per node (torchft, plugin), and one node more that stands by. A job trains until all spares stand
 and step 21 to 30 (each place between two checkpoints in turn), is struck at a random moment of that step, and is
 watched until all ranks have completed a step again, or for --limit seconds. A peer's job meets one fault. The plugin's
-meets all faults of its line, the first node's first: what a fault took comes back (`deadpool join`), and the next one
-waits until everything stands again and ten steps more. The systems take turns, so that whatever else the machine does
-meets them all.
+meets several, the first node's loss first: what a fault took comes back (`deadpool join`), and the next one waits
+until everything stands again and ten steps more. The systems take turns, so that whatever else the machine does meets
+them all.
 
 One clock: from the reading of it right before the first signal to (a) `ready_s`, the last rank is back in its training
 loop, restored, and (b) `first_step_s`, the last rank has completed its first step. `lost_steps`: steps that all ranks
@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import json
 import os
 import platform
@@ -48,7 +49,10 @@ SCRIPTS = REPOSITORY / "scripts"
 CACHE = REPOSITORY / ".cache" / "demo"
 ALL: dict[str, type[Job]] = {"deadpool": DeadpoolJob, **JOBS}
 OURS = ("first", "node", "process", "silent")
-"""In one job the first node's loss comes first: there is one only."""
+PER_JOB = 9
+"""So many faults one job of the plugin meets, besides that of its first node."""
+Fault = tuple[str, int]
+"""Kind, and its number among those of its kind."""
 
 SYSTEMS: dict[str, tuple[str, str, str, tuple[str, ...]]] = {
     "deadpool": ("deadpool", "default", "tp2pp2dp2", OURS),
@@ -81,38 +85,38 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
-def plan(args: argparse.Namespace, done: set[tuple[str, str, int]]) -> list[tuple[str, tuple[str, ...], int]]:
-    """One job each: (system, faults, index), interleaved: the first measurement of everything, then the second, ..."""
-    found: list[tuple[str, tuple[str, ...], int]] = []
-    for index in range(max(args.runs, args.peer_runs)):
-        for system, (job, _, _, faults) in SYSTEMS.items():
-            runs = args.runs if job == "deadpool" else args.peer_runs
-            wanted = tuple(
-                fault
-                for fault in faults
-                if index < runs
-                and (system, fault, index) not in done
-                and all(word in f"{system}/{fault}" for word in args.only)
-            )
-            if wanted and ALL[job].heals:
-                found.append((system, wanted, index))
-            else:
-                found += [(system, (fault,), index) for fault in wanted]
-    return found
+def plan(args: argparse.Namespace, done: set[tuple[str, str, int]]) -> list[tuple[str, list[Fault]]]:
+    """The jobs that are left: of each its system and its faults; in turns, all first ones first."""
+    found = []
+    for system, (job, _, _, faults) in SYSTEMS.items():
+        runs = range(args.runs if job == "deadpool" else args.peer_runs)
+        named = [fault for fault in faults if all(word in f"{system}/{fault}" for word in args.only)]
+        wanted = [(fault, index) for index in runs for fault in named if (system, fault, index) not in done]
+        jobs = shared(wanted) if ALL[job].heals else [[fault] for fault in wanted]
+        found += [(number, system, its) for number, its in enumerate(jobs)]
+    return [(system, its) for _, system, its in sorted(found, key=lambda entry: entry[0])]
 
 
-def measure(args: argparse.Namespace, system: str, faults: tuple[str, ...], index: int) -> Iterator[dict[str, Any]]:
+def shared(wanted: list[Fault]) -> list[list[Fault]]:
+    """Faults as few jobs: each has one first node only, and its loss comes first."""
+    firsts = [[fault] for fault in wanted if fault[0] == "first"]
+    others = [fault for fault in wanted if fault[0] != "first"]
+    parts = [others[start : start + PER_JOB] for start in range(0, len(others), PER_JOB)]
+    return [[*first, *part] for first, part in itertools.zip_longest(firsts, parts, fillvalue=[])]
+
+
+def measure(args: argparse.Namespace, system: str, faults: list[Fault]) -> Iterator[dict[str, Any]]:
     """One job and its faults, one line each; it ends with the first fault that it does not recover from."""
     name, variant, layout, _ = SYSTEMS[system]
-    folder = args.out / "jobs" / f"{system.replace(' ', '-')}-{faults[0]}-{index}"
+    folder = args.out / "jobs" / "-".join([*system.split(), *map(str, faults[0])])
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     setting = Setting(folder, CACHE / "corpus", CACHE / "bench-indices", args.peers_python.absolute(), layout)
-    job, since, step = ALL[name](setting, variant), time.time(), 21 + 7 * index % 10
+    job, since, step = ALL[name](setting, variant), time.time(), 21 + 7 * faults[0][1] % 10
     outcome = ""
     try:
         job.start()
-        for number, fault in enumerate(faults):
+        for number, (fault, index) in enumerate(faults):
             line: dict[str, Any] = {"system": system, "fault": fault, "index": index, "time": time.time()}
             line |= {"faults_before": number, "load_before": round(os.getloadavg()[0], 2)}
             draw = random.Random(int(hashlib.sha256(f"{fault}{index}".encode()).hexdigest(), 16))
@@ -199,8 +203,8 @@ def main() -> int:
     measurements = read_json_lines(log)
     todo = plan(args, {(line["system"], line["fault"], line["index"]) for line in measurements})
     if args.list:
-        for system, faults, index in todo:
-            print(f"{system}/{' '.join(faults)}/{index}")
+        for system, faults in todo:
+            print(f"{system}: {', '.join(f'{fault}/{index}' for fault, index in faults)}")
         return 0
     args.out.mkdir(parents=True, exist_ok=True)
     make_peers_environment(args.peers_python)
