@@ -156,24 +156,26 @@ class Pipe:
             self._loop.add_reader(self._fd, self._read)
 
     def cut(self, step: Step) -> int:
-        """The process has made the cut of `step`, before which it flushed: how much it has printed, in its file."""
-        while self.assigned and not self.ended.is_set() and self._read():
-            pass
+        """The process has made the cut of `step`, before which it flushed: how much it has printed, in its file.
+
+        One read takes all that is in a pipe (64 KiB at most).
+        """
+        if self.assigned and not self.ended.is_set():
+            self._read()
         if self.repeats is not None:
             self.repeats.reached(step)
         return self._file_bytes
 
-    def _read(self) -> bool:
-        """Take in what is there; False if nothing was."""
+    def _read(self) -> None:
+        """Take in what is there."""
         try:
             data = os.read(self._fd, _READ_BYTES)
         except BlockingIOError:
-            return False
+            return
         if not data:
             self.close()
-            return False
+            return
         self._put(self._new(data))
-        return True
 
     def _new(self, data: bytes) -> bytes:
         if self.repeats is None:

@@ -99,8 +99,8 @@ class Repeats:
         return not any(self._printed[step] for step in self._printed if step >= self._step)
 
     def reached(self, step: Step) -> None:
-        """What comes from here on is printed behind the cut of `step`."""
-        self._step = step
+        """What comes from here on is printed behind the cut of `step` (a swap may go back to one before)."""
+        self._step = max(self._step, step)
 
     def without(self, data: bytes) -> bytes:
         """The whole lines among what has come so far that are new; after the last repeated one, all of it."""

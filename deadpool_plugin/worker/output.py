@@ -20,6 +20,8 @@ from collections.abc import Callable, MutableMapping
 from pathlib import Path
 from typing import Any
 
+from .trackers import Trackers
+
 CHANGING = ((os, "rename"), (os, "replace"), (os, "remove"), (os, "unlink"), (os, "rmdir"), (shutil, "rmtree"))
 
 
@@ -37,6 +39,7 @@ class Mute:
         for fd in (1, 2):
             os.dup2(private, fd)
         os.close(private)
+        self._trackers = Trackers()
         Mute.active = True
 
     def keep_files(self) -> None:
@@ -71,6 +74,7 @@ class Mute:
             os.dup2(saved, fd)
             os.close(saved)
         Mute.active = False
+        self._trackers.resume()
 
 
 def flush() -> None:

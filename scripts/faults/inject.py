@@ -216,10 +216,8 @@ def install(injector: Injector) -> None:
 
 
 def hook_optimizer(injector: Injector) -> None:
-    import megatron.core.optimizer as module
+    from megatron.core.optimizer import get_megatron_optimizer as original
     from torch.optim.optimizer import register_optimizer_step_post_hook
-
-    original = module.get_megatron_optimizer
 
     @functools.wraps(original)
     def get_megatron_optimizer(config: Any, model_chunks: list[Any], *args: Any, **kwargs: Any) -> Any:
@@ -247,7 +245,9 @@ def hook_optimizer(injector: Injector) -> None:
         if inner in injector.torch_optimizers():
             injector.reached("optimizer", injector.completed() + (not injector.has_step_state))
 
-    module.get_megatron_optimizer = get_megatron_optimizer
+    for module in list(sys.modules.values()):  # whoever imported it by name has it by name
+        if getattr(module, "__dict__", {}).get(original.__name__) is original:
+            setattr(module, original.__name__, get_megatron_optimizer)
     register_optimizer_step_post_hook(updated)
 
 

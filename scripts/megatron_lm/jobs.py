@@ -7,6 +7,7 @@ twice. Words may say `{folder}`: the run's own folder.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,8 @@ class Training:
 
 
 def preload(checkout: Path) -> None:
-    """In the process that plays the cluster, before anything is forked."""
+    """In the process that plays the cluster, before anything is forked; megatron.core too is the checkout's then."""
+    sys.path.insert(0, str(checkout))
     forked_node.preload()
     from megatron_lm import pretrain
 

@@ -43,9 +43,13 @@ def preload(checkout: Path) -> None:
 
 
 def observe() -> None:
-    """Print what compare_runs.py compares."""
+    """Print what compare_runs.py compares, and save what can be compared."""
     from megatron.training import training
 
+    from patches.cpu import saving
+
+    saving.results_by_pipe()
+    saving.same_padding()
     _after(training, "training_log", _numbers)
     _after(training, "train", _digests)
 

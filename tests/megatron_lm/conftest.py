@@ -1,7 +1,12 @@
-"""Which checkout of NVIDIA/Megatron-LM is tested (MEGATRON_LM_PATH), and a corpus and undisturbed runs to share."""
+"""Which checkout of NVIDIA/Megatron-LM is tested (MEGATRON_LM_PATH), and a corpus and undisturbed runs to share.
+
+MEGATRON_LM_RESULTS names a file that gets a JSON line per test: what became of it, in how many seconds.
+"""
 
 import importlib.util
+import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +28,21 @@ def reason_to_skip():
         return f"MEGATRON_LM_PATH={path}: there is no pretrain_gpt.py; expected a Megatron-LM checkout"
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     return f"not installed: {', '.join(missing)}" if missing else ""
+
+
+def version(path):
+    """As the checkout itself says it."""
+    found = dict(re.findall(r"(MAJOR|MINOR|PATCH) = (\d+)", Path(path, "megatron/core/package_info.py").read_text()))
+    return ".".join(found[name] for name in ("MAJOR", "MINOR", "PATCH"))
+
+
+def pytest_runtest_logreport(report):
+    if report.when == "call" and "tests/megatron_lm/" in report.nodeid and "MEGATRON_LM_RESULTS" in os.environ:
+        test = report.nodeid.removeprefix("tests/megatron_lm/")
+        line = {"test": test, "outcome": report.outcome, "seconds": round(report.duration, 1)}
+        line["megatron_lm"] = version(os.environ["MEGATRON_LM_PATH"])
+        with open(os.environ["MEGATRON_LM_RESULTS"], "a") as file:
+            file.write(json.dumps(line) + "\n")
 
 
 @pytest.fixture(scope="session")
