@@ -85,8 +85,8 @@ JOBS = {
     ),
     "deepspeed": DemoJob(
         SCRIPTS / "train_deepspeed.py",
-        ("torch.distributed", "deepspeed"),
-        ("torch.distributed", "deepspeed"),
+        ("torch.distributed", "deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer"),
+        ("torch.distributed", "deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer"),
         ("torch", "deepspeed", "numpy"),
         _deepspeed,
         lambda args: max(1, args.pipeline),
