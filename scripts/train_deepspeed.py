@@ -47,6 +47,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--optimizer", choices=("adamw", "fused", "cpu"), default="adamw",
                         help="torch's AdamW, or DeepSpeed's FusedAdam or DeepSpeedCPUAdam")  # fmt: skip
+    parser.add_argument("--offload", action="store_true", help="masters, moments and the update on the CPU")
     parser.add_argument("--fp32-gradients", action="store_true", help="bf16 only: accumulate gradients in fp32")
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--scheduler", choices=("engine", "script", "none"), default="engine",
@@ -54,6 +55,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--clip-grad", type=float, default=1.0, help="largest global norm of the gradient; 0: any")
     parser.add_argument("--decay-groups", action="store_true", help="norms and biases in a group without weight decay")
     parser.add_argument("--loss-outside", action="store_true", help="the model gives logits, the loop the loss")
+    parser.add_argument(
+        "--direct-backward", action="store_true", help="loss.backward() instead of engine.backward(loss)"
+    )
     parser.add_argument("--micro-batch-size", type=int, default=2)
     parser.add_argument("--num-microbatches", type=int, default=2, help="accumulated per step")
     parser.add_argument("--samples", type=int, default=96, help="in an epoch")
@@ -61,6 +65,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--eval-interval", type=int, default=10, help="steps between evaluations; 0: none")
     parser.add_argument("--seed", type=int, default=1234)
     parser.add_argument("--data-path", required=True, help="prefix of an indexed data set (.bin)")
+    parser.add_argument("--save", type=Path, help="folder for checkpoints")
+    parser.add_argument("--save-interval", type=int, default=0, help="steps between checkpoints; 0: none")
     parser.add_argument("--log-all-ranks", action="store_true", help="one exact `metrics` line per rank and step")
     parser.add_argument("--digest", action="store_true", help="one `digest` line per rank at the end")
     parser.add_argument("--local-rank", "--local_rank", type=int, default=int(os.environ.get("LOCAL_RANK", "0")))
@@ -112,6 +118,8 @@ def configuration(args: argparse.Namespace) -> dict[str, Any]:
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 10**9,
     }
+    if args.offload:
+        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
     if args.dtype == "bf16":
         config["bf16"] = {"enabled": True}
         if args.fp32_gradients:
@@ -153,7 +161,7 @@ def train(args: argparse.Namespace, engine: Any, schedule: Any) -> None:
         for batch in data:
             batch = {name: value.to(engine.device) for name, value in batch.items()}
             loss = forward(args, engine, batch)
-            engine.backward(loss)
+            loss.backward() if args.direct_backward else engine.backward(loss)
             engine.step()
             losses.append(loss.item())
             if engine.micro_steps % args.num_microbatches:
@@ -165,6 +173,7 @@ def train(args: argparse.Namespace, engine: Any, schedule: Any) -> None:
             if args.eval_interval and engine.global_steps % args.eval_interval == 0:
                 numbers["eval"] = evaluate(args, engine, valid)
             log_step(args, engine.global_steps, time.perf_counter() - began, numbers)
+            save(args, engine)
             losses, began = [], time.perf_counter()
             if engine.global_steps == args.train_iters:
                 return
@@ -182,6 +191,12 @@ def train_pipeline(args: argparse.Namespace, engine: Any, schedule: Any) -> None
         if args.eval_interval and engine.global_steps % args.eval_interval == 0:
             numbers["eval"] = engine.eval_batch(data_iter=valid).item()
         log_step(args, engine.global_steps, time.perf_counter() - began, numbers)
+        save(args, engine)
+
+
+def save(args: argparse.Namespace, engine: Any) -> None:
+    if args.save_interval and engine.global_steps % args.save_interval == 0:
+        engine.save_checkpoint(str(args.save), client_state={"seed": args.seed})
 
 
 def forward(args: argparse.Namespace, engine: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from ..errors import ConfigError
+from .deepspeed_config import agreed, named_config
 
 FLAG = "--deadpool-config"
 _USAGE = "deepspeed --hostfile HOSTS --module deadpool_plugin.run SCRIPT ARGUMENTS... --deadpool-config FILE"
@@ -31,7 +32,7 @@ def parse(arguments: Sequence[str]) -> CommandLine:
     """Split the arguments after the program's name.
 
     `--deadpool-config FILE` may stand anywhere; launch.py's `--local_rank=N`, which it puts first, goes behind the
-    script, where scripts expect it.
+    script, where scripts expect it. Without our flag, a DeepSpeed configuration among the arguments may name the file.
 
     Raises: ConfigError
     """
@@ -43,6 +44,7 @@ def parse(arguments: Sequence[str]) -> CommandLine:
     if len(rest) < head or rest[head - 1].startswith("-"):
         found = f"{rest[0]} where the script should be" if rest else "no script on the command line"
         raise ConfigError(found, f"`{_USAGE}`", "name the training script")
+    config = agreed(config, named_config(rest[head:]))
     return CommandLine(rest[:head] + launchers + rest[head:], config)
 
 

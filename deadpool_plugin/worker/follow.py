@@ -53,8 +53,8 @@ class Follow:
             return function.skipped(value)
         self._check_complete(name, value)
         _, stand_ins = IteratorTable().wrap(kwargs.get("data_iterator"))
-        for stand_in, count in zip(stand_ins, pulls, strict=True):
-            skip(stand_in.inner, count)
+        for stand_in, (count, draws) in zip(stand_ins, pulls, strict=True):
+            skip(stand_in.inner, count, draws)
         if isinstance(function, Followed):
             value = function.skipped(value)
         if kind in MAKES_STEP:

@@ -8,12 +8,14 @@ calls it. What the phases mean (step s is the s-th update):
   before     the engine is about to look at the gradients of step s
   optimizer  the basic optimizer has updated (a group of) this rank's part to s, the engine's step has not returned
   mirror     the engine's step has just returned from update s: its snapshot is on its way
-  between    in the script's loop, when it asks for the batch after update s
+  write      a checkpoint of step s: the first file is written, not the others
+  between    in the script's loop, when it asks for the batch after update s (a pipeline: after `train_batch`)
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +27,6 @@ if TYPE_CHECKING:
 
 def install(injector: Injector) -> None:
     import deepspeed
-    from torch.utils.data.dataloader import _BaseDataLoaderIter
 
     original = deepspeed.initialize
 
@@ -36,12 +37,12 @@ def install(injector: Injector) -> None:
         return result
 
     deepspeed.initialize = initialize
-    hooks.around(_BaseDataLoaderIter, "__next__", lambda *_: between(injector))
     hooks.hook_worker(injector)
 
 
 def hook_engine(injector: Injector, engine: Any) -> None:
     from torch.optim.optimizer import register_optimizer_step_post_hook
+    from torch.utils.data.dataloader import _BaseDataLoaderIter
 
     injector.optimizer = SimpleNamespace(optimizer=engine.basic_optimizer)
     injector.model = [engine.module]
@@ -56,12 +57,15 @@ def hook_engine(injector: Injector, engine: Any) -> None:
 
     register_optimizer_step_post_hook(updated)
     hooks.around(engine, "_take_model_step", lambda *_: injector.reached("before", injector.completed() + 1))
-    for name in ("step", "train_batch"):
-        if hasattr(engine, name):
-            hook_return(injector, engine, name)
+    hooks.around(engine, "_save_zero_checkpoint", lambda *_: injector.reached("write", injector.completed()))
+    if hasattr(engine, "train_batch"):
+        hook_return(injector, engine, "train_batch", lambda: between(injector))
+    else:
+        hook_return(injector, engine, "step", lambda: None)
+        hooks.around(_BaseDataLoaderIter, "__next__", lambda *_: between(injector))
 
 
-def hook_return(injector: Injector, engine: Any, name: str) -> None:
+def hook_return(injector: Injector, engine: Any, name: str, then: Callable[[], None]) -> None:
     function = getattr(engine, name)
 
     @functools.wraps(function)
@@ -69,10 +73,21 @@ def hook_return(injector: Injector, engine: Any, name: str) -> None:
         before = engine.global_steps
         result = function(*args, **kwargs)
         if engine.global_steps > before:
+            observe(injector, engine)
             injector.reached("mirror", injector.completed())
+            then()
         return result
 
     setattr(engine, name, then_mirror)
+
+
+def observe(injector: Injector, engine: Any) -> None:
+    if injector.observer:
+        partitions = [getattr(parameter, "ds_tensor", parameter) for parameter in engine.module.parameters()]
+        state = [value for one in engine.basic_optimizer.state.values() for value in one.values()]
+        moments = [value for value in state if getattr(value, "ndim", 0)]
+        storages = {"parameters": partitions, "optimizer": [*engine.basic_optimizer.state, *moments]}
+        injector.observer.observe(engine.global_steps, [engine, engine.optimizer], storages)
 
 
 class Microbatches:
@@ -98,6 +113,5 @@ def forward_done(injector: Injector, microbatches: Microbatches, module: Any, in
 
 def between(injector: Injector) -> None:
     """Also a follower passes here: it asks for batches as the rank itself did, and is at no place of a fault."""
-    if injector.optimizer is not None:
-        injector.reached("between", injector.completed())
-        injector.hold(injector.completed())
+    injector.reached("between", injector.completed())
+    injector.hold(injector.completed())

@@ -56,13 +56,34 @@ def steps(optimizer: torch.optim.Optimizer, masters: Sequence[torch.Tensor]) -> 
     return [float(optimizer.state[master]["step"]) for master in masters]
 
 
-def load_steps(optimizer: torch.optim.Optimizer, masters: Sequence[torch.Tensor], saved: Sequence[float]) -> None:
+def load_steps(optimizer: Any, masters: Sequence[torch.Tensor], saved: Sequence[float]) -> None:
     for master, step in zip(masters, saved, strict=True):
         state = optimizer.state[master]
         if isinstance(state["step"], torch.Tensor):
             state["step"].fill_(step)
         else:
             state["step"] = int(step)
+    if type(optimizer).__name__ in ("FusedAdam", "DeepSpeedCPUAdam") and masters[0].device.type == "cpu":
+        _count_again(optimizer, int(max(saved)))
+
+
+def _count_again(optimizer: Any, steps: int) -> None:
+    """DeepSpeed's C++ Adam keeps the powers of the betas as running products, which differ from powers in their last
+    bits (csrc/includes/cpu_adam.h, `IncrementStep`). Only steps get it there: these are of nothing.
+    """
+    group = optimizer.param_groups[0]
+    nothing = [torch.zeros(1) for _ in range(4)]
+    options = group["lr"], *group["betas"], group["eps"]
+    for step in range(1, steps + 1):
+        if type(optimizer).__name__ == "FusedAdam":
+            optimizer.multi_tensor_adam(
+                2048 * 32, optimizer._dummy_overflow_buf, [[one] for one in nothing], *options, step,
+                optimizer.adam_w_mode, group["bias_correction"], group["weight_decay"],
+            )  # fmt: skip
+        else:
+            optimizer.ds_opt_adam.adam_update(
+                optimizer.opt_id, step, *options, group["weight_decay"], group["bias_correction"], *nothing
+            )
 
 
 def group_scalars(groups: Sequence[dict[str, Any]]) -> list[Scalars]:

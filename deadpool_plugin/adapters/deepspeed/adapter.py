@@ -15,7 +15,7 @@ import torch
 from ...errors import Unsupported, invariant
 from ...worker.adapter import CallHandler, Scalars
 from ...worker.saving import Saves
-from . import refusals
+from . import extensions, refusals, saving
 from .calls import Calls
 from .state import EngineState
 
@@ -36,6 +36,7 @@ class DeepSpeedAdapter:
         from deepspeed.runtime.engine import DeepSpeedEngine
         from deepspeed.runtime.pipe.engine import PipelineEngine
 
+        extensions.install()
         _remember_instances(DeepSpeedEngine, self._engines)
         self._calls = Calls(handler, lambda engine: self.state)
         self._calls.install(DeepSpeedEngine)
@@ -43,7 +44,10 @@ class DeepSpeedAdapter:
         refusals.install(DeepSpeedEngine, lambda: self._state is not None)
 
     def install_saving(self, saves: Saves) -> None:
-        """Saves of an engine write with `torch.save`, which is a call by itself."""
+        from deepspeed.runtime.engine import DeepSpeedEngine
+
+        assert self._calls is not None
+        saving.install(saves, self._calls, DeepSpeedEngine)
 
     # ---- state
 

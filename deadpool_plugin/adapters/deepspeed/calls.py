@@ -19,7 +19,7 @@ import torch
 from ...errors import Unsupported
 from ...worker.adapter import CallHandler, CallKind
 from . import kept
-from .cut import Graph, cut, leaves_of, seed
+from .cut import Graph, cut, leaves_of, pairs, seed
 from .state import EngineState
 
 Parts = list[tuple[Graph, Sequence["torch.Tensor | None"]]]
@@ -32,6 +32,7 @@ class Calls:
         self.handler, self.state_of = handler, state_of
         self._depth = 0
         self._collected: Parts | None = None
+        self._direct: Parts = []
         self.loss: torch.Tensor | None = None
         """The newest loss given to `engine.backward`."""
         self.stepped_loss: torch.Tensor | None = None
@@ -56,7 +57,7 @@ class Calls:
 
         @functools.wraps(original)
         def method(engine: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._depth:
+            if self.busy:
                 return original(engine, *args, **kwargs)
             return make(original, engine, *args, **kwargs)
 
@@ -71,6 +72,11 @@ class Calls:
             return self.handler("engine._take_model_step", CallKind.UPDATE, original, args, kwargs)
 
         owner._take_model_step = update
+
+    @property
+    def busy(self) -> bool:
+        """Whether an engine's call is under way: what it asks of itself is none."""
+        return self._depth > 0
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
@@ -127,13 +133,17 @@ class Calls:
             self._collected = None
 
     def arrived(self, graph: Graph, gradients: Sequence[torch.Tensor | None]) -> None:
-        if self._collected is None:
-            raise Unsupported(
-                "a backward of the script's own reached an output of the engine's forward",
-                "engine.backward(loss)",
-                "call it instead of loss.backward()",
-            )
-        self._collected.append((graph, gradients))
+        """A backward has come to a cut: one of `engine.backward`, or of the script's own `loss.backward()`."""
+        if self._collected is not None:
+            self._collected.append((graph, gradients))
+            return
+        if not self._direct:  # the engine's part follows when the script's is through
+            torch.autograd.Variable._execution_engine.queue_callback(self._go_on)
+        self._direct.append((graph, gradients))
+
+    def _go_on(self) -> None:
+        parts, self._direct = self._direct, []
+        self.handler("loss.backward", CallKind.PLAIN, DirectBackward(self, parts), (), {})
 
 
 def at_boundary(engine: Any) -> bool:
@@ -240,6 +250,20 @@ class Backward:
         with torch.no_grad():
             self._loss.copy_(outcome)  # its inputs may have been stand-ins
         return self._scaled(self._loss)
+
+
+class DirectBackward:
+    """The engine's part of a script's own `loss.backward()`."""
+
+    def __init__(self, calls: Calls, parts: Parts) -> None:
+        self._calls, self._parts = calls, parts
+
+    def __call__(self) -> None:
+        outputs, gradients = pairs(self._parts)
+        with self._calls.inside(), torch.enable_grad():
+            torch.autograd.backward(outputs, gradients)
+        for graph, _ in self._parts:
+            graph.outputs = None
 
 
 class Step:

@@ -39,8 +39,9 @@ OPTIONS = (
            "leave it out"),
     Option("_config.zero_config.mics_shard_size", "mics_shard_size (MiCS)", "shards within groups of its own",
            "leave it out", (None, -1, 0)),
-    Option("_config.zero_config.offload_optimizer.device", "offload_optimizer", "keeps state outside the optimizer",
-           "leave it out"),
+    Option("_config.zero_config.offload_optimizer.device", "offload_optimizer.device", "keeps state where a restore "
+           "does not reach", "offload to the CPU", (None, "none", "cpu")),
+    Option("super_offload", "super_offload", "updates in a process of its own", "leave it out"),
     Option("_config.zero_config.offload_param.device", "offload_param", "keeps parameters where a restore does not "
            "reach", "leave it out"),
     Option("zenflow", "zenflow", "updates parameters beside the step", "leave it out"),
