@@ -29,7 +29,7 @@ from .steward import CONFIG, SECRET
 
 DEEPSPEED = (sys.executable, "-m", "deepspeed.launcher.runner")
 LAST_WORD_S = 10.0
-"""How long after the job's end, and the stewards' patience with it, they may take to say what happened."""
+"""How much longer than a steward's patience with the job's processes we wait for it."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -58,7 +58,8 @@ class Launcher:
         self._tag = f"launch.{self._job}."
         self._stewards = Stewards(request, config)
         self._interrupted = 0
-        self._wake = asyncio.Event()
+        self._stopping = asyncio.Event()
+        self._patience_s = config.phase_timeout_s + LAST_WORD_S
 
     async def run(self) -> int:
         """Raises: ConfigError."""
@@ -70,8 +71,7 @@ class Launcher:
                 loop.add_signal_handler(number, self._interrupt, number)
             keeping = asyncio.create_task(self._stewards.keep())
             code = await self._deepspeed()
-            patience_s = self._config.phase_timeout_s + LAST_WORD_S
-            told = await self._stewards.told(patience_s)
+            told = await self._stewards.told(self._patience_s)
             return self._conclude(outcome({k: word.events for k, word in told.items()}, self._request.hosts, code))
         finally:
             if keeping is not None:
@@ -98,24 +98,23 @@ class Launcher:
             *words, stdin=asyncio.subprocess.DEVNULL, env=env, start_new_session=True
         )
         ended = asyncio.create_task(process.wait())
-        while not ended.done():
-            self._wake.clear()
-            woken = asyncio.create_task(self._wake.wait())
-            limit_s = self._config.phase_timeout_s + LAST_WORD_S if self._interrupted else None
-            await asyncio.wait([ended, woken], timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
-            if not woken.done() and not ended.done():
-                break  # it waits for hosts that do not answer
-            woken.cancel()
+        stopping = asyncio.create_task(self._stopping.wait())
+        await asyncio.wait([ended, stopping], return_when=asyncio.FIRST_COMPLETED)
+        if not ended.done():  # it may wait for a host that does not answer
+            await asyncio.wait([ended], timeout=self._patience_s)
+        stopping.cancel()
         proc.sweep(self._tag)
         code = await ended
         return code if code >= 0 else 128 - code
 
     def _interrupt(self, number: int) -> None:
-        """The second time, at once."""
+        """The stewards end the job; the second time, at once."""
         grace_s = 0.0 if self._interrupted else self._config.phase_timeout_s
+        if self._interrupted:
+            proc.sweep(self._tag)
         self._interrupted = self._interrupted or number
         self._stewards.say(leash.Stop(grace_s))
-        self._wake.set()
+        self._stopping.set()
 
     def _conclude(self, found: Outcome) -> int:
         if self._interrupted:

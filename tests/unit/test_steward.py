@@ -50,6 +50,7 @@ class Host:
 
     def hear(self):
         assert select.select([self.process.stdout], [], [], LIMIT_S)[0], "the steward says nothing"
+        self.process.stdout.readline()
         return leash.decode(self.process.stdout.readline())
 
     def start(self, code, *words):
