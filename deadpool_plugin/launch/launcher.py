@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
+import shutil
 import signal
 import sys
 from collections.abc import Sequence
@@ -20,6 +22,7 @@ import yaml
 from ..agent import proc
 from ..agent.meeting import versions
 from ..config import Config, load
+from ..errors import ConfigError
 from . import leash
 from .outcome import Outcome, outcome
 from .remote import Stewards, keep_alive
@@ -39,6 +42,7 @@ def launch(words: Sequence[str]) -> int:
     config = load(request.config)
     if not request.hosts:
         _become_deepspeed(request)
+    _check_this_host()
     try:
         return asyncio.run(Launcher(request, config).run())
     except KeyboardInterrupt:  # nothing was started yet
@@ -48,6 +52,17 @@ def launch(words: Sequence[str]) -> int:
 def _become_deepspeed(request: Request) -> NoReturn:
     """One host, or one `--no_ssh` command per host: nothing to carry anywhere, and its own exit code says it all."""
     os.execv(DEEPSPEED[0], [*DEEPSPEED, *request.deepspeed(request.config)])
+
+
+def _check_this_host() -> None:
+    """Raises: ConfigError."""
+    for name in ("ssh", "pdsh"):
+        if shutil.which(name) is None:
+            raise ConfigError(
+                f"there is no `{name}` on this host", "what deepspeed starts jobs with", f"install {name}"
+            )
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # some for every host, here and in pdsh
 
 
 class Launcher:
@@ -63,19 +78,16 @@ class Launcher:
 
     async def run(self) -> int:
         """Raises: ConfigError."""
-        loop = asyncio.get_running_loop()
-        keeping = None
+        keeping = asyncio.create_task(self._stewards.keep())  # some may be ready long before others
         try:
             await self._stewards.prepare(self._what_hosts_need())
             for number in _SIGNALS:
-                loop.add_signal_handler(number, self._interrupt, number)
-            keeping = asyncio.create_task(self._stewards.keep())
+                asyncio.get_running_loop().add_signal_handler(number, self._interrupt, number)
             code = await self._deepspeed()
             told = await self._stewards.told(self._patience_s)
             return self._conclude(outcome({k: word.events for k, word in told.items()}, self._request.hosts, code))
         finally:
-            if keeping is not None:
-                keeping.cancel()
+            keeping.cancel()
             proc.sweep(self._tag)
             await self._stewards.close()
 
@@ -92,8 +104,8 @@ class Launcher:
     async def _deepspeed(self) -> int:
         """Its exit code, 0 or more; an interrupted one is ended once the stewards have ended the job."""
         words = [*DEEPSPEED, *self._request.deepspeed(str(leash.folder(self._job) / CONFIG))]
-        said = os.environ.get("PDSH_SSH_ARGS_APPEND", "")
-        env = {**os.environ, proc.TAG: self._tag, "PDSH_SSH_ARGS_APPEND": " ".join([said, *keep_alive(self._config)])}
+        said = [os.environ.get("PDSH_SSH_ARGS_APPEND", ""), *keep_alive(self._config)]
+        env = {**os.environ, proc.TAG: self._tag, "PDSH_SSH_ARGS_APPEND": " ".join(said).strip()}
         process = await asyncio.create_subprocess_exec(
             *words, stdin=asyncio.subprocess.DEVNULL, env=env, start_new_session=True
         )

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from clusters import netns
+from clusters import netns, netns_host
 from clusters.launched import read_events
 from compare_runs import compare
 
@@ -86,7 +86,7 @@ class Launched:
 
     def signal(self, number):
         """To the command itself; between it and us there is nsenter."""
-        [command] = netns.children(self.process.pid)
+        [command] = netns_host.children(self.process.pid)
         os.kill(command, number)
 
     def left(self, host):
@@ -103,7 +103,7 @@ class Launched:
 
 @pytest.fixture
 def network(tmp_path):
-    if lacking := netns.missing():
+    if lacking := netns_host.missing():
         pytest.skip("; ".join(lacking))
     with netns.Network(tmp_path / "net", 4, ENVIRONMENT) as made:
         yield made
