@@ -1,4 +1,7 @@
-"""`deadpool launch` and plain `deepspeed` over pdsh and ssh, on emulated hosts (slow; needs root, sshd and pdsh)."""
+"""`deadpool launch` and plain `deepspeed` over pdsh and ssh, on emulated hosts.
+
+A minute each; they need root, sshd and pdsh. The first runs with all others, the rest by `pytest -m hosts`.
+"""
 
 import json
 import os
@@ -15,6 +18,7 @@ from compare_runs import compare
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.launcher
+more = pytest.mark.hosts
 ENVIRONMENT = {
     "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1",
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
@@ -134,6 +138,7 @@ def test_a_killed_host_is_named_and_the_job_ends_well(launch, network, undisturb
     job.equals(undisturbed)
 
 
+@more
 def test_hosts_that_are_not_ready_are_named_before_anything_starts(launch, network):
     network.kill("h3")
     job = launch()
@@ -143,6 +148,7 @@ def test_hosts_that_are_not_ready_are_named_before_anything_starts(launch, netwo
     job.wait_gone("h1", "h2")
 
 
+@more
 def test_ctrl_c_ends_this_job_everywhere_and_no_other(launch, network):
     words = network.command("h2", ["bash", "-c", "exec -a 'python -u -m deepspeed.launcher.launch' sleep 600"])
     with subprocess.Popen(words) as other:
@@ -156,6 +162,7 @@ def test_ctrl_c_ends_this_job_everywhere_and_no_other(launch, network):
         other.kill()
 
 
+@more
 def test_a_host_that_is_cut_off_ends_itself(launch, network, undisturbed):
     job = launch(steps=STEPS)
     job.in_training()
@@ -165,6 +172,7 @@ def test_a_host_that_is_cut_off_ends_itself(launch, network, undisturbed):
     job.equals(undisturbed)
 
 
+@more
 @pytest.mark.parametrize("launcher", ["h1", "h4"])
 def test_the_launchers_host_is_lost_and_the_job_goes_on(launch, network, undisturbed, launcher):
     """h1 runs rank 0 too; h4 runs nothing else."""
@@ -177,6 +185,7 @@ def test_the_launchers_host_is_lost_and_the_job_goes_on(launch, network, undistu
     job.equals(undisturbed)
 
 
+@more
 @pytest.mark.parametrize("launcher", ["h1", "h4"])
 def test_the_launchers_host_is_lost_and_the_job_stops(launch, network, launcher):
     job = launch(launcher, on_launcher_loss="stop")
@@ -187,6 +196,7 @@ def test_the_launchers_host_is_lost_and_the_job_stops(launch, network, launcher)
     job.wait_gone(*{"h1", "h2", "h3"} - {launcher})
 
 
+@more
 def test_plain_deepspeed_loses_a_host(launch, network, undisturbed):
     """Its exit code says that a host was lost; the job's end does not depend on it."""
     job = launch(command="deepspeed", steps=STEPS)
@@ -198,6 +208,7 @@ def test_plain_deepspeed_loses_a_host(launch, network, undisturbed):
     job.equals(undisturbed)
 
 
+@more
 def test_ctrl_c_of_plain_deepspeed_leaves_nothing(launch):
     job = launch(command="deepspeed")
     job.in_training()
@@ -206,6 +217,7 @@ def test_ctrl_c_of_plain_deepspeed_leaves_nothing(launch):
     job.wait_gone("h1", "h2", "h3")
 
 
+@more
 def test_plain_deepspeed_is_missed_when_its_connections_end(launch, network):
     job = launch("h4", command="deepspeed", on_launcher_loss="stop")
     job.in_training()

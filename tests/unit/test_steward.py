@@ -177,6 +177,17 @@ def test_without_a_launcher_the_job_stops_if_it_shall(host):
     one.ended()
 
 
+def test_a_launcher_that_is_slow_before_the_job_starts_is_waited_for(host):
+    one = host(patience_s=0.5)
+    with pytest.raises(subprocess.TimeoutExpired):
+        one.process.wait(2.0)
+    job = one.start(SAYS_ITS_SIGNAL)
+    job.kill()
+    one.process.stdin.close()
+    job.wait()
+    one.ended()
+
+
 def test_a_silent_launcher_is_a_lost_one(host):
     """Its connection still stands: its host has vanished."""
     one = host(config="on_launcher_loss: stop\n", patience_s=2.0)
