@@ -23,7 +23,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from clusters import netns
+from clusters import netns, netns_host
 
 EXIT_UNAVAILABLE = 69
 FOLDER = Path(tempfile.gettempdir()) / f"netcluster-{os.geteuid()}"
@@ -74,13 +74,13 @@ def run(network: netns.Network, host: str, command: list[str]) -> int:
         try:
             return process.wait()
         except KeyboardInterrupt:
-            for child in netns.children(process.pid):
+            for child in netns_host.children(process.pid):
                 os.kill(child, signal.SIGINT)
 
 
 def main() -> int:
     args = parse(sys.argv[1:])
-    if lacking := netns.missing():
+    if lacking := netns_host.missing():
         print("[netcluster] no hosts can be made on this machine: " + "; ".join(lacking), file=sys.stderr)
         return EXIT_UNAVAILABLE
     if args.do == "up":

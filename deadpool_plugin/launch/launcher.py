@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
+import shutil
 import signal
 import sys
 from collections.abc import Sequence
@@ -20,6 +22,7 @@ import yaml
 from ..agent import proc
 from ..agent.meeting import versions
 from ..config import Config, load
+from ..errors import ConfigError
 from . import leash
 from .outcome import Outcome, outcome
 from .remote import Stewards, keep_alive
@@ -29,7 +32,7 @@ from .steward import CONFIG, SECRET
 
 DEEPSPEED = (sys.executable, "-m", "deepspeed.launcher.runner")
 LAST_WORD_S = 10.0
-"""How long after the job's end, and the stewards' patience with it, they may take to say what happened."""
+"""How much longer than a steward's patience with the job's processes we wait for it."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -39,6 +42,7 @@ def launch(words: Sequence[str]) -> int:
     config = load(request.config)
     if not request.hosts:
         _become_deepspeed(request)
+    _check_this_host()
     try:
         return asyncio.run(Launcher(request, config).run())
     except KeyboardInterrupt:  # nothing was started yet
@@ -50,6 +54,17 @@ def _become_deepspeed(request: Request) -> NoReturn:
     os.execv(DEEPSPEED[0], [*DEEPSPEED, *request.deepspeed(request.config)])
 
 
+def _check_this_host() -> None:
+    """Raises: ConfigError."""
+    for name in ("ssh", "pdsh"):
+        if shutil.which(name) is None:
+            raise ConfigError(
+                f"there is no `{name}` on this host", "what deepspeed starts jobs with", f"install {name}"
+            )
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # some for every host, here and in pdsh
+
+
 class Launcher:
     """One job over ssh; `run` once."""
 
@@ -58,24 +73,21 @@ class Launcher:
         self._tag = f"launch.{self._job}."
         self._stewards = Stewards(request, config)
         self._interrupted = 0
-        self._wake = asyncio.Event()
+        self._stopping = asyncio.Event()
+        self._patience_s = config.phase_timeout_s + LAST_WORD_S
 
     async def run(self) -> int:
         """Raises: ConfigError."""
-        loop = asyncio.get_running_loop()
-        keeping = None
+        keeping = asyncio.create_task(self._stewards.keep())  # some may be ready long before others
         try:
             await self._stewards.prepare(self._what_hosts_need())
             for number in _SIGNALS:
-                loop.add_signal_handler(number, self._interrupt, number)
-            keeping = asyncio.create_task(self._stewards.keep())
+                asyncio.get_running_loop().add_signal_handler(number, self._interrupt, number)
             code = await self._deepspeed()
-            patience_s = self._config.phase_timeout_s + LAST_WORD_S
-            told = await self._stewards.told(patience_s)
+            told = await self._stewards.told(self._patience_s)
             return self._conclude(outcome({k: word.events for k, word in told.items()}, self._request.hosts, code))
         finally:
-            if keeping is not None:
-                keeping.cancel()
+            keeping.cancel()
             proc.sweep(self._tag)
             await self._stewards.close()
 
@@ -92,30 +104,29 @@ class Launcher:
     async def _deepspeed(self) -> int:
         """Its exit code, 0 or more; an interrupted one is ended once the stewards have ended the job."""
         words = [*DEEPSPEED, *self._request.deepspeed(str(leash.folder(self._job) / CONFIG))]
-        said = os.environ.get("PDSH_SSH_ARGS_APPEND", "")
-        env = {**os.environ, proc.TAG: self._tag, "PDSH_SSH_ARGS_APPEND": " ".join([said, *keep_alive(self._config)])}
+        said = [os.environ.get("PDSH_SSH_ARGS_APPEND", ""), *keep_alive(self._config)]
+        env = {**os.environ, proc.TAG: self._tag, "PDSH_SSH_ARGS_APPEND": " ".join(said).strip()}
         process = await asyncio.create_subprocess_exec(
             *words, stdin=asyncio.subprocess.DEVNULL, env=env, start_new_session=True
         )
         ended = asyncio.create_task(process.wait())
-        while not ended.done():
-            self._wake.clear()
-            woken = asyncio.create_task(self._wake.wait())
-            limit_s = self._config.phase_timeout_s + LAST_WORD_S if self._interrupted else None
-            await asyncio.wait([ended, woken], timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
-            if not woken.done() and not ended.done():
-                break  # it waits for hosts that do not answer
-            woken.cancel()
+        stopping = asyncio.create_task(self._stopping.wait())
+        await asyncio.wait([ended, stopping], return_when=asyncio.FIRST_COMPLETED)
+        if not ended.done():  # it may wait for a host that does not answer
+            await asyncio.wait([ended], timeout=self._patience_s)
+        stopping.cancel()
         proc.sweep(self._tag)
         code = await ended
         return code if code >= 0 else 128 - code
 
     def _interrupt(self, number: int) -> None:
-        """The second time, at once."""
+        """The stewards end the job; the second time, at once."""
         grace_s = 0.0 if self._interrupted else self._config.phase_timeout_s
+        if self._interrupted:
+            proc.sweep(self._tag)
         self._interrupted = self._interrupted or number
         self._stewards.say(leash.Stop(grace_s))
-        self._wake.set()
+        self._stopping.set()
 
     def _conclude(self, found: Outcome) -> int:
         if self._interrupted:

@@ -68,8 +68,8 @@ _decoder: msgspec.json.Decoder[Said] = msgspec.json.Decoder(Said)
 
 
 def encode(word: Word) -> bytes:
-    """One line."""
-    return msgspec.json.encode(word) + b"\n"
+    """A line of its own, whatever stands before it."""
+    return b"\n" + msgspec.json.encode(word) + b"\n"
 
 
 def decode(line: bytes) -> Said | None:

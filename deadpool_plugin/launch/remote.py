@@ -46,10 +46,11 @@ class Connection:
     def __init__(self, host: str, node: int) -> None:
         self.host, self.node = host, node
         self.problem = ""
+        self._ssh: asyncio.subprocess.Process | None = None
 
     async def prepare(self, ssh: Sequence[str], prepare: leash.Prepare) -> None:
         """Connect, hand over what the host needs; `problem` says why it is not ready."""
-        self._ssh = await asyncio.create_subprocess_exec(
+        self._ssh = connection = await asyncio.create_subprocess_exec(
             *ssh[:-1], self.host, ssh[-1], stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE, start_new_session=True, limit=LINE_BYTES_MAX,
         )  # fmt: skip
@@ -63,14 +64,16 @@ class Connection:
             self.problem = ready.problem
             self._complaints = asyncio.create_task(self._pass_on_complaints())
         else:
-            assert self._ssh.stderr is not None
-            said = (await self._ssh.stderr.read()).decode(errors="replace").strip().splitlines()
-            self.problem = said[-1] if said else f"ssh ended with {await self._ssh.wait()}"
+            assert connection.stderr is not None
+            said = (await connection.stderr.read()).decode(errors="replace").strip().splitlines()
+            self.problem = said[-1] if said else f"ssh ended with {await connection.wait()}"
 
     def say(self, word: leash.Word) -> None:
         """To a host that is gone: nothing."""
+        if self._ssh is None or self._ssh.returncode is not None:
+            return
         assert self._ssh.stdin is not None
-        if self._ssh.returncode is None and not self._ssh.stdin.is_closing():
+        if not self._ssh.stdin.is_closing():
             self._ssh.stdin.write(leash.encode(word))
 
     async def told(self, timeout_s: float) -> leash.Told | None:
@@ -83,7 +86,7 @@ class Connection:
 
     async def close(self) -> None:
         """End the connection; a steward that is left at its other side ends itself."""
-        if not hasattr(self, "_ssh"):
+        if self._ssh is None:
             return
         with contextlib.suppress(ProcessLookupError):
             self._ssh.kill()
@@ -91,7 +94,7 @@ class Connection:
 
     async def _hear(self, kind: type[leash.Word]) -> leash.Word | None:
         """The next word of `kind`; None at the end of the connection."""
-        assert self._ssh.stdout is not None
+        assert self._ssh is not None and self._ssh.stdout is not None
         while line := await self._ssh.stdout.readline():
             word = leash.decode(line)
             if isinstance(word, kind):
@@ -99,7 +102,7 @@ class Connection:
         return None
 
     async def _pass_on_complaints(self) -> None:
-        assert self._ssh.stderr is not None
+        assert self._ssh is not None and self._ssh.stderr is not None
         while line := await self._ssh.stderr.readline():
             print(f"[deadpool] {self.host}: {line.decode(errors='replace').rstrip()}", file=sys.stderr, flush=True)
 

@@ -65,7 +65,7 @@ class Steward:
         self._log_begins = self._log.stat().st_size if self._log.exists() else 0
         self._signal, self._deadline = 0, float("inf")
         self._signalled: set[int] = set()
-        self._asked = False
+        self._asked = self._seen = False
         self.killed = 0
 
     def serve(self) -> None:
@@ -81,8 +81,14 @@ class Steward:
                 self._end(signal.SIGHUP, self._config.phase_timeout_s)
             if self._signal:
                 self._press()
-            if (self._asked or self._launcher_is_gone()) and not carriers(self._folder):
+            if (self._asked or self._launcher_is_gone()) and self._job_is_over():
                 return
+
+    def _job_is_over(self) -> bool:
+        """A launcher that is only silent, before anything was started, may be slow."""
+        left = carriers(self._folder)
+        self._seen = self._seen or bool(left or self._signalled)
+        return not left and (self._seen or self._asked or self._ear.closed)
 
     def _launcher_is_gone(self) -> bool:
         return self._ear.closed or time.monotonic() - self._ear.heard_at > self._config.silent_after_s
@@ -96,7 +102,8 @@ class Steward:
             self.killed += kill_all(self._folder)
         for pid in supervisors(self._folder) - self._signalled:
             self._signalled.add(pid)
-            os.kill(pid, self._signal)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, self._signal)
 
     def told(self) -> leash.Told:
         """What the node's event log says of this job's fate; it may hold earlier jobs too."""

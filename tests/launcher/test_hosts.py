@@ -1,4 +1,7 @@
-"""`deadpool launch` and plain `deepspeed` over pdsh and ssh, on emulated hosts (slow; needs root, sshd and pdsh)."""
+"""`deadpool launch` and plain `deepspeed` over pdsh and ssh, on emulated hosts.
+
+A minute each; they need root, sshd and pdsh. The first runs with all others, the rest by `pytest -m hosts`.
+"""
 
 import json
 import os
@@ -9,16 +12,35 @@ import time
 from pathlib import Path
 
 import pytest
-from clusters import netns
+from clusters import netns, netns_host
 from clusters.launched import read_events
+from compare_runs import compare
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.launcher
+more = pytest.mark.hosts
 ENVIRONMENT = {
     "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1",
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
 }  # fmt: skip
 SECRET = "the secret of a test, known to the host that launches only"
+
+
+STEPS = 60
+
+
+def training(corpus, steps):
+    script = [str(ROOT / "scripts/train_gpt.py"), "--data-path", corpus, "--train-iters", str(steps), "--tp", "2"]
+    return [*script, "--log-all-ranks", "--digest"]
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory, corpus):
+    """What both ranks print of STEPS steps without launcher, plugin and losses."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    plain = [sys.executable, str(ROOT / "scripts/run_plain.py"), "--ranks", "2", "--logs", str(folder), "--"]
+    subprocess.run([*plain, *training(corpus, STEPS)], env=os.environ | ENVIRONMENT, check=True, timeout=300)
+    return folder
 
 
 class Launched:
@@ -37,8 +59,7 @@ class Launched:
         if command == "deepspeed":
             start = [sys.executable, "-m", "deepspeed.launcher.runner"]
         options = ["--hostfile", str(hostfile)] + ["--module", "deadpool_plugin.run"] * (command == "deepspeed")
-        script = [str(ROOT / "scripts/train_gpt.py"), "--data-path", corpus, "--train-iters", str(steps), "--tp", "2"]
-        words = [*start, *options, *script, "--deadpool-config", str(config)]
+        words = [*start, *options, *training(corpus, steps), "--deadpool-config", str(config)]
         with self.said.open("wb") as out:
             self.process = subprocess.Popen(
                 network.command(launcher, words), cwd=ROOT, stdin=subprocess.DEVNULL, stdout=out,
@@ -62,9 +83,14 @@ class Launched:
         self.wait_for("end", lambda: self.process.poll() is not None, timeout_s)
         return self.process.returncode, self.said.read_text().strip().splitlines()[-1]
 
+    def equals(self, undisturbed):
+        """Every rank's losses, gradient norms and final state, bit for bit."""
+        found = compare(undisturbed, self.output)
+        assert found["bit_exact"] and found["steps"] == STEPS, found
+
     def signal(self, number):
         """To the command itself; between it and us there is nsenter."""
-        [command] = netns.children(self.process.pid)
+        [command] = netns_host.children(self.process.pid)
         os.kill(command, number)
 
     def left(self, host):
@@ -81,7 +107,7 @@ class Launched:
 
 @pytest.fixture
 def network(tmp_path):
-    if lacking := netns.missing():
+    if lacking := netns_host.missing():
         pytest.skip("; ".join(lacking))
     with netns.Network(tmp_path / "net", 4, ENVIRONMENT) as made:
         yield made
@@ -102,15 +128,17 @@ def launch(network, tmp_path, corpus):
             job.process.wait()
 
 
-def test_a_killed_host_is_named_and_the_job_ends_well(launch, network):
-    job = launch(steps=60)
+def test_a_killed_host_is_named_and_the_job_ends_well(launch, network, undisturbed):
+    job = launch(steps=STEPS)
     job.in_training()
     network.kill("h2")
     assert job.end() == (0, "[deadpool] the job finished; exit code 0; lost hosts: h2")
     assert job.events("SwapDone") and SECRET not in job.said.read_text()
     job.wait_gone("h1", "h3")
+    job.equals(undisturbed)
 
 
+@more
 def test_hosts_that_are_not_ready_are_named_before_anything_starts(launch, network):
     network.kill("h3")
     job = launch()
@@ -120,6 +148,7 @@ def test_hosts_that_are_not_ready_are_named_before_anything_starts(launch, netwo
     job.wait_gone("h1", "h2")
 
 
+@more
 def test_ctrl_c_ends_this_job_everywhere_and_no_other(launch, network):
     words = network.command("h2", ["bash", "-c", "exec -a 'python -u -m deepspeed.launcher.launch' sleep 600"])
     with subprocess.Popen(words) as other:
@@ -133,25 +162,30 @@ def test_ctrl_c_ends_this_job_everywhere_and_no_other(launch, network):
         other.kill()
 
 
-def test_a_host_that_is_cut_off_ends_itself(launch, network):
-    job = launch(steps=60)
+@more
+def test_a_host_that_is_cut_off_ends_itself(launch, network, undisturbed):
+    job = launch(steps=STEPS)
     job.in_training()
     network.cut("h2")
     assert job.end() == (0, "[deadpool] the job finished; exit code 0; lost hosts: h2")
     job.wait_gone("h1", "h2", "h3")
+    job.equals(undisturbed)
 
 
+@more
 @pytest.mark.parametrize("launcher", ["h1", "h4"])
-def test_the_launchers_host_is_lost_and_the_job_goes_on(launch, network, launcher):
+def test_the_launchers_host_is_lost_and_the_job_goes_on(launch, network, undisturbed, launcher):
     """h1 runs rank 0 too; h4 runs nothing else."""
-    job = launch(launcher, steps=80, on_launcher_loss="continue")
+    job = launch(launcher, steps=STEPS, on_launcher_loss="continue")
     job.in_training()
     network.kill(launcher)
     job.wait_for("finish", lambda: job.events("JobFinished"))
     assert bool(job.events("SwapDone")) == (launcher == "h1")
     job.wait_gone(*{"h1", "h2", "h3"} - {launcher})
+    job.equals(undisturbed)
 
 
+@more
 @pytest.mark.parametrize("launcher", ["h1", "h4"])
 def test_the_launchers_host_is_lost_and_the_job_stops(launch, network, launcher):
     job = launch(launcher, on_launcher_loss="stop")
@@ -162,16 +196,28 @@ def test_the_launchers_host_is_lost_and_the_job_stops(launch, network, launcher)
     job.wait_gone(*{"h1", "h2", "h3"} - {launcher})
 
 
-def test_plain_deepspeed_loses_a_host(launch, network):
+@more
+def test_plain_deepspeed_loses_a_host(launch, network, undisturbed):
     """Its exit code says that a host was lost; the job's end does not depend on it."""
-    job = launch(command="deepspeed", steps=60)
+    job = launch(command="deepspeed", steps=STEPS)
     job.in_training()
     os.kill(network.hosts["h2"].pid, signal.SIGKILL)
     code, _ = job.end()
     assert code != 0 and job.events("JobFinished")
     job.wait_gone("h1", "h3")
+    job.equals(undisturbed)
 
 
+@more
+def test_ctrl_c_of_plain_deepspeed_leaves_nothing(launch):
+    job = launch(command="deepspeed")
+    job.in_training()
+    job.signal(signal.SIGINT)
+    assert job.end()[0] != 0
+    job.wait_gone("h1", "h2", "h3")
+
+
+@more
 def test_plain_deepspeed_is_missed_when_its_connections_end(launch, network):
     job = launch("h4", command="deepspeed", on_launcher_loss="stop")
     job.in_training()

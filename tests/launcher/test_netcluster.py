@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from clusters import netns
+from clusters import netns, netns_host
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = [sys.executable, str(ROOT / "scripts" / "netcluster.py")]
@@ -16,7 +16,7 @@ SCRIPT = [sys.executable, str(ROOT / "scripts" / "netcluster.py")]
 
 @pytest.fixture
 def network(tmp_path):
-    if lacking := netns.missing():
+    if lacking := netns_host.missing():
         pytest.skip("; ".join(lacking))
     with netns.Network(tmp_path / "net", 2, {"SAID": "two words"}) as made:
         yield made
@@ -59,7 +59,7 @@ def test_a_killed_host_is_gone_and_so_is_everything_at_the_end(network):
 
 
 def test_ctrl_c_and_sigkill_take_the_hosts_away(tmp_path):
-    if lacking := netns.missing():
+    if lacking := netns_host.missing():
         pytest.skip("; ".join(lacking))
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
         folder = tmp_path / number.name
@@ -80,4 +80,4 @@ def test_what_is_missing_is_named(tmp_path):
     )  # fmt: skip
     assert done.returncode == 69
     for name in ("nsenter", "pdsh", "unshare"):
-        assert f"`{name}` is not installed (package {netns.TOOLS[name]})" in done.stderr
+        assert f"`{name}` is not installed (package {netns_host.TOOLS[name]})" in done.stderr

@@ -22,6 +22,7 @@ for word; do
   case "$before$word" in -o*|-p*) ;; *) [ "$host" ] || host=$word;; esac
   before=; case "$word" in -o|-p) before=$word;; esac
 done
+[ "$host" = slow ] && sleep 4
 [ "$host" = unreachable ] && { echo "ssh: no route to $host" >&2; exit 255; }
 echo "Welcome to $host"
 exec sh -c "$word"
@@ -45,6 +46,7 @@ def job(tmp_path, monkeypatch):
     ssh.parent.mkdir()
     ssh.write_text(SSH)
     ssh.chmod(0o755)
+    (ssh.parent / "pdsh").symlink_to("/bin/false")
     secret.touch(mode=0o600)
     secret.write_text(SECRET)
     (tmp_path / "s.py").touch()
@@ -94,6 +96,17 @@ def test_nothing_starts_unless_every_host_is_ready(job, tmp_path):
     with pytest.raises(ConfigError, match="unreachable: ssh: no route to unreachable; expected all hosts"):
         job(hosts=["h1", "unreachable"])
     assert not (tmp_path / "seen.txt").exists()
+
+
+def test_hosts_wait_for_those_that_take_longer_than_patience_s(job, capfd):
+    assert job(log(0, events.JobFinished()), hosts=["h1", "slow"]) == 0
+    assert capfd.readouterr().out.splitlines()[-1] == "[deadpool] the job finished; exit code 0; lost hosts: none"
+
+
+def test_what_deepspeed_would_miss_is_said_at_once(job, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(ConfigError, match="no `ssh` on this host"):
+        job()
 
 
 def test_ctrl_c_ends_a_launcher_that_does_not_end_by_itself(job, capfd, monkeypatch):

@@ -50,6 +50,7 @@ class Host:
 
     def hear(self):
         assert select.select([self.process.stdout], [], [], LIMIT_S)[0], "the steward says nothing"
+        self.process.stdout.readline()
         return leash.decode(self.process.stdout.readline())
 
     def start(self, code, *words):
@@ -173,6 +174,17 @@ def test_without_a_launcher_the_job_stops_if_it_shall(host):
     job = one.start(SAYS_ITS_SIGNAL)
     one.process.stdin.close()
     assert job.communicate(timeout=LIMIT_S)[0] == "SIGHUP\n"
+    one.ended()
+
+
+def test_a_launcher_that_is_slow_before_the_job_starts_is_waited_for(host):
+    one = host(patience_s=0.5)
+    with pytest.raises(subprocess.TimeoutExpired):
+        one.process.wait(2.0)
+    job = one.start(SAYS_ITS_SIGNAL)
+    job.kill()
+    one.process.stdin.close()
+    job.wait()
     one.ended()
 
 
