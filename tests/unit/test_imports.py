@@ -6,6 +6,7 @@ Imports inside functions count for the layers; only what runs at import time cou
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -43,7 +44,9 @@ IMPURE = {
     "secrets", "select", "selectors", "signal", "socket", "subprocess", "sys", "tempfile", "threading", "time", "torch",
     "uuid",
 }  # fmt: skip
-TORCH_FREE = {"core", "cli", "transport", "mirror", "agent", "launch", "run", "__init__", "errors", "config", "events"}
+TORCH_FREE = {
+    "core", "sim", "cli", "transport", "mirror", "agent", "launch", "run", "__init__", "errors", "config", "events"
+}  # fmt: skip
 MODULES = sorted(ROOT.rglob("*.py"))
 
 
@@ -127,6 +130,17 @@ def test_imports_go_downward(module):
     allowed = LAYERS[layer] | {layer} | (ANYWHERE_ABOVE_CORE if layer not in ANYWHERE_ABOVE_CORE | {"core"} else set())
     wrong = {name for name in imports_of(module) if is_ours(name) and layer_of(name) not in allowed}
     assert not wrong, f"{layer} may import {sorted(allowed)} only"
+
+
+UNSEEDED = IMPURE - {"random", "multiprocessing"}
+"""The simulator draws from generators with a seed, and runs seeds in several processes; nothing else from outside."""
+
+
+@pytest.mark.parametrize("module", sorted(name for name in NAMES if layer_of(name) == "sim"))
+def test_the_simulator_knows_no_other_time_or_chance_than_its_own(module):
+    assert not {name.partition(".")[0] for name in imports_of(module)} & UNSEEDED
+    text = NAMES[module].read_text()
+    assert "hash(" not in text and not re.search(r"\brandom\.(?!Random\b)", text), "chance without a seed"
 
 
 @pytest.mark.parametrize("module", sorted(name for name in NAMES if layer_of(name) == "core"))

@@ -1,0 +1,141 @@
+"""`deadpool simulate --seeds A:B [--nodes N] [--spares S] [--faults FILE] [--jobs J]`: the protocol under faults.
+
+Real controllers, simulated hosts, network, memory and time; no GPU, no training job. A seed that breaks an invariant
+is shown in a sentence with the command that runs it again, and made smaller.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ..errors import ConfigError
+from ..sim.campaign import FAULTS_MIN, Summary, campaign
+from ..sim.run import Outcome
+from ..sim.run import run as run_one
+from ..sim.schedule import Ranges, Scenario, as_file, fixed_fields, scenario
+from ..sim.shrink import shrunk
+from ..sim.transcript import Transcript
+
+PROGRESS_S = 5.0
+SHRUNK_MAX = 3
+"""So many failing seeds are made smaller."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--seeds", type=_range, default=(0, 100), metavar="A:B", help="from A up to B - 1")
+    parser.add_argument("--nodes", type=_range, default=(5, 32), metavar="N or LOW:HIGH", help="hosts, spares included")
+    parser.add_argument("--spares", type=_range, default=(1, 3), metavar="S or LOW:HIGH")
+    parser.add_argument("--steps", type=int, default=20, help="training steps of each job (default 20)")
+    parser.add_argument(
+        "--faults", type=Path, metavar="FILE", help="YAML: fields of a scenario that are not drawn (`faults` above all)"
+    )
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: one a CPU)")
+    parser.add_argument("--show", action="store_true", help="print the transcript of every seed (few seeds, please)")
+    parser.add_argument("--save", type=Path, metavar="DIR", help="where shrunk scenarios go (default: here)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 if no invariant was broken, 1 otherwise. Raises: ConfigError."""
+    ranges = Ranges(nodes=args.nodes, spares=args.spares, steps=args.steps)
+    fixed = read_faults(args.faults)
+    seeds = range(args.seeds[0], max(args.seeds[1], args.seeds[0] + 1))
+    if args.show:
+        for seed in seeds:
+            _show(scenario(seed, ranges, fixed))
+    began = time.monotonic()
+    summary = campaign(seeds, ranges, fixed, min(args.jobs, len(seeds)), _Progress(len(seeds)))
+    print("\n".join(described(summary, time.monotonic() - began)))
+    for outcome in summary.findings[:SHRUNK_MAX]:
+        _explain(outcome, scenario(outcome.seed, ranges, fixed), args)
+    return 1 if summary.findings else 0
+
+
+def _range(text: str) -> tuple[int, int]:
+    """`A:B`, or `N` for N:N."""
+    low, colon, high = text.partition(":")
+    try:
+        return int(low), int(high) if colon else int(low)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor LOW:HIGH") from None
+
+
+def read_faults(path: Path | None) -> dict[str, Any]:
+    """The fields `path` fixes; {} for None. Raises: ConfigError."""
+    if path is None:
+        return {}
+    try:
+        return fixed_fields(yaml.safe_load(path.read_text(encoding="utf-8")))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, ValueError) as error:
+        raise ConfigError(f"{path}: {error}", "a YAML file like those in tests/sim/scenarios", "correct it") from error
+
+
+class _Progress:
+    """A line on standard error every few seconds."""
+
+    def __init__(self, total: int) -> None:
+        self._total, self._began = total, time.monotonic()
+        self._said_at = self._began
+
+    def __call__(self, summary: Summary) -> None:
+        now = time.monotonic()
+        if now - self._said_at < PROGRESS_S:
+            return
+        self._said_at = now
+        left_s = (now - self._began) / summary.seeds * (self._total - summary.seeds)
+        print(
+            f"[simulate] {summary.seeds} of {self._total} seeds, {summary.events / (now - self._began):,.0f} events/s, "
+            f"{summary.swaps} swaps, {len(summary.findings)} violations, {left_s:.0f} s left",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def described(summary: Summary, took_s: float) -> list[str]:
+    """The summary in lines."""
+    faults = ", ".join(f"{kind} {count}" for kind, count in summary.faults.most_common())
+    verdicts = ", ".join(f"{verdict} {count}" for verdict, count in summary.verdicts.most_common())
+    seeds = max(summary.seeds, 1)
+    return [
+        f"seeds      {summary.seeds} in {took_s:.1f} s ({summary.thin} of them with fewer than {FAULTS_MIN} faults)",
+        f"events     {summary.events} ({summary.events / max(took_s, 1e-9):,.0f}/s)",
+        f"faults     {sum(summary.faults.values())} effective: {faults}",
+        f"steps      {summary.steps} committed ({summary.steps / seeds:.1f} a seed)",
+        f"swaps      {summary.swaps}",
+        f"verdicts   {verdicts}",
+        f"covered    {len(summary.pairs)} (state, event) pairs",
+        f"violations {len(summary.findings)}",
+    ]
+
+
+def _explain(outcome: Outcome, failing: Scenario, args: argparse.Namespace) -> None:
+    """One sentence, the command, and the same made smaller."""
+    assert outcome.finding is not None
+    given = f" --faults {args.faults}" if args.faults else ""
+    seed = f"--seeds {outcome.seed}:{outcome.seed + 1}"
+    print(f"\nseed {outcome.seed}: {outcome.finding.invariant}: {outcome.finding.sentence}")
+    print(
+        f"  again:  deadpool simulate {seed} --nodes {args.nodes[0]}:{args.nodes[1]} "
+        f"--spares {args.spares[0]}:{args.spares[1]} --steps {args.steps}{given} --show"
+    )
+    small = shrunk(failing)
+    path = (args.save or Path()) / f"seed-{outcome.seed}.yaml"
+    path.write_text(yaml.safe_dump(as_file(small), sort_keys=False), encoding="utf-8")
+    print(
+        f"  shrunk: {small.active}+{small.spares} hosts, {len(small.faults)} fault(s): "
+        f"deadpool simulate {seed} --faults {path} --show"
+    )
+
+
+def _show(one: Scenario) -> None:
+    transcript = Transcript()
+    outcome = run_one(one, transcript)
+    print(f"---- seed {one.seed}: {one.active}+{one.spares} hosts, {len(one.faults)} faults")
+    print("\n".join(transcript.lines))
+    print(f"---- {outcome.verdict}, {outcome.swaps} swap(s), {outcome.events} events")

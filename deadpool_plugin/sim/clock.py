@@ -1,0 +1,38 @@
+"""Simulated time: one queue of what happens when.
+
+Rules of this file: things due at the same moment happen in the order in which they were asked for, so that a run is a
+function of its seed alone. Seconds, as everywhere.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from typing import Any
+
+
+class Timeline:
+    """`now`, and what is to come. `events` counts what has happened."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.events = 0
+        self._asked = 0
+        self._due: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
+
+    def at(self, when: float, work: Callable[..., object], *arguments: Any) -> None:
+        """Call `work(*arguments)` at `when` (now, if that has passed)."""
+        self._asked += 1
+        heapq.heappush(self._due, (max(when, self.now), self._asked, work, arguments))
+
+    def after(self, delay_s: float, work: Callable[..., object], *arguments: Any) -> None:
+        self.at(self.now + delay_s, work, *arguments)
+
+    def step(self) -> bool:
+        """Let the next thing happen; False if nothing is to come."""
+        if not self._due:
+            return False
+        self.now, _, work, arguments = heapq.heappop(self._due)
+        self.events += 1
+        work(*arguments)
+        return True

@@ -1,0 +1,231 @@
+"""One simulated job: nodes, network, stores, and whoever watches them.
+
+Rules of this file: it owns the seed's generator, from which everything random is drawn in the order of events; it
+decides nothing about the protocol.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+
+from ..core import io
+from ..core.messages import AnyMessage
+from ..core.policy import Policy
+from ..core.timing import Timing
+from ..core.types import Generation, NodeId, Rank, SwapPlan, World
+from .checkers import Checkers
+from .clock import Timeline
+from .coverage import Coverage
+from .groups import Group
+from .network import Network
+from .node import Node
+from .rules import Rules
+from .schedule import Scenario
+from .strikes import Strikes
+from .tasks import Task, Work
+from .training import Reference, reference
+from .transcript import Transcript
+from .worker import Process
+
+TIMING = Timing(heartbeat_interval_s=0.5, silent_after_s=10.0, phase_timeout_s=20.0, start_timeout_s=300.0)
+"""What the configuration's default patience gives."""
+HOSTS_MAX = 6
+"""So many hosts join one job at most."""
+RETRY_S = 0.2
+
+
+class Cluster:
+    """`scenario` at work. `raised`: a script has ended with an error."""
+
+    def __init__(self, scenario: Scenario, transcript: Transcript | None = None) -> None:
+        self.scenario, self.transcript = scenario, transcript
+        self.rng = random.Random(f"run {scenario.seed}")
+        self.timeline = Timeline()
+        self.timing = TIMING
+        self.policy = Policy(scenario.copies, scenario.restarts_max, scenario.wait_for_hosts)
+        self.world = scenario.world
+        self.ranks, self.last_step = scenario.ranks, scenario.steps
+        self.shard_of = tuple(rank % scenario.shards for rank in range(self.ranks))
+        self.replicas: dict[Rank, tuple[Rank, ...]] = {
+            rank: tuple(other for other, shard in enumerate(self.shard_of) if shard == self.shard_of[rank])
+            for rank in range(self.ranks)
+        }
+        rules = Rules(self.rng)
+        self.network = Network(self.timeline, rules, self.rng, scenario.latency_s, self.timing.silent_after_s)
+        self.network.deliver = self._deliver
+        self.network.lost = self._lost
+        self.network.reachable = lambda node: not self.nodes[node].dark
+        self.plans: dict[Generation, SwapPlan] = {}
+        self.events: Counter[str] = Counter()
+        self.checkers = Checkers(self)
+        self.coverage = Coverage()
+        self.raised = False
+        self._groups: dict[tuple[Generation, str], Group] = {}
+        self._hosts_of_stores: dict[str, Process] = {}
+        self._arriving: Node | None = None
+        self.nodes: dict[NodeId, Node] = {}
+        for number in sorted(self.world.members):
+            self.nodes[number] = self._node(number)
+        for a in self.nodes:
+            for b in self.nodes:
+                if a < b:
+                    self.network.link(a, b)
+        self.strikes = Strikes(self, scenario.faults)
+        for node in self.nodes.values():
+            self.timeline.after(self.rng.random() * TIMING.heartbeat_interval_s, node.do, node.enter, self.world)
+
+    def _node(self, number: NodeId) -> Node:
+        drift = self.scenario.drift * (2 * self.rng.random() - 1)
+        return Node(self, number, self.scenario.slots, drift, offset_s=1000.0 * self.rng.random())
+
+    @property
+    def newest_world(self) -> World:
+        return self.plans[max(self.plans)].world if self.plans else self.world
+
+    @property
+    def is_over(self) -> bool:
+        return all(not node.up for node in self.nodes.values())
+
+    # -- hosts that join -----------------------------------------------------------------------------------------
+
+    def add_host(self) -> bool:
+        """One more host asks to become a member; False if there have been enough."""
+        if len(self.nodes) >= len(self.world.members) + HOSTS_MAX:
+            return False
+        number = max(self.nodes) + 1
+        node = self.nodes[number] = self._node(number)
+        Task(node, self._arrive(node))
+        return True
+
+    def _arrive(self, node: Node) -> Work:
+        """Link to everybody a member knows, one newcomer at a time; then ask."""
+        network, number = self.network, node.number
+        while self._arriving not in (None, node) and self._arriving.up:
+            yield RETRY_S
+        self._arriving = node
+        deadline = self.timeline.now + self.timing.start_timeout_s / 3
+        while self.timeline.now < deadline:
+            asked = self._member_to_ask(node)
+            if asked is not None:
+                there = {n for n in self.nodes if n == asked.number or network.linked(asked.number, n)} - {number}
+                for other in sorted(n for n in there if not network.linked(number, n)):
+                    if self.nodes[other].up and self._reach_each_other(node, self.nodes[other]):
+                        network.link(number, other)
+                if all(network.linked(number, other) for other in there):
+                    assert asked.controller.world is not None
+                    self._arriving = None
+                    members = tuple(n for n in asked.controller.world.members if n in there)
+                    node.feed(io.Joining(members))
+                    node.start_clock()
+                    return
+            yield RETRY_S
+        self._arriving = None
+        node.exit = (1, "no member could be reached")
+        node.up = False
+
+    def _member_to_ask(self, node: Node) -> Node | None:
+        for other in self.nodes.values():
+            world = other.controller.world
+            if other.up and world is not None and other.number in world.members and self._reach_each_other(node, other):
+                return other
+        return None
+
+    def _reach_each_other(self, a: Node, b: Node) -> bool:
+        return not b.paused and self.network.passes(a.number, b.number) and self.network.passes(b.number, a.number)
+
+    # -- groups and stores ---------------------------------------------------------------------------------------
+
+    def group(self, generation: Generation, store: str) -> Group:
+        key = (generation, store)
+        if key not in self._groups:
+            self._groups[key] = Group(self, generation, store)
+        return self._groups[key]
+
+    def new_store(self, process: Process) -> str:
+        address = f"node{process.node.number}:{len(self._hosts_of_stores) + 1}"
+        self._hosts_of_stores[address] = process
+        return address
+
+    def store_is_dead(self, address: str) -> bool:
+        return not self._hosts_of_stores[address].alive
+
+    @property
+    def reference(self) -> Reference:
+        return reference(self.shard_of)
+
+    # -- how long things take ------------------------------------------------------------------------------------
+
+    def compute_s(self) -> float:
+        return self.scenario.compute_s * (0.5 + self.rng.random())
+
+    def copy_s(self) -> float:
+        return 0.3 * self.scenario.compute_s * self.rng.random()
+
+    def transfer_s(self) -> float:
+        return 0.5 * self.scenario.compute_s * self.rng.random()
+
+    def start_s(self) -> float:
+        return self.rng.random()
+
+    def rehearse_s(self) -> float:
+        return 3.0 * self.rng.random()
+
+    def local_s(self) -> float:
+        return 0.002 * self.rng.random()
+
+    def unwind_s(self) -> float:
+        return 0.1 * self.rng.random()
+
+    def end_s(self) -> float:
+        return 0.5 * self.rng.random()
+
+    def flips_a_bit(self, source: NodeId, target: NodeId) -> bool:
+        return bool(self.strikes.flips) and self.strikes.flips_a_bit(source, target)
+
+    # -- what happens ------------------------------------------------------------------------------------------
+
+    def _deliver(self, target: NodeId, source: NodeId, message: AnyMessage) -> None:
+        if self.flips_a_bit(source, target):
+            self.network.break_link(source, target, "a frame failed its checksum")
+        else:
+            node = self.nodes[target]
+            node.do(node.received, source, message)
+
+    def _lost(self, target: NodeId, source: NodeId, reason: str) -> None:
+        node = self.nodes[target]
+        node.do(node.link_lost, source, reason)
+
+    def before(self, node: Node, event: io.Input) -> str:
+        return self.coverage.state(node.controller)
+
+    def stepped(self, node: Node, event: io.Input, before: str, actions: Sequence[io.Action]) -> None:
+        """`node`'s controller has taken in `event` and answers `actions`, none of which is carried out yet."""
+        self.coverage.saw(before, event)
+        if self.transcript is not None:
+            self.transcript.stepped(self.timeline.now, node.number, event, actions)
+        self.checkers.stepped(node, event, actions)
+        if self.strikes.listens:
+            self.strikes.moment(f"Got {type(event).__name__}", node)
+
+    def acted(self, node: Node, action: io.Action) -> None:
+        """`node` has carried out `action`."""
+        if not self.strikes.listens:
+            return
+        if isinstance(action, io.Send):
+            self.strikes.moment(f"Send {type(action.message).__name__}", node)
+        elif isinstance(action, io.Emit):
+            self.strikes.moment(f"Emit {action.kind}", node)
+        else:
+            self.strikes.moment(type(action).__name__, node)
+
+    def said(self, node: Node, action: io.Emit) -> None:
+        self.events[action.kind] += 1
+        self.checkers.said(node, action)
+        if action.kind == "WaitingForHost":
+            self.timeline.after(5 * self.rng.random(), self.add_host)
+
+    def note(self, text: str) -> None:
+        if self.transcript is not None:
+            self.transcript.note(self.timeline.now, text)

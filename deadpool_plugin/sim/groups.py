@@ -1,0 +1,90 @@
+"""Process groups of the toy job: all ranks of one generation, over one store.
+
+Rules of this file: a group is made once all ranks have joined and while its store's host lives; a collective matches
+by its number and completes when every rank has contributed, at each rank at another moment, never if one is missing
+(a lost peer blocks the others until they are interrupted from outside, as gloo does at worst).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from ..core.types import Generation, Rank
+from .tasks import Signal
+from .training import summed
+
+if TYPE_CHECKING:
+    from .cluster import Cluster
+    from .worker import Process
+
+RETRY_S = 0.2
+
+
+class Round(NamedTuple):
+    """One collective: who has contributed what, and who waits for the sum."""
+
+    gradients: dict[Rank, float]
+    waiting: dict[Rank, Signal]
+
+
+class Group:
+    """All ranks of `generation` over `store`."""
+
+    def __init__(self, cluster: Cluster, generation: Generation, store: str) -> None:
+        self._cluster, self.generation, self._store = cluster, generation, store
+        self._members: dict[Rank, Process] = {}
+        self._joined: dict[Rank, Signal] = {}
+        self._rounds: dict[int, Round] = {}
+        self._calls: dict[Rank, int] = {}
+
+    def join(self, process: Process) -> Signal:
+        """Set once all ranks are there. A rank that comes again (in a new process) finds what is left: nobody."""
+        signal = Signal()
+        if process.rank in self._members and self._members[process.rank] is not process:
+            return signal
+        self._members[process.rank], self._joined[process.rank] = process, signal
+        if len(self._members) == self._cluster.ranks:
+            self._complete_join()
+        return signal
+
+    def _complete_join(self) -> None:
+        if self._cluster.store_is_dead(self._store):
+            return
+        if self._is_cut():
+            self._cluster.timeline.after(RETRY_S, self._complete_join)
+            return
+        for signal in self._joined.values():
+            self._cluster.timeline.after(self._cluster.network.latency(), signal.set)
+
+    def all_reduce(self, process: Process, value: float) -> Signal:
+        """The sum of all ranks' gradients of this call, as the signal's value."""
+        number = self._calls.get(process.rank, 0)
+        self._calls[process.rank] = number + 1
+        signal, one = Signal(), self._rounds.setdefault(number, Round({}, {}))
+        one.gradients[process.rank], one.waiting[process.rank] = value, signal
+        if len(one.gradients) == self._cluster.ranks:
+            self._complete(number)
+        return signal
+
+    def _complete(self, number: int) -> None:
+        if not all(process.alive for process in self._members.values()):
+            return
+        if self._is_cut():
+            self._cluster.timeline.after(RETRY_S, self._complete, number)
+            return
+        one = self._rounds.pop(number)
+        total = summed([one.gradients[rank] for rank in sorted(one.gradients)])
+        for rank in sorted(one.waiting):
+            self._cluster.timeline.after(self._cluster.network.latency(), one.waiting[rank].set, total)
+
+    def _is_cut(self) -> bool:
+        """Whether a neighbour in the ring of nodes cannot be heard now."""
+        ring = list(dict.fromkeys(self._members[rank].node for rank in sorted(self._members)))
+        if len(ring) < 2:
+            return False
+        network, now = self._cluster.network, self._cluster.timeline.now
+        return any(
+            not (network.reachable(a.number) and network.reachable(b.number))
+            or network.rules.is_cut(now, a.number, b.number)
+            for a, b in zip(ring, [*ring[1:], ring[0]], strict=True)
+        )

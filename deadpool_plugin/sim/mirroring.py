@@ -1,0 +1,142 @@
+"""Path A in a simulated node: what is staged is held and pushed to the buddies.
+
+Rules of this file: the contract of agent/mirroring.py and agent/pushing.py; what an older generation still says is
+dropped; a push that fails is tried again while it is the newest of its rank, and what stays impossible for the job's
+patience is evidence against that buddy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ..core.io import HoldingsDropped, LinkLost, SnapshotHeld, WorkerLost, WorkerReady
+from ..core.placement import buddies_of, needs_payload
+from ..core.types import NO_STEP, Generation, Holding, NodeId, Rank, Step, World
+from .bulk import Bulk
+from .store import Refused, Stale
+from .worker import Process
+
+if TYPE_CHECKING:
+    from .node import Node
+
+RETRY_S = 0.1
+
+
+class Mirroring:
+    """One node's side of every mirror."""
+
+    def __init__(self, node: Node) -> None:
+        self._node, self._copies = node, node.policy.copies
+        self.bulk = Bulk(node)
+        self._world = World(0, ())
+        self._buddies: tuple[NodeId, ...] = ()
+        self._newest: dict[Rank, Step] = {}
+        self._failing_since: dict[NodeId, float] = {}
+        self._strangers = False
+
+    def enter(self, world: World) -> None:
+        """Mirror along this world's ring from now on."""
+        self._world, self._strangers = world, True
+        self._buddies = buddies_of(world, self._node.number, self._copies)
+        self._failing_since.clear()
+
+    def _replicas(self, rank: Rank) -> tuple[Rank, ...]:
+        return self._node.cluster.replicas[rank]
+
+    # -- path A ------------------------------------------------------------------------------------------------
+
+    def rank_ready(self, process: Process) -> None:
+        """A rank has reached its first call: its arena."""
+        pair = self._node.store.create_own(process.rank)
+        if self._node.processes.slots[process.slot].serving is not process:
+            return
+        process.in_training = True
+        self.adopt(process.rank)
+        process.hand_over(pair)
+        self._node.feed(WorkerReady(process.rank))
+
+    def adopt(self, rank: Rank) -> None:
+        self._node.store.recordings.add(rank)
+        self._push_recordings(rank)
+
+    def _push_recordings(self, rank: Rank) -> None:
+        for buddy in self._buddies:
+            self._push_recording(buddy, rank)
+
+    def _push_recording(self, buddy: NodeId, rank: Rank) -> None:
+        def done(ok: bool, reason: str) -> None:
+            if not ok:
+                self._node.timeline.after(RETRY_S, self._node.do, self._push_recording, buddy, rank)
+
+        if buddy in self._buddies:
+            self.bulk.push_recording(buddy, rank, done)
+
+    def staged(self, process: Process, step: Step, generation: Generation) -> None:
+        """A worker has sealed a slot."""
+        rank, node = process.rank, self._node
+        try:
+            holding = node.store.staged(rank, step, generation, self._replicas(rank))
+        except Stale:
+            return
+        except Refused as error:
+            node.feed(WorkerLost(rank, f"its arena is damaged: {error}"))
+            return
+        node.feed(SnapshotHeld(holding, generation))
+        self._snapshot(rank, step, generation)
+
+    def _snapshot(self, rank: Rank, step: Step, generation: Generation) -> None:
+        self._newest[rank] = step
+        for buddy in self._buddies:
+            self._push(buddy, rank, step, generation)
+
+    def _push(self, buddy: NodeId, rank: Rank, step: Step, generation: Generation) -> None:
+        if generation != self._world.generation or self._newest.get(rank, NO_STEP) != step:
+            return
+        replicas = self._replicas(rank)
+        payload = needs_payload(self._world, rank, replicas, self._copies)
+        self.bulk.push(
+            buddy, rank, step, generation, payload, replicas,
+            lambda ok, reason: self._pushed(
+                buddy, generation, ok, reason, lambda: self._push(buddy, rank, step, generation)
+            ),
+        )  # fmt: skip
+
+    def _pushed(self, buddy: NodeId, generation: Generation, ok: bool, reason: str, again: Callable[[], None]) -> None:
+        node = self._node
+        if generation != self._world.generation or generation < node.store.fence:
+            return
+        if ok:
+            self._failing_since.pop(buddy, None)
+        elif node.timeline.now - self._failing_since.setdefault(buddy, node.timeline.now) > node.timing.silent_after_s:
+            node.feed(LinkLost(buddy, f"node {node.number} cannot mirror to it: {reason}"))
+        else:
+            node.timeline.after(RETRY_S, node.do, again)
+
+    def committed(self) -> None:
+        """All of a step is held along this world's ring: what else is here may go."""
+        if not self._strangers:
+            return
+        self._strangers = False
+        node, world = self._node, self._world
+        for rank, home in enumerate(world.node_of):
+            mirrors = node.number in buddies_of(world, home, self._copies)
+            if home != node.number and not mirrors and node.store.holds(rank):
+                node.store.release(rank)
+                node.feed(HoldingsDropped(rank, NO_STEP))
+
+    # -- a swap ------------------------------------------------------------------------------------------------
+
+    def mirror_again(self, rank: Rank, step: Step, generation: Generation) -> None:
+        self._node.feed(SnapshotHeld(Holding(rank, step, True, self._replicas(rank)), generation))
+        self._push_recordings(rank)
+        self._snapshot(rank, step, generation)
+
+    def roll_back(self, step: Step) -> None:
+        for rank in range(len(self._world.node_of)):
+            self._node.store.drop_newer(rank, step)
+
+    def start_over(self, world: World) -> None:
+        for rank in range(len(world.node_of)):
+            self._node.store.release(rank)
+        self.enter(world)

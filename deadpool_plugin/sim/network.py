@@ -1,0 +1,187 @@
+"""Control links between nodes as TCP makes them, under faults.
+
+Rules of this file: between two nodes bytes arrive in the order in which they were sent or the link ends; there is no
+third way, and core relies on it. So a rule's DROP is a lost segment: it and all behind it wait and are tried again;
+what cannot be delivered for `user_timeout_s` ends the link at its sender. A link that breaks loses a suffix of what was
+under way, then each end that can hear of it is told; a sender to an end that has closed is told when it speaks. A link
+is never made again (a node that is lost to another stays so). A duplicate arrives right behind its original: less than
+TCP forbids, and more than core may assume. Messages on different links overtake each other freely.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ..core.messages import AnyMessage
+from ..core.types import NodeId
+from .clock import Timeline
+from .rules import Rules
+
+RETRY_S = 0.2
+FLUSH_S = 1.0
+QUEUE_MAX = 20_000
+"""Messages on one link nobody reads: more than this is no queue but a leak (BOUNDED)."""
+
+
+@dataclass
+class End:
+    """The last thing on a link: it is over."""
+
+    reason: str
+
+
+@dataclass
+class Line:
+    """One direction of a link. `open`: its sender may use it. `flight`: what arrives when, in order."""
+
+    open: bool = True
+    waiting: deque[AnyMessage | End] = field(default_factory=deque)
+    flight: deque[tuple[float, AnyMessage | End]] = field(default_factory=deque)
+    stalled_since: float | None = None
+    retrying: bool = False
+    arrives_at: float = 0.0
+
+
+class Network:
+    """All links. `deliver(target, source, message)` and `lost(target, source, reason)` are told what arrives;
+    `reachable(node)` says whether a node's kernel answers at all."""
+
+    def __init__(
+        self, timeline: Timeline, rules: Rules, rng: random.Random, latency_s: float, user_timeout_s: float
+    ) -> None:
+        self._timeline, self.rules, self._rng = timeline, rules, rng
+        self._latency_s, self._user_timeout_s = latency_s, user_timeout_s
+        self._lines: dict[tuple[NodeId, NodeId], Line] = {}
+        self.deliver: Callable[[NodeId, NodeId, AnyMessage], None] = lambda target, source, message: None
+        self.lost: Callable[[NodeId, NodeId, str], None] = lambda target, source, reason: None
+        self.reachable: Callable[[NodeId], bool] = lambda node: True
+
+    def link(self, a: NodeId, b: NodeId) -> None:
+        self._lines[a, b], self._lines[b, a] = Line(), Line()
+
+    def linked(self, a: NodeId, b: NodeId) -> bool:
+        """Whether `a` believes that it has a link to `b`."""
+        line = self._lines.get((a, b))
+        return line is not None and line.open
+
+    def latency(self) -> float:
+        return self._rng.random() * self._latency_s
+
+    def passes(self, source: NodeId, target: NodeId) -> bool:
+        """Whether one attempt from `source` to `target` arrives."""
+        if not (self.reachable(source) and self.reachable(target)):
+            return False
+        return self.rules.judge(self._timeline.now, source, target).copies > 0
+
+    # -- sending -----------------------------------------------------------------------------------------------
+
+    def send(self, source: NodeId, target: NodeId, message: AnyMessage) -> bool:
+        """Queue `message`; False without a link (it is dropped)."""
+        line = self._lines.get((source, target))
+        if line is None or not line.open:
+            return False
+        line.waiting.append(message)
+        if not line.retrying:
+            self._pump(source, target, line)
+        return True
+
+    def queued(self) -> int:
+        """The longest queue."""
+        return max((len(line.waiting) for line in self._lines.values()), default=0)
+
+    def _pump(self, source: NodeId, target: NodeId, line: Line) -> None:
+        """Put on the wire what passes; try again later what does not."""
+        line.retrying = False
+        now = self._timeline.now
+        while line.waiting:
+            passage = self.rules.judge(now, source, target)
+            if not passage.copies or not self.reachable(target):
+                self._stall(source, target, line)
+                return
+            line.stalled_since = None
+            item = line.waiting.popleft()
+            for _ in range(1 if isinstance(item, End) else passage.copies):
+                self._fly(source, target, line, item, passage.delay_s)
+
+    def _fly(self, source: NodeId, target: NodeId, line: Line, item: AnyMessage | End, delay_s: float) -> None:
+        line.arrives_at = max(line.arrives_at, self._timeline.now + self.latency() + delay_s)
+        line.flight.append((line.arrives_at, item))
+        self._timeline.at(line.arrives_at, self._arrive, source, target, line)
+
+    def _stall(self, source: NodeId, target: NodeId, line: Line) -> None:
+        now = self._timeline.now
+        if line.stalled_since is None:
+            line.stalled_since = now
+        if now - line.stalled_since >= self._user_timeout_s:
+            self._give_up(source, target, line, f"nothing was acknowledged for {self._user_timeout_s:g} s")
+        else:
+            line.retrying = True
+            self._timeline.after(RETRY_S * (0.5 + self._rng.random()), self._pump, source, target, line)
+
+    def _give_up(self, source: NodeId, target: NodeId, line: Line, reason: str) -> None:
+        line.waiting.clear()
+        if line.open:
+            line.open = False
+            self.lost(source, target, reason)
+
+    def _arrive(self, source: NodeId, target: NodeId, line: Line) -> None:
+        while line.flight and line.flight[0][0] <= self._timeline.now:
+            item = line.flight.popleft()[1]
+            back = self._lines[target, source]
+            if isinstance(item, End):
+                if back.open:
+                    back.open = False
+                    back.waiting.clear()
+                    self.lost(target, source, item.reason)
+            elif back.open:
+                self.deliver(target, source, item)
+            elif line.open and self.passes(target, source):
+                self._answer_reset(target, source, back)
+
+    def _answer_reset(self, source: NodeId, target: NodeId, line: Line) -> None:
+        """`target` spoke to an end that has closed, whose kernel says so: behind all that is under way already."""
+        if not any(isinstance(item, End) for item in (*line.waiting, *(there for _, there in line.flight))):
+            self._fly(source, target, line, End("connection reset by peer"), 0.0)
+
+    # -- ends --------------------------------------------------------------------------------------------------
+
+    def close(self, node: NodeId, peer: NodeId, reason: str, keeps: bool) -> None:
+        """`node` ends its link to `peer`; what it has queued still goes out if it `keeps` it (for a short while)."""
+        line = self._lines.get((node, peer))
+        if line is None or not line.open:
+            return
+        line.open = False
+        if not keeps:
+            self._cut_suffix(line)
+        line.waiting.append(End(reason))
+        if not line.retrying:
+            self._pump(node, peer, line)
+        self._timeline.after(FLUSH_S, self._forget, line)
+
+    def _forget(self, line: Line) -> None:
+        line.waiting.clear()
+
+    def _cut_suffix(self, line: Line) -> None:
+        line.waiting.clear()
+        for _ in range(self._rng.randint(0, len(line.flight))):
+            line.flight.pop()
+
+    def break_link(self, a: NodeId, b: NodeId, reason: str) -> bool:
+        """The connection itself breaks (a reset by something between them). Returns: whether there was one."""
+        if not (self.linked(a, b) and self.linked(b, a)):
+            return False
+        for source, target in ((a, b), (b, a)):
+            line = self._lines[source, target]
+            self._cut_suffix(line)
+            self._fly(source, target, line, End(reason), 0.0)
+        return True
+
+    def vanish(self, node: NodeId) -> None:
+        """`node` has lost its power: nothing of what it said last and nothing of its end is heard."""
+        for (source, _), line in self._lines.items():
+            if source == node:
+                line.open = False
+                self._cut_suffix(line)

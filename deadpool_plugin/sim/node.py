@@ -1,0 +1,188 @@
+"""One simulated node: its clock, its power, its agent around the real controller.
+
+Rules of this file: the contract of agent/process.py. Every action the controller returns is carried out in its order
+before the next input; an input that comes meanwhile waits. A paused node does nothing and finds everything that came
+for it when it wakes; a node that is gone never does anything again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ..core import io
+from ..core.controller import Controller
+from ..core.messages import AnyMessage, Goodbye
+from ..core.types import EXIT_FENCED, NodeId, World
+from .mirroring import Mirroring
+from .processes import Processes
+from .store import Store
+from .takeover import Rehearsals, TakeOvers
+from .worker import Process
+
+if TYPE_CHECKING:
+    from .cluster import Cluster
+
+
+class Node:
+    """`drift`: how much faster than the simulation's clock its own runs. `dark`: it has no power, so that its kernel
+    answers nobody; a node that is not `up` but not dark either answers with resets. `exit` is (code, reason)."""
+
+    def __init__(self, cluster: Cluster, number: NodeId, slots: int, drift: float, offset_s: float) -> None:
+        self.cluster, self.number = cluster, number
+        self.timeline, self.network = cluster.timeline, cluster.network
+        self.timing, self.policy = cluster.timing, cluster.policy
+        self._rate, self._offset_s = 1.0 + drift, offset_s
+        self.up, self.dark, self.paused = True, False, False
+        self.exit: tuple[int, str] | None = None
+        self.barred: set[NodeId] = set()
+        self._backlog: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
+        self._inputs: deque[io.Input] = deque()
+        self._stepping = False
+        self.store = Store(lambda rank, step: cluster.checkers.memory_changed(number, rank, step))
+        self.processes = Processes(self, slots)
+        self.mirroring = Mirroring(self)
+        self.rehearsals = Rehearsals(self)
+        self.takeovers = TakeOvers(self)
+        self.controller = Controller(number, self.timing, self.policy)
+        self._actions: dict[type[io.Action], Callable[[Any], object]] = {
+            io.Send: lambda action: self.network.send(number, action.to, action.message),
+            io.StartWorkers: lambda action: self.processes.start_groups(action.world.generation, action.store),
+            io.StartRehearsal: self.rehearsals.order,
+            io.Commit: self._commit,
+            io.AbortWorkers: self._abort,
+            io.PauseWorkers: lambda action: self.processes.pause(),
+            io.ResumeWorkers: lambda action: self.processes.resume(),
+            io.Reconfigure: self._reconfigure,
+            io.Emit: lambda action: cluster.said(self, action),
+            io.Leave: self._leave,
+        }
+
+    @property
+    def now(self) -> float:
+        """What this node's monotonic clock shows."""
+        return self._offset_s + self._rate * self.timeline.now
+
+    def do(self, work: Callable[..., object], *arguments: Any) -> None:
+        """Here and now; later if it is paused; never if it is gone."""
+        if self.paused:
+            self._backlog.append((work, arguments))
+        elif self.up:
+            work(*arguments)
+
+    # -- life --------------------------------------------------------------------------------------------------
+
+    def enter(self, world: World) -> None:
+        """Rendezvous is over."""
+        self.mirroring.enter(world)
+        self.processes.form(world)
+        self.feed(io.WorldFormed(world))
+        self.start_clock()
+
+    def start_clock(self) -> None:
+        self.timeline.after(self.cluster.rng.random() * self._tick_s, self.do, self._tick)
+
+    @property
+    def _tick_s(self) -> float:
+        return self.timing.heartbeat_interval_s / 4 / self._rate
+
+    def _tick(self) -> None:
+        self.feed(io.Ticked())
+        if self.up:
+            self.timeline.after(self._tick_s, self.do, self._tick)
+
+    def pause(self) -> None:
+        self.paused = True
+
+    def wake(self) -> None:
+        """It goes on where it was, with everything that came meanwhile in hand; its own clock may speak first."""
+        if not self.paused:
+            return
+        self.paused = False
+        backlog, self._backlog = self._backlog, deque()
+        if self.cluster.rng.random() < 0.5:
+            self.do(self.feed, io.Ticked())
+        for work, arguments in backlog:
+            self.do(work, *arguments)
+
+    def die(self) -> None:
+        """Everything that runs here ends at once."""
+        self.up = self.paused = False
+        self._backlog.clear()
+        self.takeovers.cancel()
+        for process in self.processes.alive:
+            process.end()
+        self.cluster.checkers.node_gone(self.number)
+
+    # -- inputs ------------------------------------------------------------------------------------------------
+
+    def feed(self, event: io.Input) -> None:
+        """Give the controller one input and carry out what it says."""
+        self._inputs.append(event)
+        if self._stepping or not self.up:
+            return
+        self._stepping = True
+        try:
+            while self._inputs and self.up:
+                self._step(self._inputs.popleft())
+        finally:
+            self._stepping = False
+
+    def _step(self, event: io.Input) -> None:
+        cluster = self.cluster
+        before = cluster.before(self, event)
+        actions = self.controller.step(event, self.now)
+        cluster.stepped(self, event, before, actions)
+        for action in actions:
+            self._actions[type(action)](action)
+            cluster.acted(self, action)
+            if not self.up:
+                return
+
+    def received(self, source: NodeId, message: AnyMessage) -> None:
+        if isinstance(message, Goodbye):
+            self.barred.add(source)
+        self.feed(io.Received(source, message))
+
+    def link_lost(self, peer: NodeId, reason: str) -> None:
+        if peer not in self.barred:
+            self.feed(io.LinkLost(peer, reason))
+
+    def heard(self, process: Process, handle: Callable[..., object], *arguments: Any) -> None:
+        """A process of this node says something; last words of one that was replaced mean nothing."""
+        if not self.processes.is_forgotten(process):
+            handle(process, *arguments)
+
+    def finished(self, process: Process) -> None:
+        self.feed(io.WorkerFinished(process.rank))
+
+    # -- actions -----------------------------------------------------------------------------------------------
+
+    def _commit(self, action: io.Commit) -> None:
+        self.processes.commit(action.step)
+        self.mirroring.committed()
+
+    def _abort(self, action: io.AbortWorkers) -> None:
+        self.takeovers.cancel()
+        self.processes.abort(action.generation)
+        self.store.fence = max(self.store.fence, action.generation)
+
+    def _reconfigure(self, action: io.Reconfigure) -> None:
+        self.cluster.checkers.reconfigured(self, action.plan)
+        self.takeovers.act(action.plan)
+        for node in action.plan.lost_nodes:
+            self.barred.add(node)
+            self.network.close(self.number, node, "dropped", keeps=False)
+
+    def _leave(self, action: io.Leave) -> None:
+        self.exit = (action.exit_code, action.reason)
+        self.cluster.checkers.left(self, action)
+        self.takeovers.cancel()
+        self.processes.end()
+        for peer in sorted(self.cluster.nodes.keys() - {self.number}):
+            if action.exit_code != EXIT_FENCED:
+                self.network.send(self.number, peer, Goodbye(self.controller.generation))
+            self.network.close(self.number, peer, "connection closed", keeps=True)
+        self.up = False
+        self.cluster.checkers.node_gone(self.number)

@@ -1,0 +1,98 @@
+"""Somebody who sees the whole job says what was recoverable, and holds plans, verdicts and exits to it.
+
+Rules of this file: dumb on purpose: it looks at every node's memory itself and counts by hand. A node may be taken for
+lost only if something was done to it, or to its links; who survives by the deciding node's count, is well and holds
+every rank's snapshot of some step together makes a verdict wrong.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..core import io
+from ..core.types import EXIT_FENCED, EXIT_UNRECOVERABLE, NO_STEP, NodeId, Step, SwapPlan
+
+if TYPE_CHECKING:
+    from .cluster import Cluster
+    from .node import Node
+
+
+def restorable_steps(cluster: Cluster, survivors: list[NodeId]) -> list[Step]:
+    """The steps of which every rank's header and payload are in the survivors' memory."""
+    from .checkers import serves
+
+    nodes = [cluster.nodes[number] for number in survivors]
+    steps = sorted({step for node in nodes for _, step in node.store.listed})
+    return [
+        step
+        for step in steps
+        if all(
+            any(serves(node, rank, step, payload=False) for node in nodes)
+            and any(serves(node, same, step, payload=True) for node in nodes for same in cluster.replicas[rank])
+            for rank in range(cluster.ranks)
+        )
+    ]
+
+
+def judge_plan(cluster: Cluster, plan: SwapPlan) -> None:
+    """A plan goes back no further than what was committed, if not more is lost than `copies` cover."""
+    from .checkers import Violation
+
+    generation = plan.world.generation - 1
+    committed = cluster.checkers.committed.get(generation, NO_STEP)
+    covered = len(plan.lost_nodes) <= cluster.policy.copies and not cluster.strikes.struck["corrupt"]
+    if covered and plan.restore_step < committed:
+        raise Violation(
+            "RESTORABLE",
+            f"generation {generation + 1} goes back to step {plan.restore_step}, step {committed} was committed",
+        )
+    if plan.restore_step == NO_STEP and cluster.checkers.committed:
+        raise Violation("RESTORABLE", f"generation {generation + 1} begins the script again after a committed step")
+    _must_be_blamed(cluster, plan.lost_nodes, f"generation {generation + 1}")
+
+
+def _must_be_blamed(cluster: Cluster, lost: tuple[NodeId, ...], who: str) -> None:
+    from .checkers import Violation
+
+    innocent = sorted(set(lost) - cluster.strikes.blamed)
+    if innocent:
+        raise Violation("RIGHT_VERDICT", f"{who} counts nodes {innocent} as lost, to which nothing was done")
+
+
+def judge_verdict(cluster: Cluster, node: Node, stopped: io.Emit) -> None:
+    """`node` has decided that the job ends."""
+    from .checkers import Violation, is_majority
+
+    context = node.controller._ctx
+    code, reason = stopped.fields["exit_code"], str(stopped.fields["reason"])
+    if code != EXIT_UNRECOVERABLE:
+        if code and not cluster.raised:
+            raise Violation("RIGHT_VERDICT", f"node {node.number} ends the job with {code}: {reason}")
+        return
+    world, lost = context.world, tuple(context.suspects)
+    _must_be_blamed(cluster, lost, f"the verdict of node {node.number}")
+    survivors = [number for number in world.members if number not in lost]
+    well = [number for number in survivors if cluster.nodes[number].up]
+    if not is_majority(world, well):
+        return
+    floor = context.plan.restore_step if context.plan is not None else 0
+    steps = [step for step in restorable_steps(cluster, well) if step >= floor]
+    may_start_over = not cluster.checkers.committed and not cluster.events["TrainingStarted"]
+    free = len(set(world.spares) & set(well)) + len(context.joinable)
+    vacant = len(set(world.active) - set(survivors))
+    if (steps or may_start_over) and (free >= vacant or cluster.policy.wait_for_hosts):
+        raise Violation(
+            "RIGHT_VERDICT",
+            f"node {node.number} calls the job unrecoverable ({reason}), but nodes {well} hold steps {steps} and "
+            f"{free} host(s) are free for {vacant}",
+        )
+
+
+def judge_exit(cluster: Cluster, node: Node, action: io.Leave) -> None:
+    """`node` leaves; out of the job it may be only if something was done to it, or to everybody else."""
+    from .checkers import Violation
+
+    if action.exit_code == EXIT_FENCED and node.number not in cluster.strikes.blamed:
+        others = [other.number for other in cluster.nodes.values() if other.number in cluster.strikes.blamed]
+        if 2 * len(others) <= len(cluster.newest_world.members):
+            raise Violation("RIGHT_VERDICT", f"node {node.number}, to which nothing was done, leaves: {action.reason}")

@@ -1,0 +1,146 @@
+"""One seed from its start to its verdict: a safety phase with faults, then a liveness phase without.
+
+Rules of this file: whatever goes wrong becomes a finding, a sentence with the invariant's name; the run itself never
+raises.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections import Counter
+
+import msgspec
+
+from ..core.types import EXIT_FENCED
+from .checkers import Violation
+from .cluster import Cluster
+from .network import QUEUE_MAX
+from .schedule import Scenario
+from .transcript import Transcript
+
+EVENTS_MAX = 3_000_000
+LOOK_EVERY = 2_000
+SAFETY_S = 250.0
+"""Faults that wait for a step that does not come by then do not strike."""
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """What went wrong: the invariant's name, a sentence, and when."""
+
+    invariant: str
+    sentence: str
+    at_s: float
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """One run. `faults`: effective ones by kind; `verdict`: how the job ended; `pairs`: covered (state, event)."""
+
+    seed: int
+    nodes: int
+    events: int
+    simulated_s: float
+    steps: int
+    swaps: int
+    faults: dict[str, int]
+    verdict: str
+    pairs: dict[str, int]
+    finding: Finding | None = None
+
+
+def run(scenario: Scenario, transcript: Transcript | None = None) -> Outcome:
+    """Simulate `scenario`."""
+    cluster = Cluster(scenario, transcript)
+    finding = None
+    try:
+        _run(cluster)
+    except Violation as violation:
+        finding = Finding(violation.invariant, violation.sentence, cluster.timeline.now)
+    except Exception as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        place = f"in {where.name}, {where.filename.rpartition('/')[2]}:{where.lineno}"
+        finding = Finding("NO_ERROR", f"{type(error).__name__}: {error} ({place})", cluster.timeline.now)
+    if finding is not None:
+        cluster.note(f"{finding.invariant}: {finding.sentence}")
+    return _outcome(cluster, finding)
+
+
+def _run(cluster: Cluster) -> None:
+    timeline, strikes = cluster.timeline, cluster.strikes
+    while not (strikes.over or cluster.is_over or timeline.now > SAFETY_S) and timeline.step():
+        _look(cluster)
+    cluster.note("faults stop")
+    strikes.stop()
+    deadline = timeline.now + liveness_s(cluster)
+    while not cluster.is_over:
+        if timeline.now > deadline or not timeline.step():
+            raise Violation("LIVENESS", _why_not_live(cluster, deadline))
+        _look(cluster)
+    _judge_the_end(cluster)
+
+
+def liveness_s(cluster: Cluster) -> float:
+    """Once faults have stopped everybody has ended within this time: each fault may have left one loss nobody has
+    noticed, which costs a silence and two phases, and the job begins and trains once more."""
+    timing, scenario = cluster.timing, cluster.scenario
+    each = timing.silent_after_s + 2 * timing.phase_timeout_s
+    train = 10 * scenario.steps * (scenario.compute_s + scenario.latency_s * 4)
+    return timing.start_timeout_s + each * (len(scenario.faults) + 2) + train
+
+
+def _look(cluster: Cluster) -> None:
+    events = cluster.timeline.events
+    if events % LOOK_EVERY == 0:
+        queued = cluster.network.queued()
+        early = max(len(node.controller._early) for node in cluster.nodes.values())
+        if max(queued, early) > QUEUE_MAX:
+            raise Violation("BOUNDED", f"{queued} messages wait on a link, {early} before a world is known")
+        if events > EVENTS_MAX:
+            raise Violation("LIVENESS", f"no end after {events} events")
+
+
+def _why_not_live(cluster: Cluster, deadline: float) -> str:
+    states = "; ".join(
+        f"node {node.number} {cluster.coverage.state(node.controller)} in generation {node.controller.generation}, "
+        f"committed {node.controller.committed}"
+        for node in cluster.nodes.values()
+        if node.up
+    )
+    return f"{cluster.timeline.now - deadline + liveness_s(cluster):.0f} s after the last fault: {states}"
+
+
+def _judge_the_end(cluster: Cluster) -> None:
+    """Everybody is told the same end; whoever ended well has trained to the end."""
+    exits = {node.number: node.exit[0] for node in cluster.nodes.values() if node.exit is not None}
+    for node in cluster.nodes.values():
+        if exits.get(node.number) == 0:
+            for rank in node.controller.world.ranks_of(node.number) if node.controller.world else ():
+                process = node.processes.of(rank)
+                if process is None or process.step != cluster.last_step:
+                    raise Violation("BIT_EXACT", f"the job ended well, and rank {rank} had not made its last step")
+    members = cluster.newest_world.members
+    codes = {exits[node] for node in members if node in exits} - {EXIT_FENCED}
+    if len(codes) > 1 and not cluster.strikes.blamed >= {n for n in members if exits.get(n) not in (0, EXIT_FENCED)}:
+        raise Violation("RIGHT_VERDICT", f"one job ended in several ways: {exits}")
+
+
+def _outcome(cluster: Cluster, finding: Finding | None) -> Outcome:
+    exits = Counter(node.exit[0] for node in cluster.nodes.values() if node.exit is not None)
+    return Outcome(
+        seed=cluster.scenario.seed,
+        nodes=len(cluster.world.members),
+        events=cluster.timeline.events,
+        simulated_s=cluster.timeline.now,
+        steps=max(cluster.checkers.committed.values(), default=0),
+        swaps=len(cluster.plans),
+        faults=dict(cluster.strikes.effects),
+        verdict=_verdict(exits),
+        pairs={f"{state} | {event}": count for (state, event), count in cluster.coverage.pairs.items()},
+        finding=finding,
+    )
+
+
+def _verdict(exits: Counter[int]) -> str:
+    if exits[0]:
+        return "finished"
+    others = sorted(set(exits) - {EXIT_FENCED})
+    return f"stopped with {others[0]}" if others else "everybody fenced"

@@ -1,0 +1,280 @@
+"""How each kind of fault is done to a simulated job, when its moment has come.
+
+Rules of this file: a strike that finds nothing to strike has no effect and is not counted; network faults count once
+they have held up or changed something. `blamed` is every node something was done to or between which links were: the
+only ones that may be counted as lost.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..core import io
+from ..core.placement import buddies_of
+from ..core.types import NodeId
+from .rules import Cut, Delay, Duplicate, Loss, Rule
+from .schedule import Fault
+
+if TYPE_CHECKING:
+    from .cluster import Cluster
+    from .node import Node
+
+PATIENCES = 3
+"""After so many times the job's patience a fault whose moment has not come strikes anyway."""
+NOTICE_S = 0.05
+
+
+class Flip(Loss):
+    """A changed byte: what was sent is refused by its checksum."""
+
+
+@dataclass(eq=False)
+class Armed:
+    """A fault that waits for its moment, and how often that has come."""
+
+    fault: Fault
+    seen: int = 0
+
+
+class Strikes:
+    """The faults of one run."""
+
+    def __init__(self, cluster: Cluster, faults: tuple[Fault, ...]) -> None:
+        self._cluster = cluster
+        self._waiting = list(faults)
+        self._armed: list[Armed] = []
+        self._under_way = 0
+        self._rules: list[Rule] = []
+        self.struck: Counter[str] = Counter()
+        self.blamed: set[NodeId] = set()
+        self.flips: list[Flip] = []
+        self._kinds: dict[str, Callable[[Fault, Node], bool]] = {
+            "crash": lambda fault, node: self.crash(node),
+            "kill": lambda fault, node: self.kill(node),
+            "rack": self._rack,
+            "process": lambda fault, node: self._process(fault, node, -9),
+            "error": lambda fault, node: self._process(fault, node, 1),
+            "stuck": self._stuck,
+            "give_up": lambda fault, node: self._give_up(node),
+            "pause": self._pause,
+            "partition": self._partition,
+            "oneway": self._partition,
+            "break": self._break,
+            "loss": self._lossy,
+            "delay": self._lossy,
+            "duplicate": self._lossy,
+            "flip": self._flip,
+            "corrupt": self._corrupt,
+            "join": lambda fault, node: self._cluster.add_host(),
+        }
+        self.reached(0)
+
+    # -- when --------------------------------------------------------------------------------------------------
+
+    @property
+    def over(self) -> bool:
+        """Every fault has struck and none lasts on."""
+        return not (self._waiting or self._armed or self._under_way)
+
+    @property
+    def effects(self) -> Counter[str]:
+        """Effective faults by kind."""
+        found = Counter(self.struck)
+        found.update(rule.kind for rule in self._rules if rule.effects)
+        return found
+
+    @property
+    def listens(self) -> bool:
+        return bool(self._armed)
+
+    def reached(self, step: int) -> None:
+        """Some rank has made `step` steps."""
+        for fault in [fault for fault in self._waiting if fault.at_step <= step]:
+            self._waiting.remove(fault)
+            if fault.moment:
+                armed = Armed(fault)
+                self._armed.append(armed)
+                self._cluster.timeline.after(PATIENCES * self._cluster.timing.silent_after_s, self._late, armed)
+            else:
+                self._soon(fault, None)
+
+    def _late(self, armed: Armed) -> None:
+        if armed in self._armed:
+            self._armed.remove(armed)
+            self._soon(armed.fault, None)
+
+    def moment(self, name: str, actor: Node) -> None:
+        """`name` has just happened at `actor`."""
+        for armed in [armed for armed in self._armed if armed.fault.moment == name]:
+            armed.seen += 1
+            if armed.seen >= armed.fault.nth:
+                self._armed.remove(armed)
+                self._soon(armed.fault, actor)
+
+    def _soon(self, fault: Fault, actor: Node | None) -> None:
+        self._under_way += 1
+        if fault.delay_s:
+            self._cluster.timeline.after(fault.delay_s, self._strike, fault, actor)
+        else:
+            self._strike(fault, actor)
+
+    def _strike(self, fault: Fault, actor: Node | None) -> None:
+        node = self._whom(fault, actor)
+        if node is not None and self._kinds[fault.kind](fault, node):
+            if fault.kind not in ("loss", "delay", "duplicate", "flip", "partition", "oneway"):
+                self.struck[fault.kind] += 1
+            self._cluster.note(f"fault: {fault.kind} strikes node {node.number}")
+        self._cluster.timeline.after(fault.seconds, self._ended)
+
+    def _ended(self) -> None:
+        self._under_way -= 1
+
+    def _whom(self, fault: Fault, actor: Node | None) -> Node | None:
+        """Who is struck; None if nobody is left of that kind."""
+        cluster = self._cluster
+        world = cluster.newest_world
+        up = [node for node in cluster.nodes.values() if node.up and not node.paused]
+        members = [node for node in up if node.number in world.members]
+        active = [node for node in members if node.number in world.active]
+        chosen = {
+            "leader": members[:1],
+            "active": active,
+            "spare": [node for node in members if node.number in world.spares],
+            "buddy": [n for n in members if n.number in buddies_of(world, world.active[0], cluster.policy.copies)],
+            "actor": [actor] if actor is not None and actor.up else [],
+        }.get(fault.who) or up
+        return chosen[fault.pick % len(chosen)] if chosen else None
+
+    # -- hosts -------------------------------------------------------------------------------------------------
+
+    def crash(self, node: Node) -> bool:
+        self.blamed.add(node.number)
+        node.dark = True
+        node.die()
+        self._cluster.network.vanish(node.number)
+        return True
+
+    def kill(self, node: Node) -> bool:
+        self.blamed.add(node.number)
+        node.die()
+        for peer in sorted(self._cluster.nodes.keys() - {node.number}):
+            self._cluster.network.close(node.number, peer, "connection reset by peer", keeps=False)
+        return True
+
+    def _rack(self, fault: Fault, node: Node) -> bool:
+        self.crash(node)
+        for other in [other for other in self._cluster.nodes.values() if other.up][: fault.count - 1]:
+            self.crash(other)
+        return True
+
+    def _give_up(self, node: Node) -> bool:
+        self.blamed.add(node.number)
+        node.feed(io.NodeGivenUp("its launcher ended it"))
+        return True
+
+    def _pause(self, fault: Fault, node: Node) -> bool:
+        self.blamed.add(node.number)
+        node.pause()
+        self._cluster.timeline.after(fault.seconds, node.wake)
+        return True
+
+    # -- processes ---------------------------------------------------------------------------------------------
+
+    def _process(self, fault: Fault, node: Node, exit_code: int) -> bool:
+        alive = node.processes.alive
+        if not alive:
+            return False
+        process = alive[fault.pick % len(alive)]
+        process.end()
+        self.blamed.add(node.number)
+        cluster = self._cluster
+        cluster.raised = cluster.raised or exit_code > 0
+        cluster.timeline.after(NOTICE_S * cluster.rng.random(), node.do, node.processes.noticed, process, exit_code)
+        return True
+
+    def _stuck(self, fault: Fault, node: Node) -> bool:
+        alive = node.processes.alive
+        if not alive:
+            return False
+        process = alive[fault.pick % len(alive)]
+        process.stuck = True
+        self.blamed.add(node.number)
+        self._cluster.timeline.after(
+            self._cluster.timing.silent_after_s, node.do, node.processes.kill,
+            node.processes.slots[process.slot], process, "had been stopped and was killed",
+        )  # fmt: skip
+        return True
+
+    # -- the network -------------------------------------------------------------------------------------------
+
+    def _others(self, node: Node) -> set[NodeId]:
+        return set(range(1000)) - {node.number}
+
+    def _add(self, rules: list[Rule]) -> bool:
+        self._rules += rules
+        self._cluster.network.rules.add(rules)
+        return True
+
+    def _partition(self, fault: Fault, node: Node) -> bool:
+        self.blamed |= self._cluster.nodes.keys()
+        until, others = self._cluster.timeline.now + fault.seconds, self._others(node)
+        rules: list[Rule] = [Cut(fault.kind, {node.number}, others, until)]
+        if fault.kind == "partition":
+            rules.append(Cut(fault.kind, others, {node.number}, until))
+        return self._add(rules)
+
+    def _lossy(self, fault: Fault, node: Node) -> bool:
+        self.blamed |= self._cluster.nodes.keys() if fault.kind == "loss" else set()
+        until, others = self._cluster.timeline.now + fault.seconds, self._others(node)
+        ends = [({node.number}, others), (others, {node.number})]
+        made: list[Rule] = []
+        for sources, targets in ends[:1] if fault.kind == "duplicate" else ends:
+            if fault.kind == "loss":
+                made.append(Loss(fault.kind, sources, targets, until, probability=fault.strength))
+            elif fault.kind == "delay":
+                made.append(Delay(fault.kind, sources, targets, until, delay_s=fault.strength))
+            else:
+                made.append(Duplicate(fault.kind, sources, targets, until, probability=fault.strength))
+        return self._add(made)
+
+    def _flip(self, fault: Fault, node: Node) -> bool:
+        """A control frame that fails its checksum ends its link; a bulk frame its transfer."""
+        until, others = self._cluster.timeline.now + fault.seconds, self._others(node)
+        self.flips.append(Flip(fault.kind, {node.number}, others, until, probability=fault.strength))
+        self._rules.append(self.flips[-1])
+        self.blamed |= self._cluster.nodes.keys()
+        return True
+
+    def flips_a_bit(self, source: NodeId, target: NodeId) -> bool:
+        now, rng = self._cluster.timeline.now, self._cluster.rng
+        return any(now < rule.until and not rule.judge(source, target, rng).copies for rule in self.flips)
+
+    def _break(self, fault: Fault, node: Node) -> bool:
+        others = [other.number for other in self._cluster.nodes.values() if other.up and other is not node]
+        if not others:
+            return False
+        other = others[fault.pick % len(others)]
+        self.blamed |= {node.number, other}
+        return self._cluster.network.break_link(node.number, other, "a frame failed its checksum")
+
+    # -- memory ------------------------------------------------------------------------------------------------
+
+    def _corrupt(self, fault: Fault, node: Node) -> bool:
+        keys = [key for key in sorted(node.store.listed) if key[0] in node.store.mirrored]
+        self._cluster.checkers.a_copy_is_lost()
+        self.blamed.add(node.number)
+        return bool(keys) and node.store.corrupt(*keys[fault.pick % len(keys)])
+
+    # -- the end -----------------------------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """Faults stop: whoever stands still wakes, and everything passes."""
+        self._waiting.clear()
+        self._armed.clear()
+        self.flips.clear()
+        self._cluster.network.rules.clear()
+        for node in self._cluster.nodes.values():
+            node.wake()
