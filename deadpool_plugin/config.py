@@ -86,6 +86,11 @@ class Config(BaseModel):
     """What to do when a host is lost and no spare is left. stop: end the job with exit code 86 and name what was lost.
     wait: all others keep their state in memory until a host joins (`deadpool join`). Hazard: they wait for ever."""
 
+    on_launcher_loss: Literal["continue", "stop"] = "continue"
+    """What to do when the command that launched the job (`deepspeed`, `deadpool launch`), or its host, is gone.
+    continue: the job goes on; what it prints is still in output_dir. stop: it ends with exit code 129. Hazard: plain
+    `deepspeed` is only missed once its ssh connections are seen to be closed; those of a host that vanishes are not."""
+
     preload: list[str] | None = None
     """Modules a spare imports before it rehearses. None: torch, and then whatever its first rehearsal
     turned out to import."""

@@ -49,9 +49,12 @@ class SpareReady(Event, frozen=True):
 
 
 class StepDone(Event, frozen=True):
+    """`output`: bytes in the rank's file of this node that were printed before the cut; -1 if that is not known."""
+
     rank: int
     step: int
     loss: float | None = None
+    output: int = -1
 
 
 class StepCommitted(Event, frozen=True):
@@ -142,9 +145,12 @@ class StateRestored(Event, frozen=True):
 
 
 class WorkerResumed(Event, frozen=True):
+    """`output`: as in StepDone."""
+
     rank: int
     step: int
     duration_s: float = 0.0
+    output: int = -1
 
 
 class FirstStepDone(Event, frozen=True):
@@ -184,6 +190,12 @@ class NodeFenced(Event, frozen=True):
     reason: str = ""
 
 
+class NodeEnded(Event, frozen=True):
+    """The last word of a node's agent: how its supervisors end."""
+
+    exit_code: int
+
+
 class JobFinished(Event, frozen=True):
     exit_code: int = 0
 
@@ -206,7 +218,7 @@ AnyEvent = (
     | ContactLost | ContactRegained | HostJoined | WaitingForHost | CheckpointSaved | CheckpointCancelled | SwapPlanned
     | WorkerUnblocked
     | GroupsRebuilt | SnapshotFetched | StateRestored | WorkerResumed | FirstStepDone | SwapDone | Unprotected
-    | Protected | Rehearsed | RehearsalFailed | PeerRefused | NodeFenced | JobFinished | JobStopped | Note
+    | Protected | Rehearsed | RehearsalFailed | PeerRefused | NodeFenced | NodeEnded | JobFinished | JobStopped | Note
 )  # fmt: skip
 
 KINDS: dict[str, type[Event]] = {kind.__name__: kind for kind in AnyEvent.__args__}

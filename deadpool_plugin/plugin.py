@@ -59,13 +59,16 @@ def start_following(
 
 
 def _worker_context(connection: LocalConnection, config: Config, local_rank: int) -> Context:
+    from .adapters.deepspeed import DeepSpeedAdapter
     from .adapters.megatron import MegatronAdapter
     from .comm.groups import Groups
+    from .worker.adapter import Adapter
     from .worker.context import Context
     from .worker.link import AgentLink
 
     groups = Groups(config.recording_limit_bytes, config.phase_timeout_s)
-    context = Context(AgentLink(connection), groups, MegatronAdapter(), local_rank=local_rank)
+    adapters: list[Adapter] = [DeepSpeedAdapter(), MegatronAdapter()]
+    context = Context(AgentLink(connection), groups, adapters, local_rank=local_rank)
     context.install()
     context.link.start()
     return context

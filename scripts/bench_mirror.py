@@ -226,7 +226,7 @@ class Bench:
         hidden, layers = MODELS[self.args.payload]
         turns = (self.args.rounds + 1) * len(self.args.idle) * sum(self._job_of(v) == job for v in self.variants)
         words = {
-            "--train-iters": 1 + turns * self.args.steps, "--dtype": "bf16", "--num-microbatches": MICROBATCHES,
+            "--train-iters": 1 + turns * self.args.steps, "--dtype": "fp32", "--num-microbatches": MICROBATCHES,
             "--hidden": hidden, "--layers": layers, "--dropout": 0.0, "--eval-interval": 0,
             "--data-path": demo.CACHE / "corpus", "--data-cache-path": self.args.out / job / "indices",
         }  # fmt: skip

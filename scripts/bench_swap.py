@@ -4,10 +4,12 @@
     python scripts/bench_swap.py --out bench --only deadpool    # systems or faults whose name contains the word
 
 The small GPT of train_gpt.py in TP 2 x PP 2 x DP 2 on four emulated nodes of two ranks (plugin, NVRx, relaunch), or in
-four replicas, one per node (torchft, plugin), and one node more that stands by. Every measurement is a job of its own:
-it is started, trains until all spares stand and step 21 to 30 (each place between two checkpoints in turn), is struck
-at a random moment of that step, and is watched until all ranks have completed a step again, or for --limit seconds.
-The systems take turns, so that whatever else the machine does meets all of them.
+four replicas, one per node (torchft, plugin), and one node more that stands by. A job trains until all spares stand
+and step 21 to 30 (each place between two checkpoints in turn), is struck at a random moment of that step, and is
+watched until all ranks have completed a step again, or for --limit seconds. A peer's job meets one fault. The plugin's
+meets several, the first node's loss first: what a fault took comes back (`deadpool join`), and the next one waits
+until everything stands again and ten steps more. The systems take turns, so that whatever else the machine does meets
+them all.
 
 One clock: from the reading of it right before the first signal to (a) `ready_s`, the last rank is back in its training
 loop, restored, and (b) `first_step_s`, the last rank has completed its first step. `lost_steps`: steps that all ranks
@@ -22,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import json
 import os
 import platform
@@ -32,6 +35,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,16 +48,20 @@ from clusters.launched import REPOSITORY, read_json_lines
 SCRIPTS = REPOSITORY / "scripts"
 CACHE = REPOSITORY / ".cache" / "demo"
 ALL: dict[str, type[Job]] = {"deadpool": DeadpoolJob, **JOBS}
+OURS = ("first", "node", "process", "silent")
+PER_JOB = 9
+"""So many faults one job of the plugin meets, besides that of its first node."""
+Fault = tuple[str, int]
+"""Kind, and its number among those of its kind."""
 
 SYSTEMS: dict[str, tuple[str, str, str, tuple[str, ...]]] = {
-    "deadpool": ("deadpool", "default", "tp2pp2dp2", FAULTS),
-    "deadpool rehearsed": ("deadpool", "rehearsed", "tp2pp2dp2", ("node", "silent")),
-    "deadpool tuned": ("deadpool", "tuned", "tp2pp2dp2", ("silent",)),
+    "deadpool": ("deadpool", "default", "tp2pp2dp2", OURS),
+    "deadpool tuned": ("deadpool", "tuned", "tp2pp2dp2", ("node", "process", "silent")),
     "NVRx defaults": ("nvrx", "defaults", "tp2pp2dp2", FAULTS),
     "NVRx tuned": ("nvrx", "tuned", "tp2pp2dp2", FAULTS),
     "relaunch": ("relaunch", "defaults", "tp2pp2dp2", FAULTS),
     "relaunch tuned": ("relaunch", "tuned", "tp2pp2dp2", FAULTS),
-    "deadpool dp4": ("deadpool", "default", "dp4", FAULTS),
+    "deadpool dp4": ("deadpool", "default", "dp4", OURS),
     "torchft defaults": ("torchft", "defaults", "dp4", FAULTS),
     "torchft tuned": ("torchft", "tuned", "dp4", FAULTS),
     "torchft spare": ("torchft", "spare", "dp4", FAULTS),
@@ -71,48 +79,63 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--start-limit", type=float, default=240.0, help="seconds a job has to reach its step")
     parser.add_argument("--peers-python", type=Path, default=REPOSITORY / ".venv-peers" / "bin" / "python")
     parser.add_argument("--keep", action="store_true", help="keep every job's folder, not only those of failures")
-    parser.add_argument("--list", action="store_true", help="say what would be measured, and stop")
+    parser.add_argument("--list", action="store_true", help="say what is left to measure, and stop")
     args = parser.parse_args()
     args.out = args.out.resolve()
     return args
 
 
-def plan(args: argparse.Namespace) -> list[tuple[str, str, int]]:
-    """(system, fault, index), interleaved: the first measurement of everything, then the second, ..."""
+def plan(args: argparse.Namespace, done: set[tuple[str, str, int]]) -> list[tuple[str, list[Fault]]]:
+    """The jobs that are left: of each its system and its faults; in turns, all first ones first."""
     found = []
-    for index in range(max(args.runs, args.peer_runs)):
-        for system, (job, _, _, faults) in SYSTEMS.items():
-            runs = args.runs if job == "deadpool" else args.peer_runs
-            for fault in faults if index < runs else ():
-                if all(word in f"{system}/{fault}" for word in args.only):
-                    found.append((system, fault, index))
-    return found
+    for system, (job, _, _, faults) in SYSTEMS.items():
+        runs = range(args.runs if job == "deadpool" else args.peer_runs)
+        named = [fault for fault in faults if all(word in f"{system}/{fault}" for word in args.only)]
+        wanted = [(fault, index) for index in runs for fault in named if (system, fault, index) not in done]
+        jobs = shared(wanted) if ALL[job].heals else [[fault] for fault in wanted]
+        found += [(number, system, its) for number, its in enumerate(jobs)]
+    return [(system, its) for _, system, its in sorted(found, key=lambda entry: entry[0])]
 
 
-def measure(args: argparse.Namespace, system: str, fault: str, index: int) -> dict[str, Any]:
-    """One job, one fault."""
+def shared(wanted: list[Fault]) -> list[list[Fault]]:
+    """Faults as few jobs: each has one first node only, and its loss comes first."""
+    firsts = [[fault] for fault in wanted if fault[0] == "first"]
+    others = [fault for fault in wanted if fault[0] != "first"]
+    parts = [others[start : start + PER_JOB] for start in range(0, len(others), PER_JOB)]
+    return [[*first, *part] for first, part in itertools.zip_longest(firsts, parts, fillvalue=[])]
+
+
+def measure(args: argparse.Namespace, system: str, faults: list[Fault]) -> Iterator[dict[str, Any]]:
+    """One job and its faults, one line each; it ends with the first fault that it does not recover from."""
     name, variant, layout, _ = SYSTEMS[system]
-    folder = args.out / "jobs" / f"{system.replace(' ', '-')}-{fault}-{index}"
+    folder = args.out / "jobs" / "-".join([*system.split(), *map(str, faults[0])])
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     setting = Setting(folder, CACHE / "corpus", CACHE / "bench-indices", args.peers_python.absolute(), layout)
-    line: dict[str, Any] = {"system": system, "fault": fault, "index": index, "time": time.time()}
-    line["load_before"] = round(os.getloadavg()[0], 2)
-    draw = random.Random(int(hashlib.sha256(f"{fault}{index}".encode()).hexdigest(), 16))
-    job = ALL[name](setting, variant)
+    job, since, step = ALL[name](setting, variant), time.time(), 21 + 7 * faults[0][1] % 10
+    outcome = ""
     try:
         job.start()
-        job.wait_until(21 + 7 * index % 10, args.start_limit)
-        line["started_s"] = round(time.time() - line["time"], 1)
-        time.sleep(draw.uniform(0.0, 0.3))
-        line |= watch(args, job, fault)
-    except TimeoutError as reason:
-        line |= {"outcome": "not started", "reason": str(reason)}
+        for number, (fault, index) in enumerate(faults):
+            line: dict[str, Any] = {"system": system, "fault": fault, "index": index, "time": time.time()}
+            line |= {"faults_before": number, "load_before": round(os.getloadavg()[0], 2)}
+            draw = random.Random(int(hashlib.sha256(f"{fault}{index}".encode()).hexdigest(), 16))
+            try:
+                job.wait_until(step, args.start_limit)
+                line["waited_s"] = round(time.time() - since, 1)
+                time.sleep(draw.uniform(0.0, 0.3))
+                line |= watch(args, job, fault)
+            except TimeoutError as reason:
+                line |= {"outcome": "not started", "reason": str(reason)}
+            outcome = line["outcome"]
+            yield line
+            if outcome != "recovered":
+                return
+            since, step = time.time(), job.completed() + 10
     finally:
         job.close()
-    if line["outcome"] == "recovered" and not args.keep:
-        shutil.rmtree(folder)
-    return line
+        if outcome == "recovered" and not args.keep:
+            shutil.rmtree(folder)
 
 
 def watch(args: argparse.Namespace, job: Job, fault: str) -> dict[str, Any]:
@@ -122,6 +145,7 @@ def watch(args: argparse.Namespace, job: Job, fault: str) -> dict[str, Any]:
     while time.time() < strike.time + args.limit:
         job.tend(strike)
         if figures := job.recovered(strike):
+            job.heal(strike)
             rounded = {name: round(value, 4) if isinstance(value, float) else value for name, value in figures.items()}
             return found | {"outcome": "recovered", "figures": rounded}
         if job.ended():
@@ -175,25 +199,23 @@ def make_peers_environment(python: Path) -> None:
 def main() -> int:
     args = parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the job under way is ended, too
-    todo = plan(args)
     log = args.out / "measurements.jsonl"
     measurements = read_json_lines(log)
-    done = {(line["system"], line["fault"], line["index"]) for line in measurements}
+    todo = plan(args, {(line["system"], line["fault"], line["index"]) for line in measurements})
     if args.list:
-        for system, fault, index in todo:
-            print(f"{system}/{fault}/{index}{' (done)' if (system, fault, index) in done else ''}")
+        for system, faults in todo:
+            print(f"{system}: {', '.join(f'{fault}/{index}' for fault, index in faults)}")
         return 0
     args.out.mkdir(parents=True, exist_ok=True)
     make_peers_environment(args.peers_python)
     if not (CACHE / "corpus.idx").exists():
         subprocess.run([sys.executable, "-W", "ignore", SCRIPTS / "make_corpus.py", CACHE / "corpus"], check=True)
-    for system, fault, index in todo:
-        if (system, fault, index) in done:
-            continue
-        measurements.append(measure(args, system, fault, index))
-        with open(log, "a") as output:
-            output.write(json.dumps(measurements[-1]) + "\n")
-        print(said(measurements[-1]), flush=True)
+    for job in todo:
+        for line in measure(args, *job):
+            measurements.append(line)
+            with open(log, "a") as output:
+                output.write(json.dumps(line) + "\n")
+            print(said(line), flush=True)
     entries = report.summary(measurements)
     whole = {"machine": surroundings(args), "summary": entries, "measurements": measurements}
     (args.out / "bench.json").write_text(json.dumps(whole, indent=1))

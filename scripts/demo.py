@@ -27,13 +27,11 @@ from typing import Any
 
 import compare_runs
 from clusters import demo_report
+from clusters.demo_jobs import CACHE, JOBS, SCRIPTS, DemoJob, add_arguments
 from clusters.launched import REPOSITORY, Cluster, folder_size, read_events, read_json_lines
 from faults.inject import PHASES
 
-SCRIPTS = REPOSITORY / "scripts"
-CACHE = REPOSITORY / ".cache" / "demo"
 MADE_HERE = "launcher output observe stacks hostfile secret deadpool.yaml kills.jsonl* *.png events.jsonl summary.json"
-PRELOAD = ["torch.distributed", "patches.cpu.applied", "megatron.core.models.gpt", "megatron.core.datasets.gpt_dataset"]
 TOLD = ("WorldFormed", "TrainingStarted", "SpareReady", "Unprotected", "Protected", "NodeLost", "SwapPlanned")
 TOLD += ("SwapDone", "RehearsalFailed", "PeerRefused", "NodeFenced", "JobStopped", "JobFinished")
 
@@ -44,15 +42,11 @@ class Failed(Exception):
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="demo.sh", description=__doc__.splitlines()[0])
-    on_off = argparse.BooleanOptionalAction
     parser.add_argument("--nodes", type=int, default=4, help="active nodes")
     parser.add_argument("--ranks-per-node", type=int, default=2)
     parser.add_argument("--spares", type=int, default=1)
-    parser.add_argument("--tp", type=int, default=2)
-    parser.add_argument("--pp", type=int, default=2)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="bf16")
-    parser.add_argument("--distributed-optimizer", action=on_off, default=True)
     parser.add_argument("--microbatches", type=int, default=2)
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--kill", action="append", metavar="NODE@STEP[:PHASE]", help=f"PHASE: {' '.join(PHASES)}")
@@ -61,16 +55,21 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("demo-out"))
     parser.add_argument("--patience", type=float, default=10.0, help="seconds, the plugin's patience_s")
     parser.add_argument("--stall", type=float, default=150.0, help="seconds without any output that count as a hang")
+    add_arguments(parser)
     args = parser.parse_args()
     world = args.nodes * args.ranks_per_node
-    if world % (args.tp * args.pp):
-        parser.error(f"{world} ranks cannot be split into tp {args.tp} x pp {args.pp}")
+    if world % job_of(args).pipelines(args):
+        parser.error(f"{world} ranks cannot be split into replicas of {job_of(args).pipelines(args)}")
     try:
         args.kills = [] if args.no_kill else plan_kills(args)
     except ValueError as problem:
         parser.error(str(problem))
     args.world, args.out = world, args.out.resolve()
     return args
+
+
+def job_of(args: argparse.Namespace) -> DemoJob:
+    return JOBS[args.framework]
 
 
 def plan_kills(args: argparse.Namespace) -> list[tuple[int, int, str]]:
@@ -96,20 +95,9 @@ def plan_kills(args: argparse.Namespace) -> list[tuple[int, int, str]]:
 # The two runs
 
 
-def training_args(args: argparse.Namespace) -> list[str]:
-    words = {
-        "--tp": args.tp,
-        "--pp": args.pp,
-        "--train-iters": args.steps,
-        "--dtype": args.dtype,
-        "--num-microbatches": args.microbatches,
-        "--dropout": args.dropout,
-        "--layers": max(2, args.pp),
-        "--data-path": CACHE / "corpus",
-        "--data-cache-path": CACHE / "indices",
-    }
-    flags = ["--distributed-optimizer" if args.distributed_optimizer else "--no-distributed-optimizer"]
-    return [str(word) for pair in words.items() for word in pair] + [*flags, "--log-all-ranks", "--digest"]
+def script_and_arguments(args: argparse.Namespace) -> list[str]:
+    job = job_of(args)
+    return [str(job.script), *job.arguments(args)]
 
 
 def make_corpus() -> None:
@@ -130,7 +118,8 @@ def reference_run(args: argparse.Namespace) -> Path:
     cluster = Cluster(running, nodes=1, slots=args.world)
     try:
         run_plain = [str(SCRIPTS / "run_plain.py"), "--ranks", str(args.world), "--logs", str(running / "output")]
-        cluster.start(0, [sys.executable, *run_plain, "--", str(SCRIPTS / "train_gpt.py"), *training_args(args)])
+        run_plain += ["--preload", ",".join(job_of(args).plain_preload)]
+        cluster.start(0, [sys.executable, *run_plain, "--", *script_and_arguments(args)])
         watch(cluster, args)
     finally:
         cluster.close()
@@ -142,11 +131,12 @@ def reference_run(args: argparse.Namespace) -> Path:
 
 def reference_key(args: argparse.Namespace) -> str:
     """Names everything the numbers can depend on: configuration, code, library versions, processor."""
-    code = [SCRIPTS / "train_gpt.py", SCRIPTS / "make_corpus.py"]
+    job = job_of(args)
+    code = [job.script, SCRIPTS / "make_corpus.py"]
     code += [*sorted((SCRIPTS / "gpt").glob("*.py")), *sorted((REPOSITORY / "patches/cpu").glob("*.py"))]
     processor = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[:1]
-    libraries = [version(name) for name in ("torch", "megatron-core", "numpy")]
-    parts = [training_args(args), args.world, libraries, platform.python_version(), processor]
+    libraries = [version(name) for name in job.libraries]
+    parts = [job.arguments(args), args.world, libraries, platform.python_version(), processor]
     state = hashlib.sha256(json.dumps(parts).encode())
     for path in code:
         state.update(path.read_bytes())
@@ -158,9 +148,17 @@ def protected_run(args: argparse.Namespace) -> Cluster:
     cluster = Cluster(args.out, args.nodes + args.spares, args.ranks_per_node)
     write_config(args)
     faults = [word for node, step, phase in args.kills for word in ("--at", f"{node}@{step}:{phase}")]
-    injector = [*faults, "--marker", str(args.out / "kills.jsonl"), "--observe", str(args.out / "observe")]
+    injector = [
+        *faults,
+        "--framework",
+        args.framework,
+        "--marker",
+        str(args.out / "kills.jsonl"),
+        "--observe",
+        str(args.out / "observe"),
+    ]
     command = ["deadpool_plugin.run", str(SCRIPTS / "faults" / "inject.py"), *injector]
-    command += ["--", str(SCRIPTS / "train_gpt.py"), *training_args(args)]
+    command += ["--", *script_and_arguments(args)]
     command += ["--deadpool-config", str(args.out / "deadpool.yaml")]
     tell(f"protected run: {args.nodes} nodes of {args.ranks_per_node} ranks, {args.spares} spare")
     for node, step, phase in args.kills:
@@ -187,7 +185,7 @@ def write_config(args: argparse.Namespace) -> None:
         "output_dir": str(args.out / "output"),
         "interface_address": "127.0.0.1",
         "memory_headroom_gib": 0.25,
-        "preload": PRELOAD,
+        "preload": job_of(args).preload,
     }
     secret = args.out / "secret"
     secret.touch(mode=0o600)

@@ -2,7 +2,7 @@
 
     python scripts/run_plain.py --ranks 8 --logs DIR -- scripts/train_gpt.py ...
 
-Rules of this file: torch and megatron-core are imported once, without being patched, and every rank is a fork of that
+Rules of this file: torch and the framework are imported once, without being patched, and every rank is a fork of that
 process (a rank imports for 4 CPU seconds otherwise), so it must not start a thread. One output file per rank; the
 exit code is the first failed rank's, whereupon the others are ended.
 """
@@ -17,6 +17,7 @@ import signal
 import sys
 import traceback
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 from clusters.launched import free_port
@@ -29,9 +30,9 @@ PRELOAD = (
 )
 
 
-def preload() -> None:
+def preload(names: Sequence[str]) -> None:
     warnings.filterwarnings("ignore")
-    for name in PRELOAD:
+    for name in names:
         importlib.import_module(name)
     threads = len(os.listdir("/proc/self/task"))
     if threads > 1:
@@ -77,13 +78,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, required=True)
     parser.add_argument("--logs", type=Path, required=True)
+    parser.add_argument("--preload", default=",".join(PRELOAD), help="modules to import before the forks")
     parser.add_argument("script", nargs=argparse.REMAINDER, help="-- SCRIPT ARGUMENTS")
     args = parser.parse_args()
     script = args.script[1:] if args.script[:1] == ["--"] else args.script
     args.logs.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    preload()
+    preload(args.preload.split(","))
     port = free_port()
     pids = set()
     for rank in range(args.ranks):

@@ -149,6 +149,9 @@ class Lives:
         name = signal.Signals(message.signal).name
         if message.signal == signal.SIGINT:
             self._feed(io.StopRequested(f"interrupted by {name} on node {self._node}", 128 + message.signal))
+        elif message.signal == signal.SIGHUP:
+            reason = f"node {self._node} found the launcher gone (on_launcher_loss: stop)"
+            self._feed(io.StopRequested(reason, 128 + message.signal))
         else:
             self._give_up(f"the launcher of node {self._node} ended its processes ({name})")
 

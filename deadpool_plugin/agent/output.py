@@ -11,10 +11,21 @@ import os
 import threading
 from collections import deque
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..core.types import NodeId, Rank, Step
+
+if TYPE_CHECKING:
+    from .repeats import Repeats
 
 QUEUE_BYTES_MAX = 16 << 20
 _CLOSE_S = 2.0
 _READ_BYTES = 1 << 16
+
+
+def rank_file(output_dir: Path, rank: Rank, node: NodeId) -> Path:
+    """Where what `rank` prints on `node` goes."""
+    return output_dir / f"rank{rank:04d}.node{node}.log"
 
 
 class Writer:
@@ -121,6 +132,9 @@ class Pipe:
         self._fd, self._writer = fd, writer
         self._file = -1
         self._path: Path | None = None
+        self._file_bytes = 0
+        self.repeats: Repeats | None = None
+        """What a lost process has printed already."""
         self._forward = False
         self._lines = Lines()
         self._loop = asyncio.get_running_loop()
@@ -135,13 +149,25 @@ class Pipe:
         if self.ended.is_set() or path == self._path:
             return
         before, self._file = self._file, self._writer.open(path)
-        self._path, self._forward = path, forward
+        self._path, self._forward, self._file_bytes = path, forward, os.fstat(self._file).st_size
         if before >= 0:
             self._writer.release(before)
         else:
             self._loop.add_reader(self._fd, self._read)
 
+    def cut(self, step: Step) -> int:
+        """The process has made the cut of `step`, before which it flushed: how much it has printed, in its file.
+
+        One read takes all that is in a pipe (64 KiB at most).
+        """
+        if self.assigned and not self.ended.is_set():
+            self._read()
+        if self.repeats is not None:
+            self.repeats.reached(step)
+        return self._file_bytes
+
     def _read(self) -> None:
+        """Take in what is there."""
         try:
             data = os.read(self._fd, _READ_BYTES)
         except BlockingIOError:
@@ -149,6 +175,18 @@ class Pipe:
         if not data:
             self.close()
             return
+        self._put(self._new(data))
+
+    def _new(self, data: bytes) -> bytes:
+        if self.repeats is None:
+            return data
+        data = self.repeats.without(data)
+        if self.repeats.over:
+            self.repeats = None
+        return data
+
+    def _put(self, data: bytes) -> None:
+        self._file_bytes += len(data)
         self._writer.write(self._file, data)
         if self._forward and (whole := self._lines.feed(data)):
             self._writer.write(1, whole)
@@ -158,6 +196,8 @@ class Pipe:
             self._loop.remove_reader(self._fd)
             os.close(self._fd)
             self.ended.set()
+            if self.repeats is not None:
+                self._put(self.repeats.flush())
             if self._forward and (rest := self._lines.flush()):
                 self._writer.write(1, rest)
             if self._file >= 0:

@@ -37,6 +37,7 @@ from .mirroring import Mirroring
 from .output import Writer
 from .pausing import Pausing
 from .peers import Peers
+from .repeats import marked
 from .reports import Reports
 from .slots import Slot
 from .spares import Spares
@@ -160,7 +161,9 @@ class Agent:
             local.Restored: self._restored,
             local.RankReady: self._mirroring.rank_ready,
             local.Staged: self._mirroring.staged,
-            local.WorkerEvent: lambda slot, peer, event: self._reports.worker_event(event.kind, event.fields),
+            local.WorkerEvent: lambda slot, peer, event: self._reports.worker_event(
+                event.kind, marked(slot.pipe, event.kind, event.fields)
+            ),
         }
         self._controller = Controller(node, _timing(config), _policy(config))
         self._server = LocalServer(self._listener, self._workers.on_message, self._lives.closed)
@@ -306,6 +309,7 @@ class Agent:
         await self._peers.close()
         if self._writer.dropped_bytes:
             self._reports.say(f"node {self._node}: {self._writer.dropped_bytes} bytes of output could not be written")
+        self._reports.emit("NodeEnded", exit_code=exit_code)
         return exit_code
 
     async def _drain(self) -> None:

@@ -17,6 +17,7 @@ from ..mirror.store import SnapshotStore
 from ..transport import local
 from .fetching import Fetches
 from .mirroring import Mirroring
+from .repeats import Printed
 from .slots import Slot
 from .spares import Rehearsal, Spares
 from .workers import Workers
@@ -136,7 +137,7 @@ class TakeOvers:
             reason = str(error) or f"its rehearsal took more than {self._start_timeout_s:g} s"
             self._spares.give_up(slot, rank, f"could not be taken over: {reason}")
             return
-        self._hand_over(plan, slot, rank)
+        self._hand_over(plan, slot, rank, await self._workers.printed_since(rank, plan.restore_step))
 
     async def _bring(self, plan: SwapPlan, source: Source | None, rehearsal: Rehearsal) -> None:
         """Snapshot and history come here, and are this node's to serve. Raises: TransportError and others."""
@@ -155,11 +156,11 @@ class TakeOvers:
             fetching.cancel()
         self._settle(plan, rank, rehearsal)
 
-    def _hand_over(self, plan: SwapPlan, slot: Slot, rank: Rank) -> None:
+    def _hand_over(self, plan: SwapPlan, slot: Slot, rank: Rank, printed: Printed) -> None:
         pair = self._store.own(rank)
         invariant(pair is not None, f"rank {rank} is handed over without an arena")
         assert pair is not None
-        self._workers.take(slot)
+        self._workers.take(slot, printed, plan.restore_step)
         self._spares.done(slot)
         assert slot.serving is not None
         order = local.TakeOver(

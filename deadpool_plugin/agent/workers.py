@@ -6,6 +6,8 @@ Deaths are lives.py's; messages that are neither hellos nor deaths go to the han
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,8 @@ from ..transport import local
 from ..transport.local import LocalPeer
 from ..transport.unix import close_descriptors
 from .lives import Lives
-from .output import Pipe, Writer
+from .output import Pipe, Writer, rank_file
+from .repeats import READ_S, Printed, Repeats, printed_since
 from .slots import Process, Slot
 from .world import Place, worker_env
 
@@ -161,7 +164,7 @@ class Workers:
             return
         node = self._place.node
         if slot.rank >= 0:
-            slot.pipe.assign(self._output_dir / f"rank{slot.rank:04d}.node{node}.log", forward=True)
+            slot.pipe.assign(rank_file(self._output_dir, slot.rank, node), forward=True)
         else:
             slot.pipe.assign(self._output_dir / f"spare{slot.local_rank}.node{node}.log", forward=False)
 
@@ -172,13 +175,22 @@ class Workers:
                 name = f"standby{slot.local_rank}.node{self._place.node}.log"
                 slot.pipe.assign(self._output_dir / name, forward=True)
 
-    def take(self, slot: Slot) -> None:
-        """The slot's process, which has rehearsed the slot's rank, runs it from now on."""
+    async def printed_since(self, rank: Rank, step: Step) -> Printed:
+        """What earlier processes of `rank` have printed of what one that takes it over at `step` will print again."""
+        reading = asyncio.get_running_loop().run_in_executor(None, printed_since, self._output_dir, rank, step)
+        with contextlib.suppress(OSError, asyncio.TimeoutError):
+            return await asyncio.wait_for(reading, READ_S)
+        return {}
+
+    def take(self, slot: Slot, printed: Printed, step: Step) -> None:
+        """The slot's process, which rehearsed the slot's rank, runs it from `step` on and need not say `printed`."""
         process = slot.living
         invariant(process is not None and process.rank == slot.rank, f"nothing runs rank {slot.rank}")
         assert process is not None
         process.took_over = True
         self._name_output(slot)
+        if slot.pipe is not None:
+            slot.pipe.repeats = Repeats(printed, step) if printed else None
 
     def start_groups(self, generation: Generation, store: str) -> None:
         """To every process that begins the script, also to those that have yet to connect."""

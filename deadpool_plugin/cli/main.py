@@ -1,7 +1,8 @@
 """`deadpool COMMAND ...`, also as `python -m deadpool_plugin.cli COMMAND ...`: what people do about a job from outside.
 
 Rules of this file: a command is a module with `add_arguments(parser)` and `run(args) -> exit code`, imported when it is
-asked for; what goes wrong with a reason (DeadpoolError) is one line on standard error and the error's exit code.
+asked for; one that is VERBATIM gets all words as they are; what goes wrong with a reason (DeadpoolError) is one line on
+standard error and the error's exit code.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ import sys
 from ..errors import DeadpoolError
 
 COMMANDS = {
+    "launch": "start a job on the hosts of a hostfile, as `deepspeed` does",
     "join": "add this host to a running job",
+    "patch": "put the flag and the first statement into a checkout of Megatron-LM",
+    "outcome": "say what became of a job, and end with its exit code",
     "simulate": "run the protocol through thousands of simulated jobs with faults",
     "watch": "show what a job is doing",
 }
@@ -40,5 +44,8 @@ def _run(words: list[str]) -> int:
     module = importlib.import_module(f".{command}", __package__)
     parser = argparse.ArgumentParser(prog=f"deadpool {command}", description=COMMANDS[command].capitalize() + ".")
     module.add_arguments(parser)
-    exit_code: int = module.run(parser.parse_args(words[1:]))
+    rest = words[1:]
+    if getattr(module, "VERBATIM", False) and rest not in (["-h"], ["--help"]):
+        rest = ["--", *rest]
+    exit_code: int = module.run(parser.parse_args(rest))
     return exit_code

@@ -5,21 +5,29 @@ from __future__ import annotations
 import os
 import sys
 
+from ..errors import ConfigError
 from .argv import FLAG
+from .deepspeed_config import named_config
 
 RUN = "deadpool_plugin.run"
 
 
 def activate() -> None:
-    """In a plain process whose command line has our flag: become the supervisor that runs the same command again.
+    """In a plain process whose command line names our configuration: become the supervisor that runs it again.
 
-    In a worker, or without the flag: nothing. Must be the script's first statement: before torch is imported, before a
-    thread is started.
+    By the flag, or in a DeepSpeed configuration. In a worker, or without either: nothing. Must be the script's first
+    statement: before torch is imported, before a thread is started.
     """
-    flagged = any(word == FLAG or word.startswith(FLAG + "=") for word in sys.argv[1:])
-    if "DEADPOOL_SOCKET" in os.environ or not flagged:
+    if "DEADPOOL_SOCKET" in os.environ or not _is_wanted(sys.argv[1:]):
         return
     os.execv(sys.executable, supervised(sys.orig_argv, len(sys.argv)))
+
+
+def _is_wanted(words: list[str]) -> bool:
+    try:
+        return any(word == FLAG or word.startswith(FLAG + "=") for word in words) or bool(named_config(words))
+    except ConfigError:
+        return True  # `run` says what is wrong
 
 
 def supervised(original: list[str], script_words: int) -> list[str]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from ..errors import DeadpoolError, GenerationChanged
+from .argv import spell_local_rank
 
 if TYPE_CHECKING:
     from ..worker.context import Context
@@ -52,6 +53,7 @@ def run_script(argv: list[str], context: Context, failed: Callable[[str], None] 
 
 def _run(argv: list[str]) -> None:
     """As `python SCRIPT ARGUMENTS...` or `python -m MODULE ARGUMENTS...` would."""
+    spell_local_rank()
     if argv[0] == "-m":
         sys.argv, sys.path[0] = argv[1:], os.getcwd()
         runpy.run_module(argv[1], run_name="__main__", alter_sys=True)

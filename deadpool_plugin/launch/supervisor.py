@@ -3,7 +3,8 @@
 Rules of this file: no torch, one thread, small; it outlives what it starts. It decides nothing: the agent tells it when
 and how to end. It ends by itself only if the agent is gone. No orphan is left whichever process is killed how:
 parent-death signals (we: SIGTERM when the launcher ends; standby: SIGKILL, agent: SIGTERM when we end), end of file on
-the agent's socket, and a sweep of everything that carries the slot's tag.
+the agent's socket, and a sweep of everything that carries the slot's tag. That the launcher is gone is told to us by
+SIGHUP, or seen from our standard output, which nobody reads any more.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from ..agent import joining, proc
+from ..config import load
 from ..errors import EXIT_FENCED, DeadpoolError, TransportError
 from ..transport import local
 from ..transport.framing import ConnectionClosed
@@ -61,6 +63,8 @@ class Supervisor:
         self._socket = f"deadpool/{os.getuid()}/{launcher}/{proc.start_time(launcher)}"
         self._env = {**os.environ, "DEADPOOL_CONFIG": config_path, "DEADPOOL_SOCKET": self._socket}
         self._told = {"DEADPOOL_JOB": self._job, joining.COMMAND: json.dumps(list(command))}
+        self._stops_with_launcher = load(config_path).on_launcher_loss == "stop"
+        self._caught = (*_SIGNALS, signal.SIGHUP) if self._stops_with_launcher else _SIGNALS
         self._signals = self._catch_signals()
         self._agent = self._standby = 0
         self._poll = select.poll()
@@ -70,7 +74,7 @@ class Supervisor:
         read_end, write_end = os.pipe()
         os.set_blocking(write_end, False)
         signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-        for number in _SIGNALS:
+        for number in self._caught:
             signal.signal(number, lambda *_: None)
         return read_end
 
@@ -78,6 +82,8 @@ class Supervisor:
         """Start everything, wait for the end, leave nothing behind, exit."""
         if self._launch.local_rank == 0:
             self._start_agent()
+            if self._stops_with_launcher:
+                self._watch(sys.stdout.fileno(), "launcher", 0)  # nothing but errors: nobody reads it any more
         self._watch(self._signals, "signal")
         self._connection = self._connect()
         self._watch(self._connection.fileno(), "agent's word")
@@ -86,9 +92,9 @@ class Supervisor:
             for fd, _ in self._poll.poll():
                 self._handle(self._roles[fd], fd)
 
-    def _watch(self, fd: int, role: str) -> None:
+    def _watch(self, fd: int, role: str, events: int = select.POLLIN) -> None:
         self._roles[fd] = role
-        self._poll.register(fd, select.POLLIN)
+        self._poll.register(fd, events)
 
     # ---- starting
 
@@ -135,8 +141,10 @@ class Supervisor:
     def _handle(self, role: str, fd: int) -> None:
         if role == "signal":
             number = os.read(fd, 1)[0]
-            if number in _SIGNALS:
+            if number in self._caught:
                 self._leave(number)
+        elif role == "launcher":
+            self._leave(signal.SIGHUP)
         elif role == "agent's word":
             self._finish(self._hear(None))
         elif role == "agent's end":

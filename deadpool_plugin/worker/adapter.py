@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
@@ -29,8 +29,28 @@ class CallKind(enum.Enum):
     """Runs the model; the first one of these is where start-up ends and training begins."""
     UPDATE = "update"
     """The optimizer step: the shard changes inside it, and its return is the cut of a step."""
+    STEP = "step"
+    """A whole step in one call: it runs the model and updates it. Inside it the adapter hands the update itself to the
+    handler, as a call of kind `UPDATE`."""
     SAVE = "save"
     """Writes a checkpoint (`function` is a `saving.SaveCall`): waits for the commit, and followers skip it."""
+
+
+RUNS_MODEL = frozenset({CallKind.FORWARD, CallKind.STEP})
+MAKES_STEP = frozenset({CallKind.UPDATE, CallKind.STEP})
+
+
+@runtime_checkable
+class Followed(Protocol):
+    """The `function` of a call whose followers are told something else than its value (plain data and tensors)."""
+
+    def __call__(self) -> Any: ...
+
+    def outcome(self, value: Any) -> Any:
+        """What is recorded of `value`, right after the call."""
+
+    def skipped(self, outcome: Any) -> Any:
+        """In a follower: the value for the script, made from what was recorded; executes nothing."""
 
 
 CallHandler = Callable[[str, CallKind, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -39,6 +59,9 @@ CallHandler = Callable[[str, CallKind, Callable[..., Any], tuple[Any, ...], dict
 
 class Adapter(Protocol):
     """What the worker runtime needs from a framework. Order: install, attach, then the rest as often as needed."""
+
+    framework: str
+    """The module whose presence says that a script uses this framework."""
 
     def install(self, handler: CallHandler) -> None:
         """Wrap the framework's calls so that each goes through `handler`. Once, before the framework is used."""

@@ -41,8 +41,8 @@ class Call:
         for iterator, position in self.iterators:
             iterator.rewind(position)
 
-    def pulls(self) -> list[int]:
-        return [iterator.position - position for iterator, position in self.iterators]
+    def pulls(self) -> list[list[Any]]:
+        return [iterator.pulled_since(position) for iterator, position in self.iterators]
 
 
 class CallLog:

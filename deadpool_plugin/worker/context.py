@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch.distributed as dist
 
 from ..comm.groups import Groups
 from ..comm.store import host_store
+from ..errors import Unsupported, invariant
 from ..transport import local
 from . import saving
-from .adapter import Adapter, CallKind
+from .adapter import RUNS_MODEL, Adapter, CallKind
 from .link import AgentLink
 from .saving import Saves, own_flight
 
@@ -37,8 +40,9 @@ class Context:
 
     mode: Mode
 
-    def __init__(self, link: AgentLink, groups: Groups, adapter: Adapter, *, local_rank: int) -> None:
-        self.link, self.groups, self.adapter = link, groups, adapter
+    def __init__(self, link: AgentLink, groups: Groups, adapters: Sequence[Adapter], *, local_rank: int) -> None:
+        self.link, self.groups, self._adapters = link, groups, adapters
+        self._adapter: Adapter | None = None
         self.saves = Saves(link, groups, lambda *call: self.mode.call(*call))
         self._offers_stores = local_rank == 0
         self._stores: list[Any] = []
@@ -56,13 +60,34 @@ class Context:
         def init_process_group(*args: Any, **kwargs: Any) -> Any:
             from . import dcp  # torch imports a good deal for it
 
-            self.adapter.install(lambda *call: self.mode.call(*call))
-            self.adapter.install_saving(self.saves)
+            for adapter in present(self._adapters):
+                adapter.install(functools.partial(self._call, adapter))
+                adapter.install_saving(self.saves)
             dcp.install(self.saves)
             return original(*args, **kwargs)
 
         dist.init_process_group = dist.distributed_c10d.init_process_group = init_process_group
         self.groups.on_destroy = self._before_destroy
+
+    @property
+    def adapter(self) -> Adapter:
+        """The one whose framework made the first forward call."""
+        invariant(self._adapter is not None, "nobody knows before the first forward which framework trains")
+        assert self._adapter is not None
+        return self._adapter
+
+    def _call(
+        self,
+        adapter: Adapter,
+        name: str,
+        kind: CallKind,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        if self._adapter is None and kind in RUNS_MODEL:
+            self._adapter = adapter
+        return self.mode.call(name, kind, function, args, kwargs)
 
     def _dispatch(self, handle: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         flight = own_flight()
@@ -106,3 +131,26 @@ class Context:
         del self._stores[:-STORES_KEPT]
         host, port = address.rsplit(":", 1)
         self.link.send(local.StoreOffer(host, int(port)))
+
+
+def present(adapters: Sequence[Adapter]) -> list[Adapter]:
+    """Those whose framework the script has imported; before it has imported any, those it could.
+
+    Raises: Unsupported if there is none.
+    """
+    found = [adapter for adapter in adapters if adapter.framework in sys.modules]
+    found = found or [adapter for adapter in adapters if _is_installed(adapter.framework)]
+    if not found:
+        raise Unsupported(
+            "no training framework that deadpool_plugin knows is installed",
+            " or ".join(adapter.framework for adapter in adapters),
+            "install it on every host, or run this script without the plugin",
+        )
+    return found
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ImportError:  # not even the package it would be in
+        return False

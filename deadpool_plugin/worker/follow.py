@@ -17,7 +17,7 @@ from ..errors import Divergence
 from ..mirror.arena import SlotPair
 from ..transport import local
 from . import codec, rng
-from .adapter import CallKind
+from .adapter import MAKES_STEP, RUNS_MODEL, CallKind, Followed
 from .calls import RANDOM_STATES
 from .context import Context
 from .iterators import IteratorTable, skip
@@ -42,7 +42,7 @@ class Follow:
     ) -> Any:
         if self._layout is None and isinstance(function, SaveCall):
             return function.skipped(None)
-        if self._layout is None and kind is not CallKind.FORWARD:
+        if self._layout is None and kind not in RUNS_MODEL:
             return function(*args, **kwargs)
         record = self._next_record(name)
         if record is None:
@@ -53,9 +53,11 @@ class Follow:
             return function.skipped(value)
         self._check_complete(name, value)
         _, stand_ins = IteratorTable().wrap(kwargs.get("data_iterator"))
-        for stand_in, count in zip(stand_ins, pulls, strict=True):
-            skip(stand_in.inner, count)
-        if kind is CallKind.UPDATE:
+        for stand_in, (count, draws) in zip(stand_ins, pulls, strict=True):
+            skip(stand_in.inner, count, draws)
+        if isinstance(function, Followed):
+            value = function.skipped(value)
+        if kind in MAKES_STEP:
             self._step += 1
             self._more()  # the cut: a take-over begins here, before the script goes on
         self._draw_alike()

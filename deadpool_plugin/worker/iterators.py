@@ -2,15 +2,26 @@
 
 Rules of this file: the user's iterator is never rebuilt on a survivor; what it gave out is kept while a redo
 could ask for it again. A newcomer's iterator is moved to the same position by the counts in the call records.
+An iterator may draw random numbers (a loader does at each new epoch, for its order perhaps): a redo must draw as many
+although it reads nothing, and a newcomer must draw the same.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 from ..errors import Unsupported
+from . import rng
+
+
+class Item(NamedTuple):
+    """What one pull gave, and the random states before and after it if it drew from them."""
+
+    value: Any
+    before: dict[str, Any] | None
+    after: dict[str, Any] | None
 
 
 class RewindIterator:
@@ -22,7 +33,7 @@ class RewindIterator:
     def __init__(self, inner: Iterator[Any]) -> None:
         self.inner = inner
         self.position = 0
-        self._kept: deque[Any] = deque()
+        self._kept: deque[Item] = deque()
         self._first_kept = 0
 
     def __iter__(self) -> RewindIterator:
@@ -31,10 +42,18 @@ class RewindIterator:
     def __next__(self) -> Any:
         index = self.position - self._first_kept
         if index == len(self._kept):
-            self._kept.append(next(self.inner))
+            self._kept.append(self._pull())
         item = self._kept[index]
+        if item.after is not None:
+            rng.restore_host(item.after)
         self.position += 1
-        return item
+        return item.value
+
+    def _pull(self) -> Item:
+        before = rng.capture_host()
+        value = next(self.inner)
+        after = rng.capture_host()
+        return Item(value, None, None) if rng.equal(before, after) else Item(value, before, after)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
@@ -43,14 +62,19 @@ class RewindIterator:
         assert self._first_kept <= position <= self._first_kept + len(self._kept), "rewound past what is kept"
         self.position = position
 
+    def pulled_since(self, position: int) -> list[Any]:
+        """How many items, and for each of those that were drawn for: its number, and the random states before it."""
+        items = list(self._kept)[position - self._first_kept : self.position - self._first_kept]
+        return [len(items), [[number, item.before] for number, item in enumerate(items) if item.before is not None]]
+
     def forget_before(self, position: int) -> None:
         while self._first_kept < position:
             self._kept.popleft()
             self._first_kept += 1
 
 
-def skip(iterator: Iterator[Any], count: int) -> None:
-    """Move `iterator` forward by `count` items.
+def skip(iterator: Iterator[Any], count: int, draws: Sequence[Sequence[Any]] = ()) -> None:
+    """Move `iterator` forward by `count` items. `draws`: as from `pulled_since`.
 
     A single-process DataLoader iterator over a map-style data set only draws from its sampler (nothing is read:
     torch/utils/data/dataloader.py `_next_index`); anything else pays the price of reading.
@@ -58,7 +82,10 @@ def skip(iterator: Iterator[Any], count: int) -> None:
     from torch.utils.data.dataloader import _DatasetKind, _SingleProcessDataLoaderIter
 
     loader: Any = iterator if type(iterator) is _SingleProcessDataLoaderIter else None
-    for _ in range(count):
+    before = {number: states for number, states in draws}
+    for number in range(count):
+        if number in before:
+            rng.restore_host(before[number])
         if loader is not None and loader._dataset_kind == _DatasetKind.Map:
             loader._next_index()
             loader._num_yielded += 1

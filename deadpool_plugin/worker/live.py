@@ -16,8 +16,9 @@ import torch
 from ..comm import collective
 from ..errors import GenerationChanged
 from . import rng
-from .adapter import CallKind
+from .adapter import MAKES_STEP, CallKind, Followed
 from .calls import Call, forget
+from .output import flush
 from .saving import SaveCall
 from .swap import Swapping
 
@@ -32,6 +33,8 @@ class Live(Swapping):
     ) -> Any:
         """What the adapter puts around every call of the framework."""
         if self._inside:
+            if kind is CallKind.UPDATE:
+                self._stager.wait()
             return function(*args, **kwargs)
         if "data_iterator" in kwargs:
             kwargs["data_iterator"], found = self._log.iterators.wrap(kwargs["data_iterator"])
@@ -43,14 +46,13 @@ class Live(Swapping):
         )  # fmt: skip
         if isinstance(function, SaveCall):
             call.run = functools.partial(self._save, function, call.segment)
-            value = self._run(call)
-            self._done(call, function.outcome(value))
-            return value
         value = self._run(call)
-        self._done(call, value)
+        self._done(call, function.outcome(value) if isinstance(function, Followed) else value)
+        if kind is CallKind.SAVE:
+            return value
         loss = self._adapter.loss_of(value)
         self._loss = loss if loss is not None else self._loss
-        if kind is CallKind.UPDATE:
+        if kind in MAKES_STEP:
             self._cut()
         return value
 
@@ -138,6 +140,7 @@ class Live(Swapping):
         self.step += 1
         self._stage(self.step)
         self._log.prune(self.step)
+        flush()
         self._link.event("StepDone", rank=self._rank, step=self.step, loss=self._loss)
         self._report_first_step(self.step)
 

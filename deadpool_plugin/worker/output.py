@@ -20,6 +20,8 @@ from collections.abc import Callable, MutableMapping
 from pathlib import Path
 from typing import Any
 
+from .trackers import Trackers
+
 CHANGING = ((os, "rename"), (os, "replace"), (os, "remove"), (os, "unlink"), (os, "rmdir"), (shutil, "rmtree"))
 
 
@@ -37,6 +39,7 @@ class Mute:
         for fd in (1, 2):
             os.dup2(private, fd)
         os.close(private)
+        self._trackers = Trackers()
         Mute.active = True
 
     def keep_files(self) -> None:
@@ -66,12 +69,19 @@ class Mute:
         self._silent.clear()
 
     def lift(self) -> None:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush()
         for fd, saved in zip((1, 2), self._saved, strict=True):
             os.dup2(saved, fd)
             os.close(saved)
         Mute.active = False
+        self._trackers.resume()
+
+
+def flush() -> None:
+    """Hand over what has been printed so far: at a cut, so that the agent knows what was printed before it."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
 
 
 def _not_the_scripts() -> bool:

@@ -13,23 +13,32 @@ from .adapter import Adapter
 
 def capture(adapter: Adapter) -> dict[str, Any]:
     """Copies of every random state; the framework's tensors are never written in place and go by reference."""
-    name, keys, position, has_gauss, cached = cast("tuple[str, Any, int, int, float]", np.random.get_state())
-    state: dict[str, Any] = {
-        "python": random.getstate(),
-        "numpy": (name, keys.tobytes(), int(position), int(has_gauss), float(cached)),
-        "torch": torch.get_rng_state(),
-        "framework": adapter.rng_states(),
-    }
+    state = capture_host()
+    state["framework"] = adapter.rng_states()
     if _has_device():
         state["device"] = torch.cuda.get_rng_state()
     return state
 
 
-def restore(adapter: Adapter, state: dict[str, Any]) -> None:
+def capture_host() -> dict[str, Any]:
+    """Copies of those states that data loaders draw from."""
+    name, keys, position, has_gauss, cached = cast("tuple[str, Any, int, int, float]", np.random.get_state())
+    return {
+        "python": random.getstate(),
+        "numpy": (name, keys.tobytes(), int(position), int(has_gauss), float(cached)),
+        "torch": torch.get_rng_state(),
+    }
+
+
+def restore_host(state: dict[str, Any]) -> None:
     random.setstate(state["python"])
     name, keys, *rest = state["numpy"]
     np.random.set_state((name, np.frombuffer(keys, dtype=np.uint32), *rest))
     torch.set_rng_state(state["torch"])
+
+
+def restore(adapter: Adapter, state: dict[str, Any]) -> None:
+    restore_host(state)
     adapter.set_rng_states(state["framework"])
     if "device" in state:
         torch.cuda.set_rng_state(state["device"])

@@ -9,7 +9,7 @@ from ..errors import Unsupported
 from ..mirror.arena import SlotPair
 from ..transport import local
 from . import codec
-from .adapter import CallKind
+from .adapter import RUNS_MODEL, CallKind
 from .context import Context
 from .live import Live
 from .staging import Layout
@@ -26,14 +26,14 @@ class Starting:
     ) -> Any:
         if kind is CallKind.UPDATE:
             raise Unsupported(
-                "the first optimizer step came before any forward-backward schedule that deadpool_plugin knows",
-                "megatron.core.pipeline_parallel.get_forward_backward_func() to be called once a step",
-                "import the schedule after init_process_group, or run this script without the plugin",
+                "the first optimizer step came before any forward that deadpool_plugin knows",
+                "Megatron-core's get_forward_backward_func() or a DeepSpeed engine to be called in every step",
+                "import Megatron's schedule after init_process_group, or run this script without the plugin",
             )
         if kind is CallKind.SAVE:
             with self._context.groups.unrecorded():  # a rehearsal saves nothing, so it makes none of these exchanges
                 return function(*args, **kwargs)
-        if kind is not CallKind.FORWARD:
+        if kind not in RUNS_MODEL:
             return function(*args, **kwargs)
         self._become_live()
         return self._context.mode.call(name, kind, function, args, kwargs)
@@ -44,7 +44,7 @@ class Starting:
     def finish(self) -> int:
         raise Unsupported(
             "the script ended without one training call that deadpool_plugin knows; expected Megatron-core's "
-            "schedules and optimizer; run this script without the plugin"
+            "schedules and optimizer, or a DeepSpeed engine; run this script without the plugin"
         )
 
     def _become_live(self) -> None:

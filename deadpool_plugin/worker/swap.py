@@ -16,7 +16,7 @@ from ..errors import GenerationChanged, Unsupported, invariant
 from ..mirror.arena import SlotPair
 from ..transport import local
 from . import codec, rng
-from .adapter import CallKind
+from .adapter import MAKES_STEP, CallKind
 from .calls import Call, CallLog, forget
 from .context import Context
 from .saving import Flight
@@ -158,7 +158,7 @@ class Swapping:
     def _redo(self, call: Call) -> None:
         call.rewind()
         self._do(call)
-        if call.kind is CallKind.UPDATE:
+        if call.kind in MAKES_STEP:
             self._stage(call.segment + 1)
             self._report_first_step(call.segment + 1)
 

@@ -98,7 +98,7 @@ def kept(folder: Path, ranks: list[int], steps: int) -> dict[str, bool]:
             return {"survivor_pids_kept": False, "handles_kept": False, "storages_kept": False}
         first, last = lines[0]["first"], lines[0]["last"]
         handles &= bool(first["groups"]) and first["groups"] == last["groups"]
-        storages &= all(first[name] and first[name] == last[name] for name in ("parameters", "gradients", "optimizer"))
+        storages &= all(first["storages"].values()) and first["storages"] == last["storages"]
     return {"survivor_pids_kept": True, "handles_kept": handles, "storages_kept": storages}
 
 

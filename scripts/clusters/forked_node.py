@@ -24,6 +24,12 @@ from typing import NoReturn
 from clusters import processes
 from clusters.launched import REPOSITORY
 
+OURS = (
+    "deadpool_plugin.agent.process",
+    "deadpool_plugin.launch.supervisor",
+    "deadpool_plugin.worker.live",
+    "deadpool_plugin.worker.follow",
+)
 PRELOAD = (
     "torch.distributed",
     "patches.cpu.applied",
@@ -33,11 +39,15 @@ PRELOAD = (
     "megatron.core.dist_checkpointing.strategies.async_utils",
     "megatron.core.optimizer",
     "megatron.core.pipeline_parallel",
-    "deadpool_plugin.agent.process",
-    "deadpool_plugin.launch.supervisor",
-    "deadpool_plugin.worker.live",
-    "deadpool_plugin.worker.follow",
     "deadpool_plugin.adapters.megatron.adapter",
+    *OURS,
+)
+DEEPSPEED = (
+    "torch.distributed",
+    "deepspeed",
+    "deepspeed.runtime.zero.muon.muon_optimizer",  # every engine imports it, and it torch's compiler: 3 CPU seconds
+    "deadpool_plugin.adapters.deepspeed.adapter",
+    *OURS,
 )
 LAUNCHER_POLL_S = 0.1
 

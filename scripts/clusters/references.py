@@ -22,7 +22,10 @@ SCRIPT = REPOSITORY / "scripts" / "train_gpt.py"
 
 
 def reference(cache: Path, training: list[str], world: int, script: Path = SCRIPT) -> Path:
-    """Folder with the output of the undisturbed run. Raises: RuntimeError if that run fails."""
+    """Folder with the output of the undisturbed run. Raises: RuntimeError if that run fails.
+
+    `{folder}` in a word of `training` is the run's folder.
+    """
     folder = cache / key(training, world, script)
     if folder.exists():
         return folder
@@ -30,11 +33,12 @@ def reference(cache: Path, training: list[str], world: int, script: Path = SCRIP
     shutil.rmtree(running, ignore_errors=True)
     running.mkdir(parents=True)
     (running / "command.json").write_text(json.dumps([world, *training]))
+    words = [word.replace("{folder}", str(running)) for word in training]
     port, pids = free_port(), set()
     for rank in range(world):
         pid = os.fork()
         if pid == 0:
-            become_rank(rank, world, port, running, [str(script), *training])
+            become_rank(rank, world, port, running, [str(script), *words])
         pids.add(pid)
     if wait(pids):
         raise RuntimeError(f"the undisturbed run failed; its output is in {running}")

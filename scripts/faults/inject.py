@@ -40,7 +40,7 @@ if __name__ == "__main__":
 
 from clusters import processes
 
-from faults import hooks, save_hooks
+from faults import deepspeed_hooks, hooks, save_hooks
 from faults.plan import Kill, Plan, is_rehearsal, strike
 
 PHASES = ("forward", "backward", "optimizer", "mirror", "between")
@@ -157,7 +157,7 @@ def _steps(optimizer: Any) -> list[int]:
     return per_group + ([int(first["step"])] if first else [])
 
 
-def _tensors(optimizer: Any) -> list[Any]:
+def tensors_of(optimizer: Any) -> list[Any]:
     """Main parameters and moments (not the counters, which frameworks replace as they like)."""
     found = []
     for param in (param for group in optimizer.param_groups for param in group["params"]):
@@ -178,20 +178,20 @@ class Observer:
         self.first: dict[str, Any] | None = None
         self.kept: list[Any] = []
 
-    def observe(self, step: int, model: list[Any], optimizers: list[Any]) -> None:
+    def observe(self, step: int, owners: list[Any], storages: dict[str, list[Any]]) -> None:
+        """`owners` have groups among their attributes; `storages`: lists of tensors by what they are for."""
         import torch.distributed as dist
-        from megatron.core import parallel_state
 
         groups: dict[str, Any] = {}
-        for name, value in vars(parallel_state).items():
-            members = value if isinstance(value, list) else [value]
-            groups.update({f"{name}.{i}": v for i, v in enumerate(members) if isinstance(v, dist.ProcessGroup)})
+        for number, owner in enumerate(owners):
+            for name, value in vars(owner).items():
+                members = value if isinstance(value, list) else [value]
+                found = {f"{number}.{name}.{i}": v for i, v in enumerate(members) if isinstance(v, dist.ProcessGroup)}
+                groups.update(found)
         seen = {
             "step": step,
             "groups": {name: id(group) for name, group in groups.items()},
-            "parameters": [param.data_ptr() for chunk in model for param in chunk.parameters()],
-            "gradients": [param.main_grad.data_ptr() for chunk in model for param in chunk.parameters()],
-            "optimizer": [tensor.data_ptr() for optimizer in optimizers for tensor in _tensors(optimizer)],
+            "storages": {name: [tensor.data_ptr() for tensor in tensors] for name, tensors in storages.items()},
         }
         if self.first is None:
             self.first = seen
@@ -216,10 +216,8 @@ def install(injector: Injector) -> None:
 
 
 def hook_optimizer(injector: Injector) -> None:
-    import megatron.core.optimizer as module
+    from megatron.core.optimizer import get_megatron_optimizer as original
     from torch.optim.optimizer import register_optimizer_step_post_hook
-
-    original = module.get_megatron_optimizer
 
     @functools.wraps(original)
     def get_megatron_optimizer(config: Any, model_chunks: list[Any], *args: Any, **kwargs: Any) -> Any:
@@ -247,7 +245,9 @@ def hook_optimizer(injector: Injector) -> None:
         if inner in injector.torch_optimizers():
             injector.reached("optimizer", injector.completed() + (not injector.has_step_state))
 
-    module.get_megatron_optimizer = get_megatron_optimizer
+    for module in list(sys.modules.values()):  # whoever imported it by name has it by name
+        if getattr(module, "__dict__", {}).get(original.__name__) is original:
+            setattr(module, original.__name__, get_megatron_optimizer)
     register_optimizer_step_post_hook(updated)
 
 
@@ -264,12 +264,24 @@ def hook_scheduler(injector: Injector) -> None:
         injector.scheduler = self
         injector.samples_per_step = injector.samples_per_step or increment
         completed = injector.completed()
-        if injector.observer:
-            injector.observer.observe(completed, injector.model, injector.torch_optimizers())
+        observe(injector, completed)
         injector.reached("between", completed)
         injector.hold(completed)
 
     OptimizerParamScheduler.step = step
+
+
+def observe(injector: Injector, step: int) -> None:
+    from megatron.core import parallel_state
+
+    if injector.observer:
+        parameters = [parameter for chunk in injector.model for parameter in chunk.parameters()]
+        storages = {
+            "parameters": parameters,
+            "gradients": [parameter.main_grad for parameter in parameters],
+            "optimizer": [tensor for optimizer in injector.torch_optimizers() for tensor in tensors_of(optimizer)],
+        }
+        injector.observer.observe(step, [parallel_state], storages)
 
 
 def hook_forward(injector: Injector) -> None:
@@ -335,6 +347,7 @@ def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--marker", type=Path, help="file that gets one JSON line per kill, before it happens")
     parser.add_argument("--observe", type=Path, help="folder for one JSON file per process")
     parser.add_argument("--samples-per-step", type=int, default=0, help="global batch size; needed with SGD only")
+    parser.add_argument("--framework", choices=("megatron", "deepspeed"), default="megatron", help="what to hook")
     parser.add_argument("--local_rank", "--local-rank", help="from the launcher, passed on")
     parser.add_argument("script", nargs=argparse.REMAINDER, help="-- SCRIPT ARGUMENTS")
     args = parser.parse_args(argv)
@@ -355,7 +368,8 @@ def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 def main() -> None:
     args, script = parse_args(sys.argv[1:])
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    install(Injector(args.kills, args.marker, args.observe, args.samples_per_step, holds=args.plan is not None))
+    hook = install if args.framework == "megatron" else deepspeed_hooks.install
+    hook(Injector(args.kills, args.marker, args.observe, args.samples_per_step, holds=args.plan is not None))
     sys.argv = script
     sys.path[0] = str(Path(script[0]).resolve().parent)
     runpy.run_path(script[0], run_name="__main__")

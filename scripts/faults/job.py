@@ -86,6 +86,7 @@ class Job:
         patience_s: float = 120.0,
         heals: bool = False,
         script: Path = SCRIPTS / "train_gpt.py",
+        framework: str = "megatron",
     ) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
@@ -94,7 +95,7 @@ class Job:
         self.plan = Plan(kills, folder / "faults.jsonl")
         self.plan.save(folder / "plan.json")
         words = [SCRIPTS / "faults" / "inject.py", "--plan", folder / "plan.json", "--marker", self.plan.marker]
-        words += ["--observe", folder / "observe", "--", script, *training]
+        words += ["--framework", framework, "--observe", folder / "observe", "--", script, *training]
         before_agent = functools.partial(hook_agents, folder / "plan.json", self.plan.marker)
         nodes = world // slots + spares
         self.cluster = Cluster(folder, nodes, slots, [str(w) for w in words], spares, settings, before_agent)
@@ -200,7 +201,8 @@ class Job:
                 return
             if time.monotonic() > deadline:
                 raise Hang(f"waited for {what} for {patience_s or self.patience_s:g} s")
-            self._codes()
+            if None not in self._codes():
+                raise Hang(f"waited for {what}, but all hosts have ended")
             self._heal()
             time.sleep(POLL_S)
 

@@ -1,5 +1,8 @@
 """Options of Megatron-core: those refused by name, and what the others keep outside model and optimizer."""
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 from test_megatron_state import Job, arguments
@@ -14,6 +17,7 @@ REFUSED = [
     ("model", "tp_comm_overlap", True),
     ("model", "cuda_graph_impl", "local"),
     ("model", "moe_token_dispatcher_type", "flex"),
+    ("model", "symmetric_ar_type", "two_shot"),
     ("gradients", "nccl_ub", True),
     ("optimizer", "overlap_param_gather_with_optimizer_step", True),
 ]
@@ -26,6 +30,16 @@ def test_options_that_a_swap_cannot_bring_back_are_refused_by_name(train_gpt, pl
     config = {"model": chunk.config, "gradients": chunk.ddp_config, "optimizer": job.optimizer.config}[place]
     setattr(config, name, value)
     with pytest.raises(Unsupported, match=f"{name}={value!r}.*to do: "):
+        job.adapter()
+
+
+def test_megatron_lms_own_restart_is_refused(train_gpt, monkeypatch):
+    loop = SimpleNamespace(_GLOBAL_ARGS=SimpleNamespace(inprocess_restart=False))
+    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", loop)
+    job = Job(train_gpt, arguments(train_gpt))
+    job.adapter()
+    loop._GLOBAL_ARGS.inprocess_restart = True
+    with pytest.raises(Unsupported, match="inprocess_restart=True.*to do: leave it out"):
         job.adapter()
 
 

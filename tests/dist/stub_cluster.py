@@ -44,6 +44,7 @@ class StubCluster:
         patience_s: float = 4.0,
         more: str = "memory_headroom_gib: 0\n",
         wrong_secret: int = -1,
+        piped: int = -1,
     ) -> None:
         self.directory, self.nodes, self.local_size = directory, nodes, local_size
         self.active = nodes - spares
@@ -79,8 +80,9 @@ class StubCluster:
             chosen = other_config if node == wrong_secret else config
             command = [sys.executable, str(HERE / "stub_launch.py"), str(chosen), *arguments]
             with (directory / f"out.{node}").open("wb") as out:
+                output = subprocess.PIPE if node == piped else out
                 self.launchers.append(
-                    subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+                    subprocess.Popen(command, env=env, stdout=output, stderr=out, start_new_session=True)
                 )
 
     # ---- looking

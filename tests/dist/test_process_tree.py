@@ -66,6 +66,25 @@ def test_a_process_leaves_nothing_behind_when_it_is_replaced(tmp_path, number):
         cluster.close()
 
 
+@pytest.mark.parametrize("policy", ["continue", "stop"])
+def test_a_launcher_that_reads_no_output_any_more_is_gone(tmp_path, policy):
+    more = f"memory_headroom_gib: 0\non_launcher_loss: {policy}\n"
+    cluster = started(tmp_path, piped=1, more=more)
+    try:
+        cluster.launchers[1].stdout.close()
+        if policy == "continue":
+            before = max(event.step for event in cluster.events(events.StepCommitted))
+            cluster.wait_for("more steps", lambda: cluster.events(events.StepCommitted)[-1].step > before + 20)
+            assert not cluster.events(events.SwapPlanned)
+        else:
+            for node in range(3):
+                cluster.wait_gone(node)
+            stopped = cluster.events(events.JobStopped)
+            assert {event.exit_code for event in stopped} == {129} and "node 1 found the launcher gone" in stopped[0].reason
+    finally:
+        cluster.close()
+
+
 def test_nothing_is_left_after_an_error_of_the_script(tmp_path):
     cluster = StubCluster(tmp_path, 3, 1, "--steps", "50", "--exit-at", "1:5:3")
     try:

@@ -5,9 +5,7 @@ says it is complete must load and hold what the undisturbed run's holds; the new
 """
 
 import functools
-import multiprocessing
 import os
-import queue
 import sys
 from pathlib import Path
 
@@ -15,8 +13,9 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "scripts")]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "scripts"), str(ROOT)]
 
+from support.checkpoints import content, equal  # noqa: E402
 from support.forked import Fleet  # noqa: E402
 from support.plain_job import run_rank  # noqa: E402
 from support.scripted_agent import ScriptedAgent  # noqa: E402
@@ -26,9 +25,8 @@ try:
     import megatron.core.datasets.blended_megatron_dataset_builder
     import megatron.core.distributed
     import megatron.core.models.gpt
-    import megatron.core.optimizer  # noqa: F401
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    import megatron.core.optimizer.distrib_optimizer  # noqa: F401
+    from patches.cpu import saving
 except ImportError:
     pytestmark = pytest.mark.skip(reason="megatron-core is not installed")
 
@@ -50,33 +48,10 @@ def arguments(corpus, folder, kind):
     ]  # fmt: skip
 
 
-class Results:
-    """What Megatron's writers report through; its own is a process that takes seconds to start."""
-
-    def __init__(self):
-        self.pipe = multiprocessing.get_context("fork").SimpleQueue()
-        self.put = self.pipe.put
-
-    def get_nowait(self):
-        if self.pipe.empty():
-            raise queue.Empty
-        return self.pipe.get()
-
-
 def prepare():
     """In every process of a run, before its script begins."""
-    filesystem_async._results_queue = Results()
-    original = DistributedOptimizer.sharded_state_dict
-
-    def sharded_state_dict(self, *args, **kwargs):
-        """Megatron saves the padding of its buckets as torch.empty left it: let that be the same in every run."""
-        torch.use_deterministic_algorithms(True)
-        try:
-            return original(self, *args, **kwargs)
-        finally:
-            torch.use_deterministic_algorithms(False)
-
-    DistributedOptimizer.sharded_state_dict = sharded_state_dict
+    saving.results_by_pipe()
+    saving.same_padding()
 
 
 def plain_rank(rank, argv, store, folder):
@@ -115,39 +90,6 @@ def run_with_kill(tmp_path, argv, rank, step, phase):
 
 
 # What is on disk
-
-
-def content(folder):
-    """Everything in one checkpoint, by file or key."""
-    found = {path.name: torch.load(path, weights_only=False) for path in sorted(folder.glob("*.pt"))}
-    if (folder / ".metadata").exists():
-        found |= sharded_content(folder)
-    return found
-
-
-def sharded_content(folder):
-    from torch.distributed.checkpoint import FileSystemReader
-    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
-    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
-
-    state = {}
-    _load_state_dict(state, FileSystemReader(folder), planner=_EmptyStateDictLoadPlanner(), no_dist=True)
-    return state
-
-
-def equal(left, right):
-    if isinstance(left, torch.Tensor):
-        bits = [one.contiguous().flatten().view(torch.uint8) for one in (left, right)]
-        return left.dtype == right.dtype and left.shape == right.shape and torch.equal(*bits)
-    if isinstance(left, dict):
-        return left.keys() == right.keys() and all(equal(value, right[key]) for key, value in left.items())
-    if isinstance(left, (list, tuple)):
-        return len(left) == len(right) and all(map(equal, left, right))
-    if hasattr(left, "tobytes"):
-        return left.tobytes() == right.tobytes()
-    if hasattr(left, "getvalue"):
-        return left.getvalue() == right.getvalue()
-    return left == right
 
 
 @functools.cache

@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "scripts")]
 
-from support.forked import Fleet  # noqa: E402
+from support.plain_job import run as plain  # noqa: E402
 from support.scripted_agent import ScriptedAgent  # noqa: E402
 from support.zygote import in_zygote  # noqa: E402
 
@@ -39,17 +39,6 @@ def arguments(corpus, dtype, distributed):
         str(ROOT / "scripts" / "train_gpt.py"), "--data-path", corpus, "--tp", "2", "--pp", "2", "--dtype", dtype,
         optimizer, "--train-iters", str(STEPS), "--eval-interval", "4", "--log-all-ranks", "--digest",
     ]  # fmt: skip
-
-
-def plain(argv, world_size, folder):
-    """The script without the plugin, one forked process a rank."""
-    from support.plain_job import run_rank
-
-    with Fleet(deadline_s=120) as fleet:
-        store = folder / "store"
-        fleet.values(
-            [fleet.fork(run_rank, rank, world_size, argv, str(store), str(folder)) for rank in range(world_size)]
-        )
 
 
 def reference(references, corpus, dtype, distributed):

@@ -1,4 +1,4 @@
-"""One rank of a training script without the plugin, in a forked process."""
+"""A training script without the plugin, one forked process a rank."""
 
 from __future__ import annotations
 
@@ -6,6 +6,16 @@ import os
 import runpy
 import sys
 from pathlib import Path
+
+from support.forked import Fleet
+
+
+def run(argv: list[str], world_size: int, folder: Path) -> None:
+    """All ranks, to their end. Output goes to `folder`/rank<r>.log."""
+    store = folder / "store"
+    with Fleet(deadline_s=120) as fleet:
+        ranks = [fleet.fork(run_rank, rank, world_size, argv, str(store), str(folder)) for rank in range(world_size)]
+        fleet.values(ranks)
 
 
 def run_rank(rank: int, world_size: int, argv: list[str], store: str, folder: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from deadpool_plugin.config import Config
 from deadpool_plugin.errors import ConfigError
 from deadpool_plugin.launch import roles
 from deadpool_plugin.launch.activate import supervised
-from deadpool_plugin.launch.argv import parse
+from deadpool_plugin.launch.argv import parse, spell_local_rank
 from deadpool_plugin.launch.secret import ensure
 
 
@@ -194,3 +195,32 @@ def test_the_supervisor_and_the_agent_load_no_torch():
         "assert not {'torch', 'numpy', 'deepspeed'} & set(sys.modules), sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        (["--local-rank"], {"local_rank": 3}),
+        (["--local_rank"], {"local_rank": 3}),
+        (["--local-rank", "--local_rank"], {"local_rank": 3}),
+    ],
+    ids=str,
+)
+def test_the_launchers_word_is_spelled_as_the_parser_knows_it(monkeypatch, options, found):
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", argparse.ArgumentParser.parse_known_args)
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "--local_rank=3", "--lr", "1"])
+    spell_local_rank()
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument(*options, type=int)
+    parser.add_argument("--lr")
+    assert vars(parser.parse_args()) == {**found, "lr": "1"}
+    assert vars(parser.parse_args(["--local_rank=2"])) == {"local_rank": 2, "lr": None}
+    assert sys.argv[1] == "--local_rank=3"
+
+
+def test_a_parser_that_knows_neither_complains_as_ever(monkeypatch, capsys):
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", argparse.ArgumentParser.parse_known_args)
+    spell_local_rank()
+    with pytest.raises(SystemExit):
+        argparse.ArgumentParser().parse_args(["--local_rank=2"])
+    assert "unrecognized arguments: --local_rank=2" in capsys.readouterr().err

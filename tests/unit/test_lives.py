@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 
 from deadpool_plugin.agent.lives import Lives
 from deadpool_plugin.agent.slots import Process, Slot
 from deadpool_plugin.agent.watch import Watch
 from deadpool_plugin.core import io
+from deadpool_plugin.transport import local
 
 
 @pytest.fixture
@@ -47,6 +50,20 @@ def test_a_process_that_only_rehearses_its_rank_says_so_with_its_store(heard):
     slot.process.took_over = True
     lives.hosts(slot, slot.process, "host:4")
     assert order == [io.StoreOffered("host:3", 0, stand_in=True), io.StoreOffered("host:4", 0)]
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (signal.SIGINT, io.StopRequested("interrupted by SIGINT on node 1", 130)),
+        (signal.SIGHUP, io.StopRequested("node 1 found the launcher gone (on_launcher_loss: stop)", 129)),
+        (signal.SIGTERM, io.NodeGivenUp("the launcher of node 1 ended its processes (SIGTERM)")),
+    ],
+)
+def test_what_a_supervisor_was_told_to_end_by(heard, number, said):
+    lives, slot, order = heard
+    lives.leaving(slot, None, local.Leaving(0, number))
+    assert order == [said]
 
 
 def test_the_end_of_what_rehearsed_another_rank_is_no_loss_of_the_slots_new_one(heard):

@@ -32,7 +32,7 @@ def test_calls_after_a_cut_are_redone_with_the_items_they_had():
 def test_records_say_name_outcome_and_pulls():
     log = CallLog()
     logged(log, 0, "forward", source=iter([7]))
-    assert [codec.decode(one) for one in codec.decode(log.records(0))] == [["forward", 7, [1]]]
+    assert [codec.decode(one) for one in codec.decode(log.records(0))] == [["forward", 7, [[1, []]]]]
     assert codec.decode(log.records(3)) == []
 
 

@@ -5,6 +5,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from deadpool_plugin.errors import Unsupported
+from deadpool_plugin.worker import codec
 from deadpool_plugin.worker.iterators import IteratorTable, RewindIterator, skip
 
 
@@ -78,3 +79,30 @@ def test_whatever_has_a_next_can_be_rewound():
 def test_what_cannot_be_rewound_is_refused():
     with pytest.raises(Unsupported, match="given a DataLoader"):
         IteratorTable().wrap([DataLoader(Counting())])
+
+
+def test_a_loader_that_shuffles_draws_alike_when_it_is_rewound_and_when_it_is_followed():
+    """An endless loader over six items: the order of each epoch comes from the default generator."""
+
+    def endless():
+        loader = DataLoader(torch.arange(6), batch_size=2, shuffle=True)
+        while True:
+            yield from loader
+
+    torch.manual_seed(7)
+    it = RewindIterator(endless())
+    start = torch.get_rng_state()
+    first = [(next(it).tolist(), torch.rand(1).item()) for _ in range(8)]
+    pulled = it.pulled_since(0)
+    assert pulled[0] == 8 and [number for number, _ in pulled[1]] == [0, 3, 6]
+    end = torch.get_rng_state()
+    it.rewind(0)
+    torch.set_rng_state(start)
+    assert [(next(it).tolist(), torch.rand(1).item()) for _ in range(8)] == first
+    follower = endless()
+    torch.manual_seed(99)
+    skip(follower, *codec.decode(codec.encode(pulled)))
+    torch.set_rng_state(end)
+    follows = next(follower).tolist()
+    torch.set_rng_state(end)
+    assert next(it).tolist() == follows

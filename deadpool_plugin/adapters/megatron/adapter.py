@@ -30,6 +30,8 @@ SCHEDULES = (
 class MegatronAdapter:
     """See `Adapter` for when each method runs."""
 
+    framework = "megatron.core"
+
     def __init__(self) -> None:
         self._chunks: list[Any] = []
         self._optimizers: list[Any] = []

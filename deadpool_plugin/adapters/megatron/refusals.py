@@ -6,6 +6,7 @@ handles do not reach; a version of Megatron-core that lacks the option is fine.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +36,7 @@ MODEL = (
         "moe_token_dispatcher_type", "communicates past the process groups", "use alltoall or allgather",
         (None, "alltoall", "allgather"),
     ),
+    Option("symmetric_ar_type", "communicates in symmetric memory, past the process groups", "leave it out"),
 )  # fmt: skip
 
 GRADIENTS = (
@@ -47,6 +49,11 @@ OPTIMIZER = (
     Option("overlap_param_gather_with_optimizer_step", "gathers parameters across the end of a step", "switch it off"),
     Option("optimizer_cpu_offload", "keeps the state in parts that are not mirrored", "switch it off"),
 )
+
+TRAINING = (
+    Option("inprocess_restart", "starts the training function again, which the plugin keeps running", "leave it out"),
+)
+"""Of Megatron-LM's own arguments, where its training loop runs."""
 
 
 def check(chunks: Sequence[Any], optimizer_config: Any) -> None:
@@ -61,6 +68,7 @@ def check(chunks: Sequence[Any], optimizer_config: Any) -> None:
         _check(chunk.config, MODEL)
         _check(chunk.ddp_config, GRADIENTS)
     _check(optimizer_config, OPTIMIZER)
+    _check(getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None), TRAINING)
 
 
 def _check(config: Any, options: Sequence[Option]) -> None:

@@ -21,6 +21,9 @@ from typing import Any
 from ...worker.processes import die_with_parent, kill_tree
 from ...worker.saving import CompleteMark, Flight, SaveCall, Saves, replace, structure
 
+WRITERS = ("write_preloaded_data", "write_preloaded_data_multiproc", "write_preloaded_data_multithread")
+"""What runs in a writer's process; the second was replaced by the third in 0.17."""
+
 
 def install(saves: Saves) -> None:
     """Wrap what saves. Once, when torch.distributed is initialised."""
@@ -38,8 +41,9 @@ def install(saves: Saves) -> None:
     _wrap(saves, calls, "schedule_async_request", Schedule)
     _wrap(saves, calls, "maybe_finalize_async_calls", Finalize)
     _wrap(saves, calls, "close", Close)
-    for name in ("write_preloaded_data", "write_preloaded_data_multiproc"):
-        _die_with_trainer(filesystem_async.FileSystemWriterAsync, name)
+    for name in WRITERS:
+        if hasattr(filesystem_async.FileSystemWriterAsync, name):
+            _die_with_trainer(filesystem_async.FileSystemWriterAsync, name)
     saves.on_cancel.append(_drain_results)
 
 

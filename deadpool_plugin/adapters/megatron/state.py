@@ -74,7 +74,7 @@ class OptimizerState:
 
     def scalars(self) -> Scalars:
         return {
-            "steps": [[float(state["step"]) for _, state in _parameters(part)] for part in self._parts],
+            "steps": [[_step(state) for _, state in _parameters(part)] for part in self._parts],
             "groups": self.group_scalars(),
             "scalers": [_scaler_state(part) for part in self._parts],
         }
@@ -94,9 +94,9 @@ class OptimizerState:
         self.load_group_scalars(scalars["groups"])
         for part, steps, scaler in zip(self._parts, scalars["steps"], scalars["scalers"], strict=True):
             for (_, state), step in zip(_parameters(part), steps, strict=True):
-                if isinstance(state["step"], torch.Tensor):
+                if isinstance(state.get("step"), torch.Tensor):
                     state["step"].fill_(step)
-                else:
+                elif step is not None:
                     state["step"] = int(step)
             if scaler is not None:
                 part.grad_scaler.load_state_dict(
@@ -111,16 +111,26 @@ class OptimizerState:
 
 
 def _parameters(part: Any) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
-    """Every main parameter of a sub-optimizer with its (complete) state, in a fixed order."""
+    """Every main parameter of a sub-optimizer with its (complete) state, in a fixed order.
+
+    What is missing is made as the optimizer itself would at its first step. torch's Adam counts steps in each state
+    (torch/optim/adam.py `_init_group`); apex's and Transformer Engine's FusedAdam count in the group, and the latter
+    cannot save a state that has anything else in it (fused_adam.py `state_dict`).
+    """
+    counts_in_group = type(part.optimizer).__module__.partition(".")[0] in ("apex", "transformer_engine")
     for group in part.optimizer.param_groups:
         for parameter in group["params"]:
             state = part.optimizer.state[parameter]
             if "exp_avg" not in state:
-                # What Adam itself would do at its first step (torch/optim/adam.py `_init_group`).
-                state["step"] = torch.tensor(0.0, dtype=torch.float32)
+                if not counts_in_group:
+                    state["step"] = torch.tensor(0.0, dtype=torch.float32)
                 for name in MOMENTS:
                     state[name] = torch.zeros_like(parameter.data, memory_format=torch.preserve_format)
             yield parameter, state
+
+
+def _step(state: dict[str, Any]) -> float | None:
+    return float(state["step"]) if "step" in state else None
 
 
 def _move_into_one_buffer(movable: Sequence[tuple[Any, str | None]]) -> list[torch.Tensor]:

@@ -82,6 +82,8 @@ class Job:
     """Base of all systems' jobs. `variant` is the system's own choice of settings."""
 
     nodes = NODES + 1
+    heals = False
+    """Whether one job can be struck again and again."""
 
     def __init__(self, setting: Setting, variant: str) -> None:
         self.setting, self.variant = setting, variant
@@ -99,6 +101,9 @@ class Job:
     def tend(self, strike: Strike) -> None:
         """What somebody outside the job has to do after a fault (a relaunch). Called again and again."""
 
+    def heal(self, strike: Strike) -> None:
+        """Bring back what a fault has taken, once the job has recovered."""
+
     def stands(self) -> bool:
         """Everything is there that the job has when nothing has happened for a while (spares)."""
         return True
@@ -110,6 +115,10 @@ class Job:
     def victim(self, fault: str) -> int:
         """The node that is struck."""
         return 0 if fault == "first" else 2
+
+    def rank_on(self, node: int) -> int:
+        """The first rank that runs on `node`."""
+        return node * self.setting.per_node
 
     # ---- the same for all
 
@@ -132,7 +141,7 @@ class Job:
     def strike(self, fault: str) -> Strike:
         node = self.victim(fault)
         if fault == "process":
-            rank = node * self.setting.per_node
+            rank = self.rank_on(node)
             targets = {next(line["pid"] for line in reversed(self.marks.poll()) if line["rank"] == rank)}
         else:
             targets = self.of_node(node)

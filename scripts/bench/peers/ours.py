@@ -1,8 +1,8 @@
 """deadpool_plugin's side: the demonstration's cluster and script, figures from its event log and the common marks.
 
-Variants: `default` (patience_s 10, nobody has rehearsed the node that is struck), `rehearsed` (a spare has: one spare
-more stands by, so that it is not the first node), `tuned` (patience_s 5, against peers tuned to the same silence).
-The first node is always the one that the first spare has rehearsed. `process` is struck the same in all variants.
+Variants: `default` (patience_s 10; nobody has rehearsed the node that is struck, but for the first node), `tuned`
+(patience_s 1.5, as torchft's tuned heart beats; two spares, and it is a rehearsed node that is struck, not the first).
+A host that was lost comes back as another one, by `deadpool join`, and stands by.
 
 Rules of this file: standard library only; the cluster is used through Cluster's own surface.
 """
@@ -12,11 +12,13 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
 from clusters import demo_report
-from clusters.events import Tail
+from clusters.events import Tail, as_list
 
 from bench.peers.jobs import NODES, Job, Setting, Strike
 
@@ -32,10 +34,13 @@ LOST = ("NodeLost", "RankLost")
 
 
 class DeadpoolJob(Job):
+    heals = True
+
     def __init__(self, setting: Setting, variant: str) -> None:
-        self.spares = 2 if variant == "rehearsed" else 1
+        self.spares = 2 if variant == "tuned" else 1
         self.nodes = NODES + self.spares
         super().__init__(setting, variant)
+        self._config = setting.folder / "deadpool.yaml"
         self._output = setting.folder / "output"
         self._tail = Tail(self._output)
 
@@ -43,27 +48,55 @@ class DeadpoolJob(Job):
         folder = self.setting.folder
         config = {
             "spares": self.spares,
-            "patience_s": 5.0 if self.variant == "tuned" else 10.0,
+            "patience_s": 1.5 if self.variant == "tuned" else 10.0,
             "secret_file": str(folder / "secret"),
             "output_dir": str(self._output),
             "interface_address": "127.0.0.1",
             "memory_headroom_gib": 0.25,
             "preload": PRELOAD,
+            "restarts_max": 1000,
         }
         secret = os.open(folder / "secret", os.O_CREAT | os.O_WRONLY, 0o600)
         os.write(secret, secrets.token_hex(32).encode())
         os.close(secret)
         lines = [f"{name}: {json.dumps(value)}\n" for name, value in config.items()]
-        (folder / "deadpool.yaml").write_text("".join(lines))
+        self._config.write_text("".join(lines))
         command = ["--module", "deadpool_plugin.run", str(HERE / "train_protected.py"), *self.setting.training_args]
-        self.cluster.launch([*command, "--deadpool-config", str(folder / "deadpool.yaml")])
+        self.cluster.launch([*command, "--deadpool-config", str(self._config)])
+
+    def heal(self, strike: Strike) -> None:
+        if strike.fault == "process":
+            return
+        for pid in self.of_node(strike.node):  # of a node that was only silent
+            os.kill(pid, signal.SIGKILL)
+        words = [sys.executable, "-m", "deadpool_plugin.cli", "join", "--job", str(self._output)]
+        self.cluster.start(self.nodes, [*words, "--deadpool-config", str(self._config)])
+        self.nodes += 1
 
     def victim(self, fault: str) -> int:
-        return 1 if self.variant == "rehearsed" and fault in ("node", "silent") else super().victim(fault)
+        """The first node that has ranks, or one of the others that the variant means."""
+        nodes = list(dict.fromkeys(self._node_of()))
+        if fault == "first":
+            return nodes[0]
+        rehearsed = {event["spare"]: event["ranks"] for event in self._tail.of("SpareReady")}
+        gone = {node for event in self._tail.of("NodeLost") for node in as_list(event["lost"])}
+        known = {self._node_of()[rank] for spare in rehearsed.keys() - gone - {*nodes} for rank in rehearsed[spare]}
+        wanted = [node for node in nodes[1:] if (node in known) == (self.variant == "tuned")]
+        return wanted[len(wanted) // 2]
+
+    def rank_on(self, node: int) -> int:
+        return self._node_of().index(node)
+
+    def _node_of(self) -> list[int]:
+        """Rank -> node, after all swaps so far."""
+        world = list(self._tail.of("WorldFormed")[0]["node_of"])
+        for plan in self._tail.of("SwapPlanned"):
+            world = [int(plan["takers"].get(str(node), node)) for node in world]
+        return world
 
     def stands(self) -> bool:
         self._tail.read()
-        return len({event["spare"] for event in self._tail.of("SpareReady")}) == self.spares
+        return self._tail.spares_ready() == self.spares and self._tail.protected
 
     def ended(self) -> bool:
         return bool(self._tail.of("JobStopped")) or super().ended()
@@ -89,8 +122,8 @@ class DeadpoolJob(Job):
             "detect_s": lost and lost["time"] - strike.time,
             "plan_s": lost and plan["time"] - lost["time"],
             "step_s": first_step - ready,
-            "rehearsed": self.variant == "rehearsed" or strike.fault == "first",
-            "generations": max(event["generation"] for event in after),
+            "rehearsed": self.variant == "tuned" or strike.fault == "first",
+            "swaps": len({event["generation"] for event in after if event["event"] == "WorkerResumed"}),
         }
         for name, kind in PHASES.items():
             figures[f"{name}_s"] = demo_report.longest(demo_report.first_of_each_rank(after), kind)

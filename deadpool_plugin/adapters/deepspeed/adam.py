@@ -1,0 +1,106 @@
+"""Adam's state beside its parameters: made before the first step as Adam itself would make it, and its plain values.
+
+Source: torch/optim/adam.py `_init_group`; deepspeed/ops/adam/fused_adam.py and cpu_adam.py `step`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ...errors import Unsupported
+from ...worker.adapter import Scalars
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+SUPPORTED = ("Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam")
+
+
+def check(optimizer: torch.optim.Optimizer, masters: Sequence[torch.Tensor]) -> None:
+    """Raises: Unsupported, naming the optimizer, option or parameter that cannot be protected."""
+    kind = type(optimizer)
+    if kind.__name__ not in SUPPORTED:
+        raise Unsupported(
+            f"the optimizer is {kind.__module__}.{kind.__name__}",
+            f"one of {', '.join(SUPPORTED)}",
+            "use one of them, or run the job without deadpool_plugin",
+        )
+    if any(group.get("amsgrad") for group in optimizer.param_groups):
+        raise Unsupported("Adam with amsgrad=True keeps a third moment that is not mirrored", "amsgrad=False")
+    for master in masters:
+        if master.dtype != torch.float32:
+            raise Unsupported(
+                f"the optimizer updates parameters in {master.dtype}",
+                "fp32 masters",
+                "leave master weights, gradients and optimizer states in fp32",
+            )
+
+
+def complete(optimizer: torch.optim.Optimizer, masters: Sequence[torch.Tensor]) -> None:
+    """Give every master the state it has before its first update, unless it has one."""
+    counts_in_tensors = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
+    for master in masters:
+        state = optimizer.state[master]
+        if "exp_avg" not in state:
+            state["step"] = torch.tensor(0.0, dtype=torch.float32) if counts_in_tensors else 0
+            for name in MOMENTS:
+                state[name] = torch.zeros_like(master.data, memory_format=torch.preserve_format)
+
+
+def moments(optimizer: torch.optim.Optimizer, masters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [optimizer.state[master][name] for master in masters for name in MOMENTS]
+
+
+def steps(optimizer: torch.optim.Optimizer, masters: Sequence[torch.Tensor]) -> list[float]:
+    return [float(optimizer.state[master]["step"]) for master in masters]
+
+
+def load_steps(optimizer: Any, masters: Sequence[torch.Tensor], saved: Sequence[float]) -> None:
+    for master, step in zip(masters, saved, strict=True):
+        state = optimizer.state[master]
+        if isinstance(state["step"], torch.Tensor):
+            state["step"].fill_(step)
+        else:
+            state["step"] = int(step)
+    if type(optimizer).__name__ in ("FusedAdam", "DeepSpeedCPUAdam") and masters[0].device.type == "cpu":
+        _count_again(optimizer, int(max(saved)))
+
+
+def _count_again(optimizer: Any, steps: int) -> None:
+    """DeepSpeed's C++ Adam keeps the powers of the betas as running products, which differ from powers in their last
+    bits (csrc/includes/cpu_adam.h, `IncrementStep`). Only steps get it there: these are of nothing.
+    """
+    group = optimizer.param_groups[0]
+    nothing = [torch.zeros(1) for _ in range(4)]
+    options = group["lr"], *group["betas"], group["eps"]
+    for step in range(1, steps + 1):
+        if type(optimizer).__name__ == "FusedAdam":
+            optimizer.multi_tensor_adam(
+                2048 * 32, optimizer._dummy_overflow_buf, [[one] for one in nothing], *options, step,
+                optimizer.adam_w_mode, group["bias_correction"], group["weight_decay"],
+            )  # fmt: skip
+        else:
+            optimizer.ds_opt_adam.adam_update(
+                optimizer.opt_id, step, *options, group["weight_decay"], group["bias_correction"], *nothing
+            )
+
+
+def group_scalars(groups: Sequence[dict[str, Any]]) -> list[Scalars]:
+    """Learning rates, betas and the like of every parameter group. Raises: Unsupported for what is no plain data."""
+    return [_plain_items(group) for group in groups]
+
+
+def load_group_scalars(groups: Sequence[dict[str, Any]], saved: Sequence[Scalars]) -> None:
+    for group, values in zip(groups, saved, strict=True):
+        for key in [key for key in group if key != "params" and key not in values]:
+            del group[key]  # came later: a fused Adam makes its "step" in the first update
+        group.update({k: tuple(v) if isinstance(group.get(k), tuple) else v for k, v in values.items()})
+
+
+def _plain_items(group: dict[str, Any]) -> Scalars:
+    plain = (bool, int, float, str, type(None), tuple, list)
+    bad = [key for key, value in group.items() if key != "params" and not isinstance(value, plain)]
+    if bad:
+        raise Unsupported(f"parameter group entry {bad[0]!r} is {type(group[bad[0]]).__name__}", "plain data")
+    return {key: value for key, value in group.items() if key != "params"}

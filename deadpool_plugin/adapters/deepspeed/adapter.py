@@ -1,0 +1,124 @@
+"""DeepSpeed as an `Adapter`: which functions are calls, and what a rank's state is.
+
+A script need not know: it finds the wrapped methods on the engine that `deepspeed.initialize` gives it.
+Source: DeepSpeed 0.19.8.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ...errors import Unsupported, invariant
+from ...worker.adapter import CallHandler, Scalars
+from ...worker.saving import Saves
+from . import extensions, refusals, saving
+from .calls import Calls
+from .state import EngineState
+
+
+class DeepSpeedAdapter:
+    """See `Adapter` for when each method runs."""
+
+    framework = "deepspeed"
+
+    def __init__(self) -> None:
+        self._engines: list[Any] = []
+        self._state: EngineState | None = None
+        self._calls: Calls | None = None
+
+    # ---- calls
+
+    def install(self, handler: CallHandler) -> None:
+        from deepspeed.runtime.engine import DeepSpeedEngine
+        from deepspeed.runtime.pipe.engine import PipelineEngine
+
+        extensions.install()
+        _remember_instances(DeepSpeedEngine, self._engines)
+        self._calls = Calls(handler, lambda engine: self.state)
+        self._calls.install(DeepSpeedEngine)
+        self._calls.install_pipeline(PipelineEngine)
+        refusals.install(DeepSpeedEngine, lambda: self._state is not None)
+
+    def install_saving(self, saves: Saves) -> None:
+        from deepspeed.runtime.engine import DeepSpeedEngine
+
+        assert self._calls is not None
+        saving.install(saves, self._calls, DeepSpeedEngine)
+
+    # ---- state
+
+    def attach(self) -> None:
+        if len(self._engines) != 1:
+            raise Unsupported(
+                f"the script has {len(self._engines)} DeepSpeed engines",
+                "exactly one",
+                "call deepspeed.initialize once, or run this script without deadpool_plugin",
+            )
+        refusals.check(self._engines[0])
+        self._state = EngineState(self._engines[0])
+
+    @property
+    def state(self) -> EngineState:
+        invariant(self._state is not None, "attach() comes first")
+        assert self._state is not None
+        return self._state
+
+    def shard(self) -> Sequence[torch.Tensor]:
+        return self.state.tensors
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        return self.state.owns(tensor)
+
+    def changing(self) -> Sequence[torch.Tensor]:
+        return self.state.buffers
+
+    def replicas(self) -> tuple[int, ...]:
+        return self.state.replicas()
+
+    def scalars(self) -> Scalars:
+        return self.state.scalars()
+
+    def load(self, scalars: Scalars) -> None:
+        self.state.load(scalars)
+
+    def entry_state(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], None]:
+        return functools.partial(self.state.load_entry, self.state.entry())
+
+    def clean(self) -> None:
+        self.state.clean()
+
+    def after_restore(self) -> None:
+        self.state.refresh_parameters()
+
+    def rng_states(self) -> dict[str, Any]:
+        return dict(_rng_tracker().get_states())
+
+    def set_rng_states(self, states: dict[str, Any]) -> None:
+        _rng_tracker().set_states(dict(states))
+
+    def loss_of(self, result: Any) -> float | None:
+        """Asked of a script's newest loss only where the optimizer's step has waited for it anyway."""
+        assert self._calls is not None
+        loss, self._calls.stepped_loss = self._calls.stepped_loss, None
+        return None if loss is None else float(loss)
+
+
+def _rng_tracker() -> Any:
+    from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rng_tracker
+
+    return get_cuda_rng_tracker()
+
+
+def _remember_instances(cls: type, instances: list[Any]) -> None:
+    original = cls.__init__  # type: ignore[misc]
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        instances.append(self)
+
+    cls.__init__ = init  # type: ignore[misc]

@@ -1,0 +1,56 @@
+"""ZeRO 3: parameters are partitioned, and gathered while a module runs.
+
+Rules of this file: after an interruption every rank has gathered nothing and remembers nothing of the order in which
+modules use parameters, as before the first forward. It must not remember more than a newcomer: what is prefetched,
+and which module gathers a parameter that another one owns, decides the order of collectives.
+Source: DeepSpeed 0.19.8, runtime/zero/stage3.py, parameter_offload.py, partition_parameters.py. A survivor that still
+knew the parameters which modules share (`_external_params`) gathered them earlier than the newcomer, and hung.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .rest import Attributes, Rest
+
+OF_MODULES = ("_external_params", "ds_recompute_parameters", "ds_grads_remaining")
+
+
+class Partitioned:
+    """The parameters of one engine with ZeRO 3, and what DeepSpeed has noted on them and on their modules."""
+
+    def __init__(self, optimizer: Any, modules: Sequence[Any], parameters: Sequence[Any]) -> None:
+        self._optimizer, self._modules, self._parameters = optimizer, modules, parameters
+        self._of_modules = Attributes(modules, OF_MODULES)
+        self._of_parameters = Rest([vars(parameter) for parameter in parameters])
+
+    @property
+    def masters(self) -> list[torch.Tensor]:
+        return list(self._optimizer.fp32_partitioned_groups_flat)
+
+    def frozen(self) -> list[torch.Tensor]:
+        """This rank's partitions of the parameters that are not trained."""
+        return [parameter.ds_tensor.data for parameter in self._parameters if not parameter.requires_grad]
+
+    def clean(self) -> None:
+        """Nothing is gathered or in use. Never communicates."""
+        from deepspeed.runtime.zero.partition_parameters import free_param
+
+        self._of_parameters.restore()
+        self._of_modules.restore()
+        for module in self._modules:
+            if "applied_pre_backward_ref_cnt" in vars(module):
+                module.applied_pre_backward_ref_cnt = 0
+            if hasattr(module._parameters, "_in_forward"):
+                module._parameters._in_forward = False
+        for parameter in self._parameters:
+            parameter.ds_active_sub_modules.clear()
+            free_param(parameter)
+
+    def refresh(self) -> None:
+        """This rank's partitions of the model's parameters from their masters."""
+        for number in range(len(self._optimizer.fp16_groups)):
+            self._optimizer._reassign_or_swap_out_partitioned_parameters(number)

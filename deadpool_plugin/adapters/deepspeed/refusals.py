@@ -1,0 +1,103 @@
+"""What of DeepSpeed a swap cannot bring back, refused by name before training.
+
+Rules of this file: an option is here because it keeps state where `EngineState` does not reach, or communicates past
+the process groups or outside the calls; a version of DeepSpeed that lacks the option is fine.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ...errors import Unsupported
+
+REMEDY = "or run this job without deadpool_plugin"
+
+
+@dataclass(frozen=True)
+class Option:
+    """`path` of an engine (attributes, and methods without arguments), refused unless it has one of `harmless`."""
+
+    path: str
+    name: str
+    reason: str
+    remedy: str
+    harmless: tuple[Any, ...] = (None, False, 0, "none")
+
+
+OPTIONS = (
+    Option("has_moe_layers", "a mixture of experts", "has parameters with owners of their own", "train a dense model"),
+    Option("zero_hpz_partition_size", "zero_hpz_partition_size (ZeRO++)", "keeps a second copy of the parameters",
+           "leave it out", (None, 0, 1)),
+    Option("zero_quantized_weights", "zero_quantized_weights (ZeRO++)", "gathers parameters that are not the masters'",
+           "leave it out"),
+    Option("zero_quantized_nontrainable_weights", "zero_quantized_nontrainable_weights",
+           "keeps parameters in another form", "leave it out"),
+    Option("zero_quantized_gradients", "zero_quantized_gradients (ZeRO++)", "reduces in groups that are not tested",
+           "leave it out"),
+    Option("_config.zero_config.mics_shard_size", "mics_shard_size (MiCS)", "shards within groups of its own",
+           "leave it out", (None, -1, 0)),
+    Option("_config.zero_config.offload_optimizer.device", "offload_optimizer.device", "keeps state where a restore "
+           "does not reach", "offload to the CPU", (None, "none", "cpu")),
+    Option("super_offload", "super_offload", "updates in a process of its own", "leave it out"),
+    Option("_config.zero_config.offload_param.device", "offload_param", "keeps parameters where a restore does not "
+           "reach", "leave it out"),
+    Option("zenflow", "zenflow", "updates parameters beside the step", "leave it out"),
+    Option("sequence_parallel_size", "sequence parallelism (Ulysses)", "is not tested", "leave it out", (None, 0, 1)),
+    Option("autotp_size", "tensor parallelism of DeepSpeed's own (AutoTP)", "is not tested", "leave it out",
+           (None, 0, 1)),
+    Option("is_deepcompile_enabled", "compile.deepcompile", "communicates inside compiled code", "leave it out"),
+    Option("data_efficiency_enabled", "data_efficiency", "keeps a curriculum that is not mirrored", "leave it out"),
+    Option("pld_enabled", "progressive_layer_drop", "keeps a schedule that is not mirrored", "leave it out"),
+    Option("sparse_gradients_enabled", "sparse_gradients", "is not tested", "leave it out"),
+    Option("autotuning_enabled", "autotuning", "ends the job by itself", "leave it out"),
+    Option("checkpoint_engine.is_decoupled", "a decoupled checkpoint engine", "writes behind the script's back",
+           "use the default one"),
+)  # fmt: skip
+
+
+def check(engine: Any) -> None:
+    """Raises: Unsupported, naming the option, why, and what to do instead."""
+    kind = type(engine).__name__
+    if kind not in ("DeepSpeedEngine", "PipelineEngine"):
+        raise Unsupported(f"the engine is a {kind}", "a DeepSpeedEngine or a PipelineEngine", REMEDY)
+    for option in OPTIONS:
+        value = _look_up(engine, option.path)
+        if value not in option.harmless:
+            harmless = " or ".join(map(repr, option.harmless))
+            raise Unsupported(
+                f"{option.name} = {value!r} {option.reason}", f"it to be {harmless}", f"{option.remedy}, {REMEDY}"
+            )
+
+
+def _look_up(owner: Any, path: str) -> Any:
+    for name in path.split("."):
+        owner = getattr(owner, name, None)
+        if callable(owner):
+            owner = owner()
+    return owner
+
+
+def install(engine_class: type, is_training: Callable[[], bool]) -> None:
+    """Refuse what would change an engine's state between calls, once `is_training`."""
+    for name, remedy in (
+        ("load_checkpoint", "load before the first forward"),
+        ("coalesce_grad_reduction", "let every backward reduce its gradients"),
+        ("offload_states", "leave the states where they are"),
+    ):
+        if hasattr(engine_class, name):
+            _refuse(engine_class, name, is_training, remedy)
+
+
+def _refuse(engine_class: type, name: str, is_training: Callable[[], bool], remedy: str) -> None:
+    original = getattr(engine_class, name)
+
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_training():
+            raise Unsupported(f"engine.{name} was called during training", remedy=f"{remedy}, {REMEDY}")
+        return original(self, *args, **kwargs)
+
+    setattr(engine_class, name, method)

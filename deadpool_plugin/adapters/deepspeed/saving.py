@@ -1,0 +1,75 @@
+"""An engine's ways of saving as calls: begun when their step is committed, done again as a whole.
+
+Rules of this file: all files of a checkpoint are one save, told when the last of them is there; what DeepSpeed writes
+through `torch.save` on the way is no save of its own. DeepSpeed names the newest checkpoint (`latest`) last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from ...worker.saving import SaveCall, Saves, structure
+from .calls import Calls
+
+
+def install(saves: Saves, calls: Calls, engine_class: type) -> None:
+    """Wrap what saves. Once, before the engine is built."""
+    _wrap(saves, calls, engine_class, "save_checkpoint", "tag", lambda engine: f"global_step{engine.global_steps}")
+    for name in ("save_16bit_model", "save_fp16_model"):
+        if hasattr(engine_class, name):
+            _wrap(saves, calls, engine_class, name, "save_filename", lambda engine: "pytorch_model.bin")
+
+
+def _wrap(saves: Saves, calls: Calls, owner: Any, name: str, last: str, otherwise: Callable[[Any], str]) -> None:
+    """`last`: the parameter that names what is saved within `save_dir`; `otherwise`: its name without one."""
+    original = getattr(owner, name)
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def save(engine: Any, *args: Any, **kwargs: Any) -> Any:
+        if calls.busy or saves.foreign():
+            return original(engine, *args, **kwargs)
+        arguments = signature.bind(engine, *args, **kwargs).arguments
+        path = os.path.join(str(arguments["save_dir"]), str(arguments.get(last) or otherwise(engine)))
+        return saves.do(Save(saves, calls, functools.partial(original, **structure(dict(arguments))), name, path))
+
+    setattr(owner, name, save)
+
+
+class Save(SaveCall):
+    """One checkpoint of an engine."""
+
+    def __init__(self, saves: Saves, calls: Calls, function: Callable[[], Any], name: str, path: str) -> None:
+        self._saves, self._calls, self._function, self._path = saves, calls, function, path
+        self.name = f"engine.{name}"
+
+    def __call__(self) -> Any:
+        began = time.monotonic()
+        with self._calls.inside(), _plain_torch_save():
+            value = self._function()
+        self._saves.written(self._path, began)
+        return value
+
+    def outcome(self, value: Any) -> Any:
+        return value
+
+    def skipped(self, outcome: Any) -> Any:
+        return outcome
+
+
+@contextlib.contextmanager
+def _plain_torch_save() -> Iterator[None]:
+    wrapped = torch.save
+    torch.save = inspect.unwrap(wrapped)
+    try:
+        yield
+    finally:
+        torch.save = wrapped

@@ -1,0 +1,205 @@
+"""What a rank's training state is in a DeepSpeed engine: tensors for the shard, plain values for the scalars.
+
+Rules of this file: nothing is rebound after `EngineState` is built; restoring copies into the live tensors. Masters
+are what the engine's basic optimizer updates: this rank's fp32 partitions with ZeRO and in BF16_Optimizer, the model's
+own parameters without ZeRO in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...errors import Unsupported
+from ...worker.adapter import Scalars
+from . import adam
+from .partitioned import Partitioned
+from .rest import Attributes, Rest
+
+COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps", "_step_applied", "_global_grad_norm",
+            "_unmanaged_backward_count")  # fmt: skip
+BETWEEN_CALLS = ("_is_gradient_accumulation_boundary", "inside_no_sync_ctxt", "_manual_backward_expected",
+                 "data_iterator")  # fmt: skip
+"""Flags of the engine that a script sets between calls."""
+UNDER_WAY = ("_running_engine_backward", "_running_engine_backward_count", "_running_engine_step")
+OF_PIPELINE = ("num_pipe_buffers", "pipe_buffers", "pipe_recv_buf", "grad_layer", "_grad_layer_buf", "meta_buffer",
+               "first_output_send", "first_gradient_send", "pipe_partition_input_meta_cache",
+               "pipe_partition_output_meta_cache", "pipe_partition_grad_meta_cache",
+               "grad_partition_grad_layer_meta_cache", "fwd_outputs", "outputs", "eval_return_logits", "_compute_loss",
+               "_force_grad_boundary", "total_loss", "total_additional_losses", "agg_additional_losses")  # fmt: skip
+"""Activations on their way, and what neighbours have been told of their shapes: a newcomer knows nothing of it."""
+OF_OPTIMIZER = ("overflow", "_global_grad_norm")
+
+
+class EngineState:
+    """State of one engine, from its first forward on.
+
+    Raises:
+        Unsupported: from the constructor, naming the optimizer or parameter that cannot be protected.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self.engine, self.adam = engine, engine.basic_optimizer
+        self._groups = self.adam.param_groups
+        self._modules = list(engine.module.modules())
+        self._parameters = list(engine.module.parameters())
+        self._partitioned = None
+        if engine.zero_optimization_stage() == 3:
+            self._partitioned = Partitioned(engine.optimizer, self._modules, self._parameters)
+        self.masters = self._partitioned.masters if self._partitioned else self._updated()
+        adam.check(self.adam, self.masters)
+        adam.complete(self.adam, self.masters)
+        self._parameter_ids = {id(parameter) for parameter in self._parameters}
+        self.buffers = [buffer for buffer in engine.module.buffers() if buffer is not None]
+        self.tensors = self._tensors()
+        self._rest = Rest(engine.optimizer)
+        self._pipeline = Attributes([engine], OF_PIPELINE)
+        self._gradients = [(master, master.grad) for master in self.masters]
+
+    def _updated(self) -> list[torch.Tensor]:
+        return [parameter for group in self._groups for parameter in group["params"]]
+
+    def _tensors(self) -> list[torch.Tensor]:
+        masters = [master.data for master in self.masters]
+        frozen = [parameter.data for parameter in self._parameters if not parameter.requires_grad]
+        if self._partitioned:
+            frozen = self._partitioned.frozen()
+        return [*masters, *adam.moments(self.adam, self.masters), *frozen, *self.buffers]
+
+    def replicas(self) -> tuple[int, ...]:
+        """Without ZeRO data-parallel peers are full replicas, but for buffers (running means and the like)."""
+        if self.engine.zero_optimization() or self.engine.bfloat16_enabled() or self.buffers:
+            return (dist.get_rank(),)
+        return tuple(sorted(dist.get_process_group_ranks(self.engine.data_parallel_group)))
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` lies in parameters or buffers. Raises: Unsupported if it is a gradient."""
+        memory = tensor.untyped_storage().data_ptr()
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        if any(memory == gradient.untyped_storage().data_ptr() for gradient in gradients):
+            raise Unsupported(
+                "the script communicates gradients outside the engine's calls",
+                "the engine to reduce them",
+                "leave gradients to engine.backward and engine.step, or run this job without deadpool_plugin",
+            )
+        return any(memory == own.untyped_storage().data_ptr() for own in (*self._parameters, *self.buffers))
+
+    # ---- plain values
+
+    def visible(self) -> Scalars:
+        """What a script can see of the engine's progress: counters, learning rates, schedule, scaler."""
+        optimizer = self.engine.optimizer
+        return {
+            "counters": _some(self.engine, COUNTERS),
+            "optimizer": _some(optimizer, OF_OPTIMIZER),
+            "groups": adam.group_scalars(self._groups),
+            "scheduler": plain_state(self.engine.lr_scheduler),
+            "scaler": plain_state(getattr(optimizer, "loss_scaler", None)),
+        }
+
+    def show(self, visible: Scalars) -> None:
+        optimizer = self.engine.optimizer
+        vars(self.engine).update(visible["counters"])
+        vars(optimizer).update(visible["optimizer"])
+        adam.load_group_scalars(self._groups, visible["groups"])
+        load_plain_state(self.engine.lr_scheduler, visible["scheduler"])
+        load_plain_state(getattr(optimizer, "loss_scaler", None), visible["scaler"])
+
+    def scalars(self) -> Scalars:
+        return {"visible": self.visible(), "steps": adam.steps(self.adam, self.masters)}
+
+    def load(self, scalars: Scalars) -> None:
+        self.show(scalars["visible"])
+        adam.load_steps(self.adam, self.masters, scalars["steps"])
+
+    def entry(self) -> Scalars:
+        """What a call may read beside the shard."""
+        flags = [module.training for module in self._modules]
+        return {"visible": self.visible(), "training": flags, "flags": _some(self.engine, BETWEEN_CALLS)}
+
+    def load_entry(self, entry: Scalars) -> None:
+        self.show(entry["visible"])
+        vars(self.engine).update(entry["flags"])
+        for module, flag in zip(self._modules, entry["training"], strict=True):
+            module.training = flag
+
+    # ---- a swap
+
+    def clean(self) -> None:
+        """As between two steps: no gradients, nothing under way. Never communicates."""
+        self.adam.param_groups = self._groups  # ZeRO lends the optimizer one group at a time
+        self._rest.restore()
+        self._pipeline.restore()
+        if self._partitioned:
+            self._partitioned.clean()
+        vars(self.engine).update({name: type(value)() for name, value in _some(self.engine, UNDER_WAY).items()})
+        for parameter in self._parameters:
+            parameter.grad = None
+            if hasattr(parameter, "grad_accum"):
+                parameter.grad_accum = None
+        for master, gradient in self._gradients:
+            master.grad = gradient
+            if gradient is not None:
+                gradient.zero_()
+        if hasattr(self.engine.optimizer, "clear_hp_grads"):  # BF16_Optimizer, which adds to buffers it keeps
+            self.engine.optimizer.clear_hp_grads()
+        for timer in getattr(self.engine.timers, "timers", {}).values():
+            timer.started_ = False
+        self.engine.tput_timer.started = False
+
+    def refresh_parameters(self) -> None:
+        """The model's parameters from their masters, on all data-parallel ranks. Blocks: communicates."""
+        optimizer = self.engine.optimizer
+        if self._partitioned:
+            self._partitioned.refresh()
+        elif hasattr(optimizer, "update_lp_params"):
+            optimizer.update_lp_params()
+        elif hasattr(optimizer, "fp32_groups"):  # FP16_UnfusedOptimizer, which bf16 without ZeRO has too
+            for group, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
+                for parameter, master in zip(group, masters, strict=True):
+                    parameter.data.copy_(master.data)
+        elif hasattr(optimizer, "fp32_groups_flat"):  # FP16_Optimizer, the same with a fused Adam
+            for group, flat in zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True):
+                for parameter, part in zip(group, flat.data.split([p.numel() for p in group]), strict=True):
+                    parameter.data.copy_(part.view(parameter.shape))
+
+    def refuse_own_parameters(self, leaves: Sequence[torch.Tensor]) -> None:
+        """Raises: Unsupported if the script's part of a graph uses parameters of the engine's model."""
+        if any(id(leaf) in self._parameter_ids for leaf in leaves):
+            raise Unsupported(
+                "the loss uses parameters of the engine's model beside what engine.forward returned",
+                "all uses of parameters inside the model's forward",
+                "compute such a term (a penalty on weights, say) in the model's forward and return it",
+            )
+
+
+def _some(owner: Any, names: Sequence[str]) -> Scalars:
+    return {name: vars(owner)[name] for name in names if name in vars(owner)}
+
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def plain_state(owner: Any) -> Scalars:
+    """The plain values of a schedule or scaler, and of those it consists of; its call-backs are not state."""
+    state: Scalars = {}
+    for name, value in vars(owner).items() if owner is not None else ():
+        if isinstance(value, _PLAIN):
+            state[name] = value
+        elif isinstance(value, (list, tuple)) and all(isinstance(item, _PLAIN) for item in value):
+            state[name] = type(value)(value)
+        elif isinstance(value, (list, tuple)) and all(hasattr(item, "step") for item in value):
+            state[name] = {"parts": [plain_state(item) for item in value]}
+    return state
+
+
+def load_plain_state(owner: Any, state: Scalars) -> None:
+    for name, value in state.items():
+        if isinstance(value, dict):
+            for item, part in zip(getattr(owner, name), value["parts"], strict=True):
+                load_plain_state(item, part)
+        else:
+            setattr(owner, name, type(value)(value) if isinstance(value, (list, tuple)) else value)

@@ -1,0 +1,23 @@
+"""`deadpool launch DEEPSPEED'S ARGUMENTS... SCRIPT ARGUMENTS... [--deadpool-config FILE]`.
+
+The `deepspeed` command with the same arguments; `--module deadpool_plugin.run` is put in where it is not given.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from ..launch.launcher import launch
+
+VERBATIM = True
+"""All words are deepspeed's and the script's."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "deadpool launch DEEPSPEED'S ARGUMENTS... SCRIPT ARGUMENTS... [--deadpool-config FILE]"
+    parser.add_argument("words", nargs="+", help="as for `deepspeed`, whose --help lists them")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Raises: ConfigError."""
+    return launch(args.words)

@@ -1,0 +1,67 @@
+"""`deadpool outcome OUTPUT_DIR [--hostfile FILE] [--otherwise CODE]`: what became of a job.
+
+For jobs of plain `deepspeed` and of Slurm, whose exit code is that of the worst host, lost ones included: exit code and
+line are those of `deadpool launch`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from .. import events
+from ..errors import ConfigError
+from ..launch.outcome import FAILED, outcome
+from .follow import Follower
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("output_dir", type=Path, help="`output_dir` of the job's configuration; its last job counts")
+    parser.add_argument("--hostfile", type=Path, help="the job's hosts; without it, those that have an event log")
+    parser.add_argument(
+        "--otherwise", type=int, default=FAILED, metavar="CODE", help="exit code of a job no node says the end of"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """The exit code of the job. Raises: ConfigError."""
+    told = of_last_job(Follower(args.output_dir).poll())
+    if not told:
+        raise ConfigError(
+            f"no event log of a job in {args.output_dir}", "its output_dir", "name the folder it wrote to"
+        )
+    found = outcome(told, hosts(args.hostfile, told), args.otherwise)
+    print(f"[deadpool] {found}")
+    return found.exit_code
+
+
+def of_last_job(said: Sequence[events.Event]) -> dict[int, list[events.Event]]:
+    """Node -> its events, of the job that began last: logs are appended to, and an earlier job may have had more nodes.
+
+    Args:
+        said: all nodes' events in order of time.
+    """
+    stories: dict[int, list[events.Event]] = {}
+    began_at = 0.0
+    for event in said:
+        if isinstance(event, events.NodeJoined):
+            stories[event.node] = []
+        elif isinstance(event, events.WorldFormed) and event.generation == 0:
+            began_at = event.time
+        stories.setdefault(event.node, []).append(event)
+    return {node: story for node, story in stories.items() if story[-1].time >= began_at}
+
+
+def hosts(hostfile: Path | None, told: Mapping[int, Sequence[events.Event]]) -> list[str]:
+    """Names by node id. Raises: ConfigError."""
+    if hostfile is None:
+        firsts = {node: story[0] for node, story in told.items()}
+        names = {node: first.host for node, first in firsts.items() if isinstance(first, events.NodeJoined)}
+        return [names.get(node, f"node {node}") for node in range(max(told) + 1)]
+    try:
+        lines = [line.split() for line in hostfile.read_text().splitlines()]
+    except OSError as error:
+        found = f"{hostfile} cannot be read ({error.strerror})"
+        raise ConfigError(found, "the job's hostfile", "check the path") from error
+    return [words[0] for words in lines if words and not words[0].startswith("#")]

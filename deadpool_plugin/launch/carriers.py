@@ -1,0 +1,60 @@
+"""Which processes of this host belong to a job of `deadpool launch`: those that were started with its configuration.
+
+Rules of this file: read from /proc; a process that has gone, or is another user's, is none of ours.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+ROUNDS_MAX = 10
+_RUN = (b"-m", b"deadpool_plugin.run")
+_LAUNCH = b"deepspeed.launcher.launch"
+
+
+def carriers(folder: Path) -> set[int]:
+    """launch.py and the shell that started it, supervisors, agent, standby processes, workers, in whatever session."""
+    return {pid for pid, _ in _carrying(folder)}
+
+
+def supervisors(folder: Path) -> set[int]:
+    """Those of `carriers` that pass a signal on to the job."""
+    return {pid for pid, command in _carrying(folder) if _is_supervisor(command)}
+
+
+def _is_supervisor(command: list[bytes]) -> bool:
+    """launch.py names our module too."""
+    return _LAUNCH not in command and any(pair == _RUN for pair in zip(command, command[1:], strict=False))
+
+
+def kill_all(folder: Path) -> int:
+    """SIGKILL them all, and what they start meanwhile; how many there were."""
+    killed: set[int] = set()
+    for _ in range(ROUNDS_MAX):
+        found = carriers(folder) - killed
+        if not found:
+            break
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        killed |= found
+    return len(killed)
+
+
+def _carrying(folder: Path) -> Iterator[tuple[int, list[bytes]]]:
+    """(pid, its command line). Supervisors and those above name the folder there, those below in the environment."""
+    wanted = os.fsencode(folder) + b"/"
+    for name in os.listdir("/proc"):
+        if not name.isdigit() or int(name) == os.getpid():
+            continue
+        try:
+            command = Path(f"/proc/{name}/cmdline").read_bytes()
+            environment = Path(f"/proc/{name}/environ").read_bytes()
+        except OSError:
+            continue
+        if (wanted in command and _RUN[1] in command) or b"DEADPOOL_CONFIG=" + wanted in environment:
+            yield int(name), command.split(b"\0")

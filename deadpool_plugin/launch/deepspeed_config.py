@@ -1,0 +1,66 @@
+"""`"deadpool": {"config": FILE}` in the DeepSpeed configuration that a script is given on its command line.
+
+Rules of this file: no torch, no DeepSpeed. It says the same as `--deadpool-config FILE`; the two may not disagree. A
+configuration that a script makes up itself is not seen here: such a job is given the flag.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError
+
+SECTION = "deadpool"
+OPTIONS = ("--deepspeed_config", "--deepspeed-config", "--deepspeed")
+"""DeepSpeed's own argument, and the one of Hugging Face's TrainingArguments."""
+
+
+def named_config(words: Sequence[str]) -> str:
+    """The plugin's configuration file that the DeepSpeed configuration among `words` names; "" if there is none.
+
+    Raises: ConfigError for a section that is not understood.
+    """
+    found = {name: path for path in _files(words) if (name := _section(path))}
+    if len(found) > 1:
+        raise ConfigError(
+            f"the DeepSpeed configurations {' and '.join(found.values())} name {' and '.join(found)}",
+            "one file in their deadpool sections",
+            "remove all but one",
+        )
+    return next(iter(found), "")
+
+
+def agreed(flag: str, section: str) -> str:
+    """The one file that the flag or the section names. Raises: ConfigError if they name two."""
+    if flag and section and Path(flag).resolve() != Path(section).resolve():
+        raise ConfigError(
+            f"--deadpool-config names {flag}, the DeepSpeed configuration's deadpool section names {section}",
+            "one file",
+            "remove the flag or the section",
+        )
+    return flag or section
+
+
+def _files(words: Sequence[str]) -> list[str]:
+    found = [following for word, following in zip(words, words[1:], strict=False) if word in OPTIONS]
+    found += [word.partition("=")[2] for word in words if word.partition("=")[0] in OPTIONS and "=" in word]
+    return [path for path in found if Path(path).is_file()]
+
+
+def _section(path: str) -> str:
+    try:
+        config: Any = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return ""  # DeepSpeed will say what is wrong with it
+    section = config.get(SECTION) if isinstance(config, dict) else None
+    if section is None:
+        return ""
+    named = section.get("config") if isinstance(section, dict) else None
+    if not isinstance(named, str) or not named or set(section) != {"config"}:
+        raise ConfigError(
+            f'{path}: "{SECTION}" is {json.dumps(section)}', f'"{SECTION}": {{"config": FILE}}', "correct it"
+        )
+    return named

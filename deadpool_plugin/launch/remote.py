@@ -1,0 +1,146 @@
+"""The launcher's end of its stewards: one ssh connection per host, kept for as long as the job lasts.
+
+Rules of this file: the secret goes over standard input only; every wait but that for a steward's last word ends with
+the connection, and ssh itself ends one whose other side is silent. Thread: the event loop's only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from ..config import Config
+from ..errors import ConfigError
+from . import leash
+from .request import Request
+
+CONNECT_S = 15
+READY_S = 60.0
+LINE_BYTES_MAX = 64 << 20
+
+
+def keep_alive(config: Config) -> list[str]:
+    """ssh's options for noticing within about `patience_s` that the other side is gone."""
+    return ["-o", f"ServerAliveInterval={max(1, round(config.patience_s / 3))}", "-o", "ServerAliveCountMax=3"]
+
+
+def shell_command(request: Request, environ: Mapping[str, str], directory: str) -> str:
+    """What the host's shell runs: the interpreter, the directory and the PYTHON variables deepspeed uses there too."""
+    path = os.pathsep.join([directory, *filter(None, [environ.get("PYTHONPATH")])])
+    exports = {name: value for name, value in environ.items() if name.startswith("PYTHON")} | {"PYTHONPATH": path}
+    said = "".join(f"export {name}={shlex.quote(value)}; " for name, value in exports.items())
+    source = f". {shlex.quote(request.venv_script)}; " if request.venv_script else ""
+    steward = shlex.join([sys.executable, "-m", "deadpool_plugin.launch.steward"])
+    return f"{source}{said}cd {shlex.quote(directory)} && exec {steward}"
+
+
+class Connection:
+    """One host's steward."""
+
+    def __init__(self, host: str, node: int) -> None:
+        self.host, self.node = host, node
+        self.problem = ""
+        self._ssh: asyncio.subprocess.Process | None = None
+
+    async def prepare(self, ssh: Sequence[str], prepare: leash.Prepare) -> None:
+        """Connect, hand over what the host needs; `problem` says why it is not ready."""
+        self._ssh = connection = await asyncio.create_subprocess_exec(
+            *ssh[:-1], self.host, ssh[-1], stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE, start_new_session=True, limit=LINE_BYTES_MAX,
+        )  # fmt: skip
+        self.say(prepare)
+        try:
+            ready = await asyncio.wait_for(self._hear(leash.Ready), READY_S)
+        except asyncio.TimeoutError:
+            self.problem = f"no answer within {READY_S:g} s"
+            return
+        if isinstance(ready, leash.Ready):
+            self.problem = ready.problem
+            self._complaints = asyncio.create_task(self._pass_on_complaints())
+        else:
+            assert connection.stderr is not None
+            said = (await connection.stderr.read()).decode(errors="replace").strip().splitlines()
+            self.problem = said[-1] if said else f"ssh ended with {await connection.wait()}"
+
+    def say(self, word: leash.Word) -> None:
+        """To a host that is gone: nothing."""
+        if self._ssh is None or self._ssh.returncode is not None:
+            return
+        assert self._ssh.stdin is not None
+        if not self._ssh.stdin.is_closing():
+            self._ssh.stdin.write(leash.encode(word))
+
+    async def told(self, timeout_s: float) -> leash.Told | None:
+        """The steward's last word; None if it has none."""
+        self.say(leash.Tell())
+        with contextlib.suppress(asyncio.TimeoutError):
+            word = await asyncio.wait_for(self._hear(leash.Told), timeout_s)
+            return word if isinstance(word, leash.Told) else None
+        return None
+
+    async def close(self) -> None:
+        """End the connection; a steward that is left at its other side ends itself."""
+        if self._ssh is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            self._ssh.kill()
+        await self._ssh.wait()
+
+    async def _hear(self, kind: type[leash.Word]) -> leash.Word | None:
+        """The next word of `kind`; None at the end of the connection."""
+        assert self._ssh is not None and self._ssh.stdout is not None
+        while line := await self._ssh.stdout.readline():
+            word = leash.decode(line)
+            if isinstance(word, kind):
+                return word
+        return None
+
+    async def _pass_on_complaints(self) -> None:
+        assert self._ssh is not None and self._ssh.stderr is not None
+        while line := await self._ssh.stderr.readline():
+            print(f"[deadpool] {self.host}: {line.decode(errors='replace').rstrip()}", file=sys.stderr, flush=True)
+
+
+class Stewards:
+    """All hosts' stewards of one job."""
+
+    def __init__(self, request: Request, config: Config) -> None:
+        self._request, self._config = request, config
+        self.connections = [Connection(host, node) for node, host in enumerate(request.hosts)]
+
+    async def prepare(self, word: leash.Prepare) -> None:
+        """Raises: ConfigError that names every host that is not ready."""
+        words = ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_S}", *keep_alive(self._config)]
+        words += ["-p", str(self._request.ssh_port)] if self._request.ssh_port is not None else []
+        words += shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", ""))
+        words.append(shell_command(self._request, os.environ, os.getcwd()))
+        each = ((one, msgspec.structs.replace(word, node=one.node)) for one in self.connections)
+        await asyncio.gather(*(one.prepare(words, its_own) for one, its_own in each))
+        wrong = [f"{one.host}: {one.problem}" for one in self.connections if one.problem]
+        if wrong:
+            expected, remedy = "all hosts of the hostfile ready", "mend them, or leave them out of it"
+            raise ConfigError("; ".join(wrong), expected, remedy)
+
+    async def keep(self) -> None:
+        """Tell them, for ever, that somebody is here."""
+        while True:
+            self.say(leash.Alive())
+            await asyncio.sleep(self._config.silent_after_s / 5)
+
+    def say(self, word: leash.Word) -> None:
+        for connection in self.connections:
+            connection.say(word)
+
+    async def told(self, timeout_s: float) -> dict[int, leash.Told]:
+        """Node -> its last word, of those that have one."""
+        words = await asyncio.gather(*(one.told(timeout_s) for one in self.connections))
+        return {one.node: word for one, word in zip(self.connections, words, strict=True) if word is not None}
+
+    async def close(self) -> None:
+        await asyncio.gather(*(one.close() for one in self.connections))

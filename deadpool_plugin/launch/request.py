@@ -1,0 +1,119 @@
+"""`python -m deadpool_plugin.launch.request WORDS...`: what a `deepspeed` command line asks for, as one line of JSON.
+
+A process of its own, because only deepspeed knows its own arguments and loading it loads torch, while `deadpool launch`
+stays small for as long as the job lasts.
+Rules of this file: the command line is read by the installed deepspeed's own functions; what cannot work with losses is
+refused by name (ConfigError).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import msgspec
+
+from ..errors import EXIT_CONFIG, ConfigError, DeadpoolError, Unsupported
+from .argv import FLAG, parse
+
+RUN = "deadpool_plugin.run"
+LAUNCHERS = {
+    "slurm": "submit configs/slurm.sbatch, which starts one `deepspeed --no_ssh` per node",
+    "openmpi": "use pdsh (the default): mpirun ends every process of a job when one host is lost",
+    "mpich": "use pdsh (the default): mpirun ends every process of a job when one host is lost",
+    "impi": "use pdsh (the default): mpirun ends every process of a job when one host is lost",
+    "mvapich": "use pdsh (the default): mpirun ends every process of a job when one host is lost",
+}
+"""deepspeed's launchers that a lost host would end -> what to do instead."""
+
+
+class Request(msgspec.Struct, frozen=True):
+    """`options`: deepspeed's own arguments; `command`: what our supervisors run; `config`: the file, or "".
+
+    `hosts`: those the launcher starts ranks on, in the order of their node ids; empty: this one only, without ssh.
+    """
+
+    options: list[str]
+    command: list[str]
+    config: str
+    hosts: list[str] = []
+    ssh_port: int | None = None
+    venv_script: str | None = None
+
+    def deepspeed(self, config: str) -> list[str]:
+        """The arguments for deepspeed, our module in front of the script and `config` behind it."""
+        return [*self.options, RUN, *self.command, *([FLAG, config] if config else [])]
+
+
+def read(words: Sequence[str]) -> Request:
+    """Raises: ConfigError. Blocks: seconds, while deepspeed is loaded."""
+    from deepspeed.launcher import runner
+
+    args = runner.parse_args(list(words))
+    check(args)
+    options = list(words[: len(words) - 1 - len(args.user_args)])
+    script = [args.user_script, *args.user_args]
+    if args.module and args.user_script == RUN:
+        line = parse(args.user_args)
+    else:
+        line = parse(["-m", *script] if args.module else script)
+    if not args.module:
+        options.append("--module")
+    hosts = [] if args.no_ssh else hosts_of(args, runner)
+    return Request(options, line.command, line.config, hosts, args.ssh_port, args.venv_script)
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raises: Unsupported."""
+    remedy = LAUNCHERS.get(args.launcher.lower())
+    if remedy is not None:
+        raise Unsupported(f"--launcher {args.launcher}", "a launcher that outlives a host", remedy)
+    if args.no_python:
+        raise Unsupported("--no_python", "a Python script or module, which our processes run", "leave it out")
+    if args.autotuning:
+        raise Unsupported("--autotuning", "one job", "tune with `deepspeed`, train with `deadpool launch`")
+
+
+def hosts_of(args: argparse.Namespace, runner: object) -> list[str]:
+    """The hosts that deepspeed will use, empty if it stays on this one. Raises: ConfigError."""
+    try:
+        pool = runner.fetch_hostfile(args.hostfile)  # type: ignore[attr-defined]
+        if not pool:
+            return []
+        found = list(runner.parse_inclusion_exclusion(pool, args.include, args.exclude))  # type: ignore[attr-defined]
+    except ValueError as error:
+        raise ConfigError(f"{args.hostfile}: {error}", "lines of the form `host slots=8`", "correct it") from error
+    found = found[: args.num_nodes] if args.num_nodes > 0 else found
+    return found if len(found) > 1 or args.force_multi else []
+
+
+def understood(words: Sequence[str]) -> Request:
+    """`read` in a process of its own, whose messages are the user's.
+
+    Raises: SystemExit with its exit code if it did not like `words`.
+    """
+    done = subprocess.run([sys.executable, "-m", __name__, *words], stdout=subprocess.PIPE, check=False)
+    if done.returncode or not done.stdout:
+        raise SystemExit(done.returncode)
+    return msgspec.json.decode(done.stdout, type=Request)
+
+
+def main(words: Sequence[str]) -> int:
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # deepspeed says things while it is loaded
+            request = read(words)
+    except ImportError as error:
+        print(f"[deadpool] deepspeed cannot be loaded: {error}; to do: install it on every host", file=sys.stderr)
+        return EXIT_CONFIG
+    except DeadpoolError as error:
+        print(f"[deadpool] {error}", file=sys.stderr)
+        return error.exit_code
+    sys.stdout.buffer.write(msgspec.json.encode(request))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

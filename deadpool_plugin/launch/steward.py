@@ -1,0 +1,193 @@
+"""`python -m deadpool_plugin.launch.steward`: the end of `deadpool launch` on one host, held by an ssh connection.
+
+It puts configuration and secret in place, ends the job's processes when it is told to, and says at the end what the
+node's event log says. When the launcher falls silent or its connection ends, `on_launcher_loss` decides.
+Rules of this file: the job's processes are known by the configuration they were started with; nothing of this host's
+job, and no secret, outlives this process, unless the host does not let it live.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import shutil
+import signal
+import stat
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+
+from ..agent.meeting import versions
+from ..config import Config, load
+from ..errors import ConfigError, DeadpoolError
+from . import leash, roles
+from .carriers import carriers, kill_all, supervisors
+
+POLL_S = 0.5
+PREPARE_S = 60.0
+CONFIG = "config.yaml"
+SECRET = "secret"
+
+
+class Ear:
+    """The launcher's words from a descriptor. `heard_at`: when the last one came; `closed`: there will be no more."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd, self._rest = fd, b""
+        self._words: list[leash.Said] = []
+        self.closed, self.heard_at = False, time.monotonic()
+
+    def next(self, timeout_s: float) -> leash.Said | None:
+        """None if nothing comes in time. Blocks: so long."""
+        if not self._words:
+            if self.closed:
+                time.sleep(timeout_s)
+            elif select.select([self._fd], [], [], timeout_s)[0]:
+                self._read()
+        return self._words.pop(0) if self._words else None
+
+    def _read(self) -> None:
+        data = os.read(self._fd, 1 << 16)
+        self.closed, self.heard_at = not data, time.monotonic()
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        self._words += [word for word in map(leash.decode, lines) if word is not None]
+
+
+class Steward:
+    """One job on this host, from `Ready` on."""
+
+    def __init__(self, ear: Ear, folder: Path, config: Config, node: int) -> None:
+        self._ear, self._folder, self._config = ear, folder, config
+        self._log = config.output_dir / f"events.{node}.jsonl"
+        self._log_begins = self._log.stat().st_size if self._log.exists() else 0
+        self._signal, self._deadline = 0, float("inf")
+        self._signalled: set[int] = set()
+        self._asked = self._seen = False
+        self.killed = 0
+
+    def serve(self) -> None:
+        """Until the launcher has asked for the end, or is gone and the job with it."""
+        while True:
+            word = self._ear.next(POLL_S)
+            if isinstance(word, leash.Stop):
+                self._end(signal.SIGINT, word.grace_s)
+            elif isinstance(word, leash.Tell):
+                self._asked = True
+                self._end(signal.SIGINT, self._config.phase_timeout_s)
+            elif self._launcher_is_gone() and self._config.on_launcher_loss == "stop" and not self._signal:
+                self._end(signal.SIGHUP, self._config.phase_timeout_s)
+            if self._signal:
+                self._press()
+            if (self._asked or self._launcher_is_gone()) and self._job_is_over():
+                return
+
+    def _job_is_over(self) -> bool:
+        """A launcher that is only silent, before anything was started, may be slow."""
+        left = carriers(self._folder)
+        self._seen = self._seen or bool(left or self._signalled)
+        return not left and (self._seen or self._asked or self._ear.closed)
+
+    def _launcher_is_gone(self) -> bool:
+        return self._ear.closed or time.monotonic() - self._ear.heard_at > self._config.silent_after_s
+
+    def _end(self, number: int, grace_s: float) -> None:
+        self._signal, self._deadline = number, min(self._deadline, time.monotonic() + grace_s)
+
+    def _press(self) -> None:
+        """The supervisors are asked, once each; who is left at the deadline is killed."""
+        if time.monotonic() > self._deadline:
+            self.killed += kill_all(self._folder)
+        for pid in supervisors(self._folder) - self._signalled:
+            self._signalled.add(pid)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, self._signal)
+
+    def told(self) -> leash.Told:
+        """What the node's event log says of this job's fate; it may hold earlier jobs too."""
+        found = []
+        decoder: msgspec.json.Decoder[leash.Outcome] = msgspec.json.Decoder(leash.Outcome)
+        if self._log.exists():
+            with self._log.open("rb") as file:
+                file.seek(self._log_begins)
+                for line in file:
+                    if _tells(line):
+                        found.append(decoder.decode(line))
+        return leash.Told(found, self.killed)
+
+
+_KINDS = tuple(f'"event":"{kind.__name__}"'.encode() for kind in leash.Outcome.__args__)
+
+
+def _tells(line: bytes) -> bool:
+    """Whole lines only: most are about steps, and are not worth decoding."""
+    return line.endswith(b"\n") and any(kind in line for kind in _KINDS)
+
+
+def install(prepare: leash.Prepare) -> Path:
+    """Configuration and secret where only we can read them; the folder. Raises: ConfigError."""
+    folder = leash.folder(prepare.job)
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        status = folder.lstat()
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+            raise ConfigError(f"{folder} is somebody else's", "a folder of our own", "launch again")
+        for name, content in ((SECRET, prepare.secret), (CONFIG, prepare.config.encode())):
+            draft = folder / f"{name}.{os.getpid()}"
+            with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
+                file.write(content)
+            draft.replace(folder / name)
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be written ({error.strerror})", "room in /dev/shm", "make some") from error
+    return folder
+
+
+def check(prepare: leash.Prepare) -> None:
+    """What would stop the job on this host, found before it starts anywhere. Raises: ConfigError."""
+    ours, theirs = versions(), prepare.versions
+    for package in sorted(ours.keys() | theirs.keys()):
+        here, there = ours.get(package, "none"), theirs.get(package, "none")
+        if here != there:
+            raise ConfigError(
+                f"{package} is {here} here and {there} where it was launched", "the same", "install it alike"
+            )
+    roles.check_versions()
+    if prepare.script and not Path(prepare.script).is_file():
+        raise ConfigError(f"there is no file {prepare.script} in {os.getcwd()}", "the training script", "copy it there")
+
+
+def main() -> int:
+    """Entry point; the exit code."""
+    ear = Ear(sys.stdin.fileno())
+    deadline = time.monotonic() + PREPARE_S
+    prepare = None
+    while not isinstance(prepare, leash.Prepare):
+        if ear.closed or time.monotonic() > deadline:
+            return 1
+        prepare = ear.next(POLL_S)
+    try:
+        check(prepare)
+        folder = install(prepare)
+    except DeadpoolError as error:
+        say(leash.Ready(os.uname().nodename, str(error)))
+        return error.exit_code
+    try:
+        steward = Steward(ear, folder, load(folder / CONFIG), prepare.node)
+        say(leash.Ready(os.uname().nodename))
+        steward.serve()
+        say(steward.told())
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return 0
+
+
+def say(word: leash.Word) -> None:
+    """Nobody may be listening any more."""
+    with contextlib.suppress(BrokenPipeError):
+        os.write(sys.stdout.fileno(), leash.encode(word))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

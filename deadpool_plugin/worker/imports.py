@@ -1,0 +1,47 @@
+"""Something to do with a module as soon as a script imports it, if it ever does. Standard library only."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+Act = Callable[[ModuleType], None]
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Stands in front of the other finders and lets them find; what they found is executed, then acted on."""
+
+    def __init__(self, name: str, act: Act) -> None:
+        self._name, self._act = name, act
+
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> Any:
+        if name != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            self._follow(spec)
+        return spec
+
+    def _follow(self, spec: ModuleSpec) -> None:
+        loader: Any = spec.loader
+        execute = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            self._act(module)
+
+        loader.exec_module = exec_module
+
+
+def when_imported(name: str, act: Act) -> None:
+    """Call `act` with the module `name` right after it is imported; now, if it has been already."""
+    if name in sys.modules:
+        act(sys.modules[name])
+    else:
+        sys.meta_path.insert(0, _Finder(name, act))

@@ -1,0 +1,94 @@
+"""What the demonstration runs, for each framework: the script, its arguments, and what its processes import first.
+
+Rules of this file: standard library only.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from clusters.launched import REPOSITORY
+
+SCRIPTS = REPOSITORY / "scripts"
+CACHE = REPOSITORY / ".cache" / "demo"
+
+
+@dataclass(frozen=True)
+class DemoJob:
+    """Args:
+    preload: modules a node's standby processes import; plain_preload: the undisturbed run's one process.
+    words: the script's own arguments, but for those that all have in common.
+    pipelines: how many ranks one replica of the model has.
+    """
+
+    script: Path
+    preload: tuple[str, ...]
+    plain_preload: tuple[str, ...]
+    libraries: tuple[str, ...]
+    words: Callable[[argparse.Namespace], list[str]]
+    pipelines: Callable[[argparse.Namespace], int]
+
+    def arguments(self, args: argparse.Namespace) -> list[str]:
+        common = {
+            "--train-iters": args.steps,
+            "--dtype": args.dtype,
+            "--num-microbatches": args.microbatches,
+            "--dropout": args.dropout,
+            "--data-path": CACHE / "corpus",
+        }
+        words = [str(word) for pair in common.items() for word in pair]
+        return [*words, *self.words(args), "--log-all-ranks", "--digest"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    on_off = argparse.BooleanOptionalAction
+    parser.add_argument("--framework", choices=JOBS, default="megatron")
+    megatron = parser.add_argument_group("with --framework megatron")
+    megatron.add_argument("--tp", type=int, default=2)
+    megatron.add_argument("--pp", type=int, default=2)
+    megatron.add_argument("--distributed-optimizer", action=on_off, default=True)
+    deepspeed = parser.add_argument_group("with --framework deepspeed")
+    deepspeed.add_argument("--zero", type=int, choices=(0, 1, 2, 3), default=1, help="stage of ZeRO")
+    deepspeed.add_argument("--pipeline", type=int, default=0, help="stages of a pipeline; 0: none")
+    deepspeed.add_argument("--offload", action="store_true", help="masters, moments and the update on the CPU")
+    deepspeed.add_argument("--optimizer", choices=("adamw", "fused", "cpu"), default="adamw")
+
+
+def _megatron(args: argparse.Namespace) -> list[str]:
+    words = ["--tp", args.tp, "--pp", args.pp, "--layers", max(2, args.pp), "--data-cache-path", CACHE / "indices"]
+    sharded = "--distributed-optimizer" if args.distributed_optimizer else "--no-distributed-optimizer"
+    return [*map(str, words), sharded]
+
+
+def _deepspeed(args: argparse.Namespace) -> list[str]:
+    words = ["--zero", args.zero, "--pipeline", args.pipeline, "--optimizer", args.optimizer]
+    words += ["--layers", max(2, args.pipeline), "--samples", 480]
+    return [*map(str, words), *(["--offload"] if args.offload else [])]
+
+
+JOBS = {
+    "megatron": DemoJob(
+        SCRIPTS / "train_gpt.py",
+        ("torch.distributed", "patches.cpu.applied", "megatron.core.models.gpt", "megatron.core.datasets.gpt_dataset"),
+        (
+            "megatron.core.models.gpt.gpt_layer_specs",
+            "megatron.core.datasets.gpt_dataset",
+            "megatron.core.optimizer",
+            "megatron.core.pipeline_parallel",
+        ),
+        ("torch", "megatron-core", "numpy"),
+        _megatron,
+        lambda args: args.tp * args.pp,
+    ),
+    "deepspeed": DemoJob(
+        SCRIPTS / "train_deepspeed.py",
+        ("torch.distributed", "deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer"),
+        ("torch.distributed", "deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer"),
+        ("torch", "deepspeed", "numpy"),
+        _deepspeed,
+        lambda args: max(1, args.pipeline),
+    ),
+}

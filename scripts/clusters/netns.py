@@ -1,0 +1,192 @@
+"""Emulated hosts that have everything a host has but a kernel: address, host name, process table, home, sshd.
+
+A host is a set of namespaces (network, PID, mount, UTS) whose process 1 is its sshd; a bridge in a namespace of its own
+joins them. Nothing has a name outside: when the process that made them ends, however it ends, the kernel takes all of
+it away. The file system is shared but for home, /run and /dev/shm, as on most clusters.
+
+Rules of this file: standard library and the system's tools only; used from the main thread (parent-death signals fire
+when a thread ends).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from clusters.netns_host import Host, boot_script, children, write_home
+
+BRIDGE = "bridge0"
+START_S = 30.0
+NO_TRAFFIC = ["tbf", "rate", "8bit", "burst", "1", "limit", "1"]
+"""A queue no packet is small enough for."""
+
+
+class Network:
+    """Hosts h1, h2, ... on one bridge. A context manager: what it made is gone at its end.
+
+    Args:
+        folder: gets keys, each host's home and sshd's output, and `network.json` for other processes.
+        environment: what every login on a host finds set, HOME and PATH aside.
+    """
+
+    def __init__(self, folder: Path, size: int, environment: Mapping[str, str] | None = None) -> None:
+        self.folder, self._size = folder.resolve(), size
+        self.environment = {"PATH": os.environ["PATH"], **(environment or {})}
+        self.hosts: dict[str, Host] = {}
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> Network:
+        try:
+            self._make()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---- making
+
+    def _make(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for name in ("key", "host_key"):
+            (self.folder / name).unlink(missing_ok=True)
+            words = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.folder / name)]
+            subprocess.run(words, check=True)
+        names = {f"h{number}": f"10.77.0.{number}" for number in range(1, self._size + 1)}
+        lines = ["127.0.0.1 localhost", *(f"{address} {name}" for name, address in names.items())]
+        (self.folder / "hosts").write_text("\n".join(lines) + "\n")
+        self.switch = self._namespace(["--net"], ["sleep", "infinity"], subprocess.DEVNULL)
+        self._on_switch("ip", "link", "add", BRIDGE, "type", "bridge")
+        self._on_switch("ip", "link", "set", BRIDGE, "up")
+        for name, address in names.items():
+            self.hosts[name] = self._boot(name, address)
+        self._save()
+        self._wait_for_ssh()
+
+    def _boot(self, name: str, address: str) -> Host:
+        home = self.folder / name
+        write_home(home, self.folder, self.environment)
+        with (home / "sshd.txt").open("wb") as output:
+            kinds = ["--net", "--uts", "--pid", "--mount", "--mount-proc", "--propagation=private"]
+            pid = self._namespace(kinds, ["sh", "-euc", boot_script(name, home, self.folder)], output)
+        host = Host(name, address, pid)
+        inside = ["nsenter", f"--target={pid}", "--net", "ip"]
+        self._on_switch("ip", "link", "add", host.port, "type", "veth", "peer", "name", "eth0", "netns", str(pid))
+        self._on_switch("ip", "link", "set", host.port, "master", BRIDGE, "up")
+        for words in (["address", "add", f"{address}/24", "dev", "eth0"], ["link", "set", "eth0", "up"]):
+            subprocess.run([*inside, *words], check=True)
+        return host
+
+    def _namespace(self, kinds: Sequence[str], words: Sequence[str], output: Any) -> int:
+        """A process in new namespaces that lives no longer than we do; its pid."""
+        start = ["setpriv", "--pdeathsig=KILL", "unshare", *kinds, "--fork", "--kill-child=KILL", *words]
+        outside = subprocess.Popen(start, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+        self._processes.append(outside)
+        deadline = time.monotonic() + START_S
+        while time.monotonic() < deadline and outside.poll() is None:
+            if found := children(outside.pid):
+                return found[0]
+            time.sleep(0.01)
+        raise RuntimeError(f"`{shlex.join(start)}` did not start; see {self.folder}")
+
+    def _wait_for_ssh(self) -> None:
+        deadline = time.monotonic() + START_S
+        first = next(iter(self.hosts.values()))
+        for name in self.hosts:
+            words = self.command(first.name, ["ssh", name, "true"])
+            while subprocess.run(words, capture_output=True).returncode:
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"no ssh on {name}: see {self.folder / name / 'sshd.txt'}")
+                time.sleep(0.1)
+
+    def _save(self) -> None:
+        hosts = {host.name: [host.address, host.pid] for host in self.hosts.values()}
+        state = {"switch": self.switch, "hosts": hosts, "environment": self.environment}
+        (self.folder / "network.json").write_text(json.dumps(state, indent=1) + "\n")
+
+    @classmethod
+    def attached(cls, folder: Path) -> Network:
+        """A network that another process has made and keeps. Raises: FileNotFoundError."""
+        state = json.loads((folder / "network.json").read_text())
+        network = cls(folder, len(state["hosts"]), state["environment"])
+        network.switch = state["switch"]
+        hosts = [Host(name, address, pid) for name, (address, pid) in state["hosts"].items()]
+        network.hosts = {host.name: host for host in hosts if network._is_up(host)}
+        return network
+
+    def _is_up(self, host: Host) -> bool:
+        """Its process 1 is our sshd, and not whatever process has got its number since."""
+        try:
+            return str(self.folder / host.name).encode() in Path(f"/proc/{host.pid}/cmdline").read_bytes()
+        except OSError:
+            return False
+
+    # ---- using
+
+    def command(self, host: str, words: Sequence[str]) -> list[str]:
+        """What to execute out here so that `words` run on `host`, as after a login there."""
+        return self.hosts[host].inside(words, self._login(self.hosts[host]))
+
+    def _login(self, host: Host) -> dict[str, str]:
+        return {**self.environment, "HOME": str(self.folder / host.name)}
+
+    # ---- breaking
+
+    def kill(self, host: str) -> None:
+        """Power failure: nothing leaves the host any more, then all of its processes are gone."""
+        self.cut(host)
+        os.kill(self.hosts[host].pid, signal.SIGKILL)
+
+    def cut(self, host: str, only: str = "") -> None:
+        """Pull the cable; `only`: "out": what it sends is lost, "in": what is sent to it."""
+        if only == "out":
+            self._queue(host, "out", NO_TRAFFIC)
+        elif only == "in":
+            self._queue(host, "in", NO_TRAFFIC)
+        else:
+            self._on_switch("ip", "link", "set", self.hosts[host].port, "down")
+
+    def degrade(self, host: str, loss_percent: float, delay_ms: float) -> None:
+        """Lose and delay packets in both directions. Raises: RuntimeError if this kernel has no netem."""
+        for direction in ("out", "in"):
+            self._queue(host, direction, ["netem", "loss", f"{loss_percent}%", "delay", f"{delay_ms}ms"])
+
+    def heal(self, host: str) -> None:
+        """As new."""
+        for direction in ("out", "in"):
+            subprocess.run(self._tc(host, direction, "del"), capture_output=True)  # there may be none
+        self._on_switch("ip", "link", "set", self.hosts[host].port, "up")
+
+    def _queue(self, host: str, direction: str, discipline: Sequence[str]) -> None:
+        done = subprocess.run([*self._tc(host, direction, "replace"), *discipline], capture_output=True, text=True)
+        if done.returncode:
+            lack = "this kernel lacks it (sch_netem)" if discipline[0] == "netem" else "tc failed"
+            raise RuntimeError(f"{discipline[0]} on {host}: {lack}: {done.stderr.strip()}")
+
+    def _tc(self, host: str, direction: str, verb: str) -> list[str]:
+        """A host's outgoing queue is at its own end of the link, the incoming one at the bridge's."""
+        pid, device = (self.hosts[host].pid, "eth0") if direction == "out" else (self.switch, self.hosts[host].port)
+        return ["nsenter", f"--target={pid}", "--net", "tc", "qdisc", verb, "dev", device, "root"]
+
+    def _on_switch(self, *words: str) -> None:
+        subprocess.run(["nsenter", f"--target={self.switch}", "--net", *words], check=True)
+
+    # ---- the end
+
+    def close(self) -> None:
+        """Kill all hosts and the bridge; the kernel removes their links with them."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.wait()
+        self._processes.clear()
+        (self.folder / "network.json").unlink(missing_ok=True)

@@ -1,0 +1,97 @@
+"""pretrain.py CHECKOUT/SCRIPT ARGUMENTS: an unedited script of a Megatron-LM checkout where there is no GPU, observed.
+
+Rules of this file: the script is run as it is; what is hooked is hooked from outside, and only looked at: every rank
+prints the exact numbers of each iteration and, after the last, digests of its parameters and optimizer state, in the
+lines that compare_runs.py reads. Works on every tag that `patches.cpu.megatron_lm` works on.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import runpy
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+SCRIPTS = Path(__file__).resolve().parents[1]
+
+
+def prepare(checkout: Path) -> None:
+    """Make `megatron` that of the checkout and let it run on a CPU. Doing it twice is the same as once."""
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    for path in (SCRIPTS.parent, SCRIPTS, checkout):
+        if str(path) not in sys.path:
+            sys.path.insert(0, str(path))
+    warnings.filterwarnings("ignore")
+    from patches import cpu
+
+    cpu.apply()
+    from patches.cpu import megatron_lm
+
+    megatron_lm.apply()
+
+
+def preload(checkout: Path) -> None:
+    """Import all that the ranks of a job would import, before they are forked."""
+    prepare(checkout)
+    import gpt_builders  # noqa: F401
+    import megatron.training.training  # noqa: F401
+    import model_provider  # noqa: F401
+
+
+def observe() -> None:
+    """Print what compare_runs.py compares, and save what can be compared."""
+    from megatron.training import training
+
+    from patches.cpu import saving
+
+    saving.results_by_pipe()
+    saving.same_padding()
+    _after(training, "training_log", _numbers)
+    _after(training, "train", _digests)
+
+
+def _after(owner: Any, name: str, look: Any) -> None:
+    original = getattr(owner, name)
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        look(signature.bind(*args, **kwargs).arguments)
+        return result
+
+    setattr(owner, name, wrapper)
+
+
+def _numbers(given: dict[str, Any]) -> None:
+    from train_gpt import write_line
+
+    losses = {name: float(value) for name, value in sorted(given["loss_dict"].items())}
+    numbers = {"loss": next(iter(losses.values()), None), "grad_norm": given["grad_norm"], "lr": given["learning_rate"]}
+    exact = {name: None if value is None else float(value).hex() for name, value in numbers.items()}
+    write_line("metrics", {"rank": int(os.environ["RANK"]), "step": given["iteration"], **exact})
+
+
+def _digests(given: dict[str, Any]) -> None:
+    from train_gpt import digest, model_tensors, optimizer_tensors, write_line
+
+    parameters = digest(model_tensors(given["model"]))
+    state = digest(optimizer_tensors(given["optimizer"]))
+    write_line("digest", {"rank": int(os.environ["RANK"]), "parameters": parameters, "optimizer": state})
+
+
+def main() -> None:
+    script = Path(sys.argv[1]).resolve()
+    prepare(script.parent)
+    observe()
+    sys.argv = sys.argv[1:]
+    sys.path.insert(0, str(script.parent))
+    runpy.run_path(str(script), run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

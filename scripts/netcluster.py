@@ -1,0 +1,118 @@
+"""Several hosts on one machine, for the real `deepspeed --hostfile` and `deadpool launch` over pdsh and ssh.
+
+`netcluster.py up --hosts 5 -- COMMAND` runs COMMAND on host h1, in the present directory, and takes the hosts away
+when it ends or Ctrl-C is pressed (without COMMAND: until Ctrl-C). Meanwhile, from another terminal:
+
+    netcluster.py run h1 -- COMMAND      on another host, or once more
+    netcluster.py kill h2                power failure
+    netcluster.py cut h2 [--only in|out] pull its cable, or lose one direction
+    netcluster.py degrade h2 --loss 5 --delay-ms 20
+    netcluster.py heal h2
+
+Rules of this file: arguments only; hosts are made and broken in clusters/netns.py. Exit code 69 (EX_UNAVAILABLE) where
+this machine lacks something, which is named; else COMMAND's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from clusters import netns, netns_host
+
+EXIT_UNAVAILABLE = 69
+FOLDER = Path(tempfile.gettempdir()) / f"netcluster-{os.geteuid()}"
+ENVIRONMENT = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+"""Hosts of one machine compute on the CPU also where there is a GPU: all their ranks would share it."""
+
+
+def parse(words: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=FOLDER, help=f"where the hosts' files are (default {FOLDER})")
+    commands = parser.add_subparsers(dest="do", required=True, metavar="COMMAND")
+    up = commands.add_parser("up", help="make hosts; they are gone when this ends")
+    up.add_argument("--hosts", type=int, default=5, metavar="N")
+    up.add_argument("--slots", type=int, default=1, metavar="N", help="slots per host in FOLDER/hostfile")
+    up.add_argument("command", nargs="*", metavar="-- COMMAND", help="what to run on h1")
+    for name, line in {
+        "run": "run a command on a host", "kill": "power failure", "cut": "pull the cable",
+        "degrade": "lose and delay packets", "heal": "undo cut and degrade",
+    }.items():  # fmt: skip
+        commands.add_parser(name, help=line).add_argument("host", metavar="HOST")
+    commands.choices["run"].add_argument("command", nargs="+", metavar="-- COMMAND")
+    commands.choices["cut"].add_argument("--only", choices=["in", "out"], default="", help="lose one direction only")
+    commands.choices["degrade"].add_argument("--loss", type=float, default=0.0, metavar="PERCENT")
+    commands.choices["degrade"].add_argument("--delay-ms", type=float, default=0.0)
+    return parser.parse_args(words)
+
+
+def up(folder: Path, size: int, slots: int, command: list[str]) -> int:
+    """Make the hosts, run `command` on the first, or wait for a signal; the exit code."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with netns.Network(folder, size, ENVIRONMENT) as network:
+        hostfile = network.folder / "hostfile"
+        hostfile.write_text("".join(f"{name} slots={slots}\n" for name in network.hosts))
+        print(f"[netcluster] {', '.join(network.hosts)} are up; hostfile: {hostfile}", flush=True)
+        try:
+            if command:
+                return run(network, next(iter(network.hosts)), command)
+            while True:
+                signal.pause()
+        except KeyboardInterrupt:
+            return 130
+
+
+def run(network: netns.Network, host: str, command: list[str]) -> int:
+    """Its exit code. Ctrl-C reaches it through us: nsenter, between the two of us, would not outlive it."""
+    process = subprocess.Popen(network.command(host, command), start_new_session=True)
+    while True:
+        try:
+            return process.wait()
+        except KeyboardInterrupt:
+            for child in netns_host.children(process.pid):
+                os.kill(child, signal.SIGINT)
+
+
+def main() -> int:
+    args = parse(sys.argv[1:])
+    if lacking := netns_host.missing():
+        print("[netcluster] no hosts can be made on this machine: " + "; ".join(lacking), file=sys.stderr)
+        return EXIT_UNAVAILABLE
+    if args.do == "up":
+        return up(args.folder, args.hosts, args.slots, args.command)
+    try:
+        network = netns.Network.attached(args.folder)
+    except FileNotFoundError:
+        print(f"[netcluster] no hosts are up in {args.folder}: `netcluster.py up` makes them", file=sys.stderr)
+        return 1
+    if args.host not in network.hosts:
+        print(f"[netcluster] no host {args.host} is up; there are: {', '.join(network.hosts)}", file=sys.stderr)
+        return 2
+    try:
+        return act(network, args)
+    except (RuntimeError, ProcessLookupError, subprocess.CalledProcessError) as error:
+        print(f"[netcluster] {error}", file=sys.stderr)
+        return 1
+
+
+def act(network: netns.Network, args: argparse.Namespace) -> int:
+    if args.do == "run":
+        return run(network, args.host, args.command)
+    if args.do == "kill":
+        network.kill(args.host)
+    elif args.do == "cut":
+        network.cut(args.host, args.only)
+    elif args.do == "degrade":
+        network.degrade(args.host, args.loss, args.delay_ms)
+    else:
+        network.heal(args.host)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,88 @@
+"""What of DeepSpeed is refused: by name, before training, with what to do instead."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+deepspeed = pytest.importorskip("deepspeed")
+
+from deepspeed.runtime.engine import DeepSpeedEngine  # noqa: E402
+
+from deadpool_plugin.adapters.deepspeed import adam, kept, refusals  # noqa: E402
+from deadpool_plugin.errors import Unsupported  # noqa: E402
+
+
+@pytest.mark.parametrize("option", refusals.OPTIONS, ids=[option.path for option in refusals.OPTIONS])
+def test_every_option_is_known_to_this_deepspeed_or_refused_with_a_remedy(option):
+    engine = made(option.path, "something else")
+    with pytest.raises(Unsupported) as refusal:
+        refusals.check(engine)
+    assert option.name in str(refusal.value)
+    assert option.remedy in str(refusal.value)
+    for harmless in option.harmless:
+        refusals.check(made(option.path, harmless))
+
+
+def made(path, value):
+    """Something that is called DeepSpeedEngine and has `value` at `path`."""
+    kind = type("DeepSpeedEngine", (SimpleNamespace,), {})
+    *outer, last = path.split(".")
+    inner = SimpleNamespace(**{last: value})
+    for name in reversed(outer):
+        inner = SimpleNamespace(**{name: inner})
+    return kind(**vars(inner))
+
+
+def test_other_engines_are_refused():
+    class HybridEngine:
+        pass
+
+    with pytest.raises(Unsupported, match="HybridEngine"):
+        refusals.check(HybridEngine())
+
+
+def test_the_methods_of_an_engine_that_are_asked_exist():
+    asked = {
+        option.path for option in refusals.OPTIONS if "." not in option.path and hasattr(DeepSpeedEngine, option.path)
+    }
+    assert {"zero_hpz_partition_size", "zero_quantized_gradients", "autotp_size", "is_deepcompile_enabled"} <= asked
+
+
+def test_other_optimizers_and_masters_are_refused_by_name():
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    with pytest.raises(Unsupported, match="SGD"):
+        adam.check(torch.optim.SGD([parameter], lr=0.1), [parameter])
+    with pytest.raises(Unsupported, match="amsgrad"):
+        adam.check(torch.optim.AdamW([parameter], amsgrad=True), [parameter])
+    with pytest.raises(Unsupported, match="bfloat16"):
+        adam.check(torch.optim.AdamW([parameter]), [parameter.to(torch.bfloat16)])
+
+
+def test_state_made_beforehand_is_what_adam_makes_itself():
+    ours, its = (torch.nn.Parameter(torch.linspace(0, 1, 5)) for _ in range(2))
+    optimizers = [torch.optim.AdamW([one], lr=0.1) for one in (ours, its)]
+    adam.complete(optimizers[0], [ours])
+    for _ in range(3):
+        for one, optimizer in zip((ours, its), optimizers, strict=True):
+            one.grad = one.detach() * 2
+            optimizer.step()
+    assert torch.equal(ours, its)
+    left, right = (dict(optimizer.state[one]) for one, optimizer in zip((ours, its), optimizers, strict=True))
+    assert left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def test_an_input_that_requires_grad_is_refused():
+    with pytest.raises(Unsupported, match="requires grad"):
+        kept.Inputs((torch.zeros(2, requires_grad=True),), {})
+
+
+def test_a_small_input_is_kept_as_it_was_and_a_large_one_must_stay_so():
+    small, large = torch.ones(4), torch.ones(kept.COPIED_BYTES_MAX // 4 + 1)
+    inputs = kept.Inputs((small,), {"large": large})
+    small.zero_()
+    args, kwargs = inputs.again()
+    assert torch.equal(args[0], torch.ones(4)) and kwargs["large"] is large
+    large.zero_()
+    with pytest.raises(Unsupported, match="changed in place"):
+        inputs.again()

@@ -1,0 +1,145 @@
+"""DeepSpeed engines in a script's own loop: real training processes, real SIGKILL, bit for bit.
+
+Two ranks train scripts/train_deepspeed.py as it is; ranks are killed inside a phase of a step, the first one rehearsed
+beforehand, later ones only then. Loss, gradient norm, learning rate and validation loss of every rank and step, and
+the digests of parameters and optimizer state at the end, must equal those of the plain script without the plugin.
+"""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "scripts"), str(ROOT)]
+
+from support.plain_job import run as plain  # noqa: E402
+from support.scripted_agent import ScriptedAgent  # noqa: E402
+from support.zygote import in_zygote  # noqa: E402
+
+try:
+    from patches.cpu import deepspeed as deepspeed_on_cpu
+
+    deepspeed_on_cpu.apply()
+    import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401 - preloaded for the forks: 5 CPU seconds
+except ImportError:
+    pytestmark = pytest.mark.skip(reason="deepspeed is not installed")
+
+import compare_runs  # noqa: E402
+from faults import deepspeed_hooks, inject  # noqa: E402
+
+os.environ.setdefault("MASTER_ADDR", "127.0.0.1")  # DeepSpeed wants to see them; nobody connects there
+os.environ.setdefault("MASTER_PORT", "1")
+STEPS = 12
+
+
+def arguments(corpus, words):
+    return [
+        str(ROOT / "scripts" / "train_deepspeed.py"), "--data-path", corpus, "--train-iters", str(STEPS),
+        "--eval-interval", "4", "--samples", "24", "--log-all-ranks", "--digest", *words.split(),
+    ]  # fmt: skip
+
+
+def reference(references, argv, words, ranks):
+    folder = Path(references) / ("deepspeed " + words).replace(" ", "_")
+    if not folder.exists():
+        folder.mkdir()
+        plain(argv, ranks, folder)
+    return folder
+
+
+def run_with_kills(tmp_path, argv, kills, rehearse, ranks=2):
+    """`kills`: (rank, step, phase)."""
+    marker = tmp_path / "kills.jsonl"
+
+    def before_script(rank, incarnation):
+        os.environ.update(DEMO_NODE=str(rank), DEMO_JOB="test")
+        plan = [inject.Kill(index, *kill) for index, kill in enumerate(kills)]
+        inject.kill_node = lambda job, node, before: (before(), os.kill(os.getpid(), signal.SIGKILL))
+        deepspeed_hooks.install(inject.Injector(plan, marker, None, 0))
+
+    outcome = ScriptedAgent(ranks, argv, tmp_path, before_script, rehearse).run(timeout_s=60)
+    assert len(marker.read_text().splitlines()) == len(kills), "a fault did not fire"
+    assert outcome.swaps == len(kills)
+    assert set(outcome.exit_codes.values()) == {0}
+    for rehearsal in tmp_path.glob("rehearsal*"):
+        rehearsal.unlink()  # a rehearsal's own output is nobody's
+
+
+def survives(tmp_path, corpus, references, words, kills, ranks=2):
+    argv = arguments(corpus, words)
+    expected = reference(references, argv, words, ranks)
+    run_with_kills(tmp_path, argv, kills, rehearse=[kills[0][0]], ranks=ranks)
+    result = compare_runs.compare(expected, tmp_path)
+    assert result["bit_exact"], result["difference"]
+
+
+CASES = [
+    ("--zero 0", [(0, 3, "backward"), (1, 6, "optimizer")]),
+    ("--zero 0 --dtype bf16 --decay-groups", [(1, 4, "forward"), (0, 7, "mirror")]),
+    ("--zero 1", [(1, 3, "forward"), (0, 6, "optimizer")]),
+    ("--zero 1 --dtype bf16 --fp32-gradients --decay-groups", [(1, 4, "backward"), (0, 7, "optimizer")]),
+    ("--zero 2 --dtype bf16", [(0, 3, "backward"), (1, 6, "between")]),
+    ("--zero 2 --loss-outside --scheduler script", [(1, 4, "before"), (0, 7, "backward")]),
+    ("--zero 3", [(0, 4, "between"), (1, 7, "backward")]),
+    ("--zero 3 --dtype bf16", [(1, 3, "forward"), (0, 6, "optimizer")]),
+]
+
+
+@pytest.mark.parametrize(("words", "kills"), CASES, ids=[case[0] for case in CASES])
+@in_zygote
+def test_two_losses_in_a_row(tmp_path, corpus, references, words, kills):
+    survives(tmp_path, corpus, references, words, kills)
+
+
+PIPELINES = [
+    ("--zero 0 --num-microbatches 4", [(1, 3, "forward"), (2, 6, "optimizer")]),
+    ("--zero 1 --dtype bf16 --num-microbatches 4", [(3, 3, "backward"), (0, 6, "between")]),
+    ("--zero 1 --scheduler script --decay-groups", [(1, 4, "backward"), (2, 7, "forward")]),
+]
+
+
+@pytest.mark.parametrize(("words", "kills"), PIPELINES, ids=[case[0] for case in PIPELINES])
+@in_zygote
+def test_two_losses_in_a_pipeline(tmp_path, corpus, references, words, kills):
+    """Two stages with a tied embedding, two replicas of each."""
+    survives(tmp_path, corpus, references, f"--pipeline 2 {words}", kills, ranks=4)
+
+
+def saved(folder):
+    """Every file of every checkpoint: what is in it."""
+    files = sorted(path.relative_to(folder) for path in folder.rglob("*.pt"))
+    return {str(path): torch.load(folder / path, weights_only=False) for path in files}
+
+
+def same(left, right):
+    if isinstance(left, torch.Tensor):
+        return torch.equal(left, right)
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
+    if isinstance(left, (list, tuple)):
+        return len(left) == len(right) and all(map(same, left, right))
+    return type(left) is type(right) and (
+        left == right or not hasattr(type(left), "__eq__") or vars(left) == vars(right)
+    )
+
+
+@pytest.mark.parametrize("words", ["--zero 1", "--zero 3 --dtype bf16"])
+@in_zygote
+def test_a_save_that_is_interrupted_is_done_again_as_a_whole(tmp_path, corpus, words):
+    argv = arguments(corpus, f"{words} --save-interval 4 --save")
+    expected, run = tmp_path / "plain", tmp_path / "run"
+    expected.mkdir()
+    run.mkdir()
+    plain([*argv, str(expected / "saved")], 2, expected)
+    run_with_kills(run, [*argv, str(run / "saved")], [(1, 4, "write"), (0, 9, "forward")], rehearse=[1])
+    result = compare_runs.compare(expected, run)
+    assert result["bit_exact"], result["difference"]
+    assert (run / "saved" / "latest").read_text() == "global_step12"
+    want, have = saved(expected / "saved"), saved(run / "saved")
+    assert len(want) >= 3 * 3 and want.keys() == have.keys()
+    for name in want:
+        assert same(want[name], have[name]), name

@@ -1,0 +1,227 @@
+"""`deadpool launch` and plain `deepspeed` over pdsh and ssh, on emulated hosts.
+
+A minute each; they need root, sshd and pdsh. The first runs with all others, the rest by `pytest -m hosts`.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from clusters import netns, netns_host
+from clusters.launched import read_events
+from compare_runs import compare
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.launcher
+more = pytest.mark.hosts
+ENVIRONMENT = {
+    "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+}  # fmt: skip
+SECRET = "the secret of a test, known to the host that launches only"
+
+
+STEPS = 60
+
+
+def training(corpus, steps):
+    script = [str(ROOT / "scripts/train_gpt.py"), "--data-path", corpus, "--train-iters", str(steps), "--tp", "2"]
+    return [*script, "--log-all-ranks", "--digest"]
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory, corpus):
+    """What both ranks print of STEPS steps without launcher, plugin and losses."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    plain = [sys.executable, str(ROOT / "scripts/run_plain.py"), "--ranks", "2", "--logs", str(folder), "--"]
+    subprocess.run([*plain, *training(corpus, STEPS)], env=os.environ | ENVIRONMENT, check=True, timeout=300)
+    return folder
+
+
+class Launched:
+    """A job of two ranks and a spare on hosts h1, h2, h3, launched on `launcher`."""
+
+    def __init__(self, network, folder, corpus, launcher="h1", command=("deadpool",), steps=4000, **settings):
+        self.network, self.output, self.said = network, folder / "output", folder / "said.txt"
+        hostfile, config, secret = folder / "hostfile", folder / "deadpool.yaml", network.folder / launcher / "secret"
+        hostfile.write_text("".join(f"{name} slots=1\n" for name in ("h1", "h2", "h3")))
+        secret.touch(mode=0o600)
+        secret.write_text(SECRET)
+        fields = {"patience_s": 4.0, "memory_headroom_gib": 0.1, "secret_file": str(secret), **settings}
+        fields["output_dir"] = str(self.output)
+        config.write_text("".join(f"{name}: {json.dumps(value)}\n" for name, value in fields.items()))
+        start = [sys.executable, "-m", "deadpool_plugin.cli", "launch"]
+        if command == "deepspeed":
+            start = [sys.executable, "-m", "deepspeed.launcher.runner"]
+        options = ["--hostfile", str(hostfile)] + ["--module", "deadpool_plugin.run"] * (command == "deepspeed")
+        words = [*start, *options, *training(corpus, steps), "--deadpool-config", str(config)]
+        with self.said.open("wb") as out:
+            self.process = subprocess.Popen(
+                network.command(launcher, words), cwd=ROOT, stdin=subprocess.DEVNULL, stdout=out,
+                stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+
+    def events(self, kind):
+        return [event for event in read_events(self.output) if event["event"] == kind]
+
+    def wait_for(self, what, done, timeout_s=150.0):
+        deadline = time.monotonic() + timeout_s
+        while not done():
+            assert time.monotonic() < deadline, f"no {what}\n{self.said.read_text()[-6000:]}"
+            time.sleep(0.05)
+
+    def in_training(self):
+        self.wait_for("ready spare", lambda: self.events("SpareReady") and len(self.events("StepDone")) > 6)
+
+    def end(self, timeout_s=120.0):
+        """Exit code and last line."""
+        self.wait_for("end", lambda: self.process.poll() is not None, timeout_s)
+        return self.process.returncode, self.said.read_text().strip().splitlines()[-1]
+
+    def equals(self, undisturbed):
+        """Every rank's losses, gradient norms and final state, bit for bit."""
+        found = compare(undisturbed, self.output)
+        assert found["bit_exact"] and found["steps"] == STEPS, found
+
+    def signal(self, number):
+        """To the command itself; between it and us there is nsenter."""
+        [command] = netns_host.children(self.process.pid)
+        os.kill(command, number)
+
+    def left(self, host):
+        """Command lines of what runs there, sshd aside."""
+        script = "for p in /proc/[0-9]*; do tr '\\0' ' ' <$p/cmdline; echo; done 2>&-; ls -d /dev/shm/deadpool* 2>&-"
+        words = self.network.command(host, ["bash", "-c", script])
+        lines = subprocess.run(words, capture_output=True, text=True, timeout=30).stdout.splitlines()
+        return [line for line in lines if line.strip() and not line.startswith(("sshd:", "bash -c for p"))]
+
+    def wait_gone(self, *hosts):
+        for host in hosts:
+            self.wait_for(f"end of {self.left(host)} on {host}", lambda host=host: not self.left(host), 30.0)
+
+
+@pytest.fixture
+def network(tmp_path):
+    if lacking := netns_host.missing():
+        pytest.skip("; ".join(lacking))
+    with netns.Network(tmp_path / "net", 4, ENVIRONMENT) as made:
+        yield made
+
+
+@pytest.fixture
+def launch(network, tmp_path, corpus):
+    jobs = []
+
+    def start(*args, **more):
+        jobs.append(Launched(network, tmp_path, corpus, *args, **more))
+        return jobs[-1]
+
+    yield start
+    for job in jobs:
+        if job.process.poll() is None:
+            os.killpg(job.process.pid, signal.SIGKILL)
+            job.process.wait()
+
+
+def test_a_killed_host_is_named_and_the_job_ends_well(launch, network, undisturbed):
+    job = launch(steps=STEPS)
+    job.in_training()
+    network.kill("h2")
+    assert job.end() == (0, "[deadpool] the job finished; exit code 0; lost hosts: h2")
+    assert job.events("SwapDone") and SECRET not in job.said.read_text()
+    job.wait_gone("h1", "h3")
+    job.equals(undisturbed)
+
+
+@more
+def test_hosts_that_are_not_ready_are_named_before_anything_starts(launch, network):
+    network.kill("h3")
+    job = launch()
+    code, said = job.end()
+    assert code == 78 and said.startswith("[deadpool] h3: ssh: connect to host h3") and "leave them out" in said
+    assert not job.events("NodeJoined")
+    job.wait_gone("h1", "h2")
+
+
+@more
+def test_ctrl_c_ends_this_job_everywhere_and_no_other(launch, network):
+    words = network.command("h2", ["bash", "-c", "exec -a 'python -u -m deepspeed.launcher.launch' sleep 600"])
+    with subprocess.Popen(words) as other:
+        job = launch()
+        job.in_training()
+        job.signal(signal.SIGINT)
+        assert job.end() == (130, "[deadpool] interrupted; exit code 130; lost hosts: none")
+        job.wait_gone("h1", "h3")
+        job.wait_for("the end of all but the other job", lambda: len(job.left("h2")) == 1)
+        assert other.poll() is None
+        other.kill()
+
+
+@more
+def test_a_host_that_is_cut_off_ends_itself(launch, network, undisturbed):
+    job = launch(steps=STEPS)
+    job.in_training()
+    network.cut("h2")
+    assert job.end() == (0, "[deadpool] the job finished; exit code 0; lost hosts: h2")
+    job.wait_gone("h1", "h2", "h3")
+    job.equals(undisturbed)
+
+
+@more
+@pytest.mark.parametrize("launcher", ["h1", "h4"])
+def test_the_launchers_host_is_lost_and_the_job_goes_on(launch, network, undisturbed, launcher):
+    """h1 runs rank 0 too; h4 runs nothing else."""
+    job = launch(launcher, steps=STEPS, on_launcher_loss="continue")
+    job.in_training()
+    network.kill(launcher)
+    job.wait_for("finish", lambda: job.events("JobFinished"))
+    assert bool(job.events("SwapDone")) == (launcher == "h1")
+    job.wait_gone(*{"h1", "h2", "h3"} - {launcher})
+    job.equals(undisturbed)
+
+
+@more
+@pytest.mark.parametrize("launcher", ["h1", "h4"])
+def test_the_launchers_host_is_lost_and_the_job_stops(launch, network, launcher):
+    job = launch(launcher, on_launcher_loss="stop")
+    job.in_training()
+    network.kill(launcher)
+    job.wait_for("verdict", lambda: job.events("JobStopped"))
+    assert {stopped["exit_code"] for stopped in job.events("JobStopped")} == {129}
+    job.wait_gone(*{"h1", "h2", "h3"} - {launcher})
+
+
+@more
+def test_plain_deepspeed_loses_a_host(launch, network, undisturbed):
+    """Its exit code says that a host was lost; the job's end does not depend on it."""
+    job = launch(command="deepspeed", steps=STEPS)
+    job.in_training()
+    os.kill(network.hosts["h2"].pid, signal.SIGKILL)
+    code, _ = job.end()
+    assert code != 0 and job.events("JobFinished")
+    job.wait_gone("h1", "h3")
+    job.equals(undisturbed)
+
+
+@more
+def test_ctrl_c_of_plain_deepspeed_leaves_nothing(launch):
+    job = launch(command="deepspeed")
+    job.in_training()
+    job.signal(signal.SIGINT)
+    assert job.end()[0] != 0
+    job.wait_gone("h1", "h2", "h3")
+
+
+@more
+def test_plain_deepspeed_is_missed_when_its_connections_end(launch, network):
+    job = launch("h4", command="deepspeed", on_launcher_loss="stop")
+    job.in_training()
+    os.kill(network.hosts["h4"].pid, signal.SIGKILL)
+    job.wait_for("verdict", lambda: job.events("JobStopped"))
+    assert {stopped["exit_code"] for stopped in job.events("JobStopped")} == {129}
+    job.wait_gone("h1", "h2", "h3")

@@ -1,0 +1,83 @@
+"""Hosts made of namespaces: reachable by name over ssh, cut off in one direction or both, healed, killed, gone."""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from clusters import netns, netns_host
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = [sys.executable, str(ROOT / "scripts" / "netcluster.py")]
+
+
+@pytest.fixture
+def network(tmp_path):
+    if lacking := netns_host.missing():
+        pytest.skip("; ".join(lacking))
+    with netns.Network(tmp_path / "net", 2, {"SAID": "two words"}) as made:
+        yield made
+
+
+def on(network, host, words, **more):
+    command = network.command(host, ["bash", "-c", words])
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, **more)
+
+
+def reachable(network):
+    return on(network, "h1", "ssh -o ConnectTimeout=2 h2 true").returncode == 0
+
+
+def test_hosts_are_apart_and_within_reach(network):
+    said = on(network, "h1", "ssh h2 'hostname; hostname -I; echo $SAID; echo ~'").stdout.split("\n")
+    assert [word.strip() for word in said[:4]] == ["h2", "10.77.0.2", "two words", str(network.folder / "h2")]
+    numbered = on(network, "h1", "PDSH_RCMD_TYPE=ssh pdsh -S -w h1,h2 'echo %n $(hostname)'").stdout
+    assert sorted(numbered.splitlines()) == ["h1: 0 h1", "h2: 1 h2"]
+    processes = on(network, "h2", "ls /proc").stdout.split()
+    assert str(os.getpid()) not in processes and "1" in processes
+
+
+@pytest.mark.parametrize("only", ["", "in", "out"])
+def test_a_link_is_cut_and_healed(network, only):
+    network.cut("h2", only)
+    assert not reachable(network)
+    network.heal("h2")
+    assert reachable(network)
+
+
+def test_a_killed_host_is_gone_and_so_is_everything_at_the_end(network):
+    host = os.pidfd_open(network.hosts["h2"].pid)
+    network.kill("h2")
+    assert not reachable(network)
+    others = [os.pidfd_open(pid) for pid in (network.switch, network.hosts["h1"].pid)]
+    network.close()
+    for gone in (host, *others):
+        assert select.select([gone], [], [], 30)[0]
+
+
+def test_ctrl_c_and_sigkill_take_the_hosts_away(tmp_path):
+    if lacking := netns_host.missing():
+        pytest.skip("; ".join(lacking))
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+        folder = tmp_path / number.name
+        words = [*SCRIPT, "--folder", str(folder), "up", "--hosts", "1"]
+        process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+        assert "h1 are up" in process.stdout.readline()
+        pid = netns.Network.attached(folder).hosts["h1"].pid
+        waiting = os.pidfd_open(pid)
+        process.send_signal(number)
+        process.wait(timeout=30)
+        assert select.select([waiting], [], [], 30)[0], f"the host outlives {number.name}"
+
+
+def test_what_is_missing_is_named(tmp_path):
+    done = subprocess.run(
+        [*SCRIPT, "--folder", str(tmp_path), "up"], env={"PATH": str(tmp_path)}, capture_output=True, text=True,
+        timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 69
+    for name in ("nsenter", "pdsh", "unshare"):
+        assert f"`{name}` is not installed (package {netns_host.TOOLS[name]})" in done.stderr

@@ -1,0 +1,58 @@
+"""The plugin's configuration named in a DeepSpeed configuration file instead of by the flag."""
+
+import json
+
+import pytest
+
+from deadpool_plugin.errors import ConfigError
+from deadpool_plugin.launch.argv import parse
+from deadpool_plugin.launch.deepspeed_config import named_config
+
+
+@pytest.fixture
+def configuration(tmp_path):
+    """Writes a DeepSpeed configuration with this section; its path."""
+
+    def write(section, name="ds.json"):
+        path = tmp_path / name
+        path.write_text(json.dumps({"zero_optimization": {"stage": 1}, **section}))
+        return str(path)
+
+    return write
+
+
+@pytest.mark.parametrize("option", ["--deepspeed_config {}", "--deepspeed_config={}", "--deepspeed {}"])
+def test_the_section_names_the_file(configuration, option):
+    words = option.format(configuration({"deadpool": {"config": "job.yaml"}})).split()
+    line = parse(["train.py", *words])
+    assert line.config == "job.yaml"
+    assert line.command == ["train.py", *words]
+
+
+def test_without_a_section_there_is_none(configuration):
+    assert parse(["train.py", "--deepspeed_config", configuration({})]).config == ""
+    assert parse(["train.py", "--deepspeed_config", "absent.json"]).config == ""
+    assert parse(["train.py", "--deepspeed"]).config == ""
+
+
+def test_flag_and_section_may_say_the_same(configuration):
+    words = ["train.py", "--deepspeed_config", configuration({"deadpool": {"config": "job.yaml"}})]
+    assert parse([*words, "--deadpool-config", "./job.yaml"]).config == "./job.yaml"
+
+
+def test_flag_and_section_may_not_disagree(configuration):
+    words = ["train.py", "--deepspeed_config", configuration({"deadpool": {"config": "job.yaml"}})]
+    with pytest.raises(ConfigError, match="job.yaml"):
+        parse([*words, "--deadpool-config", "other.yaml"])
+
+
+def test_two_configurations_may_not_disagree(configuration):
+    paths = [configuration({"deadpool": {"config": f"{name}.yaml"}}, f"{name}.json") for name in ("one", "two")]
+    with pytest.raises(ConfigError, match="one.yaml"):
+        named_config(["--deepspeed_config", paths[0], "--deepspeed", paths[1]])
+
+
+@pytest.mark.parametrize("section", ["job.yaml", {}, {"config": 3}, {"config": "a.yaml", "spares": 2}])
+def test_a_section_that_is_not_understood_is_said(configuration, section):
+    with pytest.raises(ConfigError, match="deadpool"):
+        named_config(["--deepspeed_config", configuration({"deadpool": section})])

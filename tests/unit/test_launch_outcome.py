@@ -1,0 +1,138 @@
+"""What `deadpool launch` makes of what the nodes tell: exit code, and the hosts a scheduler should look at."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from deadpool_plugin import events
+from deadpool_plugin.cli.main import main
+from deadpool_plugin.launch.outcome import outcome
+
+HOSTS = ["h1", "h2", "h3"]
+FINISHED, CLEAN = events.JobFinished(), events.NodeEnded(exit_code=0)
+FINISHED_LATE = events.JobFinished(time=2.0)
+
+
+def lost(*nodes, at=0.0):
+    return events.SwapPlanned(restore_step=4, lost_nodes=nodes, time=at)
+
+
+def stopped(code, at=1.0):
+    return events.JobStopped(exit_code=code, reason=f"reason {code}", time=at)
+
+
+def failed_late(node, code=3):
+    return events.NodeEnded(exit_code=code, node=node)
+
+
+@pytest.mark.parametrize(
+    ("told", "launcher_code", "line"),
+    [
+        ({0: [FINISHED, CLEAN], 1: [FINISHED], 2: [FINISHED]}, 0, "the job finished; exit code 0; lost hosts: none"),
+        ({0: [lost(1), FINISHED], 2: [FINISHED]}, 255, "the job finished; exit code 0; lost hosts: h2"),
+        ({2: [lost(1), lost(0), FINISHED]}, 255, "the job finished; exit code 0; lost hosts: h1,h2"),
+        ({0: [lost(1), FINISHED], 1: [lost(1)], 2: []}, 9, "the job finished; exit code 0; lost hosts: h2"),
+        ({0: [FINISHED], 1: [events.NodeFenced(node=1)], 2: []}, 87, "the job finished; exit code 0; lost hosts: h2"),
+        ({0: [FINISHED], 1: [FINISHED]}, 255, "the job finished; exit code 0; lost hosts: h3"),
+        ({0: [stopped(86)], 1: [stopped(86)], 2: [stopped(86)]}, 86,
+         "the job stopped: reason 86; exit code 86; lost hosts: none"),
+        ({0: [stopped(86, at=2.0)], 1: [stopped(129, at=1.0)], 2: []}, 255,
+         "the job stopped: reason 129; exit code 129; lost hosts: none"),
+        ({0: [], 1: [], 2: []}, 78, "the job did not finish; exit code 78; lost hosts: none"),
+        ({0: [], 1: [], 2: []}, 0, "the job did not finish; exit code 1; lost hosts: none"),
+        ({}, 255, "the job did not finish; exit code 255; lost hosts: h1,h2,h3"),
+        ({0: [FINISHED], 1: [FINISHED, failed_late(1)], 2: []}, 3,
+         "training finished, but a script failed afterwards; exit code 3; lost hosts: none"),
+        ({0: [lost(1), FINISHED], 1: [failed_late(1)], 2: []}, 3, "the job finished; exit code 0; lost hosts: h2"),
+        ({0: [FINISHED], 1: [failed_late(1, 87)], 2: []}, 87, "the job finished; exit code 0; lost hosts: none"),
+    ],
+)  # fmt: skip
+def test_the_last_line(told, launcher_code, line):
+    found = outcome(told, HOSTS, launcher_code)
+    assert str(found) == line and f"exit code {found.exit_code};" in line
+
+
+def test_a_host_that_joined_and_was_lost_has_the_name_it_gave():
+    told = {0: [lost(3), FINISHED], 1: [events.NodeJoined(node=3, host="late")], 2: []}
+    assert outcome(told, HOSTS, 0).lost == ["late"]
+    assert outcome({0: [lost(3), FINISHED], 1: [], 2: []}, HOSTS, 0).lost == ["node 3"]
+
+
+# ---- from event logs
+
+
+def write(folder, node, *said):
+    log = events.EventLog(folder / f"events.{node}.jsonl")
+    for event in said:
+        log.write(msgspec.structs.replace(event, node=node))
+    log.close()
+
+
+def joined(host, at):
+    return events.NodeJoined(host=host, time=at)
+
+
+def test_the_command_tells_of_the_last_job(tmp_path, capsys):
+    first = [joined("a", 1.0), events.WorldFormed(time=1.1), stopped(86, at=2.0)]
+    second = [joined("a", 5.0), events.WorldFormed(time=5.1), lost(1, at=5.6), events.JobFinished(time=6.0)]
+    write(tmp_path, 0, *first, *second)
+    write(tmp_path, 1, joined("b", 1.0), stopped(86, at=2.0), joined("b", 5.0), events.SpareReady(time=5.5))
+    write(tmp_path, 2, joined("c", 1.0), stopped(86, at=2.0))
+    assert main(["outcome", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == "[deadpool] the job finished; exit code 0; lost hosts: b\n"
+    (tmp_path / "hosts").write_text("# active\nn0 slots=8\nn1 slots=8\n")
+    assert main(["outcome", str(tmp_path), "--hostfile", str(tmp_path / "hosts")]) == 0
+    assert capsys.readouterr().out.endswith("lost hosts: n1\n")
+
+
+def test_a_job_that_nobody_says_the_end_of(tmp_path, capsys):
+    assert main(["outcome", str(tmp_path)]) == 78
+    write(tmp_path, 0, joined("a", 1.0), events.WorldFormed(time=1.1))
+    assert main(["outcome", str(tmp_path), "--otherwise", "9"]) == 9
+    assert "did not finish; exit code 9" in capsys.readouterr().out
+
+
+SRUN = """#!/bin/bash
+echo "$@" > srun.txt
+while [ "$1" != bash ]; do shift; done
+for node in 0 1 2; do SLURM_NODEID=$node "$@" & done
+wait
+exit 137
+"""
+
+
+def test_under_slurm_every_node_has_a_launcher_of_its_own(tmp_path):
+    """configs/slurm.sbatch with stand-ins for Slurm's commands and deepspeed."""
+    programs = {
+        "srun": SRUN, "scontrol": "#!/bin/sh\nprintf 'n1\\nn2\\nn3\\n'\n",
+        "deepspeed": "#!/bin/sh\ncat \"$2\" >> hosts.txt; echo \"$@\" >> deepspeed.txt\n",
+        "python": f"#!/bin/sh\nexec {sys.executable} \"$@\"\n",
+        "deadpool": f"#!/bin/sh\nexec {sys.executable} -m deadpool_plugin.cli \"$@\"\n",
+    }  # fmt: skip
+    for name, text in programs.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "deadpool.yaml").write_text("output_dir: logs\n")
+    (tmp_path / "logs").mkdir()
+    write(tmp_path / "logs", 0, joined("n1", 1.0), events.WorldFormed(time=1.1), lost(1, at=1.5), FINISHED_LATE)
+    write(tmp_path / "logs", 2, joined("n3", 1.0), FINISHED_LATE)
+    root = Path(__file__).resolve().parents[2]
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_GPUS_ON_NODE": "4"}
+    env = {**os.environ, **slurm, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(root)}
+    script = ["bash", str(root / "configs" / "slurm.sbatch"), "train.py", "--name", "two words"]
+    done = subprocess.run(script, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "[deadpool] the job finished; exit code 0; lost hosts: n2\n"), (
+        done.stderr
+    )
+    assert {"--no-kill", "--kill-on-bad-exit=0"} <= set((tmp_path / "srun.txt").read_text().split())
+    lines = sorted(line.split(maxsplit=2)[2] for line in (tmp_path / "deepspeed.txt").read_text().splitlines())
+    said = "--no_ssh --node_rank {} --master_addr n1 --master_port 29500 --module deadpool_plugin.run train.py "
+    assert lines == [said.format(node) + "--name two words --deadpool-config deadpool.yaml" for node in range(3)]
+    assert (tmp_path / "hosts.txt").read_text() == "n1 slots=4\nn2 slots=4\nn3 slots=4\n" * 3
+    assert not list(tmp_path.glob("hosts.7.*"))

@@ -1,0 +1,139 @@
+"""`deadpool launch` as a whole, with stand-ins: `ssh` runs the command here, `deepspeed` is a script of the test."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deadpool_plugin import config, events
+from deadpool_plugin.errors import ConfigError
+from deadpool_plugin.launch import launcher
+from deadpool_plugin.launch.remote import shell_command
+from deadpool_plugin.launch.request import Request
+
+SECRET = "a secret that is long enough"
+SSH = """#!/bin/sh
+echo "$@" >> ssh.txt
+for word; do
+  case "$before$word" in -o*|-p*) ;; *) [ "$host" ] || host=$word;; esac
+  before=; case "$word" in -o|-p) before=$word;; esac
+done
+[ "$host" = slow ] && sleep 4
+[ "$host" = unreachable ] && { echo "ssh: no route to $host" >&2; exit 255; }
+echo "Welcome to $host"
+exec sh -c "$word"
+"""
+DEEPSPEED = """
+import os, sys, signal
+from pathlib import Path
+from deadpool_plugin import events
+from deadpool_plugin.config import load
+given = load(sys.argv[-1])
+Path("seen.txt").write_text(" ".join([*sys.argv, *(f"{k}={v}" for k, v in os.environ.items())]))
+Path("secret.txt").write_text(given.secret_path.read_text())
+os.makedirs("logs", exist_ok=True)
+"""
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch):
+    """A directory with everything; `job(code)` launches on two hosts, `code` being what deepspeed does."""
+    ssh, secret = tmp_path / "bin" / "ssh", tmp_path / "secret"
+    ssh.parent.mkdir()
+    ssh.write_text(SSH)
+    ssh.chmod(0o755)
+    (ssh.parent / "pdsh").symlink_to("/bin/false")
+    secret.touch(mode=0o600)
+    secret.write_text(SECRET)
+    (tmp_path / "s.py").touch()
+    (tmp_path / "d.yaml").write_text(f"secret_file: {secret}\noutput_dir: logs\npatience_s: 3\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{ssh.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", str(Path(launcher.__file__).parents[2]))
+
+    def launch(code="", hosts=("h1", "h2")):
+        (tmp_path / "deepspeed.py").write_text(DEEPSPEED + code)
+        monkeypatch.setattr(launcher, "DEEPSPEED", (sys.executable, str(tmp_path / "deepspeed.py")))
+        request = Request(["--module"], ["s.py", "--lr", "1"], "d.yaml", list(hosts))
+        monkeypatch.setattr(launcher, "understood", lambda words: request)
+        return launcher.launch(["--hostfile", "H", "s.py"])
+
+    return launch
+
+
+def log(node, *said):
+    lines = b"".join(map(events.encode, said))
+    return f"open('logs/events.{node}.jsonl', 'ab').write({lines!r})\n"
+
+
+def test_a_finished_job_is_a_success_whatever_the_launcher_says(job, capfd):
+    swap = events.SwapPlanned(restore_step=1, lost_nodes=(1,))
+    assert job(log(0, swap, events.JobFinished()) + "sys.exit(255)") == 0
+    assert capfd.readouterr().out.splitlines()[-1] == "[deadpool] the job finished; exit code 0; lost hosts: h2"
+
+
+def test_a_verdict_is_the_exit_code(job, capfd):
+    assert job(log(1, events.JobStopped(exit_code=86, reason="too much")) + "sys.exit(255)") == 86
+    assert "the job stopped: too much" in capfd.readouterr().out
+
+
+def test_the_secret_is_in_a_file_only(job, tmp_path):
+    job()
+    assert (tmp_path / "secret.txt").read_text() == SECRET
+    seen = (tmp_path / "seen.txt").read_text()
+    assert SECRET not in seen and SECRET not in (tmp_path / "ssh.txt").read_text()
+    assert "ServerAliveInterval=1 -o ServerAliveCountMax=3" in seen
+    words = seen.split()
+    assert words[1:6] == ["--module", "deadpool_plugin.run", "s.py", "--lr", "1"]
+    assert not Path(words[words.index("--deadpool-config") + 1]).parent.exists()
+
+
+def test_nothing_starts_unless_every_host_is_ready(job, tmp_path):
+    with pytest.raises(ConfigError, match="unreachable: ssh: no route to unreachable; expected all hosts"):
+        job(hosts=["h1", "unreachable"])
+    assert not (tmp_path / "seen.txt").exists()
+
+
+def test_hosts_wait_for_those_that_take_longer_than_patience_s(job, capfd):
+    assert job(log(0, events.JobFinished()), hosts=["h1", "slow"]) == 0
+    assert capfd.readouterr().out.splitlines()[-1] == "[deadpool] the job finished; exit code 0; lost hosts: none"
+
+
+def test_what_deepspeed_would_miss_is_said_at_once(job, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(ConfigError, match="no `ssh` on this host"):
+        job()
+
+
+def test_ctrl_c_ends_a_launcher_that_does_not_end_by_itself(job, capfd, monkeypatch):
+    monkeypatch.setattr(launcher, "LAST_WORD_S", 1.0)
+    monkeypatch.setattr(config.Config, "phase_timeout_s", property(lambda self: 0.5))
+    waits = "import subprocess\nchild = subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
+    waits += "Path('child.txt').write_text(str(child.pid))\n"
+    waits += f"signal.signal(signal.SIGTERM, signal.SIG_IGN); os.kill({os.getpid()}, signal.SIGINT); signal.pause()\n"
+    assert job(waits) == 130
+    assert "[deadpool] interrupted; exit code 130" in capfd.readouterr().out
+    child = Path("child.txt").read_text()
+    assert not os.path.exists(f"/proc/{child}") or "\nState:\tZ" in Path(f"/proc/{child}/status").read_text()
+
+
+def test_one_host_is_deepspeeds_own_business(job, monkeypatch):
+    def execv(program, words):
+        raise SystemExit(" ".join(words[-7:]))
+
+    monkeypatch.setattr(os, "execv", execv)
+    with pytest.raises(SystemExit, match="--module deadpool_plugin.run s.py --lr 1 --deadpool-config d.yaml"):
+        job(hosts=[])
+
+
+def test_words_survive_the_hosts_shell(tmp_path):
+    odd = tmp_path / "a b'c"
+    odd.mkdir()
+    command = shell_command(Request([], ["s.py"], "", ["h1"]), {"PYTHONWARNINGS": "ignore::x y", "HOME": "/"}, str(odd))
+    shown = command.replace(f"exec {sys.executable} -m deadpool_plugin.launch.steward", "pwd; echo $PYTHONWARNINGS")
+    done = subprocess.run(["sh", "-c", shown], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [str(odd), "ignore::x y"]

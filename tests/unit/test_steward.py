@@ -1,0 +1,202 @@
+"""The steward of one host, as a real process: what it puts in place, whom it ends and when, what it tells."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+
+import msgspec
+import pytest
+
+from deadpool_plugin import events
+from deadpool_plugin.agent.meeting import versions
+from deadpool_plugin.launch import leash
+from deadpool_plugin.launch.carriers import carriers
+
+SECRET = b"a secret that is long enough"
+LIMIT_S = 30.0
+SAYS_ITS_SIGNAL = (
+    "import signal, sys\n"
+    "for number in (1, 2): signal.signal(number, lambda n, f: (print(signal.Signals(n).name), sys.exit()))\n"
+    "print('up', flush=True); signal.pause()"
+)
+HEARS_NOTHING = SAYS_ITS_SIGNAL.replace("lambda n, f: (print(signal.Signals(n).name), sys.exit())", "signal.SIG_IGN")
+IS_THE_LAUNCHER = "deepspeed.launcher.launch"
+
+
+class Host:
+    """A steward, and the processes of its job."""
+
+    def __init__(self, directory, patience_s=20.0, **changes):
+        settings = f"output_dir: {directory / 'logs'}\npatience_s: {patience_s}\n"
+        word = leash.Prepare(leash.new_job(), 1, settings, SECRET, "s.py", versions())
+        self.word = msgspec.structs.replace(word, **{**changes, "config": settings + changes.get("config", "")})
+        self.folder, self.log = leash.folder(self.word.job), directory / "logs" / "events.1.jsonl"
+        (directory / "s.py").touch()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "deadpool_plugin.launch.steward"], cwd=directory, env=environment(),
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )  # fmt: skip
+        self.jobs = []
+        self.say(self.word)
+        self.ready = self.hear()
+
+    def say(self, word):
+        self.process.stdin.write(leash.encode(word))
+        self.process.stdin.flush()
+
+    def hear(self):
+        assert select.select([self.process.stdout], [], [], LIMIT_S)[0], "the steward says nothing"
+        self.process.stdout.readline()
+        return leash.decode(self.process.stdout.readline())
+
+    def start(self, code, *words):
+        """A process of the job, known by the configuration it is given."""
+        command = [sys.executable, "-c", code, *words, "-m", "deadpool_plugin.run", f"{self.folder}/config.yaml"]
+        job = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        self.jobs.append(job)
+        assert job.stdout.readline() == "up\n"
+        return job
+
+    def ended(self):
+        assert self.process.wait(LIMIT_S) == 0
+        assert not self.folder.exists()
+
+    def close(self):
+        for process in (*self.jobs, self.process):
+            process.kill()
+            process.wait()
+
+
+def environment():
+    root = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
+    return {**os.environ, "PYTHONPATH": root}
+
+
+@pytest.fixture
+def host(tmp_path):
+    hosts = []
+
+    def make(**changes):
+        hosts.append(Host(tmp_path, **changes))
+        return hosts[-1]
+
+    yield make
+    for one in hosts:
+        one.close()
+
+
+def test_only_the_owner_reads_what_it_puts_in_place_and_nothing_stays(host):
+    one = host()
+    assert one.ready == leash.Ready(os.uname().nodename)
+    assert one.folder.stat().st_mode & 0o777 == 0o700
+    assert {path.name: path.stat().st_mode & 0o777 for path in one.folder.iterdir()} == {
+        "config.yaml": 0o600, "secret": 0o600,
+    }  # fmt: skip
+    assert (one.folder / "secret").read_bytes() == SECRET
+    assert (one.folder / "config.yaml").read_text() == one.word.config
+    one.say(leash.Tell())
+    assert one.hear() == leash.Told([], 0)
+    one.ended()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"script": "other.py"}, "there is no file other.py"),
+        ({"versions": {**versions(), "torch": "1.0"}}, "1.0 where it was launched"),
+    ],
+)
+def test_what_would_stop_the_job_is_said_before_it_starts(host, change, said):
+    one = host(**change)
+    assert said in one.ready.problem
+    assert one.process.wait(LIMIT_S) == 78 and not one.folder.exists()
+
+
+def test_a_folder_of_somebody_else_is_not_used(host, tmp_path):
+    job = leash.new_job()
+    leash.folder(job).symlink_to(tmp_path)
+    try:
+        one = host(job=job)
+        assert "cannot be written" in one.ready.problem or "somebody else" in one.ready.problem
+        assert not (tmp_path / "secret").exists()
+    finally:
+        leash.folder(job).unlink()
+
+
+def test_it_tells_of_this_job_only(host, tmp_path):
+    (tmp_path / "logs").mkdir()
+    log = events.EventLog(tmp_path / "logs" / "events.1.jsonl")
+    log.write(events.JobStopped(exit_code=86, node=1))
+    one = host()
+    fate = [events.SwapPlanned(restore_step=3, lost_nodes=(0,), node=1), events.JobFinished(node=1)]
+    for event in (fate[0], events.StepDone(rank=0, step=4), events.StepCommitted(step=4), fate[1]):
+        log.write(event)
+    os.write(log._fd, b'{"event":"JobStopped","exit')
+    one.say(leash.Tell())
+    assert one.hear() == leash.Told(fate, 0)
+    one.ended()
+
+
+def test_told_to_stop_it_asks_first_and_kills_who_does_not_listen(host):
+    one = host()
+    asked, deaf = one.start(SAYS_ITS_SIGNAL), one.start(HEARS_NOTHING)
+    launcher = one.start(HEARS_NOTHING, IS_THE_LAUNCHER)
+    bystander = subprocess.Popen([sys.executable, "-c", "input()", IS_THE_LAUNCHER], stdin=subprocess.PIPE)
+    assert carriers(one.folder) == {asked.pid, deaf.pid, launcher.pid}
+    one.say(leash.Stop(0.7))
+    assert asked.communicate(timeout=LIMIT_S)[0] == "SIGINT\n"
+    assert deaf.wait(LIMIT_S) == launcher.wait(LIMIT_S) == -signal.SIGKILL
+    one.say(leash.Tell())
+    assert one.hear() == leash.Told([], 2)
+    one.ended()
+    assert bystander.poll() is None
+    bystander.communicate(b"\n")
+
+
+def test_without_a_launcher_the_job_goes_on_and_its_secret_stays_as_long(host):
+    one = host()
+    job = one.start(SAYS_ITS_SIGNAL)
+    one.process.stdin.close()
+    with pytest.raises(subprocess.TimeoutExpired):
+        one.process.wait(1.5)
+    assert job.poll() is None and (one.folder / "secret").exists()
+    job.terminate()
+    job.wait()
+    one.ended()
+
+
+def test_without_a_launcher_the_job_stops_if_it_shall(host):
+    one = host(config="on_launcher_loss: stop\n")
+    job = one.start(SAYS_ITS_SIGNAL)
+    one.process.stdin.close()
+    assert job.communicate(timeout=LIMIT_S)[0] == "SIGHUP\n"
+    one.ended()
+
+
+def test_a_launcher_that_is_slow_before_the_job_starts_is_waited_for(host):
+    one = host(patience_s=0.5)
+    with pytest.raises(subprocess.TimeoutExpired):
+        one.process.wait(2.0)
+    job = one.start(SAYS_ITS_SIGNAL)
+    job.kill()
+    one.process.stdin.close()
+    job.wait()
+    one.ended()
+
+
+def test_a_silent_launcher_is_a_lost_one(host):
+    """Its connection still stands: its host has vanished."""
+    one = host(config="on_launcher_loss: stop\n", patience_s=2.0)
+    job = one.start(SAYS_ITS_SIGNAL)
+    one.say(leash.Alive())
+    assert job.communicate(timeout=LIMIT_S)[0] == "SIGHUP\n"
+    one.ended()
+
+
+def test_words_that_are_not_ours_are_passed_over():
+    assert leash.decode(b"Welcome to h1!\n") is None
+    assert leash.decode(leash.encode(leash.Stop(1.5))) == leash.Stop(1.5)

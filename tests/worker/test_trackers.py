@@ -1,0 +1,140 @@
+"""What a rehearsing process logs to TensorBoard and W&B goes nowhere until it takes over; then nothing comes twice."""
+
+import struct
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from deadpool_plugin.worker import trackers
+from deadpool_plugin.worker.imports import when_imported
+
+
+def test_a_module_is_acted_on_when_it_is_imported_and_not_before(tmp_path, monkeypatch):
+    (tmp_path / "imported_later.py").write_text("VALUE = 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    acted = []
+    when_imported("imported_later", lambda module: acted.append(module.VALUE))
+    assert acted == []
+    import imported_later
+
+    assert acted == [1]
+    when_imported("imported_later", lambda module: acted.append(2))
+    assert acted == [1, 2]
+    del sys.modules["imported_later"]
+    import imported_later  # noqa: F401, F811
+
+    assert acted == [1, 2]
+
+
+# TensorBoard, in miniature: an event is a step and its tags, a file one record per event
+
+
+def event(step, *tags):
+    return SimpleNamespace(step=step, summary=SimpleNamespace(value=[SimpleNamespace(tag=tag) for tag in tags]))
+
+
+def record(data):
+    return struct.pack("<QI", len(data), 0) + data + bytes(4)
+
+
+class Writer:
+    def __init__(self, logdir):
+        self._logdir, self.path = logdir, logdir / f"events.out.tfevents.{len(list(logdir.iterdir()))}"
+        self.path.touch()
+
+    def get_logdir(self):
+        return self._logdir
+
+    def add_event(self, one):
+        with open(self.path, "ab") as file:
+            file.write(record(" ".join([str(one.step), *(value.tag for value in one.summary.value)]).encode()))
+
+    def flush(self):
+        pass
+
+    def close(self):
+        pass
+
+
+@pytest.fixture
+def tensorboard():
+    """A module like tensorboard's, with classes of its own."""
+
+    class Event:
+        @staticmethod
+        def FromString(data):
+            step, *tags = data.decode().split()
+            return event(int(step), *tags)
+
+    module = ModuleType("event_file_writer")
+    module.EventFileWriter = type("EventFileWriter", (Writer,), dict(vars(Writer)))
+    module.event_pb2 = SimpleNamespace(Event=Event)
+    return module
+
+
+def logged(folder):
+    return [data.decode() for path in sorted(folder.iterdir()) for data in trackers.last_records(path)]
+
+
+def test_a_rehearsals_events_are_nobodys_and_a_newcomers_come_once(tmp_path, tensorboard):
+    lost = Writer(tmp_path)  # the rank's own, before it is lost in the middle of a record
+    lost.add_event(event(4, "loss", "lr"))
+    lost.add_event(event(5, "loss"))
+    with open(lost.path, "ab") as file:
+        file.write(record(b"5 lr")[:-3])
+    ours = trackers.TensorBoard()
+    ours.install(tensorboard)
+    rehearsing, closed = tensorboard.EventFileWriter(tmp_path), tensorboard.EventFileWriter(tmp_path)
+    rehearsing.add_event(event(4, "loss", "lr"))
+    rehearsing.flush()
+    closed.close()
+    assert len(list(tmp_path.iterdir())) == 1
+    ours.resume()
+    for one in (event(5, "loss", "lr"), event(5, "loss"), event(6, "loss"), event(6)):
+        rehearsing.add_event(one)
+    assert logged(tmp_path) == ["4 loss lr", "5 loss", "5 lr", "6 loss", "6"]
+    assert len(list(tmp_path.iterdir())) == 2
+    tensorboard.EventFileWriter(tmp_path).add_event(event(7, "loss"))
+    assert logged(tmp_path)[-1] == "7 loss"
+
+
+def test_only_the_last_records_of_a_long_file_are_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(trackers, "RECORDS_MAX", 3)
+    path = tmp_path / "events.out.tfevents.1"
+    path.write_bytes(b"".join(record(b"%d loss" % step) for step in range(9)))
+    assert list(trackers.last_records(path)) == [b"6 loss", b"7 loss", b"8 loss"]
+    path.write_bytes(b"")
+    assert list(trackers.last_records(path)) == []
+
+
+# W&B
+
+
+def test_a_run_is_resumed_by_the_process_that_takes_over(tmp_path):
+    begun = []
+
+    def init(**kwargs):
+        begun.append(kwargs)
+        return SimpleNamespace(log=lambda *_, **__: kwargs["mode"], mode=kwargs.get("mode", "offline"))
+
+    module = SimpleNamespace(init=init)
+    ours = trackers.WandB()
+    ours.install(module)
+    run = module.init(dir=str(tmp_path), project="p")
+    assert begun == [{"dir": str(tmp_path), "project": "p", "mode": "disabled"}] and run.mode == "disabled"
+    folder = tmp_path / "wandb"
+    folder.mkdir()
+    (folder / "latest-run").symlink_to("offline-run-20261121_075012-a1-b2c3")
+    ours.resume()
+    assert begun[1:] == [{"dir": str(tmp_path), "project": "p", "id": "a1-b2c3", "resume": "allow"}]
+    assert run.mode == "offline"
+    module.init(project="another")
+    assert begun[2:] == [{"project": "another"}]
+
+
+def test_without_a_run_to_be_found_a_new_one_begins(tmp_path):
+    assert trackers.latest_run(tmp_path) == ""
+    (tmp_path / "wandb").mkdir()
+    (tmp_path / "wandb" / "latest-run").symlink_to("run-20261121_075012-xyz")
+    assert trackers.latest_run(tmp_path) == "xyz"
