@@ -17,6 +17,7 @@ import yaml
 
 from ..errors import ConfigError
 from ..sim.campaign import FAULTS_MIN, Summary, campaign
+from ..sim.coverage import unseen
 from ..sim.run import Outcome
 from ..sim.run import run as run_one
 from ..sim.schedule import Ranges, Scenario, as_file, fixed_fields, scenario
@@ -37,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--faults", type=Path, metavar="FILE", help="YAML: fields of a scenario that are not drawn (`faults` above all)"
     )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: one a CPU)")
+    parser.add_argument("--pairs", action="store_true", help="list the (state, event) pairs that did not occur")
     parser.add_argument("--show", action="store_true", help="print the transcript of every seed (few seeds, please)")
     parser.add_argument("--save", type=Path, metavar="DIR", help="where shrunk scenarios go (default: here)")
 
@@ -52,6 +54,8 @@ def run(args: argparse.Namespace) -> int:
     began = time.monotonic()
     summary = campaign(seeds, ranges, fixed, min(args.jobs, len(seeds)), _Progress(len(seeds)))
     print("\n".join(described(summary, time.monotonic() - began)))
+    if args.pairs:
+        print("\n".join(f"never met when {state}: {', '.join(gap)}" for state, gap in unseen(summary.pairs).items()))
     for outcome in summary.findings[:SHRUNK_MAX]:
         _explain(outcome, scenario(outcome.seed, ranges, fixed), args)
     return 1 if summary.findings else 0

@@ -37,7 +37,7 @@ RETRY_S = 0.2
 
 
 class Cluster:
-    """`scenario` at work. `raised`: a script has ended with an error."""
+    """`scenario` at work. `raised`: a script has failed, or a person has ended the job."""
 
     def __init__(self, scenario: Scenario, transcript: Transcript | None = None) -> None:
         self.scenario, self.transcript = scenario, transcript

@@ -7,13 +7,37 @@ kind of input or message.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
 from ..core import io
 from ..core.controller import Controller
+from ..core.messages import Message
 from ..core.phases import Phase
 
 ALONE = {Phase.OUTSIDE, Phase.JOINING, Phase.ENDED}
 """In these a node has no part among the others."""
+
+
+PARTS = ("proposing", "leading", "standing by", "member")
+STATES = tuple(
+    state
+    for phase in Phase
+    if phase is not Phase.ENDED  # who has left is fed nothing
+    for state in ([phase.name] if phase in ALONE else [f"{phase.name} {part}" for part in PARTS])
+)
+EVENTS = tuple(sorted(kind.__name__ for kind in (*io.Input.__subclasses__(), *Message.__subclasses__())))
+
+
+def unseen(pairs: Mapping[str, int]) -> dict[str, tuple[str, ...]]:
+    """What each state was not seen to meet; `pairs` are named as `named` names them."""
+    return {
+        state: tuple(event for event in EVENTS if event != "Received" and named(state, event) not in pairs)
+        for state in STATES
+    }
+
+
+def named(state: str, event: str) -> str:
+    return f"{state} | {event}"
 
 
 class Coverage:

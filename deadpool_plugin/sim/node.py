@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ..core import io
 from ..core.controller import Controller
 from ..core.messages import AnyMessage, Goodbye
-from ..core.types import EXIT_FENCED, Generation, NodeId, World
+from ..core.types import EXIT_FENCED, Generation, NodeId, Step, World
 from .mirroring import Mirroring
 from .network import UNANSWERED
 from .processes import Processes
@@ -158,6 +158,9 @@ class Node:
 
     def finished(self, process: Process) -> None:
         self.feed(io.WorkerFinished(process.rank))
+
+    def saved(self, process: Process, step: Step) -> None:
+        self.feed(io.CheckpointSaved(step, f"checkpoints/{step}"))
 
     # -- actions -----------------------------------------------------------------------------------------------
 

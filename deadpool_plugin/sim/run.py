@@ -14,6 +14,7 @@ import msgspec
 from ..core.types import EXIT_FENCED
 from .checkers import Violation
 from .cluster import Cluster
+from .coverage import named
 from .network import QUEUE_MAX
 from .schedule import Scenario
 from .transcript import Transcript
@@ -135,7 +136,7 @@ def _outcome(cluster: Cluster, finding: Finding | None) -> Outcome:
         swaps=len(cluster.plans),
         faults=dict(cluster.strikes.effects),
         verdict=_verdict(exits),
-        pairs={f"{state} | {event}": count for (state, event), count in cluster.coverage.pairs.items()},
+        pairs={named(state, event): count for (state, event), count in cluster.coverage.pairs.items()},
         finding=finding,
     )
 

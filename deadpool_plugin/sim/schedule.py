@@ -33,6 +33,7 @@ KINDS = {
     "flip": "bytes on the way to and from a host are changed",
     "corrupt": "a snapshot in a host's memory is changed",
     "join": "a host joins the job",
+    "stop": "a person ends the job",
 }
 DRIFT_MAX = 0.04
 """Clocks run faster or slower by so much at most: what the protocol assumes."""
@@ -170,7 +171,7 @@ def as_file(found: Scenario) -> dict[str, Any]:
 
 _WEIGHTS = {
     "crash": 3, "kill": 4, "rack": 1, "process": 4, "error": 1, "stuck": 1, "give_up": 1, "pause": 3, "partition": 2,
-    "oneway": 1, "break": 2, "loss": 2, "delay": 3, "duplicate": 2, "flip": 1, "corrupt": 1, "join": 2,
+    "oneway": 1, "break": 2, "loss": 2, "delay": 3, "duplicate": 2, "flip": 1, "corrupt": 1, "join": 2, "stop": 0.2,
 }  # fmt: skip
 
 

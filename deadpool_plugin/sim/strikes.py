@@ -68,6 +68,7 @@ class Strikes:
             "duplicate": self._lossy,
             "flip": self._flip,
             "corrupt": self._corrupt,
+            "stop": lambda fault, node: self._stop(node),
             "join": lambda fault, node: self._cluster.add_host(),
         }
 
@@ -177,6 +178,11 @@ class Strikes:
     def _give_up(self, node: Node) -> bool:
         self.blamed.add(node.number)
         node.feed(io.NodeGivenUp("its launcher ended it"))
+        return True
+
+    def _stop(self, node: Node) -> bool:
+        self._cluster.raised = True
+        node.feed(io.StopRequested("a person ended it", 130))
         return True
 
     def _pause(self, fault: Fault, node: Node) -> bool:

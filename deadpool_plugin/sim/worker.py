@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .node import Node
 
 LOG_DEPTH = 2
+SAVE_EVERY = 5
 
 
 class Process:
@@ -41,6 +42,7 @@ class Process:
         self._cluster = node.cluster
         self._shard = node.cluster.shard_of[rank]
         self._committed: Step = NO_STEP
+        self._saved: Step = 0
         self._aborted: Generation = 0
         self._joined: Generation = 0
         self._join: tuple[Generation, str, Step] | None = None
@@ -105,6 +107,9 @@ class Process:
 
     def commit(self, step: Step) -> None:
         self._committed = max(self._committed, step)
+        if self.rank == 0 and step >= self._saved + SAVE_EVERY:
+            self._saved = step
+            self._tell(self.node.saved, step)
         gate, self._gate = self._gate, Signal()
         gate.set()
 

@@ -141,7 +141,7 @@ def test_shrinking_keeps_what_fails():
 
 
 def test_the_command_says_what_was_run(capsys):
-    assert cli.main(["simulate", "--seeds", "0:4", "--nodes", "5:6", "--jobs", "1"]) == 0
+    assert cli.main(["simulate", "--seeds", "0:4", "--nodes", "5:6", "--jobs", "1", "--pairs"]) == 0
     printed = capsys.readouterr().out
-    for what in ("seeds      4", "faults", "swaps", "verdicts", "covered", "violations 0"):
+    for what in ("seeds      4", "faults", "swaps", "verdicts", "covered", "violations 0", "when WAITING member"):
         assert what in printed
