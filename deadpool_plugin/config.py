@@ -91,6 +91,11 @@ class Config(BaseModel):
     continue: the job goes on; what it prints is still in output_dir. stop: it ends with exit code 129. Hazard: plain
     `deepspeed` is only missed once its ssh connections are seen to be closed; those of a host that vanishes are not."""
 
+    witness: Path | None = None
+    """Directory on storage that all hosts share and that can link files (NFS can): of a job that falls into two halves
+    the one goes on whose plan is there first. None: the half with the first active host does, so that of two hosts the
+    second alone cannot go on. Hazard: while the storage does not answer a half cannot go on."""
+
     preload: list[str] | None = None
     """Modules a spare imports before it rehearses. None: torch, and then whatever its first rehearsal
     turned out to import."""

@@ -68,6 +68,7 @@ class Roster:
         self._largest = node
         self._arriving: NodeId | None = None
         self._arriving_since = 0.0
+        self.job_id = ""
         self.members: Callable[[], World | None] = lambda: None
         self.on_admitted: Callable[[Hello], None] = lambda hello: None
 
@@ -106,6 +107,7 @@ class Roster:
         return JobDescription(
             self._node, job.command, job.directory, job.config, job.environment, *self._master,
             world.generation if world else 0, world.members if world else (), self.hellos,
+            self.job_id,
         )  # fmt: skip
 
     def _admit(self, hello: Hello) -> Answer:
@@ -165,6 +167,7 @@ class Newcomer:
                 }
                 missing = await self._link_to(there)
                 if description.members and not missing:
+                    self._roster.job_id = description.job
                     return self._arrived(description.members)
             await asyncio.sleep(_RETRY_S)
         who = f"node {', '.join(map(str, sorted(missing)))}" if missing else "any member"

@@ -17,7 +17,7 @@ from ..errors import PeerRefused
 from ..mirror.bulk import BulkServer
 from ..mirror.server import OnMirrored
 from ..mirror.store import SnapshotStore
-from ..transport.rendezvous import Hello, meet
+from ..transport.rendezvous import Hello, job_id, meet
 from ..transport.sockets import Address, address_towards
 from ..transport.tcp import ControlMesh
 from . import contacts
@@ -84,7 +84,7 @@ class Lines:
         )  # fmt: skip
         return Hello(
             self._node, os.uname().nodename, control, (self.address, self.bulk.address[1]), self._place.local_size,
-            versions(), config.digest(),
+            versions(), config.digest(), os.urandom(8).hex(),
         )  # fmt: skip
 
     def _refused_in_thread(self, loop: asyncio.AbstractEventLoop, error: PeerRefused) -> None:
@@ -99,6 +99,7 @@ class Lines:
         await self.mesh.connect({one.node: one.control for one in hellos}, timeout_s)
         for one in hellos:
             self.roster.know(one)
+        self.roster.job_id = job_id(hellos)
         self._publish(hello)
         return hellos
 

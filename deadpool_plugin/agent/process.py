@@ -44,6 +44,7 @@ from .spares import Spares
 from .takeover import TakeOvers
 from .unwinding import Unwinding
 from .watch import Watch
+from .witness import Witness
 from .workers import Workers
 from .world import Place, described, form_world, rack_named
 
@@ -78,6 +79,7 @@ class Agent:
             io.AbortWorkers: self._abort,
             io.PauseWorkers: lambda action: self._pausing.pause(),
             io.ResumeWorkers: self._resume,
+            io.Claim: lambda action: self._witness.claim(action),
             io.Reconfigure: self._reconfigure,
             io.Emit: self._emit,
             io.Leave: self._leave,
@@ -166,6 +168,7 @@ class Agent:
             ),
         }
         self._controller = Controller(node, _timing(config), _policy(config))
+        self._witness = Witness(config.witness, lambda: self._lines.roster.job_id, self._reports, self.feed)
         self._server = LocalServer(self._listener, self._workers.on_message, self._lives.closed)
         loop.add_signal_handler(signal.SIGTERM, lambda: loop.call_later(TERM_GRACE_S, self._told_to_end))
         loop.add_signal_handler(signal.SIGINT, lambda: None)  # the supervisors say it
@@ -328,4 +331,4 @@ def _timing(config: Config) -> Timing:
 
 
 def _policy(config: Config) -> Policy:
-    return Policy(config.copies, config.restarts_max, config.on_no_spare == "wait")
+    return Policy(config.copies, config.restarts_max, config.on_no_spare == "wait", config.witness is not None)

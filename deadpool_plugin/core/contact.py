@@ -22,8 +22,8 @@ from .types import NEVER, NodeId, World
 class Contact:
     """The coordinator's side in one generation."""
 
-    def __init__(self, world: World) -> None:
-        self._world = world
+    def __init__(self, world: World, witness: bool) -> None:
+        self._world, self._witness = world, witness
         self._reports: dict[NodeId, float] = {}
         self._echoes: dict[NodeId, float] = {}
         self._beats: deque[tuple[float, dict[NodeId, float]]] = deque()
@@ -36,7 +36,7 @@ class Contact:
 
     def beat(self, now: float, forget_after_s: float) -> None:
         """A Status goes to everybody now: once a majority has echoed it, the reports we have had by now are certain."""
-        echoed = value_of_quorum(self._world, self._echoes, NEVER)
+        echoed = value_of_quorum(self._world, self._echoes, NEVER, self._witness)
         while self._beats and self._beats[0][0] <= echoed:
             self._certain = self._beats.popleft()[1]
         while self._beats and now - self._beats[0][0] > forget_after_s:

@@ -30,6 +30,7 @@ from .io import (
     AbortWorkers,
     Action,
     CheckpointSaved,
+    Claimed,
     HoldingsDropped,
     Input,
     Joining,
@@ -142,10 +143,11 @@ class Controller:
     def _pause_without_contact(self) -> None:
         """Others may replace this node soon: what it runs must stand still by then, and may go on if they have not."""
         ctx = self._ctx
-        if ctx.ended or ctx.swapping:
+        if ctx.ended or ctx.swapping or not ctx.has_trained:
             return
         silence_s = ctx.now - ctx.contact_at
-        runs = ctx.has_trained and ctx.world.ranks_of(ctx.node) and not is_quorum(ctx.world, (ctx.node,))
+        alone = is_quorum(ctx.world, (ctx.node,), ctx.policy.witness)
+        runs = ctx.world.ranks_of(ctx.node) and not alone
         if runs and not ctx.in_contact and not ctx.paused:
             ctx.paused, self._paused_at = True, ctx.now
             ctx.emit("ContactLost", reason=f"no contact with a majority for {silence_s:.1f} s{self._own_pause()}")
@@ -392,6 +394,7 @@ _INPUTS: Mapping[type[Input], Callable[[Controller, Any], None]] = {
     SpareRehearsed: lambda self, event: self._note(self._rehearsing.done(event)),
     SpareFailed: lambda self, event: self._note(self._rehearsing.failed(event)),
     StopRequested: lambda self, event: self._ctx.stop(event.reason, event.exit_code),
+    Claimed: lambda self, event: self._swaps.proposer.claimed(event.plan),
 }
 
 _MESSAGES: Mapping[type[Any], Callable[[Controller, NodeId, Any], None]] = {

@@ -30,7 +30,7 @@ class Coordination:
         self._protected = False
         self._said: Status | None = None
         self._said_at = self._beat_at = context.now
-        self._contact = Contact(context.world)
+        self._contact = Contact(context.world, context.policy.witness)
         self._began_at = context.now
         self._floor: Step = max(context.plan.restore_step, 0) if context.plan else 0
 

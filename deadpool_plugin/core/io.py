@@ -150,6 +150,12 @@ class StopRequested(Input, frozen=True):
     exit_code: int
 
 
+class Claimed(Input, frozen=True):
+    """The witness's answer to a Claim: the plan it has for that generation, ours or one that was claimed before."""
+
+    plan: SwapPlan
+
+
 class Action(msgspec.Struct, frozen=True):
     """Something the agent shall do now."""
 
@@ -198,6 +204,13 @@ class Reconfigure(Action, frozen=True):
 
     A rank of this node that has no living process gets one, whether the plan names it or not. With `restore_step`
     NO_STEP every process of a rank is ended and a new one begins the script."""
+
+    plan: SwapPlan
+
+
+class Claim(Action, frozen=True):
+    """Half of the members cannot decide alone: have the witness keep `plan` for its generation unless it has one, for
+    ever and for everybody, and feed Claimed with what it has then."""
 
     plan: SwapPlan
 

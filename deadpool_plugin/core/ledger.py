@@ -13,7 +13,7 @@ from itertools import chain
 
 import msgspec
 
-from .placement import copies_needed
+from .placement import buddies_of, copies_needed
 from .types import NO_STEP, Holding, NodeId, Rank, Source, Step, World
 
 
@@ -69,26 +69,29 @@ class Ledger:
         """Whether every rank's snapshot of `step` is staged at home, and header and payload are on `copies` nodes more.
 
         So any `copies` nodes may be lost at once. A world of fewer nodes asks for all of them: one of a single node for
-        nothing but staged (and it is never protected).
+        nothing but staged (and it is never protected). Only those nodes count that are to keep it: what another one
+        holds of an earlier world it lets go of once this is committed.
         """
-        needed, ranks = copies_needed(world, copies), len(world.node_of)
+        ranks = len(world.node_of)
         suspect = self._blocking.get(step, 0)
         for rank in chain(range(suspect, ranks), range(suspect)):
-            if not self._is_safe(rank, step, world.node_of[rank], world.positions, needed):
+            if not self._is_safe(world, rank, step, copies):
                 self._blocking[step] = rank
                 return False
         self._blocking = {later: rank for later, rank in self._blocking.items() if later > step}
         return True
 
-    def _is_safe(self, rank: Rank, step: Step, home: NodeId, members: Collection[NodeId], needed: int) -> bool:
-        copies = self._copies.get((rank, step), {})
-        own = copies.get(home)
+    def _is_safe(self, world: World, rank: Rank, step: Step, copies: int) -> bool:
+        home, held = world.node_of[rank], self._copies.get((rank, step), {})
+        own = held.get(home)
         if own is None or not own.payload:
             return False
-        headers = sum(node != home and node in members for node in copies)
-        if headers < needed:
+        buddies = buddies_of(world, home, copies)
+        if not all(node in held for node in buddies):
             return False
-        return len(self._payload_nodes({rank, *own.replicas}, step, members) - {home}) >= needed
+        keepers = {*buddies, *(world.node_of[same] for same in own.replicas)}
+        payloads = self._payload_nodes({rank, *own.replicas}, step, keepers) - {home}
+        return len(payloads) >= copies_needed(world, copies)
 
     def restore_point(
         self, world: World, survivors: Collection[NodeId], losses_max: int = 0, committed: Step = NO_STEP

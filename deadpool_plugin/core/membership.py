@@ -14,24 +14,37 @@ from .messages import Prepare, Promise
 from .types import Ballot, NodeId, SwapPlan, World
 
 
-def is_quorum(world: World, nodes: Collection[NodeId]) -> bool:
+def is_quorum(world: World, nodes: Collection[NodeId], witness: bool = False) -> bool:
     """Whether `nodes` may decide for `world`: more than half of its members, or half with the first active node in it.
 
-    The tie-breaker makes an even world no worse than the odd one below it; two halves never both have it.
+    The tie-breaker makes an even world no worse than the odd one below it; two halves never both have it. Where there
+    is a `witness` no half decides without it (`is_half`).
     """
     members = world.members
     if 2 * len(nodes) < len(members):
         return False
     present = sum(node in nodes for node in members)
-    return 2 * present > len(members) or (2 * present == len(members) and world.active[0] in nodes)
+    tie = 2 * present == len(members)
+    return 2 * present > len(members) or (tie and not witness and world.active[0] in nodes)
 
 
-def value_of_quorum(world: World, values: Mapping[NodeId, float], least: float) -> float:
+def is_half(world: World, nodes: Collection[NodeId]) -> bool:
+    """Whether `nodes` are enough to decide what a witness keeps.
+
+    Such a plan is kept before anybody is asked to accept it, so whatever any half accepts in one generation is one
+    plan; and a half shares a member with every majority.
+    """
+    return 2 * sum(node in nodes for node in world.members) >= len(world.members)
+
+
+def value_of_quorum(world: World, values: Mapping[NodeId, float], least: float, witness: bool) -> float:
     """The largest value such that members with at least that are a quorum; who has none counts as `least`."""
     found = sorted((values.get(node, least) for node in world.members), reverse=True)
     half, odd = divmod(len(found), 2)
     of_a_majority = found[half]
-    return of_a_majority if odd else max(of_a_majority, min(found[half - 1], values.get(world.active[0], least)))
+    if odd or witness:
+        return of_a_majority
+    return max(of_a_majority, min(found[half - 1], values.get(world.active[0], least)))
 
 
 @dataclass
@@ -67,6 +80,9 @@ class Proposal:
     promises: dict[NodeId, Promise] = field(default_factory=dict)
     plan: SwapPlan | None = None
     accepted: set[NodeId] = field(default_factory=set)
+    claim: SwapPlan | None = None
+    """What the witness has been asked to keep."""
+    claimed: bool = False
     waits_with: tuple[NodeId, ...] | None = None
     """Set while it waits for hosts: the candidates that are too few."""
 

@@ -18,3 +18,5 @@ class Policy:
     """How often the process of one rank is replaced on its own node; one more loss and the node counts as lost."""
     wait_for_hosts: bool = False
     """Without a spare: wait, holding everything, until a host joins (instead of ending the job)."""
+    witness: bool = False
+    """Of a tie the half decides whose plan the witness has, instead of the one with the first active node."""

@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from .context import Context
+from .io import Claim
 from .ledger import Ledger
-from .membership import Acceptor, Proposal, is_quorum
+from .membership import Acceptor, Proposal, is_half, is_quorum
 from .messages import Accepted, Decided, Promise, Propose, Refused
 from .placement import takers_of
 from .planning import NoSpare, Situation, plan_swap
@@ -79,11 +80,38 @@ class Proposer:
             ctx.newest_committed = max(ctx.newest_committed, plan.newest_committed)
             ctx.stop("; ".join(filter(None, (described(proposal.lost), plan.reason))), lost_ranks=plan.lost_ranks)
         elif plan.store or plan.restore_step == NO_STEP:
-            proposal.plan, proposal.waits_with = plan, None
-            proposal.deadline = ctx.now + ctx.timing.phase_timeout_s
-            ctx.broadcast(Propose(proposal.ballot, plan))
+            self._put_forward(proposal, plan)
         elif proposal.waits_with is not None:
             proposal.waits_with, proposal.deadline = None, ctx.now + ctx.timing.phase_timeout_s
+
+    def _put_forward(self, proposal: Proposal, plan: SwapPlan) -> None:
+        """To the voters; through the witness first if they are no majority."""
+        ctx = self._ctx
+        if proposal.claim is not None:
+            return  # it is being asked
+        proposal.waits_with, proposal.deadline = None, ctx.now + ctx.timing.phase_timeout_s
+        if ctx.policy.witness and not is_quorum(ctx.world, proposal.promises, witness=True):
+            proposal.claim = plan
+            ctx.act(Claim(plan))
+        else:
+            self._ask_to_accept(proposal, plan)
+
+    def claimed(self, plan: SwapPlan) -> None:
+        """The witness's plan is the only one a half may propose: that of an earlier attempt, or of the other half."""
+        ctx, proposal = self._ctx, self.proposal
+        if proposal is None or proposal.claim is None or proposal.plan is not None:
+            return
+        if plan.world.generation != proposal.ballot.generation:
+            return
+        if plan != proposal.claim and proposal.inherited() is not None:
+            ctx.give_up("the witness keeps another plan than the one that was accepted here", ctx.lost_ranks())
+            return
+        proposal.claimed = True
+        self._ask_to_accept(proposal, plan)
+
+    def _ask_to_accept(self, proposal: Proposal, plan: SwapPlan) -> None:
+        proposal.plan, proposal.deadline = plan, self._ctx.now + self._ctx.timing.phase_timeout_s
+        self._ctx.broadcast(Propose(proposal.ballot, plan))
 
     def _is_the_scripts_fault(self, failed: Mapping[int, Failure]) -> bool:
         """An error that no rank was spared is the user's: the job ends as it would have without us."""
@@ -129,7 +157,8 @@ class Proposer:
         if proposal is None or proposal.plan is None or proposal.ballot != message.ballot:
             return
         proposal.accepted.add(sender)
-        if not is_quorum(ctx.world, proposal.accepted):
+        enough = is_quorum(ctx.world, proposal.accepted, ctx.policy.witness)
+        if not enough and not (proposal.claimed and is_half(ctx.world, proposal.accepted)):
             return
         plan, self.proposal = proposal.plan, None
         self._announce(plan)
@@ -177,6 +206,9 @@ class Proposer:
                 ctx.watch.accuse(node, f"no answer to {phase} within {ctx.timing.phase_timeout_s:g} s", silent=True)
         if missing or proposal.plan is not None:
             self.proposal = None
+        elif proposal.claim is not None:
+            limit = f"{ctx.timing.phase_timeout_s:g} s"
+            ctx.give_up(f"the witness has not answered within {limit}, and half cannot decide alone", ctx.lost_ranks())
         else:
             reason = "no surviving node offers a store to build groups over"
             ctx.stop("; ".join(filter(None, (described(proposal.lost), reason))), lost_ranks=ctx.lost_ranks())

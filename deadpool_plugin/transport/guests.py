@@ -50,7 +50,7 @@ class JobDescription(Guest, frozen=True):
 
     `command` is what supervisor 0 of the answering node was given, the launcher's own words included. `environment` is
     what the deepspeed launcher exports to all hosts. `hellos`: every node known to be there, hosts about to
-    join included; `members`: those of `generation`.
+    join included; `members`: those of `generation`. `job`: its id.
     """
 
     node: NodeId
@@ -63,6 +63,7 @@ class JobDescription(Guest, frozen=True):
     generation: Generation
     members: tuple[NodeId, ...]
     hellos: list[Hello]
+    job: str = ""
 
 
 class Reserved(Guest, frozen=True):

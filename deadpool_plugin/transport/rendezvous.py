@@ -9,8 +9,10 @@ together (versions, configuration) is for the caller to judge.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import socket
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -37,6 +39,13 @@ class Hello(msgspec.Struct, frozen=True, array_like=True):
     local_size: int
     versions: dict[str, str]
     config_digest: str
+    nonce: str = ""
+    """Drawn anew by every process, so that no two jobs have the same hellos."""
+
+
+def job_id(hellos: Sequence[Hello]) -> str:
+    """What tells this job from every other, also from one with the same command on the same hosts."""
+    return hashlib.sha256(msgspec.msgpack.encode([(one.node, one.nonce) for one in hellos])).hexdigest()[:16]
 
 
 class _Table(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -147,7 +147,7 @@ def test_the_simulator_knows_no_other_time_or_chance_than_its_own(module):
 def test_core_is_pure(module):
     outside = {name.partition(".")[0] for name in imports_of(module) if not is_ours(name)}
     assert not outside & IMPURE
-    plain = {"__future__", "collections", "dataclasses", "enum", "functools", "itertools", "typing"}
+    plain = {"__future__", "collections", "dataclasses", "enum", "functools", "itertools", "types", "typing"}
     assert outside <= {*plain, "msgspec"}
 
 

@@ -91,6 +91,7 @@ class Cluster:
         """The newest step that was committed in each generation."""
         self.bulk: deque[tuple[NodeId, NodeId, int, Rank, Step, tuple[int, ...], bool]] = deque()
         self.plans: dict[int, SwapPlan] = {}
+        self.witness: dict[int, SwapPlan] = {}
         self.stores = 0
         self.turn = 0
         self.duplicates = False
@@ -286,6 +287,9 @@ class Cluster:
             node.paused = not node.paused
         elif isinstance(action, io.Reconfigure):
             self.reconfigure(node, action.plan)
+        elif isinstance(action, io.Claim):
+            kept = self.witness.setdefault(action.plan.world.generation, action.plan)
+            node.inputs.append(io.Claimed(kept))
         elif isinstance(action, io.Emit):
             node.events.append(action)
             if action.kind == "StepCommitted":

@@ -204,17 +204,18 @@ def test_one_node_that_does_not_hear_a_healthy_coordinator_goes_itself():
 @given(world=worlds(), data=st.data())
 def test_value_of_quorum(world, data):
     values = {node: float(data.draw(st.integers(0, 4))) for node in world.members if data.draw(st.booleans())}
-    found = value_of_quorum(world, values, NEVER)
+    witness = data.draw(st.booleans())
+    found = value_of_quorum(world, values, NEVER, witness)
     reached = [
         value
         for value in {NEVER, *values.values()}
-        if is_quorum(world, {node for node in world.members if values.get(node, NEVER) >= value})
+        if is_quorum(world, {node for node in world.members if values.get(node, NEVER) >= value}, witness)
     ]
     assert found == max(reached)
 
 
 def test_a_report_is_certain_once_a_majority_has_heard_of_its_receiver_after_it():
-    contact = Contact(World(0, (0, 1, 2), ()))
+    contact = Contact(World(0, (0, 1, 2), ()), witness=False)
     contact.hear(1, 50.0, NEVER)
     contact.beat(10.0, 5.0)
     assert contact.certain(1) == NEVER

@@ -27,10 +27,12 @@ def oracle_committed(world, held, step, copies=1):
         if own is None or not own.payload:
             return False
         others = [node for node in world.members if node != home]
-        header = [node for node in others if holding_of(held, node, rank, step)]
+        buddies = buddies_of(world, home, copies)
+        header = [node for node in buddies if holding_of(held, node, rank, step)]
         payload = {
             node
             for node in others
+            if node in buddies or node in {world.node_of[replica] for replica in own.replicas}
             for replica in {rank, *own.replicas}
             if (h := holding_of(held, node, replica, step)) is not None and h.payload
         }
@@ -140,6 +142,18 @@ def test_a_step_that_nobody_mirrors_yet_is_not_gone_back_to():
     assert Ledger(held).restore_point(world, [0, 1], 1, 4).step == 4, "rank 2's newest was nowhere else"
     held[0].append(Holding(2, 5, True, (2,)))
     assert Ledger(held).restore_point(world, [0, 1], 1, 4).step == 5, "one copy each is all there is of either"
+
+
+def test_a_copy_that_nobody_keeps_commits_nothing():
+    """Node 2 held it in the world before; its buddy in this one is node 1."""
+    world = World(1, (0, 1, 2))
+    held = {node: [Holding(node, 4, True, (node,))] for node in world.members}
+    for node in world.members:
+        held[(node + 2) % 3].append(Holding(node, 4, True, (node,)))
+    assert not Ledger(held).is_committed(world, 4)
+    for node in world.members:
+        held[(node + 1) % 3].append(Holding(node, 4, True, (node,)))
+    assert Ledger(held).is_committed(world, 4)
 
 
 @pytest.mark.parametrize(("copies", "nodes"), [(1, 4), (2, 4), (3, 5)])

@@ -1,0 +1,70 @@
+"""The witness of ties: one file per generation on storage that all hosts share, written by whoever is first.
+
+Rules of this file: a file is there whole or not at all, and never changes; the event loop does not wait for storage.
+Source: link(2) is atomic, over NFS too; whether a link whose answer was lost was made is seen by reading.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from ..core import io
+from ..core.types import SwapPlan
+from .reports import Reports
+
+_RETRY_S = 1.0
+
+
+def keep(directory: Path, job: str, plan: SwapPlan) -> SwapPlan:
+    """The plan that `directory` has for this job and generation from now on: `plan`, unless there was one.
+
+    Raises: OSError. Blocks: for the storage.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"{job}.{plan.world.generation}"
+    descriptor, draft = tempfile.mkstemp(dir=directory, prefix=".draft-")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(msgspec.msgpack.encode(plan))
+            file.flush()
+            os.fsync(file.fileno())
+        with contextlib.suppress(FileExistsError):
+            os.link(draft, path)
+    finally:
+        os.unlink(draft)
+    return msgspec.msgpack.decode(path.read_bytes(), type=SwapPlan)
+
+
+class Witness:
+    """Thread: the event loop's only. `directory`: None if the job has none, and then nothing is ever claimed."""
+
+    def __init__(
+        self, directory: Path | None, job: Callable[[], str], reports: Reports, feed: Callable[[io.Input], None]
+    ) -> None:
+        self._directory, self._job, self._reports, self._feed = directory, job, reports, feed
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def claim(self, action: io.Claim) -> None:
+        task = asyncio.get_running_loop().create_task(self._claim(action.plan))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _claim(self, plan: SwapPlan) -> None:
+        """Until the storage answers; how long that is worth waiting for is the controller's."""
+        assert self._directory is not None
+        while True:
+            try:
+                kept = await asyncio.to_thread(keep, self._directory, self._job(), plan)
+            except (OSError, msgspec.MsgspecError) as error:
+                self._reports.emit("Note", text=f"the witness in {self._directory} does not answer: {error}")
+                await asyncio.sleep(_RETRY_S)
+                continue
+            self._feed(io.Claimed(kept))
+            return

@@ -1,0 +1,21 @@
+"""Two hosts, one of them a spare: with a witness the spare goes on alone when the other one is lost."""
+
+from __future__ import annotations
+
+from stub_cluster import StubCluster
+from test_agent_swap import RUN, finishes, ready
+
+from deadpool_plugin import events
+
+
+def test_the_second_half_goes_on_too(tmp_path):
+    more = f"memory_headroom_gib: 0\nwitness: {tmp_path / 'witness'}\n"
+    cluster = StubCluster(tmp_path, 2, 1, *RUN, more=more)
+    try:
+        ready(cluster)
+        cluster.kill_node(0)
+        finishes(cluster, lost=[0])
+        (planned,) = cluster.events(events.SwapPlanned)
+        assert planned.takers == {"0": 1} and len(list((tmp_path / "witness").iterdir())) == 1
+    finally:
+        cluster.close()

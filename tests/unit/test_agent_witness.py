@@ -1,0 +1,44 @@
+"""The witness: who is first keeps his plan, for ever; nobody sees a half one; another job's plans are another's."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from deadpool_plugin.agent.witness import keep
+from deadpool_plugin.core.types import SwapPlan, World
+from deadpool_plugin.transport.rendezvous import Hello, job_id
+
+
+def plan(node: int, generation: int = 1) -> SwapPlan:
+    return SwapPlan(World(generation, (node,) * 2000, (7,)), 4, (1,), (), f"store of {node}")
+
+
+def test_the_first_plan_of_a_generation_stays(tmp_path):
+    directory = tmp_path / "not" / "there yet"
+    assert keep(directory, "job", plan(0)) == plan(0)
+    assert keep(directory, "job", plan(1)) == plan(0)
+    assert keep(directory, "job", plan(1, generation=2)) == plan(1, generation=2)
+    assert keep(directory, "another job", plan(1)) == plan(1)
+    assert sorted(path.name for path in directory.iterdir()) == ["another job.1", "job.1", "job.2"]
+
+
+def test_many_at_once_see_one(tmp_path):
+    with ThreadPoolExecutor(8) as threads:
+        for round in range(10):
+            kept = list(threads.map(lambda node, job=str(round): keep(tmp_path, job, plan(node)), range(8)))
+            assert len({one.store for one in kept}) == 1
+
+
+def test_a_storage_that_is_not_there_raises(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError):
+        keep(tmp_path / "file" / "directory", "job", plan(0))
+
+
+def test_every_start_is_a_job_of_its_own():
+    def hello(nonce):
+        return Hello(0, "h", ("h", 1), ("h", 2), 1, {}, "x", nonce)
+
+    assert job_id([hello("a"), hello("b")]) != job_id([hello("a"), hello("c")])
