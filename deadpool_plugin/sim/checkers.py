@@ -29,11 +29,11 @@ class Violation(Exception):
         super().__init__(f"{invariant}: {sentence}")
 
 
-def is_majority(world: World, nodes: Collection[NodeId]) -> bool:
-    """More than half of the members, or just half with the first active node among them."""
+def is_majority(world: World, nodes: Collection[NodeId], witness: bool) -> bool:
+    """More than half of the members, or just half with the first active node among them (or with the witness)."""
     there = len(set(world.members) & set(nodes))
     half = len(world.members) / 2
-    return there > half or (there == half and world.node_of[0] in nodes)
+    return there > half or (there == half and (witness or world.node_of[0] in nodes))
 
 
 class Checkers:
@@ -91,7 +91,7 @@ class Checkers:
             raise Violation("NO_STALE_WRITE", f"node {node.number} enters generation {generation} without a fence")
         before = self._world_before(generation)
         accepted = self._accepted.get(generation, set())
-        if not is_majority(before, accepted):
+        if not is_majority(before, accepted, self._cluster.witnessed.get(generation) == plan):
             raise Violation(
                 "ONE_WORLD_PER_GENERATION",
                 f"node {node.number} acts on generation {generation}, which only nodes {sorted(accepted)} "

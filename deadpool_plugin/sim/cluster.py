@@ -44,7 +44,8 @@ class Cluster:
         self.rng = random.Random(f"run {scenario.seed}")
         self.timeline = Timeline()
         self.timing = TIMING
-        self.policy = Policy(scenario.copies, scenario.restarts_max, scenario.wait_for_hosts)
+        self.policy = Policy(scenario.copies, scenario.restarts_max, scenario.wait_for_hosts, scenario.witness)
+        self.witnessed: dict[Generation, SwapPlan] = {}
         self.world = scenario.world
         self.ranks, self.last_step = scenario.ranks, scenario.steps
         self.shard_of = tuple(rank % scenario.shards for rank in range(self.ranks))
@@ -162,6 +163,11 @@ class Cluster:
     @property
     def reference(self) -> Reference:
         return reference(self.shard_of)
+
+    def claim(self, node: Node, plan: SwapPlan) -> None:
+        """The witness keeps the first plan of each generation, whatever becomes of who asks."""
+        kept = self.witnessed.setdefault(plan.world.generation, plan)
+        self.timeline.after(self.network.latency(), node.do, node.feed, io.Claimed(kept))
 
     # -- how long things take ------------------------------------------------------------------------------------
 

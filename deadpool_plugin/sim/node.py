@@ -57,6 +57,7 @@ class Node:
             io.PauseWorkers: lambda action: self.processes.pause(),
             io.ResumeWorkers: lambda action: self.processes.resume(self.store.fence, self._acted_on),
             io.Reconfigure: self._reconfigure,
+            io.Claim: lambda action: cluster.claim(self, action.plan),
             io.Emit: lambda action: cluster.said(self, action),
             io.Leave: self._leave,
         }

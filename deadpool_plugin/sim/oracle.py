@@ -76,7 +76,9 @@ def judge_verdict(cluster: Cluster, node: Node, stopped: io.Emit) -> None:
     _must_be_blamed(cluster, lost, f"the verdict of node {node.number}")
     survivors = [number for number in world.members if number not in lost]
     well = [number for number in survivors if cluster.nodes[number].up]
-    if not is_majority(world, well):
+    kept = cluster.witnessed.get(world.generation + 1)
+    others_were_first = kept is not None and node.number not in kept.world.members
+    if not is_majority(world, well, cluster.policy.witness) or others_were_first:
         return
     floor = context.plan.restore_step if context.plan is not None else 0
     steps = [step for step in restorable_steps(cluster, well) if step >= floor]

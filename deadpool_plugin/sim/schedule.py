@@ -90,6 +90,7 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     copies: int
     restarts_max: int
     wait_for_hosts: bool
+    witness: bool
     latency_s: float
     compute_s: float
     drift: float
@@ -140,6 +141,7 @@ def scenario(seed: int, ranges: Ranges = Ranges(), fixed: Mapping[str, Any] | No
         copies=rng.choice((1, 1, 1, 2)),
         restarts_max=rng.choice((1, 3)),
         wait_for_hosts=rng.random() < 0.2,
+        witness=rng.random() < 0.2,
         latency_s=rng.choice((0.002, 0.02, 0.3)),
         compute_s=rng.choice((0.1, 0.4)),
         drift=rng.choice((0.0, 0.01, DRIFT_MAX)),

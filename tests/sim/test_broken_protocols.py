@@ -17,7 +17,7 @@ def without_the_gate(patch) -> None:
 
 
 def decided_by_one_acceptance(patch) -> None:
-    patch.setattr(proposer, "is_quorum", lambda world, nodes: bool(nodes))
+    patch.setattr(proposer, "is_quorum", lambda world, nodes, witness=False: bool(nodes))
 
 
 def promised_before_the_fence(patch) -> None:
