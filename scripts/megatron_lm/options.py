@@ -9,7 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 _EXPERTS = "--num-experts 4 --expert-model-parallel-size 2 --moe-router-load-balancing-type aux_loss"
-_INTERLEAVED = "--pipeline-model-parallel-size 2 --num-layers 4 --num-virtual-stages-per-pipeline-rank 2"
+_INTERLEAVED = (
+    "--pipeline-model-parallel-size 2 --num-layers 4 --num-virtual-stages-per-pipeline-rank 2 "
+    "--no-overlap-p2p-communication"
+)
+"""Overlapped sends and receives give NaN over gloo, with and without the plugin."""
 _OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
 _TP2, _PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 _TE = "--transformer-impl transformer_engine"
