@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 _EXPERTS = "--num-experts 4 --expert-model-parallel-size 2 --moe-router-load-balancing-type aux_loss"
 _INTERLEAVED = (
-    "--pipeline-model-parallel-size 2 --num-layers 4 --num-virtual-stages-per-pipeline-rank 2 "
+    "--pipeline-model-parallel-size 4 --num-layers 8 --num-virtual-stages-per-pipeline-rank 2 "
     "--no-overlap-p2p-communication"
 )
 """Overlapped sends and receives give NaN over gloo, with and without the plugin."""
@@ -44,7 +44,7 @@ OPTIONS: dict[str, Option] = {
         "experts, router bias", f"{_EXPERTS} --moe-router-enable-expert-bias --moe-router-score-function sigmoid"
     ),
     "ep2-tp2": Option(
-        "experts with tensor parallel", f"{_EXPERTS} {_TP2} --sequence-parallel"
+        "experts with tensor parallel", f"{_EXPERTS} {_TP2} --sequence-parallel --disable-bias-linear"
     ),
     "grouped-gemm": Option("grouped experts", f"{_EXPERTS} --moe-grouped-gemm"),
     "instances": Option("two optimizer instances", "--num-distributed-optimizer-instances 2"),
