@@ -54,7 +54,7 @@ OPTIONS: dict[str, Option] = {
     "replicated": Option("without the distributed optimizer", without=("--use-distributed-optimizer",)),
     "fp32": Option("fp32", without=("--bf16",)),
     "fp16": Option(
-        "fp16, dynamic loss scale", "--fp16 --initial-loss-scale 1048576 --loss-scale-window 2 --hysteresis 1",
+        "fp16, dynamic loss scale", "--fp16 --initial-loss-scale 131072 --loss-scale-window 4 --hysteresis 1",
         without=("--bf16",),
     ),
     "recompute-full": Option(
