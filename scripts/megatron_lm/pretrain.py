@@ -8,6 +8,7 @@ lines that compare_runs.py reads. Works on every tag that `patches.cpu.megatron_
 from __future__ import annotations
 
 import functools
+import importlib.util
 import inspect
 import os
 import runpy
@@ -37,9 +38,9 @@ def prepare(checkout: Path) -> None:
 def preload(checkout: Path) -> None:
     """Import all that the ranks of a job would import, before they are forked."""
     prepare(checkout)
-    import gpt_builders  # noqa: F401
-    import megatron.training.training  # noqa: F401
-    import model_provider  # noqa: F401
+    for name in ("megatron.training.training", "gpt_builders", "model_provider"):
+        if importlib.util.find_spec(name) is not None:  # the last two are not in core_v0.14.0
+            importlib.import_module(name)
 
 
 def observe() -> None:

@@ -45,9 +45,11 @@ def patched(checkout, folder):
 
 
 def configuration(folder):
+    (folder / "secret").touch(mode=0o600)
+    (folder / "secret").write_text("a secret of the test, long enough")
     path = folder / "deadpool.yaml"
     path.write_text(
-        f"spares: 1\npatience_s: 10\nmemory_headroom_gib: 0.1\ninterface_address: 127.0.0.1\n"
+        "spares: 1\npatience_s: 10\nmemory_headroom_gib: 0.1\ninterface_address: 127.0.0.1\n"
         f"output_dir: {folder / 'output'}\nsecret_file: {folder / 'secret'}\n"
         "preload: [patches.cpu.applied_to_megatron_lm]\n"
     )
