@@ -43,6 +43,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_arguments(parser)
     parser.add_argument("--zero", type=int, choices=(0, 1, 2, 3), default=1, help="stage of ZeRO")
+    parser.add_argument("--zero-options", type=json.loads, default={}, help="more of zero_optimization, as JSON")
     parser.add_argument("--pipeline", type=int, default=0, help="stages of a pipeline; 0: none")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--optimizer", choices=("adamw", "fused", "cpu"), default="adamw",
@@ -113,7 +114,7 @@ def configuration(args: argparse.Namespace) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": args.micro_batch_size,
         "gradient_accumulation_steps": args.num_microbatches,
         "gradient_clipping": args.clip_grad,
-        "zero_optimization": {"stage": args.zero},
+        "zero_optimization": {"stage": args.zero, **args.zero_options},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 10**9,
