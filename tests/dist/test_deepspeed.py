@@ -95,7 +95,7 @@ CASES = [
     ("--zero 2 --dtype bf16", [(0, 3, "backward"), (1, 6, "between")]),
     ("--zero 2 --loss-outside --scheduler script", [(1, 4, "before"), (0, 7, "backward")]),
     ("--zero 2 --direct-backward --zero-options " + SMALL_BUCKETS, [(1, 4, "backward"), (0, 7, "forward")]),
-    ("--zero 3 --zero-options " + FEW_AT_A_TIME, [(0, 4, "between"), (1, 7, "backward")]),
+    ("--zero 3 --zero-options " + FEW_AT_A_TIME, [(0, 4, "evaluate"), (1, 7, "backward")]),
     ("--zero 3 --dtype bf16", [(1, 3, "forward"), (0, 6, "optimizer")]),
 ]
 
