@@ -43,6 +43,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_arguments(parser)
     parser.add_argument("--zero", type=int, choices=(0, 1, 2, 3), default=1, help="stage of ZeRO")
+    parser.add_argument("--zero-init", action="store_true", help="stage 3: partition parameters as they are made")
     parser.add_argument("--zero-options", type=json.loads, default={}, help="more of zero_optimization, as JSON")
     parser.add_argument("--pipeline", type=int, default=0, help="stages of a pipeline; 0: none")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
@@ -88,7 +89,8 @@ def initialize(args: argparse.Namespace) -> None:
 
 def build_engine(args: argparse.Namespace) -> tuple[Any, Any]:
     """The engine, and the schedule if the loop steps it."""
-    model = pipeline(args) if args.pipeline else Gpt(args)
+    with deepspeed.zero.Init(config_dict_or_path=configuration(args), enabled=args.zero_init):
+        model = pipeline(args) if args.pipeline else Gpt(args)
     groups: list[Any] = [{"params": list(model.parameters())}]
     if args.decay_groups:
         groups = [

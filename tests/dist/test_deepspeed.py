@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils import cpp_extension
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "scripts"), str(ROOT)]
@@ -96,7 +97,7 @@ CASES = [
     ("--zero 2 --loss-outside --scheduler script", [(1, 4, "before"), (0, 7, "backward")]),
     ("--zero 2 --direct-backward --zero-options " + SMALL_BUCKETS, [(1, 4, "backward"), (0, 7, "forward")]),
     ("--zero 3 --zero-options " + FEW_AT_A_TIME, [(0, 4, "evaluate"), (1, 7, "backward")]),
-    ("--zero 3 --dtype bf16", [(1, 3, "forward"), (0, 6, "optimizer")]),
+    ("--zero 3 --dtype bf16 --zero-init", [(1, 3, "forward"), (0, 6, "optimizer")]),
 ]
 
 
@@ -104,6 +105,27 @@ CASES = [
 @in_zygote
 def test_two_losses_in_a_row(tmp_path, corpus, references, words, kills):
     survives(tmp_path, corpus, references, words, kills)
+
+
+def built(name):
+    """Whether DeepSpeed's C++ is compiled here: that takes a minute, which no test has."""
+    folder = os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root()
+    return any(Path(folder).rglob(f"{name}.so"))
+
+
+IN_CPP = [
+    ("cpu_adam", "--zero 2 --dtype bf16 --offload --optimizer cpu", [(1, 3, "backward"), (0, 6, "optimizer")]),
+    ("cpu_adam", "--zero 3 --dtype bf16 --offload --optimizer cpu --decay-groups",
+     [(0, 4, "optimizer"), (1, 7, "forward")]),
+    ("fused_adam", "--zero 1 --optimizer fused", [(1, 4, "forward"), (0, 7, "between")]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "words", "kills"), IN_CPP, ids=[case[1] for case in IN_CPP])
+def test_two_losses_with_an_optimizer_in_cpp(tmp_path, corpus, references, name, words, kills):
+    if not built(name):
+        pytest.skip(f"DeepSpeed's {name} is not compiled here: train once with scripts/train_deepspeed.py {words}")
+    test_two_losses_in_a_row(tmp_path, corpus, references, words, kills)
 
 
 PIPELINES = [

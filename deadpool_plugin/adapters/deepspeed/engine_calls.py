@@ -107,7 +107,8 @@ class Backward:
         scale = getattr(self._engine.optimizer, "scale_if_loss", None)
         loss = scale(scaled) if scale is not None else scaled
         parts = self._calls.collect(lambda: loss.backward(retain_graph=self._retain_graph))
-        if not parts or any(graph.step != self._engine.global_steps for graph, _ in parts):
+        depends = any(gradient is not None for _, gradients in parts for gradient in gradients)
+        if not depends or any(graph.step != self._engine.global_steps for graph, _ in parts):
             raise Unsupported(
                 "engine.backward was given a loss that does not come from this step's engine.forward",
                 "a loss computed from what engine.forward returned since the last engine.step",
