@@ -121,6 +121,8 @@ def configuration(args: argparse.Namespace) -> dict[str, Any]:
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 10**9,
     }
+    if args.pipeline and args.recompute:
+        config["pipeline"] = {"activation_checkpoint_interval": 1, "use_reentrant": False}
     if args.offload:
         config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
     if args.dtype == "bf16":

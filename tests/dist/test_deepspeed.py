@@ -97,7 +97,7 @@ CASES = [
     ("--zero 2 --loss-outside --scheduler script", [(1, 4, "before"), (0, 7, "backward")]),
     ("--zero 2 --direct-backward --zero-options " + SMALL_BUCKETS, [(1, 4, "backward"), (0, 7, "forward")]),
     ("--zero 3 --zero-options " + FEW_AT_A_TIME, [(0, 4, "evaluate"), (1, 7, "backward")]),
-    ("--zero 3 --dtype bf16 --zero-init", [(1, 3, "forward"), (0, 6, "optimizer")]),
+    ("--zero 3 --dtype bf16 --zero-init --recompute", [(1, 3, "forward"), (0, 6, "optimizer")]),
 ]
 
 

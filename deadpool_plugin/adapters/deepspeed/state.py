@@ -51,7 +51,7 @@ class EngineState:
         if engine.zero_optimization_stage() == 3:
             self._partitioned = Partitioned(engine.optimizer, self._modules, self._parameters)
         self.masters = self._partitioned.masters if self._partitioned else self._updated()
-        adam.check(self.adam, self.masters)
+        adam.check(self.adam, self.masters, engine.lr_scheduler)
         adam.complete(self.adam, self.masters)
         self._parameter_ids = {id(parameter) for parameter in self._parameters}
         self.buffers = [buffer for buffer in engine.module.buffers() if buffer is not None]
