@@ -56,6 +56,7 @@ def parse_args() -> argparse.Namespace:
                         help="who steps the schedule: DeepSpeed's WarmupLR, or torch's in the loop")  # fmt: skip
     parser.add_argument("--clip-grad", type=float, default=1.0, help="largest global norm of the gradient; 0: any")
     parser.add_argument("--decay-groups", action="store_true", help="norms and biases in a group without weight decay")
+    parser.add_argument("--freeze", default="", metavar="NAME", help="parameters so called are not trained")
     parser.add_argument("--loss-outside", action="store_true", help="the model gives logits, the loop the loss")
     parser.add_argument(
         "--direct-backward", action="store_true", help="loss.backward() instead of engine.backward(loss)"
@@ -91,11 +92,14 @@ def build_engine(args: argparse.Namespace) -> tuple[Any, Any]:
     """The engine, and the schedule if the loop steps it."""
     with deepspeed.zero.Init(config_dict_or_path=configuration(args), enabled=args.zero_init):
         model = pipeline(args) if args.pipeline else Gpt(args)
-    groups: list[Any] = [{"params": list(model.parameters())}]
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not (args.freeze and args.freeze in name))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups: list[Any] = [{"params": trained}]
     if args.decay_groups:
         groups = [
-            {"params": [p for p in model.parameters() if p.ndim > 1]},
-            {"params": [p for p in model.parameters() if p.ndim <= 1], "weight_decay": 0.0},
+            {"params": [parameter for parameter in trained if parameter.ndim > 1]},
+            {"params": [parameter for parameter in trained if parameter.ndim <= 1], "weight_decay": 0.0},
         ]
     optimizer = build_optimizer(args, groups)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40) if args.scheduler == "script" else None
