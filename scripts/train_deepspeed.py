@@ -43,6 +43,8 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_arguments(parser)
     parser.add_argument("--zero", type=int, choices=(0, 1, 2, 3), default=1, help="stage of ZeRO")
+    parser.add_argument("--zero-init", action="store_true", help="stage 3: partition parameters as they are made")
+    parser.add_argument("--zero-options", type=json.loads, default={}, help="more of zero_optimization, as JSON")
     parser.add_argument("--pipeline", type=int, default=0, help="stages of a pipeline; 0: none")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--optimizer", choices=("adamw", "fused", "cpu"), default="adamw",
@@ -54,6 +56,7 @@ def parse_args() -> argparse.Namespace:
                         help="who steps the schedule: DeepSpeed's WarmupLR, or torch's in the loop")  # fmt: skip
     parser.add_argument("--clip-grad", type=float, default=1.0, help="largest global norm of the gradient; 0: any")
     parser.add_argument("--decay-groups", action="store_true", help="norms and biases in a group without weight decay")
+    parser.add_argument("--freeze", default="", metavar="NAME", help="parameters so called are not trained")
     parser.add_argument("--loss-outside", action="store_true", help="the model gives logits, the loop the loss")
     parser.add_argument(
         "--direct-backward", action="store_true", help="loss.backward() instead of engine.backward(loss)"
@@ -87,12 +90,16 @@ def initialize(args: argparse.Namespace) -> None:
 
 def build_engine(args: argparse.Namespace) -> tuple[Any, Any]:
     """The engine, and the schedule if the loop steps it."""
-    model = pipeline(args) if args.pipeline else Gpt(args)
-    groups: list[Any] = [{"params": list(model.parameters())}]
+    with deepspeed.zero.Init(config_dict_or_path=configuration(args), enabled=args.zero_init):
+        model = pipeline(args) if args.pipeline else Gpt(args)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not (args.freeze and args.freeze in name))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups: list[Any] = [{"params": trained}]
     if args.decay_groups:
         groups = [
-            {"params": [p for p in model.parameters() if p.ndim > 1]},
-            {"params": [p for p in model.parameters() if p.ndim <= 1], "weight_decay": 0.0},
+            {"params": [parameter for parameter in trained if parameter.ndim > 1]},
+            {"params": [parameter for parameter in trained if parameter.ndim <= 1], "weight_decay": 0.0},
         ]
     optimizer = build_optimizer(args, groups)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40) if args.scheduler == "script" else None
@@ -113,11 +120,13 @@ def configuration(args: argparse.Namespace) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": args.micro_batch_size,
         "gradient_accumulation_steps": args.num_microbatches,
         "gradient_clipping": args.clip_grad,
-        "zero_optimization": {"stage": args.zero},
+        "zero_optimization": {"stage": args.zero, **args.zero_options},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 10**9,
     }
+    if args.pipeline and args.recompute:
+        config["pipeline"] = {"activation_checkpoint_interval": 1, "use_reentrant": False}
     if args.offload:
         config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
     if args.dtype == "bf16":

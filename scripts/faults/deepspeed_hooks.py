@@ -8,6 +8,7 @@ calls it. What the phases mean (step s is the s-th update):
   before     the engine is about to look at the gradients of step s
   optimizer  the basic optimizer has updated (a group of) this rank's part to s, the engine's step has not returned
   mirror     the engine's step has just returned from update s: its snapshot is on its way
+  evaluate   inside the model's forward of every second batch of an evaluation after step s
   write      a checkpoint of step s: the first file is written, not the others
   between    in the script's loop, when it asks for the batch after update s (a pipeline: after `train_batch`)
 """
@@ -91,10 +92,11 @@ def observe(injector: Injector, engine: Any) -> None:
 
 
 class Microbatches:
-    """Counts the forwards of one block since the newest update."""
+    """Counts the forwards of one block: in training since the newest update, in evaluations all of them."""
 
     def __init__(self, engine: Any) -> None:
         self._engine, self._step, self._count = engine, -1, 0
+        self.evaluated = 0
 
     def count(self) -> bool:
         """One more; whether it is the last before the update."""
@@ -104,7 +106,11 @@ class Microbatches:
 
 
 def forward_done(injector: Injector, microbatches: Microbatches, module: Any, inputs: Any, output: Any) -> None:
-    if module.training and microbatches.count():
+    if not module.training:
+        microbatches.evaluated += 1
+        if microbatches.evaluated % 2 == 0:
+            injector.reached("evaluate", injector.completed())
+    elif microbatches.count():
         step = injector.completed() + 1
         injector.reached("forward", step)
         if output.requires_grad:

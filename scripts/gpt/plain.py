@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 VOCABULARY = 272
 """257 bytes and marks, padded."""
@@ -26,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--heads", type=int, default=4)
     model.add_argument("--dropout", type=float, default=0.1)
     model.add_argument("--seq-length", type=int, default=64)
+    model.add_argument("--recompute", action="store_true", help="activations of blocks are computed again in backwards")
 
 
 class Windows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -110,6 +112,7 @@ class Gpt(nn.Module):
         self.positions = Positions(args)
         self.blocks = nn.ModuleList(Block(args) for _ in range(args.layers))
         self.norm = nn.LayerNorm(args.hidden)
+        self.recompute = args.recompute
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
@@ -117,7 +120,8 @@ class Gpt(nn.Module):
             self.seen += tokens.numel()
         hidden = self.positions(self.embedding(tokens))
         for block in self.blocks:
-            hidden = block(hidden)
+            again = self.recompute and self.training
+            hidden = checkpoint(block, hidden, use_reentrant=False) if again else block(hidden)
         logits = self.embedding.logits(self.norm(hidden))
         return logits if labels is None else loss_of(logits, labels)
 

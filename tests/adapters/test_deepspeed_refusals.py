@@ -55,6 +55,10 @@ def test_other_optimizers_and_masters_are_refused_by_name():
         adam.check(torch.optim.SGD([parameter], lr=0.1), [parameter])
     with pytest.raises(Unsupported, match="amsgrad"):
         adam.check(torch.optim.AdamW([parameter], amsgrad=True), [parameter])
+    fused = type("FusedAdam", (torch.optim.AdamW,), {})([parameter])
+    adam.check(fused, [parameter], SimpleNamespace(cycle_momentum=False))
+    with pytest.raises(Unsupported, match="betas"):
+        adam.check(fused, [parameter], SimpleNamespace(cycle_momentum=True))
     with pytest.raises(Unsupported, match="bfloat16"):
         adam.check(torch.optim.AdamW([parameter]), [parameter.to(torch.bfloat16)])
 

@@ -5,6 +5,8 @@ beforehand, later ones only then. Loss, gradient norm, learning rate and validat
 the digests of parameters and optimizer state at the end, must equal those of the plain script without the plugin.
 """
 
+import hashlib
+import json
 import os
 import signal
 import sys
@@ -12,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils import cpp_extension
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "scripts"), str(ROOT)]
@@ -36,15 +39,21 @@ os.environ.setdefault("MASTER_PORT", "1")
 STEPS = 12
 
 
+def split(words):
+    """At spaces, but for a JSON object at the end."""
+    words, brace, options = words.partition("{")
+    return [*words.split(), *([brace + options] if brace else [])]
+
+
 def arguments(corpus, words):
     return [
         str(ROOT / "scripts" / "train_deepspeed.py"), "--data-path", corpus, "--train-iters", str(STEPS),
-        "--eval-interval", "4", "--samples", "24", "--log-all-ranks", "--digest", *words.split(),
+        "--eval-interval", "4", "--samples", "24", "--log-all-ranks", "--digest", *split(words),
     ]  # fmt: skip
 
 
 def reference(references, argv, words, ranks):
-    folder = Path(references) / ("deepspeed " + words).replace(" ", "_")
+    folder = Path(references) / hashlib.sha256(words.encode()).hexdigest()[:16]
     if not folder.exists():
         folder.mkdir()
         plain(argv, ranks, folder)
@@ -61,7 +70,7 @@ def run_with_kills(tmp_path, argv, kills, rehearse, ranks=2):
         inject.kill_node = lambda job, node, before: (before(), os.kill(os.getpid(), signal.SIGKILL))
         deepspeed_hooks.install(inject.Injector(plan, marker, None, 0))
 
-    outcome = ScriptedAgent(ranks, argv, tmp_path, before_script, rehearse).run(timeout_s=60)
+    outcome = ScriptedAgent(ranks, argv, tmp_path, before_script, rehearse).run(timeout_s=120)
     assert len(marker.read_text().splitlines()) == len(kills), "a fault did not fire"
     assert outcome.swaps == len(kills)
     assert set(outcome.exit_codes.values()) == {0}
@@ -77,22 +86,46 @@ def survives(tmp_path, corpus, references, words, kills, ranks=2):
     assert result["bit_exact"], result["difference"]
 
 
+SMALL_BUCKETS = json.dumps({"overlap_comm": True, "reduce_bucket_size": 8000, "round_robin_gradients": True})
+FEW_AT_A_TIME = json.dumps({"stage3_param_persistence_threshold": 100, "stage3_prefetch_bucket_size": 5000})
 CASES = [
     ("--zero 0", [(0, 3, "backward"), (1, 6, "optimizer")]),
     ("--zero 0 --dtype bf16 --decay-groups", [(1, 4, "forward"), (0, 7, "mirror")]),
     ("--zero 1", [(1, 3, "forward"), (0, 6, "optimizer")]),
     ("--zero 1 --dtype bf16 --fp32-gradients --decay-groups", [(1, 4, "backward"), (0, 7, "optimizer")]),
-    ("--zero 2 --dtype bf16", [(0, 3, "backward"), (1, 6, "between")]),
+    ("--zero 2 --dtype bf16 --freeze mixed", [(0, 3, "backward"), (1, 6, "between")]),
     ("--zero 2 --loss-outside --scheduler script", [(1, 4, "before"), (0, 7, "backward")]),
-    ("--zero 3", [(0, 4, "between"), (1, 7, "backward")]),
-    ("--zero 3 --dtype bf16", [(1, 3, "forward"), (0, 6, "optimizer")]),
+    ("--zero 2 --direct-backward --zero-options " + SMALL_BUCKETS, [(1, 4, "backward"), (0, 7, "forward")]),
+    ("--zero 3 --zero-options " + FEW_AT_A_TIME, [(0, 4, "evaluate"), (1, 7, "backward")]),
+    ("--zero 3 --dtype bf16 --zero-init --recompute", [(1, 3, "forward"), (0, 6, "optimizer")]),
 ]
 
 
-@pytest.mark.parametrize(("words", "kills"), CASES, ids=[case[0] for case in CASES])
+@pytest.mark.parametrize(("words", "kills"), CASES, ids=[case[0].partition(" {")[0] for case in CASES])
 @in_zygote
 def test_two_losses_in_a_row(tmp_path, corpus, references, words, kills):
     survives(tmp_path, corpus, references, words, kills)
+
+
+def built(name):
+    """Whether DeepSpeed's C++ is compiled here: that takes a minute, which no test has."""
+    folder = os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root()
+    return any(Path(folder).rglob(f"{name}.so"))
+
+
+IN_CPP = [
+    ("cpu_adam", "--zero 2 --dtype bf16 --offload --optimizer cpu", [(1, 3, "backward"), (0, 6, "optimizer")]),
+    ("cpu_adam", "--zero 3 --dtype bf16 --offload --optimizer cpu --decay-groups",
+     [(0, 4, "optimizer"), (1, 7, "forward")]),
+    ("fused_adam", "--zero 1 --optimizer fused", [(1, 4, "forward"), (0, 7, "between")]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "words", "kills"), IN_CPP, ids=[case[1] for case in IN_CPP])
+def test_two_losses_with_an_optimizer_in_cpp(tmp_path, corpus, references, name, words, kills):
+    if not built(name):
+        pytest.skip(f"DeepSpeed's {name} is not compiled here: train once with scripts/train_deepspeed.py {words}")
+    test_two_losses_in_a_row(tmp_path, corpus, references, words, kills)
 
 
 PIPELINES = [

@@ -17,7 +17,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 SUPPORTED = ("Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam")
 
 
-def check(optimizer: torch.optim.Optimizer, masters: Sequence[torch.Tensor]) -> None:
+def check(optimizer: torch.optim.Optimizer, masters: Sequence[torch.Tensor], schedule: Any = None) -> None:
     """Raises: Unsupported, naming the optimizer, option or parameter that cannot be protected."""
     kind = type(optimizer)
     if kind.__name__ not in SUPPORTED:
@@ -28,6 +28,12 @@ def check(optimizer: torch.optim.Optimizer, masters: Sequence[torch.Tensor]) -> 
         )
     if any(group.get("amsgrad") for group in optimizer.param_groups):
         raise Unsupported("Adam with amsgrad=True keeps a third moment that is not mirrored", "amsgrad=False")
+    if getattr(schedule, "cycle_momentum", False) and is_in_cpp(optimizer, masters):
+        raise Unsupported(
+            f"{type(schedule).__name__} changes the betas of {kind.__name__}, whose powers then depend on all of them",
+            "betas that stay the same",
+            "cycle the learning rate only, or use torch's AdamW",
+        )
     for master in masters:
         if master.dtype != torch.float32:
             raise Unsupported(
@@ -63,8 +69,13 @@ def load_steps(optimizer: Any, masters: Sequence[torch.Tensor], saved: Sequence[
             state["step"].fill_(step)
         else:
             state["step"] = int(step)
-    if type(optimizer).__name__ in ("FusedAdam", "DeepSpeedCPUAdam") and masters[0].device.type == "cpu":
+    if is_in_cpp(optimizer, masters):
         _count_again(optimizer, int(max(saved)))
+
+
+def is_in_cpp(optimizer: Any, masters: Sequence[torch.Tensor]) -> bool:
+    """Whether the update is DeepSpeed's C++ on the CPU."""
+    return type(optimizer).__name__ in ("FusedAdam", "DeepSpeedCPUAdam") and masters[0].device.type == "cpu"
 
 
 def _count_again(optimizer: Any, steps: int) -> None:

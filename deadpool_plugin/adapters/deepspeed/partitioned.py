@@ -4,11 +4,14 @@ Rules of this file: after an interruption every rank has gathered nothing and re
 modules use parameters, as before the first forward. It must not remember more than a newcomer: what is prefetched,
 and which module gathers a parameter that another one owns, decides the order of collectives.
 Source: DeepSpeed 0.19.8, runtime/zero/stage3.py, parameter_offload.py, partition_parameters.py. A survivor that still
-knew the parameters which modules share (`_external_params`) gathered them earlier than the newcomer, and hung.
+knew the parameters which modules share (`_external_params`) would gather them earlier than the newcomer. One that
+still had an earlier trace's answers to what is released when (a cache of the coordinator's class) kept parameters that
+the newcomer gathered: it hung in the first evaluation after a swap.
 """
 
 from __future__ import annotations
 
+import types
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,7 +41,9 @@ class Partitioned:
     def clean(self) -> None:
         """Nothing is gathered or in use. Never communicates."""
         from deepspeed.runtime.zero.partition_parameters import free_param
+        from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
+        _clear_caches(PartitionedParameterCoordinator)
         self._of_parameters.restore()
         self._of_modules.restore()
         for module in self._modules:
@@ -54,3 +59,14 @@ class Partitioned:
         """This rank's partitions of the model's parameters from their masters."""
         for number in range(len(self._optimizer.fp16_groups)):
             self._optimizer._reassign_or_swap_out_partitioned_parameters(number)
+
+
+def _clear_caches(owner: type) -> None:
+    """Of the methods that remember what they answered. DeepSpeed's decorators leave no trace but their closures."""
+    todo = list(vars(owner).values())
+    while todo:
+        method = todo.pop()
+        if hasattr(method, "cache_clear"):
+            method.cache_clear()
+        elif isinstance(method, types.FunctionType):
+            todo += [cell.cell_contents for cell in method.__closure__ or () if callable(cell.cell_contents)]

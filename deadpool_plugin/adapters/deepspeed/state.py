@@ -17,6 +17,7 @@ from ...errors import Unsupported
 from ...worker.adapter import Scalars
 from . import adam
 from .partitioned import Partitioned
+from .plain import load_plain_state, plain_state, some
 from .rest import Attributes, Rest
 
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps", "_step_applied", "_global_grad_norm",
@@ -50,7 +51,7 @@ class EngineState:
         if engine.zero_optimization_stage() == 3:
             self._partitioned = Partitioned(engine.optimizer, self._modules, self._parameters)
         self.masters = self._partitioned.masters if self._partitioned else self._updated()
-        adam.check(self.adam, self.masters)
+        adam.check(self.adam, self.masters, engine.lr_scheduler)
         adam.complete(self.adam, self.masters)
         self._parameter_ids = {id(parameter) for parameter in self._parameters}
         self.buffers = [buffer for buffer in engine.module.buffers() if buffer is not None]
@@ -93,8 +94,8 @@ class EngineState:
         """What a script can see of the engine's progress: counters, learning rates, schedule, scaler."""
         optimizer = self.engine.optimizer
         return {
-            "counters": _some(self.engine, COUNTERS),
-            "optimizer": _some(optimizer, OF_OPTIMIZER),
+            "counters": some(self.engine, COUNTERS),
+            "optimizer": some(optimizer, OF_OPTIMIZER),
             "groups": adam.group_scalars(self._groups),
             "scheduler": plain_state(self.engine.lr_scheduler),
             "scaler": plain_state(getattr(optimizer, "loss_scaler", None)),
@@ -118,7 +119,7 @@ class EngineState:
     def entry(self) -> Scalars:
         """What a call may read beside the shard."""
         flags = [module.training for module in self._modules]
-        return {"visible": self.visible(), "training": flags, "flags": _some(self.engine, BETWEEN_CALLS)}
+        return {"visible": self.visible(), "training": flags, "flags": some(self.engine, BETWEEN_CALLS)}
 
     def load_entry(self, entry: Scalars) -> None:
         self.show(entry["visible"])
@@ -135,7 +136,7 @@ class EngineState:
         self._pipeline.restore()
         if self._partitioned:
             self._partitioned.clean()
-        vars(self.engine).update({name: type(value)() for name, value in _some(self.engine, UNDER_WAY).items()})
+        vars(self.engine).update({name: type(value)() for name, value in some(self.engine, UNDER_WAY).items()})
         for parameter in self._parameters:
             parameter.grad = None
             if hasattr(parameter, "grad_accum"):
@@ -174,32 +175,3 @@ class EngineState:
                 "all uses of parameters inside the model's forward",
                 "compute such a term (a penalty on weights, say) in the model's forward and return it",
             )
-
-
-def _some(owner: Any, names: Sequence[str]) -> Scalars:
-    return {name: vars(owner)[name] for name in names if name in vars(owner)}
-
-
-_PLAIN = (bool, int, float, str, type(None))
-
-
-def plain_state(owner: Any) -> Scalars:
-    """The plain values of a schedule or scaler, and of those it consists of; its call-backs are not state."""
-    state: Scalars = {}
-    for name, value in vars(owner).items() if owner is not None else ():
-        if isinstance(value, _PLAIN):
-            state[name] = value
-        elif isinstance(value, (list, tuple)) and all(isinstance(item, _PLAIN) for item in value):
-            state[name] = type(value)(value)
-        elif isinstance(value, (list, tuple)) and all(hasattr(item, "step") for item in value):
-            state[name] = {"parts": [plain_state(item) for item in value]}
-    return state
-
-
-def load_plain_state(owner: Any, state: Scalars) -> None:
-    for name, value in state.items():
-        if isinstance(value, dict):
-            for item, part in zip(getattr(owner, name), value["parts"], strict=True):
-                load_plain_state(item, part)
-        else:
-            setattr(owner, name, type(value)(value) if isinstance(value, (list, tuple)) else value)

@@ -1,0 +1,182 @@
+"""Each call of an engine as an object: calling it does it (again).
+
+Rules of this file: an object is made when the script calls, and kept by the call log. Order of a redo: a forward makes
+its graph's outputs anew, the backward after it goes through the engine's part with the gradients that the script's
+part gave the first time. What is done inside `Calls.inside` is the engine's own and no call.
+Source: DeepSpeed 0.19.8, runtime/engine.py and runtime/pipe/engine.py.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...errors import Unsupported
+from . import kept
+from .cut import Graph, cut, leaves_of, pairs, seed
+
+if TYPE_CHECKING:
+    from .calls import Calls
+
+Parts = list[tuple[Graph, Sequence["torch.Tensor | None"]]]
+"""Graphs that a backward has come to, and the gradients of their outputs."""
+
+
+class Forward:
+    """`engine.forward`: its outputs are given out behind a cut."""
+
+    def __init__(
+        self, calls: Calls, original: Callable[..., Any], engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self._calls, self._original, self._engine = calls, original, engine
+        self._inputs = kept.Inputs(args, kwargs)
+        self._given: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
+        self._is_done = False
+        self._graph: Callable[[], Graph | None] = lambda: None
+
+    def __call__(self) -> Any:
+        args, kwargs = self._given or self._inputs.again()
+        self._given = None
+        with self._calls.inside():
+            value = self._original(self._engine, *args, **kwargs)
+        outputs = kept.differentiable(value)
+        if self._is_done:
+            graph = self._graph()
+            if graph is not None:
+                graph.outputs = outputs
+            return None
+        self._is_done = True
+        if not outputs:
+            return value
+        graph = Graph(self._engine.global_steps, outputs)
+        self._graph = weakref.ref(graph)
+        return kept.replaced(value, outputs, cut(graph, self._calls.arrived, outputs))
+
+    def outcome(self, value: Any) -> Any:
+        return kept.told(value)
+
+    def skipped(self, outcome: Any) -> Any:
+        value, differentiable = kept.heard(outcome, self._engine.device)
+        if not differentiable:
+            return value
+        graph = Graph(self._engine.global_steps, None)
+        return kept.replaced(value, differentiable, cut(graph, self._calls.arrived, differentiable))
+
+
+class Backward:
+    """`engine.backward`: once through the script's part of the graph, as often as needed through the engine's."""
+
+    def __init__(
+        self,
+        calls: Calls,
+        original: Callable[..., Any],
+        engine: Any,
+        loss: torch.Tensor,
+        retain_graph: bool,
+        scale_wrt_gas: bool,
+    ) -> None:
+        self._calls, self._original, self._engine = calls, original, engine
+        self._retain_graph, self._scale_wrt_gas = retain_graph, scale_wrt_gas
+        self._loss: torch.Tensor | None = loss
+        self._value: torch.Tensor | None = None
+        self._parts: Parts = []
+
+    def __call__(self) -> Any:
+        if self._loss is not None:
+            self._value = self._scaled(self._loss)
+            self._parts = self._through_scripts_part(self._value)
+            self._calls.loss, self._loss = self._loss.detach(), None
+        with self._calls.inside():
+            self._original(
+                self._engine, seed(self._parts), retain_graph=self._retain_graph, scale_wrt_gas=self._scale_wrt_gas
+            )
+        if not self._retain_graph:
+            for graph, _ in self._parts:
+                graph.outputs = None
+        value, self._value = self._value, None  # the log shall not keep the script's graph
+        return value
+
+    def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss / self._engine.gradient_accumulation_steps() if self._scale_wrt_gas else loss
+
+    def _through_scripts_part(self, scaled: torch.Tensor) -> Parts:
+        self._calls.state_of(self._engine).refuse_own_parameters(leaves_of(scaled))
+        scale = getattr(self._engine.optimizer, "scale_if_loss", None)
+        loss = scale(scaled) if scale is not None else scaled
+        parts = self._calls.collect(lambda: loss.backward(retain_graph=self._retain_graph))
+        depends = any(gradient is not None for _, gradients in parts for gradient in gradients)
+        if not depends or any(graph.step != self._engine.global_steps for graph, _ in parts):
+            raise Unsupported(
+                "engine.backward was given a loss that does not come from this step's engine.forward",
+                "a loss computed from what engine.forward returned since the last engine.step",
+                "or run this script without deadpool_plugin",
+            )
+        return parts
+
+    def outcome(self, value: Any) -> Any:
+        return self._calls.loss
+
+    def skipped(self, outcome: torch.Tensor) -> Any:
+        assert self._loss is not None
+        with torch.no_grad():
+            self._loss.copy_(outcome)  # its inputs may have been stand-ins
+        return self._scaled(self._loss)
+
+
+class DirectBackward:
+    """The engine's part of a script's own `loss.backward()`."""
+
+    def __init__(self, calls: Calls, parts: Parts) -> None:
+        self._calls, self._parts = calls, parts
+
+    def __call__(self) -> None:
+        outputs, gradients = pairs(self._parts)
+        with self._calls.inside(), torch.enable_grad():
+            torch.autograd.backward(outputs, gradients)
+        for graph, _ in self._parts:
+            graph.outputs = None
+
+
+class Step:
+    """`engine.step`, and whatever else moves the engine's counters."""
+
+    def __init__(self, calls: Calls, function: Callable[[], Any], engine: Any) -> None:
+        self._calls, self._function, self._engine = calls, function, engine
+
+    def __call__(self) -> Any:
+        with self._calls.inside():
+            value = self._function()
+        self._calls.stepped_loss = self._calls.loss
+        return value
+
+    def outcome(self, value: Any) -> Any:
+        return self._calls.state_of(self._engine).visible()
+
+    def skipped(self, outcome: Any) -> Any:
+        self._calls.state_of(self._engine).show(outcome)
+        return None
+
+
+class Batch:
+    """A pipeline's `train_batch` or `eval_batch`: closed functions, given an iterator to pull micro-batches from."""
+
+    def __init__(self, calls: Calls, function: Callable[[Any], Any], engine: Any) -> None:
+        self._calls, self._function, self._engine = calls, function, engine
+
+    def __call__(self, data_iterator: Any) -> Any:
+        with self._calls.inside():
+            value = self._function(data_iterator)
+        if self._engine.module.training:
+            self._calls.stepped_loss = value
+        return value
+
+    def outcome(self, value: Any) -> Any:
+        return [kept.told(value), self._calls.state_of(self._engine).visible()]
+
+    def skipped(self, outcome: Any) -> Any:
+        self._calls.state_of(self._engine).show(outcome[1])
+        value, _ = kept.heard(outcome[0], self._engine.device)
+        return value

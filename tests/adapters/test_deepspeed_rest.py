@@ -1,0 +1,76 @@
+"""What is under way in a ZeRO optimizer is put back as it was; what it remembers of an earlier trace is forgotten."""
+
+import collections
+import functools
+
+import pytest
+import torch
+
+pytest.importorskip("deepspeed")
+
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+from deepspeed.utils.nvtx import instrument_w_nvtx
+
+from deadpool_plugin.adapters.deepspeed.partitioned import _clear_caches
+from deadpool_plugin.adapters.deepspeed.rest import Attributes, Rest
+
+
+def runtime_class(name, **attributes):
+    return type(name, (), {"__module__": "deepspeed.runtime.made_up", **attributes})
+
+
+def test_attributes_and_containers_are_put_back_in_place():
+    inner, outer = runtime_class("Inner")(), runtime_class("Outer")()
+    tensor = torch.ones(2)
+    inner.flag, inner.seen = False, {3}
+    outer.inner, outer.buckets, outer.queue = inner, {"a": [1, [2]]}, collections.deque([5])
+    outer.tensor, outer.module = tensor, torch.nn.Linear(1, 1)
+    buckets, nested = outer.buckets, outer.buckets["a"][1]
+    rest = Rest(outer)
+    inner.flag, outer.tensor, outer.inner = True, None, None
+    inner.seen.add(4)
+    nested.append(9)
+    buckets["b"] = 7
+    outer.queue.clear()
+    outer.module.bias = None
+    rest.restore()
+    assert outer.inner is inner and not inner.flag and inner.seen == {3}
+    assert outer.buckets is buckets == {"a": [1, [2]]} and buckets["a"][1] is nested
+    assert outer.queue == collections.deque([5]) and outer.tensor is tensor
+    assert outer.module.bias is None  # the model's own
+
+
+def test_only_the_named_attributes_are_put_back():
+    owner = runtime_class("Engine")()
+    owner.buffers, owner.mine = {"inputs": []}, 1
+    attributes = Attributes([owner], ["buffers", "absent"])
+    owner.buffers["inputs"].append(3)
+    owner.mine, owner.absent = 2, 4
+    attributes.restore()
+    assert owner.buffers == {"inputs": []} and (owner.mine, owner.absent) == (2, 4)
+
+
+def test_caches_are_found_under_deepspeeds_decorators():
+    calls = []
+
+    class Coordinator:
+        @instrument_w_nvtx
+        @functools.cache  # noqa: B019 - as DeepSpeed has it
+        def answer(self, number):
+            calls.append(number)
+            return number
+
+    coordinator = Coordinator()
+    coordinator.answer(1), coordinator.answer(1)
+    _clear_caches(Coordinator)
+    coordinator.answer(1)
+    assert calls == [1, 1]
+
+
+def test_the_coordinator_has_such_a_cache():
+    """If it has none any more, `_clear_caches` may go."""
+    found = []
+    for method in vars(PartitionedParameterCoordinator).values():
+        cells = getattr(method, "__closure__", None) or ()
+        found += [cell.cell_contents for cell in cells if hasattr(cell.cell_contents, "cache_clear")]
+    assert found

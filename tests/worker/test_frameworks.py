@@ -1,0 +1,43 @@
+"""Which adapters are put in place, and which one a job turns out to need."""
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from deadpool_plugin.errors import Unsupported
+from deadpool_plugin.worker.adapter import CallKind
+from deadpool_plugin.worker.context import Context, present
+
+
+def adapter(framework):
+    return SimpleNamespace(framework=framework)
+
+
+def test_what_the_script_has_imported_counts(monkeypatch):
+    monkeypatch.setitem(sys.modules, "one_framework", ModuleType("one_framework"))
+    one, installed = adapter("one_framework"), adapter("json.tool")
+    assert present([installed, one]) == [one]
+
+
+def test_before_any_import_what_is_installed_counts(monkeypatch):
+    monkeypatch.delitem(sys.modules, "json.tool", raising=False)
+    installed, absent, homeless = adapter("json.tool"), adapter("no_such_framework"), adapter("no_such_package.core")
+    assert present([absent, homeless, installed]) == [installed]
+
+
+def test_without_any_it_is_said_which_are_known():
+    with pytest.raises(Unsupported, match=r"no_such_framework or no_such_package\.core"):
+        present([adapter("no_such_framework"), adapter("no_such_package.core")])
+
+
+def test_the_first_that_runs_a_model_is_the_jobs():
+    made = []
+    one, other = adapter("one"), adapter("other")
+    context = Context(SimpleNamespace(), SimpleNamespace(), [one, other], local_rank=0)
+    context.mode = SimpleNamespace(call=lambda *call: made.append(call[0]))
+    context._call(one, "zero_grad", CallKind.PLAIN, lambda: None, (), {})
+    context._call(other, "train_batch", CallKind.STEP, lambda: None, (), {})
+    context._call(one, "forward", CallKind.FORWARD, lambda: None, (), {})
+    assert context.adapter is other
+    assert made == ["zero_grad", "train_batch", "forward"]
