@@ -41,6 +41,11 @@ class Run:
     def steps(self) -> int:
         return max((step for steps in self.metrics.values() for step in steps), default=0)
 
+    @property
+    def first_step(self) -> int:
+        """Not 1 in a run that went on from a checkpoint."""
+        return min((step for steps in self.metrics.values() for step in steps), default=1)
+
     def losses(self) -> list[tuple[int, float]]:
         """Step and loss of the lowest rank that knows it."""
         for rank in sorted(self.metrics):
@@ -70,11 +75,11 @@ def is_rehearsal(path: Path) -> bool:
     return path.parent.name == "rehearsals"
 
 
-def first_gap(run: Run, ranks: int, steps: int) -> str | None:
+def first_gap(run: Run, ranks: int, steps: range) -> str | None:
     """The first rank, step or digest that `run` lacks."""
     for rank in range(ranks):
         present = run.metrics.get(rank, {})
-        missing = [step for step in range(1, steps + 1) if step not in present]
+        missing = [step for step in steps if step not in present]
         if missing:
             return f"{run.folder}: rank {rank} printed no metrics of step {missing[0]} ({len(missing)} steps missing)"
         if rank not in run.digests:
@@ -85,12 +90,13 @@ def first_gap(run: Run, ranks: int, steps: int) -> str | None:
 
 def first_difference(reference: Run, run: Run) -> str | None:
     """In order of steps, so that what is reported is where the runs part."""
-    ranks, steps = len(reference.metrics), reference.steps
+    first, last = min(reference.first_step, run.first_step), max(reference.steps, run.steps)
+    ranks, steps = len(reference.metrics), range(first, last + 1)
     for each in (reference, run):
-        gap = first_gap(each, ranks, max(steps, run.steps))
+        gap = first_gap(each, ranks, steps)
         if gap:
             return gap
-    for step in range(1, steps + 1):
+    for step in steps:
         for rank in range(ranks):
             for name in COMPARED:
                 want, have = reference.metrics[rank][step].get(name), run.metrics[rank][step].get(name)
