@@ -67,7 +67,7 @@ def _worker_context(connection: LocalConnection, config: Config, local_rank: int
     from .worker.link import AgentLink
 
     groups = Groups(config.recording_limit_bytes, config.phase_timeout_s)
-    adapters: list[Adapter] = [DeepSpeedAdapter(), MegatronAdapter()]
+    adapters: list[Adapter] = [MegatronAdapter(), DeepSpeedAdapter()]
     context = Context(AgentLink(connection), groups, adapters, local_rank=local_rank)
     context.install()
     context.link.start()

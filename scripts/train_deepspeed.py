@@ -66,6 +66,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=96, help="in an epoch")
     parser.add_argument("--train-iters", type=int, default=30)
     parser.add_argument("--eval-interval", type=int, default=10, help="steps between evaluations; 0: none")
+    parser.add_argument("--inference-mode", action="store_true", help="evaluate in it, not only without gradients")
     parser.add_argument("--seed", type=int, default=1234)
     parser.add_argument("--data-path", required=True, help="prefix of an indexed data set (.bin)")
     parser.add_argument("--save", type=Path, help="folder for checkpoints")
@@ -218,10 +219,10 @@ def forward(args: argparse.Namespace, engine: Any, batch: dict[str, torch.Tensor
 def evaluate(args: argparse.Namespace, engine: Any, data: Any) -> float:
     """Mean loss over all ranks."""
     engine.eval()
-    with torch.no_grad():
+    with torch.inference_mode() if args.inference_mode else torch.no_grad():
         mean = torch.stack([forward(args, engine, batch) for batch in data]).mean()
+        dist.all_reduce(mean)
     engine.train()
-    dist.all_reduce(mean)
     return mean.item() / dist.get_world_size()
 
 

@@ -134,12 +134,12 @@ class Context:
 
 
 def present(adapters: Sequence[Adapter]) -> list[Adapter]:
-    """Those whose framework the script has imported; before it has imported any, those it could.
+    """Those whose framework the script has imported; before it has imported any, the first one that is installed.
 
     Raises: Unsupported if there is none.
     """
     found = [adapter for adapter in adapters if adapter.framework in sys.modules]
-    found = found or [adapter for adapter in adapters if _is_installed(adapter.framework)]
+    found = found or [adapter for adapter in adapters if _is_installed(adapter.framework)][:1]
     if not found:
         raise Unsupported(
             "no training framework that deadpool_plugin knows is installed",

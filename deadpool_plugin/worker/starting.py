@@ -44,7 +44,8 @@ class Starting:
     def finish(self) -> int:
         raise Unsupported(
             "the script ended without one training call that deadpool_plugin knows; expected Megatron-core's "
-            "schedules and optimizer, or a DeepSpeed engine; run this script without the plugin"
+            "schedules and optimizer, or a DeepSpeed engine (imported before init_process_group); run this script "
+            "without the plugin"
         )
 
     def _become_live(self) -> None:

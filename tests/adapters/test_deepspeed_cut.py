@@ -1,11 +1,17 @@
 """The cut through the graph: gradients are those without it, and the engine's side can be gone through again."""
 
+import collections
+from types import SimpleNamespace
+
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.nn
 from torch.utils import _pytree as pytree
 
 from deadpool_plugin.adapters.deepspeed import kept
-from deadpool_plugin.adapters.deepspeed.cut import Graph, cut, leaves_of, seed
+from deadpool_plugin.adapters.deepspeed.cut import Graph, ScriptsPart, cut, seed
+from deadpool_plugin.errors import Unsupported
 
 
 def model():
@@ -41,11 +47,48 @@ def test_a_graph_is_used_up_once():
         seed([(graph, [torch.ones(1)])])
 
 
-def test_leaves_are_those_on_the_scripts_side():
-    weight, inner = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(3))
-    output = inner * 2
+def behind_cut(output):
     (given,) = cut(Graph(0, [output]), lambda *part: None, [output])
-    assert [id(leaf) for leaf in leaves_of((given * weight).sum()) if leaf.numel() == 3] == [id(weight)]
+    return given
+
+
+def test_a_loss_that_a_redo_would_leave_out_is_refused():
+    inner, own = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(3))
+    given = behind_cut(inner * 2)
+    whole = ScriptsPart((given * 3).sum())
+    assert whole.reaches_cut and not whole.leaves
+    whole.check(lambda leaf: False)
+    with pytest.raises(Unsupported, match="the engine's model"):
+        ScriptsPart((given * own).sum()).check(lambda leaf: leaf is own)
+    with pytest.raises(Unsupported, match="the script's own"):
+        ScriptsPart((given * own).sum()).check(lambda leaf: False)
+    assert not ScriptsPart((own * 2).sum()).reaches_cut
+
+
+def test_communication_in_the_scripts_part_is_refused(tmp_path):
+    given = behind_cut(torch.nn.Parameter(torch.ones(3)) * 2)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        gathered = torch.stack(torch.distributed.nn.all_gather(given)).sum()
+    finally:
+        dist.destroy_process_group()
+    with pytest.raises(Unsupported, match="torch.distributed"):
+        ScriptsPart(gathered).check(lambda leaf: False)
+
+
+def test_inputs_made_in_inference_mode_are_kept():
+    with torch.inference_mode():
+        small, large = torch.ones(2), torch.ones(kept.COPIED_BYTES_MAX)
+        inputs = kept.Inputs((small, large), {})
+    args, _ = inputs.again()
+    assert torch.equal(args[0], small) and args[1] is large
+
+
+def test_outputs_that_followers_could_not_be_told_are_refused():
+    Pair = collections.namedtuple("Pair", "loss logits")
+    for value in (Pair(torch.ones(1), torch.ones(2)), {"made": SimpleNamespace(loss=torch.ones(1))}):
+        with pytest.raises(Unsupported, match="return a dict"):
+            kept.told(value)
 
 
 def test_what_followers_are_told():

@@ -92,7 +92,10 @@ CASES = [
     ("--zero 0", [(0, 3, "backward"), (1, 6, "optimizer")]),
     ("--zero 0 --dtype bf16 --decay-groups", [(1, 4, "forward"), (0, 7, "mirror")]),
     ("--zero 1", [(1, 3, "forward"), (0, 6, "optimizer")]),
-    ("--zero 1 --dtype bf16 --fp32-gradients --decay-groups", [(1, 4, "backward"), (0, 7, "optimizer")]),
+    (
+        "--zero 1 --dtype bf16 --fp32-gradients --decay-groups --inference-mode",
+        [(1, 4, "backward"), (0, 8, "evaluate")],
+    ),
     ("--zero 2 --dtype bf16 --freeze mixed", [(0, 3, "backward"), (1, 6, "between")]),
     ("--zero 2 --loss-outside --scheduler script", [(1, 4, "before"), (0, 7, "backward")]),
     ("--zero 2 --direct-backward --zero-options " + SMALL_BUCKETS, [(1, 4, "backward"), (0, 7, "forward")]),

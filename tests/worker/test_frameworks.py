@@ -20,10 +20,11 @@ def test_what_the_script_has_imported_counts(monkeypatch):
     assert present([installed, one]) == [one]
 
 
-def test_before_any_import_what_is_installed_counts(monkeypatch):
-    monkeypatch.delitem(sys.modules, "json.tool", raising=False)
+def test_before_any_import_the_first_that_is_installed_counts(monkeypatch):
+    for name in ("json.tool", "wave"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
     installed, absent, homeless = adapter("json.tool"), adapter("no_such_framework"), adapter("no_such_package.core")
-    assert present([absent, homeless, installed]) == [installed]
+    assert present([absent, homeless, installed, adapter("wave")]) == [installed]
 
 
 def test_without_any_it_is_said_which_are_known():

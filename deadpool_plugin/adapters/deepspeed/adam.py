@@ -46,10 +46,12 @@ def check(optimizer: torch.optim.Optimizer, masters: Sequence[torch.Tensor], sch
 def complete(optimizer: torch.optim.Optimizer, masters: Sequence[torch.Tensor]) -> None:
     """Give every master the state it has before its first update, unless it has one."""
     counts_in_tensors = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
+    on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
     for master in masters:
         state = optimizer.state[master]
         if "exp_avg" not in state:
-            state["step"] = torch.tensor(0.0, dtype=torch.float32) if counts_in_tensors else 0
+            device = master.device if on_device else torch.device("cpu")
+            state["step"] = torch.tensor(0.0, dtype=torch.float32, device=device) if counts_in_tensors else 0
             for name in MOMENTS:
                 state[name] = torch.zeros_like(master.data, memory_format=torch.preserve_format)
 
@@ -62,7 +64,8 @@ def steps(optimizer: torch.optim.Optimizer, masters: Sequence[torch.Tensor]) -> 
     return [float(optimizer.state[master]["step"]) for master in masters]
 
 
-def load_steps(optimizer: Any, masters: Sequence[torch.Tensor], saved: Sequence[float]) -> None:
+def load_steps(optimizer: Any, masters: Sequence[torch.Tensor], saved: Sequence[float], before: int) -> None:
+    """`before`: the steps that had been made when this job began, from a checkpoint."""
     for master, step in zip(masters, saved, strict=True):
         state = optimizer.state[master]
         if isinstance(state["step"], torch.Tensor):
@@ -70,7 +73,7 @@ def load_steps(optimizer: Any, masters: Sequence[torch.Tensor], saved: Sequence[
         else:
             state["step"] = int(step)
     if is_in_cpp(optimizer, masters):
-        _count_again(optimizer, int(max(saved)))
+        _count_again(optimizer, before, int(max(saved)))
 
 
 def is_in_cpp(optimizer: Any, masters: Sequence[torch.Tensor]) -> bool:
@@ -78,14 +81,15 @@ def is_in_cpp(optimizer: Any, masters: Sequence[torch.Tensor]) -> bool:
     return type(optimizer).__name__ in ("FusedAdam", "DeepSpeedCPUAdam") and masters[0].device.type == "cpu"
 
 
-def _count_again(optimizer: Any, steps: int) -> None:
+def _count_again(optimizer: Any, before: int, steps: int) -> None:
     """DeepSpeed's C++ Adam keeps the powers of the betas as running products, which differ from powers in their last
-    bits (csrc/includes/cpu_adam.h, `IncrementStep`). Only steps get it there: these are of nothing.
+    bits (csrc/includes/cpu_adam.h, `IncrementStep`: a power at the job's first step, products from there). Only steps
+    get it there: these are of nothing.
     """
     group = optimizer.param_groups[0]
     nothing = [torch.zeros(1) for _ in range(4)]
     options = group["lr"], *group["betas"], group["eps"]
-    for step in range(1, steps + 1):
+    for step in range(before + 1, steps + 1):
         if type(optimizer).__name__ == "FusedAdam":
             optimizer.multi_tensor_adam(
                 2048 * 32, optimizer._dummy_overflow_buf, [[one] for one in nothing], *options, step,

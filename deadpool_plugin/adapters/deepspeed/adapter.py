@@ -7,6 +7,8 @@ Source: DeepSpeed 0.19.8.
 from __future__ import annotations
 
 import functools
+import gc
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,7 +28,7 @@ class DeepSpeedAdapter:
     framework = "deepspeed"
 
     def __init__(self) -> None:
-        self._engines: list[Any] = []
+        self._made: list[weakref.ref[Any]] = []
         self._state: EngineState | None = None
         self._calls: Calls | None = None
 
@@ -37,9 +39,10 @@ class DeepSpeedAdapter:
         from deepspeed.runtime.pipe.engine import PipelineEngine
 
         extensions.install()
-        _remember_instances(DeepSpeedEngine, self._engines)
+        _remember_instances(DeepSpeedEngine, self._made)
         self._calls = Calls(handler, lambda engine: self.state)
         self._calls.install(DeepSpeedEngine)
+        self._calls.wrap_tensor_backward()
         self._calls.install_pipeline(PipelineEngine)
         refusals.install(DeepSpeedEngine, lambda: self._state is not None)
 
@@ -52,14 +55,16 @@ class DeepSpeedAdapter:
     # ---- state
 
     def attach(self) -> None:
-        if len(self._engines) != 1:
+        gc.collect()  # engines that the script has let go of are full of cycles
+        engines = [engine for engine in (made() for made in self._made) if engine is not None]
+        if len(engines) != 1:
             raise Unsupported(
-                f"the script has {len(self._engines)} DeepSpeed engines",
+                f"the script has {len(engines)} DeepSpeed engines",
                 "exactly one",
                 "call deepspeed.initialize once, or run this script without deadpool_plugin",
             )
-        refusals.check(self._engines[0])
-        self._state = EngineState(self._engines[0])
+        refusals.check(engines[0])
+        self._state = EngineState(engines[0])
 
     @property
     def state(self) -> EngineState:
@@ -113,12 +118,12 @@ def _rng_tracker() -> Any:
     return get_cuda_rng_tracker()
 
 
-def _remember_instances(cls: type, instances: list[Any]) -> None:
+def _remember_instances(cls: type, instances: list[weakref.ref[Any]]) -> None:
     original = cls.__init__  # type: ignore[misc]
 
     @functools.wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        instances.append(self)
+        instances.append(weakref.ref(self))
 
     cls.__init__ = init  # type: ignore[misc]

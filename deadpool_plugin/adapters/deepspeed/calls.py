@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
+from ...errors import Unsupported
 from ...worker.adapter import CallHandler, CallKind
-from .cut import Graph
+from .cut import Graph, ScriptsPart
 from .engine_calls import Backward, Batch, DirectBackward, Forward, Parts, Step
 from .state import EngineState
 
@@ -136,7 +138,28 @@ class Calls:
             torch.autograd.Variable._execution_engine.queue_callback(self._go_on)
         self._direct.append((graph, gradients))
 
+    def wrap_tensor_backward(self) -> None:
+        """A script's own `loss.backward()` is held to what `engine.backward` is."""
+        owner: Any = torch.Tensor
+        original = owner.backward
+
+        @functools.wraps(original)
+        def backward(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+            if not self.busy and self._collected is None:
+                part = ScriptsPart(tensor)
+                if part.reaches_cut:
+                    part.check(self.state_of(None).has_parameter)
+            original(tensor, *args, **kwargs)
+
+        owner.backward = backward
+
     def _go_on(self) -> None:
+        if threading.current_thread() is not threading.main_thread():  # on a GPU autograd ends on a thread of its own
+            raise Unsupported(
+                "a script's own loss.backward() ended on another thread than the script's",
+                "engine.backward(loss) on GPUs",
+                "call that",
+            )
         parts, self._direct = self._direct, []
         self.handler("loss.backward", CallKind.PLAIN, DirectBackward(self, parts), (), {})
 

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from ...errors import Unsupported
+
 
 class Graph:
     """One forward's part of the graph, from parameters to `outputs` (those that require grad, engine's own tensors).
@@ -87,16 +89,48 @@ def pairs(
     return outputs, gradients
 
 
-def leaves_of(loss: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors that a backward from `loss` would accumulate gradients in, on the script's side of all cuts."""
-    found, seen, todo = [], set(), [loss.grad_fn]
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            found.append(node.variable)
-        if node.name() != CUT_NODE:
+class ScriptsPart:
+    """What a backward from `loss` would go through on the script's side of all cuts."""
+
+    def __init__(self, loss: torch.Tensor) -> None:
+        self.leaves: list[torch.Tensor] = []
+        """In which it would accumulate gradients."""
+        self.communicates: list[str] = []
+        """Names of functions of torch.distributed."""
+        self.reaches_cut = False
+        seen, todo = set(), [loss.grad_fn]
+        while todo:
+            node = todo.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            if node.name() == CUT_NODE:
+                self.reaches_cut = True
+                continue
+            if hasattr(node, "variable"):
+                self.leaves.append(node.variable)
+            made_by = getattr(type(node), "_forward_cls", None)
+            if made_by is not None and made_by.__module__.startswith("torch.distributed."):
+                self.communicates.append(made_by.__name__)
             todo += [following for following, _ in node.next_functions]
-    return found
+
+    def check(self, owns: Callable[[torch.Tensor], bool]) -> None:
+        """Raises: Unsupported for what a redo would leave out. `owns`: whether a leaf is the engine's."""
+        for leaf in self.leaves:
+            if owns(leaf):
+                raise Unsupported(
+                    "the loss uses parameters of the engine's model beside what engine.forward returned",
+                    "all uses of parameters inside the model's forward",
+                    "compute such a term (a penalty on weights, say) in the model's forward and return it",
+                )
+            raise Unsupported(
+                f"the loss trains a parameter of the script's own ({list(leaf.shape)}) outside the engine",
+                "all trained parameters in the engine's model: others are not mirrored",
+                "make it a part of the model given to deepspeed.initialize",
+            )
+        if self.communicates:
+            raise Unsupported(
+                f"the loss is computed with {self.communicates[0]} of torch.distributed outside the engine",
+                "no communication in the script's own part of a backward, which is not redone",
+                "compute it in the model's forward",
+            )

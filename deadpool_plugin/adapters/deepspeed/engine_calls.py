@@ -16,7 +16,7 @@ import torch
 
 from ...errors import Unsupported
 from . import kept
-from .cut import Graph, cut, leaves_of, pairs, seed
+from .cut import Graph, ScriptsPart, cut, pairs, seed
 
 if TYPE_CHECKING:
     from .calls import Calls
@@ -103,7 +103,7 @@ class Backward:
         return loss / self._engine.gradient_accumulation_steps() if self._scale_wrt_gas else loss
 
     def _through_scripts_part(self, scaled: torch.Tensor) -> Parts:
-        self._calls.state_of(self._engine).refuse_own_parameters(leaves_of(scaled))
+        ScriptsPart(scaled).check(self._calls.state_of(self._engine).has_parameter)
         scale = getattr(self._engine.optimizer, "scale_if_loss", None)
         loss = scale(scaled) if scale is not None else scaled
         parts = self._calls.collect(lambda: loss.backward(retain_graph=self._retain_graph))

@@ -1,15 +1,18 @@
 """DeepSpeed compiles its C++ when it is first asked for; a process that is killed meanwhile must not stop all others.
 
 Rules of this file: torch's lock around such a build is a file that exists; whoever finds it waits until it is gone, for
-ever if its maker was killed. Here the file is locked besides, which ends with the process, and its mere existence
-means nothing.
+ever if its maker was killed. Here the file is locked besides, which ends with the process. Whoever gets the lock
+builds: where another has finished that is a look at the files, where another was killed it is the rest of the work.
+Where files cannot be locked (some network file systems), torch's own way stays.
 Source: torch 2.13, torch/utils/file_baton.py and its use in cpp_extension.py.
 """
 
 from __future__ import annotations
 
 import fcntl
+import functools
 import os
+from collections.abc import Callable
 from typing import Any
 
 
@@ -18,48 +21,35 @@ def install() -> None:
     from torch.utils.file_baton import FileBaton
 
     baton: Any = FileBaton
-    baton.try_acquire, baton.wait, baton.release = _try_acquire, _wait, _release
+    baton.try_acquire = functools.partialmethod(_acquire, baton.try_acquire)
+    baton.release = functools.partialmethod(_release, baton.release)
 
 
-def _open(baton: Any) -> int:
-    return os.open(baton.lock_file_path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
-
-
-def _try_acquire(baton: Any) -> bool:
-    descriptor = _open(baton)
+def _acquire(baton: Any, otherwise: Callable[[Any], Any]) -> Any:
+    """Block until the lock is ours."""
+    descriptor = os.open(baton.lock_file_path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    except OSError:
         os.close(descriptor)
-        return False
-    if not _is_current(baton, descriptor):  # removed by who had it, between our two calls
+        os.remove(baton.lock_file_path)
+        return otherwise(baton)
+    if not _is_current(baton, descriptor):  # removed by who had it
         os.close(descriptor)
-        return _try_acquire(baton)
-    baton.fd = descriptor
+        return _acquire(baton, otherwise)
+    baton.locked = descriptor
     return True
 
 
-def _wait(baton: Any) -> None:
-    """Block until nobody builds any more, whether it was finished or not."""
-    descriptor = _open(baton)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        _remove(baton, descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _release(baton: Any) -> None:
-    if baton.fd is not None:
-        _remove(baton, baton.fd)
-        os.close(baton.fd)
-        baton.fd = None
-
-
-def _remove(baton: Any, descriptor: int) -> None:
-    """A process without us would wait for it."""
+def _release(baton: Any, otherwise: Callable[[Any], Any]) -> None:
+    descriptor = getattr(baton, "locked", None)
+    if descriptor is None:
+        otherwise(baton)
+        return
     if _is_current(baton, descriptor):
-        os.remove(baton.lock_file_path)
+        os.remove(baton.lock_file_path)  # a process without us would wait for it
+    os.close(descriptor)
+    baton.locked = None
 
 
 def _is_current(baton: Any, descriptor: int) -> bool:

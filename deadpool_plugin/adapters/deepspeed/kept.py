@@ -34,12 +34,12 @@ class Inputs:
                 "train what computes it as a part of the engine's model, or run this script without deadpool_plugin",
             )
         self._leaves = [leaf.detach().clone() if _is_small(leaf) else leaf for leaf in self._leaves]
-        self._versions = [leaf._version if _is_tensor(leaf) else 0 for leaf in self._leaves]
+        self._versions = [_version(leaf) for leaf in self._leaves]
 
     def again(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments for doing the call again. Raises: Unsupported if one is not what it was."""
         for leaf, version in zip(self._leaves, self._versions, strict=True):
-            if _is_tensor(leaf) and leaf._version != version:
+            if _version(leaf) != version:
                 raise Unsupported(
                     f"an input of {list(leaf.shape)} was changed in place after the engine's forward had used it",
                     f"inputs above {COPIED_BYTES_MAX} bytes to stay as they are until two steps later",
@@ -65,7 +65,22 @@ def replaced(value: Any, originals: Sequence[torch.Tensor], others: Sequence[tor
 def told(value: Any) -> list[Any]:
     """`value` for a record: its structure, and for each leaf whether it requires grad, and what is known of it."""
     leaves, spec = pytree.tree_flatten(value)
-    return [pytree.treespec_dumps(spec), [_told(leaf) for leaf in leaves]]
+    for leaf in leaves:
+        if not isinstance(leaf, (torch.Tensor, bool, int, float, str, bytes, type(None))):
+            raise _unknown(type(leaf))
+    try:
+        structure = pytree.treespec_dumps(spec)
+    except NotImplementedError as error:  # a namedtuple, whose class followers could not find
+        raise _unknown(type(value)) from error
+    return [structure, [_told(leaf) for leaf in leaves]]
+
+
+def _unknown(kind: type) -> Unsupported:
+    return Unsupported(
+        f"a call of the engine returned a {kind.__module__}.{kind.__name__}",
+        "tensors and plain values, in dicts, lists and tuples, or in classes registered with torch's pytrees",
+        "return a dict, or run this script without deadpool_plugin",
+    )
 
 
 def _told(leaf: Any) -> list[Any]:
@@ -91,6 +106,13 @@ def heard(record: list[Any], device: torch.device) -> tuple[Any, list[torch.Tens
 
 def _is_tensor(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor)
+
+
+def _version(leaf: Any) -> int:
+    """Changes with every change in place; what cannot tell (made in inference mode) or is our own copy has none."""
+    if not _is_tensor(leaf) or _is_small(leaf) or leaf.is_inference():
+        return 0
+    return int(leaf._version)
 
 
 def _is_small(leaf: Any) -> bool:

@@ -34,10 +34,6 @@ class Partitioned:
     def masters(self) -> list[torch.Tensor]:
         return list(self._optimizer.fp32_partitioned_groups_flat)
 
-    def frozen(self) -> list[torch.Tensor]:
-        """This rank's partitions of the parameters that are not trained."""
-        return [parameter.ds_tensor.data for parameter in self._parameters if not parameter.requires_grad]
-
     def clean(self) -> None:
         """Nothing is gathered or in use. Never communicates."""
         from deepspeed.runtime.zero.partition_parameters import free_param

@@ -53,6 +53,12 @@ OPTIONS = (
     Option("pld_enabled", "progressive_layer_drop", "keeps a schedule that is not mirrored", "leave it out"),
     Option("sparse_gradients_enabled", "sparse_gradients", "is not tested", "leave it out"),
     Option("autotuning_enabled", "autotuning", "ends the job by itself", "leave it out"),
+    Option("torch_autocast_z0_gradscaler", "torch_autocast in float16", "keeps a GradScaler that is not mirrored",
+           "use bfloat16, or DeepSpeed's fp16"),
+    Option("optimizer.torch_autocast_gradscaler", "torch_autocast in float16", "keeps a GradScaler that is not "
+           "mirrored", "use bfloat16, or DeepSpeed's fp16"),
+    Option("monitor.enabled", "a monitor (TensorBoard, W&B, Comet)", "opens another run in every rehearsal",
+           "log from the script"),
     Option("checkpoint_engine.is_decoupled", "a decoupled checkpoint engine", "writes behind the script's back",
            "use the default one"),
 )  # fmt: skip
@@ -85,6 +91,8 @@ def install(engine_class: type, is_training: Callable[[], bool]) -> None:
     for name, remedy in (
         ("load_checkpoint", "load before the first forward"),
         ("coalesce_grad_reduction", "let every backward reduce its gradients"),
+        ("set_train_batch_size", "keep the batch size"),
+        ("set_train_micro_batch_size", "keep the batch size"),
         ("offload_states", "leave the states where they are"),
     ):
         if hasattr(engine_class, name):

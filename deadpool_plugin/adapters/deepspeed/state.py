@@ -32,7 +32,17 @@ OF_PIPELINE = ("num_pipe_buffers", "pipe_buffers", "pipe_recv_buf", "grad_layer"
                "grad_partition_grad_layer_meta_cache", "fwd_outputs", "outputs", "eval_return_logits", "_compute_loss",
                "_force_grad_boundary", "total_loss", "total_additional_losses", "agg_additional_losses")  # fmt: skip
 """Activations on their way, and what neighbours have been told of their shapes: a newcomer knows nothing of it."""
+SCALERS = ("loss_scaler", "loss_scale_config")
+"""Of ZeRO, and of fp16 without it."""
 OF_OPTIMIZER = ("overflow", "_global_grad_norm")
+
+
+def updated_parameters(optimizer: Any, groups: Sequence[dict[str, Any]]) -> list[torch.Tensor]:
+    """Those of the model's parameters that the optimizer updates, wherever it keeps their masters."""
+    for name in ("bit16_groups", "bf16_groups", "fp16_groups"):  # ZeRO 1 and 2; BF16_Optimizer; ZeRO 3 and FP16_*
+        if hasattr(optimizer, name):
+            return [parameter for group in getattr(optimizer, name) for parameter in group]
+    return [parameter for group in groups for parameter in group["params"]]
 
 
 class EngineState:
@@ -53,6 +63,7 @@ class EngineState:
         self.masters = self._partitioned.masters if self._partitioned else self._updated()
         adam.check(self.adam, self.masters, engine.lr_scheduler)
         adam.complete(self.adam, self.masters)
+        self._steps_before = int(max(adam.steps(self.adam, self.masters)))
         self._parameter_ids = {id(parameter) for parameter in self._parameters}
         self.buffers = [buffer for buffer in engine.module.buffers() if buffer is not None]
         self.tensors = self._tensors()
@@ -65,9 +76,9 @@ class EngineState:
 
     def _tensors(self) -> list[torch.Tensor]:
         masters = [master.data for master in self.masters]
-        frozen = [parameter.data for parameter in self._parameters if not parameter.requires_grad]
-        if self._partitioned:
-            frozen = self._partitioned.frozen()
+        updated = {id(parameter) for parameter in updated_parameters(self.engine.optimizer, self._groups)}
+        others = [parameter for parameter in self._parameters if id(parameter) not in updated]
+        frozen = [getattr(parameter, "ds_tensor", parameter).data for parameter in others]
         return [*masters, *adam.moments(self.adam, self.masters), *frozen, *self.buffers]
 
     def replicas(self) -> tuple[int, ...]:
@@ -98,7 +109,7 @@ class EngineState:
             "optimizer": some(optimizer, OF_OPTIMIZER),
             "groups": adam.group_scalars(self._groups),
             "scheduler": plain_state(self.engine.lr_scheduler),
-            "scaler": plain_state(getattr(optimizer, "loss_scaler", None)),
+            "scalers": [plain_state(getattr(optimizer, name, None)) for name in SCALERS],
         }
 
     def show(self, visible: Scalars) -> None:
@@ -107,14 +118,15 @@ class EngineState:
         vars(optimizer).update(visible["optimizer"])
         adam.load_group_scalars(self._groups, visible["groups"])
         load_plain_state(self.engine.lr_scheduler, visible["scheduler"])
-        load_plain_state(getattr(optimizer, "loss_scaler", None), visible["scaler"])
+        for name, state in zip(SCALERS, visible["scalers"], strict=True):
+            load_plain_state(getattr(optimizer, name, None), state)
 
     def scalars(self) -> Scalars:
         return {"visible": self.visible(), "steps": adam.steps(self.adam, self.masters)}
 
     def load(self, scalars: Scalars) -> None:
         self.show(scalars["visible"])
-        adam.load_steps(self.adam, self.masters, scalars["steps"])
+        adam.load_steps(self.adam, self.masters, scalars["steps"], self._steps_before)
 
     def entry(self) -> Scalars:
         """What a call may read beside the shard."""
@@ -167,11 +179,5 @@ class EngineState:
                 for parameter, part in zip(group, flat.data.split([p.numel() for p in group]), strict=True):
                     parameter.data.copy_(part.view(parameter.shape))
 
-    def refuse_own_parameters(self, leaves: Sequence[torch.Tensor]) -> None:
-        """Raises: Unsupported if the script's part of a graph uses parameters of the engine's model."""
-        if any(id(leaf) in self._parameter_ids for leaf in leaves):
-            raise Unsupported(
-                "the loss uses parameters of the engine's model beside what engine.forward returned",
-                "all uses of parameters inside the model's forward",
-                "compute such a term (a penalty on weights, say) in the model's forward and return it",
-            )
+    def has_parameter(self, tensor: torch.Tensor) -> bool:
+        return id(tensor) in self._parameter_ids

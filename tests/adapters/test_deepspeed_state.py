@@ -1,0 +1,70 @@
+"""What of an engine is in a snapshot."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("deepspeed")
+
+from deadpool_plugin.adapters.deepspeed import adam
+from deadpool_plugin.adapters.deepspeed.state import EngineState
+
+
+@pytest.fixture
+def engine():
+    """As without ZeRO: a backbone that no group of the optimizer has, and a head."""
+    backbone, head = torch.nn.Linear(2, 3), torch.nn.Linear(3, 1)
+    scale = SimpleNamespace(cur_scale=512.0, cur_iter=700, last_overflow_iter=650)
+    return SimpleNamespace(
+        module=torch.nn.Sequential(backbone, head),
+        basic_optimizer=torch.optim.AdamW(head.parameters(), lr=0.1),
+        optimizer=SimpleNamespace(loss_scale_config=scale, overflow=False),
+        lr_scheduler=None,
+        zero_optimization_stage=lambda: 0,
+        global_steps=7,
+        micro_steps=14,
+    )
+
+
+def test_parameters_that_no_group_has_are_in_the_shard(engine):
+    kept = {tensor.data_ptr() for tensor in EngineState(engine).tensors}
+    assert all(parameter.data_ptr() in kept for parameter in engine.module.parameters())
+
+
+def test_counters_rates_and_loss_scales_come_back(engine):
+    state = EngineState(engine)
+    saved = state.scalars()
+    engine.global_steps, engine.optimizer.overflow = 9, True
+    engine.basic_optimizer.param_groups[0]["lr"] = 0.3
+    vars(engine.optimizer.loss_scale_config).update(cur_scale=1.0, cur_iter=0, last_overflow_iter=None)
+    state.load(saved)
+    assert (engine.global_steps, engine.optimizer.overflow) == (7, False)
+    assert engine.basic_optimizer.param_groups[0]["lr"] == 0.1
+    assert vars(engine.optimizer.loss_scale_config) == {"cur_scale": 512.0, "cur_iter": 700, "last_overflow_iter": 650}
+
+
+def test_entry_brings_back_what_a_script_sets_between_calls(engine):
+    state = EngineState(engine)
+    engine._is_gradient_accumulation_boundary = None
+    entry = state.entry()
+    engine._is_gradient_accumulation_boundary = True
+    engine.module.eval()
+    state.load_entry(entry)
+    assert engine._is_gradient_accumulation_boundary is None
+    assert all(module.training for module in engine.module.modules())
+
+
+def test_the_products_of_an_optimizer_in_cpp_are_counted_from_where_the_job_began():
+    counted = []
+
+    class DeepSpeedCPUAdam(torch.optim.AdamW):
+        opt_id = 0
+        ds_opt_adam = SimpleNamespace(adam_update=lambda number, step, *rest: counted.append(step))
+
+    master = torch.nn.Parameter(torch.zeros(2))
+    optimizer = DeepSpeedCPUAdam([master])
+    optimizer.param_groups[0]["bias_correction"] = True
+    adam.complete(optimizer, [master])
+    adam.load_steps(optimizer, [master], [1003.0], before=1000)
+    assert counted == [1001, 1002, 1003] and optimizer.state[master]["step"] == 1003
