@@ -76,7 +76,12 @@ class Launched:
             time.sleep(0.05)
 
     def in_training(self):
-        self.wait_for("ready spare", lambda: self.events("SpareReady") and len(self.events("StepDone")) > 6)
+        """The spare may still rehearse: how long that takes does not depend on the number of steps."""
+        self.wait_for("training", lambda: self.process.poll() is not None or self._trains())
+        assert self.process.poll() is None, self.said.read_text()[-6000:]
+
+    def _trains(self):
+        return self.events("Protected") and len(self.events("StepDone")) > 6
 
     def end(self, timeout_s=120.0):
         """Exit code and last line."""
