@@ -32,7 +32,8 @@ ENVIRONMENT = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THR
 
 
 def parse(words: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    said = __doc__.partition("\n\nRules of this file")[0]
+    parser = argparse.ArgumentParser(description=said, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=FOLDER, help=f"where the hosts' files are (default {FOLDER})")
     commands = parser.add_subparsers(dest="do", required=True, metavar="COMMAND")
     up = commands.add_parser("up", help="make hosts; they are gone when this ends")
