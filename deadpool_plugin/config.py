@@ -88,8 +88,9 @@ class Config(BaseModel):
 
     on_launcher_loss: Literal["continue", "stop"] = "continue"
     """What to do when the command that launched the job (`deepspeed`, `deadpool launch`), or its host, is gone.
-    continue: the job goes on; what it prints is still in output_dir. stop: it ends with exit code 129. Hazard: plain
-    `deepspeed` is only missed once its ssh connections are seen to be closed; those of a host that vanishes are not."""
+    continue: the job goes on; what it prints is still in output_dir. stop: every host that finds it gone leaves the
+    job, which ends it; one host that alone has lost its connection is replaced. Hazard: plain `deepspeed` is only
+    missed once its ssh connections are seen to be closed; those of a host that vanishes are not."""
 
     witness: Path | None = None
     """Directory on storage that all hosts share and that can link files (NFS can): of a job that falls into two halves

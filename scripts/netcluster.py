@@ -32,7 +32,8 @@ ENVIRONMENT = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THR
 
 
 def parse(words: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    said = __doc__.partition("\n\nRules of this file")[0]
+    parser = argparse.ArgumentParser(description=said, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=FOLDER, help=f"where the hosts' files are (default {FOLDER})")
     commands = parser.add_subparsers(dest="do", required=True, metavar="COMMAND")
     up = commands.add_parser("up", help="make hosts; they are gone when this ends")
@@ -54,6 +55,10 @@ def parse(words: list[str]) -> argparse.Namespace:
 def up(folder: Path, size: int, slots: int, command: list[str]) -> int:
     """Make the hosts, run `command` on the first, or wait for a signal; the exit code."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if hosts := already_up(folder):
+        said = f"{', '.join(hosts)} are up in {folder}: end them, or name another --folder"
+        print(f"[netcluster] {said}", file=sys.stderr)
+        return 1
     with netns.Network(folder, size, ENVIRONMENT) as network:
         hostfile = network.folder / "hostfile"
         hostfile.write_text("".join(f"{name} slots={slots}\n" for name in network.hosts))
@@ -65,6 +70,14 @@ def up(folder: Path, size: int, slots: int, command: list[str]) -> int:
                 signal.pause()
         except KeyboardInterrupt:
             return 130
+
+
+def already_up(folder: Path) -> list[str]:
+    """Hosts that another process keeps there."""
+    try:
+        return list(netns.Network.attached(folder).hosts)
+    except FileNotFoundError:
+        return []
 
 
 def run(network: netns.Network, host: str, command: list[str]) -> int:
@@ -83,24 +96,20 @@ def main() -> int:
     if lacking := netns_host.missing():
         print("[netcluster] no hosts can be made on this machine: " + "; ".join(lacking), file=sys.stderr)
         return EXIT_UNAVAILABLE
-    if args.do == "up":
-        return up(args.folder, args.hosts, args.slots, args.command)
     try:
-        network = netns.Network.attached(args.folder)
+        return up(args.folder, args.hosts, args.slots, args.command) if args.do == "up" else act(args)
     except FileNotFoundError:
         print(f"[netcluster] no hosts are up in {args.folder}: `netcluster.py up` makes them", file=sys.stderr)
-        return 1
+    except (RuntimeError, ProcessLookupError, subprocess.CalledProcessError) as error:
+        print(f"[netcluster] {error}", file=sys.stderr)
+    return 1
+
+
+def act(args: argparse.Namespace) -> int:
+    network = netns.Network.attached(args.folder)
     if args.host not in network.hosts:
         print(f"[netcluster] no host {args.host} is up; there are: {', '.join(network.hosts)}", file=sys.stderr)
         return 2
-    try:
-        return act(network, args)
-    except (RuntimeError, ProcessLookupError, subprocess.CalledProcessError) as error:
-        print(f"[netcluster] {error}", file=sys.stderr)
-        return 1
-
-
-def act(network: netns.Network, args: argparse.Namespace) -> int:
     if args.do == "run":
         return run(network, args.host, args.command)
     if args.do == "kill":

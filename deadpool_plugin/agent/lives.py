@@ -150,8 +150,7 @@ class Lives:
         if message.signal == signal.SIGINT:
             self._feed(io.StopRequested(f"interrupted by {name} on node {self._node}", 128 + message.signal))
         elif message.signal == signal.SIGHUP:
-            reason = f"node {self._node} found the launcher gone (on_launcher_loss: stop)"
-            self._feed(io.StopRequested(reason, 128 + message.signal))
+            self._give_up(f"node {self._node} found the launcher gone (on_launcher_loss: stop)")
         else:
             self._give_up(f"the launcher of node {self._node} ended its processes ({name})")
 

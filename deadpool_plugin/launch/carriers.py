@@ -11,7 +11,12 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+from ..agent import proc
+
 ROUNDS_MAX = 10
+LAUNCHERS_OWN = f"{proc.TAG}=launch.".encode()
+"""In the environment of deepspeed's runner, pdsh and its ssh clients, where the launcher is on a host of the job: they
+name the folder, too, and are the launcher's to end."""
 _RUN = (b"-m", b"deadpool_plugin.run")
 _LAUNCH = b"deepspeed.launcher.launch"
 
@@ -56,5 +61,6 @@ def _carrying(folder: Path) -> Iterator[tuple[int, list[bytes]]]:
             environment = Path(f"/proc/{name}/environ").read_bytes()
         except OSError:
             continue
-        if (wanted in command and _RUN[1] in command) or b"DEADPOOL_CONFIG=" + wanted in environment:
+        named = wanted in command and _RUN[1] in command and LAUNCHERS_OWN not in environment
+        if named or b"DEADPOOL_CONFIG=" + wanted in environment:
             yield int(name), command.split(b"\0")

@@ -84,7 +84,12 @@ class Launcher:
             for number in _SIGNALS:
                 asyncio.get_running_loop().add_signal_handler(number, self._interrupt, number)
             code = await self._deepspeed()
-            told = await self._stewards.told(self._patience_s)
+            if self._config.on_launcher_loss == "stop":
+                self._stopping.set()
+            told = await self._stewards.told(self._stopping, self._patience_s)
+            for node, word in told.items():
+                if word.killed:
+                    print(f"[deadpool] {self._request.hosts[node]}: {word.killed} process(es) had to be killed")
             return self._conclude(outcome({k: word.events for k, word in told.items()}, self._request.hosts, code))
         finally:
             keeping.cancel()

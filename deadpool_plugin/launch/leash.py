@@ -53,7 +53,7 @@ class Stop(Word, frozen=True):
 
 
 class Tell(Word, frozen=True):
-    """Launcher -> steward: the job is over; end what is left of it, say what happened, and leave."""
+    """Launcher -> steward: when the job is over on this host, say what happened, and leave."""
 
 
 class Told(Word, frozen=True):

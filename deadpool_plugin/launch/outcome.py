@@ -47,11 +47,8 @@ def outcome(told: Mapping[int, Sequence[events.Event]], hosts: Sequence[str], la
 
 
 def _verdict(heard: Sequence[events.Event], removed: set[int], launcher_code: int) -> tuple[int, str]:
-    stopped = min((event for event in heard if isinstance(event, events.JobStopped)), key=_when, default=None)
-    if stopped is not None:
-        return stopped.exit_code, f"the job stopped: {stopped.reason}"
     if not any(isinstance(event, events.JobFinished) for event in heard):
-        return launcher_code or FAILED, "the job did not finish"
+        return _stopped(heard, removed) or (launcher_code or FAILED, "the job did not finish")
     ends = {event.node: event.exit_code for event in heard if isinstance(event, events.NodeEnded)}
     late = [code for node, code in ends.items() if node not in removed and code not in (0, EXIT_FENCED)]
     if late:
@@ -59,5 +56,10 @@ def _verdict(heard: Sequence[events.Event], removed: set[int], launcher_code: in
     return 0, "the job finished"
 
 
-def _when(event: events.Event) -> float:
-    return event.time
+def _stopped(heard: Sequence[events.Event], removed: set[int]) -> tuple[int, str] | None:
+    """The first verdict of the newest generation; an older one, or a removed node's, is that of a part cut off."""
+    verdicts = [event for event in heard if isinstance(event, events.JobStopped) and event.node not in removed]
+    if not verdicts:
+        return None
+    found = min(verdicts, key=lambda event: (-event.generation, event.time))
+    return found.exit_code, f"the job stopped: {found.reason}"

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from .. import events
 from ..config import Config
 from ..errors import ConfigError
 from . import leash
@@ -76,13 +77,11 @@ class Connection:
         if not self._ssh.stdin.is_closing():
             self._ssh.stdin.write(leash.encode(word))
 
-    async def told(self, timeout_s: float) -> leash.Told | None:
-        """The steward's last word; None if it has none."""
+    async def told(self) -> leash.Told | None:
+        """The steward's last word, once the job is over there; None at the end of the connection."""
         self.say(leash.Tell())
-        with contextlib.suppress(asyncio.TimeoutError):
-            word = await asyncio.wait_for(self._hear(leash.Told), timeout_s)
-            return word if isinstance(word, leash.Told) else None
-        return None
+        word = await self._hear(leash.Told)
+        return word if isinstance(word, leash.Told) else None
 
     async def close(self) -> None:
         """End the connection; a steward that is left at its other side ends itself."""
@@ -137,10 +136,36 @@ class Stewards:
         for connection in self.connections:
             connection.say(word)
 
-    async def told(self, timeout_s: float) -> dict[int, leash.Told]:
-        """Node -> its last word, of those that have one."""
-        words = await asyncio.gather(*(one.told(timeout_s) for one in self.connections))
-        return {one.node: word for one, word in zip(self.connections, words, strict=True) if word is not None}
+    async def told(self, stopping: asyncio.Event, patience_s: float) -> dict[int, leash.Told]:
+        """Node -> its last word, of those that have one.
+
+        A job that outlives the real launcher is waited for. Once it has finished somewhere, or `stopping` is set, hosts
+        have `patience_s` to end what is left of it.
+        """
+        asked = {asyncio.create_task(one.told()): one.node for one in self.connections}
+        hurry: asyncio.Task[object] = asyncio.create_task(stopping.wait())
+        words: dict[int, leash.Told] = {}
+        pending, limit_s = set(asked), None
+        while pending:
+            waits = {*pending, hurry} if limit_s is None else pending
+            done, _ = await asyncio.wait(waits, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                break
+            for task in [one for one in pending if one in done]:
+                pending.discard(task)
+                if (word := task.result()) is not None:
+                    words[asked[task]] = word
+            if limit_s is None and (hurry.done() or any(map(_finished, words.values()))):
+                limit_s = patience_s
+                self.say(leash.Stop(self._config.phase_timeout_s))
+        hurry.cancel()
+        for left in pending:
+            left.cancel()
+        return words
 
     async def close(self) -> None:
         await asyncio.gather(*(one.close() for one in self.connections))
+
+
+def _finished(told: leash.Told) -> bool:
+    return any(isinstance(event, events.JobFinished) for event in told.events)

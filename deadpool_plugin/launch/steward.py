@@ -16,6 +16,7 @@ import signal
 import stat
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -69,14 +70,14 @@ class Steward:
         self.killed = 0
 
     def serve(self) -> None:
-        """Until the launcher has asked for the end, or is gone and the job with it."""
+        """Until the job is over here, and the launcher asks for it or is gone."""
         while True:
             word = self._ear.next(POLL_S)
+            self._seen = self._seen or bool(carriers(self._folder))
             if isinstance(word, leash.Stop):
                 self._end(signal.SIGINT, word.grace_s)
             elif isinstance(word, leash.Tell):
                 self._asked = True
-                self._end(signal.SIGINT, self._config.phase_timeout_s)
             elif self._launcher_is_gone() and self._config.on_launcher_loss == "stop" and not self._signal:
                 self._end(signal.SIGHUP, self._config.phase_timeout_s)
             if self._signal:
@@ -86,9 +87,7 @@ class Steward:
 
     def _job_is_over(self) -> bool:
         """A launcher that is only silent, before anything was started, may be slow."""
-        left = carriers(self._folder)
-        self._seen = self._seen or bool(left or self._signalled)
-        return not left and (self._seen or self._asked or self._ear.closed)
+        return (self._seen or self._asked or self._ear.closed) and not carriers(self._folder)
 
     def _launcher_is_gone(self) -> bool:
         return self._ear.closed or time.monotonic() - self._ear.heard_at > self._config.silent_after_s
@@ -113,8 +112,9 @@ class Steward:
             with self._log.open("rb") as file:
                 file.seek(self._log_begins)
                 for line in file:
-                    if _tells(line):
-                        found.append(decoder.decode(line))
+                    with contextlib.suppress(msgspec.DecodeError):  # lines a full disk has cut off and joined
+                        if _tells(line):
+                            found.append(decoder.decode(line))
         return leash.Told(found, self.killed)
 
 
@@ -126,22 +126,36 @@ def _tells(line: bytes) -> bool:
     return line.endswith(b"\n") and any(kind in line for kind in _KINDS)
 
 
-def install(prepare: leash.Prepare) -> Path:
-    """Configuration and secret where only we can read them; the folder. Raises: ConfigError."""
+@contextlib.contextmanager
+def installed(prepare: leash.Prepare) -> Iterator[Path]:
+    """Configuration and secret where only we can read them, for as long as the block runs. Raises: ConfigError."""
     folder = leash.folder(prepare.job)
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
-        status = folder.lstat()
-        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
-            raise ConfigError(f"{folder} is somebody else's", "a folder of our own", "launch again")
-        for name, content in ((SECRET, prepare.secret), (CONFIG, prepare.config.encode())):
-            draft = folder / f"{name}.{os.getpid()}"
-            with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
-                file.write(content)
-            draft.replace(folder / name)
     except OSError as error:
-        raise ConfigError(f"{folder} cannot be written ({error.strerror})", "room in /dev/shm", "make some") from error
-    return folder
+        raise ConfigError(
+            f"{folder} cannot be made ({error.strerror})", "a folder of our own", "launch again"
+        ) from error
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        raise ConfigError(f"{folder} is somebody else's", "a folder of our own", "launch again")
+    try:
+        put(folder / SECRET, prepare.secret)
+        put(folder / CONFIG, prepare.config.encode())
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def put(path: Path, content: bytes) -> None:
+    """Whole or not at all. Raises: ConfigError."""
+    draft = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
+            file.write(content)
+        draft.replace(path)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written ({error.strerror})", "room in /dev/shm", "make some") from error
 
 
 def check(prepare: leash.Prepare) -> None:
@@ -167,19 +181,18 @@ def main() -> int:
         if ear.closed or time.monotonic() > deadline:
             return 1
         prepare = ear.next(POLL_S)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))  # the secret goes first
     try:
         check(prepare)
-        folder = install(prepare)
+        with installed(prepare) as folder:
+            steward = Steward(ear, folder, load(folder / CONFIG), prepare.node)
+            say(leash.Ready(os.uname().nodename))
+            steward.serve()
+            say(steward.told())
     except DeadpoolError as error:
         say(leash.Ready(os.uname().nodename, str(error)))
         return error.exit_code
-    try:
-        steward = Steward(ear, folder, load(folder / CONFIG), prepare.node)
-        say(leash.Ready(os.uname().nodename))
-        steward.serve()
-        say(steward.told())
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     return 0
 
 

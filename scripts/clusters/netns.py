@@ -56,7 +56,7 @@ class Network:
     # ---- making
 
     def _make(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self._own_folder()
         for name in ("key", "host_key"):
             (self.folder / name).unlink(missing_ok=True)
             words = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.folder / name)]
@@ -71,6 +71,13 @@ class Network:
             self.hosts[name] = self._boot(name, address)
         self._save()
         self._wait_for_ssh()
+
+    def _own_folder(self) -> None:
+        """Nobody else may decide what is in it: its processes are entered as root. Raises: RuntimeError."""
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = self.folder.lstat()
+        if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+            raise RuntimeError(f"{self.folder} can be written by others: name another folder")
 
     def _boot(self, name: str, address: str) -> Host:
         home = self.folder / name
@@ -115,7 +122,9 @@ class Network:
 
     @classmethod
     def attached(cls, folder: Path) -> Network:
-        """A network that another process has made and keeps. Raises: FileNotFoundError."""
+        """A network that another process has made and keeps. Raises: FileNotFoundError, RuntimeError."""
+        if folder.exists() and folder.lstat().st_uid != os.geteuid():
+            raise RuntimeError(f"{folder} is somebody else's: name another folder")
         state = json.loads((folder / "network.json").read_text())
         network = cls(folder, len(state["hosts"]), state["environment"])
         network.switch = state["switch"]

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from stub_worker import digest, state_at
@@ -44,7 +44,7 @@ class StubCluster:
         patience_s: float = 4.0,
         more: str = "memory_headroom_gib: 0\n",
         wrong_secret: int = -1,
-        piped: int = -1,
+        piped: Sequence[int] = (),
     ) -> None:
         self.directory, self.nodes, self.local_size = directory, nodes, local_size
         self.active = nodes - spares
@@ -80,7 +80,7 @@ class StubCluster:
             chosen = other_config if node == wrong_secret else config
             command = [sys.executable, str(HERE / "stub_launch.py"), str(chosen), *arguments]
             with (directory / f"out.{node}").open("wb") as out:
-                output = subprocess.PIPE if node == piped else out
+                output = subprocess.PIPE if node in piped else out
                 self.launchers.append(
                     subprocess.Popen(command, env=env, stdout=output, stderr=out, start_new_session=True)
                 )

@@ -66,21 +66,42 @@ def test_a_process_leaves_nothing_behind_when_it_is_replaced(tmp_path, number):
         cluster.close()
 
 
-@pytest.mark.parametrize("policy", ["continue", "stop"])
-def test_a_launcher_that_reads_no_output_any_more_is_gone(tmp_path, policy):
+def without_reader(tmp_path, policy, *nodes):
+    """Started, and then nobody reads what these nodes say."""
     more = f"memory_headroom_gib: 0\non_launcher_loss: {policy}\n"
-    cluster = started(tmp_path, piped=1, more=more)
+    cluster = started(tmp_path, piped=nodes, more=more)
+    for node in nodes:
+        cluster.launchers[node].stdout.close()
+    return cluster
+
+
+def test_a_job_goes_on_without_its_launcher(tmp_path):
+    cluster = without_reader(tmp_path, "continue", 0, 1, 2)
     try:
-        cluster.launchers[1].stdout.close()
-        if policy == "continue":
-            before = max(event.step for event in cluster.events(events.StepCommitted))
-            cluster.wait_for("more steps", lambda: cluster.events(events.StepCommitted)[-1].step > before + 20)
-            assert not cluster.events(events.SwapPlanned)
-        else:
-            for node in range(3):
-                cluster.wait_gone(node)
-            stopped = cluster.events(events.JobStopped)
-            assert {event.exit_code for event in stopped} == {129} and "node 1 found the launcher gone" in stopped[0].reason
+        before = max(event.step for event in cluster.events(events.StepCommitted))
+        cluster.wait_for("more steps", lambda: cluster.events(events.StepCommitted)[-1].step > before + 20)
+        assert not cluster.events(events.SwapPlanned)
+    finally:
+        cluster.close()
+
+
+def test_a_job_stops_without_its_launcher_if_it_shall(tmp_path):
+    cluster = without_reader(tmp_path, "stop", 0, 1, 2)
+    try:
+        for node in range(3):
+            cluster.wait_gone(node)
+        assert any("found the launcher gone" in event.reason for event in cluster.events(events.NodeFenced))
+    finally:
+        cluster.close()
+
+
+def test_one_node_that_has_lost_its_launcher_is_replaced(tmp_path):
+    cluster = without_reader(tmp_path, "stop", 1)
+    try:
+        cluster.wait_for("the swap", lambda: cluster.events(events.SwapDone))
+        cluster.wait_gone(1)
+        (planned,) = cluster.events(events.SwapPlanned)
+        assert planned.lost_nodes == (1,)
     finally:
         cluster.close()
 

@@ -76,7 +76,12 @@ class Launched:
             time.sleep(0.05)
 
     def in_training(self):
-        self.wait_for("ready spare", lambda: self.events("SpareReady") and len(self.events("StepDone")) > 6)
+        """The spare may still rehearse: how long that takes does not depend on the number of steps."""
+        self.wait_for("training", lambda: self.process.poll() is not None or self._trains())
+        assert self.process.poll() is None, self.said.read_text()[-6000:]
+
+    def _trains(self):
+        return self.events("Protected") and len(self.events("StepDone")) > 6
 
     def end(self, timeout_s=120.0):
         """Exit code and last line."""
@@ -191,9 +196,8 @@ def test_the_launchers_host_is_lost_and_the_job_stops(launch, network, launcher)
     job = launch(launcher, on_launcher_loss="stop")
     job.in_training()
     network.kill(launcher)
-    job.wait_for("verdict", lambda: job.events("JobStopped"))
-    assert {stopped["exit_code"] for stopped in job.events("JobStopped")} == {129}
     job.wait_gone(*{"h1", "h2", "h3"} - {launcher})
+    assert any("found the launcher gone" in event["reason"] for event in job.events("NodeFenced"))
 
 
 @more
@@ -222,6 +226,5 @@ def test_plain_deepspeed_is_missed_when_its_connections_end(launch, network):
     job = launch("h4", command="deepspeed", on_launcher_loss="stop")
     job.in_training()
     os.kill(network.hosts["h4"].pid, signal.SIGKILL)
-    job.wait_for("verdict", lambda: job.events("JobStopped"))
-    assert {stopped["exit_code"] for stopped in job.events("JobStopped")} == {129}
     job.wait_gone("h1", "h2", "h3")
+    assert any("found the launcher gone" in event["reason"] for event in job.events("NodeFenced"))

@@ -67,6 +67,8 @@ def test_ctrl_c_and_sigkill_take_the_hosts_away(tmp_path):
         process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
         assert "h1 are up" in process.stdout.readline()
         pid = netns.Network.attached(folder).hosts["h1"].pid
+        second = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+        assert second.returncode == 1 and "h1 are up" in second.stderr
         waiting = os.pidfd_open(pid)
         process.send_signal(number)
         process.wait(timeout=30)

@@ -23,8 +23,8 @@ def lost(*nodes, at=0.0):
     return events.SwapPlanned(restore_step=4, lost_nodes=nodes, time=at)
 
 
-def stopped(code, at=1.0):
-    return events.JobStopped(exit_code=code, reason=f"reason {code}", time=at)
+def stopped(code, at=1.0, **more):
+    return events.JobStopped(exit_code=code, reason=f"reason {code}", time=at, **more)
 
 
 def failed_late(node, code=3):
@@ -44,6 +44,12 @@ def failed_late(node, code=3):
          "the job stopped: reason 86; exit code 86; lost hosts: none"),
         ({0: [stopped(86, at=2.0)], 1: [stopped(129, at=1.0)], 2: []}, 255,
          "the job stopped: reason 129; exit code 129; lost hosts: none"),
+        ({0: [FINISHED], 1: [stopped(86, at=0.5)], 2: [FINISHED]}, 255,
+         "the job finished; exit code 0; lost hosts: none"),
+        ({0: [lost(2), stopped(3)], 1: [], 2: [stopped(129, at=0.5, node=2)]}, 255,
+         "the job stopped: reason 3; exit code 3; lost hosts: h3"),
+        ({0: [stopped(3, at=9.0, generation=2)], 1: [stopped(86, at=1.0, generation=1)], 2: []}, 255,
+         "the job stopped: reason 3; exit code 3; lost hosts: none"),
         ({0: [], 1: [], 2: []}, 78, "the job did not finish; exit code 78; lost hosts: none"),
         ({0: [], 1: [], 2: []}, 0, "the job did not finish; exit code 1; lost hosts: none"),
         ({}, 255, "the job did not finish; exit code 255; lost hosts: h1,h2,h3"),
@@ -130,7 +136,7 @@ def test_under_slurm_every_node_has_a_launcher_of_its_own(tmp_path):
     assert (done.returncode, done.stdout) == (0, "[deadpool] the job finished; exit code 0; lost hosts: n2\n"), (
         done.stderr
     )
-    assert {"--no-kill", "--kill-on-bad-exit=0"} <= set((tmp_path / "srun.txt").read_text().split())
+    assert {"--no-kill", "--kill-on-bad-exit=0", "--wait=0"} <= set((tmp_path / "srun.txt").read_text().split())
     lines = sorted(line.split(maxsplit=2)[2] for line in (tmp_path / "deepspeed.txt").read_text().splitlines())
     said = "--no_ssh --node_rank {} --master_addr n1 --master_port 29500 --module deadpool_plugin.run train.py "
     assert lines == [said.format(node) + "--name two words --deadpool-config deadpool.yaml" for node in range(3)]

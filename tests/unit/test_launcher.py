@@ -109,6 +109,17 @@ def test_what_deepspeed_would_miss_is_said_at_once(job, monkeypatch):
         job()
 
 
+def test_a_job_that_outlives_deepspeed_is_waited_for(job, capfd, tmp_path):
+    """The real launcher is killed; a process of the job finishes later."""
+    later = tmp_path / "later.py"
+    later.write_text("import time\ntime.sleep(3)\n" + log(0, events.JobFinished()))
+    words = f"[sys.executable, {str(later)!r}, '-m', 'deadpool_plugin.run', sys.argv[-1]]"
+    start = "import subprocess\nenv = {k: v for k, v in os.environ.items() if k != 'DEADPOOL_TAG'}\n"
+    start += f"subprocess.Popen({words}, env=env, start_new_session=True)\n"
+    assert job(start + "os.kill(os.getpid(), signal.SIGKILL)") == 0
+    assert capfd.readouterr().out.splitlines()[-1] == "[deadpool] the job finished; exit code 0; lost hosts: none"
+
+
 def test_ctrl_c_ends_a_launcher_that_does_not_end_by_itself(job, capfd, monkeypatch):
     monkeypatch.setattr(launcher, "LAST_WORD_S", 1.0)
     monkeypatch.setattr(config.Config, "phase_timeout_s", property(lambda self: 0.5))

@@ -13,7 +13,8 @@ import pytest
 
 from deadpool_plugin import events
 from deadpool_plugin.agent.meeting import versions
-from deadpool_plugin.launch import leash
+from deadpool_plugin.errors import ConfigError
+from deadpool_plugin.launch import leash, steward
 from deadpool_plugin.launch.carriers import carriers
 
 SECRET = b"a secret that is long enough"
@@ -135,7 +136,7 @@ def test_it_tells_of_this_job_only(host, tmp_path):
     fate = [events.SwapPlanned(restore_step=3, lost_nodes=(0,), node=1), events.JobFinished(node=1)]
     for event in (fate[0], events.StepDone(rank=0, step=4), events.StepCommitted(step=4), fate[1]):
         log.write(event)
-    os.write(log._fd, b'{"event":"JobStopped","exit')
+    os.write(log._fd, b'{"event":"JobStopped","exit{"event":"JobStopped"}\n{"event":"JobFin')
     one.say(leash.Tell())
     assert one.hear() == leash.Told(fate, 0)
     one.ended()
@@ -155,6 +156,49 @@ def test_told_to_stop_it_asks_first_and_kills_who_does_not_listen(host):
     one.ended()
     assert bystander.poll() is None
     bystander.communicate(b"\n")
+
+
+def test_asked_to_tell_it_waits_for_the_end_of_a_job_that_goes_on(host):
+    one = host()
+    job = one.start(SAYS_ITS_SIGNAL)
+    one.say(leash.Tell())
+    with pytest.raises(subprocess.TimeoutExpired):
+        one.process.wait(1.5)
+    assert job.poll() is None
+    job.kill()
+    job.wait()
+    assert one.hear() == leash.Told([], 0)
+    one.ended()
+
+
+def test_the_launchers_own_tools_are_not_the_job(host, monkeypatch):
+    """pdsh names the folder, too, where the launcher is on a host of the job."""
+    one = host()
+    monkeypatch.setenv("DEADPOOL_TAG", f"launch.{one.word.job}.")
+    tool = one.start(SAYS_ITS_SIGNAL)
+    assert carriers(one.folder) == set()
+    one.say(leash.Stop(0.0))
+    one.say(leash.Tell())
+    assert one.hear() == leash.Told([], 0) and tool.poll() is None
+    one.ended()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_steward_that_is_ended_takes_the_secret_with_it(host, number):
+    one = host()
+    one.process.send_signal(number)
+    assert one.process.wait(LIMIT_S) == 128 + number and not one.folder.exists()
+
+
+def test_nothing_stays_where_not_everything_could_be_written(monkeypatch):
+    word = leash.Prepare(leash.new_job(), 0, "spares: 1", SECRET, "", {})
+    put = steward.put
+    monkeypatch.setattr(
+        steward, "put", lambda path, content: put(path if path.name == "secret" else path / "x", content)
+    )
+    with pytest.raises(ConfigError, match="cannot be written"), steward.installed(word):
+        raise AssertionError("not reached")
+    assert not leash.folder(word.job).exists()
 
 
 def test_without_a_launcher_the_job_goes_on_and_its_secret_stays_as_long(host):
