@@ -96,6 +96,7 @@ class FrameProtocol(asyncio.Protocol):
         self._buffer = FrameBuffer(limit_bytes)
         self._transport: asyncio.Transport | None = None
         self._reason = ""
+        self._leaving = False
         self.timed_out = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -106,7 +107,7 @@ class FrameProtocol(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         try:
             for body in self._buffer.feed(data):
-                if self._transport is None or self._transport.is_closing():
+                if self._transport is None or self._transport.is_closing() or self._leaving:
                     return
                 self._on_frame(body)
         except CorruptFrame as error:
@@ -122,7 +123,7 @@ class FrameProtocol(asyncio.Protocol):
 
         Blocks: never.
         """
-        if self._transport is None or self._transport.is_closing():
+        if self._transport is None or self._transport.is_closing() or self._leaving:
             return False
         if self._transport.get_write_buffer_size() > self._backlog_bytes:
             self.abort(f"more than {self._backlog_bytes} bytes are waiting to be sent: the peer does not read")
@@ -131,9 +132,14 @@ class FrameProtocol(asyncio.Protocol):
         return True
 
     def close(self) -> None:
-        """Ends the connection after what is queued has been sent."""
-        if self._transport is not None:
-            self._transport.close()
+        """Nothing follows what is queued; the connection has ended when the peer has closed it, too.
+
+        What it still sends is read and dropped: a socket that is closed with bytes in it resets the connection, and a
+        peer that meets the reset when it writes never reads our last words.
+        """
+        if self._transport is not None and not self._leaving:
+            self._leaving = True
+            self._transport.write_eof()
 
     def abort(self, reason: str) -> None:
         """Ends the connection at once; `on_lost` gets `reason`."""

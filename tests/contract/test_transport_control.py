@@ -96,6 +96,20 @@ def test_after_a_goodbye_nothing_is_lost(factory: Factory) -> None:
     asyncio.run(scenario())
 
 
+def test_last_words_reach_a_peer_that_writes_all_the_time(factory: Factory) -> None:
+    async def scenario() -> None:
+        async with mesh(factory, 2) as nodes:
+            leaving = asyncio.create_task(nodes[1].transport.close(Goodbye(4)))
+            while nodes[0].messages.empty() and nodes[0].lost.empty():
+                nodes[0].transport.send(1, status(1))
+                await asyncio.sleep(0)
+            assert await soon(nodes[0].messages) == (1, Goodbye(4))
+            assert nodes[0].lost.empty()
+            await leaving
+
+    asyncio.run(scenario())
+
+
 def test_a_dropped_node_is_told_by_its_link_and_we_are_not(factory: Factory) -> None:
     async def scenario() -> None:
         async with mesh(factory, 3) as nodes:
