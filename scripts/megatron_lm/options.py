@@ -65,7 +65,10 @@ OPTIONS: dict[str, Option] = {
     "llama": Option("SwiGLU, RMSNorm, grouped queries, no biases", _LLAMA),
     "mla": Option("multi-latent attention", "--multi-latent-attention"),
     "mtp": Option("multi-token prediction", "--mtp-num-layers 1"),
-    "ramp-up": Option("batch-size ramp-up", "--rampup-batch-size 4 4 16"),
+    "ramp-up": Option(
+        "batch-size ramp-up", "--rampup-batch-size 4 4 16 --train-samples 80",
+        without=("--train-iters", "--lr-warmup-iters"),
+    ),
     "mock-data": Option("mock data", "--mock-data", without=("--data-path",)),
     "blend": Option("a blend of two data sets", "--data-path 0.3 {corpus} 0.7 {corpus}", without=("--data-path",)),
     "cyclic": Option("a shuffling loader", "--dataloader-type cyclic"),
