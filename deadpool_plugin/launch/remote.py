@@ -23,6 +23,7 @@ from .request import Request
 
 CONNECT_S = 15
 READY_S = 60.0
+CLOSE_S = 5.0
 LINE_BYTES_MAX = 64 << 20
 
 
@@ -87,9 +88,12 @@ class Connection:
         """End the connection; a steward that is left at its other side ends itself."""
         if self._ssh is None:
             return
+        assert self._ssh.stdin is not None
+        self._ssh.stdin.close()
         with contextlib.suppress(ProcessLookupError):
             self._ssh.kill()
-        await self._ssh.wait()
+        with contextlib.suppress(asyncio.TimeoutError):  # a shared ssh connection may keep the pipes open
+            await asyncio.wait_for(self._ssh.wait(), CLOSE_S)
 
     async def _hear(self, kind: type[leash.Word]) -> leash.Word | None:
         """The next word of `kind`; None at the end of the connection."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from deadpool_plugin import config, events
 from deadpool_plugin.errors import ConfigError
-from deadpool_plugin.launch import launcher
+from deadpool_plugin.launch import launcher, leash
 from deadpool_plugin.launch.remote import shell_command
 from deadpool_plugin.launch.request import Request
 
@@ -25,7 +26,8 @@ done
 [ "$host" = slow ] && sleep 4
 [ "$host" = unreachable ] && { echo "ssh: no route to $host" >&2; exit 255; }
 echo "Welcome to $host"
-exec sh -c "$word"
+sh -c "$word"
+exit $?
 """
 DEEPSPEED = """
 import os, sys, signal
@@ -62,7 +64,14 @@ def job(tmp_path, monkeypatch):
         monkeypatch.setattr(launcher, "understood", lambda words: request)
         return launcher.launch(["--hostfile", "H", "s.py"])
 
-    return launch
+    jobs = []
+    named = leash.new_job
+    monkeypatch.setattr(leash, "new_job", lambda: jobs.append(named()) or jobs[-1])
+    yield launch
+    deadline = time.monotonic() + 30.0
+    while left := [leash.folder(name) for name in jobs if leash.folder(name).exists()]:
+        assert time.monotonic() < deadline, f"{left} outlive their job"
+        time.sleep(0.05)
 
 
 def log(node, *said):
