@@ -1,6 +1,6 @@
-"""What /proc says about processes: start time, state, exit, and a sweep of everything that carries our tag.
+"""What /proc says about processes: start time, state, exit, and the end of whatever belongs to a job.
 
-Rules of this file: reads only, but for `sweep`, which kills; a process that has gone is an answer, not an error.
+Rules of this file: reads only, but for `sweep` and `kill_all`; a process that has gone is an answer, not an error.
 Source: proc_pid_stat(5); PF_EXITING shows 1.5-5 ms after SIGKILL, while a pidfd or an end of file come only after
 the memory is torn down (about 100 ms per GiB).
 """
@@ -10,10 +10,12 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+from collections.abc import Callable, Iterable
 
 import msgspec
 
 PF_EXITING = 0x4
+ROUNDS_MAX = 10
 TAG = "DEADPOOL_TAG"
 """Environment variable every worker is started with: "<launcher pid>.<its start time>.<local rank>."."""
 
@@ -57,11 +59,17 @@ def job_tag(launcher_pid: int) -> str:
 def sweep(tag: str) -> int:
     """SIGKILL every process whose initial environment carries a tag that begins with `tag`; how many there were.
 
-    Finds grandchildren in sessions of their own, too. Repeats until none is left (they may fork meanwhile).
+    Finds grandchildren in sessions of their own, too.
     """
+    return kill_all(lambda: tagged(tag))
+
+
+def kill_all(look: Callable[[], Iterable[int]]) -> int:
+    """SIGKILL every process that `look` finds; how many there were. Repeats until it finds no other one (they may fork
+    meanwhile)."""
     killed: set[int] = set()
-    for _ in range(10):
-        found = set(tagged(tag)) - killed
+    for _ in range(ROUNDS_MAX):
+        found = set(look()) - killed
         if not found:
             break
         for pid in found:

@@ -5,15 +5,12 @@ Rules of this file: read from /proc; a process that has gone, or is another user
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 from ..agent import proc
 
-ROUNDS_MAX = 10
 LAUNCHERS_OWN = f"{proc.TAG}=launch.".encode()
 """In the environment of deepspeed's runner, pdsh and its ssh clients, where the launcher is on a host of the job: they
 name the folder, too, and are the launcher's to end."""
@@ -38,16 +35,7 @@ def _is_supervisor(command: list[bytes]) -> bool:
 
 def kill_all(folder: Path) -> int:
     """SIGKILL them all, and what they start meanwhile; how many there were."""
-    killed: set[int] = set()
-    for _ in range(ROUNDS_MAX):
-        found = carriers(folder) - killed
-        if not found:
-            break
-        for pid in found:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        killed |= found
-    return len(killed)
+    return proc.kill_all(lambda: carriers(folder))
 
 
 def _carrying(folder: Path) -> Iterator[tuple[int, list[bytes]]]:

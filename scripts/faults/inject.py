@@ -38,7 +38,7 @@ from typing import Any
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])  # started by path
 
-from clusters import processes
+from clusters import launched, processes
 
 from faults import deepspeed_hooks, hooks, save_hooks
 from faults.plan import Kill, Plan, is_rehearsal, strike
@@ -52,18 +52,7 @@ AT = re.compile(rf"(\d+)@(\d+):({'|'.join(PHASES)})")
 
 def tagged_processes(job: str, node: int) -> list[int]:
     """Every process of the emulated node, this one included, found by the environment it was started with."""
-    tags = {f"DEMO_JOB={job}".encode(), f"DEMO_NODE={node}".encode()}
-    found = []
-    for entry in os.scandir("/proc"):
-        if not entry.name.isdigit():
-            continue
-        try:
-            environment = Path(entry.path, "environ").read_bytes().split(b"\0")
-        except (FileNotFoundError, PermissionError, ProcessLookupError):
-            continue
-        if tags.issubset(environment):
-            found.append(int(entry.name))
-    return found
+    return [pid for pid, its in launched.tagged_processes(job) if its == node]
 
 
 def kill_node(job: str, node: int, before: Callable[[], None]) -> None:
