@@ -11,7 +11,6 @@ DeepSpeed run without one.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import random
@@ -36,6 +35,7 @@ deepspeed_on_cpu.apply()
 
 import deepspeed
 from deepspeed.utils import RepeatingLoader
+from gpt.output import digest, log_step, write_line
 from gpt.plain import Gpt, Windows, add_arguments, loss_of, pipeline
 
 
@@ -227,29 +227,6 @@ def evaluate(args: argparse.Namespace, engine: Any, data: Any) -> float:
 
 
 # Output
-
-
-def log_step(args: argparse.Namespace, step: int, duration_s: float, numbers: dict[str, Any]) -> None:
-    """Every rank for programs, exactly; rank 0 for people."""
-    if args.log_all_ranks:
-        exact = {name: None if value is None else float(value).hex() for name, value in numbers.items()}
-        write_line("metrics", {"rank": dist.get_rank(), "step": step, **exact})
-    if dist.get_rank() == 0:
-        known = " | ".join(f"{name} {value:.5g}" for name, value in numbers.items() if value is not None)
-        print(f"step {step:4d}/{args.train_iters} | {known} | {1e3 * duration_s:.0f} ms", flush=True)
-
-
-def write_line(kind: str, fields: dict[str, Any]) -> None:
-    """One line in one write, so that ranks sharing a file do not interleave."""
-    os.write(sys.stdout.fileno(), f"{kind} {json.dumps(fields)}\n".encode())
-
-
-def digest(tensors: Iterator[tuple[str, torch.Tensor]]) -> str:
-    state = hashlib.sha256()
-    for name, tensor in tensors:
-        state.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        state.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-    return state.hexdigest()
 
 
 def model_tensors(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:

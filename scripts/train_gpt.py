@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import hashlib
-import json
 import logging
 import os
 import random
@@ -47,6 +45,7 @@ from gpt.model import (
     model_config,
     virtual_stages,
 )
+from gpt.output import digest, log_step, write_line
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
@@ -281,29 +280,6 @@ def train(
 
 
 # Output
-
-
-def log_step(args: argparse.Namespace, step: int, duration_s: float, numbers: dict[str, float | None]) -> None:
-    """Every rank for programs, exactly; rank 0 for people."""
-    if args.log_all_ranks:
-        exact = {name: None if value is None else float(value).hex() for name, value in numbers.items()}
-        write_line("metrics", {"rank": dist.get_rank(), "step": step, **exact})
-    if dist.get_rank() == 0:
-        known = " | ".join(f"{name} {value:.5g}" for name, value in numbers.items() if value is not None)
-        print(f"step {step:4d}/{args.train_iters} | {known} | {1e3 * duration_s:.0f} ms", flush=True)
-
-
-def write_line(kind: str, fields: dict[str, Any]) -> None:
-    """One line in one write, so that ranks sharing a file do not interleave."""
-    os.write(sys.stdout.fileno(), f"{kind} {json.dumps(fields)}\n".encode())
-
-
-def digest(tensors: Iterator[tuple[str, torch.Tensor]]) -> str:
-    state = hashlib.sha256()
-    for name, tensor in tensors:
-        state.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        state.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-    return state.hexdigest()
 
 
 def model_tensors(model: list[DistributedDataParallel]) -> Iterator[tuple[str, torch.Tensor]]:

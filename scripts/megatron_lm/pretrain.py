@@ -69,16 +69,16 @@ def _after(owner: Any, name: str, look: Any) -> None:
 
 
 def _numbers(given: dict[str, Any]) -> None:
-    from train_gpt import write_line
+    from gpt.output import write_metrics
 
     losses = {name: float(value) for name, value in sorted(given["loss_dict"].items())}
     numbers = {"loss": next(iter(losses.values()), None), "grad_norm": given["grad_norm"], "lr": given["learning_rate"]}
-    exact = {name: None if value is None else float(value).hex() for name, value in numbers.items()}
-    write_line("metrics", {"rank": int(os.environ["RANK"]), "step": given["iteration"], **exact})
+    write_metrics(int(os.environ["RANK"]), given["iteration"], numbers)
 
 
 def _digests(given: dict[str, Any]) -> None:
-    from train_gpt import digest, model_tensors, optimizer_tensors, write_line
+    from gpt.output import digest, write_line
+    from train_gpt import model_tensors, optimizer_tensors
 
     parameters = digest(model_tensors(given["model"]))
     state = digest(optimizer_tensors(given["optimizer"]))
