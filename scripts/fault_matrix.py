@@ -85,7 +85,7 @@ def main() -> int:
     if args.double:
         from faults import pairs
 
-        return pairs.main(args.out, args.only, known(args, "pairs.jsonl"))
+        return pairs.main(args.out, args.only, known(args, "pairs.jsonl"), args.list)
     if args.many:
         from faults import many
 

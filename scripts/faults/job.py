@@ -210,7 +210,7 @@ class Job:
         """A lost host comes back as another one as soon as training goes on, or earlier if the job waits for it."""
         lost = {node for event in self.tail.of("NodeLost") for node in as_list(event["lost"])}
         swaps, waits = len(self.tail.of("SwapDone")), len(self.tail.of("WaitingForHost"))
-        if self.heals and self.joined < len(lost) and (swaps or waits) > self.joined:
+        if self.heals and self.joined < len(lost) and max(swaps, waits) > self.joined:
             self.joined += 1
             self.guests.append(self.cluster.join())
         for guest in self.guests:

@@ -148,12 +148,16 @@ def line_of(pair: Pair, verdict: Verdict) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def main(out: Path, only: list[str], done: dict[str, dict[str, Any]]) -> int:
-    for pair in pairs():
-        wanted = not only or any(re.fullmatch(pattern, pair.name) for pattern in only)
-        if wanted and pair.name not in done:
-            done[pair.name] = run(pair, out)
-            keep(out / "pairs.jsonl", done[pair.name])
+def main(out: Path, only: list[str], done: dict[str, dict[str, Any]], listing: bool) -> int:
+    """`listing`: print the names of those that are missing, and end."""
+    wanted = [pair for pair in pairs() if not only or any(re.fullmatch(pattern, pair.name) for pattern in only)]
+    missing = [pair for pair in wanted if pair.name not in done]
+    if listing:
+        print("\n".join(pair.name for pair in missing))
+        return 0
+    for pair in missing:
+        done[pair.name] = run(pair, out)
+        keep(out / "pairs.jsonl", done[pair.name])
     held = sum(line["ok"] for line in done.values())
     print(f"{held} of {len(done)} pairs hold, {sum(line['hang'] for line in done.values())} hangs")
     return int(held < len(done))
