@@ -30,16 +30,16 @@ def preload(names: Iterable[str]) -> None:
 
 
 def tell_modules(pipe: int) -> None:
-    """In the forked process: the names of the installed (not the user's own) modules it has imported."""
+    """In the forked process: the names of the installed modules it has imported and of ours, not of the user's own."""
     if pipe < 0:
         return
-    installed = [
+    known = [
         name
         for name, module in list(sys.modules.items())
-        if "site-packages" in (getattr(module, "__file__", None) or "") and not name.startswith("deadpool_plugin")
+        if "site-packages" in (getattr(module, "__file__", None) or "") or name.startswith("deadpool_plugin.")
     ]
     with contextlib.suppress(BrokenPipeError), os.fdopen(pipe, "w") as file:
-        file.write("\n".join(installed) + _END)
+        file.write("\n".join(known) + _END)
 
 
 class Lessons:

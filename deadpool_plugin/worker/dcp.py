@@ -40,9 +40,8 @@ def install(saves: Saves) -> None:
     """Wrap both functions wherever they were imported. Once, when torch.distributed is initialised."""
     from torch.distributed.checkpoint import state_dict_saver as saver
 
-    originals = {"save": saver.save, "async_save": saver.async_save}
-    for name, make in (("save", Save), ("async_save", AsyncSave)):
-        original = originals[name]
+    wrappers = {}
+    for original, make in ((saver.save, Save), (saver.async_save, AsyncSave)):
 
         @functools.wraps(original)
         def wrapper(*args: Any, make: Any = make, original: Any = original, **kwargs: Any) -> Any:
@@ -50,7 +49,8 @@ def install(saves: Saves) -> None:
                 return original(*args, **kwargs)
             return saves.do(make(saves, original, args, kwargs))
 
-        replace(original, wrapper)
+        wrappers[original] = wrapper
+    replace(wrappers)
     saves.on_cancel.append(_forget_plans)
 
 

@@ -246,15 +246,19 @@ def install(saves: Saves) -> None:
             return None
         return original(obj, f, *args, **kwargs)
 
-    replace(original, save)
+    replace({original: save})
 
 
-def replace(original: Any, wrapper: Any) -> None:
-    """Put `wrapper` in the place of `original` under whatever name a module has it, the script's own included."""
+def replace(wrappers: dict[Any, Any]) -> None:
+    """Put each wrapper in the place of its original under whatever name a module has it, the script's own included.
+
+    All at once where there are several: looking at everything costs a forked process a copy of most of its pages.
+    """
+    found = {id(original): wrapper for original, wrapper in wrappers.items()}
     for module in list(sys.modules.values()):
         names = getattr(module, "__dict__", None) or {}
-        for name in [name for name, value in list(names.items()) if value is original]:
-            names[name] = wrapper
+        for name in [name for name, value in list(names.items()) if id(value) in found]:
+            names[name] = found[id(names[name])]
 
 
 def structure(value: Any) -> Any:

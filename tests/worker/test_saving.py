@@ -295,7 +295,7 @@ def test_saving_into_memory_is_no_save(saves):
         torch.save({"a": 1}, buffer)
         assert buffer.getvalue() and not saves._link.sent
     finally:
-        saving.replace(torch.save, original)
+        saving.replace({torch.save: original})
     assert torch.save is original
 
 

@@ -36,7 +36,7 @@ def install(saves: Saves) -> None:
     def save(*args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs) if saves.foreign() else saves.do(Save(saves, original, args, kwargs))
 
-    replace(original, save)
+    replace({original: save})
     calls = async_utils.AsyncCallsQueue
     _wrap(saves, calls, "schedule_async_request", Schedule)
     _wrap(saves, calls, "maybe_finalize_async_calls", Finalize)
