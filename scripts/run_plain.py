@@ -30,7 +30,7 @@ PRELOAD = (
 )
 
 
-def preload(names: Sequence[str]) -> None:
+def preload(names: Sequence[str] = PRELOAD) -> None:
     warnings.filterwarnings("ignore")
     for name in names:
         importlib.import_module(name)
