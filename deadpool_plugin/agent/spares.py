@@ -13,6 +13,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 
 from ..core import io
+from ..core.placement import LocalSlot
 from ..core.types import NO_STEP, NodeId, Rank, Step
 from ..errors import DeadpoolError
 from ..mirror.history import History
@@ -122,6 +123,12 @@ class Spares:
         """The rehearsal of `rank` that is under way (or done) in `slot`, if its process lives."""
         rehearsal = self.rehearsals.get(slot.local_rank)
         return rehearsal if rehearsal is not None and rehearsal.alive and rehearsal.rank == rank else None
+
+    def seen(self, slot: Slot) -> LocalSlot:
+        """The slot as a plan sees it."""
+        rehearsal = self.rehearsals.get(slot.local_rank)
+        rehearsed = rehearsal.rank if rehearsal is not None and rehearsal.alive else -1
+        return LocalSlot(slot.rank, slot.serving is not None, rehearsed)
 
     def done(self, slot: Slot) -> None:
         """The slot's process has been told to take over: what it still had to know is in the store."""

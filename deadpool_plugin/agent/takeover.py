@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 
 from ..core import io
+from ..core.placement import divide
 from ..core.types import NO_STEP, NodeId, Rank, Source, SwapPlan, World
 from ..errors import DeadpoolError, invariant
 from ..mirror.store import SnapshotStore
@@ -54,19 +55,19 @@ class TakeOvers:
         self._mirroring.roll_back(step)
         self._spares.swapped(world.node_of, step)
         sources = {source.rank: source for source in plan.sources}
-        newcomers: list[Rank] = []
-        for rank in world.ranks_of(self._node):
-            slot = next((slot for slot in self._workers.slots if slot.rank == rank), None)
-            if slot is None or slot.serving is None:
-                newcomers.append(rank)
-            elif rank in sources:
-                self._start(self._refill(plan, slot, sources[rank]))
+        slots, ranks = self._workers.slots, world.ranks_of(self._node)
+        staying, placed = divide(ranks, [self._spares.seen(slot) for slot in slots])
+        left = sorted(set(ranks) - staying.keys() - placed.keys())
+        invariant(not left, f"no slot for rank(s) {left}, which are new here")
+        for rank, number in staying.items():
+            if rank in sources:
+                self._start(self._refill(plan, slots[number], sources[rank]))
             else:
-                self._join(plan, slot)
-        for slot, rank in self._places(newcomers):
-            slot.rank = rank
-            self._spares.stop_following(slot)
-            self._start(self._take_over(plan, slot, sources.get(rank)))
+                self._join(plan, slots[number])
+        for rank, number in placed.items():
+            slots[number].rank = rank
+            self._spares.stop_following(slots[number])
+            self._start(self._take_over(plan, slots[number], sources.get(rank)))
 
     def _begin_again(self, world: World) -> None:
         """Training had not begun, so nothing is lost: every rank's script begins anew, and nothing is kept for it."""
@@ -82,20 +83,6 @@ class TakeOvers:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-    def _places(self, ranks: list[Rank]) -> list[tuple[Slot, Rank]]:
-        """Each rank's slot: its own, the one that rehearses it, else one that is left."""
-        free = [slot for slot in self._workers.slots if slot.serving is None]
-        left, placed = list(ranks), []
-        for fits in (lambda slot, rank: slot.rank == rank, self._spares.of, lambda slot, rank: slot.rank < 0):
-            for rank in list(left):
-                slot = next((slot for slot in free if fits(slot, rank)), None)
-                if slot is not None:
-                    free.remove(slot)
-                    left.remove(rank)
-                    placed.append((slot, rank))
-        invariant(not left, f"no slot for rank(s) {left} of {ranks}, which are new here")
-        return placed
 
     # ---- survivors
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..core.io import SpareFailed, SpareRehearsed, StartRehearsal, WorkerLost
+from ..core.placement import LocalSlot, divide
 from ..core.types import NO_STEP, NodeId, Rank, Source, SwapPlan
 from .bulk import Broken
 from .processes import Slot
@@ -56,6 +57,12 @@ class Rehearsals:
         """The rehearsal of `rank` in `slot`, if its process lives."""
         process = slot.living
         return process if process in self._finished and process is not None and process.rank == rank else None
+
+    def seen(self, slot: Slot) -> LocalSlot:
+        """The slot as a plan sees it."""
+        process = slot.living
+        rehearsed = process.rank if process is not None and process in self._finished else -1
+        return LocalSlot(slot.rank, slot.serving is not None, rehearsed)
 
     def finished(self, process: Process) -> Signal:
         return self._finished[process]
@@ -105,36 +112,18 @@ class TakeOvers:
         node.mirroring.enter(world)
         node.mirroring.roll_back(step)
         sources = {source.rank: source for source in plan.sources}
-        newcomers: list[Rank] = []
-        for rank in world.ranks_of(node.number):
-            slot = next((slot for slot in node.processes.slots if slot.rank == rank), None)
-            if slot is None or slot.serving is None:
-                newcomers.append(rank)
-            elif rank in sources:
-                self._tasks.append(Task(node, self._refill(plan, slot, sources[rank])))
+        slots, ranks = node.processes.slots, world.ranks_of(node.number)
+        staying, placed = divide(ranks, [node.rehearsals.seen(slot) for slot in slots])
+        if left := set(ranks) - staying.keys() - placed.keys():
+            raise AssertionError(f"no slot for rank(s) {sorted(left)}, which are new on node {node.number}")
+        for rank, number in staying.items():
+            if rank in sources:
+                self._tasks.append(Task(node, self._refill(plan, slots[number], sources[rank])))
             else:
-                self._join(plan, slot)
-        for slot, rank in self._places(newcomers):
-            slot.rank = rank
-            self._tasks.append(Task(node, self._take_over(plan, slot, sources.get(rank))))
-
-    def _places(self, ranks: list[Rank]) -> list[tuple[Slot, Rank]]:
-        """Each rank's slot: its own, the one that rehearses it, else one that is left."""
-        node = self._node
-        free = [slot for slot in node.processes.slots if slot.serving is None]
-        left, placed = list(ranks), []
-        for fits in (
-            lambda slot, rank: slot.rank == rank, node.rehearsals.of, lambda slot, rank: slot.rank < 0
-        ):  # fmt: skip
-            for rank in list(left):
-                slot = next((slot for slot in free if fits(slot, rank)), None)
-                if slot is not None:
-                    free.remove(slot)
-                    left.remove(rank)
-                    placed.append((slot, rank))
-        if left:
-            raise AssertionError(f"no slot for rank(s) {left} of {ranks}, which are new on node {node.number}")
-        return placed
+                self._join(plan, slots[number])
+        for rank, number in placed.items():
+            slots[number].rank = rank
+            self._tasks.append(Task(node, self._take_over(plan, slots[number], sources.get(rank))))
 
     def _join(self, plan: SwapPlan, slot: Slot) -> None:
         assert slot.serving is not None
