@@ -1,6 +1,5 @@
 """Makes `support` and the scripts importable, and a corpus that all jobs of a session share."""
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -9,15 +8,14 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "scripts")]
 
+from support import corpus as corpora  # noqa: E402
+
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
     """Prefix of a small indexed data set (.bin, .idx)."""
     pytest.importorskip("megatron.core")
-    prefix = tmp_path_factory.mktemp("corpus") / "python"
-    command = [sys.executable, str(ROOT / "scripts" / "make_corpus.py"), str(prefix), "--mebibytes", "1"]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    return str(prefix)
+    return corpora.make(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture(scope="session")

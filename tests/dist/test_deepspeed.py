@@ -8,7 +8,6 @@ the digests of parameters and optimizer state at the end, must equal those of th
 import hashlib
 import json
 import os
-import signal
 import sys
 from pathlib import Path
 
@@ -19,8 +18,7 @@ from torch.utils import cpp_extension
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "scripts"), str(ROOT)]
 
-from support.plain_job import run as plain  # noqa: E402
-from support.scripted_agent import ScriptedAgent  # noqa: E402
+from support.killed_ranks import assert_alike, run_with_kills, undisturbed  # noqa: E402
 from support.zygote import in_zygote  # noqa: E402
 
 try:
@@ -31,8 +29,7 @@ try:
 except ImportError:
     pytestmark = pytest.mark.skip(reason="deepspeed is not installed")
 
-import compare_runs  # noqa: E402
-from faults import deepspeed_hooks, inject  # noqa: E402
+from faults import deepspeed_hooks  # noqa: E402
 
 os.environ.setdefault("MASTER_ADDR", "127.0.0.1")  # DeepSpeed wants to see them; nobody connects there
 os.environ.setdefault("MASTER_PORT", "1")
@@ -52,38 +49,11 @@ def arguments(corpus, words):
     ]  # fmt: skip
 
 
-def reference(references, argv, words, ranks):
-    folder = Path(references) / hashlib.sha256(words.encode()).hexdigest()[:16]
-    if not folder.exists():
-        folder.mkdir()
-        plain(argv, ranks, folder)
-    return folder
-
-
-def run_with_kills(tmp_path, argv, kills, rehearse, ranks=2):
-    """`kills`: (rank, step, phase)."""
-    marker = tmp_path / "kills.jsonl"
-
-    def before_script(rank, incarnation):
-        os.environ.update(DEMO_NODE=str(rank), DEMO_JOB="test")
-        plan = [inject.Kill(index, *kill) for index, kill in enumerate(kills)]
-        inject.kill_node = lambda job, node, before: (before(), os.kill(os.getpid(), signal.SIGKILL))
-        deepspeed_hooks.install(inject.Injector(plan, marker, None, 0))
-
-    outcome = ScriptedAgent(ranks, argv, tmp_path, before_script, rehearse).run(timeout_s=120)
-    assert len(marker.read_text().splitlines()) == len(kills), "a fault did not fire"
-    assert outcome.swaps == len(kills)
-    assert set(outcome.exit_codes.values()) == {0}
-    for rehearsal in tmp_path.glob("rehearsal*"):
-        rehearsal.unlink()  # a rehearsal's own output is nobody's
-
-
 def survives(tmp_path, corpus, references, words, kills, ranks=2):
     argv = arguments(corpus, words)
-    expected = reference(references, argv, words, ranks)
-    run_with_kills(tmp_path, argv, kills, rehearse=[kills[0][0]], ranks=ranks)
-    result = compare_runs.compare(expected, tmp_path)
-    assert result["bit_exact"], result["difference"]
+    expected = undisturbed(Path(references) / hashlib.sha256(words.encode()).hexdigest()[:16], argv, ranks)
+    run_with_kills(tmp_path, argv, ranks, kills, [kills[0][0]], deepspeed_hooks.install)
+    assert_alike(expected, tmp_path)
 
 
 SMALL_BUCKETS = json.dumps({"overlap_comm": True, "reduce_bucket_size": 8000, "round_robin_gradients": True})
@@ -168,12 +138,10 @@ def same(left, right):
 def test_a_save_that_is_interrupted_is_done_again_as_a_whole(tmp_path, corpus, words):
     argv = arguments(corpus, f"{words} --save-interval 4 --save")
     expected, run = tmp_path / "plain", tmp_path / "run"
-    expected.mkdir()
-    run.mkdir()
-    plain([*argv, str(expected / "saved")], 2, expected)
-    run_with_kills(run, [*argv, str(run / "saved")], [(1, 4, "write"), (0, 9, "forward")], rehearse=[1])
-    result = compare_runs.compare(expected, run)
-    assert result["bit_exact"], result["difference"]
+    undisturbed(expected, [*argv, str(expected / "saved")], 2)
+    kills = [(1, 4, "write"), (0, 9, "forward")]
+    run_with_kills(run, [*argv, str(run / "saved")], 2, kills, [1], deepspeed_hooks.install)
+    assert_alike(expected, run)
     assert (run / "saved" / "latest").read_text() == "global_step12"
     want, have = saved(expected / "saved"), saved(run / "saved")
     assert len(want) >= 3 * 3 and want.keys() == have.keys()

@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "scripts")]
 
-from gpt import layouts
-from support.zygote import in_zygote
-from test_worker_swap import ROOT, compare_runs, plain, run_with_kills
+from gpt import layouts  # noqa: E402
+from support.killed_ranks import assert_alike, run_with_kills, undisturbed  # noqa: E402
+from support.zygote import in_zygote  # noqa: E402
 
 STEPS = 11
 
@@ -45,13 +46,9 @@ def arguments(corpus, name):
 def survives(tmp_path, corpus, references, name, first, second):
     """Runs the layout with and without the two faults; the undisturbed run's folder."""
     argv, world_size = arguments(corpus, name), layouts.LAYOUTS[name].world_size
-    expected = Path(references) / f"layout-{name}"
-    if not expected.exists():
-        expected.mkdir()
-        plain(argv, world_size, expected)
+    expected = undisturbed(Path(references) / f"layout-{name}", argv, world_size)
     run_with_kills(tmp_path, argv, world_size, [first, second], rehearse=[first[0]])
-    result = compare_runs.compare(expected, tmp_path)
-    assert result["bit_exact"], result["difference"]
+    assert_alike(expected, tmp_path)
     return expected
 
 

@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
 
+from support.killed_ranks import assert_alike, run_with_kills, undisturbed  # noqa: E402
 from support.zygote import in_zygote  # noqa: E402
-from test_worker_swap import compare_runs, plain, run_with_kills  # noqa: E402
 
-SCRIPT = str(Path(__file__).resolve().with_name("other_loops.py"))
+SCRIPT = str(HERE / "other_loops.py")
 MODES = [
     ("draws", (1, 5, "forward")),
     ("shuffle", (0, 6, "backward")),
@@ -31,11 +32,6 @@ def test_what_a_script_does_between_calls_is_kept(tmp_path, corpus, mode, kill):
         SCRIPT, mode, "--data-path", corpus, "--layers", "1", "--hidden", "32", "--seq-length", "32",
         "--train-iters", "12", "--eval-interval", "4", "--log-all-ranks", "--digest",
     ]  # fmt: skip
-    expected = tmp_path / "plain"
-    expected.mkdir()
-    plain(argv, 2, expected)
-    run = tmp_path / "run"
-    run.mkdir()
+    expected, run = undisturbed(tmp_path / "plain", argv, 2), tmp_path / "run"
     run_with_kills(run, argv, 2, [kill], rehearse=[kill[0]])
-    result = compare_runs.compare(expected, run)
-    assert result["bit_exact"], result["difference"]
+    assert_alike(expected, run)

@@ -5,7 +5,6 @@ says it is complete must load and hold what the undisturbed run's holds; the new
 """
 
 import functools
-import os
 import sys
 from pathlib import Path
 
@@ -16,9 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "scripts"), str(ROOT)]
 
 from support.checkpoints import content, equal  # noqa: E402
-from support.forked import Fleet  # noqa: E402
-from support.plain_job import run_rank  # noqa: E402
-from support.scripted_agent import ScriptedAgent  # noqa: E402
+from support.killed_ranks import assert_alike, run_with_kills, undisturbed  # noqa: E402
 from support.zygote import in_zygote  # noqa: E402
 
 try:
@@ -30,8 +27,7 @@ try:
 except ImportError:
     pytestmark = pytest.mark.skip(reason="megatron-core is not installed")
 
-import compare_runs  # noqa: E402
-from faults import inject, save_hooks  # noqa: E402
+from faults import inject  # noqa: E402
 
 STEPS, INTERVAL = 8, 3
 LATEST = "latest_checkpointed_iteration.txt"
@@ -54,39 +50,20 @@ def prepare():
     saving.same_padding()
 
 
-def plain_rank(rank, argv, store, folder):
+def prepared(injector):
     prepare()
-    run_rank(rank, 4, argv, store, folder)
+    inject.install(injector)
 
 
 def reference(references, corpus, kind):
     """A run without the plugin; formats do not change what is computed or saved, only how."""
-    folder = Path(references) / f"saving-{kind.partition('+')[0]}"
-    if not folder.exists():
-        folder.mkdir()
-        argv = arguments(corpus, folder, kind.partition("+")[0])
-        with Fleet(deadline_s=120) as fleet:
-            fleet.values([fleet.fork(plain_rank, rank, argv, str(folder / "store"), str(folder)) for rank in range(4)])
-    return folder
+    name = kind.partition("+")[0]
+    folder = Path(references) / f"saving-{name}"
+    return undisturbed(folder, arguments(corpus, folder, name), 4, prepare)
 
 
 def run_with_kill(tmp_path, argv, rank, step, phase):
-    marker = tmp_path / "kills.jsonl"
-
-    def before_script(mine, incarnation):
-        prepare()
-        os.environ.update(DEMO_NODE=str(mine), DEMO_JOB="test")
-        injector = inject.Injector([inject.Kill(0, rank, step, phase, "rank")], marker, None, 0)
-        inject.install(injector)
-        save_hooks.install(injector)
-
-    outcome = ScriptedAgent(4, argv, tmp_path, before_script).run(timeout_s=100)
-    assert len(marker.read_text().splitlines()) == 1, "the fault did not fire"
-    assert outcome.swaps == 1
-    assert set(outcome.exit_codes.values()) == {0}
-    for rehearsal in tmp_path.glob("rehearsal*"):
-        rehearsal.unlink()
-    return outcome
+    return run_with_kills(tmp_path, argv, 4, [(rank, step, phase)], [], prepared)
 
 
 # What is on disk
@@ -141,8 +118,7 @@ CASES = [
 def test_curves_and_checkpoints_are_those_of_the_undisturbed_run(tmp_path, corpus, references, kind, rank, step, phase):
     expected = reference(references, corpus, kind)
     outcome = run_with_kill(tmp_path, arguments(corpus, tmp_path, kind), rank, step, phase)
-    result = compare_runs.compare(expected, tmp_path)
-    assert result["bit_exact"], result["difference"]
+    assert_alike(expected, tmp_path)
     check_checkpoints(expected, tmp_path)
     assert {line["step"] for line in lines(outcome, "CheckpointSaved")} == {3, 6, 8}
 
@@ -152,8 +128,7 @@ def test_curves_and_checkpoints_are_those_of_the_undisturbed_run(tmp_path, corpu
 def test_a_save_in_flight_is_cancelled_on_all_ranks_and_later_ones_work(tmp_path, corpus, references, kind, rank):
     expected = reference(references, corpus, kind)
     outcome = run_with_kill(tmp_path, arguments(corpus, tmp_path, kind), rank, 3, "write")
-    result = compare_runs.compare(expected, tmp_path)
-    assert result["bit_exact"], result["difference"]
+    assert_alike(expected, tmp_path)
     check_checkpoints(expected, tmp_path, may_lack=["iter_0000003"])
     cancelled = {line["step"] for line in lines(outcome, "CheckpointCancelled")}
     again = outcome.restore_steps[0] <= 3

@@ -5,8 +5,6 @@ the rank, rehearsed beforehand or only then. Loss, gradient norm and validation 
 digests of parameters and optimizer state at the end, must equal those of the plain script without the plugin.
 """
 
-import os
-import signal
 import sys
 from pathlib import Path
 
@@ -15,8 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "scripts")]
 
-from support.plain_job import run as plain  # noqa: E402
-from support.scripted_agent import ScriptedAgent  # noqa: E402
+from support.killed_ranks import assert_alike, run_with_kills, undisturbed  # noqa: E402
 from support.zygote import in_zygote  # noqa: E402
 
 try:
@@ -26,9 +23,6 @@ try:
     import megatron.core.optimizer  # noqa: F401
 except ImportError:
     pytestmark = pytest.mark.skip(reason="megatron-core is not installed")
-
-import compare_runs  # noqa: E402
-from faults import inject  # noqa: E402
 
 STEPS = 12
 
@@ -42,30 +36,7 @@ def arguments(corpus, dtype, distributed):
 
 
 def reference(references, corpus, dtype, distributed):
-    folder = Path(references) / f"{dtype}-{distributed}"
-    if not folder.exists():
-        folder.mkdir()
-        plain(arguments(corpus, dtype, distributed), 4, folder)
-    return folder
-
-
-def run_with_kills(tmp_path, argv, world_size, kills, rehearse):
-    """`kills`: (rank, step, phase)."""
-    marker = tmp_path / "kills.jsonl"
-
-    def before_script(rank, incarnation):
-        os.environ.update(DEMO_NODE=str(rank), DEMO_JOB="test")
-        plan = [inject.Kill(index, *kill) for index, kill in enumerate(kills)]
-        inject.kill_node = lambda job, node, before: (before(), os.kill(os.getpid(), signal.SIGKILL))
-        inject.install(inject.Injector(plan, marker, None, 0))
-
-    outcome = ScriptedAgent(world_size, argv, tmp_path, before_script, rehearse).run(timeout_s=120)
-    assert len(marker.read_text().splitlines()) == len(kills), "a fault did not fire"
-    assert outcome.swaps == len(kills)
-    assert set(outcome.exit_codes.values()) == {0}
-    for rehearsal in tmp_path.glob("rehearsal*"):
-        rehearsal.unlink()  # a rehearsal's own output is nobody's
-    return outcome
+    return undisturbed(Path(references) / f"{dtype}-{distributed}", arguments(corpus, dtype, distributed), 4)
 
 
 CASES = [
@@ -86,8 +57,16 @@ def test_a_killed_rank_is_replaced_bit_for_bit(tmp_path, corpus, references, dty
     expected = reference(references, corpus, dtype, distributed)
     argv = arguments(corpus, dtype, distributed)
     run_with_kills(tmp_path, argv, 4, [kill], rehearse=[kill[0]] if rehearsed else [])
-    result = compare_runs.compare(expected, tmp_path)
-    assert result["bit_exact"], result["difference"]
+    assert_alike(expected, tmp_path)
+
+
+@in_zygote
+def test_ranks_whose_loaders_have_worker_processes(tmp_path, corpus, references):
+    """Ranks 0 and 2 read the data; their newcomers' loaders are moved without reading."""
+    expected = reference(references, corpus, "bf16", True)
+    argv = [*arguments(corpus, "bf16", True), "--num-workers", "1"]
+    run_with_kills(tmp_path, argv, 4, [(0, 5, "forward"), (2, 8, "backward")], rehearse=[])
+    assert_alike(expected, tmp_path)
 
 
 @in_zygote
@@ -95,5 +74,4 @@ def test_three_losses_in_a_row(tmp_path, corpus, references):
     expected = reference(references, corpus, "bf16", True)
     kills = [(1, 2, "backward"), (2, 4, "optimizer"), (0, 6, "forward")]
     run_with_kills(tmp_path, arguments(corpus, "bf16", True), 4, kills, rehearse=[1])
-    result = compare_runs.compare(expected, tmp_path)
-    assert result["bit_exact"], result["difference"]
+    assert_alike(expected, tmp_path)

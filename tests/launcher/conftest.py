@@ -1,7 +1,6 @@
 """Jobs under the real `deepspeed` launcher, one launcher per emulated node: few, because each takes about a minute."""
 
 import json
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -9,7 +8,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "scripts")]
+
+from support import corpus as corpora  # noqa: E402
 
 
 class Job:
@@ -86,7 +87,4 @@ def start(tmp_path, corpus):
 def corpus(tmp_path_factory):
     pytest.importorskip("megatron.core")
     pytest.importorskip("deepspeed")
-    prefix = tmp_path_factory.mktemp("corpus") / "python"
-    command = [sys.executable, str(ROOT / "scripts" / "make_corpus.py"), str(prefix), "--mebibytes", "1"]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    return str(prefix)
+    return corpora.make(tmp_path_factory.mktemp("corpus"))

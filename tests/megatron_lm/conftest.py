@@ -7,7 +7,6 @@ import importlib.util
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +14,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "scripts"), str(ROOT)]
+
+from support import corpus as corpora  # noqa: E402
 
 NEEDED = ("megatron.core", "six", "regex")
 """Besides torch; the last two are imported by megatron.training's tokenizers."""
@@ -55,10 +56,7 @@ def checkout():
 @pytest.fixture(scope="session")
 def corpus(checkout, tmp_path_factory):
     """Prefix of real text as a .bin/.idx pair."""
-    prefix = tmp_path_factory.mktemp("corpus") / "python"
-    command = [sys.executable, str(ROOT / "scripts" / "make_corpus.py"), str(prefix), "--mebibytes", "1"]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    return str(prefix)
+    return corpora.make(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture(scope="session")
