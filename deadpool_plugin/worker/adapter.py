@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -40,17 +40,20 @@ RUNS_MODEL = frozenset({CallKind.FORWARD, CallKind.STEP})
 MAKES_STEP = frozenset({CallKind.UPDATE, CallKind.STEP})
 
 
-@runtime_checkable
-class Followed(Protocol):
+class Followed:
     """The `function` of a call whose followers are told something else than its value (plain data and tensors)."""
 
-    def __call__(self) -> Any: ...
+    def __call__(self) -> Any:
+        """Execute it."""
+        raise NotImplementedError
 
     def outcome(self, value: Any) -> Any:
         """What is recorded of `value`, right after the call."""
+        raise NotImplementedError
 
     def skipped(self, outcome: Any) -> Any:
         """In a follower: the value for the script, made from what was recorded; executes nothing."""
+        raise NotImplementedError
 
 
 CallHandler = Callable[[str, CallKind, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]

@@ -20,10 +20,11 @@ from . import codec, rng
 from .adapter import MAKES_STEP, RUNS_MODEL, CallKind, Followed
 from .calls import RANDOM_STATES
 from .context import Context
-from .iterators import IteratorTable, skip
+from .iterators import IteratorTable
 from .live import Live
 from .output import Mute
 from .saving import SaveCall
+from .skipping import skip
 from .staging import Layout
 
 

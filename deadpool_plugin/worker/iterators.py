@@ -1,7 +1,8 @@
-"""Data iterators that can be rewound by a few steps, and moved forward without reading.
+"""Data iterators that can be rewound by a few steps.
 
 Rules of this file: the user's iterator is never rebuilt on a survivor; what it gave out is kept while a redo
-could ask for it again. A newcomer's iterator is moved to the same position by the counts in the call records.
+could ask for it again. A newcomer's iterator is moved to the same position by the counts in the call records
+(skipping.py).
 An iterator may draw random numbers (a loader does at each new epoch, for its order perhaps): a redo must draw as many
 although it reads nothing, and a newcomer must draw the same.
 """
@@ -9,7 +10,7 @@ although it reads nothing, and a newcomer must draw the same.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from ..errors import Unsupported
@@ -71,26 +72,6 @@ class RewindIterator:
         while self._first_kept < position:
             self._kept.popleft()
             self._first_kept += 1
-
-
-def skip(iterator: Iterator[Any], count: int, draws: Sequence[Sequence[Any]] = ()) -> None:
-    """Move `iterator` forward by `count` items. `draws`: as from `pulled_since`.
-
-    A single-process DataLoader iterator over a map-style data set only draws from its sampler (nothing is read:
-    torch/utils/data/dataloader.py `_next_index`); anything else pays the price of reading.
-    """
-    from torch.utils.data.dataloader import _DatasetKind, _SingleProcessDataLoaderIter
-
-    loader: Any = iterator if type(iterator) is _SingleProcessDataLoaderIter else None
-    before = {number: states for number, states in draws}
-    for number in range(count):
-        if number in before:
-            rng.restore_host(before[number])
-        if loader is not None and loader._dataset_kind == _DatasetKind.Map:
-            loader._next_index()
-            loader._num_yielded += 1
-        else:
-            next(iterator)
 
 
 class IteratorTable:

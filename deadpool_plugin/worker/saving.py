@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..transport import local
-from .adapter import CallHandler, CallKind
+from .adapter import CallHandler, CallKind, Followed
 from .output import Mute
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from .link import AgentLink
 
 
-class SaveCall:
+class SaveCall(Followed):
     """One call that saves; calling it does it (again).
 
     `gated`: it begins to write, so it waits until the step it would save is committed.
@@ -40,9 +40,6 @@ class SaveCall:
 
     name = "save"
     gated = True
-
-    def __call__(self) -> Any:
-        raise NotImplementedError
 
     def outcome(self, value: Any) -> Any:
         """What is recorded of the value, for a follower: plain data."""

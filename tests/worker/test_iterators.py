@@ -5,8 +5,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from deadpool_plugin.errors import Unsupported
-from deadpool_plugin.worker import codec
-from deadpool_plugin.worker.iterators import IteratorTable, RewindIterator, skip
+from deadpool_plugin.worker import codec, skipping
+from deadpool_plugin.worker.iterators import IteratorTable, RewindIterator
+from deadpool_plugin.worker.skipping import skip
 
 
 def test_rewound_items_are_the_same_objects_and_the_source_is_read_once():
@@ -106,3 +107,69 @@ def test_a_loader_that_shuffles_draws_alike_when_it_is_rewound_and_when_it_is_fo
     follows = next(follower).tolist()
     torch.set_rng_state(end)
     assert next(it).tolist() == follows
+
+
+class Shared(Dataset):
+    """Says how often it was read, in whatever process; item i is i."""
+
+    def __init__(self, length=4000):
+        self.reads = torch.zeros(1, dtype=torch.int64).share_memory_()
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        self.reads += 1
+        return torch.tensor(index)
+
+
+@pytest.fixture
+def known(monkeypatch):
+    monkeypatch.setattr(skipping, "_DRAWS_NOTHING", [lambda data_set: isinstance(data_set, Shared)])
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_loader_with_processes_over_a_known_data_set_is_moved_without_reading(known, persistent):
+    data = Shared()
+    loader = DataLoader(data, batch_size=2, num_workers=1, prefetch_factor=2, persistent_workers=persistent)
+    ahead, behind = iter(loader), None
+    plain = [batch.tolist() for batch in ahead]
+    data.reads.zero_()
+    behind = iter(loader)
+    for _ in range(500):
+        skip(behind, 3)
+    assert next(behind).tolist() == plain[1500]
+    skip(behind, 1)  # fewer than its process has been asked for
+    assert [next(behind).tolist() for _ in range(3)] == plain[1502:1505]
+    skip(behind, 2000 - 1505 - 1)
+    assert [batch.tolist() for batch in behind] == plain[-1:]
+    assert data.reads.item() < 60
+
+
+def test_one_that_begins_anew_has_missed_nothing(known):
+    loader = DataLoader(Shared(20), batch_size=2, num_workers=1, persistent_workers=True)
+    skip(iter(loader), 7)
+    assert [batch.tolist() for batch in loader] == [[2 * n, 2 * n + 1] for n in range(10)]
+
+
+def test_what_wraps_a_loader_is_looked_through(known, monkeypatch):
+    class Wrapper:
+        def __init__(self, inner):
+            self.inner = inner
+
+        def __next__(self):
+            return next(self.inner)
+
+    monkeypatch.setattr(skipping, "_WRAPPERS", {Wrapper: "inner"})
+    data = Shared()
+    wrapped = Wrapper(iter(DataLoader(data, num_workers=1)))
+    skip(wrapped, 900)
+    assert next(wrapped).item() == 900 and data.reads.item() < 30
+
+
+def test_worker_processes_of_an_unknown_data_set_may_draw_so_it_is_read():
+    data = Shared()
+    loader = iter(DataLoader(data, num_workers=1))
+    skip(loader, 40)
+    assert next(loader).item() == 40 and data.reads.item() >= 41

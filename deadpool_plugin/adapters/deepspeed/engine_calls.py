@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...errors import Unsupported
+from ...worker.adapter import Followed
 from . import kept
 from .cut import Graph, ScriptsPart, cut, pairs, seed
 
@@ -25,7 +26,7 @@ Parts = list[tuple[Graph, Sequence["torch.Tensor | None"]]]
 """Graphs that a backward has come to, and the gradients of their outputs."""
 
 
-class Forward:
+class Forward(Followed):
     """`engine.forward`: its outputs are given out behind a cut."""
 
     def __init__(
@@ -66,7 +67,7 @@ class Forward:
         return kept.replaced(value, differentiable, cut(graph, self._calls.arrived, differentiable))
 
 
-class Backward:
+class Backward(Followed):
     """`engine.backward`: once through the script's part of the graph, as often as needed through the engine's."""
 
     def __init__(
@@ -140,7 +141,7 @@ class DirectBackward:
             graph.outputs = None
 
 
-class Step:
+class Step(Followed):
     """`engine.step`, and whatever else moves the engine's counters."""
 
     def __init__(self, calls: Calls, function: Callable[[], Any], engine: Any) -> None:
@@ -160,7 +161,7 @@ class Step:
         return None
 
 
-class Batch:
+class Batch(Followed):
     """A pipeline's `train_batch` or `eval_batch`: closed functions, given an iterator to pull micro-batches from."""
 
     def __init__(self, calls: Calls, function: Callable[[Any], Any], engine: Any) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ...errors import Unsupported
+from ...worker import skipping
 from ...worker.adapter import CallHandler, CallKind, Scalars
 from ...worker.saving import Saves
 from . import cleanup, experts, refusals, saving
@@ -52,6 +53,7 @@ class MegatronAdapter:
         from megatron.core.optimizer import optimizer as optimizers
         from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
         from megatron.core.pipeline_parallel import schedules
+        from megatron.core.rerun_state_machine import RerunDataIterator
         from megatron.core.transformer.moe import moe_utils
 
         _remember_instances(DistributedDataParallel, self._chunks)
@@ -71,6 +73,8 @@ class MegatronAdapter:
                 wrap(cls, "step", CallKind.UPDATE)
             if "zero_grad" in vars(cls):
                 wrap(cls, "zero_grad", CallKind.PLAIN)
+        skipping.look_through(RerunDataIterator, "iterable")
+        skipping.draws_nothing(_is_megatrons)
 
     def install_saving(self, saves: Saves) -> None:
         saving.install(saves)
@@ -215,3 +219,9 @@ def _scheduler_state(scheduler: Any) -> Scalars:
     """The plain numbers of a scheduler; its optimizer and call-backs are not state."""
     plain = (bool, int, float, str, type(None))
     return {name: value for name, value in vars(scheduler).items() if isinstance(value, plain)}
+
+
+def _is_megatrons(data_set: Any) -> bool:
+    """Megatron-core's own data sets draw from generators that they seed by the item's index, if at all."""
+    own = type(data_set).__module__.startswith("megatron.core.datasets.")
+    return own and all(map(_is_megatrons, getattr(data_set, "datasets", ())))

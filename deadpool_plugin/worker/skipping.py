@@ -1,0 +1,102 @@
+"""Moving a newcomer's data iterators by what the rank itself pulled, without reading where that can be.
+
+A process that takes a rank over in step 50,000 must not read 50,000 batches first. What is not read must not be
+missed: items a rank drew random numbers for come with their random states (`draws`), so in one process nothing is
+missed; worker processes may draw where nobody sees it, so those are skipped only where an adapter knows the data set.
+
+Rules of this file: afterwards the iterator gives next what the rank's own gives next. Thread: the main one's.
+Source: torch/utils/data/dataloader.py, alike from 2.9 to 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch.utils.data.dataloader import _DatasetKind, _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
+
+from . import rng
+
+_WRAPPERS: dict[type, str] = {}
+_DRAWS_NOTHING: list[Callable[[Any], bool]] = []
+
+
+def look_through(wrapper: type, attribute: str) -> None:
+    """Iterators of exactly this type hand out what the one in `attribute` gives, and need not be asked themselves."""
+    _WRAPPERS[wrapper] = attribute
+
+
+def draws_nothing(knows: Callable[[Any], bool]) -> None:
+    """`knows(data_set)`: whether reading an item of it surely draws no random numbers but from the item's index."""
+    _DRAWS_NOTHING.append(knows)
+
+
+def skip(iterator: Iterator[Any], count: int, draws: Sequence[Sequence[Any]] = ()) -> None:
+    """Move `iterator` forward by `count` items.
+
+    A DataLoader over a map-style data set only draws from its sampler; with worker processes only if an adapter knows
+    the data set, and then not before somebody reads on. Anything else pays the price of reading.
+
+    Args:
+        draws: (number of an item, the random states before it) of each one that was drawn for.
+    """
+    reader: Any = iterator
+    while type(reader) in _WRAPPERS:
+        reader = getattr(reader, _WRAPPERS[type(reader)])
+    over_map = getattr(reader, "_dataset_kind", None) == _DatasetKind.Map
+    if over_map and isinstance(reader, _MultiProcessingDataLoaderIter) and not draws and _is_known(reader._dataset):
+        _Behind.fall(reader, count)
+        return
+    single = over_map and type(reader) is _SingleProcessDataLoaderIter
+    before = {number: states for number, states in draws}
+    for number in range(count):
+        if number in before:
+            rng.restore_host(before[number])
+        if single:
+            _pass_over(reader)
+        else:
+            next(iterator)
+
+
+def _is_known(data_set: Any) -> bool:
+    return any(knows(data_set) for knows in _DRAWS_NOTHING)
+
+
+def _pass_over(reader: Any) -> None:
+    """As if a batch had been read that no worker process has been asked for yet."""
+    reader._next_index()
+    reader._num_yielded += 1
+
+
+class _Behind(_MultiProcessingDataLoaderIter):
+    """An iterator that is yet to be moved forward: once, by all it has missed, when somebody reads on.
+
+    Its worker processes were asked for some batches as soon as it was made; those have to be taken from them, and step
+    by step each of them would be followed by another one.
+    """
+
+    _behind: int
+
+    @classmethod
+    def fall(cls, reader: Any, count: int) -> None:
+        """Let `reader` be (further) behind; it is of this class from now on."""
+        reader._behind = count + (reader._behind if type(reader) is cls else 0)
+        reader.__class__ = cls
+
+    def _stand_up(self) -> int:
+        self.__class__ = _MultiProcessingDataLoaderIter  # type: ignore[assignment]
+        return self._behind
+
+    def __next__(self) -> Any:
+        count = self._stand_up()
+        asked_for = self._send_idx - self._rcvd_idx
+        for _ in range(count - asked_for):
+            _pass_over(self)
+        for _ in range(min(count, asked_for)):
+            next(self)
+        return next(self)
+
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        """It begins anew (`persistent_workers`): nothing is missed of that."""
+        self._stand_up()
+        self._reset(loader, first_iter)
