@@ -1,8 +1,9 @@
 """What the first forked process turned out to import is imported in the standby process too, so that the next fork
 starts warm.
 
-Rules of this file: never in the way of training (the importing thread stands behind everything else), never a thread
-while the process forks: `pause` before, `resume` after. A lesson is had once.
+Rules of this file: never in the way of training (where a rank runs, the importing thread stands behind everything else;
+a host that stands by has nothing better to do), never a thread while the process forks: `pause` before, `resume` after.
+A lesson is had once.
 """
 
 from __future__ import annotations
@@ -51,16 +52,21 @@ class Lessons:
         self._names: deque[str] = deque()
         self._pausing = threading.Event()
         self._thread: threading.Thread | None = None
-        self._had = False
+        self._had = self._in_the_way = False
 
     @property
     def pipes(self) -> list[int]:
         """What becomes readable when `begin` should be called."""
         return [self._pipe] if self._pipe >= 0 else []
 
-    def ask(self) -> int:
-        """Where the process about to be forked shall write its names; -1 if nobody needs them any more."""
+    def ask(self, trains: bool) -> int:
+        """Where the process about to be forked shall write its names; -1 if nobody needs them any more.
+
+        Args:
+            trains: it runs a rank, beside which the names will be imported.
+        """
         self._drop()
+        self._in_the_way = trains
         self._told = b""
         if self._had:
             return -1
@@ -101,7 +107,8 @@ class Lessons:
             self._thread = None
 
     def _learn(self) -> None:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        if self._in_the_way:
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         while self._names and not self._pausing.is_set():
             name = self._names.popleft()
             if name not in sys.modules:

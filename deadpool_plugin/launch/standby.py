@@ -84,7 +84,7 @@ class Standby:
 
     def _fork(self, order: Order) -> None:
         self._lessons.pause()
-        tell = self._lessons.ask()
+        tell = self._lessons.ask(trains=isinstance(order, local.RunRank))
         me = os.getpid()
         sys.stdout.flush()
         sys.stderr.flush()
