@@ -39,8 +39,8 @@ class Config(BaseModel):
 
     secret_file: Path = Path("~/.deadpool/secret")
     """File (mode 0600, same content on every host) that holds the job's secret; peers that cannot prove it are
-    refused. The default file is made when it is absent. Hazard: without a shared home directory, each host would
-    make a different one: copy it."""
+    refused. Jobs may share one: once its hosts have met, a job is closed to the others. The default file is made when
+    it is absent. Hazard: without a shared home directory, each host would make a different one: copy it."""
 
     output_dir: Path = Path("deadpool-logs")
     """Directory for each rank's output, the event logs and what rehearsals write. Relative to the working directory."""
