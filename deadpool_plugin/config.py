@@ -79,8 +79,12 @@ class Config(BaseModel):
     printed at the start."""
 
     restarts_max: int = Field(default=3, ge=0)
-    """How often the process of one rank is replaced on its own host when it crashes there; with one more crash the
-    whole host counts as lost and a spare takes over. 0: a crash always costs the host."""
+    """How often within restarts_window_s the process of a rank is replaced on its own host when it crashes there; with
+    one more crash the whole host counts as lost and a spare takes over. 0: a crash always costs the host."""
+
+    restarts_window_s: float = Field(default=3600.0, gt=0.0, allow_inf_nan=False)
+    """Seconds: a crash longer ago than this does not count any more. Hazard: a process that always crashes, but seldom
+    enough for this, is replaced for ever."""
 
     on_no_spare: Literal["stop", "wait"] = "stop"
     """What to do when a host is lost and no spare is left. stop: end the job with exit code 86 and name what was lost.

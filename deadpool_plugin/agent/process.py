@@ -331,4 +331,10 @@ def _timing(config: Config) -> Timing:
 
 
 def _policy(config: Config) -> Policy:
-    return Policy(config.copies, config.restarts_max, config.on_no_spare == "wait", config.witness is not None)
+    return Policy(
+        copies=config.copies,
+        restarts_max=config.restarts_max,
+        wait_for_hosts=config.on_no_spare == "wait",
+        witness=config.witness is not None,
+        restarts_window_s=config.restarts_window_s,
+    )

@@ -238,6 +238,16 @@ def test_a_rehearsal_that_fails_is_ordered_again_within_the_budget():
     assert controller.step(failure, 0.4)[-1].exit_code == 87
 
 
+def test_rehearsals_that_failed_long_ago_do_not_count():
+    controller = Controller(3, TIMING, Policy(restarts_max=1, restarts_window_s=60.0))
+    controller.step(io.WorldFormed(WORLD), 0.0)
+    order, failure = io.StartRehearsal(0, 1, 1), io.SpareFailed(0, 1, "signal 9")
+    hear(controller, 0, Rehearse(0, 0, 1, 1))
+    for now in (1.0, 61.0, 121.0):
+        assert order in controller.step(failure, now)
+    assert controller.step(failure, 180.0)[-1].exit_code == 87
+
+
 def test_a_rehearsal_that_fails_during_a_swap_is_the_next_generations():
     controller = formed(3)
     hear(controller, 0, Rehearse(0, 0, 1, 1))
