@@ -39,8 +39,8 @@ class Config(BaseModel):
 
     secret_file: Path = Path("~/.deadpool/secret")
     """File (mode 0600, same content on every host) that holds the job's secret; peers that cannot prove it are
-    refused. The default file is made when it is absent. Hazard: without a shared home directory, each host would
-    make a different one: copy it."""
+    refused. Jobs may share one: once its hosts have met, a job is closed to the others. The default file is made when
+    it is absent. Hazard: without a shared home directory, each host would make a different one: copy it."""
 
     output_dir: Path = Path("deadpool-logs")
     """Directory for each rank's output, the event logs and what rehearsals write. Relative to the working directory."""
@@ -79,8 +79,12 @@ class Config(BaseModel):
     printed at the start."""
 
     restarts_max: int = Field(default=3, ge=0)
-    """How often the process of one rank is replaced on its own host when it crashes there; with one more crash the
-    whole host counts as lost and a spare takes over. 0: a crash always costs the host."""
+    """How often within restarts_window_s the process of a rank is replaced on its own host when it crashes there; with
+    one more crash the whole host counts as lost and a spare takes over. 0: a crash always costs the host."""
+
+    restarts_window_s: float = Field(default=3600.0, gt=0.0, allow_inf_nan=False)
+    """Seconds: a crash longer ago than this does not count any more. Hazard: a process that always crashes, but seldom
+    enough for this, is replaced for ever."""
 
     on_no_spare: Literal["stop", "wait"] = "stop"
     """What to do when a host is lost and no spare is left. stop: end the job with exit code 86 and name what was lost.

@@ -120,6 +120,14 @@ class SwapPlanned(Event, frozen=True):
     duration_s: float = 0.0
 
 
+class StepsUndone(Event, frozen=True):
+    """A swap went back behind what was committed (more was lost than `copies` cover): `first` to `last` come again."""
+
+    first: int
+    last: int
+    reason: str = ""
+
+
 class WorkerUnblocked(Event, frozen=True):
     rank: int
     duration_s: float = 0.0
@@ -216,7 +224,7 @@ class Note(Event, frozen=True):
 AnyEvent = (
     NodeJoined | WorldFormed | TrainingStarted | SpareReady | StepDone | StepCommitted | NodeLost | RankLost
     | ContactLost | ContactRegained | HostJoined | WaitingForHost | CheckpointSaved | CheckpointCancelled | SwapPlanned
-    | WorkerUnblocked
+    | StepsUndone | WorkerUnblocked
     | GroupsRebuilt | SnapshotFetched | StateRestored | WorkerResumed | FirstStepDone | SwapDone | Unprotected
     | Protected | Rehearsed | RehearsalFailed | PeerRefused | NodeFenced | NodeEnded | JobFinished | JobStopped | Note
 )  # fmt: skip

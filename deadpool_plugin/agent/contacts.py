@@ -1,7 +1,7 @@
 """`OUTPUT_DIR/nodes/<id>.json`: where a host that wants to join finds a living member, on a shared file system.
 
 Rules of this file: a file appears whole or not at all and goes with its node's orderly end; what a killed node leaves
-behind is harmless, because nobody answers there, or nobody who knows the secret. No secret is in it.
+behind is harmless, because nobody of its job answers there. No secret is in it.
 """
 
 from __future__ import annotations
@@ -20,25 +20,26 @@ FOLDER = "nodes"
 
 
 class Contact(msgspec.Struct, frozen=True):
-    """One node's file. `config`: its configuration file, "" for the defaults."""
+    """One node's file. `config`: its configuration file, "" for the defaults; `job`: the id of its job."""
 
     node: NodeId
     host: str
     pid: int
     control: Address
     config: str
+    job: str
 
 
 def path_of(output_dir: Path, node: NodeId) -> Path:
     return output_dir / FOLDER / f"{node}.json"
 
 
-def publish(output_dir: Path, hello: Hello, config: str) -> None:
+def publish(output_dir: Path, hello: Hello, config: str, job: str) -> None:
     """Write this node's file. Raises: OSError."""
     path = path_of(output_dir, hello.node)
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{hello.host}.{os.getpid()}")
-    draft.write_bytes(msgspec.json.encode(Contact(hello.node, hello.host, os.getpid(), hello.control, config)))
+    draft.write_bytes(msgspec.json.encode(Contact(hello.node, hello.host, os.getpid(), hello.control, config, job)))
     draft.replace(path)
 
 

@@ -21,6 +21,7 @@ from ..transport import guests
 from ..transport.base import ControlTransport
 from ..transport.framing import ConnectionClosed
 from ..transport.guests import Admitted, Announce, Answer, Busy, Describe, JobDescription, Refused, Reserved
+from ..transport.handshake import Credentials
 from ..transport.rendezvous import Hello
 from ..transport.sockets import Address
 
@@ -32,22 +33,29 @@ _ARRIVAL_S = 10.0
 """A newcomer that has not spoken by then keeps the next one waiting no longer."""
 
 
+class Invitation(msgspec.Struct, frozen=True):
+    """A running job's id, and control addresses of its members."""
+
+    job: str
+    members: tuple[Address, ...]
+
+
 class Job(msgspec.Struct, frozen=True):
-    """What this node's supervisors were started with. `invitation`: control addresses of members of the running job
-    this host shall join; () for a host that meets the others at the rendezvous."""
+    """What this node's supervisors were started with. `invitation`: to the running job this host shall join; None for a
+    host that meets the others at the rendezvous."""
 
     command: list[str]
     directory: str
     config: str
     environment: dict[str, str]
-    invitation: tuple[Address, ...] = ()
+    invitation: Invitation | None = None
 
 
 def job_from(environ: Mapping[str, str], directory: str) -> Job:
     """What the supervisor and `deadpool join` say by the environment; both are ours."""
     exported = {name: value for name, value in environ.items() if name.startswith(_EXPORTED)}
     command = msgspec.json.decode(environ.get(COMMAND, "[]"), type=list[str])
-    invitation = msgspec.json.decode(environ.get(INVITATION, "[]"), type=tuple[Address, ...])
+    invitation = msgspec.json.decode(environ.get(INVITATION, "null"), type=Invitation | None)
     return Job(command, directory, environ.get("DEADPOOL_CONFIG", ""), exported, invitation)
 
 
@@ -147,15 +155,17 @@ class Arrival(msgspec.Struct, frozen=True):
 class Newcomer:
     """A host on its way into a running job: links to every node that is there. `arrive` once."""
 
-    def __init__(self, mesh: ControlTransport, hello: Hello, secret: bytes, roster: Roster, timeout_s: float) -> None:
-        self._mesh, self._hello, self._secret, self._roster = mesh, hello, secret, roster
+    def __init__(
+        self, mesh: ControlTransport, hello: Hello, credentials: Credentials, roster: Roster, timeout_s: float
+    ) -> None:
+        self._mesh, self._hello, self._credentials, self._roster = mesh, hello, credentials, roster
         self._timeout_s = timeout_s
         self._linked: dict[NodeId, Hello] = {}
 
-    async def arrive(self, invitation: tuple[Address, ...]) -> Arrival:
+    async def arrive(self, members: tuple[Address, ...]) -> Arrival:
         """Raises: NodeTaken; TransportError naming whom it could not reach; PeerRefused."""
         deadline = time.monotonic() + self._timeout_s
-        addresses = list(invitation)
+        addresses = list(members)
         missing: set[NodeId] = set()
         while time.monotonic() < deadline:
             description = await self._described(addresses)
@@ -167,7 +177,6 @@ class Newcomer:
                 }
                 missing = await self._link_to(there)
                 if description.members and not missing:
-                    self._roster.job_id = description.job
                     return self._arrived(description.members)
             await asyncio.sleep(_RETRY_S)
         who = f"node {', '.join(map(str, sorted(missing)))}" if missing else "any member"
@@ -179,7 +188,7 @@ class Newcomer:
     async def _described(self, addresses: list[Address]) -> JobDescription | None:
         for address in addresses:
             with contextlib.suppress(ConnectionClosed):
-                answer = await guests.ask(address, self._secret, Describe(), self._attempt_s)
+                answer = await guests.ask(address, self._credentials, Describe(), self._attempt_s)
                 if isinstance(answer, JobDescription):
                     return answer
         return None

@@ -110,6 +110,11 @@ class Lives:
         self._withdraw(process)
         self.lost(slot, process, reason)
 
+    def out_of_reach(self, slot: Slot, peer: LocalPeer, message: local.OutOfReach) -> None:
+        """Its rank goes on here with another process, which goes by the records of the steps it need not redo."""
+        if slot.process is not None:
+            self.kill(slot, slot.process, message.reason)
+
     def hosts(self, slot: Slot, process: Process, address: str) -> None:
         """`process` offers a store for the next build of groups."""
         process.store = address

@@ -13,10 +13,11 @@ from importlib import metadata
 from ..config import Config
 from ..core.messages import AnyMessage
 from ..core.types import NodeId
-from ..errors import PeerRefused
+from ..errors import PeerRefused, invariant
 from ..mirror.bulk import BulkServer
 from ..mirror.server import OnMirrored
 from ..mirror.store import SnapshotStore
+from ..transport.handshake import Credentials
 from ..transport.rendezvous import Hello, job_id, meet
 from ..transport.sockets import Address, address_towards
 from ..transport.tcp import ControlMesh
@@ -57,19 +58,19 @@ class Lines:
         node: NodeId,
         place: Place,
         config: Config,
-        secret: bytes,
+        credentials: Credentials,
         received: Callable[[NodeId, AnyMessage], None],
         link_lost: Callable[[NodeId, str], None],
         refused: Callable[[PeerRefused], None],
         job: Job,
     ) -> None:
-        self._node, self._place, self._config, self._secret = node, place, config, secret
+        self._node, self._place, self._config, self._credentials = node, place, config, credentials
         self._refused = refused
         master = (place.master_addr, place.master_port)
         self._job, self.roster = job, Roster(node, job, master)
-        self._bind, self.address = addresses(config, job.invitation[0] if job.invitation else master)
+        self._bind, self.address = addresses(config, job.invitation.members[0] if job.invitation else master)
         self.mesh = ControlMesh(
-            node, secret, self._bind, config.port_range, received, link_lost, config.silent_after_s, refused,
+            node, credentials, self._bind, config.port_range, received, link_lost, config.silent_after_s, refused,
             self.roster.answer,
         )  # fmt: skip
         self.bulk: BulkServer | None = None
@@ -79,7 +80,7 @@ class Lines:
         config, loop = self._config, asyncio.get_running_loop()
         control = (self.address, (await self.mesh.listen())[1])
         self.bulk = BulkServer(
-            store, self._secret, self._bind, config.port_range, on_mirrored, self._node, config.silent_after_s,
+            store, self._credentials, self._bind, config.port_range, on_mirrored, self._node, config.silent_after_s,
             lambda error: self._refused_in_thread(loop, error),
         )  # fmt: skip
         return Hello(
@@ -94,25 +95,29 @@ class Lines:
         """Exchange hellos at the master's address and link up with everyone. Raises: DeadpoolError."""
         place, timeout_s = self._place, self._config.start_timeout_s
         hellos = await meet(
-            self._node, place.nodes_total, place.master_addr, place.master_port, hello, self._secret, timeout_s
+            self._node, place.nodes_total, place.master_addr, place.master_port, hello, self._credentials, timeout_s
         )
+        self._credentials.job = self.roster.job_id = job_id(hellos)
         await self.mesh.connect({one.node: one.control for one in hellos}, timeout_s)
         for one in hellos:
             self.roster.know(one)
-        self.roster.job_id = job_id(hellos)
         self._publish(hello)
         return hellos
 
     async def join(self, hello: Hello) -> Arrival:
         """Instead of `meet`: link up with everyone of the job this host is invited to. Raises: DeadpoolError."""
-        newcomer = Newcomer(self.mesh, hello, self._secret, self.roster, self._config.start_timeout_s)
-        arrival = await newcomer.arrive(self._job.invitation)
+        invitation = self._job.invitation
+        invariant(invitation is not None, "a host that was not invited joins")
+        assert invitation is not None
+        self._credentials.job = self.roster.job_id = invitation.job
+        newcomer = Newcomer(self.mesh, hello, self._credentials, self.roster, self._config.start_timeout_s)
+        arrival = await newcomer.arrive(invitation.members)
         self._publish(hello)
         return arrival
 
     def _publish(self, hello: Hello) -> None:
         self.how_to_join = how_to_join(hello.control)
-        contacts.publish(self._config.output_dir, hello, self._job.config)
+        contacts.publish(self._config.output_dir, hello, self._job.config, self._credentials.job)
 
     def withdraw(self) -> None:
         """This node leaves in good order: nobody shall look for it."""

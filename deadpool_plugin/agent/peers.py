@@ -16,6 +16,7 @@ from ..core.types import NodeId
 from ..errors import TransportError
 from ..mirror.bulk import BulkPeer, RefusedByPeer
 from ..mirror.store import SnapshotStore
+from ..transport.handshake import Credentials
 from ..transport.sockets import Address
 
 T = TypeVar("T")
@@ -26,8 +27,8 @@ _THREADS = 16
 class Peers:
     """Thread: the event loop's only."""
 
-    def __init__(self, node: NodeId, secret: bytes, store: SnapshotStore, patience_s: float) -> None:
-        self._node, self._secret, self._store, self._patience_s = node, secret, store, patience_s
+    def __init__(self, node: NodeId, credentials: Credentials, store: SnapshotStore, patience_s: float) -> None:
+        self._node, self._credentials, self._store, self._patience_s = node, credentials, store, patience_s
         self._addresses: dict[NodeId, Address] = {}
         self._peers: dict[NodeId, BulkPeer] = {}
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="deadpool-ask")
@@ -41,7 +42,9 @@ class Peers:
     def to(self, node: NodeId) -> BulkPeer:
         """The connection to `node` (this node included: its own server answers)."""
         if node not in self._peers:
-            self._peers[node] = BulkPeer(self._addresses[node], self._secret, self._store, self._node, self._patience_s)
+            self._peers[node] = BulkPeer(
+                self._addresses[node], self._credentials, self._store, self._node, self._patience_s
+            )
         return self._peers[node]
 
     async def in_thread(self, work: Callable[[], T]) -> T:

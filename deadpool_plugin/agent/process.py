@@ -27,6 +27,7 @@ from ..core.types import NodeId, World
 from ..errors import EXIT_FENCED, EXIT_OK, DeadpoolError, InvariantViolated, PeerRefused
 from ..mirror.store import SnapshotStore
 from ..transport import local
+from ..transport.handshake import Credentials
 from ..transport.local import LocalPeer, LocalServer
 from . import proc
 from .fetching import Fetches
@@ -131,11 +132,10 @@ class Agent:
             os.sched_setaffinity(0, range(os.cpu_count() or 1))
         self._writer = Writer()
         self._reports = Reports(node, self._writer, config.output_dir)
-        self._lines = Lines(
-            node, place, config, self._secret, self._received, self._link_lost, self._refused, self._job
-        )
+        credentials = Credentials(self._secret)
+        self._lines = Lines(node, place, config, credentials, self._received, self._link_lost, self._refused, self._job)
         self._store = SnapshotStore(config.history_limit_bytes, config.memory_headroom_bytes)
-        self._peers = Peers(node, self._secret, self._store, config.patience_s)
+        self._peers = Peers(node, credentials, self._store, config.patience_s)
         self._lines.roster.members = lambda: self._controller.world
         self._lines.roster.on_admitted = lambda hello: self._peers.add(hello.node, hello.bulk)
         self._mirroring = Mirroring(
@@ -331,4 +331,10 @@ def _timing(config: Config) -> Timing:
 
 
 def _policy(config: Config) -> Policy:
-    return Policy(config.copies, config.restarts_max, config.on_no_spare == "wait", config.witness is not None)
+    return Policy(
+        copies=config.copies,
+        restarts_max=config.restarts_max,
+        wait_for_hosts=config.on_no_spare == "wait",
+        witness=config.witness is not None,
+        restarts_window_s=config.restarts_window_s,
+    )

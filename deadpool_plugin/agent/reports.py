@@ -72,6 +72,9 @@ def sentence(event: events.Event) -> str:
         case events.SwapPlanned(restore_step=step, duration_s=duration):
             back = f"everyone goes back to step {step}" if step >= 0 else "every rank begins its script again"
             return f"swap: {_moves(event)}; {back} ({duration:.2f} s)"
+        case events.StepsUndone(first=first, last=last, reason=reason):
+            which, are = (f"step {last}", "is") if first == last else (f"steps {first} to {last}", "are")
+            return f"{which} had been committed and {are} done again: {reason}"
         case events.SwapDone(duration_s=duration):
             return f"swap done, all ranks are in training again after {duration:.2f} s"
         case events.Unprotected(reason=reason):

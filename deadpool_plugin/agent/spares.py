@@ -234,12 +234,21 @@ class Spares:
             task.cancel()
 
     def swapped(self, owners: tuple[NodeId, ...], restore_step: Step) -> None:
-        """A new world, back at `restore_step`: its nodes are the sources from now on."""
+        """A new world, back at `restore_step`: its nodes are the sources from now on.
+
+        A process that has followed a rank further than that cannot go back: another one begins (a plan goes behind what
+        was committed only if more was lost than `copies` cover).
+        """
         self._committed = NO_STEP
-        for rehearsal in self.rehearsals.values():
-            self.stop_following(rehearsal.slot)
-            rehearsal.source = owners[rehearsal.rank]
-            rehearsal.history.truncate(restore_step)
+        for number, rehearsal in list(self.rehearsals.items()):
+            slot, rank = rehearsal.slot, rehearsal.rank
+            self.stop_following(slot)
+            if rehearsal.told > restore_step:
+                del self.rehearsals[number]
+                self._run(slot, self._start(slot, rank, owners[rank]))
+            else:
+                rehearsal.source = owners[rank]
+                rehearsal.history.truncate(restore_step)
 
     def drop(self) -> None:
         """Forget every rehearsal."""

@@ -50,7 +50,7 @@ class TakeOvers:
         if step == NO_STEP:
             self._begin_again(world)
             return
-        self._workers.enter(world)
+        self._workers.enter(world, step)
         self._mirroring.enter(world)
         self._mirroring.roll_back(step)
         self._spares.swapped(world.node_of, step)

@@ -50,6 +50,7 @@ class Workers:
             local.StandbyExited: lives.standby_exited,
             local.WorkerExited: lives.exited,
             local.Leaving: lives.leaving,
+            local.OutOfReach: lives.out_of_reach,
             local.StoreOffer: self._store_offer,
             local.Finished: lambda slot, peer, message: self._feed(io.WorkerFinished(message.rank)),
             local.Saved: lambda slot, peer, message: self._feed(io.CheckpointSaved(message.step, message.path)),
@@ -118,7 +119,7 @@ class Workers:
 
     def form(self, world: World, node: NodeId) -> None:
         """A world whose ranks begin the script: tell every slot what it is."""
-        self.world, self._start = world, None
+        self.world, self.committed, self._start = world, NO_STEP, None
         ranks = world.ranks_of(node)
         for slot in self.slots:
             slot.rank = ranks[slot.local_rank] if slot.local_rank < len(ranks) else -1
@@ -127,9 +128,9 @@ class Workers:
                 env = self._env(slot.rank, slot)
                 self._order(slot, local.RunRank(slot.rank, len(world.node_of), world.generation, env, self._next()))
 
-    def enter(self, world: World) -> None:
-        """A world that goes on where the one before ended (for a host that has joined: its first)."""
-        self.world = world
+    def enter(self, world: World, restore_step: Step) -> None:
+        """A world that goes on from `restore_step` of the one before (for a host that has joined: its first)."""
+        self.world, self.committed = world, min(self.committed, restore_step)
         for slot in self.slots:
             if slot.pipe is not None and not slot.pipe.assigned:
                 self._name_output(slot)

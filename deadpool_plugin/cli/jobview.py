@@ -114,7 +114,8 @@ class JobView:
             case events.StepDone():
                 self._step_done(event, node)
             case events.StepCommitted():
-                self.committed = max(self.committed, event.step)
+                if event.generation >= self.generation:  # else a plan has said since what of it counts
+                    self.committed = max(self.committed, event.step)
             case events.Protected():
                 self._protect("Protected", event.generation)
             case events.Unprotected():
@@ -184,7 +185,7 @@ class JobView:
         began = self.swapping_since
         began = event.time - event.duration_s if began is None else began
         self.swaps.append(Swap(generation, began, event.restore_step, event.lost_nodes, takers))
-        self.generation = max(self.generation, generation)
+        self.generation, self.committed = max(self.generation, generation), min(self.committed, event.restore_step)
         for lost in event.lost_nodes:
             self.nodes.setdefault(lost, Node()).removed = True
         for rank, (since, step) in self._steps.items():

@@ -61,8 +61,9 @@ class Context:
         self.loopback: deque[AnyMessage] = deque()
         self.ended = False
         self.committed: Step = NO_STEP
+        """In this generation."""
         self.newest_committed: Step = NO_STEP
-        """Over all generations: what people are told if the job stops."""
+        """Of this history: `committed`, or what the newest plan goes back to until something is committed after it."""
         self.training = False
         self.has_trained = False
         """Training has begun in this generation or in one before it: the script must not begin again."""

@@ -355,7 +355,7 @@ class Controller:
         asked_at = ctx.voted_at if self._joining is None else self._joining.asked_at
         ctx.contact_at = max(ctx.contact_at, asked_at)
         ctx.echo = (ctx.node, NEVER)
-        ctx.newest_committed = max(ctx.newest_committed, plan.restore_step)
+        ctx.newest_committed = plan.restore_step  # what was committed after it is of a history that did not happen
         ctx.has_trained = ctx.has_trained or plan.restore_step != NO_STEP
         ctx.stuck = _STORE_GONE if inventory.has_lost(plan.store) else ""
         inventory.begin_generation(plan.world.generation, plan.restore_step, plan.store)

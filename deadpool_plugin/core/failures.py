@@ -18,8 +18,7 @@ May import everything of core but the controller's other parts.
 
 from __future__ import annotations
 
-from collections import Counter
-
+from .budget import Budget
 from .context import Context
 from .messages import NodeFailed, RankFailed
 from .types import Failure, NodeId, Rank, Step
@@ -35,7 +34,7 @@ class Failures:
         self._ctx = context
         self._own: dict[Rank, Failure] = {}
         self._others: set[Rank] = set()
-        self._counts: Counter[Rank] = Counter()
+        self._restarts = Budget(context.policy.restarts_max, context.policy.restarts_window_s)
         self._raised_at: dict[Rank, Step] = {}
 
     @property
@@ -75,9 +74,8 @@ class Failures:
             return False
         if rank not in ctx.world.ranks_of(ctx.node) or rank in self._own:
             return False
-        self._counts[rank] += 1
-        if self._counts[rank] > ctx.policy.restarts_max:
-            often = f"more than restarts_max = {ctx.policy.restarts_max} times on this node"
+        if not self._restarts.spend(rank, ctx.now):
+            often = f"more than {self._restarts} on this node (restarts_max, restarts_window_s)"
             self.give_up(f"rank {rank} was lost {often}: {failure.reason}")
             return False
         self._own[rank] = failure

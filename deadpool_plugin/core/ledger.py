@@ -143,11 +143,19 @@ class Ledger:
     def _steps_of(self, rank: Rank, nodes: Collection[NodeId]) -> set[Step]:
         return {s for (r, s), copies in self._copies.items() if r == rank and not copies.keys().isdisjoint(nodes)}
 
+    def missing(self, world: World, step: Step, nodes: Collection[NodeId]) -> tuple[Rank, ...]:
+        """The ranks whose snapshot of `step` cannot be had from `nodes`."""
+        bare = (rank for rank, home in enumerate(world.node_of) if not self._at_home(rank, step, home, nodes))
+        return tuple(rank for rank in bare if self._source(rank, step, nodes) is None)
+
+    def _at_home(self, rank: Rank, step: Step, home: NodeId, nodes: Collection[NodeId]) -> bool:
+        own = self._copies.get((rank, step), {}).get(home)
+        return home in nodes and own is not None and own.payload
+
     def _sources(self, world: World, step: Step, survivors: Collection[NodeId]) -> tuple[Source, ...] | None:
         sources = []
         for rank, home in enumerate(world.node_of):
-            own = self._copies.get((rank, step), {}).get(home)
-            if home in survivors and own is not None and own.payload:
+            if self._at_home(rank, step, home, survivors):
                 continue
             source = self._source(rank, step, survivors)
             if source is None:

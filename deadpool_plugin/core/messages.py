@@ -123,8 +123,8 @@ class Prepare(Message, frozen=True):
 class Promise(Message, frozen=True):
     """Member -> proposer. `accepted` is the plan this member has accepted for that generation, if any, with its
     ballot; `holdings` and `store` are as in Report, taken after the member has fenced the old generation. `failed`: the
-    ranks of this node whose process is gone. `committed`: the newest step this member knows to be committed, over all
-    generations; `committed_here`: in this one; `training`: whether it knows that training has begun."""
+    ranks of this node whose process is gone. `committed`: the newest step this member knows to be committed, which no
+    plan since has undone; `training`: whether it knows that training has begun."""
 
     ballot: Ballot
     accepted: tuple[Ballot, SwapPlan] | None
@@ -134,7 +134,6 @@ class Promise(Message, frozen=True):
     committed: Step = NO_STEP
     training: bool = False
     checkpoint: Checkpoint = Checkpoint()
-    committed_here: Step = NO_STEP
 
 
 class Propose(Message, frozen=True):

@@ -19,8 +19,8 @@ class Situation:
     """What a proposer knows when all promises are there.
 
     Args: ledger: the survivors' holdings, taken after they fenced this generation. stores: what they offer.
+        newest_committed: the newest step somebody knows to be committed and no plan has undone.
         may_start_over: nothing is committed and nobody knows of training, so the script may begin again.
-        committed: the newest step of this generation somebody knows to be committed (`newest_committed`: of any).
         copies: on how many other nodes each snapshot shall be. racks: of the hosts that have joined.
     """
 
@@ -33,7 +33,6 @@ class Situation:
     joined: tuple[NodeId, ...] = ()
     may_start_over: bool = False
     copies: int = 1
-    committed: Step = NO_STEP
     racks: Mapping[NodeId, str] = field(default_factory=dict)
 
     @property
@@ -57,7 +56,7 @@ def plan_swap(case: Situation) -> SwapPlan | NoSpare | Unrecoverable:
 
     Returns: a plan whose `store` is "" if no survivor offers one (yet), and always if the script begins again.
     """
-    point = case.ledger.restore_point(case.world, case.survivors, case.copies, case.committed)
+    point = case.ledger.restore_point(case.world, case.survivors, case.copies, case.newest_committed)
     if isinstance(point, str) and case.may_start_over:
         point = RestorePoint(NO_STEP, ())
     if isinstance(point, str):

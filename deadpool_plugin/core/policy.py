@@ -15,8 +15,11 @@ class Policy:
     copies: int = 1
     """On how many other nodes each snapshot must be before its step is committed."""
     restarts_max: int = 3
-    """How often the process of one rank is replaced on its own node; one more loss and the node counts as lost."""
+    """How often within the window the process of one rank is replaced on its own node; at one more loss the node counts
+    as lost."""
     wait_for_hosts: bool = False
     """Without a spare: wait, holding everything, until a host joins (instead of ending the job)."""
     witness: bool = False
     """Of a tie the half decides whose plan the witness has, instead of the one with the first active node."""
+    restarts_window_s: float = 3600.0
+    """Losses longer ago than this do not count."""

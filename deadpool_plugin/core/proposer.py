@@ -137,7 +137,6 @@ class Proposer:
             joined=ctx.joinable,
             may_start_over=not ctx.has_trained and ctx.newest_committed == NO_STEP,
             copies=ctx.policy.copies,
-            committed=max((promise.committed_here for promise in promises.values()), default=NO_STEP),
             racks=ctx.candidates,
         )
         return plan_swap(case)
@@ -162,6 +161,7 @@ class Proposer:
             return
         plan, self.proposal = proposal.plan, None
         self._announce(plan)
+        self._announce_undone(plan, proposal.promises)
         for node in (*ctx.world.members, *plan.joined):
             ctx.send(node, Decided(plan))
 
@@ -181,6 +181,19 @@ class Proposer:
             ctx.emit("HostJoined", joined=node)
         if plan.restore_step != NO_STEP:
             ctx.emit("Unprotected", reason=f"snapshots of step {plan.restore_step} are not all mirrored again yet")
+
+    def _announce_undone(self, plan: SwapPlan, promises: Mapping[NodeId, Promise]) -> None:
+        """More was lost than `copies` cover: a committed step is done again, which nobody shall have to find out."""
+        ctx, step = self._ctx, self._ctx.newest_committed
+        if plan.restore_step >= step:
+            return
+        alive = [node for node in promises if node not in plan.lost_nodes]
+        ranks = Ledger({node: promises[node].holdings for node in alive}).missing(ctx.world, step, alive)
+        if ranks:
+            reason = f"no node that is left holds the snapshot of step {step} of rank(s) {', '.join(map(str, ranks))}"
+        else:
+            reason = f"that step {step} had been committed was learned after the plan was made"
+        ctx.emit("StepsUndone", first=plan.restore_step + 1, last=step, reason=reason)
 
     def refused(self, message: Refused) -> None:
         """Somebody proposed above us: try again above that, unless it is decided by then.

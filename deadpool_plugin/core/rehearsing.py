@@ -1,14 +1,13 @@
 """What a spare has been told to rehearse, and how far that is.
 
-Rules of this file: one task a local slot, the newest counts; a rehearsal that fails is ordered again, as often as a
-lost process is replaced, then the node gives up. What fails for want of a source that is lost does not count. May
-import everything of core but the controller's other parts.
+Rules of this file: one task a local slot, the newest counts; a rehearsal that fails is ordered again, as often within
+the same time as a lost process is replaced, then the node gives up. What fails for want of a source that is lost does
+not count. May import everything of core but the controller's other parts.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-
+from .budget import Budget
 from .context import Context
 from .failures import Failures
 from .inventory import Inventory
@@ -23,7 +22,7 @@ class Rehearsing:
     def __init__(self, context: Context, inventory: Inventory, failures: Failures) -> None:
         self._ctx, self._inventory, self._failures = context, inventory, failures
         self._tasks: dict[int, Rehearse] = {}
-        self._failed: Counter[int] = Counter()
+        self._attempts = Budget(context.policy.restarts_max, context.policy.restarts_window_s)
 
     def ordered(self, sender: NodeId, message: Rehearse) -> None:
         ctx = self._ctx
@@ -58,8 +57,7 @@ class Rehearsing:
         if task is not None and task.source in ctx.suspects:
             self._drop(slot)  # the next generation names a source that lives
             return True
-        self._failed[slot] += 1
-        if task is None or self._failed[slot] > ctx.policy.restarts_max:
+        if task is None or not self._attempts.spend(slot, ctx.now):
             self._failures.give_up(f"rehearsal of rank {event.rank} failed: {event.reason}")
             return False
         if ctx.swapping:

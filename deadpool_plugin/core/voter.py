@@ -76,7 +76,6 @@ class Voter:
                 store=self._inventory.store,
                 failed=self._failures.own,
                 committed=ctx.newest_committed,
-                committed_here=ctx.committed,
                 training=ctx.has_trained,
                 checkpoint=ctx.checkpoint,
             )

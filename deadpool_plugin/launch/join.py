@@ -7,7 +7,6 @@ that runs is the job's own; the supervisors see what the deepspeed launcher woul
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import subprocess
@@ -25,6 +24,7 @@ from ..core.types import NodeId
 from ..errors import EXIT_TAKEN, ConfigError, PeerRefused, TransportError
 from ..transport.framing import ConnectionClosed
 from ..transport.guests import Describe, JobDescription, Reserve, Reserved, ask, expect
+from ..transport.handshake import ANY_JOB, Credentials
 from ..transport.rendezvous import Hello
 from ..transport.sockets import Address
 from . import roles
@@ -38,12 +38,13 @@ ATTEMPTS_MAX = 5
 
 class Wish(msgspec.Struct, frozen=True):
     """What the user said: where the job is (`to`, else `job`, else the configuration's output_dir), the configuration's
-    file ("": the job's own) and, to be sure, the job's command."""
+    file ("": the job's own) and, to be sure, the job's command. `job_id`: the one that was found before."""
 
     to: Address | None = None
     job: Path | None = None
     config: str = ""
     command: list[str] = []
+    job_id: str = ANY_JOB
 
 
 class Invitation(msgspec.Struct, frozen=True):
@@ -71,7 +72,8 @@ def join(wish: Wish, program: Sequence[str] = (sys.executable, "-u", "-m", "dead
         exit_code = play_launcher(commands, [environment(description, node, k, os.environ) for k in range(slots)])
         if exit_code != EXIT_TAKEN:
             return exit_code
-        wish = msgspec.structs.replace(wish, to=description.hellos[0].control, config=invitation.config)
+        member = description.hellos[0].control
+        wish = msgspec.structs.replace(wish, to=member, config=invitation.config, job_id=description.job)
     raise TransportError(f"{ATTEMPTS_MAX} node ids were taken by other hosts", remedy="deadpool join again")
 
 
@@ -92,8 +94,8 @@ def find(wish: Wish) -> Invitation:
         path = _readable(found[0].config)
         config = load(path)
     secret = _secret(config)
-    addresses = [wish.to] if wish.to else [contact.control for contact in found]
-    description = asyncio.run(_described(addresses, secret))
+    addresses = [(wish.to, wish.job_id)] if wish.to else [(contact.control, contact.job) for contact in found]
+    description = asyncio.run(_described(addresses, Credentials(secret)))
     return Invitation(description, path or _readable(description.config), secret)
 
 
@@ -119,22 +121,22 @@ def _secret(config: Config) -> bytes:
     return ensure(config)
 
 
-async def _described(addresses: Sequence[Address], secret: bytes) -> JobDescription:
-    """Raises: TransportError if nobody describes a job."""
+async def _described(addresses: Sequence[tuple[Address, str]], credentials: Credentials) -> JobDescription:
+    """`addresses`: with the job that is to answer there. Raises: TransportError if nobody describes a job."""
     failures = []
-    for address in addresses:
+    for address, job in addresses:
         where = f"{address[0]}:{address[1]}"
         try:
-            found: JobDescription = expect(await ask(address, secret, Describe(), ASK_S), JobDescription, where)
+            answer = await ask(address, credentials.of(job), Describe(), ASK_S)
+            found: JobDescription = expect(answer, JobDescription, where)
             if found.members:
                 return found
             failures.append(f"the host at {where} is joining itself")
         except PeerRefused as error:
-            failures.append(f"{where} has another secret")
-            if address == addresses[-1]:
-                raise PeerRefused(
-                    error.found, "the job's secret", f"name the job's configuration by {FLAG}", address=error.address
-                ) from error
+            failures.append(error.found)
+            if len(failures) == len(addresses):
+                remedy = f"name the job's configuration by {FLAG}, or a member of the job by --to HOST:PORT"
+                raise PeerRefused(error.found, "the job's secret and id", remedy, address=error.address) from error
         except TransportError as error:
             failures.append(str(error))
     raise TransportError(
@@ -145,9 +147,10 @@ async def _described(addresses: Sequence[Address], secret: bytes) -> JobDescript
 async def reserve(invitation: Invitation) -> NodeId:
     """A node id of the lowest member that answers: two hosts ask the same one. Raises: TransportError."""
     reason: Exception | None = None
+    credentials = Credentials(invitation.secret, invitation.description.job)
     for hello in invitation.description.hellos:
         try:
-            answer = await ask(hello.control, invitation.secret, Reserve(), ASK_S)
+            answer = await ask(hello.control, credentials, Reserve(), ASK_S)
             reserved: Reserved = expect(answer, Reserved, f"{hello.control[0]}:{hello.control[1]}")
             return reserved.node
         except ConnectionClosed as error:
@@ -207,7 +210,7 @@ def environment(
 ) -> dict[str, str]:
     """This host's variables, the job's exported ones where this host has none, and the launcher's for one slot."""
     slots = description.hellos[0].local_size
-    invited = [hello.control for hello in description.hellos]
+    invitation = joining.Invitation(description.job, tuple(hello.control for hello in description.hellos))
     return {
         **description.environment,
         **environ,
@@ -219,7 +222,7 @@ def environment(
         "WORLD_SIZE": str((node + 1) * slots),
         "CROSS_RANK": str(node),
         "CROSS_SIZE": str(node + 1),
-        joining.INVITATION: json.dumps(invited),
+        joining.INVITATION: msgspec.json.encode(invitation).decode(),
     }
 
 

@@ -19,7 +19,7 @@ import msgspec
 from ..core.types import Generation, Rank, Step
 from ..errors import CorruptFrame, DeadpoolError, TransportError
 from ..transport.framing import ConnectionClosed
-from ..transport.handshake import shake_hands
+from ..transport.handshake import Credentials, shake_hands
 from ..transport.sockets import Address
 from . import wire
 from .arena import SlotPair, SnapshotHeader, decode_header
@@ -61,10 +61,15 @@ class BulkPeer:
     """
 
     def __init__(
-        self, address: Address, secret: bytes, store: SnapshotStore, node: int = 0, silent_after_s: float = 10.0
+        self,
+        address: Address,
+        credentials: Credentials,
+        store: SnapshotStore,
+        node: int = 0,
+        silent_after_s: float = 10.0,
     ) -> None:
         self.address = address
-        self._secret = secret
+        self._credentials = credentials
         self._store = store
         self._node = node
         self._silent_after_s = silent_after_s
@@ -211,7 +216,9 @@ class BulkPeer:
         except OSError as error:
             raise ConnectionClosed(f"no bulk connection to {self.address}: {error}") from error
         try:
-            shake_hands(sock, self._secret, wire.PURPOSE, self._node, dialling=True, timeout_s=self._silent_after_s)
+            shake_hands(
+                sock, self._credentials, wire.PURPOSE, self._node, dialling=True, timeout_s=self._silent_after_s
+            )
             stream = BulkStream(sock, self._silent_after_s)
         except BaseException:
             sock.close()

@@ -17,7 +17,7 @@ import msgspec
 from ..core.types import Generation, Holding, Rank, Step
 from ..errors import DeadpoolError, PeerRefused, StaleGeneration, TransportError
 from ..transport.framing import ConnectionClosed
-from ..transport.handshake import shake_hands
+from ..transport.handshake import Credentials, shake_hands
 from ..transport.sockets import Address, bound_address, listen_tcp
 from . import wire
 from .integrity import CorruptSnapshot
@@ -44,7 +44,7 @@ class BulkServer:
     def __init__(
         self,
         store: SnapshotStore,
-        secret: bytes,
+        credentials: Credentials,
         bind_host: str,
         port_range: tuple[int, int] | None,
         on_mirrored: OnMirrored,
@@ -53,7 +53,7 @@ class BulkServer:
         on_refused: Callable[[PeerRefused], None] = _log.warning,
     ) -> None:
         self._store = store
-        self._secret = secret
+        self._credentials = credentials
         self._on_mirrored = on_mirrored
         self._node = node
         self._silent_after_s = silent_after_s
@@ -89,7 +89,7 @@ class BulkServer:
         try:
             with sock:
                 shake_hands(
-                    sock, self._secret, wire.PURPOSE, self._node, dialling=False, timeout_s=self._silent_after_s
+                    sock, self._credentials, wire.PURPOSE, self._node, dialling=False, timeout_s=self._silent_after_s
                 )
                 stream = BulkStream(sock, self._silent_after_s)
                 with self._lock:

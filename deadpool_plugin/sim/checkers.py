@@ -123,13 +123,6 @@ class Checkers:
             )
         self._cluster.strikes.reached(process.step)
 
-    def rolled_back(self, process: Process, step: Step, oldest: Step) -> None:
-        """A survivor is told to go back to `step`; its calls reach back to `oldest`."""
-        if step < oldest:
-            raise Violation(
-                "BIT_EXACT", f"rank {process.rank} shall go back to step {step}, its calls begin at step {oldest}"
-            )
-
     def restored(self, process: Process, step: Step, snapshot: Snapshot | None) -> None:
         """A rank takes the restore step out of its arena."""
         where = f"rank {process.rank} on node {process.node.number}"

@@ -44,7 +44,13 @@ class Cluster:
         self.rng = random.Random(f"run {scenario.seed}")
         self.timeline = Timeline()
         self.timing = TIMING
-        self.policy = Policy(scenario.copies, scenario.restarts_max, scenario.wait_for_hosts, scenario.witness)
+        self.policy = Policy(
+            scenario.copies,
+            scenario.restarts_max,
+            scenario.wait_for_hosts,
+            scenario.witness,
+            scenario.restarts_window_s,
+        )
         self.witnessed: dict[Generation, SwapPlan] = {}
         self.world = scenario.world
         self.ranks, self.last_step = scenario.ranks, scenario.steps

@@ -66,7 +66,7 @@ class Processes:
 
     def form(self, world: World) -> None:
         """A world whose ranks begin the script."""
-        ranks, self._start = world.ranks_of(self._node.number), None
+        ranks, self._start, self.committed = world.ranks_of(self._node.number), None, NO_STEP
         for slot in self.slots:
             slot.rank = ranks[slot.number] if slot.number < len(ranks) else -1
             if slot.rank >= 0:
@@ -93,6 +93,10 @@ class Processes:
 
     def is_forgotten(self, process: Process) -> bool:
         return process.order <= self.slots[process.slot].forgotten
+
+    def enter(self, restore_step: Step) -> None:
+        """A world that goes on from `restore_step`: what was committed after it has not happened."""
+        self.committed = min(self.committed, restore_step)
 
     def start_groups(self, generation: Generation, store: str) -> None:
         self._start = (generation, store)
@@ -156,6 +160,9 @@ class Processes:
         self.unwound(process, generation)
         process.in_training = True
         self._node.feed(WorkerRestored(process.rank, generation))
+
+    def out_of_reach(self, process: Process, restore_step: Step) -> None:
+        self.kill(self.slots[process.slot], process, f"cannot go back to step {restore_step}")
 
     # -- deaths ------------------------------------------------------------------------------------------------
 

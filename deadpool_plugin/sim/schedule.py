@@ -94,6 +94,7 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     latency_s: float
     compute_s: float
     drift: float
+    restarts_window_s: float
     faults: tuple[Fault, ...]
 
     @property
@@ -145,6 +146,7 @@ def scenario(seed: int, ranges: Ranges = Ranges(), fixed: Mapping[str, Any] | No
         latency_s=rng.choice((0.002, 0.02, 0.3)),
         compute_s=rng.choice((0.1, 0.4)),
         drift=rng.choice((0.0, 0.01, DRIFT_MAX)),
+        restarts_window_s=rng.choice((30.0, 3600.0)),
         faults=drawn,
     )
     if not fixed:

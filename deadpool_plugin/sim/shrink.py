@@ -17,7 +17,7 @@ from .schedule import Scenario
 ATTEMPTS_MAX = 400
 PLAIN: dict[str, Any] = {
     "slots": 1, "racks": 0, "copies": 1, "restarts_max": 3, "wait_for_hosts": False, "witness": False,
-    "latency_s": 0.002, "compute_s": 0.1, "drift": 0.0,
+    "latency_s": 0.002, "compute_s": 0.1, "drift": 0.0, "restarts_window_s": 3600.0,
 }  # fmt: skip
 
 

@@ -109,6 +109,7 @@ class TakeOvers:
             node.mirroring.start_over(world)
             node.processes.form(world)
             return
+        node.processes.enter(step)
         node.mirroring.enter(world)
         node.mirroring.roll_back(step)
         sources = {source.rank: source for source in plan.sources}

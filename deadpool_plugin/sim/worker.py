@@ -2,7 +2,8 @@
 
 Rules of this file: what worker/ promises its agent: the cut of a step is staged once the step before is committed and
 before the next update; an abort unwinds it some time later, whatever it does; a restore takes the slot of the restore
-step and nothing else; its log of calls reaches two steps back; a process of local rank 0 hosts the stores.
+step and nothing else; its log of calls reaches two steps back, and a process that is told to go back further is
+replaced; a process of local rank 0 hosts the stores.
 """
 
 from __future__ import annotations
@@ -210,9 +211,12 @@ class Process:
         self._main = Task(self, self._rejoin(*self._join))
 
     def _rejoin(self, generation: Generation, store: str, restore_step: Step) -> Work:
-        self._cluster.checkers.rolled_back(self, restore_step, max(self._entered, self.step - LOG_DEPTH))
+        if restore_step < max(self._entered, self.step - LOG_DEPTH):
+            self._tell(self.node.processes.out_of_reach, restore_step)
+            return
         self._drop_gated()
         yield self._staged
+        self._committed = min(self._committed, restore_step)
         yield from self._enter(generation, store, restore_step)
 
     def _drop_gated(self) -> None:
@@ -232,7 +236,6 @@ class Process:
         if newer is not None:
             self.node.store.empty(self.slots, self.rank, restore_step + 1)
         self.state, self.step, self.finished = snapshot.state, restore_step, False
-        self._committed = min(self._committed, restore_step)
         self._entering = False
         self._tell(self.node.processes.restored, generation)
         self._offer_store()

@@ -17,7 +17,7 @@ import msgspec
 from ..core.types import Generation, NodeId
 from ..errors import CorruptFrame, TransportError
 from .framing import LENGTH, ConnectionClosed, checked_length, pack_frame
-from .handshake import HANDSHAKE_TIMEOUT_S, recv_exact_async, shake_hands_async
+from .handshake import HANDSHAKE_TIMEOUT_S, Credentials, recv_exact_async, shake_hands_async
 from .rendezvous import Hello
 from .sockets import Address, connected, remote_name, tune
 
@@ -118,22 +118,22 @@ async def take(sock: socket.socket, kinds: Any) -> Any:
 
 
 async def ask(
-    address: Address, secret: bytes, question: Describe | Reserve, timeout_s: float = HANDSHAKE_TIMEOUT_S
+    address: Address, credentials: Credentials, question: Describe | Reserve, timeout_s: float = HANDSHAKE_TIMEOUT_S
 ) -> Answer:
     """One question to the member at `address`, on a connection of its own.
 
-    Raises: ConnectionClosed if nobody answers there in time; PeerRefused if it does not share the secret.
+    Raises: ConnectionClosed if nobody answers there in time; PeerRefused if it does not share secret and job.
     """
     try:
-        return await asyncio.wait_for(_ask(address, secret, question), timeout_s)
+        return await asyncio.wait_for(_ask(address, credentials, question), timeout_s)
     except (OSError, EOFError, asyncio.TimeoutError) as error:
         raise ConnectionClosed(f"nobody answers at {address[0]}:{address[1]} ({error or 'time-out'})") from error
 
 
-async def _ask(address: Address, secret: bytes, question: Question) -> Answer:
+async def _ask(address: Address, credentials: Credentials, question: Question) -> Answer:
     with await connected(address) as sock:
         tune(sock, HANDSHAKE_TIMEOUT_S)
-        await shake_hands_async(sock, secret, PURPOSE, GUEST, dialling=True)
+        await shake_hands_async(sock, credentials, PURPOSE, GUEST, dialling=True)
         await put(sock, question)
         answer: Answer = await take(sock, Answer)
         return answer

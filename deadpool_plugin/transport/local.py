@@ -215,6 +215,13 @@ class Restored(LocalMessage, frozen=True):
     generation: int
 
 
+class OutOfReach(LocalMessage, frozen=True):
+    """Worker -> agent: it was told to go back further than it can redo; waits to be ended and replaced."""
+
+    rank: int
+    reason: str
+
+
 class Saved(LocalMessage, frozen=True):
     """Worker -> agent: its script has finished saving the checkpoint of `step`."""
 
@@ -250,7 +257,8 @@ class WorkerEvent(LocalMessage, frozen=True):
 AnyLocalMessage = (
     SupervisorHello | StandbyExited | Leaving | EndSupervisor | StandbyHello | RunRank | RehearseRank | WorkerExited
     | WorkerHello | StoreOffer | StartGroups | RankReady | ArenaHandOver | Staged | Committed | Abort | Join | Rehearsal
-    | Rehearsed | History | TakeOver | Unwound | Restored | Saved | Failing | Finished | EndWorker | WorkerEvent
+    | Rehearsed | History | TakeOver | Unwound | Restored | OutOfReach | Saved | Failing | Finished | EndWorker
+    | WorkerEvent
 )  # fmt: skip
 
 

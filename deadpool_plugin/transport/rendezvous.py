@@ -20,7 +20,7 @@ import msgspec
 from ..core.types import NodeId
 from ..errors import CorruptFrame, PeerRefused, TransportError
 from .framing import LENGTH, ConnectionClosed, checked_length, pack_frame
-from .handshake import recv_exact_async, shake_hands_async
+from .handshake import Credentials, recv_exact_async, shake_hands_async
 from .sockets import Address, remote_name, tune
 
 PURPOSE = "rendezvous"
@@ -62,7 +62,7 @@ async def meet(
     master_addr: str,
     master_port: int,
     hello: Hello,
-    secret: bytes,
+    credentials: Credentials,
     timeout_s: float,
 ) -> list[Hello]:
     """Every node's hello, in the order of node ids.
@@ -71,9 +71,10 @@ async def meet(
     (node 0 itself goes on waiting, and names those it refused at its deadline).
     """
     if node == 0:
-        return await _Host(nodes_total, master_addr, master_port, hello, secret).wait(timeout_s)
+        return await _Host(nodes_total, master_addr, master_port, hello, credentials).wait(timeout_s)
+    joining = _join(node, (master_addr, master_port), hello, credentials)
     try:
-        return await asyncio.wait_for(_join(node, (master_addr, master_port), hello, secret), timeout_s * 1.05 + 1.0)
+        return await asyncio.wait_for(joining, timeout_s * 1.05 + 1.0)
     except asyncio.TimeoutError as error:
         raise TransportError(
             f"node {node} was not given the address table by node 0 at {master_addr}:{master_port} in {timeout_s:g} s",
@@ -84,10 +85,10 @@ async def meet(
 class _Host:
     """Node 0's side: collects hellos, then hands out the table."""
 
-    def __init__(self, nodes_total: int, host: str, port: int, hello: Hello, secret: bytes) -> None:
+    def __init__(self, nodes_total: int, host: str, port: int, hello: Hello, credentials: Credentials) -> None:
         self._nodes_total = nodes_total
         self._where = f"{host}:{port}"
-        self._secret = secret
+        self._credentials = credentials
         self._hellos: dict[NodeId, Hello] = {0: hello}
         self._socks: dict[NodeId, socket.socket] = {}
         self._refused: dict[str, str] = {}
@@ -146,7 +147,7 @@ class _Host:
         address = remote_name(sock)
         try:
             tune(sock, 10.0)
-            peer = await shake_hands_async(sock, self._secret, PURPOSE, 0, dialling=False)
+            peer = await shake_hands_async(sock, self._credentials, PURPOSE, 0, dialling=False)
             hello = await _recv(sock, Hello)
             if hello.node != peer or not 0 < peer < self._nodes_total:
                 raise PeerRefused(
@@ -179,7 +180,7 @@ class _Host:
                 _log.warning("node %d left the rendezvous: %r", peer, result)
 
 
-async def _join(node: NodeId, master: Address, hello: Hello, secret: bytes) -> list[Hello]:
+async def _join(node: NodeId, master: Address, hello: Hello, credentials: Credentials) -> list[Hello]:
     loop = asyncio.get_running_loop()
     while True:
         try:
@@ -188,7 +189,7 @@ async def _join(node: NodeId, master: Address, hello: Hello, secret: bytes) -> l
                 sock.setblocking(False)
                 await loop.sock_connect(sock, target)
                 tune(sock, 10.0)
-                await shake_hands_async(sock, secret, PURPOSE, node, dialling=True)
+                await shake_hands_async(sock, credentials, PURPOSE, node, dialling=True)
                 body = pack_frame(msgspec.msgpack.encode(hello), _FRAME_BYTES_MAX)
                 await loop.sock_sendall(sock, body)
                 answer = await _recv(sock, _Table | _Failed)

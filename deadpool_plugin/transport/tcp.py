@@ -23,7 +23,7 @@ from . import guests
 from .base import ControlTransport, OnLost, OnMessage
 from .framing import ConnectionClosed, FrameProtocol
 from .guests import GUEST, PURPOSE, Admitted, Announce, Answer, OnGuest
-from .handshake import shake_hands_async
+from .handshake import Credentials, shake_hands_async
 from .rendezvous import Hello
 from .sockets import Address, bound_address, connected, listen_tcp, remote_name, tune
 
@@ -37,6 +37,7 @@ class ControlMesh(ControlTransport):
     """See ControlTransport.
 
     Args:
+        credentials: shared; its `job` is known before `connect` or `visit` is called.
         bind_host: the interface to listen on; `listen` returns it ("" listens on all: tell the others another).
         port_range: ports to choose from (ends included); None lets the system choose.
         silent_after_s: a peer whose kernel acknowledges nothing for so long is lost.
@@ -47,7 +48,7 @@ class ControlMesh(ControlTransport):
     def __init__(
         self,
         node: NodeId,
-        secret: bytes,
+        credentials: Credentials,
         bind_host: str,
         port_range: tuple[int, int] | None,
         on_message: OnMessage,
@@ -60,7 +61,7 @@ class ControlMesh(ControlTransport):
         self.timed_out: set[NodeId] = set()
         """Lost because their kernel answered no more, which is no sign that they are gone."""
         self._node = node
-        self._secret = secret
+        self._credentials = credentials
         self._bind = (bind_host, port_range)
         self._on_message = on_message
         self._on_lost = on_lost
@@ -121,7 +122,7 @@ class ControlMesh(ControlTransport):
         try:
             sock.setblocking(False)
             tune(sock, self._silent_after_s)
-            peer = await shake_hands_async(sock, self._secret, PURPOSE, self._node, dialling=dialled is not None)
+            peer = await shake_hands_async(sock, self._credentials, PURPOSE, self._node, dialling=dialled is not None)
             address = remote_name(sock)
             if dialled is not None and peer != dialled:
                 raise PeerRefused(f"{address} says it is node {peer}", f"node {dialled}", address=address)
@@ -179,7 +180,7 @@ class ControlMesh(ControlTransport):
         sock = await connected(address)
         try:
             tune(sock, self._silent_after_s)
-            peer = await shake_hands_async(sock, self._secret, PURPOSE, GUEST, dialling=True)
+            peer = await shake_hands_async(sock, self._credentials, PURPOSE, GUEST, dialling=True)
             if peer != node:
                 raise ConnectionClosed(f"node {peer} is where node {node} was")
             await guests.put(sock, Announce(hello))

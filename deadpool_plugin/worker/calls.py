@@ -48,8 +48,10 @@ class Call:
 class CallLog:
     """Calls in the order the script made them, and the records of their results by segment."""
 
-    def __init__(self) -> None:
+    def __init__(self, first: int = 0) -> None:
         self.iterators = IteratorTable()
+        self.oldest = first
+        """The step after whose cut the oldest call kept here was made: nothing older can be gone back to."""
         self._calls: list[Call] = []
         self._records: dict[int, list[bytes]] = {}
 
@@ -81,7 +83,7 @@ class CallLog:
 
     def prune(self, step: int) -> None:
         """The cut of `step` was made: forget what no swap can ask for any more."""
-        oldest = step - DEPTH
+        oldest = self.oldest = max(self.oldest, step - DEPTH)
         self._calls = [call for call in self._calls if call.segment >= oldest]
         self._records = {segment: one for segment, one in self._records.items() if segment >= oldest}
         self.iterators.keep_only([start for call in self._calls for start in call.iterators])

@@ -73,8 +73,9 @@ class AgentLink:
             case local.Abort(generation):
                 self._aborted = max(self._aborted, generation)
                 self.aborted_at = time.monotonic()
-            case local.Join():
+            case local.Join(restore_step=restore_step):
                 self._join = message
+                self._committed = min(self._committed, restore_step)  # what came after it has not happened
             case local.EndWorker(exit_code):
                 self._end_code = exit_code
             case _:

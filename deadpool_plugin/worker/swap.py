@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..errors import GenerationChanged, Unsupported, invariant
+from ..errors import GenerationChanged, invariant
 from ..mirror.arena import SlotPair
 from ..transport import local
 from . import codec, rng
@@ -34,8 +34,8 @@ class Swapping:
         self._adapter = context.adapter
         self._rank, self._layout, self._slots = rank, layout, slots
         self._stager = Stager(rank, layout, self._adapter.changing(), slots, context.link)
-        self._log = CallLog()
-        self.step = self._entered = step
+        self._log = CallLog(step)
+        self.step = step
         self._restored = -1
         self._inside = False
         self._swap_began: float | None = None
@@ -96,13 +96,16 @@ class Swapping:
                 self._context.offer_store()  # the one before may be built upon, and nobody else may have any left
 
     def _check_reach(self, restore_step: int) -> None:
-        """Raises: Unsupported if this process never made the calls that follow the cut of `restore_step`."""
-        if restore_step < self._entered:
-            raise Unsupported(
-                f"rank {self._rank} was told to go back to step {restore_step}, but this process took the rank over "
-                f"at step {self._entered} and has no calls from before it",
-                remedy="start from the newest checkpoint",
-            )
+        """Redoing nothing but the calls that are kept would leave out some: a process that begins at `restore_step`
+        must take over then. Blocks: for ever if so, the agent ends this process."""
+        if restore_step >= self._log.oldest:
+            return
+        reason = (
+            f"its process was told to go back to step {restore_step}; expected step {self._log.oldest} or later, after "
+            f"which it has kept its calls (it is at step {self.step}); another process takes the rank over at that step"
+        )
+        self._link.send(local.OutOfReach(self._rank, reason))
+        raise SystemExit(self._context.wait_for_end())
 
     def enter(self, generation: int, store: str, restore_step: int) -> None:
         """Become part of `generation` with the state of `restore_step`. Raises: GenerationChanged."""

@@ -8,7 +8,9 @@ import pytest
 
 from deadpool_plugin.core.messages import AnyMessage, Goodbye, Status
 from deadpool_plugin.errors import PeerRefused, TransportError
+from deadpool_plugin.transport import tcp
 from deadpool_plugin.transport.base import ControlTransport
+from deadpool_plugin.transport.handshake import Credentials
 from deadpool_plugin.transport.tcp import ControlMesh
 
 WAIT_S = 20.0
@@ -16,12 +18,15 @@ Factory = Callable[..., ControlTransport]
 
 
 class Node:
-    def __init__(self, node: int, factory: Factory, secret: bytes = b"secret", **options: object) -> None:
+    def __init__(
+        self, node: int, factory: Factory, secret: bytes = b"secret", job: str = "", **options: object
+    ) -> None:
         self.messages: asyncio.Queue[tuple[int, AnyMessage]] = asyncio.Queue()
         self.lost: asyncio.Queue[tuple[int, str]] = asyncio.Queue()
+        self.credentials = Credentials(secret, job)
         self.transport = factory(
             node,
-            secret,
+            self.credentials,
             "127.0.0.1",
             None,
             lambda peer, message: self.messages.put_nowait((peer, message)),
@@ -146,6 +151,46 @@ def test_a_wrong_secret_is_refused_on_both_sides_once(factory: Factory) -> None:
         assert "127.0.0.1" in str(await asyncio.wait_for(refused.get(), WAIT_S))
         await node.transport.close()
         assert refused.empty()
+
+    asyncio.run(scenario())
+
+
+def test_a_node_of_another_job_is_refused_on_both_sides_once(factory: Factory) -> None:
+    """A port that another job of the same user has now, whose secret is the same."""
+
+    async def scenario() -> None:
+        refused: asyncio.Queue[PeerRefused] = asyncio.Queue()
+        node = Node(0, factory, job="this", on_refused=refused.put_nowait)
+        table = {0: await node.transport.listen()}
+        for _ in range(2):
+            stranger = Node(1, factory, job="another")
+            with pytest.raises(PeerRefused, match="it is of job this, this is job another"):
+                await stranger.transport.connect(table, WAIT_S)
+            await stranger.transport.close()
+        assert "it is of job another, this is job this" in str(await asyncio.wait_for(refused.get(), WAIT_S))
+        assert not node.transport.linked
+        await node.transport.close()
+        assert refused.empty()
+
+    asyncio.run(scenario())
+
+
+def test_who_has_met_the_others_first_tries_again_until_all_have(factory: Factory) -> None:
+    async def scenario() -> None:
+        refused: asyncio.Queue[PeerRefused] = asyncio.Queue()
+        late = Node(0, factory, on_refused=refused.put_nowait)
+        early = Node(1, factory, job="this")
+        table = {0: await late.transport.listen(), 1: await early.transport.listen()}
+        linking = asyncio.create_task(early.transport.connect(table, WAIT_S))
+        hung_up = asyncio.Event()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tcp._log, "info", lambda *_: hung_up.set())
+            await asyncio.wait_for(hung_up.wait(), WAIT_S)
+        assert not late.transport.linked and not linking.done()
+        late.credentials.job = "this"
+        await asyncio.gather(linking, late.transport.connect(table, WAIT_S))
+        assert late.transport.linked == {1} and refused.empty()
+        await asyncio.gather(early.transport.close(), late.transport.close())
 
     asyncio.run(scenario())
 

@@ -12,19 +12,20 @@ from deadpool_plugin.core.types import World
 from deadpool_plugin.errors import ConfigError, NodeTaken, PeerRefused, TransportError
 from deadpool_plugin.transport.framing import ConnectionClosed
 from deadpool_plugin.transport.guests import Admitted, Busy, Describe, Refused, Reserve, Reserved, ask
+from deadpool_plugin.transport.handshake import Credentials
 from deadpool_plugin.transport.rendezvous import Hello
 from deadpool_plugin.transport.tcp import ControlMesh
 
 WAIT_S = 20.0
-SECRET = b"secret"
+SECRET = Credentials(b"secret")
 JOB = Job(["train.py", "--local_rank=0"], "/job", "/job/d.yaml", {"NCCL_DEBUG": "INFO"})
 
 
 class Node:
     """What an agent is to its mesh: a roster that answers guests, and ears."""
 
-    def __init__(self, node: int, secret: bytes = SECRET) -> None:
-        self.node, self.secret = node, secret
+    def __init__(self, node: int, credentials: Credentials = SECRET) -> None:
+        self.node, self.credentials = node, credentials
         self.messages: asyncio.Queue[tuple[int, object]] = asyncio.Queue()
         self.lost: asyncio.Queue[int] = asyncio.Queue()
         self.refused: asyncio.Queue[PeerRefused] = asyncio.Queue()
@@ -32,7 +33,7 @@ class Node:
         self.roster = Roster(node, JOB, ("master", 29500))
         self.roster.on_admitted = self.admitted.append
         self.mesh = ControlMesh(
-            node, secret, "127.0.0.1", None, self._received, self._lost, 10.0, self.refused.put_nowait,
+            node, credentials, "127.0.0.1", None, self._received, self._lost, 10.0, self.refused.put_nowait,
             self.roster.answer,
         )  # fmt: skip
 
@@ -50,7 +51,7 @@ class Node:
         return self.hello
 
     async def arrive(self, *invitation: Hello, timeout_s: float = WAIT_S) -> Arrival:
-        newcomer = Newcomer(self.mesh, self.hello, self.secret, self.roster, timeout_s)
+        newcomer = Newcomer(self.mesh, self.hello, self.credentials, self.roster, timeout_s)
         return await newcomer.arrive(tuple(hello.control for hello in invitation))
 
     def ask_in(self, arrival: Arrival) -> None:
@@ -76,8 +77,8 @@ async def job(size: int) -> AsyncIterator[list[Node]]:
 
 
 @asynccontextmanager
-async def newcomer(node: int, secret: bytes = SECRET, digest: str = "d") -> AsyncIterator[Node]:
-    made = Node(node, secret)
+async def newcomer(node: int, credentials: Credentials = SECRET, digest: str = "d") -> AsyncIterator[Node]:
+    made = Node(node, credentials)
     await made.listen(digest)
     try:
         yield made
@@ -112,9 +113,9 @@ def test_without_the_secret_nothing_is_told() -> None:
     async def scenario() -> None:
         async with job(1) as (member,):
             with pytest.raises(PeerRefused, match="does not prove the job's secret"):
-                await ask(member.hello.control, b"other", Describe())
+                await ask(member.hello.control, Credentials(b"other"), Describe())
             assert "127.0.0.1" in str(await soon(member.refused))
-            async with newcomer(1, secret=b"other") as stranger:
+            async with newcomer(1, credentials=Credentials(b"other")) as stranger:
                 with pytest.raises(PeerRefused):
                     await stranger.arrive(member.hello)
             assert not member.admitted and not member.mesh.linked

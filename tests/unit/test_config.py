@@ -56,6 +56,8 @@ def test_an_empty_file_is_valid(tmp_path):
         ("spares: true", "count or a list"),
         ("patience_s: 0.01", "greater than or equal to 0.2 (found 0.01)"),
         ("patience_s: soon", "found 'soon'"),
+        ("restarts_window_s: 0", "greater than 0 (found 0)"),
+        ("restarts_window_s: .inf", "finite number (found inf)"),
         ("port_range: [5000, 4000]", "must be ascending"),
         ("port_range: [5000, 5001]", "at least 4"),
         ("on_no_spare: pray", "'stop' or 'wait' (found 'pray')"),

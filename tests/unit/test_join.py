@@ -24,10 +24,12 @@ from deadpool_plugin.core.types import World
 from deadpool_plugin.errors import ConfigError
 from deadpool_plugin.launch import join, roles
 from deadpool_plugin.transport.guests import JobDescription, Reserve, Reserved
+from deadpool_plugin.transport.handshake import Credentials
 from deadpool_plugin.transport.rendezvous import Hello
 from deadpool_plugin.transport.tcp import ControlMesh
 
 SECRET = "a secret that is long enough"
+MEMBERS_JOB = "0123456789abcdef"
 
 
 def hello(node=0, **changes):
@@ -116,15 +118,15 @@ def test_watch_can_be_called_both_ways_and_nothing_loads_torch(start):
 
 
 def test_a_nodes_file_appears_and_goes_with_its_own_process_only(tmp_path):
-    contacts.publish(tmp_path, hello(3), "/job/d.yaml")
+    contacts.publish(tmp_path, hello(3), "/job/d.yaml", "a job")
     (found,) = contacts.published(tmp_path)
-    assert found == contacts.Contact(3, "host3", os.getpid(), ("127.0.0.1", 1), "/job/d.yaml")
+    assert found == contacts.Contact(3, "host3", os.getpid(), ("127.0.0.1", 1), "/job/d.yaml", "a job")
     assert [path.name for path in (tmp_path / "nodes").iterdir()] == ["3.json"]
     path = contacts.path_of(tmp_path, 3)
     path.write_text(json.dumps({**json.loads(path.read_text()), "pid": os.getpid() + 1}))
     contacts.withdraw(tmp_path, 3)
     assert path.exists()
-    contacts.publish(tmp_path, hello(3), "")
+    contacts.publish(tmp_path, hello(3), "", "a job")
     contacts.withdraw(tmp_path, 3)
     contacts.withdraw(tmp_path, 3)
     assert not contacts.published(tmp_path)
@@ -132,7 +134,7 @@ def test_a_nodes_file_appears_and_goes_with_its_own_process_only(tmp_path):
 
 def test_files_are_read_youngest_first_and_damaged_ones_left_out(tmp_path):
     for age, node in enumerate((5, 2, 9)):
-        contacts.publish(tmp_path, hello(node), "")
+        contacts.publish(tmp_path, hello(node), "", "a job")
         os.utime(contacts.path_of(tmp_path, node), (1000 - age, 1000 - age))
     (tmp_path / "nodes" / "7.json").write_text("{")
     assert [contact.node for contact in contacts.published(tmp_path)] == [5, 2, 9]
@@ -154,13 +156,15 @@ class Member:
         config = self.folder / "d.yaml"
         roster = Roster(4, Job(self.command, str(self.folder), str(config), {}), ("m", 5))
         roster.members = lambda: World(1, (4,))
+        roster.job_id = MEMBERS_JOB
         mesh = ControlMesh(
-            4, SECRET.encode(), "127.0.0.1", None, lambda *_: None, lambda *_: None, 10.0, lambda _: None, roster.answer
-        )
+            4, Credentials(SECRET.encode(), MEMBERS_JOB), "127.0.0.1", None, lambda *_: None, lambda *_: None, 10.0,
+            lambda _: None, roster.answer,
+        )  # fmt: skip
         self.hello = hello(4, control=await mesh.listen(), config_digest=Config().digest())
         await mesh.connect({4: self.hello.control})
         roster.know(self.hello)
-        contacts.publish(self.folder / "logs", self.hello, str(config))
+        contacts.publish(self.folder / "logs", self.hello, str(config), MEMBERS_JOB)
         self._up.set()
         await self._end.wait()
         await mesh.close()
@@ -184,7 +188,7 @@ def member(folder):
 
 def test_a_job_is_found_by_its_output_dir_with_its_own_configuration(member, folder):
     dead = hello(1, control=("127.0.0.1", 1))
-    contacts.publish(folder / "logs", dead, str(folder / "d.yaml"))
+    contacts.publish(folder / "logs", dead, str(folder / "d.yaml"), MEMBERS_JOB)
     found = join.find(join.Wish(job=folder / "logs"))
     assert found.description.hellos == [member.hello] and found.description.members == (4,)
     assert found.config == str(folder / "d.yaml") and found.secret == SECRET.encode()
@@ -194,6 +198,22 @@ def test_a_job_is_found_by_its_output_dir_with_its_own_configuration(member, fol
 def test_a_job_is_found_by_the_address_of_a_member(member, folder):
     found = join.find(join.Wish(to=member.hello.control, config="d.yaml"))
     assert found.description.command == member.command
+
+
+def test_another_job_at_the_address_of_a_member_that_is_gone_is_not_taken_for_it(member, folder):
+    (folder / "logs" / "nodes" / "4.json").unlink()
+    gone = hello(1, control=member.hello.control)
+    contacts.publish(folder / "logs", gone, str(folder / "d.yaml"), "another job's id")
+    with pytest.raises(join.PeerRefused, match=f"it is of job {MEMBERS_JOB}, this is job another job's id"):
+        join.find(join.Wish(job=folder / "logs"))
+
+
+def test_a_node_id_is_not_asked_of_another_job(member, folder):
+    found = join.find(join.Wish(to=member.hello.control, config="d.yaml"))
+    assert found.description.job == MEMBERS_JOB
+    other = msgspec.structs.replace(found.description, job="another job's id")
+    with pytest.raises(join.PeerRefused, match="it is of job"):
+        asyncio.run(join.reserve(msgspec.structs.replace(found, description=other)))
 
 
 def test_another_secret_is_said(member, folder):
@@ -222,7 +242,9 @@ def test_the_whole_command_runs_the_jobs_command_for_every_slot(member, folder, 
         ]  # fmt: skip
         place = roles.from_environment(told["env"]).place
         assert (place.node, place.local_size, place.master_addr, place.master_port) == (5, 2, "m", 5)
-        assert joining.job_from(told["env"], "").invitation == (tuple(member.hello.control),)
+        assert joining.job_from(told["env"], "").invitation == joining.Invitation(
+            MEMBERS_JOB, (tuple(member.hello.control),)
+        )
     assert "joining the job of node 4 as node 5" in capfd.readouterr().out
 
 

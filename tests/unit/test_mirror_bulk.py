@@ -17,12 +17,12 @@ from deadpool_plugin.mirror.bulk import BulkPeer, BulkServer, RefusedByPeer
 from deadpool_plugin.mirror.integrity import CorruptSnapshot, Sums
 from deadpool_plugin.mirror.store import SnapshotStore
 from deadpool_plugin.mirror.wire import FRAME_BYTES, BulkStream
-from deadpool_plugin.transport.handshake import shake_hands
+from deadpool_plugin.transport.handshake import Credentials, shake_hands
 from deadpool_plugin.transport.sockets import bound_address, listen_tcp
 
 HEADER = 4096
 PAYLOAD = FRAME_BYTES + 12345
-SECRET = b"secret"
+SECRET = Credentials(b"secret")
 WAIT_S = 20.0
 
 
@@ -34,12 +34,13 @@ class Node:
         self.mirrored: queue.Queue[tuple[int, int, int, Holding]] = queue.Queue()
         self.refused: queue.Queue[PeerRefused] = queue.Queue()
         self.peers: list[BulkPeer] = []
+        self.credentials = SECRET.of("")
         self.serve(port_range)
 
     def serve(self, port_range: tuple[int, int] | None = None) -> None:
         self.server = BulkServer(
             self.store,
-            SECRET,
+            self.credentials,
             "127.0.0.1",
             port_range,
             lambda *told: self.mirrored.put(told),
@@ -56,11 +57,13 @@ class Node:
         self.store.append(rank, step, b"records %d" % step)
         return pair
 
-    def peer(self, other: "Node", secret: bytes = SECRET, silent_after_s: float = WAIT_S) -> BulkPeer:
-        return self.peer_at(other.server.address, secret, silent_after_s)
+    def peer(self, other: "Node", credentials: Credentials = SECRET, silent_after_s: float = WAIT_S) -> BulkPeer:
+        return self.peer_at(other.server.address, credentials, silent_after_s)
 
-    def peer_at(self, address: tuple[str, int], secret: bytes = SECRET, silent_after_s: float = WAIT_S) -> BulkPeer:
-        self.peers.append(BulkPeer(address, secret, self.store, silent_after_s=silent_after_s))
+    def peer_at(
+        self, address: tuple[str, int], credentials: Credentials = SECRET, silent_after_s: float = WAIT_S
+    ) -> BulkPeer:
+        self.peers.append(BulkPeer(address, credentials, self.store, silent_after_s=silent_after_s))
         return self.peers[-1]
 
     def close(self) -> None:
@@ -327,11 +330,24 @@ def test_an_own_slot_that_changed_after_it_was_mirrored_is_not_mirrored_again(no
 def test_a_wrong_secret_is_refused_on_both_sides(nodes: list[Node]) -> None:
     a, b, _ = nodes
     a.stage(0, 3)
-    ok, reason = push(a.peer(b, secret=b"other"), 0, 3)
+    ok, reason = push(a.peer(b, credentials=Credentials(b"other")), 0, 3)
     assert not ok and "does not prove the job's secret" in reason
     assert "127.0.0.1" in str(b.refused.get(timeout=WAIT_S))
     with pytest.raises(PeerRefused):
         a.peers[0].get_recording(0)
+
+
+def test_a_snapshot_goes_to_no_other_job(nodes: list[Node]) -> None:
+    """Its server listens at a port that a node of this job had before; the secret is the same."""
+    a, b, _ = nodes
+    b.credentials.job = "another"
+    a.stage(0, 3)
+    ok, reason = push(a.peer(b, credentials=SECRET.of("this")), 0, 3)
+    assert not ok and "it is of job another, this is job this" in reason
+    assert "it is of job this, this is job another" in str(b.refused.get(timeout=WAIT_S))
+    assert b.store.mirrored(0) is None
+    b.credentials.job = "this"
+    assert push(a.peers[0], 0, 3)[0]
 
 
 def test_a_silent_peer_a_dead_peer_and_a_closed_one(nodes: list[Node]) -> None:

@@ -1,6 +1,7 @@
 import asyncio
 
 from deadpool_plugin.errors import PeerRefused, TransportError
+from deadpool_plugin.transport.handshake import Credentials
 from deadpool_plugin.transport.rendezvous import Hello, meet
 from deadpool_plugin.transport.sockets import address_towards, bound_address, listen_tcp
 
@@ -19,7 +20,10 @@ def hello(node: int, host: str = "") -> Hello:
 async def gather(
     port: int, total: int, *joins: tuple[int, bytes, float], hellos: dict[int, Hello] | None = None
 ) -> list:
-    meets = [meet(node, total, "127.0.0.1", port, hello(node), secret, timeout_s) for node, secret, timeout_s in joins]
+    meets = [
+        meet(node, total, "127.0.0.1", port, hello(node), Credentials(secret), timeout_s)
+        for node, secret, timeout_s in joins
+    ]
     return await asyncio.wait_for(asyncio.gather(*meets, return_exceptions=True), 30)
 
 
@@ -51,9 +55,9 @@ def test_two_hosts_with_one_node_id_are_told() -> None:
     async def scenario() -> list:
         port = free_port()
         meets = [
-            meet(0, 3, "127.0.0.1", port, hello(0), b"s", 0.5),
-            meet(1, 3, "127.0.0.1", port, hello(1, "a"), b"s", 0.5),
-            meet(1, 3, "127.0.0.1", port, hello(1, "b"), b"s", 0.5),
+            meet(0, 3, "127.0.0.1", port, hello(0), Credentials(b"s"), 0.5),
+            meet(1, 3, "127.0.0.1", port, hello(1, "a"), Credentials(b"s"), 0.5),
+            meet(1, 3, "127.0.0.1", port, hello(1, "b"), Credentials(b"s"), 0.5),
         ]
         return await asyncio.gather(*meets, return_exceptions=True)
 

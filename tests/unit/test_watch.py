@@ -169,6 +169,17 @@ def test_late_lines_of_an_older_generation_change_nothing() -> None:
     assert (view.step, view.protection) == (25, "Protected")
 
 
+def test_a_swap_that_goes_behind_what_was_committed_takes_it_back() -> None:
+    view = view_of(*ALL[:4])
+    planned = events.SwapPlanned(time=35.0, node=1, generation=0, restore_step=21, lost_nodes=(0,), takers={"0": 3})
+    view.apply(planned)
+    view.apply(events.StepsUndone(time=35.0, node=1, generation=0, first=22, last=22, reason="nobody holds it"))
+    view.apply(events.StepCommitted(time=35.1, node=0, generation=0, step=22))
+    assert view.committed == 21 and "is done again" in view.lines[-1].text
+    view.apply(events.StepCommitted(time=35.2, node=1, generation=1, step=22))
+    assert view.committed == 22
+
+
 def test_only_some_nodes_logs_are_there() -> None:
     mine = [event for part in ALL[:6] for event in decoded(part) if event.node == 1]
     view = JobView()

@@ -22,9 +22,9 @@ class Interrupted(Swapping):
         self._link = types.SimpleNamespace(
             aborted_at=0.0, event=lambda kind, **fields: None, wait_for_join=lambda rank: local.Join(2, "store", 5)
         )
-        self._log = types.SimpleNamespace(after_cut=lambda step: [])
+        self._log = types.SimpleNamespace(after_cut=lambda step: [], oldest=0)
         self._adapter = types.SimpleNamespace(random_states=lambda: None)
-        self._rank, self._entered = 0, 0
+        self._rank = 0
 
     def _offer(self) -> None:
         self.offers += 1

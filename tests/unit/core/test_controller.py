@@ -170,6 +170,27 @@ def test_ones_own_pause_is_no_evidence():
     assert any(isinstance(action, io.Leave) for action in actions), "nobody was heard of before training: a verdict"
 
 
+@pytest.mark.parametrize("held_by_a_spare, undone", [(4, True), (5, False)])
+def test_going_behind_a_committed_step_is_said_and_believed(held_by_a_spare, undone):
+    """Node 2 is lost; of rank 2 nobody holds step 5, which was committed, or (the usual case) its buddy does."""
+    controller = formed(0)
+    hear(controller, 0, Status(0, 5, True, True))
+    for step in (4, 5):
+        controller.step(io.SnapshotHeld(Holding(0, step, True, (0,)), 0), 0.2)
+    controller.step(io.LinkLost(2, "gone"), 0.3)
+    ballot = Ballot(1, 1, 0)
+    hers = tuple(Holding(1, step, True, (1,)) for step in (4, 5))
+    hear(controller, 1, Promise(ballot, None, hers, "store", committed=5, training=True))
+    hear(controller, 3, Promise(ballot, None, (Holding(2, held_by_a_spare, True, (2,)),), "", training=True))
+    told = [action for action in hear(controller, 1, Accepted(ballot)) if isinstance(action, io.Emit)]
+    told += [action for action in hear(controller, 3, Accepted(ballot)) if isinstance(action, io.Emit)]
+    reason = "no node that is left holds the snapshot of step 5 of rank(s) 2"
+    event = io.Emit("StepsUndone", {"first": 5, "last": 5, "reason": reason})
+    assert controller.world.node_of == (0, 1, 3) and (event in told) is undone
+    (stopped,) = [a for a in controller.step(io.StopRequested("operator", 1), 0.4) if isinstance(a, io.Emit)]
+    assert stopped.fields["newest_committed"] == held_by_a_spare
+
+
 def test_a_rehearsal_is_started_once_and_announced():
     controller = formed(3)
     task = Rehearse(0, 0, 1, 1)
@@ -215,6 +236,16 @@ def test_a_rehearsal_that_fails_is_ordered_again_within_the_budget():
     assert controller.step(io.SpareFailed(0, 2, "of an order before"), 0.2) == []
     assert order in controller.step(failure, 0.3)
     assert controller.step(failure, 0.4)[-1].exit_code == 87
+
+
+def test_rehearsals_that_failed_long_ago_do_not_count():
+    controller = Controller(3, TIMING, Policy(restarts_max=1, restarts_window_s=60.0))
+    controller.step(io.WorldFormed(WORLD), 0.0)
+    order, failure = io.StartRehearsal(0, 1, 1), io.SpareFailed(0, 1, "signal 9")
+    hear(controller, 0, Rehearse(0, 0, 1, 1))
+    for now in (1.0, 61.0, 121.0):
+        assert order in controller.step(failure, now)
+    assert controller.step(failure, 180.0)[-1].exit_code == 87
 
 
 def test_a_rehearsal_that_fails_during_a_swap_is_the_next_generations():

@@ -95,6 +95,21 @@ def test_the_budget_is_the_nodes_and_a_spare_takes_over_then():
     assert cluster.plans[4].lost_nodes == (1,) and cluster.plans[4].world.node_of == (0, 0, 3, 3, 2, 2)
 
 
+@pytest.mark.parametrize("window_s, lost", [(40.0, set()), (1000.0, {1})])
+def test_losses_long_ago_do_not_count(window_s, lost):
+    """Each loss of the rank is some 60 s after the one before."""
+    cluster = started(7, last_step=30, policy=Policy(restarts_max=2, restarts_window_s=window_s))
+    for number in range(1, 4):
+        cluster.kill_rank(1, 2)
+        assert cluster.run(lambda n=number: len(cluster.said("SwapDone")) == n)
+        cluster.hold, until = True, cluster.now + 60
+        assert cluster.run(lambda end=until: cluster.now >= end)
+        cluster.hold = False
+    assert cluster.run()
+    finished(cluster, lost)
+    assert [plan.lost_nodes for plan in cluster.plans.values()] == [(), (), tuple(lost)]
+
+
 def test_no_restarts_means_a_crash_costs_the_host():
     cluster = started(8, policy=Policy(restarts_max=0))
     cluster.kill_rank(2, 5)

@@ -60,6 +60,18 @@ def oracle_restorable(world, held, survivors, step):
 
 
 @settings(max_examples=150, deadline=None)
+@given(data=st.data(), world=worlds())
+def test_a_step_can_be_had_where_nothing_of_it_is_missing(data, world):
+    held = data.draw(inventories(world, STEPS))
+    survivors = data.draw(st.sets(st.sampled_from(world.members), min_size=1))
+    ledger = Ledger({node: held[node] for node in survivors})
+    for step in range(STEPS):
+        missing = ledger.missing(world, step, survivors)
+        assert (missing == ()) is (ledger._sources(world, step, survivors) is not None)
+        assert all(ledger._source(rank, step, survivors) is None for rank in missing)
+
+
+@settings(max_examples=150, deadline=None)
 @given(data=st.data(), world=worlds(), copies=st.integers(1, 3))
 def test_committed_is_what_the_oracle_says(data, world, copies):
     held = data.draw(inventories(world, STEPS))

@@ -1,0 +1,100 @@
+"""A plan that goes behind a committed step, in the agent: what it tells its processes, and which ones it replaces."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+import types
+
+from deadpool_plugin import events
+from deadpool_plugin.agent.lives import Lives
+from deadpool_plugin.agent.reports import sentence
+from deadpool_plugin.agent.slots import Process, Slot
+from deadpool_plugin.agent.spares import Rehearsal, Spares
+from deadpool_plugin.agent.watch import Watch
+from deadpool_plugin.agent.workers import Workers
+from deadpool_plugin.core import io
+from deadpool_plugin.core.types import NO_STEP, World
+from deadpool_plugin.mirror.history import History
+from deadpool_plugin.transport import local
+
+WORLD = World(1, (0, 1), (2,))
+
+
+class Anything:
+    """Whatever the part under test has and does not use here."""
+
+    def __getattr__(self, name):
+        return lambda *arguments, **fields: None
+
+
+def test_what_was_committed_after_the_restore_step_is_not_told_to_newcomers(tmp_path):
+    workers = Workers(Anything(), "host", tmp_path, Anything(), [], Anything(), lambda event: None)
+    workers.commit(9)
+    workers.enter(WORLD, 10)
+    assert workers.committed == 9
+    workers.enter(WORLD, 7)
+    assert workers.committed == 7
+    workers.commit(8)
+    assert workers.committed == 8
+    workers.form(WORLD, 0)
+    assert workers.committed == NO_STEP
+
+
+def rehearsing(slot: Slot, rank: int, told: int) -> Rehearsal:
+    slot.process = Process(order=1, rank=rank, rehearses=True)
+    history = History(1000)
+    for step in range(told + 1):
+        history.append(step, b"records")
+    return Rehearsal(slot, slot.process, Anything(), source=0, history=history, told=told)
+
+
+def test_a_stand_in_that_followed_too_far_begins_again_from_the_new_source():
+    async def scenario():
+        slots = [Slot(0), Slot(1)]
+        workers = types.SimpleNamespace(slots=slots, handlers={}, world=WORLD)
+        spares = Spares(2, workers, Anything(), Anything(), Anything(), 1000, lambda event: None)
+        begun = []
+
+        async def begin(slot, rank, source):
+            begun.append((slot.local_rank, rank, source))
+
+        spares.begin = begin
+        spares.rehearsals = {0: rehearsing(slots[0], 0, told=9), 1: rehearsing(slots[1], 1, told=7)}
+        spares.swapped((5, 6), restore_step=7)
+        await asyncio.gather(*spares._tasks.values())
+        return begun, spares
+
+    begun, spares = asyncio.run(scenario())
+    assert begun == [(0, 0, 5)], "the other one has followed no further than the job went back"
+    assert list(spares.rehearsals) == [1] and spares.rehearsals[1].source == 6
+
+
+def test_a_process_that_cannot_go_back_so_far_is_ended_and_replaced_with_its_reason():
+    async def scenario():
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+        slot = Slot(0, rank=3)
+        slot.process = Process(order=1, rank=3, rehearses=False, pid=child.pid)
+        fed, lost = [], []
+        lives = Lives(0, "tag", [slot], Watch(10.0), fed.append)
+        lives.on_lost = lost.append
+        try:
+            lives.out_of_reach(slot, Anything(), local.OutOfReach(3, "its calls begin later"))
+            assert child.wait(10) == -signal.SIGKILL
+        finally:
+            child.kill()
+            child.wait()
+        return fed, lost, slot
+
+    fed, lost, slot = asyncio.run(scenario())
+    assert fed == [io.WorkerLost(3, "its calls begin later")] and lost == [slot]
+
+
+def test_people_are_told_which_steps_are_done_again_and_why():
+    undone = events.StepsUndone(first=8, last=9, reason="nobody holds it")
+    assert sentence(undone) == "steps 8 to 9 had been committed and are done again: nobody holds it"
+    assert sentence(events.StepsUndone(first=9, last=9, reason="x")) == (
+        "step 9 had been committed and is done again: x"
+    )

@@ -1,0 +1,76 @@
+"""What a worker was told is committed, and how far its calls reach: neither holds for a history that did not happen."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+
+from deadpool_plugin.transport import local
+from deadpool_plugin.worker.calls import CallLog
+from deadpool_plugin.worker.link import AgentLink
+from deadpool_plugin.worker.swap import Swapping
+
+
+def told(*messages: local.LocalMessage) -> AgentLink:
+    """A link that has heard `messages` (its thread would end this process together with the connection)."""
+    link = AgentLink(types.SimpleNamespace())
+    for message in messages:
+        link._note(message, [])
+    return link
+
+
+def test_a_plan_that_goes_behind_a_committed_step_closes_the_gate_again():
+    link = told(local.Committed(9), local.Abort(1), local.Join(1, "store", 7))
+    assert link.committed == 7
+    looks = iter([False, True, True])  # the staging thread would wait: it looks again only when something has changed
+    link._changed.wait_for = lambda done: done() or done()
+    assert not link.wait_for_commit(8, lambda: next(looks))
+    link._note(local.Committed(8), [])
+    assert link.wait_for_commit(8, lambda: False)
+
+
+def test_a_plan_that_goes_back_no_further_leaves_the_gate_as_it_is():
+    assert told(local.Committed(9), local.Abort(1), local.Join(1, "store", 10)).committed == 9
+
+
+class Told(Swapping):
+    """A rank in a swap that has made `steps` steps since it took over at `first`; what it would redo is kept."""
+
+    def __init__(self, first: int, steps: int, restore_step: int) -> None:
+        self.entered: list[int] = []
+        self.said: list[local.LocalMessage] = []
+        self._log = CallLog(first)
+        for step in range(first + 1, first + steps + 1):
+            self._log.prune(step)
+        self.step, self._rank = first + steps, 3
+        saves = types.SimpleNamespace(cancel=lambda: [], report_cancelled=lambda cancelled, step: None)
+        self._context = types.SimpleNamespace(saves=saves, wait_for_end=lambda: 86)
+        self._link = types.SimpleNamespace(
+            aborted_at=0.0,
+            event=lambda kind, **fields: None,
+            wait_for_join=lambda rank: local.Join(2, "store", restore_step),
+            send=self.said.append,
+        )
+
+    def enter(self, generation: int, store: str, restore_step: int) -> None:
+        self.entered.append(restore_step)
+
+
+@pytest.mark.parametrize("first, steps, restore_step", [(0, 9, 7), (0, 1, 0), (5, 1, 5), (5, 9, 14)])
+def test_calls_since_the_restore_step_are_there(first, steps, restore_step):
+    rank = Told(first, steps, restore_step)
+    rank._swap()
+    assert rank.entered == [restore_step] and not rank.said
+
+
+@pytest.mark.parametrize("first, steps, restore_step", [(0, 9, 6), (5, 1, 4), (5, 0, 0)])
+def test_who_lacks_calls_since_the_restore_step_says_so_and_redoes_nothing(first, steps, restore_step):
+    rank = Told(first, steps, restore_step)
+    with pytest.raises(SystemExit) as end:
+        rank._swap()
+    assert end.value.code == 86 and not rank.entered
+    (message,) = rank.said
+    assert isinstance(message, local.OutOfReach) and message.rank == 3
+    for part in (f"go back to step {restore_step}", f"expected step {max(first, first + steps - 2)} or later"):
+        assert part in message.reason
