@@ -184,6 +184,13 @@ class Rehearsed(Event, frozen=True):
     duration_s: float = 0.0
 
 
+class CatchingUp(Event, frozen=True):
+    """A process that takes a rank over and that nobody had rehearsed is on its way through past steps; others wait."""
+
+    rank: int
+    step: int
+
+
 class RehearsalFailed(Event, frozen=True):
     rank: int
     reason: str = ""

@@ -93,7 +93,7 @@ class Lines:
 
     async def meet(self, hello: Hello) -> list[Hello]:
         """Exchange hellos at the master's address and link up with everyone. Raises: DeadpoolError."""
-        place, timeout_s = self._place, self._config.start_timeout_s
+        place, timeout_s = self._place, self._config.decision_timeout_s
         hellos = await meet(
             self._node, place.nodes_total, place.master_addr, place.master_port, hello, self._credentials, timeout_s
         )
@@ -110,7 +110,7 @@ class Lines:
         invariant(invitation is not None, "a host that was not invited joins")
         assert invitation is not None
         self._credentials.job = self.roster.job_id = invitation.job
-        newcomer = Newcomer(self.mesh, hello, self._credentials, self.roster, self._config.start_timeout_s)
+        newcomer = Newcomer(self.mesh, hello, self._credentials, self.roster, self._config.decision_timeout_s)
         arrival = await newcomer.arrive(invitation.members)
         self._publish(hello)
         return arrival

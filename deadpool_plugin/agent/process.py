@@ -300,7 +300,7 @@ class Agent:
         goodbye = Goodbye(self._controller.generation) if exit_code != EXIT_FENCED else None
         await self._lines.mesh.close(goodbye)
         self._lines.withdraw()
-        patience_s = self._config.start_timeout_s if exit_code == EXIT_OK else WORKERS_KILL_S
+        patience_s = self._config.decision_timeout_s if exit_code == EXIT_OK else WORKERS_KILL_S
         await lives.wait(lambda: lives.workers_gone, patience_s)
         exit_code = exit_code or lives.late_exit_code
         self._watch.close()
@@ -327,7 +327,13 @@ class Agent:
 
 
 def _timing(config: Config) -> Timing:
-    return Timing(config.heartbeat_interval_s, config.silent_after_s, config.phase_timeout_s, config.start_timeout_s)
+    return Timing(
+        config.heartbeat_interval_s,
+        config.silent_after_s,
+        config.phase_timeout_s,
+        config.decision_timeout_s,
+        config.start_timeout_s,
+    )
 
 
 def _policy(config: Config) -> Policy:

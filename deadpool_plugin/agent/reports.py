@@ -90,6 +90,8 @@ def sentence(event: events.Event) -> str:
             return f"job stopped (exit code {code}): {reason}; newest committed step: {shown}"
         case events.PeerRefused(address=address, reason=reason):
             return f"refused a peer at {address}: {reason}"
+        case events.CatchingUp(rank=rank, step=step):
+            return f"rank {rank}'s new process has come as far as step {step} on its way through past steps"
         case events.RehearsalFailed(rank=rank, reason=reason):
             return f"node {event.node} cannot stand in for rank {rank}: {reason}"
     return ""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 
@@ -27,6 +28,10 @@ from .slots import Process, Slot
 from .workers import Workers
 
 CHUNK_STEPS = 64
+TELL_STEPS = 4096
+"""So many steps' records go into one message to a rehearsing process."""
+SAY_MOVED_S = 10.0
+"""Between two words about a newcomer on its way."""
 
 
 @dataclass(eq=False)
@@ -71,10 +76,12 @@ class Spares:
         self._node, self._workers, self._store, self._peers = node, workers, store, peers
         self._reports, self._feed, self._history_limit_bytes = reports, feed, history_limit_bytes
         self._committed: Step = NO_STEP
+        self._said_at = 0.0
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self.rehearsals: dict[int, Rehearsal] = {}
         workers.handlers[local.WorkerHello] = self._introduced
         workers.handlers[local.Rehearsed] = self._rehearsed
+        workers.handlers[local.Moved] = self._moved
         workers.handlers[local.Failing] = self._failing
 
     # ---- starting one
@@ -152,6 +159,16 @@ class Spares:
             self._feed(io.SpareRehearsed(slot.local_rank, message.rank))
             self._run(slot, self._prepare(rehearsal))
 
+    def _moved(self, slot: Slot, peer: LocalPeer, message: local.Moved) -> None:
+        """A newcomer on its way through past steps, for whom everybody waits; nobody waits for a spare."""
+        if slot.rank != message.rank:
+            return
+        self._feed(io.NewcomerMoved(message.rank, message.step))
+        now = time.monotonic()
+        if now - self._said_at >= SAY_MOVED_S:
+            self._said_at = now
+            self._reports.emit("CatchingUp", rank=message.rank, step=message.step)
+
     async def _prepare(self, rehearsal: Rehearsal) -> None:
         """Make the arena a take-over will need, then follow."""
         rank, profile = rehearsal.rank, rehearsal.profile
@@ -223,10 +240,11 @@ class Spares:
 
         Raises: HistoryPruned if that is not held any more (history_limit_mib).
         """
-        first, last = rehearsal.told + 1, rehearsal.history.last
-        if rehearsal.alive and rehearsal.process.peer is not None and first <= last:
-            rehearsal.process.peer.send(local.History(first, rehearsal.history.get(first, last)))
-            rehearsal.told = last
+        last = rehearsal.history.last
+        while rehearsal.alive and rehearsal.process.peer is not None and rehearsal.told < last:
+            first, until = rehearsal.told + 1, min(last, rehearsal.told + TELL_STEPS)
+            rehearsal.process.peer.send(local.History(first, rehearsal.history.get(first, until)))
+            rehearsal.told = until
 
     def stop_following(self, slot: Slot) -> None:
         task = self._tasks.pop(slot.local_rank, None)

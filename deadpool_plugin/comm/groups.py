@@ -142,16 +142,19 @@ class Groups:
     def rebuild(self, generation: int, store: str) -> None:
         """Connect every handle again, over the store of `generation`; a rehearsing process becomes live by this.
 
-        Blocks: until all members do the same. Raises: GenerationChanged if a newer generation is announced.
+        Blocks: until all ranks do the same, however long it takes them. Raises: GenerationChanged if a newer
+        generation is announced.
         """
         self.interrupt(generation)
         if self._fence.announced > generation:
             raise GenerationChanged(self._fence.announced)
         self._settle()
         rank, handles, device = _own_rank(), list(self.handles), accelerator()
+        size = int(os.environ["WORLD_SIZE"])
 
         def build() -> tuple[Network, list[dist.ProcessGroup]]:
             network = Network(generation, store, rank)
+            network.gather(size)
             inners = [network.build(handle) for handle in handles]
             network.connect(device)
             return network, inners

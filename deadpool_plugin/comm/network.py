@@ -6,6 +6,8 @@ generation is over; the object is kept afterwards as long as an operation of it 
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
@@ -18,6 +20,7 @@ from .handle import Handle
 from .nccl import NcclFabric
 
 BACKENDS = ("gloo", "nccl")
+GATHER_LIMIT = timedelta(days=30)
 
 
 class Network:
@@ -28,6 +31,16 @@ class Network:
         self.store: Store = PrefixStore(str(generation), stores.connect(address))
         self._rank = rank
         self._fabrics: dict[str, Fabric] = {}
+
+    def gather(self, size: int) -> None:
+        """Once for each rank of the generation. Blocks: until all `size` of them are here.
+
+        A newcomer may have a long way through past steps; groups wait no longer than their time-outs for each other.
+        Who does not come at all is missed by the protocol, which then begins another generation.
+        """
+        if self.store.add("gathered", 1) == size:
+            self.store.set("everybody", "")
+        self.store.wait(["everybody"], GATHER_LIMIT)
 
     def build(self, handle: Handle) -> dist.ProcessGroup:
         """A fresh inner group for `handle`. Blocks: until all its members build it."""

@@ -31,13 +31,17 @@ class Coordination:
         self._said: Status | None = None
         self._said_at = self._beat_at = context.now
         self._contact = Contact(context.world, context.policy.witness)
-        self._began_at = context.now
+        self._moved_at = context.now
         self._floor: Step = max(context.plan.restore_step, 0) if context.plan else 0
 
     def absorb(self, sender: NodeId, report: Report) -> None:
         """A member's report of this generation. Costs the same in a job of any size, but for steps committed by it."""
         own = self._ctx.world.ranks_of(sender)
-        self._ready.update(rank for rank in report.ready if rank in own)
+        fresh = {rank for rank in report.ready if rank in own} - self._ready
+        before = self._reports.get(sender)
+        if fresh or report.moved > (before.moved if before is not None else 0):
+            self._moved_at = self._ctx.now
+        self._ready |= fresh
         self._finished.update(rank for rank in report.finished if rank in own)
         self._reports[sender] = report
         self._contact.hear(sender, report.sent_at, report.heard)
@@ -53,12 +57,14 @@ class Coordination:
             return
         if ctx.now - self._said_at >= ctx.timing.heartbeat_interval_s:
             self._say()
-        waited_s = ctx.now - self._began_at
+        waited_s = ctx.now - self._moved_at
         if not (ctx.training or ctx.swapping) and waited_s >= ctx.timing.start_timeout_s:
             missing = sorted(set(range(len(ctx.world.node_of))) - self._ready)
             ranks = ", ".join(map(str, missing))
-            reason = f"rank(s) {ranks} not in training {waited_s:.0f} s after generation {ctx.world.generation} began"
-            ctx.stop(reason)
+            ctx.stop(
+                f"rank(s) {ranks} not in training in generation {ctx.world.generation}, and no nearer to it for "
+                f"{waited_s:.0f} s; raise start_timeout_s if the script needs more"
+            )
 
     def _advance(self) -> None:
         ctx, ranks = self._ctx, len(self._ctx.world.node_of)

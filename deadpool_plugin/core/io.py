@@ -89,6 +89,13 @@ class HoldingsDropped(Input, frozen=True):
     newer_than: Step
 
 
+class NewcomerMoved(Input, frozen=True):
+    """The process that is to run `rank` in this generation has come as far as `step` on its way through the past."""
+
+    rank: Rank
+    step: Step
+
+
 class WorkerRestored(Input, frozen=True):
     """A worker finished its part of the swap into `generation` and goes on training."""
 

@@ -57,7 +57,7 @@ class Joining:
     def tick(self) -> None:
         ctx = self._ctx
         waited_s = ctx.now - ctx.patient_since
-        if waited_s >= ctx.timing.start_timeout_s:
+        if waited_s >= ctx.timing.decision_timeout_s:
             ctx.fence(f"the job has not taken this host in within {waited_s:.0f} s")
         elif ctx.now - self.asked_at >= ctx.timing.heartbeat_interval_s:
             self._ask()

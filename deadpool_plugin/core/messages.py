@@ -37,7 +37,8 @@ class Report(Message, frozen=True):
     well. `store`: address of a fresh store a worker of this node offers for the *next* group build ("" if none).
     `checkpoint`: the newest one a rank of this node has finished saving. `stuck`: why this generation cannot go on as
     it is although nobody is lost, "" if it can. `sent_at`: now, by the sender's clock. `heard`: `sent_at` of the newest
-    Status this node has heard of that coordinator in this generation (see contact.py for both).
+    Status this node has heard of that coordinator in this generation (see contact.py for both). `moved`: grows while
+    newcomers of this node are on their way through past steps.
     """
 
     generation: Generation
@@ -51,6 +52,7 @@ class Report(Message, frozen=True):
     stuck: str = ""
     sent_at: float = NEVER
     heard: float = NEVER
+    moved: int = 0
 
 
 class Status(Message, frozen=True):

@@ -97,5 +97,5 @@ class Swaps:
         ctx = self._ctx
         self.voter.tick()
         self.proposer.expire()
-        if not ctx.ended and ctx.swapping and ctx.now - ctx.patient_since >= ctx.timing.start_timeout_s:
-            ctx.fence(f"no decision about generation {ctx.fenced_for} within {ctx.timing.start_timeout_s:g} s")
+        if not ctx.ended and ctx.swapping and ctx.now - ctx.patient_since >= ctx.timing.decision_timeout_s:
+            ctx.fence(f"no decision about generation {ctx.fenced_for} within {ctx.timing.decision_timeout_s:g} s")

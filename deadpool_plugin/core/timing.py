@@ -18,8 +18,11 @@ class Timing:
     """A member not heard of for this long is lost."""
     phase_timeout_s: float = 20.0
     """Who has not answered a phase of a swap by then is lost, and the phase is repeated without it."""
-    start_timeout_s: float = 300.0
-    """All ranks must be in training within this time, after the start and after each swap; else the job stops."""
+    decision_timeout_s: float = 300.0
+    """Whoever has waited so long for a decision about the next generation, or to be taken in, leaves."""
+    start_timeout_s: float = 1800.0
+    """After the start and after each swap all ranks must be in training within this time; else the job stops. It
+    begins anew with each rank that gets there, and whenever a newcomer on its way through past steps gets on."""
 
     @property
     def lease_s(self) -> float:

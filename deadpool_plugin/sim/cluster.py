@@ -29,7 +29,9 @@ from .training import Reference, reference
 from .transcript import Transcript
 from .worker import Process
 
-TIMING = Timing(heartbeat_interval_s=0.5, silent_after_s=10.0, phase_timeout_s=20.0, start_timeout_s=300.0)
+TIMING = Timing(
+    heartbeat_interval_s=0.5, silent_after_s=10.0, phase_timeout_s=20.0, decision_timeout_s=300.0, start_timeout_s=300.0
+)
 """What the configuration's default patience gives."""
 HOSTS_MAX = 6
 """So many hosts join one job at most."""

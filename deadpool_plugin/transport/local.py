@@ -190,6 +190,14 @@ class History(LocalMessage, frozen=True):
     records: list[bytes]
 
 
+class Moved(LocalMessage, frozen=True):
+    """Rehearser -> agent: it has come as far as `step` on its way through `History` (now and then, while there is
+    more)."""
+
+    rank: int
+    step: int
+
+
 class TakeOver(LocalMessage, frozen=True):
     """Agent -> rehearser: become the rank in `generation`. The arena (descriptor) holds the snapshot of `restore_step`;
     `History` up to it has been sent before."""
@@ -257,7 +265,7 @@ class WorkerEvent(LocalMessage, frozen=True):
 AnyLocalMessage = (
     SupervisorHello | StandbyExited | Leaving | EndSupervisor | StandbyHello | RunRank | RehearseRank | WorkerExited
     | WorkerHello | StoreOffer | StartGroups | RankReady | ArenaHandOver | Staged | Committed | Abort | Join | Rehearsal
-    | Rehearsed | History | TakeOver | Unwound | Restored | OutOfReach | Saved | Failing | Finished | EndWorker
+    | Rehearsed | History | Moved | TakeOver | Unwound | Restored | OutOfReach | Saved | Failing | Finished | EndWorker
     | WorkerEvent
 )  # fmt: skip
 

@@ -27,6 +27,9 @@ from .saving import SaveCall
 from .skipping import skip
 from .staging import Layout
 
+MOVED_EVERY_S = 1.0
+"""How often a process on its way through past steps says how far it has come, at most."""
+
 
 class Follow:
     """A rehearsing process from the top of the script until it takes over."""
@@ -34,9 +37,12 @@ class Follow:
     def __init__(self, context: Context, rank: int, layout_digest: str, mute: Mute) -> None:
         self._context, self._rank, self._expected_digest, self._mute = context, rank, layout_digest, mute
         self._layout: Layout | None = None
+        self._segments: deque[bytes] = deque()
+        """Records of whole steps, as they came; `_records`: those of the step under way. All of a long job's would not
+        fit into memory."""
         self._records: deque[Any] = deque()
         self._step = 0
-        self._began = time.monotonic()
+        self._began = self._told_at = time.monotonic()
 
     def call(
         self, name: str, kind: CallKind, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -110,14 +116,24 @@ class Follow:
     def _more(self) -> bool:
         """Block until there is a next record, or until this process has taken over (False)."""
         while not self._records:
+            if self._segments:
+                self._records.extend(codec.decode(one) for one in codec.decode(self._segments.popleft()))
+                self._tell_progress()
+                continue
             message, descriptors = self._context.link.receive(local.History, local.TakeOver)
             if isinstance(message, local.TakeOver):
                 self._take_over(message, descriptors[0])
                 return False
             assert isinstance(message, local.History)
-            for segment in message.records:
-                self._records.extend(codec.decode(one) for one in codec.decode(segment))
+            self._segments.extend(message.records)
         return True
+
+    def _tell_progress(self) -> None:
+        """Others may wait for this process: it is on its way as long as it says so."""
+        now = time.monotonic()
+        if now - self._told_at >= MOVED_EVERY_S:
+            self._told_at = now
+            self._context.link.send(local.Moved(self._rank, self._step))
 
     def _draw_alike(self) -> None:
         """If the script drew random numbers after this call, it shall draw the same here."""

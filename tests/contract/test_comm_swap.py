@@ -9,7 +9,9 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -243,6 +245,55 @@ def test_a_second_loss_interrupts_the_rebuild(repeat: int) -> None:
         zero, two, one = fleet.values([members[0], members[2], newcomer])
     for first, results in (zero, one, two):
         assert results[0] == results[1] == first
+
+
+SHORT = timedelta(seconds=2)
+
+
+def _patient(rank: int, cells: Cells) -> Any:
+    """All groups have the shortest of time-outs, the default one too."""
+    keep: list[Any] = []
+    _host(rank, cells, 0, keep)
+    groups = live(rank, SIZE, cells.stores[0].get(), group_timeout=SHORT)
+    dist.new_group(list(range(SIZE)), timeout=SHORT)
+    recording = groups.stop_recording()
+    dist.barrier()
+    if rank == VICTIM:
+        cells.recording.set(recording)
+        cells.entered[rank].set()
+        signal.pause()
+    _host(rank, cells, 1, keep)
+    cells.entered[rank].set()
+    cells.abort[1].get()
+    groups.rebuild(1, cells.stores[1].get())
+    return battery(None, "all_reduce")
+
+
+def _late(cells: Cells) -> Any:
+    become(VICTIM, SIZE)
+    groups = Groups()
+    groups.install()
+    groups.rehearse(cells.recording.get())
+    dist.init_process_group("gloo", timeout=SHORT)
+    dist.new_group(list(range(SIZE)), timeout=SHORT)
+    groups.finish_rehearsal()
+    cells.abort[1].get()
+    time.sleep(2 * SHORT.total_seconds())  # its way through past steps
+    groups.rebuild(1, cells.stores[1].get())
+    return battery(None, "all_reduce")
+
+
+@in_zygote
+def test_a_newcomer_may_take_longer_than_groups_wait() -> None:
+    with Fleet() as fleet:
+        cells = Cells()
+        members = [fleet.fork(_patient, rank, cells) for rank in range(SIZE)]
+        newcomer = fleet.fork(_late, cells)
+        fleet.until(*cells.entered)
+        fleet.kill(members[VICTIM])
+        cells.abort[1].set()
+        zero, two, one = fleet.values([members[0], members[2], newcomer])
+    assert zero == one == two
 
 
 def _trouble(rank: int, cells: Cells) -> Any:

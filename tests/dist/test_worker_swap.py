@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "scripts")]
 
+from faults import inject  # noqa: E402
 from support.killed_ranks import assert_alike, run_with_kills, undisturbed  # noqa: E402
 from support.zygote import in_zygote  # noqa: E402
 
@@ -23,6 +24,8 @@ try:
     import megatron.core.optimizer  # noqa: F401
 except ImportError:
     pytestmark = pytest.mark.skip(reason="megatron-core is not installed")
+
+from deadpool_plugin.worker import follow  # noqa: E402
 
 STEPS = 12
 
@@ -67,6 +70,20 @@ def test_ranks_whose_loaders_have_worker_processes(tmp_path, corpus, references)
     argv = [*arguments(corpus, "bf16", True), "--num-workers", "1"]
     run_with_kills(tmp_path, argv, 4, [(0, 5, "forward"), (2, 8, "backward")], rehearse=[])
     assert_alike(expected, tmp_path)
+
+
+def always_says(injector):
+    follow.MOVED_EVERY_S = 0.0
+    inject.install(injector)
+
+
+@in_zygote
+def test_a_process_says_how_far_it_has_come_through_past_steps(tmp_path, corpus, references):
+    expected = reference(references, corpus, "bf16", True)
+    outcome = run_with_kills(tmp_path, arguments(corpus, "bf16", True), 4, [(2, 8, "forward")], [], always_says)
+    assert_alike(expected, tmp_path)
+    moved = [fields["step"] for name, fields in outcome.events[2] if name == "Moved"]
+    assert moved == sorted(moved) and len(set(moved)) > 4
 
 
 @in_zygote

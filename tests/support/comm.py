@@ -25,13 +25,13 @@ def become(rank: int, size: int) -> None:
     torch.set_num_threads(1)
 
 
-def live(rank: int, size: int, store: str, **options: Any) -> Groups:
+def live(rank: int, size: int, store: str, group_timeout: timedelta = TIMEOUT, **options: Any) -> Groups:
     """A live rank of generation 0 with its default group."""
     become(rank, size)
     groups = Groups(**options)
     groups.install()
     groups.start(0, store)
-    dist.init_process_group("gloo", timeout=TIMEOUT)
+    dist.init_process_group("gloo", timeout=group_timeout)
     return groups
 
 

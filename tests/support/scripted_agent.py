@@ -176,6 +176,8 @@ class ScriptedAgent:
                 self.commit()
             case local.Finished():
                 worker.finished = True
+            case local.Moved(_, step):
+                worker.events.append(("Moved", {"step": step}))
             case local.WorkerEvent(kind, fields):
                 worker.events.append((kind, fields))
             case local.Failing(_, reason):

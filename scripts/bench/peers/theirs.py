@@ -209,8 +209,10 @@ class TorchftJob(PeerJob):
 def _troubled(line: dict[str, Any], strike: Strike) -> bool:
     if line["kind"] == "discarded":
         return True
+    if line["kind"] != "step":  # a replica that is started again says first that it is in training
+        return False
     fewer_or_new = line["replicas"] != NODES or line["life"] > 0
-    return line["kind"] == "step" and bool(fewer_or_new or (line["rank"] == NODES and line["participates"]))
+    return bool(fewer_or_new or (line["rank"] == NODES and line["participates"]))
 
 
 JOBS: dict[str, type[Job]] = {"nvrx": NvrxJob, "relaunch": RelaunchJob, "torchft": TorchftJob}

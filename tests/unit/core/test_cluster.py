@@ -12,7 +12,7 @@ from deadpool_plugin import events
 from deadpool_plugin.core import io
 from deadpool_plugin.core.types import NO_STEP, World
 
-from .cluster import Cluster
+from .cluster import TIMING, Cluster
 
 WORLD = World(0, (0, 0, 1, 1, 2, 2), (3, 4))
 SEEDS = [None, 1, 2, 3]
@@ -206,6 +206,21 @@ def test_a_rank_that_never_gets_ready_is_a_verdict():
     assert cluster.run()
     assert set(cluster.exits().values()) == {86}
     assert "not in training" in cluster.nodes[4].exit[1]
+
+
+def test_a_newcomer_on_its_way_through_past_steps_is_waited_for_while_it_gets_on():
+    cluster = Cluster(WORLD)
+    cluster.form()
+    cluster.nodes[0].inputs.pop()  # no store is ever offered
+    rank = WORLD.ranks_of(1)[0]
+    for step in (1, 40, 4000):
+        cluster.feed(cluster.nodes[1], io.NewcomerMoved(rank, step))
+        cluster.idle(0.8 * TIMING.start_timeout_s)
+    assert set(cluster.exits().values()) == {None}
+    cluster.feed(cluster.nodes[1], io.NewcomerMoved(rank, 4000))
+    assert cluster.run()
+    assert set(cluster.exits().values()) == {86}
+    assert "start_timeout_s" in cluster.nodes[4].exit[1]
 
 
 @pytest.mark.parametrize("number", range(5))

@@ -28,7 +28,9 @@ from deadpool_plugin.core.timing import Timing
 from deadpool_plugin.core.types import NEVER, Ballot, Checkpoint, Failure, Holding, SwapPlan, World
 
 WORLD = World(0, (0, 1, 2), (3,))
-TIMING = Timing(heartbeat_interval_s=1.0, silent_after_s=10.0, phase_timeout_s=20.0, start_timeout_s=100.0)
+TIMING = Timing(
+    heartbeat_interval_s=1.0, silent_after_s=10.0, phase_timeout_s=20.0, decision_timeout_s=100.0, start_timeout_s=100.0
+)
 PLAN = SwapPlan(World(1, (0, 1, 3)), 4, (2,), (), "store")
 
 

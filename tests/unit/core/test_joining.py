@@ -86,7 +86,7 @@ def test_everybody_waits_for_a_host(seed, lost):
     cluster = started(seed, world=FULL, policy=WAIT, last_step=9)
     cluster.kill(lost)
     assert cluster.run(lambda: bool(cluster.said("WaitingForHost")))
-    cluster.idle(1.2 * TIMING.start_timeout_s)
+    cluster.idle(1.2 * TIMING.decision_timeout_s)
     assert all(node.up for n, node in cluster.nodes.items() if n != lost) and not cluster.plans
     cluster.join(7)
     assert cluster.run()
@@ -104,7 +104,7 @@ def test_the_waiting_coordinator_is_lost(seed):
     cluster.kill(0)
     cluster.idle(20.0)
     cluster.join(7)
-    cluster.idle(1.2 * TIMING.start_timeout_s)
+    cluster.idle(1.2 * TIMING.decision_timeout_s)
     assert cluster.nodes[7].up and not cluster.plans, "one host is not enough for two, but may stay"
     cluster.join(8)
     assert cluster.run()
@@ -184,7 +184,7 @@ def test_its_patience_ends_but_not_while_the_job_waits():
         controller.step(io.Received(0, Status(3, 1, False, False, waiting=True)), float(now))
         controller.step(io.Ticked(), float(now))
     assert not controller.ended
-    actions = controller.step(io.Ticked(), 190.0 + TIMING.start_timeout_s)
+    actions = controller.step(io.Ticked(), 190.0 + TIMING.decision_timeout_s)
     assert actions[-1].exit_code == 87 and "taken this host in" in actions[-1].reason
 
 
