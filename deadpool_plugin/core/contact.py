@@ -3,7 +3,8 @@
 A node's workers run for `Timing.lease_s` after its newest report of which is certain that, later than it was sent, a
 majority heard of the coordinator that had it; then they stand still. Nobody of that majority helps to replace this
 coordinator for its silence before `Timing.silent_after_s`, which is longer; so whoever is cut off has stopped before it
-can be replaced, and needs to know nothing but its own clock for it.
+can be replaced, and needs to know nothing but its own clock for it. What is certain is up to four heartbeat intervals
+old when it is heard of last, so that a silence shorter than the lease by as much is the shortest that stops anything.
 
 Rules of this file: times of two nodes are never compared. Each goes to the other node and comes back with an answer, so
 a message that was long under way, or a node that slept, proves no more than it should.

@@ -15,6 +15,10 @@ from .messages import Rehearse, Report, Start, Status, Verdict
 from .placement import rehearsals
 from .types import NO_STEP, NodeId, Rank, Step
 
+BEATS_MAX = 4
+"""In a heartbeat interval. Were it one, a Status about a step would put off the beat that is due shortly after it by
+another interval, and what members are certain of would lag so much more."""
+
 
 class Coordination:
     """The book of one generation, and what the coordinator says from it."""
@@ -110,7 +114,7 @@ class Coordination:
         if on_change_only and status == self._said:
             return
         self._said, self._said_at = status, ctx.now
-        if ctx.now - self._beat_at >= ctx.timing.heartbeat_interval_s:
+        if ctx.now - self._beat_at >= ctx.timing.heartbeat_interval_s / BEATS_MAX:
             self._beat_at = ctx.now
             self._contact.beat(ctx.now, ctx.timing.lease_s)
         for node in (*ctx.world.members, *sorted(ctx.candidates)):

@@ -26,7 +26,7 @@ class Timing:
 
     @property
     def lease_s(self) -> float:
-        """So long after its last certain contact with a majority a node's workers stand still (contact.py).
+        """So long after the sending of its newest certain report a node's workers stand still (contact.py).
 
         Shorter than `silent_after_s`, after which it may be replaced, by more than what clocks that run four percent
         fast and slow and a tick (a quarter of a heartbeat interval) can make up for: 0.9 / 0.96 + 1 / 80 < 1 / 1.04.
