@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable
 
 from ..core import io
-from ..core.placement import buddies_of, needs_payload
+from ..core.placement import buddies_of, held_by, needs_payload
 from ..core.types import NO_STEP, Generation, Holding, NodeId, Rank, Step, World
 from ..errors import EXIT_CONFIG, ConfigError, StaleGeneration, TransportError, invariant
 from ..mirror.arena import arena_bytes
@@ -93,9 +93,10 @@ class Mirroring:
 
     def _check_memory(self, profile: Profile) -> None:
         """Before training: own slots still to be made and mirrors still to come, as if all ranks were like this one."""
-        store, world, ranks = self._store, self.world, range(len(self.world.node_of))
-        mirrored = [rank for rank in ranks if self._mirrors(rank) and store.mirrored(rank) is None]
-        own = [rank for rank in world.ranks_of(self._node) if store.own(rank) is None]
+        store, world = self._store, self.world
+        ranks, here = held_by(world, self._node, self._copies), world.ranks_of(self._node)
+        mirrored = [rank for rank in ranks if rank not in here and store.mirrored(rank) is None]
+        own = [rank for rank in here if store.own(rank) is None]
         with_payload = any(needs_payload(world, rank, profile.replicas, self._copies) for rank in profile.replicas)
         each_own = arena_bytes(profile.header_bytes, profile.payload_bytes)
         each_mirror = arena_bytes(profile.header_bytes, profile.payload_bytes if with_payload else 0)
@@ -133,7 +134,7 @@ class Mirroring:
         if not self._strangers:
             return
         self._strangers = False
-        for rank in range(len(self.world.node_of)):
+        for rank in self._store.ranks():
             if self.world.node_of[rank] != self._node and not self._mirrors(rank) and self._store.holds(rank):
                 self._store.release(rank)
                 self.profiles.pop(rank, None)
@@ -151,12 +152,12 @@ class Mirroring:
 
     def roll_back(self, step: Step) -> None:
         """Everything newer than the restore step is of a history that did not happen."""
-        for rank in range(len(self.world.node_of)):
+        for rank in self._store.ranks():
             self._store.drop_newer(rank, step)
 
     def start_over(self, world: World) -> None:
         """Nothing of an attempt that never came to training is worth anything to the next, in `world`."""
-        for rank in range(len(world.node_of)):
+        for rank in self._store.ranks():
             self._store.release(rank)
         self.profiles.clear()
         self.enter(world)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import msgspec
 
 from .io import Action, Emit, Leave, Send
-from .membership import is_half, is_quorum
+from .membership import is_quorum_without
 from .messages import AnyMessage, Promise, Verdict
 from .policy import Policy
 from .suspicion import Watch
@@ -143,8 +143,9 @@ class Context:
     @property
     def has_quorum(self) -> bool:
         """Whether those who live can decide, if need be with the witness's help."""
-        living = self.living
-        return is_quorum(self.world, living) or (self.policy.witness and is_half(self.world, living))
+        suspects = self.suspects
+        half = 2 * len(suspects) <= len(self.world.members)
+        return is_quorum_without(self.world, suspects) or (self.policy.witness and half)
 
     def learn(self, promise: Promise) -> None:
         """What another member knows of the job's past."""

@@ -30,19 +30,30 @@ def buddies_of(world: World, node: NodeId, copies: int) -> tuple[NodeId, ...]:
     Where the world names racks it has an assignment of its own (mirrors.py), made for the job's `copies`.
     Returns: () for a node without ranks; fewer than `copies` where the world has no more members.
     """
-    ring = world.active
     if not world.ranks_of(node):
         return ()
-    own = world.positions[node]
+    ring, own = world.active, world.positions[node]
     if world.mirrors:
         return world.mirrors[own]
-    return (ring[own + 1 :] + ring[:own] + world.spares)[:copies]
+    near = tuple(ring[(own + hop) % len(ring)] for hop in range(1, min(copies + 1, len(ring))))
+    return near + world.spares[: copies - len(near)]
 
 
 def held_by(world: World, node: NodeId, copies: int) -> frozenset[Rank]:
     """The ranks whose snapshots `node` is to hold: those it runs and those it mirrors."""
-    owners = [owner for owner in world.active if owner == node or node in buddies_of(world, owner, copies)]
-    return frozenset(rank for owner in owners for rank in world.ranks_of(owner))
+    return frozenset(rank for owner in (node, *mirrored_by(world, node, copies)) for rank in world.ranks_of(owner))
+
+
+def mirrored_by(world: World, node: NodeId, copies: int) -> tuple[NodeId, ...]:
+    """The nodes whose mirrors `node` holds: `buddies_of` backwards, without asking every node of the ring."""
+    ring = world.active
+    if world.mirrors:
+        return tuple(owner for owner, buddies in zip(ring, world.mirrors, strict=True) if node in buddies)
+    near = min(copies, len(ring) - 1)
+    if not world.ranks_of(node):
+        return ring if node in world.spares[: copies - near] else ()
+    own = world.positions[node]
+    return tuple(ring[own - hop] for hop in range(1, near + 1))
 
 
 def needs_payload(world: World, rank: Rank, replicas: Collection[Rank], copies: int = 1) -> bool:

@@ -205,7 +205,8 @@ class SnapshotStore:
             for held_rank, held_step in list(self._holdings):
                 if held_rank == rank and held_step > step:
                     del self._holdings[held_rank, held_step]
-            self._history(rank).truncate(step)
+            if rank in self._histories:
+                self._histories[rank].truncate(step)
 
     def release(self, rank: Rank) -> None:
         """Frees everything held for a rank that is neither run nor mirrored here any more."""
@@ -368,6 +369,11 @@ class SnapshotStore:
     def holds(self, rank: Rank) -> bool:
         """Whether slots or a recording of `rank` take memory here."""
         return rank in self._own or rank in self._mirrored or rank in self._recordings
+
+    def ranks(self) -> list[Rank]:
+        """Every rank of which anything is here: few, however many ranks the job has."""
+        with self._lock:
+            return sorted({*self._own, *self._mirrored, *self._recordings, *self._histories})
 
     def _history(self, rank: Rank) -> History:
         return self._histories.setdefault(rank, History(self._history_limit_bytes))

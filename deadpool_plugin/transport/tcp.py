@@ -29,6 +29,9 @@ from .sockets import Address, bound_address, connected, listen_tcp, remote_name,
 
 _RETRY_S = 0.1
 _FLUSH_S = 1.0
+DIALS_MAX = 16
+"""Links a node begins at a time. With hundreds of nodes on hosts that are busy starting, handshakes begun all at once
+wait for each other until their time is up; nodes that all begin with the same peer do so, too."""
 _decoder = msgspec.msgpack.Decoder(AnyMessage)
 _log = logging.getLogger(__name__)
 
@@ -224,7 +227,9 @@ class ControlMesh(ControlTransport):
     async def connect(self, table: Mapping[NodeId, Address], timeout_s: float = 60.0) -> None:
         others = set(table) - {self._node}
         self._known = (self._known or set()) | others
-        dials = [asyncio.create_task(self._dial(node, table[node])) for node in others if node < self._node]
+        slots = asyncio.Semaphore(DIALS_MAX)
+        older = sorted((node for node in others if node < self._node), reverse=True)
+        dials = [asyncio.create_task(self._dial(node, table[node], slots)) for node in older]
         try:
             await asyncio.wait_for(self._all_linked(others, dials), timeout_s)
         except asyncio.TimeoutError as error:
@@ -244,12 +249,13 @@ class ControlMesh(ControlTransport):
             self._changed.clear()
             await self._changed.wait()
 
-    async def _dial(self, node: NodeId, address: Address) -> None:
+    async def _dial(self, node: NodeId, address: Address, slots: asyncio.Semaphore) -> None:
         while True:
-            try:
-                return await self._link(await connected(address), dialled=node)
-            except (ConnectionClosed, OSError) as error:
-                _log.info("node %d at %s does not answer yet: %s", node, address, error)
+            async with slots:
+                try:
+                    return await self._link(await connected(address), dialled=node)
+                except (ConnectionClosed, OSError) as error:
+                    _log.info("node %d at %s does not answer yet: %s", node, address, error)
             await asyncio.sleep(_RETRY_S)
 
     def send(self, node: NodeId, message: AnyMessage) -> None:

@@ -1,6 +1,7 @@
 """One suite over every ControlTransport: what the agent relies on."""
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -74,6 +75,30 @@ def test_everyone_hears_everyone_in_order(factory: Factory) -> None:
                     assert steps == [100 * sender + step for step in range(50)]
 
     asyncio.run(scenario())
+
+
+def test_a_node_begins_few_links_at_a_time_and_has_them_all_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    at_once: list[int] = []
+    begun = 0
+
+    class Counted(ControlMesh):
+        async def _link(self, sock: socket.socket, dialled: int | None) -> None:
+            nonlocal begun
+            if dialled is None or self._node != 9:
+                return await super()._link(sock, dialled)
+            begun += 1
+            at_once.append(begun)
+            await super()._link(sock, dialled)
+            begun -= 1
+
+    monkeypatch.setattr(tcp, "DIALS_MAX", 2)
+
+    async def scenario() -> None:
+        async with mesh(Counted, 10) as nodes:
+            assert all(len(node.transport.linked) == 9 for node in nodes)
+
+    asyncio.run(scenario())
+    assert max(at_once) == 2 and len(at_once) == 9
 
 
 def test_a_lost_link_is_told_once_and_sends_are_counted(factory: Factory) -> None:

@@ -47,6 +47,20 @@ def test_a_roll_back_forgets_later_steps_and_records() -> None:
     store.close()
 
 
+def test_only_ranks_of_which_something_is_here_take_part_in_a_roll_back() -> None:
+    store = SnapshotStore()
+    staged(store, 3, 0)
+    store.put_recording(5, b"recording")
+    store.append(7, 0, b"records")
+    for rank in range(10):
+        store.drop_newer(rank, 0)
+    assert store.ranks() == [3, 5, 7]
+    store.release(3)
+    store.release(7)
+    assert store.ranks() == [5]
+    store.close()
+
+
 def test_the_fence_never_goes_back_and_is_told_once() -> None:
     store, told = SnapshotStore(), []
     store.on_fence(told.append)

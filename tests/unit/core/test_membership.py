@@ -7,7 +7,7 @@ from itertools import combinations
 
 import pytest
 
-from deadpool_plugin.core.membership import Acceptor, Proposal, is_quorum
+from deadpool_plugin.core.membership import Acceptor, Proposal, is_quorum, is_quorum_without
 from deadpool_plugin.core.messages import Promise
 from deadpool_plugin.core.types import Ballot, SwapPlan, World
 
@@ -22,6 +22,17 @@ def test_any_two_quorums_share_a_member(world):
     quorums = [subset for subset in subsets if is_quorum(world, subset)]
     assert set(world.members) in quorums
     assert all(a & b for a in quorums for b in quorums)
+
+
+@pytest.mark.parametrize("witness", [False, True])
+@pytest.mark.parametrize("spares", range(4))
+def test_a_quorum_may_be_counted_from_who_is_missing(spares, witness):
+    for nodes in (4, 5):
+        world = World(0, tuple(range(nodes - spares)), tuple(range(nodes - spares, nodes)))
+        for size in range(nodes + 1):
+            for lost in combinations(world.members, size):
+                left = set(world.members) - set(lost)
+                assert is_quorum_without(world, lost, witness) is is_quorum(world, left, witness)
 
 
 @pytest.mark.parametrize(

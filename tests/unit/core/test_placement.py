@@ -12,6 +12,8 @@ from deadpool_plugin.core.placement import (
     buddies_of,
     copies_needed,
     divide,
+    held_by,
+    mirrored_by,
     needs_payload,
     rehearsals,
     takers_of,
@@ -43,6 +45,15 @@ def test_buddies_are_as_many_as_a_commit_asks_for(world, copies):
     for node in world.active:
         buddies = buddies_of(world, node, copies)
         assert len(set(buddies) - {node}) == len(buddies) == copies_needed(world, copies)
+
+
+@given(world=worlds(), copies=st.integers(1, 4))
+def test_who_is_mirrored_by_a_node_is_who_has_it_for_a_buddy(world, copies):
+    for node in world.members:
+        owners = {owner for owner in world.active if node in buddies_of(world, owner, copies)}
+        assert sorted(mirrored_by(world, node, copies)) == sorted(owners)
+        ranks = {rank for owner in owners | {node} for rank in world.ranks_of(owner)}
+        assert held_by(world, node, copies) == ranks
 
 
 @pytest.mark.parametrize(

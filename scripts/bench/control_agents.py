@@ -1,0 +1,143 @@
+"""The agents of bench_control_plane.py: real ones with real sockets, several to a process if asked, which count.
+
+Rules of this file: what runs here runs in processes forked from one that has imported everything; nothing of the agent
+is replaced, it is watched from outside (two clock readings an input, an addition a message). An agent that ends by
+itself ends its process, which the driver notices.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from deadpool_plugin.agent.joining import Job
+from deadpool_plugin.agent.process import Agent
+from deadpool_plugin.agent.world import Place
+from deadpool_plugin.config import Config
+from deadpool_plugin.core import io
+from deadpool_plugin.core.messages import AnyMessage
+from deadpool_plugin.core.types import NodeId
+from deadpool_plugin.transport.framing import LENGTH
+from deadpool_plugin.transport.unix import listen_unix
+
+from .control_board import Board, Row
+
+SECRET = b"the secret of a benchmark on one machine"
+HOST = "127.0.0.1"
+_TIMES = {
+    "SwapPlanned": "decided_ns",
+    "TrainingStarted": "training_ns",
+    "SwapDone": "training_ns",
+    "Protected": "protected_ns",
+}
+_TROUBLES = ("ContactLost", "RankLost", "RehearsalFailed", "PeerRefused", "NodeFenced", "JobStopped")
+
+
+@dataclass(frozen=True)
+class Party:
+    """What all agents of one job share. `name` begins the names of their local sockets; `folder` gets their output."""
+
+    name: str
+    folder: Path
+    nodes: int
+    slots: int
+    spares: int
+    patience_s: float
+    port: int
+
+    def socket_name(self, node: NodeId) -> str:
+        return f"{self.name}/{node}"
+
+    def config(self) -> Config:
+        return Config(
+            spares=self.spares,
+            patience_s=self.patience_s,
+            output_dir=self.folder / "output",
+            interface_address=HOST,
+            memory_headroom_gib=0.0,
+        )
+
+
+class Watched(Agent):
+    """An agent that says on the board what it does."""
+
+    def __init__(self, party: Party, node: NodeId, row: Row) -> None:
+        place = Place(node, party.nodes, party.slots, HOST, party.port)
+        job = Job(command=[], directory=str(party.folder), config="", environment={})
+        listener = listen_unix(party.socket_name(node))
+        super().__init__(place, party.config(), SECRET, listener, f"{party.name}.{node}.", job)
+        self._row, self._send = row, self._actions[io.Send]
+        self._actions[io.Send] = self._counted_send
+
+    def _build(self) -> None:
+        super()._build()
+        mesh, row = self._lines.mesh, self._row
+        take_in = mesh._received
+
+        def received(peer: NodeId, body: bytes) -> None:
+            row.add("received")
+            row.add("received_bytes", LENGTH.size + len(body))
+            take_in(peer, body)
+
+        mesh._received = received  # type: ignore[method-assign]
+
+    def feed(self, event: io.Input) -> None:
+        if self._stepping:  # it waits for its turn, which is inside the outer call
+            super().feed(event)
+            return
+        began = time.thread_time_ns()
+        super().feed(event)
+        self._row.add("protocol_ns", time.thread_time_ns() - began)
+        self._row.add("inputs")
+
+    def _counted_send(self, action: io.Send) -> None:
+        message: AnyMessage = action.message
+        self._row.add(type(message).__name__)
+        self._send(action)
+
+    def _link_lost(self, node: NodeId, reason: str) -> None:
+        self._row.set("noticed_ns", time.monotonic_ns())
+        super()._link_lost(node, reason)
+
+    def _reconfigure(self, action: io.Reconfigure) -> None:
+        """The plan has come: before anything is done about it, the time."""
+        self._row.set("planned_cpu_ns", time.process_time_ns())
+        self._row.set("planned_ns", time.monotonic_ns())
+        self._row.set("generation", action.plan.world.generation)
+        self._row.set("committed", action.plan.restore_step)
+        super()._reconfigure(action)
+
+    def _commit(self, action: io.Commit) -> None:
+        super()._commit(action)
+        self._row.set("committed", action.step)
+
+    def _emit(self, action: io.Emit) -> None:
+        super()._emit(action)
+        if action.kind in _TIMES:
+            self._row.set(_TIMES[action.kind], time.monotonic_ns())
+        elif action.kind in _TROUBLES:
+            self._row.add("troubles")
+
+
+def serve(party: Party, nodes: Sequence[NodeId], board: Board) -> NoReturn:
+    """Be the agents of `nodes` until this process is killed."""
+    try:
+        asyncio.run(_together([Watched(party, node, board.row(node)) for node in nodes]))
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(1)
+
+
+async def _together(agents: Sequence[Watched]) -> None:
+    lives = [asyncio.create_task(agent.run()) for agent in agents]
+    ended, _ = await asyncio.wait(lives, return_when=asyncio.FIRST_COMPLETED)
+    print(f"ended with {[life.result() for life in ended]}", file=sys.stderr)
