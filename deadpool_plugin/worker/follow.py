@@ -20,7 +20,7 @@ from . import codec, rng
 from .adapter import MAKES_STEP, RUNS_MODEL, CallKind, Followed
 from .calls import RANDOM_STATES
 from .context import Context
-from .iterators import IteratorTable, skip
+from .iterators import IteratorTable
 from .live import Live
 from .output import Mute
 from .saving import SaveCall
@@ -29,6 +29,8 @@ from .staging import Layout
 
 class Follow:
     """A rehearsing process from the top of the script until it takes over."""
+
+    inside = False
 
     def __init__(self, context: Context, rank: int, layout_digest: str, mute: Mute) -> None:
         self._context, self._rank, self._expected_digest, self._mute = context, rank, layout_digest, mute
@@ -53,12 +55,13 @@ class Follow:
             return function.skipped(value)
         self._check_complete(name, value)
         _, stand_ins = IteratorTable().wrap(kwargs.get("data_iterator"))
-        for stand_in, (count, draws) in zip(stand_ins, pulls, strict=True):
-            skip(stand_in.inner, count, draws)
+        for iterator, pulled in zip([*stand_ins, *self._context.tapes], pulls, strict=True):
+            iterator.skip(*pulled)
         if isinstance(function, Followed):
             value = function.skipped(value)
         if kind in MAKES_STEP:
             self._step += 1
+            self._context.tapes.forget()
             self._more()  # the cut: a take-over begins here, before the script goes on
         self._draw_alike()
         return value

@@ -8,12 +8,16 @@ although it reads nothing, and a newcomer must draw the same.
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from ..errors import Unsupported
 from . import rng
+
+POINTER = "wrap what it reads from: deadpool_plugin.data.resumable(...)"
+"""The way out, for messages."""
 
 
 class Item(NamedTuple):
@@ -29,6 +33,9 @@ class RewindIterator:
 
     `position` counts the items handed out since this object exists.
     """
+
+    reading: ClassVar[int] = 0
+    """How many of them read from their sources right now: what is read below them is theirs to rewind."""
 
     def __init__(self, inner: Iterator[Any]) -> None:
         self.inner = inner
@@ -51,7 +58,8 @@ class RewindIterator:
 
     def _pull(self) -> Item:
         before = rng.capture_host()
-        value = next(self.inner)
+        with reading():
+            value = next(self.inner)
         after = rng.capture_host()
         return Item(value, None, None) if rng.equal(before, after) else Item(value, before, after)
 
@@ -67,14 +75,36 @@ class RewindIterator:
         items = list(self._kept)[position - self._first_kept : self.position - self._first_kept]
         return [len(items), [[number, item.before] for number, item in enumerate(items) if item.before is not None]]
 
+    def skip(self, count: int, draws: Sequence[Sequence[Any]] = ()) -> None:
+        """In a follower: move the user's iterator by what the rank itself pulled, as from `pulled_since`."""
+        before = {number: states for number, states in draws}
+        with reading():
+            for number in range(count):
+                if number in before:
+                    rng.restore_host(before[number])
+                advance(self.inner)
+
     def forget_before(self, position: int) -> None:
         while self._first_kept < position:
             self._kept.popleft()
             self._first_kept += 1
 
 
-def skip(iterator: Iterator[Any], count: int, draws: Sequence[Sequence[Any]] = ()) -> None:
-    """Move `iterator` forward by `count` items. `draws`: as from `pulled_since`.
+class RewoundByItself:
+    """Marks iterators that may be given to a call as they are."""
+
+
+@contextlib.contextmanager
+def reading() -> Iterator[None]:
+    RewindIterator.reading += 1
+    try:
+        yield
+    finally:
+        RewindIterator.reading -= 1
+
+
+def advance(iterator: Iterator[Any]) -> None:
+    """Move `iterator` forward by one item.
 
     A single-process DataLoader iterator over a map-style data set only draws from its sampler (nothing is read:
     torch/utils/data/dataloader.py `_next_index`); anything else pays the price of reading.
@@ -82,15 +112,11 @@ def skip(iterator: Iterator[Any], count: int, draws: Sequence[Sequence[Any]] = (
     from torch.utils.data.dataloader import _DatasetKind, _SingleProcessDataLoaderIter
 
     loader: Any = iterator if type(iterator) is _SingleProcessDataLoaderIter else None
-    before = {number: states for number, states in draws}
-    for number in range(count):
-        if number in before:
-            rng.restore_host(before[number])
-        if loader is not None and loader._dataset_kind == _DatasetKind.Map:
-            loader._next_index()
-            loader._num_yielded += 1
-        else:
-            next(iterator)
+    if loader is not None and loader._dataset_kind == _DatasetKind.Map:
+        loader._next_index()
+        loader._num_yielded += 1
+    else:
+        next(iterator)
 
 
 class IteratorTable:
@@ -107,13 +133,13 @@ class IteratorTable:
             return type(value)(item for item, _ in wrapped), list(every.values())
         if isinstance(value, RewindIterator):
             return value, [value]
-        if value is None:
+        if value is None or isinstance(value, RewoundByItself):
             return value, []
         if not hasattr(type(value), "__next__"):  # Megatron's RerunDataIterator has no __iter__
             raise Unsupported(
                 f"a training call was given a {type(value).__name__} to read data from",
                 "an iterator, a list of iterators, or None",
-                "pass iter(...) of it",
+                f"pass iter(...) of it, or {POINTER}",
             )
         stand_in = self._table.get(id(value))
         if stand_in is None or stand_in.inner is not value:
@@ -122,9 +148,9 @@ class IteratorTable:
 
     def keep_only(self, used: list[tuple[RewindIterator, int]]) -> None:
         """`used`: every (stand-in, position) a logged call starts from; forget everything before and beside."""
-        first: dict[int, int] = {}
+        first: dict[RewindIterator, int] = {}
         for stand_in, position in used:
-            first[id(stand_in)] = min(position, first.get(id(stand_in), position))
-        self._table = {key: one for key, one in self._table.items() if id(one) in first}
-        for one in self._table.values():
-            one.forget_before(first[id(one)])
+            first[stand_in] = min(position, first.get(stand_in, position))
+        self._table = {key: one for key, one in self._table.items() if one in first}
+        for stand_in, position in first.items():
+            stand_in.forget_before(position)

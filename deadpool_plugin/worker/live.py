@@ -8,7 +8,7 @@ to `_run`, and no further.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from ..errors import GenerationChanged
 from . import rng
 from .adapter import MAKES_STEP, CallKind, Followed
 from .calls import Call, forget
+from .iterators import RewindIterator
 from .output import flush
 from .saving import SaveCall
 from .swap import Swapping
@@ -32,7 +33,7 @@ class Live(Swapping):
         self, name: str, kind: CallKind, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """What the adapter puts around every call of the framework."""
-        if self._inside:
+        if self.inside:
             if kind is CallKind.UPDATE:
                 self._stager.wait()
             return function(*args, **kwargs)
@@ -42,7 +43,7 @@ class Live(Swapping):
             found = []
         call = Call(
             name, kind, self.step, lambda: function(*args, **kwargs), self._entry(args, kwargs),
-            [(iterator, iterator.position) for iterator in found],
+            self._places(found),
         )  # fmt: skip
         if isinstance(function, SaveCall):
             call.run = functools.partial(self._save, function, call.segment)
@@ -61,7 +62,7 @@ class Live(Swapping):
 
         Its tensors are kept as they were at entry, so that it can be issued again on them.
         """
-        if self._inside:
+        if self.inside:
             return handle.issue(name, args, kwargs)
         kept, written = _cloned((args, kwargs)), collective.outputs(name, args, kwargs)
         restore_entry = self._entry((), {})
@@ -80,13 +81,17 @@ class Live(Swapping):
             work.wait()
             return int(work.source_rank())
 
-        call = Call(name, CallKind.PLAIN, self.step, first_time, restore_tensors)
+        call = Call(name, CallKind.PLAIN, self.step, first_time, restore_tensors, self._places())
         source = self._run(call)
         if not any(self._adapter.owns(tensor) for tensor in written):  # else the calls before it bring its entry back
             call.run = again
         call.restore_entry = restore_entry
         self._done(call, written)
         return collective.CompletedWork(written, source)
+
+    def _places(self, given: Sequence[RewindIterator] = ()) -> list[tuple[RewindIterator, int]]:
+        """Of all data a call may read, and (a redo must come back there, too) of what the script itself reads."""
+        return [(iterator, iterator.position) for iterator in (*given, *self._context.tapes)]
 
     def _entry(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], None]:
         framework = self._adapter.entry_state(args, kwargs)

@@ -18,6 +18,8 @@ from .staging import Layout
 class Starting:
     """Start-up of an active rank, from the top of the script to the first forward."""
 
+    inside = False
+
     def __init__(self, context: Context, rank: int, header_bytes: int) -> None:
         self._context, self._rank, self._header_bytes = context, rank, header_bytes
 

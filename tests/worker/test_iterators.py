@@ -6,7 +6,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from deadpool_plugin.errors import Unsupported
 from deadpool_plugin.worker import codec
-from deadpool_plugin.worker.iterators import IteratorTable, RewindIterator, skip
+from deadpool_plugin.worker.iterators import IteratorTable, RewindIterator
 
 
 def test_rewound_items_are_the_same_objects_and_the_source_is_read_once():
@@ -47,14 +47,14 @@ class Counting(Dataset):
 def test_a_single_process_loader_is_skipped_without_reading():
     data = Counting()
     loader = iter(DataLoader(data, batch_size=2))
-    skip(loader, 3)
+    RewindIterator(loader).skip(3)
     assert data.reads == 0
     assert next(loader).tolist() == [6, 7]
 
 
 def test_other_iterators_are_skipped_by_reading():
     source = iter(range(10))
-    skip(source, 4)
+    RewindIterator(source).skip(4)
     assert next(source) == 4
 
 
@@ -101,7 +101,7 @@ def test_a_loader_that_shuffles_draws_alike_when_it_is_rewound_and_when_it_is_fo
     assert [(next(it).tolist(), torch.rand(1).item()) for _ in range(8)] == first
     follower = endless()
     torch.manual_seed(99)
-    skip(follower, *codec.decode(codec.encode(pulled)))
+    RewindIterator(follower).skip(*codec.decode(codec.encode(pulled)))
     torch.set_rng_state(end)
     follows = next(follower).tolist()
     torch.set_rng_state(end)
