@@ -19,6 +19,7 @@ from .adapter import RUNS_MODEL, Adapter, CallKind
 from .link import AgentLink
 from .resumable import Tapes
 from .saving import Saves, own_flight
+from .whole_step import WholeSteps
 
 STORES_KEPT = 3
 """The one on offer, that of this generation and that of the one before (each costs descriptors and a thread)."""
@@ -48,6 +49,7 @@ class Context:
         self._adapter: Adapter | None = None
         self.saves = Saves(link, groups, lambda *call: self.mode.call(*call))
         self.tapes = Tapes()
+        self.steps = WholeSteps(adapters, self._call)
         self._offers_stores = local_rank == 0
         self._stores: list[Any] = []
         self._exit_code: int | None = None
@@ -60,6 +62,7 @@ class Context:
         self.link.on_abort = self._abort
         saving.install(self.saves)
         self.tapes.install(lambda: self.mode.inside)
+        self.steps.install()
         original = dist.init_process_group
 
         def init_process_group(*args: Any, **kwargs: Any) -> Any:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..comm import collective
-from ..errors import Divergence
+from ..errors import WHOLE_STEP, Divergence
 from ..mirror.arena import SlotPair
 from ..transport import local
 from . import codec, rng
@@ -104,7 +104,7 @@ class Follow:
             raise Divergence(
                 f"{name} in the loop of step {self._step + 1} gave rank {self._rank} {value.description}",
                 "results small enough to be recorded",
-                "such a script cannot be followed by a spare; keep large results out of the loop",
+                f"keep large results out of the loop, or {WHOLE_STEP}: a spare need only know what it returns",
             )
         for item in items:
             self._check_complete(name, item)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..comm import collective
-from ..errors import GenerationChanged
+from ..errors import GenerationChanged, Unsupported
 from . import rng
 from .adapter import MAKES_STEP, CallKind, Followed
 from .calls import Call, forget
@@ -22,6 +22,7 @@ from .iterators import RewindIterator
 from .output import flush
 from .saving import SaveCall
 from .swap import Swapping
+from .whole_step import WholeStep
 
 
 class Live(Swapping):
@@ -35,6 +36,7 @@ class Live(Swapping):
         """What the adapter puts around every call of the framework."""
         if self.inside:
             if kind is CallKind.UPDATE:
+                self._updated = True
                 self._stager.wait()
             return function(*args, **kwargs)
         if "data_iterator" in kwargs:
@@ -47,11 +49,18 @@ class Live(Swapping):
         )  # fmt: skip
         if isinstance(function, SaveCall):
             call.run = functools.partial(self._save, function, call.segment)
+        self._updated = False
         value = self._run(call)
+        if kind is CallKind.STEP and not self._updated:
+            raise Unsupported(
+                f"{name} ended without an optimizer step",
+                "a whole iteration: all micro-batches that are accumulated, and the update",
+                "let one call of the function do all of it",
+            )
         self._done(call, function.outcome(value) if isinstance(function, Followed) else value)
         if kind is CallKind.SAVE:
             return value
-        loss = self._adapter.loss_of(value)
+        loss = function.loss(value) if isinstance(function, WholeStep) else self._adapter.loss_of(value)
         self._loss = loss if loss is not None else self._loss
         if kind in MAKES_STEP:
             self._cut()

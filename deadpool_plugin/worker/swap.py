@@ -37,7 +37,7 @@ class Swapping:
         self._log = CallLog()
         self.step = self._entered = step
         self._restored = -1
-        self.inside = False
+        self.inside = self._updated = False
         self._swap_began: float | None = None
         self._loss: float | None = None
         self._at_entry: dict[str, Any] = {}
