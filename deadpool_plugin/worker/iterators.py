@@ -77,12 +77,8 @@ class RewindIterator:
 
     def skip(self, count: int, draws: Sequence[Sequence[Any]] = ()) -> None:
         """In a follower: move the user's iterator by what the rank itself pulled, as from `pulled_since`."""
-        before = {number: states for number, states in draws}
         with reading():
-            for number in range(count):
-                if number in before:
-                    rng.restore_host(before[number])
-                advance(self.inner)
+            skip(self.inner, count, draws)
 
     def forget_before(self, position: int) -> None:
         while self._first_kept < position:
@@ -103,8 +99,8 @@ def reading() -> Iterator[None]:
         RewindIterator.reading -= 1
 
 
-def advance(iterator: Iterator[Any]) -> None:
-    """Move `iterator` forward by one item.
+def skip(iterator: Iterator[Any], count: int, draws: Sequence[Sequence[Any]] = ()) -> None:
+    """Move `iterator` forward by `count` items. `draws`: as from `pulled_since`.
 
     A single-process DataLoader iterator over a map-style data set only draws from its sampler (nothing is read:
     torch/utils/data/dataloader.py `_next_index`); anything else pays the price of reading.
@@ -112,11 +108,15 @@ def advance(iterator: Iterator[Any]) -> None:
     from torch.utils.data.dataloader import _DatasetKind, _SingleProcessDataLoaderIter
 
     loader: Any = iterator if type(iterator) is _SingleProcessDataLoaderIter else None
-    if loader is not None and loader._dataset_kind == _DatasetKind.Map:
-        loader._next_index()
-        loader._num_yielded += 1
-    else:
-        next(iterator)
+    before = {number: states for number, states in draws}
+    for number in range(count):
+        if number in before:
+            rng.restore_host(before[number])
+        if loader is not None and loader._dataset_kind == _DatasetKind.Map:
+            loader._next_index()
+            loader._num_yielded += 1
+        else:
+            next(iterator)
 
 
 class IteratorTable:

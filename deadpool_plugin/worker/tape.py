@@ -8,12 +8,12 @@ state; others are read again up to that place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..errors import Divergence, Unsupported, invariant
 from . import codec, rng
-from .iterators import POINTER, RewindIterator, advance, reading
+from .iterators import POINTER, RewindIterator, reading, skip
 
 BEGUN, ENDED = object(), object()
 """Events beside items."""
@@ -30,13 +30,6 @@ class Source:
         self.is_stateful = all(map(callable, methods))
 
     def __next__(self) -> Any:
-        return self._event(next)
-
-    def skip(self) -> None:
-        """The next event happens, and nobody sees it."""
-        self._event(advance)
-
-    def _event(self, pull: Callable[[Iterator[Any]], Any]) -> Any:
         if self.begins:
             self.begins = False
             self.items = iter(self.given)
@@ -44,10 +37,24 @@ class Source:
         if self.items is None:
             return ENDED
         try:
-            return pull(self.items)
+            return next(self.items)
         except StopIteration:
             self.items = None
             return ENDED
+
+    def skip(self, is_item: bool) -> None:
+        """The next event happens, and nobody sees it."""
+        if not is_item:
+            next(self)
+            return
+        try:
+            skip(self.items or iter(()), 1)
+        except StopIteration:
+            raise Divergence(
+                f"a pass over a resumable {type(self.given).__name__} ended earlier than in the process that is replaced",
+                "the same items",
+                "resume from something that gives the same each time the script is run, or tells its state",
+            ) from None
 
     def state(self) -> bytes:
         """Raises: Unsupported if it is no plain data."""
@@ -76,7 +83,7 @@ class Tape(RewindIterator):
     def __init__(self, given: Any) -> None:
         super().__init__(Source(given))  # type: ignore[arg-type]
         self._states: dict[int, bytes | None] = {}
-        self._owed: list[tuple[int, Sequence[Sequence[Any]], Sequence[int]]] = []
+        self._owed: list[tuple[int, Sequence[Sequence[Any]], Sequence[Sequence[Any]]]] = []
         self._is_nested: bool | None = None
 
     # ---- the script
@@ -115,30 +122,33 @@ class Tape(RewindIterator):
 
     def pulled_since(self, position: int) -> list[Any]:
         events = list(self._kept)[position - self._first_kept : self.position - self._first_kept]
-        begins = [number for number, event in enumerate(events) if event.value is BEGUN]
-        return [*super().pulled_since(position), begins]
+        passes = [
+            [n, event.value is BEGUN] for n, event in enumerate(events) if event.value is BEGUN or event.value is ENDED
+        ]
+        return [*super().pulled_since(position), passes]
 
-    def skip(self, count: int, draws: Sequence[Sequence[Any]] = (), begins: Sequence[int] = ()) -> None:
+    def skip(self, count: int, draws: Sequence[Sequence[Any]] = (), passes: Sequence[Sequence[Any]] = ()) -> None:
         """In a follower. A source that tells its state is not read until the script itself asks for an item."""
         self.forget()
         if count == 0:
             return
         self.position = self._first_kept = self.position + count
-        self._owed.append((count, draws, begins))
+        self._owed.append((count, draws, passes))
         if not self.inner.is_stateful:
             self._settle()
 
     def _settle(self) -> None:
         """Go over the events that a follower has skipped."""
         owed, self._owed = self._owed, []
-        for count, draws, begins in owed:
+        for count, draws, passes in owed:
             before = {number: states for number, states in draws}
+            begins = {number: is_begin for number, is_begin in passes}
             with rng.preserved(), reading():
                 for number in range(count):
                     if number in before:
                         rng.restore_host(before[number])
-                    self.inner.begins = number in begins
-                    self.inner.skip()
+                    self.inner.begins = begins.get(number, False)
+                    self.inner.skip(is_item=number not in begins)
 
     def forget(self) -> None:
         """Nobody will rewind to anything before this moment."""

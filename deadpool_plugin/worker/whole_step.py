@@ -14,15 +14,15 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ..errors import Unsupported
-from .adapter import Adapter, CallKind
+from .adapter import Adapter, CallKind, Followed
 from .inputs import Inputs
 
 Call = Callable[[Adapter, str, CallKind, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """A `CallHandler` that is told whose framework the call is of."""
 
 
-class WholeStep:
-    """One call of a step function. See `Followed`."""
+class WholeStep(Followed):
+    """One call of a step function."""
 
     def __init__(
         self, adapter: Adapter, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -186,11 +186,18 @@ def test_an_unread_source_catches_up_when_the_script_asks_for_an_item(tapes):
     source = Stateful(9)
     rank, expected = resumable(source), Stateful(9)
     (tape,) = tapes
-    tape.skip(3, [], [0])  # the beginning and two items
+    tape.skip(3, [], [[0, True]])  # the beginning and two items
     assert source.reads == 0
     it = endless(expected)
     next(it), next(it)
     assert tape.pull() == next(it) and source.reads == 3 and rank.place == 3
+
+
+def test_a_source_that_gives_less_than_the_ranks_own_is_found_out(tapes):
+    resumable([1])
+    (tape,) = tapes
+    with pytest.raises(Divergence, match="a resumable list ended earlier"):
+        tape.skip(3, [], [[0, True]])
 
 
 def test_a_state_is_told_at_each_cut_and_again_when_it_is_redone(tapes):
