@@ -6,7 +6,13 @@ Two ways in, and no others: launch with `--module deadpool_plugin.run` (the scri
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+Arguments = ParamSpec("Arguments")
+Value = TypeVar("Value")
 
 __version__ = "0.1.0.dev0"
 
@@ -29,3 +35,48 @@ def is_rehearsal() -> bool:
     """
     output = sys.modules.get("deadpool_plugin.worker.output")
     return bool(output is not None and output.Mute.active)
+
+
+def step(function: Callable[Arguments, Value]) -> Callable[Arguments, Value]:
+    """Decorator of a script's own training iteration, for loops that cannot be redone call by call.
+
+        @deadpool_plugin.step
+        def train_step(batch):
+            loss = criterion(engine(batch["tokens"]), batch["labels"])
+            engine.backward(loss)
+            for parameter in engine.module.parameters():
+                parameter.grad.mul_(scale)
+            engine.step()
+            return loss.item()
+
+    One call of it is one step: forward and backward of all micro-batches that are accumulated, and the update. After a
+    swap it is redone as a whole, from the state at its entry, and its value is returned as if nothing had happened; a
+    spare does not run it, it is told what it returned. So inside it anything goes: gradients that are edited, losses
+    computed with parameters or communication, several forwards and backwards. Outside it, the loop is as free, or as
+    bound, as it is without the decorator: evaluate and save there.
+
+    What must hold:
+        The function is deterministic, given its arguments, the model, the optimizer, random states and data. All that
+        is trained is in the engine's model, or Megatron's; gradients do not outlive the call.
+        What else it changes (counters, files, lists, tensors of the script's own) it changes again when it is redone,
+        and on a spare it never does: return such values, and keep count of them in the loop.
+        It reads data from its arguments, or from loaders made `deadpool_plugin.data.resumable`. Tensors among the
+        arguments of up to 1 MiB are copied; larger ones, and all else, must stay as they are until two steps later.
+        It returns None, numbers, strings, or tensors of up to 1 MiB, in lists, tuples and dicts.
+
+    Without the plugin the function is called as it is.
+
+    Raises (from the call): deadpool_plugin.errors.Unsupported for no update in it, or for other values.
+    Thread: the script's main thread.
+    """
+
+    @functools.wraps(function)
+    def whole(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Value:
+        module = sys.modules.get("deadpool_plugin.worker.whole_step")
+        installed = None if module is None else module.WholeSteps.installed
+        if installed is None:
+            return function(*args, **kwargs)
+        value: Value = installed.call(function, args, kwargs)
+        return value
+
+    return whole

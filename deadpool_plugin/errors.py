@@ -17,6 +17,9 @@ EXIT_UNRECOVERABLE = 86
 EXIT_FENCED = 87
 """This node left the job (it was lost to the others, or gave up its place); the job may go on elsewhere."""
 
+WHOLE_STEP = "put the whole iteration into a function under @deadpool_plugin.step, which is redone as one"
+"""The way out of everything that is refused because of the shape of a script's loop, for messages."""
+
 
 class DeadpoolError(Exception):
     """Base of the family. `DeadpoolError(found, expected, remedy)` joins the three into one line."""

@@ -27,7 +27,7 @@ from ..transport.guests import Describe, JobDescription, Reserve, Reserved, ask,
 from ..transport.handshake import ANY_JOB, Credentials
 from ..transport.rendezvous import Hello
 from ..transport.sockets import Address
-from . import roles
+from . import leash, roles
 from .argv import FLAG, parse
 from .secret import ensure
 
@@ -91,12 +91,12 @@ def find(wish: Wish) -> Invitation:
             "name it by --job OUTPUT_DIR, or a member by --to HOST:PORT",
         )
     if found and not path:
-        path = _readable(found[0].config)
+        path = _jobs_own(found[0].config, wish.job or config.output_dir)
         config = load(path)
     secret = _secret(config)
     addresses = [(wish.to, wish.job_id)] if wish.to else [(contact.control, contact.job) for contact in found]
     description = asyncio.run(_described(addresses, Credentials(secret)))
-    return Invitation(description, path or _readable(description.config), secret)
+    return Invitation(description, path or _jobs_own(description.config, None), secret)
 
 
 def _configured(wish: Wish) -> tuple[Config, str]:
@@ -105,9 +105,25 @@ def _configured(wish: Wish) -> tuple[Config, str]:
     return load(path), str(Path(path).resolve()) if path else ""
 
 
-def _readable(path: str) -> str:
-    """`path` if this host has it too, else "" (the defaults: if they are wrong, the digests differ)."""
-    return path if path and os.access(path, os.R_OK) else ""
+def _jobs_own(path: str, output_dir: Path | None) -> str:
+    """The configuration file of the job: its nodes' `path` if this host has it too, else "" (the defaults: if they are
+    wrong, the digests differ). What `deadpool launch` carried to its hosts is found in the job's `output_dir`.
+
+    Raises: ConfigError if it is not.
+    """
+    if path and os.access(path, os.R_OK):
+        return path
+    if not leash.is_carried(path):
+        return ""
+    told = leash.for_guests(output_dir, path) if output_dir is not None else None
+    if told is None or not os.access(told, os.R_OK):
+        raise ConfigError(
+            f"the job was started by `deadpool launch`, which carried its configuration to {path} on its own hosts",
+            f"it in {told}" if told else "it in the job's output_dir",
+            f"name the file it was launched with by {FLAG} (and its secret_file must be here, mode 0600)"
+            + ("" if told else ", or the job's output_dir by --job"),
+        )
+    return str(told.resolve())
 
 
 def _secret(config: Config) -> bytes:
@@ -115,7 +131,7 @@ def _secret(config: Config) -> bytes:
     if not config.secret_path.exists():
         raise ConfigError(
             f"there is no secret_file {config.secret_path} on {os.uname().nodename}",
-            "the job's secret, as on its hosts",
+            "the job's secret, as on its hosts (after `deadpool launch`: as where it was launched)",
             f"copy it from there, mode 0600, or name the job's configuration by {FLAG}",
         )
     return ensure(config)

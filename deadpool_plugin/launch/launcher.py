@@ -97,12 +97,16 @@ class Launcher:
             await self._stewards.close()
 
     def _what_hosts_need(self) -> leash.Prepare:
-        """The user's configuration, its secret_file being the one the stewards make."""
-        folder = leash.folder(self._job)
-        fields = self._config.model_dump(mode="json", exclude_unset=True) | {"secret_file": str(folder / SECRET)}
+        """The user's configuration, its secret_file being the one the stewards make, and for guests the user's own."""
+        fields = self._config.model_dump(mode="json", exclude_unset=True)
+        own = {"secret_file": os.path.abspath(self._config.secret_path)} if "secret_file" in fields else {}
+        theirs = {"secret_file": str(leash.folder(self._job) / SECRET)}
         command = self._request.command
         script = "" if command[0] == "-m" else command[0]
-        return leash.Prepare(self._job, -1, yaml.safe_dump(fields), ensure(self._config), script, versions())
+        return leash.Prepare(
+            self._job, -1, yaml.safe_dump(fields | theirs), ensure(self._config), script, versions(),
+            yaml.safe_dump(fields | own),
+        )  # fmt: skip
 
     # ---- the real launcher
 

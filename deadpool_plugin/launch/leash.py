@@ -12,6 +12,9 @@ from pathlib import Path
 import msgspec
 
 from .. import events
+from ..agent import contacts
+
+SHM = Path("/dev/shm")
 
 Outcome = (
     events.NodeJoined | events.SwapPlanned | events.NodeFenced | events.NodeEnded | events.JobFinished
@@ -25,7 +28,10 @@ class Word(msgspec.Struct, frozen=True, tag=True):
 
 
 class Prepare(Word, frozen=True):
-    """Launcher -> steward, first: what this host needs for the job. `script` is "" for a module."""
+    """Launcher -> steward, first: what this host needs for the job. `script` is "" for a module.
+
+    `for_guests`: the same configuration with the user's own secret_file, for hosts that join later.
+    """
 
     job: str
     node: int
@@ -33,6 +39,7 @@ class Prepare(Word, frozen=True):
     secret: bytes
     script: str
     versions: dict[str, str]
+    for_guests: str
 
 
 class Ready(Word, frozen=True):
@@ -87,4 +94,15 @@ def new_job() -> str:
 
 def folder(job: str) -> Path:
     """Where a host keeps what it was given for `job`: its own memory, never a disk, gone when it is switched off."""
-    return Path(f"/dev/shm/deadpool-{os.geteuid()}-{job}")
+    return SHM / f"deadpool-{os.geteuid()}-{job}"
+
+
+def is_carried(config: str) -> bool:
+    """Whether a node's configuration file is one that a steward has put in place: no other host need have it."""
+    path = Path(config)
+    return path.parent.parent == SHM and path.parent.name.startswith("deadpool-")
+
+
+def for_guests(output_dir: Path, config: str) -> Path:
+    """Where hosts that join find what stewards were given as `for_guests`. `config`: the one they put in place."""
+    return output_dir / contacts.FOLDER / f"{Path(config).parent.name}.yaml"

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import msgspec
 
+from ..agent import contacts
 from ..agent.meeting import versions
 from ..config import Config, load
 from ..errors import ConfigError, DeadpoolError
@@ -147,15 +148,36 @@ def installed(prepare: leash.Prepare) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+@contextlib.contextmanager
+def told_to_guests(path: Path, config: str) -> Iterator[None]:
+    """The configuration is where hosts that join look for it until the last node of the job has gone.
+
+    Raises: ConfigError.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        found = f"{path.parent} cannot be made ({error.strerror})"
+        raise ConfigError(found, "an output_dir that can be written to", "name another") from error
+    put(path, config.encode())
+    try:
+        yield
+    finally:
+        if not contacts.published(path.parent.parent):
+            path.unlink(missing_ok=True)
+
+
 def put(path: Path, content: bytes) -> None:
     """Whole or not at all. Raises: ConfigError."""
-    draft = path.with_name(f"{path.name}.{os.getpid()}")
+    draft = path.with_name(f"{path.name}.{os.uname().nodename}.{os.getpid()}")
     try:
         with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
             file.write(content)
         draft.replace(path)
     except OSError as error:
-        raise ConfigError(f"{path} cannot be written ({error.strerror})", "room in /dev/shm", "make some") from error
+        raise ConfigError(
+            f"{path} cannot be written ({error.strerror})", f"room in {path.parent}", "make some"
+        ) from error
 
 
 def check(prepare: leash.Prepare) -> None:
@@ -186,9 +208,11 @@ def main() -> int:
     try:
         check(prepare)
         with installed(prepare) as folder:
-            steward = Steward(ear, folder, load(folder / CONFIG), prepare.node)
-            say(leash.Ready(os.uname().nodename))
-            steward.serve()
+            config = load(folder / CONFIG)
+            steward = Steward(ear, folder, config, prepare.node)
+            with told_to_guests(leash.for_guests(config.output_dir, str(folder / CONFIG)), prepare.for_guests):
+                say(leash.Ready(os.uname().nodename))
+                steward.serve()
             say(steward.told())
     except DeadpoolError as error:
         say(leash.Ready(os.uname().nodename, str(error)))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -72,6 +73,12 @@ class Adapter(Protocol):
     def install_saving(self, saves: Saves) -> None:
         """Hand the framework's own ways of saving to `saves`. Right after `install`."""
 
+    def is_used(self) -> bool:
+        """Whether the script has built something by now that this framework trains."""
+
+    def inside_step(self) -> AbstractContextManager[None]:
+        """A script's own step function runs: what it asks of the framework is no call, but for the update."""
+
     def attach(self) -> None:
         """At the first call: find model and optimizer, check that they are supported, lay the state out flat.
 
@@ -93,6 +100,12 @@ class Adapter(Protocol):
 
     def scalars(self) -> Scalars:
         """Everything else a rollback needs beside RNG and data position: schedules, scaler, step counters."""
+
+    def visible(self) -> Scalars:
+        """What of `scalars()` a script can see, for those who follow it."""
+
+    def show(self, visible: Scalars) -> None:
+        """In a follower: let the script see what it would have seen."""
 
     def entry_state(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], None]:
         """Capture what a call may read and an interrupted call may leave changed; the result puts it back."""

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import Unsupported
+from ..errors import WHOLE_STEP, Unsupported
 from . import codec
 from .adapter import CallKind
 from .iterators import IteratorTable, RewindIterator
@@ -66,7 +66,7 @@ class CallLog:
             raise Unsupported(
                 f"the script made {len(records)} training calls since step {call.segment}, all of which must be kept",
                 f"at most {CALLS_MAX} between two optimizer steps",
-                "evaluate less at a time, or in a job of its own",
+                f"evaluate less at a time, or {WHOLE_STEP}",
             )
         records.append(codec.encode([call.name, outcome, call.pulls()]))
 

@@ -17,14 +17,18 @@ from ..transport import local
 from . import saving
 from .adapter import RUNS_MODEL, Adapter, CallKind
 from .link import AgentLink
+from .resumable import Tapes
 from .saving import Saves, own_flight
+from .whole_step import WholeSteps
 
 STORES_KEPT = 3
 """The one on offer, that of this generation and that of the one before (each costs descriptors and a thread)."""
 
 
 class Mode(Protocol):
-    """A way to serve calls: before the first one, live, or following."""
+    """A way to serve calls: before the first one, live, or following. `inside`: whether one is being executed."""
+
+    inside: bool
 
     def call(
         self, name: str, kind: CallKind, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -44,6 +48,8 @@ class Context:
         self.link, self.groups, self._adapters = link, groups, adapters
         self._adapter: Adapter | None = None
         self.saves = Saves(link, groups, lambda *call: self.mode.call(*call))
+        self.tapes = Tapes()
+        self.steps = WholeSteps(adapters, self._call)
         self._offers_stores = local_rank == 0
         self._stores: list[Any] = []
         self._exit_code: int | None = None
@@ -55,6 +61,8 @@ class Context:
         self.groups.dispatch = self._dispatch
         self.link.on_abort = self._abort
         saving.install(self.saves)
+        self.tapes.install(lambda: self.mode.inside)
+        self.steps.install()
         original = dist.init_process_group
 
         def init_process_group(*args: Any, **kwargs: Any) -> Any:

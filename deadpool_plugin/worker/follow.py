@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..comm import collective
-from ..errors import Divergence
+from ..errors import WHOLE_STEP, Divergence
 from ..mirror.arena import SlotPair
 from ..transport import local
 from . import codec, rng
@@ -24,7 +24,6 @@ from .iterators import IteratorTable
 from .live import Live
 from .output import Mute
 from .saving import SaveCall
-from .skipping import skip
 from .staging import Layout
 
 MOVED_EVERY_S = 1.0
@@ -33,6 +32,8 @@ MOVED_EVERY_S = 1.0
 
 class Follow:
     """A rehearsing process from the top of the script until it takes over."""
+
+    inside = False
 
     def __init__(self, context: Context, rank: int, layout_digest: str, mute: Mute) -> None:
         self._context, self._rank, self._expected_digest, self._mute = context, rank, layout_digest, mute
@@ -60,12 +61,13 @@ class Follow:
             return function.skipped(value)
         self._check_complete(name, value)
         _, stand_ins = IteratorTable().wrap(kwargs.get("data_iterator"))
-        for stand_in, (count, draws) in zip(stand_ins, pulls, strict=True):
-            skip(stand_in.inner, count, draws)
+        for iterator, pulled in zip([*stand_ins, *self._context.tapes], pulls, strict=True):
+            iterator.skip(*pulled)
         if isinstance(function, Followed):
             value = function.skipped(value)
         if kind in MAKES_STEP:
             self._step += 1
+            self._context.tapes.forget()
             self._more()  # the cut: a take-over begins here, before the script goes on
         self._draw_alike()
         return value
@@ -108,7 +110,7 @@ class Follow:
             raise Divergence(
                 f"{name} in the loop of step {self._step + 1} gave rank {self._rank} {value.description}",
                 "results small enough to be recorded",
-                "such a script cannot be followed by a spare; keep large results out of the loop",
+                f"keep large results out of the loop, or {WHOLE_STEP}: a spare need only know what it returns",
             )
         for item in items:
             self._check_complete(name, item)

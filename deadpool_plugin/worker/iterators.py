@@ -9,12 +9,17 @@ although it reads nothing, and a newcomer must draw the same.
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 from ..errors import Unsupported
 from . import rng
+from .skipping import skip
+
+POINTER = "wrap what it reads from: deadpool_plugin.data.resumable(...)"
+"""The way out, for messages."""
 
 
 class Item(NamedTuple):
@@ -30,6 +35,9 @@ class RewindIterator:
 
     `position` counts the items handed out since this object exists.
     """
+
+    reading: ClassVar[int] = 0
+    """How many of them read from their sources right now: what is read below them is theirs to rewind."""
 
     def __init__(self, inner: Iterator[Any]) -> None:
         self.inner = inner
@@ -52,7 +60,8 @@ class RewindIterator:
 
     def _pull(self) -> Item:
         before = rng.capture_host()
-        value = next(self.inner)
+        with reading():
+            value = next(self.inner)
         after = rng.capture_host()
         return Item(value, None, None) if rng.equal(before, after) else Item(value, before, after)
 
@@ -68,10 +77,28 @@ class RewindIterator:
         items = list(self._kept)[position - self._first_kept : self.position - self._first_kept]
         return [len(items), [[number, item.before] for number, item in enumerate(items) if item.before is not None]]
 
+    def skip(self, count: int, draws: Sequence[Sequence[Any]] = ()) -> None:
+        """In a follower: move the user's iterator by what the rank itself pulled, as from `pulled_since`."""
+        with reading():
+            skip(self.inner, count, draws)
+
     def forget_before(self, position: int) -> None:
         while self._first_kept < position:
             self._kept.popleft()
             self._first_kept += 1
+
+
+class RewoundByItself:
+    """Marks iterators that may be given to a call as they are."""
+
+
+@contextlib.contextmanager
+def reading() -> Iterator[None]:
+    RewindIterator.reading += 1
+    try:
+        yield
+    finally:
+        RewindIterator.reading -= 1
 
 
 class IteratorTable:
@@ -88,13 +115,13 @@ class IteratorTable:
             return type(value)(item for item, _ in wrapped), list(every.values())
         if isinstance(value, RewindIterator):
             return value, [value]
-        if value is None:
+        if value is None or isinstance(value, RewoundByItself):
             return value, []
         if not hasattr(type(value), "__next__"):  # Megatron's RerunDataIterator has no __iter__
             raise Unsupported(
                 f"a training call was given a {type(value).__name__} to read data from",
                 "an iterator, a list of iterators, or None",
-                "pass iter(...) of it",
+                f"pass iter(...) of it, or {POINTER}",
             )
         stand_in = self._table.get(id(value))
         if stand_in is None or stand_in.inner is not value:
@@ -103,9 +130,9 @@ class IteratorTable:
 
     def keep_only(self, used: list[tuple[RewindIterator, int]]) -> None:
         """`used`: every (stand-in, position) a logged call starts from; forget everything before and beside."""
-        first: dict[int, int] = {}
+        first: dict[RewindIterator, int] = {}
         for stand_in, position in used:
-            first[id(stand_in)] = min(position, first.get(id(stand_in), position))
-        self._table = {key: one for key, one in self._table.items() if id(one) in first}
-        for one in self._table.values():
-            one.forget_before(first[id(one)])
+            first[stand_in] = min(position, first.get(stand_in, position))
+        self._table = {key: one for key, one in self._table.items() if one in first}
+        for stand_in, position in first.items():
+            stand_in.forget_before(position)

@@ -8,19 +8,21 @@ to `_run`, and no further.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from ..comm import collective
-from ..errors import GenerationChanged
+from ..errors import GenerationChanged, Unsupported
 from . import rng
 from .adapter import MAKES_STEP, CallKind, Followed
 from .calls import Call, forget
+from .iterators import RewindIterator
 from .output import flush
 from .saving import SaveCall
 from .swap import Swapping
+from .whole_step import WholeStep
 
 
 class Live(Swapping):
@@ -32,8 +34,9 @@ class Live(Swapping):
         self, name: str, kind: CallKind, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """What the adapter puts around every call of the framework."""
-        if self._inside:
+        if self.inside:
             if kind is CallKind.UPDATE:
+                self._updated = True
                 self._stager.wait()
             return function(*args, **kwargs)
         if "data_iterator" in kwargs:
@@ -42,15 +45,22 @@ class Live(Swapping):
             found = []
         call = Call(
             name, kind, self.step, lambda: function(*args, **kwargs), self._entry(args, kwargs),
-            [(iterator, iterator.position) for iterator in found],
+            self._places(found),
         )  # fmt: skip
         if isinstance(function, SaveCall):
             call.run = functools.partial(self._save, function, call.segment)
+        self._updated = False
         value = self._run(call)
+        if kind is CallKind.STEP and not self._updated:
+            raise Unsupported(
+                f"{name} ended without an optimizer step",
+                "a whole iteration: all micro-batches that are accumulated, and the update",
+                "let one call of the function do all of it",
+            )
         self._done(call, function.outcome(value) if isinstance(function, Followed) else value)
         if kind is CallKind.SAVE:
             return value
-        loss = self._adapter.loss_of(value)
+        loss = function.loss(value) if isinstance(function, WholeStep) else self._adapter.loss_of(value)
         self._loss = loss if loss is not None else self._loss
         if kind in MAKES_STEP:
             self._cut()
@@ -61,7 +71,7 @@ class Live(Swapping):
 
         Its tensors are kept as they were at entry, so that it can be issued again on them.
         """
-        if self._inside:
+        if self.inside:
             return handle.issue(name, args, kwargs)
         kept, written = _cloned((args, kwargs)), collective.outputs(name, args, kwargs)
         restore_entry = self._entry((), {})
@@ -80,13 +90,17 @@ class Live(Swapping):
             work.wait()
             return int(work.source_rank())
 
-        call = Call(name, CallKind.PLAIN, self.step, first_time, restore_tensors)
+        call = Call(name, CallKind.PLAIN, self.step, first_time, restore_tensors, self._places())
         source = self._run(call)
         if not any(self._adapter.owns(tensor) for tensor in written):  # else the calls before it bring its entry back
             call.run = again
         call.restore_entry = restore_entry
         self._done(call, written)
         return collective.CompletedWork(written, source)
+
+    def _places(self, given: Sequence[RewindIterator] = ()) -> list[tuple[RewindIterator, int]]:
+        """Of all data a call may read, and (a redo must come back there, too) of what the script itself reads."""
+        return [(iterator, iterator.position) for iterator in (*given, *self._context.tapes)]
 
     def _entry(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], None]:
         framework = self._adapter.entry_state(args, kwargs)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+from collections.abc import Iterator
 from typing import Any, cast
 
 import numpy as np
@@ -35,6 +37,16 @@ def restore_host(state: dict[str, Any]) -> None:
     name, keys, *rest = state["numpy"]
     np.random.set_state((name, np.frombuffer(keys, dtype=np.uint32), *rest))
     torch.set_rng_state(state["torch"])
+
+
+@contextlib.contextmanager
+def preserved() -> Iterator[None]:
+    """What runs in this block draws nothing, as far as the script can tell."""
+    before = capture_host()
+    try:
+        yield
+    finally:
+        restore_host(before)
 
 
 def restore(adapter: Adapter, state: dict[str, Any]) -> None:

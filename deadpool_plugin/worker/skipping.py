@@ -15,6 +15,7 @@ from typing import Any
 
 from torch.utils.data.dataloader import _DatasetKind, _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
 
+from ..errors import Divergence
 from . import rng
 
 _WRAPPERS: dict[type, str] = {}
@@ -90,10 +91,17 @@ class _Behind(_MultiProcessingDataLoaderIter):
     def __next__(self) -> Any:
         count = self._stand_up()
         asked_for = self._send_idx - self._rcvd_idx
-        for _ in range(count - asked_for):
-            _pass_over(self)
-        for _ in range(min(count, asked_for)):
-            next(self)
+        try:
+            for _ in range(count - asked_for):
+                _pass_over(self)
+            for _ in range(min(count, asked_for)):
+                next(self)
+        except StopIteration:
+            raise Divergence(
+                f"a DataLoader over a {type(self._dataset).__name__} ended before {count} batches",
+                "as many as the process before this one read of it",
+                "give every process of the job the same data",
+            ) from None
         return next(self)
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:

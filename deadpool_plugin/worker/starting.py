@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ..errors import Unsupported
+from ..errors import WHOLE_STEP, Unsupported
 from ..mirror.arena import SlotPair
 from ..transport import local
 from . import codec
@@ -18,6 +18,8 @@ from .staging import Layout
 class Starting:
     """Start-up of an active rank, from the top of the script to the first forward."""
 
+    inside = False
+
     def __init__(self, context: Context, rank: int, header_bytes: int) -> None:
         self._context, self._rank, self._header_bytes = context, rank, header_bytes
 
@@ -28,7 +30,7 @@ class Starting:
             raise Unsupported(
                 "the first optimizer step came before any forward that deadpool_plugin knows",
                 "Megatron-core's get_forward_backward_func() or a DeepSpeed engine to be called in every step",
-                "import Megatron's schedule after init_process_group, or run this script without the plugin",
+                f"import Megatron's schedule after init_process_group, or {WHOLE_STEP}",
             )
         if kind is CallKind.SAVE:
             with self._context.groups.unrecorded():  # a rehearsal saves nothing, so it makes none of these exchanges
@@ -43,9 +45,9 @@ class Starting:
 
     def finish(self) -> int:
         raise Unsupported(
-            "the script ended without one training call that deadpool_plugin knows; expected Megatron-core's "
-            "schedules and optimizer, or a DeepSpeed engine (imported before init_process_group); run this script "
-            "without the plugin"
+            "the script ended without one training call that deadpool_plugin knows",
+            "Megatron-core's schedules and optimizer, or a DeepSpeed engine (imported before init_process_group)",
+            f"{WHOLE_STEP}, or run this script without the plugin",
         )
 
     def _become_live(self) -> None:

@@ -37,7 +37,7 @@ class Swapping:
         self._log = CallLog(step)
         self.step = step
         self._restored = -1
-        self._inside = False
+        self.inside = self._updated = False
         self._swap_began: float | None = None
         self._loss: float | None = None
         self._at_entry: dict[str, Any] = {}
@@ -47,11 +47,11 @@ class Swapping:
         self._link.check()
         if call.kind is CallKind.UPDATE:
             self._stager.wait()
-        self._inside = True
+        self.inside = True
         try:
             return call.run()
         finally:
-            self._inside = False
+            self.inside = False
 
     # ---- snapshots
 
@@ -62,7 +62,8 @@ class Swapping:
             self._swap_began = None
 
     def _stage(self, step: int) -> None:
-        state = {"rng": rng.capture(self._adapter), "scalars": self._adapter.scalars()}
+        scalars, data = self._adapter.scalars(), self._context.tapes.states()
+        state = {"rng": rng.capture(self._adapter), "scalars": scalars, "data": data}
         records = self._log.records(step - 1) if step > 0 else codec.encode([])
         self._stager.stage(step, self._groups.generation, codec.encode(state), records)
 
@@ -133,30 +134,35 @@ class Swapping:
             forget(change)
             self._context.offer_store()
             self._swap()
+        self._context.tapes.load(self._state_of(self._restored)["data"])
         self._at_exit = rng.capture(self._adapter)
 
     def _restore(self, step: int) -> None:
         newer = self._slots.open(step + 1)
         if newer is not None:
             self._slots.invalidate(step + 1)
-        header = self._slots.open(step)
-        invariant(header is not None, f"rank {self._rank} was told to restore step {step}, which its arena lacks")
-        assert header is not None
-        invariant(header.layout_hash == self._layout.digest, "the snapshot was laid out for another rank or model")
-        state = codec.decode(header.scalars)
+        state = self._state_of(step)
         self._layout.load(self._slots.payload(step))
         self._adapter.load(state["scalars"])
         self._quietly(self._adapter.after_restore)
         rng.restore(self._adapter, state["rng"])
         self._restored = step
 
+    def _state_of(self, step: int) -> Any:
+        """All of a snapshot but its shard."""
+        header = self._slots.open(step)
+        invariant(header is not None, f"rank {self._rank} was told to restore step {step}, which its arena lacks")
+        assert header is not None
+        invariant(header.layout_hash == self._layout.digest, "the snapshot was laid out for another rank or model")
+        return codec.decode(header.scalars)
+
     def _quietly(self, function: Callable[[], None]) -> None:
         """Calls and collectives of ours, not the script's: neither logged nor redone."""
-        self._inside = True
+        self.inside = True
         try:
             function()
         finally:
-            self._inside = False
+            self.inside = False
 
     def _redo(self, call: Call) -> None:
         call.rewind()

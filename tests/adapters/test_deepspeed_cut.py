@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from deadpool_plugin.adapters.deepspeed import kept
 from deadpool_plugin.adapters.deepspeed.cut import Graph, ScriptsPart, cut, seed
 from deadpool_plugin.errors import Unsupported
+from deadpool_plugin.worker.inputs import COPIED_BYTES_MAX
 
 
 def model():
@@ -78,8 +79,8 @@ def test_communication_in_the_scripts_part_is_refused(tmp_path):
 
 def test_inputs_made_in_inference_mode_are_kept():
     with torch.inference_mode():
-        small, large = torch.ones(2), torch.ones(kept.COPIED_BYTES_MAX)
-        inputs = kept.Inputs((small, large), {})
+        small, large = torch.ones(2), torch.ones(COPIED_BYTES_MAX)
+        inputs = kept.inputs((small, large), {})
     args, _ = inputs.again()
     assert torch.equal(args[0], small) and args[1] is large
 

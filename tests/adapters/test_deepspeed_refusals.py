@@ -11,6 +11,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine  # noqa: E402
 
 from deadpool_plugin.adapters.deepspeed import adam, kept, refusals  # noqa: E402
 from deadpool_plugin.errors import Unsupported  # noqa: E402
+from deadpool_plugin.worker.inputs import COPIED_BYTES_MAX  # noqa: E402
 
 
 @pytest.mark.parametrize("option", refusals.OPTIONS, ids=[option.path for option in refusals.OPTIONS])
@@ -78,12 +79,12 @@ def test_state_made_beforehand_is_what_adam_makes_itself():
 
 def test_an_input_that_requires_grad_is_refused():
     with pytest.raises(Unsupported, match="requires grad"):
-        kept.Inputs((torch.zeros(2, requires_grad=True),), {})
+        kept.inputs((torch.zeros(2, requires_grad=True),), {})
 
 
 def test_a_small_input_is_kept_as_it_was_and_a_large_one_must_stay_so():
-    small, large = torch.ones(4), torch.ones(kept.COPIED_BYTES_MAX // 4 + 1)
-    inputs = kept.Inputs((small,), {"large": large})
+    small, large = torch.ones(4), torch.ones(COPIED_BYTES_MAX // 4 + 1)
+    inputs = kept.inputs((small,), {"large": large})
     small.zero_()
     args, kwargs = inputs.again()
     assert torch.equal(args[0], torch.ones(4)) and kwargs["large"] is large

@@ -22,7 +22,7 @@ from deadpool_plugin.cli.main import COMMANDS, main
 from deadpool_plugin.config import Config
 from deadpool_plugin.core.types import World
 from deadpool_plugin.errors import ConfigError
-from deadpool_plugin.launch import join, roles
+from deadpool_plugin.launch import join, leash, roles
 from deadpool_plugin.transport.guests import JobDescription, Reserve, Reserved
 from deadpool_plugin.transport.handshake import Credentials
 from deadpool_plugin.transport.rendezvous import Hello
@@ -144,8 +144,8 @@ def test_files_are_read_youngest_first_and_damaged_ones_left_out(tmp_path):
 class Member:
     """A member of a job on a thread of its own: what a command that blocks can ask."""
 
-    def __init__(self, folder, command):
-        self.command, self.folder = command, folder
+    def __init__(self, folder, config):
+        self.command, self.folder, self.config = ["s.py", "--local_rank=0", "--lr", "1"], folder, str(config)
         self._up, self._loop = threading.Event(), asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_until_complete, args=(self._serve(),))
         self._thread.start()
@@ -153,8 +153,7 @@ class Member:
 
     async def _serve(self):
         self._end = asyncio.Event()
-        config = self.folder / "d.yaml"
-        roster = Roster(4, Job(self.command, str(self.folder), str(config), {}), ("m", 5))
+        roster = Roster(4, Job(self.command, str(self.folder), self.config, {}), ("m", 5))
         roster.members = lambda: World(1, (4,))
         roster.job_id = MEMBERS_JOB
         mesh = ControlMesh(
@@ -164,7 +163,7 @@ class Member:
         self.hello = hello(4, control=await mesh.listen(), config_digest=Config().digest())
         await mesh.connect({4: self.hello.control})
         roster.know(self.hello)
-        contacts.publish(self.folder / "logs", self.hello, str(config), MEMBERS_JOB)
+        contacts.publish(self.folder / "logs", self.hello, self.config, MEMBERS_JOB)
         self._up.set()
         await self._end.wait()
         await mesh.close()
@@ -176,14 +175,21 @@ class Member:
 
 
 @pytest.fixture
-def member(folder):
+def serve(folder):
+    """A member of a job whose nodes name this configuration file."""
     secret = folder / "secret"
     secret.touch(mode=0o600)
     secret.write_text(SECRET)
     (folder / "d.yaml").write_text(f"secret_file: {secret}\noutput_dir: {folder / 'logs'}\n")
-    made = Member(folder, ["s.py", "--local_rank=0", "--lr", "1"])
-    yield made
-    made.close()
+    made = []
+    yield lambda config: made.append(Member(folder, config)) or made[-1]
+    for member in made:
+        member.close()
+
+
+@pytest.fixture
+def member(serve, folder):
+    return serve(folder / "d.yaml")
 
 
 def test_a_job_is_found_by_its_output_dir_with_its_own_configuration(member, folder):
@@ -193,6 +199,35 @@ def test_a_job_is_found_by_its_output_dir_with_its_own_configuration(member, fol
     assert found.description.hellos == [member.hello] and found.description.members == (4,)
     assert found.config == str(folder / "d.yaml") and found.secret == SECRET.encode()
     assert asyncio.run(join.reserve(found)) == 5
+
+
+@pytest.fixture
+def launched(serve):
+    """The same job, by `deadpool launch`: its nodes name a configuration that no other host has."""
+    return serve(leash.folder(leash.new_job()) / "config.yaml")
+
+
+def test_a_launched_job_is_found_by_its_output_dir(launched, folder):
+    told = leash.for_guests(folder / "logs", launched.config)
+    told.write_text((folder / "d.yaml").read_text())
+    found = join.find(join.Wish(job=folder / "logs"))
+    assert found.config == str(told) and found.secret == SECRET.encode()
+
+
+def test_a_launched_job_whose_configuration_is_not_there_says_what_to_give(launched, folder):
+    with pytest.raises(ConfigError, match=r"started by `deadpool launch`.*logs/nodes/deadpool-.*--deadpool-config"):
+        join.find(join.Wish(job=folder / "logs"))
+    secret = folder / ".deadpool" / "secret"
+    secret.parent.mkdir()
+    (folder / "secret").rename(secret)
+    with pytest.raises(ConfigError, match=r"started by `deadpool launch`.*or the job's output_dir by --job"):
+        join.find(join.Wish(to=launched.hello.control))
+
+
+def test_a_launched_job_can_be_joined_with_the_file_it_was_launched_with(launched, folder):
+    for where in ({"job": folder / "logs"}, {"to": launched.hello.control}):
+        wish = join.Wish(config="d.yaml", **where)
+        assert join.find(wish).config == str(folder / "d.yaml")
 
 
 def test_a_job_is_found_by_the_address_of_a_member(member, folder):

@@ -101,6 +101,14 @@ def test_the_secret_is_in_a_file_only(job, tmp_path):
     assert not Path(words[words.index("--deadpool-config") + 1]).parent.exists()
 
 
+def test_guests_are_told_of_the_users_own_secret_file(job, tmp_path):
+    told = "import shutil\nfor path in Path('logs/nodes').glob('*.yaml'): shutil.copy(path, 'told.yaml')\n"
+    assert job(told + log(0, events.JobFinished())) == 0
+    known = config.load(tmp_path / "told.yaml")
+    assert (known.secret_path, known.patience_s) == (tmp_path / "secret", 3.0)
+    assert not list((tmp_path / "logs" / "nodes").iterdir())
+
+
 def test_nothing_starts_unless_every_host_is_ready(job, tmp_path):
     with pytest.raises(ConfigError, match="unreachable: ssh: no route to unreachable; expected all hosts"):
         job(hosts=["h1", "unreachable"])

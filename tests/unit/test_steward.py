@@ -12,10 +12,12 @@ import msgspec
 import pytest
 
 from deadpool_plugin import events
+from deadpool_plugin.agent import contacts
 from deadpool_plugin.agent.meeting import versions
 from deadpool_plugin.errors import ConfigError
 from deadpool_plugin.launch import leash, steward
 from deadpool_plugin.launch.carriers import carriers
+from deadpool_plugin.transport.rendezvous import Hello
 
 SECRET = b"a secret that is long enough"
 LIMIT_S = 30.0
@@ -33,7 +35,7 @@ class Host:
 
     def __init__(self, directory, patience_s=20.0, **changes):
         settings = f"output_dir: {directory / 'logs'}\npatience_s: {patience_s}\n"
-        word = leash.Prepare(leash.new_job(), 1, settings, SECRET, "s.py", versions())
+        word = leash.Prepare(leash.new_job(), 1, settings, SECRET, "s.py", versions(), "spares: 1\n")
         self.word = msgspec.structs.replace(word, **{**changes, "config": settings + changes.get("config", "")})
         self.folder, self.log = leash.folder(self.word.job), directory / "logs" / "events.1.jsonl"
         (directory / "s.py").touch()
@@ -102,6 +104,22 @@ def test_only_the_owner_reads_what_it_puts_in_place_and_nothing_stays(host):
     one.say(leash.Tell())
     assert one.hear() == leash.Told([], 0)
     one.ended()
+
+
+def test_hosts_that_join_find_the_configuration_until_the_last_node_has_gone(host, tmp_path):
+    one = host()
+    told = leash.for_guests(tmp_path / "logs", f"{one.folder}/config.yaml")
+    assert told.read_text() == "spares: 1\n" and told.parent == tmp_path / "logs" / contacts.FOLDER
+    other = Hello(4, "host4", ("127.0.0.1", 1), ("127.0.0.1", 2), 1, {}, "")
+    contacts.publish(tmp_path / "logs", other, f"{one.folder}/config.yaml")
+    one.say(leash.Tell())
+    one.ended()
+    assert told.exists()
+    last = host(job=one.word.job)
+    contacts.withdraw(tmp_path / "logs", 4)
+    last.say(leash.Tell())
+    last.ended()
+    assert not told.exists()
 
 
 @pytest.mark.parametrize(
@@ -191,7 +209,7 @@ def test_a_steward_that_is_ended_takes_the_secret_with_it(host, number):
 
 
 def test_nothing_stays_where_not_everything_could_be_written(monkeypatch):
-    word = leash.Prepare(leash.new_job(), 0, "spares: 1", SECRET, "", {})
+    word = leash.Prepare(leash.new_job(), 0, "spares: 1", SECRET, "", {}, "")
     put = steward.put
     monkeypatch.setattr(
         steward, "put", lambda path, content: put(path if path.name == "secret" else path / "x", content)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from deadpool_plugin.errors import Unsupported
+from deadpool_plugin.errors import Divergence, Unsupported
 from deadpool_plugin.worker import codec, skipping
 from deadpool_plugin.worker.iterators import IteratorTable, RewindIterator
 from deadpool_plugin.worker.skipping import skip
@@ -48,14 +48,14 @@ class Counting(Dataset):
 def test_a_single_process_loader_is_skipped_without_reading():
     data = Counting()
     loader = iter(DataLoader(data, batch_size=2))
-    skip(loader, 3)
+    RewindIterator(loader).skip(3)
     assert data.reads == 0
     assert next(loader).tolist() == [6, 7]
 
 
 def test_other_iterators_are_skipped_by_reading():
     source = iter(range(10))
-    skip(source, 4)
+    RewindIterator(source).skip(4)
     assert next(source) == 4
 
 
@@ -102,7 +102,7 @@ def test_a_loader_that_shuffles_draws_alike_when_it_is_rewound_and_when_it_is_fo
     assert [(next(it).tolist(), torch.rand(1).item()) for _ in range(8)] == first
     follower = endless()
     torch.manual_seed(99)
-    skip(follower, *codec.decode(codec.encode(pulled)))
+    RewindIterator(follower).skip(*codec.decode(codec.encode(pulled)))
     torch.set_rng_state(end)
     follows = next(follower).tolist()
     torch.set_rng_state(end)
@@ -145,6 +145,13 @@ def test_a_loader_with_processes_over_a_known_data_set_is_moved_without_reading(
     skip(behind, 2000 - 1505 - 1)
     assert [batch.tolist() for batch in behind] == plain[-1:]
     assert data.reads.item() < 60
+
+
+def test_a_data_set_that_has_become_shorter_is_no_end_of_the_data(known):
+    loader = iter(DataLoader(Shared(10), batch_size=2, num_workers=1))
+    skip(loader, 6)
+    with pytest.raises(Divergence, match="before 6 batches"):
+        next(loader)
 
 
 def test_one_that_begins_anew_has_missed_nothing(known):

@@ -10,6 +10,7 @@ import functools
 import gc
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -54,6 +55,13 @@ class DeepSpeedAdapter:
 
     # ---- state
 
+    def is_used(self) -> bool:
+        return any(made() is not None for made in self._made)
+
+    def inside_step(self) -> AbstractContextManager[None]:
+        assert self._calls is not None
+        return self._calls.inside()
+
     def attach(self) -> None:
         gc.collect()  # engines that the script has let go of are full of cycles
         engines = [engine for engine in (made() for made in self._made) if engine is not None]
@@ -89,6 +97,12 @@ class DeepSpeedAdapter:
 
     def load(self, scalars: Scalars) -> None:
         self.state.load(scalars)
+
+    def visible(self) -> Scalars:
+        return self.state.visible()
+
+    def show(self, visible: Scalars) -> None:
+        self.state.show(visible)
 
     def entry_state(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], None]:
         return functools.partial(self.state.load_entry, self.state.entry())

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ...errors import Unsupported
+from ...errors import WHOLE_STEP, Unsupported
 from ...worker.adapter import CallHandler, CallKind
 from .cut import Graph, ScriptsPart
 from .engine_calls import Backward, Batch, DirectBackward, Forward, Parts, Step
@@ -158,7 +158,7 @@ class Calls:
             raise Unsupported(
                 "a script's own loss.backward() ended on another thread than the script's",
                 "engine.backward(loss) on GPUs",
-                "call that",
+                f"call that, or {WHOLE_STEP}",
             )
         parts, self._direct = self._direct, []
         self.handler("loss.backward", CallKind.PLAIN, DirectBackward(self, parts), (), {})

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ...errors import Unsupported
+from ...errors import WHOLE_STEP, Unsupported
 
 
 class Graph:
@@ -121,7 +121,7 @@ class ScriptsPart:
                 raise Unsupported(
                     "the loss uses parameters of the engine's model beside what engine.forward returned",
                     "all uses of parameters inside the model's forward",
-                    "compute such a term (a penalty on weights, say) in the model's forward and return it",
+                    f"compute such a term (a penalty on weights, say) in the model's forward, or {WHOLE_STEP}",
                 )
             raise Unsupported(
                 f"the loss trains a parameter of the script's own ({list(leaf.shape)}) outside the engine",
@@ -132,5 +132,5 @@ class ScriptsPart:
             raise Unsupported(
                 f"the loss is computed with {self.communicates[0]} of torch.distributed outside the engine",
                 "no communication in the script's own part of a backward, which is not redone",
-                "compute it in the model's forward",
+                f"compute it in the model's forward, or {WHOLE_STEP}",
             )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...errors import Unsupported
+from ...errors import WHOLE_STEP, Unsupported
 from ...worker.adapter import Followed
 from . import kept
 from .cut import Graph, ScriptsPart, cut, pairs, seed
@@ -33,7 +33,7 @@ class Forward(Followed):
         self, calls: Calls, original: Callable[..., Any], engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         self._calls, self._original, self._engine = calls, original, engine
-        self._inputs = kept.Inputs(args, kwargs)
+        self._inputs = kept.inputs(args, kwargs)
         self._given: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
         self._is_done = False
         self._graph: Callable[[], Graph | None] = lambda: None
@@ -113,7 +113,7 @@ class Backward(Followed):
             raise Unsupported(
                 "engine.backward was given a loss that does not come from this step's engine.forward",
                 "a loss computed from what engine.forward returned since the last engine.step",
-                "or run this script without deadpool_plugin",
+                WHOLE_STEP,
             )
         return parts
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...errors import Unsupported
+from ...errors import WHOLE_STEP, Unsupported
 from ...worker.adapter import Scalars
 from . import adam
 from .partitioned import Partitioned
@@ -95,7 +95,7 @@ class EngineState:
             raise Unsupported(
                 "the script communicates gradients outside the engine's calls",
                 "the engine to reduce them",
-                "leave gradients to engine.backward and engine.step, or run this job without deadpool_plugin",
+                f"leave gradients to engine.backward and engine.step, or {WHOLE_STEP}",
             )
         return any(memory == own.untyped_storage().data_ptr() for own in (*self._parameters, *self.buffers))
 

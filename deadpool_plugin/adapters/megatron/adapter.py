@@ -8,8 +8,10 @@ Source: megatron-core 0.16.1; shared state as measured per sub-optimizer of Chai
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -81,6 +83,12 @@ class MegatronAdapter:
 
     # ---- state
 
+    def is_used(self) -> bool:
+        return bool(self._optimizers)
+
+    def inside_step(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
     def attach(self) -> None:
         nested = {id(inner) for outer in self._optimizers for inner in getattr(outer, "chained_optimizers", ())}
         outermost = [optimizer for optimizer in self._optimizers if id(optimizer) not in nested]
@@ -118,6 +126,13 @@ class MegatronAdapter:
         self._load_schedulers(scalars["schedulers"])
         self.state.load_scalars(scalars["optimizer"])
         experts.load_tracked_losses(scalars["experts"])
+
+    def visible(self) -> Scalars:
+        return {"groups": self.state.group_scalars(), "schedulers": [_scheduler_state(s) for s in self._schedulers]}
+
+    def show(self, visible: Scalars) -> None:
+        self.state.load_group_scalars(visible["groups"])
+        self._load_schedulers(visible["schedulers"])
 
     def _load_schedulers(self, states: list[Scalars]) -> None:
         for scheduler, saved in zip(self._schedulers, states, strict=True):

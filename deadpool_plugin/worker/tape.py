@@ -1,0 +1,193 @@
+"""One source of data with all passes over it as a single sequence of events, which can be rewound and moved forward.
+
+Rules of this file: events are the beginning of a pass, its items and its end, so that a redo may cross from one epoch
+into the next. A survivor's source is never touched by a rewind: events are kept for as long as a redo could ask for
+them. A newcomer's source is set to the state that the rank's own had at the restore step, where sources tell their
+state; others are read again up to that place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ..errors import Divergence, Unsupported, invariant
+from . import codec, rng
+from .iterators import POINTER, RewindIterator, reading
+from .skipping import skip
+
+BEGUN, ENDED = object(), object()
+"""Events beside items."""
+
+
+class Source:
+    """What the script has, as an endless iterator over events; `begins`: the next one shall be BEGUN."""
+
+    def __init__(self, given: Any) -> None:
+        self.given = given
+        self.items: Iterator[Any] | None = None
+        self.begins = False
+        methods = (getattr(given, name, None) for name in ("state_dict", "load_state_dict"))
+        self.is_stateful = all(map(callable, methods))
+
+    def __next__(self) -> Any:
+        if self.begins:
+            self.begins = False
+            self.items = iter(self.given)
+            return BEGUN
+        if self.items is None:
+            return ENDED
+        try:
+            return next(self.items)
+        except StopIteration:
+            self.items = None
+            return ENDED
+
+    def skip(self, is_item: bool) -> None:
+        """The next event happens, and nobody sees it."""
+        if not is_item:
+            next(self)
+            return
+        try:
+            skip(self.items or iter(()), 1)
+        except StopIteration:
+            raise Divergence(
+                f"a pass over a resumable {type(self.given).__name__} ended earlier than in the process before it",
+                "the same items",
+                "resume from something that gives the same each time the script is run, or tells its state",
+            ) from None
+
+    def state(self) -> bytes:
+        """Raises: Unsupported if it is no plain data."""
+        with rng.preserved():
+            try:
+                return codec.encode(self.given.state_dict())
+            except Unsupported as error:
+                raise Unsupported(
+                    f"the state_dict() of a {type(self.given).__name__} cannot be kept: {error.found}",
+                    "None, numbers, strings, bytes, tensors, and lists, tuples and dicts of them",
+                    "give deadpool_plugin.data.resumable an iterable without state_dict: it is then read again",
+                ) from error
+
+    def load(self, state: bytes) -> None:
+        """As in torchdata: the pass that begins after `load_state_dict` goes on where the state was taken."""
+        with rng.preserved():
+            self.given.load_state_dict(codec.decode(state))
+            self.items = iter(self.given)
+
+
+class Tape(RewindIterator):
+    """Events of one source, from the first on. Thread: the script's main thread."""
+
+    inner: Source  # type: ignore[assignment]
+
+    def __init__(self, given: Any) -> None:
+        super().__init__(Source(given))  # type: ignore[arg-type]
+        self._states: dict[int, bytes | None] = {}
+        self._owed: list[tuple[int, Sequence[Sequence[Any]], Sequence[Sequence[Any]]]] = []
+        self._is_nested: bool | None = None
+
+    # ---- the script
+
+    def begin(self) -> None:
+        """A pass begins, whatever became of the one before."""
+        event = self._next(begins=True)
+        if event is not BEGUN:
+            raise _differs("a pass was begun", event)
+
+    def pull(self) -> Any:
+        """The next item. Raises: StopIteration at the end of the pass."""
+        event = self._next(begins=False)
+        if event is BEGUN:
+            raise _differs("an item was asked for", event)
+        if event is ENDED:
+            raise StopIteration
+        return event
+
+    def _next(self, begins: bool) -> Any:
+        self._settle()
+        if self.position == self._first_kept + len(self._kept):  # not in a redo
+            self.inner.begins = begins
+        nested = RewindIterator.reading > 0
+        if self._is_nested not in (None, nested):
+            raise Unsupported(
+                f"a resumable {type(self.inner.given).__name__} is read both directly and through another iterator "
+                "that a training call is given",
+                "one way",
+                "wrap the outermost iterable with deadpool_plugin.data.resumable, and only that",
+            )
+        self._is_nested = nested
+        return next(self.inner) if nested else super().__next__()
+
+    # ---- records and followers
+
+    def pulled_since(self, position: int) -> list[Any]:
+        events = list(self._kept)[position - self._first_kept : self.position - self._first_kept]
+        passes = [
+            [n, event.value is BEGUN] for n, event in enumerate(events) if event.value is BEGUN or event.value is ENDED
+        ]
+        return [*super().pulled_since(position), passes]
+
+    def skip(self, count: int, draws: Sequence[Sequence[Any]] = (), passes: Sequence[Sequence[Any]] = ()) -> None:
+        """In a follower. A source that tells its state is not read until the script itself asks for an item."""
+        self.forget()
+        if count == 0:
+            return
+        self.position = self._first_kept = self.position + count
+        self._owed.append((count, draws, passes))
+        if not self.inner.is_stateful:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Go over the events that a follower has skipped."""
+        owed, self._owed = self._owed, []
+        for count, draws, passes in owed:
+            before = {number: states for number, states in draws}
+            begins = {number: is_begin for number, is_begin in passes}
+            with rng.preserved(), reading():
+                for number in range(count):
+                    if number in before:
+                        rng.restore_host(before[number])
+                    self.inner.begins = begins.get(number, False)
+                    self.inner.skip(is_item=number not in begins)
+
+    def forget(self) -> None:
+        """Nobody will rewind to anything before this moment."""
+        self.forget_before(self.position)
+
+    def forget_before(self, position: int) -> None:
+        super().forget_before(position)
+        self._states = {place: state for place, state in self._states.items() if place >= position}
+
+    # ---- snapshots
+
+    def state(self) -> bytes | None:
+        """The source's state at this position; None where it has none to tell: between passes, for instance.
+
+        Blocks: while the source makes it, at every cut.
+        """
+        if self.position not in self._states:
+            invariant(self.position == self._first_kept + len(self._kept), "a redo has come to a cut that is new")
+            tells = self.inner.is_stateful and self.inner.items is not None and not self._is_nested and not self._owed
+            self._states[self.position] = self.inner.state() if tells else None
+        return self._states[self.position]
+
+    def load(self, state: bytes | None) -> None:
+        """In a newcomer, at the cut where a rank's own tape told `state`: make the source's the same.
+
+        Blocks: for the source, unless following it has brought it there already.
+        """
+        if state is None or (not self._owed and self.inner.items is not None and self.inner.state() == state):
+            return
+        self._owed.clear()
+        self.forget()
+        self.inner.load(state)
+
+
+def _differs(done: str, event: object) -> Divergence:
+    was = {BEGUN: "the beginning of a pass", ENDED: "the end of a pass"}.get(event, "an item")
+    return Divergence(
+        f"a training call that was done again read other data than the first time: {done}, and there was {was}",
+        "the same",
+        f"what a call reads must not depend on the time or on what it did before; {POINTER}",
+    )

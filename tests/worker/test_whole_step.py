@@ -1,0 +1,109 @@
+"""A function under `@deadpool_plugin.step`: plain without the plugin, one call of kind STEP with it."""
+
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import deadpool_plugin
+from deadpool_plugin.errors import Unsupported
+from deadpool_plugin.worker import codec
+from deadpool_plugin.worker.adapter import CallKind, Followed
+from deadpool_plugin.worker.inputs import COPIED_BYTES_MAX
+from deadpool_plugin.worker.whole_step import WholeStep, WholeSteps
+
+
+class FakeAdapter:
+    def __init__(self, used=True):
+        self.used, self.depth, self.shown = used, 0, None
+
+    def is_used(self):
+        return self.used
+
+    @contextlib.contextmanager
+    def inside_step(self):
+        self.depth += 1
+        yield
+        self.depth -= 1
+
+    def visible(self):
+        return {"lr": 0.5}
+
+    def show(self, visible):
+        self.shown = visible
+
+
+@deadpool_plugin.step
+def train_step(batch, adapter=None, scale=1):
+    """Doubles."""
+    assert adapter is None or adapter.depth == 1
+    return {"loss": batch.sum() * scale, "rest": (batch.tolist(), None)}
+
+
+def test_without_the_plugin_the_function_is_called_as_it_is(monkeypatch):
+    monkeypatch.setattr(WholeSteps, "installed", None)
+    assert train_step(torch.ones(3), scale=2)["loss"] == 6
+    assert train_step.__name__ == "train_step" and train_step.__doc__ == "Doubles."
+
+
+def test_with_it_the_function_is_one_call_of_the_framework_that_is_used(monkeypatch):
+    made, adapter = [], FakeAdapter()
+
+    def call(*given):
+        made.append(given)
+        return given[3]()
+
+    monkeypatch.setattr(WholeSteps, "installed", WholeSteps([FakeAdapter(used=False), adapter], call))
+    value = train_step(torch.ones(3), adapter, scale=4)
+    assert value["loss"] == 12 and adapter.depth == 0
+    ((owner, name, kind, function, args, kwargs),) = made
+    assert (owner, name, kind, args, kwargs) == (adapter, "step train_step", CallKind.STEP, (), {})
+    assert isinstance(function, Followed)
+
+
+def test_it_is_redone_with_the_arguments_it_had():
+    seen = []
+    small, large, own = torch.ones(2), torch.zeros(COPIED_BYTES_MAX), torch.nn.Parameter(torch.zeros(2))
+    holder = SimpleNamespace(count=0)
+    step = WholeStep(FakeAdapter(), lambda *given: seen.append(given), ([small, large], own, holder), {})
+    step()
+    assert seen[0][0][0] is small
+    small.zero_()
+    with torch.no_grad():
+        own.add_(1)
+    step()
+    (again, its_large), its_own, its_holder = seen[1]
+    assert again.tolist() == [1, 1] and its_large is large and its_own is own and its_holder is holder
+    large.add_(1)
+    with pytest.raises(Unsupported, match="changed in place after step"):
+        step()
+
+
+def test_a_follower_is_told_the_value_and_what_the_script_can_see():
+    adapter = FakeAdapter()
+    step = WholeStep(adapter, lambda: pytest.fail("a follower runs nothing"), (), {})
+    value = {"loss": torch.tensor(2.5, requires_grad=True) * 2, "norms": [1.0, (torch.arange(3), None)]}
+    told = codec.decode(codec.encode(step.outcome(value)))
+    heard = step.skipped(told)
+    assert heard["loss"].item() == 5 and not heard["loss"].requires_grad
+    assert heard["norms"][0] == 1 and heard["norms"][1][0].tolist() == [0, 1, 2] and heard["norms"][1][1] is None
+    assert adapter.shown == {"lr": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("value", "loss"),
+    [
+        (2.5, 2.5), (torch.tensor([2.5]), 2.5), ({"loss": 2.5, "other": 1}, 2.5), ((2.5, 7), 2.5), (None, None),
+        (torch.ones(2), None), ({"other": 1}, None), ([], None), ("2.5", None),
+    ],
+)  # fmt: skip
+def test_the_loss_is_found_in_what_it_returns(value, loss):
+    assert WholeStep.loss(value) == loss
+
+
+def test_with_nothing_to_train_or_a_graph_from_outside_it_is_refused():
+    with pytest.raises(Unsupported, match="train_step, which is under @deadpool_plugin.step, was called with nothing"):
+        WholeSteps([FakeAdapter(used=False)], lambda *given: None).call(train_step, (), {})
+    with pytest.raises(Unsupported, match="begins outside"):
+        WholeStep(FakeAdapter(), train_step, (torch.ones(2, requires_grad=True) * 2,), {})
