@@ -37,10 +37,8 @@ from .io import (
     LinkLost,
     NewcomerMoved,
     NodeGivenUp,
-    PauseWorkers,
     Received,
     Reconfigure,
-    ResumeWorkers,
     SnapshotHeld,
     SpareFailed,
     SpareRehearsed,
@@ -55,7 +53,6 @@ from .io import (
     WorkerRestored,
     WorldFormed,
 )
-from .membership import is_quorum
 from .messages import (
     Accepted,
     Decided,
@@ -74,11 +71,11 @@ from .messages import (
     Verdict,
     generation_of,
 )
+from .pausing import Pausing
 from .phases import IllegalMove, Phase, moved, phase_of
 from .placement import held_by
 from .policy import Policy
 from .rehearsing import Rehearsing
-from .suspicion import PAUSE_INTERVALS
 from .suspicion import suspects as suspects_at
 from .swaps import Swaps
 from .timing import Timing
@@ -94,6 +91,7 @@ class Controller:
         self._ctx = Context(node, timing, policy)
         self._inventory = Inventory()
         self._failures = Failures(self._ctx)
+        self._pausing = Pausing(self._ctx)
         self._rehearsing = Rehearsing(self._ctx, self._inventory, self._failures)
         self._candidates = joining.Candidates(self._ctx)
         self._joining: joining.Joining | None = None
@@ -102,7 +100,7 @@ class Controller:
         self._begin_generation()
         self._early: list[Received] = []
         self._changed = False
-        self._reported_at = self._stepped_at = self._paused_at = 0.0
+        self._reported_at = 0.0
         self._watching: tuple[Generation, NodeId] | None = None
 
     # -- what the caller may look at ---------------------------------------------------------------------------
@@ -133,44 +131,16 @@ class Controller:
         if ctx.ended:
             return []
         ctx.watch.excuse_pause(now - ctx.now, ctx.timing)
-        self._stepped_at, ctx.now = ctx.now, now
+        before, ctx.now = ctx.now, now
         _INPUTS[type(event)](self, event)
         self._mark()
-        self._pause_without_contact()
+        if reason := self._pausing.look(before):
+            self._get_stuck(reason)
+            self._swaps.voter.fence_generation()
+            self._mark()
         self._settle()
         actions, ctx.actions = ctx.actions, []
         return actions
-
-    def _pause_without_contact(self) -> None:
-        """Others may replace this node soon: what it runs must stand still by then, and may go on if they have not."""
-        ctx = self._ctx
-        if ctx.ended or ctx.swapping or not ctx.has_trained:
-            return
-        silence_s = ctx.now - ctx.contact_at
-        alone = is_quorum(ctx.world, (ctx.node,), ctx.policy.witness)
-        runs = ctx.world.ranks_of(ctx.node) and not alone
-        if runs and not ctx.in_contact and not ctx.paused:
-            ctx.paused, self._paused_at = True, ctx.now
-            ctx.emit("ContactLost", reason=f"no contact with a majority for {silence_s:.1f} s{self._own_pause()}")
-            ctx.act(PauseWorkers())
-        elif ctx.paused and ctx.in_contact:
-            self._resume()
-            ctx.emit("ContactRegained", duration_s=ctx.now - self._paused_at)
-        elif ctx.paused and ctx.now - self._paused_at >= 2 * ctx.timing.silent_after_s:
-            self._get_stuck(f"no contact with a majority for {silence_s:.1f} s")
-            self._swaps.voter.fence_generation()
-            self._mark()
-
-    def _own_pause(self) -> str:
-        """For people: whether it is this node that stood still."""
-        gap_s = self._ctx.now - self._stepped_at
-        paused = gap_s > PAUSE_INTERVALS * self._ctx.timing.heartbeat_interval_s
-        return f" (this agent itself stood still for {gap_s:.1f} s)" if paused else ""
-
-    def _resume(self) -> None:
-        if self._ctx.paused:
-            self._ctx.paused = False
-            self._ctx.act(ResumeWorkers())
 
     def _mark(self) -> None:
         self.phase = moved(self.phase, phase_of(self._ctx, self._joining is not None))
@@ -344,7 +314,7 @@ class Controller:
         if ctx.fenced_for < plan.world.generation:
             ctx.fenced_for, ctx.swap_since = plan.world.generation, ctx.now
             ctx.act(AbortWorkers(plan.world.generation))
-        self._resume()
+        self._pausing.resume()
         self._enter(plan)
         ctx.act(Reconfigure(plan))
 

@@ -1,0 +1,57 @@
+"""A node without contact to a majority stops its workers before others may replace it, and lets them go on if none has.
+
+Rules of this file: contact.py knows when contact is certain; a node that is a majority by itself never stands still.
+May import context, io, membership and suspicion.
+"""
+
+from __future__ import annotations
+
+from .context import Context
+from .io import PauseWorkers, ResumeWorkers
+from .membership import is_quorum
+from .suspicion import PAUSE_INTERVALS
+
+
+class Pausing:
+    """Whether this node's workers stand still."""
+
+    def __init__(self, context: Context) -> None:
+        self._ctx = context
+        self._paused_at = 0.0
+
+    def look(self, before: float) -> str:
+        """Pause or resume, if it is time to.
+
+        Args:
+            before: when the input before this one was taken in.
+
+        Returns: why this generation cannot go on any more, "" if it can.
+        """
+        ctx = self._ctx
+        if ctx.ended or ctx.swapping or not ctx.has_trained:
+            return ""
+        reason = f"no contact with a majority for {ctx.now - ctx.contact_at:.1f} s"
+        alone = is_quorum(ctx.world, (ctx.node,), ctx.policy.witness)
+        runs = ctx.world.ranks_of(ctx.node) and not alone
+        if runs and not ctx.in_contact and not ctx.paused:
+            ctx.paused, self._paused_at = True, ctx.now
+            ctx.emit("ContactLost", reason=f"{reason}{self._own_pause(before)}")
+            ctx.act(PauseWorkers())
+        elif ctx.paused and ctx.in_contact:
+            self.resume()
+            ctx.emit("ContactRegained", duration_s=ctx.now - self._paused_at)
+        elif ctx.paused and ctx.now - self._paused_at >= 2 * ctx.timing.silent_after_s:
+            return reason
+        return ""
+
+    def resume(self) -> None:
+        """The workers may go on, if they stand still."""
+        if self._ctx.paused:
+            self._ctx.paused = False
+            self._ctx.act(ResumeWorkers())
+
+    def _own_pause(self, before: float) -> str:
+        """For people: whether it is this node that stood still."""
+        gap_s = self._ctx.now - before
+        paused = gap_s > PAUSE_INTERVALS * self._ctx.timing.heartbeat_interval_s
+        return f" (this agent itself stood still for {gap_s:.1f} s)" if paused else ""
