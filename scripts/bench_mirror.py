@@ -206,7 +206,7 @@ class Bench:
         runner = [sys.executable, str(SCRIPTS / "run_plain.py"), "--ranks", str(RANKS), "--logs"]
         self.jobs["plain"].cluster.start(0, [*runner, str(self.args.out / "plain" / "output"), "--", *command["plain"]])
         self._await("plain")
-        settings = argparse.Namespace(out=self.args.out / "plugin", spares=0, patience=10.0)
+        settings = argparse.Namespace(out=self.args.out / "plugin", spares=0, patience=10.0, framework="megatron")
         demo.write_config(settings)
         config = ["--deadpool-config", str(settings.out / "deadpool.yaml")]
         self.jobs["plugin"].cluster.launch(["--module", "deadpool_plugin.run", *command["plugin"], *config])
