@@ -52,7 +52,7 @@ class Source:
             skip(self.items or iter(()), 1)
         except StopIteration:
             raise Divergence(
-                f"a pass over a resumable {type(self.given).__name__} ended earlier than in the process before it",
+                f"a pass over a resumable {type(self.given).__name__} ended earlier than the rank's own",
                 "the same items",
                 "resume from something that gives the same each time the script is run, or tells its state",
             ) from None
