@@ -44,7 +44,7 @@ MAKES_STEP = frozenset({CallKind.UPDATE, CallKind.STEP})
 class Followed:
     """The `function` of a call whose followers are told something else than its value (plain data and tensors)."""
 
-    def __call__(self) -> Any:
+    def __call__(self, *args: Any) -> Any:
         """Execute it."""
         raise NotImplementedError
 
