@@ -13,6 +13,9 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import train_gpt as script  # noqa: E402
 
+import deadpool_plugin  # noqa: E402
+from deadpool_plugin.data import resumable  # noqa: E402
+
 plain_build, plain_batch, plain_evaluate = script.build_model, script.get_batch, script.evaluate
 
 
@@ -39,13 +42,18 @@ def evaluate(*args):
 def train(args, model, optimizer, scheduler, train_data, valid_data, do_valid, checkpoints):
     model[0].train()
     for step in range(1, args.train_iters + 1):
+        if MODE == "edited":
+            numbers = edited(args, model, optimizer, scheduler, step)
+            numbers["eval"] = None
+            script.log_step(args, step, 0.0, numbers)
+            continue
         if MODE == "shuffle" and step % 3 == 1:  # a new epoch: the permutation comes from the default generator
-            data = script.torch.utils.data.DataLoader(LOADED[0], batch_size=args.micro_batch_size, shuffle=True)
-            train_data = [iter(data)]
+            train_data = [iter(shuffled(args, LOADED[0]))]
         model[0].zero_grad_buffer()
         optimizer.zero_grad()
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=MODE == "autocast"):
-            losses = script.run_microbatches(args, model, train_data, forward_only=False)
+            data = [None] if MODE in LOADERS else train_data
+            losses = script.run_microbatches(args, model, data, forward_only=False)
         if MODE == "gradients":
             for buffer in model[0].buffers:
                 dist.all_reduce(buffer.grad_data)
@@ -66,15 +74,80 @@ def train(args, model, optimizer, scheduler, train_data, valid_data, do_valid, c
         script.log_step(args, step, 0.0, numbers)
 
 
+@deadpool_plugin.step
+def edited(args, model, optimizer, scheduler, step):
+    """An iteration that changes gradients between backward and update."""
+    model[0].zero_grad_buffer()
+    optimizer.zero_grad()
+    losses = script.run_microbatches(args, model, [None], forward_only=False)
+    for buffer in model[0].buffers:
+        buffer.grad_data.mul_(1 + 0.1 * (step % 3))
+    _, grad_norm, _ = optimizer.step()
+    scheduler.step(increment=script.global_batch_size(args))
+    return {"loss": script.average_loss(losses), "grad_norm": grad_norm, "lr": optimizer.param_groups[0]["lr"]}
+
+
 LOADED = []
 plain_iterator = script.data_iterator
 
 
 def data_iterator(args, dataset, *options):
     LOADED.append(dataset)
+    if MODE in LOADERS and len(LOADED) == 1:
+        return Closed(LOADERS[MODE](args, torch.utils.data.Subset(dataset, range(10))))
     return plain_iterator(args, dataset, *options)
 
 
+def get_batch(data):
+    return plain_batch(LOADED[0] if data is None and MODE in LOADERS else data)
+
+
+class Closed:
+    """An endless iterator that a training call reads although it was not given it: not to be seen as one."""
+
+    def __init__(self, loader):
+        self.loader, LOADED[0] = resumable(loader), self
+        self.items = iter(self.loader)
+
+    def __next__(self):
+        try:
+            return next(self.items)
+        except StopIteration:
+            self.items = iter(self.loader)
+            return next(self.items)
+
+
+def shuffled(args, dataset):
+    return torch.utils.data.DataLoader(dataset, args.micro_batch_size, shuffle=True)
+
+
+class Stateful:
+    """Orders of its own, which a process that replaces this one would draw otherwise."""
+
+    def __init__(self, args, dataset):
+        self.chance = torch.Generator().manual_seed(99 if deadpool_plugin.is_rehearsal() else 1)
+        self.dataset, self.size = dataset, args.micro_batch_size
+        self.order, self.resumes = [], False
+
+    def state_dict(self):
+        return {"chance": self.chance.get_state(), "order": self.order}
+
+    def load_state_dict(self, state):
+        self.chance.set_state(state["chance"])
+        self.order, self.resumes = list(state["order"]), True
+
+    def __iter__(self):
+        if not self.resumes:
+            self.order = torch.randperm(len(self.dataset), generator=self.chance).tolist()
+        self.resumes = False
+        while self.order:
+            batch, self.order = self.order[: self.size], self.order[self.size :]
+            yield torch.utils.data.default_collate([self.dataset[index] for index in batch])
+
+
+LOADERS = {"closure": shuffled, "stateful": Stateful, "edited": shuffled}
+
+
 script.build_model, script.evaluate, script.train = build_model, evaluate, train
-script.data_iterator = data_iterator
+script.data_iterator, script.get_batch = data_iterator, get_batch
 script.main()

@@ -1,4 +1,4 @@
-"""Scripts that draw random numbers, set learning rates, reduce gradients or change buffers between or inside calls."""
+"""Scripts that draw random numbers, set learning rates, reduce gradients, change buffers or read data of their own."""
 
 import sys
 from pathlib import Path
@@ -20,6 +20,12 @@ MODES = [
     ("buffer", (1, 5, "backward")),
     ("autocast", (0, 4, "optimizer")),
     ("inference_mode", (1, 4, "mirror")),
+    ("closure", (1, 4, "forward")),
+    ("closure", (0, 5, "optimizer")),
+    ("stateful", (1, 5, "backward")),
+    ("stateful", (0, 3, "between")),
+    ("edited", (1, 4, "optimizer")),
+    ("edited", (0, 5, "backward")),
     ("unreduced", (1, 5, "between")),
     ("unreduced", (0, 5, "optimizer")),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -31,9 +32,19 @@ def test_every_field_is_documented():
         assert field.description and len(field.description) > 30, name
 
 
-@pytest.mark.parametrize("name", ["minimal.yaml", "full.yaml", "cpu_demo.yaml"])
+@pytest.mark.parametrize("name", ["minimal.yaml", "full.yaml", "cpu_demo.yaml", "deepspeed.yaml"])
 def test_examples_load(name):
     load(CONFIGS / name)
+
+
+def test_configurations_are_explained_and_none_is_forgotten():
+    explained = (CONFIGS / "README.md").read_text()
+    for path in CONFIGS.iterdir():
+        assert path.name == "README.md" or f"| `{path.name}` |" in explained, path.name
+    for path in CONFIGS.glob("*.json"):
+        for name, section in json.loads(path.read_text()).items():
+            for field in [name, *(section if name in ("zero_optimization", "pipeline") else ())]:
+                assert f"{field}`" in explained or f"`{field}" in explained or f'"{field}"' in explained, field
 
 
 def test_the_full_example_shows_every_field_with_its_default():

@@ -1,12 +1,16 @@
 """The plugin's configuration named in a DeepSpeed configuration file instead of by the flag."""
 
 import json
+from pathlib import Path
 
 import pytest
 
+from deadpool_plugin.config import load
 from deadpool_plugin.errors import ConfigError
 from deadpool_plugin.launch.argv import parse
 from deadpool_plugin.launch.deepspeed_config import named_config
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 
 @pytest.fixture
@@ -27,6 +31,13 @@ def test_the_section_names_the_file(configuration, option):
     line = parse(["train.py", *words])
     assert line.config == "job.yaml"
     assert line.command == ["train.py", *words]
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.json")), ids=lambda path: path.name)
+def test_the_examples_name_the_plugins_example(path, monkeypatch):
+    monkeypatch.chdir(CONFIGS.parent)
+    line = parse(["train.py", "--deepspeed_config", str(path)])
+    assert line.config == "configs/deepspeed.yaml" and load(line.config).spares == 1
 
 
 def test_without_a_section_there_is_none(configuration):

@@ -1,0 +1,44 @@
+"""Iterations under `@deadpool_plugin.step` that the plugin would otherwise refuse, or get wrong: bit for bit."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import test_deepspeed  # noqa: E402
+from support.zygote import in_zygote  # noqa: E402
+from test_deepspeed import arguments, compare_runs, plain, run_with_kills  # noqa: E402
+
+pytestmark = getattr(test_deepspeed, "pytestmark", [])
+SCRIPT = str(Path(__file__).resolve().with_name("own_steps.py"))
+CASES = [
+    ("edited", "--zero 0", [(1, 4, "optimizer"), (0, 7, "backward")]),
+    ("penalty", "--zero 1 --scheduler script", [(0, 3, "backward"), (1, 6, "mirror")]),
+    ("gathered", "--zero 2 --dtype bf16 --loss-outside", [(1, 3, "forward"), (0, 6, "optimizer")]),
+]
+
+
+def command(corpus, mode, words):
+    return [SCRIPT, mode, *arguments(corpus, words)[1:]]
+
+
+@pytest.mark.parametrize(("mode", "words", "kills"), CASES, ids=[case[0] for case in CASES])
+@in_zygote
+def test_a_step_of_the_scripts_own_is_redone_as_a_whole(tmp_path, corpus, mode, words, kills):
+    argv = command(corpus, mode, words)
+    expected, run = tmp_path / "plain", tmp_path / "run"
+    expected.mkdir()
+    run.mkdir()
+    plain(argv, 2, expected)
+    run_with_kills(run, argv, kills, rehearse=[kills[0][0]])
+    result = compare_runs.compare(expected, run)
+    assert result["bit_exact"], result["difference"]
+
+
+@pytest.mark.parametrize("mode", ["penalty", "gathered"])
+@in_zygote
+def test_without_the_decorator_it_is_refused_with_a_pointer_to_it(tmp_path, corpus, mode):
+    with pytest.raises(AssertionError, match=r"outside.*to do:.*@deadpool_plugin\.step"):
+        run_with_kills(tmp_path, [*command(corpus, mode, "--zero 1"), "--undecorated"], [], rehearse=[])
