@@ -28,8 +28,7 @@ from .slots import Process, Slot
 from .workers import Workers
 
 CHUNK_STEPS = 64
-TELL_STEPS = 4096
-"""So many steps' records go into one message to a rehearsing process."""
+"""So many steps' records are asked for, or told to a rehearsing process, at a time."""
 SAY_MOVED_S = 10.0
 """Between two words about a newcomer on its way."""
 
@@ -217,7 +216,7 @@ class Spares:
         try:
             while rehearsal.told < self._committed:
                 await self.pull(rehearsal, rehearsal.source, self._committed)
-                self.tell(rehearsal)
+                await self.tell(rehearsal)
         except DeadpoolError as error:
             self._reports.emit("Note", text=f"cannot follow rank {rehearsal.rank} now: {error}")
 
@@ -235,16 +234,17 @@ class Spares:
             return self._store.get(rank, first, last)
         return await self._peers.ask(functools.partial(self._peers.to(source).get_history, rank, first, last))
 
-    def tell(self, rehearsal: Rehearsal) -> None:
-        """Pass on to the process, which has rehearsed, what it does not know yet.
+    async def tell(self, rehearsal: Rehearsal) -> None:
+        """Pass on to the process, which has rehearsed, what it does not know yet, as fast as it reads.
 
         Raises: HistoryPruned if that is not held any more (history_limit_mib).
         """
         last = rehearsal.history.last
-        while rehearsal.alive and rehearsal.process.peer is not None and rehearsal.told < last:
-            first, until = rehearsal.told + 1, min(last, rehearsal.told + TELL_STEPS)
-            rehearsal.process.peer.send(local.History(first, rehearsal.history.get(first, until)))
+        while rehearsal.told < last and rehearsal.alive and (peer := rehearsal.process.peer) is not None:
+            first, until = rehearsal.told + 1, min(last, rehearsal.told + CHUNK_STEPS)
+            peer.send(local.History(first, rehearsal.history.get(first, until)))
             rehearsal.told = until
+            await peer.drained()
 
     def stop_following(self, slot: Slot) -> None:
         task = self._tasks.pop(slot.local_rank, None)

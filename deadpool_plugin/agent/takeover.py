@@ -117,14 +117,14 @@ class TakeOvers:
             await self._bring(plan, source, rehearsal)
             self._mirroring.mirror_again(rank, plan.restore_step, plan.world.generation)
             await asyncio.wait_for(rehearsal.finished.wait(), self._start_timeout_s)
-            if not rehearsal.alive:
-                return  # said already, by whoever noticed
-            self._spares.tell(rehearsal)
+            await self._spares.tell(rehearsal)
         except (DeadpoolError, asyncio.TimeoutError) as error:
             reason = str(error) or f"its rehearsal took more than {self._start_timeout_s:g} s"
             self._spares.give_up(slot, rank, f"could not be taken over: {reason}")
             return
-        self._hand_over(plan, slot, rank, await self._workers.printed_since(rank, plan.restore_step))
+        printed = await self._workers.printed_since(rank, plan.restore_step)
+        if rehearsal.alive:  # else it is said already, by whoever noticed
+            self._hand_over(plan, slot, rank, printed)
 
     async def _bring(self, plan: SwapPlan, source: Source | None, rehearsal: Rehearsal) -> None:
         """Snapshot and history come here, and are this node's to serve. Raises: TransportError and others."""

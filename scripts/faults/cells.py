@@ -133,7 +133,7 @@ class Runner:
     def _tell(self, together: list[Cell], verdict: Verdict, name: str, refusal: str) -> None:
         for cell, outcome in zip(together, own_outcomes(verdict), strict=True):
             problem = verdict.hang or verdict.difference or "; ".join(verdict.left) or outcome.problem
-            line = {"cell": cell.key, "layout": cell.layout, "column": cell.column, "kind": cell.kind}
+            line: dict[str, Any] = {"cell": cell.key, "layout": cell.layout, "column": cell.column, "kind": cell.kind}
             line |= {"fired": outcome.fired is not None, "bit_exact": verdict.bit_exact, "refused": refusal}
             line |= {"ready_s": outcome.ready_s, "lost_steps": outcome.lost_steps, "hang": bool(verdict.hang)}
             line |= {"ok": verdict.holds and outcome.fired is not None, "problem": "" if refusal else problem}
