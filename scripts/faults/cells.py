@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -178,11 +178,10 @@ def step_of(name: str) -> int:
 def updates(undisturbed: Path) -> list[int]:
     """How many updates there have been after each step, the first being step 0: overflows of fp16 skip some.
 
-    train_gpt.py sets another learning rate after every update, and only then.
+    A step that is skipped has no gradient norm (megatron-core).
     """
     lines = read_run(undisturbed).metrics[0]
-    rates = [None, *(lines[step]["lr"] for step in sorted(lines))]
-    return [0, *accumulate(rate != before for before, rate in pairwise(rates))]
+    return [0, *accumulate(lines[step]["grad_norm"] is not None for step in sorted(lines))]
 
 
 def planned_faults(together: list[Cell], world: int, updates_by: list[int]) -> list[Kill]:
