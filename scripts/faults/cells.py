@@ -181,7 +181,7 @@ def updates(undisturbed: Path) -> list[int]:
     A step that is skipped has no gradient norm (megatron-core).
     """
     lines = read_run(undisturbed).metrics[0]
-    return [0, *accumulate(lines[step]["grad_norm"] is not None for step in sorted(lines))]
+    return list(accumulate([0, *(int(lines[step]["grad_norm"] is not None) for step in sorted(lines))]))
 
 
 def planned_faults(together: list[Cell], world: int, updates_by: list[int]) -> list[Kill]:
