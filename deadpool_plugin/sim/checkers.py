@@ -55,12 +55,15 @@ class Checkers:
         if accepted is not None:
             self._accepted.setdefault(accepted[1].world.generation, set()).add(node.number)
         for action in actions:
-            if isinstance(action, io.Send) and isinstance(action.message, (Promise, Accepted)):
-                self._fenced_first(node, action.message.ballot.generation, actions)
-            elif isinstance(action, io.Emit) and action.kind == "SwapPlanned":
+            if isinstance(action, io.Send):
+                if isinstance(action.message, (Promise, Accepted)):
+                    self._fenced_first(node, action.message.ballot.generation, actions)
+            elif not isinstance(action, io.Emit):
+                continue
+            elif action.kind == "SwapPlanned":
                 self._accepted.setdefault(controller.generation, set()).add(node.number)
                 self._cut_off_first(node, action)
-            elif isinstance(action, io.Emit) and action.kind == "JobStopped":
+            elif action.kind == "JobStopped":
                 told = isinstance(event, io.Received) and isinstance(event.message, Verdict)
                 if not told:
                     oracle.judge_verdict(self._cluster, node, action)
@@ -185,9 +188,16 @@ class Memory:
     def changed(self, node: NodeId, rank: Rank, step: Step) -> None:
         """`node` may hold something else of (rank, step) than before."""
         home = self._cluster.nodes[node]
+        headers, payloads = (
+            self._headers.setdefault((rank, step), set()),
+            self._payloads.setdefault((rank, step), set()),
+        )
         header = home.up and serves(home, rank, step, payload=False)
-        _put(self._headers.setdefault((rank, step), set()), node, header)
-        _put(self._payloads.setdefault((rank, step), set()), node, header and serves(home, rank, step, payload=True))
+        payload = header and serves(home, rank, step, payload=True)
+        if header == (node in headers) and payload == (node in payloads):
+            return
+        _put(headers, node, header)
+        _put(payloads, node, payload)
         if self._world is None:
             return
         unsafe = self._unsafe.setdefault(step, set(range(len(self._world.node_of))))

@@ -223,13 +223,15 @@ class Cluster:
     def gone(self, node: Node) -> None:
         """Nothing runs on `node` any more, and nothing is in its memory."""
         self._up.discard(node.number)
+        self.timeline.halted = self.timeline.halted or self.is_over
         self.checkers.node_gone(node.number)
 
     def stepped(self, node: Node, event: io.Input, actions: Sequence[io.Action]) -> None:
         """`node`'s controller has taken in `event` and answers `actions`, none of which is carried out yet."""
         if self.transcript is not None:
             self.transcript.stepped(self.timeline.now, node.number, event, actions)
-        self.checkers.stepped(node, event, actions)
+        if actions:
+            self.checkers.stepped(node, event, actions)
         if self.strikes.listens:
             self.strikes.moment(f"Got {type(event).__name__}", node)
 

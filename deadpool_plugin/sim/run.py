@@ -67,18 +67,19 @@ def run(scenario: Scenario, transcript: Transcript | None = None) -> Outcome:
 
 def _run(cluster: Cluster) -> None:
     timeline, strikes = cluster.timeline, cluster.strikes
-    while not (strikes.over or cluster.is_over or timeline.now > SAFETY_S) and timeline.step():
-        if timeline.events % LOOK_EVERY == 0:
-            _look(cluster)
+    while not (strikes.over or cluster.is_over or timeline.is_past(SAFETY_S)):
+        timeline.run(SAFETY_S, LOOK_EVERY)
+        _look(cluster)
     cluster.note("faults stop")
     strikes.stop()
     cluster.supply_hosts()
     deadline = timeline.now + liveness_s(cluster)
     while not cluster.is_over:
-        if timeline.now > deadline or not timeline.step():
+        if timeline.is_past(deadline):
             raise Violation("LIVENESS", _why_not_live(cluster, deadline))
-        if timeline.events % LOOK_EVERY == 0:
-            _look(cluster)
+        timeline.halted = False
+        timeline.run(deadline, LOOK_EVERY)
+        _look(cluster)
     _judge_the_end(cluster)
 
 

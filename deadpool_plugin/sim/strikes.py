@@ -133,6 +133,7 @@ class Strikes:
 
     def _ended(self) -> None:
         self._under_way -= 1
+        self._cluster.timeline.halted = self.over
 
     def _whom(self, fault: Fault, actor: Node | None) -> Node | None:
         """Who is struck; None if nobody is left of that kind."""
