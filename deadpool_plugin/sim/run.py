@@ -12,12 +12,12 @@ from collections import Counter
 import msgspec
 
 from ..core.types import EXIT_FENCED
-from .checkers import Violation
 from .cluster import Cluster
 from .coverage import named, state_of
 from .network import QUEUE_MAX
 from .schedule import Scenario
 from .transcript import Transcript
+from .violation import Violation
 
 EVENTS_MAX = 3_000_000
 LOOK_EVERY = 2_000
@@ -72,7 +72,7 @@ def _run(cluster: Cluster) -> None:
         _look(cluster)
     cluster.note("faults stop")
     strikes.stop()
-    cluster.supply_hosts()
+    cluster.arrivals.supply_hosts()
     deadline = timeline.now + liveness_s(cluster)
     while not cluster.is_over:
         if timeline.is_past(deadline):
@@ -123,7 +123,7 @@ def _judge_the_end(cluster: Cluster) -> None:
                     raise Violation("BIT_EXACT", f"the job ended well, and rank {rank} had not made its last step")
     members = cluster.newest_world.members
     codes = {exits[node] for node in members if node in exits} - {EXIT_FENCED}
-    if len(codes) > 1 and not cluster.strikes.blamed >= {n for n in members if exits.get(n) not in (0, EXIT_FENCED)}:
+    if len(codes) > 1 and not cluster.blows.blamed >= {n for n in members if exits.get(n) not in (0, EXIT_FENCED)}:
         raise Violation("RIGHT_VERDICT", f"one job ended in several ways: {exits}")
 
 
