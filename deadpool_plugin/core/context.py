@@ -42,18 +42,21 @@ class Hearsay(msgspec.Struct, frozen=True):
 
 
 class Standing(msgspec.Struct, frozen=True):
-    """The others as one node sees them. `coordinator`: the lowest living member, -1 in a world of none."""
+    """The members of a world as one node sees them. `suspects`: who is lost, and why. `coordinator`: the lowest living
+    one, -1 in a world of none. `leads`: it is this node."""
 
     suspects: Mapping[NodeId, str]
     coordinator: NodeId
+    leads: bool
 
 
-def standing_of(world: World, evidence: Mapping[NodeId, str], hearsay: Hearsay) -> Standing:
-    """What `evidence` of our own and `hearsay` amount to. Costs what evidence there is, in a world of any size."""
+def standing_of(node: NodeId, world: World, evidence: Mapping[NodeId, str], hearsay: Hearsay) -> Standing:
+    """What `evidence` of its own and `hearsay` tell `node`. Costs what evidence there is, in a world of any size."""
     known = evidence if hearsay.proposer in evidence else {**hearsay.lost, **evidence}
     places = world.positions
     suspects = {node: known[node] for node in sorted(known.keys() & places.keys(), key=places.__getitem__)}
-    return Standing(suspects, next((node for node in world.seniority if node not in suspects), -1))
+    coordinator = next((node for node in world.seniority if node not in suspects), -1)
+    return Standing(suspects, coordinator, coordinator == node)
 
 
 class Context:
@@ -101,7 +104,7 @@ class Context:
         self.patient_since = 0.0
         """Since when this node has waited for a decision that nobody has told it to wait for."""
         self._known: tuple[World, Hearsay, int] | None = None
-        self._standing = standing_of(self.world, {}, self.hearsay)
+        self._standing = standing_of(node, self.world, {}, self.hearsay)
 
     @property
     def formed(self) -> bool:
@@ -122,7 +125,8 @@ class Context:
         """Who is lost and who coordinates, by what is known now: worked out again only when that has changed."""
         known = (self.world, self.hearsay, self.watch.findings)
         if known != self._known:
-            self._known, self._standing = known, standing_of(self.world, self.watch.evidence, self.hearsay)
+            self._known = known
+            self._standing = standing_of(self.node, self.world, self.watch.evidence, self.hearsay)
         return self._standing
 
     @property
@@ -143,6 +147,8 @@ class Context:
     @property
     def joinable(self) -> tuple[NodeId, ...]:
         """The candidates that were heard of lately."""
+        if not self.candidates:
+            return ()
         limit_s = self.timing.silent_after_s
         heard = self.watch.heard
         return tuple(n for n in sorted(self.candidates) if self.now - heard.get(n, self.now) < limit_s)
@@ -154,7 +160,7 @@ class Context:
 
     @property
     def leads(self) -> bool:
-        return self.coordinator == self.node
+        return self.standing.leads
 
     @property
     def in_contact(self) -> bool:

@@ -19,12 +19,12 @@ ALONE = (Phase.OUTSIDE, Phase.JOINING, Phase.ENDED)
 
 
 PARTS = ("proposing", "leading", "standing by", "member")
-NAMES = {phase: [f"{phase.name} {part}" for part in PARTS] for phase in Phase}
+NAMES = {phase.name: [f"{phase.name} {part}" for part in PARTS] for phase in Phase}
 STATES = tuple(
     state
     for phase in Phase
     if phase is not Phase.ENDED  # who has left is fed nothing
-    for state in ([phase.name] if phase in ALONE else NAMES[phase])
+    for state in ([phase.name] if phase in ALONE else NAMES[phase.name])
 )
 EVENTS = tuple(sorted(kind.__name__ for kind in (*io.Input.__subclasses__(), *Message.__subclasses__())))
 
@@ -58,10 +58,9 @@ def state_of(controller: Controller) -> str:
     context, phase = controller._ctx, controller.phase
     if phase in ALONE:
         return phase.name
+    proposing, leading, standing_by, member = NAMES[phase._name_]
     if controller._swaps.proposer.proposal is not None:
-        part = 0
-    elif controller._watching is not None and controller._watching[1] == context.node:
-        part = 1
-    else:
-        part = 2 if context.node in context.world.spares else 3
-    return NAMES[phase][part]
+        return proposing
+    if controller._watching is not None and controller._watching[1] == context.node:
+        return leading
+    return standing_by if context.node in context.world.spares else member

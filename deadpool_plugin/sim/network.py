@@ -112,7 +112,8 @@ class Network:
                 line.awaits_ack = True
                 self._timeline.after(self._user_timeout_s, self._check_ack, source, target, line)
             item = line.waiting.popleft()
-            for _ in range(1 if isinstance(item, End) else passage.copies):
+            self._fly(source, target, line, item, passage.delay_s)
+            if passage.copies > 1 and not isinstance(item, End):
                 self._fly(source, target, line, item, passage.delay_s)
 
     def _fly(self, source: NodeId, target: NodeId, line: Line, item: AnyMessage | End, delay_s: float) -> None:

@@ -63,11 +63,6 @@ class Node:
             io.Leave: self._leave,
         }
 
-    @property
-    def now(self) -> float:
-        """What this node's monotonic clock shows."""
-        return self._offset_s + self._rate * self.timeline.now
-
     def do(self, work: Callable[..., object], *arguments: Any) -> None:
         """Here and now; later if it is paused; never if it is gone."""
         if self.paused:
@@ -123,20 +118,20 @@ class Node:
 
     def feed(self, event: io.Input) -> None:
         """Give the controller one input and carry out what it says."""
-        self._inputs.append(event)
-        if self._stepping or not self.up:
-            return
-        self._stepping = True
-        try:
+        if self._stepping:
+            self._inputs.append(event)
+        elif self.up:
+            self._stepping = True
+            self._step(event)
             while self._inputs and self.up:
                 self._step(self._inputs.popleft())
-        finally:
             self._stepping = False
 
     def _step(self, event: io.Input) -> None:
         cluster = self.cluster
         cluster.coverage.sees(self.controller, event)
-        actions = self.controller.step(event, self.now)
+        now = self._offset_s + self._rate * self.timeline.now  # what its monotonic clock shows
+        actions = self.controller.step(event, now)
         cluster.stepped(self, event, actions)
         for action in actions:
             self._actions[type(action)](action)

@@ -12,12 +12,12 @@ from collections import Counter
 import msgspec
 
 from ..core.types import EXIT_FENCED
-from .checkers import Violation
 from .cluster import Cluster
 from .coverage import named, state_of
 from .network import QUEUE_MAX
 from .schedule import Scenario
 from .transcript import Transcript
+from .violation import Violation
 
 EVENTS_MAX = 3_000_000
 LOOK_EVERY = 2_000
@@ -67,18 +67,19 @@ def run(scenario: Scenario, transcript: Transcript | None = None) -> Outcome:
 
 def _run(cluster: Cluster) -> None:
     timeline, strikes = cluster.timeline, cluster.strikes
-    while not (strikes.over or cluster.is_over or timeline.now > SAFETY_S) and timeline.step():
-        if timeline.events % LOOK_EVERY == 0:
-            _look(cluster)
+    while not (strikes.over or cluster.is_over or timeline.is_past(SAFETY_S)):
+        timeline.run(SAFETY_S, LOOK_EVERY)
+        _look(cluster)
     cluster.note("faults stop")
     strikes.stop()
-    cluster.supply_hosts()
+    cluster.arrivals.supply_hosts()
     deadline = timeline.now + liveness_s(cluster)
     while not cluster.is_over:
-        if timeline.now > deadline or not timeline.step():
+        if timeline.is_past(deadline):
             raise Violation("LIVENESS", _why_not_live(cluster, deadline))
-        if timeline.events % LOOK_EVERY == 0:
-            _look(cluster)
+        timeline.halted = False
+        timeline.run(deadline, LOOK_EVERY)
+        _look(cluster)
     _judge_the_end(cluster)
 
 
@@ -122,7 +123,7 @@ def _judge_the_end(cluster: Cluster) -> None:
                     raise Violation("BIT_EXACT", f"the job ended well, and rank {rank} had not made its last step")
     members = cluster.newest_world.members
     codes = {exits[node] for node in members if node in exits} - {EXIT_FENCED}
-    if len(codes) > 1 and not cluster.strikes.blamed >= {n for n in members if exits.get(n) not in (0, EXIT_FENCED)}:
+    if len(codes) > 1 and not cluster.blows.blamed >= {n for n in members if exits.get(n) not in (0, EXIT_FENCED)}:
         raise Violation("RIGHT_VERDICT", f"one job ended in several ways: {exits}")
 
 

@@ -32,5 +32,5 @@ def test_the_readme_shows_the_time_outs_in_their_order():
     shown = {
         name: float(times or 1) * 80.0 / float(parts or 1) for name, times, parts in ROW.findall(README.read_text())
     }
-    assert shown == expected
+    assert shown == expected, "the start time-out, which does not follow from the patience, is not among them"
     assert list(shown.values()) == sorted(shown.values()) and list(shown) == list(expected)
