@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from deadpool_plugin.core.types import Holding
 from deadpool_plugin.errors import StaleGeneration, TransportError
 from deadpool_plugin.mirror.history import History, HistoryPruned
-from deadpool_plugin.mirror.store import NotHeld, SnapshotStore
+from deadpool_plugin.mirror.records import NotHeld
+from deadpool_plugin.mirror.store import SnapshotStore
 
 
 def staged(store: SnapshotStore, rank: int, step: int, generation: int = 0) -> Holding:
