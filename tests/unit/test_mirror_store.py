@@ -55,6 +55,7 @@ def test_only_ranks_of_which_something_is_here_take_part_in_a_roll_back() -> Non
     store.append(7, 0, b"records")
     for rank in range(10):
         store.drop_newer(rank, 0)
+    assert store.history_range(9) == (-1, -1)
     assert store.ranks() == [3, 5, 7]
     store.release(3)
     store.release(7)
