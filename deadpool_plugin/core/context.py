@@ -41,6 +41,21 @@ class Hearsay(msgspec.Struct, frozen=True):
     silent: tuple[NodeId, ...] = ()
 
 
+class Standing(msgspec.Struct, frozen=True):
+    """The others as one node sees them. `coordinator`: the lowest living member, -1 in a world of none."""
+
+    suspects: Mapping[NodeId, str]
+    coordinator: NodeId
+
+
+def standing_of(world: World, evidence: Mapping[NodeId, str], hearsay: Hearsay) -> Standing:
+    """What `evidence` of our own and `hearsay` amount to. Costs what evidence there is, in a world of any size."""
+    known = evidence if hearsay.proposer in evidence else {**hearsay.lost, **evidence}
+    places = world.positions
+    suspects = {node: known[node] for node in sorted(known.keys() & places.keys(), key=places.__getitem__)}
+    return Standing(suspects, next((node for node in world.seniority if node not in suspects), -1))
+
+
 class Context:
     """The shared state of one controller."""
 
@@ -85,6 +100,8 @@ class Context:
         """The newest Status of this generation: whose, and when it was sent by that node's clock."""
         self.patient_since = 0.0
         """Since when this node has waited for a decision that nobody has told it to wait for."""
+        self._known: tuple[World, Hearsay, int] | None = None
+        self._standing = standing_of(self.world, {}, self.hearsay)
 
     @property
     def formed(self) -> bool:
@@ -101,12 +118,17 @@ class Context:
         return self.plan is None or self.plan.restore_step == NO_STEP
 
     @property
-    def suspects(self) -> dict[NodeId, str]:
+    def standing(self) -> Standing:
+        """Who is lost and who coordinates, by what is known now: worked out again only when that has changed."""
+        known = (self.world, self.hearsay, self.watch.findings)
+        if known != self._known:
+            self._known, self._standing = known, standing_of(self.world, self.watch.evidence, self.hearsay)
+        return self._standing
+
+    @property
+    def suspects(self) -> Mapping[NodeId, str]:
         """The members that are lost, by our own evidence or by hearsay, each with the reason."""
-        evidence, hearsay = self.watch.evidence, self.hearsay
-        known = evidence if hearsay.proposer in evidence else {**hearsay.lost, **evidence}
-        places = self.world.positions
-        return {node: known[node] for node in sorted(known.keys() & places.keys(), key=places.__getitem__)}
+        return self.standing.suspects
 
     def is_silent(self, suspect: NodeId) -> bool:
         """Whether nothing but silence speaks against `suspect`, as far as we know."""
@@ -128,8 +150,7 @@ class Context:
     @property
     def coordinator(self) -> NodeId:
         """The lowest living member, as far as this node knows."""
-        suspects = self.suspects
-        return next(node for node in self.world.seniority if node not in suspects)
+        return self.standing.coordinator
 
     @property
     def leads(self) -> bool:

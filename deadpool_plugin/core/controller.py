@@ -143,7 +143,9 @@ class Controller:
         return actions
 
     def _mark(self) -> None:
-        self.phase = moved(self.phase, phase_of(self._ctx, self._joining is not None))
+        phase = phase_of(self._ctx, self._joining is not None)
+        if phase is not self.phase:
+            self.phase = moved(self.phase, phase)
 
     def _settle(self) -> None:
         """Handle what this node says to itself, act on evidence and report changes, until nothing is left to do."""

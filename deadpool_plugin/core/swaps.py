@@ -39,11 +39,13 @@ class Swaps:
     def react(self) -> None:
         """Act on what is known. Safe to call at any time; does something once per new piece of evidence."""
         ctx = self._ctx
-        suspects = ctx.suspects
+        suspects, leads = ctx.suspects, ctx.leads
         if suspects and not ctx.has_quorum:
             self._without_quorum(suspects)
-        elif not ctx.leads:
+        elif suspects and not leads:
             self._tell(suspects)
+        elif not leads:
+            return
         elif self._is_due(suspects):
             self._announce(suspects)
             self.proposer.begin_round(suspects)

@@ -185,8 +185,9 @@ class Memory:
     def changed(self, node: NodeId, rank: Rank, step: Step) -> None:
         """`node` may hold something else of (rank, step) than before."""
         home = self._cluster.nodes[node]
-        _put(self._headers.setdefault((rank, step), set()), node, home.up and serves(home, rank, step, payload=False))
-        _put(self._payloads.setdefault((rank, step), set()), node, home.up and serves(home, rank, step, payload=True))
+        header = home.up and serves(home, rank, step, payload=False)
+        _put(self._headers.setdefault((rank, step), set()), node, header)
+        _put(self._payloads.setdefault((rank, step), set()), node, header and serves(home, rank, step, payload=True))
         if self._world is None:
             return
         unsafe = self._unsafe.setdefault(step, set(range(len(self._world.node_of))))

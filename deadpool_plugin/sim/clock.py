@@ -23,10 +23,11 @@ class Timeline:
     def at(self, when: float, work: Callable[..., object], *arguments: Any) -> None:
         """Call `work(*arguments)` at `when` (now, if that has passed)."""
         self._asked += 1
-        heapq.heappush(self._due, (max(when, self.now), self._asked, work, arguments))
+        heapq.heappush(self._due, (when if when > self.now else self.now, self._asked, work, arguments))
 
     def after(self, delay_s: float, work: Callable[..., object], *arguments: Any) -> None:
-        self.at(self.now + delay_s, work, *arguments)
+        self._asked += 1
+        heapq.heappush(self._due, (self.now + delay_s, self._asked, work, arguments))
 
     def step(self) -> bool:
         """Let the next thing happen; False if nothing is to come."""

@@ -65,7 +65,6 @@ class Cluster:
         self.network = Network(self.timeline, rules, self.rng, scenario.latency_s, self.timing.silent_after_s)
         self.network.deliver = self._deliver
         self.network.lost = self._lost
-        self.network.reachable = lambda node: not self.nodes[node].dark
         self.plans: dict[Generation, SwapPlan] = {}
         self.events: Counter[str] = Counter()
         self.checkers = Checkers(self)
@@ -75,6 +74,7 @@ class Cluster:
         self._hosts_of_stores: dict[str, Process] = {}
         self._arriving: Node | None = None
         self.nodes: dict[NodeId, Node] = {}
+        self._up: set[NodeId] = set()
         for number in sorted(self.world.members):
             self.nodes[number] = self._node(number)
         for a in self.nodes:
@@ -87,6 +87,7 @@ class Cluster:
         self.strikes.reached(0)
 
     def _node(self, number: NodeId) -> Node:
+        self._up.add(number)
         drift = self.scenario.drift * (2 * self.rng.random() - 1)
         return Node(self, number, self.scenario.slots, drift, offset_s=1000.0 * self.rng.random())
 
@@ -96,7 +97,7 @@ class Cluster:
 
     @property
     def is_over(self) -> bool:
-        return all(not node.up for node in self.nodes.values())
+        return not self._up
 
     # -- hosts that join -----------------------------------------------------------------------------------------
 
@@ -140,7 +141,7 @@ class Cluster:
             yield RETRY_S
         self._arriving = None
         node.exit = (1, "no member could be reached")
-        node.up = False
+        node.stop()
 
     def _member_to_ask(self, node: Node) -> Node | None:
         for other in self.nodes.values():
@@ -219,12 +220,13 @@ class Cluster:
         node = self.nodes[target]
         node.do(node.link_lost, source, reason)
 
-    def before(self, node: Node, event: io.Input) -> str:
-        return self.coverage.state(node.controller)
+    def gone(self, node: Node) -> None:
+        """Nothing runs on `node` any more, and nothing is in its memory."""
+        self._up.discard(node.number)
+        self.checkers.node_gone(node.number)
 
-    def stepped(self, node: Node, event: io.Input, before: str, actions: Sequence[io.Action]) -> None:
+    def stepped(self, node: Node, event: io.Input, actions: Sequence[io.Action]) -> None:
         """`node`'s controller has taken in `event` and answers `actions`, none of which is carried out yet."""
-        self.coverage.saw(before, event)
         if self.transcript is not None:
             self.transcript.stepped(self.timeline.now, node.number, event, actions)
         self.checkers.stepped(node, event, actions)
@@ -233,8 +235,6 @@ class Cluster:
 
     def acted(self, node: Node, action: io.Action) -> None:
         """`node` has carried out `action`."""
-        if not self.strikes.listens:
-            return
         if isinstance(action, io.Send):
             self.strikes.moment(f"Send {type(action.message).__name__}", node)
         elif isinstance(action, io.Emit):

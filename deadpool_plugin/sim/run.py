@@ -14,7 +14,7 @@ import msgspec
 from ..core.types import EXIT_FENCED
 from .checkers import Violation
 from .cluster import Cluster
-from .coverage import named
+from .coverage import named, state_of
 from .network import QUEUE_MAX
 from .schedule import Scenario
 from .transcript import Transcript
@@ -68,7 +68,8 @@ def run(scenario: Scenario, transcript: Transcript | None = None) -> Outcome:
 def _run(cluster: Cluster) -> None:
     timeline, strikes = cluster.timeline, cluster.strikes
     while not (strikes.over or cluster.is_over or timeline.now > SAFETY_S) and timeline.step():
-        _look(cluster)
+        if timeline.events % LOOK_EVERY == 0:
+            _look(cluster)
     cluster.note("faults stop")
     strikes.stop()
     cluster.supply_hosts()
@@ -76,7 +77,8 @@ def _run(cluster: Cluster) -> None:
     while not cluster.is_over:
         if timeline.now > deadline or not timeline.step():
             raise Violation("LIVENESS", _why_not_live(cluster, deadline))
-        _look(cluster)
+        if timeline.events % LOOK_EVERY == 0:
+            _look(cluster)
     _judge_the_end(cluster)
 
 
@@ -90,19 +92,18 @@ def liveness_s(cluster: Cluster) -> float:
 
 
 def _look(cluster: Cluster) -> None:
-    events = cluster.timeline.events
-    if events % LOOK_EVERY == 0:
-        queued = cluster.network.queued()
-        early = max(len(node.controller._early) for node in cluster.nodes.values())
-        if max(queued, early) > QUEUE_MAX:
-            raise Violation("BOUNDED", f"{queued} messages wait on a link, {early} before a world is known")
-        if events > EVENTS_MAX:
-            raise Violation("LIVENESS", f"no end after {events} events")
+    """What need not be looked at after every event: queues, and whether there is an end."""
+    queued = cluster.network.queued()
+    early = max(len(node.controller._early) for node in cluster.nodes.values())
+    if max(queued, early) > QUEUE_MAX:
+        raise Violation("BOUNDED", f"{queued} messages wait on a link, {early} before a world is known")
+    if cluster.timeline.events > EVENTS_MAX:
+        raise Violation("LIVENESS", f"no end after {cluster.timeline.events} events")
 
 
 def _why_not_live(cluster: Cluster, deadline: float) -> str:
     states = "; ".join(
-        f"node {node.number} {cluster.coverage.state(node.controller)} in generation {node.controller.generation}, "
+        f"node {node.number} {state_of(node.controller)} in generation {node.controller.generation}, "
         f"committed {node.controller.committed}"
         for node in cluster.nodes.values()
         if node.up

@@ -154,7 +154,6 @@ class Strikes:
 
     def crash(self, node: Node) -> bool:
         self.blamed.add(node.number)
-        node.dark = True
         node.die()
         self._cluster.network.vanish(node.number)
         return True
