@@ -10,9 +10,10 @@ import types
 
 from deadpool_plugin import events
 from deadpool_plugin.agent.lives import Lives
+from deadpool_plugin.agent.rehearsal import CHUNK_STEPS, Rehearsal
 from deadpool_plugin.agent.reports import sentence
 from deadpool_plugin.agent.slots import Process, Slot
-from deadpool_plugin.agent.spares import CHUNK_STEPS, Rehearsal, Spares
+from deadpool_plugin.agent.spares import Spares
 from deadpool_plugin.agent.watch import Watch
 from deadpool_plugin.agent.workers import Workers
 from deadpool_plugin.core import io
@@ -90,10 +91,7 @@ def test_a_long_past_is_told_piece_by_piece_as_it_is_read():
         slot, reader = Slot(0), Reader()
         rehearsal = rehearsing(slot, 0, told=2 * CHUNK_STEPS + 4)
         rehearsal.told, slot.process.peer = 4, reader
-        spares = Spares(
-            2, types.SimpleNamespace(handlers={}), Anything(), Anything(), Anything(), 1000, lambda event: None
-        )
-        telling = asyncio.create_task(spares.tell(rehearsal))
+        telling = asyncio.create_task(rehearsal.tell())
         told = []
         for _ in range(2):
             await asyncio.wait([telling], timeout=0)
