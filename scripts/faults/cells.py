@@ -212,6 +212,8 @@ def faults_of(cell: Cell, index: int, world: int, updates_by: list[int]) -> list
 
 def arguments(layout: Layout, group: str) -> list[str]:
     own = ["--train-iters", last_step(group), "--eval-interval", SPACING, "--eval-iters", 1]
+    if "fp16" in layout.arguments:  # early faults need updates to strike at, too
+        own += ["--initial-loss-scale", 65536]
     return arguments_with_data([*layout.arguments, *map(str, own)])
 
 

@@ -24,7 +24,7 @@ def _layout(arguments: str, world_size: int = 4) -> Layout:
 _SMALL = "--hidden-size 32 --seq-length 32 --micro-batch-size 1"
 _SHARDED = "--use-distributed-optimizer"
 _EXPERTS = "--num-experts 4 --expert-model-parallel-size 2"
-_FP16 = "--dtype fp16 --initial-loss-scale 65536 --loss-scale-window 2 --hysteresis 1"
+_FP16 = "--dtype fp16 --initial-loss-scale 1048576 --loss-scale-window 2 --hysteresis 1"
 """The scale doubles every second step until gradients overflow: about every third step is skipped."""
 
 LAYOUTS: dict[str, Layout] = {
