@@ -7,6 +7,7 @@ import io
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 from concurrent.futures import Future
 from types import ModuleType, SimpleNamespace
@@ -262,13 +263,18 @@ def test_a_follower_leaves_files_as_they_are_until_it_takes_over(tmp_path):
         (tmp_path / "draft").write_text("10")
         os.replace(tmp_path / "draft", latest)
         latest.unlink()
+        os.makedirs(tmp_path / "folder" / "one")
+        (tmp_path / "folder").mkdir()
+        temporary = tempfile.mkdtemp(dir=tmp_path)
+        is_made = os.path.isdir(temporary)
         kept = latest.read_text()
         mute.release_files()
         latest.write_text("30")
     finally:
         mute.release_files()
         mute.lift()
-    assert kept == "20" and latest.read_text() == "30" and not (tmp_path / "draft").exists()
+    assert kept == "20" and latest.read_text() == "30" and is_made
+    assert not (tmp_path / "draft").exists() and not (tmp_path / "folder").exists()
 
 
 def test_a_file_the_follower_holds_open_goes_on_where_the_rank_itself_has_stopped(tmp_path):
