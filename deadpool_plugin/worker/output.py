@@ -54,17 +54,17 @@ class Mute:
         """
         for module in (builtins, io):
             self._replace(module, "open", _reading(module.open, self._silent))
-        for module, name in CHANGING:
-            self._replace(module, name, _doing_nothing(getattr(module, name)))
+        for owner, name in CHANGING:
+            self._replace(owner, name, _doing_nothing(getattr(owner, name)))
 
-    def _replace(self, module: Any, name: str, function: Callable[..., Any]) -> None:
-        self._originals.append((module, name, getattr(module, name)))
-        setattr(module, name, function)
+    def _replace(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
+        self._originals.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, function)
 
     def release_files(self) -> None:
         """The script's files are ours to write again."""
-        for module, name, original in self._originals:
-            setattr(module, name, original)
+        for owner, name, original in self._originals:
+            setattr(owner, name, original)
         self._originals.clear()
         for file, path in list(self._silent.items()):
             if not file.closed:

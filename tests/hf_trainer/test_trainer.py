@@ -1,8 +1,8 @@
 """Hugging Face's Trainer with a DeepSpeed configuration, unedited: real training processes, real SIGKILL, bit for bit.
 
 Two ranks train train.py as it is; ranks are killed inside a phase of a step, the first one rehearsed beforehand, later
-ones only then. The whole log history of every rank and the digests of parameters and optimizer state at the end must
-equal those of the plain script without the plugin.
+ones only then; and four ranks on whole emulated hosts, agents and all. The whole log history of every rank, the digests
+of parameters and optimizer state at the end, and every file that is left must equal those of the plain script.
 """
 
 import json
@@ -21,17 +21,23 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "scripts"), str(ROOT)]
 from support.killed_ranks import assert_alike, run_with_kills, undisturbed  # noqa: E402
 from support.zygote import in_zygote  # noqa: E402
 
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 try:
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    import accelerate  # noqa: F401 - without it the Trainer cannot be used
+
     from patches.cpu import deepspeed as deepspeed_on_cpu
 
     deepspeed_on_cpu.apply()
     import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401 - preloaded for the forks: 5 CPU seconds
-    from transformers import GPT2LMHeadModel, Trainer  # noqa: F401 - and 6 more
-except ImportError:
-    pytestmark = pytest.mark.skip(reason="transformers, accelerate or deepspeed is not installed")
+    import transformers.trainer  # noqa: F401 - and 6 more
+except ImportError as missing:
+    pytestmark = pytest.mark.skip(reason=f"Hugging Face's Trainer with DeepSpeed is not installed: {missing}")
 
+from clusters import forked_node  # noqa: E402
+from clusters.references import reference  # noqa: E402
 from faults import deepspeed_hooks  # noqa: E402
+from faults.job import Job  # noqa: E402
+from faults.plan import Kill  # noqa: E402
 
 NOT_COMPARED = ("runtime", "per_second", "total_flos")  # see train.py
 os.environ.setdefault("MASTER_ADDR", "127.0.0.1")  # DeepSpeed wants to see them; nobody connects there
@@ -104,14 +110,53 @@ def comparable(value):
     return value if isinstance(value, (bool, int, float, str, type(None))) else type(value).__name__
 
 
-CASES = [
-    ({"stage": 1}, [(1, 3, "forward"), (0, 6, "optimizer")]),
-    ({"stage": 2}, [(0, 4, "backward"), (1, 7, "between")]),
-    ({"stage": 3, **GATHERED, **FEW_AT_A_TIME}, [(1, 4, "evaluate"), (0, 8, "write")]),
-]
+AUTO = {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto", "torch_adam": True}
+OF_DEEPSPEED = {
+    "optimizer": {"type": "AdamW", "params": AUTO},
+    "scheduler": {
+        "type": "WarmupLR",
+        "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"},
+    },
+}
+BF16 = {"bf16": {"enabled": "auto"}}
+LARGE = ["--vocabulary", "6000"]  # an evaluation's logits are above a record's limit
+CASES = {
+    "zero0": ({"stage": 0}, {}, [(0, 3, "backward"), (1, 6, "optimizer")], [], {}),
+    "zero1": ({"stage": 1}, OF_DEEPSPEED, [(1, 3, "forward"), (0, 6, "optimizer")], [], {}),
+    "zero2": ({"stage": 2}, {}, [(0, 4, "backward"), (1, 7, "between")], [], {"load_best_model_at_end": True}),
+    "zero2-bf16": (
+        {"stage": 2}, BF16, [(1, 4, "mirror"), (0, 8, "write")], [], {"bf16": True, "gradient_checkpointing": True},
+    ),
+    "zero2-loss-outside": (
+        {"stage": 2}, {}, [(1, 4, "forward"), (0, 7, "backward")], [],
+        {"label_smoothing_factor": 0.1, "dataloader_num_workers": 1},
+    ),
+    "zero3": ({"stage": 3, **GATHERED, **FEW_AT_A_TIME}, {}, [(1, 4, "evaluate"), (0, 8, "write")], [], {}),
+    "zero3-bf16": (
+        {"stage": 3}, BF16, [(0, 3, "backward"), (1, 6, "optimizer")], [], {"bf16": True, "eval_on_start": True},
+    ),
+    "zero3-metrics": ({"stage": 3}, {}, [(0, 3, "forward"), (1, 9, "between")], [*LARGE, "--metrics"], {}),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("zero", "kills"), CASES, ids=[f"zero{case[0]['stage']}" for case in CASES])
+@pytest.mark.parametrize("case", CASES)
 @in_zygote
-def test_two_losses_in_a_row(tmp_path, corpus, zero, kills):
-    survives(tmp_path, corpus, configuration(tmp_path, zero), kills)
+def test_two_losses_in_a_row(tmp_path, corpus, case):
+    zero, more, kills, words, training = CASES[case]
+    survives(tmp_path, corpus, configuration(tmp_path, zero, **more), kills, words, training)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@in_zygote
+def test_a_node_and_then_a_process_are_lost(tmp_path, corpus, stage):
+    """The node of the first two ranks, in the backward; then one of the processes that took over, in the update."""
+    forked_node.preload(forked_node.DEEPSPEED)
+    config = configuration(tmp_path, {"stage": stage})
+    script, *words = arguments(Path("{folder}"), corpus, config)
+    undisturbed_run = reference(tmp_path / "references", words, 4, Path(script))
+    kills = [Kill(0, 0, 4, "backward", hold=3), Kill(1, -1, 8, "optimizer", "rank", 1, hold=7)]
+    folder = tmp_path / "job"
+    training = [word.replace("{folder}", str(folder)) for word in words]
+    verdict = Job(folder, training, 4, 2, 1, kills, script=Path(script), framework="deepspeed").run(undisturbed_run)
+    assert verdict.holds and verdict.bit_exact, f"{verdict.as_json()}\nsee {tmp_path}"
+    assert [one.lost_steps for one in verdict.outcomes] == [0, 0]

@@ -16,32 +16,34 @@ from ...errors import WHOLE_STEP, Divergence
 
 
 class Untold(torch.Tensor):
-    """A tensor of known shape and dtype. `inner`: the same on the meta device, or with the values once they are known.
+    """A tensor of known shape and dtype. `held`: the same on the meta device, or with the values once they are known.
 
     Raises: Divergence, from whatever needs the values as long as they are not.
     """
 
-    inner: torch.Tensor
+    held: torch.Tensor
 
     @staticmethod
-    def __new__(cls, inner: torch.Tensor, device: torch.device) -> Untold:
-        made: Untold = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, inner.shape, strides=inner.stride(), dtype=inner.dtype, device=device
+    def __new__(cls, held: torch.Tensor, device: torch.device) -> Untold:
+        made: Untold = torch.Tensor._make_wrapper_subclass(
+            cls, held.shape, strides=held.stride(), dtype=held.dtype, device=device
         )
-        made.inner = inner
+        made.held = held
         return made
 
     @property
     def is_told(self) -> bool:
-        return self.inner.device.type != "meta"
+        return self.held.device.type != "meta"
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        function, kwargs = func, kwargs or {}
         leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         strangers = [leaf for leaf in leaves if isinstance(leaf, Untold)]
         if function is torch.ops.aten.copy_.default and isinstance(args[0], Untold) and _are_told(args[1:2]):
-            args[0].inner = torch.empty(args[0].shape, dtype=args[0].dtype, device=args[0].device).copy_(_told(args[1]))
+            args[0].held = torch.empty(args[0].shape, dtype=args[0].dtype, device=args[0].device).copy_(_told(args[1]))
             return args[0]
         if all(stranger.is_told for stranger in strangers):
             args, kwargs = pytree.tree_map(_told, (args, kwargs))
@@ -53,7 +55,7 @@ class Untold(torch.Tensor):
     @classmethod
     def _shapes(cls, function: Any, args: Any, kwargs: Any, device: torch.device) -> Any:
         """What `function` would give, without values."""
-        known = {id(leaf.inner): leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Untold)}
+        known = {id(leaf.held): leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Untold)}
         if kwargs.get("device") is not None:
             device, kwargs = torch.device(kwargs["device"]), {**kwargs, "device": torch.device("meta")}
         args, kwargs = pytree.tree_map(_shape_of, (args, kwargs))
@@ -69,16 +71,16 @@ class Untold(torch.Tensor):
         raise _unknown("a conversion")
 
     def numpy(self, *args: Any, **kwargs: Any) -> Any:
-        return self.inner.numpy(*args, **kwargs) if self.is_told else self._values()
+        return self.held.numpy(*args, **kwargs) if self.is_told else self._values()
 
     def tolist(self) -> Any:
-        return self.inner.tolist() if self.is_told else self._values()
+        return self.held.tolist() if self.is_told else self._values()
 
     def data_ptr(self) -> Any:
-        return self.inner.data_ptr() if self.is_told else self._values()
+        return self.held.data_ptr() if self.is_told else self._values()
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return repr(self.inner)
+        return repr(self.held)
 
 
 def untold(dtype: torch.dtype, shape: list[int], device: torch.device) -> torch.Tensor:
@@ -90,12 +92,12 @@ def _are_told(values: Any) -> bool:
 
 
 def _told(leaf: Any) -> Any:
-    return leaf.inner if isinstance(leaf, Untold) else leaf
+    return leaf.held if isinstance(leaf, Untold) else leaf
 
 
 def _shape_of(leaf: Any) -> Any:
-    inner = _told(leaf)
-    return inner.to("meta") if isinstance(inner, torch.Tensor) else inner
+    held = _told(leaf)
+    return held.to("meta") if isinstance(held, torch.Tensor) else held
 
 
 def _written(function: Any, args: Any, kwargs: Any) -> list[Any]:
