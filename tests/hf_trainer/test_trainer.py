@@ -152,7 +152,7 @@ def test_a_node_and_then_a_process_are_lost(tmp_path, corpus, stage):
     """The node of the first two ranks, in the backward; then one of the processes that took over, in the update."""
     forked_node.preload(forked_node.DEEPSPEED)
     config = configuration(tmp_path, {"stage": stage})
-    script, *words = arguments(Path("{folder}"), corpus, config)
+    script, *words = arguments(Path("{folder}"), corpus, config, ["--samples", "32"])
     undisturbed_run = reference(tmp_path / "references", words, 4, Path(script))
     kills = [Kill(0, 0, 4, "backward", hold=3), Kill(1, -1, 8, "optimizer", "rank", 1, hold=7)]
     folder = tmp_path / "job"
