@@ -60,13 +60,14 @@ def step(function: Callable[Arguments, Value]) -> Callable[Arguments, Value]:
         is trained is in the engine's model, or Megatron's; gradients do not outlive the call.
         What else it changes (counters, files, lists, tensors of the script's own) it changes again when it is redone,
         and on a spare it never does: return such values, and keep count of them in the loop.
-        It reads data from its arguments, or from loaders made `deadpool_plugin.data.resumable`. Tensors among the
-        arguments of up to 1 MiB are copied; larger ones, and all else, must stay as they are until two steps later.
+        Its data are its arguments, or come from loaders made `deadpool_plugin.data.resumable`; an iterator among the
+        arguments is refused. Tensors among them of up to 1 MiB are copied; larger ones, and all else, must stay as they
+        are until two steps later.
         It returns None, numbers, strings, or tensors of up to 1 MiB, in lists, tuples and dicts.
 
     Without the plugin the function is called as it is.
 
-    Raises (from the call): deadpool_plugin.errors.Unsupported for no update in it, or for other values.
+    Raises (from the call): deadpool_plugin.errors.Unsupported for no update in it, for other values, or such arguments.
     Thread: the script's main thread.
     """
 

@@ -102,7 +102,8 @@ def shared(wanted: list[Fault]) -> list[list[Fault]]:
     firsts = [[fault] for fault in wanted if fault[0] == "first"]
     others = [fault for fault in wanted if fault[0] != "first"]
     parts = [others[start : start + PER_JOB] for start in range(0, len(others), PER_JOB)]
-    return [[*first, *part] for first, part in itertools.zip_longest(firsts, parts, fillvalue=[])]
+    nothing: list[Fault] = []
+    return [[*first, *part] for first, part in itertools.zip_longest(firsts, parts, fillvalue=nothing)]
 
 
 def measure(args: argparse.Namespace, system: str, faults: list[Fault]) -> Iterator[dict[str, Any]]:

@@ -32,8 +32,10 @@ from clusters.launched import REPOSITORY, Cluster, folder_size, read_events, rea
 from faults.inject import PHASES
 
 MADE_HERE = "launcher output observe stacks hostfile secret deadpool.yaml kills.jsonl* *.png events.jsonl summary.json"
-TOLD = ("WorldFormed", "TrainingStarted", "SpareReady", "Unprotected", "Protected", "NodeLost", "SwapPlanned")
-TOLD += ("SwapDone", "RehearsalFailed", "PeerRefused", "NodeFenced", "JobStopped", "JobFinished")
+TOLD = (
+    "WorldFormed", "TrainingStarted", "SpareReady", "Unprotected", "Protected", "NodeLost", "SwapPlanned", "SwapDone",
+    "RehearsalFailed", "PeerRefused", "NodeFenced", "JobStopped", "JobFinished",
+)  # fmt: skip
 
 
 class Failed(Exception):
@@ -277,10 +279,10 @@ def report(args: argparse.Namespace, reference: Path, cluster: Cluster) -> dict[
     settings = {name: value for name, value in vars(args).items() if name not in ("kill", "out")}
     (args.out / "summary.json").write_text(json.dumps(summary | {"problems": problems, "settings": settings}, indent=1))
     try:
-        losses = [compare_runs.read_run(folder).losses() for folder in (reference, args.out / "output")]
-        demo_report.draw_losses(args.out / "loss.png", *losses, kills)
-    except compare_runs.Malformed as problem:
-        tell(f"no loss.png: {problem}")
+        expected, found = (compare_runs.read_run(folder).losses() for folder in (reference, args.out / "output"))
+        demo_report.draw_losses(args.out / "loss.png", expected, found, kills)
+    except compare_runs.Malformed as error:
+        tell(f"no loss.png: {error}")
     nodes = args.nodes + args.spares
     demo_report.draw_timeline(args.out / "timeline.png", summary["swaps"], kills, events, nodes)
     for problem in problems:

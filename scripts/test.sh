@@ -10,5 +10,6 @@ echo "[test] ruff"
 ruff check .
 echo "[test] mypy"
 mypy
+mypy --config-file scripts/mypy.ini
 echo "[test] pytest"
 exec python -m pytest "$@"

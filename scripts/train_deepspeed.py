@@ -142,10 +142,12 @@ def configuration(args: argparse.Namespace) -> dict[str, Any]:
 
 def loader(args: argparse.Namespace, engine: Any, samples: int, first: int, shuffle: bool) -> Any:
     dataset = Windows(args.data_path, samples, args.seq_length, first)
-    places = {"num_replicas": dist.get_world_size(), "rank": dist.get_rank()}
+    replicas, rank = dist.get_world_size(), dist.get_rank()
     if args.pipeline:  # stages of one pipeline read the same
-        places = {"num_replicas": engine.grid.data_parallel_size, "rank": engine.grid.data_parallel_id}
-    sampler = torch.utils.data.DistributedSampler(dataset, shuffle=shuffle, seed=args.seed, **places)
+        replicas, rank = engine.grid.data_parallel_size, engine.grid.data_parallel_id
+    sampler: torch.utils.data.DistributedSampler[Any] = torch.utils.data.DistributedSampler(
+        dataset, replicas, rank, shuffle=shuffle, seed=args.seed
+    )
     collate = pairs if args.pipeline else None
     loader = torch.utils.data.DataLoader(
         dataset, args.micro_batch_size, sampler=sampler, drop_last=True, collate_fn=collate

@@ -70,13 +70,12 @@ class Roster:
     is in its hello.
     """
 
-    def __init__(self, node: NodeId, job: Job, master: Address) -> None:
-        self._node, self._job, self._master = node, job, master
+    def __init__(self, node: NodeId, job: Job, master: Address, credentials: Credentials) -> None:
+        self._node, self._job, self._master, self._credentials = node, job, master, credentials
         self._hellos: dict[NodeId, Hello] = {}
         self._largest = node
         self._arriving: NodeId | None = None
         self._arriving_since = 0.0
-        self.job_id = ""
         self.members: Callable[[], World | None] = lambda: None
         self.on_admitted: Callable[[Hello], None] = lambda hello: None
 
@@ -115,7 +114,7 @@ class Roster:
         return JobDescription(
             self._node, job.command, job.directory, job.config, job.environment, *self._master,
             world.generation if world else 0, world.members if world else (), self.hellos,
-            self.job_id,
+            self._credentials.job,
         )  # fmt: skip
 
     def _admit(self, hello: Hello) -> Answer:

@@ -67,7 +67,7 @@ class Lines:
         self._node, self._place, self._config, self._credentials = node, place, config, credentials
         self._refused = refused
         master = (place.master_addr, place.master_port)
-        self._job, self.roster = job, Roster(node, job, master)
+        self._job, self.roster = job, Roster(node, job, master, credentials)
         self._bind, self.address = addresses(config, job.invitation.members[0] if job.invitation else master)
         self.mesh = ControlMesh(
             node, credentials, self._bind, config.port_range, received, link_lost, config.silent_after_s, refused,
@@ -97,7 +97,7 @@ class Lines:
         hellos = await meet(
             self._node, place.nodes_total, place.master_addr, place.master_port, hello, self._credentials, timeout_s
         )
-        self._credentials.job = self.roster.job_id = job_id(hellos)
+        self._credentials.job = job_id(hellos)
         await self.mesh.connect({one.node: one.control for one in hellos}, timeout_s)
         for one in hellos:
             self.roster.know(one)
@@ -109,7 +109,7 @@ class Lines:
         invitation = self._job.invitation
         invariant(invitation is not None, "a host that was not invited joins")
         assert invitation is not None
-        self._credentials.job = self.roster.job_id = invitation.job
+        self._credentials.job = invitation.job
         newcomer = Newcomer(self.mesh, hello, self._credentials, self.roster, self._config.decision_timeout_s)
         arrival = await newcomer.arrive(invitation.members)
         self._publish(hello)

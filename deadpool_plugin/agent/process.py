@@ -168,7 +168,7 @@ class Agent:
             ),
         }
         self._controller = Controller(node, _timing(config), _policy(config))
-        self._witness = Witness(config.witness, lambda: self._lines.roster.job_id, self._reports, self.feed)
+        self._witness = Witness(config.witness, lambda: credentials.job, self._reports, self.feed)
         self._server = LocalServer(self._listener, self._workers.on_message, self._lives.closed)
         loop.add_signal_handler(signal.SIGTERM, lambda: loop.call_later(TERM_GRACE_S, self._told_to_end))
         loop.add_signal_handler(signal.SIGINT, lambda: None)  # the supervisors say it

@@ -11,10 +11,9 @@ import asyncio
 import functools
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
 
 from ..core import io
-from ..core.placement import LocalSlot
+from ..core.slots import LocalSlot
 from ..core.types import NO_STEP, NodeId, Rank, Step
 from ..errors import DeadpoolError
 from ..mirror.history import History
@@ -22,42 +21,14 @@ from ..mirror.store import SnapshotStore
 from ..transport import local
 from ..transport.local import LocalPeer
 from .peers import Peers
-from .profile import Profile, decode_profile
+from .profile import decode_profile
+from .rehearsal import Rehearsal
 from .reports import Reports
-from .slots import Process, Slot
+from .slots import Slot
 from .workers import Workers
 
-CHUNK_STEPS = 64
-TELL_STEPS = 4096
-"""So many steps' records go into one message to a rehearsing process."""
 SAY_MOVED_S = 10.0
 """Between two words about a newcomer on its way."""
-
-
-@dataclass(eq=False)
-class Rehearsal:
-    """One slot's rehearsal of one rank. `history` is what has been pulled; `told` the newest step its process knows."""
-
-    slot: Slot
-    process: Process
-    profile: Profile
-    source: NodeId
-    history: History
-    told: Step = NO_STEP
-    finished: asyncio.Event = field(default_factory=asyncio.Event)
-    pulling: asyncio.Lock = field(default_factory=asyncio.Lock)
-
-    @property
-    def rank(self) -> Rank:
-        return self.process.rank
-
-    @property
-    def alive(self) -> bool:
-        return self.slot.living is self.process
-
-    @property
-    def ready(self) -> bool:
-        return self.finished.is_set() and self.alive
 
 
 class Spares:
@@ -217,34 +188,18 @@ class Spares:
         try:
             while rehearsal.told < self._committed:
                 await self.pull(rehearsal, rehearsal.source, self._committed)
-                self.tell(rehearsal)
+                await rehearsal.tell()
         except DeadpoolError as error:
             self._reports.emit("Note", text=f"cannot follow rank {rehearsal.rank} now: {error}")
 
     async def pull(self, rehearsal: Rehearsal, source: NodeId, last: Step) -> None:
         """Have the records up to `last`, from `source`. Raises: TransportError, HistoryPruned."""
-        history = rehearsal.history
-        async with rehearsal.pulling:
-            while history.last < last:
-                first, until = history.last + 1, min(last, history.last + CHUNK_STEPS)
-                for step, record in enumerate(await self._records(source, rehearsal.rank, first, until), first):
-                    history.append(step, record)
+        await rehearsal.pull(functools.partial(self._records, source, rehearsal.rank), last)
 
     async def _records(self, source: NodeId, rank: Rank, first: Step, last: Step) -> list[bytes]:
         if source == self._node:
             return self._store.get(rank, first, last)
         return await self._peers.ask(functools.partial(self._peers.to(source).get_history, rank, first, last))
-
-    def tell(self, rehearsal: Rehearsal) -> None:
-        """Pass on to the process, which has rehearsed, what it does not know yet.
-
-        Raises: HistoryPruned if that is not held any more (history_limit_mib).
-        """
-        last = rehearsal.history.last
-        while rehearsal.alive and rehearsal.process.peer is not None and rehearsal.told < last:
-            first, until = rehearsal.told + 1, min(last, rehearsal.told + TELL_STEPS)
-            rehearsal.process.peer.send(local.History(first, rehearsal.history.get(first, until)))
-            rehearsal.told = until
 
     def stop_following(self, slot: Slot) -> None:
         task = self._tasks.pop(slot.local_rank, None)

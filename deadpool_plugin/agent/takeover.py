@@ -11,16 +11,17 @@ import asyncio
 from collections.abc import Callable, Coroutine
 
 from ..core import io
-from ..core.placement import divide
+from ..core.slots import divide
 from ..core.types import NO_STEP, NodeId, Rank, Source, SwapPlan, World
 from ..errors import DeadpoolError, invariant
 from ..mirror.store import SnapshotStore
 from ..transport import local
 from .fetching import Fetches
 from .mirroring import Mirroring
+from .rehearsal import Rehearsal
 from .repeats import Printed
 from .slots import Slot
-from .spares import Rehearsal, Spares
+from .spares import Spares
 from .workers import Workers
 
 
@@ -117,14 +118,14 @@ class TakeOvers:
             await self._bring(plan, source, rehearsal)
             self._mirroring.mirror_again(rank, plan.restore_step, plan.world.generation)
             await asyncio.wait_for(rehearsal.finished.wait(), self._start_timeout_s)
-            if not rehearsal.alive:
-                return  # said already, by whoever noticed
-            self._spares.tell(rehearsal)
+            await rehearsal.tell()
         except (DeadpoolError, asyncio.TimeoutError) as error:
             reason = str(error) or f"its rehearsal took more than {self._start_timeout_s:g} s"
             self._spares.give_up(slot, rank, f"could not be taken over: {reason}")
             return
-        self._hand_over(plan, slot, rank, await self._workers.printed_since(rank, plan.restore_step))
+        printed = await self._workers.printed_since(rank, plan.restore_step)
+        if rehearsal.alive:  # else it is said already, by whoever noticed
+            self._hand_over(plan, slot, rank, printed)
 
     async def _bring(self, plan: SwapPlan, source: Source | None, rehearsal: Rehearsal) -> None:
         """Snapshot and history come here, and are this node's to serve. Raises: TransportError and others."""

@@ -20,7 +20,6 @@ class Follower:
         self.folder = folder
         self.unreadable = 0
         self._offsets: dict[Path, int] = {}
-        self._decoder = msgspec.json.Decoder(events.AnyEvent)
 
     def poll(self) -> list[events.Event]:
         """What was written since the last call, in the order of time. Blocks: as long as the file system does."""
@@ -28,7 +27,7 @@ class Follower:
         for path in sorted(self.folder.glob("events.*.jsonl")):
             for line in self._new_lines(path):
                 try:
-                    found.append(self._decoder.decode(line))
+                    found.append(events.decoder.decode(line))
                 except msgspec.DecodeError:
                     self.unreadable += 1
         return sorted(found, key=lambda event: event.time)

@@ -41,6 +41,24 @@ class Hearsay(msgspec.Struct, frozen=True):
     silent: tuple[NodeId, ...] = ()
 
 
+class Standing(msgspec.Struct, frozen=True):
+    """The members of a world as one node sees them. `suspects`: who is lost, and why. `coordinator`: the lowest living
+    one, -1 in a world of none. `leads`: it is this node."""
+
+    suspects: Mapping[NodeId, str]
+    coordinator: NodeId
+    leads: bool
+
+
+def standing_of(node: NodeId, world: World, evidence: Mapping[NodeId, str], hearsay: Hearsay) -> Standing:
+    """What `evidence` of its own and `hearsay` tell `node`. Costs what evidence there is, in a world of any size."""
+    known = evidence if hearsay.proposer in evidence else {**hearsay.lost, **evidence}
+    places = world.positions
+    suspects = {node: known[node] for node in sorted(known.keys() & places.keys(), key=places.__getitem__)}
+    coordinator = next((node for node in world.seniority if node not in suspects), -1)
+    return Standing(suspects, coordinator, coordinator == node)
+
+
 class Context:
     """The shared state of one controller."""
 
@@ -85,6 +103,8 @@ class Context:
         """The newest Status of this generation: whose, and when it was sent by that node's clock."""
         self.patient_since = 0.0
         """Since when this node has waited for a decision that nobody has told it to wait for."""
+        self._known: tuple[World, Hearsay, int] | None = None
+        self._standing = standing_of(node, self.world, {}, self.hearsay)
 
     @property
     def formed(self) -> bool:
@@ -101,12 +121,18 @@ class Context:
         return self.plan is None or self.plan.restore_step == NO_STEP
 
     @property
-    def suspects(self) -> dict[NodeId, str]:
+    def standing(self) -> Standing:
+        """Who is lost and who coordinates, by what is known now: worked out again only when that has changed."""
+        known = (self.world, self.hearsay, self.watch.findings)
+        if known != self._known:
+            self._known = known
+            self._standing = standing_of(self.node, self.world, self.watch.evidence, self.hearsay)
+        return self._standing
+
+    @property
+    def suspects(self) -> Mapping[NodeId, str]:
         """The members that are lost, by our own evidence or by hearsay, each with the reason."""
-        evidence, hearsay = self.watch.evidence, self.hearsay
-        known = evidence if hearsay.proposer in evidence else {**hearsay.lost, **evidence}
-        places = self.world.positions
-        return {node: known[node] for node in sorted(known.keys() & places.keys(), key=places.__getitem__)}
+        return self.standing.suspects
 
     def is_silent(self, suspect: NodeId) -> bool:
         """Whether nothing but silence speaks against `suspect`, as far as we know."""
@@ -121,6 +147,8 @@ class Context:
     @property
     def joinable(self) -> tuple[NodeId, ...]:
         """The candidates that were heard of lately."""
+        if not self.candidates:
+            return ()
         limit_s = self.timing.silent_after_s
         heard = self.watch.heard
         return tuple(n for n in sorted(self.candidates) if self.now - heard.get(n, self.now) < limit_s)
@@ -128,12 +156,11 @@ class Context:
     @property
     def coordinator(self) -> NodeId:
         """The lowest living member, as far as this node knows."""
-        suspects = self.suspects
-        return next(node for node in self.world.seniority if node not in suspects)
+        return self.standing.coordinator
 
     @property
     def leads(self) -> bool:
-        return self.coordinator == self.node
+        return self.standing.leads
 
     @property
     def in_contact(self) -> bool:

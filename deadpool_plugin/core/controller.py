@@ -143,7 +143,9 @@ class Controller:
         return actions
 
     def _mark(self) -> None:
-        self.phase = moved(self.phase, phase_of(self._ctx, self._joining is not None))
+        phase = phase_of(self._ctx, self._joining is not None)
+        if phase is not self.phase:
+            self.phase = moved(self.phase, phase)
 
     def _settle(self) -> None:
         """Handle what this node says to itself, act on evidence and report changes, until nothing is left to do."""
@@ -154,8 +156,8 @@ class Controller:
                 _MESSAGES[type(message)](self, ctx.node, message)
                 self._mark()
                 continue
-            self._swaps.react()
-            self._mark()
+            if self._swaps.react():
+                self._mark()
             self._watch_the_right_ones()
             if self._changed and not ctx.ended:
                 self._report()
@@ -164,10 +166,11 @@ class Controller:
 
     def _watch_the_right_ones(self) -> None:
         """Others report to a new coordinator only from now on, so their silence counts from now on."""
-        watching = (self.generation, self._ctx.coordinator)
+        ctx = self._ctx
+        watching = (ctx.world.generation, ctx.standing.coordinator)
         if watching != self._watching:
             self._watching = watching
-            self._ctx.watch.begin(self._ctx.world.members, self._ctx.now)
+            ctx.watch.begin(ctx.world.members, ctx.now)
             self._changed = True
 
     def _note(self, changed: bool) -> None:
@@ -220,13 +223,14 @@ class Controller:
         self._candidates.forget(event.node)
         self._ctx.watch.accuse(event.node, f"link lost: {event.reason}", event.silent)
 
-    def _ticked(self) -> None:
+    def _ticked(self, event: Ticked) -> None:
         ctx = self._ctx
         if self._joining is not None:
             self._joining.tick()
         if not ctx.formed:
             return
-        watched = ctx.living if ctx.leads else (ctx.coordinator,)
+        standing = ctx.standing
+        watched = ctx.living if standing.leads else (standing.coordinator,)
         for node, reason in suspects_at(ctx.now, ctx.watch, watched, ctx.timing).items():
             if node != ctx.node:
                 ctx.watch.accuse(node, reason, silent=True)
@@ -348,7 +352,7 @@ class Controller:
 _INPUTS: Mapping[type[Input], Callable[[Controller, Any], None]] = {
     WorldFormed: Controller._world_formed,
     Joining: Controller._ask_to_join,
-    Ticked: lambda self, _: self._ticked(),
+    Ticked: Controller._ticked,
     Received: Controller._received,
     LinkLost: Controller._link_lost,
     StoreOffered: Controller._store_offered,

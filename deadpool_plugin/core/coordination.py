@@ -26,6 +26,8 @@ class Coordination:
     def __init__(self, context: Context) -> None:
         self._ctx = context
         self._ledger = Ledger()
+        self._has_news = False
+        """The ledger has changed since a step was last looked for that it shows to be committed."""
         self._reports: dict[NodeId, Report] = {}
         self._ready: set[Rank] = set()
         self._finished: set[Rank] = set()
@@ -50,7 +52,7 @@ class Coordination:
         self._reports[sender] = report
         self._contact.hear(sender, report.sent_at, report.heard)
         self._ctx.checkpoint = max(self._ctx.checkpoint, report.checkpoint)
-        self._ledger.replace(sender, report.holdings)
+        self._has_news = self._ledger.replace(sender, report.holdings) or self._has_news
         if self._ctx.leads and not self._ctx.swapping:
             self._advance()
 
@@ -75,16 +77,20 @@ class Coordination:
         self._start()
         if not ctx.training and len(self._ready) == ranks:
             self._began()
-        committed = self._ledger.committed(ctx.world, self._committed, ctx.policy.copies)
-        if committed > self._committed:
-            self._committed = committed
-            ctx.emit("StepCommitted", step=committed)
+        if self._has_news:
+            self._has_news = False
+            self._commit(self._ledger.committed(ctx.world, self._committed, ctx.policy.copies))
         if not self._protected and self._committed >= self._floor and len(ctx.world.members) > 1:
             self._protected = True
             ctx.emit("Protected", step=self._committed)
         self._say(on_change_only=True)
         if len(self._finished) == ranks:
             ctx.conclude(Verdict(ctx.world.generation, 0, "finished"))
+
+    def _commit(self, step: Step) -> None:
+        if step > self._committed:
+            self._committed = step
+            self._ctx.emit("StepCommitted", step=step)
 
     def _start(self) -> None:
         """From the top: all workers may build their groups as soon as rank 0's node offers a store."""

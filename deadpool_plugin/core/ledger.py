@@ -41,15 +41,16 @@ class Ledger:
         for node, held in (holdings or {}).items():
             self.replace(node, held)
 
-    def replace(self, node: NodeId, holdings: Iterable[Holding]) -> None:
-        """`node` holds exactly `holdings`."""
+    def replace(self, node: NodeId, holdings: Iterable[Holding]) -> bool:
+        """`node` holds exactly `holdings`. Returns: whether that is news."""
         held = tuple(holdings)
         if self._of_node.get(node) == held:
-            return
+            return False
         self.forget(node)
         self._of_node[node] = held
         for holding in held:
             self._copies.setdefault((holding.rank, holding.step), {})[node] = holding
+        return True
 
     def forget(self, node: NodeId) -> None:
         """`node` holds nothing any more."""

@@ -30,18 +30,19 @@ class Pausing:
         ctx = self._ctx
         if ctx.ended or ctx.swapping or not ctx.has_trained:
             return ""
+        if ctx.in_contact:
+            if ctx.paused:
+                self.resume()
+                ctx.emit("ContactRegained", duration_s=ctx.now - self._paused_at)
+            return ""
         reason = f"no contact with a majority for {ctx.now - ctx.contact_at:.1f} s"
+        if ctx.paused:
+            return reason if ctx.now - self._paused_at >= 2 * ctx.timing.silent_after_s else ""
         alone = is_quorum(ctx.world, (ctx.node,), ctx.policy.witness)
-        runs = ctx.world.ranks_of(ctx.node) and not alone
-        if runs and not ctx.in_contact and not ctx.paused:
+        if ctx.world.ranks_of(ctx.node) and not alone:
             ctx.paused, self._paused_at = True, ctx.now
             ctx.emit("ContactLost", reason=f"{reason}{self._own_pause(before)}")
             ctx.act(PauseWorkers())
-        elif ctx.paused and ctx.in_contact:
-            self.resume()
-            ctx.emit("ContactRegained", duration_s=ctx.now - self._paused_at)
-        elif ctx.paused and ctx.now - self._paused_at >= 2 * ctx.timing.silent_after_s:
-            return reason
         return ""
 
     def resume(self) -> None:

@@ -59,11 +59,16 @@ class Proposer:
         if proposal.is_complete(self._ctx.world):
             self._propose(proposal)
 
-    def reconsider(self) -> None:
-        """While it waits for hosts: with those that have asked by now, everything else being frozen."""
+    def reconsider(self) -> bool:
+        """While it waits for hosts: with those that have asked by now, everything else being frozen.
+
+        Returns: whether there are other ones now.
+        """
         proposal = self.proposal
-        if proposal is not None and proposal.waits_with is not None and proposal.waits_with != self._ctx.joinable:
-            self._propose(proposal)
+        if proposal is None or proposal.waits_with is None or proposal.waits_with == self._ctx.joinable:
+            return False
+        self._propose(proposal)
+        return True
 
     def _propose(self, proposal: Proposal) -> None:
         ctx = self._ctx

@@ -19,11 +19,12 @@ PAUSE_INTERVALS = 3
 @dataclass
 class Watch:
     """What one node knows of the others: `evidence` (never taken back from a member), of whom there is none but its
-    silence (`silent`), and when it last `heard` of them."""
+    silence (`silent`), and when it last `heard` of them. `findings` grows with every change of the evidence."""
 
     evidence: dict[NodeId, str] = field(default_factory=dict)
     silent: set[NodeId] = field(default_factory=set)
     heard: dict[NodeId, float] = field(default_factory=dict)
+    findings: int = 0
 
     def begin(self, nodes: Collection[NodeId], now: float) -> None:
         """Count the silence of `nodes` from `now` on (they report to us only since now)."""
@@ -43,11 +44,14 @@ class Watch:
             self.silent.discard(node)
         elif node not in self.evidence:
             self.silent.add(node)
-        self.evidence.setdefault(node, reason)
+        if node not in self.evidence:
+            self.evidence[node] = reason
+            self.findings += 1
 
     def pardon(self, node: NodeId) -> None:
         """`node`, which is no member, asks anew: what was known of an earlier connection does not count."""
-        self.evidence.pop(node, None)
+        if self.evidence.pop(node, None) is not None:
+            self.findings += 1
         self.silent.discard(node)
 
     def excuse_pause(self, gap_s: float, timing: Timing) -> None:

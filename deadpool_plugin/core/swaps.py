@@ -36,19 +36,26 @@ class Swaps:
             self._is_stuck = True
             self._ctx.emit("Note", text=f"node {node}: {reason}")
 
-    def react(self) -> None:
-        """Act on what is known. Safe to call at any time; does something once per new piece of evidence."""
+    def react(self) -> bool:
+        """Act on what is known. Safe to call at any time; does something once per new piece of evidence.
+
+        Returns: whether this node may have come into another phase by it.
+        """
         ctx = self._ctx
-        suspects = ctx.suspects
+        standing = ctx.standing
+        suspects = standing.suspects
         if suspects and not ctx.has_quorum:
             self._without_quorum(suspects)
-        elif not ctx.leads:
-            self._tell(suspects)
+        elif not standing.leads:
+            if suspects:
+                self._tell(suspects)
+            return False
         elif self._is_due(suspects):
             self._announce(suspects)
             self.proposer.begin_round(suspects)
         else:
-            self.proposer.reconsider()
+            return self.proposer.reconsider()
+        return True
 
     def _is_due(self, suspects: Mapping[NodeId, str]) -> bool:
         ctx, proposal = self._ctx, self.proposer.proposal

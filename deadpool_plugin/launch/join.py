@@ -47,7 +47,7 @@ class Wish(msgspec.Struct, frozen=True):
     job_id: str = ANY_JOB
 
 
-class Invitation(msgspec.Struct, frozen=True):
+class FoundJob(msgspec.Struct, frozen=True):
     """A job that was found, and the configuration file this host takes part with."""
 
     description: JobDescription
@@ -61,26 +61,26 @@ def join(wish: Wish, program: Sequence[str] = (sys.executable, "-u", "-m", "dead
     Raises: ConfigError and TransportError for what is wrong, before anything was started.
     """
     for _ in range(ATTEMPTS_MAX):
-        invitation = find(wish)
-        description = invitation.description
-        check(description, invitation.config, wish.command)
-        node = asyncio.run(reserve(invitation))
+        job = find(wish)
+        description = job.description
+        check(description, job.config, wish.command)
+        node = asyncio.run(reserve(job))
         print(f"[deadpool] joining the job of node {description.node} as node {node}", flush=True)
         os.chdir(description.directory)
         slots = description.hellos[0].local_size
-        commands = [supervisor_command(program, description, k, invitation.config) for k in range(slots)]
+        commands = [supervisor_command(program, description, k, job.config) for k in range(slots)]
         exit_code = play_launcher(commands, [environment(description, node, k, os.environ) for k in range(slots)])
         if exit_code != EXIT_TAKEN:
             return exit_code
         member = description.hellos[0].control
-        wish = msgspec.structs.replace(wish, to=member, config=invitation.config, job_id=description.job)
+        wish = msgspec.structs.replace(wish, to=member, config=job.config, job_id=description.job)
     raise TransportError(f"{ATTEMPTS_MAX} node ids were taken by other hosts", remedy="deadpool join again")
 
 
 # ---- finding the job
 
 
-def find(wish: Wish) -> Invitation:
+def find(wish: Wish) -> FoundJob:
     """Ask the first member that answers. Raises: ConfigError; TransportError if none answers."""
     config, path = _configured(wish)
     found = contacts.published(wish.job or config.output_dir) if wish.to is None else []
@@ -96,7 +96,7 @@ def find(wish: Wish) -> Invitation:
     secret = _secret(config)
     addresses = [(wish.to, wish.job_id)] if wish.to else [(contact.control, contact.job) for contact in found]
     description = asyncio.run(_described(addresses, Credentials(secret)))
-    return Invitation(description, path or _jobs_own(description.config, None), secret)
+    return FoundJob(description, path or _jobs_own(description.config, None), secret)
 
 
 def _configured(wish: Wish) -> tuple[Config, str]:
@@ -160,11 +160,11 @@ async def _described(addresses: Sequence[tuple[Address, str]], credentials: Cred
     )
 
 
-async def reserve(invitation: Invitation) -> NodeId:
+async def reserve(job: FoundJob) -> NodeId:
     """A node id of the lowest member that answers: two hosts ask the same one. Raises: TransportError."""
     reason: Exception | None = None
-    credentials = Credentials(invitation.secret, invitation.description.job)
-    for hello in invitation.description.hellos:
+    credentials = Credentials(job.secret, job.description.job)
+    for hello in job.description.hellos:
         try:
             answer = await ask(hello.control, credentials, Reserve(), ASK_S)
             reserved: Reserved = expect(answer, Reserved, f"{hello.control[0]}:{hello.control[1]}")

@@ -25,7 +25,8 @@ from . import wire
 from .arena import SlotPair, SnapshotHeader, decode_header
 from .history import HistoryPruned
 from .integrity import CorruptSnapshot, Sums
-from .store import NotHeld, SnapshotStore
+from .records import NotHeld
+from .store import SnapshotStore
 from .wire import BulkStream
 
 OnDone = Callable[[bool, str], None]

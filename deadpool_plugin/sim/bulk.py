@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator
-from dataclasses import replace
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from ..core.io import HoldingsDropped, SnapshotHeld
 from ..core.types import Generation, Holding, NodeId, Rank, Source, Step
@@ -42,7 +43,7 @@ class Bulk:
         """The time it takes bytes to get from node to node. Raises: Broken."""
         network, patience_s, waited_s = self._node.network, self._node.timing.silent_after_s, 0.0
         while True:
-            if not target.up and not target.dark:
+            if not target.up and target.number not in network.dark:
                 raise Broken(f"node {target.number} refuses connections")
             if not target.paused and network.passes(source.number, target.number):
                 break

@@ -12,21 +12,37 @@ from typing import Any
 
 
 class Timeline:
-    """`now`, and what is to come. `events` counts what has happened."""
+    """`now`, and what is to come. `events` counts what has happened; `run` ends once it is `halted`."""
 
     def __init__(self) -> None:
         self.now = 0.0
         self.events = 0
+        self.halted = False
         self._asked = 0
         self._due: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
 
     def at(self, when: float, work: Callable[..., object], *arguments: Any) -> None:
         """Call `work(*arguments)` at `when` (now, if that has passed)."""
         self._asked += 1
-        heapq.heappush(self._due, (max(when, self.now), self._asked, work, arguments))
+        heapq.heappush(self._due, (when if when > self.now else self.now, self._asked, work, arguments))
 
     def after(self, delay_s: float, work: Callable[..., object], *arguments: Any) -> None:
-        self.at(self.now + delay_s, work, *arguments)
+        self._asked += 1
+        heapq.heappush(self._due, (self.now + delay_s, self._asked, work, arguments))
+
+    def run(self, until: float, events_max: int) -> None:
+        """Let things happen until it is halted, `until` has passed, or nothing is to come; at most so many."""
+        due = self._due
+        for _ in range(events_max):
+            if self.halted or self.now > until or not due:
+                return
+            self.now, _, work, arguments = heapq.heappop(due)
+            self.events += 1
+            work(*arguments)
+
+    def is_past(self, when: float) -> bool:
+        """Whether nothing more happens until `when`."""
+        return self.now > when or not self._due
 
     def step(self) -> bool:
         """Let the next thing happen; False if nothing is to come."""

@@ -15,6 +15,8 @@ from ..core.messages import AnyMessage
 from ..core.policy import Policy
 from ..core.timing import Timing
 from ..core.types import Generation, NodeId, Rank, SwapPlan, World
+from .arrivals import Arrivals
+from .blows import Blows
 from .checkers import Checkers
 from .clock import Timeline
 from .coverage import Coverage
@@ -24,7 +26,6 @@ from .node import Node
 from .rules import Rules
 from .schedule import Scenario
 from .strikes import Strikes
-from .tasks import Task, Work
 from .training import Reference, reference
 from .transcript import Transcript
 from .worker import Process
@@ -33,9 +34,6 @@ TIMING = Timing(
     heartbeat_interval_s=0.5, silent_after_s=10.0, phase_timeout_s=20.0, decision_timeout_s=300.0, start_timeout_s=300.0
 )
 """What the configuration's default patience gives."""
-HOSTS_MAX = 6
-"""So many hosts join one job at most."""
-RETRY_S = 0.2
 
 
 class Cluster:
@@ -65,7 +63,6 @@ class Cluster:
         self.network = Network(self.timeline, rules, self.rng, scenario.latency_s, self.timing.silent_after_s)
         self.network.deliver = self._deliver
         self.network.lost = self._lost
-        self.network.reachable = lambda node: not self.nodes[node].dark
         self.plans: dict[Generation, SwapPlan] = {}
         self.events: Counter[str] = Counter()
         self.checkers = Checkers(self)
@@ -73,22 +70,27 @@ class Cluster:
         self.raised = False
         self._groups: dict[tuple[Generation, str], Group] = {}
         self._hosts_of_stores: dict[str, Process] = {}
-        self._arriving: Node | None = None
         self.nodes: dict[NodeId, Node] = {}
+        self._up: set[NodeId] = set()
         for number in sorted(self.world.members):
-            self.nodes[number] = self._node(number)
+            self.add_node(number)
         for a in self.nodes:
             for b in self.nodes:
                 if a < b:
                     self.network.link(a, b)
         for node in self.nodes.values():
             self.timeline.after(self.rng.random() * TIMING.heartbeat_interval_s, node.do, node.enter, self.world)
+        self.arrivals = Arrivals(self)
+        self.blows = Blows(self)
         self.strikes = Strikes(self, scenario.faults)
         self.strikes.reached(0)
 
-    def _node(self, number: NodeId) -> Node:
+    def add_node(self, number: NodeId) -> Node:
+        """A host that is no member and knows nobody."""
+        self._up.add(number)
         drift = self.scenario.drift * (2 * self.rng.random() - 1)
-        return Node(self, number, self.scenario.slots, drift, offset_s=1000.0 * self.rng.random())
+        self.nodes[number] = Node(self, number, self.scenario.slots, drift, offset_s=1000.0 * self.rng.random())
+        return self.nodes[number]
 
     @property
     def newest_world(self) -> World:
@@ -96,61 +98,7 @@ class Cluster:
 
     @property
     def is_over(self) -> bool:
-        return all(not node.up for node in self.nodes.values())
-
-    # -- hosts that join -----------------------------------------------------------------------------------------
-
-    def add_host(self, at_most: int = HOSTS_MAX) -> bool:
-        """One more host asks to become a member; False if there have been enough."""
-        if len(self.nodes) >= len(self.world.members) + at_most:
-            return False
-        number = max(self.nodes) + 1
-        node = self.nodes[number] = self._node(number)
-        Task(node, self._arrive(node))
-        return True
-
-    def supply_hosts(self) -> None:
-        """As long as everybody waits for a host there is one more that comes."""
-        if any(node.up and node.controller._ctx.waiting for node in self.nodes.values()):
-            self.add_host(at_most=HOSTS_MAX + self.ranks)
-        if not self.is_over:
-            self.timeline.after(2 * self.timing.silent_after_s, self.supply_hosts)
-
-    def _arrive(self, node: Node) -> Work:
-        """Link to everybody a member knows, one newcomer at a time; then ask."""
-        network, number = self.network, node.number
-        while self._arriving not in (None, node) and self._arriving.up:
-            yield RETRY_S
-        self._arriving = node
-        deadline = self.timeline.now + self.timing.start_timeout_s / 3
-        while self.timeline.now < deadline:
-            asked = self._member_to_ask(node)
-            if asked is not None:
-                there = {n for n in self.nodes if n == asked.number or network.linked(asked.number, n)} - {number}
-                for other in sorted(n for n in there if not network.linked(number, n)):
-                    if self.nodes[other].up and self._reach_each_other(node, self.nodes[other]):
-                        network.link(number, other)
-                if all(network.linked(number, other) for other in there):
-                    assert asked.controller.world is not None
-                    self._arriving = None
-                    members = tuple(n for n in asked.controller.world.members if n in there)
-                    node.feed(io.Joining(members, self.scenario.rack_of(number)))
-                    node.start_clock()
-                    return
-            yield RETRY_S
-        self._arriving = None
-        node.exit = (1, "no member could be reached")
-        node.up = False
-
-    def _member_to_ask(self, node: Node) -> Node | None:
-        for other in self.nodes.values():
-            world = other.controller.world
-            if other.up and world is not None and other.number in world.members and self._reach_each_other(node, other):
-                return other
-        return None
-
-    def _reach_each_other(self, a: Node, b: Node) -> bool:
-        return not b.paused and self.network.passes(a.number, b.number) and self.network.passes(b.number, a.number)
+        return not self._up
 
     # -- groups and stores ---------------------------------------------------------------------------------------
 
@@ -204,7 +152,7 @@ class Cluster:
         return 0.5 * self.rng.random()
 
     def flips_a_bit(self, source: NodeId, target: NodeId) -> bool:
-        return bool(self.strikes.flips) and self.strikes.flips_a_bit(source, target)
+        return bool(self.blows.flips) and self.blows.flips_a_bit(source, target)
 
     # -- what happens ------------------------------------------------------------------------------------------
 
@@ -219,22 +167,23 @@ class Cluster:
         node = self.nodes[target]
         node.do(node.link_lost, source, reason)
 
-    def before(self, node: Node, event: io.Input) -> str:
-        return self.coverage.state(node.controller)
+    def gone(self, node: Node) -> None:
+        """Nothing runs on `node` any more, and nothing is in its memory."""
+        self._up.discard(node.number)
+        self.timeline.halted = self.timeline.halted or self.is_over
+        self.checkers.node_gone(node.number)
 
-    def stepped(self, node: Node, event: io.Input, before: str, actions: Sequence[io.Action]) -> None:
+    def stepped(self, node: Node, event: io.Input, actions: Sequence[io.Action]) -> None:
         """`node`'s controller has taken in `event` and answers `actions`, none of which is carried out yet."""
-        self.coverage.saw(before, event)
         if self.transcript is not None:
             self.transcript.stepped(self.timeline.now, node.number, event, actions)
-        self.checkers.stepped(node, event, actions)
+        if actions:
+            self.checkers.stepped(node, event, actions)
         if self.strikes.listens:
             self.strikes.moment(f"Got {type(event).__name__}", node)
 
     def acted(self, node: Node, action: io.Action) -> None:
         """`node` has carried out `action`."""
-        if not self.strikes.listens:
-            return
         if isinstance(action, io.Send):
             self.strikes.moment(f"Send {type(action.message).__name__}", node)
         elif isinstance(action, io.Emit):
@@ -246,7 +195,7 @@ class Cluster:
         self.events[action.kind] += 1
         self.checkers.said(node, action)
         if action.kind == "WaitingForHost":
-            self.timeline.after(5 * self.rng.random(), self.add_host)
+            self.timeline.after(5 * self.rng.random(), self.arrivals.add_host)
 
     def note(self, text: str) -> None:
         if self.transcript is not None:

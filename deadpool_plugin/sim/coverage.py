@@ -14,16 +14,17 @@ from ..core.controller import Controller
 from ..core.messages import Message
 from ..core.phases import Phase
 
-ALONE = {Phase.OUTSIDE, Phase.JOINING, Phase.ENDED}
+ALONE = (Phase.OUTSIDE, Phase.JOINING, Phase.ENDED)
 """In these a node has no part among the others."""
 
 
 PARTS = ("proposing", "leading", "standing by", "member")
+NAMES = {phase.name: [f"{phase.name} {part}" for part in PARTS] for phase in Phase}
 STATES = tuple(
     state
     for phase in Phase
     if phase is not Phase.ENDED  # who has left is fed nothing
-    for state in ([phase.name] if phase in ALONE else [f"{phase.name} {part}" for part in PARTS])
+    for state in ([phase.name] if phase in ALONE else NAMES[phase.name])
 )
 EVENTS = tuple(sorted(kind.__name__ for kind in (*io.Input.__subclasses__(), *Message.__subclasses__())))
 
@@ -46,17 +47,20 @@ class Coverage:
     def __init__(self) -> None:
         self.pairs: Counter[tuple[str, str]] = Counter()
 
-    def saw(self, state: str, event: io.Input) -> None:
-        name = type(event.message).__name__ if isinstance(event, io.Received) else type(event).__name__
-        self.pairs[state, name] += 1
+    def sees(self, controller: Controller, event: io.Input) -> None:
+        """`controller` is about to take in `event`."""
+        kind = type(event.message) if isinstance(event, io.Received) else type(event)
+        self.pairs[state_of(controller), kind.__name__] += 1
 
-    def state(self, controller: Controller) -> str:
-        """The phase and the node's part in it, such as `FENCED proposing`."""
-        context, phase = controller._ctx, controller.phase
-        if phase in ALONE:
-            return phase.name
-        if controller._swaps.proposer.proposal is not None:
-            return f"{phase.name} proposing"
-        if controller._watching is not None and controller._watching[1] == context.node:
-            return f"{phase.name} leading"
-        return f"{phase.name} standing by" if context.node in context.world.spares else f"{phase.name} member"
+
+def state_of(controller: Controller) -> str:
+    """The phase and the node's part in it, such as `FENCED proposing`."""
+    context, phase = controller._ctx, controller.phase
+    if phase in ALONE:
+        return phase.name
+    proposing, leading, standing_by, member = NAMES[phase._name_]
+    if controller._swaps.proposer.proposal is not None:
+        return proposing
+    if controller._watching is not None and controller._watching[1] == context.node:
+        return leading
+    return standing_by if context.node in context.world.spares else member

@@ -84,7 +84,6 @@ class Group:
             return False
         network, now = self._cluster.network, self._cluster.timeline.now
         return any(
-            not (network.reachable(a.number) and network.reachable(b.number))
-            or network.rules.is_cut(now, a.number, b.number)
+            not network.dark.isdisjoint((a.number, b.number)) or network.rules.is_cut(now, a.number, b.number)
             for a, b in zip(ring, [*ring[1:], ring[0]], strict=True)
         )

@@ -50,8 +50,10 @@ class Line:
 
 
 class Network:
-    """All links. `deliver(target, source, message)` and `lost(target, source, reason)` are told what arrives;
-    `reachable(node)` says whether a node's kernel answers at all."""
+    """All links. `deliver(target, source, message)` and `lost(target, source, reason)` are told what arrives.
+
+    `dark`: the nodes without power, whose kernel answers nobody.
+    """
 
     def __init__(
         self, timeline: Timeline, rules: Rules, rng: random.Random, latency_s: float, user_timeout_s: float
@@ -61,7 +63,7 @@ class Network:
         self._lines: dict[tuple[NodeId, NodeId], Line] = {}
         self.deliver: Callable[[NodeId, NodeId, AnyMessage], None] = lambda target, source, message: None
         self.lost: Callable[[NodeId, NodeId, str], None] = lambda target, source, reason: None
-        self.reachable: Callable[[NodeId], bool] = lambda node: True
+        self.dark: set[NodeId] = set()
 
     def link(self, a: NodeId, b: NodeId) -> None:
         self._lines[a, b], self._lines[b, a] = Line(), Line()
@@ -76,7 +78,7 @@ class Network:
 
     def passes(self, source: NodeId, target: NodeId) -> bool:
         """Whether one attempt from `source` to `target` arrives."""
-        if not (self.reachable(source) and self.reachable(target)):
+        if source in self.dark or target in self.dark:
             return False
         return self.rules.judge(self._timeline.now, source, target).copies > 0
 
@@ -102,7 +104,7 @@ class Network:
         now = self._timeline.now
         while line.waiting:
             passage = self.rules.judge(now, source, target)
-            if not passage.copies or not self.reachable(target):
+            if not passage.copies or target in self.dark:
                 self._stall(source, target, line)
                 return
             line.stalled_since = None
@@ -110,7 +112,8 @@ class Network:
                 line.awaits_ack = True
                 self._timeline.after(self._user_timeout_s, self._check_ack, source, target, line)
             item = line.waiting.popleft()
-            for _ in range(1 if isinstance(item, End) else passage.copies):
+            self._fly(source, target, line, item, passage.delay_s)
+            if passage.copies > 1 and not isinstance(item, End):
                 self._fly(source, target, line, item, passage.delay_s)
 
     def _fly(self, source: NodeId, target: NodeId, line: Line, item: AnyMessage | End, delay_s: float) -> None:
@@ -198,6 +201,7 @@ class Network:
 
     def vanish(self, node: NodeId) -> None:
         """`node` has lost its power: nothing of what it said last and nothing of its end is heard."""
+        self.dark.add(node)
         for (source, _), line in self._lines.items():
             if source == node:
                 line.open = False

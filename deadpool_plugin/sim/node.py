@@ -27,15 +27,16 @@ if TYPE_CHECKING:
 
 
 class Node:
-    """`drift`: how much faster than the simulation's clock its own runs. `dark`: it has no power, so that its kernel
-    answers nobody; a node that is not `up` but not dark either answers with resets. `exit` is (code, reason)."""
+    """`drift`: how much faster than the simulation's clock its own runs. A node that is not `up` answers with resets or
+    not at all if it is dark (network.py). `exit` is (code, reason)."""
 
     def __init__(self, cluster: Cluster, number: NodeId, slots: int, drift: float, offset_s: float) -> None:
         self.cluster, self.number = cluster, number
         self.timeline, self.network = cluster.timeline, cluster.network
         self.timing, self.policy = cluster.timing, cluster.policy
         self._rate, self._offset_s = 1.0 + drift, offset_s
-        self.up, self.dark, self.paused = True, False, False
+        self._tick_s = self.timing.heartbeat_interval_s / 4 / self._rate
+        self.up, self.paused = True, False
         self.exit: tuple[int, str] | None = None
         self.barred: set[NodeId] = set()
         self._acted_on: Generation = 0
@@ -62,11 +63,6 @@ class Node:
             io.Leave: self._leave,
         }
 
-    @property
-    def now(self) -> float:
-        """What this node's monotonic clock shows."""
-        return self._offset_s + self._rate * self.timeline.now
-
     def do(self, work: Callable[..., object], *arguments: Any) -> None:
         """Here and now; later if it is paused; never if it is gone."""
         if self.paused:
@@ -85,10 +81,6 @@ class Node:
 
     def start_clock(self) -> None:
         self.timeline.after(self.cluster.rng.random() * self._tick_s, self.do, self._tick)
-
-    @property
-    def _tick_s(self) -> float:
-        return self.timing.heartbeat_interval_s / 4 / self._rate
 
     def _tick(self) -> None:
         self.feed(io.Ticked())
@@ -111,35 +103,40 @@ class Node:
 
     def die(self) -> None:
         """Everything that runs here ends at once."""
-        self.up = self.paused = False
         self._backlog.clear()
         self.takeovers.cancel()
         for process in self.processes.alive:
             process.end()
-        self.cluster.checkers.node_gone(self.number)
+        self.stop()
+
+    def stop(self) -> None:
+        """Its agent is no more."""
+        self.up = self.paused = False
+        self.cluster.gone(self)
 
     # -- inputs ------------------------------------------------------------------------------------------------
 
     def feed(self, event: io.Input) -> None:
         """Give the controller one input and carry out what it says."""
-        self._inputs.append(event)
-        if self._stepping or not self.up:
-            return
-        self._stepping = True
-        try:
+        if self._stepping:
+            self._inputs.append(event)
+        elif self.up:
+            self._stepping = True
+            self._step(event)
             while self._inputs and self.up:
                 self._step(self._inputs.popleft())
-        finally:
             self._stepping = False
 
     def _step(self, event: io.Input) -> None:
         cluster = self.cluster
-        before = cluster.before(self, event)
-        actions = self.controller.step(event, self.now)
-        cluster.stepped(self, event, before, actions)
+        cluster.coverage.sees(self.controller, event)
+        now = self._offset_s + self._rate * self.timeline.now  # what its monotonic clock shows
+        actions = self.controller.step(event, now)
+        cluster.stepped(self, event, actions)
         for action in actions:
             self._actions[type(action)](action)
-            cluster.acted(self, action)
+            if cluster.strikes.listens:
+                cluster.acted(self, action)
             if not self.up:
                 return
 
@@ -191,5 +188,4 @@ class Node:
             if action.exit_code != EXIT_FENCED:
                 self.network.send(self.number, peer, Goodbye(self.controller.generation))
             self.network.close(self.number, peer, "connection closed", keeps=True)
-        self.up = False
-        self.cluster.checkers.node_gone(self.number)
+        self.stop()

@@ -7,20 +7,28 @@ every rank's snapshot of some step together makes a verdict wrong.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from ..core import io
-from ..core.types import EXIT_FENCED, EXIT_UNRECOVERABLE, NO_STEP, NodeId, Step, SwapPlan
+from ..core.types import EXIT_FENCED, EXIT_UNRECOVERABLE, NO_STEP, NodeId, Step, SwapPlan, World
+from .memory import serves
+from .violation import Violation
 
 if TYPE_CHECKING:
     from .cluster import Cluster
     from .node import Node
 
 
+def is_majority(world: World, nodes: Collection[NodeId], witness: bool) -> bool:
+    """More than half of the members, or just half with the first active node among them (or with the witness)."""
+    there = len(set(world.members) & set(nodes))
+    half = len(world.members) / 2
+    return there > half or (there == half and (witness or world.node_of[0] in nodes))
+
+
 def restorable_steps(cluster: Cluster, survivors: list[NodeId]) -> list[Step]:
     """The steps of which every rank's header and payload are in the survivors' memory."""
-    from .checkers import serves
-
     nodes = [cluster.nodes[number] for number in survivors]
     steps = sorted({step for node in nodes for _, step in node.store.listed})
     return [
@@ -36,8 +44,6 @@ def restorable_steps(cluster: Cluster, survivors: list[NodeId]) -> list[Step]:
 
 def judge_plan(cluster: Cluster, plan: SwapPlan) -> None:
     """A plan goes back no further than what was committed, if not more is lost than `copies` cover."""
-    from .checkers import Violation
-
     generation = plan.world.generation - 1
     committed = cluster.checkers.committed.get(generation, NO_STEP)
     covered = len(plan.lost_nodes) <= cluster.policy.copies and not cluster.strikes.struck["corrupt"]
@@ -52,18 +58,14 @@ def judge_plan(cluster: Cluster, plan: SwapPlan) -> None:
 
 
 def _must_be_blamed(cluster: Cluster, lost: tuple[NodeId, ...], who: str) -> None:
-    from .checkers import Violation
-
     gone = {number for number, node in cluster.nodes.items() if not node.up}  # and was judged when it left
-    innocent = sorted(set(lost) - cluster.strikes.blamed - gone)
+    innocent = sorted(set(lost) - cluster.blows.blamed - gone)
     if innocent:
         raise Violation("RIGHT_VERDICT", f"{who} counts nodes {innocent} as lost, to which nothing was done")
 
 
 def judge_verdict(cluster: Cluster, node: Node, stopped: io.Emit) -> None:
     """`node` has decided that the job ends."""
-    from .checkers import Violation, is_majority
-
     context = node.controller._ctx
     code, reason = stopped.fields["exit_code"], str(stopped.fields["reason"])
     if code != EXIT_UNRECOVERABLE:
@@ -95,9 +97,7 @@ def judge_verdict(cluster: Cluster, node: Node, stopped: io.Emit) -> None:
 
 def judge_exit(cluster: Cluster, node: Node, action: io.Leave) -> None:
     """`node` leaves; out of the job it may be only if something was done to it, or to everybody else."""
-    from .checkers import Violation
-
-    if action.exit_code == EXIT_FENCED and node.number not in cluster.strikes.blamed:
-        others = [other.number for other in cluster.nodes.values() if other.number in cluster.strikes.blamed]
+    if action.exit_code == EXIT_FENCED and node.number not in cluster.blows.blamed:
+        others = [other.number for other in cluster.nodes.values() if other.number in cluster.blows.blamed]
         if 2 * len(others) <= len(cluster.newest_world.members):
             raise Violation("RIGHT_VERDICT", f"node {node.number}, to which nothing was done, leaves: {action.reason}")

@@ -100,21 +100,19 @@ class Rules:
     def add(self, now: float, rules: Sequence[Rule]) -> None:
         for rule in rules:
             rule.since = now
-        self._rules += rules
+        self._rules = [rule for rule in self._rules if now < rule.until] + list(rules)
 
     def judge(self, now: float, source: NodeId, target: NodeId) -> Passage:
-        if not self._rules:
-            return PASS
-        self._rules = [rule for rule in self._rules if now < rule.until]
-        copies, delay_s = 1, 0.0
+        passage = PASS
         for rule in self._rules:
-            passage = rule.judge(source, target, self._rng)
-            copies, delay_s = copies * passage.copies, delay_s + passage.delay_s
-        return Passage(min(copies, 2), delay_s)
+            answer = rule.judge(source, target, self._rng) if now < rule.until else PASS
+            if answer is not PASS:
+                passage = Passage(min(passage.copies * answer.copies, 2), passage.delay_s + answer.delay_s)
+        return passage
 
     def is_cut(self, now: float, source: NodeId, target: NodeId, for_s: float = 0.0) -> bool:
         """Whether nothing at all passes now, nor has for so long."""
-        return any(
+        return bool(self._rules) and any(
             isinstance(rule, Cut)
             and rule.since + for_s <= now < rule.until
             and source in rule.sources

@@ -12,12 +12,12 @@ from collections import Counter
 import msgspec
 
 from ..core.types import EXIT_FENCED
-from .checkers import Violation
 from .cluster import Cluster
-from .coverage import named
+from .coverage import named, state_of
 from .network import QUEUE_MAX
 from .schedule import Scenario
 from .transcript import Transcript
+from .violation import Violation
 
 EVENTS_MAX = 3_000_000
 LOOK_EVERY = 2_000
@@ -67,15 +67,18 @@ def run(scenario: Scenario, transcript: Transcript | None = None) -> Outcome:
 
 def _run(cluster: Cluster) -> None:
     timeline, strikes = cluster.timeline, cluster.strikes
-    while not (strikes.over or cluster.is_over or timeline.now > SAFETY_S) and timeline.step():
+    while not (strikes.over or cluster.is_over or timeline.is_past(SAFETY_S)):
+        timeline.run(SAFETY_S, LOOK_EVERY)
         _look(cluster)
     cluster.note("faults stop")
     strikes.stop()
-    cluster.supply_hosts()
+    cluster.arrivals.supply_hosts()
     deadline = timeline.now + liveness_s(cluster)
     while not cluster.is_over:
-        if timeline.now > deadline or not timeline.step():
+        if timeline.is_past(deadline):
             raise Violation("LIVENESS", _why_not_live(cluster, deadline))
+        timeline.halted = False
+        timeline.run(deadline, LOOK_EVERY)
         _look(cluster)
     _judge_the_end(cluster)
 
@@ -90,19 +93,18 @@ def liveness_s(cluster: Cluster) -> float:
 
 
 def _look(cluster: Cluster) -> None:
-    events = cluster.timeline.events
-    if events % LOOK_EVERY == 0:
-        queued = cluster.network.queued()
-        early = max(len(node.controller._early) for node in cluster.nodes.values())
-        if max(queued, early) > QUEUE_MAX:
-            raise Violation("BOUNDED", f"{queued} messages wait on a link, {early} before a world is known")
-        if events > EVENTS_MAX:
-            raise Violation("LIVENESS", f"no end after {events} events")
+    """What need not be looked at after every event: queues, and whether there is an end."""
+    queued = cluster.network.queued()
+    early = max(len(node.controller._early) for node in cluster.nodes.values())
+    if max(queued, early) > QUEUE_MAX:
+        raise Violation("BOUNDED", f"{queued} messages wait on a link, {early} before a world is known")
+    if cluster.timeline.events > EVENTS_MAX:
+        raise Violation("LIVENESS", f"no end after {cluster.timeline.events} events")
 
 
 def _why_not_live(cluster: Cluster, deadline: float) -> str:
     states = "; ".join(
-        f"node {node.number} {cluster.coverage.state(node.controller)} in generation {node.controller.generation}, "
+        f"node {node.number} {state_of(node.controller)} in generation {node.controller.generation}, "
         f"committed {node.controller.committed}"
         for node in cluster.nodes.values()
         if node.up
@@ -121,7 +123,7 @@ def _judge_the_end(cluster: Cluster) -> None:
                     raise Violation("BIT_EXACT", f"the job ended well, and rank {rank} had not made its last step")
     members = cluster.newest_world.members
     codes = {exits[node] for node in members if node in exits} - {EXIT_FENCED}
-    if len(codes) > 1 and not cluster.strikes.blamed >= {n for n in members if exits.get(n) not in (0, EXIT_FENCED)}:
+    if len(codes) > 1 and not cluster.blows.blamed >= {n for n in members if exits.get(n) not in (0, EXIT_FENCED)}:
         raise Violation("RIGHT_VERDICT", f"one job ended in several ways: {exits}")
 
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+
+import msgspec
 
 from ..core.types import Generation, Holding, Rank, Step
 from .training import State, restored
@@ -24,8 +26,7 @@ class Stale(Refused):
     """A write of a generation that is over."""
 
 
-@dataclass(frozen=True)
-class Snapshot:
+class Snapshot(msgspec.Struct, frozen=True):
     """A sealed slot; `payload` is None where only the header is held. `sum` is that of the bytes that were staged."""
 
     rank: Rank
@@ -180,7 +181,8 @@ class Store:
         found = pair.get(step) if pair is not None else None
         if pair is None or found is None or found.payload is None:
             return False
-        pair.slots[step % 2] = replace(found, payload=bytes([found.payload[0] ^ 1]) + found.payload[1:])
+        damaged = bytes([found.payload[0] ^ 1]) + found.payload[1:]
+        pair.slots[step % 2] = msgspec.structs.replace(found, payload=damaged)
         self._changed(rank, step)
         return True
 

@@ -1,21 +1,16 @@
-"""How each kind of fault is done to a simulated job, when its moment has come.
+"""When each fault of a simulated job strikes, and whom.
 
 Rules of this file: a strike that finds nothing to strike has no effect and is not counted; network faults count once
-they have held up or changed something. `blamed` is every node something was done to or between which links were: the
-only ones that may be counted as lost.
+they have held up or changed something. What is done to whoever is struck: blows.py.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..core import io
 from ..core.placement import buddies_of
-from ..core.types import NodeId
-from .rules import Cut, Delay, Duplicate, Loss, Rule
 from .schedule import Fault
 
 if TYPE_CHECKING:
@@ -24,11 +19,6 @@ if TYPE_CHECKING:
 
 PATIENCES, STEPS = 3, 3
 """After so many times the job's patience, or so many steps, a fault whose moment has not come strikes anyway."""
-NOTICE_S = 0.05
-
-
-class Flip(Loss):
-    """A changed byte: what was sent is refused by its checksum."""
 
 
 @dataclass(eq=False)
@@ -47,30 +37,7 @@ class Strikes:
         self._waiting = list(faults)
         self._armed: list[Armed] = []
         self._under_way = 0
-        self._rules: list[Rule] = []
         self.struck: Counter[str] = Counter()
-        self.blamed: set[NodeId] = set()
-        self.flips: list[Flip] = []
-        self._kinds: dict[str, Callable[[Fault, Node], bool]] = {
-            "crash": lambda fault, node: self.crash(node),
-            "kill": lambda fault, node: self.kill(node),
-            "rack": self._rack,
-            "process": lambda fault, node: self._process(fault, node, -9),
-            "error": lambda fault, node: self._process(fault, node, 1),
-            "stuck": self._stuck,
-            "give_up": lambda fault, node: self._give_up(node),
-            "pause": self._pause,
-            "partition": self._partition,
-            "oneway": self._partition,
-            "break": self._break,
-            "loss": self._lossy,
-            "delay": self._lossy,
-            "duplicate": self._lossy,
-            "flip": self._flip,
-            "corrupt": self._corrupt,
-            "stop": lambda fault, node: self._stop(node),
-            "join": lambda fault, node: self._cluster.add_host(),
-        }
 
     # -- when --------------------------------------------------------------------------------------------------
 
@@ -83,7 +50,7 @@ class Strikes:
     def effects(self) -> Counter[str]:
         """Effective faults by kind."""
         found = Counter(self.struck)
-        found.update(rule.kind for rule in self._rules if rule.effects)
+        found.update(rule.kind for rule in self._cluster.blows.rules if rule.effects)
         return found
 
     @property
@@ -125,7 +92,7 @@ class Strikes:
 
     def _strike(self, fault: Fault, actor: Node | None) -> None:
         node = self._whom(fault, actor)
-        if node is not None and self._kinds[fault.kind](fault, node):
+        if node is not None and self._cluster.blows.deal(fault, node):
             if fault.kind not in ("loss", "delay", "duplicate", "flip", "partition", "oneway"):
                 self.struck[fault.kind] += 1
             self._cluster.note(f"fault: {fault.kind} strikes node {node.number}")
@@ -133,6 +100,7 @@ class Strikes:
 
     def _ended(self) -> None:
         self._under_way -= 1
+        self._cluster.timeline.halted = self.over
 
     def _whom(self, fault: Fault, actor: Node | None) -> Node | None:
         """Who is struck; None if nobody is left of that kind."""
@@ -150,141 +118,12 @@ class Strikes:
         }.get(fault.who) or up
         return chosen[fault.pick % len(chosen)] if chosen else None
 
-    # -- hosts -------------------------------------------------------------------------------------------------
-
-    def crash(self, node: Node) -> bool:
-        self.blamed.add(node.number)
-        node.dark = True
-        node.die()
-        self._cluster.network.vanish(node.number)
-        return True
-
-    def kill(self, node: Node) -> bool:
-        self.blamed.add(node.number)
-        node.die()
-        for peer in sorted(self._cluster.nodes.keys() - {node.number}):
-            self._cluster.network.close(node.number, peer, "connection reset by peer", keeps=False)
-        return True
-
-    def _rack(self, fault: Fault, node: Node) -> bool:
-        self.crash(node)
-        up = [other for other in self._cluster.nodes.values() if other.up]
-        scenario = self._cluster.scenario
-        together = [other for other in up if scenario.rack_of(other.number) == scenario.rack_of(node.number)]
-        for other in together if scenario.racks else up[: fault.count - 1]:
-            self.crash(other)
-        return True
-
-    def _give_up(self, node: Node) -> bool:
-        self.blamed.add(node.number)
-        node.feed(io.NodeGivenUp("its launcher ended it"))
-        return True
-
-    def _stop(self, node: Node) -> bool:
-        self._cluster.raised = True
-        node.feed(io.StopRequested("a person ended it", 130))
-        return True
-
-    def _pause(self, fault: Fault, node: Node) -> bool:
-        self.blamed.add(node.number)
-        node.pause()
-        self._cluster.timeline.after(fault.seconds, node.wake)
-        return True
-
-    # -- processes ---------------------------------------------------------------------------------------------
-
-    def _process(self, fault: Fault, node: Node, exit_code: int) -> bool:
-        alive = node.processes.alive
-        if not alive:
-            return False
-        process = alive[fault.pick % len(alive)]
-        process.end()
-        self.blamed.add(node.number)
-        cluster = self._cluster
-        cluster.raised = cluster.raised or exit_code > 0
-        cluster.timeline.after(NOTICE_S * cluster.rng.random(), node.do, node.processes.noticed, process, exit_code)
-        return True
-
-    def _stuck(self, fault: Fault, node: Node) -> bool:
-        alive = node.processes.alive
-        if not alive:
-            return False
-        process = alive[fault.pick % len(alive)]
-        process.stuck = True
-        self.blamed.add(node.number)
-        self._cluster.timeline.after(
-            self._cluster.timing.silent_after_s, node.do, node.processes.kill,
-            node.processes.slots[process.slot], process, "had been stopped and was killed",
-        )  # fmt: skip
-        return True
-
-    # -- the network -------------------------------------------------------------------------------------------
-
-    def _others(self, node: Node) -> set[NodeId]:
-        return set(range(1000)) - {node.number}
-
-    def _add(self, rules: list[Rule]) -> bool:
-        self._rules += rules
-        self._cluster.network.rules.add(self._cluster.timeline.now, rules)
-        return True
-
-    def _partition(self, fault: Fault, node: Node) -> bool:
-        self.blamed |= self._cluster.nodes.keys()
-        until, others = self._cluster.timeline.now + fault.seconds, self._others(node)
-        rules: list[Rule] = [Cut(fault.kind, {node.number}, others, until)]
-        if fault.kind == "partition":
-            rules.append(Cut(fault.kind, others, {node.number}, until))
-        return self._add(rules)
-
-    def _lossy(self, fault: Fault, node: Node) -> bool:
-        self.blamed |= self._cluster.nodes.keys() if fault.kind == "loss" else set()
-        until, others = self._cluster.timeline.now + fault.seconds, self._others(node)
-        ends = [({node.number}, others), (others, {node.number})]
-        made: list[Rule] = []
-        for sources, targets in ends[:1] if fault.kind == "duplicate" else ends:
-            if fault.kind == "loss":
-                made.append(Loss(fault.kind, sources, targets, until, probability=fault.strength))
-            elif fault.kind == "delay":
-                made.append(Delay(fault.kind, sources, targets, until, delay_s=fault.strength))
-            else:
-                made.append(Duplicate(fault.kind, sources, targets, until, probability=fault.strength))
-        return self._add(made)
-
-    def _flip(self, fault: Fault, node: Node) -> bool:
-        """A control frame that fails its checksum ends its link; a bulk frame its transfer."""
-        until, others = self._cluster.timeline.now + fault.seconds, self._others(node)
-        self.flips.append(Flip(fault.kind, {node.number}, others, until, probability=fault.strength))
-        self._rules.append(self.flips[-1])
-        self.blamed |= self._cluster.nodes.keys()
-        return True
-
-    def flips_a_bit(self, source: NodeId, target: NodeId) -> bool:
-        now, rng = self._cluster.timeline.now, self._cluster.rng
-        return any(now < rule.until and not rule.judge(source, target, rng).copies for rule in self.flips)
-
-    def _break(self, fault: Fault, node: Node) -> bool:
-        others = [other.number for other in self._cluster.nodes.values() if other.up and other is not node]
-        if not others:
-            return False
-        other = others[fault.pick % len(others)]
-        self.blamed |= {node.number, other}
-        return self._cluster.network.break_link(node.number, other, "a frame failed its checksum")
-
-    # -- memory ------------------------------------------------------------------------------------------------
-
-    def _corrupt(self, fault: Fault, node: Node) -> bool:
-        keys = [key for key in sorted(node.store.listed) if key[0] in node.store.mirrored]
-        self._cluster.checkers.corrupted()
-        self.blamed.add(node.number)
-        return bool(keys) and node.store.corrupt(*keys[fault.pick % len(keys)])
-
     # -- the end -----------------------------------------------------------------------------------------------
 
     def stop(self) -> None:
         """Faults stop: whoever stands still wakes, and everything passes."""
         self._waiting.clear()
         self._armed.clear()
-        self.flips.clear()
-        self._cluster.network.rules.clear()
+        self._cluster.blows.stop()
         for node in self._cluster.nodes.values():
             node.wake()

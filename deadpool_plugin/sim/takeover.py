@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..core.io import SpareFailed, SpareRehearsed, StartRehearsal, WorkerLost
-from ..core.placement import LocalSlot, divide
+from ..core.slots import LocalSlot, divide
 from ..core.types import NO_STEP, NodeId, Rank, Source, SwapPlan
 from .bulk import Broken
 from .processes import Slot

@@ -71,7 +71,7 @@ def described(thing: msgspec.Struct) -> str:
         return f"{thing.kind}({fields})"
     shown = []
     for field, value in msgspec.structs.asdict(thing).items():
-        if field in BESIDES or (isinstance(value, Checkpoint) and not value.path):
+        if field in BESIDES or (isinstance(value, Checkpoint) and not value.path) or (field, value) == ("moved", 0):
             continue
         if isinstance(value, tuple) and value and isinstance(value[0], Holding):
             value = f"{len(value)} snapshots"

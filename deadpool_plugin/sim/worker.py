@@ -64,7 +64,10 @@ class Process:
     def do(self, work: Callable[..., object], *arguments: Any) -> None:
         """Where this process's tasks run: nowhere once it has ended or stands still."""
         if self.alive and not self.stuck:
-            self.node.do(self._if_alive, work, *arguments)
+            if self.node.paused:
+                self.node.do(self._if_alive, work, *arguments)
+            elif self.node.up:
+                self._if_alive(work, *arguments)
 
     def _if_alive(self, work: Callable[..., object], *arguments: Any) -> None:
         if self.held:

@@ -63,7 +63,7 @@ class JobDescription(Guest, frozen=True):
     generation: Generation
     members: tuple[NodeId, ...]
     hellos: list[Hello]
-    job: str = ""
+    job: str
 
 
 class Reserved(Guest, frozen=True):

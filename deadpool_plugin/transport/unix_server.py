@@ -48,6 +48,8 @@ class Peer(Generic[M]):
         self._received: deque[int] = deque()
         self._queue: deque[tuple[memoryview, list[int]]] = deque()
         self._queued_bytes = 0
+        self._drained = asyncio.Event()
+        self._drained.set()
         self.closed = False
         self._loop.add_reader(sock, self._on_readable)
 
@@ -59,6 +61,7 @@ class Peer(Generic[M]):
         if self.closed:
             return
         frame = memoryview(pack_frame(msgspec.msgpack.encode(message), LOCAL_FRAME_BYTES_MAX))
+        self._drained.clear()
         self._queue.append((frame, [os.dup(fd) for fd in fds]))
         self._queued_bytes += len(frame)
         if self._queued_bytes > LOCAL_BACKLOG_BYTES_MAX:
@@ -66,10 +69,15 @@ class Peer(Generic[M]):
         else:
             self._flush()
 
+    async def drained(self) -> None:
+        """Wait until nothing is queued any more: the other end reads it, or the connection has ended."""
+        await self._drained.wait()
+
     def close(self) -> None:
         """Ends the connection after one attempt to send what is queued; on_closed is not called."""
         if not self.closed:
             self.closed = True
+            self._drained.set()
             self._loop.remove_reader(self._sock)
             self._loop.remove_writer(self._sock)
             self._server.peers.discard(self)
@@ -100,6 +108,7 @@ class Peer(Generic[M]):
             self._end()
         else:
             self._loop.remove_writer(self._sock)
+            self._drained.set()
 
     def _on_readable(self) -> None:
         try:

@@ -19,6 +19,7 @@ TUPLE, TENSOR = 1, 2
 TENSOR_LIMIT_BYTES = 1 << 20
 INTEGER_BITS_MAX = 63
 _INTEGER_END = 1 << INTEGER_BITS_MAX
+PLAIN = frozenset({bool, float, str, bytes, type(None)})
 
 
 class TooLarge:
@@ -42,28 +43,35 @@ def decode(data: bytes | memoryview) -> Any:
 
 
 def _prepare(value: Any) -> Any:
+    kind = type(value)
+    if kind in PLAIN:
+        return value
+    if kind is dict:
+        return {key: _prepare(item) for key, item in value.items()}
+    if kind is list:
+        return _prepare_items(value)
     if isinstance(value, torch.Tensor):
         return msgspec.msgpack.Ext(TENSOR, _tensor_bytes(value))
     if isinstance(value, tuple):
         return msgspec.msgpack.Ext(TUPLE, msgspec.msgpack.encode(_prepare_items(value)))
+    if isinstance(value, int):
+        if value.bit_length() > INTEGER_BITS_MAX:
+            raise Unsupported(f"a training call's result or state holds the integer {value}, which exceeds 64 bits")
+        return int(value)
+    if isinstance(value, float):  # numpy's numbers among them
+        return float(value)
     if isinstance(value, list):
         return _prepare_items(value)
     if isinstance(value, dict):
         return {key: _prepare(item) for key, item in value.items()}
-    if isinstance(value, int) and value.bit_length() > INTEGER_BITS_MAX:
-        raise Unsupported(f"a training call's result or state holds the integer {value}, which exceeds 64 bits")
-    if value is None or type(value) in (bool, int, float, str, bytes):
-        return value
-    if isinstance(value, (int, float)):  # numpy's numbers among them
-        return float(value) if isinstance(value, float) else int(value)
     raise Unsupported(
-        f"a training call's result or state holds a {type(value).__module__}.{type(value).__name__}; "
+        f"a training call's result or state holds a {kind.__module__}.{kind.__name__}; "
         "expected None, numbers, strings, bytes, tensors, and lists, tuples and dicts of them"
     )
 
 
 def _prepare_items(items: Sequence[Any]) -> Sequence[Any]:
-    """Many small integers (Python's random state has 625, every step) go as they are: a tenth of the time."""
+    """Many small integers (the order of an epoch) go as they are: a tenth of the time."""
     if set(map(type, items)) == {int} and max(items) < _INTEGER_END and min(items) > -_INTEGER_END:
         return items
     return [_prepare(item) for item in items]

@@ -54,6 +54,9 @@ class Resumable:
     def __len__(self) -> int:
         return len(self.source)
 
+    def __bool__(self) -> bool:  # else Python asks for a length, which not every loader has
+        return bool(self.source)
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self.source, name)
 

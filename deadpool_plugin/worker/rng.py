@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+from array import array
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -23,20 +24,22 @@ def capture(adapter: Adapter) -> dict[str, Any]:
 
 
 def capture_host() -> dict[str, Any]:
-    """Copies of those states that data loaders draw from."""
+    """Copies of those states that data loaders draw from, as bytes: they are compared and kept at every call."""
     name, keys, position, has_gauss, cached = cast("tuple[str, Any, int, int, float]", np.random.get_state())
+    version, words, gauss = random.getstate()
     return {
-        "python": random.getstate(),
+        "python": (version, array("I", words).tobytes(), gauss),
         "numpy": (name, keys.tobytes(), int(position), int(has_gauss), float(cached)),
-        "torch": torch.get_rng_state(),
+        "torch": torch.get_rng_state().numpy().tobytes(),
     }
 
 
 def restore_host(state: dict[str, Any]) -> None:
-    random.setstate(state["python"])
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(array("I", words)), gauss))
     name, keys, *rest = state["numpy"]
     np.random.set_state((name, np.frombuffer(keys, dtype=np.uint32), *rest))
-    torch.set_rng_state(state["torch"])
+    torch.set_rng_state(torch.frombuffer(bytearray(state["torch"]), dtype=torch.uint8))
 
 
 @contextlib.contextmanager
@@ -58,6 +61,8 @@ def restore(adapter: Adapter, state: dict[str, Any]) -> None:
 
 def equal(left: Any, right: Any) -> bool:
     """Whether two captured states (or parts of them) are the same."""
+    if left is right:
+        return True
     if isinstance(left, torch.Tensor):
         return torch.equal(left, right)
     if isinstance(left, dict):

@@ -45,7 +45,8 @@ def skip(iterator: Iterator[Any], count: int, draws: Sequence[Sequence[Any]] = (
     while type(reader) in _WRAPPERS:
         reader = getattr(reader, _WRAPPERS[type(reader)])
     over_map = getattr(reader, "_dataset_kind", None) == _DatasetKind.Map
-    if over_map and isinstance(reader, _MultiProcessingDataLoaderIter) and not draws and _is_known(reader._dataset):
+    by_workers = type(reader) in (_MultiProcessingDataLoaderIter, _Behind)  # a library's own class of it may do more
+    if over_map and by_workers and not draws and _is_known(reader._dataset):
         _Behind.fall(reader, count)
         return
     single = over_map and type(reader) is _SingleProcessDataLoaderIter

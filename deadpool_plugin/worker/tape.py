@@ -44,18 +44,23 @@ class Source:
             return ENDED
 
     def skip(self, is_item: bool) -> None:
-        """The next event happens, and nobody sees it."""
+        """The next event happens, and nobody sees it. Raises: Divergence if it is another one than the rank's own."""
         if not is_item:
-            next(self)
+            event = next(self)
+            if event is not BEGUN and event is not ENDED:
+                raise self._other_length("went on longer")
             return
         try:
-            skip(self.items or iter(()), 1)
+            skip(iter(()) if self.items is None else self.items, 1)
         except StopIteration:
-            raise Divergence(
-                f"a pass over a resumable {type(self.given).__name__} ended earlier than the rank's own",
-                "the same items",
-                "resume from something that gives the same each time the script is run, or tells its state",
-            ) from None
+            raise self._other_length("ended earlier") from None
+
+    def _other_length(self, what: str) -> Divergence:
+        return Divergence(
+            f"a pass over a resumable {type(self.given).__name__} {what} than the rank's own",
+            "the same items",
+            "resume from something that gives the same each time the script is run, or tells its state",
+        )
 
     def state(self) -> bytes:
         """Raises: Unsupported if it is no plain data."""
@@ -84,7 +89,12 @@ class Tape(RewindIterator):
     def __init__(self, given: Any) -> None:
         super().__init__(Source(given))  # type: ignore[arg-type]
         self._states: dict[int, bytes | None] = {}
-        self._owed: list[tuple[int, Sequence[Sequence[Any]], Sequence[Sequence[Any]]]] = []
+        self._owed = 0
+        """Events that a follower has skipped and the source has not seen, and by their numbers:"""
+        self._draws: dict[int, dict[str, Any]] = {}
+        """the random states before those that were drawn for,"""
+        self._passes: dict[int, bool] = {}
+        """and those that are no items: whether a pass begins."""
         self._is_nested: bool | None = None
 
     # ---- the script
@@ -134,22 +144,28 @@ class Tape(RewindIterator):
         if count == 0:
             return
         self.position = self._first_kept = self.position + count
-        self._owed.append((count, draws, passes))
+        self._draws.update({self._owed + number: states for number, states in draws})
+        self._passes.update({self._owed + number: begins for number, begins in passes})
+        self._owed += count
         if not self.inner.is_stateful:
             self._settle()
 
     def _settle(self) -> None:
         """Go over the events that a follower has skipped."""
-        owed, self._owed = self._owed, []
-        for count, draws, passes in owed:
-            before = {number: states for number, states in draws}
-            begins = {number: is_begin for number, is_begin in passes}
-            with rng.preserved(), reading():
-                for number in range(count):
-                    if number in before:
-                        rng.restore_host(before[number])
-                    self.inner.begins = begins.get(number, False)
-                    self.inner.skip(is_item=number not in begins)
+        if self._owed == 0:
+            return
+        with rng.preserved(), reading():
+            for number in range(self._owed):
+                if number in self._draws:
+                    rng.restore_host(self._draws[number])
+                self.inner.begins = self._passes.get(number, False)
+                self.inner.skip(is_item=number not in self._passes)
+        self._owe_nothing()
+
+    def _owe_nothing(self) -> None:
+        self._owed = 0
+        self._draws.clear()
+        self._passes.clear()
 
     def forget(self) -> None:
         """Nobody will rewind to anything before this moment."""
@@ -179,13 +195,13 @@ class Tape(RewindIterator):
         """
         if state is None or (not self._owed and self.inner.items is not None and self.inner.state() == state):
             return
-        self._owed.clear()
+        self._owe_nothing()
         self.forget()
         self.inner.load(state)
 
 
 def _differs(done: str, event: object) -> Divergence:
-    was = {BEGUN: "the beginning of a pass", ENDED: "the end of a pass"}.get(event, "an item")
+    was = "the beginning of a pass" if event is BEGUN else "the end of a pass" if event is ENDED else "an item"
     return Divergence(
         f"a training call that was done again read other data than the first time: {done}, and there was {was}",
         "the same",

@@ -7,6 +7,7 @@ Followers are told what it returned, and of the framework what a script can see.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -16,6 +17,7 @@ from torch.utils import _pytree as pytree
 from ..errors import Unsupported
 from .adapter import Adapter, CallKind, Followed
 from .inputs import Inputs
+from .iterators import POINTER, RewoundByItself
 
 Call = Callable[[Adapter, str, CallKind, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """A `CallHandler` that is told whose framework the call is of."""
@@ -35,6 +37,12 @@ class WholeStep(Followed):
                     f"{self.name} was given a tensor of {list(leaf.shape)} that requires grad",
                     "data: a graph that begins outside the function cannot be redone",
                     "do everything that leads to the loss inside it",
+                )
+            if _is_read_on(leaf):
+                raise Unsupported(
+                    f"{self.name} was given a {type(leaf).__name__} to read data from, which a redo would read on",
+                    "the data themselves, or a resumable loader",
+                    POINTER,
                 )
         self._inputs = Inputs(args, kwargs, self.name)
         self._given: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
@@ -65,6 +73,11 @@ class WholeStep(Followed):
         if isinstance(value, torch.Tensor):
             return float(value) if value.numel() == 1 else None
         return float(value) if isinstance(value, (int, float)) else None
+
+
+def _is_read_on(leaf: Any) -> bool:
+    """Whether it gives something else each time it is asked, and nobody rewinds it. Files are written to."""
+    return hasattr(type(leaf), "__next__") and not isinstance(leaf, (RewoundByItself, io.IOBase))
 
 
 class WholeSteps:

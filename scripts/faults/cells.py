@@ -9,10 +9,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from clusters.references import arguments_with_data, reference
+from compare_runs import read_run
 from gpt.layouts import LAYOUTS, Layout
 
 from faults.job import Job, Verdict
@@ -23,6 +25,8 @@ SPACING = 4
 """Steps from one fault to the next, and between evaluations and saves: every fault's step has both."""
 SLOTS = 2
 SETTINGS = {"restarts_max": 100}
+COUNTS_SKIPPED = ("update", "staging", "push")
+"""Phases whose steps are the plugin's, skipped ones included; all others count the optimizer's updates."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +122,7 @@ class Runner:
         training = arguments(layout, group)
         undisturbed = reference(self.out / "references", training, layout.world_size)
         saving = save_arguments(group, folder)
-        kills = planned_faults(together, layout.world_size)
+        kills = planned_faults(together, layout.world_size, updates(undisturbed))
         hosts = sum(kill.kind in ("node", "silent") for kill in kills)
         job = Job(
             folder, [*training, *saving], layout.world_size, SLOTS, 2 if self.heals else max(1, hosts), kills, SETTINGS,
@@ -129,7 +133,7 @@ class Runner:
     def _tell(self, together: list[Cell], verdict: Verdict, name: str, refusal: str) -> None:
         for cell, outcome in zip(together, own_outcomes(verdict), strict=True):
             problem = verdict.hang or verdict.difference or "; ".join(verdict.left) or outcome.problem
-            line = {"cell": cell.key, "layout": cell.layout, "column": cell.column, "kind": cell.kind}
+            line: dict[str, Any] = {"cell": cell.key, "layout": cell.layout, "column": cell.column, "kind": cell.kind}
             line |= {"fired": outcome.fired is not None, "bit_exact": verdict.bit_exact, "refused": refusal}
             line |= {"ready_s": outcome.ready_s, "lost_steps": outcome.lost_steps, "hang": bool(verdict.hang)}
             line |= {"ok": verdict.holds and outcome.fired is not None, "problem": "" if refusal else problem}
@@ -171,31 +175,45 @@ def step_of(name: str) -> int:
     return last_step(column.group) if column.at == LAST else SPACING * (places.index(name) + 1)
 
 
-def planned_faults(together: list[Cell], world: int) -> list[Kill]:
+def updates(undisturbed: Path) -> list[int]:
+    """How many updates there have been after each step, the first being step 0: overflows of fp16 skip some.
+
+    A step that is skipped has no gradient norm (megatron-core).
+    """
+    lines = read_run(undisturbed).metrics[0]
+    return list(accumulate([0, *(int(lines[step]["grad_norm"] is not None) for step in sorted(lines))]))
+
+
+def planned_faults(together: list[Cell], world: int, updates_by: list[int]) -> list[Kill]:
     """In the order of steps. The rank that is hit moves through all nodes and slots."""
     kills: list[Kill] = []
     order = list(COLUMNS)
     for cell in sorted(together, key=lambda cell: (step_of(cell.column), order.index(cell.column))):
-        kills += faults_of(cell, len(kills), world)
+        kills += faults_of(cell, len(kills), world, updates_by)
     return kills
 
 
-def faults_of(cell: Cell, index: int, world: int) -> list[Kill]:
+def faults_of(cell: Cell, index: int, world: int, updates_by: list[int]) -> list[Kill]:
     column, step = COLUMNS[cell.column], step_of(cell.column)
+    updated = updates_by[step]
     rank = -1 if column.any_rank else (list(COLUMNS).index(cell.column) * (SLOTS + 1) + 1) % world
     if cell.column == "rehearsal" and cell.kind == "node":
         return [Kill(index, -1, 0, "rehearsal", cell.kind)]
     if cell.column == "rehearsal":  # of the process that replaces a rank on its own node
-        prepares = Kill(index, -1, step, "forward", "rank", 1 % world, hold=step - 2)
+        prepares = Kill(index, -1, updated, "forward", "rank", 1 % world, hold=updated - 2)
         return [prepares, Kill(index + 1, -1, 0, "rehearsal", cell.kind, 1 % world, after=index)]
     if column.at == AT_START:
         return [Kill(index, -1, 0, "startup", cell.kind, rank)]
-    hold = step if column.phase == "exit" else step - 2
-    return [Kill(index, -1, step, column.phase, cell.kind, rank, hold=hold)]
+    hold = updated if column.phase == "exit" else updated - 2
+    return [
+        Kill(index, -1, step if column.phase in COUNTS_SKIPPED else updated, column.phase, cell.kind, rank, hold=hold)
+    ]
 
 
 def arguments(layout: Layout, group: str) -> list[str]:
     own = ["--train-iters", last_step(group), "--eval-interval", SPACING, "--eval-iters", 1]
+    if "fp16" in layout.arguments:  # early faults need updates to strike at, too
+        own += ["--initial-loss-scale", 65536]
     return arguments_with_data([*layout.arguments, *map(str, own)])
 
 

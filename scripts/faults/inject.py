@@ -235,8 +235,8 @@ def hook_optimizer(injector: Injector) -> None:
             injector.reached("optimizer", injector.completed() + (not injector.has_step_state))
 
     for module in list(sys.modules.values()):  # whoever imported it by name has it by name
-        if getattr(module, "__dict__", {}).get(original.__name__) is original:
-            setattr(module, original.__name__, get_megatron_optimizer)
+        if getattr(module, "__dict__", {}).get("get_megatron_optimizer") is original:
+            module.__dict__["get_megatron_optimizer"] = get_megatron_optimizer
     register_optimizer_step_post_hook(updated)
 
 

@@ -92,11 +92,12 @@ class Job:
         folder.mkdir(parents=True)
         self.folder, self.world, self.kills, self.stops, self.spares = folder, world, kills, stops, spares
         self.patience_s = patience_s
-        self.plan = Plan(kills, folder / "faults.jsonl")
+        marker = folder / "faults.jsonl"
+        self.plan = Plan(kills, marker)
         self.plan.save(folder / "plan.json")
-        words = [SCRIPTS / "faults" / "inject.py", "--plan", folder / "plan.json", "--marker", self.plan.marker]
+        words = [SCRIPTS / "faults" / "inject.py", "--plan", folder / "plan.json", "--marker", marker]
         words += ["--framework", framework, "--observe", folder / "observe", "--", script, *training]
-        before_agent = functools.partial(hook_agents, folder / "plan.json", self.plan.marker)
+        before_agent = functools.partial(hook_agents, folder / "plan.json", marker)
         nodes = world // slots + spares
         self.cluster = Cluster(folder, nodes, slots, [str(w) for w in words], spares, settings, before_agent)
         self.tail = Tail(self.cluster.output)

@@ -33,7 +33,7 @@ def install(injector: Injector) -> None:
     from torch.distributed.checkpoint import _async_thread_executor as executor
 
     reached = Reached(injector)
-    around(TransformerBlock, "forward", before=lambda self, *_, **__: self.training or reached("evaluate"))
+    around(TransformerBlock, "forward", before=lambda self, *_, **__: None if self.training else reached("evaluate"))
     around(strategy, "save_state_dict_async_plan", after=lambda *_, **__: reached("planned"))
     around(utils._DistWrapper, "reduce_scatter", after=lambda *_, **__: reached("planned"))
     around(filesystem_async, "_write_item", before=lambda *_, **__: reached("write"))

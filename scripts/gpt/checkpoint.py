@@ -88,7 +88,9 @@ class Checkpoints:
     def save_torch_dcp(self, folder: Path, step: int) -> None:
         state = {f"rank{dist.get_rank()}": self.rank_state(step)}
         if self.args.async_save:
-            self.pending = step, dcp.async_save(state, checkpoint_id=str(folder), process_group=self.group)
+            saving = dcp.async_save(state, checkpoint_id=str(folder), process_group=self.group)
+            assert isinstance(saving, Future)
+            self.pending = step, saving
         else:
             dcp.save(state, checkpoint_id=str(folder))
             self.write_latest(step)

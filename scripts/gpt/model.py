@@ -109,7 +109,8 @@ def build_model(args: argparse.Namespace, config: TransformerConfig, vocab_size:
     """The chunks of this rank's stages; `vocab_size` is padded so that tensor-parallel ranks have equal shares."""
     multiple = 16 * args.tp
     vocab_size = -(-vocab_size // multiple) * multiple
-    stages = [None] if virtual_stages(args) is None else list(range(virtual_stages(args)))
+    virtual = virtual_stages(args)
+    stages = [None] if virtual is None else range(virtual)
     ddp_config = DistributedDataParallelConfig(
         use_distributed_optimizer=args.distributed_optimizer,
         num_distributed_optimizer_instances=args.num_distributed_optimizer_instances,

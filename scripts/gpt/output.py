@@ -41,5 +41,5 @@ def digest(tensors: Iterator[tuple[str, torch.Tensor]]) -> str:
     state = hashlib.sha256()
     for name, tensor in tensors:
         state.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        state.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        state.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return state.hexdigest()

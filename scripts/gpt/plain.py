@@ -113,6 +113,7 @@ class Gpt(nn.Module):
         self.blocks = nn.ModuleList(Block(args) for _ in range(args.layers))
         self.norm = nn.LayerNorm(args.hidden)
         self.recompute = args.recompute
+        self.seen: torch.Tensor
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor | None = None) -> Any:

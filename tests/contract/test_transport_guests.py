@@ -30,7 +30,7 @@ class Node:
         self.lost: asyncio.Queue[int] = asyncio.Queue()
         self.refused: asyncio.Queue[PeerRefused] = asyncio.Queue()
         self.admitted: list[Hello] = []
-        self.roster = Roster(node, JOB, ("master", 29500))
+        self.roster = Roster(node, JOB, ("master", 29500), credentials)
         self.roster.on_admitted = self.admitted.append
         self.mesh = ControlMesh(
             node, credentials, "127.0.0.1", None, self._received, self._lost, 10.0, self.refused.put_nowait,

@@ -8,8 +8,10 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import test_deepspeed  # noqa: E402
+from faults import deepspeed_hooks  # noqa: E402
+from support.killed_ranks import assert_alike, run_with_kills, undisturbed  # noqa: E402
 from support.zygote import in_zygote  # noqa: E402
-from test_deepspeed import arguments, compare_runs, plain, run_with_kills  # noqa: E402
+from test_deepspeed import arguments  # noqa: E402
 
 pytestmark = getattr(test_deepspeed, "pytestmark", [])
 SCRIPT = str(Path(__file__).resolve().with_name("own_steps.py"))
@@ -28,17 +30,14 @@ def command(corpus, mode, words):
 @in_zygote
 def test_a_step_of_the_scripts_own_is_redone_as_a_whole(tmp_path, corpus, mode, words, kills):
     argv = command(corpus, mode, words)
-    expected, run = tmp_path / "plain", tmp_path / "run"
-    expected.mkdir()
-    run.mkdir()
-    plain(argv, 2, expected)
-    run_with_kills(run, argv, kills, rehearse=[kills[0][0]])
-    result = compare_runs.compare(expected, run)
-    assert result["bit_exact"], result["difference"]
+    expected, run = undisturbed(tmp_path / "plain", argv, 2), tmp_path / "run"
+    run_with_kills(run, argv, 2, kills, [kills[0][0]], deepspeed_hooks.install)
+    assert_alike(expected, run)
 
 
 @pytest.mark.parametrize("mode", ["penalty", "gathered"])
 @in_zygote
 def test_without_the_decorator_it_is_refused_with_a_pointer_to_it(tmp_path, corpus, mode):
-    with pytest.raises(AssertionError, match=r"outside.*to do:.*@deadpool_plugin\.step"):
-        run_with_kills(tmp_path, [*command(corpus, mode, "--zero 1"), "--undecorated"], [], rehearse=[])
+    with pytest.raises(AssertionError, match=r"(be|out)side.*to do:.*@deadpool_plugin\.step"):
+        argv = [*command(corpus, mode, "--zero 1"), "--undecorated"]
+        run_with_kills(tmp_path, argv, 2, [], [], deepspeed_hooks.install)

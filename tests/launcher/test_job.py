@@ -30,7 +30,8 @@ def test_two_nodes_are_replaced_bit_for_bit(tmp_path):
 def test_without_a_spare_the_job_ends_with_a_verdict(start):
     job = start(2, 1, 0, 200, "--tp", "2", faults=["1@6:forward"])
     codes = job.end()
-    assert codes[1] < 0 and codes[0] not in (0, None)
+    killed = (-signal.SIGKILL, 128 + signal.SIGKILL)  # the launcher, or first what it had started
+    assert codes[1] in killed and codes[0] not in (0, None)
     assert "exit code 86" in job.output()
     [stopped] = job.events("JobStopped")
     assert stopped["exit_code"] == 86 and list(stopped["lost_ranks"]) == [1] and stopped["newest_committed"] >= 4

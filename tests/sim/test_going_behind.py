@@ -33,12 +33,12 @@ def go_behind(cluster: Cluster) -> int:
     buddy = cluster.nodes[keeper(cluster, undone) or 0]
     cluster.checkers.corrupted()
     cluster.strikes.struck["corrupt"] += 1
-    cluster.strikes.blamed.add(buddy.number)
+    cluster.blows.blamed.add(buddy.number)
     pair = buddy.store.mirrored[LOST]
     buddy.store.listed.pop((LOST, undone))
     buddy.store.empty(pair, LOST, undone)
     buddy.feed(HoldingsDropped(LOST, undone - 1))
-    cluster.strikes.kill(cluster.nodes[LOST])
+    cluster.blows.kill(cluster.nodes[LOST])
     return undone
 
 

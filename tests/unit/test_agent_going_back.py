@@ -10,9 +10,10 @@ import types
 
 from deadpool_plugin import events
 from deadpool_plugin.agent.lives import Lives
+from deadpool_plugin.agent.rehearsal import CHUNK_STEPS, Rehearsal
 from deadpool_plugin.agent.reports import sentence
 from deadpool_plugin.agent.slots import Process, Slot
-from deadpool_plugin.agent.spares import Rehearsal, Spares
+from deadpool_plugin.agent.spares import Spares
 from deadpool_plugin.agent.watch import Watch
 from deadpool_plugin.agent.workers import Workers
 from deadpool_plugin.core import io
@@ -45,7 +46,7 @@ def test_what_was_committed_after_the_restore_step_is_not_told_to_newcomers(tmp_
 
 def rehearsing(slot: Slot, rank: int, told: int) -> Rehearsal:
     slot.process = Process(order=1, rank=rank, rehearses=True)
-    history = History(1000)
+    history = History(100_000)
     for step in range(told + 1):
         history.append(step, b"records")
     return Rehearsal(slot, slot.process, Anything(), source=0, history=history, told=told)
@@ -70,6 +71,38 @@ def test_a_stand_in_that_followed_too_far_begins_again_from_the_new_source():
     begun, spares = asyncio.run(scenario())
     assert begun == [(0, 0, 5)], "the other one has followed no further than the job went back"
     assert list(spares.rehearsals) == [1] and spares.rehearsals[1].source == 6
+
+
+class Reader:
+    """A process that reads what it is told when it is let."""
+
+    def __init__(self):
+        self.told, self.may_read = [], asyncio.Semaphore(0)
+
+    def send(self, message):
+        self.told.append((message.first_step, len(message.records)))
+
+    async def drained(self):
+        await self.may_read.acquire()
+
+
+def test_a_long_past_is_told_piece_by_piece_as_it_is_read():
+    async def scenario():
+        slot, reader = Slot(0), Reader()
+        rehearsal = rehearsing(slot, 0, told=2 * CHUNK_STEPS + 4)
+        rehearsal.told, slot.process.peer = 4, reader
+        telling = asyncio.create_task(rehearsal.tell())
+        told = []
+        for _ in range(2):
+            await asyncio.wait([telling], timeout=0)
+            told.append(list(reader.told))
+            reader.may_read.release()
+        await telling
+        return told, rehearsal.told
+
+    told, last = asyncio.run(scenario())
+    assert told == [[(5, CHUNK_STEPS)], [(5, CHUNK_STEPS), (5 + CHUNK_STEPS, CHUNK_STEPS)]]
+    assert last == 2 * CHUNK_STEPS + 4
 
 
 def test_a_process_that_cannot_go_back_so_far_is_ended_and_replaced_with_its_reason():

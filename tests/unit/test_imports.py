@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -170,3 +171,11 @@ def test_nothing_unpickles(module):
         "cloudpickle",
         "shelve",
     }
+
+
+def test_test_files_are_told_apart_by_name():
+    """pytest imports those that are in no package by their bare names: two of one name cannot run in one command."""
+    tests = Path(__file__).resolve().parents[1]
+    loose = [path for path in tests.rglob("*.py") if not (path.parent / "__init__.py").exists()]
+    names = Counter(path.name for path in loose if path.name != "conftest.py")
+    assert not [name for name, count in names.items() if count > 1]

@@ -40,7 +40,7 @@ def hello(node=0, **changes):
 def described(where, command=("s.py", "--local_rank=0", "--lr", "1"), **changes):
     made = JobDescription(
         0, list(command), str(where), "", {"NCCL_X": "job", "OMP_NUM_THREADS": "1"}, "m", 5, 2, (0, 1),
-        [hello(0), hello(1)],
+        [hello(0), hello(1)], MEMBERS_JOB,
     )  # fmt: skip
     return msgspec.structs.replace(made, **changes)
 
@@ -153,12 +153,11 @@ class Member:
 
     async def _serve(self):
         self._end = asyncio.Event()
-        roster = Roster(4, Job(self.command, str(self.folder), self.config, {}), ("m", 5))
+        credentials = Credentials(SECRET.encode(), MEMBERS_JOB)
+        roster = Roster(4, Job(self.command, str(self.folder), self.config, {}), ("m", 5), credentials)
         roster.members = lambda: World(1, (4,))
-        roster.job_id = MEMBERS_JOB
         mesh = ControlMesh(
-            4, Credentials(SECRET.encode(), MEMBERS_JOB), "127.0.0.1", None, lambda *_: None, lambda *_: None, 10.0,
-            lambda _: None, roster.answer,
+            4, credentials, "127.0.0.1", None, lambda *_: None, lambda *_: None, 10.0, lambda _: None, roster.answer,
         )  # fmt: skip
         self.hello = hello(4, control=await mesh.listen(), config_digest=Config().digest())
         await mesh.connect({4: self.hello.control})
@@ -347,7 +346,7 @@ def test_what_the_job_exports_leaves_out_everything_else():
 
 
 def test_ids_are_above_all_that_ever_were():
-    roster = Roster(0, Job([], "", "", {}), ("m", 5))
+    roster = Roster(0, Job([], "", "", {}), ("m", 5), Credentials(b""))
     for node in (0, 1, 7):
         roster.know(hello(node))
     roster.gone(7)

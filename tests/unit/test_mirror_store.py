@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from deadpool_plugin.core.types import Holding
 from deadpool_plugin.errors import StaleGeneration, TransportError
 from deadpool_plugin.mirror.history import History, HistoryPruned
-from deadpool_plugin.mirror.store import NotHeld, SnapshotStore
+from deadpool_plugin.mirror.records import NotHeld
+from deadpool_plugin.mirror.store import SnapshotStore
 
 
 def staged(store: SnapshotStore, rank: int, step: int, generation: int = 0) -> Holding:
@@ -54,6 +55,7 @@ def test_only_ranks_of_which_something_is_here_take_part_in_a_roll_back() -> Non
     store.append(7, 0, b"records")
     for rank in range(10):
         store.drop_newer(rank, 0)
+    assert store.history_range(9) == (-1, -1)
     assert store.ranks() == [3, 5, 7]
     store.release(3)
     store.release(7)

@@ -111,7 +111,7 @@ def test_hosts_that_join_find_the_configuration_until_the_last_node_has_gone(hos
     told = leash.for_guests(tmp_path / "logs", f"{one.folder}/config.yaml")
     assert told.read_text() == "spares: 1\n" and told.parent == tmp_path / "logs" / contacts.FOLDER
     other = Hello(4, "host4", ("127.0.0.1", 1), ("127.0.0.1", 2), 1, {}, "")
-    contacts.publish(tmp_path / "logs", other, f"{one.folder}/config.yaml")
+    contacts.publish(tmp_path / "logs", other, f"{one.folder}/config.yaml", one.word.job)
     one.say(leash.Tell())
     one.ended()
     assert told.exists()

@@ -85,6 +85,26 @@ def test_large_messages_do_not_block_the_agent() -> None:
     asyncio.run(scenario())
 
 
+def test_who_waits_for_a_reader_waits_until_it_has_read_or_has_gone() -> None:
+    async def scenario() -> None:
+        agent = Agent()
+        worker = await asyncio.to_thread(LocalConnection.to, agent.name)
+        worker.send(WorkerHello(0, 1, 3, False))
+        peer, _, _ = await agent.next()
+        await peer.drained()
+        for reads in (True, False):
+            peer.send(History(1, [os.urandom(1 << 20)] * 20))
+            waiting = asyncio.create_task(peer.drained())
+            done, _ = await asyncio.wait([waiting], timeout=0)
+            assert not done
+            await asyncio.to_thread(worker.recv if reads else worker.close)
+            await asyncio.wait_for(waiting, WAIT_S)
+        assert peer.closed
+        agent.server.close()
+
+    asyncio.run(scenario())
+
+
 def test_senders_of_many_threads_do_not_mix() -> None:
     async def scenario() -> None:
         agent = Agent()

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import msgspec
 import pytest
 from rich.console import Console
 
@@ -66,8 +65,7 @@ ALL = (START, TRAINING, READY, LOST, PLANNED, OVER, END)
 
 
 def decoded(text: str) -> list[events.Event]:
-    decoder = msgspec.json.Decoder(events.AnyEvent)
-    return [decoder.decode(line) for line in text.split("\n") if line]
+    return [events.decoder.decode(line) for line in text.split("\n") if line]
 
 
 def view_of(*parts: str) -> JobView:

@@ -3,9 +3,10 @@
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from deadpool_plugin.data import resumable
 from deadpool_plugin.errors import Divergence, Unsupported
@@ -200,6 +201,39 @@ def test_a_source_that_gives_less_than_the_ranks_own_is_found_out(tapes):
         tape.skip(3, [], [[0, True]])
 
 
+def test_a_source_that_gives_more_than_the_ranks_own_is_found_out(tapes):
+    """An array has no truth value, however it is compared with the end of a pass."""
+    resumable([np.ones(2), np.ones(2)])
+    (tape,) = tapes
+    with pytest.raises(Divergence, match="a resumable list went on longer"):
+        tape.skip(3, [], [[0, True], [2, False]])
+
+
+def test_a_stream_without_a_length_is_skipped_and_has_a_truth_value(tapes):
+    """An iterator of torch's DataLoader over an IterableDataset says it has a length, and raises if asked for it."""
+
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(range(6))
+
+    resumable(DataLoader(Stream(), batch_size=2))
+    (tape,) = tapes
+    tape.skip(3, [], [[0, True]])
+    assert tape.pull().tolist() == [4, 5]
+    assert bool(resumable(Stream()))
+
+
+def test_what_is_owed_to_an_unread_source_does_not_grow_with_the_calls(tapes):
+    resumable(Stateful(9))
+    (tape,) = tapes
+    tape.skip(2, [], [[0, True]])
+    sizes = set()
+    for _ in range(100):
+        tape.skip(1)
+        sizes.add(len(codec.encode([tape._owed, list(tape._draws), list(tape._passes)])))
+    assert len(sizes) == 1
+
+
 def test_a_state_is_told_at_each_cut_and_again_when_it_is_redone(tapes):
     source = Stateful(4, items=10)
     it = iter(resumable(source))
@@ -223,8 +257,9 @@ def test_between_passes_there_is_no_state(tapes):
     assert tapes.states() == [None]
 
 
-def test_a_call_that_reads_otherwise_when_redone_is_found_out(tapes):
-    loader = resumable([1, 2, 3])
+@pytest.mark.parametrize("item", [1, {"tokens": [1]}])
+def test_a_call_that_reads_otherwise_when_redone_is_found_out(tapes, item):
+    loader = resumable([item, item, item])
     (tape,) = tapes
     it = iter(loader)
     next(it)

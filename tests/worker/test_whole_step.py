@@ -11,6 +11,7 @@ from deadpool_plugin.errors import Unsupported
 from deadpool_plugin.worker import codec
 from deadpool_plugin.worker.adapter import CallKind, Followed
 from deadpool_plugin.worker.inputs import COPIED_BYTES_MAX
+from deadpool_plugin.worker.resumable import Tapes
 from deadpool_plugin.worker.whole_step import WholeStep, WholeSteps
 
 
@@ -89,6 +90,15 @@ def test_a_follower_is_told_the_value_and_what_the_script_can_see():
     assert heard["loss"].item() == 5 and not heard["loss"].requires_grad
     assert heard["norms"][0] == 1 and heard["norms"][1][0].tolist() == [0, 1, 2] and heard["norms"][1][1] is None
     assert adapter.shown == {"lr": 0.5}
+
+
+def test_an_iterator_is_no_argument_unless_it_is_rewound(tmp_path):
+    """A redo would go on with the next batch, unnoticed."""
+    with pytest.raises(Unsupported, match=r"given a generator to read data from.*deadpool_plugin\.data\.resumable"):
+        WholeStep(FakeAdapter(), train_step, ({"data": (one for one in [1, 2])},), {})
+    tapes = Tapes()
+    with (tmp_path / "log").open("w") as log:
+        WholeStep(FakeAdapter(), train_step, ([1, 2], iter(tapes.wrap([1, 2])), log), {})
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,7 @@ class MegatronAdapter:
         self._chunks: list[Any] = []
         self._optimizers: list[Any] = []
         self._schedulers: list[Any] = []
+        self._modules: list[torch.nn.Module] = []
         self._state: OptimizerState | None = None
 
     # ---- calls
@@ -99,6 +100,7 @@ class MegatronAdapter:
             )
         self._optimizers[:] = outermost
         refusals.check(self._chunks, outermost[0].config)
+        self._modules = [module for chunk in self._chunks for module in chunk.modules()]
         self._state = OptimizerState(self._chunks, outermost[0])
 
     @property
@@ -140,14 +142,14 @@ class MegatronAdapter:
             vars(scheduler).update(saved)
 
     def entry_state(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], None]:
-        training = [(module, module.training) for chunk in self._chunks for module in chunk.modules()]
+        training = [module.training for module in self._modules]
         configs = [(chunk.config, dict(vars(chunk.config))) for chunk in self._chunks]
         hooks = [(chunk, bool(chunk.remove_forward_pre_hook_handles)) for chunk in self._chunks]
         groups, schedulers = self.state.group_scalars(), [_scheduler_state(s) for s in self._schedulers]
         losses = experts.tracked_losses()
 
         def restore() -> None:
-            for module, flag in training:
+            for module, flag in zip(self._modules, training, strict=True):
                 module.training = flag
             for config, fields in configs:
                 vars(config).update(fields)

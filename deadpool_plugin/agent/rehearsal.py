@@ -1,0 +1,66 @@
+"""One process that rehearses a rank, and how it comes to know the records of the rank's steps.
+
+Rules of this file: records come and go on in step order, some steps at a time, however long the past is.
+Thread: the event loop's only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from ..core.types import NO_STEP, NodeId, Rank, Step
+from ..mirror.history import History
+from ..transport import local
+from .profile import Profile
+from .slots import Process, Slot
+
+CHUNK_STEPS = 64
+"""So many steps' records are asked for, or told to the process, at a time."""
+
+
+@dataclass(eq=False)
+class Rehearsal:
+    """One slot's rehearsal of one rank. `history` is what has been pulled; `told` the newest step its process knows."""
+
+    slot: Slot
+    process: Process
+    profile: Profile
+    source: NodeId
+    history: History
+    told: Step = NO_STEP
+    finished: asyncio.Event = field(default_factory=asyncio.Event)
+    pulling: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def rank(self) -> Rank:
+        return self.process.rank
+
+    @property
+    def alive(self) -> bool:
+        return self.slot.living is self.process
+
+    @property
+    def ready(self) -> bool:
+        return self.finished.is_set() and self.alive
+
+    async def pull(self, records: Callable[[Step, Step], Awaitable[list[bytes]]], last: Step) -> None:
+        """Have the records up to `last`, which `records(first, last)` gives. Raises: as that."""
+        async with self.pulling:
+            while self.history.last < last:
+                first, until = self.history.last + 1, min(last, self.history.last + CHUNK_STEPS)
+                for step, record in enumerate(await records(first, until), first):
+                    self.history.append(step, record)
+
+    async def tell(self) -> None:
+        """Pass on to the process, which has rehearsed, what it does not know yet, as fast as it reads.
+
+        Raises: HistoryPruned if that is not held any more (history_limit_mib).
+        """
+        last = self.history.last
+        while self.told < last and self.alive and (peer := self.process.peer) is not None:
+            first, until = self.told + 1, min(last, self.told + CHUNK_STEPS)
+            peer.send(local.History(first, self.history.get(first, until)))
+            self.told = until
+            await peer.drained()

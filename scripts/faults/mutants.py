@@ -1,0 +1,201 @@
+"""One-line bugs of the protocol, for scripts/mutants.py.
+
+Rules of this file: `old` occurs once in `file` (below deadpool_plugin/); with `new` in its place the program runs.
+`why` says what comes of it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Mutant(NamedTuple):
+    name: str
+    file: str
+    old: str
+    new: str
+    why: str
+
+
+MUTANTS = (
+    Mutant(
+        "gate-removed", "core/ledger.py",
+        "return step <= 1 or committed >= step - 1", "return True",
+        "a slot is written again while the step in it may be needed",
+    ),
+    Mutant(
+        "gate-off-by-one", "core/ledger.py",
+        "return step <= 1 or committed >= step - 1", "return step <= 2 or committed >= step - 2",
+        "two slots hold two steps, not three",
+    ),
+    Mutant(
+        "payload-not-needed", "core/ledger.py",
+        "return len(payloads) >= copies_needed(world, copies)", "return True",
+        "a step is committed by its headers",
+    ),
+    Mutant(
+        "copies-off-by-one", "core/placement.py",
+        "for hop in range(1, min(copies + 1, len(ring))))", "for hop in range(1, min(copies, len(ring))))",
+        "one mirror fewer than the job was promised",
+    ),
+    Mutant(
+        "restored-from-the-lost", "core/ledger.py",
+        "holders = sorted((not copies[node].payload, node) for node in copies if node in survivors)",
+        "holders = sorted((not copies[node].payload, node) for node in copies)",
+        "a plan fetches from a node that is lost",
+    ),
+    Mutant(
+        "served-unverified", "sim/bulk.py",
+        "if not snapshot.is_whole:", "if False:",
+        "what was read is acknowledged, or restored, without a look at its checksum",
+    ),
+    Mutant(
+        "majority-off-by-one", "core/membership.py",
+        "return 2 * present > total or", "return 2 * present >= total - 1 or",
+        "two worlds may be decided in one generation",
+    ),
+    Mutant(
+        "decided-by-one", "core/proposer.py",
+        "enough = is_quorum(ctx.world, proposal.accepted, ctx.policy.witness)", "enough = True",
+        "one acceptance decides",
+    ),
+    Mutant(
+        "plan-before-all-promised", "core/proposer.py",
+        "if proposal.is_complete(self._ctx.world):", "if is_quorum(self._ctx.world, proposal.promises):",
+        "the plan, or the verdict, does not know all that survives",
+    ),
+    Mutant(
+        "accepted-plan-not-inherited", "core/proposer.py",
+        "plan = proposal.inherited() or self._plan(proposal, failed)", "plan = self._plan(proposal, failed)",
+        "what an earlier proposer may have decided is decided otherwise",
+    ),
+    Mutant(
+        "promised-twice", "core/membership.py",
+        "if self.promised is not None and ballot < self.promised:", "if False:",
+        "a voter promises a smaller ballot after a larger one, and accepts it",
+    ),
+    Mutant(
+        "accepted-against-its-promise", "core/membership.py",
+        "if not self.prepare(ballot):", "if self.prepare(ballot) and False:",
+        "a voter accepts what it has promised not to accept",
+    ),
+    Mutant(
+        "promised-before-the-fence", "core/voter.py",
+        "            self.fence_generation()\n            self.answer()\n",
+        "            self.answer()\n            self.fence_generation()\n",
+        "what a promise says this node holds may change behind it",
+    ),
+    Mutant(
+        "accepted-without-a-fence", "core/voter.py",
+        "            self.fence_generation()\n            self._voted((message.ballot, True))\n",
+        "            self._voted((message.ballot, True))\n",
+        "a voter that has not promised runs on in a generation that ends",
+    ),
+    Mutant(
+        "witness-not-asked", "core/proposer.py",
+        "if ctx.policy.witness and not is_quorum(ctx.world, proposal.promises, witness=True):", "if False:",
+        "half of the members go on, or cannot, without the witness",
+    ),
+    Mutant(
+        "impatient-voter", "core/voter.py",
+        "if self._hears_who_is_silent(message):", "if False:",
+        "a coordinator whose lease runs is replaced",
+    ),
+    Mutant(
+        "lease-too-long", "core/timing.py",
+        "return 0.9 * self.silent_after_s", "return 1.5 * self.silent_after_s",
+        "a node that is cut off still runs when it is replaced",
+    ),
+    Mutant(
+        "never-paused", "core/pausing.py",
+        "if ctx.in_contact:", "if True:",
+        "a node that is cut off does not stop",
+    ),
+    Mutant(
+        "snapshot-of-an-older-generation", "core/inventory.py",
+        "if generation != current and not (generation < current and holding.step <= self._floor):", "if False:",
+        "a snapshot of a history that did not happen counts as this one's",
+    ),
+    Mutant(
+        "undone-snapshots-kept", "core/inventory.py",
+        "self._held = {key: holding for key, holding in self._held.items() if key[1] <= restore_step}", "pass",
+        "steps that were undone count as held",
+    ),
+    Mutant(
+        "early-snapshot-forgotten", "core/inventory.py",
+        "self._early[generation, holding.rank, holding.step] = holding", "pass",
+        "a mirror that is faster than the word of the decision is never counted",
+    ),
+    Mutant(
+        "store-used-twice", "core/inventory.py",
+        "        self.consume(used_store)\n", "",
+        "groups are to be built over a store that was built upon before",
+    ),
+    Mutant(
+        "behind-the-newcomer", "core/proposer.py",
+        "oldest = ctx.plan.restore_step if ctx.plan is not None else 0", "oldest = 0",
+        "a process is asked to redo calls from before it took over",
+    ),
+    Mutant(
+        "stale-plan", "core/controller.py",
+        "if plan.world.generation <= self.generation:", "if plan.world.generation < self.generation:",
+        "a plan that is carried out already is carried out again",
+    ),
+    Mutant(
+        "left-out-and-stays", "core/controller.py",
+        "if ctx.node not in plan.world.members:", "if False:",
+        "a node that was replaced goes on",
+    ),
+    Mutant(
+        "restored-in-an-older-generation", "core/controller.py",
+        "if event.generation == self.generation and not self._ctx.swapping:", "if True:",
+        "a rank counts as being in training that has still to restore",
+    ),
+    Mutant(
+        "committed-not-stepped-back", "core/controller.py",
+        "ctx.newest_committed = plan.restore_step  #", "pass  #",
+        "a step that was undone counts as committed in the next plan",
+    ),
+    Mutant(
+        "committed-of-an-older-generation", "core/hearing.py",
+        "elif message.generation != self._ctx.world.generation or sender in ctx.watch.evidence:",
+        "elif sender in ctx.watch.evidence:",
+        "the gate is opened by a word of a history that did not happen",
+    ),
+    Mutant(
+        "new-store-not-promised", "core/controller.py",
+        "if new and self._ctx.swapping:", "if False:",
+        "a store that is offered late is never built upon",
+    ),
+    Mutant(
+        "failure-not-promised", "core/voter.py",
+        "failed=self._failures.own,", "failed=(),",
+        "a plan does not name the ranks that have no process",
+    ),
+    Mutant(
+        "spare-taken-twice", "core/placement.py",
+        "            free.remove(match)\n", "",
+        "two lost nodes' ranks go to one spare",
+    ),
+    Mutant(
+        "verdict-not-told", "core/context.py",
+        "            if node != self.node:\n                self.send(node, verdict)\n",
+        "            pass\n",
+        "whoever ends the job is the only one to know",
+    ),
+    Mutant(
+        "own-pause-blamed-on-others", "core/suspicion.py",
+        "if gap_s > PAUSE_INTERVALS * timing.heartbeat_interval_s:", "if False:",
+        "a node that stood still counts all others as silent",
+    ),
+    Mutant(
+        "no-budget", "core/budget.py",
+        "if len(spent) >= self._most:", "if False:",
+        "a process that ends again and again is replaced for ever",
+    ),
+    Mutant(
+        "budget-window-ignored", "core/budget.py",
+        "while spent and now - spent[0] >= self._window_s:", "while False:",
+        "losses long ago count",
+    ),
+)  # fmt: skip
