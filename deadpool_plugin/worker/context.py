@@ -14,7 +14,7 @@ from ..comm.groups import Groups
 from ..comm.store import host_store
 from ..errors import Unsupported, invariant
 from ..transport import local
-from . import saving
+from . import file_saves
 from .adapter import RUNS_MODEL, Adapter, CallKind
 from .link import AgentLink
 from .resumable import Tapes
@@ -60,7 +60,7 @@ class Context:
         self.groups.install()
         self.groups.dispatch = self._dispatch
         self.link.on_abort = self._abort
-        saving.install(self.saves)
+        file_saves.install(self.saves)
         self.tapes.install(lambda: self.mode.inside)
         self.steps.install()
         original = dist.init_process_group

@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from ..comm import collective
 from ..errors import WHOLE_STEP, Divergence
 from ..mirror.arena import SlotPair
@@ -80,8 +82,9 @@ class Follow:
             return self._context.mode.collective(handle, name, args, kwargs)
         self._check_complete(name, record[1])
         written = collective.outputs(name, args, kwargs)
-        for mine, recorded in zip(written, record[1], strict=True):
-            mine.detach().copy_(recorded)
+        with torch.no_grad():
+            for mine, recorded in zip(written, record[1], strict=True):
+                mine.copy_(recorded)
         self._draw_alike()
         return collective.CompletedWork(written)
 

@@ -22,7 +22,9 @@ from typing import Any
 
 from .trackers import Trackers
 
-CHANGING = ((os, "rename"), (os, "replace"), (os, "remove"), (os, "unlink"), (os, "rmdir"), (shutil, "rmtree"))
+CHANGING = ((os, "rename"), (os, "replace"), (os, "remove"), (os, "unlink"), (os, "rmdir"), (shutil, "rmtree"),
+            (os, "makedirs"), (Path, "mkdir"))  # fmt: skip
+"""What makes one directory, `os.mkdir`, is left: Python's own temporary ones are made by it."""
 
 
 class Mute:
@@ -45,23 +47,24 @@ class Mute:
     def keep_files(self) -> None:
         """From here on (the script's loop, where what it writes has been written already) files are left as they are.
 
-        Opening one to write gives /dev/null instead; renaming and removing do nothing. For the main thread only, until
-        `release_files`, which lets files that are still open go on at the end of what the rank itself has written.
+        Opening one to write gives /dev/null instead; renaming, removing and making directories do nothing. For the main
+        thread only, until `release_files`, which lets files that are still open go on at the end of what the rank
+        itself has written.
         What goes past Python's `open` and `os` is not caught: a script can ask `is_rehearsal()`.
         """
         for module in (builtins, io):
             self._replace(module, "open", _reading(module.open, self._silent))
-        for module, name in CHANGING:
-            self._replace(module, name, _doing_nothing(getattr(module, name)))
+        for owner, name in CHANGING:
+            self._replace(owner, name, _doing_nothing(getattr(owner, name)))
 
-    def _replace(self, module: Any, name: str, function: Callable[..., Any]) -> None:
-        self._originals.append((module, name, getattr(module, name)))
-        setattr(module, name, function)
+    def _replace(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
+        self._originals.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, function)
 
     def release_files(self) -> None:
         """The script's files are ours to write again."""
-        for module, name, original in self._originals:
-            setattr(module, name, original)
+        for owner, name, original in self._originals:
+            setattr(owner, name, original)
         self._originals.clear()
         for file, path in list(self._silent.items()):
             if not file.closed:

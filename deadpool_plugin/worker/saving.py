@@ -10,10 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-import io
 import os
-import shutil
 import sys
 import threading
 import time
@@ -25,7 +22,6 @@ import torch
 
 from ..transport import local
 from .adapter import CallHandler, CallKind, Followed
-from .output import Mute
 
 if TYPE_CHECKING:
     from ..comm.groups import Groups
@@ -193,57 +189,6 @@ class CompleteMark:
             for file in self._files:
                 file.unlink(missing_ok=True)
         return self._overwrites
-
-
-class TorchSave(SaveCall):
-    """`torch.save` to a path: written beside it and renamed, so that doing it again never endangers what is there.
-
-    Once it is done it is not done again: what it was given may have changed since, or the script have moved the file.
-    """
-
-    name = "torch.save"
-
-    def __init__(self, saves: Saves, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]):
-        self._saves, self._original = saves, original
-        self._object, self._path, self._args = structure(args[0]), Path(args[1]), args[2:]
-        self._kwargs = kwargs
-        self._is_done = False
-
-    def __call__(self) -> None:
-        if self._is_done:
-            return
-        began = time.monotonic()
-        if self._path.exists() and not self._path.is_file():  # a device or pipe is written to, not replaced
-            self._original(self._object, self._path, *self._args, **self._kwargs)
-        else:
-            self._write_beside(Path(os.path.realpath(self._path)))
-        self._is_done = True
-        self._saves.written(str(self._path), began)
-
-    def _write_beside(self, path: Path) -> None:
-        beside = path.parent / f".{path.name}.{os.environ['RANK']}.writing"
-        shutil.rmtree(beside, ignore_errors=True)  # of a process that was killed while it wrote
-        beside.mkdir()
-        try:  # the file's name is part of what torch writes, so it has its own from the start
-            self._original(self._object, beside / self._path.name, *self._args, **self._kwargs)
-            os.replace(beside / self._path.name, path)
-        finally:
-            shutil.rmtree(beside, ignore_errors=True)
-
-
-def install(saves: Saves) -> None:
-    """Wrap `torch.save`. Once, before the script runs."""
-    original = torch.save
-
-    @functools.wraps(original)
-    def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(f, (str, os.PathLike)) and not saves.foreign():
-            return saves.do(TorchSave(saves, original, (obj, os.fspath(f), *args), kwargs))
-        if Mute.active and not isinstance(f, io.BytesIO):
-            return None
-        return original(obj, f, *args, **kwargs)
-
-    replace({original: save})
 
 
 def replace(wrappers: dict[Any, Any]) -> None:

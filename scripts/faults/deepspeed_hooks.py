@@ -49,7 +49,7 @@ def hook_engine(injector: Injector, engine: Any) -> None:
     injector.model = [engine.module]
     injector.reached("startup", 0)
     injector.reached("rehearsal", 0)
-    blocks = [module for module in engine.module.modules() if type(module).__name__ == "Block"]
+    blocks = [module for module in engine.module.modules() if type(module).__name__.endswith("Block")]
     blocks[len(blocks) // 2].register_forward_hook(functools.partial(forward_done, injector, Microbatches(engine)))
 
     def updated(optimizer: Any, args: Any, kwargs: Any) -> None:

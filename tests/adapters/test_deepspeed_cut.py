@@ -10,7 +10,9 @@ import torch.distributed.nn
 from torch.utils import _pytree as pytree
 
 from deadpool_plugin.adapters.deepspeed import kept
+from deadpool_plugin.adapters.deepspeed.calls import Calls
 from deadpool_plugin.adapters.deepspeed.cut import Graph, ScriptsPart, cut, seed
+from deadpool_plugin.adapters.deepspeed.engine_calls import Backward, Forward
 from deadpool_plugin.errors import Unsupported
 from deadpool_plugin.worker.inputs import COPIED_BYTES_MAX
 
@@ -40,6 +42,29 @@ def test_gradients_behind_a_cut_are_those_without_one():
         seed(parts).backward()
         for mine, its in zip(ours.parameters(), plain.parameters(), strict=True):
             assert torch.equal(mine.grad, its.grad)
+
+
+@pytest.mark.parametrize("in_hooks", [False, True], ids=["0.19", "0.18.9"])
+def test_gradients_are_divided_by_the_micro_batches_once(in_hooks):
+    """By the loss, or by hooks that the engine has put on its outputs."""
+    plain, ours, data = model(), model(), torch.linspace(-1, 1, 12).view(3, 4)
+    (script(plain(data)) / 2).backward()
+
+    def forward(engine, batch):
+        output = ours(batch)
+        if in_hooks:
+            output.register_hook(lambda gradient: gradient / 2)
+        return output
+
+    engine = SimpleNamespace(global_steps=0, optimizer=None, gradient_accumulation_steps=lambda: 2)
+    if in_hooks:
+        engine._scale_wrt_gas = True
+    calls = Calls(None, lambda engine: SimpleNamespace(has_parameter=lambda leaf: False))
+    loss = script(Forward(calls, forward, engine, (data,), {})())
+    value = Backward(calls, lambda engine, loss, **_: loss.backward(), engine, loss, False, True)()
+    assert torch.equal(value, loss / 2)
+    for mine, its in zip(ours.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine.grad, its.grad)
 
 
 def test_a_graph_is_used_up_once():

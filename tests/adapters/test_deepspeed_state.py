@@ -1,5 +1,7 @@
 """What of an engine is in a snapshot."""
 
+import copy
+import operator
 from types import SimpleNamespace
 
 import pytest
@@ -53,6 +55,33 @@ def test_entry_brings_back_what_a_script_sets_between_calls(engine):
     state.load_entry(entry)
     assert engine._is_gradient_accumulation_boundary is None
     assert all(module.training for module in engine.module.modules())
+
+
+def test_what_a_checkpoint_puts_into_the_optimizer_gives_its_values_and_leaves(engine):
+    optimizer = engine.basic_optimizer
+    state = EngineState(engine)
+    ours, groups, dicts = list(state.tensors), optimizer.param_groups, list(optimizer.param_groups)
+    updates(optimizer, rate=0.2)
+    saved = copy.deepcopy(optimizer.state_dict())
+    updates(optimizer, rate=0.7)
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups is not groups
+    state.take_back()
+    assert optimizer.param_groups is groups and all(map(operator.is_, groups, dicts)) and groups[0]["lr"] == 0.2
+    assert all(map(operator.is_, state.tensors, ours))
+    for number, moments in saved["state"].items():
+        live = optimizer.state[state.masters[number]]
+        assert torch.equal(live["exp_avg"], moments["exp_avg"]) and live["step"] == moments["step"]
+        assert live["exp_avg"].data_ptr() in {tensor.data_ptr() for tensor in ours}
+    updates(optimizer, rate=0.2)
+    assert optimizer.state[state.masters[0]]["exp_avg"] is state._moments[0]
+
+
+def updates(optimizer, rate):
+    optimizer.param_groups[0]["lr"] = rate
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad = torch.full_like(parameter, rate)
+    optimizer.step()
 
 
 def test_the_products_of_an_optimizer_in_cpp_are_counted_from_where_the_job_began():

@@ -1,20 +1,23 @@
 """Saves as calls: gated, done again from what they were given, cancelled in flight; a follower leaves files alone."""
 
 import dataclasses
+import importlib
+import inspect
 import io
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 from concurrent.futures import Future
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
 from deadpool_plugin.errors import CheckpointLost, Unsupported
 from deadpool_plugin.transport import local
-from deadpool_plugin.worker import calls, dcp, processes, saving
+from deadpool_plugin.worker import calls, dcp, file_saves, processes, saving
 from deadpool_plugin.worker.adapter import CallKind
 from deadpool_plugin.worker.output import Mute
 
@@ -73,9 +76,9 @@ def test_torch_save_replaces_a_file_only_when_the_new_one_is_whole(tmp_path, sav
 
     saves.step = 7
     with pytest.raises(OSError):
-        saving.TorchSave(saves, fails_half_way, ({"new": 2}, str(path)), {})()
+        file_saves.FileSave("torch.save", saves, fails_half_way, {"new": 2}, str(path))()
     assert torch.load(path) == {"old": 1}
-    saving.TorchSave(saves, torch.save, ({"new": 2}, str(path)), {})()
+    file_saves.FileSave("torch.save", saves, torch.save, {"new": 2}, str(path))()
     assert torch.load(path) == {"new": 2} and os.listdir(tmp_path) == ["rank3.pt"]
     assert saves._link.sent == [local.Saved(3, 7, str(path))]
     plain = tmp_path / "plain" / "rank3.pt"
@@ -88,7 +91,7 @@ def test_torch_save_is_done_once_through_links_and_devices(tmp_path, saves, monk
     (tmp_path / "real").mkdir()
     (tmp_path / "link.pt").symlink_to(tmp_path / "real" / "rank3.pt")
     given = {"of the script": torch.ones(1)}
-    save = saving.TorchSave(saves, torch.save, (given, str(tmp_path / "link.pt")), {})
+    save = file_saves.FileSave("torch.save", saves, torch.save, given, str(tmp_path / "link.pt"))
     save()
     given["of the script"].zero_()
     save()
@@ -97,7 +100,8 @@ def test_torch_save_is_done_once_through_links_and_devices(tmp_path, saves, monk
     monkeypatch.setattr(os, "replace", None)
     os.mkfifo(tmp_path / "pipe")
     reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
-    saving.TorchSave(saves, lambda obj, f: f.write_bytes(obj[0]), ([b"sent"], str(tmp_path / "pipe")), {})()
+    write = lambda obj, f: f.write_bytes(obj[0])  # noqa: E731
+    file_saves.FileSave("torch.save", saves, write, [b"sent"], str(tmp_path / "pipe"))()
     assert os.read(reader, 9) == b"sent"
     os.close(reader)
 
@@ -259,13 +263,18 @@ def test_a_follower_leaves_files_as_they_are_until_it_takes_over(tmp_path):
         (tmp_path / "draft").write_text("10")
         os.replace(tmp_path / "draft", latest)
         latest.unlink()
+        os.makedirs(tmp_path / "folder" / "one")
+        (tmp_path / "folder").mkdir()
+        temporary = tempfile.mkdtemp(dir=tmp_path)
+        is_made = os.path.isdir(temporary)
         kept = latest.read_text()
         mute.release_files()
         latest.write_text("30")
     finally:
         mute.release_files()
         mute.lift()
-    assert kept == "20" and latest.read_text() == "30" and not (tmp_path / "draft").exists()
+    assert kept == "20" and latest.read_text() == "30" and is_made
+    assert not (tmp_path / "draft").exists() and not (tmp_path / "folder").exists()
 
 
 def test_a_file_the_follower_holds_open_goes_on_where_the_rank_itself_has_stopped(tmp_path):
@@ -290,13 +299,45 @@ def test_a_file_the_follower_holds_open_goes_on_where_the_rank_itself_has_stoppe
 def test_saving_into_memory_is_no_save(saves):
     original = torch.save
     try:
-        saving.install(saves)
+        file_saves.install(saves)
         buffer = io.BytesIO()
         torch.save({"a": 1}, buffer)
         assert buffer.getvalue() and not saves._link.sent
     finally:
         saving.replace({torch.save: original})
     assert torch.save is original
+
+
+def test_safetensors_saves_as_torch_does(tmp_path, saves, monkeypatch):
+    """Whoever imported it before, whoever does so later; a stand-in, since it need not be installed."""
+    (tmp_path / "site" / "safetensors").mkdir(parents=True)
+    (tmp_path / "site" / "safetensors" / "__init__.py").touch()
+    (tmp_path / "site" / "safetensors" / "torch.py").write_text(
+        "def save_file(tensors, filename, metadata=None):\n    filename.write_text(f'{tensors} {metadata}')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    for name in ("safetensors", "safetensors.torch"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    original = torch.save
+    try:
+        file_saves.install(saves)
+        late = importlib.import_module("safetensors.torch")
+        late.save_file({"a": 1}, tmp_path / "late", metadata={"b": "2"})
+        assert (tmp_path / "late").read_text() == "{'a': 1} {'b': '2'}"
+        late.save_file = inspect.unwrap(late.save_file)
+        early = ModuleType("of_the_script")
+        early.save = late.save_file
+        monkeypatch.setitem(sys.modules, "of_the_script", early)
+        saving.replace({torch.save: original})
+        file_saves.install(saves)
+        early.save({"a": 3}, str(tmp_path / "early"))
+        assert (tmp_path / "early").read_text() == "{'a': 3} None"
+        assert [message.path for message in saves._link.sent] == [str(tmp_path / "late"), str(tmp_path / "early")]
+        saves._handler = lambda name, kind, call, args, kwargs: call.skipped(None)
+        early.save({"a": 4}, str(tmp_path / "early"))
+        assert (tmp_path / "early").read_text() == "{'a': 3} None"
+    finally:
+        saving.replace({torch.save: original})
 
 
 def test_the_log_of_one_segment_is_bounded(monkeypatch):

@@ -60,6 +60,17 @@ def moments(optimizer: torch.optim.Optimizer, masters: Sequence[torch.Tensor]) -
     return [optimizer.state[master][name] for master in masters for name in MOMENTS]
 
 
+def replace_moments(
+    optimizer: torch.optim.Optimizer, masters: Sequence[torch.Tensor], ours: Sequence[torch.Tensor]
+) -> None:
+    """Put `ours`, in the order of `moments`, into the optimizer, with the values of what is there now."""
+    places = [(optimizer.state[master], name) for master in masters for name in MOMENTS]
+    for (state, name), mine in zip(places, ours, strict=True):
+        if state[name] is not mine:
+            mine.copy_(state[name])
+            state[name] = mine
+
+
 def steps(optimizer: torch.optim.Optimizer, masters: Sequence[torch.Tensor]) -> list[float]:
     return [float(optimizer.state[master]["step"]) for master in masters]
 

@@ -18,7 +18,7 @@ import torch
 from ...errors import Unsupported, invariant
 from ...worker.adapter import CallHandler, Scalars
 from ...worker.saving import Saves
-from . import extensions, refusals, saving
+from . import extensions, loading, past_engine, refusals, saving
 from .calls import Calls
 from .state import EngineState
 
@@ -40,12 +40,19 @@ class DeepSpeedAdapter:
         from deepspeed.runtime.pipe.engine import PipelineEngine
 
         extensions.install()
-        _remember_instances(DeepSpeedEngine, self._made)
         self._calls = Calls(handler, lambda engine: self.state)
+        _after_init(DeepSpeedEngine, self._engine_made)
         self._calls.install(DeepSpeedEngine)
         self._calls.wrap_tensor_backward()
         self._calls.install_pipeline(PipelineEngine)
+        past_engine.refuse_parts(self._calls, lambda: self._state is not None)
+        loading.install(self._calls, DeepSpeedEngine, lambda: self._state is not None)
         refusals.install(DeepSpeedEngine, lambda: self._state is not None)
+
+    def _engine_made(self, engine: Any) -> None:
+        assert self._calls is not None
+        self._made.append(weakref.ref(engine))
+        past_engine.watch(self._calls, engine)
 
     def install_saving(self, saves: Saves) -> None:
         from deepspeed.runtime.engine import DeepSpeedEngine
@@ -72,6 +79,8 @@ class DeepSpeedAdapter:
                 "call deepspeed.initialize once, or run this script without deadpool_plugin",
             )
         refusals.check(engines[0])
+        assert self._calls is not None
+        past_engine.watch(self._calls, engines[0])
         self._state = EngineState(engines[0])
 
     @property
@@ -132,12 +141,13 @@ def _rng_tracker() -> Any:
     return get_cuda_rng_tracker()
 
 
-def _remember_instances(cls: type, instances: list[weakref.ref[Any]]) -> None:
+def _after_init(cls: type, act: Callable[[Any], None]) -> None:
+    """Call `act` with each instance once it is initialised."""
     original = cls.__init__  # type: ignore[misc]
 
     @functools.wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        instances.append(weakref.ref(self))
+        act(self)
 
     cls.__init__ = init  # type: ignore[misc]

@@ -37,7 +37,7 @@ class Calls:
 
     def install(self, engine_class: type) -> None:
         """Put ourselves in the place of the methods of `engine_class` that scripts call."""
-        self._wrap(engine_class, "forward", self._forward)
+        self._wrap(engine_class, "forward", self.forward)
         self._wrap(engine_class, "backward", self._backward)
         self._wrap(engine_class, "step", self._step)
         for name in ("zero_grad", "allreduce_gradients"):
@@ -85,7 +85,7 @@ class Calls:
 
     # ---- one method each
 
-    def _forward(self, original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
         call = Forward(self, original, engine, args, kwargs)
         return self.handler("engine.forward", CallKind.FORWARD, call, (), {})
 

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 Parts = list[tuple[Graph, Sequence["torch.Tensor | None"]]]
 """Graphs that a backward has come to, and the gradients of their outputs."""
 
+SCALES_GRADIENTS = "_scale_wrt_gas"
+"""An engine with this attribute divides the gradients of its outputs by the micro-batches of a step, in hooks on them,
+instead of the loss: DeepSpeed 0.18.9, not 0.19."""
+
 
 class Forward(Followed):
     """`engine.forward`: its outputs are given out behind a cut."""
@@ -88,7 +92,8 @@ class Backward(Followed):
     def __call__(self) -> Any:
         if self._loss is not None:
             self._value = self._scaled(self._loss)
-            self._parts = self._through_scripts_part(self._value)
+            scaled = self._loss if hasattr(self._engine, SCALES_GRADIENTS) else self._value
+            self._parts = self._through_scripts_part(scaled)
             self._calls.loss, self._loss = self._loss.detach(), None
         with self._calls.inside():
             self._original(

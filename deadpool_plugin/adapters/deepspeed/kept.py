@@ -2,7 +2,8 @@
 
 Rules of this file: structures are torch's pytrees, so what a library has registered there (Hugging Face's ModelOutput)
 is understood. Followers get the values of small outputs; of large ones that lead to a loss, zeros:
-the loss itself is told again where the script gives it to `engine.backward`.
+the loss itself is told again where the script gives it to `engine.backward`. Other large ones have no values
+(untold.py).
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ...errors import WHOLE_STEP, Unsupported
+from ...worker.codec import TENSOR_LIMIT_BYTES
 from ...worker.inputs import Inputs
+from .untold import untold
 
 TOLD_BYTES_MAX = 1 << 16
 """Of an output that requires grad. Of larger ones followers know shape and dtype."""
@@ -68,8 +71,9 @@ def _unknown(kind: type) -> Unsupported:
 def _told(leaf: Any) -> list[Any]:
     if not _is_tensor(leaf):
         return [False, leaf]
-    if leaf.requires_grad and leaf.numel() * leaf.element_size() > TOLD_BYTES_MAX:
-        return [True, None, str(leaf.dtype).removeprefix("torch."), list(leaf.shape)]
+    limit = TOLD_BYTES_MAX if leaf.requires_grad else TENSOR_LIMIT_BYTES
+    if leaf.numel() * leaf.element_size() > limit:
+        return [leaf.requires_grad, None, str(leaf.dtype).removeprefix("torch."), list(leaf.shape)]
     return [leaf.requires_grad, leaf.detach()]
 
 
@@ -77,9 +81,10 @@ def heard(record: list[Any], device: torch.device) -> tuple[Any, list[torch.Tens
     """The value a record tells of, and those of its tensors that must require grad."""
     leaves, requiring = [], []
     for requires_grad, known, *form in record[1]:
-        leaf = torch.zeros(form[1], dtype=getattr(torch, form[0]), device=device) if form else known
-        if isinstance(leaf, torch.Tensor):
-            leaf = leaf.to(device)
+        leaf = known.to(device) if isinstance(known, torch.Tensor) else known
+        if form:
+            dtype, shape = getattr(torch, form[0]), form[1]
+            leaf = torch.zeros(shape, dtype=dtype, device=device) if requires_grad else untold(dtype, shape, device)
         leaves.append(leaf)
         if requires_grad:
             requiring.append(leaf)

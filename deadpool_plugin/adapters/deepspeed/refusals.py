@@ -89,7 +89,6 @@ def _look_up(owner: Any, path: str) -> Any:
 def install(engine_class: type, is_training: Callable[[], bool]) -> None:
     """Refuse what would change an engine's state between calls, once `is_training`."""
     for name, remedy in (
-        ("load_checkpoint", "load before the first forward"),
         ("coalesce_grad_reduction", "let every backward reduce its gradients"),
         ("set_train_batch_size", "keep the batch size"),
         ("set_train_micro_batch_size", "keep the batch size"),

@@ -2,6 +2,8 @@
 
 Rules of this file: all files of a checkpoint are one save, told when the last of them is there; what DeepSpeed writes
 through `torch.save` on the way is no save of its own. DeepSpeed names the newest checkpoint (`latest`) last.
+Weights that ZeRO 3 gathers for the script to save are gathered again in a redo, and a follower gets zeros: it saves
+nothing.
 """
 
 from __future__ import annotations
@@ -26,6 +28,9 @@ def install(saves: Saves, calls: Calls, engine_class: type) -> None:
     for name in ("save_16bit_model", "save_fp16_model"):
         if hasattr(engine_class, name):
             _wrap(saves, calls, engine_class, name, "save_filename", lambda engine: "pytorch_model.bin")
+    for name in ("_zero3_consolidated_16bit_state_dict", "_consolidated_16bit_state_dict"):  # accelerate asks for them
+        if hasattr(engine_class, name):
+            _wrap_gathering(saves, calls, engine_class, name)
 
 
 def _wrap(saves: Saves, calls: Calls, owner: Any, name: str, last: str, otherwise: Callable[[Any], str]) -> None:
@@ -63,6 +68,48 @@ class Save(SaveCall):
 
     def skipped(self, outcome: Any) -> Any:
         return outcome
+
+
+def _wrap_gathering(saves: Saves, calls: Calls, owner: Any, name: str) -> None:
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def gather(engine: Any, *args: Any, **kwargs: Any) -> Any:
+        if calls.busy or saves.foreign():
+            return original(engine, *args, **kwargs)
+        return saves.do(Gathering(calls, functools.partial(original, engine, *args, **kwargs), name))
+
+    setattr(owner, name, gather)
+
+
+class Gathering(SaveCall):
+    """The whole model's weights on rank 0: a dict of tensors, some of them under several names; None elsewhere."""
+
+    gated = False
+
+    def __init__(self, calls: Calls, function: Callable[[], Any], name: str) -> None:
+        self._calls, self._function = calls, function
+        self.name = f"engine.{name}"
+
+    def __call__(self) -> Any:
+        with self._calls.inside():
+            return self._function()
+
+    def outcome(self, value: Any) -> Any:
+        """Per weight: its names, dtype and shape."""
+        if value is None:
+            return None
+        weights: dict[int, list[Any]] = {}
+        for name, tensor in value.items():
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            weights.setdefault(id(tensor), [[], dtype, list(tensor.shape)])[0].append(name)
+        return list(weights.values())
+
+    def skipped(self, outcome: Any) -> Any:
+        if outcome is None:
+            return None
+        zeros = [(names, torch.zeros(shape, dtype=getattr(torch, dtype))) for names, dtype, shape in outcome]
+        return {name: tensor for names, tensor in zeros for name in names}
 
 
 @contextlib.contextmanager

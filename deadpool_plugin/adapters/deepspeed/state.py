@@ -65,6 +65,7 @@ class EngineState:
         adam.complete(self.adam, self.masters)
         self._steps_before = int(max(adam.steps(self.adam, self.masters)))
         self._parameter_ids = {id(parameter) for parameter in self._parameters}
+        self._moments = adam.moments(self.adam, self.masters)
         self.buffers = [buffer for buffer in engine.module.buffers() if buffer is not None]
         self.tensors = self._tensors()
         self._rest = Rest(engine.optimizer)
@@ -79,7 +80,7 @@ class EngineState:
         updated = {id(parameter) for parameter in updated_parameters(self.engine.optimizer, self._groups)}
         others = [parameter for parameter in self._parameters if id(parameter) not in updated]
         frozen = [getattr(parameter, "ds_tensor", parameter).data for parameter in others]
-        return [*masters, *adam.moments(self.adam, self.masters), *frozen, *self.buffers]
+        return [*masters, *self._moments, *frozen, *self.buffers]
 
     def replicas(self) -> tuple[int, ...]:
         """Without ZeRO data-parallel peers are full replicas, but for buffers (running means and the like)."""
@@ -178,6 +179,14 @@ class EngineState:
             for group, flat in zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True):
                 for parameter, part in zip(group, flat.data.split([p.numel() for p in group]), strict=True):
                     parameter.data.copy_(part.view(parameter.shape))
+
+    def take_back(self) -> None:
+        """Something has put other groups and tensors into the optimizer: their values into ours, and ours back."""
+        for mine, theirs in zip(self._groups, self.adam.param_groups, strict=True):
+            if mine is not theirs:
+                mine.update(theirs)
+        self.adam.param_groups = self._groups
+        adam.replace_moments(self.adam, self.masters, self._moments)
 
     def has_parameter(self, tensor: torch.Tensor) -> bool:
         return id(tensor) in self._parameter_ids

@@ -1,0 +1,60 @@
+"""A checkpoint that a script loads in mid-training (the best one, at the end) is a call, done again like any other.
+
+Rules of this file: what DeepSpeed reads goes into the tensors that the shard consists of; where it has put others in
+their place, those give their values and leave. Before the first forward loading is DeepSpeed's affair alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from ...errors import Unsupported
+from ...worker.adapter import CallKind, Followed
+from . import adam
+from .calls import Calls
+
+
+def install(calls: Calls, engine_class: type, is_training: Callable[[], bool]) -> None:
+    """Wrap `load_checkpoint`. Once, before the engine is built."""
+    owner: Any = engine_class
+    original = owner.load_checkpoint
+
+    @functools.wraps(original)
+    def load_checkpoint(engine: Any, *args: Any, **kwargs: Any) -> Any:
+        if calls.busy or not is_training():
+            return original(engine, *args, **kwargs)
+        call = Load(calls, functools.partial(original, engine, *args, **kwargs), engine)
+        return calls.handler("engine.load_checkpoint", CallKind.PLAIN, call, (), {})
+
+    owner.load_checkpoint = load_checkpoint
+
+
+class Load(Followed):
+    """Its value is a path and what the script had saved beside the engine's state."""
+
+    def __init__(self, calls: Calls, function: Callable[[], Any], engine: Any) -> None:
+        self._calls, self._function, self._engine = calls, function, engine
+
+    def __call__(self) -> Any:
+        state = self._calls.state_of(self._engine)
+        if adam.is_in_cpp(state.adam, state.masters):
+            raise Unsupported(
+                f"engine.load_checkpoint was called during training with {type(state.adam).__name__} on the CPU, whose "
+                "products of the betas a swap could not bring back then",
+                "it before the first forward",
+                "use torch's AdamW, or load in a job of its own",
+            )
+        with self._calls.inside():
+            value = self._function()
+            state.take_back()
+        return value
+
+    def outcome(self, value: Any) -> Any:
+        return [value, self._calls.state_of(self._engine).visible()]
+
+    def skipped(self, outcome: Any) -> Any:
+        value, visible = outcome
+        self._calls.state_of(self._engine).show(visible)
+        return tuple(value)

@@ -1,0 +1,116 @@
+"""Stand-ins for outputs that a follower is not told: shape and dtype without values.
+
+Rules of this file: a script may pass such a tensor around, slice it, and compute with it, which gives further
+stand-ins. Where it asks for values, or would put them into a tensor that has some, it cannot be followed, and is told
+so by name: there are never made-up numbers. What a recorded collective gave fills a stand-in with values.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from ...errors import WHOLE_STEP, Divergence
+
+
+class Untold(torch.Tensor):
+    """A tensor of known shape and dtype. `held`: the same on the meta device, or with the values once they are known.
+
+    Raises: Divergence, from whatever needs the values as long as they are not.
+    """
+
+    held: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, held: torch.Tensor, device: torch.device) -> Untold:
+        made: Untold = torch.Tensor._make_wrapper_subclass(
+            cls, held.shape, strides=held.stride(), dtype=held.dtype, device=device
+        )
+        made.held = held
+        return made
+
+    @property
+    def is_told(self) -> bool:
+        return self.held.device.type != "meta"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        function, kwargs = func, kwargs or {}
+        leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        strangers = [leaf for leaf in leaves if isinstance(leaf, Untold)]
+        if function is torch.ops.aten.copy_.default and isinstance(args[0], Untold) and _are_told(args[1:2]):
+            args[0].held = torch.empty(args[0].shape, dtype=args[0].dtype, device=args[0].device).copy_(_told(args[1]))
+            return args[0]
+        if all(stranger.is_told for stranger in strangers):
+            args, kwargs = pytree.tree_map(_told, (args, kwargs))
+            return function(*args, **kwargs)
+        if any(written is not None and not isinstance(written, Untold) for written in _written(function, args, kwargs)):
+            raise _unknown(function)
+        return cls._shapes(function, args, kwargs, strangers[0].device)
+
+    @classmethod
+    def _shapes(cls, function: Any, args: Any, kwargs: Any, device: torch.device) -> Any:
+        """What `function` would give, without values."""
+        known = {id(leaf.held): leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Untold)}
+        if kwargs.get("device") is not None:
+            device, kwargs = torch.device(kwargs["device"]), {**kwargs, "device": torch.device("meta")}
+        args, kwargs = pytree.tree_map(_shape_of, (args, kwargs))
+        try:
+            value = function(*args, **kwargs)
+        except (RuntimeError, NotImplementedError) as error:  # its shape, or a number, depends on the values
+            raise _unknown(function) from error
+        return pytree.tree_map_only(
+            torch.Tensor, lambda given: known[id(given)] if id(given) in known else cls(given, device), value
+        )
+
+    def _values(self, *_: Any, **__: Any) -> Any:
+        raise _unknown("a conversion")
+
+    def numpy(self, *args: Any, **kwargs: Any) -> Any:
+        return self.held.numpy(*args, **kwargs) if self.is_told else self._values()
+
+    def tolist(self) -> Any:
+        return self.held.tolist() if self.is_told else self._values()
+
+    def data_ptr(self) -> Any:
+        return self.held.data_ptr() if self.is_told else self._values()
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return repr(self.held)
+
+
+def untold(dtype: torch.dtype, shape: list[int], device: torch.device) -> torch.Tensor:
+    return Untold(torch.empty(shape, dtype=dtype, device="meta"), device)
+
+
+def _are_told(values: Any) -> bool:
+    return all(not isinstance(value, Untold) or value.is_told for value in values)
+
+
+def _told(leaf: Any) -> Any:
+    return leaf.held if isinstance(leaf, Untold) else leaf
+
+
+def _shape_of(leaf: Any) -> Any:
+    held = _told(leaf)
+    return held.to("meta") if isinstance(held, torch.Tensor) else held
+
+
+def _written(function: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The arguments that `function` changes in place."""
+    arguments = function._schema.arguments
+    given = [*zip(arguments, args, strict=False), *((one, kwargs.get(one.name)) for one in arguments[len(args) :])]
+    changed = [value for one, value in given if one.alias_info is not None and one.alias_info.is_write]
+    return pytree.tree_leaves(changed)
+
+
+def _unknown(what: Any) -> Divergence:
+    return Divergence(
+        f"the script took numbers ({what}) from a large output of the engine's model, which followers are not told",
+        "results that pass a collective, or small outputs of the model",
+        f"compute what is needed of it inside the model, or {WHOLE_STEP}",
+    )

@@ -1,0 +1,65 @@
+"""Large outputs in a follower: shapes without values, which a recorded collective can fill; never made-up numbers."""
+
+import pytest
+import torch
+
+from deadpool_plugin.adapters.deepspeed import kept
+from deadpool_plugin.adapters.deepspeed.untold import untold
+from deadpool_plugin.errors import Divergence
+from deadpool_plugin.worker import codec
+
+CPU = torch.device("cpu")
+
+
+def logits():
+    return untold(torch.float32, [4, 3, 7], CPU)
+
+
+def test_a_large_output_is_told_by_its_shape_and_a_small_one_by_its_values():
+    large = torch.zeros(codec.TENSOR_LIMIT_BYTES // 4 + 1)
+    record = codec.decode(codec.encode(kept.told({"loss": torch.ones(1), "logits": large})))
+    value, requiring = kept.heard(record, CPU)
+    assert torch.equal(value["loss"], torch.ones(1)) and not requiring
+    assert value["logits"].shape == large.shape and value["logits"].dtype == large.dtype
+    with pytest.raises(Divergence, match="large output of the engine's model"):
+        value["logits"].sum().item()
+
+
+def test_what_is_computed_from_shapes_has_a_shape():
+    guessed = logits()[:, :-1].detach().argmax(-1).to(torch.int32)
+    assert guessed.shape == (4, 2) and guessed.dtype == torch.int32 and guessed.device == CPU
+    assert (logits() * torch.ones(7) + 1).shape == (4, 3, 7)
+    assert torch.cat([logits(), torch.ones(1, 3, 7)]).shape == (5, 3, 7)
+    changed = logits()
+    assert changed.add_(1) is changed and torch.empty_like(changed).shape == (4, 3, 7)
+    with torch.inference_mode():
+        assert logits().mean().shape == ()
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda value: bool(value.sum() > 0),
+        lambda value: value.tolist(),
+        lambda value: value.numpy(),
+        lambda value: value.nonzero(),
+        lambda value: torch.ones(4, 3, 7).copy_(value),
+        lambda value: torch.ones(4, 3, 7).add_(value),
+        lambda value: torch.add(value, 1, out=torch.empty(4, 3, 7)),
+        lambda value: torch.ones(7)[value[0, 0].long()].tolist(),
+    ],
+)
+def test_numbers_are_refused(use):
+    with pytest.raises(Divergence, match="followers are not told"):
+        use(logits())
+
+
+def test_what_a_collective_gave_is_known():
+    gathered, values = torch.empty_like(logits()), torch.arange(84.0).view(4, 3, 7)
+    gathered.copy_(values)
+    assert gathered.tolist() == values.tolist() and (gathered.numpy() == values.numpy()).all()
+    assert torch.equal(gathered.argmax(-1), values.argmax(-1)) and float(gathered.sum()) == values.sum()
+    joined = torch.cat([gathered, torch.ones(1, 3, 7)])
+    assert torch.equal(joined[:4], values)
+    with pytest.raises(Divergence):
+        (gathered + logits()).sum().item()
