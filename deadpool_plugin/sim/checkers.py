@@ -61,7 +61,12 @@ class Checkers:
                     oracle.judge_verdict(self._cluster, node, action)
 
     def _cut_off_first(self, proposer: Node, planned: io.Emit) -> None:
-        """Whoever is replaced for its silence has stopped what it ran by then; only one that stands still cannot."""
+        """Whoever is replaced for its silence has stopped what it ran by then; only one that stands still cannot.
+
+        Before training nobody has to: the script begins again, so there is nothing to tear (core/README.md).
+        """
+        if planned.fields["restore_step"] == NO_STEP:
+            return
         lost, generation = planned.fields["lost_nodes"], proposer.controller.generation
         assert isinstance(lost, tuple)
         for number in proposer.controller._ctx.watch.silent & set(lost):

@@ -20,6 +20,7 @@ from ..core.messages import AnyMessage
 from ..core.types import NodeId
 from .clock import Timeline
 from .rules import Rules
+from .violation import Violation
 
 RETRY_S = 0.2
 FLUSH_S = 1.0
@@ -92,11 +93,9 @@ class Network:
         line.waiting.append(message)
         if not line.retrying:
             self._pump(source, target, line)
+        elif len(line.waiting) > QUEUE_MAX:
+            raise Violation("BOUNDED", f"{QUEUE_MAX} messages wait on the link from node {source} to node {target}")
         return True
-
-    def queued(self) -> int:
-        """The longest queue."""
-        return max((len(line.waiting) for line in self._lines.values()), default=0)
 
     def _pump(self, source: NodeId, target: NodeId, line: Line) -> None:
         """Put on the wire what passes; try again later what does not."""
