@@ -89,9 +89,9 @@ class Pushes:
             return
         now = time.monotonic()
         if now - self._failing_since.setdefault(buddy, now) > self._patience_s:
+            del self._failing_since[buddy]
             self._feed(io.LinkLost(buddy, f"node {self._node} cannot mirror to it: {reason}", silent=True))
-        else:
-            self._loop.call_later(_RETRY_S, again)
+        self._loop.call_later(_RETRY_S, again)  # others may hear it well, and it stays in the job
 
     def soon(self, function: Callable[..., object], *arguments: object) -> None:
         """Any thread: call `function` on the loop, unless that has ended."""

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from .node import Node
 
 NOTICE_S = 0.05
+PARTS = 3
+"""One of so many of the others hear a host that is cut off in part."""
 
 
 class Flip(Loss):
@@ -44,6 +46,7 @@ class Blows:
             "pause": self._pause,
             "partition": self._partition,
             "oneway": self._partition,
+            "part": self._partition,
             "break": self._break,
             "loss": self._lossy,
             "delay": self._lossy,
@@ -143,8 +146,10 @@ class Blows:
     def _partition(self, fault: Fault, node: Node) -> bool:
         self.blamed |= self._cluster.nodes.keys()
         until, others = self._cluster.timeline.now + fault.seconds, self._others(node)
+        if fault.kind == "part":
+            others = {number for number in others if number % PARTS != fault.pick % PARTS}
         rules: list[Rule] = [Cut(fault.kind, {node.number}, others, until)]
-        if fault.kind == "partition":
+        if fault.kind != "oneway":
             rules.append(Cut(fault.kind, others, {node.number}, until))
         return self._add(rules)
 

@@ -108,10 +108,11 @@ class Mirroring:
             return
         if ok:
             self._failing_since.pop(buddy, None)
-        elif node.timeline.now - self._failing_since.setdefault(buddy, node.timeline.now) > node.timing.silent_after_s:
+            return
+        if node.timeline.now - self._failing_since.setdefault(buddy, node.timeline.now) > node.timing.silent_after_s:
+            del self._failing_since[buddy]
             node.feed(LinkLost(buddy, f"node {node.number} cannot mirror to it: {reason}", silent=True))
-        else:
-            node.timeline.after(RETRY_S, node.do, again)
+        node.timeline.after(RETRY_S, node.do, again)
 
     def committed(self) -> None:
         """All of a step is held along this world's ring: what else is here may go."""
