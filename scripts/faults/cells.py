@@ -200,11 +200,11 @@ def faults_of(cell: Cell, index: int, world: int, updates_by: list[int]) -> list
     if cell.column == "rehearsal" and cell.kind == "node":
         return [Kill(index, -1, 0, "rehearsal", cell.kind)]
     if cell.column == "rehearsal":  # of the process that replaces a rank on its own node
-        prepares = Kill(index, -1, updated, "forward", "rank", 1 % world, hold=updated - 2)
+        prepares = Kill(index, -1, updated, "forward", "rank", 1 % world, hold=updated - 1)
         return [prepares, Kill(index + 1, -1, 0, "rehearsal", cell.kind, 1 % world, after=index)]
     if column.at == AT_START:
         return [Kill(index, -1, 0, "startup", cell.kind, rank)]
-    hold = updated if column.phase == "exit" else updated - 2
+    hold = updated if column.phase == "exit" else updated - 1
     return [
         Kill(index, -1, step if column.phase in COUNTS_SKIPPED else updated, column.phase, cell.kind, rank, hold=hold)
     ]

@@ -131,6 +131,7 @@ def test_under_slurm_every_node_has_a_launcher_of_its_own(tmp_path):
     root = Path(__file__).resolve().parents[2]
     slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_GPUS_ON_NODE": "4"}
     env = {**os.environ, **slurm, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(root)}
+    env.pop("MASTER_PORT", None)  # which other tests set
     script = ["bash", str(root / "configs" / "slurm.sbatch"), "train.py", "--name", "two words"]
     done = subprocess.run(script, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "[deadpool] the job finished; exit code 0; lost hosts: n2\n"), (
