@@ -56,24 +56,23 @@ def tagged_processes(job: str, node: int) -> list[int]:
 
 
 def kill_node(job: str, node: int, before: Callable[[], None]) -> None:
-    """SIGKILL every process of the node, this one last; what was forked meanwhile is found by looking again.
+    """SIGKILL every process of the node, this one last.
 
-    `before` is called once all are known and none is dead: a scan of /proc takes its time on a busy machine.
+    All are stopped before the first is killed, as a host's are when it loses its power: else a launcher has time to
+    see its child die and to leave with an exit code of its own. What was forked meanwhile is found by looking again.
+    `before` is called once all stand still and none is dead: a scan of /proc takes its time on a busy machine.
     """
     if "DEMO_LEADER" in os.environ:  # forked nodes have no environment of their own in /proc
         before()
         processes.signal_node(int(os.environ["DEMO_LEADER"]), signal.SIGKILL)
-    killed: set[int] = {os.getpid()}
-    remaining = set(tagged_processes(job, node)) - killed
+    stopped = {os.getpid()}
+    while found := set(tagged_processes(job, node)) - stopped:
+        for pid in found:
+            processes.send(pid, signal.SIGSTOP)
+        stopped |= found
     before()
-    while remaining:
-        for pid in remaining:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-        killed |= remaining
-        remaining = set(tagged_processes(job, node)) - killed
+    for pid in stopped - {os.getpid()}:
+        processes.send(pid, signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
