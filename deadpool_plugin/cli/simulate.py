@@ -23,6 +23,7 @@ from ..sim.run import run as run_one
 from ..sim.schedule import Ranges, Scenario, as_file, fixed_fields, scenario
 from ..sim.shrink import shrunk
 from ..sim.transcript import Transcript
+from .record import go_on, opened
 
 PROGRESS_S = 5.0
 SHRUNK_MAX = 3
@@ -38,6 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--faults", type=Path, metavar="FILE", help="YAML: fields of a scenario that are not drawn (`faults` above all)"
     )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: one a CPU)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="record the campaign there; go on with the one there")
+    parser.add_argument("--piece", type=int, default=1000, metavar="N", help="seeds between two writes of --out")
     parser.add_argument("--pairs", action="store_true", help="list the (state, event) pairs that did not occur")
     parser.add_argument("--show", action="store_true", help="print the transcript of every seed (few seeds, please)")
     parser.add_argument("--save", type=Path, metavar="DIR", help="where shrunk scenarios go (default: here)")
@@ -51,9 +54,16 @@ def run(args: argparse.Namespace) -> int:
     if args.show:
         for seed in seeds:
             _show(scenario(seed, ranges, fixed))
-    began = time.monotonic()
-    summary = campaign(seeds, ranges, fixed, min(args.jobs, len(seeds)), _Progress(len(seeds)))
-    print("\n".join(described(summary, time.monotonic() - began)))
+    jobs = min(args.jobs, len(seeds))
+    if args.out is None:
+        began = time.monotonic()
+        summary = campaign(seeds, ranges, fixed, jobs, _Progress(len(seeds)))
+        took_s = time.monotonic() - began
+    else:
+        record = opened(args.out, seeds.start, ranges, fixed, jobs)
+        record = go_on(args.out, record, seeds.stop, args.piece, _Progress(len(seeds), record.summary))
+        summary, took_s = record.summary, record.wall_s
+    print("\n".join(described(summary, took_s)))
     if args.pairs:
         print("\n".join(f"never met when {state}: {', '.join(gap)}" for state, gap in unseen(summary.pairs).items()))
     for outcome in summary.findings[:SHRUNK_MAX]:
@@ -83,18 +93,20 @@ def read_faults(path: Path | None) -> dict[str, Any]:
 class _Progress:
     """A line on standard error every few seconds."""
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, total: int, before: Summary | None = None) -> None:
         self._total, self._began = total, time.monotonic()
+        self._seeds, self._events = (before.seeds, before.events) if before is not None else (0, 0)
         self._said_at = self._began
 
     def __call__(self, summary: Summary) -> None:
         now = time.monotonic()
         if now - self._said_at < PROGRESS_S:
             return
-        self._said_at = now
-        left_s = (now - self._began) / summary.seeds * (self._total - summary.seeds)
+        self._said_at, took_s = now, now - self._began
+        left_s = took_s / (summary.seeds - self._seeds) * (self._total - summary.seeds)
+        events = summary.events - self._events
         print(
-            f"[simulate] {summary.seeds} of {self._total} seeds, {summary.events / (now - self._began):,.0f} events/s, "
+            f"[simulate] {summary.seeds} of {self._total} seeds, {events / took_s:,.0f} events/s, "
             f"{summary.swaps} swaps, {len(summary.findings)} violations, {left_s:.0f} s left",
             file=sys.stderr,
             flush=True,

@@ -6,6 +6,7 @@ runs it; what is counted is counted here and nowhere else.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +17,7 @@ from typing import Any
 from .run import Outcome, run
 from .schedule import Ranges, scenario
 
-CHUNK = 8
+CHUNK_MAX = 8
 FAULTS_MIN = 3
 """A seed with fewer effective faults is counted as a thin one."""
 
@@ -48,9 +49,27 @@ class Summary:
             self.findings.append(outcome)
             self.findings.sort(key=lambda one: one.seed)
 
+    def merge(self, other: Summary) -> None:
+        """Count the other's seeds, too."""
+        for name in ("seeds", "thin", "events", "steps", "swaps"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.faults.update(other.faults)
+        self.verdicts.update(other.verdicts)
+        self.pairs.update(other.pairs)
+        self.findings += other.findings
+
 
 def outcome_of(seed: int, ranges: Ranges, fixed: Mapping[str, Any]) -> Outcome:
-    return run(scenario(seed, ranges, fixed))
+    """One seed's outcome. A cluster is one knot that falls apart as a whole: looking for cycles while it runs finds
+    none and takes a quarter of the time of 256 nodes."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return run(scenario(seed, ranges, fixed))
+    finally:
+        if was_enabled:
+            gc.enable()
+        gc.collect(0)
 
 
 def outcomes(
@@ -62,7 +81,8 @@ def outcomes(
         yield from map(one, seeds)
         return
     with multiprocessing.get_context("fork").Pool(jobs) as pool:
-        yield from pool.imap_unordered(one, seeds, chunksize=CHUNK)
+        chunk = min(CHUNK_MAX, max(1, len(seeds) // (8 * jobs)))
+        yield from pool.imap_unordered(one, seeds, chunksize=chunk)
 
 
 def campaign(

@@ -1,0 +1,80 @@
+"""A long campaign of simulations written down as it goes, to be ended and gone on with at any time.
+
+Rules of this file: the record is one JSON object, replaced as a whole; it names the code that ran, so that seeds of
+another protocol are never counted with these.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ..errors import ConfigError
+from ..sim.campaign import Summary, campaign
+from ..sim.schedule import Ranges
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+
+class Record(msgspec.Struct, frozen=True):
+    """What the seeds from `first` up to `last` - 1 came to, in `wall_s` seconds on `jobs` processes of `cpus` CPUs."""
+
+    first: int
+    last: int
+    ranges: Ranges
+    fixed: dict[str, Any]
+    code: str
+    jobs: int
+    cpus: int
+    wall_s: float
+    summary: Summary
+
+
+def code() -> str:
+    """Names the protocol and its simulation: a digest of the sources of core/ and sim/."""
+    digest = hashlib.sha256()
+    for folder in ("core", "sim"):
+        for path in sorted((_PACKAGE / folder).glob("*.py")):
+            digest.update(path.relative_to(_PACKAGE).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def opened(path: Path, first: int, ranges: Ranges, fixed: Mapping[str, Any], jobs: int) -> Record:
+    """The record in `path`, or an empty one. Raises: ConfigError for one of another campaign or of other code."""
+    plain = msgspec.json.decode(msgspec.json.encode(dict(fixed)))
+    empty = Record(first, first, ranges, plain, code(), jobs, os.cpu_count() or 1, 0.0, Summary())
+    if not path.exists():
+        return empty
+    try:
+        found = msgspec.json.decode(path.read_bytes(), type=Record, dec_hook=lambda kind, plain: kind(plain))
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{path}: {error}", "a record of `deadpool simulate --out`", "name another file") from error
+    for name in ("first", "ranges", "fixed", "code", "jobs", "cpus"):
+        theirs, ours = getattr(found, name), getattr(empty, name)
+        if theirs != ours:
+            raise ConfigError(
+                f"{path} has been recorded with {name} {theirs}",
+                f"{name} {ours}, as this campaign",
+                "name another file",
+            )
+    return found
+
+
+def go_on(path: Path, record: Record, last: int, piece: int, progress: Callable[[Summary], None]) -> Record:
+    """Run what is left of the seeds up to `last` - 1, so many at a time, and write `path` after each time."""
+    while record.last < last:
+        began = time.monotonic()
+        until = min(record.last + piece, last)
+        record.summary.merge(campaign(range(record.last, until), record.ranges, record.fixed, record.jobs))
+        record = msgspec.structs.replace(record, last=until, wall_s=record.wall_s + time.monotonic() - began)
+        scratch = path.with_name(path.name + ".new")
+        scratch.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n")
+        scratch.replace(path)
+        progress(record.summary)
+    return record
