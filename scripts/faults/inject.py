@@ -56,7 +56,7 @@ def tagged_processes(job: str, node: int) -> list[int]:
 
 
 def kill_node(job: str, node: int, before: Callable[[], None]) -> None:
-    """SIGKILL every process of the node, this one last.
+    """SIGKILL every process of the node.
 
     All are stopped before the first is killed, as a host's are when it loses its power: else a launcher has time to
     see its child die and to leave with an exit code of its own. What was forked meanwhile is found by looking again.
@@ -65,15 +65,18 @@ def kill_node(job: str, node: int, before: Callable[[], None]) -> None:
     if "DEMO_LEADER" in os.environ:  # forked nodes have no environment of their own in /proc
         before()
         processes.signal_node(int(os.environ["DEMO_LEADER"]), signal.SIGKILL)
-    stopped = {os.getpid()}
-    while found := set(tagged_processes(job, node)) - stopped:
+    if os.fork():
+        while True:  # a worker dies with its supervisor, so it cannot be the one who kills them all
+            signal.pause()
+    stopped: set[int] = set()
+    while found := set(tagged_processes(job, node)) - stopped - {os.getpid()}:
         for pid in found:
             processes.send(pid, signal.SIGSTOP)
         stopped |= found
     before()
-    for pid in stopped - {os.getpid()}:
+    for pid in stopped:
         processes.send(pid, signal.SIGKILL)
-    os.kill(os.getpid(), signal.SIGKILL)
+    os._exit(0)
 
 
 class Injector:
