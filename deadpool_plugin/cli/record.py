@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import resource
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -23,7 +24,7 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 class Record(msgspec.Struct, frozen=True):
-    """What the seeds from `first` up to `last` - 1 came to, in `wall_s` seconds on `jobs` processes of `cpus` CPUs."""
+    """What the seeds from `first` up to `last` - 1 came to, on `jobs` processes of `cpus` CPUs, and in what time."""
 
     first: int
     last: int
@@ -33,6 +34,7 @@ class Record(msgspec.Struct, frozen=True):
     jobs: int
     cpus: int
     wall_s: float
+    cpu_s: float
     summary: Summary
 
 
@@ -48,7 +50,7 @@ def code() -> str:
 def opened(path: Path, first: int, ranges: Ranges, fixed: Mapping[str, Any], jobs: int) -> Record:
     """The record in `path`, or an empty one. Raises: ConfigError for one of another campaign or of other code."""
     plain = msgspec.json.decode(msgspec.json.encode(dict(fixed)))
-    empty = Record(first, first, ranges, plain, code(), jobs, os.cpu_count() or 1, 0.0, Summary())
+    empty = Record(first, first, ranges, plain, code(), jobs, os.cpu_count() or 1, 0.0, 0.0, Summary())
     if not path.exists():
         return empty
     try:
@@ -69,12 +71,18 @@ def opened(path: Path, first: int, ranges: Ranges, fixed: Mapping[str, Any], job
 def go_on(path: Path, record: Record, last: int, piece: int, progress: Callable[[Summary], None]) -> Record:
     """Run what is left of the seeds up to `last` - 1, so many at a time, and write `path` after each time."""
     while record.last < last:
-        began = time.monotonic()
+        began, used = time.monotonic(), _cpu_s()
         until = min(record.last + piece, last)
         record.summary.merge(campaign(range(record.last, until), record.ranges, record.fixed, record.jobs))
-        record = msgspec.structs.replace(record, last=until, wall_s=record.wall_s + time.monotonic() - began)
+        wall_s, cpu_s = record.wall_s + time.monotonic() - began, record.cpu_s + _cpu_s() - used
+        record = msgspec.structs.replace(record, last=until, wall_s=wall_s, cpu_s=cpu_s)
         scratch = path.with_name(path.name + ".new")
         scratch.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n")
         scratch.replace(path)
         progress(record.summary)
     return record
+
+
+def _cpu_s() -> float:
+    """Of this process and of those it has waited for."""
+    return sum(sum(resource.getrusage(whose)[:2]) for whose in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
