@@ -9,14 +9,13 @@ meet at the first.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Callable, Mapping
 
 import msgspec
 
 from ..core.types import NodeId, World
-from ..errors import ConfigError, NodeTaken, TransportError, invariant
+from ..errors import ConfigError, NodeTaken, PeerRefused, TransportError, invariant
 from ..transport import guests
 from ..transport.base import ControlTransport
 from ..transport.framing import ConnectionClosed
@@ -185,11 +184,21 @@ class Newcomer:
         )
 
     async def _described(self, addresses: list[Address]) -> JobDescription | None:
+        """What the first that answers says. Raises: PeerRefused if some refuse and none answers: another job may have
+        the port of a member that is gone."""
+        refused: PeerRefused | None = None
         for address in addresses:
-            with contextlib.suppress(ConnectionClosed):
+            try:
                 answer = await guests.ask(address, self._credentials, Describe(), self._attempt_s)
-                if isinstance(answer, JobDescription):
-                    return answer
+            except ConnectionClosed:
+                continue
+            except PeerRefused as error:
+                refused = error
+                continue
+            if isinstance(answer, JobDescription):
+                return answer
+        if refused is not None:
+            raise refused
         return None
 
     @property

@@ -250,6 +250,15 @@ def test_a_member_that_is_gone_is_not_waited_for() -> None:
     run(scenario)
 
 
+def test_another_job_at_the_address_of_a_member_that_is_gone_is_passed_over() -> None:
+    async def scenario() -> None:
+        async with job(2) as members, newcomer(2) as host, newcomer(0, credentials=Credentials(b"other")) as another:
+            arrival = await host.arrive(another.hello, members[1].hello)
+            assert [hello.node for hello in arrival.hellos] == [0, 1, 2]
+
+    run(scenario)
+
+
 def test_a_member_that_cannot_be_reached_is_named() -> None:
     async def scenario() -> None:
         async with job(2) as members, newcomer(5) as host:
