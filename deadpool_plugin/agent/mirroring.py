@@ -52,11 +52,16 @@ class Mirroring:
         assert self._world is not None
         return self._world
 
-    def enter(self, world: World) -> None:
-        """A new world: mirror along its ring from now on."""
+    def enter(self, world: World, restore_step: Step | None = None) -> None:
+        """A new world: mirror along its ring from now on, and let others mirror here in its generation. What is newer
+        than `restore_step` is of a history that did not happen."""
         self._world = world
         self._pushes.enter(world)
         self._strangers = True
+        if restore_step is not None:
+            for rank in self._store.ranks():
+                self._store.drop_newer(rank, restore_step)
+        self._store.enter(world.generation)
 
     # ---- a rank reaches its first call
 
@@ -149,11 +154,6 @@ class Mirroring:
         self._feed(io.SnapshotHeld(Holding(rank, step, True, profile.replicas), generation))
         self._pushes.recording(rank, profile)
         self._pushes.snapshot(rank, step, generation, profile, records)
-
-    def roll_back(self, step: Step) -> None:
-        """Everything newer than the restore step is of a history that did not happen."""
-        for rank in self._store.ranks():
-            self._store.drop_newer(rank, step)
 
     def start_over(self, world: World) -> None:
         """Nothing of an attempt that never came to training is worth anything to the next, in `world`."""

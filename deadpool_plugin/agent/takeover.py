@@ -52,8 +52,7 @@ class TakeOvers:
             self._begin_again(world)
             return
         self._workers.enter(world, step)
-        self._mirroring.enter(world)
-        self._mirroring.roll_back(step)
+        self._mirroring.enter(world, step)
         self._spares.swapped(world.node_of, step)
         sources = {source.rank: source for source in plan.sources}
         slots, ranks = self._workers.slots, world.ranks_of(self._node)

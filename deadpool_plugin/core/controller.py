@@ -333,7 +333,7 @@ class Controller:
         ctx.newest_committed = plan.restore_step  # what was committed after it is of a history that did not happen
         ctx.has_trained = ctx.has_trained or plan.restore_step != NO_STEP
         ctx.stuck = _STORE_GONE if inventory.has_lost(plan.store) else ""
-        inventory.begin_generation(plan.world.generation, plan.restore_step, plan.store)
+        inventory.begin_generation(plan.restore_step, plan.store)
         self._candidates.begin_generation(before)
         self._failures.begin_generation()
         self._rehearsing.begin_generation()

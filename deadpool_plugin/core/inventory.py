@@ -27,21 +27,13 @@ class Inventory:
         self._offers: dict[int, tuple[bool, str]] = {}
         """Each local slot's store, and whether its process runs a rank; the newest last."""
         self._lost_stores: set[str] = set()
-        self._early: dict[tuple[Generation, Rank, Step], Holding] = {}
 
     @property
     def holdings(self) -> tuple[Holding, ...]:
         return tuple(self._held[key] for key in sorted(self._held))
 
     def held(self, holding: Holding, generation: Generation, current: Generation) -> bool:
-        """A verified snapshot. One of an older generation counts only up to the step the world went back to.
-
-        One of the next generation is kept for it: a node that has heard of the decision mirrors to us at once, and bulk
-        connections may be faster than the word that reaches us (a step that is never committed is a job that hangs).
-        """
-        if generation > current:
-            self._early[generation, holding.rank, holding.step] = holding
-            return False
+        """A verified snapshot. One of an older generation counts only up to the step the world went back to."""
         if generation != current and not (generation < current and holding.step <= self._floor):
             return False
         key = (holding.rank, holding.step)
@@ -106,7 +98,7 @@ class Inventory:
         """Whether `store` was to be built upon next and is gone."""
         return store in self._lost_stores
 
-    def begin_generation(self, generation: Generation, restore_step: Step, used_store: str) -> None:
+    def begin_generation(self, restore_step: Step, used_store: str) -> None:
         """The world went back to `restore_step`: newer snapshots are of a history that did not happen.
 
         Ranks are ready and finished again only when they say so again in the new generation. Where the script begins
@@ -121,10 +113,6 @@ class Inventory:
             self._offers.clear()
         self.consume(used_store)
         self._lost_stores.clear()
-        early, self._early = self._early, {}
-        for (when, _, _), holding in early.items():
-            if when >= generation:
-                self.held(holding, when, generation)
 
     def fill(self, report: Report) -> Report:
         """`report` with what this node holds and has reached."""

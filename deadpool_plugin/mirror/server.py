@@ -123,7 +123,9 @@ class BulkServer:
                 case wire.Push():
                     self._receive_push(stream, request)
                 case wire.PushRecording():
-                    self._store.put_recording(request.rank, stream.recv_blob(), request.generation)
+                    recording = stream.recv_blob()
+                    self._await_entry(request.generation)
+                    self._store.put_recording(request.rank, recording, request.generation)
                     stream.send(wire.Done())
                 case wire.GetRecording():
                     self._send_blob(stream, self._store.get_recording(request.rank))
@@ -171,7 +173,7 @@ class BulkServer:
     # ---- pushes
 
     def _receive_push(self, stream: BulkStream, push: wire.Push) -> None:
-        self._store.check_generation(push.generation)
+        self._await_entry(push.generation)
         with self._store.writing(push.rank, self._silent_after_s):
             held = self._store.already_mirrored(push.rank, push.step, push.header_digest, push.with_payload)
             if held is None or held.replicas != push.replicas:
@@ -180,6 +182,10 @@ class BulkServer:
                     return
         self._on_mirrored(push.rank, push.step, push.generation, held)
         stream.send(wire.Done())
+
+    def _await_entry(self, generation: Generation) -> None:
+        """Shorter than whoever pushes waits for an answer."""
+        self._store.await_entry(generation, self._silent_after_s / 4)
 
     def _receive_snapshot(self, stream: BulkStream, push: wire.Push) -> Holding | None:
         """Fills and seals the slot; None if the sender abandoned it."""

@@ -32,6 +32,7 @@ class Arrivals:
         if len(cluster.nodes) >= len(cluster.world.members) + at_most:
             return False
         node = cluster.add_node(max(cluster.nodes) + 1)
+        cluster.blows.meet(node)
         Task(node, self._arrive(node))
         return True
 

@@ -34,6 +34,7 @@ class Blows:
         self._cluster = cluster
         self.rules: list[Rule] = []
         self.blamed: set[NodeId] = set()
+        self._blamed_all_until = 0.0
         self.flips: list[Flip] = []
         self._kinds: dict[str, Callable[[Fault, Node], bool]] = {
             "crash": lambda fault, node: self.crash(node),
@@ -63,6 +64,7 @@ class Blows:
 
     def stop(self) -> None:
         """Everything passes."""
+        self._blamed_all_until = 0.0
         self.flips.clear()
         self._cluster.network.rules.clear()
 
@@ -135,6 +137,15 @@ class Blows:
 
     # -- the network -------------------------------------------------------------------------------------------
 
+    def _blame_everybody(self, until: float) -> None:
+        self.blamed |= self._cluster.nodes.keys()
+        self._blamed_all_until = max(self._blamed_all_until, until)
+
+    def meet(self, node: Node) -> None:
+        """A host that comes while the network fails is struck like the others."""
+        if self._cluster.timeline.now < self._blamed_all_until:
+            self.blamed.add(node.number)
+
     def _others(self, node: Node) -> set[NodeId]:
         return set(range(1000)) - {node.number}
 
@@ -144,8 +155,8 @@ class Blows:
         return True
 
     def _partition(self, fault: Fault, node: Node) -> bool:
-        self.blamed |= self._cluster.nodes.keys()
         until, others = self._cluster.timeline.now + fault.seconds, self._others(node)
+        self._blame_everybody(until)
         if fault.kind == "part":
             others = {number for number in others if number % PARTS != fault.pick % PARTS}
         rules: list[Rule] = [Cut(fault.kind, {node.number}, others, until)]
@@ -154,8 +165,9 @@ class Blows:
         return self._add(rules)
 
     def _lossy(self, fault: Fault, node: Node) -> bool:
-        self.blamed |= self._cluster.nodes.keys() if fault.kind == "loss" else set()
         until, others = self._cluster.timeline.now + fault.seconds, self._others(node)
+        if fault.kind == "loss":
+            self._blame_everybody(until)
         ends = [({node.number}, others), (others, {node.number})]
         made: list[Rule] = []
         for sources, targets in ends[:1] if fault.kind == "duplicate" else ends:
@@ -172,7 +184,7 @@ class Blows:
         until, others = self._cluster.timeline.now + fault.seconds, self._others(node)
         self.flips.append(Flip(fault.kind, {node.number}, others, until, probability=fault.strength))
         self.rules.append(self.flips[-1])
-        self.blamed |= self._cluster.nodes.keys()
+        self._blame_everybody(until)
         return True
 
     def flips_a_bit(self, source: NodeId, target: NodeId) -> bool:

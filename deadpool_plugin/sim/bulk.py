@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .node import Node
 
 RETRY_S = 0.2
+ENTRY_S = 0.01
 OnDone = Callable[[bool, str], None]
 
 
@@ -88,7 +89,7 @@ class Bulk:
     def _push_recording(self, buddy: NodeId, rank: Rank, generation: Generation) -> Work:
         target = self._node.cluster.nodes[buddy]
         yield from self._cross(self._node, target)
-        target.store.check(generation)
+        yield from self._await_entry(target, generation)
         target.store.recordings.add(rank)
         yield from self._cross(target, self._node)
 
@@ -101,7 +102,7 @@ class Bulk:
         if not payload:
             snapshot = replace(snapshot, payload=None)
         yield from self._cross(node, target)
-        target.store.check(generation)
+        yield from self._await_entry(target, generation)
         while rank in target.store.writers:
             yield RETRY_S
             target.store.check(generation)
@@ -110,6 +111,16 @@ class Bulk:
             held = yield from self._write(target, snapshot, replicas)
         target.do(target.feed, SnapshotHeld(held, generation))
         yield from self._cross(target, node)
+
+    def _await_entry(self, target: Node, generation: Generation) -> Generator[float, None, None]:
+        """Until others may mirror there in `generation`, for a while. Raises: Refused."""
+        waited_s = 0.0
+        while target.store.entered < generation and waited_s < target.timing.silent_after_s / 4:
+            yield ENTRY_S
+            waited_s += ENTRY_S
+        target.store.check(generation)
+        if target.store.entered < generation:
+            raise Refused(f"node {target.number} has not entered generation {generation}")
 
     def _write(self, target: Node, snapshot: Snapshot, replicas: tuple[Rank, ...]) -> Generator[float, None, Holding]:
         rank, step = snapshot.rank, snapshot.step

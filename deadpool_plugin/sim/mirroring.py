@@ -35,11 +35,15 @@ class Mirroring:
         self._failing_since: dict[NodeId, float] = {}
         self._strangers = False
 
-    def enter(self, world: World) -> None:
-        """Mirror along this world's ring from now on."""
+    def enter(self, world: World, restore_step: Step | None = None) -> None:
+        """Mirror along this world's ring from now on, and let others mirror here in its generation."""
         self._world, self._strangers = world, True
         self._buddies = buddies_of(world, self._node.number, self._copies)
         self._failing_since.clear()
+        if restore_step is not None:
+            for rank in range(len(world.node_of)):
+                self._node.store.drop_newer(rank, restore_step)
+        self._node.store.entered = max(self._node.store.entered, world.generation)
 
     def _replicas(self, rank: Rank) -> tuple[Rank, ...]:
         return self._node.cluster.replicas[rank]
@@ -132,10 +136,6 @@ class Mirroring:
         self._node.feed(SnapshotHeld(Holding(rank, step, True, self._replicas(rank)), generation))
         self._push_recordings(rank)
         self._snapshot(rank, step, generation)
-
-    def roll_back(self, step: Step) -> None:
-        for rank in range(len(self._world.node_of)):
-            self._node.store.drop_newer(rank, step)
 
     def start_over(self, world: World) -> None:
         for rank in range(len(world.node_of)):

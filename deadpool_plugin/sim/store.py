@@ -67,6 +67,8 @@ class Store:
 
     def __init__(self, changed: Callable[[Rank, Step], None]) -> None:
         self.fence: Generation = 0
+        self.entered: Generation = 0
+        """The newest generation in which others may mirror here."""
         self.own: dict[Rank, Pair] = {}
         self.mirrored: dict[Rank, Pair] = {}
         self.recordings: set[Rank] = set()

@@ -110,8 +110,7 @@ class TakeOvers:
             node.processes.form(world)
             return
         node.processes.enter(step)
-        node.mirroring.enter(world)
-        node.mirroring.roll_back(step)
+        node.mirroring.enter(world, step)
         sources = {source.rank: source for source in plan.sources}
         slots, ranks = node.processes.slots, world.ranks_of(node.number)
         staying, placed = divide(ranks, [node.rehearsals.seen(slot) for slot in slots])

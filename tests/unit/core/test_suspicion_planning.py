@@ -118,7 +118,7 @@ def test_inventory_keeps_two_steps_and_forgets_what_did_not_happen():
     inventory.ready(0)
     inventory.finished(0)
     inventory.offer("used", 0, stand_in=False)
-    inventory.begin_generation(1, 2, "used")
+    inventory.begin_generation(2, "used")
     report = inventory.fill(Report(1, 0))
     assert [h.step for h in report.holdings] == [2]
     assert (report.ready, report.finished, report.store) == ((), (), "")
@@ -127,23 +127,13 @@ def test_inventory_keeps_two_steps_and_forgets_what_did_not_happen():
     assert not inventory.held(Holding(1, 3, True, (1,)), 2, 1), "not decided yet"
     assert inventory.dropped(1, 1) and not inventory.dropped(1, 1)
     assert inventory.offer("kept", 0, stand_in=False) and not inventory.offer("kept", 0, stand_in=False)
-    inventory.begin_generation(2, 2, "another's")
+    inventory.begin_generation(2, "another's")
     assert inventory.store == "kept"
     assert inventory.lose_store("kept") and inventory.has_lost("kept") and not inventory.has_lost("another's")
     inventory.offer("of an old process", 0, stand_in=False)
-    inventory.begin_generation(3, NO_STEP, "")
+    inventory.begin_generation(NO_STEP, "")
     assert inventory.store == "" and not inventory.holdings and not inventory.has_lost("kept")
 
 
 def test_exit_codes_are_those_of_errors():
     assert (types.EXIT_UNRECOVERABLE, types.EXIT_FENCED) == (errors.EXIT_UNRECOVERABLE, errors.EXIT_FENCED)
-
-
-def test_a_mirror_that_is_faster_than_the_decision_counts_in_its_generation():
-    """Bulk and control connections are not ordered: were it dropped, its step would never be committed: a hang."""
-    inventory = Inventory()
-    early, void = Holding(1, 5, True, (1,)), Holding(2, 6, True, (2,))
-    assert not inventory.held(early, 2, current=1) and not inventory.held(void, 1, current=0)
-    assert inventory.holdings == ()
-    inventory.begin_generation(2, 5, "")
-    assert inventory.holdings == (early,)
