@@ -1,7 +1,8 @@
 """This node's snapshots and recordings on their way to its buddies.
 
 Rules of this file: every buddy is served on its own; a push that fails is tried again while it is the newest of its
-rank; what stays impossible for the job's patience is evidence against that buddy. Answers of older worlds are dropped.
+rank; what stays impossible for the job's patience is evidence against that buddy, unless it answers that it is in
+another generation: then it lives, and a swap is under way. Answers of older worlds are dropped.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from collections.abc import Callable
 from ..core import io
 from ..core.placement import buddies_of, needs_payload
 from ..core.types import NO_STEP, Generation, NodeId, Rank, Step, World
+from ..errors import DeadpoolError
+from ..mirror.bulk import InAnotherGeneration
 from ..mirror.store import SnapshotStore
 from .peers import Peers
 from .profile import Profile
@@ -55,7 +58,7 @@ class Pushes:
         if generation == self._world.generation:
             again = lambda: self._push_recording(buddy, rank, generation, profile)  # noqa: E731
             later = lambda: self._loop.call_later(_RETRY_S, again)  # noqa: E731
-            done = lambda ok, reason: None if ok else self.soon(later)  # noqa: E731
+            done = lambda error: None if error is None else self.soon(later)  # noqa: E731
             self._peers.to(buddy).push_recording(rank, generation, profile.encoded(), done)
 
     def snapshot(self, rank: Rank, step: Step, generation: Generation, profile: Profile, records: bytes) -> None:
@@ -78,19 +81,23 @@ class Pushes:
             profile.replicas,
             profile.layout_hash,
             records,
-            lambda ok, reason: self.soon(self._pushed, buddy, generation, ok, reason, again),
+            lambda error: self.soon(self._pushed, buddy, generation, error, again),
         )
 
-    def _pushed(self, buddy: NodeId, generation: Generation, ok: bool, reason: str, again: Callable[[], None]) -> None:
+    def _pushed(
+        self, buddy: NodeId, generation: Generation, error: DeadpoolError | None, again: Callable[[], None]
+    ) -> None:
         if generation != self._world.generation or generation < self._store.generation:
             return
-        if ok:
+        if error is None:
             self._failing_since.pop(buddy, None)
             return
         now = time.monotonic()
-        if now - self._failing_since.setdefault(buddy, now) > self._patience_s:
+        if isinstance(error, InAnotherGeneration):
+            self._failing_since.pop(buddy, None)
+        elif now - self._failing_since.setdefault(buddy, now) > self._patience_s:
             del self._failing_since[buddy]
-            self._feed(io.LinkLost(buddy, f"node {self._node} cannot mirror to it: {reason}", silent=True))
+            self._feed(io.LinkLost(buddy, f"node {self._node} cannot mirror to it: {error}", silent=True))
         self._loop.call_later(_RETRY_S, again)  # others may hear it well, and it stays in the job
 
     def soon(self, function: Callable[..., object], *arguments: object) -> None:

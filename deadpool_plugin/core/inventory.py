@@ -123,7 +123,7 @@ class Inventory:
             rehearsed=tuple(sorted(self.rehearsed.items())),
             finished=tuple(sorted(self._finished)),
             store=self.store,
-            moved=sum(self._moved.values()),
+            moved=sum(step + 1 for step in self._moved.values()),
         )
 
 

@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from .peer import BulkPeer
 from .server import BulkServer
-from .wire import RefusedByPeer
+from .wire import InAnotherGeneration, RefusedByPeer
 
-__all__ = ["BulkPeer", "BulkServer", "RefusedByPeer"]
+__all__ = ["BulkPeer", "BulkServer", "InAnotherGeneration", "RefusedByPeer"]

@@ -29,7 +29,8 @@ from .records import NotHeld
 from .store import SnapshotStore
 from .wire import BulkStream
 
-OnDone = Callable[[bool, str], None]
+OnDone = Callable[[DeadpoolError | None], None]
+"""Told why not, or None: the peer has verified and sealed it."""
 QUEUE_MAX = 256
 _JOIN_S = 5.0
 _records_decoder = msgspec.msgpack.Decoder(list[bytes])
@@ -97,14 +98,13 @@ class BulkPeer:
     ) -> None:
         """Queues own snapshot (rank, step) for mirroring, its payload only if asked.
 
-        `on_done(ok, reason)` is called once, in the sender's thread (or here, if the queue is full): ok when the peer
-        has verified and sealed it. Call records of earlier steps that the peer lacks go along.
-        Blocks: never.
+        `on_done` is called once, in the sender's thread (or here, if the queue is full). Call records of earlier steps
+        that the peer lacks go along. Blocks: never.
         """
         self._enqueue(_PushJob(rank, step, generation, with_payload, replicas, layout_hash, records, on_done))
 
     def push_recording(
-        self, rank: Rank, generation: Generation, recording: bytes, on_done: OnDone = lambda ok, reason: None
+        self, rank: Rank, generation: Generation, recording: bytes, on_done: OnDone = lambda error: None
     ) -> None:
         """Queues a rank's recording of its start-up collectives. Blocks: never."""
         self._enqueue(_RecordingJob(rank, generation, recording, on_done))
@@ -118,23 +118,23 @@ class BulkPeer:
                 except queue.Full:
                     reason = f"{QUEUE_MAX} transfers to {self.address} wait already"
         if reason:
-            job.on_done(False, reason)
+            job.on_done(TransportError(reason))
 
     def _send_jobs(self) -> None:
         wire.lower_priority()
         while (job := self._jobs.get()) is not None:
             if self._closing:
-                job.on_done(False, "closed")
+                job.on_done(TransportError("closed"))
                 continue
             reused = self._stream is not None
-            reason = self._try(job)
-            if reason and reused and self._stream is None and not self._closing:
-                reason = self._try(job)  # the connection may have been dead for long
-            job.on_done(not reason, reason)
+            error = self._try(job)
+            if error is not None and reused and self._stream is None and not self._closing:
+                error = self._try(job)  # the connection may have been dead for long
+            job.on_done(error)
         self._drop_stream()
 
-    def _try(self, job: _PushJob | _RecordingJob) -> str:
-        """Why it failed, or ""; a connection that broke is dropped."""
+    def _try(self, job: _PushJob | _RecordingJob) -> DeadpoolError | None:
+        """Why it failed, if it did; a connection that broke is dropped."""
         try:
             if self._stream is None:
                 self._stream = self._connect()
@@ -145,13 +145,13 @@ class BulkPeer:
                 self._stream.send_blob(job.recording)
                 self._stream.expect(wire.Done)
         except wire.RefusedByPeer as error:
-            return str(error)
+            return error
         except TransportError as error:
             self._drop_stream()
-            return str(error)
+            return error
         except DeadpoolError as error:  # nothing was sent yet
-            return str(error)
-        return ""
+            return error
+        return None
 
     def _send_snapshot(self, stream: BulkStream, job: _PushJob) -> None:
         rank, step = job.rank, job.step
@@ -320,7 +320,7 @@ class BulkPeer:
         return header
 
     def close(self) -> None:
-        """Ends the sender and every question; what is queued is answered with `on_done(False, ...)`."""
+        """Ends the sender and every question; what is queued is answered with an error."""
         with self._lock:
             self._closing = True
             for stream in self._streams:

@@ -20,6 +20,7 @@ from ..transport.framing import ConnectionClosed
 from ..transport.handshake import Credentials, shake_hands
 from ..transport.sockets import Address, bound_address, listen_tcp
 from . import wire
+from .fence import NotEntered
 from .integrity import CorruptSnapshot
 from .store import SnapshotStore
 from .wire import BulkStream
@@ -142,6 +143,8 @@ class BulkServer:
         except TransportError as error:  # the stream may be in the middle of a transfer: say why, and end it
             stream.send(wire.Refused(str(error)))
             raise
+        except (StaleGeneration, NotEntered) as error:
+            stream.send(wire.Refused(str(error), generation=True))
         except DeadpoolError as error:
             stream.send(wire.Refused(str(error)))
 

@@ -98,7 +98,10 @@ class Done(Reply, frozen=True):
 
 
 class Refused(Reply, frozen=True):
+    """`generation`: the asked node is in another one than what was sent."""
+
     reason: str
+    generation: bool = False
 
 
 class Sealed(Reply, frozen=True):
@@ -116,6 +119,10 @@ AnyReply = Ready | Done | Refused | Sealed | Abandoned
 
 class RefusedByPeer(TransportError):
     """The other node answered, and said no."""
+
+
+class InAnotherGeneration(RefusedByPeer):
+    """It lives, and is in another generation: fenced for the next one, or not in this one yet."""
 
 
 def lower_priority() -> None:
@@ -210,11 +217,12 @@ class BulkStream:
     def expect(self, *kinds: type[T]) -> T:
         """The reply, which must be of one of these kinds.
 
-        Raises: RefusedByPeer with the other side's reason.
+        Raises: RefusedByPeer with the other side's reason, InAnotherGeneration if it is that.
         """
         reply: object = self.recv(AnyReply)
         if isinstance(reply, Refused | Abandoned):
-            raise RefusedByPeer(f"{self.address} refused: {reply.reason}")
+            elsewhere = isinstance(reply, Refused) and reply.generation
+            raise (InAnotherGeneration if elsewhere else RefusedByPeer)(f"{self.address} refused: {reply.reason}")
         if not isinstance(reply, kinds):
             raise CorruptFrame(f"{type(reply).__name__} from {self.address}", " or ".join(k.__name__ for k in kinds))
         return reply

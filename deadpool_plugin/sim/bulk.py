@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from ..core.io import HoldingsDropped, SnapshotHeld
 from ..core.types import Generation, Holding, NodeId, Rank, Source, Step
-from .store import Refused, Snapshot
+from .store import Refused, Snapshot, Stale
 from .tasks import Signal, Task, Work
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 RETRY_S = 0.2
 ENTRY_S = 0.01
-OnDone = Callable[[bool, str], None]
+OnDone = Callable[[Exception | None], None]
 
 
 class Broken(Exception):
@@ -82,9 +82,9 @@ class Bulk:
         try:
             yield from work
         except (Broken, Refused) as error:
-            done(False, str(error))
+            done(error)
         else:
-            done(True, "")
+            done(None)
 
     def _push_recording(self, buddy: NodeId, rank: Rank, generation: Generation) -> Work:
         target = self._node.cluster.nodes[buddy]
@@ -120,7 +120,7 @@ class Bulk:
             waited_s += ENTRY_S
         target.store.check(generation)
         if target.store.entered < generation:
-            raise Refused(f"node {target.number} has not entered generation {generation}")
+            raise Stale(f"node {target.number} has not entered generation {generation}")
 
     def _write(self, target: Node, snapshot: Snapshot, replicas: tuple[Rank, ...]) -> Generator[float, None, Holding]:
         rank, step = snapshot.rank, snapshot.step

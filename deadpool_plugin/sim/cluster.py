@@ -34,6 +34,9 @@ TIMING = Timing(
     heartbeat_interval_s=0.5, silent_after_s=10.0, phase_timeout_s=20.0, decision_timeout_s=300.0, start_timeout_s=300.0
 )
 """What the configuration's default patience gives."""
+LONG_PASTS = 0.002
+LONG_PAST = 1.5
+"""So many rehearsals take longer than `start_timeout_s`, by this factor."""
 
 
 class Cluster:
@@ -140,7 +143,8 @@ class Cluster:
         return self.rng.random()
 
     def rehearse_s(self) -> float:
-        return 3.0 * self.rng.random()
+        drawn = self.rng.random()
+        return LONG_PAST * self.timing.start_timeout_s if drawn < LONG_PASTS else 3.0 * drawn
 
     def local_s(self) -> float:
         return 0.002 * self.rng.random()

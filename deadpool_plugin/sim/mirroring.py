@@ -2,7 +2,7 @@
 
 Rules of this file: the contract of agent/mirroring.py and agent/pushing.py; what an older generation still says is
 dropped; a push that fails is tried again while it is the newest of its rank, and what stays impossible for the job's
-patience is evidence against that buddy.
+patience is evidence against that buddy, unless it answers that it is in another generation.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class Mirroring:
             self._push_recording(buddy, rank, self._world.generation)
 
     def _push_recording(self, buddy: NodeId, rank: Rank, generation: Generation) -> None:
-        def done(ok: bool, reason: str) -> None:
-            if not ok:
+        def done(error: Exception | None) -> None:
+            if error is not None:
                 self._node.timeline.after(RETRY_S, self._node.do, self._push_recording, buddy, rank, generation)
 
         if generation == self._world.generation:
@@ -101,21 +101,23 @@ class Mirroring:
         payload = needs_payload(self._world, rank, replicas, self._copies)
         self.bulk.push(
             buddy, rank, step, generation, payload, replicas,
-            lambda ok, reason: self._pushed(
-                buddy, generation, ok, reason, lambda: self._push(buddy, rank, step, generation)
-            ),
+            lambda error: self._pushed(buddy, generation, error, lambda: self._push(buddy, rank, step, generation)),
         )  # fmt: skip
 
-    def _pushed(self, buddy: NodeId, generation: Generation, ok: bool, reason: str, again: Callable[[], None]) -> None:
+    def _pushed(
+        self, buddy: NodeId, generation: Generation, error: Exception | None, again: Callable[[], None]
+    ) -> None:
         node = self._node
         if generation != self._world.generation or generation < node.store.fence:
             return
-        if ok:
+        if error is None:
             self._failing_since.pop(buddy, None)
             return
-        if node.timeline.now - self._failing_since.setdefault(buddy, node.timeline.now) > node.timing.silent_after_s:
+        if isinstance(error, Stale):
+            self._failing_since.pop(buddy, None)
+        elif node.timeline.now - self._failing_since.setdefault(buddy, node.timeline.now) > node.timing.silent_after_s:
             del self._failing_since[buddy]
-            node.feed(LinkLost(buddy, f"node {node.number} cannot mirror to it: {reason}", silent=True))
+            node.feed(LinkLost(buddy, f"node {node.number} cannot mirror to it: {error}", silent=True))
         node.timeline.after(RETRY_S, node.do, again)
 
     def committed(self) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ..core import io
 from ..core.controller import Controller
 from ..core.messages import AnyMessage, Goodbye
-from ..core.types import EXIT_FENCED, Generation, NodeId, Step, World
+from ..core.types import EXIT_FENCED, Generation, NodeId, Rank, Step, World
 from .mirroring import Mirroring
 from .network import UNANSWERED
 from .processes import Processes
@@ -49,6 +49,8 @@ class Node:
         self.rehearsals = Rehearsals(self)
         self.takeovers = TakeOvers(self)
         self.controller = Controller(number, self.timing, self.policy)
+        self.ends: dict[Rank, tuple[Generation, Step]] = {}
+        """In which generation and after which step each rank here has come to the end of its script."""
         self._actions: dict[type[io.Action], Callable[[Any], object]] = {
             io.Send: lambda action: self.network.send(number, action.to, action.message),
             io.StartWorkers: lambda action: self.processes.start_groups(action.world.generation, action.store),
@@ -155,6 +157,7 @@ class Node:
             handle(process, *arguments)
 
     def finished(self, process: Process) -> None:
+        self.ends[process.rank] = (self.controller.generation, process.step)
         self.feed(io.WorkerFinished(process.rank))
 
     def saved(self, process: Process, step: Step) -> None:

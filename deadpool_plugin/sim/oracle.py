@@ -96,8 +96,8 @@ def judge_verdict(cluster: Cluster, node: Node, stopped: io.Emit) -> None:
 
 
 def judge_exit(cluster: Cluster, node: Node, action: io.Leave) -> None:
-    """`node` leaves; out of the job it may be only if something was done to it, or to everybody else."""
+    """`node` leaves; out of the job it may be only if something was done to it, or to so many that nobody decides."""
     if action.exit_code == EXIT_FENCED and node.number not in cluster.blows.blamed:
-        others = [other.number for other in cluster.nodes.values() if other.number in cluster.blows.blamed]
-        if 2 * len(others) <= len(cluster.newest_world.members):
+        world = cluster.newest_world
+        if is_majority(world, set(world.members) - cluster.blows.blamed, cluster.policy.witness):
             raise Violation("RIGHT_VERDICT", f"node {node.number}, to which nothing was done, leaves: {action.reason}")

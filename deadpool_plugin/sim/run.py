@@ -12,7 +12,7 @@ from collections import Counter
 import msgspec
 
 from ..core.types import EXIT_FENCED
-from .cluster import Cluster
+from .cluster import LONG_PAST, Cluster
 from .coverage import named, state_of
 from .network import QUEUE_MAX
 from .schedule import Scenario
@@ -85,9 +85,9 @@ def _run(cluster: Cluster) -> None:
 
 def liveness_s(cluster: Cluster) -> float:
     """Once faults have stopped everybody has ended within this time: each fault may have left one loss nobody has
-    noticed, which costs a silence and two phases, and the job begins and trains once more."""
+    noticed, which costs a silence, two phases and a newcomer's long past; the job begins and trains once more."""
     timing, scenario = cluster.timing, cluster.scenario
-    each = timing.silent_after_s + 2 * timing.phase_timeout_s
+    each = timing.silent_after_s + 2 * timing.phase_timeout_s + LONG_PAST * timing.start_timeout_s
     train = 10 * scenario.steps * (scenario.compute_s + scenario.latency_s * 4)
     return timing.start_timeout_s + each * (len(scenario.faults) + 2) + train
 
@@ -117,8 +117,7 @@ def _judge_the_end(cluster: Cluster) -> None:
     for node in cluster.nodes.values():
         if exits.get(node.number) == 0:
             for rank in node.controller.world.ranks_of(node.number) if node.controller.world else ():
-                process = node.processes.of(rank)
-                if process is None or process.step != cluster.last_step:
+                if node.ends.get(rank) != (node.controller.generation, cluster.last_step):
                     raise Violation("BIT_EXACT", f"the job ended well, and rank {rank} had not made its last step")
     members = cluster.newest_world.members
     codes = {exits[node] for node in members if node in exits} - {EXIT_FENCED}

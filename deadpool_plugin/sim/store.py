@@ -23,7 +23,7 @@ class Refused(Exception):
 
 
 class Stale(Refused):
-    """A write of a generation that is over."""
+    """A write of a generation that is over there, or has not begun."""
 
 
 class Snapshot(msgspec.Struct, frozen=True):

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 LOG_DEPTH = 2
 SAVE_EVERY = 5
+PARTS_OF_A_PAST = 3
+"""How often in a rehearsal it is told that it gets on."""
 
 
 class Process:
@@ -247,8 +249,12 @@ class Process:
     # -- a rehearsal ---------------------------------------------------------------------------------------------
 
     def _rehearse(self) -> Work:
+        """All calls up to training; a newcomer that everybody waits for says how far it is, and may take very long."""
         yield self._cluster.start_s()
-        yield self._cluster.rehearse_s()
+        whole_s = self._cluster.rehearse_s()
+        for part in range(PARTS_OF_A_PAST):
+            yield whole_s / PARTS_OF_A_PAST
+            self._tell(self.node.rehearsals.moved, part)
         self._tell(self.node.rehearsals.rehearsed)
         self._offer_store()
 

@@ -10,11 +10,11 @@ import msgspec
 import pytest
 
 from deadpool_plugin.core.types import Holding
-from deadpool_plugin.errors import PeerRefused, TransportError
+from deadpool_plugin.errors import DeadpoolError, PeerRefused, TransportError
 from deadpool_plugin.mirror import peer as peer_module
 from deadpool_plugin.mirror import wire
 from deadpool_plugin.mirror.arena import SlotPair
-from deadpool_plugin.mirror.bulk import BulkPeer, BulkServer, RefusedByPeer
+from deadpool_plugin.mirror.bulk import BulkPeer, BulkServer, InAnotherGeneration, RefusedByPeer
 from deadpool_plugin.mirror.integrity import CorruptSnapshot, Sums
 from deadpool_plugin.mirror.store import SnapshotStore
 from deadpool_plugin.mirror.wire import FRAME_BYTES, BulkStream
@@ -82,7 +82,11 @@ def content(rank: int, step: int) -> bytes:
 def push(peer: BulkPeer, rank: int, step: int, generation: int = 0, payload: bool = True) -> tuple[bool, str]:
     done: queue.Queue[tuple[bool, str]] = queue.Queue()
     replicas = (rank,) if payload else (rank, rank + 1)
-    peer.push(rank, step, generation, payload, replicas, "layout", b"records %d" % step, lambda *told: done.put(told))
+
+    def tell(error: DeadpoolError | None) -> None:
+        done.put((error is None, str(error or "")))
+
+    peer.push(rank, step, generation, payload, replicas, "layout", b"records %d" % step, tell)
     return done.get(timeout=WAIT_S)
 
 
@@ -275,13 +279,13 @@ def test_missing_history_goes_along(nodes: list[Node]) -> None:
 
 def test_recordings_travel(nodes: list[Node]) -> None:
     a, b, c = nodes
-    recording, done = os.urandom(FRAME_BYTES + 7), queue.Queue[tuple[bool, str]]()
-    a.peer(b).push_recording(4, 0, recording, lambda *told: done.put(told))
-    assert done.get(timeout=WAIT_S) == (True, "")
+    recording, done = os.urandom(FRAME_BYTES + 7), queue.Queue[DeadpoolError | None]()
+    a.peer(b).push_recording(4, 0, recording, done.put)
+    assert done.get(timeout=WAIT_S) is None
     assert c.peer(b).get_recording(4) == recording
     b.store.fence(1)
-    a.peer(b).push_recording(4, 0, b"of a world that is over", lambda *told: done.put(told))
-    assert not done.get(timeout=WAIT_S)[0] and c.peer(b).get_recording(4) == recording
+    a.peer(b).push_recording(4, 0, b"of a world that is over", done.put)
+    assert isinstance(done.get(timeout=WAIT_S), InAnotherGeneration) and c.peer(b).get_recording(4) == recording
     with pytest.raises(RefusedByPeer, match="no recording of rank 5 is held here"):
         c.peer(b).get_recording(5)
 
@@ -422,7 +426,7 @@ def test_the_queue_is_bounded(nodes: list[Node], monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(peer_module, "QUEUE_MAX", 1)
     busy, go_on = threading.Event(), threading.Event()
 
-    def block(ok: bool, reason: str) -> None:
+    def block(error: DeadpoolError | None) -> None:
         busy.set()
         go_on.wait(WAIT_S)
 
