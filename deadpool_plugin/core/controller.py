@@ -165,19 +165,12 @@ class Controller:
                 return
 
     def _watch_the_right_ones(self) -> None:
-        """Others report to a new coordinator only from now on, so their silence counts from now on.
-
-        Not so that of another node which is the coordinator again, after who counted it as lost is lost: what has been
-        heard of it counts, else this node would wait for it while everybody else replaces it.
-        """
+        """Others report to a new coordinator only from now on, so their silence counts from now on."""
         ctx = self._ctx
-        coordinator = ctx.standing.coordinator
-        watching = (ctx.world.generation, coordinator)
+        watching = (ctx.world.generation, ctx.standing.coordinator)
         if watching != self._watching:
             self._watching = watching
-            if coordinator == ctx.node or coordinator not in self._watched:
-                ctx.watch.begin(ctx.world.members, ctx.now)
-            self._watched.add(coordinator)
+            ctx.watch.begin(ctx.world.members, ctx.now)
             self._changed = True
 
     def _note(self, changed: bool) -> None:
@@ -351,7 +344,6 @@ class Controller:
         """What lives no longer than a generation."""
         ctx, inventory, failures = self._ctx, self._inventory, self._failures
         self._to_hold = held_by(ctx.world, ctx.node, ctx.policy.copies)
-        self._watched: set[NodeId] = set()
         self._coordination = Coordination(ctx)
         self._swaps = Swaps(ctx, inventory, failures)
         self._hearing = Hearing(ctx, inventory, failures, self._coordination, self._swaps)

@@ -7,6 +7,8 @@ controller.
 
 from __future__ import annotations
 
+import msgspec
+
 from .context import Context
 from .coordination import Coordination
 from .failures import Failures
@@ -28,12 +30,23 @@ class Hearing:
         self._started = False
 
     def report(self, sender: NodeId, message: Report) -> None:
-        if message.generation < self._ctx.world.generation:
+        ctx = self._ctx
+        if message.generation < ctx.world.generation:
             self._swaps.bring_up_to_date(sender)
-        elif message.generation == self._ctx.world.generation and not self._ctx.swapping:
-            self._coordination.absorb(sender, message)
-            if message.stuck:
-                self._swaps.stuck(sender, message.stuck)
+        elif message.generation == ctx.world.generation:
+            if not ctx.leads:
+                self._say_that_it_lives(sender)
+            if not ctx.swapping:
+                self._coordination.absorb(sender, message)
+                if message.stuck:
+                    self._swaps.stuck(sender, message.stuck)
+
+    def _say_that_it_lives(self, sender: NodeId) -> None:
+        """`sender` takes this node for the coordinator: it knows already of losses that this node is yet to notice, and
+        is not to take the silence meanwhile for one more."""
+        ctx = self._ctx
+        status = Status(ctx.world.generation, ctx.committed, ctx.training, False, ctx.waiting)
+        ctx.send(sender, msgspec.structs.replace(status, sent_at=ctx.now))
 
     def status(self, sender: NodeId, message: Status) -> None:
         ctx = self._ctx

@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from .context import Context
 from .failures import Failures
 from .inventory import Inventory
-from .messages import Decided, NodeFailed
+from .messages import Decided, NodeFailed, Report
 from .proposer import Proposer, described
-from .types import NodeId
+from .types import NEVER, NodeId
 from .voter import Voter
 
 
@@ -29,6 +29,7 @@ class Swaps:
         self._announced: set[NodeId] = set()
         self._told: set[tuple[NodeId, NodeId]] = set()
         self._is_stuck = False
+        self._asked_at = NEVER
 
     def stuck(self, node: NodeId, reason: str) -> None:
         """`node` says that this generation cannot go on as it is."""
@@ -70,12 +71,24 @@ class Swaps:
         """Nothing can be decided here. The others may see it otherwise and go on, so this node ends alone."""
         ctx = self._ctx
         living, members = ctx.living, ctx.world.members
+        if len(living) > 1 and ctx.now - self._asked_the_living(living) < ctx.timing.silent_after_s:
+            return
         what = f"{described(suspects)}; {len(living)} of {len(members)} members are left and cannot decide alone"
         self._announce(suspects)
         if 2 * len(living) < len(members):
             ctx.fence(what)
         else:
             ctx.give_up(f"{what} (a tie)", ctx.lost_ranks())
+
+    def _asked_the_living(self, living: tuple[NodeId, ...]) -> float:
+        """When they were asked whether they know of a newer generation, in which they may be enough: whoever decided
+        it may have died before it could tell everybody."""
+        if self._asked_at == NEVER:
+            self._asked_at = self._ctx.now
+            for node in living:
+                if node != self._ctx.node:
+                    self._ctx.send(node, Report(self._ctx.world.generation, self._ctx.node))
+        return self._asked_at
 
     def _tell(self, suspects: Mapping[NodeId, str]) -> None:
         """Our own evidence, to the coordinator, once."""

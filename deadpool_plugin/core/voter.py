@@ -12,7 +12,7 @@ from .inventory import Inventory
 from .io import AbortWorkers
 from .membership import Acceptor
 from .messages import Accepted, Decided, NodeFailed, Prepare, Promise, Propose, Refused, Report
-from .types import Ballot, NodeId
+from .types import NEVER, Ballot, NodeId
 
 
 class Voter:
@@ -22,6 +22,7 @@ class Voter:
         self._ctx, self._inventory, self._failures = context, inventory, failures
         self.acceptor = Acceptor()
         self._postponed: tuple[NodeId, Prepare] | None = None
+        self._excused_at = NEVER
         self._votes: set[tuple[Ballot, bool]] = set()
 
     def prepare(self, sender: NodeId, message: Prepare) -> None:
@@ -32,7 +33,7 @@ class Voter:
             self.accused(sender, f"counted as lost by node {sender}", ctx.node in message.silent)
             return
         if self._hears_who_is_silent(message):
-            self._postponed = (sender, message)
+            self._postpone(sender, message)
             return
         if self.acceptor.prepare(message.ballot):
             lost = {node: f"counted as lost by node {sender}" for node in message.lost}
@@ -41,6 +42,15 @@ class Voter:
             self.answer()
         else:
             self._refuse(sender, message.ballot)
+
+    def _postpone(self, sender: NodeId, message: Prepare) -> None:
+        """Until its own evidence allows it to promise this node reports to another coordinator, and is not to be taken
+        for lost by who asks meanwhile."""
+        ctx = self._ctx
+        self._postponed = (sender, message)
+        if ctx.now - self._excused_at >= ctx.timing.heartbeat_interval_s:
+            self._excused_at = ctx.now
+            ctx.send(sender, Report(ctx.world.generation, ctx.node))
 
     def tick(self) -> None:
         """Whom we heard then may have been silent for long enough by now."""

@@ -148,7 +148,7 @@ class Checkers:
             rank = action.fields["rank"]
             assert isinstance(rank, int)
             self._restarts.lost(node.number, rank, self._cluster.timeline.now)
-        elif action.kind == "NodeFenced" and "restarts_max" in str(action.fields["reason"]):
+        elif action.kind == "NodeFenced" and _is_for_restarts(str(action.fields["reason"])):
             self._restarts.gave_up(node.number, self._cluster.timeline.now, str(action.fields["reason"]))
         elif action.kind == "Protected" and generation == max(self._cluster.plans, default=0):
             self.memory.arm(node.controller.world, generation)
@@ -164,3 +164,8 @@ class Checkers:
 
     def left(self, node: Node, action: io.Leave) -> None:
         oracle.judge_exit(self._cluster, node, action)
+
+
+def _is_for_restarts(reason: str) -> bool:
+    """Whether a node says that it leaves for its own ranks' losses; it may quote others that have."""
+    return reason.startswith("rank ") and "restarts_max" in reason

@@ -27,15 +27,25 @@ class Rehearsals:
     def __init__(self, node: Node) -> None:
         self._node = node
         self._finished: dict[Process, Signal] = {}
+        self._starting: dict[int, Task] = {}
 
     def order(self, action: StartRehearsal) -> None:
         slot = self._node.processes.slots[action.local_slot]
-        Task(self._node, self._start(slot, action.rank, action.source))
+        self._run(slot, self._start(slot, action.rank, action.source))
+
+    def _run(self, slot: Slot, work: Work) -> None:
+        self.stop_starting(slot)
+        self._starting[slot.number] = Task(self._node, work)
+
+    def stop_starting(self, slot: Slot) -> None:
+        """What was ordered for `slot` and has no process yet never gets one."""
+        if (task := self._starting.pop(slot.number, None)) is not None:
+            task.cancel()
 
     def replace(self, slot: Slot) -> None:
         """The slot's rank has lost its process: another one rehearses it while the others agree."""
         if slot.rank in self._node.store.recordings:
-            Task(self._node, self._start(slot, slot.rank, self._node.number))
+            self._run(slot, self._start(slot, slot.rank, self._node.number))
 
     def _start(self, slot: Slot, rank: Rank, source: NodeId) -> Work:
         try:
@@ -127,6 +137,7 @@ class TakeOvers:
                 self._join(plan, slots[number])
         for rank, number in placed.items():
             slots[number].rank = rank
+            node.rehearsals.stop_starting(slots[number])
             self._tasks.append(Task(node, self._take_over(plan, slots[number], sources.get(rank))))
 
     def _join(self, plan: SwapPlan, slot: Slot) -> None:
