@@ -16,7 +16,7 @@ from .inventory import Inventory
 from .io import Commit, StartWorkers
 from .messages import Goodbye, NodeFailed, RankFailed, Report, Start, Status, Verdict
 from .swaps import Swaps
-from .types import NodeId
+from .types import EXIT_SIGNALLED, NodeId
 
 
 class Hearing:
@@ -98,7 +98,9 @@ class Hearing:
 
     def verdict(self, sender: NodeId, message: Verdict) -> None:
         ctx = self._ctx
-        if message.generation < ctx.world.generation:
+        if message.exit_code > EXIT_SIGNALLED:
+            ctx.conclude(message)  # a person wants the job to end, in whatever generation that was said
+        elif message.generation < ctx.world.generation:
             ctx.watch.accuse(sender, f"it ended in generation {message.generation}: {message.reason}")
         elif sender not in ctx.suspects:
             ctx.conclude(message)

@@ -24,6 +24,8 @@ EXIT_UNRECOVERABLE = 86
 """Every process ends with this after a verdict; the same as in errors.py, which core may not import."""
 EXIT_FENCED = 87
 """The processes of one node that is out of the job end with this."""
+EXIT_SIGNALLED = 128
+"""More than this by so many as the signal with which a person has ended the job."""
 
 
 class World(msgspec.Struct, frozen=True, array_like=True, dict=True):

@@ -21,7 +21,7 @@ class Voter:
     def __init__(self, context: Context, inventory: Inventory, failures: Failures) -> None:
         self._ctx, self._inventory, self._failures = context, inventory, failures
         self.acceptor = Acceptor()
-        self._postponed: tuple[NodeId, Prepare] | None = None
+        self._postponed: dict[NodeId, Prepare] = {}
         self._excused_at = NEVER
         self._votes: set[tuple[Ballot, bool]] = set()
 
@@ -33,7 +33,7 @@ class Voter:
             self.accused(sender, f"counted as lost by node {sender}", ctx.node in message.silent)
             return
         if self._hears_who_is_silent(message):
-            self._postpone(sender, message)
+            self._postponed[sender] = message
             return
         if self.acceptor.prepare(message.ballot):
             lost = {node: f"counted as lost by node {sender}" for node in message.lost}
@@ -43,20 +43,17 @@ class Voter:
         else:
             self._refuse(sender, message.ballot)
 
-    def _postpone(self, sender: NodeId, message: Prepare) -> None:
-        """Until its own evidence allows it to promise this node reports to another coordinator, and is not to be taken
-        for lost by who asks meanwhile."""
-        ctx = self._ctx
-        self._postponed = (sender, message)
-        if ctx.now - self._excused_at >= ctx.timing.heartbeat_interval_s:
-            self._excused_at = ctx.now
-            ctx.send(sender, Report(ctx.world.generation, ctx.node))
-
     def tick(self) -> None:
-        """Whom we heard then may have been silent for long enough by now."""
-        if self._postponed is not None:
-            (sender, message), self._postponed = self._postponed, None
+        """Whom we heard then may have been silent for long enough by now. Until then this node reports to another
+        coordinator, and is not to be taken for lost by who asks."""
+        ctx = self._ctx
+        postponed, self._postponed = self._postponed, {}
+        for sender, message in postponed.items():
             self.prepare(sender, message)
+        if self._postponed and ctx.now - self._excused_at >= ctx.timing.heartbeat_interval_s:
+            self._excused_at = ctx.now
+            for sender in self._postponed:
+                ctx.send(sender, Report(ctx.world.generation, ctx.node))
 
     def _hears_who_is_silent(self, message: Prepare) -> bool:
         """Whether our coordinator, which is to be replaced for its silence, can still count on us (contact.py)."""

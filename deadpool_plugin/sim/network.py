@@ -205,3 +205,10 @@ class Network:
             if source == node:
                 line.open = False
                 self._cut_suffix(line)
+        self._timeline.after(self._user_timeout_s, self._probe, node)
+
+    def _probe(self, node: NodeId) -> None:
+        """Keep-alives find the end of links that are used by nobody."""
+        for (source, target), line in self._lines.items():
+            if target == node:
+                self._give_up(source, target, line, UNANSWERED)

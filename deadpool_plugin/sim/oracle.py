@@ -52,14 +52,18 @@ def judge_plan(cluster: Cluster, plan: SwapPlan) -> None:
             "RESTORABLE",
             f"generation {generation + 1} goes back to step {plan.restore_step}, step {committed} was committed",
         )
-    if plan.restore_step == NO_STEP and cluster.checkers.committed:
+    if plan.restore_step == NO_STEP and any(before <= generation for before in cluster.checkers.committed):
         raise Violation("RESTORABLE", f"generation {generation + 1} begins the script again after a committed step")
-    _must_be_blamed(cluster, plan.lost_nodes, f"generation {generation + 1}")
+    _must_be_blamed(cluster, plan.lost_nodes, min(plan.world.members), f"generation {generation + 1}")
 
 
-def _must_be_blamed(cluster: Cluster, lost: tuple[NodeId, ...], who: str) -> None:
+def _must_be_blamed(cluster: Cluster, lost: tuple[NodeId, ...], by: NodeId, who: str) -> None:
+    """Whom `by` counts as lost was struck; or `by` was, and they had turned away from it, so that it heard no more."""
+    blamed = cluster.blows.blamed
     gone = {number for number, node in cluster.nodes.items() if not node.up}  # and was judged when it left
-    innocent = sorted(set(lost) - cluster.blows.blamed - gone)
+    innocent = sorted(set(lost) - blamed - gone)
+    if by in blamed:
+        innocent = [number for number in innocent if by not in cluster.nodes[number].controller._ctx.suspects]
     if innocent:
         raise Violation("RIGHT_VERDICT", f"{who} counts nodes {innocent} as lost, to which nothing was done")
 
@@ -75,8 +79,10 @@ def judge_verdict(cluster: Cluster, node: Node, stopped: io.Emit) -> None:
     world, lost = context.world, tuple(context.suspects)
     if node.number not in cluster.newest_world.members:
         return  # the others have gone on without it, so it speaks for itself only
-    _must_be_blamed(cluster, lost, f"the verdict of node {node.number}")
     survivors = [number for number in world.members if number not in lost]
+    if node.number in cluster.blows.blamed and not is_majority(world, survivors, cluster.policy.witness):
+        return  # it has been cut off or stood still, and speaks for itself only
+    _must_be_blamed(cluster, lost, node.number, f"the verdict of node {node.number}")
     well = [number for number in survivors if cluster.nodes[number].up]
     kept = cluster.witnessed.get(world.generation + 1)
     others_were_first = kept is not None and node.number not in kept.world.members
