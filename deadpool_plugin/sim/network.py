@@ -209,6 +209,6 @@ class Network:
 
     def _probe(self, node: NodeId) -> None:
         """Keep-alives find the end of links that are used by nobody."""
-        for (source, target), line in self._lines.items():
+        for (source, target), line in list(self._lines.items()):
             if target == node:
                 self._give_up(source, target, line, UNANSWERED)
