@@ -9,8 +9,8 @@ lost; each by SIGKILL of the agent, while the job stands between two steps. `512
 
 All agents share this machine's CPUs, so that seconds are upper bounds for a job whose agents have a host each; CPU time
 and messages per agent are what they are. Nothing is asserted of any time. A size that is in --out already is not run
-again. The links of 256 agents and more overflow the queue that all loopback traffic of a machine shares, so that some are
-reset: before those sizes, `sysctl net.core.netdev_max_backlog=100000`.
+again. The links of 256 agents and more overflow the queue that all loopback traffic of a machine shares, so that some
+are reset: before those sizes, `sysctl net.core.netdev_max_backlog=100000`.
 
 Rules of this file: sizes run one after the other; what one has measured is written before the next begins.
 """
