@@ -44,7 +44,6 @@ CANNOT = (
     Rule(OWN_PROCESSES, OUTSIDE, ANY, "before a node is in a world it has no processes that it could speak of"),
     Rule(TO_PROPOSERS, OUTSIDE, ANY, "it has asked nobody for anything yet"),
     Rule("SnapshotHeld", "JOINING", ANY, "nobody mirrors to a node before the generation has begun there"),
-    Rule("JoinRequest", "JOINING", ANY, "who wants to join asks members"),
     Rule(OWN_RANKS, ANY, ("standing by",), "a spare runs no rank"),
     Rule("SpareRehearsed SpareFailed", ANY, ("member",), "who runs ranks rehearses none"),
     Rule("Start", ANY, ("leading", "proposing"), "who coordinates tells itself without a message"),
@@ -76,6 +75,7 @@ RARE = (
     Rule("SpareRehearsed SpareFailed StoreOffered StoreLost", ANY, ANY,
          "a spare begins to rehearse when all are in training, and is a spare still when that comes to an end"),
     Rule(OWN_RANKS, ANY, ANY, "what a process says, or its end, just as the fence falls"),
+    Rule("JoinRequest", "JOINING", ANY, "it has been taken in, which the next to join has heard before it"),
     Rule("JoinRequest SnapshotHeld Ticked", "OUTSIDE", ANY, "a node that forms its world much later than the others"),
 )  # fmt: skip
 
