@@ -110,9 +110,19 @@ MUTANTS = (
         "steps that were undone count as held",
     ),
     Mutant(
-        "early-snapshot-forgotten", "core/inventory.py",
-        "self._early[generation, holding.rank, holding.step] = holding", "pass",
-        "a mirror that is faster than the word of the decision is never counted",
+        "postponed-in-silence", "core/voter.py",
+        "            for sender in self._postponed:\n", "            for sender in ():\n",
+        "a voter that may not promise yet is taken for lost by who asks it",
+    ),
+    Mutant(
+        "unaware-in-silence", "core/hearing.py",
+        "                self._say_that_it_lives(sender)\n", "                pass\n",
+        "a node that does not know yet that it leads is taken for lost",
+    ),
+    Mutant(
+        "tie-without-asking", "core/swaps.py",
+        "if len(living) > 1 and ", "if False and ",
+        "who has missed a decision gives up for want of a majority it has",
     ),
     Mutant(
         "store-used-twice", "core/inventory.py",
