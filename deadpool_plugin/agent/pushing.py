@@ -89,16 +89,14 @@ class Pushes:
     ) -> None:
         if generation != self._world.generation or generation < self._store.generation:
             return
-        if error is None:
-            self._failing_since.pop(buddy, None)
-            return
         now = time.monotonic()
-        if isinstance(error, InAnotherGeneration):
+        if error is None or isinstance(error, InAnotherGeneration):
             self._failing_since.pop(buddy, None)
         elif now - self._failing_since.setdefault(buddy, now) > self._patience_s:
             del self._failing_since[buddy]
             self._feed(io.LinkLost(buddy, f"node {self._node} cannot mirror to it: {error}", silent=True))
-        self._loop.call_later(_RETRY_S, again)  # others may hear it well, and it stays in the job
+        if error is not None:
+            self._loop.call_later(_RETRY_S, again)  # others may hear it well, and it stays in the job
 
     def soon(self, function: Callable[..., object], *arguments: object) -> None:
         """Any thread: call `function` on the loop, unless that has ended."""

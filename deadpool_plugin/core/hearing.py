@@ -7,8 +7,6 @@ controller.
 
 from __future__ import annotations
 
-import msgspec
-
 from .context import Context
 from .coordination import Coordination
 from .failures import Failures
@@ -45,8 +43,7 @@ class Hearing:
         """`sender` takes this node for the coordinator: it knows already of losses that this node is yet to notice, and
         is not to take the silence meanwhile for one more."""
         ctx = self._ctx
-        status = Status(ctx.world.generation, ctx.committed, ctx.training, False, ctx.waiting)
-        ctx.send(sender, msgspec.structs.replace(status, sent_at=ctx.now))
+        ctx.send(sender, Status(ctx.world.generation, ctx.committed, ctx.training, False, ctx.waiting, ctx.now))
 
     def status(self, sender: NodeId, message: Status) -> None:
         ctx = self._ctx

@@ -110,15 +110,13 @@ class Mirroring:
         node = self._node
         if generation != self._world.generation or generation < node.store.fence:
             return
-        if error is None:
-            self._failing_since.pop(buddy, None)
-            return
-        if isinstance(error, Stale):
+        if error is None or isinstance(error, Stale):
             self._failing_since.pop(buddy, None)
         elif node.timeline.now - self._failing_since.setdefault(buddy, node.timeline.now) > node.timing.silent_after_s:
             del self._failing_since[buddy]
             node.feed(LinkLost(buddy, f"node {node.number} cannot mirror to it: {error}", silent=True))
-        node.timeline.after(RETRY_S, node.do, again)
+        if error is not None:
+            node.timeline.after(RETRY_S, node.do, again)
 
     def committed(self) -> None:
         """All of a step is held along this world's ring: what else is here may go."""

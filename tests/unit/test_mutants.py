@@ -8,15 +8,16 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
-from faults.mutants import MUTANTS  # noqa: E402
+from faults.mutants import MUTANTS
+
+PACKAGE = Path(__file__).resolve().parents[2] / "deadpool_plugin"
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=[mutant.name for mutant in MUTANTS])
 def test_the_place_is_there_once_and_the_program_is_one_still(mutant):
-    text = (ROOT / "deadpool_plugin" / mutant.file).read_text(encoding="utf-8")
+    text = (PACKAGE / mutant.file).read_text(encoding="utf-8")
     assert text.count(mutant.old) == 1 and mutant.new != mutant.old
     ast.parse(text.replace(mutant.old, mutant.new))
 

@@ -45,9 +45,12 @@ class DeepSpeedAdapter:
         self._calls.install(DeepSpeedEngine)
         self._calls.wrap_tensor_backward()
         self._calls.install_pipeline(PipelineEngine)
-        past_engine.refuse_parts(self._calls, lambda: self._state is not None)
-        loading.install(self._calls, DeepSpeedEngine, lambda: self._state is not None)
-        refusals.install(DeepSpeedEngine, lambda: self._state is not None)
+        past_engine.refuse_parts(self._calls, self._is_training)
+        loading.install(self._calls, DeepSpeedEngine, self._is_training)
+        refusals.install(DeepSpeedEngine, self._is_training)
+
+    def _is_training(self) -> bool:
+        return self._state is not None
 
     def _engine_made(self, engine: Any) -> None:
         assert self._calls is not None
