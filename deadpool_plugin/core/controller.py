@@ -221,6 +221,8 @@ class Controller:
         if self._joining is not None:
             self._joining.link_lost(event.node, event.reason)
         self._candidates.forget(event.node)
+        if event.silent and event.node in self._ctx.watch.silent:
+            self._swaps.insist(event.node)
         self._ctx.watch.accuse(event.node, f"link lost: {event.reason}", event.silent)
 
     def _ticked(self, event: Ticked) -> None:

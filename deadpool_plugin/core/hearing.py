@@ -13,6 +13,7 @@ from .failures import Failures
 from .inventory import Inventory
 from .io import Commit, StartWorkers
 from .messages import Goodbye, NodeFailed, RankFailed, Report, Start, Status, Verdict
+from .rifts import Rifts
 from .swaps import Swaps
 from .types import EXIT_SIGNALLED, NodeId
 
@@ -25,6 +26,7 @@ class Hearing:
     ) -> None:
         self._ctx, self._inventory, self._failures = context, inventory, failures
         self._coordination, self._swaps = coordination, swaps
+        self._rifts = Rifts(context)
         self._started = False
 
     def report(self, sender: NodeId, message: Report) -> None:
@@ -82,7 +84,7 @@ class Hearing:
         elif message.node == ctx.node:
             self._swaps.voter.accused(sender, message.reason, message.silent)
         elif message.silent and ctx.watch.hears(message.node, ctx.now, ctx.timing):
-            return  # the sender does not hear it, but we do
+            self._rifts.hear(sender, message.node)
         elif sender in suspects and message.node != sender:
             ctx.send(sender, NodeFailed(ctx.world.generation, sender, suspects[sender], ctx.is_silent(sender)))
         elif message.node in ctx.world.members:

@@ -91,12 +91,16 @@ class Swaps:
         return self._asked_at
 
     def _tell(self, suspects: Mapping[NodeId, str]) -> None:
-        """Our own evidence, to the coordinator, once."""
+        """Our own evidence, to the coordinator, once (and again if we insist)."""
         ctx = self._ctx
         for node, reason in suspects.items():
             if node in ctx.watch.evidence and (ctx.coordinator, node) not in self._told:
                 self._told.add((ctx.coordinator, node))
                 ctx.send(ctx.coordinator, NodeFailed(ctx.world.generation, node, reason, ctx.is_silent(node)))
+
+    def insist(self, node: NodeId) -> None:
+        """`node` is not heard of still: say so again, to a coordinator that may hear it."""
+        self._told.discard((self._ctx.coordinator, node))
 
     def _announce(self, suspects: Mapping[NodeId, str]) -> None:
         fresh = {node: reason for node, reason in suspects.items() if node not in self._announced}

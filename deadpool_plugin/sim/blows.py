@@ -6,6 +6,7 @@ counted as lost.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -48,6 +49,7 @@ class Blows:
             "partition": self._partition,
             "oneway": self._partition,
             "part": self._partition,
+            "rift": self._rift,
             "break": self._break,
             "loss": self._lossy,
             "delay": self._lossy,
@@ -63,7 +65,7 @@ class Blows:
         return self._kinds[fault.kind](fault, node)
 
     def stop(self) -> None:
-        """Everything passes."""
+        """Everything passes, but where there is a rift."""
         self._blamed_all_until = 0.0
         self.flips.clear()
         self._cluster.network.rules.clear()
@@ -149,6 +151,9 @@ class Blows:
     def _others(self, node: Node) -> set[NodeId]:
         return set(range(1000)) - {node.number}
 
+    def _others_up(self, node: Node) -> list[NodeId]:
+        return [other.number for other in self._cluster.nodes.values() if other.up and other is not node]
+
     def _add(self, rules: list[Rule]) -> bool:
         self.rules += rules
         self._cluster.network.rules.add(self._cluster.timeline.now, rules)
@@ -163,6 +168,14 @@ class Blows:
         if fault.kind != "oneway":
             rules.append(Cut(fault.kind, others, {node.number}, until))
         return self._add(rules)
+
+    def _rift(self, fault: Fault, node: Node) -> bool:
+        others = self._others_up(node)
+        if not others or any(rule.kind == "rift" for rule in self.rules):
+            return False
+        ends = {node.number}, {others[fault.pick % len(others)]}
+        self.blamed.update(*ends)
+        return self._add([Cut(fault.kind, *pair, until=math.inf) for pair in (ends, ends[::-1])])
 
     def _lossy(self, fault: Fault, node: Node) -> bool:
         until, others = self._cluster.timeline.now + fault.seconds, self._others(node)
@@ -192,7 +205,7 @@ class Blows:
         return any(now < rule.until and not rule.judge(source, target, rng).copies for rule in self.flips)
 
     def _break(self, fault: Fault, node: Node) -> bool:
-        others = [other.number for other in self._cluster.nodes.values() if other.up and other is not node]
+        others = self._others_up(node)
         if not others:
             return False
         other = others[fault.pick % len(others)]

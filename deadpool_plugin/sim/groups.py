@@ -78,12 +78,13 @@ class Group:
             self._cluster.timeline.after(self._cluster.network.latency(), one.waiting[rank].set, total)
 
     def _is_cut(self) -> bool:
-        """Whether a neighbour in the ring of nodes cannot be heard now."""
+        """Whether a neighbour in the ring of nodes cannot be heard now; a rift is between agents."""
         ring = list(dict.fromkeys(self._members[rank].node for rank in sorted(self._members)))
         if len(ring) < 2:
             return False
         network, now = self._cluster.network, self._cluster.timeline.now
         return any(
-            not network.dark.isdisjoint((a.number, b.number)) or network.rules.is_cut(now, a.number, b.number)
+            not network.dark.isdisjoint((a.number, b.number))
+            or network.rules.is_cut(now, a.number, b.number, but="rift")
             for a, b in zip(ring, [*ring[1:], ring[0]], strict=True)
         )

@@ -6,6 +6,7 @@ drops); a rule counts how often it had an effect. What a DROP means is the trans
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -110,10 +111,11 @@ class Rules:
                 passage = Passage(min(passage.copies * answer.copies, 2), passage.delay_s + answer.delay_s)
         return passage
 
-    def is_cut(self, now: float, source: NodeId, target: NodeId, for_s: float = 0.0) -> bool:
-        """Whether nothing at all passes now, nor has for so long."""
+    def is_cut(self, now: float, source: NodeId, target: NodeId, for_s: float = 0.0, but: str = "") -> bool:
+        """Whether nothing at all passes now, nor has for so long, by rules of any kind `but` one."""
         return bool(self._rules) and any(
             isinstance(rule, Cut)
+            and rule.kind != but
             and rule.since + for_s <= now < rule.until
             and source in rule.sources
             and target in rule.targets
@@ -121,5 +123,5 @@ class Rules:
         )
 
     def clear(self) -> None:
-        """The faults stop."""
-        self._rules.clear()
+        """The faults stop, but for what is for good."""
+        self._rules = [rule for rule in self._rules if rule.until == math.inf]

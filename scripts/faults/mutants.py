@@ -49,6 +49,11 @@ MUTANTS = (
         "two worlds may be decided in one generation",
     ),
     Mutant(
+        "complaint-said-once", "core/controller.py",
+        "if event.silent and event.node in self._ctx.watch.silent:", "if False:",
+        "a job whose nodes cannot mirror to each other any more waits for ever",
+    ),
+    Mutant(
         "decided-by-one", "core/proposer.py",
         "enough = is_quorum(ctx.world, proposal.accepted, ctx.policy.witness)", "enough = True",
         "one acceptance decides",

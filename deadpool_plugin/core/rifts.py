@@ -1,0 +1,51 @@
+"""Two members that do not hear each other, while the coordinator hears both: one of them has to go if that lasts.
+
+A short one does no harm: whoever cannot mirror tries again, and the job waits. It says so again for as long as it
+fails (the caller feeds LinkLost every so often). Said `silent_after_s` apart with no step committed in between, it
+holds the job up, and nothing else would end that.
+
+Rules of this file: the coordinator judges; who does not hear the most others is asked to leave, which stops its workers
+before it is replaced. May import context, messages and types only.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from .context import Context
+from .messages import NodeFailed
+from .types import NodeId, Step
+
+
+class _Complaint(NamedTuple):
+    """What was committed when one was made, and since when it is made with no step more."""
+
+    committed: Step
+    since: float
+
+
+class Rifts:
+    """The complaints of one generation that the coordinator does not share: who does not hear whom."""
+
+    def __init__(self, context: Context) -> None:
+        self._ctx = context
+        self._complaints: dict[tuple[NodeId, NodeId], _Complaint] = {}
+
+    def hear(self, sender: NodeId, node: NodeId) -> None:
+        """`sender` does not hear `node`, which we do."""
+        ctx, pair = self._ctx, (sender, node)
+        before = self._complaints.get(pair)
+        if not ctx.leads or ctx.swapping:
+            return
+        if before is None or before.committed < ctx.committed:
+            self._complaints[pair] = _Complaint(ctx.committed, ctx.now)
+        elif ctx.now - before.since >= ctx.timing.silent_after_s:
+            goes = max(node, sender, key=self._rifts_of)  # of equals the one complained of
+            reason = f"nodes {sender} and {node} cannot reach each other, and no step is committed any more"
+            ctx.emit("Note", text=f"node {goes} is asked to leave: {reason}")
+            ctx.send(goes, NodeFailed(ctx.world.generation, goes, reason))
+
+    def _rifts_of(self, node: NodeId) -> int:
+        """How many others it does not hear, or do not hear it, since the newest committed step."""
+        now, others = self._ctx.committed, self._complaints.items()
+        return len({frozenset(pair) for pair, made in others if made.committed == now and node in pair})

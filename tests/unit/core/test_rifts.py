@@ -1,0 +1,92 @@
+"""core/rifts.py: two members that do not hear each other, while the coordinator hears both."""
+
+from __future__ import annotations
+
+from deadpool_plugin.core import io
+from deadpool_plugin.core.controller import Controller
+from deadpool_plugin.core.messages import NodeFailed, Report, Status
+from deadpool_plugin.core.types import Holding, World
+
+from .test_controller import TIMING, hear, said
+
+WORLD = World(0, (0, 1, 2, 3), (4,))
+
+
+def formed(node: int) -> Controller:
+    controller = Controller(node, TIMING)
+    controller.step(io.WorldFormed(WORLD), 0.0)
+    return controller
+
+
+def asked_to_leave(
+    coordinator: Controller, *complaints: tuple[int, int], now: float = 0.1, every_s: float = 10.0
+) -> list[int]:
+    """Who is asked to leave once every (sender, node) of `complaints` has been said to a coordinator that hears all."""
+    asked = []
+    for sender, node in complaints:
+        for heard in (1, 2, 3, 4):
+            hear(coordinator, heard, Report(0, heard), now)
+        actions = hear(coordinator, sender, NodeFailed(0, node, "cannot mirror to it", silent=True), now)
+        asked += [to for to, message in said(actions) if isinstance(message, NodeFailed) and message.node == to]
+        assert not any(isinstance(action, io.AbortWorkers) for action in actions)
+        now += every_s
+    return asked
+
+
+def commit(coordinator: Controller, step: int, now: float) -> None:
+    for rank, node in enumerate(WORLD.node_of):
+        held = (Holding(rank, step, True, (rank,)), Holding((rank - 1) % 4, step, True, ((rank - 1) % 4,)))
+        if node == 0:
+            for holding in held:
+                coordinator.step(io.SnapshotHeld(holding, 0), now)
+        else:
+            hear(coordinator, node, Report(0, node, holdings=held), now)
+    assert coordinator.committed == step
+
+
+def test_said_twice_it_is_the_one_complained_of_that_goes():
+    assert asked_to_leave(formed(0), (1, 2)) == []
+    assert asked_to_leave(formed(0), (1, 2), (1, 2)) == [2]
+    assert asked_to_leave(formed(0), (1, 2), (1, 2), (1, 2), every_s=4.0) == []
+    assert asked_to_leave(formed(0), (1, 2), (1, 2), (1, 2), (1, 2), every_s=4.0) == [2]
+
+
+def test_said_of_different_nodes_it_waits():
+    assert asked_to_leave(formed(0), (1, 2), (3, 4), (2, 1)) == []
+
+
+def test_who_does_not_hear_the_most_others_goes():
+    assert asked_to_leave(formed(0), (4, 1), (1, 2), (1, 2)) == [1]
+    assert asked_to_leave(formed(0), (1, 2), (2, 1), (1, 2)) == [2]
+
+
+def test_as_long_as_steps_are_committed_both_stay():
+    coordinator = formed(0)
+    for step in range(4):
+        assert asked_to_leave(coordinator, (1, 2), now=step * 10.0) == []
+        commit(coordinator, step, step * 10.0 + 1.0)
+    assert asked_to_leave(coordinator, (1, 2), (1, 2), now=40.0) == [2]
+
+
+def test_a_member_that_does_not_lead_asks_nobody():
+    assert asked_to_leave(formed(1), (3, 2), (3, 2)) == []
+
+
+def test_who_is_asked_leaves_with_the_reason():
+    actions = hear(formed(2), 0, NodeFailed(0, 2, "nodes 1 and 2 cannot reach each other"))
+    left = [action for action in actions if isinstance(action, io.Leave)]
+    assert len(left) == 1 and "cannot reach each other" in left[0].reason
+
+
+def test_a_member_says_it_again_whenever_it_has_tried_in_vain_again():
+    member = formed(1)
+    lost = io.LinkLost(2, "cannot mirror to it", silent=True)
+
+    def complaints(event: io.Input, now: float) -> int:
+        return sum(isinstance(message, NodeFailed) for _, message in said(member.step(event, now)))
+
+    assert complaints(lost, 1.0) == 1
+    hear(member, 0, Status(0, -1, True, False), 1.1)
+    assert complaints(io.Ticked(), 1.2) == 0
+    assert complaints(lost, 1.3) == 1
+    assert complaints(io.LinkLost(2, "reset"), 1.4) == 0
