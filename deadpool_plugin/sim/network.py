@@ -12,7 +12,6 @@ links overtake each other freely.
 from __future__ import annotations
 
 import random
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -37,13 +36,13 @@ class End:
     reason: str
 
 
-@dataclass
+@dataclass(slots=True)
 class Line:
     """One direction of a link. `open`: its sender may use it. `flight`: what arrives when, in order."""
 
     open: bool = True
-    waiting: deque[AnyMessage | End] = field(default_factory=deque)
-    flight: deque[tuple[float, AnyMessage | End]] = field(default_factory=deque)
+    waiting: list[AnyMessage | End] = field(default_factory=list)
+    flight: list[tuple[float, AnyMessage | End]] = field(default_factory=list)
     stalled_since: float | None = None
     retrying: bool = False
     awaits_ack: bool = False
@@ -62,12 +61,15 @@ class Network:
         self._timeline, self.rules, self._rng = timeline, rules, rng
         self._latency_s, self._user_timeout_s = latency_s, user_timeout_s
         self._lines: dict[tuple[NodeId, NodeId], Line] = {}
+        self._peers: dict[NodeId, list[NodeId]] = {}
         self.deliver: Callable[[NodeId, NodeId, AnyMessage], None] = lambda target, source, message: None
         self.lost: Callable[[NodeId, NodeId, str], None] = lambda target, source, reason: None
         self.dark: set[NodeId] = set()
 
     def link(self, a: NodeId, b: NodeId) -> None:
         self._lines[a, b], self._lines[b, a] = Line(), Line()
+        self._peers.setdefault(a, []).append(b)
+        self._peers.setdefault(b, []).append(a)
 
     def linked(self, a: NodeId, b: NodeId) -> bool:
         """Whether `a` believes that it has a link to `b`."""
@@ -110,15 +112,17 @@ class Network:
             if not line.awaits_ack and self.rules.is_cut(now, target, source):
                 line.awaits_ack = True
                 self._timeline.after(self._user_timeout_s, self._check_ack, source, target, line)
-            item = line.waiting.popleft()
+            item = line.waiting.pop(0)
             self._fly(source, target, line, item, passage.delay_s)
             if passage.copies > 1 and not isinstance(item, End):
                 self._fly(source, target, line, item, passage.delay_s)
 
     def _fly(self, source: NodeId, target: NodeId, line: Line, item: AnyMessage | End, delay_s: float) -> None:
-        line.arrives_at = max(line.arrives_at, self._timeline.now + self.latency() + delay_s)
+        when = self._timeline.now + self.latency() + delay_s
+        if when > line.arrives_at or not line.flight:
+            line.arrives_at = max(when, line.arrives_at)
+            self._timeline.at(line.arrives_at, self._arrive, source, target, line)
         line.flight.append((line.arrives_at, item))
-        self._timeline.at(line.arrives_at, self._arrive, source, target, line)
 
     def _stall(self, source: NodeId, target: NodeId, line: Line) -> None:
         now = self._timeline.now
@@ -148,7 +152,7 @@ class Network:
 
     def _arrive(self, source: NodeId, target: NodeId, line: Line) -> None:
         while line.flight and line.flight[0][0] <= self._timeline.now:
-            item = line.flight.popleft()[1]
+            item = line.flight.pop(0)[1]
             back = self._lines[target, source]
             if isinstance(item, End):
                 if back.open:
@@ -201,14 +205,13 @@ class Network:
     def vanish(self, node: NodeId) -> None:
         """`node` has lost its power: nothing of what it said last and nothing of its end is heard."""
         self.dark.add(node)
-        for (source, _), line in self._lines.items():
-            if source == node:
-                line.open = False
-                self._cut_suffix(line)
+        for peer in self._peers.get(node, ()):
+            line = self._lines[node, peer]
+            line.open = False
+            self._cut_suffix(line)
         self._timeline.after(self._user_timeout_s, self._probe, node)
 
     def _probe(self, node: NodeId) -> None:
         """Keep-alives find the end of links that are used by nobody."""
-        for (source, target), line in list(self._lines.items()):
-            if target == node:
-                self._give_up(source, target, line, UNANSWERED)
+        for peer in self._peers.get(node, ()):
+            self._give_up(peer, node, self._lines[peer, node], UNANSWERED)

@@ -187,7 +187,7 @@ class Node:
         self.cluster.checkers.left(self, action)
         self.takeovers.cancel()
         self.processes.end()
-        for peer in sorted(self.cluster.nodes.keys() - {self.number}):
+        for peer in sorted(number for number, node in self.cluster.nodes.items() if node.up and node is not self):
             if action.exit_code != EXIT_FENCED:
                 self.network.send(self.number, peer, Goodbye(self.controller.generation))
             self.network.close(self.number, peer, "connection closed", keeps=True)
