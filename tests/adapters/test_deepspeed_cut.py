@@ -112,7 +112,7 @@ def test_inputs_made_in_inference_mode_are_kept():
 
 def test_outputs_that_followers_could_not_be_told_are_refused():
     Pair = collections.namedtuple("Pair", "loss logits")
-    for value in (Pair(torch.ones(1), torch.ones(2)), {"made": SimpleNamespace(loss=torch.ones(1))}):
+    for value in (Pair(torch.ones(1), torch.ones(2)), {"made": SimpleNamespace(loss=torch.ones(1)), "rest": None}):
         with pytest.raises(Unsupported, match="return a dict"):
             kept.told(value)
 

@@ -63,3 +63,25 @@ def test_what_a_collective_gave_is_known():
     assert torch.equal(joined[:4], values)
     with pytest.raises(Divergence):
         (gathered + logits()).sum().item()
+
+
+class Cache:
+    """As Hugging Face's models return one beside the loss (past_key_values): no pytree, and full of tensors."""
+
+    def __init__(self):
+        self.layers = [torch.ones(2)]
+
+
+def test_of_an_object_beside_the_loss_a_follower_knows_the_type():
+    record = codec.decode(codec.encode(kept.told({"loss": torch.ones(1), "past_key_values": Cache()})))
+    value, _ = kept.heard(record, CPU)
+    assert torch.equal(value["loss"], torch.ones(1)) and value["past_key_values"] is not None
+
+
+@pytest.mark.parametrize(
+    "use", [lambda cache: cache.layers, lambda cache: cache[0], bool, len, list, lambda cache: cache == 3]
+)
+def test_such_an_object_is_of_no_use(use):
+    cache, _ = kept.heard(kept.told([torch.ones(1), Cache()]), CPU)
+    with pytest.raises(Divergence, match=r"test_deepspeed_untold.Cache that the engine's model returned"):
+        use(cache[1])

@@ -3,7 +3,7 @@
 Rules of this file: structures are torch's pytrees, so what a library has registered there (Hugging Face's ModelOutput)
 is understood. Followers get the values of small outputs; of large ones that lead to a loss, zeros:
 the loss itself is told again where the script gives it to `engine.backward`. Other large ones have no values
-(untold.py).
+(untold.py), and of objects beside tensors (a cache of keys and values) they know no more than the type.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from torch.utils import _pytree as pytree
 from ...errors import WHOLE_STEP, Unsupported
 from ...worker.codec import TENSOR_LIMIT_BYTES
 from ...worker.inputs import Inputs
-from .untold import untold
+from .untold import UntoldObject, untold
 
+PLAIN = (bool, int, float, str, bytes, type(None))
 TOLD_BYTES_MAX = 1 << 16
 """Of an output that requires grad. Of larger ones followers know shape and dtype."""
 
@@ -26,7 +27,7 @@ TOLD_BYTES_MAX = 1 << 16
 def inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
     """Of the engine's forward. Raises: Unsupported if it would have to go on in the script's graph."""
     leaves = pytree.tree_leaves((args, kwargs))
-    if torch.is_grad_enabled() and any(_is_tensor(leaf) and leaf.requires_grad for leaf in leaves):
+    if torch.is_grad_enabled() and any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
         raise Unsupported(
             "an input of the engine's forward requires grad",
             "inputs that are data",
@@ -37,7 +38,7 @@ def inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
 
 def differentiable(value: Any) -> list[torch.Tensor]:
     """The tensors in `value` that require grad, each once."""
-    leaves = [leaf for leaf in pytree.tree_leaves(value) if _is_tensor(leaf) and leaf.requires_grad]
+    leaves = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     return list({id(leaf): leaf for leaf in leaves}.values())
 
 
@@ -50,9 +51,9 @@ def replaced(value: Any, originals: Sequence[torch.Tensor], others: Sequence[tor
 def told(value: Any) -> list[Any]:
     """`value` for a record: its structure, and for each leaf whether it requires grad, and what is known of it."""
     leaves, spec = pytree.tree_flatten(value)
-    for leaf in leaves:
-        if not isinstance(leaf, (torch.Tensor, bool, int, float, str, bytes, type(None))):
-            raise _unknown(type(leaf))
+    objects = [leaf for leaf in leaves if not isinstance(leaf, (torch.Tensor, *PLAIN))]
+    if objects and not any(isinstance(leaf, torch.Tensor) for leaf in leaves):  # what is of use must be within
+        raise _unknown(type(objects[0]))
     try:
         structure = pytree.treespec_dumps(spec)
     except NotImplementedError as error:  # a namedtuple, whose class followers could not find
@@ -62,15 +63,21 @@ def told(value: Any) -> list[Any]:
 
 def _unknown(kind: type) -> Unsupported:
     return Unsupported(
-        f"a call of the engine returned a {kind.__module__}.{kind.__name__}",
+        f"a call of the engine returned a {_name(kind)}",
         "tensors and plain values, in dicts, lists and tuples, or in classes registered with torch's pytrees",
         f"return a dict, or {WHOLE_STEP}",
     )
 
 
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
 def _told(leaf: Any) -> list[Any]:
-    if not _is_tensor(leaf):
+    if isinstance(leaf, PLAIN):
         return [False, leaf]
+    if not isinstance(leaf, torch.Tensor):
+        return [False, None, _name(type(leaf))]
     limit = TOLD_BYTES_MAX if leaf.requires_grad else TENSOR_LIMIT_BYTES
     if leaf.numel() * leaf.element_size() > limit:
         return [leaf.requires_grad, None, str(leaf.dtype).removeprefix("torch."), list(leaf.shape)]
@@ -82,14 +89,12 @@ def heard(record: list[Any], device: torch.device) -> tuple[Any, list[torch.Tens
     leaves, requiring = [], []
     for requires_grad, known, *form in record[1]:
         leaf = known.to(device) if isinstance(known, torch.Tensor) else known
-        if form:
+        if len(form) == 1:
+            leaf = UntoldObject(form[0])
+        elif form:
             dtype, shape = getattr(torch, form[0]), form[1]
             leaf = torch.zeros(shape, dtype=dtype, device=device) if requires_grad else untold(dtype, shape, device)
         leaves.append(leaf)
         if requires_grad:
             requiring.append(leaf)
     return pytree.tree_unflatten(leaves, pytree.treespec_loads(record[0])), requiring
-
-
-def _is_tensor(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor)

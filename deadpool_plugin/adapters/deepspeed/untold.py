@@ -1,8 +1,9 @@
-"""Stand-ins for outputs that a follower is not told: shape and dtype without values.
+"""Stand-ins for outputs that a follower is not told: shape and dtype without values, objects without anything.
 
 Rules of this file: a script may pass such a tensor around, slice it, and compute with it, which gives further
-stand-ins. Where it asks for values, or would put them into a tensor that has some, it cannot be followed, and is told
-so by name: there are never made-up numbers. What a recorded collective gave fills a stand-in with values.
+stand-ins. An object it may only pass around. Where it asks for values, or would put them into a tensor that has some,
+it cannot be followed, and is told so by name: there are never made-up numbers. What a recorded collective gave fills a
+stand-in with values.
 """
 
 from __future__ import annotations
@@ -81,6 +82,27 @@ class Untold(torch.Tensor):
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return repr(self.held)
+
+
+class UntoldObject:
+    """In the place of something that is neither a tensor nor plain data. `kind`: its type.
+
+    Raises: Divergence, from whatever the script does with it.
+    """
+
+    kind = "object"
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise Divergence(
+            f"the script used the {self.kind} that the engine's model returned, of which followers know the type only",
+            "tensors and plain values to be used outside the model",
+            f"compute what is needed of it inside the model, or {WHOLE_STEP}",
+        )
+
+    __getattr__ = __getitem__ = __iter__ = __len__ = __bool__ = __eq__ = __call__ = _refuse  # type: ignore[assignment]
 
 
 def untold(dtype: torch.dtype, shape: list[int], device: torch.device) -> torch.Tensor:
