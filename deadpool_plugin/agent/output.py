@@ -1,12 +1,13 @@
-"""Where bytes for people go: rank files, event log and the launcher's pipe, written by one thread.
+"""Where bytes for people go: rank files and event log on one thread, the launcher's pipe on another.
 
-Rules of this file: the event loop never waits for a disk or for a launcher that does not read; what the bounded queue
-cannot hold is dropped and counted; a broken pipe ends forwarding, nothing else.
+Rules of this file: the event loop never waits for a disk or for a launcher that does not read, and the files never for
+the launcher; what a bounded queue cannot hold is dropped and counted; a broken pipe ends forwarding, nothing else.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import threading
 from collections import deque
@@ -28,23 +29,19 @@ def rank_file(output_dir: Path, rank: Rank, node: NodeId) -> Path:
     return output_dir / f"rank{rank:04d}.node{node}.log"
 
 
-class Writer:
-    """Appends to files, in order, on a thread of its own. Thread: `write` and `open` any."""
+class Lane:
+    """Writes to descriptors, in order, on a thread of its own. Thread: any."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
         self._changed = threading.Condition()
         self._queue: deque[tuple[int, bytes]] = deque()
         self._queued_bytes = 0
         self._broken: set[int] = set()
+        self._cut: set[int] = set()
         self._closing = False
         self.dropped_bytes = 0
-        self._thread = threading.Thread(target=self._run, name="deadpool-writer", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
-
-    def open(self, path: Path) -> int:
-        """A descriptor to `write` to; the file is appended to."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
     def release(self, fd: int) -> None:
         """Close `fd` once what is queued for it has been written."""
@@ -74,6 +71,7 @@ class Writer:
                 fd, data = self._queue.popleft()
             if not data:
                 self._broken.discard(fd)
+                self._cut.discard(fd)
                 os.close(fd)
             elif fd not in self._broken:
                 self._put(fd, data)
@@ -81,21 +79,61 @@ class Writer:
                 self._queued_bytes -= len(data)
 
     def _put(self, fd: int, data: bytes) -> None:
-        view = memoryview(data)
+        """A pipe's reader does not come back; a disk that is full may have room later, for a line of its own."""
+        view = memoryview(b"\n" + data if fd in self._cut else data)
+        begun = False
         while view:
             try:
                 view = view[os.write(fd, view) :]
-            except OSError:  # the launcher's end of the pipe is gone, or the disk is full: count and go on
-                self._broken.add(fd)
+            except OSError as error:
                 self.dropped_bytes += len(view)
+                if error.errno == errno.EPIPE:
+                    self._broken.add(fd)
+                elif begun:
+                    self._cut.add(fd)
                 return
+            begun = True
+        self._cut.discard(fd)
 
     def close(self) -> None:
-        """Write what is queued, within a short deadline (a launcher that does not read must not hold us)."""
+        """Write what is queued, within a short deadline."""
         with self._changed:
             self._closing = True
             self._changed.notify()
         self._thread.join(_CLOSE_S)
+
+
+class Writer:
+    """Appends to files, and forwards to the launcher. Thread: `open`, `write` and `forward` any."""
+
+    def __init__(self, launcher: int = 1) -> None:
+        self._files, self._launcher, self._pipe = Lane("deadpool-files"), Lane("deadpool-launcher"), launcher
+
+    @property
+    def dropped_bytes(self) -> int:
+        return self._files.dropped_bytes + self._launcher.dropped_bytes
+
+    def open(self, path: Path) -> int:
+        """A descriptor to `write` to; the file is appended to. Raises: OSError."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+
+    def release(self, fd: int) -> None:
+        """Close `fd`, of `open`, once what is queued for it has been written."""
+        self._files.release(fd)
+
+    def write(self, fd: int, data: bytes) -> None:
+        """Into the file `fd`, of `open`. Blocks: never."""
+        self._files.write(fd, data)
+
+    def forward(self, data: bytes) -> None:
+        """To our own standard output. Blocks: never."""
+        self._launcher.write(self._pipe, data)
+
+    def close(self) -> None:
+        """Write what is queued: the files first (a launcher that does not read must not hold us)."""
+        self._files.close()
+        self._launcher.close()
 
 
 class Lines:
@@ -148,12 +186,22 @@ class Pipe:
         """From now on into `path`; `forward` to our own standard output too."""
         if self.ended.is_set() or path == self._path:
             return
-        before, self._file = self._file, self._writer.open(path)
-        self._path, self._forward, self._file_bytes = path, forward, os.fstat(self._file).st_size
-        if before >= 0:
-            self._writer.release(before)
+        if self.assigned:
+            self._release()
         else:
             self._loop.add_reader(self._fd, self._read)
+        self._path, self._forward = path, forward
+        try:
+            self._file = self._writer.open(path)
+            self._file_bytes = os.fstat(self._file).st_size
+        except OSError as error:  # what is printed is not worth a node
+            self._file_bytes = 0
+            self._writer.forward(f"[deadpool] what goes to {path} is not kept: {error.strerror}\n".encode())
+
+    def _release(self) -> None:
+        if self._file >= 0:
+            self._writer.release(self._file)
+            self._file = -1
 
     def cut(self, step: Step) -> int:
         """The process has made the cut of `step`, before which it flushed: how much it has printed, in its file.
@@ -187,9 +235,10 @@ class Pipe:
 
     def _put(self, data: bytes) -> None:
         self._file_bytes += len(data)
-        self._writer.write(self._file, data)
+        if self._file >= 0:
+            self._writer.write(self._file, data)
         if self._forward and (whole := self._lines.feed(data)):
-            self._writer.write(1, whole)
+            self._writer.forward(whole)
 
     def close(self) -> None:
         if not self.ended.is_set():
@@ -199,6 +248,5 @@ class Pipe:
             if self.repeats is not None:
                 self._put(self.repeats.flush())
             if self._forward and (rest := self._lines.flush()):
-                self._writer.write(1, rest)
-            if self._file >= 0:
-                self._writer.release(self._file)
+                self._writer.forward(rest)
+            self._release()

@@ -30,7 +30,7 @@ READ_S = 1.0
 CUTS = (events.StepDone.__name__, events.WorkerResumed.__name__)
 _TAIL_BYTES = 1 << 18
 _NUMBERS = re.compile(rb"[0-9]+([.:,][0-9]+)*([eE][+-]?[0-9]+)?")
-_LOG = "events.*.jsonl"
+_LOG = re.compile(r"events\.(\d+)\.jsonl")
 
 
 class _Mark(msgspec.Struct):
@@ -53,11 +53,12 @@ def marked(pipe: Pipe | None, kind: str, fields: dict[str, Any]) -> dict[str, An
 def printed_since(output_dir: Path, rank: Rank, step: Step) -> Printed:
     """What processes of `rank` had printed behind the cut of `step`, on whichever nodes. Blocks: for the files."""
     found: Printed = {}
-    for log in sorted(output_dir.glob(_LOG)):
-        node = int(log.suffixes[0][1:])
+    for log in sorted(output_dir.iterdir()):
+        if (named := _LOG.fullmatch(log.name)) is None:
+            continue
         marks = _marks(log, rank, step)
         for (cut, begin), end in zip(marks.items(), [*list(marks.values())[1:], None], strict=False):
-            found[cut] = found.get(cut, Counter()) + _words(rank_file(output_dir, rank, node), begin, end)
+            found[cut] = found.get(cut, Counter()) + _words(rank_file(output_dir, rank, int(named[1])), begin, end)
     return found
 
 

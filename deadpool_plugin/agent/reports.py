@@ -45,7 +45,7 @@ class Reports:
             self.say(sentence(event))
 
     def say(self, line: str) -> None:
-        self._writer.write(1, f"[deadpool] {line}\n".encode())
+        self._writer.forward(f"[deadpool] {line}\n".encode())
 
 
 def sentence(event: events.Event) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import subprocess
@@ -90,27 +91,73 @@ def test_only_whole_lines_are_forwarded():
 
 
 def test_a_broken_pipe_ends_forwarding_only(tmp_path):
-    writer = Writer()
-    file = writer.open(tmp_path / "log")
     read_end, write_end = os.pipe()
     os.close(read_end)
-    writer.write(write_end, b"lost")
+    writer = Writer(write_end)
+    file = writer.open(tmp_path / "log")
+    writer.forward(b"lost")
     writer.write(file, b"kept")
-    writer.write(write_end, b"lost too")
+    writer.forward(b"lost too")
     writer.write(file, b" whole")
     writer.close()
     assert (tmp_path / "log").read_bytes() == b"kept whole" and writer.dropped_bytes >= 4
 
 
-def test_a_launcher_that_does_not_read_blocks_nothing():
-    writer = Writer()
+def test_a_launcher_that_does_not_read_blocks_nothing_and_no_file(tmp_path):
     read_end, write_end = os.pipe()
-    began = time.monotonic()
+    writer = Writer(write_end)
+    log = writer.open(tmp_path / "log")
     for _ in range(40):
-        writer.write(write_end, bytes(1 << 20))
-    assert time.monotonic() - began < 1.0 and writer.dropped_bytes >= 20 << 20
-    os.close(read_end)
+        writer.forward(bytes(1 << 20))
+    writer.write(log, b"JobFinished\n")
+    writer.release(log)
     writer.close()
+    assert (tmp_path / "log").read_bytes() == b"JobFinished\n" and writer.dropped_bytes >= 20 << 20
+    os.close(read_end)
+
+
+def test_a_full_disk_may_have_room_later(tmp_path, monkeypatch):
+    room, write = [3, 0], os.write
+
+    def some(fd, data):
+        if not room:
+            return write(fd, data)
+        if left := room.pop(0):
+            return write(fd, data[:left])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("deadpool_plugin.agent.output.os.write", some)
+    writer = Writer()
+    log = writer.open(tmp_path / "log")
+    for line in (b"cut off\n", b"whole\n", b"again\n"):
+        writer.write(log, line)
+    writer.close()
+    assert (tmp_path / "log").read_bytes() == b"cut\nwhole\nagain\n" and writer.dropped_bytes == 5
+
+
+def test_a_file_that_cannot_be_opened_costs_its_lines_only(tmp_path):
+    (tmp_path / "file").touch()
+    heard, said = os.pipe()
+
+    async def scenario():
+        writer = Writer(said)
+        read_end, write_end = os.pipe()
+        pipe = Pipe(read_end, writer)
+        pipe.assign(tmp_path / "file" / "rank", forward=True)
+        os.write(write_end, b"forwarded\n")
+        assert pipe.cut(1) == 10
+        pipe.assign(tmp_path / "rank", forward=True)
+        os.write(write_end, b"kept\n")
+        os.close(write_end)
+        await asyncio.wait_for(pipe.ended.wait(), 5)
+        writer.close()
+
+    asyncio.run(scenario())
+    words = os.read(heard, 1 << 12).decode().splitlines()
+    assert words[1:] == ["forwarded", "kept"] and f"{tmp_path}/file/rank is not kept: " in words[0]
+    assert (tmp_path / "rank").read_bytes() == b"kept\n"
+    os.close(heard)
+    os.close(said)
 
 
 def test_a_workers_pipe_goes_into_its_file(tmp_path):

@@ -90,4 +90,5 @@ def test_a_log_that_is_cut_off_says_what_it_can(tmp_path):
     rank_file(tmp_path, 0, 1).write_bytes(b"old\nnew\n")
     line = events.encode(events.make("StepDone", {"rank": 0, "step": 2, "output": 4}, node=1, generation=0))
     (tmp_path / "events.1.jsonl").write_bytes(b'cut off"}\n' + line + line[:20])
+    (tmp_path / "events.all.jsonl").write_bytes(line)  # a person's own
     assert printed_since(tmp_path, 0, 2) == {2: Counter([b"new"])}
