@@ -29,6 +29,7 @@ from ..transport.rendezvous import Hello
 from ..transport.sockets import Address
 from . import leash, roles
 from .argv import FLAG, parse
+from .processes import ending_signals
 from .secret import ensure
 
 ASK_S = 5.0
@@ -252,7 +253,7 @@ def play_launcher(commands: Sequence[Sequence[str]], environments: Sequence[dict
     def pass_on(number: int, _: object) -> None:
         _end(children, signal.SIGTERM if number == signal.SIGHUP else signal.Signals(number))
 
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    before = {number: signal.signal(number, pass_on) for number in ending_signals()}
     try:
         for command, env in zip(commands, environments, strict=True):
             child = subprocess.Popen(command, env=env)

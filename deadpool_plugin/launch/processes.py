@@ -35,6 +35,12 @@ def die_with_parent(death_signal: int = signal.SIGKILL, parent: int | None = Non
         os.kill(os.getpid(), death_signal)
 
 
+def ending_signals() -> list[signal.Signals]:
+    """What ends a process from outside; the end of its terminal does not where somebody (nohup) has that ignored."""
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return [signal.SIGTERM, signal.SIGINT] + ([] if ignored else [signal.SIGHUP])
+
+
 def spawn(
     program: Program,
     env: Mapping[str, str],
@@ -56,7 +62,7 @@ def spawn(
         return pid
     try:
         signal.set_wakeup_fd(-1)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        for number in ending_signals():
             signal.signal(number, signal.SIG_DFL)
         die_with_parent(death_signal, me)
         if output is not None:
@@ -99,10 +105,12 @@ def reaped() -> Iterator[tuple[int, int]]:
 def end_children() -> None:
     """SIGKILL every child, and theirs as they become ours, until none is left. Blocks: until they have ended."""
     while found := _children():
+        for pid in found:  # a thread may have waited for its own meanwhile
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         for pid in found:
-            os.kill(pid, signal.SIGKILL)
-        for pid in found:
-            os.waitpid(pid, 0)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, 0)
 
 
 def _children() -> list[int]:

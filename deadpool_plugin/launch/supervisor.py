@@ -25,7 +25,7 @@ from ..transport import local
 from ..transport.framing import ConnectionClosed
 from ..transport.local import LocalConnection
 from ..transport.unix import listen_unix
-from .processes import Program, die_with_parent, spawn
+from .processes import Program, die_with_parent, ending_signals, spawn
 from .roles import Launch
 
 STANDBY = (sys.executable, "-u", "-m", "deadpool_plugin.launch.standby")
@@ -33,7 +33,6 @@ AGENT = (sys.executable, "-u", "-m", "deadpool_plugin.launch.agent")
 CONNECT_S = 60.0
 LEAVE_S = 5.0
 """How long the agent has to answer that we were told to end, and to end itself after us."""
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Supervisor:
@@ -64,7 +63,7 @@ class Supervisor:
         self._env = {**os.environ, "DEADPOOL_CONFIG": config_path, "DEADPOOL_SOCKET": self._socket}
         self._told = {"DEADPOOL_JOB": self._job, joining.COMMAND: json.dumps(list(command))}
         self._stops_with_launcher = load(config_path).on_launcher_loss == "stop"
-        self._caught = (*_SIGNALS, signal.SIGHUP) if self._stops_with_launcher else _SIGNALS
+        self._caught = [n for n in ending_signals() if n != signal.SIGHUP or self._stops_with_launcher]
         self._signals = self._catch_signals()
         self._agent = self._standby = 0
         self._poll = select.poll()

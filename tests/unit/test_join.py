@@ -388,6 +388,23 @@ def test_signals_are_passed_on(number, code):
     assert launcher.wait(60) == code
 
 
+def test_under_nohup_the_end_of_the_terminal_ends_nothing():
+    child = (
+        "import signal, sys\n"
+        "print(signal.getsignal(signal.SIGHUP) == signal.SIG_IGN, flush=True)\n"
+        "signal.signal(15, lambda *_: sys.exit(7))\n"
+        "print('ready', flush=True)\n"
+        "signal.pause()"
+    )
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    launcher = run_launcher(child)
+    signal.signal(signal.SIGHUP, before)
+    assert [launcher.stdout.readline() for _ in range(2)] == ["True\n", "ready\n"]
+    launcher.send_signal(signal.SIGHUP)
+    launcher.terminate()
+    assert launcher.wait(60) == 7
+
+
 def test_the_package_installs_the_command():
     text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     assert 'deadpool = "deadpool_plugin.cli.main:main"' in text
