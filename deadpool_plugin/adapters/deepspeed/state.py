@@ -17,7 +17,7 @@ from ...errors import WHOLE_STEP, Unsupported
 from ...worker.adapter import Scalars
 from . import adam
 from .partitioned import Partitioned
-from .plain import load_plain_state, plain_state, some
+from .plain import check_schedule, load_plain_state, plain_state, some
 from .rest import Attributes, Rest
 
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps", "_step_applied", "_global_grad_norm",
@@ -62,6 +62,7 @@ class EngineState:
             self._partitioned = Partitioned(engine.optimizer, self._modules, self._parameters)
         self.masters = self._partitioned.masters if self._partitioned else self._updated()
         adam.check(self.adam, self.masters, engine.lr_scheduler)
+        check_schedule(engine.lr_scheduler)
         adam.complete(self.adam, self.masters)
         self._steps_before = int(max(adam.steps(self.adam, self.masters)))
         self._parameter_ids = {id(parameter) for parameter in self._parameters}
