@@ -21,7 +21,7 @@ from clusters.events import Tail, as_list
 from clusters.forked import Cluster, Node
 from clusters.launched import REPOSITORY, read_json_lines
 
-from faults.plan import Kill, Plan
+from faults.plan import INJECTED, Kill, Plan
 
 SCRIPTS = REPOSITORY / "scripts"
 POLL_S = 0.01
@@ -236,10 +236,16 @@ class Job:
         for node, code in zip(self.cluster.nodes, verdict.exit_codes, strict=True):
             if code not in (expected if node.killed else {self.stops}) and not verdict.hang:
                 verdict.difference = f"node {node.index} ended with {code}: {verdict.stopped or 'see its output'}"
+        verdict.difference = verdict.difference or "; ".join(self._raised())
         if reference is not None and not verdict.hang and not self.stops:
             compared = compare_runs.compare(reference, self.cluster.output)
             verdict.bit_exact = compared["bit_exact"]
             verdict.difference = verdict.difference or compared["difference"] or ""
+
+    def _raised(self) -> list[str]:
+        """What scripts raised that no fault did: such a rank is replaced in place, which hides that a redo failed."""
+        reasons = [event["reason"] for event in self.tail.of("RankLost")]
+        return [reason for reason in reasons if reason.startswith("script of rank") and INJECTED not in reason]
 
     def _ought_to_recover(self, outcome: Outcome) -> bool:
         overtaken = any(later.after == outcome.kill.index for later in self.kills)

@@ -23,12 +23,16 @@ from clusters import processes
 KINDS = ("node", "rank", "raise", "stop", "silent", "gil")
 """node: SIGKILL of every process of the host; rank: of the worker; raise: an exception in the worker; stop: SIGSTOP
 of the worker; silent: SIGSTOP of every process of the host; gil: the worker sleeps for ever and holds the GIL."""
+INJECTED = "a fault was planned here"
 GIL_SLEEP_S = 3600
 HOLD_POLL_S = 0.005
 
 
 class Injected(RuntimeError):
     """What a fault of kind `raise` raises."""
+
+    def __init__(self) -> None:
+        super().__init__(INJECTED)
 
 
 @dataclass(frozen=True)
@@ -163,7 +167,7 @@ def _strike_worker(kind: str, pid: int) -> None:
     elif kind == "gil":
         ctypes.PyDLL(None).sleep(GIL_SLEEP_S)
     else:
-        raise Injected("a fault was planned here")
+        raise Injected
 
 
 def is_rehearsal() -> bool:

@@ -1,5 +1,6 @@
 """Options of Megatron-core: those refused by name, and what the others keep outside model and optimizer."""
 
+import functools
 import sys
 from types import SimpleNamespace
 
@@ -93,6 +94,47 @@ def test_forward_hooks_are_put_back_as_they_were(train_gpt):
     assert chunk.remove_forward_pre_hook_handles
     without()
     assert not chunk.remove_forward_pre_hook_handles
+
+
+def test_a_forward_is_redone_in_the_step_it_was_first_done_in(train_gpt, monkeypatch):
+    machines = sys.modules["megatron.core.rerun_state_machine"]
+    machine = machines.RerunStateMachine(mode=machines.RerunMode.VALIDATE_RESULTS)
+    monkeypatch.setattr(machines, "_GLOBAL_RERUN_STATE_MACHINE", machine)
+    machine.first_iteration_complete = True  # nothing is validated before
+    machine.state = machines.RerunState.INITIAL_RUN
+    adapter = Job(train_gpt, arguments(train_gpt)).adapter()
+
+    def forward():
+        large = functools.partial(machine.is_unexpectedly_large, threshold=10, context="loss")
+        machine.validate_result(torch.tensor(2.0), large, "spiky loss")
+
+    restore = adapter.entry_state((), {})
+    forward()
+    machine.state = machines.RerunState.NOT_RUNNING_YET  # the script has ended the loop around the forward
+    for _ in range(2):
+        restore()
+        forward()
+    assert machine.large_value_counts == {"loss": 1}
+    assert list(machine.validation_counts.values()) == [1]
+
+
+def test_timers_that_an_interrupted_call_has_started_can_be_started_again(train_gpt, monkeypatch):
+    from megatron.core.timers import Timer
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    adapter = Job(train_gpt, arguments(train_gpt)).adapter()
+    around, inside, new = Timer("around"), Timer("inside"), Timer("new")
+    adapter._timers += [around, inside]
+    around.start()
+    restore = adapter.entry_state((), {})
+    around.stop()
+    adapter._timers.append(new)
+    inside.start()
+    new.start()
+    restore()
+    inside.start()
+    new.start()
+    around.stop()
 
 
 def test_auxiliary_losses_are_counted_once_however_often_a_forward_is_redone(train_gpt):

@@ -20,7 +20,7 @@ from ...errors import Unsupported
 from ...worker import skipping
 from ...worker.adapter import CallHandler, CallKind, Scalars
 from ...worker.saving import Saves
-from . import cleanup, experts, refusals, saving
+from . import bookkeeping, cleanup, experts, refusals, saving
 from .state import OptimizerState
 
 SCHEDULES = (
@@ -40,6 +40,7 @@ class MegatronAdapter:
         self._optimizers: list[Any] = []
         self._schedulers: list[Any] = []
         self._modules: list[torch.nn.Module] = []
+        self._timers: list[Any] = []
         self._state: OptimizerState | None = None
 
     # ---- calls
@@ -57,12 +58,14 @@ class MegatronAdapter:
         from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
         from megatron.core.pipeline_parallel import schedules
         from megatron.core.rerun_state_machine import RerunDataIterator
+        from megatron.core.timers import Timer
         from megatron.core.transformer.moe import moe_utils
 
         _remember_instances(DistributedDataParallel, self._chunks)
         _remember_instances(OptimizerParamScheduler, self._schedulers)
         _remember_instances(optimizers.MegatronOptimizer, self._optimizers)
         _remember_instances(optimizers.ChainedOptimizer, self._optimizers)
+        _remember_instances(Timer, self._timers)
         wrap = functools.partial(_wrap, handler=handler)
         DistributedDataParallel.no_sync = cleanup.no_sync
         wrap(DistributedDataParallel, "zero_grad_buffer", CallKind.PLAIN)
@@ -146,7 +149,7 @@ class MegatronAdapter:
         configs = [(chunk.config, dict(vars(chunk.config))) for chunk in self._chunks]
         hooks = [(chunk, bool(chunk.remove_forward_pre_hook_handles)) for chunk in self._chunks]
         groups, schedulers = self.state.group_scalars(), [_scheduler_state(s) for s in self._schedulers]
-        losses = experts.tracked_losses()
+        losses, put_books_back = experts.tracked_losses(), bookkeeping.noted(self._timers)
 
         def restore() -> None:
             for module, flag in zip(self._modules, training, strict=True):
@@ -158,6 +161,7 @@ class MegatronAdapter:
             self.state.load_group_scalars(groups)
             self._load_schedulers(schedulers)
             experts.load_tracked_losses(losses)
+            put_books_back()
 
         return restore
 

@@ -1,0 +1,33 @@
+"""What Megatron-core keeps about the step under way, outside model and optimizer, as it was at a call's entry.
+
+The rerun state machine asserts in every forward that it is inside a step, which the script begins and ends between
+calls: a forward redone from inside the optimizer's step would raise. A timer that an interruption leaves running
+cannot be started again.
+Source: megatron/core/rerun_state_machine.py `validate_result`, megatron/core/timers.py `Timer.start` (0.16.1).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+
+def noted(timers: Sequence[Any]) -> Callable[[], None]:
+    """Note it now; the result puts it back. `timers` may grow meanwhile: a new one was not running now."""
+    machine = getattr(sys.modules.get("megatron.core.rerun_state_machine"), "_GLOBAL_RERUN_STATE_MACHINE", None)
+    attributes = _copied(vars(machine)) if machine is not None else {}
+    running = {timer for timer in timers if timer._started}
+
+    def put_back() -> None:
+        if machine is not None:
+            vars(machine).update(_copied(attributes))
+        for timer in timers:
+            timer._started = timer in running
+
+    return put_back
+
+
+def _copied(attributes: dict[str, Any]) -> dict[str, Any]:
+    """Its counts and maxima are changed in place by every forward."""
+    return {name: value.copy() if isinstance(value, dict) else value for name, value in attributes.items()}
