@@ -9,10 +9,12 @@ may be overwritten.
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import mmap
 import os
 import struct
+from collections.abc import Callable
 
 import msgspec
 import xxhash
@@ -23,8 +25,9 @@ PAGE_BYTES = mmap.PAGESIZE
 _PREFIX = struct.Struct("<8sQQ")  # magic, length of the encoded header, its xxh3
 _MAGIC = b"deadpool"
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-_MADV_POPULATE_WRITE = 23  # Linux 5.14; mmap has no name for it
-_TOUCH_BYTES = 8 << 20  # some 5 ms: madvise holds the interpreter lock
+_libc = ctypes.CDLL(None)
+_MADV_POPULATE_WRITE = 23  # Linux 5.14
+_TOUCH_BYTES = 8 << 20  # some 5 ms, ten times that on a loaded host
 
 
 class SnapshotHeader(msgspec.Struct, frozen=True, array_like=True):
@@ -66,10 +69,13 @@ class SlotPair:
         self._view = memoryview(self._map)
 
     @classmethod
-    def create(cls, rank: int, header_bytes: int, payload_bytes: int) -> SlotPair:
+    def create(
+        cls, rank: int, header_bytes: int, payload_bytes: int, going_on: Callable[[], None] = lambda: None
+    ) -> SlotPair:
         """New, empty slots whose pages are all in memory; nobody can resize them.
 
-        Blocks: about 0.6 s per GiB (first touch); call it in a thread.
+        Args: going_on: called every few milliseconds; what it raises ends this.
+        Blocks: about 0.6 s per GiB (first touch), ten times that on a loaded host; call it in a thread.
         """
         fd = os.memfd_create(f"deadpool-rank{rank}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -79,7 +85,11 @@ class SlotPair:
         except BaseException:
             os.close(fd)
             raise
-        pair._touch()
+        try:
+            pair._touch(going_on)
+        except BaseException:
+            pair.close()
+            raise
         return pair
 
     @classmethod
@@ -95,15 +105,14 @@ class SlotPair:
             raise TransportError(f"the arena of rank {rank} is not sealed against resizing")
         return cls(fd, rank, header_bytes, payload_bytes)
 
-    def _touch(self) -> None:
-        size = len(self._map)
-        try:
-            for start in range(0, size, _TOUCH_BYTES):
-                self._map.madvise(_MADV_POPULATE_WRITE, start, min(_TOUCH_BYTES, size - start))
-        except OSError:  # an older kernel: write the zeros ourselves
-            zeros = bytes(_TOUCH_BYTES)
-            for start in range(0, size, _TOUCH_BYTES):
-                self._view[start : start + _TOUCH_BYTES] = zeros[: size - start]
+    def _touch(self, going_on: Callable[[], None]) -> None:
+        """By the C library's madvise: mmap's own holds the interpreter lock, and with it the agent's event loop."""
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        for start in range(0, len(self._map), _TOUCH_BYTES):
+            size = min(_TOUCH_BYTES, len(self._map) - start)
+            if _libc.madvise(ctypes.c_void_p(address + start), ctypes.c_size_t(size), _MADV_POPULATE_WRITE):
+                self._view[start : start + size] = bytes(size)  # an older kernel
+            going_on()
 
     def _header(self, step: int) -> memoryview:
         invariant(step >= 0, f"snapshots have steps from 0 on, got {step}")

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import socket
 import threading
+import time
 from collections.abc import Callable
 
 import msgspec
@@ -58,6 +59,7 @@ class BulkServer:
         self._on_mirrored = on_mirrored
         self._node = node
         self._silent_after_s = silent_after_s
+        self._shortly_s = silent_after_s / 4  # whoever pushes must have an answer before it is out of patience
         self._on_refused = on_refused
         self._refused_hosts: set[str] = set()
         self._lock = threading.Lock()
@@ -177,7 +179,7 @@ class BulkServer:
 
     def _receive_push(self, stream: BulkStream, push: wire.Push) -> None:
         self._await_entry(push.generation)
-        with self._store.writing(push.rank, self._silent_after_s):
+        with self._store.writing(push.rank, self._shortly_s):
             held = self._store.already_mirrored(push.rank, push.step, push.header_digest, push.with_payload)
             if held is None or held.replicas != push.replicas:
                 held = self._receive_snapshot(stream, push)
@@ -187,14 +189,27 @@ class BulkServer:
         stream.send(wire.Done())
 
     def _await_entry(self, generation: Generation) -> None:
-        """Shorter than whoever pushes waits for an answer."""
-        self._store.await_entry(generation, self._silent_after_s / 4)
+        self._store.await_entry(generation, self._shortly_s)
+
+    def _going_on(self, stream: BulkStream, generation: Generation) -> Callable[[], None]:
+        """To be called again and again while whoever pushes waits: it is told to, as long as that makes sense."""
+        told = time.monotonic()
+
+        def going_on() -> None:
+            nonlocal told
+            self._store.check_generation(generation)
+            if time.monotonic() - told >= self._shortly_s:
+                stream.send(wire.Wait())
+                told = time.monotonic()
+
+        return going_on
 
     def _receive_snapshot(self, stream: BulkStream, push: wire.Push) -> Holding | None:
         """Fills and seals the slot; None if the sender abandoned it."""
         store = self._store
         size = push.payload_bytes if push.with_payload else 0
-        pair = store.begin_mirror(push.rank, push.step, push.generation, push.header_bytes, size)
+        going_on = self._going_on(stream, push.generation)
+        pair = store.begin_mirror(push.rank, push.step, push.generation, push.header_bytes, size, going_on)
         with self._lock:
             self._streams[stream] = push.generation
         try:

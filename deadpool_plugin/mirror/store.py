@@ -8,7 +8,7 @@ to a rank beside snapshots in records.py. One writer at a time per mirrored rank
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
 import xxhash
@@ -127,41 +127,64 @@ class SnapshotStore(Holdings):
             writer.release()
 
     def begin_mirror(
-        self, rank: Rank, step: Step, generation: Generation, header_bytes: int, payload_bytes: int
+        self,
+        rank: Rank,
+        step: Step,
+        generation: Generation,
+        header_bytes: int,
+        payload_bytes: int,
+        going_on: Callable[[], None] = lambda: None,
     ) -> SlotPair:
         """Slots of at least this size, the one of `step` emptied; the caller is `writing`.
 
+        Args: going_on: called again and again while slots are made; what it raises ends that.
         Raises: StaleGeneration, MemoryShortage; TransportError for a rank of this node.
         Blocks: for the first touch when slots are made.
         """
         with self._lock:
-            self.check_generation(generation)
-            if rank in self._own:
-                raise TransportError(f"rank {rank} runs on this node, which cannot be its mirror")
-            old = self._mirrored.get(rank)
-        if old is None or old.payload_bytes < payload_bytes or old.header_bytes < header_bytes:
-            check_memory(arena_bytes(header_bytes, payload_bytes), self._headroom_bytes)
-            pair = SlotPair.create(rank, header_bytes, payload_bytes)
-            self._replace_mirror(rank, old, pair)
-        else:
-            pair = old
-        with self._lock:
-            self.check_generation(generation)
-            for held in [key for key in self._holdings if key[0] == rank and key[1] % 2 == step % 2]:
-                del self._holdings[held]
-            pair.invalidate(step)
+            self._check_mirror(rank, generation)
+            pair = self._mirrored.get(rank)
+            if pair is not None and pair.payload_bytes >= payload_bytes and pair.header_bytes >= header_bytes:
+                self._empty(pair, step)
+                return pair
+        check_memory(arena_bytes(header_bytes, payload_bytes), self._headroom_bytes)
+        pair = SlotPair.create(rank, header_bytes, payload_bytes, going_on)
+        unused: SlotPair | None = pair
+        try:
+            with self._lock:
+                self._check_mirror(rank, generation)
+                unused = self._replace_mirror(pair)
+                self._empty(pair, step)
+        finally:
+            if unused is not None:
+                free([unused])
         return pair
 
-    def _replace_mirror(self, rank: Rank, old: SlotPair | None, new: SlotPair) -> None:
-        """Headers move into the larger slots; a payload is worth nothing there once its size has changed."""
-        with self._lock:
-            for key, holding in [item for item in self._holdings.items() if item[0][0] == rank and old is not None]:
-                encoded = old.encoded_header(holding.step) if old is not None else None
-                if encoded is None or holding.payload:
-                    del self._holdings[key]
-                else:
-                    new.seal_encoded(holding.step, encoded)
-            self._mirrored[rank] = new
+    def _check_mirror(self, rank: Rank, generation: Generation) -> None:
+        self.check_generation(generation)
+        if rank in self._own:
+            raise TransportError(f"rank {rank} runs on this node, which cannot be its mirror")
+
+    def _empty(self, pair: SlotPair, step: Step) -> None:
+        """The caller has the lock."""
+        for held in [key for key in self._holdings if key[0] == pair.rank and key[1] % 2 == step % 2]:
+            del self._holdings[held]
+        pair.invalidate(step)
+
+    def _replace_mirror(self, new: SlotPair) -> SlotPair | None:
+        """Headers move into the larger slots; a payload is worth nothing there once its size has changed.
+
+        The caller has the lock. Returns: what it replaces.
+        """
+        old = self._mirrored.get(new.rank)
+        for key, holding in [item for item in self._holdings.items() if item[0][0] == new.rank]:
+            encoded = old.encoded_header(holding.step) if old is not None else None
+            if encoded is None or holding.payload:
+                del self._holdings[key]
+            else:
+                new.seal_encoded(holding.step, encoded)
+        self._mirrored[new.rank] = new
+        return old
 
     def finish_mirror(
         self,

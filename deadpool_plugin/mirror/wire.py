@@ -93,6 +93,10 @@ class Ready(Reply, frozen=True):
     history_last: int = -1
 
 
+class Wait(Reply, frozen=True):
+    """Not yet: room is being made here."""
+
+
 class Done(Reply, frozen=True):
     pass
 
@@ -114,7 +118,7 @@ class Abandoned(Reply, frozen=True):
     reason: str
 
 
-AnyReply = Ready | Done | Refused | Sealed | Abandoned
+AnyReply = Ready | Wait | Done | Refused | Sealed | Abandoned
 
 
 class RefusedByPeer(TransportError):
@@ -215,11 +219,13 @@ class BulkStream:
         return message
 
     def expect(self, *kinds: type[T]) -> T:
-        """The reply, which must be of one of these kinds.
+        """The reply, which must be of one of these kinds. Blocks: as long as the other end says Wait in time.
 
         Raises: RefusedByPeer with the other side's reason, InAnotherGeneration if it is that.
         """
         reply: object = self.recv(AnyReply)
+        while isinstance(reply, Wait):
+            reply = self.recv(AnyReply)
         if isinstance(reply, Refused | Abandoned):
             elsewhere = isinstance(reply, Refused) and reply.generation
             raise (InAnotherGeneration if elsewhere else RefusedByPeer)(f"{self.address} refused: {reply.reason}")

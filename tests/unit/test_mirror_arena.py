@@ -64,11 +64,27 @@ def test_nobody_can_resize_and_only_the_right_shape_is_attached() -> None:
     pair.close()
 
 
-def test_without_populate_write_the_pages_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deadpool_plugin.mirror.arena._MADV_POPULATE_WRITE", 9999)
+@pytest.mark.parametrize("advice", [23, 9999], ids=["populated", "an older kernel"])
+def test_all_pages_are_in_memory_from_the_beginning(monkeypatch: pytest.MonkeyPatch, advice: int) -> None:
+    monkeypatch.setattr("deadpool_plugin.mirror.arena._MADV_POPULATE_WRITE", advice)
     pair = SlotPair.create(0, 4096, 20 << 20)
     assert os.fstat(pair.fd).st_blocks * 512 >= 40 << 20
     pair.close()
+
+
+def test_making_slots_can_be_given_up() -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    calls = 0
+
+    def twice() -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise TransportError("enough")
+
+    with pytest.raises(TransportError, match="enough"):
+        SlotPair.create(0, 4096, 20 << 20, twice)
+    assert calls == 2 and set(os.listdir("/proc/self/fd")) == before
 
 
 def test_views_outlive_close() -> None:

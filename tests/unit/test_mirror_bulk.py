@@ -4,7 +4,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import msgspec
 import pytest
@@ -248,6 +248,45 @@ def test_a_fence_cuts_a_silent_sender_so_that_the_next_can_write(nodes: list[Nod
         assert push(a.peer(b), 0, 3, generation=1)[0]
     mirror = b.store.mirrored(0)
     assert mirror is not None and mirror.payload(3) == content(0, 3)
+
+
+def test_whoever_pushes_is_told_to_wait_while_room_is_made(nodes: list[Node], monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = nodes[0], Node(silent_after_s=1.0)
+    nodes.append(b)
+    a.stage(0, 3)
+    a.stage(1, 3)
+    create, send, enough = SlotPair.create, BulkStream.send, threading.Event()
+    waits: queue.Queue[object] = queue.Queue()
+
+    def slowly(rank: int, header_bytes: int, payload_bytes: int, going_on: Callable[[], None]) -> SlotPair:
+        while not enough.wait(0.01):
+            going_on()
+        return create(rank, header_bytes, payload_bytes)
+
+    def seen(self: BulkStream, message: wire.Request | wire.Reply, *, more: bool = False) -> None:
+        send(self, message, more=more)
+        if isinstance(message, wire.Wait):
+            waits.put(message)
+
+    monkeypatch.setattr(SlotPair, "create", slowly)
+    monkeypatch.setattr(BulkStream, "send", seen)
+    outcomes: queue.Queue[tuple[bool, str]] = queue.Queue()
+    first = threading.Thread(target=lambda: outcomes.put(push(a.peer(b, silent_after_s=1.0), 0, 3)))
+    first.start()
+    for _ in range(6):  # longer than anybody waits for a word
+        waits.get(timeout=WAIT_S)
+    enough.set()
+    first.join(WAIT_S)
+    assert outcomes.get_nowait() == (True, "")
+
+    enough.clear()
+    second = threading.Thread(target=lambda: outcomes.put(push(a.peer(b), 1, 3)))
+    second.start()
+    waits.get(timeout=WAIT_S)
+    b.store.fence(1)
+    second.join(WAIT_S)
+    ok, reason = outcomes.get_nowait()
+    assert not ok and "generation 1 or newer" in reason and b.store.mirrored(1) is None
 
 
 def test_what_is_mirrored_already_is_not_sent_again(nodes: list[Node], monkeypatch: pytest.MonkeyPatch) -> None:

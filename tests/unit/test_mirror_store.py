@@ -1,4 +1,5 @@
 import threading
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -6,6 +7,7 @@ from hypothesis import strategies as st
 
 from deadpool_plugin.core.types import Holding
 from deadpool_plugin.errors import StaleGeneration, TransportError
+from deadpool_plugin.mirror.arena import SlotPair
 from deadpool_plugin.mirror.history import History, HistoryPruned
 from deadpool_plugin.mirror.records import NotHeld
 from deadpool_plugin.mirror.store import SnapshotStore
@@ -92,6 +94,34 @@ def test_a_mirror_keeps_headers_when_it_needs_room_for_payloads() -> None:
         origin.begin_mirror(0, 5, 0, 4096, 64)
     store.close()
     origin.close()
+
+
+def test_slots_that_were_replaced_are_closed_also_if_the_world_changed_meanwhile(monkeypatch) -> None:
+    store, create = SnapshotStore(), SlotPair.create
+    made: list[SlotPair] = []
+
+    def begin_while(meanwhile: Callable[[], object], size: int, generation: int = 0) -> SlotPair:
+        def slowly(*arguments) -> SlotPair:
+            made.append(create(*arguments))
+            meanwhile()
+            return made[-1]
+
+        monkeypatch.setattr(SlotPair, "create", slowly)
+        return store.begin_mirror(0, 4, generation, 4096, size)
+
+    nothing = lambda: None  # noqa: E731
+    small, large = begin_while(nothing, 0), begin_while(nothing, 64)
+    assert small.fd == -1 and store.mirrored(0) is large
+    largest = begin_while(lambda: store.release(0), 128)
+    assert large.fd == -1 and store.mirrored(0) is largest
+    with pytest.raises(StaleGeneration):
+        begin_while(lambda: store.fence(1), 256)
+    assert made[-1].fd == -1 and store.mirrored(0) is largest
+    with pytest.raises(TransportError, match="runs on this node"):
+        begin_while(lambda: store._become_own(create(0, 4096, 256)), 256, generation=1)
+    assert [pair.fd for pair in made if pair is not largest] == [-1] * 4
+    largest.close()
+    store.close()
 
 
 def test_one_writer_per_rank() -> None:
