@@ -7,6 +7,7 @@ import torch
 
 deepspeed = pytest.importorskip("deepspeed")
 
+from deepspeed.runtime.config import DeepSpeedConfig  # noqa: E402
 from deepspeed.runtime.engine import DeepSpeedEngine  # noqa: E402
 
 from deadpool_plugin.adapters.deepspeed import adam, kept, refusals  # noqa: E402
@@ -48,6 +49,39 @@ def test_the_methods_of_an_engine_that_are_asked_exist():
         option.path for option in refusals.OPTIONS if "." not in option.path and hasattr(DeepSpeedEngine, option.path)
     }
     assert {"zero_hpz_partition_size", "zero_quantized_gradients", "autotp_size", "is_deepcompile_enabled"} <= asked
+    assert {"zero_partial_offload", "curriculum_learning_enabled", "random_ltd_enabled"} <= asked
+
+
+OFFLOAD = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}}
+CURRICULUM = {"curriculum_learning": {"enabled": True, "curriculum_metrics": {}}}
+BATCHING = {"dynamic_batching": {"enabled": True, "max_tokens": 8}}
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        (OFFLOAD, "Twin-Flow"),
+        ({"data_efficiency": {"data_sampling": CURRICULUM}}, "curriculum_learning"),
+        ({"data_efficiency": {"data_routing": {"random_ltd": {"enabled": True}}}}, "random_ltd"),
+        ({"data_efficiency": {"data_sampling": BATCHING}}, "dynamic_batching"),
+    ],
+)
+def test_what_a_configuration_asks_for_is_found_in_the_engine(options, name):
+    """Nothing else of it is refused, and the same without it is not."""
+    engine = DeepSpeedEngine.__new__(DeepSpeedEngine)
+    torch.nn.Module.__init__(engine)
+    for words in ({}, options):
+        engine._config = DeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, **words})
+        refused = [option.name for option in refusals.OPTIONS if is_refused(engine, option)]
+        assert len(refused) == len(words) and all(name in one for one in refused)
+
+
+def is_refused(engine, option):
+    """Options of parts that this engine does not have are not."""
+    try:
+        return refusals._look_up(engine, option.path) not in option.harmless
+    except AttributeError:
+        return False
 
 
 def test_other_optimizers_and_masters_are_refused_by_name():

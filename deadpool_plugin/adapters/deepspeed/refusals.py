@@ -18,7 +18,7 @@ REMEDY = "or run this job without deadpool_plugin"
 
 @dataclass(frozen=True)
 class Option:
-    """`path` of an engine (attributes, and methods without arguments), refused unless it has one of `harmless`."""
+    """`path` of an engine (attributes, methods without arguments, keys), refused unless it has one of `harmless`."""
 
     path: str
     name: str
@@ -41,6 +41,8 @@ OPTIONS = (
            "leave it out", (None, -1, 0)),
     Option("_config.zero_config.offload_optimizer.device", "offload_optimizer.device", "keeps state where a restore "
            "does not reach", "offload to the CPU", (None, "none", "cpu")),
+    Option("zero_partial_offload", "offload_optimizer.ratio (Twin-Flow)", "keeps a second optimizer that is not "
+           "mirrored", "leave it at 1", (None, 1)),
     Option("super_offload", "super_offload", "updates in a process of its own", "leave it out"),
     Option("_config.zero_config.offload_param.device", "offload_param", "keeps parameters where a restore does not "
            "reach", "leave it out"),
@@ -49,7 +51,12 @@ OPTIONS = (
     Option("autotp_size", "tensor parallelism of DeepSpeed's own (AutoTP)", "is not tested", "leave it out",
            (None, 0, 1)),
     Option("is_deepcompile_enabled", "compile.deepcompile", "communicates inside compiled code", "leave it out"),
-    Option("data_efficiency_enabled", "data_efficiency", "keeps a curriculum that is not mirrored", "leave it out"),
+    Option("curriculum_learning_enabled", "data_efficiency: curriculum_learning", "keeps a curriculum that is not "
+           "mirrored", "leave it out"),
+    Option("random_ltd_enabled", "data_efficiency: random_ltd", "keeps a schedule that is not mirrored",
+           "leave it out"),
+    Option("data_sampling_config.dynamic_batching.enabled", "data_efficiency: dynamic_batching", "is not tested",
+           "leave it out"),
     Option("pld_enabled", "progressive_layer_drop", "keeps a schedule that is not mirrored", "leave it out"),
     Option("sparse_gradients_enabled", "sparse_gradients", "is not tested", "leave it out"),
     Option("autotuning_enabled", "autotuning", "ends the job by itself", "leave it out"),
@@ -80,7 +87,7 @@ def check(engine: Any) -> None:
 
 def _look_up(owner: Any, path: str) -> Any:
     for name in path.split("."):
-        owner = getattr(owner, name, None)
+        owner = owner.get(name) if isinstance(owner, dict) else getattr(owner, name, None)
         if callable(owner):
             owner = owner()
     return owner
