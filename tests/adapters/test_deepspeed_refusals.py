@@ -90,12 +90,18 @@ def test_other_optimizers_and_masters_are_refused_by_name():
         adam.check(torch.optim.SGD([parameter], lr=0.1), [parameter])
     with pytest.raises(Unsupported, match="amsgrad"):
         adam.check(torch.optim.AdamW([parameter], amsgrad=True), [parameter])
-    fused = type("FusedAdam", (torch.optim.AdamW,), {})([parameter])
+    with pytest.raises(Unsupported, match="bitsandbytes.optim.adamw.AdamW"):
+        adam.check(made_by("bitsandbytes.optim.adamw", "AdamW")([parameter]), [parameter])
+    fused = made_by("deepspeed.ops.adam.fused_adam", "FusedAdam")([parameter])
     adam.check(fused, [parameter], SimpleNamespace(cycle_momentum=False))
     with pytest.raises(Unsupported, match="betas"):
         adam.check(fused, [parameter], SimpleNamespace(cycle_momentum=True))
     with pytest.raises(Unsupported, match="bfloat16"):
         adam.check(torch.optim.AdamW([parameter]), [parameter.to(torch.bfloat16)])
+
+
+def made_by(module, name):
+    return type(name, (torch.optim.AdamW,), {"__module__": module})
 
 
 def test_state_made_beforehand_is_what_adam_makes_itself():

@@ -85,15 +85,20 @@ def updates(optimizer, rate):
 
 
 def test_the_products_of_an_optimizer_in_cpp_are_counted_from_where_the_job_began():
+    """In the order of the updates: groups with betas of their own share the products."""
     counted = []
 
     class DeepSpeedCPUAdam(torch.optim.AdamW):
         opt_id = 0
-        ds_opt_adam = SimpleNamespace(adam_update=lambda number, step, *rest: counted.append(step))
+        ds_opt_adam = SimpleNamespace(
+            adam_update=lambda number, step, lr, beta1, *rest: counted.append((step, round(beta1, 1)))
+        )
 
-    master = torch.nn.Parameter(torch.zeros(2))
-    optimizer = DeepSpeedCPUAdam([master])
-    optimizer.param_groups[0]["bias_correction"] = True
-    adam.complete(optimizer, [master])
-    adam.load_steps(optimizer, [master], [1003.0], before=1000)
-    assert counted == [1001, 1002, 1003] and optimizer.state[master]["step"] == 1003
+    masters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    optimizer = DeepSpeedCPUAdam([{"params": [masters[0]]}, {"params": [masters[1]], "betas": (0.8, 0.9)}])
+    for group in optimizer.param_groups:
+        group["bias_correction"] = True
+    adam.complete(optimizer, masters)
+    adam.load_steps(optimizer, masters, [1003.0, 1003.0], before=1000)
+    assert counted == [(step, beta) for step in (1001, 1002, 1003) for beta in (0.9, 0.8)]
+    assert optimizer.state[masters[0]]["step"] == 1003

@@ -15,15 +15,17 @@ from ...worker.adapter import Scalars
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 SUPPORTED = ("Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam")
+MAKERS = ("torch", "deepspeed", "apex")
+"""Others give the same names to optimizers that keep another state (8 bits of it)."""
 
 
 def check(optimizer: torch.optim.Optimizer, masters: Sequence[torch.Tensor], schedule: Any = None) -> None:
     """Raises: Unsupported, naming the optimizer, option or parameter that cannot be protected."""
     kind = type(optimizer)
-    if kind.__name__ not in SUPPORTED:
+    if kind.__name__ not in SUPPORTED or kind.__module__.partition(".")[0] not in MAKERS:
         raise Unsupported(
             f"the optimizer is {kind.__module__}.{kind.__name__}",
-            f"one of {', '.join(SUPPORTED)}",
+            f"one of {', '.join(SUPPORTED)} of {', '.join(MAKERS)}",
             "use one of them, or run the job without deadpool_plugin",
         )
     if any(group.get("amsgrad") for group in optimizer.param_groups):
@@ -97,19 +99,23 @@ def _count_again(optimizer: Any, before: int, steps: int) -> None:
     bits (csrc/includes/cpu_adam.h, `IncrementStep`: a power at the job's first step, products from there). Only steps
     get it there: these are of nothing.
     """
-    group = optimizer.param_groups[0]
     nothing = [torch.zeros(1) for _ in range(4)]
-    options = group["lr"], *group["betas"], group["eps"]
     for step in range(before + 1, steps + 1):
-        if type(optimizer).__name__ == "FusedAdam":
-            optimizer.multi_tensor_adam(
-                2048 * 32, optimizer._dummy_overflow_buf, [[one] for one in nothing], *options, step,
-                optimizer.adam_w_mode, group["bias_correction"], group["weight_decay"],
-            )  # fmt: skip
-        else:
-            optimizer.ds_opt_adam.adam_update(
-                optimizer.opt_id, step, *options, group["weight_decay"], group["bias_correction"], *nothing
-            )
+        for group in optimizer.param_groups:  # they share the products
+            _update(optimizer, group, step, nothing)
+
+
+def _update(optimizer: Any, group: dict[str, Any], step: int, tensors: list[torch.Tensor]) -> None:
+    options = group["lr"], *group["betas"], group["eps"]
+    if type(optimizer).__name__ == "FusedAdam":
+        optimizer.multi_tensor_adam(
+            2048 * 32, optimizer._dummy_overflow_buf, [[one] for one in tensors], *options, step,
+            optimizer.adam_w_mode, group["bias_correction"], group["weight_decay"],
+        )  # fmt: skip
+    else:
+        optimizer.ds_opt_adam.adam_update(
+            optimizer.opt_id, step, *options, group["weight_decay"], group["bias_correction"], *tensors
+        )
 
 
 def group_scalars(groups: Sequence[dict[str, Any]]) -> list[Scalars]:
