@@ -8,7 +8,7 @@ import pytest
 import torch
 from test_megatron_state import Job, arguments
 
-from deadpool_plugin.adapters.megatron import cleanup, experts
+from deadpool_plugin.adapters.megatron import MegatronAdapter, cleanup, losses
 from deadpool_plugin.errors import Unsupported
 from deadpool_plugin.worker import codec
 from deadpool_plugin.worker.staging import Layout
@@ -142,10 +142,14 @@ def test_auxiliary_losses_are_counted_once_however_often_a_forward_is_redone(tra
     adapter = job.adapter()
     job.step()
     saved = codec.decode(codec.encode(adapter.scalars()))
-    tracker = experts._tracker()
+    tracker = sys.modules["megatron.core.transformer.moe.moe_utils"].get_moe_layer_wise_logging_tracker()
     values = {name: entry["values"].clone() for name, entry in tracker.items()}
     groups = {name: entry["reduce_group"] for name, entry in tracker.items()}
     assert any(float(value.sum()) > 0 for value in values.values())
+    restore = adapter.entry_state((), {})
+    job.step()
+    restore()
+    assert all(torch.equal(tracker[name]["values"], value) for name, value in values.items())
     job.step()
     adapter.load(saved)
     assert all(torch.equal(tracker[name]["values"], value) for name, value in values.items())
@@ -154,3 +158,77 @@ def test_auxiliary_losses_are_counted_once_however_often_a_forward_is_redone(tra
     adapter.load(saved)
     assert all(torch.equal(tracker[name]["values"], value) for name, value in values.items())
     assert {name: entry["reduce_group"] for name, entry in tracker.items()} == groups
+
+
+def prediction(monkeypatch):
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    entry = {}
+    monkeypatch.setattr(MTPLossLoggingHelper, "tracker", entry)
+    world = torch.distributed.group.WORLD
+    return entry, lambda sums: entry.update(values=sums, avg_group=world), lambda: entry["values"].tolist()
+
+
+def routers_of_core_0_18(monkeypatch):
+    metrics = {}
+    module = SimpleNamespace(
+        MetricEntry=lambda values: SimpleNamespace(values=values, reduce_group=None, needs_dp_avg=True),
+        get_moe_metrics_tracker=lambda: SimpleNamespace(metrics=metrics),
+    )
+    monkeypatch.setitem(sys.modules, f"{losses.CORE}.moe.moe_logging", module)
+    add = lambda sums: metrics.update(balance=module.MetricEntry(sums))  # noqa: E731
+    return metrics, add, lambda: metrics["balance"].values.tolist()
+
+
+@pytest.mark.parametrize("tracked", [prediction, routers_of_core_0_18])
+def test_other_tracked_losses_go_back_with_a_call_and_into_a_newcomer(tracked, monkeypatch, train_gpt):
+    tracker, add, sums = tracked(monkeypatch)
+    before = losses.noted()
+    add(torch.tensor([1.5, 2.5]))
+    noted = losses.noted()
+    saved = codec.decode(codec.encode(losses.plain(noted)))
+    losses.put_back(before)
+    assert sums() == [0.0, 0.0]
+    losses.put_back(noted)
+    assert sums() == [1.5, 2.5]
+    tracker.clear()
+    losses.load(saved)
+    assert sums() == [1.5, 2.5]
+    assert losses.plain(losses.noted()) == saved
+
+
+def test_who_follows_the_reduction_of_a_loss_logs_what_the_rank_itself_logs(monkeypatch, train_gpt):
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    assert (MTPLossLoggingHelper, "reduce_loss_in_tracker") in losses.reductions()
+    monkeypatch.setattr(MTPLossLoggingHelper, "tracker", {"values": torch.tensor([2.0])})
+    reduction = losses.Reduction(lambda: MTPLossLoggingHelper.tracker["values"].mul_(3))
+    outcome = codec.decode(codec.encode(reduction.outcome(reduction())))
+    monkeypatch.setattr(MTPLossLoggingHelper, "tracker", {})
+    reduction.skipped(outcome)
+    logged = {}
+    monkeypatch.setattr(MTPLossLoggingHelper, "reduce_loss_in_tracker", lambda: None)
+    MTPLossLoggingHelper.track_mtp_metrics(0.5, 1, None, total_loss_dict=logged)
+    assert {name: float(value) for name, value in logged.items()} == {"mtp_1 loss": 3.0}
+
+
+@pytest.mark.parametrize(
+    ("reported", "loss"),
+    [
+        ([{"loss": 1.0}, {"loss": torch.tensor(3.0)}], 2.0),
+        ([{"loss": torch.tensor([6.0, 2.0])}, {"loss": (torch.tensor(8.0), torch.tensor([4]))}], 2.5),
+        ([{"loss": (4.0, 0)}], 4.0),
+        ([{"loss": 1.0}, {}], None),
+        ([{"loss": 1.0}, None], None),
+        ([{"logits": torch.zeros(3)}], None),
+        ([{"loss": torch.zeros(0)}], None),
+        ([{"loss": "low"}], None),
+        ([{"loss": ()}], None),
+        ([{}], None),
+        ([], None),
+        (7, None),
+    ],
+    ids=str,
+)
+def test_a_loss_is_told_where_numbers_are_reported_and_nothing_else_ends_the_job(reported, loss):
+    assert MegatronAdapter().loss_of(reported) == loss

@@ -26,6 +26,7 @@ HELD = {
     ],
     "transformer/moe/moe_utils.py": ["reduce_aux_losses_tracker_across_ranks"],
     "rerun_state_machine.py": ["RerunDataIterator", "RerunStateMachine.validate_result"],
+    "transformer/multi_token_prediction.py": ["MTPLossLoggingHelper"],
     "timers.py": ["Timer.start", "Timer.stop"],
     "tensor_parallel/random.py": ["get_cuda_rng_tracker"],
     "dist_checkpointing/serialization.py": ["save"],

@@ -1,8 +1,8 @@
 """Megatron-core as an `Adapter`: which functions are calls, and what a rank's state is.
 
 Calls: `DistributedDataParallel.zero_grad_buffer` and `start_param_sync`, the optimizers' `zero_grad` and `step`, the
-three forward-backward schedules, `OptimizerParamScheduler.step`, the reduction of experts' auxiliary losses. A script
-need not know: it finds the wrapped ones where it always found them.
+three forward-backward schedules, `OptimizerParamScheduler.step`, the reductions of losses that are tracked beside. A
+script need not know: it finds the wrapped ones where it always found them.
 Source: megatron-core 0.16.1; shared state as measured per sub-optimizer of ChainedOptimizer.
 """
 
@@ -18,9 +18,9 @@ import torch
 
 from ...errors import Unsupported
 from ...worker import skipping
-from ...worker.adapter import CallHandler, CallKind, Scalars
+from ...worker.adapter import CallHandler, CallKind, Followed, Scalars
 from ...worker.saving import Saves
-from . import bookkeeping, cleanup, experts, refusals, saving
+from . import bookkeeping, cleanup, losses, refusals, saving
 from .state import OptimizerState
 
 SCHEDULES = (
@@ -59,7 +59,6 @@ class MegatronAdapter:
         from megatron.core.pipeline_parallel import schedules
         from megatron.core.rerun_state_machine import RerunDataIterator
         from megatron.core.timers import Timer
-        from megatron.core.transformer.moe import moe_utils
 
         _remember_instances(DistributedDataParallel, self._chunks)
         _remember_instances(OptimizerParamScheduler, self._schedulers)
@@ -70,7 +69,8 @@ class MegatronAdapter:
         DistributedDataParallel.no_sync = cleanup.no_sync
         wrap(DistributedDataParallel, "zero_grad_buffer", CallKind.PLAIN)
         wrap(DistributedDataParallel, "start_param_sync", CallKind.PLAIN)
-        wrap(moe_utils, "reduce_aux_losses_tracker_across_ranks", CallKind.PLAIN)
+        for owner, name in losses.reductions():
+            wrap(owner, name, CallKind.PLAIN, told=losses.Reduction)
         wrap(OptimizerParamScheduler, "step", CallKind.PLAIN)
         for name in SCHEDULES:
             wrap(schedules, name, CallKind.FORWARD)
@@ -125,12 +125,12 @@ class MegatronAdapter:
 
     def scalars(self) -> Scalars:
         schedulers = [_scheduler_state(scheduler) for scheduler in self._schedulers]
-        return {"optimizer": self.state.scalars(), "schedulers": schedulers, "experts": experts.tracked_losses()}
+        return {"optimizer": self.state.scalars(), "schedulers": schedulers, "losses": losses.plain(losses.noted())}
 
     def load(self, scalars: Scalars) -> None:
         self._load_schedulers(scalars["schedulers"])
         self.state.load_scalars(scalars["optimizer"])
-        experts.load_tracked_losses(scalars["experts"])
+        losses.load(scalars["losses"])
 
     def visible(self) -> Scalars:
         return {"groups": self.state.group_scalars(), "schedulers": [_scheduler_state(s) for s in self._schedulers]}
@@ -149,7 +149,7 @@ class MegatronAdapter:
         configs = [(chunk.config, dict(vars(chunk.config))) for chunk in self._chunks]
         hooks = [(chunk, bool(chunk.remove_forward_pre_hook_handles)) for chunk in self._chunks]
         groups, schedulers = self.state.group_scalars(), [_scheduler_state(s) for s in self._schedulers]
-        losses, put_books_back = experts.tracked_losses(), bookkeeping.noted(self._timers)
+        tracked, put_books_back = losses.noted(), bookkeeping.noted(self._timers)
 
         def restore() -> None:
             for module, flag in zip(self._modules, training, strict=True):
@@ -160,7 +160,7 @@ class MegatronAdapter:
                 cleanup.set_forward_hooks(chunk, enabled)
             self.state.load_group_scalars(groups)
             self._load_schedulers(schedulers)
-            experts.load_tracked_losses(losses)
+            losses.put_back(tracked)
             put_books_back()
 
         return restore
@@ -191,24 +191,24 @@ class MegatronAdapter:
 
     def loss_of(self, result: Any) -> float | None:
         """Mean over microbatches of the first reported number; Megatron reports `[sum, count]` pairs or means."""
-        if not isinstance(result, list) or not result or not isinstance(result[0], dict) or not result[0]:
+        if not isinstance(result, list) or not result or not all(isinstance(one, dict) for one in result):
             return None
-        key = next(iter(result[0]))
-        values = []
-        for microbatch in result:
-            value = microbatch[key]
-            flat = value.detach().float().flatten().tolist() if isinstance(value, torch.Tensor) else [value]
-            values.append(flat[0] / flat[1] if len(flat) == 2 and flat[1] else flat[0])
-        return float(sum(values) / len(values))
+        key = next(iter(result[0]), None)
+        values = [_mean(one.get(key)) for one in result]
+        known = [value for value in values if value is not None]
+        return sum(known) / len(known) if len(known) == len(values) else None
 
 
-def _wrap(owner: Any, name: str, kind: CallKind, *, handler: CallHandler) -> None:
-    """Replace `owner.name` by a function that hands the original to `handler`."""
+def _wrap(
+    owner: Any, name: str, kind: CallKind, *, handler: CallHandler, told: Callable[..., Followed] | None = None
+) -> None:
+    """Replace `owner.name` by a function that hands the original to `handler`, as the call `told` makes of it."""
     original = getattr(owner, name)
+    function = told(original) if told is not None else original
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return handler(name, kind, original, args, kwargs)
+        return handler(name, kind, function, args, kwargs)
 
     setattr(owner, name, call)
 
@@ -234,6 +234,17 @@ def _subclasses(cls: type) -> list[type]:
     for child in children:
         found += [sub for sub in _subclasses(child) if sub not in found]
     return found
+
+
+def _mean(reported: Any) -> float | None:
+    """Of a number, or a sum and how many it is of; None for anything else (logits, say)."""
+    parts = reported if isinstance(reported, (tuple, list)) else [reported]
+    if not all(isinstance(part, (bool, int, float, torch.Tensor)) for part in parts):
+        return None
+    if not 1 <= sum(part.numel() if isinstance(part, torch.Tensor) else 1 for part in parts) <= 2:
+        return None
+    total, *count = [float(number) for part in parts for number in torch.as_tensor(part).detach().flatten().tolist()]
+    return total / count[0] if count and count[0] else total
 
 
 def _scheduler_state(scheduler: Any) -> Scalars:
