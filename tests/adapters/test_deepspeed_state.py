@@ -9,7 +9,12 @@ import torch
 
 pytest.importorskip("deepspeed")
 
+from deepspeed.profiling.flops_profiler.profiler import FlopsProfiler
+from deepspeed.runtime.activation_checkpointing import checkpointing
+from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
+
 from deadpool_plugin.adapters.deepspeed import adam
+from deadpool_plugin.adapters.deepspeed.partitioned import Partitioned
 from deadpool_plugin.adapters.deepspeed.state import EngineState
 
 
@@ -102,3 +107,23 @@ def test_the_products_of_an_optimizer_in_cpp_are_counted_from_where_the_job_bega
     adam.load_steps(optimizer, masters, [1003.0, 1003.0], before=1000)
     assert counted == [(step, beta) for step in (1001, 1002, 1003) for beta in (0.9, 0.8)]
     assert optimizer.state[masters[0]]["step"] == 1003
+
+
+def test_what_deepspeed_keeps_beside_its_engine_is_put_back(engine, monkeypatch):
+    """A profiled forward was interrupted, with activations in buffers that a backward would have freed."""
+    vars(engine).update(flops_profiler=FlopsProfiler(engine.module), timers=None, tput_timer=SimpleNamespace())
+    state, linear = EngineState(engine), torch.nn.functional.linear
+    engine.flops_profiler.start_profile()
+    for name, value in (("CONTIGUOUS_CHECKPOINTING", True), ("data_offsets", [1]), ("contiguous_data_buffers", [[]])):
+        monkeypatch.setattr(checkpointing, name, value)
+    assert torch.nn.functional.linear is not linear
+    state.clean()
+    assert torch.nn.functional.linear is linear and not hasattr(engine.module, "__flops__")
+    assert checkpointing.data_offsets == checkpointing.contiguous_data_buffers == []
+
+
+def test_modules_under_way_with_zero_3_are_not_remembered():
+    partitioned, before = Partitioned(None, [], []), list(FWD_MODULE_STACK)
+    FWD_MODULE_STACK.append(torch.nn.Linear(1, 1))
+    partitioned.clean()
+    assert before == FWD_MODULE_STACK

@@ -26,9 +26,11 @@ class Partitioned:
     """The parameters of one engine with ZeRO 3, and what DeepSpeed has noted on them and on their modules."""
 
     def __init__(self, optimizer: Any, modules: Sequence[Any], parameters: Sequence[Any]) -> None:
+        from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
+
         self._optimizer, self._modules, self._parameters = optimizer, modules, parameters
         self._of_modules = Attributes(modules, OF_MODULES)
-        self._of_parameters = Rest([vars(parameter) for parameter in parameters])
+        self._rest = Rest([FWD_MODULE_STACK, *map(vars, parameters)])
 
     @property
     def masters(self) -> list[torch.Tensor]:
@@ -40,7 +42,7 @@ class Partitioned:
         from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
         _clear_caches(PartitionedParameterCoordinator)
-        self._of_parameters.restore()
+        self._rest.restore()
         self._of_modules.restore()
         for module in self._modules:
             if "applied_pre_backward_ref_cnt" in vars(module):

@@ -145,6 +145,8 @@ class EngineState:
 
     def clean(self) -> None:
         """As between two steps: no gradients, nothing under way. Never communicates."""
+        from deepspeed.runtime.activation_checkpointing import checkpointing
+
         self.adam.param_groups = self._groups  # ZeRO lends the optimizer one group at a time
         self._rest.restore()
         self._pipeline.restore()
@@ -159,6 +161,9 @@ class EngineState:
             master.grad = gradient
             if gradient is not None:
                 gradient.zero_()
+        checkpointing.reset()
+        if hasattr(self.engine, "flops_profiler"):
+            self.engine.flops_profiler.end_profile()
         if hasattr(self.engine.optimizer, "clear_hp_grads"):  # BF16_Optimizer, which adds to buffers it keeps
             self.engine.optimizer.clear_hp_grads()
         for timer in getattr(self.engine.timers, "timers", {}).values():
