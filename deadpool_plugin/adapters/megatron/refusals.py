@@ -1,7 +1,7 @@
 """What of Megatron-core a swap cannot bring back, refused by name before training.
 
 Rules of this file: an option is here because it keeps state or communicators where `OptimizerState` and the group
-handles do not reach; a version of Megatron-core that lacks the option is fine.
+handles do not reach, or works past the calls; a version of Megatron-core that lacks the option is fine.
 """
 
 from __future__ import annotations
@@ -35,6 +35,19 @@ MODEL = (
     Option(
         "moe_token_dispatcher_type", "communicates past the process groups", "use alltoall or allgather",
         (None, "alltoall", "allgather"),
+    ),
+    Option(
+        "delay_wgrad_compute", "keeps a queue of gradients to be computed, which an interruption leaves filled",
+        "switch it off",
+    ),
+    Option(
+        "fine_grained_activation_offloading", "counts what is offloaded, which an interruption leaves half-way",
+        "switch it off, or recompute activations",
+    ),
+    Option("qk_clip", "changes weights between the calls, which a redo leaves out", "switch it off"),
+    Option(
+        "log_max_attention_logit", "reduces between the calls what a spare, which runs no forward, does not have",
+        "switch it off",
     ),
     Option("symmetric_ar_type", "communicates in symmetric memory, past the process groups", "leave it out"),
 )  # fmt: skip
