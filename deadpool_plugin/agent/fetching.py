@@ -30,13 +30,15 @@ class Fetches:
         if pair is None:
             raise TransportError(f"rank {source.rank} runs here without an arena")
         fetch = self._fetcher(source, step)
-        await self._peers.ask(lambda: fetch(pair))
+        await self._peers.ask(lambda: fetch(pair), source.header_node, source.payload_node)
 
     async def bring(self, source: Source, step: Step, profile: Profile) -> None:
         """New own slots for a rank that is new here, with `step` in them. Raises: DeadpoolError."""
         began = time.monotonic()
         fetch, generation = self._fetcher(source, step), self._store.generation
-        pair = await self._peers.ask(lambda: self._fetched(source, step, generation, profile, fetch))
+        pair = await self._peers.ask(
+            lambda: self._fetched(source, step, generation, profile, fetch), source.header_node, source.payload_node
+        )
         took = time.monotonic() - began
         self._reports.emit("SnapshotFetched", rank=source.rank, step=step, nbytes=pair.payload_bytes, duration_s=took)
 

@@ -117,14 +117,15 @@ class Lives:
 
     def hosts(self, slot: Slot, process: Process, address: str) -> None:
         """`process` offers a store for the next build of groups."""
-        process.store = address
+        process.stores.append(address)
         stand_in = process.rehearses and not process.took_over
         self._feed(io.StoreOffered(address, slot.local_rank, stand_in))
 
     def _withdraw(self, process: Process) -> None:
-        """A store dies with the process that hosts it."""
-        address, process.store = process.store, ""
-        if address and not self.ending:
+        """Stores die with the process that hosts them; one before the newest may be what others are told to build
+        over."""
+        stores, process.stores = process.stores, []
+        for address in stores if not self.ending else ():
             self._feed(io.StoreLost(address))
 
     def _stopped(self, slot: Slot, process: Process, seconds: float) -> None:

@@ -1,7 +1,7 @@
 """Bulk connections to the other nodes, made when first needed, and threads to wait for their answers.
 
 Rules of this file: everything that blocks on another node's memory goes through `ask`, which tries again while the
-connection fails (the control mesh decides whether the node is lost, not we) and gives up after the job's patience.
+connection fails and gives up after the job's patience (whether the node is lost is the controllers' to decide).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from ..core import io
 from ..core.types import NodeId
 from ..errors import TransportError
 from ..mirror.bulk import BulkPeer, RefusedByPeer
@@ -27,8 +28,16 @@ _THREADS = 16
 class Peers:
     """Thread: the event loop's only."""
 
-    def __init__(self, node: NodeId, credentials: Credentials, store: SnapshotStore, patience_s: float) -> None:
+    def __init__(
+        self,
+        node: NodeId,
+        credentials: Credentials,
+        store: SnapshotStore,
+        patience_s: float,
+        feed: Callable[[io.Input], None],
+    ) -> None:
         self._node, self._credentials, self._store, self._patience_s = node, credentials, store, patience_s
+        self._feed = feed
         self._addresses: dict[NodeId, Address] = {}
         self._peers: dict[NodeId, BulkPeer] = {}
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="deadpool-ask")
@@ -50,8 +59,9 @@ class Peers:
     async def in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
-    async def ask(self, work: Callable[[], T]) -> T:
-        """`work()` in a thread; a connection that fails is tried again until the patience is used up.
+    async def ask(self, work: Callable[[], T], *nodes: NodeId) -> T:
+        """`work()`, which asks `nodes`, in a thread; a connection that fails is tried again until the patience is used
+        up, which is said.
 
         Raises: TransportError; RefusedByPeer at once.
         """
@@ -61,8 +71,10 @@ class Peers:
                 return await self.in_thread(work)
             except RefusedByPeer:
                 raise
-            except TransportError:
+            except TransportError as error:
                 if time.monotonic() >= deadline:
+                    for node in {*nodes} - {self._node}:
+                        self._feed(io.LinkLost(node, f"node {self._node} cannot ask it: {error}", silent=True))
                     raise
             await asyncio.sleep(_RETRY_S)
 

@@ -135,7 +135,7 @@ class Agent:
         credentials = Credentials(self._secret)
         self._lines = Lines(node, place, config, credentials, self._received, self._link_lost, self._refused, self._job)
         self._store = SnapshotStore(config.history_limit_bytes, config.memory_headroom_bytes)
-        self._peers = Peers(node, credentials, self._store, config.patience_s)
+        self._peers = Peers(node, credentials, self._store, config.patience_s, self.feed)
         self._lines.roster.members = lambda: self._controller.world
         self._lines.roster.on_admitted = lambda hello: self._peers.add(hello.node, hello.bulk)
         self._mirroring = Mirroring(

@@ -5,7 +5,7 @@ Rules of this file: values only. An active node's slots and a spare's differ in 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..core.types import Rank
 from ..transport import local
@@ -19,7 +19,7 @@ class Process:
 
     `in_training`: it has reached its first call, or has restored what it took over. `unwound_for`: the newest
     generation it waits for with nothing under way. `failing`: what its script failed with, if it said so.
-    `store`: the address of the newest one it hosts.
+    `stores`: the addresses of those it has offered.
     """
 
     order: int
@@ -31,7 +31,7 @@ class Process:
     in_training: bool = False
     unwound_for: int = 0
     failing: str = ""
-    store: str = ""
+    stores: list[str] = field(default_factory=list)
     ended: bool = False
 
 

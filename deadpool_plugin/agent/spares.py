@@ -85,7 +85,7 @@ class Spares:
             recording = self._store.get_recording(rank)
         else:
             peer = self._peers.to(source)
-            recording = await self._peers.ask(lambda: peer.get_recording(rank))
+            recording = await self._peers.ask(lambda: peer.get_recording(rank), source)
         profile = decode_profile(recording)
         process = self._workers.rehearse(slot, rank)
         rehearsal = Rehearsal(slot, process, profile, source, History(self._history_limit_bytes))
@@ -199,7 +199,8 @@ class Spares:
     async def _records(self, source: NodeId, rank: Rank, first: Step, last: Step) -> list[bytes]:
         if source == self._node:
             return self._store.get(rank, first, last)
-        return await self._peers.ask(functools.partial(self._peers.to(source).get_history, rank, first, last))
+        get = functools.partial(self._peers.to(source).get_history, rank, first, last)
+        return await self._peers.ask(get, source)
 
     def stop_following(self, slot: Slot) -> None:
         task = self._tasks.pop(slot.local_rank, None)

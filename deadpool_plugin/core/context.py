@@ -13,7 +13,7 @@ import msgspec
 
 from .io import Action, Emit, Leave, Send
 from .membership import is_quorum_without
-from .messages import AnyMessage, Promise, Verdict
+from .messages import AnyMessage, Decided, Promise, Verdict
 from .policy import Policy
 from .suspicion import Watch
 from .timing import Timing
@@ -68,8 +68,8 @@ class Context:
         self.policy = policy
         self.now = 0.0
         self.world = World(generation=0, node_of=())
-        self.plan: SwapPlan | None = None
-        """The plan this generation was decided by; None in generation 0."""
+        self.decided: Decided | None = None
+        """What this generation was decided by; None in generation 0."""
         self.watch = Watch()
         self.hearsay = Hearsay(node)
         """Void if its proposer is lost itself: of two nodes that have lost each other only one shall go."""
@@ -98,7 +98,6 @@ class Context:
         """Until then, by our clock, a majority has been in contact with us for certain (contact.py)."""
         self.paused = False
         """This node's workers are stopped for want of contact."""
-        self.voted_at = 0.0
         self.echo: tuple[NodeId, float] = (node, NEVER)
         """The newest Status of this generation: whose, and when it was sent by that node's clock."""
         self.patient_since = 0.0
@@ -109,6 +108,11 @@ class Context:
     @property
     def formed(self) -> bool:
         return bool(self.world.node_of)
+
+    @property
+    def plan(self) -> SwapPlan | None:
+        """The plan this generation was decided by; None in generation 0."""
+        return self.decided.plan if self.decided is not None else None
 
     @property
     def swapping(self) -> bool:

@@ -76,10 +76,11 @@ from .phases import IllegalMove, Phase, moved, phase_of
 from .placement import held_by
 from .policy import Policy
 from .rehearsing import Rehearsing
+from .rifts import Rifts
 from .suspicion import suspects as suspects_at
 from .swaps import Swaps
 from .timing import Timing
-from .types import NEVER, NO_STEP, Checkpoint, Generation, NodeId, Step, SwapPlan, World
+from .types import NEVER, NO_STEP, Checkpoint, Generation, NodeId, Step, World
 
 _STORE_GONE = "the process whose store the groups were to be built over is gone"
 
@@ -91,6 +92,7 @@ class Controller:
         self._ctx = Context(node, timing, policy)
         self._inventory = Inventory()
         self._failures = Failures(self._ctx)
+        self._rifts = Rifts(self._ctx)
         self._pausing = Pausing(self._ctx)
         self._rehearsing = Rehearsing(self._ctx, self._inventory, self._failures)
         self._candidates = joining.Candidates(self._ctx)
@@ -321,15 +323,16 @@ class Controller:
             ctx.fenced_for, ctx.swap_since = plan.world.generation, ctx.now
             ctx.act(AbortWorkers(plan.world.generation))
         self._pausing.resume()
-        self._enter(plan)
+        self._enter(message)
         ctx.act(Reconfigure(plan))
 
-    def _enter(self, plan: SwapPlan) -> None:
-        ctx, before, inventory = self._ctx, self._ctx.world, self._inventory
-        ctx.world, ctx.plan, ctx.hearsay = plan.world, plan, Hearsay(ctx.node)
+    def _enter(self, decided: Decided) -> None:
+        ctx, before, inventory, plan = self._ctx, self._ctx.world, self._inventory, decided.plan
+        # The plan was decided after this node had promised (or asked to join), and before anybody watched its silence.
+        promised_at = self._swaps.voter.promised_at(decided.ballot)
+        asked_at = promised_at if self._joining is None else self._joining.asked_at
+        ctx.world, ctx.decided, ctx.hearsay = plan.world, decided, Hearsay(ctx.node)
         ctx.committed, ctx.training, ctx.waiting = NO_STEP, False, False
-        # The plan was decided after this node had voted (or asked to join), and before anybody watched its silence.
-        asked_at = ctx.voted_at if self._joining is None else self._joining.asked_at
         ctx.contact_at = max(ctx.contact_at, asked_at)
         ctx.echo = (ctx.node, NEVER)
         ctx.newest_committed = plan.restore_step  # what was committed after it is of a history that did not happen
@@ -348,7 +351,7 @@ class Controller:
         self._to_hold = held_by(ctx.world, ctx.node, ctx.policy.copies)
         self._coordination = Coordination(ctx)
         self._swaps = Swaps(ctx, inventory, failures)
-        self._hearing = Hearing(ctx, inventory, failures, self._coordination, self._swaps)
+        self._hearing = Hearing(ctx, inventory, failures, self._rifts, self._coordination, self._swaps)
 
 
 _INPUTS: Mapping[type[Input], Callable[[Controller, Any], None]] = {

@@ -40,8 +40,13 @@ class Coordination:
         self._moved_at = context.now
         self._floor: Step = max(context.plan.restore_step, 0) if context.plan else 0
 
+    def hear(self, sender: NodeId, report: Report) -> None:
+        """A member lives, in this generation, whatever else its report says."""
+        self._contact.hear(sender, report.sent_at, report.heard)
+
     def absorb(self, sender: NodeId, report: Report) -> None:
-        """A member's report of this generation. Costs the same in a job of any size, but for steps committed by it."""
+        """What a report of this generation says, before that is fenced. Costs the same in a job of any size, but for
+        steps committed by it."""
         own = self._ctx.world.ranks_of(sender)
         fresh = {rank for rank in report.ready if rank in own} - self._ready
         before = self._reports.get(sender)
@@ -50,7 +55,6 @@ class Coordination:
         self._ready |= fresh
         self._finished.update(rank for rank in report.finished if rank in own)
         self._reports[sender] = report
-        self._contact.hear(sender, report.sent_at, report.heard)
         self._ctx.checkpoint = max(self._ctx.checkpoint, report.checkpoint)
         self._has_news = self._ledger.replace(sender, report.holdings) or self._has_news
         if self._ctx.leads and not self._ctx.swapping:
@@ -111,8 +115,7 @@ class Coordination:
         for task in rehearsals(ctx.world):
             report = self._reports.get(task.spare)
             if report is None or (task.local_slot, task.rank) not in report.rehearsed:
-                message = Rehearse(ctx.world.generation, task.local_slot, task.rank, task.source)
-                ctx.send(task.spare, message)
+                ctx.send(task.spare, Rehearse(ctx.world.generation, task.local_slot, task.rank))
 
     def _say(self, on_change_only: bool = False) -> None:
         ctx = self._ctx

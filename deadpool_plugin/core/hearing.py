@@ -22,11 +22,16 @@ class Hearing:
     """One method a message; a new object for each generation."""
 
     def __init__(
-        self, context: Context, inventory: Inventory, failures: Failures, coordination: Coordination, swaps: Swaps
+        self,
+        context: Context,
+        inventory: Inventory,
+        failures: Failures,
+        rifts: Rifts,
+        coordination: Coordination,
+        swaps: Swaps,
     ) -> None:
         self._ctx, self._inventory, self._failures = context, inventory, failures
-        self._coordination, self._swaps = coordination, swaps
-        self._rifts = Rifts(context)
+        self._rifts, self._coordination, self._swaps = rifts, coordination, swaps
         self._started = False
 
     def report(self, sender: NodeId, message: Report) -> None:
@@ -36,6 +41,7 @@ class Hearing:
         elif message.generation == ctx.world.generation:
             if not ctx.leads:
                 self._say_that_it_lives(sender)
+            self._coordination.hear(sender, message)
             if not ctx.swapping:
                 self._coordination.absorb(sender, message)
                 if message.stuck:
@@ -49,16 +55,16 @@ class Hearing:
 
     def status(self, sender: NodeId, message: Status) -> None:
         ctx = self._ctx
-        if message.generation < self._ctx.world.generation:
+        if message.generation < ctx.world.generation:
             self._swaps.bring_up_to_date(sender)
-        elif message.generation != self._ctx.world.generation or sender in ctx.watch.evidence:
+        if message.generation != ctx.world.generation or sender in ctx.watch.evidence:
             return
-        elif ctx.swapping:
+        ctx.echo = (sender, message.sent_at)
+        ctx.contact_at = max(ctx.contact_at, message.certain)
+        if ctx.swapping:
             if message.waiting:
                 ctx.waiting, ctx.patient_since = True, ctx.now
         else:
-            ctx.echo = (sender, message.sent_at)
-            ctx.contact_at = max(ctx.contact_at, message.certain)
             ctx.training = ctx.training or message.training
             ctx.has_trained = ctx.has_trained or message.training
             if message.committed > ctx.committed:

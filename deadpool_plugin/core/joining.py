@@ -23,8 +23,8 @@ class Candidates:
     def ask(self, node: NodeId, rack: str) -> None:
         """A host asks, or a member that has not heard yet that it is one, or one that was one."""
         ctx = self._ctx
-        if ctx.plan is not None and (node in ctx.world.members or node in self._former):
-            ctx.send(node, Decided(ctx.plan))
+        if ctx.decided is not None and (node in ctx.world.members or node in self._former):
+            ctx.send(node, ctx.decided)
         elif node not in ctx.world.members:
             ctx.watch.pardon(node)
             ctx.candidates[node] = rack

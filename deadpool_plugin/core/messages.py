@@ -80,12 +80,11 @@ class Start(Message, frozen=True):
 
 
 class Rehearse(Message, frozen=True):
-    """Coordinator -> spare: your worker in `local_slot` rehearses `rank`, whose recording `source` holds."""
+    """Coordinator -> spare: your worker in `local_slot` rehearses `rank`, whose recording its node holds."""
 
     generation: Generation
     local_slot: int
     rank: Rank
-    source: NodeId
 
 
 class NodeFailed(Message, frozen=True):
@@ -155,9 +154,11 @@ class Refused(Message, frozen=True):
 
 
 class Decided(Message, frozen=True):
-    """Proposer -> all: the plan is durable at a majority; act on it. Sent again to whoever is an older generation's."""
+    """Proposer -> all: the plan is durable at a majority, by `ballot`; act on it. Sent again to whoever is an older
+    generation's."""
 
     plan: SwapPlan
+    ballot: Ballot
 
 
 class Verdict(Message, frozen=True):

@@ -28,7 +28,7 @@ class Pausing:
         Returns: why this generation cannot go on any more, "" if it can.
         """
         ctx = self._ctx
-        if ctx.ended or ctx.swapping or not ctx.has_trained:
+        if ctx.ended or not ctx.has_trained:
             return ""
         if ctx.in_contact:
             if ctx.paused:
@@ -37,7 +37,8 @@ class Pausing:
             return ""
         reason = f"no contact with a majority for {ctx.now - ctx.contact_at:.1f} s"
         if ctx.paused:
-            return reason if ctx.now - self._paused_at >= 2 * ctx.timing.silent_after_s else ""
+            in_vain = ctx.now - self._paused_at >= 2 * ctx.timing.silent_after_s
+            return reason if in_vain and not ctx.swapping else ""
         alone = is_quorum(ctx.world, (ctx.node,), ctx.policy.witness)
         if ctx.world.ranks_of(ctx.node) and not alone:
             ctx.paused, self._paused_at = True, ctx.now

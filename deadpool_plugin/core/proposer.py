@@ -164,11 +164,11 @@ class Proposer:
         enough = is_quorum(ctx.world, proposal.accepted, ctx.policy.witness)
         if not enough and not (proposal.claimed and is_half(ctx.world, proposal.accepted)):
             return
-        plan, self.proposal = proposal.plan, None
-        self._announce(plan)
-        self._announce_undone(plan, proposal.promises)
-        for node in (*ctx.world.members, *plan.joined):
-            ctx.send(node, Decided(plan))
+        decided, self.proposal = Decided(proposal.plan, proposal.ballot), None
+        self._announce(decided.plan)
+        self._announce_undone(decided.plan, proposal.promises)
+        for node in (*ctx.world.members, *decided.plan.joined):
+            ctx.send(node, decided)
 
     def _announce(self, plan: SwapPlan) -> None:
         ctx = self._ctx

@@ -7,13 +7,22 @@ not count. May import everything of core but the controller's other parts.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from .budget import Budget
 from .context import Context
 from .failures import Failures
 from .inventory import Inventory
 from .io import SpareFailed, SpareRehearsed, StartRehearsal
 from .messages import Rehearse
-from .types import NodeId
+from .types import NodeId, Rank
+
+
+class _Task(NamedTuple):
+    """The rank, and the node that ran it when that was ordered last."""
+
+    rank: Rank
+    source: NodeId
 
 
 class Rehearsing:
@@ -21,23 +30,21 @@ class Rehearsing:
 
     def __init__(self, context: Context, inventory: Inventory, failures: Failures) -> None:
         self._ctx, self._inventory, self._failures = context, inventory, failures
-        self._tasks: dict[int, Rehearse] = {}
+        self._tasks: dict[int, _Task] = {}
         self._attempts = Budget(context.policy.restarts_max, context.policy.restarts_window_s)
 
     def ordered(self, sender: NodeId, message: Rehearse) -> None:
         ctx = self._ctx
         if message.generation != ctx.world.generation or ctx.swapping or ctx.node not in ctx.world.spares:
             return
-        slot, known = message.local_slot, self._tasks.get(message.local_slot)
-        done = self._inventory.rehearsed.get(slot) == message.rank
-        if done or (known is not None and (known.rank, known.source) == (message.rank, message.source)):
-            return
-        self._tasks[slot] = message
-        self._start(message)
+        slot, task = message.local_slot, _Task(message.rank, ctx.world.node_of[message.rank])
+        if self._inventory.rehearsed.get(slot) != message.rank and self._tasks.get(slot) != task:
+            self._start(slot, task)
 
-    def _start(self, task: Rehearse) -> None:
-        self._inventory.rehearsed.pop(task.local_slot, None)
-        self._ctx.act(StartRehearsal(task.local_slot, task.rank, task.source))
+    def _start(self, slot: int, task: _Task) -> None:
+        self._tasks[slot] = task
+        self._inventory.rehearsed.pop(slot, None)
+        self._ctx.act(StartRehearsal(slot, task.rank, task.source))
 
     def done(self, event: SpareRehearsed) -> bool:
         ctx = self._ctx
@@ -54,21 +61,19 @@ class Rehearsing:
         task = self._tasks.get(slot)
         if task is not None and task.rank != event.rank:
             return False  # of a task that has been overtaken
-        if task is not None and task.source in ctx.suspects:
-            self._drop(slot)  # the next generation names a source that lives
-            return True
-        if task is None or not self._attempts.spend(slot, ctx.now):
+        if task is None or not (self._is_lost(task.source) or self._attempts.spend(slot, ctx.now)):
             self._failures.give_up(f"rehearsal of rank {event.rank} failed: {event.reason}")
             return False
-        if ctx.swapping:
-            self._drop(slot)
+        source = ctx.world.node_of[task.rank]
+        if ctx.swapping or self._is_lost(source):
+            self._inventory.rehearsed.pop(slot, None)
+            del self._tasks[slot]
         else:
-            self._start(task)
+            self._start(slot, _Task(task.rank, source))
         return True
 
-    def _drop(self, slot: int) -> None:
-        self._inventory.rehearsed.pop(slot, None)
-        del self._tasks[slot]
+    def _is_lost(self, node: NodeId) -> bool:
+        return node in self._ctx.suspects or node not in self._ctx.world.members
 
     def begin_generation(self) -> None:
         """Whoever runs ranks rehearses no more, and what was recorded of a start that did not happen is void."""

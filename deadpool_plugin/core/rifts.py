@@ -1,8 +1,8 @@
 """Two members that do not hear each other, while the coordinator hears both: one of them has to go if that lasts.
 
-A short one does no harm: whoever cannot mirror tries again, and the job waits. It says so again for as long as it
-fails (the caller feeds LinkLost every so often). Said `silent_after_s` apart with no step committed in between, it
-holds the job up, and nothing else would end that.
+A short one does no harm: whoever cannot mirror or fetch tries again, and the job waits. It says so again for as long
+as it fails (the caller feeds LinkLost every so often). Said `silent_after_s` apart with no step committed in between,
+it holds the job up, and nothing else would end that.
 
 Rules of this file: the coordinator judges; who does not hear the most others is asked to leave, which stops its workers
 before it is replaced. May import context, messages and types only.
@@ -25,7 +25,8 @@ class _Complaint(NamedTuple):
 
 
 class Rifts:
-    """The complaints of one generation that the coordinator does not share: who does not hear whom."""
+    """The complaints that the coordinator does not share: who does not hear whom. They outlast generations: a newcomer
+    that cannot fetch what it is to restore ends each of them."""
 
     def __init__(self, context: Context) -> None:
         self._ctx = context
@@ -37,8 +38,8 @@ class Rifts:
         before = self._complaints.get(pair)
         if not ctx.leads or ctx.swapping:
             return
-        if before is None or before.committed < ctx.committed:
-            self._complaints[pair] = _Complaint(ctx.committed, ctx.now)
+        if before is None or before.committed != ctx.newest_committed:
+            self._complaints[pair] = _Complaint(ctx.newest_committed, ctx.now)
         elif ctx.now - before.since >= ctx.timing.silent_after_s:
             goes = max(node, sender, key=self._rifts_of)  # of equals the one complained of
             reason = f"nodes {sender} and {node} cannot reach each other, and no step is committed any more"
@@ -47,5 +48,5 @@ class Rifts:
 
     def _rifts_of(self, node: NodeId) -> int:
         """How many others it does not hear, or do not hear it, since the newest committed step."""
-        now, others = self._ctx.committed, self._complaints.items()
+        now, others = self._ctx.newest_committed, self._complaints.items()
         return len({frozenset(pair) for pair, made in others if made.committed == now and node in pair})

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from .context import Context
 from .failures import Failures
 from .inventory import Inventory
-from .messages import Decided, NodeFailed, Report
+from .messages import NodeFailed, Report
 from .proposer import Proposer, described
 from .types import NEVER, NodeId
 from .voter import Voter
@@ -111,8 +111,8 @@ class Swaps:
     def bring_up_to_date(self, node: NodeId) -> None:
         """`node` speaks of an older generation: tell it what was decided, and what is being asked since."""
         ctx, proposal = self._ctx, self.proposer.proposal
-        if ctx.plan is not None:
-            ctx.send(node, Decided(ctx.plan))
+        if ctx.decided is not None:
+            ctx.send(node, ctx.decided)
         if proposal is not None and proposal.plan is None and proposal.is_missing(ctx.world, node):
             ctx.send(node, proposal.prepare())
 

@@ -11,7 +11,7 @@ from .failures import Failures
 from .inventory import Inventory
 from .io import AbortWorkers
 from .membership import Acceptor
-from .messages import Accepted, Decided, NodeFailed, Prepare, Promise, Propose, Refused, Report
+from .messages import Accepted, NodeFailed, Prepare, Promise, Propose, Refused, Report
 from .types import NEVER, Ballot, NodeId
 
 
@@ -23,7 +23,7 @@ class Voter:
         self.acceptor = Acceptor()
         self._postponed: dict[NodeId, Prepare] = {}
         self._excused_at = NEVER
-        self._votes: set[tuple[Ballot, bool]] = set()
+        self._promised_at: dict[Ballot, float] = {}
 
     def prepare(self, sender: NodeId, message: Prepare) -> None:
         ctx = self._ctx
@@ -86,7 +86,7 @@ class Voter:
                 training=ctx.has_trained,
                 checkpoint=ctx.checkpoint,
             )
-            self._voted((promised, False))
+            self._promised_at.setdefault(promised, ctx.now)
             ctx.send(promised.node, promise)
 
     def propose(self, sender: NodeId, message: Propose) -> None:
@@ -97,16 +97,14 @@ class Voter:
             ctx.fence(f"counted as lost by node {sender}")
         elif self.acceptor.accept(message.ballot, message.plan):
             self.fence_generation()
-            self._voted((message.ballot, True))
             ctx.send(sender, Accepted(message.ballot))
         else:
             self._refuse(sender, message.ballot)
 
-    def _voted(self, vote: tuple[Ballot, bool]) -> None:
-        """The first time only: said again it may be long decided, and others have watched our silence since."""
-        if vote not in self._votes:
-            self._votes.add(vote)
-            self._ctx.voted_at = self._ctx.now
+    def promised_at(self, ballot: Ballot) -> float:
+        """When this node first promised `ballot`, NEVER if it has not. What was decided by it was decided later: nobody
+        proposes before all have promised (an acceptance may come when a majority has long accepted)."""
+        return self._promised_at.get(ballot, NEVER)
 
     def _refuse(self, sender: NodeId, ballot: Ballot) -> None:
         if self.acceptor.promised is not None:
@@ -123,8 +121,8 @@ class Voter:
     def _is_next(self, sender: NodeId, ballot: Ballot) -> bool:
         """Whether `ballot` is for the generation after ours; helps whoever is behind, asks for help if it is us."""
         ctx = self._ctx
-        if ballot.generation <= ctx.world.generation and ctx.plan is not None:
-            ctx.send(sender, Decided(ctx.plan))
+        if ballot.generation <= ctx.world.generation and ctx.decided is not None:
+            ctx.send(sender, ctx.decided)
         elif ballot.generation > ctx.world.generation + 1:
             ctx.send(sender, Report(ctx.world.generation, ctx.node))
         return ballot.generation == ctx.world.generation + 1

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from ..core.io import HoldingsDropped, SnapshotHeld
+from ..core.io import HoldingsDropped, LinkLost, SnapshotHeld
 from ..core.types import Generation, Holding, NodeId, Rank, Source, Step
 from .store import Refused, Snapshot, Stale
 from .tasks import Signal, Task, Work
@@ -28,7 +28,11 @@ OnDone = Callable[[Exception | None], None]
 
 
 class Broken(Exception):
-    """A bulk connection failed; another may not."""
+    """A bulk connection failed; another may not. `nodes`: its ends."""
+
+    def __init__(self, reason: str, *nodes: NodeId) -> None:
+        super().__init__(reason)
+        self.nodes = nodes
 
 
 class Bulk:
@@ -43,17 +47,18 @@ class Bulk:
     def _cross(self, source: Node, target: Node) -> Generator[float, None, None]:
         """The time it takes bytes to get from node to node. Raises: Broken."""
         network, patience_s, waited_s = self._node.network, self._node.timing.silent_after_s, 0.0
+        ends = (source.number, target.number)
         while True:
             if not target.up and target.number not in network.dark:
-                raise Broken(f"node {target.number} refuses connections")
+                raise Broken(f"node {target.number} refuses connections", *ends)
             if not target.paused and network.passes(source.number, target.number):
                 break
             if waited_s >= patience_s:
-                raise Broken(f"node {target.number} did not answer for {patience_s:g} s")
+                raise Broken(f"node {target.number} did not answer for {patience_s:g} s", *ends)
             waited_s += RETRY_S
             yield RETRY_S
         if self._node.cluster.flips_a_bit(source.number, target.number):
-            raise Broken("a frame fails its checksum")
+            raise Broken("a frame fails its checksum", *ends)
         yield network.latency()
 
     # -- pushes ------------------------------------------------------------------------------------------------
@@ -152,14 +157,17 @@ class Bulk:
     # -- questions ---------------------------------------------------------------------------------------------
 
     def ask(self, work: Callable[[], Work]) -> Work:
-        """`work` until it succeeds, is refused, or the patience is used up. Raises: Broken, Refused."""
-        deadline = self._node.timeline.now + self._node.timing.silent_after_s
+        """`work` until it succeeds, is refused, or the patience is used up, which is said. Raises: Broken, Refused."""
+        node = self._node
+        deadline = node.timeline.now + node.timing.silent_after_s
         while True:
             try:
                 yield from work()
                 return
-            except Broken:
-                if self._node.timeline.now >= deadline:
+            except Broken as error:
+                if node.timeline.now >= deadline:
+                    for silent in set(error.nodes) - {node.number}:
+                        node.feed(LinkLost(silent, f"node {node.number} cannot ask it: {error}", silent=True))
                     raise
             yield RETRY_S
 

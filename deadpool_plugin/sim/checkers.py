@@ -71,8 +71,11 @@ class Checkers:
         assert isinstance(lost, tuple)
         for number in proposer.controller._ctx.watch.silent & set(lost):
             node = self._cluster.nodes[number]
-            runs = any(process.in_training and not process.held for process in node.processes.alive)
-            if runs and node.up and not node.paused and node.store.fence <= node.controller.generation:
+            runs = any(
+                process.in_training and not process.held and process.unwound_for <= node.controller.generation
+                for process in node.processes.alive
+            )
+            if runs and node.up and not node.paused:
                 raise Violation("NO_STALE_WRITE", f"node {number} still runs what generation {generation} gives away")
 
     def reconfigured(self, node: Node, plan: SwapPlan) -> None:

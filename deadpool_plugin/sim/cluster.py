@@ -37,6 +37,8 @@ TIMING = Timing(
 LONG_PASTS = 0.002
 LONG_PAST = 1.5
 """So many rehearsals take longer than `start_timeout_s`, by this factor."""
+LONG_CALLS = 0.005
+"""So many interrupted processes are in something that goes on for a while, such as a save; some for too long."""
 
 
 class Cluster:
@@ -150,7 +152,8 @@ class Cluster:
         return 0.002 * self.rng.random()
 
     def unwind_s(self) -> float:
-        return 0.1 * self.rng.random()
+        drawn = self.rng.random()
+        return 1.5 * self.timing.phase_timeout_s * self.rng.random() if drawn < LONG_CALLS else 0.1 * drawn
 
     def end_s(self) -> float:
         return 0.5 * self.rng.random()

@@ -90,7 +90,8 @@ def judge_verdict(cluster: Cluster, node: Node, stopped: io.Emit) -> None:
         return
     floor = context.plan.restore_step if context.plan is not None else 0
     steps = [step for step in restorable_steps(cluster, well) if step >= floor]
-    may_start_over = not cluster.checkers.committed and not cluster.events["TrainingStarted"]
+    went_on = any(plan.restore_step != NO_STEP for plan in cluster.plans.values())
+    may_start_over = not (cluster.checkers.committed or cluster.events["TrainingStarted"] or went_on)
     free = len(set(world.spares) & set(well)) + len(context.joinable)
     vacant = len(set(world.active) - set(survivors))
     if (steps or may_start_over) and (free >= vacant or cluster.policy.wait_for_hosts):
@@ -102,8 +103,13 @@ def judge_verdict(cluster: Cluster, node: Node, stopped: io.Emit) -> None:
 
 
 def judge_exit(cluster: Cluster, node: Node, action: io.Leave) -> None:
-    """`node` leaves; out of the job it may be only if something was done to it, or to so many that nobody decides."""
+    """`node` leaves; out of the job it may be only if something was done to it, or to so many that nobody decides.
+
+    Whoever comes when the job has ended may leave, too.
+    """
     if action.exit_code == EXIT_FENCED and node.number not in cluster.blows.blamed:
         world = cluster.newest_world
+        if node.controller.world is None and not any(cluster.nodes[member].up for member in world.members):
+            return
         if is_majority(world, set(world.members) - cluster.blows.blamed, cluster.policy.witness):
             raise Violation("RIGHT_VERDICT", f"node {node.number}, to which nothing was done, leaves: {action.reason}")

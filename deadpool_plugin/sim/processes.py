@@ -149,7 +149,7 @@ class Processes:
 
     def offers(self, process: Process, address: str) -> None:
         if self.slots[process.slot].living is not None:
-            process.store = address
+            process.stores.append(address)
             stand_in = process.rehearses and not process.took_over
             self._node.feed(StoreOffered(address, process.slot, stand_in))
 
@@ -195,9 +195,9 @@ class Processes:
             self._node.feed(WorkerLost(slot.rank, reason))
 
     def _withdraw(self, process: Process) -> None:
-        """A store dies with the process that hosts it."""
-        address, process.store = process.store, ""
-        if address and not self.ending:
+        """Stores die with the process that hosts them."""
+        stores, process.stores = process.stores, []
+        for address in stores if not self.ending else ():
             self._node.feed(StoreLost(address))
 
     def end(self) -> None:

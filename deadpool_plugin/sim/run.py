@@ -15,6 +15,7 @@ from ..core.types import EXIT_FENCED
 from .cluster import LONG_PAST, Cluster
 from .coverage import named, state_of
 from .network import QUEUE_MAX
+from .oracle import is_majority
 from .schedule import Scenario
 from .transcript import Transcript
 from .violation import Violation
@@ -119,9 +120,11 @@ def _judge_the_end(cluster: Cluster) -> None:
             for rank in node.controller.world.ranks_of(node.number) if node.controller.world else ():
                 if node.ends.get(rank) != (node.controller.generation, cluster.last_step):
                     raise Violation("BIT_EXACT", f"the job ended well, and rank {rank} had not made its last step")
-    members = cluster.newest_world.members
-    codes = {exits[node] for node in members if node in exits} - {EXIT_FENCED}
-    if len(codes) > 1 and not cluster.blows.blamed >= {n for n in members if exits.get(n) not in (0, EXIT_FENCED)}:
+    world, blamed = cluster.newest_world, cluster.blows.blamed
+    codes = {exits[node] for node in world.members if node in exits} - {EXIT_FENCED}
+    alone = {node for node in world.members if exits.get(node) not in (0, EXIT_FENCED)}
+    could_decide = is_majority(world, set(world.members) - blamed, cluster.policy.witness)
+    if len(codes) > 1 and could_decide and not blamed >= alone:
         raise Violation("RIGHT_VERDICT", f"one job ended in several ways: {exits}")
 
 

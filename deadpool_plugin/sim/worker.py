@@ -38,7 +38,7 @@ class Process:
         self._backlog: list[tuple[Callable[..., object], tuple[Any, ...]]] = []
         self.took_over = self.in_training = self.rehearsed = False
         self.unwound_for: Generation = 0
-        self.store = ""
+        self.stores: list[str] = []
         self.state: State | None = None
         self.step: Step = NO_STEP
         self.finished = False

@@ -49,6 +49,16 @@ MUTANTS = (
         "two worlds may be decided in one generation",
     ),
     Mutant(
+        "stands-still-only-before-a-swap", "core/pausing.py",
+        "if ctx.ended or not ctx.has_trained:", "if ctx.ended or ctx.swapping or not ctx.has_trained:",
+        "who is fenced, cut off and in a call that cannot be interrupted is replaced while it still runs",
+    ),
+    Mutant(
+        "newest-store-only", "sim/processes.py",
+        "for address in stores if not self.ending else ():", "for address in stores[-1:] if not self.ending else ():",
+        "groups are to be built over a store of a process that is gone, and nobody says so",
+    ),
+    Mutant(
         "complaint-said-once", "core/controller.py",
         "if event.silent and event.node in self._ctx.watch.silent:", "if False:",
         "a job whose nodes cannot mirror to each other any more waits for ever",
@@ -161,8 +171,8 @@ MUTANTS = (
     ),
     Mutant(
         "committed-of-an-older-generation", "core/hearing.py",
-        "elif message.generation != self._ctx.world.generation or sender in ctx.watch.evidence:",
-        "elif sender in ctx.watch.evidence:",
+        "if message.generation != ctx.world.generation or sender in ctx.watch.evidence:",
+        "if sender in ctx.watch.evidence:",
         "the gate is opened by a word of a history that did not happen",
     ),
     Mutant(

@@ -49,6 +49,10 @@ def untimed(message):
     return msgspec.structs.replace(message, sent_at=NEVER) if isinstance(message, (Report, Status)) else message
 
 
+def decided(plan: SwapPlan, ballot: Ballot | None = None) -> Decided:
+    return Decided(plan, ballot or Ballot(plan.world.generation, 1, 0))
+
+
 def hear(controller: Controller, sender: int, message, now: float = 0.1) -> list[io.Action]:
     return controller.step(io.Received(sender, message), now)
 
@@ -105,28 +109,28 @@ def test_a_voter_fences_first_and_says_nothing_of_the_old_generation_after():
     )
     assert hear(controller, 0, Propose(ballot, PLAN), 1.8) == [io.Send(0, Accepted(ballot))]
     assert said(hear(controller, 1, Prepare(Ballot(1, 0, 1), (2,)), 1.9)) == [(1, Refused(Ballot(1, 0, 1), ballot))]
-    actions = hear(controller, 0, Decided(PLAN), 2.0)
+    actions = hear(controller, 0, decided(PLAN), 2.0)
     assert actions[0] == io.Reconfigure(PLAN)
-    assert hear(controller, 0, Decided(PLAN), 2.1) == []
+    assert hear(controller, 0, decided(PLAN), 2.1) == []
 
 
 def test_a_decision_without_its_prepare_fences_first():
-    actions = hear(formed(3), 0, Decided(PLAN))
+    actions = hear(formed(3), 0, decided(PLAN))
     assert actions[:2] == [io.AbortWorkers(1), io.Reconfigure(PLAN)]
 
 
 def test_whoever_is_behind_is_told_the_decision_again():
     controller = formed(0)
-    hear(controller, 1, Decided(PLAN))
+    hear(controller, 1, decided(PLAN))
     for sender in (1, 2):  # a member, and the node that was lost
         for message in (Report(0, sender), Prepare(Ballot(1, 5, sender), (0,)), Status(0, 9, True, True)):
-            assert (sender, Decided(PLAN)) in said(hear(controller, sender, message))
+            assert (sender, decided(PLAN)) in said(hear(controller, sender, message))
 
 
 def test_who_is_counted_as_lost_leaves():
     for message in (
         Prepare(Ballot(1, 1, 0), (2,)),
-        Decided(PLAN),
+        decided(PLAN),
         NodeFailed(0, 2, "you are"),
         Propose(Ballot(1, 1, 0), PLAN),
     ):
@@ -137,21 +141,21 @@ def test_who_is_counted_as_lost_leaves():
 
 def test_a_verdict_of_another_generation_or_of_no_member_ends_nothing_here():
     controller = formed(0)
-    hear(controller, 1, Decided(PLAN))
+    hear(controller, 1, decided(PLAN))
     assert hear(controller, 2, Verdict(1, 1, "mine")) == []
-    assert hear(controller, 2, Verdict(0, 1, "mine")) == [io.Send(2, Decided(PLAN))]
+    assert hear(controller, 2, Verdict(0, 1, "mine")) == [io.Send(2, decided(PLAN))]
     actions = hear(controller, 1, Verdict(0, 1, "it ended before it heard of the swap"))
     assert not controller.ended and any(isinstance(message, Prepare) for _, message in said(actions))
     controller = formed(0)
-    hear(controller, 1, Decided(PLAN))
+    hear(controller, 1, decided(PLAN))
     assert hear(controller, 1, Verdict(1, 1, "ours"))[-1] == io.Leave(1, "ours")
 
 
 def test_an_accusation_of_an_older_generation_is_answered_by_the_newest_plan():
     controller = formed(1)
-    hear(controller, 0, Decided(PLAN))
+    hear(controller, 0, decided(PLAN))
     for node in (0, 1):
-        assert hear(controller, 3, NodeFailed(0, node, "gone")) == [io.Send(3, Decided(PLAN))]
+        assert hear(controller, 3, NodeFailed(0, node, "gone")) == [io.Send(3, decided(PLAN))]
     assert not controller.ended
     hear(controller, 0, NodeFailed(0, 0, "who gives itself up is gone in any generation"))
     assert 0 not in controller._ctx.living
@@ -195,14 +199,14 @@ def test_going_behind_a_committed_step_is_said_and_believed(held_by_a_spare, und
 
 def test_a_rehearsal_is_started_once_and_announced():
     controller = formed(3)
-    task = Rehearse(0, 0, 1, 1)
+    task = Rehearse(0, 0, 1)
     assert hear(controller, 0, task) == [io.StartRehearsal(0, 1, 1)]
     assert hear(controller, 0, task) == []
     actions = controller.step(io.SpareRehearsed(0, 1), 1.0)
     assert io.Emit("SpareReady", {"spare": 3, "ranks": (1,)}) in actions
     assert (0, Report(0, 3, rehearsed=((0, 1),))) in said(actions)
-    assert hear(controller, 0, Rehearse(0, 0, 1, 2)) == [], "done is done, wherever the recording came from"
-    assert hear(controller, 0, Rehearse(0, 0, 2, 2))[0] == io.StartRehearsal(0, 2, 2)
+    assert hear(controller, 0, Rehearse(0, 0, 1)) == [], "done is done, wherever the recording came from"
+    assert hear(controller, 0, Rehearse(0, 0, 2))[0] == io.StartRehearsal(0, 2, 2)
 
 
 def test_verdicts_name_the_newest_checkpoint_wherever_it_was_saved():
@@ -233,7 +237,7 @@ def test_a_rehearsal_that_fails_is_ordered_again_within_the_budget():
     controller = Controller(3, TIMING, Policy(restarts_max=2))
     controller.step(io.WorldFormed(WORLD), 0.0)
     order, failure = io.StartRehearsal(0, 1, 1), io.SpareFailed(0, 1, "signal 9")
-    assert hear(controller, 0, Rehearse(0, 0, 1, 1)) == [order]
+    assert hear(controller, 0, Rehearse(0, 0, 1)) == [order]
     assert order in controller.step(failure, 0.2)
     assert controller.step(io.SpareFailed(0, 2, "of an order before"), 0.2) == []
     assert order in controller.step(failure, 0.3)
@@ -244,7 +248,7 @@ def test_rehearsals_that_failed_long_ago_do_not_count():
     controller = Controller(3, TIMING, Policy(restarts_max=1, restarts_window_s=60.0))
     controller.step(io.WorldFormed(WORLD), 0.0)
     order, failure = io.StartRehearsal(0, 1, 1), io.SpareFailed(0, 1, "signal 9")
-    hear(controller, 0, Rehearse(0, 0, 1, 1))
+    hear(controller, 0, Rehearse(0, 0, 1))
     for now in (1.0, 61.0, 121.0):
         assert order in controller.step(failure, now)
     assert controller.step(failure, 180.0)[-1].exit_code == 87
@@ -252,11 +256,11 @@ def test_rehearsals_that_failed_long_ago_do_not_count():
 
 def test_a_rehearsal_that_fails_during_a_swap_is_the_next_generations():
     controller = formed(3)
-    hear(controller, 0, Rehearse(0, 0, 1, 1))
+    hear(controller, 0, Rehearse(0, 0, 1))
     hear(controller, 0, Prepare(Ballot(1, 1, 0), ()))
     assert not any(isinstance(a, io.StartRehearsal) for a in controller.step(io.SpareFailed(0, 1, "signal 9"), 0.2))
-    hear(controller, 0, Decided(SwapPlan(World(1, (0, 1, 2), (3,)), 4, (), (), "store")))
-    assert hear(controller, 0, Rehearse(1, 0, 1, 1)) == [io.StartRehearsal(0, 1, 1)]
+    hear(controller, 0, decided(SwapPlan(World(1, (0, 1, 2), (3,)), 4, (), (), "store")))
+    assert hear(controller, 0, Rehearse(1, 0, 1)) == [io.StartRehearsal(0, 1, 1)]
 
 
 def test_a_failure_is_said_at_once_and_with_every_report_until_it_is_healed():
@@ -267,7 +271,7 @@ def test_a_failure_is_said_at_once_and_with_every_report_until_it_is_healed():
     assert controller.step(io.WorkerLost(2, "again"), 0.3) == []
     assert controller.step(io.WorkerLost(1, "another node's"), 0.3) == []
     assert message in said(controller.step(io.Ticked(), 1.3))
-    hear(controller, 0, Decided(SwapPlan(World(1, (0, 1, 2), (3,)), 4, (), (), "store")), 1.4)
+    hear(controller, 0, decided(SwapPlan(World(1, (0, 1, 2), (3,)), 4, (), (), "store")), 1.4)
     assert not any(isinstance(message, RankFailed) for _, message in said(controller.step(io.Ticked(), 2.5)))
 
 
@@ -279,26 +283,26 @@ def test_without_the_store_it_builds_upon_a_generation_is_stuck(node, when):
     hear(controller, 0, Status(0, 3, True, True))
     controller.step(io.StoreOffered("ours"), 0.1)
     hear(controller, 0, Prepare(Ballot(1, 1, 0), ()))
-    decided = Decided(SwapPlan(World(1, (0, 1, 2), (3,)), 4, (), (), "ours"))
+    message = decided(SwapPlan(World(1, (0, 1, 2), (3,)), 4, (), (), "ours"))
     if when == "decided":
-        hear(controller, 0, decided, 0.2)
+        hear(controller, 0, message, 0.2)
     controller.step(io.WorkerLost(2, "signal 9"), 0.2)
     actions = controller.step(io.StoreLost("ours"), 0.2)
     if when == "promised":
-        actions = hear(controller, 0, decided, 0.3)
+        actions = hear(controller, 0, message, 0.3)
     (report,) = [message for to, message in said(actions) if isinstance(message, Report) and to == 0]
     assert report.generation == 1 and "store" in report.stuck
     coordinator = formed(0)
-    hear(coordinator, 0, decided)
+    hear(coordinator, 0, message)
     prepared = said(hear(coordinator, node, report))
     assert (1, Prepare(Ballot(2, 1, 0), ())) in prepared
-    hear(controller, 0, Decided(SwapPlan(World(2, (0, 1, 2), (3,)), 4, (), (), "another")), 0.4)
+    hear(controller, 0, decided(SwapPlan(World(2, (0, 1, 2), (3,)), 4, (), (), "another")), 0.4)
     assert not said(controller.step(io.Ticked(), 2.0))[0][1].stuck
 
 
 def test_a_store_that_is_gone_after_the_groups_were_built_is_missed_by_nobody():
     controller = formed(3)
-    hear(controller, 0, Decided(SwapPlan(World(1, (0, 1, 2), (3,)), 4, (), (), "ours")))
+    hear(controller, 0, decided(SwapPlan(World(1, (0, 1, 2), (3,)), 4, (), (), "ours")))
     hear(controller, 0, Status(1, 4, True, False), 0.2)
     assert controller.step(io.StoreLost("ours"), 0.3) == []
 
@@ -334,9 +338,51 @@ def test_the_newest_store_of_a_process_that_runs_a_rank_is_offered():
 def test_a_rehearsal_that_fails_for_want_of_its_lost_source_is_nobodys_fault():
     controller = Controller(3, TIMING, Policy(restarts_max=0))
     controller.step(io.WorldFormed(WORLD), 0.0)
-    hear(controller, 0, Rehearse(0, 0, 1, 1))
+    hear(controller, 0, Rehearse(0, 0, 1))
     controller.step(io.LinkLost(1, "reset"), 0.1)
     controller.step(io.SpareFailed(0, 1, "no recording"), 0.2)
     assert not controller.ended
-    hear(controller, 0, Rehearse(0, 0, 1, 2), 0.3)
-    assert controller.step(io.SpareFailed(0, 1, "no recording"), 0.4)[-1].exit_code == 87
+
+
+def test_a_rehearsal_is_ordered_again_from_who_runs_the_rank_now():
+    """With more spares than active nodes two rehearse one rank; the other one has taken it over."""
+    controller = Controller(4, TIMING, Policy(restarts_max=0))
+    controller.step(io.WorldFormed(World(0, (0, 1), (2, 3, 4))), 0.0)
+    assert hear(controller, 0, Rehearse(0, 0, 1)) == [io.StartRehearsal(0, 1, 1)]
+    controller.step(io.SpareRehearsed(0, 1), 0.2)
+    hear(controller, 0, decided(SwapPlan(World(1, (0, 3), (2, 4)), 4, (1,), (), "store")), 0.3)
+    assert hear(controller, 0, Rehearse(1, 0, 1), 0.4) == []
+    assert controller.step(io.SpareFailed(0, 1, "signal 9"), 0.5)[0] == io.StartRehearsal(0, 1, 3)
+    assert controller.step(io.SpareFailed(0, 1, "signal 9"), 0.6)[-1].exit_code == 87
+
+
+def test_who_is_fenced_and_cut_off_stands_still_too():
+    """Its process may be in a call that cannot be interrupted, such as a save; the swap is decided without it."""
+    controller = formed(1)
+    hear(controller, 0, Status(0, 4, True, True, sent_at=5.0, certain=5.0), 5.0)
+    hear(controller, 0, Prepare(Ballot(1, 1, 0), (2,)), 6.0)
+    assert io.PauseWorkers() not in controller.step(io.Ticked(), 13.9)
+    assert io.PauseWorkers() in controller.step(io.Ticked(), 14.1)
+    hear(controller, 0, Status(0, 4, True, True, sent_at=14.2, certain=14.0), 14.3)
+    assert not controller._ctx.paused, "whoever leads the swap hears it still"
+
+
+def test_who_votes_late_knows_that_it_may_be_decided_already():
+    """A majority had accepted without it: the others have watched its silence since, and it stands still at once."""
+    controller = formed(1)
+    hear(controller, 0, Status(0, 4, True, True, sent_at=1.0, certain=1.0), 1.0)
+    ballot, plan = Ballot(1, 1, 0), SwapPlan(World(1, (0, 1, 3)), 4, (2,), (), "store")
+    hear(controller, 0, Prepare(ballot, (2,)), 2.0)
+    assert said(hear(controller, 0, Propose(ballot, plan), 12.0)) != []
+    actions = hear(controller, 0, decided(plan, ballot), 12.1)
+    assert io.Reconfigure(plan) in actions and io.PauseWorkers() in actions[actions.index(io.Reconfigure(plan)) :]
+
+
+def test_who_has_promised_lately_goes_on_at_once():
+    controller = formed(1)
+    hear(controller, 0, Status(0, 4, True, True, sent_at=1.0, certain=1.0), 1.0)
+    hear(controller, 0, Prepare(Ballot(1, 1, 0), (2,)), 2.0)
+    hear(controller, 0, Prepare(Ballot(1, 2, 0), (2,)), 11.0)
+    plan = SwapPlan(World(1, (0, 1, 3)), 4, (2,), (), "store")
+    actions = hear(controller, 0, decided(plan, Ballot(1, 2, 0)), 12.0)
+    assert io.Reconfigure(plan) in actions and not controller._ctx.paused

@@ -6,12 +6,13 @@ import pytest
 
 from deadpool_plugin.core import io
 from deadpool_plugin.core.controller import Controller
-from deadpool_plugin.core.messages import Decided, Goodbye, JoinRequest, Prepare, Refused, Report, Status, Verdict
+from deadpool_plugin.core.messages import Goodbye, JoinRequest, Prepare, Refused, Report, Status, Verdict
 from deadpool_plugin.core.policy import Policy
 from deadpool_plugin.core.types import Ballot, SwapPlan, World
 
 from .cluster import TIMING, Cluster
 from .test_cluster import finished
+from .test_controller import decided
 from .test_failures import SEEDS, WORLD, started
 
 WAIT = Policy(wait_for_hosts=True)
@@ -155,7 +156,7 @@ def test_it_becomes_a_member_by_the_plan_that_has_it():
     controller, _ = joining()
     ballot = Ballot(5, 1, 0)
     assert controller.step(io.Received(0, Prepare(ballot, (1,))), 0.2) == [], "not a voter yet"
-    actions = controller.step(io.Received(1, Decided(plan)), 0.3)
+    actions = controller.step(io.Received(1, decided(plan)), 0.3)
     assert actions[:2] == [io.AbortWorkers(4), io.Reconfigure(plan)]
     assert controller.world == plan.world
     assert io.AbortWorkers(5) in actions, "what was said early is heard now"
@@ -166,7 +167,7 @@ def test_it_becomes_a_member_by_the_plan_that_has_it():
     [
         (io.Received(0, Verdict(3, 86, "over")), 86),
         (io.Received(0, Verdict(3, 0, "finished")), 0),
-        (io.Received(0, Decided(SwapPlan(World(4, (0, 1)), 9, (7,), (), "store"))), 87),
+        (io.Received(0, decided(SwapPlan(World(4, (0, 1)), 9, (7,), (), "store"))), 87),
         (io.LinkLost(0, "reset"), 87),
         (io.Received(0, Goodbye(3)), 87),
         (io.StopRequested("operator", 143), 143),
@@ -192,9 +193,9 @@ def test_a_member_is_told_the_plan_again_and_a_former_one_too():
     controller = Controller(0, TIMING)
     controller.step(io.WorldFormed(World(0, (0, 1), (2, 3))), 0.0)
     plan = SwapPlan(World(1, (0, 1), (2, 7)), 4, (3,), (), "store", joined=(7,))
-    controller.step(io.Received(2, Decided(plan)), 0.1)
+    controller.step(io.Received(2, decided(plan)), 0.1)
     for node in (7, 3):
-        assert controller.step(io.Received(node, JoinRequest(node)), 0.2) == [io.Send(node, Decided(plan))]
+        assert controller.step(io.Received(node, JoinRequest(node)), 0.2) == [io.Send(node, decided(plan))]
 
 
 def test_a_host_that_asks_anew_is_judged_anew():

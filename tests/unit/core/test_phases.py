@@ -9,13 +9,13 @@ import pytest
 
 from deadpool_plugin.core import io
 from deadpool_plugin.core.controller import Controller
-from deadpool_plugin.core.messages import Decided, Status
+from deadpool_plugin.core.messages import Status
 from deadpool_plugin.core.phases import MOVES, IllegalMove, Phase, diagram, moved
 from deadpool_plugin.core.policy import Policy
 from deadpool_plugin.core.types import NO_STEP, SwapPlan, World
 
 from .cluster import TIMING, Cluster
-from .test_controller import PLAN, formed, hear
+from .test_controller import PLAN, decided, formed, hear
 
 README = Path(__file__).resolve().parents[3] / "deadpool_plugin" / "core" / "README.md"
 WAIT = Policy(wait_for_hosts=True, restarts_max=9)
@@ -119,8 +119,8 @@ def test_every_move_of_the_table_is_made_and_no_other():
         *(stopped_at(phase) for phase in Phase if phase not in (Phase.OUTSIDE, Phase.WAITING, Phase.ENDED)),
     ):
         made |= moves_of(cluster)
-    made |= single(formed(3), io.Received(0, Decided(PLAN)))
-    made |= single(formed(3), io.Received(0, Status(0, 3, True, True)), io.Received(0, Decided(PLAN)))
+    made |= single(formed(3), io.Received(0, decided(PLAN)))
+    made |= single(formed(3), io.Received(0, Status(0, 3, True, True)), io.Received(0, decided(PLAN)))
     made |= single(Controller(0, TIMING), io.StopRequested("operator", 143))
     made |= single(Controller(9, TIMING), io.Joining((0, 1)))
     changes = {(before, after) for before, after in made if before is not after}
@@ -142,7 +142,7 @@ def test_a_world_is_met_once(event):
 
 def test_a_start_over_that_was_decided_elsewhere_is_no_move():
     controller = formed(3)
-    hear(controller, 0, Decided(SwapPlan(World(1, (0, 1, 3)), NO_STEP, (2,), (), "")))
+    hear(controller, 0, decided(SwapPlan(World(1, (0, 1, 3)), NO_STEP, (2,), (), "")))
     assert controller.phase is Phase.STARTING and controller.generation == 1
 
 

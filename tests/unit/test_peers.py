@@ -1,0 +1,42 @@
+"""agent/peers.py: what is asked of another node in vain is said, so that the controllers can judge."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from deadpool_plugin.agent.peers import Peers
+from deadpool_plugin.core import io
+from deadpool_plugin.errors import TransportError
+from deadpool_plugin.mirror.bulk import RefusedByPeer
+from deadpool_plugin.mirror.store import SnapshotStore
+from deadpool_plugin.transport.handshake import Credentials
+
+
+def asked(error: TransportError, *nodes: int) -> list[io.Input]:
+    """What was said after node 0 had asked `nodes` and met `error` each time."""
+
+    async def scenario():
+        said: list[io.Input] = []
+        peers = Peers(0, Credentials(b"secret"), SnapshotStore(), 0.3, said.append)
+
+        def fails():
+            raise error
+
+        with pytest.raises(TransportError):
+            await peers.ask(fails, *nodes)
+        await peers.close()
+        return said
+
+    return asyncio.run(asyncio.wait_for(scenario(), timeout=30))
+
+
+def test_who_cannot_be_asked_for_the_patience_is_not_heard():
+    said = asked(TransportError("no route to host"), 2, 0, 2)
+    assert [(event.node, event.silent) for event in said] == [(2, True)], "and nothing of this node itself"
+    assert "no route to host" in said[0].reason
+
+
+def test_who_answers_no_is_heard():
+    assert asked(RefusedByPeer("not held"), 2) == []
