@@ -82,6 +82,8 @@ class Context:
         """In this generation."""
         self.newest_committed: Step = NO_STEP
         """Of this history: `committed`, or what the newest plan goes back to until something is committed after it."""
+        self.step_s = 0.0
+        """The time between the two newest commits, where this node coordinates."""
         self.training = False
         self.has_trained = False
         """Training has begun in this generation or in one before it: the script must not begin again."""

@@ -33,6 +33,7 @@ class Coordination:
         self._finished: set[Rank] = set()
         self._store = ""
         self._committed: Step = NO_STEP
+        self._committed_at = context.now
         self._protected = False
         self._said: Status | None = None
         self._said_at = self._beat_at = context.now
@@ -93,7 +94,8 @@ class Coordination:
 
     def _commit(self, step: Step) -> None:
         if step > self._committed:
-            self._committed = step
+            self._ctx.step_s = self._ctx.now - self._committed_at if self._committed != NO_STEP else 0.0
+            self._committed, self._committed_at = step, self._ctx.now
             self._ctx.emit("StepCommitted", step=step)
 
     def _start(self) -> None:

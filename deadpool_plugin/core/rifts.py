@@ -1,11 +1,11 @@
 """Two members that do not hear each other, while the coordinator hears both: one of them has to go if that lasts.
 
 A short one does no harm: whoever cannot mirror or fetch tries again, and the job waits. It says so again for as long
-as it fails (the caller feeds LinkLost every so often). Said `silent_after_s` apart with no step committed in between,
-it holds the job up, and nothing else would end that.
+as it fails (the caller feeds LinkLost every so often). Said `silent_after_s` and the time of a step apart with no step
+committed in between, it holds the job up, and nothing else would end that.
 
-Rules of this file: the coordinator judges; who does not hear the most others is asked to leave, which stops its workers
-before it is replaced. May import context, messages and types only.
+Rules of this file: the coordinator judges; a spare is asked to leave, or who does not hear the most others, which stops
+its workers before it is replaced. May import context, messages and types only.
 """
 
 from __future__ import annotations
@@ -40,13 +40,15 @@ class Rifts:
             return
         if before is None or before.committed != ctx.newest_committed:
             self._complaints[pair] = _Complaint(ctx.newest_committed, ctx.now)
-        elif ctx.now - before.since >= ctx.timing.silent_after_s:
-            goes = max(node, sender, key=self._rifts_of)  # of equals the one complained of
+        elif ctx.now - before.since >= ctx.timing.silent_after_s + ctx.step_s:
+            goes = max(node, sender, key=self._how_dispensable)  # of equals the one complained of
             reason = f"nodes {sender} and {node} cannot reach each other, and no step is committed any more"
             ctx.emit("Note", text=f"node {goes} is asked to leave: {reason}")
             ctx.send(goes, NodeFailed(ctx.world.generation, goes, reason))
 
-    def _rifts_of(self, node: NodeId) -> int:
-        """How many others it does not hear, or do not hear it, since the newest committed step."""
+    def _how_dispensable(self, node: NodeId) -> tuple[bool, int]:
+        """Whether it runs no rank; how many others it does not hear, or do not hear it, since the newest committed
+        step."""
         now, others = self._ctx.newest_committed, self._complaints.items()
-        return len({frozenset(pair) for pair, made in others if made.committed == now and node in pair})
+        rifts = {frozenset(pair) for pair, made in others if made.committed == now and node in pair}
+        return node in self._ctx.world.spares, len(rifts)

@@ -56,8 +56,12 @@ def test_said_of_different_nodes_it_waits():
 
 
 def test_who_does_not_hear_the_most_others_goes():
-    assert asked_to_leave(formed(0), (4, 1), (1, 2), (1, 2)) == [1]
+    assert asked_to_leave(formed(0), (3, 1), (1, 2), (1, 2)) == [1]
     assert asked_to_leave(formed(0), (1, 2), (2, 1), (1, 2)) == [2]
+
+
+def test_a_spare_goes_before_who_runs_ranks():
+    assert asked_to_leave(formed(0), (4, 1), (2, 1), (4, 1)) == [4]
 
 
 def test_as_long_as_steps_are_committed_both_stay():
@@ -65,7 +69,9 @@ def test_as_long_as_steps_are_committed_both_stay():
     for step in range(4):
         assert asked_to_leave(coordinator, (1, 2), now=step * 10.0) == []
         commit(coordinator, step, step * 10.0 + 1.0)
-    assert asked_to_leave(coordinator, (1, 2), (1, 2), now=40.0) == [2]
+    complaints = [(1, 2)] * 4
+    assert asked_to_leave(coordinator, *complaints[:2], now=40.0) == [], "a step takes as long"
+    assert asked_to_leave(coordinator, *complaints[:1], now=60.0) == [2]
 
 
 def test_a_member_that_does_not_lead_asks_nobody():
