@@ -103,11 +103,8 @@ class Workers:
             peer.send(self._start)
 
     def _store_offer(self, slot: Slot, peer: LocalPeer, message: local.StoreOffer) -> None:
-        host = message.host
-        if not host or host.startswith("127.") and not self.address.startswith("127."):
-            host = self.address
         if slot.living is not None:  # else these are the last words of one that is known to be dead
-            self.lives.hosts(slot, slot.living, f"{host}:{message.port}")
+            self.lives.hosts(slot, slot.living, f"{message.host}:{message.port}")
 
     def restored(self, slot: Slot, message: local.Restored) -> None:
         """The slot's process is in training in the new world."""

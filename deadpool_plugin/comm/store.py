@@ -17,14 +17,15 @@ _SIOCGIFADDR = 0x8915
 
 
 def host_store(host: str | None = None, timeout_s: float = 300.0) -> tuple[TCPStore, str]:
-    """Start a store in this process; returns it and its "host:port". It listens on that address only.
+    """Start a store in this process; returns it and its "host:port". It listens on that address only, unless that is a
+    name which means something else to others.
 
     Args:
         host: the address others reach this process at; by default that of gloo's interface (GLOO_SOCKET_IFNAME), else
-            the one this host has on its way to MASTER_ADDR, else what its name resolves to.
+            its agent's (DEADPOOL_ADDRESS), else what its name resolves to.
     """
     address = host or _own_address()
-    listener = socket.create_server((address, 0), family=_family(address), backlog=1024)
+    listener = socket.create_server((_bound(address), 0), family=_family(address), backlog=1024)
     port = listener.getsockname()[1]
     server = TCPStore(
         address, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s),
@@ -47,12 +48,15 @@ def _own_address() -> str:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             packed = struct.pack("256s", interface.encode()[:15])
             return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, packed)[20:24])
-    master = os.environ.get("MASTER_ADDR")
-    if master:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((master, 9))  # nothing is sent: this only asks for the route
-            return str(probe.getsockname()[0])
-    return socket.gethostbyname(socket.gethostname())
+    return os.environ.get("DEADPOOL_ADDRESS") or socket.gethostbyname(socket.gethostname())
+
+
+def _bound(address: str) -> str:
+    """Where to listen: everywhere where a host's own name is a loopback address on itself (Debian's 127.0.1.1)."""
+    if ":" in address or address == "localhost":
+        return address
+    found = socket.gethostbyname(address)
+    return "" if found.startswith("127.") and found != address else address
 
 
 def _family(address: str) -> socket.AddressFamily:
