@@ -49,15 +49,18 @@ class Config(BaseModel):
     it is absent. Hazard: without a shared home directory, each host would make a different one: copy it."""
 
     output_dir: Path = Path("deadpool-logs")
-    """Directory for each rank's output, the event logs and what rehearsals write. Relative to the working directory."""
+    """Directory for each rank's output, the event logs and what rehearsals write; made if it is absent. Relative to the
+    working directory; `~` is the home directory."""
 
     interface_address: str | None = None
     """IP address to bind sockets to, where hosts have several networks. None: the one that reaches the first host.
+    The frameworks' own connections (gloo, NCCL) follow GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME.
     Hazard: it is a per-host value; a file shared by all hosts normally leaves it out."""
 
     port_range: tuple[int, int] | None = None
-    """First and last port (inclusive) for connections between hosts, for firewalls. None: the system chooses.
-    At least 4 ports; the launcher's MASTER_PORT is used for the first meeting besides."""
+    """First and last port (inclusive) for connections between the hosts' agents, for firewalls. None: the system
+    chooses. At least 4 ports; the launcher's MASTER_PORT, which is used for the first meeting, is not among them.
+    Hazard: training's own connections (groups and the store they are built over) are at ports the system chooses."""
 
     memory_headroom_gib: float = Field(default=1.0, ge=0.0)
     """GiB of host memory that must stay free after the snapshots' memory is reserved. Hazard: too little and the
@@ -161,6 +164,14 @@ class Config(BaseModel):
         return hashlib.sha256(json.dumps(shared, sort_keys=True).encode()).hexdigest()[:16]
 
     # ---- validation
+
+    @field_validator("output_dir", "witness")
+    @classmethod
+    def _at_home(cls, path: Path | None) -> Path | None:
+        try:
+            return path.expanduser() if path is not None else None
+        except RuntimeError as error:
+            raise ValueError(str(error)) from error
 
     @field_validator("spares", mode="before")
     @classmethod

@@ -28,7 +28,9 @@ def prepare(arguments: list[str]) -> tuple[roles.Launch, CommandLine]:
     config = load(line.config)
     launch = roles.from_environment()
     roles.check_spares(launch.place, config)
+    roles.check_ports(launch.place, config)
     roles.check_versions()
+    roles.check_directories(config)
     ensure(config)
     if line.command[0] != "-m" and not Path(line.command[0]).is_file():
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""What the launcher's environment says, checked before anything is started.
+"""What the launcher's environment says and this host has, checked before anything is started.
 
 Rules of this file: every mistake a user can make here gives a ConfigError that says what was found, what was expected
 and what to do; which rank runs where is worked out in agent/world.py once all hosts are known.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import tempfile
 from collections.abc import Callable, Mapping
 from importlib import metadata
 
@@ -75,6 +76,33 @@ def check_spares(place: Place, config: Config) -> None:
         spare_nodes(config.spares, [f"host{node}" for node in range(place.nodes_total)])
     else:
         check_count(place.nodes_total, len(config.spares))
+
+
+def check_ports(place: Place, config: Config) -> None:
+    """Raises: ConfigError if the first meeting's port may be taken by an agent before."""
+    first, last = config.port_range or (0, -1)
+    if first <= place.master_port <= last:
+        raise ConfigError(
+            f"port_range [{first}, {last}] holds MASTER_PORT={place.master_port}, where the hosts first meet",
+            "a range without it",
+            "name another one, or another --master_port",
+        )
+
+
+def check_directories(config: Config) -> None:
+    """Makes those that are absent. Raises: ConfigError for one that cannot be written to."""
+    for field, path in (("output_dir", config.output_dir), ("witness", config.witness)):
+        if path is None:
+            continue
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=path).close()
+        except OSError as error:
+            raise ConfigError(
+                f"{field} {path.absolute()} cannot be used on {os.uname().nodename} ({error.strerror})",
+                "a directory that can be made and written to on every host",
+                "name another one, or make it",
+            ) from error
 
 
 def check_versions(version_of: Callable[[str], str] = metadata.version) -> None:

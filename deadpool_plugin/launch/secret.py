@@ -24,16 +24,16 @@ def ensure(config: Config) -> bytes:
     Raises: ConfigError if it is missing, readable by others, somebody else's, or too short.
     """
     path = config.secret_path
-    if "secret_file" not in config.model_fields_set and not path.exists():
-        _make(path)
     try:
+        if "secret_file" not in config.model_fields_set and not path.exists():
+            _make(path)
         status = path.stat()
         secret = path.read_bytes().strip()
     except OSError as error:
         raise ConfigError(
-            f"secret_file {path} cannot be read ({error.strerror})",
+            f"secret_file {path} cannot be read on {os.uname().nodename} ({error.strerror})",
             "a file with the job's secret, the same on every host",
-            f"`head -c 32 /dev/urandom | base64 > {path}; chmod 600 {path}`",
+            f"`head -c 32 /dev/urandom | base64 > {path}; chmod 600 {path}`, or name another one",
         ) from error
     if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
         raise ConfigError(

@@ -52,6 +52,13 @@ def test_the_full_example_shows_every_field_with_its_default():
     assert load(CONFIGS / "full.yaml").model_dump() == Config().model_dump()
 
 
+def test_a_tilde_is_the_home_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    found = load(write(tmp_path, "output_dir: ~/logs\nwitness: ~/witness\nsecret_file: ~/secret"))
+    named = [found.output_dir, found.witness, found.secret_path]
+    assert named == [Path("/home/me", name) for name in ("logs", "witness", "secret")]
+
+
 def test_an_empty_file_is_valid(tmp_path):
     assert load(write(tmp_path, "# nothing\n")) == Config()
 
@@ -75,6 +82,7 @@ def test_an_empty_file_is_valid(tmp_path):
         ("header_kib: 4096\nhistory_limit_mib: 4", "header_kib"),
         ("racks: {a: [x, y], b: [y]}", "names y twice"),
         ("racks: {a: x}", "racks"),
+        ("output_dir: ~nobody-of-that-name/logs", "`output_dir`: Could not determine home directory"),
         ("- a\n- b", "holds a list"),
         ("a: [", "is not YAML"),
     ],

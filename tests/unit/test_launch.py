@@ -145,6 +145,13 @@ def test_only_the_default_secret_is_made(tmp_path, monkeypatch):
         ensure(Config(secret_file=tmp_path / "other"))
 
 
+def test_a_home_without_room_for_the_secret_is_said(tmp_path, monkeypatch):
+    (tmp_path / ".deadpool").touch()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(ConfigError, match=rf"\.deadpool/secret cannot be read on {os.uname().nodename}"):
+        ensure(Config())
+
+
 def test_unsafe_secrets_are_refused(tmp_path):
     path = tmp_path / "secret"
     path.write_text("0123456789abcdef0123")
@@ -167,6 +174,9 @@ def test_unsafe_secrets_are_refused(tmp_path):
         ("spare: 2", {}, "did you mean `spares`?"),
         ("spares: 4", {}, "4 host(s) and 4 spare(s)"),
         ("spares: 1", {"WORLD_SIZE": "7"}, "WORLD_SIZE=7"),
+        ("port_range: [29000, 29999]", {}, "port_range [29000, 29999] holds MASTER_PORT=29500"),
+        ("output_dir: ~/d.yaml/logs", {}, f"d.yaml/logs cannot be used on {os.uname().nodename} (Not a directory)"),
+        ("output_dir: ~/logs\nwitness: ~/d.yaml", {}, "witness /"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_code_78(tmp_path, text, more, said):
