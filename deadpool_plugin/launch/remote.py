@@ -66,9 +66,7 @@ class Connection:
             self.problem = ready.problem
             self._complaints = asyncio.create_task(self._pass_on_complaints())
         else:
-            assert connection.stderr is not None
-            said = (await connection.stderr.read()).decode(errors="replace").strip().splitlines()
-            self.problem = said[-1] if said else f"ssh ended with {await connection.wait()}"
+            self.problem = await self._complaint() or f"ssh ended with {connection.returncode}"
 
     def say(self, word: leash.Word) -> None:
         """To a host that is gone: nothing."""
@@ -103,6 +101,21 @@ class Connection:
             if isinstance(word, kind):
                 return word
         return None
+
+    async def _complaint(self) -> str:
+        """The last line ssh says before it ends; a shared ssh connection may keep the pipes open."""
+        said: list[str] = []
+
+        async def listen(ssh: asyncio.subprocess.Process) -> None:
+            assert ssh.stderr is not None
+            while line := await ssh.stderr.readline():
+                said.append(line.decode(errors="replace").strip())
+            await ssh.wait()
+
+        assert self._ssh is not None
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(listen(self._ssh), CLOSE_S)
+        return next(filter(None, reversed(said)), "")
 
     async def _pass_on_complaints(self) -> None:
         assert self._ssh is not None and self._ssh.stderr is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 
 from deadpool_plugin import config, events
 from deadpool_plugin.errors import ConfigError
-from deadpool_plugin.launch import launcher, leash
+from deadpool_plugin.launch import launcher, leash, remote
 from deadpool_plugin.launch.remote import shell_command
 from deadpool_plugin.launch.request import Request
 
@@ -113,6 +114,21 @@ def test_nothing_starts_unless_every_host_is_ready(job, tmp_path):
     with pytest.raises(ConfigError, match="unreachable: ssh: no route to unreachable; expected all hosts"):
         job(hosts=["h1", "unreachable"])
     assert not (tmp_path / "seen.txt").exists()
+
+
+def test_what_ssh_said_last_is_told_though_a_shared_connection_keeps_its_pipe(monkeypatch):
+    """As with ControlPersist: the client ends, its master holds standard error."""
+    master = "exec 3<&0; cat <&3 >/dev/null & echo 'no route' >&2; exit 255"
+    word = leash.Prepare("j", 0, "", b"", "", {}, "")
+
+    async def scenario():
+        one = remote.Connection("h1", 0)
+        await asyncio.wait_for(one.prepare(["sh", "-c", master, "ssh"], word), 30)
+        await one.close()
+        return one.problem
+
+    monkeypatch.setattr(remote, "CLOSE_S", 0.2)
+    assert asyncio.run(scenario()) == "no route"
 
 
 def test_hosts_wait_for_those_that_take_longer_than_patience_s(job, capfd):
