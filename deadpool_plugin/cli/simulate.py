@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -43,13 +44,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--piece", type=int, default=1000, metavar="N", help="seeds between two writes of --out")
     parser.add_argument("--pairs", action="store_true", help="list the (state, event) pairs that did not occur")
     parser.add_argument("--show", action="store_true", help="print the transcript of every seed (few seeds, please)")
-    parser.add_argument("--save", type=Path, metavar="DIR", help="where shrunk scenarios go (default: here)")
+    parser.add_argument("--save", type=Path, metavar="DIR", help="where shrunk scenarios go (default: a temporary one)")
 
 
 def run(args: argparse.Namespace) -> int:
     """0 if no invariant was broken, 1 otherwise. Raises: ConfigError."""
     ranges = Ranges(nodes=args.nodes, spares=args.spares, steps=args.steps)
     fixed = read_faults(args.faults)
+    if args.save is not None:
+        _make(args.save)
     seeds = range(args.seeds[0], max(args.seeds[1], args.seeds[0] + 1))
     if args.show:
         for seed in seeds:
@@ -66,8 +69,10 @@ def run(args: argparse.Namespace) -> int:
     print("\n".join(described(summary, took_s)))
     if args.pairs:
         print("\n".join(f"never met when {state}: {', '.join(gap)}" for state, gap in unseen(summary.pairs).items()))
-    for outcome in summary.findings[:SHRUNK_MAX]:
-        _explain(outcome, scenario(outcome.seed, ranges, fixed), args)
+    if summary.findings:
+        folder = args.save or Path(tempfile.mkdtemp(prefix="deadpool-simulate-"))
+        for outcome in summary.findings[:SHRUNK_MAX]:
+            _explain(outcome, scenario(outcome.seed, ranges, fixed), args, folder)
     return 1 if summary.findings else 0
 
 
@@ -88,6 +93,14 @@ def read_faults(path: Path | None) -> dict[str, Any]:
         return fixed_fields(yaml.safe_load(path.read_text(encoding="utf-8")))
     except (OSError, UnicodeDecodeError, yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{path}: {error}", "a YAML file like those in tests/sim/scenarios", "correct it") from error
+
+
+def _make(folder: Path) -> None:
+    """Before the simulation, which may take hours. Raises: ConfigError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be made ({error.strerror})", "a directory", "name another one") from error
 
 
 class _Progress:
@@ -130,8 +143,8 @@ def described(summary: Summary, took_s: float) -> list[str]:
     ]
 
 
-def _explain(outcome: Outcome, failing: Scenario, args: argparse.Namespace) -> None:
-    """One sentence, the command, and the same made smaller."""
+def _explain(outcome: Outcome, failing: Scenario, args: argparse.Namespace, folder: Path) -> None:
+    """One sentence, the command, and the same made smaller, in `folder`."""
     assert outcome.finding is not None
     given = f" --faults {args.faults}" if args.faults else ""
     seed = f"--seeds {outcome.seed}:{outcome.seed + 1}"
@@ -141,7 +154,7 @@ def _explain(outcome: Outcome, failing: Scenario, args: argparse.Namespace) -> N
         f"--spares {args.spares[0]}:{args.spares[1]} --steps {args.steps}{given} --show"
     )
     small = shrunk(failing)
-    path = (args.save or Path()) / f"seed-{outcome.seed}.yaml"
+    path = folder / f"seed-{outcome.seed}.yaml"
     path.write_text(yaml.safe_dump(as_file(small), sort_keys=False), encoding="utf-8")
     print(
         f"  shrunk: {small.active}+{small.spares} hosts, {len(small.faults)} fault(s): "
