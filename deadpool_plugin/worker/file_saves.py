@@ -42,27 +42,29 @@ class FileSave(SaveCall):
         kwargs: dict[str, Any] | None = None,
     ) -> None:
         self.name, self._saves, self._original = name, saves, original
-        self._object, self._path = structure(obj), Path(path)
-        self._args, self._kwargs = args, kwargs or {}
-        self._is_done = False
+        self._path = Path(path)
+        self._given: tuple[Any, tuple[Any, ...], dict[str, Any]] | None = (structure(obj), args, kwargs or {})
 
     def __call__(self) -> None:
-        if self._is_done:
+        if self._given is None:
             return
+        obj, args, kwargs = self._given
         began = time.monotonic()
         if self._path.exists() and not self._path.is_file():  # a device or pipe is written to, not replaced
-            self._original(self._object, self._path, *self._args, **self._kwargs)
+            self._original(obj, self._path, *args, **kwargs)
         else:
-            self._write_beside(Path(os.path.realpath(self._path)))
-        self._is_done = True
+            self._write_beside(
+                Path(os.path.realpath(self._path)), lambda file: self._original(obj, file, *args, **kwargs)
+            )
+        self._given = None  # the call log would keep it for steps
         self._saves.written(str(self._path), began)
 
-    def _write_beside(self, path: Path) -> None:
+    def _write_beside(self, path: Path, write: Callable[[Path], Any]) -> None:
         beside = path.parent / f".{path.name}.{os.environ['RANK']}.writing"
         shutil.rmtree(beside, ignore_errors=True)  # of a process that was killed while it wrote
         beside.mkdir()
         try:  # the file's name is part of what torch writes, so it has its own from the start
-            self._original(self._object, beside / self._path.name, *self._args, **self._kwargs)
+            write(beside / self._path.name)
             os.replace(beside / self._path.name, path)
         finally:
             shutil.rmtree(beside, ignore_errors=True)

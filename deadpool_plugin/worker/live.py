@@ -39,6 +39,7 @@ class Live(Swapping):
                 self._updated = True
                 self._stager.wait()
             return function(*args, **kwargs)
+        self._refuse_after_error()
         if "data_iterator" in kwargs:
             kwargs["data_iterator"], found = self._log.iterators.wrap(kwargs["data_iterator"])
         else:
@@ -73,6 +74,7 @@ class Live(Swapping):
         """
         if self.inside:
             return handle.issue(name, args, kwargs)
+        self._refuse_after_error()
         kept, written = _cloned((args, kwargs)), collective.outputs(name, args, kwargs)
         restore_entry = self._entry((), {})
 
@@ -145,8 +147,20 @@ class Live(Swapping):
                 return self._do(call)
             except GenerationChanged as change:
                 forget(change)
+            except Exception as error:
+                if call.kind is not CallKind.SAVE:  # which followers skip, whatever became of it
+                    self._error = f"{call.name} raised {type(error).__name__}: {error}"
+                raise
             self._swap()
             call.rewind()
+
+    def _refuse_after_error(self) -> None:
+        if self._error:
+            raise Unsupported(
+                f"{self._error}; the script went on",
+                "training calls that return",
+                "let the error end the script: neither a redo nor a spare could repeat what it did",
+            )
 
     # ---- the cut
 

@@ -39,7 +39,9 @@ def kill_tree(pid: int) -> None:
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(descriptor, signal.SIGKILL)
     for descriptor in watched:
-        select.select([descriptor], [], [])
+        end = select.poll()  # `select` takes no descriptor above 1023, of which a trainer may have many
+        end.register(descriptor, select.POLLIN)
+        end.poll()
         os.close(descriptor)
 
 

@@ -40,6 +40,7 @@ class Swapping:
         self.inside = self._updated = False
         self._swap_began: float | None = None
         self._loss: float | None = None
+        self._error = ""
         self._at_entry: dict[str, Any] = {}
         self._at_exit: dict[str, Any] | None = None
 
@@ -49,9 +50,18 @@ class Swapping:
             self._stager.wait()
         self.inside = True
         try:
-            return call.run()
+            value = call.run()
+            if call.kind is not CallKind.SAVE:
+                self._let_it_end()
         finally:
             self.inside = False
+        return value
+
+    def _let_it_end(self) -> None:
+        """An abort of NCCL ends kernels without an error, what they left means nothing. Raises: GenerationChanged."""
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.current_stream().synchronize()
+        self._link.check()
 
     # ---- snapshots
 

@@ -1,0 +1,74 @@
+"""Calls of a rank in training: a value means something only if nothing was cut meanwhile, and errors are not caught."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+
+from deadpool_plugin.errors import GenerationChanged, Unsupported
+from deadpool_plugin.worker.adapter import CallKind
+from deadpool_plugin.worker.calls import CallLog
+from deadpool_plugin.worker.live import Live
+
+
+class Rank(Live):
+    """One that can be aborted, and whose swap does nothing."""
+
+    def __init__(self) -> None:
+        self.inside = self.aborted = False
+        self.step = self.swaps = 0
+        self._error = ""
+        self._loss = self._at_exit = None
+        self._log = CallLog()
+        self._context = types.SimpleNamespace(tapes=[])
+        self._link = types.SimpleNamespace(check=self._check)
+        self._adapter = types.SimpleNamespace(
+            entry_state=lambda args, kwargs: lambda: None,
+            rng_states=dict,
+            set_rng_states=id,
+            loss_of=lambda value: None,
+        )
+
+    def _check(self) -> None:
+        if self.aborted:
+            raise GenerationChanged(1)
+
+    def _swap(self) -> None:
+        self.aborted = False
+        self.swaps += 1
+
+
+def test_what_a_call_returns_after_its_communicators_were_cut_is_not_believed():
+    rank, values = Rank(), iter(["cut short", "whole"])
+
+    def forward():
+        value = next(values)
+        rank.aborted = value == "cut short"
+        return value
+
+    assert rank.call("forward", CallKind.PLAIN, forward, (), {}) == "whole"
+    assert rank.swaps == 1 and not rank.inside
+
+
+def test_a_script_that_catches_what_a_call_raised_is_refused_at_its_next_one():
+    def forward():
+        raise ValueError("a bad batch")
+
+    rank = Rank()
+    with pytest.raises(ValueError):
+        rank.call("forward", CallKind.PLAIN, forward, (), {})
+    with pytest.raises(Unsupported, match=r"forward raised ValueError: a bad batch; .*to do: let the error end"):
+        rank.call("step", CallKind.PLAIN, int, (), {})
+    with pytest.raises(Unsupported, match="a bad batch"):
+        rank.collective(None, "allreduce", (), {})
+
+
+def test_a_save_that_fails_is_the_scripts_own_affair():
+    def full():
+        raise OSError("disk full")
+
+    rank = Rank()
+    with pytest.raises(OSError):
+        rank.call("save", CallKind.SAVE, full, (), {})
+    assert rank.call("step", CallKind.PLAIN, lambda: 7, (), {}) == 7
