@@ -2,7 +2,8 @@
 
 Rules of this file: every buddy is served on its own; a push that fails is tried again while it is the newest of its
 rank; what stays impossible for the job's patience is evidence against that buddy, unless it answers that it is in
-another generation: then it lives, and a swap is under way. Answers of older worlds are dropped.
+another generation: then it lives, and a swap is under way. A snapshot that cannot be read here is evidence against its
+own rank's process. Answers of older worlds are dropped.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from ..core.placement import buddies_of, needs_payload
 from ..core.types import NO_STEP, Generation, NodeId, Rank, Step, World
 from ..errors import DeadpoolError
 from ..mirror.bulk import InAnotherGeneration
+from ..mirror.integrity import CorruptSnapshot
+from ..mirror.records import NotHeld
 from ..mirror.store import SnapshotStore
 from .peers import Peers
 from .profile import Profile
@@ -81,13 +84,23 @@ class Pushes:
             profile.replicas,
             profile.layout_hash,
             records,
-            lambda error: self.soon(self._pushed, buddy, generation, error, again),
+            lambda error: self.soon(self._pushed, buddy, rank, step, generation, error, again),
         )
 
     def _pushed(
-        self, buddy: NodeId, generation: Generation, error: DeadpoolError | None, again: Callable[[], None]
+        self,
+        buddy: NodeId,
+        rank: Rank,
+        step: Step,
+        generation: Generation,
+        error: DeadpoolError | None,
+        again: Callable[[], None],
     ) -> None:
         if generation != self._world.generation or generation < self._store.generation:
+            return
+        if isinstance(error, NotHeld | CorruptSnapshot):
+            if self._newest.get(rank, NO_STEP) == step:
+                self._feed(io.WorkerLost(rank, f"its newest snapshot cannot be read here: {error}"))
             return
         now = time.monotonic()
         if error is None or isinstance(error, InAnotherGeneration):

@@ -15,6 +15,7 @@ import mmap
 import os
 import struct
 from collections.abc import Callable
+from typing import NamedTuple
 
 import msgspec
 import xxhash
@@ -39,6 +40,14 @@ class SnapshotHeader(msgspec.Struct, frozen=True, array_like=True):
     layout_hash: str
     payload_bytes: int
     scalars: bytes
+
+
+class SealedHeader(NamedTuple):
+    """A header as it was found whole in its slot: itself, as it travels, and its xxh3."""
+
+    header: SnapshotHeader
+    encoded: bytes
+    digest: int
 
 
 _decode = msgspec.msgpack.Decoder(SnapshotHeader).decode
@@ -138,7 +147,7 @@ class SlotPair:
         self.seal_encoded(step, msgspec.msgpack.encode(header))
 
     def seal_encoded(self, step: int, encoded: bytes) -> None:
-        """As `seal`, with a header taken from another slot by `encoded_header`."""
+        """As `seal`, with a header taken from another slot."""
         area = self._header(step)
         need = _PREFIX.size + len(encoded)
         if need > len(area):
@@ -150,8 +159,8 @@ class SlotPair:
         area[_PREFIX.size : need] = encoded
         area[: _PREFIX.size] = _PREFIX.pack(_MAGIC, len(encoded), xxhash.xxh3_64_intdigest(encoded))
 
-    def encoded_header(self, step: int) -> bytes | None:
-        """The verified header of `step` as it travels; None if the slot is invalid or holds another step."""
+    def sealed(self, step: int) -> SealedHeader | None:
+        """The verified header of `step`; None if the slot is invalid or holds another step."""
         area = self._header(step)
         if len(area) < _PREFIX.size:  # closed
             return None
@@ -162,17 +171,17 @@ class SlotPair:
         if xxhash.xxh3_64_intdigest(encoded) != digest:
             return None
         header = _decode(encoded)
-        return encoded if (header.rank, header.step) == (self.rank, step) else None
+        return SealedHeader(header, encoded, digest) if (header.rank, header.step) == (self.rank, step) else None
 
     def open(self, step: int) -> SnapshotHeader | None:
         """The header of snapshot `step` if the slot holds it whole, else None."""
-        encoded = self.encoded_header(step)
-        return None if encoded is None else _decode(encoded)
+        sealed = self.sealed(step)
+        return sealed.header if sealed else None
 
     def header_digest(self, step: int) -> int | None:
         """Tells the snapshots a slot has held apart; None if it holds `step` no more."""
-        encoded = self.encoded_header(step)
-        return None if encoded is None else xxhash.xxh3_64_intdigest(encoded)
+        sealed = self.sealed(step)
+        return sealed.digest if sealed else None
 
     def close(self) -> None:
         """Closes the descriptor; the memory goes when the last view on it does (a tensor may still look at it)."""
@@ -183,7 +192,7 @@ class SlotPair:
 
 
 def decode_header(encoded: bytes) -> SnapshotHeader:
-    """The header that `SlotPair.encoded_header` gave.
+    """A header as it travels.
 
     Raises: TransportError if it is none.
     """

@@ -8,15 +8,26 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import NamedTuple
 
 from ..core.types import Generation, Holding, Rank, Step
 from ..errors import TransportError
-from .arena import SlotPair, arena_bytes
-from .integrity import Checksums, CorruptSnapshot, Sums, frame_sums
+from .arena import SlotPair, SnapshotHeader, arena_bytes
+from .integrity import Checksums, CorruptSnapshot, Sums
 from .records import NotHeld, Records
 
 SMALL_BYTES = 64 << 20
 """So much is freed at once by whoever lets go of it."""
+
+
+class Snapshot(NamedTuple):
+    """One as it lies in its slot, for whoever reads it. The view keeps the memory; `check_read` checks the content."""
+
+    pair: SlotPair
+    header: SnapshotHeader
+    encoded: bytes
+    digest: int
+    payload: memoryview
 
 
 class Holdings(Records):
@@ -101,15 +112,17 @@ class Holdings(Records):
             pairs = [pair for pair in (self._own.pop(rank, None), self._mirrored.pop(rank, None)) if pair is not None]
         free(pairs)
 
-    def readable(self, rank: Rank, step: Step, *, payload: bool) -> tuple[SlotPair, Holding]:
-        """The slots that hold (rank, step). Raises: NotHeld."""
+    def readable(self, rank: Rank, step: Step, *, payload: bool) -> Snapshot:
+        """Snapshot (rank, step), its payload only if asked. Raises: NotHeld."""
         with self._lock:
             holding = self._holdings.get((rank, step))
             pair = self._pair(rank)
-            if holding is None or pair is None or pair.header_digest(step) is None or (payload and not holding.payload):
+            sealed = pair.sealed(step) if pair is not None else None
+            if holding is None or pair is None or sealed is None or (payload and not holding.payload):
                 what = "payload" if payload else "header"
                 raise NotHeld(f"the {what} of rank {rank}, step {step} is not held here; held: {self.holdings()}")
-            return pair, holding
+            size = sealed.header.payload_bytes if payload else 0
+            return Snapshot(pair, *sealed, pair.payload(step)[:size])
 
     # ---- payloads at rest
 
@@ -117,28 +130,26 @@ class Holdings(Records):
         """`tell(rank, step)` for every snapshot found corrupt, which is no holding any more. Thread: any."""
         self._on_corrupt.append(tell)
 
-    def check_sums(self, rank: Rank, step: Step, header_digest: int, sums: Sums) -> None:
-        """As `Checksums.check`; what is corrupt is told and no holding any more. Raises: CorruptSnapshot."""
+    def check_read(self, read: Snapshot, sums: Sums) -> None:
+        """All of `read` has been read by now, and its payload gave `sums`: it must have been as it was staged.
+
+        What is corrupt is told and no holding any more.
+
+        Raises: NotHeld if it was overwritten meanwhile; CorruptSnapshot.
+        """
+        rank, step = read.header.rank, read.header.step
+        if read.pair.header_digest(step) != read.digest:
+            raise NotHeld(f"the snapshot of rank {rank}, step {step} was overwritten while it was read")
         try:
             with self._lock:
-                self._sums.check(rank, step, header_digest, sums)
+                if sums:
+                    self._sums.check(rank, step, read.digest, sums)
         except CorruptSnapshot:
             with self._lock:
                 self._holdings.pop((rank, step), None)
             for tell in self._on_corrupt:
                 tell(rank, step)
             raise
-
-    def verify(self, rank: Rank, step: Step) -> None:
-        """Read the payload of (rank, step) as it lies here and compare it with what was sent or received of it.
-
-        Raises: CorruptSnapshot, NotHeld. Blocks: about 0.05 s per GB; call it in a thread.
-        """
-        pair, _ = self.readable(rank, step, payload=True)
-        digest, sums = pair.header_digest(step), frame_sums(pair.payload(step))
-        if digest is None or pair.header_digest(step) != digest:
-            raise NotHeld(f"rank {rank}'s slot of step {step} was overwritten while it was verified")
-        self.check_sums(rank, step, digest, sums)
 
 
 def free(pairs: list[SlotPair]) -> None:

@@ -24,7 +24,6 @@ from ..transport.sockets import Address
 from . import wire
 from .arena import SlotPair, SnapshotHeader, decode_header
 from .history import HistoryPruned
-from .integrity import CorruptSnapshot, Sums
 from .records import NotHeld
 from .store import SnapshotStore
 from .wire import BulkStream
@@ -149,18 +148,15 @@ class BulkPeer:
         except TransportError as error:
             self._drop_stream()
             return error
-        except DeadpoolError as error:  # nothing was sent yet
+        except DeadpoolError as error:  # our own, and nothing was sent yet, or Abandoned
             return error
         return None
 
     def _send_snapshot(self, stream: BulkStream, job: _PushJob) -> None:
         rank, step = job.rank, job.step
         self._store.check_generation(job.generation)
-        pair, _ = self._store.readable(rank, step, payload=job.with_payload)
-        encoded, digest = pair.encoded_header(step), pair.header_digest(step)
-        if encoded is None or digest is None:
-            raise NotHeld(f"rank {rank}'s slot does not hold step {step} any more")
-        header = decode_header(encoded)
+        snapshot = self._store.readable(rank, step, payload=job.with_payload)
+        header = snapshot.header
         if header.layout_hash != job.layout_hash:
             raise NotHeld(f"rank {rank}, step {step} has layout {header.layout_hash}", job.layout_hash)
         stream.send(
@@ -169,8 +165,8 @@ class BulkPeer:
                 step,
                 job.generation,
                 job.replicas,
-                pair.header_bytes,
-                digest,
+                snapshot.pair.header_bytes,
+                snapshot.digest,
                 header.layout_hash,
                 job.with_payload,
                 header.payload_bytes,
@@ -180,24 +176,9 @@ class BulkPeer:
         if not isinstance(answer, wire.Ready):
             return
         stream.send_blob(msgspec.msgpack.encode(self._records(job, answer.history_last)), more=True)
-        stream.send_blob(encoded, more=True)
-        sums: Sums = ()
-        if job.with_payload:
-            sums = stream.send_data(pair.payload(step)[: header.payload_bytes], more=True)
-        end = self._verdict(job, pair, digest, sums)
-        stream.send(end)
+        stream.send_blob(snapshot.encoded, more=True)
+        stream.send_payload(snapshot.payload, lambda sums: self._store.check_read(snapshot, sums))
         stream.expect(wire.Done)
-
-    def _verdict(self, job: _PushJob, pair: SlotPair, digest: int, sums: Sums) -> wire.Sealed | wire.Abandoned:
-        """Whether what was sent is the snapshot as it was staged."""
-        if pair.header_digest(job.step) != digest:
-            return wire.Abandoned("the snapshot was overwritten while it was sent")
-        try:
-            if job.with_payload:
-                self._store.check_sums(job.rank, job.step, digest, sums)
-        except CorruptSnapshot as error:
-            return wire.Abandoned(str(error))
-        return wire.Sealed()
 
     def _records(self, job: _PushJob, history_last: Step) -> list[bytes]:
         """Records that end at the job's step and close the peer's gap, as far back as they are held."""
@@ -292,8 +273,7 @@ class BulkPeer:
         with self._asking() as stream:
             stream.send(wire.GetPayload(rank, header.step, header.layout_hash, header.payload_bytes))
             stream.expect(wire.Ready)
-            stream.recv_data(into, check)
-            stream.expect(wire.Sealed)
+            stream.recv_payload(into, check)
 
     def fetch(
         self,

@@ -23,6 +23,7 @@ from ..transport.sockets import Address, bound_address, listen_tcp
 from . import wire
 from .fence import NotEntered
 from .integrity import CorruptSnapshot
+from .records import NotHeld
 from .store import SnapshotStore
 from .wire import BulkStream
 
@@ -136,8 +137,8 @@ class BulkServer:
                     records = self._store.get(request.rank, request.first, request.last)
                     self._send_blob(stream, msgspec.msgpack.encode(records))
                 case wire.GetHeader():
-                    pair, _ = self._store.readable(request.rank, request.step, payload=False)
-                    self._send_blob(stream, pair.encoded_header(request.step) or b"")
+                    snapshot = self._store.readable(request.rank, request.step, payload=False)
+                    self._send_blob(stream, snapshot.encoded)
                 case wire.GetPayload():
                     self._send_payload(stream, request)
         except ConnectionClosed:
@@ -155,25 +156,14 @@ class BulkServer:
         stream.send_blob(blob)
 
     def _send_payload(self, stream: BulkStream, request: wire.GetPayload) -> None:
-        pair, _ = self._store.readable(request.rank, request.step, payload=True)
-        header, digest = pair.open(request.step), pair.header_digest(request.step)
+        snapshot = self._store.readable(request.rank, request.step, payload=True)
+        found = (snapshot.header.layout_hash, snapshot.header.payload_bytes)
         asked = (request.layout_hash, request.payload_bytes)
-        if header is None or (header.layout_hash, header.payload_bytes) != asked:
-            stream.send(
-                wire.Refused(f"rank {request.rank}, step {request.step} is laid out {header}, asked is {asked}")
-            )
-            return
+        if found != asked:
+            raise NotHeld(f"rank {request.rank}, step {request.step} is laid out {found}, asked is {asked}")
         stream.send(wire.Ready(), more=True)
-        sums = stream.send_data(pair.payload(request.step)[: request.payload_bytes], more=True)
-        if digest is None or pair.header_digest(request.step) != digest:
-            stream.send(wire.Abandoned("it was overwritten while it was sent"))
-            return
-        try:
-            self._store.check_sums(request.rank, request.step, digest, sums)
-        except CorruptSnapshot as error:
-            stream.send(wire.Abandoned(str(error)))
-            return
-        stream.send(wire.Sealed())
+        with contextlib.suppress(NotHeld, CorruptSnapshot):  # which whoever asked is told
+            stream.send_payload(snapshot.payload, lambda sums: self._store.check_read(snapshot, sums))
 
     # ---- pushes
 
@@ -218,14 +208,13 @@ class BulkServer:
             stream.send(wire.Ready(min(last, push.step - 1) if first < push.step else -1))
             records = _records_decoder.decode(stream.recv_blob())
             header = stream.recv_blob()
-            sums = stream.recv_data(pair.payload(push.step)[:size], lambda: store.check_generation(push.generation))
-            end: object = stream.recv(wire.AnyReply)
-            if not isinstance(end, wire.Sealed):
-                stream.send(wire.Refused(f"the sender gave up: {end}"))
-                return None
+            sums = stream.recv_payload(pair.payload(push.step)[:size], lambda: store.check_generation(push.generation))
             holding = Holding(push.rank, push.step, push.with_payload, push.replicas)
             store.finish_mirror(pair, header, push.generation, holding, records, sums)
             return holding
+        except wire.RefusedByPeer as error:
+            _log.debug("abandoned: %s", error)
+            return None
         except msgspec.MsgspecError as error:
             raise TransportError(f"call records from {stream.address} cannot be read: {error}") from error
         except StaleGeneration as error:

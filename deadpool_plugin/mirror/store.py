@@ -178,11 +178,11 @@ class SnapshotStore(Holdings):
         """
         old = self._mirrored.get(new.rank)
         for key, holding in [item for item in self._holdings.items() if item[0][0] == new.rank]:
-            encoded = old.encoded_header(holding.step) if old is not None else None
-            if encoded is None or holding.payload:
+            sealed = old.sealed(holding.step) if old is not None else None
+            if sealed is None or holding.payload:
                 del self._holdings[key]
             else:
-                new.seal_encoded(holding.step, encoded)
+                new.seal_encoded(holding.step, sealed.encoded)
         self._mirrored[new.rank] = new
         return old
 

@@ -78,8 +78,7 @@ def test_a_mirror_keeps_headers_when_it_needs_room_for_payloads() -> None:
     staged(origin, 0, 4)
     source = origin.own(0)
     assert source is not None
-    encoded = source.encoded_header(4)
-    assert encoded is not None
+    encoded = source.sealed(4).encoded
     small = store.begin_mirror(0, 4, 0, 4096, 0)
     store.finish_mirror(small, encoded, 0, Holding(0, 4, False, (0, 1)), [b"a", b"b"])
     assert store.get(0, 3, 4) == [b"a", b"b"]
@@ -188,7 +187,7 @@ def test_own_slots_replace_a_mirror_only_with_their_step_in_them() -> None:
     """A take-over that is cut off half-way must leave what was held, or what replaces it."""
     store, origin = SnapshotStore(), SnapshotStore()
     staged(origin, 0, 4)
-    encoded = origin.own(0).encoded_header(4)
+    encoded = origin.own(0).sealed(4).encoded
     mirror = store.begin_mirror(0, 4, 0, 4096, 64)
     store.finish_mirror(mirror, encoded, 0, Holding(0, 4, True, (0,)), [b"records"])
     pair = store.make_own(0, 4096, 64)
@@ -199,9 +198,9 @@ def test_own_slots_replace_a_mirror_only_with_their_step_in_them() -> None:
     with pytest.raises(StaleGeneration):
         store.adopt_own(pair, 4, 0, (0,))
     assert store.mirrored(0) is mirror and not store.owns(0, 4)
-    assert store.readable(0, 4, payload=True)[0] is mirror
+    assert store.readable(0, 4, payload=True).pair is mirror
     store.adopt_own(pair, 4, 1, (0,))
     assert store.owns(0, 4) and store.mirrored(0) is None and mirror.fd == -1
-    assert store.readable(0, 4, payload=True)[0] is pair
+    assert store.readable(0, 4, payload=True).pair is pair
     store.close()
     origin.close()

@@ -5,15 +5,50 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+import pytest
+
 from deadpool_plugin.agent.profile import Profile
 from deadpool_plugin.agent.pushing import Pushes
 from deadpool_plugin.core import io
 from deadpool_plugin.core.types import World
 from deadpool_plugin.errors import DeadpoolError, TransportError
 from deadpool_plugin.mirror.bulk import InAnotherGeneration
+from deadpool_plugin.mirror.integrity import CorruptSnapshot
+from deadpool_plugin.mirror.records import NotHeld
 from deadpool_plugin.mirror.store import SnapshotStore
 
 PROFILE = Profile(header_bytes=0, payload_bytes=0, layout_hash="", replicas=(), recording=b"")
+
+
+class Buddy:
+    """Refuses one push with `error`, and takes what comes after it."""
+
+    def __init__(self, error: DeadpoolError) -> None:
+        self.errors: list[DeadpoolError | None] = [error]
+
+    def to(self, node):
+        return self
+
+    def push(self, *arguments):
+        arguments[-1](self.errors.pop() if self.errors else None)
+
+
+@pytest.mark.parametrize("error", [NotHeld("overwritten"), CorruptSnapshot("3 of 7 frames")])
+def test_a_snapshot_that_cannot_be_read_here_is_no_fault_of_the_buddy(error: DeadpoolError) -> None:
+    async def scenario(newest: int) -> list[io.Input]:
+        said: list[io.Input] = []
+        pushes = Pushes(0, 1, SnapshotStore(), Buddy(error), 0.0, said.append)
+        pushes.enter(World(0, (0, 1), ()))
+        for step in range(3, newest + 1):
+            pushes.snapshot(0, step, 0, PROFILE, b"")
+        for _ in range(3):
+            await asyncio.sleep(0)
+        return said
+
+    assert asyncio.run(scenario(newest=3)) == [
+        io.WorkerLost(0, f"its newest snapshot cannot be read here: {error}"),
+    ]
+    assert asyncio.run(scenario(newest=4)) == [], "the process has gone on and overwritten it"
 
 
 class Unreachable:
