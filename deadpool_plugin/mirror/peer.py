@@ -181,14 +181,15 @@ class BulkPeer:
         stream.expect(wire.Done)
 
     def _records(self, job: _PushJob, history_last: Step) -> list[bytes]:
-        """Records that end at the job's step and close the peer's gap, as far back as they are held."""
+        """Records that end at the job's step and close the peer's gap, as far back as they are held and fit."""
         held_first, held_last = self._store.history_range(job.rank)
         if held_last < job.step - 1 or held_first >= job.step or held_first < 0:
             return [job.records]
         try:
-            return [*self._store.get(job.rank, max(held_first, history_last + 1), job.step - 1), job.records]
+            records = [*self._store.get(job.rank, max(held_first, history_last + 1), job.step - 1), job.records]
         except HistoryPruned:  # just now, by another thread: the peer's history begins anew
             return [job.records]
+        return records[-wire.how_many_fit(records[::-1]) :]
 
     # ---- questions
 
@@ -241,11 +242,14 @@ class BulkPeer:
 
     def get_history(self, rank: Rank, first: Step, last: Step) -> list[bytes]:
         """Call records of first..last. Raises: TransportError, also if the peer does not hold them all. Blocks."""
-        blob = self._ask_blob(wire.GetHistory(rank, first, last))
-        try:
-            return _records_decoder.decode(blob)
-        except msgspec.MsgspecError as error:
-            raise CorruptFrame(f"call records from {self.address} cannot be read: {error}") from error
+        records: list[bytes] = []
+        while first + len(records) <= last:
+            blob = self._ask_blob(wire.GetHistory(rank, first + len(records), last))
+            try:
+                records += _records_decoder.decode(blob)
+            except msgspec.MsgspecError as error:
+                raise CorruptFrame(f"call records from {self.address} cannot be read: {error}") from error
+        return records
 
     def fetch_header(self, rank: Rank, step: Step) -> tuple[SnapshotHeader, bytes]:
         """The header of (rank, step), also as bytes for `SlotPair.seal_encoded`. Raises: TransportError. Blocks."""

@@ -135,7 +135,7 @@ class BulkServer:
                     self._send_blob(stream, self._store.get_recording(request.rank))
                 case wire.GetHistory():
                     records = self._store.get(request.rank, request.first, request.last)
-                    self._send_blob(stream, msgspec.msgpack.encode(records))
+                    self._send_blob(stream, msgspec.msgpack.encode(records[: wire.how_many_fit(records)]))
                 case wire.GetHeader():
                     snapshot = self._store.readable(request.rank, request.step, payload=False)
                     self._send_blob(stream, snapshot.encoded)

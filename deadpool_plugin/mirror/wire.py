@@ -13,8 +13,8 @@ import os
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterator
-from itertools import zip_longest
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, zip_longest
 from typing import Any, TypeVar
 
 import msgspec
@@ -27,6 +27,7 @@ from .integrity import FRAME_BYTES, Sums, frame_sums
 
 MESSAGE_BYTES_MAX = 16 << 20
 BLOB_BYTES_MAX = 1 << 30
+RECORDS_BYTES_MAX = BLOB_BYTES_MAX // 2
 PURPOSE = "bulk"
 _PREFIX = struct.Struct("!4sIQ")  # magic, length of the message, its xxh3
 _MAGIC = b"DPms"
@@ -66,6 +67,8 @@ class GetRecording(Request, frozen=True):
 
 
 class GetHistory(Request, frozen=True):
+    """Answered by a blob with the records of first..last, or as many of them as fit, from the first on."""
+
     rank: int
     first: int
     last: int
@@ -296,6 +299,11 @@ class BulkStream:
 
     def close(self) -> None:
         self._sock.close()
+
+
+def how_many_fit(records: Sequence[bytes]) -> int:
+    """Call records that go into one blob, the first of them in any case."""
+    return max(1, sum(size <= RECORDS_BYTES_MAX for size in accumulate(map(len, records))))
 
 
 def _pieces(view: memoryview) -> Iterator[memoryview]:

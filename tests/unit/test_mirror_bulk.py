@@ -316,6 +316,23 @@ def test_missing_history_goes_along(nodes: list[Node]) -> None:
     assert push(a.peers[0], 0, 4)[0] and b.store.history_range(0) == (1, 4)
 
 
+def test_of_a_history_too_long_for_one_transfer_the_newest_go_along(
+    nodes: list[Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b, c = nodes
+    for step in range(1, 6):
+        a.stage(0, step)
+    record = len(b"records 1")
+    monkeypatch.setattr(wire, "BLOB_BYTES_MAX", 40 * record)
+    monkeypatch.setattr(wire, "RECORDS_BYTES_MAX", 2 * record)
+    assert push(a.peer(b), 0, 5)[0] and b.store.history_range(0) == (4, 5)
+    a.stage(0, 6)
+    assert push(a.peers[0], 0, 6)[0] and b.store.history_range(0) == (4, 6)
+    assert c.peer(a).get_history(0, 1, 5) == [b"records %d" % step for step in range(1, 6)]
+    monkeypatch.setattr(wire, "RECORDS_BYTES_MAX", 0)
+    assert c.peers[0].get_history(0, 1, 5) == [b"records %d" % step for step in range(1, 6)]
+
+
 def test_recordings_travel(nodes: list[Node]) -> None:
     a, b, c = nodes
     recording, done = os.urandom(FRAME_BYTES + 7), queue.Queue[DeadpoolError | None]()
