@@ -63,7 +63,8 @@ class Fetches:
         try:
             fetch(pair)
             self._store.adopt_own(pair, step, generation, profile.replicas)
-        except BaseException:
-            pair.close()
+        except BaseException:  # the next attempt finds them: the first touch of new ones takes long
+            pair.invalidate(step)
+            self._store.put_back(pair)
             raise
         return pair

@@ -90,13 +90,16 @@ class SnapshotStore(Holdings):
         Raises: MemoryShortage. Blocks: about 0.6 s per GiB.
         """
         check_memory(arena_bytes(header_bytes, payload_bytes), self._headroom_bytes)
-        pair = SlotPair.create(rank, header_bytes, payload_bytes)
+        self.put_back(SlotPair.create(rank, header_bytes, payload_bytes))
+
+    def put_back(self, pair: SlotPair) -> None:
+        """Slots of the caller's that hold nothing: for whoever makes own ones next, unless their rank has some."""
         with self._lock:
-            unused = pair if rank in self._own else self._prepared.get(rank)
+            unused = pair if pair.rank in self._own else self._prepared.get(pair.rank)
             if unused is not pair:
-                self._prepared[rank] = pair
+                self._prepared[pair.rank] = pair
         if unused is not None:
-            unused.close()
+            free([unused])
 
     def _take_prepared(self, rank: Rank, header_bytes: int, payload_bytes: int) -> SlotPair | None:
         with self._lock:

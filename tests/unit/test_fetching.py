@@ -1,0 +1,52 @@
+"""agent/fetching.py: what a fetch that failed leaves."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from deadpool_plugin.agent.fetching import Fetches
+from deadpool_plugin.agent.profile import Profile
+from deadpool_plugin.core.types import Source
+from deadpool_plugin.errors import TransportError
+from deadpool_plugin.mirror.arena import SlotPair
+from deadpool_plugin.mirror.store import SnapshotStore
+
+PROFILE = Profile(header_bytes=4096, payload_bytes=64, layout_hash="", replicas=(0,), recording=b"")
+
+
+class Holder:
+    """Another node, which breaks off in the middle of the first snapshot it is asked for."""
+
+    def __init__(self) -> None:
+        self.filled: list[SlotPair] = []
+
+    def to(self, node):
+        return self
+
+    async def ask(self, work, *nodes):
+        return work()
+
+    def fetch(self, rank, step, payload_rank, into, payload_peer):
+        self.filled.append(into)
+        into.seal(step, 0, "", b"")
+        if len(self.filled) == 1:
+            raise TransportError("broke off")
+
+
+class Silent:
+    def emit(self, kind, **fields):
+        pass
+
+
+def test_a_fetch_that_failed_leaves_its_slots_to_the_next_one():
+    store, holder = SnapshotStore(), Holder()
+    store.prepare_own(0, 4096, 64)
+    fetches = Fetches(1, store, holder, Silent())
+    with pytest.raises(TransportError, match="broke off"):
+        asyncio.run(fetches.bring(Source(0, 0, 0, 0), 3, PROFILE))
+    assert store.own(0) is None and holder.filled[0].open(3) is None
+    asyncio.run(fetches.bring(Source(0, 0, 0, 0), 3, PROFILE))
+    assert holder.filled[0] is holder.filled[1] is store.own(0) and store.owns(0, 3)
+    store.close()
