@@ -61,6 +61,6 @@ class Rehearsal:
         last = self.history.last
         while self.told < last and self.alive and (peer := self.process.peer) is not None:
             first, until = self.told + 1, min(last, self.told + CHUNK_STEPS)
-            peer.send(local.History(first, self.history.get(first, until)))
+            peer.send(local.History(self.history.get(first, until)))
             self.told = until
             await peer.drained()

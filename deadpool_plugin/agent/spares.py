@@ -116,9 +116,8 @@ class Spares:
 
     def _introduced(self, slot: Slot, peer: LocalPeer, message: local.WorkerHello) -> None:
         rehearsal = self.of(slot, message.rank)
-        if rehearsal is not None and self._workers.world is not None:
-            size = len(self._workers.world.node_of)
-            peer.send(local.Rehearsal(message.rank, size, rehearsal.profile.recording))
+        if rehearsal is not None:
+            peer.send(local.Rehearsal(message.rank, rehearsal.profile.recording))
 
     def _rehearsed(self, slot: Slot, peer: LocalPeer, message: local.Rehearsed) -> None:
         rehearsal = self.of(slot, message.rank)

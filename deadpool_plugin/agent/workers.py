@@ -123,7 +123,7 @@ class Workers:
             self._name_output(slot)
             if slot.rank >= 0:
                 env = self._env(slot.rank, slot)
-                self._order(slot, local.RunRank(slot.rank, len(world.node_of), world.generation, env, self._next()))
+                self._order(slot, local.RunRank(slot.rank, env, self._next()))
 
     def enter(self, world: World, restore_step: Step) -> None:
         """A world that goes on from `restore_step` of the one before (for a host that has joined: its first)."""
@@ -134,9 +134,7 @@ class Workers:
 
     def rehearse(self, slot: Slot, rank: Rank) -> Process:
         """Order a fresh process that rehearses `rank`."""
-        assert self.world is not None
-        size, env = len(self.world.node_of), self._env(rank, slot)
-        return self._order(slot, local.RehearseRank(rank, size, env, self._next()))
+        return self._order(slot, local.RehearseRank(rank, self._env(rank, slot), self._next()))
 
     def _next(self) -> int:
         self._orders += 1

@@ -42,7 +42,7 @@ class Standby:
         """Import, then wait for orders and for ends."""
         become_subreaper()
         self._signals = _wake_on_children()
-        self._connection.send(local.StandbyHello(self._local_rank, os.getpid()))
+        self._connection.send(local.StandbyHello(self._local_rank))
         preload(self._modules)
         while True:
             waited = [self._connection.fileno(), self._signals[0], *self._lessons.pipes]

@@ -124,7 +124,7 @@ class Supervisor:
         env = {**self._env, proc.TAG: self._tag}
         self._standby = spawn(self._standby_program, env, signal.SIGKILL, output=write_end)
         os.close(write_end)
-        hello = local.SupervisorHello(self._launch.local_rank, os.getpid(), self._standby)
+        hello = local.SupervisorHello(self._launch.local_rank, self._standby)
         self._tell(hello, read_end)
         os.close(read_end)
         self._watch(os.pidfd_open(self._standby), "standby's end")

@@ -28,7 +28,6 @@ class SupervisorHello(LocalMessage, frozen=True):
     forks write to."""
 
     local_rank: int
-    pid: int
     standby_pid: int
     descriptors: int = 1
 
@@ -60,17 +59,14 @@ class StandbyHello(LocalMessage, frozen=True):
     """The standby process of a slot: it imports once and forks a process for every rank it is told to run."""
 
     local_rank: int
-    pid: int
 
 
 class RunRank(LocalMessage, frozen=True):
-    """Agent -> standby: fork a process that begins the script as `rank` of `generation` (killing the one before).
+    """Agent -> standby: fork a process that begins the script as `rank` (killing the one before).
 
     `env` is set before the user's script runs. `order` counts what this standby process was told to fork."""
 
     rank: int
-    world_size: int
-    generation: int
     env: dict[str, str]
     order: int = 0
 
@@ -79,7 +75,6 @@ class RehearseRank(LocalMessage, frozen=True):
     """Agent -> standby: fork a process that rehearses `rank` (killing the one before). `order` as in RunRank."""
 
     rank: int
-    world_size: int
     env: dict[str, str]
     order: int = 0
 
@@ -173,20 +168,17 @@ class Rehearsal(LocalMessage, frozen=True):
     """Agent -> rehearser, answer to its hello: the rank's recording."""
 
     rank: int
-    world_size: int
     recording: bytes
 
 
 class Rehearsed(LocalMessage, frozen=True):
     rank: int
-    layout_hash: str
     duration_s: float
 
 
 class History(LocalMessage, frozen=True):
-    """Agent -> rehearser: call records of the steps first_step, first_step + 1, ... (all committed)."""
+    """Agent -> rehearser: call records of the next steps (all committed), from the rank's first one on."""
 
-    first_step: int
     records: list[bytes]
 
 

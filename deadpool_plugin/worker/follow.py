@@ -158,7 +158,7 @@ class Follow:
                 "both must run the same script, arguments and versions",
             )
         took = time.monotonic() - self._began
-        context.link.send(local.Rehearsed(self._rank, self._layout.digest, took))
+        context.link.send(local.Rehearsed(self._rank, took))
         context.offer_store()  # for a swap in which no process that runs a rank is left to host one
         context.on_built()
         self._mute.keep_files()

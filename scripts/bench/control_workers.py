@@ -101,10 +101,10 @@ class Slot:
         self._stage, self._node, self._local_rank = stage, node, local_rank
         self.rank: Rank | None = None
         self._supervisor = stage.connect(node, lambda message, descriptors: None)
-        hello = local.SupervisorHello(local_rank, os.getpid(), standby_pid=os.getpid())
+        hello = local.SupervisorHello(local_rank, standby_pid=os.getpid())
         self._supervisor.send(hello, [stage.pipe])
         self._standby = stage.connect(node, self._ordered)
-        self._standby.send(local.StandbyHello(local_rank, os.getpid()))
+        self._standby.send(local.StandbyHello(local_rank))
 
     def _ordered(self, order: local.LocalMessage, descriptors: list[int]) -> None:
         if isinstance(order, (local.RunRank, local.RehearseRank)):
@@ -193,7 +193,7 @@ class Rank:
         self._restore(message.generation, message.restore_step)
 
     def _rehearse(self, message: local.Rehearsal, _: list[int]) -> None:
-        self._send(local.Rehearsed(self._rank, _LAYOUT, 0.0))
+        self._send(local.Rehearsed(self._rank, 0.0))
 
     def _take_over(self, message: local.TakeOver, descriptors: list[int]) -> None:
         self._attach(descriptors[0])

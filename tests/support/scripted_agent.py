@@ -105,7 +105,7 @@ class ScriptedAgent:
             mute = Mute(self.output / f"rehearsal{rank}.log")
             context = plugin.start_following(connection, self.config, rehearsal, 0, mute)
         else:
-            role = local.RunRank(rank, self.world_size, 0, {})
+            role = local.RunRank(rank, {})
             context = plugin.start_live(connection, self.config, role, local_rank=0)
         self.before_script(rank, self.incarnations[rank])
         failed = lambda reason: connection.send(local.Failing(rank, reason))  # noqa: E731
@@ -114,9 +114,9 @@ class ScriptedAgent:
     def start_rehearsal(self, rank: int) -> None:
         self.incarnations[rank] += 1
         spare = self.spares[rank] = self.fork(rank, spare=True)
-        spare.connection.send(local.Rehearsal(rank, self.world_size, self.workers[rank].ready.recording))
+        spare.connection.send(local.Rehearsal(rank, self.workers[rank].ready.recording))
         spare.records = list(self.workers[rank].records[: self.committed + 1])
-        spare.connection.send(local.History(0, spare.records[1:]))
+        spare.connection.send(local.History(spare.records[1:]))
 
     # ---- the loop
 
@@ -194,7 +194,7 @@ class ScriptedAgent:
             known = len(spare.records)
             new = self.workers[rank].records[known : newest + 1]
             spare.records += new
-            spare.connection.send(local.History(known, new))
+            spare.connection.send(local.History(new))
 
     # ---- a swap
 
@@ -232,7 +232,7 @@ class ScriptedAgent:
     def take_over(self, rank: int, spare: Worker, store: str, step: int) -> None:
         lost = self.workers[rank]
         known = len(spare.records)
-        spare.connection.send(local.History(known, lost.records[known : step + 1]))
+        spare.connection.send(local.History(lost.records[known : step + 1]))
         spare.records, spare.arena, spare.ready, spare.staged = lost.records[: step + 1], lost.arena, lost.ready, step
         spare.connection.send(
             local.TakeOver(rank, self.generation, store, step, lost.ready.header_bytes, lost.ready.payload_bytes),

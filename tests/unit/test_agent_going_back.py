@@ -48,7 +48,7 @@ def rehearsing(slot: Slot, rank: int, told: int) -> Rehearsal:
     slot.process = Process(order=1, rank=rank, rehearses=True)
     history = History(100_000)
     for step in range(told + 1):
-        history.append(step, b"records")
+        history.append(step, b"records of %d" % step)
     return Rehearsal(slot, slot.process, Anything(), source=0, history=history, told=told)
 
 
@@ -80,7 +80,7 @@ class Reader:
         self.told, self.may_read = [], asyncio.Semaphore(0)
 
     def send(self, message):
-        self.told.append((message.first_step, len(message.records)))
+        self.told.append(message.records)
 
     async def drained(self):
         await self.may_read.acquire()
@@ -101,7 +101,8 @@ def test_a_long_past_is_told_piece_by_piece_as_it_is_read():
         return told, rehearsal.told
 
     told, last = asyncio.run(scenario())
-    assert told == [[(5, CHUNK_STEPS)], [(5, CHUNK_STEPS), (5 + CHUNK_STEPS, CHUNK_STEPS)]]
+    pieces = [[b"records of %d" % step for step in range(first, first + CHUNK_STEPS)] for first in (5, 5 + CHUNK_STEPS)]
+    assert told == [pieces[:1], pieces]
     assert last == 2 * CHUNK_STEPS + 4
 
 

@@ -71,7 +71,7 @@ def test_large_messages_do_not_block_the_agent() -> None:
         worker = await asyncio.to_thread(LocalConnection.to, agent.name)
         worker.send(WorkerHello(0, 1, 3, False))
         peer, _, _ = await agent.next()
-        history = History(1, [os.urandom(1 << 20)] * 20)
+        history = History([os.urandom(1 << 20)] * 20)
         peer.send(history)
         peer.send(Committed(1))
         assert (await asyncio.to_thread(worker.recv))[0] == history
@@ -93,7 +93,7 @@ def test_who_waits_for_a_reader_waits_until_it_has_read_or_has_gone() -> None:
         peer, _, _ = await agent.next()
         await peer.drained()
         for reads in (True, False):
-            peer.send(History(1, [os.urandom(1 << 20)] * 20))
+            peer.send(History([os.urandom(1 << 20)] * 20))
             waiting = asyncio.create_task(peer.drained())
             done, _ = await asyncio.wait([waiting], timeout=0)
             assert not done
