@@ -226,14 +226,3 @@ def run(args: argparse.Namespace) -> int:
     if follower.unreadable:
         print(f"{follower.unreadable} line(s) of the event logs were left out: no event known here", file=sys.stderr)
     return 0
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """`python -m deadpool_plugin.cli.watch`, as it was called before there was `deadpool`."""
-    parser = argparse.ArgumentParser(prog="python -m deadpool_plugin.cli.watch", description="Show a job's state.")
-    add_arguments(parser)
-    return run(parser.parse_args(arguments))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

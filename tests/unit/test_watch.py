@@ -265,7 +265,7 @@ def write_job(folder: Path) -> None:
 def test_without_a_terminal_it_prints_lines_and_ends_with_the_job(tmp_path: Path) -> None:
     write_job(tmp_path)
     code = (
-        "import sys; from deadpool_plugin.cli.watch import main; code = main(sys.argv[1:]); "
+        "import sys; from deadpool_plugin.cli.main import main; code = main(['watch', *sys.argv[1:]]); "
         "assert 'torch' not in sys.modules; sys.exit(code)"
     )
     ran = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60)
