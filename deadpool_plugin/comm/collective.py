@@ -1,4 +1,4 @@
-"""What each collective of torch's ProcessGroup reads and writes, and a Work that is already done.
+"""What each collective of torch's ProcessGroup writes, and a Work that is already done.
 
 Rules of this file: every method name of ProcessGroup that moves data appears in `OPERATIONS`; a name a torch
 version lacks is simply never called. No state.
@@ -13,40 +13,38 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# (writes its first argument, reads its first argument, reads its second argument)
-_IN_PLACE, _OUT_OF_PLACE, _SOURCE, _SINK, _NOTHING = (1, 1, 0), (1, 0, 1), (0, 1, 0), (1, 0, 0), (0, 0, 0)
-
 BATCH = "batch"
 """Our own operation: `args[0]` is a list of (name, args, kwargs) issued as one, coalesced where the backend can."""
 
-OPERATIONS: dict[str, tuple[int, int, int]] = {
-    "allreduce": _IN_PLACE,
-    "allreduce_coalesced": _IN_PLACE,
-    "broadcast": _IN_PLACE,
-    "reduce": _IN_PLACE,
-    "allgather": _OUT_OF_PLACE,
-    "allgather_coalesced": _OUT_OF_PLACE,
-    "_allgather_base": _OUT_OF_PLACE,
-    "allgather_into_tensor_coalesced": _OUT_OF_PLACE,
-    "all_gather_single": _OUT_OF_PLACE,
-    "all_gather_single_coalesced": _OUT_OF_PLACE,
-    "gather": _OUT_OF_PLACE,
-    "scatter": _OUT_OF_PLACE,
-    "reduce_scatter": _OUT_OF_PLACE,
-    "_reduce_scatter_base": _OUT_OF_PLACE,
-    "reduce_scatter_single": _OUT_OF_PLACE,
-    "reduce_scatter_single_coalesced": _OUT_OF_PLACE,
-    "reduce_scatter_tensor_coalesced": _OUT_OF_PLACE,
-    "alltoall": _OUT_OF_PLACE,
-    "alltoall_base": _OUT_OF_PLACE,
-    "all_to_all_single": _OUT_OF_PLACE,
-    "send": _SOURCE,
-    "recv": _SINK,
-    "recv_anysource": _SINK,
-    "barrier": _NOTHING,
-    "monitored_barrier": _NOTHING,
-}
-
+OPERATIONS = (
+    "allreduce",
+    "allreduce_coalesced",
+    "broadcast",
+    "reduce",
+    "allgather",
+    "allgather_coalesced",
+    "_allgather_base",
+    "allgather_into_tensor_coalesced",
+    "all_gather_single",
+    "all_gather_single_coalesced",
+    "gather",
+    "scatter",
+    "reduce_scatter",
+    "_reduce_scatter_base",
+    "reduce_scatter_single",
+    "reduce_scatter_single_coalesced",
+    "reduce_scatter_tensor_coalesced",
+    "alltoall",
+    "alltoall_base",
+    "all_to_all_single",
+    "send",
+    "recv",
+    "recv_anysource",
+    "barrier",
+    "monitored_barrier",
+)
+READ_ONLY = frozenset({"send", "barrier", "monitored_barrier"})
+"""All others write their first argument."""
 POINT_TO_POINT = frozenset({"send", "recv", "recv_anysource"})
 RECEIVES = frozenset({"recv", "recv_anysource"})
 BLOCKING = frozenset({"monitored_barrier"})
@@ -62,16 +60,7 @@ def outputs(name: str, args: Sequence[Any], kwargs: dict[str, Any] | None = None
     """The tensors the operation `name` writes, in argument order."""
     if name == BATCH:
         return [tensor for part in args[0] for tensor in outputs(*part)]
-    return tensors(_argument(0, args, kwargs)) if OPERATIONS[name][0] else []
-
-
-def inputs(name: str, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> list[torch.Tensor]:
-    """The tensors the operation `name` reads, in argument order."""
-    if name == BATCH:
-        return [tensor for part in args[0] for tensor in inputs(*part)]
-    _, first, second = OPERATIONS[name]
-    found = tensors(_argument(0, args, kwargs)) if first else []
-    return found + (tensors(_argument(1, args, kwargs)) if second else [])
+    return [] if name in READ_ONLY else tensors(_first(args, kwargs))
 
 
 def tensors(value: Any) -> list[torch.Tensor]:
@@ -85,9 +74,8 @@ def tensors(value: Any) -> list[torch.Tensor]:
     return []
 
 
-def _argument(position: int, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
-    values = [*args, *(kwargs or {}).values()]
-    return values[position] if position < len(values) else None
+def _first(args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
+    return next(iter([*args, *(kwargs or {}).values()]), None)
 
 
 class CompletedWork(dist.Work):

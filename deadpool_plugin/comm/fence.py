@@ -7,14 +7,9 @@ Rules of this file: `current` only grows, on the main thread; `announced` only g
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import NoReturn
 
 from ..errors import GenerationChanged
-
-
-def _ignore(error: BaseException) -> None:
-    """Nobody asked to be told."""
 
 
 class Fence:
@@ -24,7 +19,6 @@ class Fence:
         self.current = 0
         self.announced = 0
         self.patience_s = patience_s
-        self.report_trouble: Callable[[BaseException], None] = _ignore
         self._changed = threading.Condition()
 
     def announce(self, generation: int) -> bool:
@@ -60,7 +54,6 @@ class Fence:
         """
         before = self.current if after is None else after
         if self.announced <= before:
-            self.report_trouble(error)
             with self._changed:
                 self._changed.wait_for(lambda: self.announced > before, self.patience_s)
         if self.announced > before:

@@ -1,6 +1,7 @@
 """The process-wide registry of handles: live, recording, rehearsing, interrupted, rebuilt.
 
-Rules of this file: everything but `interrupt` is the main thread's. `interrupt` and the moment a rebuilt network
+Rules of this file: operations come from whatever thread torch issues them in (asynchronous saves and autograd have
+their own), `interrupt` from any, everything else is the main thread's. `interrupt` and the moment a rebuilt network
 becomes the current one share a lock, so a late interruption cannot cut the new generation's connections. An inner
 group with a stuck operation is kept for ever; the others are dropped in a thread of their own, because a destructor
 that hangs must not hang anybody else.
@@ -22,8 +23,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from ..errors import GenerationChanged, InvariantViolated, invariant
-from .collective import BATCH, BLOCKING, CompletedWork, inputs, outputs
-from .collective import tensors as _tensors
+from .collective import BATCH, BLOCKING, CompletedWork, outputs, tensors
 from .fence import Fence
 from .handle import Handle
 from .network import Network, accelerator
@@ -68,19 +68,6 @@ class Groups:
     def generation(self) -> int:
         return self._fence.current
 
-    @property
-    def rehearsing(self) -> bool:
-        return self._replay is not None
-
-    @property
-    def report_trouble(self) -> Callable[[BaseException], None]:
-        """Called with the error a collective met, before waiting for the announcement that explains it."""
-        return self._fence.report_trouble
-
-    @report_trouble.setter
-    def report_trouble(self, function: Callable[[BaseException], None]) -> None:
-        self._fence.report_trouble = function
-
     def install(self) -> None:
         """From here on torch.distributed makes handles, whatever backend it is asked for."""
         Patches(self).install()
@@ -118,14 +105,6 @@ class Groups:
         invariant(self._replay is not None, "finish_rehearsal without rehearse")
         assert self._replay is not None
         self._replay.finish()
-
-    def check(self) -> None:
-        """Raises: GenerationChanged while an announced generation has not been rebuilt."""
-        self._fence.check()
-
-    def describe(self) -> list[str]:
-        """One readable line per handle."""
-        return [f"{handle!r} {handle.group_desc} {'live' if handle.inner else 'stand-in'}" for handle in self.handles]
 
     # ---- swap
 
@@ -231,8 +210,8 @@ class Groups:
         return CompletedWork()
 
     def _issue_batch(self, handle: Handle, inner: dist.ProcessGroup, parts: list[Operation]) -> Any:
-        name, args, kwargs = parts[0]
-        device = (outputs(name, args, kwargs) + inputs(name, args, kwargs))[0].device
+        _, *given = parts[0]
+        device = tensors(given)[0].device
         if inner._get_backend(device).supports_coalescing:
             inner._start_coalescing(device)
             for name, args, kwargs in parts:
@@ -290,8 +269,8 @@ def _backend_for(handle: Handle, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if handle.only_backend is not None:
         return handle.only_backend
     options = kwargs.get("opts", args[0] if args else None)
-    tensors = [tensor for argument in (*args, *kwargs.values()) for tensor in _tensors(argument)]
-    device = tensors[0].device if tensors else getattr(options, "device", None)
+    given = tensors((args, kwargs))
+    device = given[0].device if given else getattr(options, "device", None)
     return handle.backends[device.type if device is not None else "cpu"]
 
 

@@ -12,14 +12,12 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from ..errors import Unsupported
 from . import store as stores
 from .fabric import Fabric, GroupSpec
 from .gloo import GlooFabric
 from .handle import Handle
 from .nccl import NcclFabric
 
-BACKENDS = ("gloo", "nccl")
 GATHER_LIMIT = timedelta(days=30)
 
 
@@ -64,14 +62,9 @@ class Network:
             nccl.connect(device)
 
     def fabric(self, name: str) -> Fabric:
-        """The fabric of backend `name`, made when first needed. Raises: Unsupported."""
+        """The fabric of backend `name`, made when first needed."""
         if name not in self._fabrics:
-            if name == "gloo":
-                self._fabrics[name] = GlooFabric(self.store, self._rank)
-            elif name == "nccl":
-                self._fabrics[name] = NcclFabric()
-            else:
-                raise unsupported_backend(name)
+            self._fabrics[name] = GlooFabric(self.store, self._rank) if name == "gloo" else NcclFabric()
         return self._fabrics[name]
 
     def unblock(self) -> int:
@@ -84,14 +77,6 @@ def accelerator() -> torch.device | None:
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None
     return torch.device("cuda", torch.cuda.current_device())
-
-
-def unsupported_backend(name: str) -> Unsupported:
-    return Unsupported(
-        f"a process group of backend {name!r}",
-        f"one of {', '.join(BACKENDS)}",
-        "choose one of these, or run without the plugin",
-    )
 
 
 def _backend_type(name: str) -> dist.ProcessGroup.BackendType:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from .groups import Groups
 
 BACKEND = "deadpool"
+BACKENDS = ("gloo", "nccl")
+"""Behind it: those that network.py builds."""
 
 
 @dataclass(frozen=True)
@@ -96,10 +98,12 @@ class Patches:
         config = c10d.BackendConfig(c10d.Backend(wanted))
         backends = {device: str(name) for device, name in config.get_device_backend_map().items()}
         for name in backends.values():
-            if name not in ("gloo", "nccl"):
-                from .network import unsupported_backend
-
-                raise unsupported_backend(name)
+            if name not in BACKENDS:
+                raise Unsupported(
+                    f"a process group of backend {name!r}",
+                    f"one of {', '.join(BACKENDS)}",
+                    "choose one of these, or run without the plugin",
+                )
         options = "backend_options" if "backend_options" in arguments else "pg_options"
         arguments[options] = _Request(backends, arguments[options])
         arguments.update(backend=BACKEND, device_id=None)

@@ -46,9 +46,9 @@ def _prepare(value: Any) -> Any:
     kind = type(value)
     if kind in PLAIN:
         return value
-    if kind is dict:
+    if isinstance(value, dict):
         return {key: _prepare(item) for key, item in value.items()}
-    if kind is list:
+    if isinstance(value, list):
         return _prepare_items(value)
     if isinstance(value, torch.Tensor):
         return msgspec.msgpack.Ext(TENSOR, _tensor_bytes(value))
@@ -60,10 +60,6 @@ def _prepare(value: Any) -> Any:
         return int(value)
     if isinstance(value, float):  # numpy's numbers among them
         return float(value)
-    if isinstance(value, list):
-        return _prepare_items(value)
-    if isinstance(value, dict):
-        return {key: _prepare(item) for key, item in value.items()}
     raise Unsupported(
         f"a training call's result or state holds a {kind.__module__}.{kind.__name__}; "
         "expected None, numbers, strings, bytes, tensors, and lists, tuples and dicts of them"

@@ -22,7 +22,7 @@ from ..transport.local import LocalConnection, LocalMessage
 class AgentLink:
     """Everything the agent told this worker, and `send` for the other direction.
 
-    Thread: `send` and `event` any; the waits and `check` main thread only.
+    Thread: `send`, `event` and `wake` any; `wait_for_commit` the staging thread; all else the main thread.
     """
 
     def __init__(self, connection: LocalConnection) -> None:

@@ -83,7 +83,7 @@ class Swapping:
 
     # ---- a swap
 
-    @torch.inference_mode(False)  # the script may be in it now, the calls to be redone were not
+    @torch.inference_mode(False)  # the script may be in it now; calls that were in it are redone without
     def _swap(self) -> None:
         """From an interrupted call to the state at that call's entry, in the newest generation."""
         cancelled: list[Flight] = []

@@ -19,7 +19,7 @@ from .adapter import Adapter, CallKind, Followed
 from .inputs import Inputs
 from .iterators import POINTER, RewoundByItself
 
-Call = Callable[[Adapter, str, CallKind, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+CallOf = Callable[[Adapter, str, CallKind, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """A `CallHandler` that is told whose framework the call is of."""
 
 
@@ -85,7 +85,7 @@ class WholeSteps:
 
     installed: ClassVar[WholeSteps | None] = None
 
-    def __init__(self, adapters: Sequence[Adapter], call: Call) -> None:
+    def __init__(self, adapters: Sequence[Adapter], call: CallOf) -> None:
         self._adapters, self._call = adapters, call
 
     def install(self) -> None:

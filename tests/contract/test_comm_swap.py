@@ -213,7 +213,6 @@ def _interrupted_twice(rank: int, cells: Cells) -> Any:
     groups.rebuild(2, cells.stores[2].get())
     groups.interrupt(1)
     groups.interrupt(2)
-    groups.check()
     return first, _after(made)
 
 
@@ -297,20 +296,18 @@ def test_a_newcomer_may_take_longer_than_groups_wait() -> None:
 
 
 def _trouble(rank: int, cells: Cells) -> Any:
-    """A neighbour dies and nobody announces anything: the original error comes out, after it was reported."""
+    """A neighbour dies and nobody announces anything: the original error comes out."""
     keep: list[Any] = []
     _host(rank, cells, 0, keep)
-    groups = live(rank, 2, cells.stores[0].get(), patience_s=0.2)
+    live(rank, 2, cells.stores[0].get(), patience_s=0.2)
     dist.barrier()
     cells.entered[rank].set()
     if rank == VICTIM:
         signal.pause()
-    reported: list[BaseException] = []
-    groups.report_trouble = reported.append
     try:
         dist.all_reduce(torch.ones(4))
-    except RuntimeError as error:
-        return len(reported), error is reported[0], isinstance(error, GenerationChanged)
+    except RuntimeError:
+        return "the error itself"
     return "no error"
 
 
@@ -321,4 +318,4 @@ def test_an_error_nobody_explains_stays_what_it_is() -> None:
         members = [fleet.fork(_trouble, rank, cells) for rank in range(2)]
         fleet.until(cells.entered[0], cells.entered[1])
         fleet.kill(members[VICTIM])
-        assert fleet.values([members[0]]) == [(1, True, False)]
+        assert fleet.values([members[0]]) == ["the error itself"]
