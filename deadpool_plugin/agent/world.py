@@ -105,20 +105,28 @@ def check_alike(hellos: Sequence[Hello]) -> None:
                 "the same number on every host (a spare must be able to take any host's ranks)",
                 "correct `slots` in the hostfile",
             )
-        for package in sorted(first.versions.keys() | other.versions.keys()):
-            here, there = first.versions.get(package, "none"), other.versions.get(package, "none")
-            if here != there:
-                raise ConfigError(
-                    f"{package} is {here} on {first.host} and {there} on {other.host}",
-                    "the same version on every host",
-                    f"install {package} alike on all hosts",
-                )
+        if differs := first_difference(first.versions, other.versions):
+            package, here, there = differs
+            raise ConfigError(
+                f"{package} is {here} on {first.host} and {there} on {other.host}",
+                "the same version on every host",
+                f"install {package} alike on all hosts",
+            )
         if other.config_digest != first.config_digest:
             raise ConfigError(
                 f"the configuration of host {other.host} differs from that of {first.host}",
                 "the same --deadpool-config content on every host",
                 "copy the file to all hosts",
             )
+
+
+def first_difference(here: Mapping[str, str], there: Mapping[str, str]) -> tuple[str, str, str] | None:
+    """A package that is not the same, and what it is here and there."""
+    for package in sorted(here.keys() | there.keys()):
+        versions = here.get(package, "none"), there.get(package, "none")
+        if versions[0] != versions[1]:
+            return package, *versions
+    return None
 
 
 def worker_env(place: Place, world: World, rank: Rank, node: NodeId, local_rank: int, address: str) -> dict[str, str]:

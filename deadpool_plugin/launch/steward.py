@@ -23,6 +23,7 @@ import msgspec
 
 from ..agent import contacts
 from ..agent.meeting import versions
+from ..agent.world import first_difference
 from ..config import Config, load
 from ..errors import ConfigError, DeadpoolError
 from . import leash, roles
@@ -182,13 +183,9 @@ def put(path: Path, content: bytes) -> None:
 
 def check(prepare: leash.Prepare) -> None:
     """What would stop the job on this host, found before it starts anywhere. Raises: ConfigError."""
-    ours, theirs = versions(), prepare.versions
-    for package in sorted(ours.keys() | theirs.keys()):
-        here, there = ours.get(package, "none"), theirs.get(package, "none")
-        if here != there:
-            raise ConfigError(
-                f"{package} is {here} here and {there} where it was launched", "the same", "install it alike"
-            )
+    if differs := first_difference(versions(), prepare.versions):
+        package, here, there = differs
+        raise ConfigError(f"{package} is {here} here and {there} where it was launched", "the same", "install it alike")
     roles.check_versions()
     if prepare.script and not Path(prepare.script).is_file():
         raise ConfigError(f"there is no file {prepare.script} in {os.getcwd()}", "the training script", "copy it there")
