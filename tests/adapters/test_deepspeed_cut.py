@@ -67,6 +67,27 @@ def test_gradients_are_divided_by_the_micro_batches_once(in_hooks):
         assert torch.equal(mine.grad, its.grad)
 
 
+def test_calls_done_again_before_the_script_got_their_values_have_them_again():
+    ours, data = model(), torch.linspace(-1, 1, 12).view(3, 4)
+    engine = SimpleNamespace(global_steps=0, optimizer=None, gradient_accumulation_steps=lambda: 2)
+    calls = Calls(None, lambda engine: SimpleNamespace(has_parameter=lambda leaf: False))
+    forward = Forward(calls, lambda engine, batch: ours(batch), engine, (data,), {})
+    backward = None
+    gradients = []
+    for _ in range(2):
+        output = forward()
+        if backward is None:
+            backward = Backward(calls, lambda engine, loss, **_: loss.backward(), engine, script(output), False, True)
+        ours.zero_grad()
+        value = backward()
+        assert value.item() == (script(output) / 2).item()
+        gradients.append([parameter.grad for parameter in ours.parameters()])
+    assert all(map(torch.equal, *gradients)) and all(gradient.any() for gradient in gradients[0])
+    backward.outcome(value)
+    forward()
+    assert backward() is None
+
+
 def test_a_graph_is_used_up_once():
     graph = Graph(0, None)
     with pytest.raises(RuntimeError, match="retain_graph"):
@@ -76,6 +97,30 @@ def test_a_graph_is_used_up_once():
 def behind_cut(output):
     (given,) = cut(Graph(0, [output]), lambda *part: None, [output])
     return given
+
+
+def test_a_backward_of_the_scripts_own_that_failed_leaves_nothing_to_the_next(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "backward", torch.Tensor.backward)  # put back afterwards
+    handled = []
+    calls = Calls(
+        lambda *call: handled.append(call[2]), lambda engine: SimpleNamespace(has_parameter=lambda leaf: False)
+    )
+    calls.wrap_tensor_backward()
+
+    def given():
+        output = torch.nn.Parameter(torch.ones(3)) * 2
+        return cut(Graph(0, [output]), calls.arrived, [output])[0]
+
+    def fail(gradient):
+        raise ArithmeticError
+
+    later = given() * 1
+    later.register_hook(fail)
+    with pytest.raises(ArithmeticError):
+        (given().sum() + later.sum()).backward()
+    assert calls._direct and not handled
+    given().sum().backward()
+    assert len(handled[0]._parts) == 1
 
 
 def test_a_loss_that_a_redo_would_leave_out_is_refused():

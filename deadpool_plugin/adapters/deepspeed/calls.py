@@ -149,6 +149,7 @@ class Calls:
                 part = ScriptsPart(tensor)
                 if part.reaches_cut:
                     part.check(self.state_of(None).has_parameter)
+                    self._direct = []  # one that failed behind its cut may have left some
             original(tensor, *args, **kwargs)
 
         owner.backward = backward

@@ -2,7 +2,9 @@
 
 Rules of this file: an object is made when the script calls, and kept by the call log. Order of a redo: a forward makes
 its graph's outputs anew, the backward after it goes through the engine's part with the gradients that the script's
-part gave the first time. What is done inside `Calls.inside` is the engine's own and no call.
+part gave the first time. A call that has run may have to run again before the script gets its value (nobody knows what
+an interrupted collective left), so it has one every time until `outcome` is asked. What is done inside `Calls.inside`
+is the engine's own and no call.
 Source: DeepSpeed 0.19.8, runtime/engine.py and runtime/pipe/engine.py.
 """
 
@@ -39,7 +41,6 @@ class Forward(Followed):
         self._calls, self._original, self._engine = calls, original, engine
         self._inputs = kept.inputs(args, kwargs)
         self._given: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
-        self._is_done = False
         self._graph: Callable[[], Graph | None] = lambda: None
 
     def __call__(self) -> Any:
@@ -48,16 +49,10 @@ class Forward(Followed):
         with self._calls.inside():
             value = self._original(self._engine, *args, **kwargs)
         outputs = kept.differentiable(value)
-        if self._is_done:
-            graph = self._graph()
-            if graph is not None:
-                graph.outputs = outputs
-            return None
-        self._is_done = True
         if not outputs:
             return value
-        graph = Graph(self._engine.global_steps, outputs)
-        self._graph = weakref.ref(graph)
+        graph = self._graph() or Graph(self._engine.global_steps, None)
+        graph.outputs, self._graph = outputs, weakref.ref(graph)
         return kept.replaced(value, outputs, cut(graph, self._calls.arrived, outputs))
 
     def outcome(self, value: Any) -> Any:
@@ -102,8 +97,7 @@ class Backward(Followed):
         if not self._retain_graph:
             for graph, _ in self._parts:
                 graph.outputs = None
-        value, self._value = self._value, None  # the log shall not keep the script's graph
-        return value
+        return self._value
 
     def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
         return loss / self._engine.gradient_accumulation_steps() if self._scale_wrt_gas else loss
@@ -123,6 +117,7 @@ class Backward(Followed):
         return parts
 
     def outcome(self, value: Any) -> Any:
+        self._value = None  # the log shall not keep the script's graph
         return self._calls.loss
 
     def skipped(self, outcome: torch.Tensor) -> Any:
