@@ -18,7 +18,7 @@ import torch
 from ...errors import Unsupported, invariant
 from ...worker.adapter import CallHandler, Scalars
 from ...worker.saving import Saves
-from . import extensions, loading, past_engine, refusals, saving
+from . import extensions, gathered, loading, past_engine, refusals, saving
 from .calls import Calls
 from .state import EngineState
 
@@ -46,6 +46,7 @@ class DeepSpeedAdapter:
         self._calls.wrap_tensor_backward()
         self._calls.install_pipeline(PipelineEngine)
         past_engine.refuse_parts(self._calls, self._is_training)
+        gathered.install(self._calls, self._is_training)
         loading.install(self._calls, DeepSpeedEngine, self._is_training)
         refusals.install(DeepSpeedEngine, self._is_training)
 

@@ -1,0 +1,42 @@
+"""A script that gathers ZeRO 3's parameters itself, with ranks killed while it evaluates: bit for bit alike."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "scripts"), str(ROOT)]
+
+from support.killed_ranks import assert_alike, run_with_kills, undisturbed  # noqa: E402
+from support.zygote import in_zygote  # noqa: E402
+
+try:
+    from patches.cpu import deepspeed as deepspeed_on_cpu
+
+    deepspeed_on_cpu.apply()
+    import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401 - preloaded for the forks: 5 CPU seconds
+except ImportError:
+    pytestmark = pytest.mark.skip(reason="deepspeed is not installed")
+
+from faults import deepspeed_hooks  # noqa: E402
+
+os.environ.setdefault("MASTER_ADDR", "127.0.0.1")  # DeepSpeed wants to see them; nobody connects there
+os.environ.setdefault("MASTER_PORT", "1")
+
+
+@pytest.mark.parametrize("hidden", [32, 160], ids=["told", "too large to be told"])
+@in_zygote
+def test_two_losses_while_others_evaluate(tmp_path, corpus, hidden):
+    """While some are gathered, and while they are changed."""
+    argv = [
+        str(HERE / "gathering_loop.py"), "--data-path", corpus, "--layers", "2", "--hidden", str(hidden),
+        "--seq-length", "32", "--zero", "3", "--train-iters", "12", "--eval-interval", "4", "--samples", "24",
+        "--log-all-ranks", "--digest",
+    ]  # fmt: skip
+    expected, run = undisturbed(tmp_path / "plain", argv, 2), tmp_path / "run"
+    kills = [(1, 4, "evaluate"), (0, 8, "evaluate")]
+    run_with_kills(run, argv, 2, kills, [1], deepspeed_hooks.install)
+    assert_alike(expected, run)
