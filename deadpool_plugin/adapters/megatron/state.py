@@ -153,9 +153,15 @@ def _move_into_one_buffer(movable: Sequence[tuple[Any, str | None]]) -> list[tor
 
 
 def merge_neighbours(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The same memory as few tensors as possible: contiguous ones that touch become one (fewer copies a snapshot)."""
-    merged: list[torch.Tensor] = []
+    """The same memory as few tensors as possible: contiguous ones that touch become one (fewer copies a snapshot).
+
+    They are in the order in which they lie there; Megatron's buffers begin with the last parameter.
+    """
+    storages: dict[int, int] = {}
     for tensor in tensors:
+        storages.setdefault(tensor.untyped_storage().data_ptr(), len(storages))
+    merged: list[torch.Tensor] = []
+    for tensor in sorted(tensors, key=lambda t: (storages[t.untyped_storage().data_ptr()], t.storage_offset())):
         last = merged[-1] if merged else None
         if (
             last is not None
