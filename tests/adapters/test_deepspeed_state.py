@@ -16,6 +16,7 @@ from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 from deadpool_plugin.adapters.deepspeed import adam
 from deadpool_plugin.adapters.deepspeed.partitioned import Partitioned
 from deadpool_plugin.adapters.deepspeed.state import EngineState
+from deadpool_plugin.errors import Divergence, Unsupported
 
 
 @pytest.fixture
@@ -34,9 +35,37 @@ def engine():
     )
 
 
-def test_parameters_that_no_group_has_are_in_the_shard(engine):
-    kept = {tensor.data_ptr() for tensor in EngineState(engine).tensors}
-    assert all(parameter.data_ptr() in kept for parameter in engine.module.parameters())
+def test_parameters_that_no_group_has_are_not_copied_but_compared(engine):
+    backbone, head = engine.module
+    state = EngineState(engine)
+    kept = {tensor.data_ptr() for tensor in state.tensors}
+    assert all(parameter.data_ptr() in kept for parameter in head.parameters())
+    assert not any(parameter.data_ptr() in kept for parameter in backbone.parameters())
+    saved = state.scalars()
+    EngineState(engine).load(saved)
+    with torch.no_grad():
+        backbone.weight[1, 1] += 1
+    with pytest.raises(Divergence, match="frozen parameters of digest"):
+        EngineState(engine).load(saved)
+
+
+@pytest.mark.parametrize("change", [lambda weight: weight.zero_(), lambda weight: setattr(weight, "data", weight + 0)])
+def test_a_script_that_changes_them_in_training_is_refused(engine, change):
+    state = EngineState(engine)
+    with torch.no_grad():
+        change(engine.module[0].weight)
+    with pytest.raises(Unsupported, match=r"a parameter of \[3, 2\] that the optimizer does not update"):
+        state.scalars()
+
+
+def test_a_checkpoint_may_bring_the_same_ones(engine):
+    state = EngineState(engine)
+    engine.module.load_state_dict(copy.deepcopy(engine.module.state_dict()))
+    state.frozen.loaded()
+    state.scalars()
+    torch.nn.init.zeros_(engine.module[0].weight)
+    with pytest.raises(Unsupported, match="changed frozen parameters"):
+        state.frozen.loaded()
 
 
 def test_counters_rates_and_loss_scales_come_back(engine):

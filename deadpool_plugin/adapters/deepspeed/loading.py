@@ -49,6 +49,7 @@ class Load(Followed):
         with self._calls.inside():
             value = self._function()
             state.take_back()
+            state.frozen.loaded()
         return value
 
     def outcome(self, value: Any) -> Any:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from ...errors import WHOLE_STEP, Unsupported
 from ...worker.adapter import Scalars
 from . import adam
+from .frozen import Frozen
 from .partitioned import Partitioned
 from .plain import check_schedule, load_plain_state, plain_state, some
 from .rest import Attributes, Rest
@@ -60,7 +61,8 @@ class EngineState:
         self._partitioned = None
         if engine.zero_optimization_stage() == 3:
             self._partitioned = Partitioned(engine.optimizer, self._modules, self._parameters)
-        self.masters = self._partitioned.masters if self._partitioned else self._updated()
+        updated = [parameter for group in self._groups for parameter in group["params"]]
+        self.masters = self._partitioned.masters if self._partitioned else updated
         adam.check(self.adam, self.masters, engine.lr_scheduler)
         check_schedule(engine.lr_scheduler)
         adam.complete(self.adam, self.masters)
@@ -68,20 +70,17 @@ class EngineState:
         self._parameter_ids = {id(parameter) for parameter in self._parameters}
         self._moments = adam.moments(self.adam, self.masters)
         self.buffers = [buffer for buffer in engine.module.buffers() if buffer is not None]
-        self.tensors = self._tensors()
+        frozen = self._not_updated()
+        parts = [parameter.ds_tensor.data for parameter in frozen] if self._partitioned else []
+        self.frozen = Frozen([] if self._partitioned else frozen)
+        self.tensors = [*(master.data for master in self.masters), *self._moments, *parts, *self.buffers]
         self._rest = Rest(engine.optimizer)
         self._pipeline = Attributes([engine], OF_PIPELINE)
         self._gradients = [(master, master.grad) for master in self.masters]
 
-    def _updated(self) -> list[torch.Tensor]:
-        return [parameter for group in self._groups for parameter in group["params"]]
-
-    def _tensors(self) -> list[torch.Tensor]:
-        masters = [master.data for master in self.masters]
+    def _not_updated(self) -> list[Any]:
         updated = {id(parameter) for parameter in updated_parameters(self.engine.optimizer, self._groups)}
-        others = [parameter for parameter in self._parameters if id(parameter) not in updated]
-        frozen = [getattr(parameter, "ds_tensor", parameter).data for parameter in others]
-        return [*masters, *self._moments, *frozen, *self.buffers]
+        return [parameter for parameter in self._parameters if id(parameter) not in updated]
 
     def replicas(self) -> tuple[int, ...]:
         """Without ZeRO data-parallel peers are full replicas, but for buffers (running means and the like)."""
@@ -107,6 +106,7 @@ class EngineState:
         """What a script can see of the engine's progress: counters, learning rates, schedule, scaler."""
         optimizer = self.engine.optimizer
         return {
+            "frozen": self.frozen.digest,
             "counters": some(self.engine, COUNTERS),
             "optimizer": some(optimizer, OF_OPTIMIZER),
             "groups": adam.group_scalars(self._groups),
@@ -115,6 +115,7 @@ class EngineState:
         }
 
     def show(self, visible: Scalars) -> None:
+        self.frozen.compare(visible["frozen"])
         optimizer = self.engine.optimizer
         vars(self.engine).update(visible["counters"])
         vars(optimizer).update(visible["optimizer"])
@@ -124,6 +125,7 @@ class EngineState:
             load_plain_state(getattr(optimizer, name, None), state)
 
     def scalars(self) -> Scalars:
+        self.frozen.check_unchanged()
         return {"visible": self.visible(), "steps": adam.steps(self.adam, self.masters)}
 
     def load(self, scalars: Scalars) -> None:
