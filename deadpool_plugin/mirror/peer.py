@@ -31,6 +31,7 @@ from .wire import BulkStream
 OnDone = Callable[[DeadpoolError | None], None]
 """Told why not, or None: the peer has verified and sealed it."""
 QUEUE_MAX = 256
+FETCH_MAX_S = 600.0
 _JOIN_S = 5.0
 _records_decoder = msgspec.msgpack.Decoder(list[bytes])
 
@@ -259,20 +260,20 @@ class BulkPeer:
             raise TransportError(f"{self.address} sent {(header.rank, header.step)}", f"rank {rank}, step {step}")
         return header, encoded
 
-    def fetch_payload(self, rank: Rank, header: SnapshotHeader, into: memoryview, deadline_s: float = 600.0) -> None:
+    def fetch_payload(self, rank: Rank, header: SnapshotHeader, into: memoryview) -> None:
         """Fills `into` with the payload of `rank` at `header.step`, which must be laid out as `header` says.
 
         Raises: TransportError, StaleGeneration once this node is fenced; `into` is then worth nothing.
-        Blocks: up to `deadline_s`.
+        Blocks: up to FETCH_MAX_S.
         """
         if len(into) != header.payload_bytes:
             raise TransportError(f"slots of {len(into)} bytes for a payload of {header.payload_bytes} bytes")
-        ends_at, generation = time.monotonic() + deadline_s, self._store.generation
+        ends_at, generation = time.monotonic() + FETCH_MAX_S, self._store.generation
 
         def check() -> None:
             self._store.check_generation(generation)
             if time.monotonic() > ends_at:
-                raise TransportError(f"the payload of rank {rank} from {self.address} took more than {deadline_s:g} s")
+                raise TransportError(f"the payload of rank {rank} from {self.address} took more than {FETCH_MAX_S:g} s")
 
         with self._asking() as stream:
             stream.send(wire.GetPayload(rank, header.step, header.layout_hash, header.payload_bytes))
@@ -280,25 +281,17 @@ class BulkPeer:
             stream.recv_payload(into, check)
 
     def fetch(
-        self,
-        rank: Rank,
-        step: Step,
-        payload_rank: Rank | None,
-        into: SlotPair,
-        payload_peer: BulkPeer | None = None,
-        deadline_s: float = 600.0,
+        self, rank: Rank, step: Step, payload_rank: Rank, into: SlotPair, payload_peer: BulkPeer
     ) -> SnapshotHeader:
-        """Makes `into` hold snapshot (rank, step): header from here, payload of `payload_rank` (None: rank's own)
-        from `payload_peer` (None: from here too).
+        """Makes `into` hold snapshot (rank, step): header from here, payload of `payload_rank` from `payload_peer`.
 
-        Raises: TransportError, StaleGeneration; the slot is then invalid. Blocks: up to `deadline_s`; call it in a
+        Raises: TransportError, StaleGeneration; the slot is then invalid. Blocks: up to FETCH_MAX_S; call it in a
         thread.
         """
         generation = self._store.generation
         header, encoded = self.fetch_header(rank, step)
         into.invalidate(step)
-        source = payload_peer or self
-        source.fetch_payload(rank if payload_rank is None else payload_rank, header, into.payload(step), deadline_s)
+        payload_peer.fetch_payload(payload_rank, header, into.payload(step))
         self._store.check_generation(generation)
         into.seal_encoded(step, encoded)
         return header

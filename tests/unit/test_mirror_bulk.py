@@ -13,7 +13,7 @@ from deadpool_plugin.core.types import Holding
 from deadpool_plugin.errors import DeadpoolError, PeerRefused, TransportError
 from deadpool_plugin.mirror import peer as peer_module
 from deadpool_plugin.mirror import wire
-from deadpool_plugin.mirror.arena import SlotPair
+from deadpool_plugin.mirror.arena import SlotPair, SnapshotHeader
 from deadpool_plugin.mirror.bulk import BulkPeer, BulkServer, InAnotherGeneration, RefusedByPeer
 from deadpool_plugin.mirror.integrity import Sums
 from deadpool_plugin.mirror.store import SnapshotStore
@@ -88,6 +88,11 @@ def push(peer: BulkPeer, rank: int, step: int, generation: int = 0, payload: boo
 
     peer.push(rank, step, generation, payload, replicas, "layout", b"records %d" % step, tell)
     return done.get(timeout=WAIT_S)
+
+
+def fetch(peer: BulkPeer, step: int, into: SlotPair) -> SnapshotHeader:
+    """All of rank 0's snapshot from one node."""
+    return peer.fetch(0, step, 0, into, peer)
 
 
 @pytest.fixture
@@ -358,10 +363,10 @@ def test_fetch_takes_header_and_payload_from_different_ranks_and_nodes(nodes: li
     assert from_b.fetch(0, 3, 1, into, payload_peer=from_d) == source.open(3) == into.open(3)
     assert into.payload(3) == content(0, 3)
     with pytest.raises(RefusedByPeer, match="the payload of rank 0, step 3 is not held here"):
-        from_b.fetch(0, 3, None, into)
+        fetch(from_b, 3, into)
     assert into.open(3) is None, "a fetch that failed leaves the slot invalid"
     with pytest.raises(RefusedByPeer, match="the header of rank 0, step 9"):
-        from_b.fetch(0, 9, None, into)
+        fetch(from_b, 9, into)
     d.close()
 
 
@@ -379,7 +384,7 @@ def test_a_snapshot_overwritten_while_it_is_fetched_is_not_used(
 
     monkeypatch.setattr(BulkStream, "send_payload", overwrite)
     with pytest.raises(RefusedByPeer, match="overwritten while it was read"):
-        c.peer(a).fetch(0, 3, None, into)
+        fetch(c.peer(a), 3, into)
     assert into.open(3) is None
 
 
@@ -416,16 +421,16 @@ def test_a_mirror_whose_bytes_changed_is_refused_and_no_holding_any_more(nodes: 
     mirror.payload(3)[FRAME_BYTES + 5] ^= 1
     into = c.store.create_own(0, HEADER, PAYLOAD)
     with pytest.raises(RefusedByPeer, match="1 of 2 frames fail their checksum, the first is frame 1"):
-        c.peer(b).fetch(0, 3, None, into)
+        fetch(c.peer(b), 3, into)
     assert into.open(3) is None and told == [(0, 3)]
     assert [held.step for held in b.store.holdings()] == [2]
     with pytest.raises(RefusedByPeer, match="not held here"):
-        c.peers[0].fetch(0, 3, None, into)
-    assert c.peers[0].fetch(0, 2, None, into) == into.open(2), "the other snapshot is as good as before"
-    assert c.peer(a).fetch(0, 3, None, into) == into.open(3), "as is the other copy"
+        fetch(c.peers[0], 3, into)
+    assert fetch(c.peers[0], 2, into) == into.open(2), "the other snapshot is as good as before"
+    assert fetch(c.peer(a), 3, into) == into.open(3), "as is the other copy"
     assert into.payload(3) == content(0, 3)
     assert push(a.peers[0], 0, 3)[0] and mirror.payload(3) == content(0, 3), "and it can be mirrored again"
-    assert c.peers[0].fetch(0, 3, None, into) == into.open(3)
+    assert fetch(c.peers[0], 3, into) == into.open(3)
 
 
 def test_an_own_slot_that_changed_after_it_was_mirrored_is_not_mirrored_again(nodes: list[Node]) -> None:
