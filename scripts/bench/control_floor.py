@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from deadpool_plugin.core.messages import Decided
-from deadpool_plugin.core.types import Source, SwapPlan, World
+from deadpool_plugin.core.types import Ballot, Source, SwapPlan, World
 from deadpool_plugin.launch.processes import die_with_parent
 
 SMALL_BYTES = 100
@@ -31,7 +31,8 @@ def plan_bytes(nodes: int, slots: int, spares: int) -> int:
     active = nodes - spares
     world = World(1, tuple(node for node in range(active) for _ in range(slots)), tuple(range(active, nodes - 1)))
     sources = tuple(Source(rank, active - 1, active - 1, rank) for rank in range(slots))
-    return len(msgspec.msgpack.encode(Decided(SwapPlan(world, 0, (active,), sources, "127.0.0.1:12345"))))
+    plan = SwapPlan(world, 0, (active,), sources, "127.0.0.1:12345")
+    return len(msgspec.msgpack.encode(Decided(plan, Ballot(1, 1, 0))))
 
 
 def measured(sockets: Sequence[int], plan_bytes: int, rounds: int) -> dict[str, Any]:
