@@ -105,7 +105,7 @@ def test_a_backward_of_the_scripts_own_that_failed_leaves_nothing_to_the_next(mo
     calls = Calls(
         lambda *call: handled.append(call[2]), lambda engine: SimpleNamespace(has_parameter=lambda leaf: False)
     )
-    calls.wrap_tensor_backward()
+    calls._wrap_tensor_backward()
 
     def given():
         output = torch.nn.Parameter(torch.ones(3)) * 2

@@ -35,19 +35,17 @@ class Calls:
         self.stepped_loss: torch.Tensor | None = None
         """The same, once the optimizer's step has waited for it anyway; for people to look at."""
 
-    def install(self, engine_class: type) -> None:
-        """Put ourselves in the place of the methods of `engine_class` that scripts call."""
+    def install(self, engine_class: type, pipeline_class: type) -> None:
+        """Put ourselves in the place of the methods that scripts call; pipelines have some instead."""
         self._wrap(engine_class, "forward", self.forward)
         self._wrap(engine_class, "backward", self._backward)
         self._wrap(engine_class, "step", self._step)
         for name in ("zero_grad", "allreduce_gradients"):
             self._wrap(engine_class, name, functools.partial(self._plain, name))
         self._wrap_update(engine_class)
-
-    def install_pipeline(self, engine_class: type) -> None:
-        """The same for the methods that pipelines have instead."""
-        self._wrap(engine_class, "train_batch", self._train_batch)
-        self._wrap(engine_class, "eval_batch", self._eval_batch)
+        self._wrap(pipeline_class, "train_batch", self._train_batch)
+        self._wrap(pipeline_class, "eval_batch", self._eval_batch)
+        self._wrap_tensor_backward()
 
     def _wrap(self, owner: type, name: str, make: Callable[..., Any]) -> None:
         original = getattr(owner, name)
@@ -138,7 +136,7 @@ class Calls:
             torch.autograd.Variable._execution_engine.queue_callback(self._go_on)
         self._direct.append((graph, gradients))
 
-    def wrap_tensor_backward(self) -> None:
+    def _wrap_tensor_backward(self) -> None:
         """A script's own `loss.backward()` is held to what `engine.backward` is."""
         owner: Any = torch.Tensor
         original = owner.backward

@@ -141,11 +141,15 @@ class DirectBackward:
             graph.outputs = None
 
 
-class Step(Followed):
-    """`engine.step`, and whatever else moves the engine's counters."""
+class OfEngine(Followed):
+    """One of an engine's methods, `function`."""
 
-    def __init__(self, calls: Calls, function: Callable[[], Any], engine: Any) -> None:
+    def __init__(self, calls: Calls, function: Callable[..., Any], engine: Any) -> None:
         self._calls, self._function, self._engine = calls, function, engine
+
+
+class Step(OfEngine):
+    """`engine.step`, and whatever else moves the engine's counters."""
 
     def __call__(self) -> Any:
         with self._calls.inside():
@@ -161,11 +165,8 @@ class Step(Followed):
         return None
 
 
-class Batch(Followed):
+class Batch(OfEngine):
     """A pipeline's `train_batch` or `eval_batch`: closed functions, given an iterator to pull micro-batches from."""
-
-    def __init__(self, calls: Calls, function: Callable[[Any], Any], engine: Any) -> None:
-        self._calls, self._function, self._engine = calls, function, engine
 
     def __call__(self, data_iterator: Any) -> Any:
         with self._calls.inside():

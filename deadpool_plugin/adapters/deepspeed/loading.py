@@ -11,9 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 from ...errors import Unsupported
-from ...worker.adapter import CallKind, Followed
+from ...worker.adapter import CallKind
 from . import adam
 from .calls import Calls
+from .engine_calls import OfEngine
 
 
 def install(calls: Calls, engine_class: type, is_training: Callable[[], bool]) -> None:
@@ -31,11 +32,8 @@ def install(calls: Calls, engine_class: type, is_training: Callable[[], bool]) -
     owner.load_checkpoint = load_checkpoint
 
 
-class Load(Followed):
+class Load(OfEngine):
     """Its value is a path and what the script had saved beside the engine's state."""
-
-    def __init__(self, calls: Calls, function: Callable[[], Any], engine: Any) -> None:
-        self._calls, self._function, self._engine = calls, function, engine
 
     def __call__(self) -> Any:
         state = self._calls.state_of(self._engine)

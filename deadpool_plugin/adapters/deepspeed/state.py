@@ -43,6 +43,10 @@ def updated_parameters(optimizer: Any, groups: Sequence[dict[str, Any]]) -> list
     for name in ("bit16_groups", "bf16_groups", "fp16_groups"):  # ZeRO 1 and 2; BF16_Optimizer; ZeRO 3 and FP16_*
         if hasattr(optimizer, name):
             return [parameter for group in getattr(optimizer, name) for parameter in group]
+    return _parameters_of(groups)
+
+
+def _parameters_of(groups: Sequence[dict[str, Any]]) -> list[torch.Tensor]:
     return [parameter for group in groups for parameter in group["params"]]
 
 
@@ -61,8 +65,7 @@ class EngineState:
         self._partitioned = None
         if engine.zero_optimization_stage() == 3:
             self._partitioned = Partitioned(engine.optimizer, self._modules, self._parameters)
-        updated = [parameter for group in self._groups for parameter in group["params"]]
-        self.masters = self._partitioned.masters if self._partitioned else updated
+        self.masters = self._partitioned.masters if self._partitioned else _parameters_of(self._groups)
         adam.check(self.adam, self.masters, engine.lr_scheduler)
         check_schedule(engine.lr_scheduler)
         adam.complete(self.adam, self.masters)
