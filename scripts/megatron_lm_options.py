@@ -6,9 +6,9 @@
 
 Every job has 4 ranks on 4 nodes and a spare and loses a node, whose ranks the spare has rehearsed, and later one
 process on a healthy host. An option is one line of OUT/options.jsonl as soon as it is known: `held` (all losses,
-gradient norms, learning rates and final states of all ranks equal those of the job without the plugin), `refused` (by
-the plugin, by name, before training), `not here` (the job does not run on a CPU without the plugin either), or
-`failed`. A rerun goes on with those that are missing (`--again`: also with those that failed).
+gradient norms, learning rates and final states of all ranks equal those of the job without the plugin, and no script
+raised anything), `refused` (by the plugin, by name, before training), `not here` (the job does not run on a CPU without
+the plugin either), or `failed`. A rerun goes on with those that are missing (`--again`: also with those that failed).
 
 Rules of this file: it only chooses and keeps; megatron_lm/jobs.py runs, faults/job.py judges.
 """
