@@ -27,6 +27,10 @@ ENTRY_S = 0.01
 OnDone = Callable[[Exception | None], None]
 
 
+class Unreadable(Refused):
+    """The snapshot to be sent cannot be read at its own node."""
+
+
 class Broken(Exception):
     """A bulk connection failed; another may not. `nodes`: its ends."""
 
@@ -103,7 +107,10 @@ class Bulk:
     ) -> Work:
         node, target = self._node, self._node.cluster.nodes[buddy]
         node.store.check(generation)
-        snapshot = replace(node.store.readable(rank, step, payload), generation=generation)
+        try:
+            snapshot = replace(node.store.readable(rank, step, payload), generation=generation)
+        except Refused as error:
+            raise Unreadable(str(error)) from error
         if not payload:
             snapshot = replace(snapshot, payload=None)
         yield from self._cross(node, target)
@@ -139,8 +146,11 @@ class Bulk:
             source = self._node.store.pair(rank)
             there = source.get(step) if source is not None else None
             if there is None or there.sum != snapshot.sum:
-                raise Refused("the snapshot was overwritten while it was sent")
-            self._verified(self._node, there)
+                raise Unreadable("the snapshot was overwritten while it was sent")
+            try:
+                self._verified(self._node, there)
+            except Refused as error:
+                raise Unreadable(str(error)) from error
             holding = Holding(rank, step, snapshot.payload is not None, replicas)
             target.store.finish_mirror(pair, snapshot, holding)
             return holding

@@ -2,18 +2,18 @@
 
 Rules of this file: the contract of agent/mirroring.py and agent/pushing.py; what an older generation still says is
 dropped; a push that fails is tried again while it is the newest of its rank, and what stays impossible for the job's
-patience is evidence against that buddy, unless it answers that it is in another generation.
+patience is evidence against that buddy, unless it answers that it is in another generation. What cannot be read here is
+evidence against its own rank's process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ..core.io import HoldingsDropped, LinkLost, SnapshotHeld, WorkerLost, WorkerReady
 from ..core.placement import buddies_of, needs_payload
 from ..core.types import NO_STEP, Generation, Holding, NodeId, Rank, Step, World
-from .bulk import Bulk
+from .bulk import Bulk, Unreadable
 from .store import Refused, Stale
 from .worker import Process
 
@@ -101,14 +101,16 @@ class Mirroring:
         payload = needs_payload(self._world, rank, replicas, self._copies)
         self.bulk.push(
             buddy, rank, step, generation, payload, replicas,
-            lambda error: self._pushed(buddy, generation, error, lambda: self._push(buddy, rank, step, generation)),
+            lambda error: self._pushed(buddy, rank, step, generation, error),
         )  # fmt: skip
 
-    def _pushed(
-        self, buddy: NodeId, generation: Generation, error: Exception | None, again: Callable[[], None]
-    ) -> None:
+    def _pushed(self, buddy: NodeId, rank: Rank, step: Step, generation: Generation, error: Exception | None) -> None:
         node = self._node
         if generation != self._world.generation or generation < node.store.fence:
+            return
+        if isinstance(error, Unreadable):
+            if self._newest.get(rank, NO_STEP) == step:
+                node.feed(WorkerLost(rank, f"its newest snapshot cannot be read here: {error}"))
             return
         if error is None or isinstance(error, Stale):
             self._failing_since.pop(buddy, None)
@@ -116,7 +118,7 @@ class Mirroring:
             del self._failing_since[buddy]
             node.feed(LinkLost(buddy, f"node {node.number} cannot mirror to it: {error}", silent=True))
         if error is not None:
-            node.timeline.after(RETRY_S, node.do, again)
+            node.timeline.after(RETRY_S, node.do, self._push, buddy, rank, step, generation)
 
     def committed(self) -> None:
         """All of a step is held along this world's ring: what else is here may go."""
