@@ -243,9 +243,15 @@ class Job:
             verdict.difference = verdict.difference or compared["difference"] or ""
 
     def _raised(self) -> list[str]:
-        """What scripts raised that no fault did: such a rank is replaced in place, which hides that a redo failed."""
-        reasons = [event["reason"] for event in self.tail.of("RankLost")]
-        return [reason for reason in reasons if reason.startswith("script of rank") and INJECTED not in reason]
+        """What scripts raised that no fault did, and take-overs that failed though their sources were there: such a
+        rank is replaced in place, which hides that a redo or a replay failed."""
+        reasons = [event["reason"] for event in self.tail.of("RankLost") if INJECTED not in event["reason"]]
+        alone = all(kill.after < 0 and not kill.also for kill in self.kills)
+        return [
+            reason
+            for reason in reasons
+            if reason.startswith("script of rank") or (alone and "could not be taken over" in reason)
+        ]
 
     def _ought_to_recover(self, outcome: Outcome) -> bool:
         overtaken = any(later.after == outcome.kill.index for later in self.kills)
