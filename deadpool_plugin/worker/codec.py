@@ -29,6 +29,15 @@ class TooLarge:
         self.description = f"a tensor of {dtype} {shape}, above the limit of {TENSOR_LIMIT_BYTES} bytes"
 
 
+def too_large(value: Any) -> TooLarge | None:
+    """What stands for the first tensor in `value` that would not be recorded."""
+    if isinstance(value, torch.Tensor):
+        large = value.numel() * value.element_size() > TENSOR_LIMIT_BYTES
+        return TooLarge(str(value.dtype).removeprefix("torch."), list(value.shape)) if large else None
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return next(filter(None, map(too_large, items)), None)
+
+
 def encode(value: Any) -> bytes:
     """Bytes of `value`.
 

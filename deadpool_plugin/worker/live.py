@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from ..comm import collective
-from ..errors import GenerationChanged, Unsupported
-from . import rng
+from ..errors import WHOLE_STEP, GenerationChanged, Unsupported
+from . import codec, rng
 from .adapter import MAKES_STEP, CallKind, Followed
 from .calls import Call, forget
 from .iterators import RewindIterator
@@ -130,6 +130,13 @@ class Live(Swapping):
     def _done(self, call: Call, outcome: Any) -> None:
         """The script gets its value now; what it draws until its next call is seen by comparison with this moment."""
         self._log.add(call, outcome)
+        if not self._cannot_be_followed and (large := codec.too_large(outcome)):
+            self._cannot_be_followed = True
+            self._link.event(
+                "Note",
+                text=f"{call.name} in the loop of step {self.step + 1} gave rank {self._rank} {large.description}: no "
+                f"other process can take this rank over any more; keep large results out of the loop, or {WHOLE_STEP}",
+            )
         states = rng.capture(self._adapter)
         self._at_exit = self._at_entry if rng.equal(states, self._at_entry) else states
 

@@ -41,6 +41,7 @@ class Swapping:
         self._swap_began: float | None = None
         self._loss: float | None = None
         self._error = ""
+        self._cannot_be_followed = False
         self._at_entry: dict[str, Any] = {}
         self._at_exit: dict[str, Any] | None = None
 

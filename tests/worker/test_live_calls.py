@@ -5,10 +5,12 @@ from __future__ import annotations
 import types
 
 import pytest
+import torch
 
 from deadpool_plugin.errors import GenerationChanged, Unsupported
 from deadpool_plugin.worker.adapter import CallKind
 from deadpool_plugin.worker.calls import CallLog
+from deadpool_plugin.worker.codec import TENSOR_LIMIT_BYTES
 from deadpool_plugin.worker.live import Live
 
 
@@ -19,10 +21,11 @@ class Rank(Live):
         self.inside = self.aborted = False
         self.step = self.swaps = 0
         self._error = ""
+        self._cannot_be_followed, self._rank, self.notes = False, 3, []
         self._loss = self._at_exit = None
         self._log = CallLog()
         self._context = types.SimpleNamespace(tapes=[])
-        self._link = types.SimpleNamespace(check=self._check)
+        self._link = types.SimpleNamespace(check=self._check, event=lambda kind, text: self.notes.append((kind, text)))
         self._adapter = types.SimpleNamespace(
             entry_state=lambda args, kwargs: lambda: None,
             rng_states=dict,
@@ -72,3 +75,13 @@ def test_a_save_that_fails_is_the_scripts_own_affair():
     with pytest.raises(OSError):
         rank.call("save", CallKind.SAVE, full, (), {})
     assert rank.call("step", CallKind.PLAIN, lambda: 7, (), {}) == 7
+
+
+def test_a_result_that_followers_cannot_have_is_said_once_where_it_is_made():
+    rank, large = Rank(), {"logits": [torch.zeros(TENSOR_LIMIT_BYTES // 4 + 1)]}
+    rank.call("step", CallKind.PLAIN, lambda: {"loss": torch.zeros(3)}, (), {})
+    assert rank.notes == []
+    for _ in range(2):
+        rank.call("forward", CallKind.PLAIN, lambda: large, (), {})
+    ((kind, text),) = rank.notes
+    assert kind == "Note" and "forward in the loop of step 1 gave rank 3 a tensor of float32 [262145]" in text
