@@ -63,10 +63,9 @@ class Checkers:
     def _cut_off_first(self, proposer: Node, planned: io.Emit) -> None:
         """Whoever is replaced for its silence has stopped what it ran by then; only one that stands still cannot.
 
-        Before training nobody has to: the script begins again, so there is nothing to tear (core/README.md).
+        Who has not heard of training has not either: nothing it could tear is written before a step is committed
+        (core/README.md).
         """
-        if planned.fields["restore_step"] == NO_STEP:
-            return
         lost, generation = planned.fields["lost_nodes"], proposer.controller.generation
         assert isinstance(lost, tuple)
         for number in proposer.controller._ctx.watch.silent & set(lost):
@@ -75,7 +74,7 @@ class Checkers:
                 process.in_training and not process.held and process.unwound_for <= node.controller.generation
                 for process in node.processes.alive
             )
-            if runs and node.up and not node.paused:
+            if runs and node.up and not node.paused and node.controller._ctx.has_trained:
                 raise Violation("NO_STALE_WRITE", f"node {number} still runs what generation {generation} gives away")
 
     def reconfigured(self, node: Node, plan: SwapPlan) -> None:
