@@ -30,10 +30,11 @@ class TooLarge:
 
 
 def too_large(value: Any) -> TooLarge | None:
-    """What stands for the first tensor in `value` that would not be recorded."""
+    """What stands, or would stand in a record, for the first tensor in `value` above the limit."""
+    if isinstance(value, TooLarge):
+        return value
     if isinstance(value, torch.Tensor):
-        large = value.numel() * value.element_size() > TENSOR_LIMIT_BYTES
-        return TooLarge(str(value.dtype).removeprefix("torch."), list(value.shape)) if large else None
+        return TooLarge(*_form(value)) if _is_large(value) else None
     items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
     return next(filter(None, map(too_large, items)), None)
 
@@ -84,9 +85,17 @@ def _prepare_items(items: Sequence[Any]) -> Sequence[Any]:
 
 def _tensor_bytes(tensor: torch.Tensor) -> bytes:
     body = None
-    if tensor.numel() * tensor.element_size() <= TENSOR_LIMIT_BYTES:
+    if not _is_large(tensor):
         body = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-    return msgspec.msgpack.encode((str(tensor.dtype).removeprefix("torch."), list(tensor.shape), body))
+    return msgspec.msgpack.encode((*_form(tensor), body))
+
+
+def _is_large(tensor: torch.Tensor) -> bool:
+    return tensor.numel() * tensor.element_size() > TENSOR_LIMIT_BYTES
+
+
+def _form(tensor: torch.Tensor) -> tuple[str, list[int]]:
+    return str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
 
 
 def _restore(code: int, data: memoryview) -> Any:

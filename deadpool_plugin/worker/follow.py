@@ -108,15 +108,12 @@ class Follow:
         return record
 
     def _check_complete(self, name: str, value: Any) -> None:
-        items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-        if isinstance(value, codec.TooLarge):
+        if large := codec.too_large(value):
             raise Divergence(
-                f"{name} in the loop of step {self._step + 1} gave rank {self._rank} {value.description}",
+                f"{name} in the loop of step {self._step + 1} gave rank {self._rank} {large.description}",
                 "results small enough to be recorded",
                 f"keep large results out of the loop, or {WHOLE_STEP}: a spare need only know what it returns",
             )
-        for item in items:
-            self._check_complete(name, item)
 
     def _more(self) -> bool:
         """Block until there is a next record, or until this process has taken over (False)."""

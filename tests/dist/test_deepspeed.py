@@ -18,21 +18,13 @@ from torch.utils import cpp_extension
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "scripts"), str(ROOT)]
 
+from support.deepspeed_cpu import needs_deepspeed  # noqa: E402
 from support.killed_ranks import assert_alike, run_with_kills, undisturbed  # noqa: E402
 from support.zygote import in_zygote  # noqa: E402
 
-try:
-    from patches.cpu import deepspeed as deepspeed_on_cpu
-
-    deepspeed_on_cpu.apply()
-    import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401 - preloaded for the forks: 5 CPU seconds
-except ImportError:
-    pytestmark = pytest.mark.skip(reason="deepspeed is not installed")
-
 from faults import deepspeed_hooks  # noqa: E402
 
-os.environ.setdefault("MASTER_ADDR", "127.0.0.1")  # DeepSpeed wants to see them; nobody connects there
-os.environ.setdefault("MASTER_PORT", "1")
+pytestmark = needs_deepspeed
 STEPS = 12
 
 

@@ -1,6 +1,5 @@
 """A script that gathers ZeRO 3's parameters itself, with ranks killed while it evaluates: bit for bit alike."""
 
-import os
 import sys
 from pathlib import Path
 
@@ -10,21 +9,13 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "scripts"), str(ROOT)]
 
+from support.deepspeed_cpu import needs_deepspeed  # noqa: E402
 from support.killed_ranks import assert_alike, run_with_kills, undisturbed  # noqa: E402
 from support.zygote import in_zygote  # noqa: E402
 
-try:
-    from patches.cpu import deepspeed as deepspeed_on_cpu
-
-    deepspeed_on_cpu.apply()
-    import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401 - preloaded for the forks: 5 CPU seconds
-except ImportError:
-    pytestmark = pytest.mark.skip(reason="deepspeed is not installed")
-
 from faults import deepspeed_hooks  # noqa: E402
 
-os.environ.setdefault("MASTER_ADDR", "127.0.0.1")  # DeepSpeed wants to see them; nobody connects there
-os.environ.setdefault("MASTER_PORT", "1")
+pytestmark = needs_deepspeed
 
 
 @pytest.mark.parametrize("hidden", [32, 160], ids=["told", "too large to be told"])
