@@ -13,7 +13,7 @@ from itertools import chain
 
 import msgspec
 
-from .placement import buddies_of, copies_needed
+from .placement import buddies_of, copies_needed, needs_payload
 from .types import NO_STEP, Holding, NodeId, Rank, Source, Step, World
 
 
@@ -87,9 +87,9 @@ class Ledger:
         own = held.get(home)
         if own is None or not own.payload:
             return False
-        buddies = buddies_of(world, home, copies)
-        if not all(node in held for node in buddies):
-            return False
+        buddies, with_payload = buddies_of(world, home, copies), needs_payload(world, rank, own.replicas, copies)
+        if not all(node in held and (held[node].payload or not with_payload) for node in buddies):
+            return False  # a header without the payload that is to be there is about to be written anew with it
         keepers = {*buddies, *(world.node_of[same] for same in own.replicas)}
         payloads = self._payload_nodes({rank, *own.replicas}, step, keepers) - {home}
         return len(payloads) >= copies_needed(world, copies)

@@ -79,6 +79,9 @@ def judge_verdict(cluster: Cluster, node: Node, stopped: io.Emit) -> None:
     world, lost = context.world, tuple(context.suspects)
     if node.number not in cluster.newest_world.members:
         return  # the others have gone on without it, so it speaks for itself only
+    own = world.ranks_of(node.number)
+    if own and set(own) <= set(stopped.fields["lost_ranks"]):
+        lost += (node.number,)  # it gives itself up
     survivors = [number for number in world.members if number not in lost]
     if node.number in cluster.blows.blamed and not is_majority(world, survivors, cluster.policy.witness):
         return  # it has been cut off or stood still, and speaks for itself only
@@ -105,11 +108,19 @@ def judge_verdict(cluster: Cluster, node: Node, stopped: io.Emit) -> None:
 def judge_exit(cluster: Cluster, node: Node, action: io.Leave) -> None:
     """`node` leaves; out of the job it may be only if something was done to it, or to so many that nobody decides.
 
-    Whoever comes when the job has ended may leave, too.
+    Whoever comes when the job has ended may leave, too; and of two that count each other as lost, one of which was
+    struck, either may be the one that goes.
     """
     if action.exit_code == EXIT_FENCED and node.number not in cluster.blows.blamed:
         world = cluster.newest_world
+        if any(_count_each_other_as_lost(node, cluster.nodes[other]) for other in cluster.blows.blamed):
+            return
         if node.controller.world is None and not any(cluster.nodes[member].up for member in world.members):
             return
         if is_majority(world, set(world.members) - cluster.blows.blamed, cluster.policy.witness):
             raise Violation("RIGHT_VERDICT", f"node {node.number}, to which nothing was done, leaves: {action.reason}")
+
+
+def _count_each_other_as_lost(node: Node, other: Node) -> bool:
+    ours, theirs = node.controller._ctx.watch.evidence, other.controller._ctx.watch.evidence
+    return other.up and other.number in ours and node.number in theirs

@@ -28,7 +28,9 @@ def oracle_committed(world, held, step, copies=1):
             return False
         others = [node for node in world.members if node != home]
         buddies = buddies_of(world, home, copies)
-        header = [node for node in buddies if holding_of(held, node, rank, step)]
+        elsewhere = {world.node_of[replica] for replica in own.replicas} - {home}
+        bare_will_do = len(elsewhere) >= min(copies, len(others))
+        header = [n for n in buddies if (h := holding_of(held, n, rank, step)) and (h.payload or bare_will_do)]
         payload = {
             node
             for node in others
@@ -166,6 +168,17 @@ def test_a_copy_that_nobody_keeps_commits_nothing():
     for node in world.members:
         held[(node + 1) % 3].append(Holding(node, 4, True, (node,)))
     assert Ledger(held).is_committed(world, 4)
+
+
+def test_a_header_that_is_to_be_written_anew_with_its_payload_commits_nothing():
+    """Two nodes keep one payload for both ranks; now a third has joined, and `copies` asks for payloads everywhere."""
+    world = World(generation=1, node_of=(0, 1), spares=(2,))
+    bare, whole = (Holding(rank=0, step=5, payload=payload, replicas=(0, 1)) for payload in (False, True))
+    other = Holding(rank=1, step=5, payload=True, replicas=(0, 1))
+    ledger = Ledger({0: (whole, other), 1: (bare, other), 2: (whole, other)})
+    assert not ledger.is_committed(world, 5, copies=2)
+    ledger.replace(1, (whole, other))
+    assert ledger.is_committed(world, 5, copies=2)
 
 
 @pytest.mark.parametrize(("copies", "nodes"), [(1, 4), (2, 4), (3, 5)])
