@@ -6,14 +6,14 @@
 The small GPT of train_gpt.py in TP 2 x PP 2 x DP 2 on four emulated nodes of two ranks (plugin, NVRx, relaunch), or in
 four replicas, one per node (torchft, plugin), and one node more that stands by. A job trains until all spares stand
 and step 21 to 30 (each place between two checkpoints in turn), is struck at a random moment of that step, and is
-watched until all ranks have completed a step again, or for --limit seconds. A peer's job meets one fault. The plugin's
-meets several, the first node's loss first: what a fault took comes back (`deadpool join`), and the next one waits
-until everything stands again and ten steps more. The systems take turns, so that whatever else the machine does meets
-them all.
+watched until all ranks have completed a step again, or for --limit seconds. Where what a fault took can come back
+(`deadpool join`; a relaunch; a replica started again), a job meets several: the next one waits until everything stands
+again and ten to nineteen steps more. The systems take turns, so that whatever else the machine does meets them all.
+A fault that a system has survived in none of --tries jobs is not tried again.
 
 One clock: from the reading of it right before the first signal to (a) `ready_s`, the last rank is back in its training
 loop, restored, and (b) `first_step_s`, the last rank has completed its first step. `lost_steps`: steps that all ranks
-had completed and whose work was done again. What each peer's `tuned` is and why: bench/peers/train_*.py and theirs.py.
+had completed and whose work was done again. What each peer's `tuned` is and why: bench/peers/train_*.py and job_*.py.
 
 The peers' packages live in an environment of their own (.venv-peers or --peers-python), never in the project's.
 
@@ -40,14 +40,16 @@ from pathlib import Path
 from typing import Any
 
 from bench.peers import report
+from bench.peers.job_nvrx import NvrxJob
+from bench.peers.job_relaunch import RelaunchJob
+from bench.peers.job_torchft import TorchftJob
 from bench.peers.jobs import FAULTS, Job, Setting
 from bench.peers.ours import DeadpoolJob
-from bench.peers.theirs import JOBS
 from clusters.launched import REPOSITORY, read_json_lines
 
 SCRIPTS = REPOSITORY / "scripts"
 CACHE = REPOSITORY / ".cache" / "demo"
-ALL: dict[str, type[Job]] = {"deadpool": DeadpoolJob, **JOBS}
+ALL: dict[str, type[Job]] = {"deadpool": DeadpoolJob, "nvrx": NvrxJob, "relaunch": RelaunchJob, "torchft": TorchftJob}
 OURS = ("first", "node", "process", "silent")
 PER_JOB = 9
 """So many faults one job of the plugin meets, besides that of its first node."""
@@ -76,6 +78,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--peer-runs", type=int, default=3, help="of every fault, for each peer")
     parser.add_argument("--only", action="append", default=[], metavar="WORD", help="all must occur in `SYSTEM/FAULT`")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds after which a job has never recovered")
+    parser.add_argument("--tries", type=int, default=2, help="jobs of a peer's that never recovers from a fault")
     parser.add_argument("--start-limit", type=float, default=240.0, help="seconds a job has to reach its step")
     parser.add_argument("--peers-python", type=Path, default=REPOSITORY / ".venv-peers" / "bin" / "python")
     parser.add_argument("--keep", action="store_true", help="keep every job's folder, not only those of failures")
@@ -92,18 +95,24 @@ def plan(args: argparse.Namespace, done: set[tuple[str, str, int]]) -> list[tupl
         runs = range(args.runs if job == "deadpool" else args.peer_runs)
         named = [fault for fault in faults if all(word in f"{system}/{fault}" for word in args.only)]
         wanted = [(fault, index) for index in runs for fault in named if (system, fault, index) not in done]
-        jobs = shared(wanted) if ALL[job].heals else [[fault] for fault in wanted]
+        jobs = shared(wanted, ALL[job].one_first) if ALL[job].heals else [[fault] for fault in wanted]
         found += [(number, system, its) for number, its in enumerate(jobs)]
     return [(system, its) for _, system, its in sorted(found, key=lambda entry: entry[0])]
 
 
-def shared(wanted: list[Fault]) -> list[list[Fault]]:
-    """Faults as few jobs: each has one first node only, and its loss comes first."""
-    firsts = [[fault] for fault in wanted if fault[0] == "first"]
-    others = [fault for fault in wanted if fault[0] != "first"]
+def shared(wanted: list[Fault], one_first: bool) -> list[list[Fault]]:
+    """Faults as few jobs; where each has one first node only, its loss comes first."""
+    firsts = [[fault] for fault in wanted if one_first and fault[0] == "first"]
+    others = [fault for fault in wanted if not (one_first and fault[0] == "first")]
     parts = [others[start : start + PER_JOB] for start in range(0, len(others), PER_JOB)]
     nothing: list[Fault] = []
     return [[*first, *part] for first, part in itertools.zip_longest(firsts, parts, fillvalue=nothing)]
+
+
+def is_hopeless(measurements: list[dict[str, Any]], system: str, fault: str, tries: int) -> bool:
+    """Whether a system has recovered from that fault in none of `tries` jobs or more."""
+    outcomes = [line["outcome"] for line in measurements if (line["system"], line["fault"]) == (system, fault)]
+    return len(outcomes) >= tries and "recovered" not in outcomes
 
 
 def measure(args: argparse.Namespace, system: str, faults: list[Fault]) -> Iterator[dict[str, Any]]:
@@ -132,7 +141,7 @@ def measure(args: argparse.Namespace, system: str, faults: list[Fault]) -> Itera
             yield line
             if outcome != "recovered":
                 return
-            since, step = time.time(), job.completed() + 10
+            since, step = time.time(), job.completed() + 10 + 7 * (number + 1) % 10
     finally:
         job.close()
         if outcome == "recovered" and not args.keep:
@@ -211,12 +220,17 @@ def main() -> int:
     make_peers_environment(args.peers_python)
     if not (CACHE / "corpus.idx").exists():
         subprocess.run([sys.executable, "-W", "ignore", SCRIPTS / "make_corpus.py", CACHE / "corpus"], check=True)
-    for job in todo:
-        for line in measure(args, *job):
+    while todo:
+        system, faults = todo.pop(0)
+        faults = [fault for fault in faults if not is_hopeless(measurements, system, fault[0], args.tries)]
+        for line in measure(args, system, faults) if faults else ():
             measurements.append(line)
             with open(log, "a") as output:
                 output.write(json.dumps(line) + "\n")
             print(said(line), flush=True)
+            faults = [fault for fault in faults if fault != (line["fault"], line["index"])]
+        if faults:  # the job did not survive the one before them
+            todo.append((system, faults))
     entries = report.summary(measurements)
     whole = {"machine": surroundings(args), "summary": entries, "measurements": measurements}
     (args.out / "bench.json").write_text(json.dumps(whole, indent=1))

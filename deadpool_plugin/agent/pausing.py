@@ -35,6 +35,11 @@ class Pausing:
                         self._stop(pid)
         self._watch.excuse(self._stopped)
 
+    def keep(self) -> None:
+        """Whoever has come to run a rank meanwhile stands still, too."""
+        if self.active:
+            self.pause()
+
     def _stop(self, pid: int) -> None:
         status = proc.look(pid)
         if status is not None and not status.stopped:

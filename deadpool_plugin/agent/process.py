@@ -154,8 +154,9 @@ class Agent:
         )
         fetches = Fetches(node, self._store, self._peers, self._reports)
         self._takeovers = TakeOvers(
-            node, self._workers, self._mirroring, self._spares, fetches, self._store, config.start_timeout_s, self.feed
-        )
+            node, self._workers, self._mirroring, self._spares, fetches, self._store, self._pausing,
+            config.start_timeout_s, self.feed,
+        )  # fmt: skip
         self._unwinding = Unwinding(slots, self._lives, config.phase_timeout_s)
         self._lives.on_lost = self._spares.replace
         self._workers.handlers |= {

@@ -18,6 +18,7 @@ from ..mirror.store import SnapshotStore
 from ..transport import local
 from .fetching import Fetches
 from .mirroring import Mirroring
+from .pausing import Pausing
 from .rehearsal import Rehearsal
 from .repeats import Printed
 from .slots import Slot
@@ -36,11 +37,12 @@ class TakeOvers:
         spares: Spares,
         fetches: Fetches,
         store: SnapshotStore,
+        pausing: Pausing,
         start_timeout_s: float,
         feed: Callable[[io.Input], None],
     ) -> None:
         self._node, self._workers, self._mirroring, self._spares = node, workers, mirroring, spares
-        self._fetches, self._store, self._feed = fetches, store, feed
+        self._fetches, self._store, self._pausing, self._feed = fetches, store, pausing, feed
         self._start_timeout_s = start_timeout_s
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -149,6 +151,7 @@ class TakeOvers:
         assert pair is not None
         self._workers.take(slot, printed, plan.restore_step)
         self._spares.done(slot)
+        self._pausing.keep()
         assert slot.serving is not None
         order = local.TakeOver(
             rank, plan.world.generation, plan.store, plan.restore_step, pair.header_bytes, pair.payload_bytes

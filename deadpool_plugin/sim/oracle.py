@@ -79,8 +79,9 @@ def judge_verdict(cluster: Cluster, node: Node, stopped: io.Emit) -> None:
     world, lost = context.world, tuple(context.suspects)
     if node.number not in cluster.newest_world.members:
         return  # the others have gone on without it, so it speaks for itself only
-    own = world.ranks_of(node.number)
-    if own and set(own) <= set(stopped.fields["lost_ranks"]):
+    own, lost_ranks = world.ranks_of(node.number), stopped.fields["lost_ranks"]
+    assert isinstance(lost_ranks, tuple)
+    if own and set(own) <= set(lost_ranks):
         lost += (node.number,)  # it gives itself up
     survivors = [number for number in world.members if number not in lost]
     if node.number in cluster.blows.blamed and not is_majority(world, survivors, cluster.policy.witness):

@@ -11,7 +11,7 @@ from collections import Counter
 
 import msgspec
 
-from ..core.types import EXIT_FENCED
+from ..core.types import EXIT_FENCED, EXIT_SIGNALLED
 from .cluster import LONG_PAST, Cluster
 from .coverage import named, state_of
 from .network import QUEUE_MAX
@@ -113,7 +113,7 @@ def _why_not_live(cluster: Cluster, deadline: float) -> str:
 
 
 def _judge_the_end(cluster: Cluster) -> None:
-    """Everybody is told the same end; whoever ended well has trained to the end."""
+    """Everybody is told the same end, or that a person wants one; whoever ended well has trained to the end."""
     exits = {node.number: node.exit[0] for node in cluster.nodes.values() if node.exit is not None}
     for node in cluster.nodes.values():
         if exits.get(node.number) == 0:
@@ -121,7 +121,7 @@ def _judge_the_end(cluster: Cluster) -> None:
                 if node.ends.get(rank) != (node.controller.generation, cluster.last_step):
                     raise Violation("BIT_EXACT", f"the job ended well, and rank {rank} had not made its last step")
     world, blamed = cluster.newest_world, cluster.blows.blamed
-    codes = {exits[node] for node in world.members if node in exits} - {EXIT_FENCED}
+    codes = {exits[node] for node in world.members if node in exits and exits[node] <= EXIT_SIGNALLED} - {EXIT_FENCED}
     alone = {node for node in world.members if exits.get(node) not in (0, EXIT_FENCED)}
     could_decide = is_majority(world, set(world.members) - blamed, cluster.policy.witness)
     if len(codes) > 1 and could_decide and not blamed >= alone:

@@ -181,6 +181,8 @@ class TakeOvers:
             return
         process.took_over = True
         node.rehearsals.done(process)
+        if node.processes.paused:
+            process.hold()
         process.take_over(node.store.own[rank], generation, plan.store, step)
         process.commit(node.processes.committed)
 

@@ -84,6 +84,21 @@ def test_a_slot_that_rehearses_is_left_alone(family):
     assert pausing.active and stopped(worker.pid) == [False]
 
 
+def test_who_takes_a_rank_over_meanwhile_stands_still_too(family):
+    tag, standby, worker, child = family
+    slot = slot_of(standby, worker)
+    slot.process.rehearses = True
+    pausing = Pausing(tag, [slot], Watch(10.0))
+    pausing.keep()
+    pausing.pause()
+    slot.process.took_over = True
+    assert stopped(worker.pid, child) == [False, False]
+    pausing.keep()
+    wait_until(lambda: stopped(worker.pid, child) == [True, True])
+    pausing.resume()
+    wait_until(lambda: stopped(worker.pid, child) == [False, False])
+
+
 def test_the_watch_does_not_take_it_for_stuck(family):
     tag, standby, worker, _ = family
 

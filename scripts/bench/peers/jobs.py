@@ -84,6 +84,8 @@ class Job:
     nodes = NODES + 1
     heals = False
     """Whether one job can be struck again and again."""
+    one_first = False
+    """Whether its first node is another one once that has been lost."""
 
     def __init__(self, setting: Setting, variant: str) -> None:
         self.setting, self.variant = setting, variant

@@ -2,9 +2,9 @@
 
     python node.py --ranks 2,3 --world 10 --port P --logs DIR [--preload MODULE]... [--go FILE] -- SCRIPT ARGUMENTS
 
-With `--go` it imports, and waits until FILE exists: a standing-by node. It ends when all its ranks have, or with
-`--until-first` as soon as one has. NVRx's monitor processes leave their parents; they carry the node's tag in their
-environment like everything here, so whoever kills the node finds them.
+With `--go` it imports, says so by a file FILE.RANKS, and waits until FILE exists: a standing-by node. It ends when all
+its ranks have, or with `--until-first` as soon as one has. NVRx's monitor processes leave their parents; they carry the
+node's tag in their environment like everything here, so whoever kills the node finds them.
 
 Rules of this file: no thread before the forks.
 """
@@ -39,6 +39,8 @@ def main() -> int:
     for name in args.preload:
         importlib.import_module(name)
     run_plain.preload()
+    if args.go:
+        Path(f"{args.go}.{args.ranks}").touch()
     while args.go and not args.go.exists():
         time.sleep(0.02)
     pids = set()

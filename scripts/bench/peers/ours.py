@@ -35,6 +35,7 @@ LOST = ("NodeLost", "RankLost")
 
 class DeadpoolJob(Job):
     heals = True
+    one_first = True
 
     def __init__(self, setting: Setting, variant: str) -> None:
         self.spares = 2 if variant == "tuned" else 1
