@@ -47,9 +47,9 @@ class Mute:
     def keep_files(self) -> None:
         """From here on (the script's loop, where what it writes has been written already) files are left as they are.
 
-        Opening one to write gives /dev/null instead; renaming, removing and making directories do nothing. For the main
-        thread only, until `release_files`, which lets files that are still open go on at the end of what the rank
-        itself has written.
+        Opening one to write gives /dev/null instead; renaming, removing and making directories do nothing. For every
+        thread but the plugin's own, until `release_files`, which lets files that are still open go on at the end of
+        what the rank itself has written.
         What goes past Python's `open` and `os` is not caught: a script can ask `is_rehearsal()`.
         """
         for module in (builtins, io):
@@ -87,8 +87,9 @@ def flush() -> None:
             stream.flush()
 
 
-def _not_the_scripts() -> bool:
-    return threading.current_thread() is not threading.main_thread()
+def _is_ours() -> bool:
+    """Whether the calling thread is the plugin's: a script's own may remove a checkpoint behind its back."""
+    return threading.current_thread().name.startswith("deadpool-")
 
 
 def _go_on(file: Any, path: str) -> None:
@@ -105,7 +106,7 @@ def _reading(original: Callable[..., Any], silent: MutableMapping[Any, str]) -> 
     @functools.wraps(original)
     def open_to_read(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
         writes = any(letter in mode for letter in "wax+") and isinstance(file, (str, bytes, os.PathLike))
-        if not writes or _not_the_scripts():
+        if not writes or _is_ours():
             return original(file, mode, *args, **kwargs)
         opened = original(os.devnull, mode.replace("x", "w"), *args, **kwargs)
         silent[opened] = os.path.abspath(os.fsdecode(file))
@@ -117,6 +118,6 @@ def _reading(original: Callable[..., Any], silent: MutableMapping[Any, str]) -> 
 def _doing_nothing(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def nothing(*args: Any, **kwargs: Any) -> Any:
-        return original(*args, **kwargs) if _not_the_scripts() else None
+        return original(*args, **kwargs) if _is_ours() else None
 
     return nothing

@@ -7,6 +7,7 @@ import inspect
 import io
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -286,6 +287,24 @@ def test_a_follower_leaves_files_as_they_are_until_it_takes_over(tmp_path):
         mute.lift()
     assert kept == "20" and latest.read_text() == "30" and is_made
     assert not (tmp_path / "draft").exists() and not (tmp_path / "folder").exists()
+
+
+def test_a_thread_that_a_follower_starts_removes_nothing_either_and_the_plugins_own_do(tmp_path):
+    """Megatron-LM removes the checkpoint before the newest one in a thread (`--save-retain-interval`)."""
+    folders = {"Thread-1": tmp_path / "newest", "deadpool-link": tmp_path / "ours"}
+    mute = Mute(tmp_path / "private" / "out")
+    try:
+        mute.keep_files()
+        for name, folder in folders.items():
+            os.mkdir(folder)
+            thread = threading.Thread(target=lambda folder=folder: shutil.rmtree(folder), name=name)
+            thread.start()
+            thread.join()
+        left = [folder.name for folder in folders.values() if folder.exists()]
+    finally:
+        mute.release_files()
+        mute.lift()
+    assert left == ["newest"]
 
 
 def test_a_file_the_follower_holds_open_goes_on_where_the_rank_itself_has_stopped(tmp_path):
