@@ -38,13 +38,20 @@ def test_options_that_a_swap_cannot_bring_back_are_refused_by_name(train_gpt, pl
         job.adapter()
 
 
-def test_megatron_lms_own_restart_is_refused(train_gpt, monkeypatch):
-    loop = SimpleNamespace(_GLOBAL_ARGS=SimpleNamespace(inprocess_restart=False))
+REFUSED_OF_MEGATRON_LM = [
+    ("inprocess_restart", False, True, "leave it out"),
+    ("async_strategy", "mcore", "nvrx", "set it to mcore"),
+]
+
+
+@pytest.mark.parametrize(("name", "harmless", "value", "remedy"), REFUSED_OF_MEGATRON_LM)
+def test_megatron_lms_own_options_are_refused_by_name(train_gpt, monkeypatch, name, harmless, value, remedy):
+    loop = SimpleNamespace(_GLOBAL_ARGS=SimpleNamespace(**{name: harmless}))
     monkeypatch.setitem(sys.modules, "megatron.training.global_vars", loop)
     job = Job(train_gpt, arguments(train_gpt))
     job.adapter()
-    loop._GLOBAL_ARGS.inprocess_restart = True
-    with pytest.raises(Unsupported, match="inprocess_restart=True.*to do: leave it out"):
+    setattr(loop._GLOBAL_ARGS, name, value)
+    with pytest.raises(Unsupported, match=f"{name}={value!r}.*to do: {remedy}"):
         job.adapter()
 
 

@@ -65,7 +65,11 @@ OPTIMIZER = (
 
 TRAINING = (
     Option("inprocess_restart", "starts the training function again, which the plugin keeps running", "leave it out"),
-)
+    Option(
+        "async_strategy", "saves by another library, whose writers a swap cannot end", "set it to mcore",
+        (None, "mcore"),
+    ),
+)  # fmt: skip
 """Of Megatron-LM's own arguments, where its training loop runs."""
 
 

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from ...errors import Unsupported
 from ...worker.processes import die_with_parent, kill_tree
 from ...worker.saving import CompleteMark, Flight, SaveCall, Saves, replace, structure
 
@@ -122,6 +123,7 @@ class Save(SaveCall):
         if made is None:
             self._saves.written(self._path, began)
             return None
+        _check_own(made)
         flight = RequestFlight(self._saves, self._path, made, keep_files=overwrites)
         self._saves.launch(flight)
         if self._request is None:
@@ -141,6 +143,18 @@ class Save(SaveCall):
         functions = FinalizeFunctions()
         functions.flight = flight
         return flight.made._replace(finalize_fns=functions)
+
+
+def _check_own(request: Any) -> None:
+    """Raises: Unsupported for a request that goes into another library's queue, where nobody could cancel it."""
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+
+    if not isinstance(request, AsyncRequest):
+        raise Unsupported(
+            f"an asynchronous save is carried out by {type(request).__module__.partition('.')[0]}",
+            "Megatron-core's own way, whose writers a swap can end",
+            "save with async_strategy='mcore' (--async-strategy mcore), or synchronously",
+        )
 
 
 class FinalizeFunctions(list[Callable[[], None]]):
@@ -172,9 +186,12 @@ class RequestFlight(Flight):
         caller = self.active.async_caller
         if caller.process is not None:
             caller.process.join()
+            if hasattr(caller, "_persistent_process"):  # kept by its class from 0.17 on
+                caller.close(abort=True)
             caller.process = None
-        if self.queue.persistent_caller is caller:
-            self.queue.persistent_caller = None  # its pipes may hold half a message
+        for owner, name in ((self.queue, "persistent_caller"), (type(self.queue), "_persistent_caller")):
+            if getattr(owner, name, None) is caller:
+                setattr(owner, name, None)  # its pipes may hold half a message
         if self.active in self.queue.async_calls:
             self.queue.async_calls.remove(self.active)
 
