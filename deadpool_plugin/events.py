@@ -177,7 +177,12 @@ class Unprotected(Event, frozen=True):
 
 
 class Protected(Event, frozen=True):
+    """`spares_left`: how many hosts stand by, -1 if that is not known; without one the next lost node's ranks have
+    nowhere to go, and `on_no_spare` is what happens then."""
+
     step: int = -1
+    spares_left: int = -1
+    on_no_spare: str = "stop"
 
 
 class Rehearsed(Event, frozen=True):

@@ -275,9 +275,11 @@ class Agent:
         world = self._controller.world
         living = [node for node in world.members if node not in self._lost_links] if world is not None else []
         self._reports.leads = not living or min(living) == self._node
-        self._reports.emit(action.kind, **action.fields)
-        if action.kind == "WaitingForHost":
-            self._reports.say(self._lines.how_to_join)
+        left = len(world.spares) if world is not None else 0
+        beside = {"spares_left": left, "on_no_spare": self._config.on_no_spare} if action.kind == "Protected" else {}
+        self._reports.emit(action.kind, **action.fields, **beside)
+        if action.kind in ("WaitingForHost", "SwapDone"):
+            self._reports.say(f"spares left: {left}; {self._lines.how_to_join}")
 
     def _leave(self, action: io.Leave) -> None:
         if not self._left.done():

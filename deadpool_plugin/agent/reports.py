@@ -80,7 +80,7 @@ def sentence(event: events.Event) -> str:
         case events.Unprotected(reason=reason):
             return f"unprotected: {reason}"
         case events.Protected(step=step):
-            return f"protected: step {step} survives the loss of any node"
+            return f"protected: step {step} survives the loss of any node{_next_loss(event)}"
         case events.NodeFenced(reason=reason):
             return f"node {event.node} leaves the job: {reason}"
         case events.JobFinished():
@@ -103,6 +103,14 @@ def _moves(planned: events.SwapPlanned) -> str:
     if planned.lost_ranks:
         moves.append(f"rank(s) {_listed(planned.lost_ranks)} get new processes where they were")
     return ", ".join(moves) or "no rank moves"
+
+
+def _next_loss(protected: events.Protected) -> str:
+    """What the next lost node means to the job, "" if a spare may take over."""
+    if protected.spares_left != 0:
+        return ""
+    then = "ends the job" if protected.on_no_spare == "stop" else "makes everybody wait for a host"
+    return f"; NO SPARE LEFT: the next lost node {then} (on_no_spare: {protected.on_no_spare})"
 
 
 def _listed(numbers: tuple[int, ...]) -> str:

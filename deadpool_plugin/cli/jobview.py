@@ -194,7 +194,8 @@ class JobView:
         if self.world is not None:
             gone = {*event.lost_nodes, *takers.values()}
             node_of = tuple(takers.get(owner, owner) for owner in self.world.node_of)
-            self._enter(World(generation, node_of, tuple(spare for spare in self.world.spares if spare not in gone)))
+            spares = (*self.world.spares, *event.joined)
+            self._enter(World(generation, node_of, tuple(spare for spare in spares if spare not in gone)))
 
     def _swap_done(self, event: events.SwapDone) -> None:
         self._all_in_training()

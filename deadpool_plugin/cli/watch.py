@@ -76,7 +76,9 @@ def _figures(view: JobView) -> Table:
         "newest loss": _loss(view.loss),
     }
     cells = [Text.assemble((f"{name} ", "dim"), (value, "bold")) for name, value in figures.items()]
-    grid.add_row(*cells, Text.assemble(("protection ", "dim"), (view.protection, STYLES[view.protection])))
+    left = len(view.world.spares) if view.world is not None else -1
+    spares = Text.assemble(("spares left ", "dim"), (_number(left), "bold red" if left == 0 else "bold"))
+    grid.add_row(*cells, spares, Text.assemble(("protection ", "dim"), (view.protection, STYLES[view.protection])))
     return grid
 
 

@@ -49,7 +49,10 @@ def test_a_lost_node_is_replaced(tmp_path, victim):
         assert planned.lost_nodes == (victim,) and planned.takers == {str(victim): 3}
         assert planned.restore_step >= 3
         assert {event.rank for event in cluster.events(events.SnapshotFetched)} == {2 * victim, 2 * victim + 1}
-        assert len(cluster.events(events.Protected)) == 2
+        assert [event.spares_left for event in cluster.events(events.Protected)] == [1, 0]
+        said = cluster.all_output()
+        assert "NO SPARE LEFT: the next lost node ends the job (on_no_spare: stop)" in said
+        assert "[deadpool] spares left: 0; to add a host: deadpool join --to " in said
     finally:
         cluster.close()
 

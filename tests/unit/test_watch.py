@@ -129,7 +129,10 @@ def test_the_table_during_a_swap() -> None:
 def test_the_table_at_the_end() -> None:
     shown = picture(view_of(*ALL), now=40.0)
     assert "deadpool  finished" in shown
-    assert "generation 1   newest step 25   committed step 24   newest loss 0.0400   protection Protected" in shown
+    figures = (
+        "generation 1   newest step 25   committed step 24   newest loss 0.0400   spares left 0   protection Protected"
+    )
+    assert figures in shown
     assert "back to step 23: in training again after 0.04 s, first step done after 0.06 s" in shown
     assert shown.count("finished") == 2, "the headline and one node's last line, not every node's"
 
@@ -150,6 +153,15 @@ def test_who_leaves_the_job_does_not_say_who_is_lost() -> None:
 def test_a_decision_carried_out_twice_is_one_swap() -> None:
     view = view_of(*ALL[:5], PLANNED)
     assert len(view.swaps) == 1
+
+
+def test_a_host_that_joins_is_a_spare_that_is_left() -> None:
+    view = view_of(*ALL[:6])
+    assert view.world is not None and view.world.spares == ()
+    view.apply(events.SwapPlanned(time=36.0, node=1, generation=1, restore_step=24, joined=(4,)))
+    assert view.world.spares == (4,) and "spares left 1" in picture(view, now=36.0)
+    view.apply(events.SwapPlanned(time=37.0, node=1, generation=2, restore_step=24, lost_nodes=(4,)))
+    assert view.world.spares == () and "spares left 0" in picture(view, now=37.0)
 
 
 def test_a_loss_during_a_swap_continues_it() -> None:
