@@ -46,7 +46,6 @@ OPERATIONS = (
 READ_ONLY = frozenset({"send", "barrier", "monitored_barrier"})
 """All others write their first argument."""
 POINT_TO_POINT = frozenset({"send", "recv", "recv_anysource"})
-RECEIVES = frozenset({"recv", "recv_anysource"})
 BLOCKING = frozenset({"monitored_barrier"})
 """Operations whose call itself blocks, and which return no Work."""
 
@@ -72,6 +71,13 @@ def tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, (list, tuple)):
         return [tensor for item in value for tensor in tensors(item)]
     return []
+
+
+def named_source(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
+    """The sender that the operation `name` itself names; -1 if it names none."""
+    if name != "recv":
+        return -1
+    return int(kwargs["srcRank"] if "srcRank" in kwargs else args[1])
 
 
 def _first(args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:

@@ -91,6 +91,16 @@ class Groups:
         recorder, self._recorder = self._recorder, None
         return recorder.finish(self._created)
 
+    def fact(self, question: str, ask: Callable[[], Any]) -> Any:
+        """What `ask` finds out about the world outside the job, which may change: plain data. Who rehearses is told
+        what the rank itself found. Raises: Divergence if that has not asked `question` in start-up."""
+        if self._replay is not None:
+            return self._replay.fact(question)
+        answer = ask()
+        if self._recorder is not None:
+            self._recorder.fact(question, answer)
+        return answer
+
     @contextlib.contextmanager
     def unrecorded(self) -> Iterator[None]:
         """What is issued inside is not recorded: a rehearsal does not issue it."""
@@ -220,7 +230,9 @@ class Groups:
         works = [self._issue_live(handle, *part) for part in parts]
         return BatchWork(works, outputs(BATCH, (parts,)))
 
-    def _wrap(self, inner: Any, handle: Handle, operation: Operation, style: str) -> SwapWork:
+    def _wrap(self, inner: Any, handle: Handle, operation: Operation, style: str) -> SwapWork | CompletedWork:
+        if inner is None:  # NCCL's synchronous operations: whatever comes on the stream comes after them
+            return CompletedWork(outputs(*operation))
         if len(self._unfinished) > _UNFINISHED_MAX:
             for work in [work for work in list(self._unfinished) if work.at_rest()]:
                 self._unfinished.discard(work)

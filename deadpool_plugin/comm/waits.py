@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import GenerationChanged, StaleGeneration
-from .collective import RECEIVES, completed_future, outputs
+from .collective import completed_future, named_source, outputs
 from .fence import Fence
 
 if TYPE_CHECKING:
@@ -98,6 +98,7 @@ def in_helper(function: Callable[[], Any], stop: Callable[[], bool], grace_s: fl
 class SwapWork(dist.Work):
     """The Work of one operation on a handle; `wait` is interruptible.
 
+    In `registry`, until it is done, if it is one that may write late and can be watched without waiting for it.
     Thread: like torch's own, one thread at a time.
     """
 
@@ -108,9 +109,10 @@ class SwapWork(dist.Work):
         self._inner, self._handle, self._fence, self._operation = inner, handle, fence, operation
         self._style, self._registry = style, registry
         self._generation = fence.current
-        self._source = -1
+        self._source = named_source(*operation)
         self.on_done: Callable[[SwapWork], None] | None = None
-        registry.add(self)
+        if style == "slices":
+            registry.add(self)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Raises: GenerationChanged, or what the operation failed with once no announcement explains it."""
@@ -167,16 +169,14 @@ class SwapWork(dist.Work):
         return completed_future(self.result())
 
     def at_rest(self) -> bool:
-        """Nobody needs to keep an eye on this operation (a send or receive cannot be watched without waiting)."""
-        return self._inner is None or self._style != "slices" or self._inner.is_completed()
+        """Nobody needs to keep an eye on this operation any more."""
+        return self._inner is None or self._inner.is_completed()
 
     def settle(self, deadline: float) -> None:
         """Let an operation of an ended generation come to rest, so that it cannot write late. Never raises."""
-        if self._inner is None or self._style != "slices":
-            return
-        while not self._inner.is_completed() and time.monotonic() < deadline:
+        while not self.at_rest() and time.monotonic() < deadline:
             time.sleep(0.001)
-        if not self._inner.is_completed():
+        if not self.at_rest():
             self._handle.abandoned = True
 
     def _check(self) -> None:
@@ -188,7 +188,7 @@ class SwapWork(dist.Work):
             )
 
     def _finish(self) -> None:
-        if self._operation[0] in RECEIVES:
+        if self._operation[0] == "recv_anysource":  # of a plain receive only gloo's Work knows it
             self._source = self._inner._source_rank()
         self._inner = None
         self._registry.discard(self)
