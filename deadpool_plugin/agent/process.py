@@ -81,6 +81,7 @@ class Agent:
             io.PauseWorkers: lambda action: self._pausing.pause(),
             io.ResumeWorkers: self._resume,
             io.Claim: lambda action: self._witness.claim(action),
+            io.Look: lambda action: self._witness.look(action),
             io.Reconfigure: self._reconfigure,
             io.Emit: self._emit,
             io.Leave: self._leave,

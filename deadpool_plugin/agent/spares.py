@@ -77,11 +77,11 @@ class Spares:
             self._run(slot, self._start(slot, slot.rank, self._node))
 
     async def begin(self, slot: Slot, rank: Rank, source: NodeId) -> Rehearsal:
-        """Get the rank's recording from `source` and have a process rehearse it.
+        """Get the rank's recording, from `source` if it is not here, and have a process rehearse it.
 
         Raises: DeadpoolError if it is not held there
         """
-        if source == self._node:
+        if source == self._node or self._store.has_recording(rank):
             recording = self._store.get_recording(rank)
         else:
             peer = self._peers.to(source)

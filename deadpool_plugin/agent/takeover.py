@@ -70,6 +70,7 @@ class TakeOvers:
             slots[number].rank = rank
             self._spares.stop_following(slots[number])
             self._start(self._take_over(plan, slots[number], sources.get(rank)))
+        self._workers.replace_store(plan.store)
 
     def _begin_again(self, world: World) -> None:
         """Training had not begun, so nothing is lost: every rank's script begins anew, and nothing is kept for it."""

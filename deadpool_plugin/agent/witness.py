@@ -10,13 +10,13 @@ import asyncio
 import contextlib
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 
 import msgspec
 
 from ..core import io
-from ..core.types import SwapPlan
+from ..core.types import Generation, SwapPlan
 from .reports import Reports
 
 _RETRY_S = 1.0
@@ -42,6 +42,14 @@ def keep(directory: Path, job: str, plan: SwapPlan) -> SwapPlan:
     return msgspec.msgpack.decode(path.read_bytes(), type=SwapPlan)
 
 
+def look(directory: Path, job: str, generation: Generation) -> SwapPlan | None:
+    """The plan that `directory` has for this job and generation, None if it has none. Raises: OSError."""
+    try:
+        return msgspec.msgpack.decode((directory / f"{job}.{generation}").read_bytes(), type=SwapPlan)
+    except FileNotFoundError:
+        return None
+
+
 class Witness:
     """Thread: the event loop's only. `directory`: None if the job has none, and then nothing is ever claimed."""
 
@@ -52,9 +60,22 @@ class Witness:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def claim(self, action: io.Claim) -> None:
-        task = asyncio.get_running_loop().create_task(self._claim(action.plan))
+        self._run(self._claim(action.plan))
+
+    def look(self, action: io.Look) -> None:
+        self._run(self._look(action.generation))
+
+    def _run(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    async def _look(self, generation: Generation) -> None:
+        """Once: who waits looks again."""
+        assert self._directory is not None
+        with contextlib.suppress(OSError, msgspec.MsgspecError):
+            if (kept := await asyncio.to_thread(look, self._directory, self._job(), generation)) is not None:
+                self._feed(io.Claimed(kept))
 
     async def _claim(self, plan: SwapPlan) -> None:
         """Until the storage answers; how long that is worth waiting for is the controller's."""

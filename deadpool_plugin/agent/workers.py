@@ -106,6 +106,16 @@ class Workers:
         if slot.living is not None:  # else these are the last words of one that is known to be dead
             self.lives.hosts(slot, slot.living, f"{message.host}:{message.port}")
 
+    def replace_store(self, address: str) -> None:
+        """Groups are built over the store at `address`: whichever process here hosts it offers another one.
+
+        At once, and also if it only stands by: the next loss may leave no other that has one.
+        """
+        for slot in self.slots:
+            process = slot.living
+            if process is not None and process.peer is not None and address in process.stores:
+                process.peer.send(local.HostStore())
+
     def restored(self, slot: Slot, message: local.Restored) -> None:
         """The slot's process is in training in the new world."""
         if slot.process is not None:

@@ -159,7 +159,7 @@ class StopRequested(Input, frozen=True):
 
 
 class Claimed(Input, frozen=True):
-    """The witness's answer to a Claim: the plan it has for that generation, ours or one that was claimed before."""
+    """The witness's answer to a Claim or Look: the plan it has for that generation, ours or one claimed before."""
 
     plan: SwapPlan
 
@@ -221,6 +221,12 @@ class Claim(Action, frozen=True):
     ever and for everybody, and feed Claimed with what it has then."""
 
     plan: SwapPlan
+
+
+class Look(Action, frozen=True):
+    """Feed Claimed with the plan that the witness has for `generation`, if it has one; nothing if not."""
+
+    generation: Generation
 
 
 class Emit(Action, frozen=True):

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from .context import Context
-from .io import Claim
+from .io import Claim, Look
 from .ledger import Ledger
 from .membership import Acceptor, Proposal, is_half, is_quorum
 from .messages import Accepted, Decided, Promise, Propose, Refused
@@ -33,6 +33,7 @@ class Proposer:
         self._round_seen = 0
         self.proposal: Proposal | None = None
         self.retry_at = context.now
+        self._look_at = context.now
 
     def begin_round(self, suspects: Mapping[NodeId, str]) -> None:
         ctx = self._ctx
@@ -104,9 +105,9 @@ class Proposer:
     def claimed(self, plan: SwapPlan) -> None:
         """The witness's plan is the only one a half may propose: that of an earlier attempt, or of the other half."""
         ctx, proposal = self._ctx, self.proposal
-        if proposal is None or proposal.claim is None or proposal.plan is not None:
+        if proposal is None or proposal.plan is not None or plan.world.generation != proposal.ballot.generation:
             return
-        if plan.world.generation != proposal.ballot.generation:
+        if proposal.claim is None and proposal.waits_with is None:
             return
         if plan != proposal.claim and proposal.inherited() is not None:
             ctx.give_up("the witness keeps another plan than the one that was accepted here", ctx.lost_ranks())
@@ -115,7 +116,8 @@ class Proposer:
         self._ask_to_accept(proposal, plan)
 
     def _ask_to_accept(self, proposal: Proposal, plan: SwapPlan) -> None:
-        proposal.plan, proposal.deadline = plan, self._ctx.now + self._ctx.timing.phase_timeout_s
+        proposal.plan, proposal.waits_with = plan, None
+        proposal.deadline = self._ctx.now + self._ctx.timing.phase_timeout_s
         self._ctx.broadcast(Propose(proposal.ballot, plan))
 
     def _is_the_scripts_fault(self, failed: Mapping[int, Failure]) -> bool:
@@ -215,7 +217,10 @@ class Proposer:
     def expire(self) -> None:
         """The phase's deadline, if it has one and it is over."""
         ctx, proposal = self._ctx, self.proposal
-        if proposal is None or proposal.waits_with is not None or ctx.now < proposal.deadline:
+        if proposal is not None and proposal.waits_with is not None:
+            self._look_for_the_other_half(proposal)
+            return
+        if proposal is None or ctx.now < proposal.deadline:
             return
         missing = proposal.missing(ctx.world)
         phase = "Prepare" if proposal.plan is None else "Propose"
@@ -230,6 +235,14 @@ class Proposer:
         else:
             reason = "no surviving node offers a store to build groups over"
             ctx.stop("; ".join(filter(None, (described(proposal.lost), reason))), lost_ranks=ctx.lost_ranks())
+
+    def _look_for_the_other_half(self, proposal: Proposal) -> None:
+        """While half of the members wait for a host the others may go on without them; the witness would know."""
+        ctx = self._ctx
+        half = ctx.policy.witness and not is_quorum(ctx.world, proposal.promises, witness=True)
+        if half and proposal.claim is None and ctx.now >= self._look_at:
+            self._look_at = ctx.now + ctx.timing.silent_after_s
+            ctx.act(Look(proposal.ballot.generation))
 
 
 def _failed(proposal: Proposal) -> dict[int, Failure]:

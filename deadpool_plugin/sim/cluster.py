@@ -127,8 +127,13 @@ class Cluster:
 
     def claim(self, node: Node, plan: SwapPlan) -> None:
         """The witness keeps the first plan of each generation, whatever becomes of who asks."""
-        kept = self.witnessed.setdefault(plan.world.generation, plan)
-        self.timeline.after(self.network.latency(), node.do, node.feed, io.Claimed(kept))
+        self.witnessed.setdefault(plan.world.generation, plan)
+        self.look(node, plan.world.generation)
+
+    def look(self, node: Node, generation: Generation) -> None:
+        if generation in self.witnessed:
+            kept = self.witnessed[generation]
+            self.timeline.after(self.network.latency(), node.do, node.feed, io.Claimed(kept))
 
     # -- how long things take ------------------------------------------------------------------------------------
 

@@ -61,6 +61,7 @@ class Node:
             io.ResumeWorkers: lambda action: self.processes.resume(self.store.fence, self._acted_on),
             io.Reconfigure: self._reconfigure,
             io.Claim: lambda action: cluster.claim(self, action.plan),
+            io.Look: lambda action: cluster.look(self, action.generation),
             io.Emit: lambda action: cluster.said(self, action),
             io.Leave: self._leave,
         }

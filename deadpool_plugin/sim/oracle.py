@@ -109,17 +109,24 @@ def judge_verdict(cluster: Cluster, node: Node, stopped: io.Emit) -> None:
 def judge_exit(cluster: Cluster, node: Node, action: io.Leave) -> None:
     """`node` leaves; out of the job it may be only if something was done to it, or to so many that nobody decides.
 
-    Whoever comes when the job has ended may leave, too; and of two that count each other as lost, one of which was
-    struck, either may be the one that goes.
+    Whoever comes when those it asks have ended may leave, too; and of two that count each other as lost, one of which
+    was struck, either may be the one that goes.
     """
     if action.exit_code == EXIT_FENCED and node.number not in cluster.blows.blamed:
-        world = cluster.newest_world
+        world = _newest_world_known(cluster)
         if any(_count_each_other_as_lost(node, cluster.nodes[other]) for other in cluster.blows.blamed):
             return
-        if node.controller.world is None and not any(cluster.nodes[member].up for member in world.members):
+        asked = node.controller._joining._members if node.controller._joining is not None else world.members
+        if node.controller.world is None and not any(cluster.nodes[member].up for member in asked):
             return
         if is_majority(world, set(world.members) - cluster.blows.blamed, cluster.policy.witness):
             raise Violation("RIGHT_VERDICT", f"node {node.number}, to which nothing was done, leaves: {action.reason}")
+
+
+def _newest_world_known(cluster: Cluster) -> World:
+    """Of the worlds that somebody who is up is in: who decided a newer one told nobody who could tell others."""
+    worlds = [node.controller.world for node in cluster.nodes.values() if node.up and node.controller.world is not None]
+    return max(worlds, key=lambda world: world.generation, default=cluster.newest_world)
 
 
 def _count_each_other_as_lost(node: Node, other: Node) -> bool:

@@ -153,6 +153,12 @@ class Processes:
             stand_in = process.rehearses and not process.took_over
             self._node.feed(StoreOffered(address, process.slot, stand_in))
 
+    def replace_store(self, address: str) -> None:
+        """Whoever hosts the store that groups are built over offers another one."""
+        for slot in self.slots:
+            if slot.living is not None and address in slot.living.stores:
+                slot.living.host_store()
+
     def unwound(self, process: Process, generation: Generation) -> None:
         process.unwound_for = max(process.unwound_for, generation)
 

@@ -56,10 +56,10 @@ class Rehearsals:
     def begin(self, slot: Slot, rank: Rank, source: NodeId) -> Work:
         """Get the recording and order a process. Raises: Broken, Refused."""
         node = self._node
-        if source != node.number:
+        if rank not in node.store.recordings:
+            if source == node.number:
+                raise Refused(f"no recording of rank {rank} is held here")
             yield from node.mirroring.bulk.ask(lambda: node.mirroring.bulk.get_recording(source, rank))
-        elif rank not in node.store.recordings:
-            raise Refused(f"no recording of rank {rank} is held here")
         process = node.processes.rehearse(slot, rank)
         self._finished[process] = Signal()
 
@@ -139,6 +139,7 @@ class TakeOvers:
             slots[number].rank = rank
             node.rehearsals.stop_starting(slots[number])
             self._tasks.append(Task(node, self._take_over(plan, slots[number], sources.get(rank))))
+        node.processes.replace_store(plan.store)
 
     def _join(self, plan: SwapPlan, slot: Slot) -> None:
         assert slot.serving is not None

@@ -50,7 +50,6 @@ class Process:
         self._joined: Generation = 0
         self._join: tuple[Generation, str, Step] | None = None
         self._entered: Step = 0
-        self._entering = False
         self.slots: Pair | None = None
         self._group: Group | None = None
         self._start, self._arena, self._gate = Signal(), Signal(), Signal()
@@ -118,6 +117,9 @@ class Process:
             self._tell(self.node.saved, step)
         gate, self._gate = self._gate, Signal()
         gate.set()
+
+    def host_store(self) -> None:
+        self._hear(self._offer_store)
 
     def abort(self, generation: Generation) -> None:
         self._hear(self._on_abort, generation)
@@ -196,8 +198,6 @@ class Process:
         if self.unwound_for >= self._aborted or self._joined >= self._aborted:
             return
         self._main.cancel()
-        if self._entering:
-            self._offer_store()  # the one before may be built upon
         self.unwound_for = self._aborted
         self._tell(self.node.processes.unwound, self._aborted)
         self._follow_plan()
@@ -231,7 +231,6 @@ class Process:
             self._staged.set()
 
     def _enter(self, generation: Generation, store: str, restore_step: Step) -> Work:
-        self._entering = True
         yield from self._build(generation, store)
         assert self.slots is not None
         snapshot = self.slots.get(restore_step)
@@ -241,9 +240,7 @@ class Process:
         if newer is not None:
             self.node.store.empty(self.slots, self.rank, restore_step + 1)
         self.state, self.step, self.finished = snapshot.state, restore_step, False
-        self._entering = False
         self._tell(self.node.processes.restored, generation)
-        self._offer_store()
         yield from self._train()
 
     # -- a rehearsal ---------------------------------------------------------------------------------------------
@@ -251,12 +248,12 @@ class Process:
     def _rehearse(self) -> Work:
         """All calls up to training; a newcomer that everybody waits for says how far it is, and may take very long."""
         yield self._cluster.start_s()
+        self._offer_store()
         whole_s = self._cluster.rehearse_s()
         for part in range(PARTS_OF_A_PAST):
             yield whole_s / PARTS_OF_A_PAST
             self._tell(self.node.rehearsals.moved, part)
         self._tell(self.node.rehearsals.rehearsed)
-        self._offer_store()
 
     def _on_take_over(self, pair: Pair, generation: Generation, store: str, restore_step: Step) -> None:
         self.slots, self._entered, self.step = pair, restore_step, restore_step

@@ -107,6 +107,10 @@ class StoreOffer(LocalMessage, frozen=True):
     port: int
 
 
+class HostStore(LocalMessage, frozen=True):
+    """Agent -> worker: groups are built over the store you have offered; host another one, for the build after that."""
+
+
 class StartGroups(LocalMessage, frozen=True):
     """Agent -> worker that begins the script: build groups over this store."""
 
@@ -256,9 +260,9 @@ class WorkerEvent(LocalMessage, frozen=True):
 
 AnyLocalMessage = (
     SupervisorHello | StandbyExited | Leaving | EndSupervisor | StandbyHello | RunRank | RehearseRank | WorkerExited
-    | WorkerHello | StoreOffer | StartGroups | RankReady | ArenaHandOver | Staged | Committed | Abort | Join | Rehearsal
-    | Rehearsed | History | Moved | TakeOver | Unwound | Restored | OutOfReach | Saved | Failing | Finished | EndWorker
-    | WorkerEvent
+    | WorkerHello | StoreOffer | HostStore | StartGroups | RankReady | ArenaHandOver | Staged | Committed | Abort | Join
+    | Rehearsal | Rehearsed | History | Moved | TakeOver | Unwound | Restored | OutOfReach | Saved | Failing | Finished
+    | EndWorker | WorkerEvent
 )  # fmt: skip
 
 

@@ -60,6 +60,7 @@ class Context:
         self.groups.install()
         self.groups.dispatch = self._dispatch
         self.link.on_abort = self._abort
+        self.link.on_host_store = self.offer_store
         file_saves.install(self.saves)
         self.tapes.install(lambda: self.mode.inside)
         self.steps.install()
@@ -128,9 +129,10 @@ class Context:
         return self.link.wait_for_end(interruptible=False)
 
     def offer_store(self) -> None:
-        """Host a fresh store for the next generation's group build and tell the agent where it listens.
+        """Host a fresh store for the next group build and tell the agent where it listens.
 
-        The stores of this generation and of the one before live on: somebody's groups may still talk to them.
+        The two before it live on: somebody's groups may still talk to them. Thread: the main one, once the script has
+        reached its first call; the link's whenever the newest one is built upon.
         """
         if not self._offers_stores:
             return

@@ -1,7 +1,8 @@
 """The worker's line to its node's agent: one reading thread, and waits that a swap can interrupt.
 
-Rules of this file: the reading thread only notes what came and, on `Abort`, unblocks the main thread; every
-decision is the main thread's. The agent's end of file ends the process: a worker without an agent is nobody's.
+Rules of this file: the reading thread only notes what came, on `Abort` unblocks the main thread, and hosts a store when
+told (the main thread may be waiting for others that wait for that store); every decision is the main thread's. The
+agent's end of file ends the process: a worker without an agent is nobody's.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class AgentLink:
         self._end_code: int | None = None
         self.aborted_at = 0.0
         self.on_abort: Callable[[int], None] = lambda generation: None
+        self.on_host_store: Callable[[], None] = lambda: None
 
     def start(self) -> None:
         """Begin reading (the process has a second thread from here on: no fork afterwards)."""
@@ -65,6 +67,8 @@ class AgentLink:
                 self._changed.notify_all()
             if isinstance(message, local.Abort):
                 self.on_abort(message.generation)
+            elif isinstance(message, local.HostStore):
+                self.on_host_store()
 
     def _note(self, message: LocalMessage, descriptors: list[int]) -> None:
         match message:
@@ -78,6 +82,8 @@ class AgentLink:
                 self._committed = min(self._committed, restore_step)  # what came after it has not happened
             case local.EndWorker(exit_code):
                 self._end_code = exit_code
+            case local.HostStore():
+                pass
             case _:
                 self._inbox.append((message, descriptors))
 

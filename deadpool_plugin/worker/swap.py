@@ -105,7 +105,6 @@ class Swapping:
                 return
             except GenerationChanged as change:
                 forget(change)
-                self._context.offer_store()  # the one before may be built upon, and nobody else may have any left
 
     def _check_reach(self, restore_step: int) -> None:
         """Redoing nothing but the calls that are kept would leave out some: a process that begins at `restore_step`
@@ -134,7 +133,6 @@ class Swapping:
         self._link.event("StateRestored", rank=self._rank, step=restore_step, duration_s=now - restoring)
         self._link.event("WorkerResumed", rank=self._rank, step=restore_step, duration_s=now - began)
         self._link.send(local.Restored(self._rank, generation))
-        self._context.offer_store()
 
     def newcomer(self, generation: int, store: str, restore_step: int) -> None:
         """Enter as the replacement of a lost rank, through as many further swaps as come."""
@@ -143,7 +141,6 @@ class Swapping:
             self.enter(generation, store, restore_step)
         except GenerationChanged as change:
             forget(change)
-            self._context.offer_store()
             self._swap()
         self._context.tapes.load(self._state_of(self._restored)["data"])
         self._at_exit = rng.capture(self._adapter)

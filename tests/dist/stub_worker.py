@@ -97,6 +97,8 @@ class Process:
             self.join = message
         elif isinstance(message, local.EndWorker):
             self.end = message.exit_code
+        elif isinstance(message, local.HostStore):
+            self.offer_store()
         else:
             self.inbox.append((message, descriptors))
         return True
@@ -152,7 +154,6 @@ class Rank:
         assert header.scalars == b"scalars of %d" % step, header
         self.step, self.state = step, bytes(self.slots.payload(step))
         self.process.connection.send(local.Restored(self.rank, self.process.generation))
-        self.process.offer_store()
         print(f"rank {self.rank} restored step {step} hash {digest(self.state)}", flush=True)
 
     def train(self) -> None:

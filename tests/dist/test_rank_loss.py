@@ -53,6 +53,20 @@ def test_a_node_that_is_alone_replaces_its_processes_too(tmp_path, rank):
         cluster.close()
 
 
+def test_a_spare_whose_store_was_used_has_another_when_it_is_the_last(tmp_path):
+    more = f"memory_headroom_gib: 0\nwitness: {tmp_path / 'witness'}\n"
+    cluster = StubCluster(tmp_path, 2, 1, *RUN, more=more)
+    try:
+        ready(cluster)
+        cluster.kill(0, "worker0")
+        swapped(cluster)
+        cluster.wait_for("protection again", lambda: len(cluster.events(events.Protected)) == 2)
+        cluster.kill_node(0)
+        finishes(cluster, lost=[0])
+    finally:
+        cluster.close()
+
+
 def test_all_processes_at_once(tmp_path):
     """The next groups' store can only be one of the new processes', which rehearse longer than a phase may last."""
     cluster = StubCluster(tmp_path, 2, 1, *RUN, "--rehearse-s", "5", spares=0, patience_s=2.0)

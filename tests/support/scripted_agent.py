@@ -63,7 +63,7 @@ class ScriptedAgent:
         self.workers: dict[int, Worker] = {}
         self.spares: dict[int, Worker] = {}
         self.incarnations = dict.fromkeys(range(world_size), 0)
-        self.stores: dict[int, str] = {}
+        self.stores: dict[int, tuple[str, Worker]] = {}
         self.generation = self.swaps = 0
         self.committed = -1
         self.restore_steps: list[int] = []
@@ -155,9 +155,9 @@ class ScriptedAgent:
     def handle(self, rank: int, worker: Worker, message: local.LocalMessage) -> None:
         match message:
             case local.StoreOffer(host, port) if rank not in self.lost:
-                self.stores[rank] = f"{host}:{port}"
+                self.stores[rank] = f"{host}:{port}", worker
                 if self.generation == 0 and rank == 0 and self.workers[0].ready is None:
-                    store = self.stores.pop(0)
+                    store, _ = self.stores.pop(0)
                     for other in self.workers.values():
                         other.connection.send(local.StartGroups(0, store))
                 self.continue_swap()
@@ -213,7 +213,7 @@ class ScriptedAgent:
         """Once a store is on offer: everyone to the newest step all ranks have staged."""
         if not self.lost or not self.stores:
             return
-        store = self.stores.pop(min(self.stores))
+        store, host = self.stores.pop(min(self.stores))
         step = min(worker.staged for worker in self.workers.values())
         self.restore_steps.append(step)
         self.swaps += 1
@@ -226,6 +226,7 @@ class ScriptedAgent:
                 worker.connection.send(local.Join(self.generation, store, step))
             worker.staged = step
             worker.connection.send(local.Committed(step))
+        host.connection.send(local.HostStore())
         self.committed = step
         self.lost.clear()
 

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from deadpool_plugin.agent.witness import keep
+from deadpool_plugin.agent.witness import keep, look
 from deadpool_plugin.core.types import SwapPlan, World
 from deadpool_plugin.transport.rendezvous import Hello, job_id
 
@@ -17,7 +17,10 @@ def plan(node: int, generation: int = 1) -> SwapPlan:
 
 def test_the_first_plan_of_a_generation_stays(tmp_path):
     directory = tmp_path / "not" / "there yet"
+    assert look(directory, "job", 1) is None
     assert keep(directory, "job", plan(0)) == plan(0)
+    assert look(directory, "job", 1) == plan(0)
+    assert look(directory, "job", 2) is None and look(directory, "another job", 1) is None
     assert keep(directory, "job", plan(1)) == plan(0)
     assert keep(directory, "job", plan(1, generation=2)) == plan(1, generation=2)
     assert keep(directory, "another job", plan(1)) == plan(1)

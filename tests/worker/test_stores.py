@@ -1,43 +1,54 @@
-"""Who hosts the next store: a worker whose entry into a generation is interrupted offers another one."""
+"""Who hosts the next store: the process whose store groups are built over offers another one at once."""
 
 from __future__ import annotations
 
+import socket
+import threading
 import types
 
-import pytest
-
-from deadpool_plugin.errors import GenerationChanged
+from deadpool_plugin.agent.slots import Process, Slot
+from deadpool_plugin.agent.workers import Workers
 from deadpool_plugin.transport import local
-from deadpool_plugin.worker.swap import Swapping
+from deadpool_plugin.transport.local import LocalConnection
+from deadpool_plugin.worker.link import AgentLink
 
 
-class Interrupted(Swapping):
-    """A rank whose group builds are interrupted so many times; everything else of it is left out."""
+def test_a_store_is_hosted_while_the_main_thread_is_somewhere_else():
+    ours, theirs = socket.socketpair()
+    agent, link = LocalConnection(ours), AgentLink(LocalConnection(theirs))
+    threads = []
 
-    def __init__(self, interruptions: int) -> None:
-        self.entered, self.offers, self._left = [], 0, interruptions
-        self._swap_began = None
-        saves = types.SimpleNamespace(cancel=lambda: [], report_cancelled=lambda cancelled, step: None)
-        self._context = types.SimpleNamespace(saves=saves, offer_store=self._offer)
-        self._link = types.SimpleNamespace(
-            aborted_at=0.0, event=lambda kind, **fields: None, wait_for_join=lambda rank: local.Join(2, "store", 5)
-        )
-        self._log = types.SimpleNamespace(after_cut=lambda step: [], oldest=0)
-        self._adapter = types.SimpleNamespace(random_states=lambda: None)
-        self._rank = 0
+    def offer() -> None:
+        threads.append(threading.current_thread())
+        link.send(local.StoreOffer("127.0.0.1", 4711))
 
-    def _offer(self) -> None:
-        self.offers += 1
-
-    def enter(self, generation: int, store: str, restore_step: int) -> None:
-        if self._left:
-            self._left -= 1
-            raise GenerationChanged(generation + 1)
-        self.entered.append(generation)
+    link.on_host_store = offer
+    link.start()
+    agent.send(local.HostStore())
+    message, _ = agent.recv()
+    assert message == local.StoreOffer("127.0.0.1", 4711)
+    assert threads != [threading.main_thread()]
+    agent.send(local.RunRank(3, {}))
+    assert link.receive(local.RunRank, local.HostStore)[0] == local.RunRank(3, {})  # it was nothing for the main thread
 
 
-@pytest.mark.parametrize("interruptions", [0, 1, 3])
-def test_an_interrupted_entry_offers_one_store_more(interruptions):
-    rank = Interrupted(interruptions)
-    rank._swap()
-    assert rank.entered == [2] and rank.offers == interruptions
+class Peer:
+    def __init__(self) -> None:
+        self.told: list[local.LocalMessage] = []
+
+    def send(self, message: local.LocalMessage) -> None:
+        self.told.append(message)
+
+
+def slot_with(number: int, rehearses: bool, *stores: str) -> Slot:
+    process = Process(order=1, rank=0, rehearses=rehearses, pid=1, peer=Peer(), stores=list(stores))
+    return Slot(number, rank=-1 if rehearses else 0, process=process)
+
+
+def test_whoever_hosts_it_is_told_also_one_that_stands_by():
+    slots = [slot_with(0, False, "a:1"), slot_with(1, True, "a:2", "a:3"), slot_with(2, True, "a:4"), Slot(3)]
+    Workers.replace_store(types.SimpleNamespace(slots=slots), "a:3")
+    assert [slot.process.peer.told for slot in slots[:3]] == [[], [local.HostStore()], []]
+    slots[1].process.ended = True
+    Workers.replace_store(types.SimpleNamespace(slots=slots), "a:2")
+    assert slots[1].process.peer.told == [local.HostStore()]

@@ -1,4 +1,4 @@
-"""What the peers' jobs have in common: NVRx's (job_nvrx.py), torchft's (job_torchft.py) and relaunches (job_relaunch.py),
+"""What the peers' jobs have in common: NVRx's (job_nvrx.py), torchft's (job_torchft.py), relaunches (job_relaunch.py);
 each with its defaults and tuned as its script says.
 
 All start their processes through `node.py` and Cluster.start, with as many nodes as the plugin's job has. What a real

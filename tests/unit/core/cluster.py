@@ -292,6 +292,9 @@ class Cluster:
         elif isinstance(action, io.Claim):
             kept = self.witness.setdefault(action.plan.world.generation, action.plan)
             node.inputs.append(io.Claimed(kept))
+        elif isinstance(action, io.Look):
+            if action.generation in self.witness:
+                node.inputs.append(io.Claimed(self.witness[action.generation]))
         elif isinstance(action, io.Emit):
             node.events.append(action)
             if action.kind == "StepCommitted":

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from deadpool_plugin.core import io
 from deadpool_plugin.core.membership import is_half, is_quorum
 from deadpool_plugin.core.policy import Policy
-from deadpool_plugin.core.types import World
+from deadpool_plugin.core.types import EXIT_FENCED, SwapPlan, World
 
 from .cluster import TIMING, Cluster
 from .test_cluster import finished
@@ -94,3 +94,20 @@ def test_what_the_witness_keeps_of_an_earlier_attempt_is_proposed_as_it_is():
     cluster.nodes[1].inputs.clear()
     cluster.feed(cluster.nodes[1], io.Claimed(kept))
     assert cluster.plans[1] == kept
+
+
+@pytest.mark.parametrize("half", [0, 1])
+def test_a_half_that_waits_for_a_host_finds_that_the_other_has_gone_on(half):
+    policy = Policy(witness=True, wait_for_hosts=True, restarts_max=9)
+    cluster = Cluster(World(0, (0, 1)), seed=1, policy=policy, last_step=8)
+    cluster.form()
+    assert cluster.run(lambda: bool(cluster.said("Protected")) and cluster.knows_of_training())
+    cluster.cut(0, 1)
+    assert cluster.run(lambda: len(cluster.said("WaitingForHost")) == 2)
+    plan = SwapPlan(World(1, (half, 7)), 0, (1 - half,), (), "store", joined=(7,))
+    cluster.idle(3 * TIMING.silent_after_s)
+    assert cluster.nodes[0].up and cluster.nodes[1].up, "the witness keeps nothing yet"
+    cluster.witness[1] = plan
+    cluster.kill(half)
+    assert cluster.run(), "it leaves"
+    assert cluster.nodes[1 - half].exit[0] == EXIT_FENCED
