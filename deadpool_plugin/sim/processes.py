@@ -121,7 +121,7 @@ class Processes:
     def _await_unwinding(self, generation: Generation) -> None:
         """A deadline for those that are in training."""
         serving = [(slot, slot.serving) for slot in self.slots if slot.serving is not None]
-        asked = [(slot, process) for slot, process in serving if process.in_training or process.took_over]
+        asked = [(slot, process) for slot, process in serving if process.in_training]
         node = self._node
         node.timeline.after(node.timing.phase_timeout_s, node.do, self._expire, generation, asked)
 
