@@ -75,7 +75,8 @@ class Config(BaseModel):
 
     history_limit_mib: int = Field(default=256, ge=1)
     """MiB per rank for the call records of committed steps, from which a spare is brought to the current step.
-    Hazard: once it is full the oldest are dropped and a spare that has not followed can no longer take over."""
+    Hazard: once it is full the oldest are dropped and a spare that has not followed can no longer take over; it is said
+    at 80 % and then."""
 
     copies: int = Field(default=1, ge=1, le=8)
     """On how many other hosts each snapshot is kept: so many hosts may be lost at the same moment (if as many spares

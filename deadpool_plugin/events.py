@@ -202,6 +202,15 @@ class RehearsalFailed(Event, frozen=True):
     reason: str = ""
 
 
+class HistoryFilling(Event, frozen=True):
+    """The call records of a rank's past steps take four fifths of `history_limit_mib`; or all of it (`full`), and the
+    oldest are dropped: from `step` on nobody who has not followed can take the rank over."""
+
+    rank: int
+    step: int
+    full: bool = False
+
+
 class PeerRefused(Event, frozen=True):
     address: str = ""
     reason: str = ""

@@ -31,6 +31,7 @@ from ..transport.handshake import Credentials
 from ..transport.local import LocalPeer, LocalServer
 from . import proc
 from .fetching import Fetches
+from .fullness import Fullness
 from .joining import Job
 from .lives import Lives
 from .meeting import Lines
@@ -153,6 +154,7 @@ class Agent:
         self._spares = Spares(
             node, self._workers, self._store, self._peers, self._reports, config.history_limit_bytes, self.feed
         )
+        self._fullness = Fullness(self._store, self._reports, config.history_limit_bytes)
         fetches = Fetches(node, self._store, self._peers, self._reports)
         self._takeovers = TakeOvers(
             node, self._workers, self._mirroring, self._spares, fetches, self._store, self._pausing,
@@ -226,7 +228,7 @@ class Agent:
             self._stepping = False
 
     def _received(self, node: NodeId, message: AnyMessage) -> None:
-        self._lines.roster.heard(node)
+        self._lines.roster.heard(node, message)
         self.feed(io.Received(node, message))
 
     def _link_lost(self, node: NodeId, reason: str) -> None:
@@ -250,6 +252,7 @@ class Agent:
         self._workers.commit(action.step)
         self._spares.committed(action.step)
         self._mirroring.committed()
+        self._fullness.look(self._mirroring.world.ranks_of(self._node), action.step)
 
     def _abort(self, action: io.AbortWorkers) -> None:
         self._takeovers.cancel()
@@ -267,6 +270,7 @@ class Agent:
         plan = action.plan
         self._reports.generation = plan.world.generation
         self._takeovers.act(plan)
+        self._lines.roster.missed.clear()
         for node in plan.lost_nodes:
             self._lines.mesh.drop(node)
             self._lines.roster.gone(node)
@@ -279,6 +283,8 @@ class Agent:
         left = len(world.spares) if world is not None else 0
         beside = {"spares_left": left, "on_no_spare": self._config.on_no_spare} if action.kind == "Protected" else {}
         self._reports.emit(action.kind, **action.fields, **beside)
+        if action.kind == "NodeLost":
+            self._lines.roster.missed |= {*action.fields["lost"]}
         if action.kind in ("WaitingForHost", "SwapDone"):
             self._reports.say(f"spares left: {left}; {self._lines.how_to_join}")
 

@@ -22,7 +22,10 @@ CHUNK_STEPS = 64
 
 @dataclass(eq=False)
 class Rehearsal:
-    """One slot's rehearsal of one rank. `history` is what has been pulled; `told` the newest step its process knows."""
+    """One slot's rehearsal of one rank. `history` is what has been pulled; `told` the newest step its process knows.
+
+    `doubted`: people have been told that it could not be told of the first steps.
+    """
 
     slot: Slot
     process: Process
@@ -30,6 +33,7 @@ class Rehearsal:
     source: NodeId
     history: History
     told: Step = NO_STEP
+    doubted: bool = False
     finished: asyncio.Event = field(default_factory=asyncio.Event)
     pulling: asyncio.Lock = field(default_factory=asyncio.Lock)
 

@@ -81,6 +81,8 @@ def sentence(event: events.Event) -> str:
             return f"unprotected: {reason}"
         case events.Protected(step=step):
             return f"protected: step {step} survives the loss of any node{_next_loss(event)}"
+        case events.HistoryFilling(rank=rank, step=step, full=full):
+            return f"node {event.node}: rank {rank}'s records of past steps {_history(step, full)}"
         case events.NodeFenced(reason=reason):
             return f"node {event.node} leaves the job: {reason}"
         case events.JobFinished():
@@ -111,6 +113,16 @@ def _next_loss(protected: events.Protected) -> str:
         return ""
     then = "ends the job" if protected.on_no_spare == "stop" else "makes everybody wait for a host"
     return f"; NO SPARE LEFT: the next lost node {then} (on_no_spare: {protected.on_no_spare})"
+
+
+def _history(step: int, full: bool) -> str:
+    """What has become of a rank's records at `step`."""
+    if full:
+        return (
+            f"no longer fit into history_limit_mib at step {step}: from now on only spares that have followed so far "
+            "can take over, no host that joins; start the job again with a larger one"
+        )
+    return f"fill 80 % of history_limit_mib at step {step}; once it is full no further host can take over"
 
 
 def _listed(numbers: tuple[int, ...]) -> str:

@@ -16,8 +16,9 @@ from ..core import io
 from ..core.slots import LocalSlot
 from ..core.types import NO_STEP, NodeId, Rank, Step
 from ..errors import DeadpoolError
-from ..mirror.history import History
+from ..mirror.history import History, HistoryPruned
 from ..mirror.store import SnapshotStore
+from ..mirror.wire import RefusedByPeer
 from ..transport import local
 from ..transport.local import LocalPeer
 from .peers import Peers
@@ -190,6 +191,10 @@ class Spares:
                 await rehearsal.tell()
         except DeadpoolError as error:
             self._reports.emit("Note", text=f"cannot follow rank {rehearsal.rank} now: {error}")
+            refused = isinstance(error, (RefusedByPeer, HistoryPruned))
+            if refused and rehearsal.told == NO_STEP and not rehearsal.doubted:
+                rehearsal.doubted = True  # what a process must begin with may have been dropped for good
+                self._reports.emit("RehearsalFailed", rank=rehearsal.rank, reason=str(error))
 
     async def pull(self, rehearsal: Rehearsal, source: NodeId, last: Step) -> None:
         """Have the records up to `last`, from `source`. Raises: TransportError, HistoryPruned."""

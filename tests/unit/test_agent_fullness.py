@@ -1,0 +1,67 @@
+"""Call records that fill their memory: people hear of it beforehand, then, and of each spare that it makes useless."""
+
+from __future__ import annotations
+
+import asyncio
+import types
+
+from deadpool_plugin import events
+from deadpool_plugin.agent.fullness import Fullness
+from deadpool_plugin.agent.rehearsal import Rehearsal
+from deadpool_plugin.agent.reports import sentence
+from deadpool_plugin.agent.slots import Process, Slot
+from deadpool_plugin.agent.spares import Spares
+from deadpool_plugin.mirror.history import History
+from deadpool_plugin.mirror.store import SnapshotStore
+
+
+class Told:
+    """Reports that remember."""
+
+    def __init__(self) -> None:
+        self.events: list[events.Event] = []
+
+    def emit(self, kind: str, **fields: object) -> None:
+        self.events.append(events.make(kind, fields, node=3, generation=0))
+
+    def of(self, kind: type[events.Event]) -> list[events.Event]:
+        return [event for event in self.events if isinstance(event, kind)]
+
+
+def test_it_is_said_once_at_four_fifths_and_once_when_it_is_full() -> None:
+    store, told = SnapshotStore(history_limit_bytes=1000), Told()
+    fullness = Fullness(store, told, 1000)
+    for step in range(200):
+        for rank in (4, 5):
+            store.append(rank, step, bytes(10 if step < 20 else 7))
+        fullness.look((4, 5), step)
+    filling, full = told.of(events.HistoryFilling)
+    assert (filling.rank, filling.step, filling.full) == (4, 128, False)
+    assert (full.rank, full.full) == (4, True) and full.step == 20 + 800 // 7
+    assert "fill 80 % of history_limit_mib at step 128" in sentence(filling)
+    assert "from now on only spares that have followed so far can take over" in sentence(full)
+
+
+def test_a_rank_without_records_is_passed_over() -> None:
+    told = Told()
+    Fullness(SnapshotStore(history_limit_bytes=1000), told, 1000).look((0,), 64)
+    assert not told.events
+
+
+def test_a_spare_that_comes_too_late_to_follow_says_so_once() -> None:
+    async def scenario() -> Told:
+        slot, told, store = Slot(0), Told(), SnapshotStore(history_limit_bytes=100)
+        for step in range(30):
+            store.append(4, step, bytes(10))
+        slot.process = Process(order=1, rank=4, rehearses=True)
+        workers = types.SimpleNamespace(slots=[slot], handlers={})
+        spares = Spares(3, workers, store, None, told, 100, lambda event: None)
+        spares.rehearsals[0] = rehearsal = Rehearsal(slot, slot.process, None, source=3, history=History(100))
+        rehearsal.finished.set()
+        for step in (29, 30):
+            spares.committed(step)
+            await asyncio.gather(*spares._tasks.values())
+        return told
+
+    (failed,) = asyncio.run(scenario()).of(events.RehearsalFailed)
+    assert failed.rank == 4 and "held are 20 to 29" in failed.reason and "raise history_limit_mib" in failed.reason
