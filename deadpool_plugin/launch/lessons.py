@@ -3,7 +3,8 @@ starts warm.
 
 Rules of this file: never in the way of training (where a rank runs, the importing thread stands behind everything else;
 a host that stands by has nothing better to do), never a thread while the process forks: `pause` before, `resume` after.
-A lesson is had once.
+A lesson is had once. A module that initialises CUDA as it is imported takes it from every process forked afterwards:
+those look for that (`cuda_is_lost`) and begin anew.
 """
 
 from __future__ import annotations
@@ -16,6 +17,10 @@ import threading
 from collections import deque
 from collections.abc import Iterable
 
+NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
+"""Set, it lets `torch.cuda.is_available()`, which many modules ask as they are imported, leave CUDA alone."""
+_CUDA_DEVICE = "/dev/nvidia-uvm"
+"""Open in a process that has initialised CUDA; NVML does not open it."""
 _NICE = 10
 _END = "\0"
 """Said, because the end of file may never come: what the script forked before (a DataLoader) holds the pipe too."""
@@ -28,6 +33,17 @@ def preload(names: Iterable[str]) -> None:
             importlib.import_module(name)
         except Exception as error:
             print(f"[deadpool] could not preload {name}: {error}", file=sys.stderr, flush=True)
+
+
+def cuda_is_lost() -> bool:
+    """In a forked process: CUDA was initialised in one before it, and cannot be initialised again."""
+    if "torch" in sys.modules and sys.modules["torch"].cuda._is_in_bad_fork():
+        return True
+    opened = []
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # closed since it was listed
+            opened.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+    return _CUDA_DEVICE in opened
 
 
 def tell_modules(pipe: int) -> None:

@@ -1,8 +1,9 @@
 """`python -m deadpool_plugin.launch.standby COMMAND...`: a slot's standby process, which forks the slot's worker.
 
 Rules of this file: nothing of the user's runs here, and no thread may exist while it forks. One forked process lives at
-a time: an order ends the one before, with everything that one has left behind (orphans are reparented to us). What it
-tells the agent is how a process ended; what that means is decided elsewhere.
+a time: an order ends the one before, with everything that one has left behind (orphans are reparented to us). A forked
+process that could not use its GPU executes this module again, with its order in the environment. What the agent is told
+is how a process ended; what that means is decided elsewhere.
 """
 
 from __future__ import annotations
@@ -17,14 +18,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+import msgspec
+
 from ..config import load
 from ..transport import local
 from ..transport.framing import ConnectionClosed
 from ..transport.local import LocalConnection
-from .lessons import Lessons, preload
+from .lessons import NVML_CHECK, Lessons, cuda_is_lost, preload
 from .processes import become_subreaper, die_with_parent, end_children, reaped
 
 DEFAULT_PRELOAD = ("torch", "torch.distributed")
+_ORDER = "DEADPOOL_ORDER"
 Order = local.RunRank | local.RehearseRank
 Run = Callable[[Order, int], object]
 """What a forked process does: gets the order, and a descriptor to tell what it has imported (-1: nobody asks)."""
@@ -125,11 +129,28 @@ def main(script: list[str]) -> NoReturn:
     from .worker import become
 
     die_with_parent()
+    os.environ.setdefault(NVML_CHECK, "1")
     config = load(Path(os.environ["DEADPOOL_CONFIG"]))
     local_rank = int(os.environ["LOCAL_RANK"])
+    carry_out = functools.partial(become, config, local_rank, script)
+    if _ORDER in os.environ:
+        carry_out(msgspec.json.decode(os.environ.pop(_ORDER), type=Order), -1)
+
+    def run(order: Order, tell: int) -> None:
+        if cuda_is_lost():
+            _execute(script, order)
+        carry_out(order, tell)
+
     connection = LocalConnection.to(os.environ["DEADPOOL_SOCKET"])
     modules = config.preload if config.preload is not None else DEFAULT_PRELOAD
-    Standby(connection, local_rank, functools.partial(become, config, local_rank, script), modules).serve()
+    Standby(connection, local_rank, run, modules).serve()
+
+
+def _execute(script: list[str], order: Order) -> NoReturn:
+    """In a forked process: carry out `order` without anything that was imported before the fork."""
+    print("[deadpool] a module initialised CUDA in its import: this process imports anew", file=sys.stderr, flush=True)
+    os.environ[_ORDER] = msgspec.json.encode(order).decode()
+    os.execv(sys.executable, [sys.executable, "-u", "-m", "deadpool_plugin.launch.standby", *script])
 
 
 if __name__ == "__main__":

@@ -1,11 +1,21 @@
-"""What a forked process tells its standby process of its imports."""
+"""What a forked process tells its standby process of its imports, and what becomes of one that these have spoilt."""
 
 from __future__ import annotations
 
 import os
+import signal
 import threading
+from pathlib import Path
 
+import pytest
+
+from deadpool_plugin.launch import lessons as lessons_module
+from deadpool_plugin.launch import standby
 from deadpool_plugin.launch.lessons import Lessons, tell_modules
+from deadpool_plugin.launch.processes import spawn
+from deadpool_plugin.transport import local
+from deadpool_plugin.transport.local import LocalConnection
+from deadpool_plugin.transport.unix import listen_unix
 
 
 def heard_all(lessons: Lessons) -> None:
@@ -40,3 +50,35 @@ def test_a_process_that_ended_without_a_word_is_no_lesson():
     assert last >= 0
     os.close(last)
     heard_all(lessons)
+
+
+def hello_of_a_forked_process(monkeypatch, tmp_path, lost):
+    """One that was forked by the real standby process with CUDA's device open (`lost`) or not: pid, order, command."""
+    device = (tmp_path / "nvidia-uvm").open("w")
+    name = f"deadpool/test/{os.getpid()}/{tmp_path}"
+    listener = listen_unix(name)
+    monkeypatch.setattr(lessons_module, "_CUDA_DEVICE", device.name if lost else "/dev/none")
+    monkeypatch.setenv("DEADPOOL_CONFIG", "")
+    monkeypatch.setenv("DEADPOOL_SOCKET", name)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setattr(standby, "DEFAULT_PRELOAD", ())
+    pid = spawn(lambda: standby.main(["script.py"]), dict(os.environ), signal.SIGKILL)
+    try:
+        agent = LocalConnection(listener.accept()[0])
+        assert isinstance(agent.recv()[0], local.StandbyHello)
+        agent.send(local.RunRank(rank=0, env={}, order=5))
+        worker = LocalConnection(listener.accept()[0])
+        hello, _ = worker.recv()
+        command = Path(f"/proc/{hello.pid}/cmdline").read_text().split("\0")
+        return hello.order, command[-2:]
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_process_that_inherits_an_initialised_cuda_is_executed_anew(monkeypatch, tmp_path, lost):
+    order, command = hello_of_a_forked_process(monkeypatch, tmp_path, lost)
+    assert order == 5
+    assert (command == ["script.py", ""]) is lost
+    assert os.environ.get(lessons_module.NVML_CHECK) is None, "the standby process's own"
