@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
+from ..core.messages import AnyMessage, Goodbye, Prepare
 from ..core.types import NodeId, World
 from ..errors import ConfigError, NodeTaken, PeerRefused, TransportError, invariant
 from ..transport import guests
@@ -66,7 +67,8 @@ class Roster:
     """Who is known here, and the answers to guests. Thread: the event loop's only.
 
     `members`: the world, None before there is one. `on_admitted`: a newcomer is about to be linked; its bulk address
-    is in its hello.
+    is in its hello. `missed`: who is taken for lost while no plan says so yet; a member that hangs answers nobody, and
+    the job may wait for the very newcomer that would wait for it.
     """
 
     def __init__(self, node: NodeId, job: Job, master: Address, credentials: Credentials) -> None:
@@ -75,25 +77,35 @@ class Roster:
         self._largest = node
         self._arriving: NodeId | None = None
         self._arriving_since = 0.0
+        self.missed: set[NodeId] = set()
         self.members: Callable[[], World | None] = lambda: None
         self.on_admitted: Callable[[Hello], None] = lambda hello: None
 
     @property
     def hellos(self) -> list[Hello]:
         """Every node known to be there, this one included, in the order of ids."""
-        return [self._hellos[node] for node in sorted(self._hellos)]
+        return [self._hellos[node] for node in sorted(self._hellos.keys() - self.missed)]
 
     def know(self, hello: Hello) -> None:
         self._hellos[hello.node] = hello
         self._largest = max(self._largest, hello.node)
 
     def gone(self, node: NodeId) -> None:
-        """`node` is lost, or its link is."""
+        """`node` is lost, or has left, or its link is lost."""
         self._hellos.pop(node, None)
-        self.heard(node)
+        self._seen(node)
 
-    def heard(self, node: NodeId) -> None:
-        """A first message: a newcomer has linked to everyone."""
+    def heard(self, node: NodeId, message: AnyMessage) -> None:
+        """What `node` says tells who is there."""
+        self._seen(node)
+        if isinstance(message, Goodbye):
+            self.gone(node)
+        elif isinstance(message, Prepare):
+            self.missed |= {*message.lost}
+
+    def _seen(self, node: NodeId) -> None:
+        """It is not missed; a newcomer that says a first word, or ends, has been linked to everyone or never will."""
+        self.missed.discard(node)
         if self._arriving == node:
             self._arriving = None
 

@@ -7,13 +7,14 @@ from contextlib import asynccontextmanager
 import pytest
 
 from deadpool_plugin.agent.joining import Arrival, Job, Newcomer, Roster
-from deadpool_plugin.core.messages import JoinRequest, Status
-from deadpool_plugin.core.types import World
+from deadpool_plugin.core.messages import AnyMessage, Goodbye, JoinRequest, Prepare, Status
+from deadpool_plugin.core.types import Ballot, World
 from deadpool_plugin.errors import ConfigError, NodeTaken, PeerRefused, TransportError
 from deadpool_plugin.transport.framing import ConnectionClosed
 from deadpool_plugin.transport.guests import Admitted, Busy, Describe, Refused, Reserve, Reserved, ask
 from deadpool_plugin.transport.handshake import Credentials
 from deadpool_plugin.transport.rendezvous import Hello
+from deadpool_plugin.transport.sockets import bound_address, listen_tcp
 from deadpool_plugin.transport.tcp import ControlMesh
 
 WAIT_S = 20.0
@@ -37,8 +38,8 @@ class Node:
             self.roster.answer,
         )  # fmt: skip
 
-    def _received(self, peer: int, message: object) -> None:
-        self.roster.heard(peer)
+    def _received(self, peer: int, message: AnyMessage) -> None:
+        self.roster.heard(peer, message)
         self.messages.put_nowait((peer, message))
 
     def _lost(self, peer: int, reason: str) -> None:
@@ -246,6 +247,37 @@ def test_a_member_that_is_gone_is_not_waited_for() -> None:
                 assert await soon(member.lost) == 0
             arrival = await host.arrive(members[0].hello, members[1].hello)
             assert [hello.node for hello in arrival.hellos] == [1, 2, 3] and arrival.members == (1, 2)
+
+    run(scenario)
+
+
+def test_a_newcomer_that_left_politely_is_not_waited_for() -> None:
+    async def scenario() -> None:
+        async with job(2) as members, newcomer(2) as host, newcomer(3) as another:
+            await host.arrive(members[0].hello)
+            await host.mesh.close(Goodbye(0))
+            for member in members:
+                assert await soon(member.messages) == (2, Goodbye(0))
+            arrival = await another.arrive(members[0].hello, timeout_s=5.0)
+            assert [hello.node for hello in arrival.hellos] == [0, 1, 3]
+
+    run(scenario)
+
+
+def test_a_member_that_hangs_is_not_waited_for_once_it_is_taken_for_lost_until_it_is_heard_again() -> None:
+    async def scenario() -> None:
+        async with job(2) as members, newcomer(5) as host:
+            with listen_tcp("127.0.0.1") as hung:
+                hello = Hello(4, "host4", bound_address(hung), ("127.0.0.1", 1), 2, {}, "d")
+                for member in members:
+                    member.roster.know(hello)
+                members[0].roster.missed |= {4}
+                members[0].mesh.send(1, Prepare(Ballot(4, 1, 0), (4,)))
+                await soon(members[1].messages)
+                arrival = await host.arrive(members[1].hello, timeout_s=5.0)
+                assert [hello.node for hello in arrival.hellos] == [0, 1, 5]
+            members[1].roster.heard(4, Status(3, 9, True, True))
+            assert hello in members[1].roster.hellos and hello not in members[0].roster.hellos
 
     run(scenario)
 
