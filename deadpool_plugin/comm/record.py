@@ -1,8 +1,10 @@
 """Recording a rank's start-up collectives, and replaying them to a process that rehearses the rank alone.
 
+Beside them facts: what the script found in the world outside the job, whose answers a rehearsal must be given, too.
+
 Rules of this file: no pickle; a recording is msgpack with raw tensor bytes. An operation is known by its group's
-index and its number in that group. Tensors above the limit are recorded without their values: parameters, which
-the restore overwrites anyway. What differs from the recording raises Divergence and names the call.
+index and its number in that group, a fact by its question. Tensors above the limit are recorded without their values:
+parameters, which the restore overwrites anyway. What differs from the recording raises Divergence and names the call.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+from collections import deque
 from types import FrameType
 from typing import Any
 
@@ -43,10 +46,12 @@ class OperationRecord(msgspec.Struct, array_like=True):
 
 
 class Recording(msgspec.Struct, array_like=True):
-    """`groups` are the member ranks of every group this rank belongs to, in creation order."""
+    """`groups` are the member ranks of every group this rank belongs to, in creation order; `facts` are questions and
+    answers (plain data), in the order of asking."""
 
     groups: list[tuple[int, ...]] = []
     operations: list[OperationRecord] = []
+    facts: list[tuple[str, Any]] = []
 
 
 def encode_tensor(tensor: torch.Tensor, limit_bytes: int) -> TensorRecord:
@@ -82,6 +87,7 @@ class Recorder:
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
         self._operations: list[OperationRecord] = []
+        self._facts: list[tuple[str, Any]] = []
         self._pending: dict[int, tuple[Any, OperationRecord]] = {}
 
     def add(self, group: int, sequence: int, name: str, outputs: list[torch.Tensor], work: Any) -> None:
@@ -103,7 +109,10 @@ class Recorder:
         """The encoded recording; waits for operations nobody has waited for."""
         for work, _ in list(self._pending.values()):
             work.wait()
-        return msgspec.msgpack.encode(Recording(groups, self._operations))
+        return msgspec.msgpack.encode(Recording(groups, self._operations, self._facts))
+
+    def fact(self, question: str, answer: Any) -> None:
+        self._facts.append((question, answer))
 
     def _fill(self, record: OperationRecord, outputs: list[torch.Tensor], work: Any) -> None:
         record.outputs = [encode_tensor(tensor, self._limit_bytes) for tensor in outputs]
@@ -117,6 +126,9 @@ class Replay:
         decoded = msgspec.msgpack.decode(recording, type=Recording)
         self._groups = decoded.groups
         self._operations = {(record.group, record.sequence): record for record in decoded.operations}
+        self._facts: dict[str, deque[Any]] = {}
+        for question, answer in decoded.facts:
+            self._facts.setdefault(question, deque()).append(answer)
 
     def group(self, index: int, ranks: tuple[int, ...]) -> None:
         """Raises: Divergence unless group `index` was recorded with these members."""
@@ -147,6 +159,17 @@ class Replay:
         for tensor, recorded in zip(outputs, record.outputs, strict=True):
             write_tensor(recorded, tensor)
         return record.source
+
+    def fact(self, question: str) -> Any:
+        """Raises: Divergence if the rank has not asked it as often."""
+        answers = self._facts.get(question)
+        if not answers:
+            raise Divergence(
+                f"the rehearsal asked {question} at {user_frame()}",
+                "what the rank itself asked when it started",
+                "both must run the same script, arguments and versions",
+            )
+        return answers.popleft()
 
     def finish(self) -> None:
         """Raises: Divergence if recorded operations were never issued."""

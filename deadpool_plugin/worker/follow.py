@@ -52,6 +52,8 @@ class Follow:
     ) -> Any:
         if self._layout is None and isinstance(function, SaveCall):
             return function.skipped(None)
+        if self._layout is None and kind is CallKind.FACT:
+            return self._context.groups.fact(name, lambda: function(*args, **kwargs))
         if self._layout is None and kind not in RUNS_MODEL:
             return function(*args, **kwargs)
         record = self._next_record(name)

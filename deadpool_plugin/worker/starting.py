@@ -35,6 +35,8 @@ class Starting:
         if kind is CallKind.SAVE:
             with self._context.groups.unrecorded():  # a rehearsal saves nothing, so it makes none of these exchanges
                 return function(*args, **kwargs)
+        if kind is CallKind.FACT:
+            return self._context.groups.fact(name, lambda: function(*args, **kwargs))
         if kind not in RUNS_MODEL:
             return function(*args, **kwargs)
         self._become_live()

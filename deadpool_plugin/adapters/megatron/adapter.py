@@ -20,7 +20,7 @@ from ...errors import Unsupported
 from ...worker import skipping
 from ...worker.adapter import CallHandler, CallKind, Followed, Scalars
 from ...worker.saving import Saves
-from . import bookkeeping, cleanup, losses, refusals, saving
+from . import bookkeeping, cleanup, facts, losses, refusals, saving
 from .state import OptimizerState
 
 SCHEDULES = (
@@ -79,6 +79,7 @@ class MegatronAdapter:
                 wrap(cls, "step", CallKind.UPDATE)
             if "zero_grad" in vars(cls):
                 wrap(cls, "zero_grad", CallKind.PLAIN)
+        facts.install(handler)
         skipping.look_through(RerunDataIterator, "iterable")
         skipping.draws_nothing(_is_megatrons)
 

@@ -1,0 +1,48 @@
+"""Facts of start-up: a rehearsal finds what the rank itself found when the job began, whatever is there by now."""
+
+import os
+from types import SimpleNamespace
+
+import pytest
+
+from deadpool_plugin.adapters.megatron import facts
+from deadpool_plugin.comm.groups import Groups
+from deadpool_plugin.comm.record import Recorder
+from deadpool_plugin.errors import Divergence
+from deadpool_plugin.worker.adapter import CallKind
+from deadpool_plugin.worker.follow import Follow
+from deadpool_plugin.worker.starting import Starting
+
+
+@pytest.mark.parametrize("at_start", [False, True])
+def test_a_rehearsal_loads_a_checkpoint_only_if_the_job_began_with_one(tmp_path, monkeypatch, at_start):
+    monkeypatch.setattr(os.path, "isfile", os.path.isfile)
+    groups = Groups()
+    groups._recorder = Recorder(0)
+    modes = [Starting(SimpleNamespace(groups=groups), 0, 0)]
+    facts.install(lambda *call: modes[-1].call(*call))
+    tracker, other = tmp_path / facts.TRACKER, tmp_path / "script.py"
+    if at_start:
+        tracker.touch()
+    assert os.path.isfile(str(tracker)) == at_start
+    with groups.unrecorded():  # in a save, which a rehearsal skips
+        os.path.isfile(tracker)
+    recording = groups.stop_recording()
+
+    tracker.unlink() if at_start else tracker.touch()
+    other.touch()
+    alone = Groups()
+    alone.rehearse(recording)
+    modes.append(Follow(SimpleNamespace(groups=alone), 0, "", None))
+    assert os.path.isfile(str(tracker)) == at_start
+    assert os.path.isfile(other)
+    with pytest.raises(Divergence, match=f"asked isfile .*{facts.TRACKER} at .*expected what the rank itself asked"):
+        os.path.isfile(tracker)
+
+
+def test_in_the_loop_a_fact_is_a_call(tmp_path, monkeypatch):
+    monkeypatch.setattr(os.path, "isfile", os.path.isfile)
+    made = []
+    facts.install(lambda name, kind, function, args, kwargs: made.append((name, kind)) or function(*args))
+    assert not os.path.isfile(tmp_path / facts.TRACKER)
+    assert made == [(f"isfile {tmp_path / facts.TRACKER}", CallKind.FACT)]
