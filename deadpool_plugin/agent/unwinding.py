@@ -2,7 +2,8 @@
 
 Rules of this file: who has not left what it was in by then (a call that holds the interpreter, a dead device, user code
 that does not come to its next call) is ended, and replaced on this node with what its arena holds. Processes that have
-not come to training are not asked: they begin anew, or the job ends.
+not come to training are not asked: they begin anew, or the job ends. Nor is one that takes a rank over and may be on its
+way through past steps: it touches nothing of any generation, and joins the newest one when it is through.
 """
 
 from __future__ import annotations
@@ -28,8 +29,7 @@ class Unwinding:
         asked = [
             (slot, slot.process)
             for slot in self._slots
-            if slot.serving is not None and slot.process is not None
-            if slot.process.in_training or slot.process.took_over
+            if slot.serving is not None and slot.process is not None and slot.process.in_training
         ]
         asyncio.get_running_loop().call_later(self._deadline_s, self._expire, generation, asked)
 
