@@ -283,8 +283,9 @@ class Agent:
         left = len(world.spares) if world is not None else 0
         beside = {"spares_left": left, "on_no_spare": self._config.on_no_spare} if action.kind == "Protected" else {}
         self._reports.emit(action.kind, **action.fields, **beside)
-        if action.kind == "NodeLost":
-            self._lines.roster.missed |= {*action.fields["lost"]}
+        lost = action.fields.get("lost")
+        if action.kind == "NodeLost" and isinstance(lost, tuple):
+            self._lines.roster.missed |= {*lost}
         if action.kind in ("WaitingForHost", "SwapDone"):
             self._reports.say(f"spares left: {left}; {self._lines.how_to_join}")
 
