@@ -1,8 +1,8 @@
 """Plain data and small tensors to bytes and back, without pickle.
 
 Rules of this file: what cannot be encoded is refused by name; decoding never runs code. Tuples keep being
-tuples. A tensor is (dtype, shape, bytes); of one above the limit only dtype and shape are kept, and it comes back as
-a `TooLarge`: never as made-up numbers.
+tuples. A tensor is (dtype, shape, kind of device, bytes) and comes back where it was; of one above the limit only dtype
+and shape are kept, and it comes back as a `TooLarge`: never as made-up numbers.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _tensor_bytes(tensor: torch.Tensor) -> bytes:
     body = None
     if not _is_large(tensor):
         body = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-    return msgspec.msgpack.encode((*_form(tensor), body))
+    return msgspec.msgpack.encode((*_form(tensor), tensor.device.type, body))
 
 
 def _is_large(tensor: torch.Tensor) -> bool:
@@ -102,11 +102,10 @@ def _restore(code: int, data: memoryview) -> Any:
     if code == TUPLE:
         return tuple(msgspec.msgpack.decode(data, ext_hook=_restore))
     if code == TENSOR:
-        name, shape, body = msgspec.msgpack.decode(data)
+        name, shape, device, body = msgspec.msgpack.decode(data)
         dtype = getattr(torch, name)
         if body is None:
             return TooLarge(name, shape)
-        if not body:
-            return torch.zeros(shape, dtype=dtype)
-        return torch.frombuffer(bytearray(body), dtype=dtype).view(shape)
+        tensor = torch.frombuffer(bytearray(body), dtype=dtype).view(shape) if body else torch.zeros(shape, dtype=dtype)
+        return tensor if device == "cpu" else tensor.to(device)
     raise ValueError(f"unknown extension {code} in a call record: it was written by another version")

@@ -54,14 +54,12 @@ class WholeStep(Followed):
             return self._function(*args, **kwargs)
 
     def outcome(self, value: Any) -> Any:
-        tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-        return [value, [tensor.device.type for tensor in tensors], self._adapter.visible()]
+        return [value, self._adapter.visible()]
 
     def skipped(self, outcome: Any) -> Any:
-        value, devices, visible = outcome
+        value, visible = outcome
         self._adapter.show(visible)
-        places = iter(devices)
-        return pytree.tree_map(lambda leaf: leaf.to(next(places)) if isinstance(leaf, torch.Tensor) else leaf, value)
+        return value
 
     @staticmethod
     def loss(value: Any) -> float | None:

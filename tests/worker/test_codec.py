@@ -29,6 +29,19 @@ def test_tensors_come_back_bit_for_bit(dtype, shape):
     assert back.dtype == dtype and back.shape == tensor.shape and torch.equal(back, tensor)
 
 
+class OnDevice(torch.Tensor):
+    device = torch.device("cuda", 3)
+
+
+def test_tensors_come_back_to_the_device_they_were_on(monkeypatch):
+    """Of the process that decodes: its first and only one may have another number."""
+    moved, loss = [], torch.tensor([1.5, 2.0]).as_subclass(OnDevice)
+    data = codec.encode([{"loss": loss, "empty": loss[:0], "count": torch.ones(1)}])
+    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, device: moved.append(device) or tensor)
+    (back,) = codec.decode(data)
+    assert moved == ["cuda", "cuda"] and back["loss"].tolist() == [1.5, 2.0] and back["count"].tolist() == [1.0]
+
+
 def test_large_tensors_are_never_made_up():
     back = codec.decode(codec.encode([torch.ones(codec.TENSOR_LIMIT_BYTES)]))[0]
     assert isinstance(back, codec.TooLarge) and f"float32 [{codec.TENSOR_LIMIT_BYTES}]" in back.description
