@@ -24,7 +24,8 @@ class ControlTransport(ABC):
     """Small typed messages between all nodes of a job, in order per pair, over links that fail loudly.
 
     `on_message(node, message)` is called for each message received; `on_lost(node, reason)` once when the link to
-    a node ends, unless the node said Goodbye, or was dropped by us, or the transport is closed.
+    a node ends, unless the node said Goodbye, or was dropped by us, or the transport is closed, or it dials us again
+    because `connect` has not returned yet.
     Once `connect` was called, a node that is not in its table gets no link unless it was admitted (guests.py).
     """
 

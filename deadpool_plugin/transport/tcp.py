@@ -77,6 +77,7 @@ class ControlMesh(ControlTransport):
         self._known: set[NodeId] | None = None  # None: anyone with the secret, before `connect` has said who
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
+        self._connecting = False
         self._listener: socket.socket | None = None
         self._closing = False
 
@@ -133,6 +134,8 @@ class ControlMesh(ControlTransport):
                 return await self._entertain(sock)
             if why := self._objection(peer):
                 raise PeerRefused(f"refused {address}: node {peer} {why}", address=address)
+            if dialled is None and _has_ended(sock):
+                raise ConnectionClosed(f"node {peer} gave the handshake up")
             await self._attach(sock, peer)
         except BaseException:
             sock.close()
@@ -221,12 +224,13 @@ class ControlMesh(ControlTransport):
         self._changed.set()
         if link.timed_out:
             self.timed_out.add(peer)
-        if not self._closing and peer not in self._barred:
+        dials_again = self._connecting and peer > self._node  # it gave a handshake up that was done here
+        if not (self._closing or peer in self._barred or dials_again):
             self._on_lost(peer, reason)
 
     async def connect(self, table: Mapping[NodeId, Address], timeout_s: float = 60.0) -> None:
         others = set(table) - {self._node}
-        self._known = (self._known or set()) | others
+        self._known, self._connecting = (self._known or set()) | others, True
         slots = asyncio.Semaphore(DIALS_MAX)
         older = sorted((node for node in others if node < self._node), reverse=True)
         dials = [asyncio.create_task(self._dial(node, table[node], slots)) for node in older]
@@ -239,6 +243,7 @@ class ControlMesh(ControlTransport):
                 remedy="check that these nodes run and that no firewall blocks the ports (port_range)",
             ) from error
         finally:
+            self._connecting = False
             for dial in dials:
                 dial.cancel()
             await asyncio.gather(*dials, return_exceptions=True)
@@ -290,3 +295,11 @@ class ControlMesh(ControlTransport):
         while self._links:
             self._changed.clear()
             await self._changed.wait()
+
+
+def _has_ended(sock: socket.socket) -> bool:
+    """Whether the other end of a non-blocking connection has closed it, and all it sent is read. Raises: OSError."""
+    try:
+        return not sock.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False

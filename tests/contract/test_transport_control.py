@@ -11,7 +11,9 @@ from deadpool_plugin.core.messages import AnyMessage, Goodbye, Status
 from deadpool_plugin.errors import PeerRefused, TransportError
 from deadpool_plugin.transport import tcp
 from deadpool_plugin.transport.base import ControlTransport
-from deadpool_plugin.transport.handshake import Credentials
+from deadpool_plugin.transport.guests import PURPOSE
+from deadpool_plugin.transport.handshake import Credentials, Handshake, recv_exact_async, shake_hands_async
+from deadpool_plugin.transport.sockets import connected
 from deadpool_plugin.transport.tcp import ControlMesh
 
 WAIT_S = 20.0
@@ -216,6 +218,47 @@ def test_who_has_met_the_others_first_tries_again_until_all_have(factory: Factor
         await asyncio.gather(linking, late.transport.connect(table, WAIT_S))
         assert late.transport.linked == {1} and refused.empty()
         await asyncio.gather(early.transport.close(), late.transport.close())
+
+    asyncio.run(scenario())
+
+
+def test_a_link_that_its_dialler_gives_up_while_others_are_awaited_is_no_lost_node(factory: Factory) -> None:
+    async def scenario() -> None:
+        nodes = [Node(index, factory) for index in range(3)]
+        table = {index: await node.transport.listen() for index, node in enumerate(nodes)}
+        first = nodes[0]
+        linking = asyncio.create_task(first.transport.connect(table, WAIT_S))
+        with await connected(table[0]) as sock:
+            await shake_hands_async(sock, Credentials(b"secret"), PURPOSE, 1, dialling=True)
+            while not first.transport.linked:
+                await asyncio.sleep(0)
+        while first.transport.linked:
+            await asyncio.sleep(0)
+        await asyncio.gather(linking, *(node.transport.connect(table, WAIT_S) for node in nodes[1:]))
+        assert first.transport.linked == {1, 2} and first.lost.empty()
+        await nodes[1].transport.close()
+        assert (await soon(first.lost))[0] == 1
+        await asyncio.gather(*(node.transport.close() for node in nodes))
+
+    asyncio.run(scenario())
+
+
+def test_a_handshake_that_its_dialler_gave_up_makes_no_link(factory: Factory) -> None:
+    async def scenario() -> None:
+        first, second = Node(0, factory), Node(1, factory)
+        table = {0: await first.transport.listen(), 1: await second.transport.listen()}
+        linking = asyncio.create_task(first.transport.connect(table, WAIT_S))
+        sock = await connected(table[0])
+        shake = Handshake(Credentials(b"secret"), PURPOSE, 1, dialling=True, address="")
+        sock.send(shake.greeting)
+        theirs = await recv_exact_async(sock, len(shake.greeting))
+        proof = shake.answer(theirs)
+        await recv_exact_async(sock, len(proof))
+        sock.send(proof)
+        sock.close()
+        await asyncio.gather(linking, second.transport.connect(table, WAIT_S))
+        assert first.transport.linked == {1} and first.lost.empty()
+        await asyncio.gather(first.transport.close(), second.transport.close())
 
     asyncio.run(scenario())
 
