@@ -90,8 +90,8 @@ class TakeOvers:
     # ---- survivors
 
     def _join(self, plan: SwapPlan, slot: Slot) -> None:
-        assert slot.serving is not None
-        slot.serving.send(local.Join(plan.world.generation, plan.store, plan.restore_step))
+        if slot.serving is not None:  # else whoever noticed has said so
+            slot.serving.send(local.Join(plan.world.generation, plan.store, plan.restore_step))
         self._mirroring.mirror_again(slot.rank, plan.restore_step, plan.world.generation)
 
     async def _refill(self, plan: SwapPlan, slot: Slot, source: Source) -> None:
@@ -126,7 +126,10 @@ class TakeOvers:
             self._spares.give_up(slot, rank, f"could not be taken over: {reason}")
             return
         printed = await self._workers.printed_since(rank, plan.restore_step)
-        if rehearsal.alive:  # else it is said already, by whoever noticed
+        is_newest = (
+            self._store.generation == plan.world.generation
+        )  # before Python 3.12 `wait_for` may not be cancelled
+        if is_newest and rehearsal.alive:  # else it is said already, by whoever noticed
             self._hand_over(plan, slot, rank, printed)
 
     async def _bring(self, plan: SwapPlan, source: Source | None, rehearsal: Rehearsal) -> None:
@@ -153,12 +156,14 @@ class TakeOvers:
         self._workers.take(slot, printed, plan.restore_step)
         self._spares.done(slot)
         self._pausing.keep()
-        assert slot.serving is not None
+        peer = slot.serving
+        if peer is None:  # its connection has ended, and so will it
+            return
         order = local.TakeOver(
             rank, plan.world.generation, plan.store, plan.restore_step, pair.header_bytes, pair.payload_bytes
         )
-        slot.serving.send(order, [pair.fd])
-        slot.serving.send(local.Committed(self._workers.committed))  # said to the others while this one rehearsed
+        peer.send(order, [pair.fd])
+        peer.send(local.Committed(self._workers.committed))  # said to the others while this one rehearsed
 
     def _settle(self, plan: SwapPlan, rank: Rank, rehearsal: Rehearsal | None) -> None:
         """The rank's snapshot, profile and history are here: they are this node's to serve now."""

@@ -2,8 +2,8 @@
 
 Rules of this file: who has not left what it was in by then (a call that holds the interpreter, a dead device, user code
 that does not come to its next call) is ended, and replaced on this node with what its arena holds. Processes that have
-not come to training are not asked: they begin anew, or the job ends. Nor is one that takes a rank over and is perhaps on
-its way through past steps: it touches nothing of any generation, and joins the newest one when it is through.
+not come to training are not asked: they begin anew, or the job ends. Nor is one that takes a rank over: on its way
+through past steps it touches nothing of any generation, and joins the newest one when it is through.
 """
 
 from __future__ import annotations

@@ -1,0 +1,106 @@
+"""agent/takeover.py: orders are for the newest plan only, and a process that ends meanwhile is no error here."""
+
+from __future__ import annotations
+
+import asyncio
+import types
+
+from deadpool_plugin.agent.rehearsal import Rehearsal
+from deadpool_plugin.agent.slots import Process, Slot
+from deadpool_plugin.agent.takeover import TakeOvers
+from deadpool_plugin.core.types import Source, SwapPlan, World
+from deadpool_plugin.mirror.store import SnapshotStore
+from deadpool_plugin.transport import local
+
+PLAN = SwapPlan(World(4, (0,)), restore_step=7, lost_nodes=(1,), sources=(), store="h:1")
+
+
+class Anything:
+    """Whatever the part under test has and does not use here."""
+
+    def __getattr__(self, name):
+        return lambda *arguments, **fields: None
+
+
+class Peer:
+    """A process's connection, which ends with the first message."""
+
+    def __init__(self, process: Process) -> None:
+        self.process, self.told = process, []
+
+    def send(self, message, fds=()):
+        self.told.append(message)
+        self.process.peer = None
+
+
+class Workers(Anything):
+    """`meanwhile`: what happens while it is looked up what has been printed."""
+
+    committed = 9
+
+    def __init__(self, slot: Slot, meanwhile) -> None:
+        self.slots, self.meanwhile = [slot], meanwhile
+
+    async def printed_since(self, rank, step):
+        self.meanwhile()
+        return {}
+
+    def take(self, slot, printed, step):
+        slot.process.took_over = True
+
+
+def handed_over(meanwhile) -> list[local.LocalMessage]:
+    """What a process is told that has rehearsed rank 0; `meanwhile` gets its slot and the store."""
+
+    async def scenario():
+        slot = Slot(0, rank=0, process=Process(1, 0, rehearses=True))
+        peer = slot.process.peer = Peer(slot.process)
+        rehearsal = Rehearsal(slot, slot.process, Anything(), 0, types.SimpleNamespace(last=-1))
+        rehearsal.finished.set()
+        store, spares = SnapshotStore(), Anything()
+        spares.of = lambda slot, rank: rehearsal
+        store.fence(PLAN.world.generation)
+        store.create_own(0, 4096, 0)
+        workers = Workers(slot, lambda: meanwhile(slot, store))
+        takeovers = TakeOvers(0, workers, Anything(), spares, Anything(), store, Anything(), 60.0, lambda event: None)
+
+        async def bring(*arguments):
+            pass
+
+        takeovers._bring = bring
+        await takeovers._take_over(PLAN, slot, None)
+        store.close()
+        return peer.told
+
+    return asyncio.run(scenario())
+
+
+def test_a_process_that_ends_with_the_order_is_told_the_rest_in_vain():
+    told = handed_over(lambda slot, store: None)
+    assert [type(message) for message in told] == [local.TakeOver, local.Committed]
+
+
+def test_a_process_whose_connection_has_ended_is_told_nothing():
+    assert handed_over(lambda slot, store: setattr(slot.process, "peer", None)) == []
+
+
+def test_an_order_of_an_older_plan_is_not_handed_out():
+    assert handed_over(lambda slot, store: store.fence(PLAN.world.generation + 1)) == []
+
+
+def test_a_survivor_that_ends_while_its_restore_step_is_fetched_is_not_told_to_join():
+    async def scenario():
+        slot, mirrored = Slot(0, rank=0, process=Process(1, 0, rehearses=False)), []
+        slot.process.peer = Peer(slot.process)
+        fetches, mirroring, store = Anything(), Anything(), SnapshotStore()
+
+        async def refill(source, step):
+            slot.process.peer = None
+
+        fetches.refill, mirroring.mirror_again = refill, lambda *arguments: mirrored.append(arguments)
+        takeovers = TakeOvers(0, Anything(), mirroring, Anything(), fetches, store, Anything(), 60.0, None)
+        takeovers._settle = lambda *arguments: None
+        await takeovers._refill(PLAN, slot, Source(0, 2, 2, 0))
+        return mirrored
+
+    assert asyncio.run(scenario()) == [(0, 7, 4)], "what was fetched is mirrored all the same"
