@@ -39,7 +39,8 @@ def start_live(connection: LocalConnection, config: Config, role: local.RunRank,
     start, _ = context.link.receive(local.StartGroups)
     assert isinstance(start, local.StartGroups)
     context.groups.start(start.generation, start.store)
-    context.mode = Starting(context, role.rank, config.header_bytes)
+    context.mode = starting = Starting(context, role.rank, config.header_bytes)
+    starting.refuse_wrappers()
     return context
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import WHOLE_STEP, Unsupported
 from ..mirror.arena import SlotPair
@@ -11,8 +14,12 @@ from ..transport import local
 from . import codec
 from .adapter import RUNS_MODEL, CallKind
 from .context import Context
+from .imports import when_imported
 from .live import Live
 from .staging import Layout
+
+_KNOWN = "Megatron-core's schedules and optimizer, or a DeepSpeed engine (imported before init_process_group)"
+_FSDP = "torch.distributed.fsdp"
 
 
 class Starting:
@@ -48,9 +55,30 @@ class Starting:
     def finish(self) -> int:
         raise Unsupported(
             "the script ended without one training call that deadpool_plugin knows",
-            "Megatron-core's schedules and optimizer, or a DeepSpeed engine (imported before init_process_group)",
+            _KNOWN,
             f"{WHOLE_STEP}, or run this script without the plugin",
         )
+
+    def refuse_wrappers(self) -> None:
+        """Whoever wraps the model in what torch brings trains past us: say so there, not at the end of the script."""
+        self._refuse_in(DistributedDataParallel, "__init__", "torch's DistributedDataParallel")
+        when_imported(_FSDP, lambda fsdp: self._refuse_in(fsdp.FullyShardedDataParallel, "__init__", "torch's FSDP"))
+        when_imported(_FSDP, lambda fsdp: self._refuse_in(fsdp, "fully_shard", "torch's FSDP (fully_shard)"))
+
+    def _refuse_in(self, owner: Any, name: str, what: str) -> None:
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def refused(*args: Any, **kwargs: Any) -> Any:
+            if self._context.mode is self:
+                raise Unsupported(
+                    f"the script wraps its model in {what}, whose training deadpool_plugin does not know",
+                    _KNOWN,
+                    "give the Trainer or accelerate a DeepSpeed configuration, or run this script without the plugin",
+                )
+            return original(*args, **kwargs)
+
+        setattr(owner, name, refused)
 
     def _become_live(self) -> None:
         context = self._context

@@ -1,0 +1,41 @@
+"""Start-up of a rank: what trains past every framework that is known is refused where the script says so."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.distributed import fsdp
+from torch.nn.parallel import DistributedDataParallel
+
+from deadpool_plugin.errors import Unsupported
+from deadpool_plugin.worker.starting import Starting
+
+
+@pytest.fixture
+def context(monkeypatch):
+    for owner, name in ((DistributedDataParallel, "__init__"), (fsdp.FullyShardedDataParallel, "__init__")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # so that the original comes back afterwards
+    monkeypatch.setattr(fsdp, "fully_shard", fsdp.fully_shard)
+    context = SimpleNamespace()
+    context.mode = Starting(context, 0, 4096)
+    context.mode.refuse_wrappers()
+    return context
+
+
+@pytest.mark.parametrize(
+    ("wrap", "said"),
+    [
+        (lambda model: DistributedDataParallel(model), "DistributedDataParallel"),
+        (lambda model: fsdp.FullyShardedDataParallel(model), "FSDP"),
+        (lambda model: fsdp.fully_shard(model), "fully_shard"),
+    ],
+    ids=["ddp", "fsdp", "fsdp2"],
+)
+def test_a_wrapper_of_torchs_own_is_refused_by_name_before_training(context, wrap, said):
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(Unsupported, match=f"{said}.*DeepSpeed engine.*DeepSpeed configuration"):
+        wrap(model)
+    context.mode = "of a rank in training"
+    with pytest.raises(Exception) as without_a_group:
+        wrap(model)
+    assert not isinstance(without_a_group.value, Unsupported)
