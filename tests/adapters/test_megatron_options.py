@@ -23,6 +23,10 @@ REFUSED = [
     ("model", "qk_clip", True),
     ("model", "log_max_attention_logit", True),
     ("model", "symmetric_ar_type", "two_shot"),
+    ("model", "hybrid_context_parallel", True),
+    ("model", "moe_shared_expert_overlap", True),
+    ("model", "defer_embedding_wgrad_compute", True),
+    ("model", "cpu_offloading", True),
     ("gradients", "nccl_ub", True),
     ("optimizer", "overlap_param_gather_with_optimizer_step", True),
 ]
@@ -41,6 +45,9 @@ def test_options_that_a_swap_cannot_bring_back_are_refused_by_name(train_gpt, pl
 REFUSED_OF_MEGATRON_LM = [
     ("inprocess_restart", False, True, "leave it out"),
     ("async_strategy", "mcore", "nvrx", "set it to mcore"),
+    ("log_straggler", False, True, "leave it out"),
+    ("optimizer_cuda_graph", False, True, "leave it out"),
+    ("skip_train", False, True, "leave it out"),
 ]
 
 
@@ -53,6 +60,26 @@ def test_megatron_lms_own_options_are_refused_by_name(train_gpt, monkeypatch, na
     setattr(loop._GLOBAL_ARGS, name, value)
     with pytest.raises(Unsupported, match=f"{name}={value!r}.*to do: {remedy}"):
         job.adapter()
+
+
+def test_data_that_draw_of_their_own_are_refused_where_a_newcomer_would_pass_over_them(train_gpt, monkeypatch):
+    loop = SimpleNamespace(_GLOBAL_ARGS=SimpleNamespace(fim_data=True, num_workers=2))
+    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", loop)
+    job = Job(train_gpt, arguments(train_gpt))
+    job.adapter()
+    loop._GLOBAL_ARGS.num_workers = 0
+    with pytest.raises(Unsupported, match="fim_data=True with num_workers=0.*to do: add --num-workers 1"):
+        job.adapter()
+
+
+def test_who_trains_with_muon_is_told_so_and_not_how_many_optimizers_it_is_made_of(train_gpt):
+    class TensorParallelMuon:
+        pass
+
+    adapter = MegatronAdapter()
+    adapter._optimizers = [SimpleNamespace(optimizer=TensorParallelMuon()), SimpleNamespace(optimizer=None)]
+    with pytest.raises(Unsupported, match=r"TensorParallelMuon; supported are Adam"):
+        adapter.attach()
 
 
 def test_a_model_that_is_not_in_megatrons_wrapper_is_refused(train_gpt):

@@ -21,7 +21,7 @@ from ...worker import skipping
 from ...worker.adapter import CallHandler, CallKind, Followed, Scalars
 from ...worker.saving import Saves
 from . import bookkeeping, cleanup, facts, losses, refusals, saving
-from .state import OptimizerState
+from .state import OptimizerState, check_base
 
 SCHEDULES = (
     "forward_backward_no_pipelining",
@@ -95,6 +95,9 @@ class MegatronAdapter:
         return contextlib.nullcontext()
 
     def attach(self) -> None:
+        refusals.check_training()
+        for optimizer in self._optimizers:
+            check_base(optimizer)
         nested = {id(inner) for outer in self._optimizers for inner in getattr(outer, "chained_optimizers", ())}
         outermost = [optimizer for optimizer in self._optimizers if id(optimizer) not in nested]
         if len(outermost) != 1:

@@ -50,6 +50,22 @@ MODEL = (
         "switch it off",
     ),
     Option("symmetric_ar_type", "communicates in symmetric memory, past the process groups", "leave it out"),
+    Option(
+        "hybrid_context_parallel", "communicates while data is read, which a swap reads again from memory",
+        "use context_parallel_size",
+    ),
+    Option(
+        "moe_shared_expert_overlap", "keeps what the shared experts are at, which an interruption leaves half-way",
+        "switch it off",
+    ),
+    Option(
+        "defer_embedding_wgrad_compute",
+        "keeps a queue of gradients to be computed, which an interruption leaves filled", "switch it off",
+    ),
+    Option(
+        "cpu_offloading", "counts what is offloaded, which an interruption leaves half-way",
+        "switch it off, or recompute activations",
+    ),
 )  # fmt: skip
 
 GRADIENTS = (
@@ -69,8 +85,24 @@ TRAINING = (
         "async_strategy", "saves by another library, whose writers a swap cannot end", "set it to mcore",
         (None, "mcore"),
     ),
+    Option("log_straggler", "divides by the time of forwards, of which a spare runs none", "leave it out"),
+    Option("optimizer_cuda_graph", "captures communicators, which a swap replaces", "leave it out"),
+    Option("skip_train", "trains nothing that could be protected", "leave it out"),
 )  # fmt: skip
 """Of Megatron-LM's own arguments, where its training loop runs."""
+
+
+def check_training() -> None:
+    """As `check`, of Megatron-LM's own arguments."""
+    args: Any = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
+    _check(args, TRAINING)
+    if getattr(args, "fim_data", False) and not args.num_workers:
+        raise Unsupported(
+            "fim_data=True with num_workers=0 draws random numbers of its own for every item: a process that passes "
+            "over items would go on with others",
+            "loader workers, whose items are all read",
+            "add --num-workers 1, or run this job without deadpool_plugin",
+        )
 
 
 def check(chunks: Sequence[Any], optimizer_config: Any) -> None:

@@ -176,13 +176,17 @@ def merge_neighbours(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return merged
 
 
-def _check_supported(part: Any) -> None:
-    base = type(part.optimizer)
-    if base.__name__ not in ("Adam", "AdamW", "FusedAdam"):
+def check_base(part: Any) -> None:
+    """Raises: Unsupported if a Megatron optimizer is around one that is not Adam; a chain of them is around none."""
+    base = type(getattr(part, "optimizer", None))
+    if base is not type(None) and base.__name__ not in ("Adam", "AdamW", "FusedAdam"):
         raise Unsupported(
             f"the base optimizer is {base.__module__}.{base.__name__}; supported are Adam, AdamW and FusedAdam: "
             "use one of them, or run the job without deadpool_plugin"
         )
+
+
+def _check_supported(part: Any) -> None:
     if getattr(part.config, "use_precision_aware_optimizer", False):
         raise Unsupported("use_precision_aware_optimizer keeps moments that are not fp32; switch it off")
     for group in part.optimizer.param_groups:
