@@ -92,11 +92,12 @@ class Groups:
         return recorder.finish(self._created)
 
     def fact(self, question: str, ask: Callable[[], Any]) -> Any:
-        """What `ask` finds out about the world outside the job, which may change: plain data. Who rehearses is told
-        what the rank itself found. Raises: Divergence if that has not asked `question` in start-up."""
+        """What `ask` finds out and a rehearsal would not, as plain data: who rehearses is told what the rank itself
+        found. Raises: Divergence if that has not asked `question` in start-up."""
         if self._replay is not None:
             return self._replay.fact(question)
-        answer = ask()
+        with self.unrecorded():
+            answer = ask()
         if self._recorder is not None:
             self._recorder.fact(question, answer)
         return answer

@@ -1,6 +1,6 @@
 """Recording a rank's start-up collectives, and replaying them to a process that rehearses the rank alone.
 
-Beside them facts: what the script found in the world outside the job, whose answers a rehearsal must be given, too.
+Beside them facts: what the script found out and a rehearsal would not (the world has changed, it has no state).
 
 Rules of this file: no pickle; a recording is msgpack with raw tensor bytes. An operation is known by its group's
 index and its number in that group, a fact by its question. Tensors above the limit are recorded without their values:

@@ -34,8 +34,8 @@ class CallKind(enum.Enum):
     """A whole step in one call: it runs the model and updates it. Inside it the adapter hands the update itself to the
     handler, as a call of kind `UPDATE`."""
     FACT = "fact"
-    """Asks the world outside the job what may change (whether a file is there): plain data, asked before the first
-    forward or after it, and a spare is told what the rank itself was. `name` is the question."""
+    """Asks what a spare would find otherwise (whether a file is there, parameters are alike), before the first forward
+    or after it: a spare is told what the rank itself was, plain data. `name` is the question."""
     SAVE = "save"
     """Writes a checkpoint (`function` is a `saving.SaveCall`): waits for the commit, and followers skip it."""
 

@@ -1,6 +1,7 @@
 """Facts of start-up: a rehearsal finds what the rank itself found when the job began, whatever is there by now."""
 
 import os
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -38,6 +39,30 @@ def test_a_rehearsal_loads_a_checkpoint_only_if_the_job_began_with_one(tmp_path,
     assert os.path.isfile(other)
     with pytest.raises(Divergence, match=f"asked isfile .*{facts.TRACKER} at .*expected what the rank itself asked"):
         os.path.isfile(tracker)
+
+
+def test_a_rehearsal_compares_no_parameters_with_those_of_others(monkeypatch, train_gpt):
+    hashes = []
+    monkeypatch.setattr(os.path, "isfile", os.path.isfile)
+    loop = SimpleNamespace(**{facts.HASHES: lambda model, cross_check=False: hashes.append(model) or True})
+    monkeypatch.setitem(sys.modules, "megatron.training.training", loop)
+    monkeypatch.setattr(sys.modules["megatron.core.utils"], facts.HASHES, None)
+    groups = Groups()
+    groups._recorder = Recorder(0)
+    modes = [Starting(SimpleNamespace(groups=groups), 0, 0)]
+    facts.install(lambda *call: modes[-1].call(*call))
+    assert loop.check_param_hashes_across_dp_replicas(["model"], cross_check=True)
+    alone = Groups()
+    alone.rehearse(groups.stop_recording())
+    modes.append(Follow(SimpleNamespace(groups=alone), 0, "", None))
+    assert loop.check_param_hashes_across_dp_replicas(["another"], cross_check=True) and hashes == [["model"]]
+
+
+def test_what_is_exchanged_for_a_fact_is_not_recorded():
+    groups = Groups()
+    groups._recorder = recorder = Recorder(0)
+    assert groups.fact("how many", lambda: 3 if groups._recorder is None else 4) == 3
+    assert groups._recorder is recorder
 
 
 def test_in_the_loop_a_fact_is_a_call(tmp_path, monkeypatch):

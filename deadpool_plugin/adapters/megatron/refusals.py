@@ -117,7 +117,6 @@ def check(chunks: Sequence[Any], optimizer_config: Any) -> None:
         _check(chunk.config, MODEL)
         _check(chunk.ddp_config, GRADIENTS)
     _check(optimizer_config, OPTIMIZER)
-    _check(getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None), TRAINING)
 
 
 def _check(config: Any, options: Sequence[Option]) -> None:
