@@ -2,22 +2,33 @@
 
 Rules of this file: the reading thread only notes what came, on `Abort` unblocks the main thread, and hosts a store when
 told (the main thread may be waiting for others that wait for that store); every decision is the main thread's. The
-agent's end of file ends the process: a worker without an agent is nobody's.
+agent's end of file ends the process: a worker without an agent is nobody's. A process that cannot go on, through no
+fault of the script's, kills itself (`give_up`): its agent replaces it, as one that exits with a code might end the job.
 """
 
 from __future__ import annotations
 
 import os
+import signal
+import sys
 import threading
 import time
 import traceback
 from collections import deque
 from collections.abc import Callable
+from typing import NoReturn
 
 from ..errors import EXIT_FENCED, GenerationChanged
 from ..transport import local
 from ..transport.framing import ConnectionClosed
 from ..transport.local import LocalConnection, LocalMessage
+
+
+def give_up(reason: str) -> NoReturn:
+    """End this process in the way that its agent takes for a loss, not for a failure of the script."""
+    print(f"[deadpool] process {os.getpid()} ends itself to be replaced: {reason}", file=sys.stderr, flush=True)
+    while True:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 class AgentLink:
@@ -55,9 +66,9 @@ class AgentLink:
             self._read_on()
         except ConnectionClosed:
             os._exit(EXIT_FENCED)
-        except BaseException:  # a deaf worker would hang the others: end it, it will be replaced
+        except BaseException as error:  # a deaf worker would hang the others
             traceback.print_exc()
-            os._exit(EXIT_FENCED)
+            give_up(f"what its agent said could not be done: {error}")
 
     def _read_on(self) -> None:
         while True:

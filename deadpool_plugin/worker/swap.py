@@ -6,8 +6,9 @@ A generation that changes again meanwhile starts it over. Ranks go back to one r
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from . import codec, rng
 from .adapter import MAKES_STEP, CallKind
 from .calls import Call, CallLog, forget
 from .context import Context
+from .link import give_up
 from .saving import Flight
 from .staging import Layout, Stager
 
@@ -49,17 +51,27 @@ class Swapping:
         self._link.check()
         if call.kind is CallKind.UPDATE:
             self._stager.wait()
-        self.inside = True
-        try:
+        with self._inside():
             value = call.run()
             if call.kind is not CallKind.SAVE:
                 self._let_it_end()
-        finally:
-            self.inside = False
         return value
 
+    @contextlib.contextmanager
+    def _inside(self) -> Iterator[None]:
+        """An abort of NCCL ends kernels without an error; what a call makes of what they left, and be it an error,
+        means nothing. Raises: GenerationChanged in the place of such an error."""
+        self.inside = True
+        try:
+            yield
+        except Exception:
+            self._link.check()
+            raise
+        finally:
+            self.inside = False
+
     def _let_it_end(self) -> None:
-        """An abort of NCCL ends kernels without an error, what they left means nothing. Raises: GenerationChanged."""
+        """So that what a call returns means something. Raises: GenerationChanged."""
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.current_stream().synchronize()
         self._link.check()
@@ -91,6 +103,7 @@ class Swapping:
         while True:
             try:
                 cancelled += self._context.saves.cancel()
+                _let_device_rest()
                 self._swap_began = self._link.aborted_at
                 self._link.event(
                     "WorkerUnblocked", rank=self._rank, duration_s=time.monotonic() - self._link.aborted_at
@@ -166,11 +179,8 @@ class Swapping:
 
     def _quietly(self, function: Callable[[], None]) -> None:
         """Calls and collectives of ours, not the script's: neither logged nor redone."""
-        self.inside = True
-        try:
+        with self._inside():
             function()
-        finally:
-            self.inside = False
 
     def _redo(self, call: Call) -> None:
         call.rewind()
@@ -192,3 +202,15 @@ class Swapping:
                 forget(change)
             self._swap()
             self._link.send(local.Finished(self._rank))
+
+
+def _let_device_rest() -> None:
+    """Kernels of the interrupted call, on whatever stream, write before the state is restored, not into it.
+
+    Blocks: a device that never rests keeps this process from saying that it has unwound, and its agent ends it then.
+    """
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            give_up(f"its CUDA context is dead: {error}")

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from deadpool_plugin.errors import GenerationChanged, Unsupported
+from deadpool_plugin.worker import swap
 from deadpool_plugin.worker.adapter import CallKind
 from deadpool_plugin.worker.calls import CallLog
 from deadpool_plugin.worker.codec import TENSOR_LIMIT_BYTES
@@ -25,7 +26,11 @@ class Rank(Live):
         self._loss = self._at_exit = None
         self._log = CallLog()
         self._context = types.SimpleNamespace(tapes=[])
-        self._link = types.SimpleNamespace(check=self._check, event=lambda kind, text: self.notes.append((kind, text)))
+        self._link = types.SimpleNamespace(
+            check=self._check,
+            aborted_at=0.0,
+            event=lambda kind, **fields: self.notes.append((kind, fields.get("text"))),
+        )
         self._adapter = types.SimpleNamespace(
             entry_state=lambda args, kwargs: lambda: None,
             rng_states=dict,
@@ -52,6 +57,20 @@ def test_what_a_call_returns_after_its_communicators_were_cut_is_not_believed():
 
     assert rank.call("forward", CallKind.PLAIN, forward, (), {}) == "whole"
     assert rank.swaps == 1 and not rank.inside
+
+
+def test_what_a_call_raises_after_its_communicators_were_cut_is_not_the_scripts_error():
+    rank, losses = Rank(), iter([float("nan"), 0.5])
+
+    def forward():
+        loss = next(losses)
+        rank.aborted = loss != loss
+        if rank.aborted:
+            raise ValueError("the loss is not a number")
+        return loss
+
+    assert rank.call("forward", CallKind.PLAIN, forward, (), {}) == 0.5
+    assert rank.swaps == 1 and not rank.inside and not rank._error
 
 
 def test_a_script_that_catches_what_a_call_raised_is_refused_at_its_next_one():
@@ -85,3 +104,36 @@ def test_a_result_that_followers_cannot_have_is_said_once_where_it_is_made():
         rank.call("forward", CallKind.PLAIN, lambda: large, (), {})
     ((kind, text),) = rank.notes
     assert kind == "Note" and "forward in the loop of step 1 gave rank 3 a tensor of float32 [262145]" in text
+
+
+class Unwound(Exception):
+    """How far a test goes."""
+
+
+@pytest.mark.parametrize("device_is_dead", [False, True])
+def test_a_rank_says_that_it_has_unwound_when_its_device_rests(monkeypatch, device_is_dead):
+    done = []
+
+    def synchronize():
+        done.append("rest")
+        if device_is_dead:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def give_up(reason):
+        done.append(reason)
+        raise Unwound
+
+    def wait_for_join(rank):
+        done.append("join")
+        raise Unwound
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    monkeypatch.setattr(swap, "give_up", give_up)
+    rank = Rank()
+    rank._context.saves = types.SimpleNamespace(cancel=list)
+    rank._link.wait_for_join = wait_for_join
+    with pytest.raises(Unwound):
+        Live._swap(rank)
+    dead = "its CUDA context is dead: CUDA error: an illegal memory access was encountered"
+    assert done == ["rest", dead if device_is_dead else "join"]
