@@ -15,8 +15,8 @@ from clusters.launched import free_port
 from bench.peers.jobs import NODES, Setting, Strike
 from bench.peers.theirs import OUTSIDE, PeerJob, all_stand_by
 
-STRUCK = 2
-"""The replica that every fault strikes but the first node's."""
+STRUCK = (0, 2)
+"""The replicas that faults strike: the first node's, and the one of every other fault."""
 
 
 class TorchftJob(PeerJob):
@@ -49,7 +49,7 @@ class TorchftJob(PeerJob):
         self._before, self._idle = dict(self._lives), set[int]()
         for node in range(self.nodes):
             self._start_replica(node, 0)
-        self._stand_by()
+        self._stand_by(*STRUCK)
 
     def _start_replica(self, node: int, life: int, *options: str) -> None:
         self.cluster.extra |= {"BENCH_LIFE": str(life), "BENCH_REPLICA": str(node)}
@@ -60,18 +60,18 @@ class TorchftJob(PeerJob):
         """The node number that faults find it by."""
         return life * (OUTSIDE + 1) + node
 
-    def _stand_by(self) -> None:
-        if self.variant == "tuned":
-            life = self._lives[STRUCK] + 1
-            self._start_replica(STRUCK, life, "--go", str(self._go(life)))
+    def _stand_by(self, *nodes: int) -> None:
+        for node in nodes if self.variant == "tuned" else ():
+            life = self._lives[node] + 1
+            self._start_replica(node, life, "--go", str(self._go(node, life)))
 
-    def _go(self, life: int) -> Path:
-        return self.setting.folder / f"go{life}"
+    def _go(self, node: int, life: int) -> Path:
+        return self.setting.folder / f"go{node}-{life}"
 
     def stands(self) -> bool:
-        """The one that is to take a lost one's place stands by; with `spare` all replicas make steps."""
+        """Those that are to take a lost one's place stand by; with `spare` all replicas make steps."""
         if self.variant == "tuned":
-            return all_stand_by(self._go(self._lives[STRUCK] + 1), 1)
+            return all(all_stand_by(self._go(node, self._lives[node] + 1), 1) for node in STRUCK)
         return self.variant != "spare" or all(self._newest(node) is not None for node in self._lives)
 
     def _newest(self, node: int) -> dict[str, Any] | None:
@@ -80,7 +80,7 @@ class TorchftJob(PeerJob):
         return next((line for line in mine if line["life"] == self._lives[node]), None)
 
     def victim(self, fault: str) -> int:
-        node = 0 if fault == "first" else STRUCK
+        node = STRUCK[fault != "first"]
         return self._where(node, self._lives[node])
 
     def rank_on(self, node: int) -> int:
@@ -100,8 +100,8 @@ class TorchftJob(PeerJob):
     def _start_again(self, strike: Strike) -> None:
         node = self.rank_on(strike.node)
         self._lives[node] += 1
-        if self.variant == "tuned" and node == STRUCK:
-            self._go(self._lives[node]).touch()
+        if self.variant == "tuned":
+            self._go(node, self._lives[node]).touch()
         else:
             self._start_replica(node, self._lives[node])
 
@@ -109,8 +109,8 @@ class TorchftJob(PeerJob):
         self.kill_rest(strike.node)
         if self.variant == "spare":
             self._start_again(strike)
-        elif self.rank_on(strike.node) == STRUCK:
-            self._stand_by()
+        else:
+            self._stand_by(self.rank_on(strike.node))
 
     def completed(self) -> int:
         """The newest step committed by all replicas that take part."""
