@@ -16,6 +16,7 @@ _INTERLEAVED = (
 """Overlapped sends and receives give NaN over gloo, with and without the plugin."""
 _OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
 _TP2, _PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
+_SAVED = "--save {folder}/checkpoints --save-interval 2"
 _TE = "--transformer-impl transformer_engine"
 _LLAMA = "--swiglu --normalization RMSNorm --group-query-attention --num-query-groups 2 --disable-bias-linear"
 
@@ -78,6 +79,12 @@ OPTIONS: dict[str, Option] = {
         "--log-timers-to-tensorboard --log-memory-to-tensorboard",
     ),
     "rerun": Option("rerun state machine off", "--rerun-mode disabled"),
+    "hashes": Option("comparing hashes of parameters", "--check-weight-hash-across-dp-replicas-interval 3"),
+    "save-torch": Option("checkpoints of format torch", f"{_SAVED} --ckpt-format torch"),
+    "save-gathered": Option(
+        "checkpoints with a gathered optimizer", f"{_SAVED} --dist-ckpt-optim-fully-reshardable --no-load-optim"
+    ),
+    "save-retain": Option("checkpoints of which few are kept", f"{_SAVED} --save-retain-interval 8"),
     "manual-gc": Option("collecting garbage by hand", "--manual-gc --manual-gc-interval 3"),
     "unclipped": Option("no gradient clipping", "--clip-grad 0.0"),
     "exit-interval": Option("--exit-interval", "--exit-interval 10"),

@@ -4,9 +4,11 @@ from collections import deque
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from deadpool_plugin.adapters.megatron import saving
 from deadpool_plugin.errors import Unsupported
+from deadpool_plugin.worker import codec
 
 
 @pytest.fixture
@@ -63,6 +65,22 @@ def test_a_writer_that_was_ended_is_not_asked_again(saves, version, train_gpt):
     flight.settle()
     assert process.is_joined and left() is None and not queue.async_calls
     flight.settle()
+
+
+def test_who_follows_is_told_nothing_of_what_is_gathered_to_be_saved():
+    class Optimizer:
+        def sharded_state_dict(self, model_sharded_state_dict, is_loading=False):
+            seen.append((sorted(model_sharded_state_dict), is_loading))
+            return {"all of it": torch.zeros(3)}
+
+    seen, calls = [], []
+    saving.tell_nothing_gathered(Optimizer, lambda name, kind, call, args, kwargs: calls.append(call) or call())
+    given = {"model": 1}
+    assert "all of it" in Optimizer().sharded_state_dict(given, is_loading=True)
+    given["optimizer"] = "added by the script"
+    calls[0]()
+    assert seen == [(["model"], True)] * 2
+    assert calls[0].skipped(codec.decode(codec.encode(calls[0].outcome(torch.zeros(3))))) == {}
 
 
 def test_a_request_for_another_librarys_queue_is_refused(saves, tmp_path, train_gpt):

@@ -79,6 +79,8 @@ class MegatronAdapter:
                 wrap(cls, "step", CallKind.UPDATE)
             if "zero_grad" in vars(cls):
                 wrap(cls, "zero_grad", CallKind.PLAIN)
+            if "sharded_state_dict" in vars(cls):
+                saving.tell_nothing_gathered(cls, handler)
         facts.install(handler)
         skipping.look_through(RerunDataIterator, "iterable")
         skipping.draws_nothing(_is_megatrons)

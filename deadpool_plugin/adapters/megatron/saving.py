@@ -1,4 +1,4 @@
-"""Megatron-core's dist_checkpointing.save and AsyncCallsQueue as calls.
+"""Megatron-core's dist_checkpointing.save and AsyncCallsQueue as calls, and what its optimizers gather to be saved.
 
 Rules of this file: the AsyncRequest a script holds stays the same object when its save is done again; only what it
 stands for is exchanged. Writers are processes forked from the training process: they die with it, and a swap kills
@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...errors import Unsupported
+from ...worker.adapter import CallHandler, CallKind, Followed
 from ...worker.processes import die_with_parent, kill_tree
 from ...worker.saving import CompleteMark, Flight, SaveCall, Saves, replace, structure
 
@@ -30,6 +31,7 @@ def install(saves: Saves) -> None:
     """Wrap what saves. Once, when torch.distributed is initialised."""
     from megatron.core.dist_checkpointing import serialization
     from megatron.core.dist_checkpointing.strategies import async_utils, filesystem_async
+    from megatron.core.optimizer import distrib_optimizer, optimizer
 
     original = serialization.save
 
@@ -42,6 +44,8 @@ def install(saves: Saves) -> None:
     _wrap(saves, calls, "schedule_async_request", Schedule)
     _wrap(saves, calls, "maybe_finalize_async_calls", Finalize)
     _wrap(saves, calls, "close", Close)
+    for owner in (optimizer.ChainedOptimizer, distrib_optimizer.DistributedOptimizer):
+        _wrap(saves, owner, "save_parameter_state", SaveParameterState)
     for name in WRITERS:
         if hasattr(filesystem_async.FileSystemWriterAsync, name):
             _die_with_trainer(filesystem_async.FileSystemWriterAsync, name)
@@ -58,6 +62,35 @@ def _wrap(saves: Saves, owner: type, name: str, call: Callable[..., SaveCall]) -
         return saves.do(call(saves, original, self, args, kwargs))
 
     setattr(owner, name, wrapper)
+
+
+def tell_nothing_gathered(owner: type, handler: CallHandler) -> None:
+    """Make `owner.sharded_state_dict` one call: some kinds of it gather the whole state of the optimizer."""
+    original = owner.sharded_state_dict  # type: ignore[attr-defined]
+
+    @functools.wraps(original)
+    def sharded_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return handler(original.__name__, CallKind.PLAIN, Gathered(original, self, args, kwargs), (), {})
+
+    owner.sharded_state_dict = sharded_state_dict  # type: ignore[attr-defined]
+
+
+class Gathered(Followed):
+    """A state that is made to be saved, which a follower does not do: it gets an empty one. The log keeps what it was
+    given as it was, and nothing of what became of it."""
+
+    def __init__(self, original: Callable[..., Any], owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._original, self._owner, self._given = original, owner, structure((args, kwargs))
+
+    def __call__(self) -> Any:
+        args, kwargs = structure(self._given)
+        return self._original(self._owner, *args, **kwargs)
+
+    def outcome(self, value: Any) -> None:
+        return None
+
+    def skipped(self, outcome: None) -> dict[str, Any]:
+        return {}
 
 
 def _die_with_trainer(owner: type, name: str) -> None:
@@ -203,13 +236,28 @@ def _files_of(made: Any, path: str) -> list[str]:
     return [str(bucket[0]) for bucket in buckets] + common
 
 
-class _QueueCall(SaveCall):
+class _MethodCall(SaveCall):
+    def __init__(
+        self, saves: Saves, original: Callable[..., Any], owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self._saves, self._original, self._owner, self._args, self._kwargs = saves, original, owner, args, kwargs
+
+    def __call__(self) -> Any:
+        return self._original(self._owner, *self._args, **self._kwargs)
+
+
+class SaveParameterState(_MethodCall):
+    """The distributed optimizer's part of a checkpoint of format `torch`, gathered and written by one rank."""
+
+    name = "save_parameter_state"
+
+
+class _QueueCall(_MethodCall):
     gated = False
 
-    def __init__(
-        self, saves: Saves, original: Callable[..., Any], queue: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        self._saves, self._original, self._queue, self._args, self._kwargs = saves, original, queue, args, kwargs
+    @property
+    def _queue(self) -> Any:
+        return self._owner
 
 
 class Schedule(_QueueCall):
@@ -280,6 +328,3 @@ def _note_beginning(flight: RequestFlight) -> None:
 
 class Close(_QueueCall):
     name = "AsyncCallsQueue.close"
-
-    def __call__(self) -> Any:
-        return self._original(self._queue, *self._args, **self._kwargs)
