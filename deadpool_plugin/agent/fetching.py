@@ -59,7 +59,9 @@ class Fetches:
 
         Where this node itself holds the mirror, that stays until they replace it, whatever is cut off meanwhile.
         """
-        pair = self._store.make_own(source.rank, profile.header_bytes, profile.payload_bytes)
+        pair = self._store.make_own(
+            source.rank, profile.header_bytes, profile.payload_bytes, lambda: self._store.check_generation(generation)
+        )
         try:
             fetch(pair)
             self._store.adopt_own(pair, step, generation, profile.replicas)

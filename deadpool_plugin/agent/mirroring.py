@@ -84,7 +84,9 @@ class Mirroring:
             self._feed(io.StopRequested(f"node {self._node}: {error}", EXIT_CONFIG))
             return
         if slot.serving is not peer or slot.process is None:
-            return  # its process has gone meanwhile
+            if self._store.own(rank) is pair:  # its process has gone meanwhile
+                self._store.release(rank)
+            return
         slot.process.in_training = True
         self.adopt(rank, profile)
         peer.send(local.ArenaHandOver(rank, pair.header_bytes, pair.payload_bytes), [pair.fd])
@@ -97,11 +99,11 @@ class Mirroring:
         self._pushes.recording(rank, profile)
 
     def _check_memory(self, profile: Profile) -> None:
-        """Before training: own slots still to be made and mirrors still to come, as if all ranks were like this one."""
+        """Before training: slots still to be made for own ranks and mirrors, as if all ranks were like this one."""
         store, world = self._store, self.world
         ranks, here = held_by(world, self._node, self._copies), world.ranks_of(self._node)
-        mirrored = [rank for rank in ranks if rank not in here and store.mirrored(rank) is None]
-        own = [rank for rank in here if store.own(rank) is None]
+        mirrored = [rank for rank in ranks if rank not in here and not store.has_slots(rank)]
+        own = [rank for rank in here if not store.has_slots(rank)]
         with_payload = any(needs_payload(world, rank, profile.replicas, self._copies) for rank in profile.replicas)
         each_own = arena_bytes(profile.header_bytes, profile.payload_bytes)
         each_mirror = arena_bytes(profile.header_bytes, profile.payload_bytes if with_payload else 0)

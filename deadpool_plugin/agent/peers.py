@@ -60,19 +60,21 @@ class Peers:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     async def ask(self, work: Callable[[], T], *nodes: NodeId) -> T:
-        """`work()`, which asks `nodes`, in a thread; a connection that fails is tried again until the patience is used
-        up, which is said.
+        """`work()`, which asks `nodes`, in a thread; a connection that fails is tried again until the patience, counted
+        from the first failure, is used up, which is said.
 
         Raises: TransportError; RefusedByPeer at once.
         """
-        deadline = time.monotonic() + self._patience_s
+        deadline: float | None = None
         while True:
             try:
                 return await self.in_thread(work)
             except RefusedByPeer:
                 raise
             except TransportError as error:
-                if time.monotonic() >= deadline:
+                now = time.monotonic()
+                deadline = now + self._patience_s if deadline is None else deadline
+                if now >= deadline:
                     for node in {*nodes} - {self._node}:
                         self._feed(io.LinkLost(node, f"node {self._node} cannot ask it: {error}", silent=True))
                     raise

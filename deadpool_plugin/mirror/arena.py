@@ -20,7 +20,7 @@ from typing import NamedTuple
 import msgspec
 import xxhash
 
-from ..errors import ConfigError, TransportError, invariant
+from ..errors import ConfigError, MemoryShortage, TransportError, invariant
 
 PAGE_BYTES = mmap.PAGESIZE
 _PREFIX = struct.Struct("<8sQQ")  # magic, length of the encoded header, its xxh3
@@ -84,22 +84,31 @@ class SlotPair:
         """New, empty slots whose pages are all in memory; nobody can resize them.
 
         Args: going_on: called every few milliseconds; what it raises ends this.
+        Raises: MemoryShortage if the kernel gives no memory, descriptor or address space for it.
         Blocks: about 0.6 s per GiB (first touch), ten times that on a loaded host; call it in a thread.
         """
-        fd = os.memfd_create(f"deadpool-rank{rank}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.ftruncate(fd, arena_bytes(header_bytes, payload_bytes))
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-            pair = cls(fd, rank, header_bytes, payload_bytes)
-        except BaseException:
-            os.close(fd)
-            raise
+            pair = cls._mapped(rank, header_bytes, payload_bytes)
+        except OSError as error:
+            size = arena_bytes(header_bytes, payload_bytes)
+            raise MemoryShortage(f"slots of {size} bytes for rank {rank} cannot be made: {error}") from error
         try:
             pair._touch(going_on)
         except BaseException:
             pair.close()
             raise
         return pair
+
+    @classmethod
+    def _mapped(cls, rank: int, header_bytes: int, payload_bytes: int) -> SlotPair:
+        fd = os.memfd_create(f"deadpool-rank{rank}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, arena_bytes(header_bytes, payload_bytes))
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+            return cls(fd, rank, header_bytes, payload_bytes)
+        except BaseException:
+            os.close(fd)
+            raise
 
     @classmethod
     def attach(cls, fd: int, rank: int, header_bytes: int, payload_bytes: int) -> SlotPair:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import queue
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -31,7 +30,6 @@ from .wire import BulkStream
 OnDone = Callable[[DeadpoolError | None], None]
 """Told why not, or None: the peer has verified and sealed it."""
 QUEUE_MAX = 256
-FETCH_MAX_S = 600.0
 _JOIN_S = 5.0
 _records_decoder = msgspec.msgpack.Decoder(list[bytes])
 
@@ -264,29 +262,23 @@ class BulkPeer:
         """Fills `into` with the payload of `rank` at `header.step`, which must be laid out as `header` says.
 
         Raises: TransportError, StaleGeneration once this node is fenced; `into` is then worth nothing.
-        Blocks: up to FETCH_MAX_S.
+        Blocks: as long as the peer goes on sending.
         """
         if len(into) != header.payload_bytes:
             raise TransportError(f"slots of {len(into)} bytes for a payload of {header.payload_bytes} bytes")
-        ends_at, generation = time.monotonic() + FETCH_MAX_S, self._store.generation
-
-        def check() -> None:
-            self._store.check_generation(generation)
-            if time.monotonic() > ends_at:
-                raise TransportError(f"the payload of rank {rank} from {self.address} took more than {FETCH_MAX_S:g} s")
-
+        generation = self._store.generation
         with self._asking() as stream:
             stream.send(wire.GetPayload(rank, header.step, header.layout_hash, header.payload_bytes))
             stream.expect(wire.Ready)
-            stream.recv_payload(into, check)
+            stream.recv_payload(into, lambda: self._store.check_generation(generation))
 
     def fetch(
         self, rank: Rank, step: Step, payload_rank: Rank, into: SlotPair, payload_peer: BulkPeer
     ) -> SnapshotHeader:
         """Makes `into` hold snapshot (rank, step): header from here, payload of `payload_rank` from `payload_peer`.
 
-        Raises: TransportError, StaleGeneration; the slot is then invalid. Blocks: up to FETCH_MAX_S; call it in a
-        thread.
+        Raises: TransportError, StaleGeneration; the slot is then invalid. Blocks: as long as the peers go on sending;
+        call it in a thread.
         """
         generation = self._store.generation
         header, encoded = self.fetch_header(rank, step)

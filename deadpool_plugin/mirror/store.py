@@ -36,6 +36,23 @@ class SnapshotStore(Holdings):
         self._headroom_bytes = headroom_bytes
         self._prepared: dict[Rank, SlotPair] = {}
         self._writers: dict[Rank, threading.Lock] = {}
+        self._makers: dict[Rank, threading.Lock] = {}
+        self._in_making: set[Rank] = set()
+
+    def has_slots(self, rank: Rank) -> bool:
+        """Whether slots of `rank` are here or being made: what is available is less by (some of) them already."""
+        return any(rank in slots for slots in (self._in_making, self._own, self._mirrored, self._prepared))
+
+    def _make(
+        self, rank: Rank, header_bytes: int, payload_bytes: int, going_on: Callable[[], None] = lambda: None
+    ) -> SlotPair:
+        """New slots. Raises: MemoryShortage, what `going_on` raises. Blocks: about 0.6 s per GiB."""
+        check_memory(arena_bytes(header_bytes, payload_bytes), self._headroom_bytes)
+        self._in_making.add(rank)
+        try:
+            return SlotPair.create(rank, header_bytes, payload_bytes, going_on)
+        finally:
+            self._in_making.discard(rank)
 
     # ---- own slots
 
@@ -50,16 +67,24 @@ class SnapshotStore(Holdings):
         close(old)
         return pair
 
-    def make_own(self, rank: Rank, header_bytes: int, payload_bytes: int) -> SlotPair:
-        """Slots for `adopt_own`: the prepared ones, or new ones. They are the caller's until then.
+    def make_own(
+        self, rank: Rank, header_bytes: int, payload_bytes: int, going_on: Callable[[], None] = lambda: None
+    ) -> SlotPair:
+        """Slots for `adopt_own`: the prepared ones, also if they are still being made, or new ones. They are the
+        caller's until then.
 
+        Args: going_on: called again and again while new ones are made; what it raises ends that.
         Raises: MemoryShortage. Blocks: about 0.6 s per GiB.
         """
-        pair = self._take_prepared(rank, header_bytes, payload_bytes)
-        if pair is None:
-            check_memory(arena_bytes(header_bytes, payload_bytes), self._headroom_bytes)
-            pair = SlotPair.create(rank, header_bytes, payload_bytes)
-        return pair
+        with self._maker(rank):
+            return self._take_prepared(rank, header_bytes, payload_bytes) or self._make(
+                rank, header_bytes, payload_bytes, going_on
+            )
+
+    def _maker(self, rank: Rank) -> threading.Lock:
+        """Who has it makes own slots of `rank`, which would take their memory twice if two did."""
+        with self._lock:
+            return self._makers.setdefault(rank, threading.Lock())
 
     def adopt_own(self, pair: SlotPair, step: Step, generation: Generation, replicas: tuple[Rank, ...]) -> Holding:
         """Slots with `step` in them become their rank's own. At no time is neither they nor a mirror held.
@@ -89,8 +114,8 @@ class SnapshotStore(Holdings):
 
         Raises: MemoryShortage. Blocks: about 0.6 s per GiB.
         """
-        check_memory(arena_bytes(header_bytes, payload_bytes), self._headroom_bytes)
-        self.put_back(SlotPair.create(rank, header_bytes, payload_bytes))
+        with self._maker(rank):
+            self.put_back(self._make(rank, header_bytes, payload_bytes))
 
     def put_back(self, pair: SlotPair) -> None:
         """Slots of the caller's that hold nothing: for whoever makes own ones next, unless their rank has some."""
@@ -150,8 +175,7 @@ class SnapshotStore(Holdings):
             if pair is not None and pair.payload_bytes >= payload_bytes and pair.header_bytes >= header_bytes:
                 self._empty(pair, step)
                 return pair
-        check_memory(arena_bytes(header_bytes, payload_bytes), self._headroom_bytes)
-        pair = SlotPair.create(rank, header_bytes, payload_bytes, going_on)
+        pair = self._make(rank, header_bytes, payload_bytes, going_on)
         unused: SlotPair | None = pair
         try:
             with self._lock:

@@ -9,7 +9,7 @@ import pytest
 from deadpool_plugin.agent.fetching import Fetches
 from deadpool_plugin.agent.profile import Profile
 from deadpool_plugin.core.types import Source
-from deadpool_plugin.errors import TransportError
+from deadpool_plugin.errors import StaleGeneration, TransportError
 from deadpool_plugin.mirror.arena import SlotPair
 from deadpool_plugin.mirror.store import SnapshotStore
 
@@ -35,6 +35,18 @@ class Holder:
             raise TransportError("broke off")
 
 
+class Swapped(Holder):
+    """The next swap begins while slots are made for what is asked for."""
+
+    def __init__(self, store: SnapshotStore) -> None:
+        super().__init__()
+        self.store = store
+
+    async def ask(self, work, *nodes):
+        self.store.fence(1)
+        return work()
+
+
 class Silent:
     def emit(self, kind, **fields):
         pass
@@ -49,4 +61,13 @@ def test_a_fetch_that_failed_leaves_its_slots_to_the_next_one():
     assert store.own(0) is None and holder.filled[0].open(3) is None
     asyncio.run(fetches.bring(Source(0, 0, 0, 0), 3, PROFILE))
     assert holder.filled[0] is holder.filled[1] is store.own(0) and store.owns(0, 3)
+    store.close()
+
+
+def test_no_slots_are_made_for_a_generation_that_is_over():
+    store = SnapshotStore()
+    holder = Swapped(store)
+    with pytest.raises(StaleGeneration):
+        asyncio.run(Fetches(1, store, holder, Silent()).bring(Source(0, 0, 0, 0), 3, PROFILE))
+    assert not holder.filled and not store.has_slots(0)
     store.close()

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deadpool_plugin.errors import ConfigError, TransportError
+from deadpool_plugin.errors import ConfigError, MemoryShortage, TransportError
 from deadpool_plugin.mirror.arena import PAGE_BYTES, SlotPair, SnapshotHeader
 from deadpool_plugin.transport.local import ArenaHandOver, LocalConnection, Staged
 
@@ -85,6 +85,13 @@ def test_making_slots_can_be_given_up() -> None:
     with pytest.raises(TransportError, match="enough"):
         SlotPair.create(0, 4096, 20 << 20, twice)
     assert calls == 2 and set(os.listdir("/proc/self/fd")) == before
+
+
+def test_what_the_kernel_does_not_give_is_a_shortage_of_memory() -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    with pytest.raises(MemoryShortage, match="for rank 3 cannot be made"):
+        SlotPair.create(3, 4096, 1 << 58)
+    assert set(os.listdir("/proc/self/fd")) == before
 
 
 def test_views_outlive_close() -> None:

@@ -183,6 +183,32 @@ def test_prepared_slots_are_used_once_and_only_if_they_fit() -> None:
     store.close()
 
 
+def test_slots_that_are_still_being_prepared_are_waited_for_and_count_as_begun(monkeypatch) -> None:
+    store, create = SnapshotStore(), SlotPair.create
+    begun, may_end, made = threading.Event(), threading.Event(), []
+
+    def slowly(*arguments) -> SlotPair:
+        begun.set()
+        assert may_end.wait(20)
+        made.append(create(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr(SlotPair, "create", slowly)
+    assert not store.has_slots(0)
+    preparing = threading.Thread(target=store.prepare_own, args=(0, 4096, 64))
+    preparing.start()
+    assert begun.wait(20) and store.has_slots(0) and not store.has_slots(1)
+    taken: list[SlotPair] = []
+    taking = threading.Thread(target=lambda: taken.append(store.make_own(0, 4096, 64)))
+    taking.start()
+    may_end.set()
+    preparing.join()
+    taking.join()
+    assert taken == made and not store.has_slots(0)
+    made[0].close()
+    store.close()
+
+
 def test_own_slots_replace_a_mirror_only_with_their_step_in_them() -> None:
     """A take-over that is cut off half-way must leave what was held, or what replaces it."""
     store, origin = SnapshotStore(), SnapshotStore()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import types
 
 import pytest
 
@@ -40,3 +41,24 @@ def test_who_cannot_be_asked_for_the_patience_is_not_heard():
 
 def test_who_answers_no_is_heard():
     assert asked(RefusedByPeer("not held"), 2) == []
+
+
+def test_the_patience_begins_with_the_first_failure(monkeypatch):
+    """What breaks off after it has gone on for long is tried again."""
+    clock = [0.0]
+    monkeypatch.setattr("deadpool_plugin.agent.peers.time", types.SimpleNamespace(monotonic=lambda: clock[0]))
+
+    async def scenario():
+        peers = Peers(0, Credentials(b"secret"), SnapshotStore(), 10.0, lambda event: None)
+
+        def breaks_off_late():
+            clock[0] += 90.0
+            if clock[0] == 90.0:
+                raise TransportError("the connection broke")
+            return "whole"
+
+        whole = await peers.ask(breaks_off_late, 2)
+        await peers.close()
+        return whole
+
+    assert asyncio.run(asyncio.wait_for(scenario(), timeout=30)) == "whole"

@@ -1,0 +1,85 @@
+"""agent/mirroring.py: how much memory is asked for while arenas are being made, and whose they are in the end."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from deadpool_plugin.agent.mirroring import Mirroring
+from deadpool_plugin.agent.profile import Profile
+from deadpool_plugin.agent.slots import Process, Slot
+from deadpool_plugin.core.types import World
+from deadpool_plugin.mirror.arena import SlotPair, arena_bytes
+from deadpool_plugin.mirror.store import SnapshotStore
+from deadpool_plugin.transport import local
+
+
+class Peers:
+    """Runs what blocks at once, and sends nothing."""
+
+    async def in_thread(self, work):
+        return work()
+
+    def to(self, node):
+        return self
+
+    def push_recording(self, *arguments):
+        pass
+
+
+class Peer:
+    def send(self, message, fds=()):
+        pass
+
+
+def ready(rank: int) -> local.RankReady:
+    return local.RankReady(rank, header_bytes=4096, payload_bytes=64, layout_hash="", replicas=(rank,), recording=b"")
+
+
+def serving(rank: int) -> Slot:
+    return Slot(rank, rank=rank, process=Process(1, rank, rehearses=False, peer=Peer()))
+
+
+def mirroring(store: SnapshotStore) -> Mirroring:
+    made = Mirroring(0, 1, store, Peers(), 0, 10.0, lambda event: None)
+    made.enter(World(0, (0, 0), ()))
+    return made
+
+
+@pytest.fixture
+def store():
+    made = SnapshotStore()
+    yield made
+    made.close()
+
+
+def test_slots_that_are_being_made_are_not_asked_for_again(store, monkeypatch):
+    needed, create = [], SlotPair.create
+    monkeypatch.setattr("deadpool_plugin.agent.mirroring.check_memory", lambda need, headroom: needed.append(need))
+
+    async def scenario():
+        made, slots = mirroring(store), [serving(0), serving(1)]
+
+        def meanwhile(rank, *arguments):
+            if rank == 0:
+                made._check_memory(Profile(4096, 64, "", (1,), b""))
+            return create(rank, *arguments)
+
+        monkeypatch.setattr(SlotPair, "create", meanwhile)
+        for slot in slots:
+            await made._prepare(slot, slot.serving, ready(slot.rank))
+
+    asyncio.run(scenario())
+    assert needed == [2 * arena_bytes(4096, 64), arena_bytes(4096, 64), arena_bytes(4096, 64)]
+
+
+def test_slots_of_a_process_that_was_replaced_meanwhile_are_not_kept(store):
+    async def scenario():
+        slot = serving(0)
+        asked = slot.serving
+        slot.process = Process(2, 0, rehearses=False, peer=Peer())
+        await mirroring(store)._prepare(slot, asked, ready(0))
+
+    asyncio.run(scenario())
+    assert store.own(0) is None and not store.has_slots(0)
