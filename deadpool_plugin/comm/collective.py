@@ -122,6 +122,7 @@ class CompletedWork(dist.Work):
 
 
 def completed_future(value: Any) -> torch.futures.Future[Any]:
-    future: torch.futures.Future[Any] = torch.futures.Future()
+    devices = {tensor.device for tensor in tensors(value) if tensor.is_cuda}
+    future: torch.futures.Future[Any] = torch.futures.Future(devices=list(devices))
     future.set_result(value)
     return future

@@ -26,7 +26,7 @@ from ..errors import GenerationChanged, InvariantViolated, invariant
 from .collective import BATCH, BLOCKING, CompletedWork, outputs, tensors
 from .fence import Fence
 from .handle import Handle
-from .network import Network, accelerator
+from .network import Network
 from .patches import Patches
 from .record import Recorder, Replay
 from .waits import ABANDON_S, Abandoned, BatchWork, Operation, SwapWork, in_helper
@@ -139,14 +139,17 @@ class Groups:
         if self._fence.announced > generation:
             raise GenerationChanged(self._fence.announced)
         self._settle()
-        rank, handles, device = _own_rank(), list(self.handles), accelerator()
+        rank, handles = _own_rank(), list(self.handles)
         size = int(os.environ["WORLD_SIZE"])
 
         def build() -> tuple[Network, list[dist.ProcessGroup]]:
             network = Network(generation, store, rank)
             network.gather(size)
-            inners = [network.build(handle) for handle in handles]
-            network.connect(device)
+            inners = []
+            for handle in handles:
+                if self._fence.announced > generation:  # nobody waits for this thread any more
+                    raise GenerationChanged(self._fence.announced)
+                inners.append(network.build(handle))
             return network, inners
 
         network, inners = self._attempt(build, generation)
@@ -225,9 +228,12 @@ class Groups:
         device = tensors(given)[0].device
         if inner._get_backend(device).supports_coalescing:
             inner._start_coalescing(device)
-            for name, args, kwargs in parts:
-                getattr(inner, name)(*args, **kwargs)
-            return self._wrap(inner._end_coalescing(device), handle, (BATCH, (parts,), {}), "direct")
+            try:
+                for name, args, kwargs in parts:
+                    getattr(inner, name)(*args, **kwargs)
+            finally:  # left open, it would take in whatever this thread issues from here on
+                work = inner._end_coalescing(device)
+            return self._wrap(work, handle, (BATCH, (parts,), {}), "direct")
         works = [self._issue_live(handle, *part) for part in parts]
         return BatchWork(works, outputs(BATCH, (parts,)))
 

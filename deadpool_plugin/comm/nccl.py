@@ -1,43 +1,63 @@
-"""NCCL: communicators of one generation, aborted as one group from a thread with a deadline, and never destroyed.
+"""NCCL: communicators of one generation, each aborted from a thread of its own with one deadline, and never destroyed.
 
-Rules of this file: nothing here ran on more than what tests/contract/test_comm_nccl.py covers. The watchdog must not
-kill the process, and NVLS is off, because both get in the way of an abort. A process whose abort does not return
-by the deadline, or whose CUDA context is dead, must be killed and replaced; `unblock` then raises.
+Rules of this file: nothing here ran on more than what tests/contract/test_comm_nccl.py covers. The watchdog must
+neither kill the process nor hold an abort up, and NVLS is off, because it gets in the way of one. Communicators connect
+at their first operation, in every generation as in the first: those that are used, and a pair's own for its sends and
+receives. A process whose abort does not return by the deadline, or whose thread is caught in connecting, must be killed
+and replaced: `unblock` raises in the first case, the agent sees that it does not unwind in the second.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 import threading
+import time
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Backend, Store
+from torch._C._distributed_c10d import Backend, DebugLevel, Store, get_debug_level
 
-from ..errors import DeadpoolError
+from ..errors import DeadpoolError, Unsupported
 from .fabric import GroupSpec
 
 ABORT_DEADLINE_S = 10.0
 
 ENVIRONMENT = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_DESYNC_DEBUG": "0",  # turns the former on
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
     "NCCL_NVLS_ENABLE": "0",
 }
+"""What NCCL and its watchdog read when a communicator is made."""
 
 
 def prepare_environment() -> None:
-    """Set what NCCL and its watchdog read when the first communicator is made; what the user set stays."""
+    """Set `ENVIRONMENT`; what the user had set otherwise is said.
+
+    Raises: Unsupported at torch's debug level DETAIL, which turns the watchdog's error handling on whatever is set.
+    """
+    if get_debug_level() == DebugLevel.DETAIL:
+        raise Unsupported(
+            "NCCL with TORCH_DISTRIBUTED_DEBUG=DETAIL, whose watchdog ends the process at the first error",
+            "INFO or OFF",
+            "unset TORCH_DISTRIBUTED_DEBUG, or run this job without deadpool_plugin",
+        )
     for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+        theirs = os.environ.get(name, value)
+        if theirs != value:
+            print(f"[deadpool] {name}={theirs} is replaced by {value}: a swap needs it", file=sys.stderr, flush=True)
+        os.environ[name] = value
 
 
 class NcclFabric:
     """All NCCL groups of one generation."""
 
     def __init__(self) -> None:
+        prepare_environment()
         self._backends: list[Any] = []
 
     def build(self, spec: GroupSpec, store: Store) -> Backend:
@@ -47,43 +67,34 @@ class NcclFabric:
         self._backends.append(backend)
         return backend
 
-    def connect(self, device: torch.device) -> None:
-        """Make the communicators now instead of at the first operation. Blocks: until all members do."""
-        torch.cuda.set_device(device)
-        for backend in self._backends:
-            backend.eager_connect_single_device(device)
-
     def unblock(self) -> int:
-        backends = list(reversed(self._backends))
-        if not backends:
-            return 0
+        """Abort all at once: one may not end before another has (torch issue 119797)."""
         failed: list[BaseException] = []
-        thread = threading.Thread(target=_abort, args=(backends, failed), name="deadpool-nccl-abort", daemon=True)
-        thread.start()
-        thread.join(ABORT_DEADLINE_S)
-        if thread.is_alive() or failed:
+        threads = [
+            threading.Thread(target=_abort, args=(backend, failed), name="deadpool-nccl-abort", daemon=True)
+            for backend in self._backends
+        ]
+        for thread in threads:
+            thread.start()
+        deadline = time.monotonic() + ABORT_DEADLINE_S
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        stuck = sum(thread.is_alive() for thread in threads)
+        if stuck or failed:
             raise DeadpoolError(
-                f"aborting {len(backends)} NCCL communicators failed: {failed or 'it did not return'}",
+                f"aborting {len(threads)} NCCL communicators failed: {failed or f'{stuck} of them did not return'}",
                 f"an end within {ABORT_DEADLINE_S} s",
                 "this process must be killed and its rank replaced",
             ) from (failed[0] if failed else None)
-        return len(backends)
+        return len(threads)
 
     def wait_style(self, operation: str) -> str:
         return "direct"
 
 
-def _abort(backends: list[Any], failed: list[BaseException]) -> None:
-    """One NCCL group around all aborts, so that they cannot deadlock each other (torch issue 119797)."""
+def _abort(backend: Any, failed: list[BaseException]) -> None:
     try:
-        first = backends[0]
-        grouped = hasattr(first, "_group_start") and hasattr(first, "_group_end")
-        if grouped:
-            first._group_start()
-        for backend in backends:
-            backend.abort()
-        if grouped:
-            first._group_end()
+        backend.abort()
     except BaseException as error:  # reported by the waiting thread
         failed.append(error)
 

@@ -55,12 +55,6 @@ class Network:
         group._set_group_desc(handle.group_desc)
         return group
 
-    def connect(self, device: torch.device | None) -> None:
-        """Connect what would otherwise connect at its first operation, where it could not be interrupted."""
-        nccl = self._fabrics.get("nccl")
-        if isinstance(nccl, NcclFabric) and device is not None:
-            nccl.connect(device)
-
     def fabric(self, name: str) -> Fabric:
         """The fabric of backend `name`, made when first needed."""
         if name not in self._fabrics:
@@ -70,13 +64,6 @@ class Network:
     def unblock(self) -> int:
         """End everything in flight in this generation. Thread: any."""
         return sum(fabric.unblock() for fabric in list(self._fabrics.values()))
-
-
-def accelerator() -> torch.device | None:
-    """The calling thread's GPU, if CUDA is in use."""
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return None
-    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _backend_type(name: str) -> dist.ProcessGroup.BackendType:

@@ -17,7 +17,6 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from ..errors import Unsupported
-from . import nccl
 from .handle import Handle
 
 if TYPE_CHECKING:
@@ -43,7 +42,6 @@ class Patches:
         self._groups = groups
 
     def install(self) -> None:
-        nccl.prepare_environment()
         dist.Backend.register_backend(BACKEND, self._create, extended_api=True, devices=["cpu", "cuda"])
         self._wrap("_new_process_group_helper", self._new_process_group)
         self._wrap("_new_group_with_tag", self._new_group)

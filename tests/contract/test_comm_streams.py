@@ -1,7 +1,9 @@
-"""A backend like NCCL on a CPU: synchronous operations return no Work, and the Works of others know no sender."""
+"""What NCCL asks of us, on a CPU: operations without a Work, Works without a sender, aborts that wait for others."""
 
 from __future__ import annotations
 
+import os
+import threading
 import types
 from typing import Any
 
@@ -11,10 +13,13 @@ import torch.distributed as dist
 from support.comm import TIMEOUT
 from torch._C._distributed_c10d import FakeProcessGroup
 
-from deadpool_plugin.comm.collective import BATCH
+from deadpool_plugin.comm import groups as groups_module
+from deadpool_plugin.comm import nccl
+from deadpool_plugin.comm.collective import BATCH, completed_future
 from deadpool_plugin.comm.groups import Groups
 from deadpool_plugin.comm.handle import Handle
 from deadpool_plugin.comm.record import Recorder, Replay
+from deadpool_plugin.errors import DeadpoolError, GenerationChanged, Unsupported
 
 
 class Streams:
@@ -33,6 +38,9 @@ class Streams:
     def recv(self, tensors: list[torch.Tensor], srcRank: int, tag: int) -> Any:
         tensors[0].add_(srcRank)
         return self._work.recv(tensors, srcRank, tag)
+
+    def broadcast(self, tensors: list[torch.Tensor]) -> None:
+        raise RuntimeError("NCCL communicator was aborted")
 
     def barrier(self, options: Any = None) -> None:
         return None
@@ -92,3 +100,118 @@ def test_what_is_never_waited_for_is_not_kept() -> None:
     for options in (None, asynchronous()):
         handle.allreduce([torch.zeros(2)], options)
     assert not groups._unfinished
+
+
+def test_a_batch_that_is_interrupted_is_ended() -> None:
+    inner = Streams()
+    _, handle = over(inner)
+    with pytest.raises(RuntimeError, match="aborted"):
+        handle.issue(BATCH, ([("allreduce", ([torch.zeros(1)],), {}), ("broadcast", ([torch.zeros(1)],), {})],))
+    assert inner.open_batches == 0
+
+
+class OnDevice(torch.Tensor):
+    """Says that it is on the second GPU."""
+
+    is_cuda, device = True, torch.device("cuda", 1)  # type: ignore[assignment]
+
+
+def test_a_future_knows_the_devices_of_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    class Future:
+        def __init__(self, devices: Any = None) -> None:
+            asked.append(devices)
+
+        def set_result(self, value: Any) -> None: ...
+
+    monkeypatch.setattr(torch.futures, "Future", Future)
+    completed_future([torch.ones(1), torch.ones(1).as_subclass(OnDevice)])
+    completed_future([torch.ones(1)])
+    assert asked == [[OnDevice.device], []]
+
+
+class Network:
+    """One whose generation is over while it builds its first group."""
+
+    built: list[threading.Thread]
+
+    def __init__(self, groups: Groups) -> None:
+        self._groups, self.built, self.left_behind = groups, [], threading.Event()
+
+    def gather(self, size: int) -> None: ...
+
+    def build(self, handle: Handle) -> Any:
+        self.built.append(threading.current_thread())
+        self._groups.interrupt(2)
+        self.left_behind.wait()
+
+
+def test_a_network_whose_generation_is_over_is_built_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups, handle = over(None)
+    groups._network, network = None, Network(groups)
+    groups.handles += [handle, handle]
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(groups_module, "Network", lambda generation, store, rank: network)
+    with pytest.raises(GenerationChanged):
+        groups.rebuild(1, "")
+    network.left_behind.set()
+    network.built[0].join()
+    assert len(network.built) == 1
+
+
+# ---- what is told and done to NCCL itself
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a user may have set; all of it as before after the test."""
+    for name in nccl.ENVIRONMENT:
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    monkeypatch.delenv("TORCH_NCCL_DUMP_ON_TIMEOUT")
+
+
+@pytest.mark.usefixtures("environment")
+def test_a_watchdog_that_would_end_the_process_is_told_otherwise(capfd: pytest.CaptureFixture[str]) -> None:
+    nccl.NcclFabric()
+    assert {os.environ[name] for name in nccl.ENVIRONMENT} == {"0"}
+    assert capfd.readouterr().err == (
+        "[deadpool] TORCH_NCCL_ASYNC_ERROR_HANDLING=1 is replaced by 0: a swap needs it\n"
+    )
+
+
+@pytest.mark.usefixtures("environment")
+def test_a_debug_level_that_tells_it_otherwise_again_is_refused() -> None:
+    before = dist.get_debug_level()
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    try:
+        with pytest.raises(Unsupported, match="TORCH_DISTRIBUTED_DEBUG=DETAIL"):
+            nccl.NcclFabric()
+    finally:
+        dist.set_debug_level(before)
+
+
+class Aborted:
+    def __init__(self, others: threading.Barrier) -> None:
+        self._others = others
+
+    def abort(self) -> None:
+        self._others.wait()
+
+
+@pytest.mark.usefixtures("environment")
+def test_all_communicators_are_aborted_at_once() -> None:
+    fabric, others = nccl.NcclFabric(), threading.Barrier(3)
+    fabric._backends += [Aborted(others) for _ in range(3)]
+    assert fabric.unblock() == 3
+
+
+@pytest.mark.usefixtures("environment")
+def test_an_abort_that_does_not_return_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl, "ABORT_DEADLINE_S", 0.05)
+    fabric = nccl.NcclFabric()
+    fabric._backends += [Aborted(threading.Barrier(2)), Aborted(threading.Barrier(1))]
+    with pytest.raises(DeadpoolError, match="aborting 2 NCCL communicators failed: 1 of them did not return"):
+        fabric.unblock()
