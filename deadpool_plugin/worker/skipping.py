@@ -18,13 +18,14 @@ from torch.utils.data.dataloader import _DatasetKind, _MultiProcessingDataLoader
 from ..errors import Divergence
 from . import rng
 
-_WRAPPERS: dict[type, str] = {}
+_WRAPPERS: dict[type, tuple[str, str]] = {}
 _DRAWS_NOTHING: list[Callable[[Any], bool]] = []
 
 
-def look_through(wrapper: type, attribute: str) -> None:
-    """Iterators of exactly this type hand out what the one in `attribute` gives, and need not be asked themselves."""
-    _WRAPPERS[wrapper] = attribute
+def look_through(wrapper: type, attribute: str, unless: str = "") -> None:
+    """Iterators of exactly this type hand out what the one in `attribute` gives, and need not be asked themselves.
+    While their attribute `unless` is true they repeat what they have given, and are not moved."""
+    _WRAPPERS[wrapper] = (attribute, unless)
 
 
 def draws_nothing(knows: Callable[[Any], bool]) -> None:
@@ -43,7 +44,10 @@ def skip(iterator: Iterator[Any], count: int, draws: Sequence[Sequence[Any]] = (
     """
     reader: Any = iterator
     while type(reader) in _WRAPPERS:
-        reader = getattr(reader, _WRAPPERS[type(reader)])
+        attribute, unless = _WRAPPERS[type(reader)]
+        if unless and getattr(reader, unless):
+            return
+        reader = getattr(reader, attribute)
     over_map = getattr(reader, "_dataset_kind", None) == _DatasetKind.Map
     by_workers = type(reader) in (_MultiProcessingDataLoaderIter, _Behind)  # a library's own class of it may do more
     if over_map and by_workers and not draws and _is_known(reader._dataset):

@@ -155,6 +155,11 @@ def test_a_forward_is_redone_in_the_step_it_was_first_done_in(train_gpt, monkeyp
     assert machine.large_value_counts == {"loss": 1}
     assert list(machine.validation_counts.values()) == [1]
 
+    saved = codec.decode(codec.encode(adapter.scalars()))
+    machine.large_value_counts, machine.max_values = {}, {}  # a newcomer has run no forward
+    adapter.load(saved)
+    assert machine.large_value_counts == {"loss": 1} and machine.max_values == {"loss": 2.0}
+
 
 def test_timers_that_an_interrupted_call_has_started_can_be_started_again(train_gpt, monkeypatch):
     from megatron.core.timers import Timer

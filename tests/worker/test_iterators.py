@@ -168,10 +168,14 @@ def test_what_wraps_a_loader_is_looked_through(known, monkeypatch):
         def __next__(self):
             return next(self.inner)
 
-    monkeypatch.setattr(skipping, "_WRAPPERS", {Wrapper: "inner"})
+    monkeypatch.setattr(skipping, "_WRAPPERS", {})
+    skipping.look_through(Wrapper, "inner", unless="repeats")
     data = Shared()
     wrapped = Wrapper(iter(DataLoader(data, num_workers=1)))
+    wrapped.repeats = False
     skip(wrapped, 900)
+    wrapped.repeats = True
+    skip(wrapped, 3)
     assert next(wrapped).item() == 900 and data.reads.item() < 30
 
 

@@ -82,7 +82,7 @@ class MegatronAdapter:
             if "sharded_state_dict" in vars(cls):
                 saving.tell_nothing_gathered(cls, handler)
         facts.install(handler)
-        skipping.look_through(RerunDataIterator, "iterable")
+        skipping.look_through(RerunDataIterator, "iterable", unless="replaying")
         skipping.draws_nothing(_is_megatrons)
 
     def install_saving(self, saves: Saves) -> None:
@@ -131,12 +131,18 @@ class MegatronAdapter:
 
     def scalars(self) -> Scalars:
         schedulers = [_scheduler_state(scheduler) for scheduler in self._schedulers]
-        return {"optimizer": self.state.scalars(), "schedulers": schedulers, "losses": losses.plain(losses.noted())}
+        return {
+            "optimizer": self.state.scalars(),
+            "schedulers": schedulers,
+            "losses": losses.plain(losses.noted()),
+            "maxima": bookkeeping.maxima(),
+        }
 
     def load(self, scalars: Scalars) -> None:
         self._load_schedulers(scalars["schedulers"])
         self.state.load_scalars(scalars["optimizer"])
         losses.load(scalars["losses"])
+        bookkeeping.load_maxima(scalars["maxima"])
 
     def visible(self) -> Scalars:
         return {"groups": self.state.group_scalars(), "schedulers": [_scheduler_state(s) for s in self._schedulers]}

@@ -12,10 +12,13 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+MAXIMA = ("large_value_counts", "max_values")
+"""Of the rerun state machine: what it has to know of earlier steps."""
+
 
 def noted(timers: Sequence[Any]) -> Callable[[], None]:
     """Note it now; the result puts it back. `timers` may grow meanwhile: a new one was not running now."""
-    machine = getattr(sys.modules.get("megatron.core.rerun_state_machine"), "_GLOBAL_RERUN_STATE_MACHINE", None)
+    machine = _machine()
     attributes = _copied(vars(machine)) if machine is not None else {}
     running = {timer for timer in timers if timer._started}
 
@@ -26,6 +29,21 @@ def noted(timers: Sequence[Any]) -> Callable[[], None]:
             timer._started = timer in running
 
     return put_back
+
+
+def maxima() -> dict[str, dict[str, Any]]:
+    """The largest values of a loss so far, which decide what is unexpectedly large: plain data."""
+    machine = _machine()
+    return {name: dict(getattr(machine, name)) for name in MAXIMA if machine is not None}
+
+
+def load_maxima(saved: dict[str, dict[str, Any]]) -> None:
+    for name, values in saved.items():
+        setattr(_machine(), name, dict(values))
+
+
+def _machine() -> Any:
+    return getattr(sys.modules.get("megatron.core.rerun_state_machine"), "_GLOBAL_RERUN_STATE_MACHINE", None)
 
 
 def _copied(attributes: dict[str, Any]) -> dict[str, Any]:
