@@ -53,9 +53,11 @@ class Config(BaseModel):
     working directory; `~` is the home directory."""
 
     interface_address: str | None = None
-    """IP address to bind sockets to, where hosts have several networks. None: the one that reaches the first host.
-    The frameworks' own connections (gloo, NCCL) follow GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME.
-    Hazard: it is a per-host value; a file shared by all hosts normally leaves it out."""
+    """What to bind sockets to, where hosts have several networks: the network (10.1.0.0/16), the name of an interface
+    that every host has (ib0), or this host's IP address. None: the address that reaches the first host. The frameworks'
+    own connections (gloo, NCCL) follow GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME.
+    Hazard: an address is one host's; in a file that all hosts share only a network or a name makes sense. The addresses
+    chosen are printed at the start."""
 
     port_range: tuple[int, int] | None = None
     """First and last port (inclusive) for connections between the hosts' agents, for firewalls. None: the system
@@ -189,6 +191,21 @@ class Config(BaseModel):
         if isinstance(value, int) and value < 0:
             raise ValueError("must not be negative")
         return value
+
+    @field_validator("port_range", mode="before")
+    @classmethod
+    def _port_range(cls, value: Any) -> Any:
+        if value is not None and not (isinstance(value, (list, tuple)) and len(value) == 2):
+            raise ValueError("must be the first and the last port: write [20000, 20099]")
+        return value
+
+    @field_validator("racks", mode="before")
+    @classmethod
+    def _hosts_of_racks(cls, value: Any) -> Any:
+        """Indices are numbers in YAML."""
+        if not isinstance(value, dict) or not all(isinstance(hosts, list) for hosts in value.values()):
+            raise ValueError("must be a list of hosts for each rack: write {a: [node0, node1], b: [node2, node3]}")
+        return {str(rack): [str(host) for host in hosts] for rack, hosts in value.items()}
 
     @field_validator("racks")
     @classmethod

@@ -29,6 +29,7 @@ def prepare(arguments: list[str]) -> tuple[roles.Launch, CommandLine]:
     launch = roles.from_environment()
     roles.check_spares(launch.place, config)
     roles.check_ports(launch.place, config)
+    roles.check_interface(config)
     roles.check_versions()
     roles.check_directories(config)
     ensure(config)

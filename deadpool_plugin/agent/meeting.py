@@ -22,6 +22,7 @@ from ..transport.rendezvous import Hello, job_id, meet
 from ..transport.sockets import Address, address_towards
 from ..transport.tcp import ControlMesh
 from . import contacts
+from .interfaces import address_of
 from .joining import Arrival, Job, Newcomer, Roster, how_to_join
 from .world import Place
 
@@ -30,9 +31,10 @@ _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 def addresses(config: Config, target: Address) -> tuple[str, str]:
-    """Where to listen, and the address others shall use. `target`: what they must be reached by."""
+    """Where to listen, and the address others use. `target`: what they must be reached by. Raises: ConfigError."""
     if config.interface_address is not None:
-        return config.interface_address, config.interface_address
+        ours = address_of(config.interface_address)
+        return ours, ours
     found = address_towards(*target)
     if found.startswith("127.") and target[0] not in _LOOPBACK:
         return "", target[0]  # the first host's name means itself there; others know it by that name

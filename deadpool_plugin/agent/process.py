@@ -189,7 +189,7 @@ class Agent:
             self._peers.know({one.node: one.bulk for one in hellos})
             config = self._config
             world = form_world(hellos, config.spares, config.racks, config.copies)
-            self._enter(world, [one.host for one in hellos])
+            self._enter(world, [f"{one.host} ({one.control[0]})" for one in hellos])
 
     def _ask_to_join(self, members: tuple[NodeId, ...]) -> None:
         """The job runs already: this host's first world is that of the plan that takes it in."""

@@ -14,6 +14,7 @@ from importlib import metadata
 
 import msgspec
 
+from ..agent.interfaces import address_of
 from ..agent.world import Place, check_count, spare_nodes
 from ..config import Config
 from ..errors import ConfigError
@@ -33,7 +34,14 @@ class Launch(msgspec.Struct, frozen=True):
 
 
 def from_environment(environ: Mapping[str, str] = os.environ) -> Launch:
-    """Raises: ConfigError if a variable is missing or they contradict each other."""
+    """Raises: ConfigError if a variable is missing, they contradict each other, or the launcher cannot lose a host."""
+    if "TORCHELASTIC_RUN_ID" in environ:
+        raise ConfigError(
+            "this process was started by torchrun (`accelerate launch` uses it, too), which ends or restarts every "
+            "worker when a host is lost",
+            "a launcher that leaves the other hosts alone",
+            f"{_HOW}, or by `deadpool launch --hostfile HOSTS SCRIPT ...`",
+        )
     local_size = _number(environ, "LOCAL_SIZE", "LOCAL_WORLD_SIZE")
     world_size = _number(environ, "WORLD_SIZE")
     rank, local_rank = _number(environ, "RANK"), _number(environ, "LOCAL_RANK")
@@ -87,6 +95,12 @@ def check_ports(place: Place, config: Config) -> None:
             "a range without it",
             "name another one, or another --master_port",
         )
+
+
+def check_interface(config: Config) -> None:
+    """Raises: ConfigError if this host has no such address."""
+    if config.interface_address is not None:
+        address_of(config.interface_address)
 
 
 def check_directories(config: Config) -> None:

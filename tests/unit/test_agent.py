@@ -14,6 +14,7 @@ import pytest
 
 from deadpool_plugin import events
 from deadpool_plugin.agent import proc
+from deadpool_plugin.agent.interfaces import address_of, addresses_here
 from deadpool_plugin.agent.output import Lines, Pipe, Writer
 from deadpool_plugin.agent.reports import Reports
 from deadpool_plugin.agent.watch import Watch, described_exit
@@ -186,6 +187,27 @@ def test_reports_log_everything_and_keep_what_they_cannot_read(tmp_path):
     found = events.read_events([tmp_path / "events.2.jsonl"])
     assert [type(event) for event in found].count(events.StepDone) == 1
     assert any(isinstance(event, events.Note) and "Nonsense" in event.text for event in found)
+
+
+# ---- addresses
+
+
+def test_which_address_of_this_host_is_meant():
+    found = [("lo", "127.0.0.1"), ("eth0", "192.168.3.4"), ("ib0", "10.1.7.9"), ("ib0", "10.1.8.9"), ("ib0", "fd00::9")]
+    assert address_of("10.9.9.9", found) == "10.9.9.9", "an address is what it is; binding to it will tell"
+    assert address_of("ib0", found) == "10.1.7.9"
+    assert address_of("10.1.8.0/24", found) == "10.1.8.9"
+    assert address_of("fd00::/16", found) == "fd00::9"
+    for wrong in ("ib1", "172.16.0.0/12"):
+        with pytest.raises(ConfigError, match=f"interface_address {wrong} is no address of .*eth0 192.168.3.4, ib0 10"):
+            address_of(wrong, found)
+    with pytest.raises(ConfigError, match="such as 10.1.0.0/16"):
+        address_of("10.1.0.0/99", found)
+
+
+def test_the_kernel_knows_this_hosts_addresses():
+    assert ("lo", "127.0.0.1") in addresses_here()
+    assert address_of("127.0.0.0/8") == address_of("lo") == "127.0.0.1"
 
 
 # ---- processes

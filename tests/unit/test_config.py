@@ -81,7 +81,8 @@ def test_an_empty_file_is_valid(tmp_path):
         ("on_no_spare: pray", "'stop' or 'wait' (found 'pray')"),
         ("header_kib: 4096\nhistory_limit_mib: 4", "header_kib"),
         ("racks: {a: [x, y], b: [y]}", "names y twice"),
-        ("racks: {a: x}", "racks"),
+        ("racks: {a: x}", "`racks`: must be a list of hosts for each rack: write {a: [node0, node1], b:"),
+        ("port_range: 20000-20100", "`port_range`: must be the first and the last port: write [20000, 20099] (found"),
         ("output_dir: ~nobody-of-that-name/logs", "`output_dir`: Could not determine home directory"),
         ("- a\n- b", "holds a list"),
         ("a: [", "is not YAML"),
@@ -91,6 +92,10 @@ def test_wrong_files_give_one_line(tmp_path, text, said):
     with pytest.raises(ConfigError) as caught:
         load(write(tmp_path, text))
     assert said in str(caught.value) and "\n" not in str(caught.value) and "to do:" in str(caught.value)
+
+
+def test_racks_may_name_hosts_by_index(tmp_path):
+    assert load(write(tmp_path, "racks: {1: [0, 1], b: [node2]}")).racks == {"1": ["0", "1"], "b": ["node2"]}
 
 
 def test_two_mistakes_are_named_at_once(tmp_path):

@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from deadpool_plugin import __version__
 from deadpool_plugin.agent import contacts, joining
 from deadpool_plugin.agent.joining import Job, Roster
 from deadpool_plugin.agent.meeting import versions
@@ -104,6 +105,12 @@ def test_nobody_there_is_said(folder, capsys):
 def test_addresses():
     assert address("host7:29") == ("host7", 29)
     assert address("[fe80::1]:29") == ("fe80::1", 29)
+
+
+def test_the_command_says_its_version(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0 and __version__ in capsys.readouterr().out
 
 
 def test_the_module_is_the_command_and_nothing_loads_torch():

@@ -96,6 +96,11 @@ def test_contradictions(change):
         roles.from_environment({**environment(), **change})
 
 
+def test_torchrun_is_refused_by_name():
+    with pytest.raises(ConfigError, match="torchrun .*ends or restarts every worker.*deepspeed --hostfile"):
+        roles.from_environment({**environment(), "TORCHELASTIC_RUN_ID": "none"})
+
+
 @pytest.mark.parametrize("spares", [4, 9, ["0", "1", "2", "3"], ["7"], ["a", "b", "c", "d"]])
 def test_too_many_spares(spares):
     place = roles.from_environment(environment()).place
@@ -123,6 +128,7 @@ def versions(**known):
 
 def test_versions():
     roles.check_versions(versions(torch="2.9.0+cpu"))
+    roles.check_versions(versions(torch="2.9.0a0+145a3a7bda.nv25.10"))
     roles.check_versions(versions(torch="3.0", deepspeed="0.18.1"))
     for wrong in ({}, {"torch": "2.8.1"}, {"torch": "2.9", "deepspeed": "0.17.9"}, {"torch": "weird"}):
         with pytest.raises(ConfigError):
