@@ -132,8 +132,9 @@ class Controller:
         ctx = self._ctx
         if ctx.ended:
             return []
-        ctx.watch.excuse_pause(now - ctx.now, ctx.timing)
         before, ctx.now = ctx.now, now
+        if ctx.watch.excuse_pause(now - before, ctx.timing):
+            self._swaps.excuse_pause(now - before)
         _INPUTS[type(event)](self, event)
         self._mark()
         if reason := self._pausing.look(before):

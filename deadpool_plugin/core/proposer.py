@@ -214,6 +214,10 @@ class Proposer:
             rival = message.promised.node in ctx.watch.evidence
             self.retry_at = ctx.now + (RIVAL_INTERVALS * ctx.timing.heartbeat_interval_s if rival else 0.0)
 
+    def excuse_pause(self, gap_s: float) -> None:
+        if self.proposal is not None:
+            self.proposal.deadline += gap_s
+
     def expire(self) -> None:
         """The phase's deadline, if it has one and it is over."""
         ctx, proposal = self._ctx, self.proposal

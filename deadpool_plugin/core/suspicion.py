@@ -54,10 +54,15 @@ class Watch:
             self.findings += 1
         self.silent.discard(node)
 
-    def excuse_pause(self, gap_s: float, timing: Timing) -> None:
-        """We ran last `gap_s` ago: what others sent meanwhile may still be queued, so their clocks stood still too."""
-        if gap_s > PAUSE_INTERVALS * timing.heartbeat_interval_s:
+    def excuse_pause(self, gap_s: float, timing: Timing) -> bool:
+        """We ran last `gap_s` ago: what others sent meanwhile may still be queued, so their clocks stood still too.
+
+        Returns: whether that was a pause of our own.
+        """
+        paused = gap_s > PAUSE_INTERVALS * timing.heartbeat_interval_s
+        if paused:
             self.heard = {node: at + gap_s for node, at in self.heard.items()}
+        return paused
 
 
 def suspects(now: float, watch: Watch, watched: Collection[NodeId], timing: Timing) -> Mapping[NodeId, str]:

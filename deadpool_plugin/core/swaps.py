@@ -116,6 +116,11 @@ class Swaps:
         if proposal is not None and proposal.plan is None and proposal.is_missing(ctx.world, node):
             ctx.send(node, proposal.prepare())
 
+    def excuse_pause(self, gap_s: float) -> None:
+        """This node itself stood still for so long: answers, and decisions, may be queued."""
+        self._ctx.patient_since += gap_s
+        self.proposer.excuse_pause(gap_s)
+
     def tick(self) -> None:
         """Deadlines; a coordinator that waits for a host suspends everybody's."""
         ctx = self._ctx

@@ -176,6 +176,19 @@ def test_ones_own_pause_is_no_evidence():
     assert any(isinstance(action, io.Leave) for action in actions), "nobody was heard of before training: a verdict"
 
 
+def test_who_was_asked_and_has_answered_while_one_slept_is_not_late():
+    controller = formed(0)
+    controller.step(io.LinkLost(2, "gone"), 0.3)
+    actions = controller.step(io.Ticked(), 60.0)
+    assert not [action for action in actions if isinstance(action, (io.Emit, io.Leave))]
+    assert 1 not in controller._ctx.suspects
+    for now in range(61, 60 + int(TIMING.phase_timeout_s) + 1):
+        controller.step(io.Received(1, Report(0, 1)), float(now))
+        controller.step(io.Received(3, Report(0, 3)), float(now))
+        controller.step(io.Ticked(), float(now))
+    assert 1 in controller._ctx.watch.evidence, "the phase has gone on since"
+
+
 @pytest.mark.parametrize("held_by_a_spare, undone", [(4, True), (5, False)])
 def test_going_behind_a_committed_step_is_said_and_believed(held_by_a_spare, undone):
     """Node 2 is lost; of rank 2 nobody holds step 5, which was committed, or (the usual case) its buddy does."""
