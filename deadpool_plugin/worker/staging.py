@@ -7,6 +7,7 @@ only once s - 1 is committed. The header is written last, so a slot is either wh
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import queue
 import threading
@@ -71,7 +72,7 @@ class Stager:
     ) -> None:
         self._rank, self._layout, self._slots, self._link = rank, layout, slots, link
         self._views = [layout.views(slots.payload(step)) for step in (0, 1)]
-        on_device = bool(layout.tensors) and layout.tensors[0].is_cuda
+        on_device = any(tensor.is_cuda for tensor in layout.tensors)
         self._side_stream = torch.cuda.Stream() if on_device else None  # type: ignore[no-untyped-call]
         self._queue: queue.SimpleQueue[tuple[int, int, bytes, bytes, threading.Event]] = queue.SimpleQueue()
         self._changing = {id(tensor): torch.empty_like(tensor) for tensor in changing}
@@ -79,7 +80,7 @@ class Stager:
         self._error: BaseException | None = None
         self._cancel = threading.Event()
         if self._side_stream is not None:
-            _pin(slots)
+            _pin(slots, link)
         threading.Thread(target=self._run, name="deadpool-stager", daemon=True).start()
 
     def stage(self, step: int, generation: int, scalars: bytes, records: bytes) -> None:
@@ -112,6 +113,8 @@ class Stager:
             raise self._error
 
     def _run(self) -> None:
+        if self._side_stream is not None:  # else this thread's is the first GPU, on which every rank would take memory
+            torch.cuda.set_device(self._side_stream.device)
         while self._error is None:
             step, generation, scalars, records, cancel = self._queue.get()
             try:
@@ -139,9 +142,16 @@ class Stager:
         self._side_stream.synchronize()
 
 
-def _pin(slots: SlotPair) -> None:
-    """Page-lock the arena for direct copies from the device (stays registered for the life of the process)."""
+def _pin(slots: SlotPair, link: AgentLink) -> None:
+    """Page-lock the arena for direct copies from the device (stays registered for the life of the process), if it can
+    be; copies are slower else."""
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     for step in (0, 1):
         memory = torch.frombuffer(slots.payload(step), dtype=torch.uint8)
-        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        torch.cuda.check_error(runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
+        try:
+            torch.cuda.check_error(runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
+        except RuntimeError as error:
+            link.event("Note", text=f"snapshots are copied through memory that could not be page-locked: {error}")
+            with contextlib.suppress(RuntimeError):
+                torch.zeros(1, device="cuda")  # the next kernel, whoever launches it, is told of that error again
+            return

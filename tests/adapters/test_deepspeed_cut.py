@@ -123,6 +123,23 @@ def test_a_backward_of_the_scripts_own_that_failed_leaves_nothing_to_the_next(mo
     assert len(handled[0]._parts) == 1
 
 
+class OnDevice(torch.Tensor):
+    """Says that it is on a GPU."""
+
+    is_cuda = True
+
+
+def test_a_backward_of_the_scripts_own_on_a_gpu_is_refused_before_it_begins(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "backward", torch.Tensor.backward)  # put back afterwards
+    Calls(None, lambda engine: None)._wrap_tensor_backward()
+    own = torch.nn.Parameter(torch.ones(3))
+    with pytest.raises(Unsupported, match=r"expected engine\.backward\(loss\)"):
+        (behind_cut(own * 2).sum() + own.sum()).as_subclass(OnDevice).backward()
+    assert own.grad is None
+    own.sum().as_subclass(OnDevice).backward()
+    assert own.grad.tolist() == [1.0] * 3
+
+
 def test_a_loss_that_a_redo_would_leave_out_is_refused():
     inner, own = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(3))
     given = behind_cut(inner * 2)

@@ -146,6 +146,8 @@ class Calls:
             if not self.busy and self._collected is None:
                 part = ScriptsPart(tensor)
                 if part.reaches_cut:
+                    if tensor.is_cuda:
+                        raise _refused()
                     part.check(self.state_of(None).has_parameter)
                     self._direct = []  # one that failed behind its cut may have left some
             original(tensor, *args, **kwargs)
@@ -154,13 +156,17 @@ class Calls:
 
     def _go_on(self) -> None:
         if threading.current_thread() is not threading.main_thread():  # on a GPU autograd ends on a thread of its own
-            raise Unsupported(
-                "a script's own loss.backward() ended on another thread than the script's",
-                "engine.backward(loss) on GPUs",
-                f"call that, or {WHOLE_STEP}",
-            )
+            raise _refused()
         parts, self._direct = self._direct, []
         self.handler("loss.backward", CallKind.PLAIN, DirectBackward(self, parts), (), {})
+
+
+def _refused() -> Unsupported:
+    return Unsupported(
+        "a script's own backward on a GPU, where it may end on another thread than the script's",
+        "engine.backward(loss)",
+        f"call that, or {WHOLE_STEP}",
+    )
 
 
 def at_boundary(engine: Any) -> bool:
