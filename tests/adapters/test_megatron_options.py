@@ -161,6 +161,20 @@ def test_a_forward_is_redone_in_the_step_it_was_first_done_in(train_gpt, monkeyp
     assert machine.large_value_counts == {"loss": 1} and machine.max_values == {"loss": 2.0}
 
 
+def test_lengths_of_packed_sequences_are_those_of_the_step(train_gpt, monkeypatch):
+    loop = SimpleNamespace(_seqlen_stats_in_iteration=torch.tensor([3.0, 5.0]).double(), _seqlen_stats_active=True)
+    monkeypatch.setitem(sys.modules, "megatron.training.training", loop)
+    adapter = Job(train_gpt, arguments(train_gpt)).adapter()
+    saved, restore = codec.decode(codec.encode(adapter.scalars())), adapter.entry_state((), {})
+    for _ in range(2):
+        loop._seqlen_stats_in_iteration += 1
+        restore()
+        assert loop._seqlen_stats_in_iteration.tolist() == [3.0, 5.0]
+    loop._seqlen_stats_in_iteration, loop._seqlen_stats_active = None, False  # a newcomer has run no forward
+    adapter.load(saved)
+    assert loop._seqlen_stats_in_iteration.tolist() == [3.0, 5.0] and loop._seqlen_stats_active
+
+
 def test_timers_that_an_interrupted_call_has_started_can_be_started_again(train_gpt, monkeypatch):
     from megatron.core.timers import Timer
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -72,6 +73,8 @@ class MegatronAdapter:
         for owner, name in losses.reductions():
             wrap(owner, name, CallKind.PLAIN, told=losses.Reduction)
         wrap(OptimizerParamScheduler, "step", CallKind.PLAIN)
+        if hasattr(loop := sys.modules.get(bookkeeping.LOOP), bookkeeping.CONSUME):
+            wrap(loop, bookkeeping.CONSUME, CallKind.PLAIN)
         for name in SCHEDULES:
             wrap(schedules, name, CallKind.FORWARD)
         for cls in _subclasses(optimizers.MegatronOptimizer):
@@ -135,14 +138,14 @@ class MegatronAdapter:
             "optimizer": self.state.scalars(),
             "schedulers": schedulers,
             "losses": losses.plain(losses.noted()),
-            "maxima": bookkeeping.maxima(),
+            "books": bookkeeping.kept(),
         }
 
     def load(self, scalars: Scalars) -> None:
         self._load_schedulers(scalars["schedulers"])
         self.state.load_scalars(scalars["optimizer"])
         losses.load(scalars["losses"])
-        bookkeeping.load_maxima(scalars["maxima"])
+        bookkeeping.load(scalars["books"])
 
     def visible(self) -> Scalars:
         return {"groups": self.state.group_scalars(), "schedulers": [_scheduler_state(s) for s in self._schedulers]}
