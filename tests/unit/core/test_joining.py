@@ -185,7 +185,13 @@ def test_its_patience_ends_but_not_while_the_job_waits():
         controller.step(io.Received(0, Status(3, 1, False, False, waiting=True)), float(now))
         controller.step(io.Ticked(), float(now))
     assert not controller.ended
-    actions = controller.step(io.Ticked(), 190.0 + TIMING.decision_timeout_s)
+    end = 190.0 + TIMING.decision_timeout_s
+    controller.step(io.Ticked(), end)
+    assert not controller.ended, "it slept, and an answer may be queued"
+    while not controller.ended:
+        end += TIMING.heartbeat_interval_s
+        actions = controller.step(io.Ticked(), end)
+    assert end == 190.0 + 2 * TIMING.decision_timeout_s
     assert actions[-1].exit_code == 87 and "taken this host in" in actions[-1].reason
 
 
