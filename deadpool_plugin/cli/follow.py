@@ -1,7 +1,8 @@
 """Follows the event logs of a job while they are written.
 
 Rules of this file: reads, never writes; whole lines only; what it cannot read is counted, never an error, because
-the writer may be newer than this reader.
+the writer may be newer than this reader. Nearly all lines are about steps: of those of a long past, which are not worth
+decoding, only the last ones are read.
 """
 
 from __future__ import annotations
@@ -12,12 +13,18 @@ import msgspec
 
 from .. import events
 
+_STEPS = tuple(f'{{"event":"{kind.__name__}"'.encode() for kind in (events.StepDone, events.StepCommitted))
+
 
 class Follower:
-    """The new events of `folder/events.*.jsonl`; folder and files may appear later. Thread: one."""
+    """The new events of `folder/events.*.jsonl`; folder and files may appear later. Thread: one.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    Args:
+        steps_kept: of what is written between two calls, so many last lines of a file are read even if they are steps.
+    """
+
+    def __init__(self, folder: Path, steps_kept: int = 1000) -> None:
+        self.folder, self._steps_kept = folder, steps_kept
         self.unreadable = 0
         self._offsets: dict[Path, int] = {}
 
@@ -25,7 +32,10 @@ class Follower:
         """What was written since the last call, in the order of time. Blocks: as long as the file system does."""
         found: list[events.Event] = []
         for path in sorted(self.folder.glob("events.*.jsonl")):
-            for line in self._new_lines(path):
+            lines = self._new_lines(path)
+            for number, line in enumerate(lines, self._steps_kept - len(lines)):
+                if number < 0 and line.startswith(_STEPS):
+                    continue
                 try:
                     found.append(events.decoder.decode(line))
                 except msgspec.DecodeError:

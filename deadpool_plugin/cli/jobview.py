@@ -33,6 +33,10 @@ class JobView:
     swaps: list[Swap] = field(default_factory=list)
     outcome: str = ""
     """How the job ended; "" while it has not."""
+    exit_code: int = 0
+    """The job's, once it has ended."""
+    heard_at: float = 0.0
+    """When the newest event was written (epoch seconds)."""
     lines: deque[Line] = field(default_factory=lambda: deque(maxlen=LINES_MAX))
     lines_total: int = 0
     _steps: dict[Rank, tuple[Generation, Step]] = field(default_factory=dict)
@@ -98,6 +102,7 @@ class JobView:
         node = self.nodes.setdefault(event.node, Node())
         node.generation = max(node.generation, event.generation)
         self.generation = max(self.generation, event.generation)
+        self.heard_at = max(self.heard_at, event.time)
         self._tell(event)
         match event:
             case events.NodeJoined():
@@ -133,7 +138,9 @@ class JobView:
             case events.JobFinished():
                 self.outcome = self.outcome or "finished"
             case events.JobStopped():
-                self.outcome = self.outcome or f"stopped with exit code {event.exit_code}: {event.reason}"
+                if not self.outcome:
+                    self.outcome = f"stopped with exit code {event.exit_code}: {event.reason}"
+                    self.exit_code = event.exit_code
 
     def _starts_another_job(self, event: events.Event) -> bool:
         known = self.nodes.get(event.node)

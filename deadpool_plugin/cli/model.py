@@ -10,6 +10,9 @@ from typing import Literal
 
 from ..core.types import Generation, NodeId, Rank, Step
 
+SILENT_S = 300.0
+"""A job that says nothing for longer trains no more, or has very long steps: people are told."""
+
 State = Literal["joining", "active", "rehearsing", "spare", "lost", "fenced"]
 Protection = Literal["not yet", "Protected", "Unprotected"]
 
@@ -70,3 +73,10 @@ class Row:
     generation: Generation
     step: Step
     loss: Loss | None
+
+
+def span(seconds: float) -> str:
+    """A while, roughly: `40 s`, `12 min`, `2 h`."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"

@@ -1,12 +1,14 @@
 """`deadpool outcome OUTPUT_DIR [--hostfile FILE] [--otherwise CODE]`: what became of a job.
 
 For jobs of plain `deepspeed` and of Slurm, whose exit code is that of the worst host, lost ones included: exit code and
-line are those of `deadpool launch`.
+line are those of `deadpool launch`. Of a job that has not ended it says so (75); whoever knows that it has, because its
+launcher has, says so by `--otherwise`.
 """
 
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -14,26 +16,42 @@ from .. import events
 from ..errors import ConfigError
 from ..launch.outcome import FAILED, outcome
 from .follow import Follower
+from .model import SILENT_S, span
+
+EXIT_RUNNING = 75
+"""sysexits' EX_TEMPFAIL: ask again later."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("output_dir", type=Path, help="`output_dir` of the job's configuration; its last job counts")
     parser.add_argument("--hostfile", type=Path, help="the job's hosts; without it, those that have an event log")
     parser.add_argument(
-        "--otherwise", type=int, default=FAILED, metavar="CODE", help="exit code of a job no node says the end of"
+        "--otherwise",
+        type=int,
+        metavar="CODE",
+        help=f"the job's launcher has ended: exit code if no node says how ({FAILED} where this is left out)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """The exit code of the job. Raises: ConfigError."""
-    told = of_last_job(Follower(args.output_dir).poll())
+    told = of_last_job(Follower(args.output_dir, steps_kept=1).poll())
     if not told:
         raise ConfigError(
             f"no event log of a job in {args.output_dir}", "its output_dir", "name the folder it wrote to"
         )
-    found = outcome(told, hosts(args.hostfile, told), args.otherwise)
+    silent_s = time.time() - max(event.time for story in told.values() for event in story)
+    if args.otherwise is None and silent_s < SILENT_S and not ended(told):
+        print(f"[deadpool] the job is still running (last event {span(silent_s)} ago); exit code {EXIT_RUNNING}")
+        return EXIT_RUNNING
+    found = outcome(told, hosts(args.hostfile, told), FAILED if args.otherwise is None else args.otherwise)
     print(f"[deadpool] {found}")
     return found.exit_code
+
+
+def ended(told: Mapping[int, Sequence[events.Event]]) -> bool:
+    """Whether a node says that the job has."""
+    return any(isinstance(event, (events.JobFinished, events.JobStopped)) for story in told.values() for event in story)
 
 
 def of_last_job(said: Sequence[events.Event]) -> dict[int, list[events.Event]]:

@@ -1,7 +1,7 @@
 """`deadpool watch OUTPUT_DIR`: what a job is doing, from the event logs in its `output_dir`.
 
 On a terminal a table that stays in place, one row per node; elsewhere one plain line per important event and now
-and then one about the steps. Ends with the job, or with Ctrl-C; the job notices neither.
+and then one about the steps. Ends with the job, with its exit code, or with Ctrl-C; the job notices neither.
 
 Rules of this file: drawing only, what is known is in `JobView`; no torch.
 """
@@ -23,7 +23,7 @@ from rich.text import Text
 
 from .follow import Follower
 from .jobview import JobView
-from .model import Loss, Swap
+from .model import SILENT_S, Loss, Swap, span
 
 POLL_S = 0.25
 LINES_SHOWN = 6
@@ -50,7 +50,8 @@ def draw(view: JobView, now: float) -> RenderableType:
 
 
 def _headline(view: JobView, now: float) -> Text:
-    style = "bold red" if view.outcome.startswith("stopped") or view.swapping_since is not None else "bold"
+    bad = view.outcome.startswith("stopped") or view.swapping_since is not None or silence(view, now)
+    style = "bold red" if bad else "bold"
     return Text.assemble(("deadpool  ", "dim"), (headline(view, now), style))
 
 
@@ -58,6 +59,8 @@ def headline(view: JobView, now: float) -> str:
     """What the job is doing, in a few words."""
     if view.outcome:
         return view.outcome
+    if said := silence(view, now):
+        return said
     if view.swapping_since is not None:
         open_swap = next((swap for swap in reversed(view.swaps) if swap.duration_s is None), None)
         back = f"everyone goes back to step {open_swap.restore_step}" if open_swap else "agreeing on who takes over"
@@ -65,6 +68,14 @@ def headline(view: JobView, now: float) -> str:
     if view.training:
         return "in training"
     return "starting" if view.nodes else "waiting for the first event"
+
+
+def silence(view: JobView, now: float) -> str:
+    """What there is to say of a job that has not ended and says nothing any more; "" of any other."""
+    silent_s = now - view.heard_at
+    if view.outcome or not view.nodes or silent_s < SILENT_S:
+        return ""
+    return f"no event for {span(silent_s)}: the job waits, has very long steps, or is gone"
 
 
 def _figures(view: JobView) -> Table:
@@ -138,6 +149,7 @@ class PlainLines:
         self._said = 0
         self._step = -1
         self._step_at = float("-inf")
+        self._silent = False
 
     def update(self, view: JobView, now: float) -> list[str]:
         """The lines to print now."""
@@ -152,6 +164,10 @@ class PlainLines:
                 f"{_clock(now)} generation {view.generation}, step {view.step}, committed {_number(view.committed)}, "
                 f"loss {_loss(view.loss)}, protection: {view.protection}"
             )
+        silent = silence(view, now)
+        if silent and not self._silent:
+            lines.append(f"{_clock(now)} {silent}")
+        self._silent = bool(silent)
         return lines
 
 
@@ -215,7 +231,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Until the job has ended, or Ctrl-C. The exit code."""
+    """Until the job has ended, or Ctrl-C. The job's exit code."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     follower, view, console = Follower(args.output_dir), JobView(), Console()
     try:
@@ -227,4 +243,4 @@ def run(args: argparse.Namespace) -> int:
         return 130
     if follower.unreadable:
         print(f"{follower.unreadable} line(s) of the event logs were left out: no event known here", file=sys.stderr)
-    return 0
+    return view.exit_code

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import msgspec
@@ -102,6 +103,15 @@ def test_a_job_that_nobody_says_the_end_of(tmp_path, capsys):
     write(tmp_path, 0, joined("a", 1.0), events.WorldFormed(time=1.1))
     assert main(["outcome", str(tmp_path), "--otherwise", "9"]) == 9
     assert "did not finish; exit code 9" in capsys.readouterr().out
+
+
+def test_a_job_that_runs_is_not_called_a_failure(tmp_path, capsys):
+    now = time.time()
+    steps = [events.StepDone(rank=0, step=step, time=now) for step in range(3)]
+    write(tmp_path, 0, joined("a", now - 999), events.WorldFormed(time=now - 998), *steps)
+    assert main(["outcome", str(tmp_path)]) == 75
+    assert "the job is still running (last event 0 s ago); exit code 75" in capsys.readouterr().out
+    assert main(["outcome", str(tmp_path), "--otherwise", "137"]) == 137, "its launcher has ended"
 
 
 SRUN = """#!/bin/bash

@@ -14,6 +14,7 @@ from deadpool_plugin import events
 from deadpool_plugin.cli import watch
 from deadpool_plugin.cli.follow import Follower
 from deadpool_plugin.cli.jobview import JobView
+from deadpool_plugin.cli.main import main
 
 # Three nodes of two ranks and one spare; node 0, the coordinator, is killed after step 23.
 START = """
@@ -266,6 +267,41 @@ def test_unknown_events_are_counted_and_left_out(tmp_path: Path) -> None:
     follower = Follower(tmp_path)
     assert [type(event) for event in follower.poll()] == [events.JobFinished]
     assert follower.unreadable == 2
+
+
+def test_steps_of_a_long_past_are_passed_over_but_for_the_last_ones(tmp_path: Path) -> None:
+    steps = [events.StepDone(time=float(step), rank=0, step=step) for step in range(10)]
+    ends = [events.SpareReady(time=4.5, spare=1), events.StepCommitted(time=9.5, step=9)]
+    lines = [events.encode(event) for event in sorted([*steps, *ends], key=lambda event: event.time)]
+    (tmp_path / "events.0.jsonl").write_bytes(b"".join(lines))
+    assert Follower(tmp_path, steps_kept=2).poll() == [ends[0], steps[9], ends[1]]
+    assert Follower(tmp_path, steps_kept=1).poll() == [*ends]
+    assert len(Follower(tmp_path).poll()) == 12
+
+
+def test_a_job_that_says_nothing_any_more_is_noticed() -> None:
+    view, plain = view_of(*ALL[:6]), watch.PlainLines(every_s=10.0)
+    assert "in training" in picture(view, now=300.0)
+    assert "no event for 2 h" in picture(view, now=34.0 + 7300)
+    said = [line.partition(" ")[2] for now in (100.0, 400.0, 500.0) for line in plain.update(view, now)]
+    assert [line for line in said if "no event" in line] == [
+        "no event for 6 min: the job waits, has very long steps, or is gone"
+    ]
+    assert "no event" not in picture(view_of(*ALL), now=1e6)
+
+
+def test_the_watchers_exit_code_is_the_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch.signal, "signal", lambda *arguments: None)
+    write_job(tmp_path)
+    assert main(["watch", str(tmp_path)]) == 0
+    with (tmp_path / "events.1.jsonl").open("ab") as file:
+        for event in (
+            events.NodeJoined(time=50.0, node=1, host="alpha1"),
+            events.WorldFormed(time=50.1, node=1, node_of=(1,)),
+            events.JobStopped(time=51.0, node=1, exit_code=86, reason="no spare"),
+        ):
+            file.write(events.encode(event))
+    assert main(["watch", str(tmp_path)]) == 86
 
 
 def write_job(folder: Path) -> None:
