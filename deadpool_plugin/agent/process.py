@@ -29,6 +29,7 @@ from ..mirror.store import SnapshotStore
 from ..transport import local
 from ..transport.handshake import Credentials
 from ..transport.local import LocalPeer, LocalServer
+from ..transport.sockets import allow_many_files
 from . import proc
 from .fetching import Fetches
 from .fullness import Fullness
@@ -132,6 +133,7 @@ class Agent:
         loop.set_exception_handler(lambda _, context: self._unhandled(context))
         with contextlib.suppress(OSError):  # a cgroup may allow fewer: then the launcher's choice stays
             os.sched_setaffinity(0, range(os.cpu_count() or 1))
+        allow_many_files()
         self._writer = Writer()
         self._reports = Reports(node, self._writer, config.output_dir)
         credentials = Credentials(self._secret)
@@ -224,6 +226,8 @@ class Agent:
             while self._inputs:
                 for action in self._controller.step(self._inputs.popleft(), time.monotonic()):
                     self._actions[type(action)](action)
+        except Exception as error:  # whoever's message it was is innocent of it
+            self._broke(error)
         finally:
             self._stepping = False
 

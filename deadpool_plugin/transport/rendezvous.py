@@ -21,7 +21,7 @@ from ..core.types import NodeId
 from ..errors import CorruptFrame, PeerRefused, TransportError
 from .framing import LENGTH, ConnectionClosed, checked_length, pack_frame
 from .handshake import Credentials, recv_exact_async, shake_hands_async
-from .sockets import Address, remote_name, tune
+from .sockets import Address, connected, remote_name, tune
 
 PURPOSE = "rendezvous"
 _FRAME_BYTES_MAX = 16 << 20
@@ -138,7 +138,12 @@ class _Host:
     async def _accept(self, tasks: set[asyncio.Task[None]]) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            sock, _ = await loop.sock_accept(self._listener)
+            try:
+                sock, _ = await loop.sock_accept(self._listener)
+            except OSError as error:  # too many open files, or the peer gave up: neither ends the meeting
+                _log.warning("cannot accept a rendezvous connection: %s", error)
+                await asyncio.sleep(_RETRY_S)
+                continue
             task = asyncio.create_task(self._welcome(sock))
             tasks.add(task)
             task.add_done_callback(tasks.discard)
@@ -184,10 +189,7 @@ async def _join(node: NodeId, master: Address, hello: Hello, credentials: Creden
     loop = asyncio.get_running_loop()
     while True:
         try:
-            family, kind, _, _, target = (await loop.getaddrinfo(*master, type=socket.SOCK_STREAM))[0]
-            with socket.socket(family, kind) as sock:
-                sock.setblocking(False)
-                await loop.sock_connect(sock, target)
+            with await connected(master) as sock:
                 tune(sock, 10.0)
                 await shake_hands_async(sock, credentials, PURPOSE, node, dialling=True)
                 body = pack_frame(msgspec.msgpack.encode(hello), _FRAME_BYTES_MAX)

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import resource
 import socket
+from typing import Any
 
 from ..errors import ConfigError, TransportError
 
@@ -49,13 +51,23 @@ def remote_name(sock: socket.socket) -> str:
 
 
 async def connected(address: Address) -> socket.socket:
-    """A non-blocking connection to `address` (a name or a number). Raises: OSError."""
+    """A non-blocking connection to `address` (a name or a number), by the first of its addresses that answers: a name
+    may stand for one of either family, and the other end listen on one. Raises: OSError."""
     loop = asyncio.get_running_loop()
-    family, kind, _, _, target = (await loop.getaddrinfo(*address, type=socket.SOCK_STREAM))[0]
+    error: OSError | None = None
+    for family, kind, _, _, target in await loop.getaddrinfo(*address, type=socket.SOCK_STREAM):
+        try:
+            return await _connected(family, kind, target)
+        except OSError as failure:
+            error = error or failure
+    raise error or OSError(f"{address[0]} has no address")
+
+
+async def _connected(family: int, kind: int, target: Any) -> socket.socket:
     sock = socket.socket(family, kind)
     try:
         sock.setblocking(False)
-        await loop.sock_connect(sock, target)
+        await asyncio.get_running_loop().sock_connect(sock, target)
     except BaseException:
         sock.close()
         raise
@@ -80,3 +92,9 @@ def address_towards(host: str, port: int) -> str:
             return str(sock.getsockname()[0])
     except OSError as error:
         raise TransportError(f"no way to {host}: {error}", remedy="check MASTER_ADDR and interface_address") from error
+
+
+def allow_many_files() -> None:
+    """Let this process open as many files as its host allows: it has two connections to each of hundreds of nodes."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

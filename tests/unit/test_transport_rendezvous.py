@@ -1,9 +1,14 @@
 import asyncio
+import errno
+import resource
+import socket
+
+import pytest
 
 from deadpool_plugin.errors import PeerRefused, TransportError
 from deadpool_plugin.transport.handshake import Credentials
 from deadpool_plugin.transport.rendezvous import Hello, meet
-from deadpool_plugin.transport.sockets import address_towards, bound_address, listen_tcp
+from deadpool_plugin.transport.sockets import address_towards, allow_many_files, bound_address, connected, listen_tcp
 
 
 def free_port() -> int:
@@ -62,6 +67,53 @@ def test_two_hosts_with_one_node_id_are_told() -> None:
         return await asyncio.gather(*meets, return_exceptions=True)
 
     assert "node 1 is here already" in str(asyncio.run(scenario())[0])
+
+
+def test_too_many_open_files_end_no_meeting() -> None:
+    async def scenario() -> list:
+        loop, port = asyncio.get_running_loop(), free_port()
+        accept, failed = loop.sock_accept, []
+
+        async def fails_once(sock: socket.socket) -> object:
+            if not failed:
+                failed.append(OSError(errno.EMFILE, "Too many open files"))
+                raise failed[0]
+            return await accept(sock)
+
+        loop.sock_accept = fails_once
+        tables = await gather(port, 2, (0, b"s", 10), (1, b"s", 10))
+        assert failed
+        return tables
+
+    assert asyncio.run(scenario()) == [[hello(0), hello(1)]] * 2
+
+
+def test_every_address_of_a_name_is_tried() -> None:
+    async def scenario() -> None:
+        with listen_tcp("127.0.0.1") as there:
+            targets = [("127.0.0.1", free_port()), bound_address(there)]
+
+            async def resolved(*name: object, **options: object) -> list:
+                return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", target) for target in targets]
+
+            asyncio.get_running_loop().getaddrinfo = resolved
+            with await connected(("name", 1)) as sock:
+                assert sock.getpeername() == targets[1]
+            targets.pop()
+            with pytest.raises(ConnectionRefusedError):
+                await connected(("name", 1))
+
+    asyncio.run(scenario())
+
+
+def test_as_many_files_may_be_open_as_the_host_allows() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, before[1]))
+        allow_many_files()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_the_address_towards_a_host() -> None:
