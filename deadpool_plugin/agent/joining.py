@@ -112,7 +112,7 @@ class Roster:
     def answer(self, question: guests.Question) -> Answer:
         """What a guest is told."""
         if not self._hellos:
-            return Busy("the job is starting")
+            return Busy("the job is starting", arrives=True)
         if isinstance(question, Describe):
             return self._description()
         if isinstance(question, Announce):
@@ -230,6 +230,9 @@ class Newcomer:
                 error = ConfigError if answer.for_good else NodeTaken
                 raise error(f"node {node} does not admit this host: {answer.reason}", remedy="deadpool join again")
             if isinstance(answer, Busy):
+                if answer.arrives and node > self._hello.node:
+                    del todo[node]  # it waits for us, or it would wait for ever: it links to us when we have arrived
+                    continue
                 break
             invariant(isinstance(answer, Admitted), f"node {node} answered {type(answer).__name__}")
             assert isinstance(answer, Admitted)

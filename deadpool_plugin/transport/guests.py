@@ -79,9 +79,10 @@ class Admitted(Guest, frozen=True):
 
 
 class Busy(Guest, frozen=True):
-    """Ask again in a moment, and why."""
+    """Ask again in a moment, and why. `arrives`: who answers is about to join itself, or to meet the others."""
 
     reason: str
+    arrives: bool = False
 
 
 class Refused(Guest, frozen=True):

@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from deadpool_plugin.agent import joining
 from deadpool_plugin.agent.joining import Arrival, Job, Newcomer, Roster
 from deadpool_plugin.core.messages import AnyMessage, Goodbye, JoinRequest, Prepare, Status
 from deadpool_plugin.core.types import Ballot, World
@@ -213,6 +214,23 @@ def test_two_hosts_at_once_are_linked_to_each_other_too() -> None:
     run(scenario)
 
 
+def test_of_two_hosts_that_arrive_at_once_only_one_waits_for_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joining, "_ARRIVAL_S", 0.0)
+
+    async def scenario() -> None:
+        async with job(2) as members, newcomer(2) as first, newcomer(3) as second:
+            for member in members:
+                visit = second.mesh.visit(member.node, member.hello.control, second.hello, WAIT_S)
+                assert isinstance(await visit, Admitted)
+            arrival = await first.arrive(members[0].hello, timeout_s=5.0)
+            assert [hello.node for hello in arrival.hellos] == [0, 1, 2]
+            visit = second.mesh.visit(2, first.hello.control, second.hello, WAIT_S)
+            assert isinstance(await visit, Admitted)
+            assert 3 in first.mesh.linked and first.admitted == [second.hello]
+
+    run(scenario)
+
+
 def test_while_one_arrives_the_next_waits_unless_the_first_is_gone() -> None:
     async def scenario() -> None:
         async with job(1) as (member,), newcomer(1) as first, newcomer(2) as second:
@@ -314,7 +332,7 @@ def test_who_is_configured_otherwise_is_refused() -> None:
 def test_before_the_job_stands_a_guest_shall_wait_and_nobody_at_all_is_said() -> None:
     async def scenario() -> None:
         async with newcomer(0) as starting:
-            assert await ask(starting.hello.control, SECRET, Describe()) == Busy("the job is starting")
+            assert await ask(starting.hello.control, SECRET, Describe()) == Busy("the job is starting", arrives=True)
         with pytest.raises(ConnectionClosed, match="nobody answers at"):
             await ask(starting.hello.control, SECRET, Describe(), 5.0)
 
