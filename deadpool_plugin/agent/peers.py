@@ -36,7 +36,7 @@ class Peers:
         patience_s: float,
         feed: Callable[[io.Input], None],
     ) -> None:
-        self._node, self._credentials, self._store, self._patience_s = node, credentials, store, patience_s
+        self._node, self._credentials, self._store, self.patience_s = node, credentials, store, patience_s
         self._feed = feed
         self._addresses: dict[NodeId, Address] = {}
         self._peers: dict[NodeId, BulkPeer] = {}
@@ -52,7 +52,7 @@ class Peers:
         """The connection to `node` (this node included: its own server answers)."""
         if node not in self._peers:
             self._peers[node] = BulkPeer(
-                self._addresses[node], self._credentials, self._store, self._node, self._patience_s
+                self._addresses[node], self._credentials, self._store, self._node, self.patience_s
             )
         return self._peers[node]
 
@@ -73,7 +73,7 @@ class Peers:
                 raise
             except TransportError as error:
                 now = time.monotonic()
-                deadline = now + self._patience_s if deadline is None else deadline
+                deadline = now + self.patience_s if deadline is None else deadline
                 if now >= deadline:
                     for node in {*nodes} - {self._node}:
                         self._feed(io.LinkLost(node, f"node {self._node} cannot ask it: {error}", silent=True))

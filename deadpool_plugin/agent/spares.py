@@ -28,6 +28,7 @@ from .reports import Reports
 from .slots import Slot
 from .workers import Workers
 
+_RETRY_S = 0.2
 SAY_MOVED_S = 10.0
 """Between two words about a newcomer on its way."""
 
@@ -67,10 +68,16 @@ class Spares:
         self._tasks[slot.local_rank] = asyncio.get_running_loop().create_task(work)
 
     async def _start(self, slot: Slot, rank: Rank, source: NodeId) -> None:
-        try:
-            await self.begin(slot, rank, source)
-        except DeadpoolError as error:
-            self._fail(slot, rank, str(error))
+        began = time.monotonic()
+        while True:
+            try:
+                await self.begin(slot, rank, source)
+                return
+            except DeadpoolError as error:  # who has come to run the rank just now may not hold its recording yet
+                if not isinstance(error, RefusedByPeer) or time.monotonic() - began >= self._peers.patience_s:
+                    self._fail(slot, rank, str(error))
+                    return
+            await asyncio.sleep(_RETRY_S)
 
     def replace(self, slot: Slot) -> None:
         """The slot's rank has lost its process: another one rehearses it while the others agree on what to do."""
