@@ -149,6 +149,9 @@ class BulkPeer:
             return error
         except DeadpoolError as error:  # our own, and nothing was sent yet, or Abandoned
             return error
+        except Exception as error:  # a bug, or no memory: it is said, and the next job is another one
+            self._drop_stream()
+            return TransportError(f"a transfer to {self.address} failed: {error!r}")
         return None
 
     def _send_snapshot(self, stream: BulkStream, job: _PushJob) -> None:

@@ -85,7 +85,13 @@ class BulkServer:
             thread = threading.Thread(target=self._serve, args=(sock,), name="bulk-serve", daemon=True)
             with self._lock:
                 self._threads.add(thread)
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError as error:  # no more threads now: whoever asked tries again
+                _log.warning("cannot serve a bulk connection: %s", error)
+                sock.close()
+                with self._lock:
+                    self._threads.discard(thread)
 
     def _serve(self, sock: socket.socket) -> None:
         wire.lower_priority()

@@ -514,3 +514,34 @@ def test_the_queue_is_bounded(nodes: list[Node], monkeypatch: pytest.MonkeyPatch
     peer.push_recording(1, 0, b"")
     assert push(peer, 0, 3) == (False, f"1 transfers to {b.server.address} wait already")
     go_on.set()
+
+
+def test_a_transfer_that_fails_by_a_bug_is_answered_and_the_next_one_goes_on(
+    nodes: list[Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b, _ = nodes
+    peer = a.peer(b)
+    a.stage(0, 3)
+    with monkeypatch.context() as patch:
+        patch.setattr(BulkPeer, "_records", lambda *arguments: 1 // 0)
+        done, reason = push(peer, 0, 3)
+    assert not done and "ZeroDivisionError" in reason
+    assert push(peer, 0, 3) == (True, "")
+
+
+def test_a_server_without_a_thread_to_spare_serves_the_next_connection(
+    nodes: list[Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b, _ = nodes
+    peer, start, failed = a.peer(b), threading.Thread.start, []
+    a.stage(0, 3)
+
+    def fails_once(thread: threading.Thread) -> None:
+        if thread.name == "bulk-serve" and not failed:
+            failed.append(thread)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", fails_once)
+    assert not push(peer, 0, 3)[0] and failed
+    assert push(peer, 0, 3) == (True, "")
