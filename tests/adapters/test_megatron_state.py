@@ -5,6 +5,7 @@ import argparse
 import pytest
 import torch
 
+from deadpool_plugin.adapters.megatron import state
 from deadpool_plugin.adapters.megatron.adapter import MegatronAdapter
 from deadpool_plugin.adapters.megatron.state import merge_neighbours
 from deadpool_plugin.errors import Unsupported
@@ -107,6 +108,16 @@ def test_a_saved_shard_brings_back_the_same_future(train_gpt, changes):
     job.data.set_state(position)
     assert ([job.step() for _ in range(3)], job.digest()) == future
     assert [p.data_ptr() for p in job.model[0].parameters()] == pointers
+
+
+def test_moments_take_no_memory_before_they_have_their_place(train_gpt):
+    job = Job(train_gpt, arguments(train_gpt, distributed_optimizer=True))
+    parts = getattr(job.optimizer, "chained_optimizers", [job.optimizer])
+    made = [values for part in parts for _, values in state._parameters(part)]
+    assert made and all(values[name].untyped_storage().nbytes() == 4 for values in made for name in state.MOMENTS)
+    (flat, *_) = job.adapter().shard()
+    places = {values[name].untyped_storage().data_ptr() for values in made for name in state.MOMENTS}
+    assert places == {flat.untyped_storage().data_ptr()} and all(v["exp_avg"].is_contiguous() for v in made)
 
 
 def test_a_shard_is_few_tensors(train_gpt):

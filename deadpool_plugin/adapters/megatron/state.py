@@ -113,7 +113,8 @@ class OptimizerState:
 def _parameters(part: Any) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
     """Every main parameter of a sub-optimizer with its (complete) state, in a fixed order.
 
-    What is missing is made as the optimizer itself would at its first step. torch's Adam counts steps in each state
+    What is missing is made as the optimizer itself would at its first step, but without memory: `_flatten` makes views
+    of its buffer of it. torch's Adam counts steps in each state
     (torch/optim/adam.py `_init_group`); apex's and Transformer Engine's FusedAdam count in the group, and the latter
     cannot save a state that has anything else in it (fused_adam.py `state_dict`).
     """
@@ -125,7 +126,7 @@ def _parameters(part: Any) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
                 if not counts_in_group:
                     state["step"] = torch.tensor(0.0, dtype=torch.float32)
                 for name in MOMENTS:
-                    state[name] = torch.zeros_like(parameter.data, memory_format=torch.preserve_format)
+                    state[name] = parameter.data.new_zeros(()).expand(parameter.shape)
             yield parameter, state
 
 
