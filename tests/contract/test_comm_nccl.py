@@ -1,4 +1,4 @@
-"""The same contract over NCCL: collectives, an abort out of a blocked one, and rebuilt communicators.
+"""The same contract over NCCL: operations of every kind, an abort out of blocked ones of two groups, rebuilt ones.
 
 Rules of this file: needs one GPU per rank, or NCCL >= 2.30 where several ranks may share one (one NCCL_HOSTID each, no
 shared memory and no peer-to-peer, sockets on lo). The processes are forked before CUDA is initialised.
@@ -50,33 +50,56 @@ def _groups(rank: int, store: str) -> Groups:
     return groups
 
 
-def _battery() -> list[Any]:
+def _both() -> list[Any]:
+    """The default group, and one more that has nothing but NCCL. Blocks: until all ranks make it."""
+    return [dist.group.WORLD, dist.new_group([0, 1], backend="nccl")]
+
+
+def _battery(group: Any) -> list[Any]:
+    """Synchronous and asynchronous operations, sends and receives alone and in a batch, objects, a barrier."""
     rank = dist.get_rank()
+    mine = torch.full((3,), float(rank), device="cuda")
     total = torch.arange(4.0, device="cuda") + rank
-    dist.all_reduce(total)
+    dist.all_reduce(total, group=group)
+    later = torch.arange(4.0, device="cuda") + rank
+    work = dist.all_reduce(later, group=group, async_op=True)
+    work.wait()
     gathered = torch.empty(4, device="cuda")
-    dist.all_gather_into_tensor(gathered, torch.full((2,), float(rank), device="cuda"))
+    dist.all_gather_into_tensor(gathered, torch.full((2,), float(rank), device="cuda"), group=group)
     scattered = torch.empty(2, device="cuda")
-    dist.reduce_scatter_tensor(scattered, torch.arange(4.0, device="cuda") + rank)
-    received = torch.empty(3, device="cuda")
+    dist.reduce_scatter_tensor(scattered, torch.arange(4.0, device="cuda") + rank, group=group)
+    alone, unwaited, batched = (torch.empty(3, device="cuda") for _ in range(3))
+    if rank == 0:
+        dist.send(mine, 1, group=group)
+        assert dist.recv(alone, 1, group=group) == 1
+        dist.isend(mine, 1, group=group).wait()
+    else:
+        assert dist.recv(alone, 0, group=group) == 0
+        dist.send(mine, 0, group=group)
+        dist.irecv(unwaited, 0, group=group).wait()
     operations = [
-        dist.P2POp(dist.isend, torch.full((3,), float(rank), device="cuda"), 1 - rank),
-        dist.P2POp(dist.irecv, received, 1 - rank),
+        dist.P2POp(dist.isend, mine, 1 - rank, group),
+        dist.P2POp(dist.irecv, batched, 1 - rank, group),
     ]
     for work in dist.batch_isend_irecv(operations):
         work.wait()
     objects: list[Any] = [None, None]
-    dist.all_gather_object(objects, {"rank": rank})
-    dist.barrier()
-    return [total.tolist(), gathered.tolist(), scattered.tolist(), received.tolist(), objects]
+    dist.all_gather_object(objects, {"rank": rank}, group=group)
+    dist.barrier(group=group)
+    results = [total, later, gathered, scattered, alone, batched] + [unwaited] * rank
+    return [*(tensor.tolist() for tensor in results), objects]
 
 
 def _expected(rank: int) -> list[Any]:
+    theirs = [float(1 - rank)] * 3
     return [
+        [1.0, 3.0, 5.0, 7.0],
         [1.0, 3.0, 5.0, 7.0],
         [0.0, 0.0, 1.0, 1.0],
         [[1.0, 3.0], [5.0, 7.0]][rank],
-        [float(1 - rank)] * 3,
+        theirs,
+        theirs,
+        *[theirs] * rank,
         [{"rank": 0}, {"rank": 1}],
     ]
 
@@ -96,15 +119,17 @@ def _member(rank: int, cells: Cells) -> Any:
     groups = _groups(rank, cells.stores[0].get())
     handle = dist.group.WORLD
     assert isinstance(handle, Handle)
-    first = _battery()
+    both = _both()
+    first = [_battery(group) for group in both]
     recording = groups.stop_recording()
     if rank == 1:
         cells.recording.set(recording)
         signal.pause()
     abort = threading.Thread(target=lambda: (cells.abort.get(), groups.interrupt(1)), daemon=True)
     abort.start()
-    stuck = torch.ones(1 << 20, device="cuda")
+    stuck, stuck_too = (torch.ones(1 << 20, device="cuda") for _ in range(2))
     try:
+        dist.all_reduce(stuck_too, group=both[1], async_op=True)  # on a stream of its own, so both hang at once
         dist.all_reduce(stuck)
         cells.entered.set()
         torch.cuda.synchronize()  # comes back when the communicator is aborted
@@ -115,7 +140,7 @@ def _member(rank: int, cells: Cells) -> Any:
         assert change.generation == 1
     groups.rebuild(1, cells.stores[1].get())
     assert dist.group.WORLD is handle
-    return first, _battery()
+    return first, [_battery(group) for group in both]
 
 
 def _newcomer(cells: Cells) -> Any:
@@ -125,10 +150,11 @@ def _newcomer(cells: Cells) -> Any:
     groups.install()
     groups.rehearse(cells.recording.get())
     dist.init_process_group("cpu:gloo,cuda:nccl", timeout=TIMEOUT)
-    first = _battery()
+    both = _both()
+    first = [_battery(group) for group in both]
     groups.finish_rehearsal()
     groups.rebuild(1, cells.stores[1].get())
-    return first, _battery()
+    return first, [_battery(group) for group in both]
 
 
 @in_zygote
@@ -141,5 +167,5 @@ def test_a_rank_is_replaced() -> None:
         fleet.kill(members[1])
         cells.abort.set()
         zero, one = fleet.values([members[0], newcomer])
-    assert zero == (_expected(0), _expected(0))
-    assert one == (_expected(1), _expected(1))
+    for rank, seen in enumerate((zero, one)):
+        assert seen == ([_expected(rank)] * 2,) * 2
