@@ -127,19 +127,22 @@ def test_under_slurm_every_node_has_a_launcher_of_its_own(tmp_path):
     """configs/slurm.sbatch with stand-ins for Slurm's commands and deepspeed."""
     programs = {
         "srun": SRUN, "scontrol": "#!/bin/sh\nprintf 'n1\\nn2\\nn3\\n'\n",
-        "deepspeed": "#!/bin/sh\ncat \"$2\" >> hosts.txt; echo \"$@\" >> deepspeed.txt\n",
+        "deepspeed": "#!/bin/sh\ncat \"$2\" >> hosts.txt; echo \"$@\" >> deepspeed.txt\n"
+        "cat \"$config\" >> config.txt\n",
         "python": f"#!/bin/sh\nexec {sys.executable} \"$@\"\n",
         "deadpool": f"#!/bin/sh\nexec {sys.executable} -m deadpool_plugin.cli \"$@\"\n",
     }  # fmt: skip
     for name, text in programs.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
-    (tmp_path / "deadpool.yaml").write_text("output_dir: logs\n")
-    (tmp_path / "logs").mkdir()
-    write(tmp_path / "logs", 0, joined("n1", 1.0), events.WorldFormed(time=1.1), lost(1, at=1.5), FINISHED_LATE)
-    write(tmp_path / "logs", 2, joined("n3", 1.0), FINISHED_LATE)
+    (tmp_path / "deadpool.yaml").write_text("output_dir: logs\npatience_s: 7")
+    logs = tmp_path / "deadpool-logs" / "7"
+    write(logs, 0, joined("n1", 1.0), events.WorldFormed(time=1.1), lost(1, at=1.5), FINISHED_LATE)
+    write(logs, 2, joined("n3", 1.0), FINISHED_LATE)
     root = Path(__file__).resolve().parents[2]
-    slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_GPUS_ON_NODE": "4"}
+    slurm = {
+        "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_GPUS_ON_NODE": "4", "SLURM_CPUS_PER_TASK": "64"
+    }  # fmt: skip
     env = {**os.environ, **slurm, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(root)}
     env.pop("MASTER_PORT", None)  # which other tests set
     script = ["bash", str(root / "configs" / "slurm.sbatch"), "train.py", "--name", "two words"]
@@ -147,9 +150,14 @@ def test_under_slurm_every_node_has_a_launcher_of_its_own(tmp_path):
     assert (done.returncode, done.stdout) == (0, "[deadpool] the job finished; exit code 0; lost hosts: n2\n"), (
         done.stderr
     )
-    assert {"--no-kill", "--kill-on-bad-exit=0", "--wait=0"} <= set((tmp_path / "srun.txt").read_text().split())
+    options = {"--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--cpus-per-task=64"}
+    assert options <= set((tmp_path / "srun.txt").read_text().split())
     lines = sorted(line.split(maxsplit=2)[2] for line in (tmp_path / "deepspeed.txt").read_text().splitlines())
     said = "--no_ssh --node_rank {} --master_addr n1 --master_port 29500 --module deadpool_plugin.run train.py "
-    assert lines == [said.format(node) + "--name two words --deadpool-config deadpool.yaml" for node in range(3)]
+    config = f"--name two words --deadpool-config {tmp_path}/deadpool.7.yaml"
+    assert lines == [said.format(node) + config for node in range(3)]
+    told = (tmp_path / "config.txt").read_text()
+    assert sorted(told.split("\n")) == sorted(["patience_s: 7", f"output_dir: {logs}"] * 3 + [""])
+    assert not (tmp_path / "deadpool.7.yaml").exists()
     assert (tmp_path / "hosts.txt").read_text() == "n1 slots=4\nn2 slots=4\nn3 slots=4\n" * 3
     assert not list(tmp_path.glob("hosts.7.*"))
