@@ -20,10 +20,9 @@ from .fetching import Fetches
 from .mirroring import Mirroring
 from .pausing import Pausing
 from .rehearsal import Rehearsal
-from .repeats import Printed
 from .slots import Slot
 from .spares import Spares
-from .workers import Workers
+from .workers import Output, Workers
 
 
 class TakeOvers:
@@ -125,12 +124,12 @@ class TakeOvers:
             reason = str(error) or f"its rehearsal took more than {self._start_timeout_s:g} s"
             self._spares.give_up(slot, rank, f"could not be taken over: {reason}")
             return
-        printed = await self._workers.printed_since(rank, plan.restore_step)
+        output = await self._workers.output_of(rank, plan.restore_step)
         is_newest = (
             self._store.generation == plan.world.generation
         )  # before Python 3.12 `wait_for` may not be cancelled
         if is_newest and rehearsal.alive:  # else it is said already, by whoever noticed
-            self._hand_over(plan, slot, rank, printed)
+            self._hand_over(plan, slot, rank, output)
 
     async def _bring(self, plan: SwapPlan, source: Source | None, rehearsal: Rehearsal) -> None:
         """Snapshot and history come here, and are this node's to serve. Raises: TransportError and others."""
@@ -149,11 +148,11 @@ class TakeOvers:
             fetching.cancel()
         self._settle(plan, rank, rehearsal)
 
-    def _hand_over(self, plan: SwapPlan, slot: Slot, rank: Rank, printed: Printed) -> None:
+    def _hand_over(self, plan: SwapPlan, slot: Slot, rank: Rank, output: Output) -> None:
         pair = self._store.own(rank)
         invariant(pair is not None, f"rank {rank} is handed over without an arena")
         assert pair is not None
-        self._workers.take(slot, printed, plan.restore_step)
+        self._workers.take(slot, output, plan.restore_step)
         self._spares.done(slot)
         self._pausing.keep()
         peer = slot.serving

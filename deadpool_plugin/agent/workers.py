@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import Callable
+from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..core import io
 from ..core.types import NO_STEP, Generation, NodeId, Rank, Step, World
@@ -25,6 +27,14 @@ from .slots import Process, Slot
 from .world import Place, worker_env
 
 Handler = Callable[[Slot, LocalPeer, Any], None]
+
+
+class Output(NamedTuple):
+    """A rank's file on this node, None if it cannot be opened; and what earlier processes of the rank have printed of
+    what one that takes it over will print again."""
+
+    file: FileIO | None
+    printed: Printed
 
 
 class Workers:
@@ -165,12 +175,13 @@ class Workers:
         node = self.world.node_of[rank]
         return worker_env(self._place, self.world, rank, node, slot.local_rank, self.address)
 
-    def _name_output(self, slot: Slot) -> None:
+    def _name_output(self, slot: Slot, file: int | None = None) -> None:
+        """`file`: as for `Pipe.assign`."""
         if slot.pipe is None:
             return
         node = self._place.node
         if slot.rank >= 0:
-            slot.pipe.assign(rank_file(self._output_dir, slot.rank, node), forward=True)
+            slot.pipe.assign(rank_file(self._output_dir, slot.rank, node), True, file)
         else:
             slot.pipe.assign(self._output_dir / f"spare{slot.local_rank}.node{node}.log", forward=False)
 
@@ -181,22 +192,28 @@ class Workers:
                 name = f"standby{slot.local_rank}.node{self._place.node}.log"
                 slot.pipe.assign(self._output_dir / name, forward=True)
 
-    async def printed_since(self, rank: Rank, step: Step) -> Printed:
-        """What earlier processes of `rank` have printed of what one that takes it over at `step` will print again."""
-        reading = asyncio.get_running_loop().run_in_executor(None, printed_since, self._output_dir, rank, step)
-        with contextlib.suppress(OSError, asyncio.TimeoutError):
-            return await asyncio.wait_for(reading, READ_S)
-        return {}
+    async def output_of(self, rank: Rank, step: Step) -> Output:
+        """For `take`. What the file system does not say in time is done without: it may hang with a lost host."""
+        path = rank_file(self._output_dir, rank, self._place.node)
 
-    def take(self, slot: Slot, printed: Printed, step: Step) -> None:
-        """The slot's process, which rehearsed the slot's rank, runs it from `step` on and need not say `printed`."""
+        def look() -> Output:
+            file = FileIO(self._writer.open(path), "a")  # which nobody need close
+            return Output(file, printed_since(self._output_dir, rank, step))
+
+        with contextlib.suppress(OSError, asyncio.TimeoutError):
+            return await asyncio.wait_for(asyncio.get_running_loop().run_in_executor(None, look), READ_S)
+        return Output(None, {})
+
+    def take(self, slot: Slot, output: Output, step: Step) -> None:
+        """The slot's process, which rehearsed the slot's rank, runs it from `step` on and need not say again what was
+        printed."""
         process = slot.living
         invariant(process is not None and process.rank == slot.rank, f"nothing runs rank {slot.rank}")
         assert process is not None
         process.took_over = True
-        self._name_output(slot)
+        self._name_output(slot, -1 if output.file is None else os.dup(output.file.fileno()))
         if slot.pipe is not None:
-            slot.pipe.repeats = Repeats(printed, step) if printed else None
+            slot.pipe.repeats = Repeats(output.printed, step) if output.printed else None
 
     def start_groups(self, generation: Generation, store: str) -> None:
         """To every process that begins the script, also to those that have yet to connect."""

@@ -41,11 +41,10 @@ class Workers(Anything):
     def __init__(self, slot: Slot, meanwhile) -> None:
         self.slots, self.meanwhile = [slot], meanwhile
 
-    async def printed_since(self, rank, step):
+    async def output_of(self, rank, step):
         self.meanwhile()
-        return {}
 
-    def take(self, slot, printed, step):
+    def take(self, slot, output, step):
         slot.process.took_over = True
 
 

@@ -1,0 +1,65 @@
+"""agent/workers.py: where what a process prints goes when it takes a rank over, whatever the file system does."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+
+from deadpool_plugin.agent import workers as workers_module
+from deadpool_plugin.agent.output import Pipe, Writer, rank_file
+from deadpool_plugin.agent.slots import Process, Slot
+from deadpool_plugin.agent.workers import Workers
+from deadpool_plugin.agent.world import Place
+
+
+class Anything:
+    """Whatever the part under test has and does not use here."""
+
+    def __getattr__(self, name):
+        return lambda *arguments, **fields: None
+
+
+class Stalled(Writer):
+    """Its files are on a file system that answers when it is let."""
+
+    def __init__(self, launcher: int) -> None:
+        super().__init__(launcher)
+        self.may_open = threading.Event()
+
+    def open(self, path):
+        assert self.may_open.wait(20)
+        return super().open(path)
+
+
+def taken_over(writer: Writer, output_dir) -> None:
+    """A process takes rank 5 over on node 2 and says a line."""
+
+    async def scenario():
+        read_end, write_end = os.pipe()
+        slot = Slot(0, rank=5, process=Process(1, 5, rehearses=True), pipe=Pipe(read_end, writer))
+        workers = Workers(Place(2, 3, 1, "m", 5), "host", output_dir, writer, [slot], Anything(), lambda event: None)
+        workers.take(slot, await workers.output_of(5, 7), 7)
+        os.write(write_end, b"a line\n")
+        os.close(write_end)
+        await asyncio.wait_for(slot.pipe.ended.wait(), 5)
+        if isinstance(writer, Stalled):
+            writer.may_open.set()
+
+    asyncio.run(scenario())
+    writer.close()
+
+
+def test_who_takes_a_rank_over_prints_into_the_ranks_file(tmp_path):
+    taken_over(Writer(os.open(os.devnull, os.O_WRONLY)), tmp_path)
+    assert rank_file(tmp_path, 5, 2).read_bytes() == b"a line\n"
+
+
+def test_a_file_system_that_stands_still_holds_no_take_over_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(workers_module, "READ_S", 0.05)
+    heard, said = os.pipe()
+    taken_over(Stalled(said), tmp_path)
+    words = os.read(heard, 1 << 12).decode().splitlines()
+    assert "is not kept: Connection timed out" in words[0] and words[1:] == ["a line"]
+    os.close(heard)
+    os.close(said)
