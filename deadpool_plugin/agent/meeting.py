@@ -27,6 +27,8 @@ from .joining import Arrival, Job, Newcomer, Roster, how_to_join
 from .world import Place
 
 PACKAGES = ("deadpool_plugin", "torch", "megatron-core", "deepspeed")
+MEETING_S = 300.0
+"""So long hosts wait for each other at least: how far apart they start has nothing to do with one's patience later."""
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -95,7 +97,7 @@ class Lines:
 
     async def meet(self, hello: Hello) -> list[Hello]:
         """Exchange hellos at the master's address and link up with everyone. Raises: DeadpoolError."""
-        place, timeout_s = self._place, self._config.decision_timeout_s
+        place, timeout_s = self._place, max(self._config.decision_timeout_s, MEETING_S)
         hellos = await meet(
             self._node, place.nodes_total, place.master_addr, place.master_port, hello, self._credentials, timeout_s
         )
