@@ -109,15 +109,17 @@ def judge_verdict(cluster: Cluster, node: Node, stopped: io.Emit) -> None:
 def judge_exit(cluster: Cluster, node: Node, action: io.Leave) -> None:
     """`node` leaves; out of the job it may be only if something was done to it, or to so many that nobody decides.
 
-    Whoever comes when those it asks have ended may leave, too; and of two that count each other as lost, one of which
-    was struck, either may be the one that goes.
+    Whoever comes when the job has ended may leave, too, or who has been told of some members only (who told it counts
+    the others as lost, and the one that decides may be among them); and of two that count each other as lost, one of
+    which was struck, either may be the one that goes.
     """
     if action.exit_code == EXIT_FENCED and node.number not in cluster.blows.blamed:
         world = _newest_world_known(cluster)
         if any(_count_each_other_as_lost(node, cluster.nodes[other]) for other in cluster.blows.blamed):
             return
-        asked = node.controller._joining._members if node.controller._joining is not None else world.members
-        if node.controller.world is None and not any(cluster.nodes[member].up for member in asked):
+        up = {member for member in world.members if cluster.nodes[member].up}
+        joining = node.controller._joining
+        if node.controller.world is None and (not up or (joining is not None and not up <= set(joining._members))):
             return
         if is_majority(world, set(world.members) - cluster.blows.blamed, cluster.policy.witness):
             raise Violation("RIGHT_VERDICT", f"node {node.number}, to which nothing was done, leaves: {action.reason}")
