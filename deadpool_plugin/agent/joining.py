@@ -9,8 +9,11 @@ meet at the first.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import msgspec
 
@@ -27,7 +30,13 @@ from ..transport.sockets import Address
 
 COMMAND = "DEADPOOL_COMMAND"
 INVITATION = "DEADPOOL_INVITATION"
-_EXPORTED = ("NCCL_", "PYTHON", "UCX_", "GLOO_", "OMP_", "MKL_", "CUDA_DEVICE_MAX_CONNECTIONS", "CUBLAS_")
+_EXPORTED = (
+    "NCCL_", "PYTHON", "UCX_", "GLOO_", "OMP_", "MKL_", "MV2", "MLFLOW", "CUBLAS_", "CUDA_", "TORCH_", "NVTE_", "HF_",
+    "ACCELERATE_",
+)  # fmt: skip
+_HOSTS_OWN = "CUDA_VISIBLE_DEVICES"
+_SECRETS = ("TOKEN", "KEY", "SECRET", "PASSWORD", "CREDENTIAL")
+"""What is told to guests is not encrypted on its way: a host that joins has its own of variables named like these."""
 _RETRY_S = 0.2
 _ARRIVAL_S = 10.0
 """A newcomer that has not spoken by then keeps the next one waiting no longer."""
@@ -53,10 +62,27 @@ class Job(msgspec.Struct, frozen=True):
 
 def job_from(environ: Mapping[str, str], directory: str) -> Job:
     """What the supervisor and `deadpool join` say by the environment; both are ours."""
-    exported = {name: value for name, value in environ.items() if name.startswith(_EXPORTED)}
+    named = _named_for_deepspeed(environ, directory)
+    exported = {
+        name: value
+        for name, value in environ.items()
+        if (name.startswith(_EXPORTED) or name in named)
+        and name != _HOSTS_OWN
+        and not any(word in name.upper() for word in _SECRETS)
+    }
     command = msgspec.json.decode(environ.get(COMMAND, "[]"), type=list[str])
     invitation = msgspec.json.decode(environ.get(INVITATION, "null"), type=Invitation | None)
     return Job(command, directory, environ.get("DEADPOOL_CONFIG", ""), exported, invitation)
+
+
+def _named_for_deepspeed(environ: Mapping[str, str], directory: str) -> set[str]:
+    """The variables of `.deepspeed_env`, which deepspeed exports to every host, as far as this host has the file."""
+    file, named = environ.get("DS_ENV_FILE", ".deepspeed_env"), set()
+    for folder in (os.path.expanduser("~"), directory):
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            lines = Path(folder, file).read_text().splitlines()
+            named |= {line.partition("=")[0].strip() for line in lines if "=" in line}
+    return named
 
 
 def how_to_join(address: Address) -> str:

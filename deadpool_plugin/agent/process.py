@@ -7,7 +7,6 @@ line that goes to the part whose duty it is. An input that comes while another's
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import socket
@@ -31,6 +30,7 @@ from ..transport.handshake import Credentials
 from ..transport.local import LocalPeer, LocalServer
 from ..transport.sockets import allow_many_files
 from . import proc
+from .anywhere import run_anywhere
 from .fetching import Fetches
 from .fullness import Fullness
 from .joining import Job
@@ -131,8 +131,7 @@ class Agent:
         loop = asyncio.get_running_loop()
         self._left: asyncio.Future[int] = loop.create_future()
         loop.set_exception_handler(lambda _, context: self._unhandled(context))
-        with contextlib.suppress(OSError):  # a cgroup may allow fewer: then the launcher's choice stays
-            os.sched_setaffinity(0, range(os.cpu_count() or 1))
+        run_anywhere()
         allow_many_files()
         self._writer = Writer()
         self._reports = Reports(node, self._writer, config.output_dir)

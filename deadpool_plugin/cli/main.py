@@ -11,7 +11,6 @@ import argparse
 import importlib
 import sys
 
-from .. import __version__
 from ..errors import DeadpoolError
 
 COMMANDS = {
@@ -40,7 +39,8 @@ def _run(words: list[str]) -> int:
     listed = "\n".join(f"  {name:10}{line}" for name, line in COMMANDS.items())
     known.formatter_class = argparse.RawDescriptionHelpFormatter
     known.epilog = f"commands:\n{listed}\n\n`deadpool COMMAND --help` says more"
-    known.add_argument("--version", action="version", version=f"deadpool_plugin {__version__}")
+    version = importlib.import_module("deadpool_plugin").__version__
+    known.add_argument("--version", action="version", version=f"deadpool_plugin {version}")
     known.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="what to do")
     command: str = known.parse_args(words[:1]).command
     module = importlib.import_module(f".{command}", __package__)

@@ -210,6 +210,31 @@ def test_the_kernel_knows_this_hosts_addresses():
     assert address_of("127.0.0.0/8") == address_of("lo") == "127.0.0.1"
 
 
+# ---- where it runs
+
+
+MEMPOLICY = """
+import ctypes, os
+from deadpool_plugin.agent.anywhere import run_anywhere
+libc, policy, bound = ctypes.CDLL(None), ctypes.c_int(-1), ctypes.c_ulong(1)
+set_policy, get_policy = {"x86_64": (238, 239), "aarch64": (237, 236)}.get(os.uname().machine, (0, 0))
+if not set_policy or libc.syscall(set_policy, 2, ctypes.byref(bound), 64):  # MPOL_BIND, to node 0
+    raise SystemExit(77)
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+run_anywhere()
+assert libc.syscall(get_policy, ctypes.byref(policy), None, 0, None, 0) == 0 and policy.value == 0, policy
+print(len(os.sched_getaffinity(0)))
+"""
+
+
+def test_what_the_launcher_bound_the_first_rank_to_does_not_bind_the_agent():
+    ran = subprocess.run([sys.executable, "-c", MEMPOLICY], capture_output=True, text=True, check=False)
+    if ran.returncode == 77:
+        pytest.skip("the kernel does not let this process choose its memory's place")
+    assert ran.returncode == 0, ran.stderr
+    assert int(ran.stdout) == len(os.sched_getaffinity(0))
+
+
 # ---- processes
 
 

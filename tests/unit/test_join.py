@@ -352,6 +352,14 @@ def test_what_the_job_exports_leaves_out_everything_else():
     assert job == Job([], "/here", "/c", {"NCCL_DEBUG": "W"})
 
 
+def test_what_deepspeed_is_told_to_export_is_exported_but_no_secret(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "nowhere"))
+    (tmp_path / ".deepspeed_env").write_text("LD_LIBRARY_PATH=/opt\nMY_SWITCH=1\nMY_API_KEY=2\n\n")
+    exported = {"TORCH_NCCL_BLOCKING_WAIT": "1", "HF_HOME": "/hf", "CUDA_HOME": "/c", "MY_SWITCH": "1"}
+    others = {"HF_TOKEN": "x", "MY_API_KEY": "2", "CUDA_VISIBLE_DEVICES": "3", "TORCHELASTIC_RUN_ID": "4", "LANG": "C"}
+    assert joining.job_from({**exported, **others}, str(tmp_path)).environment == exported
+
+
 def test_ids_are_above_all_that_ever_were():
     roster = Roster(0, Job([], "", "", {}), ("m", 5), Credentials(b""))
     for node in (0, 1, 7):
