@@ -12,10 +12,14 @@ from deadpool_plugin.transport import local
 from deadpool_plugin.transport.local import LocalConnection
 from deadpool_plugin.worker.link import AgentLink
 
+KEPT: list[LocalConnection] = []
+"""A link ends its process when the agent's end is closed."""
+
 
 def test_a_store_is_hosted_while_the_main_thread_is_somewhere_else():
     ours, theirs = socket.socketpair()
     agent, link = LocalConnection(ours), AgentLink(LocalConnection(theirs))
+    KEPT.append(agent)
     threads = []
 
     def offer() -> None:
