@@ -27,8 +27,8 @@ from .joining import Arrival, Job, Newcomer, Roster, how_to_join
 from .world import Place
 
 PACKAGES = ("deadpool_plugin", "torch", "megatron-core", "deepspeed")
-MEETING_S = 300.0
-"""So long hosts wait for each other at least: how far apart they start has nothing to do with one's patience later."""
+STARTS_APART = 6
+"""Hosts wait for each other for this part of `start_timeout_s`, if their patience later is too little for that."""
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -97,7 +97,8 @@ class Lines:
 
     async def meet(self, hello: Hello) -> list[Hello]:
         """Exchange hellos at the master's address and link up with everyone. Raises: DeadpoolError."""
-        place, timeout_s = self._place, max(self._config.decision_timeout_s, MEETING_S)
+        place, config = self._place, self._config
+        timeout_s = max(config.decision_timeout_s, config.start_timeout_s / STARTS_APART)
         hellos = await meet(
             self._node, place.nodes_total, place.master_addr, place.master_port, hello, self._credentials, timeout_s
         )

@@ -146,7 +146,8 @@ def test_memory_is_checked_before_training(tmp_path):
 
 
 def test_a_wrong_secret_is_said_on_both_sides(tmp_path):
-    cluster = StubCluster(tmp_path, 2, 1, *RUN, patience_s=0.5, wrong_secret=1)
+    more = "memory_headroom_gib: 0\nstart_timeout_s: 60\n"
+    cluster = StubCluster(tmp_path, 2, 1, *RUN, patience_s=0.5, wrong_secret=1, more=more)
     try:
         assert cluster.wait_exit(1) == 78
         assert cluster.wait_exit(0) != 0

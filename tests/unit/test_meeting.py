@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from deadpool_plugin.agent import meeting
-from deadpool_plugin.agent.meeting import MEETING_S, Lines
+from deadpool_plugin.agent.meeting import Lines
 from deadpool_plugin.agent.world import Place
 from deadpool_plugin.config import Config
 
@@ -16,7 +16,7 @@ class Met(Exception):
     pass
 
 
-@pytest.mark.parametrize(("patience_s", "waits_s"), [(1.0, MEETING_S), (20.0, 600.0)])
+@pytest.mark.parametrize(("patience_s", "waits_s"), [(1.0, 300.0), (20.0, 600.0)])
 def test_little_patience_with_a_lost_host_is_not_little_with_one_that_starts(monkeypatch, patience_s, waits_s):
     async def meet(*arguments):
         raise Met(arguments[-1])
