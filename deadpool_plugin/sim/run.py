@@ -113,10 +113,11 @@ def _why_not_live(cluster: Cluster, deadline: float) -> str:
 
 
 def _judge_the_end(cluster: Cluster) -> None:
-    """Everybody is told the same end, or that a person wants one; whoever ended well has trained to the end."""
+    """Everybody is told the same end, or that a person wants one; of the members, whoever ended well has trained to the
+    end (a host that was replaced may hear of it, too)."""
     exits = {node.number: node.exit[0] for node in cluster.nodes.values() if node.exit is not None}
     for node in cluster.nodes.values():
-        if exits.get(node.number) == 0:
+        if exits.get(node.number) == 0 and node.number in cluster.newest_world.members:
             for rank in node.controller.world.ranks_of(node.number) if node.controller.world else ():
                 if node.ends.get(rank) != (node.controller.generation, cluster.last_step):
                     raise Violation("BIT_EXACT", f"the job ended well, and rank {rank} had not made its last step")
