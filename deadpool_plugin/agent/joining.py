@@ -127,7 +127,7 @@ class Roster:
         if isinstance(message, Goodbye):
             self.gone(node)
         elif isinstance(message, Prepare):
-            self.missed |= {*message.lost}
+            self.missed |= {*message.lost} - {self._node}
 
     def _seen(self, node: NodeId) -> None:
         """It is not missed; a newcomer that says a first word, or ends, has been linked to everyone or never will."""

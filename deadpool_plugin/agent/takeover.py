@@ -125,10 +125,9 @@ class TakeOvers:
             self._spares.give_up(slot, rank, f"could not be taken over: {reason}")
             return
         output = await self._workers.output_of(rank, plan.restore_step)
-        is_newest = (
-            self._store.generation == plan.world.generation
-        )  # before Python 3.12 `wait_for` may not be cancelled
-        if is_newest and rehearsal.alive:  # else it is said already, by whoever noticed
+        if self._store.generation != plan.world.generation:
+            return  # before Python 3.12 `wait_for` may eat a cancellation
+        if rehearsal.alive:  # else it is said already, by whoever noticed
             self._hand_over(plan, slot, rank, output)
 
     async def _bring(self, plan: SwapPlan, source: Source | None, rehearsal: Rehearsal) -> None:

@@ -290,7 +290,7 @@ def test_a_member_that_hangs_is_not_waited_for_once_it_is_taken_for_lost_until_i
                 for member in members:
                     member.roster.know(hello)
                 members[0].roster.missed |= {4}
-                members[0].mesh.send(1, Prepare(Ballot(4, 1, 0), (4,)))
+                members[0].mesh.send(1, Prepare(Ballot(4, 1, 0), (4, 1)))
                 await soon(members[1].messages)
                 arrival = await host.arrive(members[1].hello, timeout_s=5.0)
                 assert [hello.node for hello in arrival.hellos] == [0, 1, 5]
