@@ -1,24 +1,19 @@
 """Which of this host's addresses `interface_address` means: a file that is the same on all hosts names a network.
 
-Rules of this file: Linux; asks the kernel for addresses, opens nothing.
+Rules of this file: asks the kernel for addresses, opens nothing.
 """
 
 from __future__ import annotations
 
-import array
-import fcntl
 import ipaddress
 import os
 import socket
-import struct
-from pathlib import Path
+
+import psutil
 
 from ..errors import ConfigError
 
-_SIOCGIFCONF = 0x8912
-_ENTRY_BYTES, _ENTRIES_MAX = 40, 256
-_IPV6 = Path("/proc/net/if_inet6")
-_GLOBAL = "00"
+_FAMILIES = (socket.AF_INET, socket.AF_INET6)
 
 Found = list[tuple[str, str]]
 
@@ -60,14 +55,6 @@ def _is_address(said: str) -> bool:
 
 def addresses_here() -> Found:
     """This host's interfaces and their addresses, IPv4 first, without those that mean something on one link only."""
-    buffer = array.array("B", bytes(_ENTRY_BYTES * _ENTRIES_MAX))
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        asked = struct.pack("iP", len(buffer), buffer.buffer_info()[0])
-        size, _ = struct.unpack("iP", fcntl.ioctl(sock, _SIOCGIFCONF, asked))
-    entries = [buffer[at : at + _ENTRY_BYTES].tobytes() for at in range(0, size, _ENTRY_BYTES)]
-    found = [(entry[:16].partition(b"\0")[0].decode(), socket.inet_ntoa(entry[20:24])) for entry in entries]
-    for line in _IPV6.read_text().splitlines() if _IPV6.exists() else []:
-        digits, _, _, scope, _, name = line.split()
-        if scope == _GLOBAL:
-            found.append((name, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))))
-    return found
+    found = [(name, its) for name, addresses in psutil.net_if_addrs().items() for its in addresses]
+    v4, v6 = ([(name, its.address) for name, its in found if its.family == family] for family in _FAMILIES)
+    return v4 + [(name, address) for name, address in v6 if "%" not in address]
