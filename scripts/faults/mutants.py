@@ -198,7 +198,7 @@ MUTANTS = (
     ),
     Mutant(
         "own-pause-blamed-on-others", "core/suspicion.py",
-        "if gap_s > PAUSE_INTERVALS * timing.heartbeat_interval_s:", "if False:",
+        "paused = gap_s > PAUSE_INTERVALS * timing.heartbeat_interval_s", "paused = False",
         "a node that stood still counts all others as silent",
     ),
     Mutant(
