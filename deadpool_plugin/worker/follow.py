@@ -158,7 +158,6 @@ class Follow:
             )
         took = time.monotonic() - self._began
         context.link.send(local.Rehearsed(self._rank, took))
-        context.offer_store()  # for a swap in which no process that runs a rank is left to host one
         context.on_built()
         self._mute.keep_files()
 
