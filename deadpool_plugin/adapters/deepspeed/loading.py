@@ -1,13 +1,15 @@
 """A checkpoint that a script loads in mid-training (the best one, at the end) is a call, done again like any other.
 
 Rules of this file: what DeepSpeed reads goes into the tensors that the shard consists of; where it has put others in
-their place, those give their values and leave. Before the first forward loading is DeepSpeed's affair alone.
+their place, those give their values and leave. Before the first forward loading is DeepSpeed's affair, but for which
+checkpoint is the newest: a process that rehearses a rank later is told what the rank itself found.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from ...errors import Unsupported
@@ -23,13 +25,25 @@ def install(calls: Calls, engine_class: type, is_training: Callable[[], bool]) -
     original = owner.load_checkpoint
 
     @functools.wraps(original)
-    def load_checkpoint(engine: Any, *args: Any, **kwargs: Any) -> Any:
-        if calls.busy or not is_training():
-            return original(engine, *args, **kwargs)
-        call = Load(calls, functools.partial(original, engine, *args, **kwargs), engine)
+    def load_checkpoint(engine: Any, load_dir: Any, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if calls.busy:
+            return original(engine, load_dir, tag, *args, **kwargs)
+        if not is_training():
+            newest = Path(load_dir) / ("latest_universal" if engine.load_universal_checkpoint() else "latest")
+            if tag is None:
+                tag = calls.handler(f"the tag in {newest}", CallKind.FACT, _tag_in, (newest,), {})
+            if tag is None and newest.is_file():
+                return None, None  # there was none when the job began
+            return original(engine, load_dir, tag, *args, **kwargs)
+        call = Load(calls, functools.partial(original, engine, load_dir, tag, *args, **kwargs), engine)
         return calls.handler("engine.load_checkpoint", CallKind.PLAIN, call, (), {})
 
     owner.load_checkpoint = load_checkpoint
+
+
+def _tag_in(newest: Path) -> str | None:
+    """What DeepSpeed itself reads there; None if there is no checkpoint. Source: DeepSpeedEngine.load_checkpoint."""
+    return newest.read_text().strip() if newest.is_file() else None
 
 
 class Load(OfEngine):
