@@ -374,7 +374,8 @@ def test_ids_are_above_all_that_ever_were():
 def run_launcher(*programs):
     """`play_launcher` in a process of its own, with one child per program."""
     code = (
-        "import os, sys; from deadpool_plugin.launch.join import play_launcher;"
+        "import os, signal, sys; from deadpool_plugin.launch.join import play_launcher;"
+        "signal.signal(signal.SIGHUP, signal.SIG_DFL);"  # the tests themselves may run under nohup
         "commands = [[sys.executable, '-c', text] for text in sys.argv[1:]];"
         "sys.exit(play_launcher(commands, [dict(os.environ)] * len(commands)))"
     )
