@@ -371,11 +371,11 @@ def test_ids_are_above_all_that_ever_were():
 # ---- playing the launcher
 
 
-def run_launcher(*programs):
-    """`play_launcher` in a process of its own, with one child per program."""
+def run_launcher(*programs, hangup="SIG_DFL"):
+    """`play_launcher` in a process of its own, with one child per program; `hangup`: what SIGHUP does to it."""
     code = (
         "import os, signal, sys; from deadpool_plugin.launch.join import play_launcher;"
-        "signal.signal(signal.SIGHUP, signal.SIG_DFL);"  # the tests themselves may run under nohup
+        f"signal.signal(signal.SIGHUP, signal.{hangup});"  # the tests themselves may run under nohup
         "commands = [[sys.executable, '-c', text] for text in sys.argv[1:]];"
         "sys.exit(play_launcher(commands, [dict(os.environ)] * len(commands)))"
     )
@@ -412,9 +412,7 @@ def test_under_nohup_the_end_of_the_terminal_ends_nothing():
         "print('ready', flush=True)\n"
         "signal.pause()"
     )
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    launcher = run_launcher(child)
-    signal.signal(signal.SIGHUP, before)
+    launcher = run_launcher(child, hangup="SIG_IGN")
     assert [launcher.stdout.readline() for _ in range(2)] == ["True\n", "ready\n"]
     launcher.send_signal(signal.SIGHUP)
     launcher.terminate()
