@@ -11,6 +11,7 @@ import errno
 import os
 import threading
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -182,15 +183,13 @@ class Pipe:
     def assigned(self) -> bool:
         return self._path is not None
 
-    def assign(self, path: Path, forward: bool, file: int | None = None) -> None:
+    def assign(self, path: Path, forward: bool, opened: Callable[[], int] | None = None) -> None:
         """From now on into `path`; `forward` to our own standard output too.
 
-        Args: file: `path` as it was opened already, ours from now on; -1 if that took too long.
-        Blocks: for the file system, without `file`.
+        Args: opened: a descriptor of `path`, ours from now on; it may raise OSError.
+        Blocks: for the file system, without `opened`.
         """
         if self.ended.is_set() or path == self._path:
-            if file is not None and file >= 0:
-                os.close(file)
             return
         if self.assigned:
             self._release()
@@ -198,9 +197,7 @@ class Pipe:
             self._loop.add_reader(self._fd, self._read)
         self._path, self._forward = path, forward
         try:
-            if file == -1:
-                raise OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
-            self._file = self._writer.open(path) if file is None else file
+            self._file = self._writer.open(path) if opened is None else opened()
             self._file_bytes = os.fstat(self._file).st_size
         except OSError as error:  # what is printed is not worth a node
             self._file_bytes = 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 from collections.abc import Callable
 from io import FileIO
@@ -35,6 +36,12 @@ class Output(NamedTuple):
 
     file: FileIO | None
     printed: Printed
+
+    def opened(self) -> int:
+        """A descriptor of the file, the caller's. Raises: OSError if it could not be opened in time."""
+        if self.file is None:
+            raise OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+        return os.dup(self.file.fileno())
 
 
 class Workers:
@@ -175,13 +182,13 @@ class Workers:
         node = self.world.node_of[rank]
         return worker_env(self._place, self.world, rank, node, slot.local_rank, self.address)
 
-    def _name_output(self, slot: Slot, file: int | None = None) -> None:
-        """`file`: as for `Pipe.assign`."""
+    def _name_output(self, slot: Slot, opened: Callable[[], int] | None = None) -> None:
+        """`opened`: as for `Pipe.assign`."""
         if slot.pipe is None:
             return
         node = self._place.node
         if slot.rank >= 0:
-            slot.pipe.assign(rank_file(self._output_dir, slot.rank, node), True, file)
+            slot.pipe.assign(rank_file(self._output_dir, slot.rank, node), True, opened)
         else:
             slot.pipe.assign(self._output_dir / f"spare{slot.local_rank}.node{node}.log", forward=False)
 
@@ -211,7 +218,7 @@ class Workers:
         invariant(process is not None and process.rank == slot.rank, f"nothing runs rank {slot.rank}")
         assert process is not None
         process.took_over = True
-        self._name_output(slot, -1 if output.file is None else os.dup(output.file.fileno()))
+        self._name_output(slot, output.opened)
         if slot.pipe is not None:
             slot.pipe.repeats = Repeats(output.printed, step) if output.printed else None
 

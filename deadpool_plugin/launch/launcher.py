@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import resource
 import shutil
 import signal
 import sys
@@ -23,6 +22,7 @@ from ..agent import proc
 from ..agent.meeting import versions
 from ..config import Config, load
 from ..errors import ConfigError
+from ..transport.sockets import allow_many_files
 from . import leash
 from .outcome import Outcome, outcome
 from .remote import Stewards, keep_alive
@@ -61,8 +61,7 @@ def _check_this_host() -> None:
             raise ConfigError(
                 f"there is no `{name}` on this host", "what deepspeed starts jobs with", f"install {name}"
             )
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # some for every host, here and in pdsh
+    allow_many_files()  # some for every host, here and in pdsh
 
 
 class Launcher:

@@ -26,6 +26,10 @@ class History:
         self.last: Step = NO_STEP
 
     @property
+    def held_bytes(self) -> int:
+        return self._bytes
+
+    @property
     def first(self) -> Step:
         return self.last - len(self._records) + 1 if self._records else NO_STEP
 

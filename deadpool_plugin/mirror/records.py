@@ -66,6 +66,11 @@ class Records(Fence):
             history = self._histories.get(rank, _NOTHING)
             return history.first, history.last
 
+    def history_bytes(self, rank: Rank) -> int:
+        """What the records that are held take."""
+        with self._lock:
+            return self._histories.get(rank, _NOTHING).held_bytes
+
     def _truncate(self, rank: Rank, step: Step) -> None:
         """Forgets the records of later steps. The caller has the lock."""
         if rank in self._histories:

@@ -95,6 +95,6 @@ def address_towards(host: str, port: int) -> str:
 
 
 def allow_many_files() -> None:
-    """Let this process open as many files as its host allows: it has two connections to each of hundreds of nodes."""
+    """Let this process open as many files as its host allows, and those it starts: some for each of many nodes."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -49,9 +49,9 @@ def wait_until(done, timeout_s: float = 10.0) -> None:
         time.sleep(0.01)
 
 
-def slot_of(standby, worker) -> Slot:
-    serving = Process(order=1, rank=0, rehearses=False, pid=worker.pid, peer=object())
-    return Slot(0, rank=0, standby_pid=standby.pid, process=serving)
+def slot_of(standby, worker, rehearses: bool = False) -> Slot:
+    process = Process(order=1, rank=0, rehearses=rehearses, pid=worker.pid, peer=object())
+    return Slot(0, rank=0, standby_pid=standby.pid, process=process)
 
 
 def test_a_rank_and_its_children_stand_still_and_go_on(family):
@@ -77,17 +77,14 @@ def test_they_end_as_they_stand(family):
 
 def test_a_slot_that_rehearses_is_left_alone(family):
     tag, standby, worker, _ = family
-    slot = slot_of(standby, worker)
-    slot.process.rehearses = True
-    pausing = Pausing(tag, [slot], Watch(10.0))
+    pausing = Pausing(tag, [slot_of(standby, worker, rehearses=True)], Watch(10.0))
     pausing.pause()
     assert pausing.active and stopped(worker.pid) == [False]
 
 
 def test_who_takes_a_rank_over_meanwhile_stands_still_too(family):
     tag, standby, worker, child = family
-    slot = slot_of(standby, worker)
-    slot.process.rehearses = True
+    slot = slot_of(standby, worker, rehearses=True)
     pausing = Pausing(tag, [slot], Watch(10.0))
     pausing.keep()
     pausing.pause()

@@ -19,9 +19,9 @@ import torch
 
 from ...errors import Unsupported
 from ...worker import skipping
-from ...worker.adapter import CallHandler, CallKind, Followed, Scalars
+from ...worker.adapter import CallHandler, CallKind, Scalars
 from ...worker.saving import Saves
-from . import bookkeeping, cleanup, facts, losses, refusals, saving
+from . import bookkeeping, cleanup, facts, losses, refusals, saving, wrapping
 from .state import OptimizerState, check_base
 
 SCHEDULES = (
@@ -66,7 +66,7 @@ class MegatronAdapter:
         _remember_instances(optimizers.MegatronOptimizer, self._optimizers)
         _remember_instances(optimizers.ChainedOptimizer, self._optimizers)
         _remember_instances(Timer, self._timers)
-        wrap = functools.partial(_wrap, handler=handler)
+        wrap = functools.partial(wrapping.wrap, handler=handler)
         DistributedDataParallel.no_sync = cleanup.no_sync
         wrap(DistributedDataParallel, "zero_grad_buffer", CallKind.PLAIN)
         wrap(DistributedDataParallel, "start_param_sync", CallKind.PLAIN)
@@ -212,20 +212,6 @@ class MegatronAdapter:
         values = [_mean(one.get(key)) for one in result]
         known = [value for value in values if value is not None]
         return sum(known) / len(known) if len(known) == len(values) else None
-
-
-def _wrap(
-    owner: Any, name: str, kind: CallKind, *, handler: CallHandler, told: Callable[..., Followed] | None = None
-) -> None:
-    """Replace `owner.name` by a function that hands the original to `handler`, as the call `told` makes of it."""
-    original = getattr(owner, name)
-    function = told(original) if told is not None else original
-
-    @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return handler(name, kind, function, args, kwargs)
-
-    setattr(owner, name, call)
 
 
 def _remember_instances(cls: type, instances: list[Any]) -> None:

@@ -14,10 +14,10 @@ import functools
 import os
 import sys
 import threading
-from collections.abc import Callable
 from typing import Any
 
 from ...worker.adapter import CallHandler, CallKind
+from .wrapping import wrap
 
 TRACKER = "latest_checkpointed_iteration.txt"
 HASHES = "check_param_hashes_across_dp_replicas"
@@ -36,12 +36,4 @@ def install(handler: CallHandler) -> None:
     os.path.isfile = isfile
     for module in map(sys.modules.get, ("megatron.core.utils", "megatron.training.training")):
         if hasattr(module, HASHES):
-            setattr(module, HASHES, _told(getattr(module, HASHES), handler))
-
-
-def _told(original: Callable[..., bool], handler: CallHandler) -> Callable[..., bool]:
-    @functools.wraps(original)
-    def ask(*args: Any, **kwargs: Any) -> bool:
-        return bool(handler(HASHES, CallKind.FACT, original, args, kwargs))
-
-    return ask
+            wrap(module, HASHES, CallKind.FACT, handler=handler)
