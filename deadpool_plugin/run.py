@@ -48,10 +48,9 @@ def main() -> NoReturn:
     try:
         launch, line = prepare(sys.argv[1:])
     except ConfigError as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"[deadpool] {error}", file=sys.stderr, flush=True)
-        else:
-            time.sleep(_YIELD_S)  # the launcher ends all as soon as one ends: let local rank 0 say it, once
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            time.sleep(_YIELD_S)  # local rank 0 says it, once: as soon as that ends, the launcher ends the others
+        print(f"[deadpool] {error}", file=sys.stderr, flush=True)
         sys.exit(error.exit_code)
     supervise(launch, line.command, line.config)
 

@@ -10,6 +10,7 @@ from importlib import metadata
 
 import pytest
 
+from deadpool_plugin import run
 from deadpool_plugin.config import Config
 from deadpool_plugin.errors import ConfigError
 from deadpool_plugin.launch import roles
@@ -203,6 +204,18 @@ def test_mistakes_are_one_line_and_exit_code_78(tmp_path, text, more, said):
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 78
     assert done.stderr.startswith("[deadpool] ") and said in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_a_mistake_that_local_rank_0_does_not_share_is_said_too(monkeypatch, capsys):
+    """Whoever is still there after a moment was not preceded by local rank 0."""
+    monkeypatch.setattr(run, "_YIELD_S", 0.0)
+    monkeypatch.setattr(sys, "argv", ["run.py", "s.py"])
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(SystemExit, match="78"):
+        run.main()
+    said = capsys.readouterr().err
+    assert said.startswith("[deadpool] ") and said.count("\n") == 1
 
 
 def test_the_supervisor_and_the_agent_load_no_torch():
