@@ -2,7 +2,8 @@
 
 Rules of this file: reads only, but for `sweep` and `kill_all`; a process that has gone is an answer, not an error.
 Source: proc_pid_stat(5); PF_EXITING shows 1.5-5 ms after SIGKILL, while a pidfd or an end of file come only after
-the memory is torn down (about 100 ms per GiB).
+the memory is torn down (about 100 ms per GiB). It shows only after a core dump, PF_SIGNALED before it; a main thread
+that has that does not go back to its program (kernel/signal.c, get_signal).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 PF_EXITING = 0x4
+PF_SIGNALED = 0x400
 ROUNDS_MAX = 10
 TAG = "DEADPOOL_TAG"
 """Environment variable every worker is started with: "<launcher pid>.<its start time>.<local rank>."."""
@@ -33,16 +35,29 @@ class Status(msgspec.Struct, frozen=True):
         return self.state in "Tt"
 
 
-def look(pid: int) -> Status | None:
+def look(pid: int, folder: str = "/proc") -> Status | None:
     """The status of `pid`, None if there is no such process. Costs about 10 us."""
     try:
-        with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:
+        with open(f"{folder}/{pid}/stat", "rb", buffering=0) as file:
             fields = file.read(4096).rpartition(b") ")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    state = fields[0].decode()
-    ending = state in "ZX" or bool(int(fields[6]) & PF_EXITING)
-    return Status(state, ending, int(fields[49]) if ending else 0)
+    state, flags = fields[0].decode(), int(fields[6])
+    if state not in "ZX" and not flags & (PF_EXITING | PF_SIGNALED):
+        return Status(state, False, 0)
+    status = int(fields[49])
+    if not status and flags & PF_SIGNALED and _dumps_core(pid, folder):
+        status = int(signal.SIGSEGV)  # or one like it: older kernels say which one only when the dump is written
+    return Status(state, True, status)
+
+
+def _dumps_core(pid: int, folder: str) -> bool:
+    """Else 0 may be the code by which a thread of the process has ended it."""
+    try:
+        with open(f"{folder}/{pid}/status", "rb", buffering=0) as file:
+            return b"\nCoreDumping:\t1\n" in file.read(4096)
+    except OSError:
+        return False
 
 
 def start_time(pid: int) -> int:

@@ -305,3 +305,27 @@ def test_a_status_of_what_has_gone():
     assert status is not None and status.ending
     child.wait()
     assert proc.look(child.pid) is None
+
+
+@pytest.mark.parametrize(
+    ("state", "flags", "status", "dumping", "seen"),
+    [
+        ("S", 0x400040, 0, 0, proc.Status("S", False, 0)),
+        ("T", 0x400040, 0x137F, 0, proc.Status("T", False, 0)),
+        ("R", 0x400044, 9, 0, proc.Status("R", True, 9)),
+        ("D", 0x400440, 11, 1, proc.Status("D", True, 11)),
+        ("D", 0x400440, 0, 1, proc.Status("D", True, signal.SIGSEGV)),
+        ("R", 0x400440, 0, 0, proc.Status("R", True, 0)),
+        ("R", 0x400444, 0, 0, proc.Status("R", True, 0)),
+        ("Z", 0x400444, 0x300, 0, proc.Status("Z", True, 0x300)),
+    ],
+    ids=["lives", "stopped", "killed", "dumps", "dumps_old_kernel", "a_thread_ends_it", "so_with_0", "so_with_3"],
+)
+def test_a_death_is_seen_before_its_core_dump_is_written(tmp_path, state, flags, status, dumping, seen):
+    (tmp_path / "77").mkdir()
+    between = " ".join("0" for _ in range(42))
+    (tmp_path / "77" / "stat").write_text(f"77 (a) name) {state} 1 77 77 0 -1 {flags} {between} {status}\n")
+    (tmp_path / "77" / "status").write_text(f"Name:\tpython\nCoreDumping:\t{dumping}\nThreads:\t2\n")
+    assert proc.look(77, str(tmp_path)) == seen
+    (tmp_path / "77" / "status").unlink()
+    assert proc.look(77, str(tmp_path)) == (seen if status else proc.Status(seen.state, seen.ending, 0))
