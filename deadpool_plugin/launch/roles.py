@@ -18,6 +18,7 @@ from ..agent.interfaces import address_of
 from ..agent.world import Place, check_count, spare_nodes
 from ..config import Config
 from ..errors import ConfigError
+from ..transport import descriptors
 
 REQUIRED = {"torch": (2, 9)}
 """Oldest version that works; must be installed."""
@@ -120,7 +121,8 @@ def check_directories(config: Config) -> None:
 
 
 def check_versions(version_of: Callable[[str], str] = metadata.version) -> None:
-    """Raises: ConfigError for a package that is missing or too old."""
+    """Raises: ConfigError for a package that is missing or too old, and a kernel that is."""
+    _check_kernel()
     for package, oldest in {**REQUIRED, **OPTIONAL}.items():
         wanted = f"{package} {oldest[0]}.{oldest[1]} or newer"
         try:
@@ -132,3 +134,21 @@ def check_versions(version_of: Callable[[str], str] = metadata.version) -> None:
         numbers = re.match(r"(\d+)\.(\d+)", found)
         if numbers is None or (int(numbers[1]), int(numbers[2])) < oldest:
             raise ConfigError(f"{package} {found} is installed", wanted, f"upgrade {package} on every host")
+
+
+def _check_kernel() -> None:
+    """What our processes watch each other by and share memory through works here. Raises: ConfigError."""
+    calls: dict[str, Callable[[], int]] = {
+        "pidfd_open": lambda: descriptors.pidfd_open(os.getpid()),
+        "memfd_create": lambda: descriptors.memfd_create("deadpool-check", descriptors.MFD_CLOEXEC),
+    }
+    for name, call in calls.items():
+        try:
+            os.close(call())
+        except OSError as error:
+            host = os.uname()
+            raise ConfigError(
+                f"the system call {name} fails on {host.nodename}, Linux {host.release} ({error.strerror})",
+                "Linux 5.3 or newer, and a container that may use the call",
+                "upgrade the kernel, or let the container's seccomp profile allow it",
+            ) from error

@@ -22,6 +22,7 @@ from ..agent import joining, proc
 from ..config import load
 from ..errors import EXIT_FENCED, DeadpoolError, TransportError
 from ..transport import local
+from ..transport.descriptors import pidfd_open
 from ..transport.framing import ConnectionClosed
 from ..transport.local import LocalConnection
 from ..transport.unix import listen_unix
@@ -102,7 +103,7 @@ class Supervisor:
         program, env = self._agent_program(listener.fileno()), {**self._env, **self._told}
         self._agent = spawn(program, env, signal.SIGTERM, pass_fds=[listener.fileno()])
         listener.close()
-        self._watch(os.pidfd_open(self._agent), "agent's end")
+        self._watch(pidfd_open(self._agent), "agent's end")
 
     def _connect(self) -> LocalConnection:
         """The agent's socket exists from the moment supervisor 0 has come so far; it may be slower than we are."""
@@ -127,7 +128,7 @@ class Supervisor:
         hello = local.SupervisorHello(self._launch.local_rank, self._standby)
         self._tell(hello, read_end)
         os.close(read_end)
-        self._watch(os.pidfd_open(self._standby), "standby's end")
+        self._watch(pidfd_open(self._standby), "standby's end")
 
     def _tell(self, message: local.LocalMessage, *descriptors: int) -> None:
         try:
@@ -194,7 +195,7 @@ class Supervisor:
 
     def _end_agent(self) -> None:
         """It ends by itself once all supervisors have closed their connections; if not, it is made to."""
-        pidfd = os.pidfd_open(self._agent)
+        pidfd = pidfd_open(self._agent)
         ended = select.poll()
         ended.register(pidfd, select.POLLIN)
         for number in (None, signal.SIGTERM, signal.SIGKILL):

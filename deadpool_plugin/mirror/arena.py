@@ -21,11 +21,12 @@ import msgspec
 import xxhash
 
 from ..errors import ConfigError, MemoryShortage, TransportError, invariant
+from ..transport import descriptors
 
 PAGE_BYTES = mmap.PAGESIZE
 _PREFIX = struct.Struct("<8sQQ")  # magic, length of the encoded header, its xxh3
 _MAGIC = b"deadpool"
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_SEALS = descriptors.F_SEAL_SHRINK | descriptors.F_SEAL_GROW | descriptors.F_SEAL_SEAL
 _libc = ctypes.CDLL(None)
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 _TOUCH_BYTES = 8 << 20  # some 5 ms, ten times that on a loaded host
@@ -101,10 +102,11 @@ class SlotPair:
 
     @classmethod
     def _mapped(cls, rank: int, header_bytes: int, payload_bytes: int) -> SlotPair:
-        fd = os.memfd_create(f"deadpool-rank{rank}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        flags = descriptors.MFD_CLOEXEC | descriptors.MFD_ALLOW_SEALING
+        fd = descriptors.memfd_create(f"deadpool-rank{rank}", flags)
         try:
             os.ftruncate(fd, arena_bytes(header_bytes, payload_bytes))
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+            fcntl.fcntl(fd, descriptors.F_ADD_SEALS, _SEALS)
             return cls(fd, rank, header_bytes, payload_bytes)
         except BaseException:
             os.close(fd)
@@ -119,7 +121,7 @@ class SlotPair:
         expected, found = arena_bytes(header_bytes, payload_bytes), os.fstat(fd).st_size
         if found != expected:
             raise TransportError(f"the arena of rank {rank} has {found} bytes, expected {expected}")
-        if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+        if fcntl.fcntl(fd, descriptors.F_GET_SEALS) & _SEALS != _SEALS:
             raise TransportError(f"the arena of rank {rank} is not sealed against resizing")
         return cls(fd, rank, header_bytes, payload_bytes)
 

@@ -11,6 +11,8 @@ import os
 import select
 import signal
 
+from ..transport.descriptors import pidfd_open, pidfd_send_signal
+
 _PR_SET_PDEATHSIG = 1
 
 
@@ -32,12 +34,12 @@ def kill_tree(pid: int) -> None:
     while pending:
         one = pending.pop()
         with contextlib.suppress(ProcessLookupError):
-            watched.append(os.pidfd_open(one))
+            watched.append(pidfd_open(one))
             os.kill(one, signal.SIGSTOP)
             pending += _children(one)
     for descriptor in watched:
         with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+            pidfd_send_signal(descriptor, signal.SIGKILL)
     for descriptor in watched:
         end = select.poll()  # `select` takes no descriptor above 1023, of which a trainer may have many
         end.register(descriptor, select.POLLIN)
