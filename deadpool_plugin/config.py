@@ -1,8 +1,8 @@
 """The configuration file: one frozen object, every field documented, every error readable.
 
 Rules of this file: `load` is the only way in; a wrong file never gives a traceback, always a ConfigError that names
-the field, what was found, what was expected and what to do. Time-outs are derived from `patience_s`, but for the one
-that the script's own start decides.
+the field, what was found, what was expected and what to do. Time-outs are derived from `patience_s`, but for the two
+that the script itself decides.
 May import errors only.
 """
 
@@ -33,7 +33,7 @@ class Config(BaseModel):
     indices counted from 0). Hazard: 0 means that any loss of a node ends the job."""
 
     patience_s: float = Field(default=10.0, ge=0.2, le=3600.0)
-    """Seconds: a peer that is silent for this long is lost. All other time-outs but the next follow from it.
+    """Seconds: a peer that is silent for this long is lost. All other time-outs but the next two follow from it.
     Hazard: below about 2 s a loaded host can be mistaken for a dead one; a false loss costs a swap and a spare.
     A killed process or a reset connection is noticed in milliseconds whatever this says. After some 0.7 of it without
     contact a host's processes stand still until it has contact again, or is replaced."""
@@ -42,6 +42,12 @@ class Config(BaseModel):
     """Seconds: if no further rank reaches training for this long, after the start of the job or after a swap, the job
     ends (86) and names the ranks that are missing. A process that is on its way through past steps counts as long as
     it gets on. Hazard: a script that builds indices or loads a checkpoint for longer needs more."""
+
+    stall_timeout_s: float | None = Field(default=1800.0, ge=5.0)
+    """Seconds: if in training no step is mirrored and no process comes to its next collective for this long, all are
+    interrupted and go on from the last step; a process that does not let go is killed and replaced. If the same happens
+    again before another step, the job ends (86). It stands in for NCCL's own time-out, whose watchdog would end the
+    process. None: never. Hazard: a save or an evaluation in which nothing is communicated for longer needs more."""
 
     secret_file: Path = Path("~/.deadpool/secret")
     """File (mode 0600, same content on every host) that holds the job's secret; peers that cannot prove it are

@@ -7,6 +7,7 @@ line that goes to the part whose duty it is. An input that comes while another's
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
 import socket
@@ -347,6 +348,7 @@ def _timing(config: Config) -> Timing:
         config.phase_timeout_s,
         config.decision_timeout_s,
         config.start_timeout_s,
+        math.inf if config.stall_timeout_s is None else config.stall_timeout_s,
     )
 
 

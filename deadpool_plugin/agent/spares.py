@@ -141,7 +141,7 @@ class Spares:
         """A newcomer on its way through past steps, for whom everybody waits; nobody waits for a spare."""
         if slot.rank != message.rank:
             return
-        self._feed(io.NewcomerMoved(message.rank, message.step))
+        self._feed(io.WorkerMoved(message.rank))
         now = time.monotonic()
         if now - self._said_at >= SAY_MOVED_S:
             self._said_at = now

@@ -70,6 +70,7 @@ class Workers:
             local.OutOfReach: lives.out_of_reach,
             local.StoreOffer: self._store_offer,
             local.Finished: lambda slot, peer, message: self._feed(io.WorkerFinished(message.rank)),
+            local.Progress: lambda slot, peer, message: self._feed(io.WorkerMoved(message.rank)),
             local.Saved: lambda slot, peer, message: self._feed(io.CheckpointSaved(message.step, message.path)),
         }
 

@@ -1,10 +1,11 @@
 """NCCL: communicators of one generation, each aborted from a thread of its own with one deadline, and never destroyed.
 
 Rules of this file: nothing here ran on more than what tests/contract/test_comm_nccl.py covers. The watchdog must
-neither kill the process nor hold an abort up, and NVLS is off, because it gets in the way of one. Communicators connect
-at their first operation, in every generation as in the first: those that are used, and a pair's own for its sends and
-receives. A process whose abort does not return by the deadline, or whose thread is caught in connecting, must be killed
-and replaced: `unblock` raises in the first case, the agent sees that it does not unwind in the second.
+neither kill the process (`stall_timeout_s` stands in for its time-out) nor hold an abort up, and NVLS is off, because
+it gets in the way of one. Communicators connect at their first operation, in every generation as in the first: those
+that are used, and a pair's own for its sends and receives. A process whose abort does not return by the deadline, or
+whose thread is caught in connecting, must be killed and replaced: `unblock` raises in the first case, the agent sees
+that it does not unwind in the second.
 """
 
 from __future__ import annotations

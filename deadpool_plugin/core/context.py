@@ -94,6 +94,8 @@ class Context:
         self.swap_since = 0.0
         self.waiting = False
         """The coordinator (perhaps one before it) waits for a host to join."""
+        self.stalled_at: Step | None = None
+        """What was committed when this node, as coordinator, last saw nothing come of training for too long."""
         self.stuck = ""
         """Why this generation cannot go on as it is, as far as this node is concerned; "" if it can."""
         self.contact_at = 0.0

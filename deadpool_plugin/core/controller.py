@@ -35,7 +35,6 @@ from .io import (
     Input,
     Joining,
     LinkLost,
-    NewcomerMoved,
     NodeGivenUp,
     Received,
     Reconfigure,
@@ -49,6 +48,7 @@ from .io import (
     WorkerFailed,
     WorkerFinished,
     WorkerLost,
+    WorkerMoved,
     WorkerReady,
     WorkerRestored,
     WorldFormed,
@@ -135,6 +135,7 @@ class Controller:
         before, ctx.now = ctx.now, now
         if ctx.watch.excuse_pause(now - before, ctx.timing):
             self._swaps.excuse_pause(now - before)
+            self._coordination.excuse_pause(now - before)
         _INPUTS[type(event)](self, event)
         self._mark()
         if reason := self._pausing.look(before):
@@ -242,6 +243,8 @@ class Controller:
         self._swaps.tick()
         if not ctx.ended:
             self._coordination.tick()
+        if not ctx.ended and (reason := self._coordination.stalled()):
+            self._swaps.stuck(ctx.node, reason)
         if ctx.now - self._reported_at >= ctx.timing.heartbeat_interval_s:
             self._changed = True
 
@@ -366,7 +369,7 @@ _INPUTS: Mapping[type[Input], Callable[[Controller, Any], None]] = {
     WorkerReady: Controller._worker_ready,
     SnapshotHeld: Controller._snapshot_held,
     HoldingsDropped: lambda self, event: self._note(self._inventory.dropped(event.rank, event.newer_than)),
-    NewcomerMoved: lambda self, event: self._note(self._inventory.moved(event.rank, event.step)),
+    WorkerMoved: lambda self, event: self._inventory.moved(),
     WorkerRestored: Controller._worker_restored,
     WorkerFinished: lambda self, event: self._note(self._inventory.finished(event.rank)),
     WorkerLost: lambda self, event: self._must_say(self._failures.lost(event.rank, event.reason)),

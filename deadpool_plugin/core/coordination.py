@@ -1,4 +1,4 @@
-"""The coordinator's work between swaps: start the job, commit steps, send spares rehearsing, end the job.
+"""The coordinator's work between swaps: start the job, commit steps, send spares rehearsing, see a stall, end the job.
 
 Rules of this file: every node keeps the book (it costs nothing), only the coordinator speaks from it; a book lives as
 long as its generation; what has been committed stays so. May import everything of core but the controller and swaps.
@@ -39,6 +39,8 @@ class Coordination:
         self._said_at = self._beat_at = context.now
         self._contact = Contact(context.world, context.policy.witness)
         self._moved_at = context.now
+        """When a rank was ready, a process got on or a step was committed, the last time."""
+        self._stalled = False
         self._floor: Step = max(context.plan.restore_step, 0) if context.plan else 0
 
     def hear(self, sender: NodeId, report: Report) -> None:
@@ -77,6 +79,27 @@ class Coordination:
                 f"{waited_s:.0f} s; raise start_timeout_s if the script needs more"
             )
 
+    def stalled(self) -> str:
+        """Why all are to be interrupted and go on in a new generation, said once: they are in training, and nothing has
+        come of it for too long. "" if there is no reason, or none any more: if the same has been done before, and
+        still nothing was committed, the job ends. Who has finished may leave the others work to do without it."""
+        ctx, limit_s = self._ctx, self._ctx.timing.stall_timeout_s
+        waited_s = ctx.now - self._moved_at
+        if self._stalled or not (ctx.leads and ctx.training) or ctx.swapping or self._finished or waited_s < limit_s:
+            return ""
+        self._stalled = True
+        newest = ctx.newest_committed
+        reason = f"no step after {newest} was committed, and no rank got any further, for {waited_s:.0f} s"
+        before, ctx.stalled_at = ctx.stalled_at, newest
+        if before is None or before < newest:
+            return f"{reason}: all ranks are interrupted and go on from there"
+        ctx.stop(f"{reason}, again, after all ranks had been interrupted; raise stall_timeout_s if steps take longer")
+        return ""
+
+    def excuse_pause(self, gap_s: float) -> None:
+        """This node itself stood still for so long."""
+        self._moved_at += gap_s
+
     def _advance(self) -> None:
         ctx, ranks = self._ctx, len(self._ctx.world.node_of)
         self._start()
@@ -96,6 +119,7 @@ class Coordination:
         if step > self._committed:
             self._ctx.step_s = self._ctx.now - self._committed_at if self._committed != NO_STEP else 0.0
             self._committed, self._committed_at = step, self._ctx.now
+            self._moved_at = self._ctx.now
             self._ctx.emit("StepCommitted", step=step)
 
     def _start(self) -> None:

@@ -22,7 +22,7 @@ class Inventory:
         self._floor: Step = NO_STEP
         self._ready: set[Rank] = set()
         self._finished: set[Rank] = set()
-        self._moved: dict[Rank, Step] = {}
+        self._moves = 0
         self.rehearsed: dict[int, Rank] = {}
         self._offers: dict[int, tuple[bool, str]] = {}
         """Each local slot's store, and whether its process runs a rank; the newest last."""
@@ -57,11 +57,9 @@ class Inventory:
     def ready(self, rank: Rank) -> bool:
         return _add(self._ready, rank)
 
-    def moved(self, rank: Rank, step: Step) -> bool:
-        """A newcomer has come as far as `step`."""
-        further = step > self._moved.get(rank, NO_STEP)
-        self._moved[rank] = step
-        return further
+    def moved(self) -> None:
+        """A process has got on: the next report will say so."""
+        self._moves += 1
 
     def finished(self, rank: Rank) -> bool:
         return _add(self._finished, rank)
@@ -108,7 +106,7 @@ class Inventory:
         self._held = {key: holding for key, holding in self._held.items() if key[1] <= restore_step}
         self._ready.clear()
         self._finished.clear()
-        self._moved.clear()
+        self._moves = 0
         if restore_step == NO_STEP:
             self._offers.clear()
         self.consume(used_store)
@@ -123,7 +121,7 @@ class Inventory:
             rehearsed=tuple(sorted(self.rehearsed.items())),
             finished=tuple(sorted(self._finished)),
             store=self.store,
-            moved=sum(step + 1 for step in self._moved.values()),
+            moved=self._moves,
         )
 
 

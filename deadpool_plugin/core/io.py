@@ -90,11 +90,11 @@ class HoldingsDropped(Input, frozen=True):
     newer_than: Step
 
 
-class NewcomerMoved(Input, frozen=True):
-    """The process that is to run `rank` in this generation has come as far as `step` on its way through the past."""
+class WorkerMoved(Input, frozen=True):
+    """The process of `rank` has got on, as it says now and then: one in training to its next collective, one that is to
+    run the rank further on its way through the past."""
 
     rank: Rank
-    step: Step
 
 
 class WorkerRestored(Input, frozen=True):

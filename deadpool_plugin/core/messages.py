@@ -38,7 +38,7 @@ class Report(Message, frozen=True):
     `checkpoint`: the newest one a rank of this node has finished saving. `stuck`: why this generation cannot go on as
     it is although nobody is lost, "" if it can. `sent_at`: now, by the sender's clock. `heard`: `sent_at` of the newest
     Status this node has heard of that coordinator in this generation (see contact.py for both). `moved`: grows while
-    newcomers of this node are on their way through past steps.
+    processes of this node say that they get on.
     """
 
     generation: Generation

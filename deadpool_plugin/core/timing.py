@@ -23,6 +23,9 @@ class Timing:
     start_timeout_s: float = 1800.0
     """After the start and after each swap all ranks must be in training within this time; else the job stops. It
     begins anew with each rank that gets there, and whenever a newcomer on its way through past steps gets on."""
+    stall_timeout_s: float = 1800.0
+    """In training: if for so long no step is committed and no process says that it gets on, all are interrupted and go
+    on in a new generation; at a second time without a step in between the job stops. Infinite: never."""
 
     @property
     def lease_s(self) -> float:

@@ -44,6 +44,7 @@ class Blows:
             "process": lambda fault, node: self._process(fault, node, -9),
             "error": lambda fault, node: self._process(fault, node, 1),
             "stuck": self._stuck,
+            "hang": self._hang,
             "give_up": lambda fault, node: self._give_up(node),
             "pause": self._pause,
             "partition": self._partition,
@@ -135,6 +136,16 @@ class Blows:
             self._cluster.timing.silent_after_s, node.do, node.processes.kill,
             node.processes.slots[process.slot], process, "had been stopped and was killed",
         )  # fmt: skip
+        return True
+
+    def _hang(self, fault: Fault, node: Node) -> bool:
+        """Every other one does not leave its call when it is interrupted either."""
+        training = [process for process in node.processes.alive if process.in_training and not process.finished]
+        if not training:
+            return False
+        process = training[fault.pick % len(training)]
+        process.hangs, process.is_deaf = True, fault.pick % 2 == 1
+        self.blamed.add(node.number)
         return True
 
     # -- the network -------------------------------------------------------------------------------------------

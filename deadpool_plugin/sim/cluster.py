@@ -31,9 +31,10 @@ from .transcript import Transcript
 from .worker import Process
 
 TIMING = Timing(
-    heartbeat_interval_s=0.5, silent_after_s=10.0, phase_timeout_s=20.0, decision_timeout_s=300.0, start_timeout_s=300.0
-)
-"""What the configuration's default patience gives."""
+    heartbeat_interval_s=0.5, silent_after_s=10.0, phase_timeout_s=20.0, decision_timeout_s=300.0,
+    start_timeout_s=300.0, stall_timeout_s=120.0,
+)  # fmt: skip
+"""What the configuration's default patience gives; less time to start and to stall."""
 LONG_PASTS = 0.002
 LONG_PAST = 1.5
 """So many rehearsals take longer than `start_timeout_s`, by this factor."""

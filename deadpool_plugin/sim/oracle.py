@@ -76,6 +76,8 @@ def judge_verdict(cluster: Cluster, node: Node, stopped: io.Emit) -> None:
         if code and not cluster.raised:
             raise Violation("RIGHT_VERDICT", f"node {node.number} ends the job with {code}: {reason}")
         return
+    if cluster.strikes.struck["hang"] > 1 and "got any further" in reason:
+        return  # of two processes that hang one after the other in one step the second ends the job
     world, lost = context.world, tuple(context.suspects)
     if node.number not in cluster.newest_world.members:
         return  # the others have gone on without it, so it speaks for itself only

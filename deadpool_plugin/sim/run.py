@@ -86,9 +86,11 @@ def _run(cluster: Cluster) -> None:
 
 def liveness_s(cluster: Cluster) -> float:
     """Once faults have stopped everybody has ended within this time: each fault may have left one loss nobody has
-    noticed, which costs a silence, two phases and a newcomer's long past; the job begins and trains once more."""
+    noticed, which costs a silence or a stall, two phases and a newcomer's long past; the job begins and trains once
+    more."""
     timing, scenario = cluster.timing, cluster.scenario
-    each = timing.silent_after_s + 2 * timing.phase_timeout_s + LONG_PAST * timing.start_timeout_s
+    notice = max(timing.silent_after_s, timing.stall_timeout_s)
+    each = notice + 2 * timing.phase_timeout_s + LONG_PAST * timing.start_timeout_s
     train = 10 * scenario.steps * (scenario.compute_s + scenario.latency_s * 4)
     return timing.start_timeout_s + each * (len(scenario.faults) + 2) + train
 

@@ -22,6 +22,7 @@ KINDS = {
     "process": "a rank's process is killed; its host is well",
     "error": "a rank's script raises",
     "stuck": "a rank's process stands still and is killed by its agent",
+    "hang": "a rank's process gets no further, and nobody sees why",
     "give_up": "a node's launcher ends it",
     "pause": "a host stands still and wakes up later with everything in hand",
     "partition": "a host and the others hear nothing of each other",
@@ -176,9 +177,9 @@ def as_file(found: Scenario) -> dict[str, Any]:
 
 
 _WEIGHTS = {
-    "crash": 3, "kill": 4, "rack": 1, "process": 4, "error": 1, "stuck": 1, "give_up": 1, "pause": 3, "partition": 2,
-    "oneway": 1, "part": 0, "rift": 0.5, "break": 2, "loss": 2, "delay": 3, "duplicate": 2, "flip": 1, "corrupt": 1,
-    "join": 2, "stop": 0.2,
+    "crash": 3, "kill": 4, "rack": 1, "process": 4, "error": 1, "stuck": 1, "hang": 0.5, "give_up": 1, "pause": 3,
+    "partition": 2, "oneway": 1, "part": 0, "rift": 0.5, "break": 2, "loss": 2, "delay": 3, "duplicate": 2, "flip": 1,
+    "corrupt": 1, "join": 2, "stop": 0.2,
 }  # fmt: skip
 """`part` is in scenarios only: who hears too few of the others leaves, though most of them are there, and the checkers
 count that as a wrong verdict."""

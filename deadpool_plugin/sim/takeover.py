@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..core.io import NewcomerMoved, SpareFailed, SpareRehearsed, StartRehearsal, WorkerLost
+from ..core.io import SpareFailed, SpareRehearsed, StartRehearsal, WorkerLost, WorkerMoved
 from ..core.slots import LocalSlot, divide
-from ..core.types import NO_STEP, NodeId, Rank, Source, Step, SwapPlan
+from ..core.types import NO_STEP, NodeId, Rank, Source, SwapPlan
 from .bulk import Broken
 from .processes import Slot
 from .store import Pair, Refused, Snapshot
@@ -77,9 +77,9 @@ class Rehearsals:
     def finished(self, process: Process) -> Signal:
         return self._finished[process]
 
-    def moved(self, process: Process, step: Step) -> None:
+    def moved(self, process: Process) -> None:
         if self._node.processes.slots[process.slot].rank == process.rank:
-            self._node.feed(NewcomerMoved(process.rank, step))
+            self._node.feed(WorkerMoved(process.rank))
 
     def rehearsed(self, process: Process) -> None:
         slot = self._node.processes.slots[process.slot]

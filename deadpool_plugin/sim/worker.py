@@ -34,7 +34,7 @@ class Process:
     def __init__(self, node: Node, slot: int, order: int, rank: Rank, rehearses: bool) -> None:
         self.node, self.slot, self.order, self.rank, self.rehearses = node, slot, order, rank, rehearses
         self.alive = True
-        self.stuck = self.held = False
+        self.stuck = self.held = self.hangs = self.is_deaf = False
         self._backlog: list[tuple[Callable[..., object], tuple[Any, ...]]] = []
         self.took_over = self.in_training = self.rehearsed = False
         self.unwound_for: Generation = 0
@@ -161,6 +161,8 @@ class Process:
     def _train(self) -> Work:
         while self.step < self._cluster.last_step:
             yield self._cluster.compute_s()
+            if self.hangs:
+                yield Signal()  # until it is interrupted
             assert self.state is not None and self._group is not None
             total = yield self._group.all_reduce(self, gradient(self.state))
             yield self._staged
@@ -190,7 +192,7 @@ class Process:
 
     def _on_abort(self, generation: Generation) -> None:
         self._aborted = max(self._aborted, generation)
-        if self.in_training or self.took_over:
+        if (self.in_training or self.took_over) and not (self.hangs and self.is_deaf):
             self.timeline.after(self._cluster.unwind_s(), self.do, self._unwound)
 
     def _unwound(self) -> None:
@@ -198,6 +200,7 @@ class Process:
         if self.unwound_for >= self._aborted or self._joined >= self._aborted:
             return
         self._main.cancel()
+        self.hangs = False
         self.unwound_for = self._aborted
         self._tell(self.node.processes.unwound, self._aborted)
         self._follow_plan()
@@ -250,9 +253,9 @@ class Process:
         yield self._cluster.start_s()
         self._offer_store()
         whole_s = self._cluster.rehearse_s()
-        for part in range(PARTS_OF_A_PAST):
+        for _ in range(PARTS_OF_A_PAST):
             yield whole_s / PARTS_OF_A_PAST
-            self._tell(self.node.rehearsals.moved, part)
+            self._tell(self.node.rehearsals.moved)
         self._tell(self.node.rehearsals.rehearsed)
 
     def _on_take_over(self, pair: Pair, generation: Generation, store: str, restore_step: Step) -> None:

@@ -194,6 +194,12 @@ class Moved(LocalMessage, frozen=True):
     step: int
 
 
+class Progress(LocalMessage, frozen=True):
+    """Worker in training -> agent, now and then: it has come to another collective."""
+
+    rank: int
+
+
 class TakeOver(LocalMessage, frozen=True):
     """Agent -> rehearser: become the rank in `generation`. The arena (descriptor) holds the snapshot of `restore_step`;
     `History` up to it has been sent before."""

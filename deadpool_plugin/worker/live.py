@@ -8,6 +8,7 @@ to `_run`, and no further.
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 
 from ..comm import collective
 from ..errors import WHOLE_STEP, GenerationChanged, Unsupported
+from ..transport import local
 from . import codec, rng
 from .adapter import MAKES_STEP, CallKind, Followed
 from .calls import Call, forget
@@ -24,9 +26,14 @@ from .saving import SaveCall
 from .swap import Swapping
 from .whole_step import WholeStep
 
+PROGRESS_EVERY_S = 1.0
+"""Seconds between two words of this kind to the agent; `stall_timeout_s` is never less than some of them."""
+
 
 class Live(Swapping):
     """One rank's life between its first forward and its end."""
+
+    _told_at = 0.0
 
     # ---- calls
 
@@ -72,9 +79,11 @@ class Live(Swapping):
 
         Its tensors are kept as they were at entry, so that it can be issued again on them.
         """
+        if not self.inside:
+            self._refuse_after_error()
+        self._tell_progress()
         if self.inside:
             return handle.issue(name, args, kwargs)
-        self._refuse_after_error()
         kept, written = _cloned((args, kwargs)), collective.outputs(name, args, kwargs)
         restore_entry = self._entry((), {})
 
@@ -99,6 +108,13 @@ class Live(Swapping):
         call.restore_entry = restore_entry
         self._done(call, written)
         return collective.CompletedWork(written, source)
+
+    def _tell_progress(self) -> None:
+        """Also of the longest step it is seen that it gets on."""
+        now = time.monotonic()
+        if now - self._told_at >= PROGRESS_EVERY_S:
+            self._told_at = now
+            self._link.send(local.Progress(self._rank))
 
     def _places(self, given: Sequence[RewindIterator] = ()) -> list[tuple[RewindIterator, int]]:
         """Of all data a call may read, and (a redo must come back there, too) of what the script itself reads."""

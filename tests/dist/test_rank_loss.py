@@ -160,6 +160,18 @@ def test_a_process_that_cannot_unwind_is_killed_and_replaced_in_place(tmp_path):
         cluster.close()
 
 
+def test_a_process_that_hangs_is_seen_when_nothing_comes_of_training_any_more(tmp_path):
+    more = "memory_headroom_gib: 0\nstall_timeout_s: 5\n"
+    cluster = StubCluster(tmp_path, 3, 1, "--steps", "20", "--stuck-at", "1:9", patience_s=1.5, more=more)
+    try:
+        finishes(cluster, lost=())
+        first, second = cluster.events(events.SwapPlanned)
+        assert (first.lost_nodes, first.lost_ranks) == ((), ()) and in_place(second, 1)
+        assert any("no rank got any further" in note.text for note in cluster.events(events.Note))
+    finally:
+        cluster.close()
+
+
 def test_two_nodes_at_once_with_two_copies(tmp_path):
     cluster = StubCluster(tmp_path, 6, 1, *RUN, spares=2, more="memory_headroom_gib: 0\ncopies: 2\n")
     try:

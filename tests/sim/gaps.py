@@ -31,7 +31,7 @@ class Rule(NamedTuple):
         )
 
 
-OWN_RANKS = "WorkerReady WorkerRestored WorkerFinished WorkerLost WorkerFailed NewcomerMoved CheckpointSaved"
+OWN_RANKS = "WorkerReady WorkerRestored WorkerFinished WorkerLost WorkerFailed WorkerMoved CheckpointSaved"
 OWN_PROCESSES = f"{OWN_RANKS} StoreOffered StoreLost SpareRehearsed SpareFailed HoldingsDropped"
 TO_PROPOSERS = "Promise Accepted Refused Claimed"
 OUTSIDE = "OUTSIDE JOINING"

@@ -21,8 +21,9 @@ from deadpool_plugin.core.timing import Timing
 from deadpool_plugin.core.types import NO_STEP, Holding, NodeId, Rank, Step, SwapPlan, World
 
 TIMING = Timing(
-    heartbeat_interval_s=0.5, silent_after_s=5.0, phase_timeout_s=5.0, decision_timeout_s=60.0, start_timeout_s=60.0
-)
+    heartbeat_interval_s=0.5, silent_after_s=5.0, phase_timeout_s=5.0, decision_timeout_s=60.0, start_timeout_s=60.0,
+    stall_timeout_s=90.0,
+)  # fmt: skip
 
 
 @dataclass

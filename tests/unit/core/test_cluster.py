@@ -213,14 +213,82 @@ def test_a_newcomer_on_its_way_through_past_steps_is_waited_for_while_it_gets_on
     cluster.form()
     cluster.nodes[0].inputs.pop()  # no store is ever offered
     rank = WORLD.ranks_of(1)[0]
-    for step in (1, 40, 4000):
-        cluster.feed(cluster.nodes[1], io.NewcomerMoved(rank, step))
+    for _ in range(3):
+        cluster.feed(cluster.nodes[1], io.WorkerMoved(rank))
         cluster.idle(0.8 * TIMING.start_timeout_s)
     assert set(cluster.exits().values()) == {None}
-    cluster.feed(cluster.nodes[1], io.NewcomerMoved(rank, 4000))
     assert cluster.run()
     assert set(cluster.exits().values()) == {86}
     assert "start_timeout_s" in cluster.nodes[4].exit[1]
+
+
+def hanging_cluster(seed=None):
+    """In training, protected; all processes live and do nothing."""
+    cluster = Cluster(WORLD, seed=seed)
+    cluster.form()
+    assert cluster.run(lambda: bool(cluster.said("Protected")) and cluster.at_step(2))
+    cluster.hold = True
+    return cluster
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_when_nothing_comes_of_training_all_are_interrupted_and_go_on(seed):
+    cluster = hanging_cluster(seed)
+    cluster.idle(1.1 * TIMING.stall_timeout_s)
+    assert cluster.run(lambda: cluster.generation_protected())
+    assert list(cluster.plans) == [1]
+    assert cluster.newest().lost_nodes == cluster.newest().lost_ranks == ()
+    assert any("got any further" in str(note["text"]) for note in cluster.said("Note"))
+    cluster.hold = False
+    assert cluster.run()
+    assert set(cluster.exits().values()) == {0}
+
+
+def test_when_nothing_comes_of_that_either_the_job_ends():
+    cluster = hanging_cluster()
+    assert cluster.run(events=400_000)
+    assert list(cluster.plans) == [1]
+    assert set(cluster.exits().values()) == {86}
+    assert "stall_timeout_s" in cluster.nodes[4].exit[1] and "again" in cluster.nodes[4].exit[1]
+
+
+def test_whoever_goes_on_after_a_stall_may_stall_again():
+    cluster = hanging_cluster()
+    cluster.idle(1.1 * TIMING.stall_timeout_s)
+    cluster.hold = False
+    assert cluster.run(lambda: cluster.at_step(5))
+    cluster.hold = True
+    cluster.idle(1.1 * TIMING.stall_timeout_s)
+    cluster.hold = False
+    assert cluster.run()
+    assert list(cluster.plans) == [1, 2] and set(cluster.exits().values()) == {0}
+
+
+def test_a_long_step_is_none_as_long_as_somebody_gets_on():
+    cluster = hanging_cluster()
+    for number in (2, 1, 0):
+        cluster.feed(cluster.nodes[number], io.WorkerMoved(WORLD.ranks_of(number)[0]))
+        cluster.idle(0.8 * TIMING.stall_timeout_s)
+    assert not cluster.plans
+
+
+def test_whoever_has_finished_leaves_the_others_all_the_time_they_need():
+    cluster = hanging_cluster()
+    cluster.feed(cluster.nodes[2], io.WorkerFinished(WORLD.ranks_of(2)[0]))
+    cluster.idle(2 * TIMING.stall_timeout_s)
+    assert not cluster.plans
+
+
+def test_a_coordinator_that_stood_still_takes_its_own_pause_for_no_stall():
+    cluster = hanging_cluster()
+    cluster.idle(0.8 * TIMING.stall_timeout_s)
+    for node in cluster.nodes.values():
+        node.frozen = True
+    cluster.now += 0.5 * TIMING.stall_timeout_s
+    for node in cluster.nodes.values():
+        node.frozen = False
+    cluster.idle(0.1 * TIMING.stall_timeout_s)
+    assert not cluster.said("Note")
 
 
 @pytest.mark.parametrize("number", range(5))
