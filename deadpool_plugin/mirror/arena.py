@@ -10,6 +10,7 @@ may be overwritten.
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import mmap
 import os
@@ -27,7 +28,8 @@ PAGE_BYTES = mmap.PAGESIZE
 _PREFIX = struct.Struct("<8sQQ")  # magic, length of the encoded header, its xxh3
 _MAGIC = b"deadpool"
 _SEALS = descriptors.F_SEAL_SHRINK | descriptors.F_SEAL_GROW | descriptors.F_SEAL_SEAL
-_libc = ctypes.CDLL(None)
+_libc = ctypes.CDLL(None, use_errno=True)
+_MADV_DONTDUMP = 16
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 _TOUCH_BYTES = 8 << 20  # some 5 ms, ten times that on a loaded host
 
@@ -76,6 +78,7 @@ class SlotPair:
         self.header_bytes = header_bytes
         self.payload_bytes = payload_bytes
         self._map = mmap.mmap(fd, arena_bytes(header_bytes, payload_bytes), mmap.MAP_SHARED)
+        self._map.madvise(_MADV_DONTDUMP)  # or every core dump, of a worker or of the agent, would have it all
         self._view = memoryview(self._map)
 
     @classmethod
@@ -90,15 +93,15 @@ class SlotPair:
         """
         try:
             pair = cls._mapped(rank, header_bytes, payload_bytes)
+            try:
+                pair._touch(going_on)
+            except BaseException:
+                pair.close()
+                raise
+            return pair
         except OSError as error:
             size = arena_bytes(header_bytes, payload_bytes)
             raise MemoryShortage(f"slots of {size} bytes for rank {rank} cannot be made: {error}") from error
-        try:
-            pair._touch(going_on)
-        except BaseException:
-            pair.close()
-            raise
-        return pair
 
     @classmethod
     def _mapped(cls, rank: int, header_bytes: int, payload_bytes: int) -> SlotPair:
@@ -126,13 +129,32 @@ class SlotPair:
         return cls(fd, rank, header_bytes, payload_bytes)
 
     def _touch(self, going_on: Callable[[], None]) -> None:
-        """By the C library's madvise: mmap's own holds the interpreter lock, and with it the agent's event loop."""
+        """Every page is taken, zeroed and mapped now, so that the first snapshot that comes costs no more than others.
+
+        Nothing here holds the interpreter lock (mmap's own madvise does), and with it the agent's event loop; memory
+        that is not to be had is an error. Raises: OSError, what `going_on` raises.
+        """
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         for start in range(0, len(self._map), _TOUCH_BYTES):
             size = min(_TOUCH_BYTES, len(self._map) - start)
-            if _libc.madvise(ctypes.c_void_p(address + start), ctypes.c_size_t(size), _MADV_POPULATE_WRITE):
-                self._view[start : start + size] = bytes(size)  # an older kernel
+            try:
+                self._populate(address, start, size)
+            except OSError as error:
+                raise OSError(error.errno, f"{error.strerror} after {start} bytes") from error
             going_on()
+
+    def _populate(self, address: int, start: int, size: int) -> None:
+        """An older kernel takes the pages first, as a plain write that finds no memory is the process's end (SIGBUS).
+
+        That alone would not do on any: fallocate leaves zeroing and mapping to whoever writes first.
+        """
+        if not _libc.madvise(ctypes.c_void_p(address + start), ctypes.c_size_t(size), _MADV_POPULATE_WRITE):
+            return
+        error = ctypes.get_errno()
+        if error != errno.EINVAL:
+            raise OSError(error, os.strerror(error))
+        os.posix_fallocate(self.fd, start, size)
+        ctypes.memset(address + start, 0, size)
 
     def _header(self, step: int) -> memoryview:
         invariant(step >= 0, f"snapshots have steps from 0 on, got {step}")

@@ -1,13 +1,19 @@
+import ctypes
+import errno
 import mmap
 import os
+import re
 import signal
 import socket
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deadpool_plugin.errors import ConfigError, MemoryShortage, TransportError
+from deadpool_plugin.mirror import arena
 from deadpool_plugin.mirror.arena import PAGE_BYTES, SlotPair, SnapshotHeader
 from deadpool_plugin.transport.local import ArenaHandOver, LocalConnection, Staged
 
@@ -38,7 +44,7 @@ def test_too_large_scalars_name_the_setting() -> None:
     pair.close()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 100), st.integers(1, 255))
 def test_a_damaged_header_is_no_header(position: int, flip: int) -> None:
     pair = SlotPair.create(0, 4096, 0)
@@ -69,6 +75,40 @@ def test_all_pages_are_in_memory_from_the_beginning(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("deadpool_plugin.mirror.arena._MADV_POPULATE_WRITE", advice)
     pair = SlotPair.create(0, 4096, 20 << 20)
     assert os.fstat(pair.fd).st_blocks * 512 >= 40 << 20
+    pair.close()
+
+
+@pytest.mark.parametrize("refuses", ["madvise", "posix_fallocate"], ids=["populated", "an older kernel"])
+def test_memory_that_is_refused_is_a_shortage(monkeypatch: pytest.MonkeyPatch, refuses: str) -> None:
+    """As where vm.overcommit_memory is 2, or a cgroup is full: there a plain write would be SIGBUS."""
+    before, calls = set(os.listdir("/proc/self/fd")), 0
+
+    def refused(*arguments: object) -> int:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            return 0
+        if refuses != "madvise":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        ctypes.set_errno(errno.ENOMEM)
+        return -1
+
+    if refuses == "madvise":
+        monkeypatch.setattr(arena, "_libc", SimpleNamespace(madvise=refused))
+    else:
+        monkeypatch.setattr(arena, "_MADV_POPULATE_WRITE", 9999)
+        monkeypatch.setattr(os, "posix_fallocate", refused)
+    with pytest.raises(MemoryShortage, match=r"slots of 41951232 bytes for rank 0 .* after 8388608 bytes") as caught:
+        SlotPair.create(0, 4096, 20 << 20)
+    assert calls == 2 and caught.value.exit_code == 78 and set(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_core_dump_of_either_process_has_no_snapshots_in_it() -> None:
+    pair = SlotPair.create(77, 4096, PAYLOAD)
+    attached = SlotPair.attach(os.dup(pair.fd), 77, 4096, PAYLOAD)
+    regions = re.findall(r"deadpool-rank77\b.*\n(?:\w+:.*\n)*?VmFlags:(.*)", Path("/proc/self/smaps").read_text())
+    assert len(regions) == 2 and all("dd" in flags.split() for flags in regions)
+    attached.close()
     pair.close()
 
 
