@@ -1,12 +1,13 @@
 """The user's script inside one of our processes: run as `__main__`, its end turned into an exit code.
 
 Rules of this file: a script that ends well waits for everybody else's end; every other end is told to whoever asked,
-after it has been printed (who is told may end us at once).
+after it has been printed (who is told may end us at once), and also if it could not be (a full disk).
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import runpy
 import sys
@@ -36,17 +37,20 @@ def run_script(argv: list[str], context: Context, failed: Callable[[str], None] 
         return context.finish()
     except SystemExit as end:
         if not isinstance(end.code, int):
-            print(end.code, file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError):
+                print(end.code, file=sys.stderr, flush=True)
         failed(f"the script called sys.exit({end.code!r})")
         return end.code if isinstance(end.code, int) else 1
     except DeadpoolError as error:
-        print(f"[deadpool] {error}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):
+            print(f"[deadpool] {error}", file=sys.stderr, flush=True)
         failed(str(error))
         return error.exit_code
     except GenerationChanged:  # during start-up there is nothing to go back to: the agents end the job
         return context.wait_for_end()
     except BaseException as error:
-        traceback.print_exc()
+        with contextlib.suppress(OSError):
+            traceback.print_exc()
         failed(f"{type(error).__name__}: {error}".partition("\n")[0])
         return 1
 

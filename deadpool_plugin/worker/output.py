@@ -1,7 +1,8 @@
 """A rehearsing process is not heard and leaves no files: it writes to a private file until it takes over.
 
 Rules of this file: what the script writes in its loop has been written by the rank itself already, and what it writes
-of a step that is long over would be wrong now (the file that names the latest checkpoint). Standard library only.
+of a step that is long over would be wrong now (the file that names the latest checkpoint). What the private file cannot
+take (a full disk) is dropped: it is not worth a process. Standard library only.
 """
 
 from __future__ import annotations
@@ -33,14 +34,15 @@ class Mute:
     active = False
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
         self._saved = [os.dup(fd) for fd in (1, 2)]
         self._originals: list[tuple[Any, str, Any]] = []
         self._silent: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
-        private = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        private = _opened(path)
         for fd in (1, 2):
             os.dup2(private, fd)
         os.close(private)
+        self._streams = sys.stdout, sys.stderr
+        self._ours = sys.stdout, sys.stderr = _unfailing(1, sys.stdout), _unfailing(2, sys.stderr)
         self._trackers = Trackers()
         Mute.active = True
 
@@ -76,15 +78,45 @@ class Mute:
         for fd, saved in zip((1, 2), self._saved, strict=True):
             os.dup2(saved, fd)
             os.close(saved)
+        for name, ours, stream in zip(("stdout", "stderr"), self._ours, self._streams, strict=True):
+            if getattr(sys, name) is ours:  # else the script has put another one there
+                setattr(sys, name, stream)
         Mute.active = False
         self._trackers.resume()
 
 
+class _Unfailing(io.FileIO):
+    """Drops what it cannot write."""
+
+    def write(self, data: Any) -> int:
+        with contextlib.suppress(OSError):
+            super().write(data)
+        return memoryview(data).nbytes
+
+
+def _unfailing(fd: int, stream: Any) -> io.TextIOWrapper:
+    """A stream over `fd` as `stream` is, but unbuffered (so are ours: python -u)."""
+    return io.TextIOWrapper(_Unfailing(fd, "w", closefd=False), stream.encoding, stream.errors, write_through=True)
+
+
+def _opened(path: Path) -> int:
+    """A descriptor to write to `path`; where that cannot be, to nowhere."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    except OSError:
+        return os.open(os.devnull, os.O_WRONLY)
+
+
 def flush() -> None:
-    """Hand over what has been printed so far: at a cut, so that the agent knows what was printed before it."""
+    """Hand over what has been printed so far: at a cut, so that the agent knows what was printed before it.
+
+    A stream of the script's own that cannot take it (a full disk) says so when the script prints again.
+    """
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
-            stream.flush()
+            with contextlib.suppress(OSError):
+                stream.flush()
 
 
 def _is_ours() -> bool:
