@@ -1,7 +1,7 @@
 """How much memory this process may still take, before it takes it.
 
 Rules of this file: the smallest of the kernel's MemAvailable and the headroom of every cgroup (v2 or v1) above this
-process counts; page cache that a cgroup can drop is headroom. Reads files only.
+process counts; page cache that a cgroup can drop, active or not, is headroom. Reads files only.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _table(path: Path) -> dict[str, int]:
     return {row[0]: int(row[1]) for row in rows if len(row) >= 2 and row[1].isdigit()}
 
 
-def _cgroup_budget(folder: Path, limit_name: str, usage_name: str, cache_name: str) -> Budget | None:
+def _cgroup_budget(folder: Path, limit_name: str, usage_name: str, prefix: str) -> Budget | None:
     limit_file = folder / limit_name
     if not limit_file.is_file():
         return None
@@ -41,7 +41,8 @@ def _cgroup_budget(folder: Path, limit_name: str, usage_name: str, cache_name: s
     if limit == "max" or int(limit) >= 1 << 60:
         return None
     usage = int((folder / usage_name).read_text())
-    cache = _table(folder / "memory.stat").get(cache_name, 0)
+    table = _table(folder / "memory.stat")
+    cache = sum(table.get(f"{prefix}{kind}_file", 0) for kind in ("inactive", "active"))
     detail = f"limit {_gib(int(limit))}, used {_gib(usage)} of which {_gib(cache)} can be dropped"
     return Budget(str(limit_file), int(limit) - usage + cache, detail)
 
@@ -52,9 +53,9 @@ def _cgroup_budgets(root: Path) -> Iterator[Budget]:
     for line in membership.read_text().splitlines() if membership.is_file() else []:
         hierarchy, controllers, path = line.split(":", 2)
         if hierarchy == "0" and not controllers:
-            base, names = mount, ("memory.max", "memory.current", "inactive_file")
+            base, names = mount, ("memory.max", "memory.current", "")
         elif "memory" in controllers.split(","):
-            base, names = mount / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            base, names = mount / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
         else:
             continue
         inner = base / path.strip("/")  # absent inside a container that sees only its own part: then base is ours

@@ -35,7 +35,7 @@ def test_the_tightest_cgroup_above_us_counts(root: Path) -> None:
             "proc/self/cgroup": "0::/slice/job\n",
             "sys/fs/cgroup/slice/memory.max": f"{10 * GIB}",
             "sys/fs/cgroup/slice/memory.current": f"{7 * GIB}",
-            "sys/fs/cgroup/slice/memory.stat": f"anon 5\ninactive_file {1 * GIB}\n",
+            "sys/fs/cgroup/slice/memory.stat": f"anon 5\ninactive_file {GIB // 4}\nactive_file {3 * GIB // 4}\n",
             "sys/fs/cgroup/slice/job/memory.max": "max",
         },
     )
@@ -52,10 +52,11 @@ def test_cgroup_v1_in_a_container_that_sees_only_its_part(root: Path) -> None:
             "proc/self/cgroup": "5:cpu:/docker/abc\n4:memory:/docker/abc\n",
             "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{2 * GIB}",
             "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{GIB}",
-            "sys/fs/cgroup/memory/memory.stat": "total_inactive_file 0\n",
+            "sys/fs/cgroup/memory/memory.stat": "active_file 1\ninactive_file 1\n"
+            f"total_inactive_file {GIB // 4}\ntotal_active_file {GIB // 4}\n",
         },
     )
-    assert budgets(root)[0].available_bytes == GIB
+    assert budgets(root)[0].available_bytes == GIB + GIB // 2
 
 
 def test_no_limit_is_no_budget(root: Path) -> None:
