@@ -31,7 +31,7 @@ _SEALS = descriptors.F_SEAL_SHRINK | descriptors.F_SEAL_GROW | descriptors.F_SEA
 _libc = ctypes.CDLL(None, use_errno=True)
 _MADV_DONTDUMP = 16
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
-_TOUCH_BYTES = 8 << 20  # some 5 ms, ten times that on a loaded host
+TOUCH_BYTES = 8 << 20  # some 5 ms, ten times that on a loaded host
 
 
 class SnapshotHeader(msgspec.Struct, frozen=True, array_like=True):
@@ -87,7 +87,7 @@ class SlotPair:
     ) -> SlotPair:
         """New, empty slots whose pages are all in memory; nobody can resize them.
 
-        Args: going_on: called every few milliseconds; what it raises ends this.
+        Args: going_on: called after each TOUCH_BYTES, every few milliseconds; what it raises ends this.
         Raises: MemoryShortage if the kernel gives no memory, descriptor or address space for it.
         Blocks: about 0.6 s per GiB (first touch), ten times that on a loaded host; call it in a thread.
         """
@@ -135,8 +135,8 @@ class SlotPair:
         that is not to be had is an error. Raises: OSError, what `going_on` raises.
         """
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        for start in range(0, len(self._map), _TOUCH_BYTES):
-            size = min(_TOUCH_BYTES, len(self._map) - start)
+        for start in range(0, len(self._map), TOUCH_BYTES):
+            size = min(TOUCH_BYTES, len(self._map) - start)
             try:
                 self._populate(address, start, size)
             except OSError as error:

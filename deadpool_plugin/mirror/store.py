@@ -10,17 +10,26 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import xxhash
 
 from ..core.types import Generation, Holding, Rank, Step
 from ..errors import TransportError
-from .arena import SlotPair, arena_bytes, decode_header
+from .arena import TOUCH_BYTES, SlotPair, arena_bytes, decode_header
 from .holdings import Holdings, close, free
 from .integrity import Sums
 from .memory import check_memory
 
 WRITER_TIMEOUT_S = 10.0
+
+
+@dataclass(eq=False)
+class _Making:
+    """Slots that are being made. `untouched_bytes`: what they have not taken yet of what is available."""
+
+    rank: Rank
+    untouched_bytes: int
 
 
 class SnapshotStore(Holdings):
@@ -37,22 +46,36 @@ class SnapshotStore(Holdings):
         self._prepared: dict[Rank, SlotPair] = {}
         self._writers: dict[Rank, threading.Lock] = {}
         self._makers: dict[Rank, threading.Lock] = {}
-        self._in_making: set[Rank] = set()
+        self._in_making: list[_Making] = []
+        self._asking = threading.Lock()
 
     def has_slots(self, rank: Rank) -> bool:
         """Whether slots of `rank` are here or being made: what is available is less by (some of) them already."""
-        return any(rank in slots for slots in (self._in_making, self._own, self._mirrored, self._prepared))
+        in_making = [making.rank for making in tuple(self._in_making)]
+        return any(rank in slots for slots in (in_making, self._own, self._mirrored, self._prepared))
+
+    def check_memory(self, need_bytes: int) -> None:
+        """Whether so much can be had beside what is being made. Raises: MemoryShortage."""
+        untouched = sum(making.untouched_bytes for making in tuple(self._in_making))
+        check_memory(need_bytes + untouched, self._headroom_bytes)
 
     def _make(
         self, rank: Rank, header_bytes: int, payload_bytes: int, going_on: Callable[[], None] = lambda: None
     ) -> SlotPair:
         """New slots. Raises: MemoryShortage, what `going_on` raises. Blocks: about 0.6 s per GiB."""
-        check_memory(arena_bytes(header_bytes, payload_bytes), self._headroom_bytes)
-        self._in_making.add(rank)
+        making = _Making(rank, arena_bytes(header_bytes, payload_bytes))
+
+        def touched() -> None:
+            making.untouched_bytes = max(0, making.untouched_bytes - TOUCH_BYTES)
+            going_on()
+
+        with self._asking:  # many ask at the same moment, when nobody has taken anything yet
+            self.check_memory(making.untouched_bytes)
+            self._in_making.append(making)
         try:
-            return SlotPair.create(rank, header_bytes, payload_bytes, going_on)
+            return SlotPair.create(rank, header_bytes, payload_bytes, touched)
         finally:
-            self._in_making.discard(rank)
+            self._in_making.remove(making)
 
     # ---- own slots
 

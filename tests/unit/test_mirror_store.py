@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deadpool_plugin.core.types import Holding
-from deadpool_plugin.errors import StaleGeneration, TransportError
-from deadpool_plugin.mirror.arena import SlotPair
+from deadpool_plugin.errors import MemoryShortage, StaleGeneration, TransportError
+from deadpool_plugin.mirror.arena import TOUCH_BYTES, SlotPair, arena_bytes
 from deadpool_plugin.mirror.history import History, HistoryPruned
 from deadpool_plugin.mirror.records import NotHeld
 from deadpool_plugin.mirror.store import SnapshotStore
@@ -206,6 +206,61 @@ def test_slots_that_are_still_being_prepared_are_waited_for_and_count_as_begun(m
     taking.join()
     assert taken == made and not store.has_slots(0)
     made[0].close()
+    store.close()
+
+
+def test_who_asks_for_memory_is_told_of_what_others_have_not_taken_yet(monkeypatch) -> None:
+    """Eight slots of a spare ask at the same moment, when nobody has touched a page yet."""
+    store, need, asked, may_go_on = SnapshotStore(headroom_bytes=7), [], threading.Event(), threading.Event()
+    monkeypatch.setattr("deadpool_plugin.mirror.store.check_memory", lambda *arguments: need.append(arguments))
+    size = arena_bytes(4096, 3 * TOUCH_BYTES)
+
+    def going_on() -> None:
+        asked.set()
+        assert may_go_on.wait(20)
+
+    first = threading.Thread(target=lambda: store.put_back(store.make_own(0, 4096, 3 * TOUCH_BYTES, going_on)))
+    first.start()
+    assert asked.wait(20)
+    store.prepare_own(1, 4096, 64)
+    may_go_on.set()
+    first.join()
+    store.prepare_own(2, 4096, 64)
+    small = arena_bytes(4096, 64)
+    assert need == [(size, 7), (small + size - TOUCH_BYTES, 7), (small, 7)]
+    store.close()
+
+
+def test_of_two_that_ask_at_once_only_one_gets_what_is_enough_for_one(monkeypatch) -> None:
+    store, both, refused = SnapshotStore(), threading.Barrier(2), []
+    size = arena_bytes(4096, 64)
+
+    def check(need_bytes: int, headroom_bytes: int) -> None:
+        if need_bytes > size:
+            raise MemoryShortage("only one fits")
+
+    def create(*arguments) -> None:
+        both.wait(20)  # until the other one has been refused: nothing is touched so far
+        raise TransportError("enough")
+
+    def make(rank: int) -> None:
+        try:
+            store.prepare_own(rank, 4096, 64)
+        except MemoryShortage:
+            refused.append(rank)
+            both.wait(20)
+        except TransportError:
+            pass
+
+    monkeypatch.setattr("deadpool_plugin.mirror.store.check_memory", check)
+    monkeypatch.setattr(SlotPair, "create", create)
+    makers = [threading.Thread(target=make, args=(rank,)) for rank in (0, 1)]
+    for maker in makers:
+        maker.start()
+    for maker in makers:
+        maker.join()
+    assert len(refused) == 1 and not store.has_slots(0) and not store.has_slots(1)
+    store.check_memory(size)
     store.close()
 
 
