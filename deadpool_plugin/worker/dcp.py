@@ -69,10 +69,11 @@ class Save(SaveCall):
     def __init__(self, saves: Saves, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]):
         self._saves, self._original = saves, original
         bound = inspect.signature(original).bind(*args, **kwargs)
-        self._arguments = structure(dict(bound.arguments))
-        for name, item in self._arguments["state_dict"].items():  # now, not when it is done again: it may have moved on
-            if isinstance(item, Stateful):
-                self._arguments["state_dict"][name] = structure(item.state_dict())
+        given = {  # now, not when it is done again: they may have moved on
+            name: item.state_dict() if isinstance(item, Stateful) else item
+            for name, item in bound.arguments["state_dict"].items()
+        }
+        self._arguments = structure({**bound.arguments, "state_dict": given})
         writer = self._arguments.get("storage_writer")
         path = self._arguments.get("checkpoint_id") or getattr(writer, "path", None)
         self.path = "" if path is None else str(path)

@@ -20,7 +20,7 @@ import torch
 
 from .imports import when_imported
 from .output import Mute
-from .saving import SaveCall, Saves, replace, structure
+from .saving import SaveCall, Saves, replace
 
 SAFETENSORS = "safetensors.torch"
 
@@ -43,7 +43,7 @@ class FileSave(SaveCall):
     ) -> None:
         self.name, self._saves, self._original = name, saves, original
         self._path = Path(path)
-        self._given: tuple[Any, tuple[Any, ...], dict[str, Any]] | None = (structure(obj), args, kwargs or {})
+        self._given: tuple[Any, tuple[Any, ...], dict[str, Any]] | None = (obj, args, kwargs or {})
 
     def __call__(self) -> None:
         if self._given is None:

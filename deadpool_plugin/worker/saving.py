@@ -14,11 +14,10 @@ import os
 import sys
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from ..transport import local
 from .adapter import CallHandler, CallKind, Followed
@@ -203,23 +202,32 @@ def replace(wrappers: dict[Any, Any]) -> None:
             names[name] = found[id(names[name])]
 
 
-def structure(value: Any) -> Any:
-    """`value` with its containers copied, and its tensors and other objects by reference.
+def structure(value: Any, copies: dict[int, Any] | None = None) -> Any:
+    """`value` with its plain containers copied, and all else (tensors, the script's own containers) by reference.
 
     Saving functions change the dicts and shard descriptions they are given; doing it again needs them as they were.
+    `copies`: of what was met before, so that what is shared stays shared.
     """
-    if isinstance(value, torch.Tensor):
-        return value
-    if type(value) is tuple:
-        return tuple(structure(item) for item in value)
-    if isinstance(value, (dict, list)):
-        copied = value.copy()
-        for key, item in copied.items() if isinstance(copied, dict) else enumerate(copied):
-            copied[key] = structure(item)
-        return copied
-    if dataclasses.is_dataclass(value) and not isinstance(value, type) and hasattr(value, "__dict__"):
-        shallow = object.__new__(type(value))
+    copies = {} if copies is None else copies
+    if id(value) in copies:
+        return copies[id(value)]
+    kind = type(value)
+    if kind is tuple:
+        made: Any = tuple(structure(item, copies) for item in value)
+        return copies.setdefault(id(value), made)  # it may hold itself, in a list
+    if kind is list:
+        made = copies[id(value)] = []
+        made.extend(structure(item, copies) for item in value)
+    elif kind is dict or kind is OrderedDict:
+        made = copies[id(value)] = kind()
+        made.update((key, structure(item, copies)) for key, item in value.items())
+        if kind is OrderedDict:
+            made.__dict__.update((key, structure(item, copies)) for key, item in vars(value).items())
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type) and hasattr(value, "__dict__"):
+        made = copies[id(value)] = object.__new__(kind)
         for name, item in vars(value).items():
-            object.__setattr__(shallow, name, structure(item) if isinstance(item, (dict, list, tuple)) else item)
-        return shallow
-    return value
+            copied = structure(item, copies) if isinstance(item, (dict, list, tuple)) else item
+            object.__setattr__(made, name, copied)
+    else:
+        return value
+    return made

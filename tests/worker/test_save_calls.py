@@ -13,6 +13,7 @@ import sys
 import tempfile
 import threading
 import weakref
+from collections import OrderedDict
 from concurrent.futures import Future
 from types import ModuleType, SimpleNamespace
 
@@ -67,6 +68,38 @@ def test_what_a_save_was_given_survives_what_saving_does_to_it():
     given["a"].clear()
     assert kept["a"][0].replica == 1 and kept["a"][0].parts == [1] and kept["b"][1]["c"] == 1
     assert kept["a"][0].data is tensor and kept["b"][0] is tensor
+
+
+class OfTheScript(dict):
+    """Such as EasyDict, or Lightning's AttributeDict."""
+
+
+def test_what_a_save_was_given_keeps_its_types_its_attributes_and_what_is_shared():
+    metadata = torch.nn.BatchNorm1d(2).state_dict()
+    cycle = {"own": OfTheScript(a=1), "state": metadata, "again": metadata}
+    cycle["itself"] = [cycle, (cycle,)]
+    kept = saving.structure(cycle)
+    assert kept is not cycle and kept["itself"][0] is kept and kept["itself"][1] == (kept,)
+    assert type(kept["own"]) is OfTheScript and kept["state"] is kept["again"] is not metadata
+    assert type(kept["state"]) is OrderedDict and kept["state"]._metadata == metadata._metadata
+
+
+def test_what_a_script_saves_is_what_it_would_save_without_us(tmp_path, saves):
+    def given():
+        state = torch.nn.BatchNorm1d(2).state_dict()
+        return {"state": state, "again": [state, state], "own": OfTheScript(a=state)}
+
+    original = torch.save
+    for kind in ("plain", "wrapped"):
+        (tmp_path / kind).mkdir()
+        try:
+            if kind == "wrapped":
+                file_saves.install(saves)
+            torch.save(given(), tmp_path / kind / "one.pt")
+        finally:
+            saving.replace({torch.save: original})
+    assert (tmp_path / "plain" / "one.pt").read_bytes() == (tmp_path / "wrapped" / "one.pt").read_bytes()
+    assert saves._link.sent
 
 
 def test_torch_save_replaces_a_file_only_when_the_new_one_is_whole(tmp_path, saves):
