@@ -21,7 +21,7 @@ from ..core.types import NodeId
 from ..errors import CorruptFrame, PeerRefused, TransportError
 from .framing import LENGTH, ConnectionClosed, checked_length, pack_frame
 from .handshake import Credentials, recv_exact_async, shake_hands_async
-from .sockets import Address, connected, remote_name, tune
+from .sockets import Address, connected, listening, remote_name, tune
 
 PURPOSE = "rendezvous"
 _FRAME_BYTES_MAX = 16 << 20
@@ -93,9 +93,8 @@ class _Host:
         self._socks: dict[NodeId, socket.socket] = {}
         self._refused: dict[str, str] = {}
         self._changed = asyncio.Event()
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            self._listener = socket.create_server(("", port), family=family, backlog=1024)
+            self._listener = listening("", port)
         except OSError as error:
             raise TransportError(
                 f"node 0 cannot listen at MASTER_PORT {port}: {error}", remedy="choose another --master_port"

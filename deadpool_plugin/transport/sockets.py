@@ -1,6 +1,7 @@
 """TCP sockets with the options every connection of ours has.
 
-Rules of this file: no port is fixed, 0 means the system chooses; a range is tried from its first to its last port.
+Rules of this file: no port is fixed, 0 means the system chooses; a range is tried from its first to its last port. Who
+listens on all interfaces does so in both families where the host has both: others may know it by a name of either.
 """
 
 from __future__ import annotations
@@ -16,6 +17,17 @@ from ..errors import ConfigError, TransportError
 Address = tuple[str, int]
 
 
+def listening(host: str, port: int) -> socket.socket:
+    """A listening socket on the interface `host`, "" for all. Raises: OSError."""
+    if not host and socket.has_dualstack_ipv6():
+        try:
+            return socket.create_server((host, port), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise
+    return socket.create_server((host, port), family=_family(host), backlog=1024)
+
+
 def _family(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
@@ -28,7 +40,7 @@ def listen_tcp(host: str, port_range: tuple[int, int] | None = None) -> socket.s
     ports = range(port_range[0], port_range[1] + 1) if port_range else (0,)
     for port in ports:
         try:
-            return socket.create_server((host, port), family=_family(host), backlog=1024)
+            return listening(host, port)
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 found = f"cannot listen at {host or '*'}:{port}: {error}"
@@ -42,12 +54,12 @@ def bound_address(sock: socket.socket) -> Address:
 
 
 def remote_name(sock: socket.socket) -> str:
-    """The other end as "host:port", for people."""
+    """The other end as "host:port", for people, and to know a host again (in whichever family a socket listens)."""
     try:
         host, port = sock.getpeername()[:2]
     except OSError:  # it is gone already
         return "(closed)"
-    return f"{host}:{port}"
+    return f"{host.removeprefix('::ffff:')}:{port}"
 
 
 async def connected(address: Address) -> socket.socket:

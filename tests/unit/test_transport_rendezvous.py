@@ -5,10 +5,28 @@ import socket
 
 import pytest
 
-from deadpool_plugin.errors import PeerRefused, TransportError
+from deadpool_plugin.errors import ConfigError, PeerRefused, TransportError
 from deadpool_plugin.transport.handshake import Credentials
 from deadpool_plugin.transport.rendezvous import Hello, meet
-from deadpool_plugin.transport.sockets import address_towards, allow_many_files, bound_address, connected, listen_tcp
+from deadpool_plugin.transport.sockets import (
+    address_towards,
+    allow_many_files,
+    bound_address,
+    connected,
+    listen_tcp,
+    remote_name,
+)
+
+
+def _has_both_families() -> bool:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return socket.has_dualstack_ipv6()
+
+
+both_families = pytest.mark.skipif(not _has_both_families(), reason="this host has no IPv6")
 
 
 def free_port() -> int:
@@ -118,3 +136,50 @@ def test_as_many_files_may_be_open_as_the_host_allows() -> None:
 
 def test_the_address_towards_a_host() -> None:
     assert address_towards("127.0.0.1", 1) == "127.0.0.1"
+
+
+# ---- both families
+
+
+@both_families
+def test_hosts_that_know_the_first_one_by_a_name_of_either_family_meet() -> None:
+    async def scenario() -> list:
+        port = free_port()
+        dialled = enumerate(["first", "127.0.0.1", "::1"])
+        meets = [meet(node, 3, host, port, hello(node), Credentials(b"s"), 10) for node, host in dialled]
+        return await asyncio.wait_for(asyncio.gather(*meets), 30)
+
+    assert asyncio.run(scenario()) == [[hello(0), hello(1), hello(2)]] * 3
+
+
+@both_families
+def test_who_listens_everywhere_is_reached_in_both_families_and_calls_a_host_by_one_name() -> None:
+    with listen_tcp("") as listener:
+        for host in ("127.0.0.1", "::1"):
+            with socket.create_connection((host, bound_address(listener)[1])) as dialler:
+                accepted, _ = listener.accept()
+                with accepted:
+                    assert remote_name(accepted) == f"{host}:{dialler.getsockname()[1]}"
+
+
+@both_families
+def test_a_port_that_is_taken_in_one_family_is_taken() -> None:
+    with socket.create_server(("0.0.0.0", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"all ports {port} to {port} of [*] are taken"):
+            listen_tcp("", (port, port))
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_host_without_ipv6_listens_all_the_same(monkeypatch: pytest.MonkeyPatch, refused: bool) -> None:
+    create = socket.create_server
+
+    def without(address: tuple[str, int], *, family: int = socket.AF_INET, **options: object) -> socket.socket:
+        if family == socket.AF_INET6:
+            raise OSError(errno.EADDRNOTAVAIL, "Cannot assign requested address")
+        return create(address, family=family, **options)
+
+    monkeypatch.setattr(socket, "create_server", without)
+    monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: refused)
+    with listen_tcp("") as listener:
+        assert listener.family == socket.AF_INET and bound_address(listener)[0] == "0.0.0.0"
