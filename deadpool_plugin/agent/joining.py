@@ -21,12 +21,12 @@ from ..core.messages import AnyMessage, Goodbye, Prepare
 from ..core.types import NodeId, World
 from ..errors import ConfigError, NodeTaken, PeerRefused, TransportError, invariant
 from ..transport import guests
-from ..transport.base import ControlTransport
 from ..transport.framing import ConnectionClosed
 from ..transport.guests import Admitted, Announce, Answer, Busy, Describe, JobDescription, Refused, Reserved
 from ..transport.handshake import Credentials
 from ..transport.rendezvous import Hello
 from ..transport.sockets import Address
+from ..transport.tcp import ControlMesh
 
 COMMAND = "DEADPOOL_COMMAND"
 INVITATION = "DEADPOOL_INVITATION"
@@ -192,7 +192,7 @@ class Newcomer:
     """A host on its way into a running job: links to every node that is there. `arrive` once."""
 
     def __init__(
-        self, mesh: ControlTransport, hello: Hello, credentials: Credentials, roster: Roster, timeout_s: float
+        self, mesh: ControlMesh, hello: Hello, credentials: Credentials, roster: Roster, timeout_s: float
     ) -> None:
         self._mesh, self._hello, self._credentials, self._roster = mesh, hello, credentials, roster
         self._timeout_s = timeout_s

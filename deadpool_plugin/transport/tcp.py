@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
@@ -20,7 +19,6 @@ from ..core.messages import AnyMessage, Goodbye
 from ..core.types import NodeId
 from ..errors import CorruptFrame, PeerRefused, TransportError
 from . import guests
-from .base import ControlTransport, OnLost, OnMessage
 from .framing import ConnectionClosed, FrameProtocol
 from .guests import GUEST, PURPOSE, Admitted, Announce, Answer, OnGuest
 from .handshake import Credentials, shake_hands_async
@@ -35,10 +33,21 @@ wait for each other until their time is up; nodes that all begin with the same p
 _decoder = msgspec.msgpack.Decoder(AnyMessage)
 _log = logging.getLogger(__name__)
 
+OnMessage = Callable[[NodeId, AnyMessage], None]
+OnLost = Callable[[NodeId, str], None]
 
-class ControlMesh(ControlTransport):
-    """See ControlTransport.
 
+class ControlMesh:
+    """Small typed messages between all nodes of a job, in order per pair, over links that fail loudly.
+
+    Order of calls: `listen` once, `connect` once with every node's address (a host that joins a running job: `visit`
+    each member instead), then `send` and the callbacks, `close` last.
+    `on_message(node, message)` is called for each message received; `on_lost(node, reason)` once when the link to
+    a node ends, unless the node said Goodbye, or was dropped by us, or the mesh is closed, or it dials us again because
+    `connect` has not returned yet.
+    Once `connect` was called, a node that is not in its table gets no link unless it was admitted (guests.py).
+
+    Thread: the event loop's only.
     Args:
         credentials: shared; its `job` is known before `connect` or `visit` is called.
         bind_host: the interface to listen on; `listen` returns it ("" listens on all: tell the others another).
@@ -60,7 +69,6 @@ class ControlMesh(ControlTransport):
         on_refused: Callable[[PeerRefused], None] = _log.warning,
         on_guest: OnGuest = guests.nobody_joins,
     ) -> None:
-        self.dropped: Counter[NodeId] = Counter()
         self.timed_out: set[NodeId] = set()
         """Lost because their kernel answered no more, which is no sign that they are gone."""
         self._node = node
@@ -83,9 +91,11 @@ class ControlMesh(ControlTransport):
 
     @property
     def linked(self) -> frozenset[NodeId]:
+        """Nodes to which there is a link now."""
         return frozenset(self._links)
 
     async def listen(self) -> Address:
+        """Starts to accept links; the address to tell the others."""
         self._listener = listen_tcp(*self._bind)
         self._listener.setblocking(False)
         self._start(self._accept(self._listener))
@@ -177,6 +187,10 @@ class ControlMesh(ControlTransport):
         return node not in known and node not in self._links and node not in self._barred and node != self._node
 
     async def visit(self, node: NodeId, address: Address, hello: Hello, timeout_s: float) -> Answer:
+        """Announces this host, no member yet, to member `node`; if the answer is Admitted there is a link to it.
+
+        Raises: ConnectionClosed if it does not answer in time; PeerRefused without the secret.
+        """
         try:
             return await asyncio.wait_for(self._visit(node, address, hello), timeout_s)
         except (OSError, EOFError, asyncio.TimeoutError) as error:
@@ -229,6 +243,10 @@ class ControlMesh(ControlTransport):
             self._on_lost(peer, reason)
 
     async def connect(self, table: Mapping[NodeId, Address], timeout_s: float = 60.0) -> None:
+        """Returns when there is a link to every node of `table` (the own entry is ignored).
+
+        Raises: TransportError naming the nodes that are missing at the deadline; PeerRefused.
+        """
         others = set(table) - {self._node}
         self._known, self._connecting = (self._known or set()) | others, True
         slots = asyncio.Semaphore(DIALS_MAX)
@@ -264,16 +282,18 @@ class ControlMesh(ControlTransport):
             await asyncio.sleep(_RETRY_S)
 
     def send(self, node: NodeId, message: AnyMessage) -> None:
-        link = self._links.get(node)
-        if link is None or not link.send(msgspec.msgpack.encode(message)):
-            self.dropped[node] += 1
+        """Queues `message`; without a link it is dropped: that there is none was told. Blocks: never."""
+        if node in self._links:
+            self._links[node].send(msgspec.msgpack.encode(message))
 
     def drop(self, node: NodeId) -> None:
+        """Ends the link to `node` and accepts none from it any more: it is lost to the world."""
         self._barred.add(node)
         if node in self._links:
             self._links[node].abort("dropped")
 
     async def close(self, goodbye: AnyMessage | None = None) -> None:
+        """Sends `goodbye` to everyone, sends what is queued within a short deadline, and ends all links."""
         self._closing = True
         for task in list(self._tasks):
             task.cancel()
