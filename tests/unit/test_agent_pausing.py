@@ -24,18 +24,30 @@ child.wait()
 
 
 @pytest.fixture
-def family():
-    """(tag, a standby process, a worker, what the worker has started)."""
-    tag = f"{os.getpid()}.{time.monotonic_ns()}."
-    env = {**os.environ, proc.TAG: f"{tag}0."}
-    standby = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], env=env)
-    worker = subprocess.Popen([sys.executable, "-c", PARENT], env=env, stdout=subprocess.PIPE, text=True)
-    child = int(worker.stdout.readline())
-    yield tag, standby, worker, child
+def families():
+    """A job's tag, and what makes a local rank's (standby process, worker, what the worker has started)."""
+    tag, made = f"{os.getpid()}.{time.monotonic_ns()}.", []
+
+    def make(local_rank: int):
+        env = {**os.environ, proc.TAG: f"{tag}{local_rank}."}
+        standby = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], env=env)
+        worker = subprocess.Popen([sys.executable, "-c", PARENT], env=env, stdout=subprocess.PIPE, text=True)
+        made.append((standby, worker))
+        return standby, worker, int(worker.stdout.readline())
+
+    yield tag, make
     proc.sweep(tag)
-    worker.stdout.close()
-    standby.wait()
-    worker.wait()
+    for standby, worker in made:
+        worker.stdout.close()
+        standby.wait()
+        worker.wait()
+
+
+@pytest.fixture
+def family(families):
+    """(tag, a standby process, a worker, what the worker has started)."""
+    tag, make = families
+    return tag, *make(0)
 
 
 def stopped(*pids: int) -> list[bool]:
@@ -49,9 +61,9 @@ def wait_until(done, timeout_s: float = 10.0) -> None:
         time.sleep(0.01)
 
 
-def slot_of(standby, worker, rehearses: bool = False) -> Slot:
-    process = Process(order=1, rank=0, rehearses=rehearses, pid=worker.pid, peer=object())
-    return Slot(0, rank=0, standby_pid=standby.pid, process=process)
+def slot_of(standby, worker, rehearses: bool = False, number: int = 0) -> Slot:
+    process = Process(order=1, rank=number, rehearses=rehearses, pid=worker.pid, peer=object())
+    return Slot(number, rank=number, standby_pid=standby.pid, process=process)
 
 
 def test_a_rank_and_its_children_stand_still_and_go_on(family):
@@ -63,6 +75,32 @@ def test_a_rank_and_its_children_stand_still_and_go_on(family):
     pausing.resume()
     wait_until(lambda: stopped(worker.pid, child) == [False, False])
     assert not pausing.active
+
+
+def test_all_ranks_stand_still_before_anybody_looks_for_their_children(families, monkeypatch):
+    tag, make = families
+    people, tagged, asked = [make(number) for number in range(3)], proc.tagged, []
+    workers, children = [one[1].pid for one in people], [one[2] for one in people]
+
+    def looked(wanted: str) -> list[int]:
+        wait_until(lambda: all(stopped(*workers)))
+        asked.append(wanted)
+        return tagged(wanted)
+
+    monkeypatch.setattr(proc, "tagged", looked)
+    slots = [slot_of(standby, worker, number=number) for number, (standby, worker, _) in enumerate(people)]
+    Pausing(tag, slots, Watch(10.0)).pause()
+    wait_until(lambda: all(stopped(*workers, *children)))
+    assert asked == [tag] and not any(stopped(*(one[0].pid for one in people)))
+
+
+def test_beside_ranks_that_stand_still_one_that_rehearses_goes_on(families):
+    tag, make = families
+    (standby, worker, child), (other_standby, other, _) = make(0), make(1)
+    slots = [slot_of(standby, worker), slot_of(other_standby, other, rehearses=True, number=1)]
+    pausing = Pausing(tag, slots, Watch(10.0))
+    pausing.pause()
+    assert sorted(pausing._stopped) == sorted([worker.pid, child])
 
 
 def test_they_end_as_they_stand(family):
