@@ -294,6 +294,8 @@ class Controller:
             self._received_early(event)
             return
         ctx.watch.hear(event.sender, ctx.now)
+        if event.sender in ctx.watch.silent and not ctx.swapping:
+            ctx.watch.pardon(event.sender)  # nothing has come of its silence here, and nothing need
         if isinstance(event.message, JoinRequest):
             self._candidates.ask(event.sender, event.message.rack)
         elif event.sender in ctx.world.members:

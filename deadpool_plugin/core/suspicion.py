@@ -18,8 +18,8 @@ PAUSE_INTERVALS = 3
 
 @dataclass
 class Watch:
-    """What one node knows of the others: `evidence` (never taken back from a member), of whom there is none but its
-    silence (`silent`), and when it last `heard` of them. `findings` grows with every change of the evidence."""
+    """What one node knows of the others: `evidence`, of whom there is none but its silence (`silent`; only that is ever
+    taken back from a member), and when it last `heard` of them. `findings` grows with every change of the evidence."""
 
     evidence: dict[NodeId, str] = field(default_factory=dict)
     silent: set[NodeId] = field(default_factory=set)
@@ -49,7 +49,8 @@ class Watch:
             self.findings += 1
 
     def pardon(self, node: NodeId) -> None:
-        """`node`, which is no member, asks anew: what was known of an earlier connection does not count."""
+        """What is known of `node` does not count: of an earlier connection, by one that is no member and asks anew; or
+        a silence that is over."""
         if self.evidence.pop(node, None) is not None:
             self.findings += 1
         self.silent.discard(node)

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 from stub_cluster import StubCluster
-from test_agent_swap import HOLD, RUN, finishes, ready
+from test_agent_swap import HOLD, RUN, STEPS, finishes, ready
 
 from deadpool_plugin import events
 
@@ -162,7 +162,7 @@ def test_a_process_that_cannot_unwind_is_killed_and_replaced_in_place(tmp_path):
 
 def test_a_process_that_hangs_is_seen_when_nothing_comes_of_training_any_more(tmp_path):
     more = "memory_headroom_gib: 0\nstall_timeout_s: 5\n"
-    cluster = StubCluster(tmp_path, 3, 1, "--steps", "20", "--stuck-at", "1:9", patience_s=1.5, more=more)
+    cluster = StubCluster(tmp_path, 3, 1, "--steps", str(STEPS), "--stuck-at", "1:9", patience_s=1.5, more=more)
     try:
         finishes(cluster, lost=())
         first, second = cluster.events(events.SwapPlanned)

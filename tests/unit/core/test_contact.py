@@ -49,7 +49,7 @@ def running(cluster: Cluster) -> set[int]:
     return {n for n, node in nodes.items() if any(worker.live for worker in node.workers.values())}
 
 
-@settings(max_examples=120, phases=[Phase.explicit, Phase.generate], deadline=None, derandomize=True)
+@settings(max_examples=120, phases=[Phase.explicit, Phase.generate], derandomize=True)
 @given(
     world=st.sampled_from(list(WORLDS.values())),
     seed=st.integers(0, 10**6),

@@ -61,7 +61,7 @@ def oracle_restorable(world, held, survivors, step):
     return True
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data(), world=worlds())
 def test_a_step_can_be_had_where_nothing_of_it_is_missing(data, world):
     held = data.draw(inventories(world, STEPS))
@@ -73,7 +73,7 @@ def test_a_step_can_be_had_where_nothing_of_it_is_missing(data, world):
         assert all(ledger._source(rank, step, survivors) is None for rank in missing)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data(), world=worlds(), copies=st.integers(1, 3))
 def test_committed_is_what_the_oracle_says(data, world, copies):
     held = data.draw(inventories(world, STEPS))
@@ -81,7 +81,7 @@ def test_committed_is_what_the_oracle_says(data, world, copies):
     assert Ledger(held).committed(world, copies=copies) == expected
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data(), world=worlds())
 def test_restore_point_is_what_the_oracle_says(data, world):
     held = data.draw(inventories(world, STEPS))
@@ -104,7 +104,7 @@ def test_restore_point_is_what_the_oracle_says(data, world):
         assert (rank in sourced) != (own is not None and own.payload)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data(), world=worlds(), copies=st.integers(1, 3))
 def test_a_committed_step_survives_any_losses_of_as_many_nodes_as_there_are_copies(data, world, copies):
     """RESTORABLE"""
@@ -129,7 +129,7 @@ def bears(world, held, survivors, step, losses_max):
     return losses_max
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data(), world=worlds(), losses_max=st.integers(1, 2))
 def test_the_restore_point_is_the_newest_step_that_bears_most_further_losses(data, world, losses_max):
     held = data.draw(inventories(world, STEPS))

@@ -66,7 +66,7 @@ def check_sound(world: World, copies: int) -> None:
         assert not (free and together(world, node, buddies)), f"{node} has {buddies}, and {free} have room"
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(case=racked())
 def test_no_two_copies_share_a_rack_that_could_be_apart(case):
     world, copies = case
@@ -94,7 +94,7 @@ def moves(world: World, after: World, assignment: Assignment) -> int:
     return sum(one not in before[node] for node, buddies in assignment.items() for one in buddies)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(case=swapped())
 def test_copies_are_as_far_apart_after_a_swap_as_they_can_be(case):
     _, after, copies = case
@@ -108,7 +108,7 @@ def test_swaps_move_hardly_more_mirrors_than_an_oracle_would():
     """Paths are found one at a time: the fewest moves of all are not promised."""
     more: list[int] = []
 
-    @settings(max_examples=400, deadline=None, derandomize=True, database=None)
+    @settings(max_examples=400, derandomize=True, database=None)
     @given(case=swapped())
     def swap(case):
         world, after, copies = case

@@ -51,7 +51,7 @@ def check_the_end(cluster: Cluster) -> None:
     check_events(cluster)
 
 
-@settings(max_examples=80, phases=[Phase.generate], deadline=None, derandomize=True)
+@settings(max_examples=80, phases=[Phase.generate], derandomize=True)
 @given(seed=st.integers(0, 10**6), copies=st.integers(1, 2), at_start=st.booleans(), data=st.data())
 def test_whatever_happens_the_job_ends_well_or_with_a_verdict(seed, copies, at_start, data):
     cluster = Cluster(World(0, (0, 0, 1, 2), (3, 4)), seed=seed, last_step=8, policy=Policy(copies=copies))
@@ -67,7 +67,7 @@ def test_whatever_happens_the_job_ends_well_or_with_a_verdict(seed, copies, at_s
     check_the_end(cluster)
 
 
-@settings(max_examples=50, phases=[Phase.generate], deadline=None, derandomize=True)
+@settings(max_examples=50, phases=[Phase.generate], derandomize=True)
 @given(seed=st.integers(0, 10**6), data=st.data())
 def test_whoever_waits_goes_on_once_enough_hosts_have_joined(seed, data):
     """Losses that `copies` cover (of a protected job), no spare, hosts that come late: the job ends well."""

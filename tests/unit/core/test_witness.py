@@ -37,7 +37,7 @@ def test_one_active_node_and_a_spare_survive_the_loss_of_either(lost):
     assert cluster.witness == cluster.plans and cluster.plans[1].lost_nodes == (lost,)
 
 
-@settings(max_examples=60, phases=[Phase.generate], deadline=None, derandomize=True)
+@settings(max_examples=60, phases=[Phase.generate], derandomize=True)
 @given(
     seed=st.integers(0, 10**6),
     half=st.sampled_from([{0, 2}, {0, 3}]),

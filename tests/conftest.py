@@ -1,0 +1,6 @@
+"""What holds for every test: no time is asserted anywhere."""
+
+from hypothesis import settings
+
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
