@@ -9,6 +9,7 @@ different ends of the same save and must go on alike.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import inspect
@@ -17,7 +18,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import Future, InvalidStateError, wait
 from typing import Any
 
 import torch.distributed as dist
@@ -111,7 +112,7 @@ class AsyncSave(Save):
         return self.future
 
     def skipped(self, outcome: Any) -> SaveFuture:
-        self.future.lose("this process took the rank over after the save began")
+        self.future.skip()
         return self.future
 
 
@@ -126,6 +127,8 @@ class ThreadFlight(Flight):
     Its files may be removed until the first collective after they were written: with every rank's word the
     coordinator can complete the checkpoint, and this rank need not hear of it.
     """
+
+    ends_by_itself = True
 
     def __init__(self, saves: Saves, path: str, rank: int, future: SaveFuture) -> None:
         super().__init__(saves, path)
@@ -143,6 +146,10 @@ class ThreadFlight(Flight):
         executor.save_wrapper = functools.partial(self._run, original)
         try:
             self._inner = save()
+        except Exception as error:
+            self.future.fail(error)
+            self.failed()
+            raise
         finally:
             executor.save_wrapper = original
         self.future.follow(self._inner, self)
@@ -160,19 +167,27 @@ class ThreadFlight(Flight):
         """Before every collective of that thread. Raises: GenerationChanged."""
         if self.cancelled or self._generation != self._saves.generation:
             raise GenerationChanged(self._generation + 1)
-        self.keep_files = self.keep_files or bool(self._written())
+        try:
+            self.keep_files = self.keep_files or bool(self._written())
+        except OSError:  # nobody can look: they may be there
+            self.keep_files = True
 
     def settle(self) -> None:
         while self._inner is not None and not wait([self._inner], INTERRUPT_S).done:
             if self._thread and not _interrupt(self._thread):
                 break  # the thread itself was hit, after its work and before it could say so
         self.future.lose(f"{self.path or 'its writing'} was cancelled by a swap")
+
+    def remove_files(self) -> None:
         self.keep_files = self.keep_files or self.mark.is_there()
         self.files = self._written()
+        super().remove_files()
 
     def _written(self) -> list[str]:
-        names = os.listdir(self.path) if os.path.isdir(self.path) else []
-        return [os.path.join(self.path, name) for name in names if name.startswith(self._prefix)]
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # another rank may have removed the folder
+            names = os.listdir(self.path)
+            return [os.path.join(self.path, name) for name in names if name.startswith(self._prefix)]
+        return []
 
 
 def _interrupt(thread: int) -> bool:
@@ -184,12 +199,14 @@ def _interrupt(thread: int) -> bool:
 class SaveFuture(Future[Any]):
     """What a script gets from `async_save`: stays the same object when the save is cancelled and done again.
 
-    On the script's main thread `result`, `exception` and `done` are calls. A time-out is not heeded there.
+    On the script's main thread `result`, `exception` and `done` are calls. A time-out is not heeded there. Who waits in
+    another way (`concurrent.futures.wait`, a callback) waits until the save has ended in whatever way, and asks then.
     """
 
     def __init__(self, saves: Saves) -> None:
         super().__init__()
         self._saves = saves
+        self._calls_back = True
         self._ended = False
         self._value: Any = None
         self._failure: BaseException | None = None
@@ -200,22 +217,34 @@ class SaveFuture(Future[Any]):
         self._ended, self._value, self._failure = False, None, None
 
     def follow(self, inner: Future[Any], flight: Flight) -> None:
-        inner.add_done_callback(functools.partial(self._failed, flight))
+        inner.add_done_callback(functools.partial(self._stopped, flight))
 
-    def _failed(self, flight: Flight, inner: Future[Any]) -> None:
+    def _stopped(self, flight: Flight, inner: Future[Any]) -> None:
         error = inner.exception()
-        if error is None or flight.cancelled or isinstance(error, (GenerationChanged, WritingStopped)):
-            return  # torch wraps what ended a cancelled one
-        self._end(None, error)
+        if error is not None and not flight.cancelled and not isinstance(error, (GenerationChanged, WritingStopped)):
+            self.fail(error)  # torch wraps what ended a cancelled one
+            flight.failed()
+        self._release()
 
     def succeed(self, value: Any) -> None:
         self._end(value, None)
-        if not super().done():
-            self.set_result(value)  # for callbacks of the script
+
+    def fail(self, error: BaseException) -> None:
+        self._end(None, error)
 
     def lose(self, reason: str) -> None:
         if not self._ended:
             self._end(None, CheckpointLost(f"the checkpoint was not completed: {reason}", remedy=LOST_REMEDY))
+        self._release()
+
+    def skip(self) -> None:
+        """In a process that follows, where nothing is called back: when it was in the rank itself, nobody knows."""
+        self._calls_back = False
+        self.lose("this process took the rank over after the save began")
+
+    def _release(self) -> None:
+        with contextlib.suppress(InvalidStateError):
+            self.set_result(None)
 
     def _end(self, value: Any, failure: BaseException | None) -> None:
         self._value, self._failure, self._ended = value, failure, True
@@ -223,8 +252,13 @@ class SaveFuture(Future[Any]):
 
     # ---- for the script
 
+    def add_done_callback(self, fn: Callable[[Future[Any]], object]) -> None:
+        """`fn` runs in a thread of its own, on which asking is no call."""
+        if self._calls_back:
+            super().add_done_callback(lambda future: threading.Thread(target=fn, args=(future,)).start())
+
     def done(self) -> bool:
-        return bool(self._ask(lambda: self._ended, waits=False))
+        return self._ask(lambda: self._ended, waits=False) is not False  # None: before the first forward nobody is told
 
     def result(self, timeout: float | None = None) -> Any:
         failure = self.exception()

@@ -46,7 +46,12 @@ class SaveCall(Followed):
 
 
 class Flight:
-    """One save that goes on after its call returned. `path` and `files`: what it writes; empty if unknown."""
+    """One save that goes on after its call returned. `path` and `files`: what it writes; empty if unknown.
+
+    `ends_by_itself`: nobody need ask for it.
+    """
+
+    ends_by_itself = False
 
     def __init__(self, saves: Saves, path: str, files: Sequence[str] = ()) -> None:
         self.step, self.path, self.files, self._saves = saves.step, path, list(files), saves
@@ -68,14 +73,18 @@ class Flight:
         self.complete = True
         self._saves.landed(self)
 
+    def failed(self) -> None:
+        """It has ended by itself; what it wrote is as it would be without us."""
+        self._saves.dropped(self)
+
     def remove_files(self) -> None:
+        """After `settle`. Raises: OSError if a file cannot be looked for, or removed."""
         if self.keep_files or self.complete or not self.path:
             return
         for file in self.files:
             Path(file).unlink(missing_ok=True)
-        if os.path.isdir(self.path) and not os.listdir(self.path):
-            with contextlib.suppress(OSError):  # another rank was faster, or has written here
-                os.rmdir(self.path)
+        with contextlib.suppress(OSError):  # another rank was faster, or has written here
+            os.rmdir(self.path)
 
 
 _own = threading.local()
@@ -92,7 +101,7 @@ def own_flight() -> Flight | None:
 
 
 class Saves:
-    """The saves of one process. Thread: `abort` the link's, `landed` any; everything else main thread only."""
+    """The saves of one process. Thread: `abort` the link's, `landed` and `dropped` any; all else main thread only."""
 
     def __init__(self, link: AgentLink, groups: Groups, handler: CallHandler) -> None:
         self._link, self._groups, self._handler = link, groups, handler
@@ -137,11 +146,18 @@ class Saves:
     def launch(self, flight: Flight) -> None:
         self._flights.append(flight)
 
+    def wait_for_threads(self) -> None:
+        """Block until every flight that ends by itself has. Raises: GenerationChanged."""
+        self.wait_until(lambda: not any(flight.ends_by_itself for flight in self.flights))
+
     def landed(self, flight: Flight) -> None:
-        if flight in self._flights:
-            self._flights.remove(flight)
         if flight.path:
             self.written(flight.path, flight.began, flight.step)
+        self.dropped(flight)
+
+    def dropped(self, flight: Flight) -> None:
+        with contextlib.suppress(ValueError):  # a swap has cancelled it
+            self._flights.remove(flight)
         self._link.wake()
 
     def abort(self) -> None:
@@ -151,13 +167,19 @@ class Saves:
             flight.stop()
 
     def cancel(self) -> list[Flight]:
-        """End every flight and remove what it wrote. Returns them. Blocks: until their writers are gone."""
+        """End every flight, then remove what they wrote. Returns them. Blocks: until their writers are gone."""
         flights, self._flights = list(self._flights), []
         for flight in flights:
             flight.cancelled = True
             flight.stop()
+        for flight in flights:
             flight.settle()
-            flight.remove_files()
+        for flight in flights:
+            try:
+                flight.remove_files()
+            except OSError as error:  # without its mark it is no checkpoint to anybody
+                what = f"of the cancelled checkpoint of step {flight.step} in {flight.path}"
+                self._link.event("Note", text=f"the files {what} could not be removed: {error}")
         for forget in self.on_cancel:
             forget()
         return flights

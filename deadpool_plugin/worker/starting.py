@@ -41,7 +41,9 @@ class Starting:
             )
         if kind is CallKind.SAVE:
             with self._context.groups.unrecorded():  # a rehearsal saves nothing, so it makes none of these exchanges
-                return function(*args, **kwargs)
+                value = function(*args, **kwargs)
+                self._context.saves.wait_for_threads()  # those of one that goes on behind the script's back, too
+                return value
         if kind is CallKind.FACT:
             return self._context.groups.fact(name, lambda: function(*args, **kwargs))
         if kind not in RUNS_MODEL:

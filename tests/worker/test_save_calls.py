@@ -1,11 +1,13 @@
 """Saves as calls: gated, done again from what they were given, cancelled in flight; a follower leaves files alone."""
 
 import dataclasses
+import errno
 import fcntl
 import importlib
 import inspect
 import io
 import os
+import pathlib
 import resource
 import shutil
 import subprocess
@@ -14,7 +16,8 @@ import tempfile
 import threading
 import weakref
 from collections import OrderedDict
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
+from queue import SimpleQueue
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -31,7 +34,7 @@ class Link:
     """Keeps what a worker says."""
 
     def __init__(self):
-        self.sent, self.events = [], []
+        self.sent, self.events, self._changed = [], [], threading.Condition()
 
     def send(self, message):
         self.sent.append(message)
@@ -40,10 +43,12 @@ class Link:
         self.events.append((kind, fields))
 
     def wake(self):
-        pass
+        with self._changed:
+            self._changed.notify_all()
 
     def wait_until(self, done):
-        assert done(), "the test would wait for ever"
+        with self._changed:
+            assert self._changed.wait_for(done, 20), "the test would wait for ever"
 
 
 @pytest.fixture
@@ -214,6 +219,61 @@ def test_a_flight_is_stopped_settled_and_its_own_files_removed(tmp_path, saves):
     assert saves._link.events[0][0] == "CheckpointCancelled" and "from step 5" in saves._link.events[0][1]["reason"]
 
 
+def test_all_writers_have_ended_before_anything_is_removed(tmp_path, saves):
+    done = []
+
+    class Noted(saving.Flight):
+        def settle(self):
+            done.append("settle")
+
+        def remove_files(self):
+            done.append("remove")
+
+    for _ in range(2):
+        saves.launch(Noted(saves, str(tmp_path)))
+    saves.cancel()
+    assert done == ["settle", "settle", "remove", "remove"]
+
+
+def cannot(*args, **kwargs):
+    raise OSError(errno.ESTALE, "Stale file handle")
+
+
+@pytest.mark.parametrize("owner, name", [(os, "listdir"), (pathlib.Path, "unlink"), (pathlib.Path, "exists")])
+def test_what_cannot_be_removed_is_said_and_the_rest_is(tmp_path, saves, monkeypatch, owner, name):
+    removed = []
+
+    class Other(saving.Flight):
+        def remove_files(self):
+            removed.append(self)
+
+    (tmp_path / "__0_0.distcp").touch()
+    flight = dcp.ThreadFlight(saves, str(tmp_path), 0, dcp.SaveFuture(saves))
+    saves.launch(flight)
+    saves.launch(Other(saves, ""))
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, cannot)
+        assert len(saves.cancel()) == 2
+    assert len(removed) == 1 and flight.future.done() and not saves.flights
+    ((kind, fields),) = saves._link.events
+    assert kind == "Note" and str(tmp_path) in fields["text"] and "Stale file handle" in fields["text"]
+
+
+def test_a_folder_that_another_rank_has_removed_meanwhile_is_nothing_to_say(tmp_path, saves, monkeypatch):
+    saves.launch(dcp.ThreadFlight(saves, str(tmp_path / "gone"), 0, dcp.SaveFuture(saves)))
+    monkeypatch.setattr(os.path, "isdir", lambda path: True)
+    saves.cancel()
+    assert saves._link.events == []
+
+
+def test_a_rank_that_cannot_see_its_files_keeps_them(tmp_path, saves, monkeypatch):
+    flight = dcp.ThreadFlight(saves, str(tmp_path), 0, dcp.SaveFuture(saves))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "listdir", cannot)
+        flight.check()
+    assert flight.keep_files
+
+
 def test_files_of_a_checkpoint_that_may_be_complete_are_kept(tmp_path, saves):
     (tmp_path / "mine").touch()
     flight = saving.Flight(saves, str(tmp_path), [str(tmp_path / "mine")])
@@ -273,6 +333,91 @@ def test_a_writing_thread_ends_at_its_next_collective_or_in_its_writing(tmp_path
         assert isinstance(future.exception(), CheckpointLost)
     finally:
         executor.save_wrapper = before
+
+
+@pytest.fixture
+def async_save(saves, tmp_path, monkeypatch):
+    """`async_save(write)`: as torch's, `write` being what its thread does; the call and its future."""
+    from torch.distributed.checkpoint import _async_thread_executor as executor
+
+    def make(write, staged=lambda: None):
+        def original(state_dict, checkpoint_id):
+            staged()
+            return executor.ThreadPoolExecutor(1).submit(executor.save_wrapper)
+
+        monkeypatch.setattr(executor, "save_wrapper", write)
+        call = dcp.AsyncSave(saves, original, (), {"state_dict": {}, "checkpoint_id": str(tmp_path / "none")})
+        return call, call.future
+
+    return make
+
+
+class Broken(OSError):
+    pass
+
+
+def breaks(*args, **kwargs):
+    raise Broken("disk full")
+
+
+def test_an_asynchronous_save_that_fails_is_over(saves, async_save):
+    call, future = async_save(breaks)
+    assert call() is future
+    assert wait([future], 20).done and isinstance(future.exception(), Broken) and future.done()
+    assert saves.flights == [] and saves.cancel() == []
+
+
+def test_an_asynchronous_save_that_cannot_even_begin_is_over(saves, async_save):
+    call, future = async_save(breaks, staged=breaks)
+    with pytest.raises(Broken):
+        call()
+    assert saves.flights == [] and future.done() and isinstance(future.exception(), Broken)
+
+
+@pytest.mark.parametrize("end", ["succeeded", "failed", "cancelled"])
+def test_however_a_save_ends_who_waits_or_is_called_back_can_ask(saves, async_save, end):
+    heard, go_on = SimpleQueue(), threading.Event()
+
+    def write():
+        while not go_on.wait(0.01):
+            pass
+        return breaks() if end == "failed" else "metadata"
+
+    call, future = async_save(write)
+    asking = lambda one: heard.put((threading.current_thread(), one.exception()))  # noqa: E731
+    future.add_done_callback(asking)
+    call()
+    if end == "cancelled":
+        saves.cancel()
+    go_on.set()
+    assert wait([future], 20).done
+    thread, error = heard.get(timeout=20)
+    assert {"succeeded": type(None), "failed": Broken, "cancelled": CheckpointLost}[end] is type(error)
+    future.add_done_callback(asking)  # it runs at once
+    assert threading.main_thread() not in (thread, heard.get(timeout=20)[0])
+
+
+def test_who_waits_for_threads_that_write_waits_for_no_other_flight(saves, async_save):
+    go_on = threading.Event()
+    call, future = async_save(lambda: go_on.wait(20))
+    other = saving.Flight(saves, "")
+    saves.launch(other)
+    call()
+    threading.Timer(0.01, go_on.set).start()
+    saves.wait_for_threads()
+    assert go_on.is_set() and saves.flights == [other] and future.done()
+
+
+def test_in_a_process_that_follows_nobody_waits_for_a_save_or_is_called_back(async_save):
+    call, _ = async_save(breaks)
+    future = call.skipped(None)
+    future.add_done_callback(breaks)
+    assert wait([future], 20).done and isinstance(future.exception(), CheckpointLost)
+
+
+def test_a_rehearsal_is_told_of_no_save_that_it_is_not_done(saves):
+    saves._handler = lambda name, kind, call, args, kwargs: call.skipped(None)  # as before the first forward
+    assert dcp.SaveFuture(saves).done()
 
 
 def test_killing_a_writer_kills_what_it_has_forked(monkeypatch):

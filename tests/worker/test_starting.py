@@ -1,5 +1,6 @@
 """Start-up of a rank: what trains past every framework that is known is refused where the script says so."""
 
+import contextlib
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +9,7 @@ from torch.distributed import fsdp
 from torch.nn.parallel import DistributedDataParallel
 
 from deadpool_plugin.errors import Unsupported
+from deadpool_plugin.worker.adapter import CallKind
 from deadpool_plugin.worker.starting import Starting
 
 
@@ -40,3 +42,20 @@ def test_a_wrapper_of_torchs_own_is_refused_by_name_before_training(context, wra
         wrap(model)
     except Exception as without_a_group:  # another test's may be left
         assert not isinstance(without_a_group, Unsupported)
+
+
+def test_nothing_of_a_save_before_the_first_forward_is_recorded_nor_what_its_thread_exchanges():
+    order = []
+
+    @contextlib.contextmanager
+    def unrecorded():
+        order.append("off")
+        yield
+        order.append("on")
+
+    context = SimpleNamespace(
+        groups=SimpleNamespace(unrecorded=unrecorded),
+        saves=SimpleNamespace(wait_for_threads=lambda: order.append("its thread")),
+    )
+    Starting(context, 0, 4096).call("save", CallKind.SAVE, lambda: order.append("save"), (), {})
+    assert order == ["off", "save", "its thread", "on"]
