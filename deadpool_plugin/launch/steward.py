@@ -30,6 +30,8 @@ from . import leash, roles
 from .carriers import carriers, kill_all, supervisors
 
 POLL_S = 0.5
+ALONE_POLL_S = 5.0
+"""Between looks at a job that goes on without its launcher: each is at every process of the host."""
 PREPARE_S = 60.0
 CONFIG = "config.yaml"
 SECRET = "secret"
@@ -74,7 +76,8 @@ class Steward:
     def serve(self) -> None:
         """Until the job is over here, and the launcher asks for it or is gone."""
         while True:
-            word = self._ear.next(POLL_S)
+            alone = self._seen and self._launcher_is_gone() and not self._signal
+            word = self._ear.next(ALONE_POLL_S if alone else POLL_S)
             self._seen = self._seen or bool(carriers(self._folder))
             if isinstance(word, leash.Stop):
                 self._end(signal.SIGINT, word.grace_s)

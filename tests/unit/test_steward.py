@@ -14,6 +14,7 @@ import pytest
 from deadpool_plugin import events
 from deadpool_plugin.agent import contacts
 from deadpool_plugin.agent.meeting import versions
+from deadpool_plugin.config import Config
 from deadpool_plugin.errors import ConfigError
 from deadpool_plugin.launch import leash, steward
 from deadpool_plugin.launch.carriers import carriers
@@ -229,6 +230,23 @@ def test_without_a_launcher_the_job_goes_on_and_its_secret_stays_as_long(host):
     job.terminate()
     job.wait()
     one.ended()
+
+
+@pytest.mark.parametrize(("policy", "pauses"), [("continue", [0.5, 5.0, 5.0, 5.0]), ("stop", [0.5, 0.5, 0.5, 0.5])])
+def test_without_a_launcher_all_processes_are_looked_at_less_often(monkeypatch, tmp_path, policy, pauses):
+    """Unless it waits for the job's end, to kill who does not end."""
+    asked, job = [], [{os.getpid()}, {os.getpid()}, {os.getpid()}, {os.getpid()}, set()]
+
+    class Closed:
+        closed, heard_at = True, 0.0
+
+        def next(self, timeout_s):
+            asked.append(timeout_s)
+
+    monkeypatch.setattr(steward, "carriers", lambda folder: job.pop(0))
+    monkeypatch.setattr(steward, "supervisors", lambda folder: set())
+    steward.Steward(Closed(), tmp_path, Config(on_launcher_loss=policy, output_dir=tmp_path), 0).serve()
+    assert asked == pauses
 
 
 def test_without_a_launcher_the_job_stops_if_it_shall(host):
