@@ -1,8 +1,8 @@
 """Moving a newcomer's data iterators by what the rank itself pulled, without reading where that can be.
 
 A process that takes a rank over in step 50,000 must not read 50,000 batches first. What is not read must not be
-missed: items a rank drew random numbers for come with their random states (`draws`), so in one process nothing is
-missed; worker processes may draw where nobody sees it, so those are skipped only where an adapter knows the data set.
+missed: items a rank drew random numbers for come with their random states (`draws`), but a data set may have generators
+of its own, and worker processes may draw where nobody sees it. So only what is surely known to draw nothing is skipped.
 
 Rules of this file: afterwards the iterator gives next what the rank's own gives next. Thread: the main one's.
 Source: torch/utils/data/dataloader.py, alike from 2.9 to 2.13.
@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from torch.utils.data import default_collate, default_convert
 from torch.utils.data.dataloader import _DatasetKind, _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
 
 from ..errors import Divergence
@@ -36,8 +37,8 @@ def draws_nothing(knows: Callable[[Any], bool]) -> None:
 def skip(iterator: Iterator[Any], count: int, draws: Sequence[Sequence[Any]] = ()) -> None:
     """Move `iterator` forward by `count` items.
 
-    A DataLoader over a map-style data set only draws from its sampler; with worker processes only if an adapter knows
-    the data set, and then not before somebody reads on. Anything else pays the price of reading.
+    Of a DataLoader only the sampler is asked if an adapter knows its data set (which must be a map-style one) and it
+    collates as torch does; with worker processes not before somebody reads on. Anything else pays the price of reading.
 
     Args:
         draws: (number of an item, the random states before it) of each one that was drawn for.
@@ -48,12 +49,11 @@ def skip(iterator: Iterator[Any], count: int, draws: Sequence[Sequence[Any]] = (
         if unless and getattr(reader, unless):
             return
         reader = getattr(reader, attribute)
-    over_map = getattr(reader, "_dataset_kind", None) == _DatasetKind.Map
-    by_workers = type(reader) in (_MultiProcessingDataLoaderIter, _Behind)  # a library's own class of it may do more
-    if over_map and by_workers and not draws and _is_known(reader._dataset):
+    known = type(reader) in _READERS and _is_known(reader)
+    if known and type(reader) is not _SingleProcessDataLoaderIter and not draws:
         _Behind.fall(reader, count)
         return
-    single = over_map and type(reader) is _SingleProcessDataLoaderIter
+    single = known and type(reader) is _SingleProcessDataLoaderIter
     before = {number: states for number, states in draws}
     for number in range(count):
         if number in before:
@@ -64,8 +64,10 @@ def skip(iterator: Iterator[Any], count: int, draws: Sequence[Sequence[Any]] = (
             next(iterator)
 
 
-def _is_known(data_set: Any) -> bool:
-    return any(knows(data_set) for knows in _DRAWS_NOTHING)
+def _is_known(reader: Any) -> bool:
+    """Whether a batch surely depends on its indices alone."""
+    plain = reader._dataset_kind == _DatasetKind.Map and reader._collate_fn in (default_collate, default_convert)
+    return plain and any(knows(reader._dataset) for knows in _DRAWS_NOTHING)
 
 
 def _pass_over(reader: Any) -> None:
@@ -113,3 +115,7 @@ class _Behind(_MultiProcessingDataLoaderIter):
         """It begins anew (`persistent_workers`): nothing is missed of that."""
         self._stand_up()
         self._reset(loader, first_iter)
+
+
+_READERS = (_SingleProcessDataLoaderIter, _MultiProcessingDataLoaderIter, _Behind)
+"""Exactly these: a library's own class of them may do more."""

@@ -1,5 +1,7 @@
 """Iterators are rewound on survivors and moved forward without reading on newcomers."""
 
+import random
+
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -33,26 +35,6 @@ def test_table_keeps_one_stand_in_per_iterator_and_forgets_what_no_call_needs():
     assert fresh is not wrapped and next(fresh) == 3
 
 
-class Counting(Dataset):
-    def __init__(self):
-        self.reads = 0
-
-    def __len__(self):
-        return 20
-
-    def __getitem__(self, index):
-        self.reads += 1
-        return torch.tensor(index)
-
-
-def test_a_single_process_loader_is_skipped_without_reading():
-    data = Counting()
-    loader = iter(DataLoader(data, batch_size=2))
-    RewindIterator(loader).skip(3)
-    assert data.reads == 0
-    assert next(loader).tolist() == [6, 7]
-
-
 def test_other_iterators_are_skipped_by_reading():
     source = iter(range(10))
     RewindIterator(source).skip(4)
@@ -79,7 +61,7 @@ def test_whatever_has_a_next_can_be_rewound():
 
 def test_what_cannot_be_rewound_is_refused():
     with pytest.raises(Unsupported, match="given a DataLoader"):
-        IteratorTable().wrap([DataLoader(Counting())])
+        IteratorTable().wrap([DataLoader(Shared())])
 
 
 def test_a_loader_that_shuffles_draws_alike_when_it_is_rewound_and_when_it_is_followed():
@@ -127,6 +109,48 @@ class Shared(Dataset):
 @pytest.fixture
 def known(monkeypatch):
     monkeypatch.setattr(skipping, "_DRAWS_NOTHING", [lambda data_set: isinstance(data_set, Shared)])
+
+
+def test_a_single_process_loader_over_a_known_data_set_is_moved_without_reading(known):
+    data = Shared()
+    loader = iter(DataLoader(data, batch_size=2))
+    RewindIterator(loader).skip(3)
+    assert data.reads.item() == 0
+    assert next(loader).tolist() == [6, 7]
+
+
+class Augmenting(Dataset):
+    """Draws from a generator that nobody else sees, in the data set or where samples are collated."""
+
+    def __init__(self):
+        self.rng = random.Random(7)
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, index):
+        return index + self.rng.random()
+
+    def collate(self, samples):
+        return [sample + self.rng.random() for sample in samples]
+
+
+@pytest.mark.parametrize(
+    "make", [lambda data: DataLoader(data), lambda data: DataLoader(data, collate_fn=data.collate)]
+)
+def test_a_single_process_loader_that_may_draw_is_read(make):
+    ours, newcomers = (iter(make(Augmenting())) for _ in range(2))
+    it = RewindIterator(ours)
+    [next(it) for _ in range(5)]
+    RewindIterator(newcomers).skip(*it.pulled_since(0))
+    assert next(newcomers) == next(it)
+
+
+def test_a_known_data_set_with_a_collator_of_the_scripts_own_is_read(known):
+    loader = iter(DataLoader(Shared(), collate_fn=lambda samples: (samples, next(numbers))))
+    numbers = iter(range(10))
+    skip(loader, 4)
+    assert next(loader)[1] == 4
 
 
 @pytest.mark.parametrize("persistent", [False, True])
