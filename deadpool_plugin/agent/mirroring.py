@@ -14,7 +14,6 @@ from ..core.placement import buddies_of, held_by, needs_payload
 from ..core.types import NO_STEP, Generation, Holding, NodeId, Rank, Step, World
 from ..errors import EXIT_CONFIG, ConfigError, StaleGeneration, TransportError, invariant
 from ..mirror.arena import arena_bytes
-from ..mirror.memory import check_memory
 from ..mirror.store import SnapshotStore
 from ..transport import local
 from ..transport.local import LocalPeer
@@ -33,12 +32,11 @@ class Mirroring:
         copies: int,
         store: SnapshotStore,
         peers: Peers,
-        headroom_bytes: int,
         patience_s: float,
         feed: Callable[[io.Input], None],
     ) -> None:
         self._node, self._copies, self._store, self._peers = node, copies, store, peers
-        self._headroom_bytes, self._feed = headroom_bytes, feed
+        self._feed = feed
         self._world: World | None = None
         self._pushes = Pushes(node, copies, store, peers, patience_s, feed)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -76,7 +74,7 @@ class Mirroring:
             message.header_bytes, message.payload_bytes, message.layout_hash, message.replicas, message.recording
         )
         try:
-            self._check_memory(profile)
+            self.check_memory(profile, self._node)
             pair = await self._peers.in_thread(
                 lambda: self._store.create_own(rank, message.header_bytes, message.payload_bytes)
             )
@@ -98,16 +96,20 @@ class Mirroring:
         self._store.put_recording(rank, profile.encoded())
         self._pushes.recording(rank, profile)
 
-    def _check_memory(self, profile: Profile) -> None:
-        """Before training: slots still to be made for own ranks and mirrors, as if all ranks were like this one."""
+    def check_memory(self, profile: Profile, node: NodeId) -> None:
+        """Slots still to be made here for what `node` runs and mirrors, as if all ranks were like this one.
+
+        Args: node: this one, before training; on a spare the one it would replace.
+        Raises: MemoryShortage.
+        """
         store, world = self._store, self.world
-        ranks, here = held_by(world, self._node, self._copies), world.ranks_of(self._node)
-        mirrored = [rank for rank in ranks if rank not in here and not store.has_slots(rank)]
-        own = [rank for rank in here if not store.has_slots(rank)]
+        ranks, run = held_by(world, node, self._copies), world.ranks_of(node)
+        mirrored = [rank for rank in ranks if rank not in run and not store.has_slots(rank)]
+        own = [rank for rank in run if not store.has_slots(rank)]
         with_payload = any(needs_payload(world, rank, profile.replicas, self._copies) for rank in profile.replicas)
         each_own = arena_bytes(profile.header_bytes, profile.payload_bytes)
         each_mirror = arena_bytes(profile.header_bytes, profile.payload_bytes if with_payload else 0)
-        check_memory(len(own) * each_own + len(mirrored) * each_mirror, self._headroom_bytes)
+        store.check_memory(len(own) * each_own + len(mirrored) * each_mirror)
 
     def _mirrors(self, rank: Rank) -> bool:
         """Whether this node is to hold a mirror of `rank`."""

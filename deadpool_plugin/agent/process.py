@@ -142,9 +142,7 @@ class Agent:
         self._peers = Peers(node, credentials, self._store, config.patience_s, self.feed)
         self._lines.roster.members = lambda: self._controller.world
         self._lines.roster.on_admitted = lambda hello: self._peers.add(hello.node, hello.bulk)
-        self._mirroring = Mirroring(
-            node, config.copies, self._store, self._peers, config.memory_headroom_bytes, config.patience_s, self.feed
-        )
+        self._mirroring = Mirroring(node, config.copies, self._store, self._peers, config.patience_s, self.feed)
         self._watch = Watch(config.silent_after_s)
         self._watch.start()
         slots = [Slot(local_rank) for local_rank in range(place.local_size)]
@@ -156,6 +154,7 @@ class Agent:
         self._spares = Spares(
             node, self._workers, self._store, self._peers, self._reports, config.history_limit_bytes, self.feed
         )
+        self._spares.check_memory = self._mirroring.check_memory
         self._fullness = Fullness(self._store, self._reports, config.history_limit_bytes)
         fetches = Fetches(node, self._store, self._peers, self._reports)
         self._takeovers = TakeOvers(

@@ -15,14 +15,14 @@ from collections.abc import Callable, Coroutine
 from ..core import io
 from ..core.slots import LocalSlot
 from ..core.types import NO_STEP, NodeId, Rank, Step
-from ..errors import DeadpoolError
+from ..errors import DeadpoolError, MemoryShortage
 from ..mirror.history import History, HistoryPruned
 from ..mirror.store import SnapshotStore
 from ..mirror.wire import RefusedByPeer
 from ..transport import local
 from ..transport.local import LocalPeer
 from .peers import Peers
-from .profile import decode_profile
+from .profile import Profile, decode_profile
 from .rehearsal import Rehearsal
 from .reports import Reports
 from .slots import Slot
@@ -34,7 +34,8 @@ SAY_MOVED_S = 10.0
 
 
 class Spares:
-    """Thread: the event loop's only."""
+    """Thread: the event loop's only. `check_memory(profile, node)` raises MemoryShortage if not all fits in here that `node`
+    runs and mirrors."""
 
     def __init__(
         self,
@@ -52,6 +53,7 @@ class Spares:
         self._said_at = 0.0
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self.rehearsals: dict[int, Rehearsal] = {}
+        self.check_memory: Callable[[Profile, NodeId], None] = lambda profile, node: None
         workers.handlers[local.WorkerHello] = self._introduced
         workers.handlers[local.Rehearsed] = self._rehearsed
         workers.handlers[local.Moved] = self._moved
@@ -135,6 +137,8 @@ class Spares:
         self._reports.emit("Rehearsed", rank=message.rank, duration_s=message.duration_s)
         if slot.rank < 0:
             self._feed(io.SpareRehearsed(slot.local_rank, message.rank))
+            if all(other.finished.is_set() for other in self.rehearsals.values()):
+                self._check_memory(rehearsal)
             self._run(slot, self._prepare(rehearsal))
 
     def _moved(self, slot: Slot, peer: LocalPeer, message: local.Moved) -> None:
@@ -146,6 +150,18 @@ class Spares:
         if now - self._said_at >= SAY_MOVED_S:
             self._said_at = now
             self._reports.emit("CatchingUp", rank=message.rank, step=message.step)
+
+    def _check_memory(self, rehearsal: Rehearsal) -> None:
+        """What a take-over makes of this node needs the lost one's mirrors, too. People are told now if it is too much.
+
+        The spare stays: another attempt would cost a rehearsal and find no more memory, the last one would cost the
+        spare (and everybody a swap), and the next loss then ends a job whose state it could have saved.
+        """
+        try:
+            self.check_memory(rehearsal.profile, rehearsal.source)
+        except MemoryShortage as error:
+            reason = f"memory here does not hold what node {rehearsal.source} runs and mirrors: {error}"
+            self._reports.emit("RehearsalFailed", rank=rehearsal.rank, reason=reason)
 
     async def _prepare(self, rehearsal: Rehearsal) -> None:
         """Make the arena a take-over will need, then follow."""

@@ -42,7 +42,7 @@ def serving(rank: int) -> Slot:
 
 
 def mirroring(store: SnapshotStore) -> Mirroring:
-    made = Mirroring(0, 1, store, Peers(), 0, 10.0, lambda event: None)
+    made = Mirroring(0, 1, store, Peers(), 10.0, lambda event: None)
     made.enter(World(0, (0, 0), ()))
     return made
 
@@ -56,14 +56,14 @@ def store():
 
 def test_slots_that_are_being_made_are_not_asked_for_again(store, monkeypatch):
     needed, create = [], SlotPair.create
-    monkeypatch.setattr("deadpool_plugin.agent.mirroring.check_memory", lambda need, headroom: needed.append(need))
+    monkeypatch.setattr("deadpool_plugin.mirror.store.check_memory", lambda need, headroom: needed.append(need))
 
     async def scenario():
         made, slots = mirroring(store), [serving(0), serving(1)]
 
         def meanwhile(rank, *arguments):
             if rank == 0:
-                made._check_memory(Profile(4096, 64, "", (1,), b""))
+                made.check_memory(Profile(4096, 64, "", (1,), b""), 0)
             return create(rank, *arguments)
 
         monkeypatch.setattr(SlotPair, "create", meanwhile)
@@ -71,7 +71,25 @@ def test_slots_that_are_being_made_are_not_asked_for_again(store, monkeypatch):
             await made._prepare(slot, slot.serving, ready(slot.rank))
 
     asyncio.run(scenario())
-    assert needed == [2 * arena_bytes(4096, 64), arena_bytes(4096, 64), arena_bytes(4096, 64)]
+    each = arena_bytes(4096, 64)
+    untouched = each  # of what is in the making when rank 1 is asked for
+    assert needed == [2 * each, each, each + untouched, each, each]
+
+
+def test_a_spare_needs_what_the_node_it_would_replace_runs_and_mirrors(store, monkeypatch):
+    needed, small, large = [], arena_bytes(4096, 0), arena_bytes(4096, 64)
+    monkeypatch.setattr("deadpool_plugin.mirror.store.check_memory", lambda need, headroom: needed.append(need))
+
+    async def scenario():
+        made = mirroring(store)
+        made.enter(World(0, (1, 1, 2, 2, 3, 3), (0,)))
+        made.check_memory(Profile(4096, 64, "", (2,), b""), 2)
+        made.check_memory(Profile(4096, 64, "", (0, 2, 4), b""), 2)  # two more nodes keep the same payload
+        store.prepare_own(2, 4096, 64)
+        made.check_memory(Profile(4096, 64, "", (2,), b""), 2)
+
+    asyncio.run(scenario())
+    assert needed == [4 * large, 2 * large + 2 * small, large, 3 * large]
 
 
 def test_slots_of_a_process_that_was_replaced_meanwhile_are_not_kept(store):

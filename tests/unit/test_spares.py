@@ -1,13 +1,19 @@
-"""agent/spares.py: where a rehearsal's recording comes from, and how long it is asked for."""
+"""agent/spares.py: where a rehearsal's recording comes from, how long it is asked for, what memory a spare needs."""
 
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
-from deadpool_plugin.agent.slots import Slot
+from deadpool_plugin.agent.profile import Profile
+from deadpool_plugin.agent.rehearsal import Rehearsal
+from deadpool_plugin.agent.slots import Process, Slot
 from deadpool_plugin.agent.spares import Spares
-from deadpool_plugin.errors import DeadpoolError
+from deadpool_plugin.core import io
+from deadpool_plugin.errors import DeadpoolError, MemoryShortage
+from deadpool_plugin.mirror.history import History
 from deadpool_plugin.mirror.wire import RefusedByPeer
+from deadpool_plugin.transport import local
 
 
 class Anything:
@@ -44,3 +50,36 @@ def test_who_runs_the_rank_since_a_moment_is_asked_again(monkeypatch):
     assert asked(RefusedByPeer("no recording"), 60.0, succeeds_at=9) == (9, False)
     assert asked(RefusedByPeer("no recording"), 0.0, succeeds_at=9) == (1, True)
     assert asked(DeadpoolError("no process"), 60.0, succeeds_at=9) == (1, True)
+
+
+def test_a_spare_that_could_not_hold_the_mirrors_that_come_with_its_ranks_says_so_once_and_stays():
+    told, fed, prepared, asked = [], [], [], []
+
+    def check(profile: Profile, node: int) -> None:
+        asked.append((profile, node))
+        raise MemoryShortage("snapshots need 96 GiB")
+
+    async def scenario():
+        workers, peers, reports = Anything(), Anything(), Anything()
+        workers.handlers = {}
+        peers.in_thread = lambda work: asyncio.sleep(0, work())
+        store = SimpleNamespace(prepare_own=lambda *arguments: prepared.append(arguments))
+        reports.emit = lambda kind, **fields: told.append((kind, fields))
+        spares = Spares(5, workers, store, peers, reports, 1000, fed.append)
+        spares.check_memory = check
+        for number in range(2):
+            slot = Slot(number)
+            slot.process = Process(order=1, rank=6 + number, rehearses=True)
+            profile = Profile(4096, 64, "", (6 + number,), b"")
+            spares.rehearsals[number] = Rehearsal(slot, slot.process, profile, source=3, history=History(1000))
+        for number, rehearsal in spares.rehearsals.items():
+            spares._rehearsed(rehearsal.slot, None, local.Rehearsed(6 + number, 1.0))
+        await asyncio.gather(*spares._tasks.values())
+
+    asyncio.run(asyncio.wait_for(scenario(), timeout=30))
+    assert [node for _, node in asked] == [3]
+    failed = [fields for kind, fields in told if kind == "RehearsalFailed"]
+    reason = "memory here does not hold what node 3 runs and mirrors: snapshots need 96 GiB"
+    assert failed == [{"rank": 7, "reason": reason}]
+    assert fed == [io.SpareRehearsed(0, 6), io.SpareRehearsed(1, 7)]
+    assert prepared == [(6, 4096, 64), (7, 4096, 64)]
