@@ -6,14 +6,17 @@ Rules of this file: nothing is decided about the job here. What fails is a Deadp
 from __future__ import annotations
 
 import asyncio
+import ipaddress
+import logging
 import os
+import time
 from collections.abc import Callable
 from importlib import metadata
 
 from ..config import Config
 from ..core.messages import AnyMessage
 from ..core.types import NodeId
-from ..errors import PeerRefused, invariant
+from ..errors import PeerRefused, TransportError, invariant
 from ..mirror.bulk import BulkServer
 from ..mirror.server import OnMirrored
 from ..mirror.store import SnapshotStore
@@ -30,15 +33,45 @@ PACKAGES = ("deadpool_plugin", "torch", "megatron-core", "deepspeed")
 STARTS_APART = 6
 """Hosts wait for each other for this part of `start_timeout_s`, if their patience later is too little for that."""
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
+_RETRY_S = 0.5
+_log = logging.getLogger(__name__)
+
+
+def meeting_s(config: Config) -> float:
+    """How long hosts wait for each other when a job starts."""
+    return max(config.decision_timeout_s, config.start_timeout_s / STARTS_APART)
+
+
+async def reachable(config: Config, place: Place, job: Job) -> tuple[str, str]:
+    """As `addresses`, towards the job: where names come into being with the hosts (Kubernetes), that of the first one
+    may be unknown for as long as hosts wait for each other.
+
+    Raises: ConfigError; TransportError after so long. Blocks: for the resolver, each time.
+    """
+    target = job.invitation.members[0] if job.invitation else (place.master_addr, place.master_port)
+    deadline, said = time.monotonic() + meeting_s(config), False
+    while True:
+        try:
+            return addresses(config, target)
+        except TransportError as error:
+            if time.monotonic() >= deadline:
+                raise
+            if not said:
+                _log.warning("%s; it is tried again for %.0f s", error, meeting_s(config))
+                said = True
+        await asyncio.sleep(_RETRY_S)
 
 
 def addresses(config: Config, target: Address) -> tuple[str, str]:
-    """Where to listen, and the address others use. `target`: what they must be reached by. Raises: ConfigError."""
+    """Where to listen, and the address others use. `target`: what they must be reached by.
+
+    Raises: ConfigError; TransportError if there is no way to `target`.
+    """
     if config.interface_address is not None:
         ours = address_of(config.interface_address)
         return ours, ours
     found = address_towards(*target)
-    if found.startswith("127.") and target[0] not in _LOOPBACK:
+    if ipaddress.ip_address(found).is_loopback and target[0] not in _LOOPBACK:
         return "", target[0]  # the first host's name means itself there; others know it by that name
     return found, found
 
@@ -67,12 +100,14 @@ class Lines:
         link_lost: Callable[[NodeId, str], None],
         refused: Callable[[PeerRefused], None],
         job: Job,
+        where: tuple[str, str],
     ) -> None:
+        """`where`: of `reachable`."""
         self._node, self._place, self._config, self._credentials = node, place, config, credentials
         self._refused = refused
         master = (place.master_addr, place.master_port)
         self._job, self.roster = job, Roster(node, job, master, credentials)
-        self._bind, self.address = addresses(config, job.invitation.members[0] if job.invitation else master)
+        self._bind, self.address = where
         self.mesh = ControlMesh(
             node, credentials, self._bind, config.port_range, received, link_lost, config.silent_after_s, refused,
             self.roster.answer,
@@ -98,7 +133,7 @@ class Lines:
     async def meet(self, hello: Hello) -> list[Hello]:
         """Exchange hellos at the master's address and link up with everyone. Raises: DeadpoolError."""
         place, config = self._place, self._config
-        timeout_s = max(config.decision_timeout_s, config.start_timeout_s / STARTS_APART)
+        timeout_s = meeting_s(config)
         hellos = await meet(
             self._node, place.nodes_total, place.master_addr, place.master_port, hello, self._credentials, timeout_s
         )

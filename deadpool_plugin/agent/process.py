@@ -36,7 +36,7 @@ from .fetching import Fetches
 from .fullness import Fullness
 from .joining import Job
 from .lives import Lives
-from .meeting import Lines
+from .meeting import Lines, reachable
 from .mirroring import Mirroring
 from .output import Writer
 from .pausing import Pausing
@@ -92,7 +92,8 @@ class Agent:
 
     async def run(self) -> int:
         """From the first connection to the last; the exit code."""
-        self._build()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, lambda: None)  # the supervisors say it
+        self._build(await reachable(self._config, self._place, self._job))
         try:
             tasks = [asyncio.create_task(self._guarded(work)) for work in (self._tick(), self._start())]
             exit_code = await self._left
@@ -127,7 +128,7 @@ class Agent:
 
     # ---- starting
 
-    def _build(self) -> None:
+    def _build(self, where: tuple[str, str]) -> None:
         config, place, node = self._config, self._place, self._node
         loop = asyncio.get_running_loop()
         self._left: asyncio.Future[int] = loop.create_future()
@@ -137,7 +138,9 @@ class Agent:
         self._writer = Writer()
         self._reports = Reports(node, self._writer, config.output_dir)
         credentials = Credentials(self._secret)
-        self._lines = Lines(node, place, config, credentials, self._received, self._link_lost, self._refused, self._job)
+        self._lines = Lines(
+            node, place, config, credentials, self._received, self._link_lost, self._refused, self._job, where
+        )
         self._store = SnapshotStore(config.history_limit_bytes, config.memory_headroom_bytes)
         self._peers = Peers(node, credentials, self._store, config.patience_s, self.feed)
         self._lines.roster.members = lambda: self._controller.world
@@ -176,7 +179,6 @@ class Agent:
         self._witness = Witness(config.witness, lambda: credentials.job, self._reports, self.feed)
         self._server = LocalServer(self._listener, self._workers.on_message, self._lives.closed)
         loop.add_signal_handler(signal.SIGTERM, lambda: loop.call_later(TERM_GRACE_S, self._told_to_end))
-        loop.add_signal_handler(signal.SIGINT, lambda: None)  # the supervisors say it
 
     async def _start(self) -> None:
         """Meet the others, link up, and let the controller begin. Raises: DeadpoolError."""

@@ -1,15 +1,18 @@
-"""agent/meeting.py: how long hosts wait for each other at the start."""
+"""agent/meeting.py: how long hosts wait for each other at the start, and what they call themselves."""
 
 from __future__ import annotations
 
 import asyncio
+import socket
 
 import pytest
 
 from deadpool_plugin.agent import meeting
-from deadpool_plugin.agent.meeting import Lines
+from deadpool_plugin.agent.joining import Job
+from deadpool_plugin.agent.meeting import Lines, addresses, reachable
 from deadpool_plugin.agent.world import Place
 from deadpool_plugin.config import Config
+from deadpool_plugin.errors import ConfigError, TransportError
 
 
 class Met(Exception):
@@ -28,3 +31,52 @@ def test_little_patience_with_a_lost_host_is_not_little_with_one_that_starts(mon
     with pytest.raises(Met) as met:
         asyncio.run(lines.meet(None))
     assert met.value.args == (waits_s,)
+
+
+def looked_up(monkeypatch, fails, config=Config()):
+    """What a host is found to be called while the first one's name is unknown so many times; and how often it was."""
+    asked, lookup = [], socket.getaddrinfo
+
+    def resolve(host, *rest, **options):
+        asked.append(host)
+        if len(asked) <= fails:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return lookup("127.0.0.1", *rest, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "getaddrinfo", resolve)
+        patch.setattr(meeting, "_RETRY_S", 0.0)
+        job = Job([], "", "", {})
+        return asyncio.run(reachable(config, Place(1, 2, 1, "pod-0.pods", 5), job)), asked
+
+
+def test_a_first_host_whose_name_is_not_known_yet_is_asked_for_again(monkeypatch):
+    where, asked = looked_up(monkeypatch, fails=2)
+    assert where == ("", "pod-0.pods") and asked == ["pod-0.pods"] * 3
+
+
+def test_a_name_that_nobody_knows_is_asked_for_no_longer_than_hosts_wait_for_each_other(monkeypatch):
+    monkeypatch.setattr(meeting, "meeting_s", lambda config: 0.0)
+    with pytest.raises(TransportError, match="no way to pod-0.pods: .*not known"):
+        looked_up(monkeypatch, fails=2)
+
+
+def test_an_address_this_host_does_not_have_is_said_at_once(monkeypatch):
+    with pytest.raises(ConfigError, match="interface_address ib9 is no address of"):
+        looked_up(monkeypatch, fails=2, config=Config(interface_address="ib9"))
+
+
+@pytest.mark.parametrize(
+    ("found", "target", "where"),
+    [
+        ("10.0.0.3", "first", ("10.0.0.3", "10.0.0.3")),
+        ("fd00::3", "first", ("fd00::3", "fd00::3")),
+        ("127.0.1.1", "first", ("", "first")),
+        ("::1", "first", ("", "first")),
+        ("::1", "::1", ("::1", "::1")),
+        ("127.0.0.1", "localhost", ("127.0.0.1", "127.0.0.1")),
+    ],
+)
+def test_nobody_is_told_to_dial_an_address_that_means_himself(monkeypatch, found, target, where):
+    monkeypatch.setattr(meeting, "address_towards", lambda *target: found)
+    assert addresses(Config(), (target, 29500)) == where
