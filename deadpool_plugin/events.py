@@ -18,6 +18,9 @@ import msgspec
 from .errors import InvariantViolated as InvariantViolated
 from .errors import invariant
 
+ALIVE_S = 60.0
+"""How often the job says that it has not ended."""
+
 
 class Event(msgspec.Struct, frozen=True, tag_field="event", tag=True, kw_only=True):
     """Base: when, where, in which generation."""
@@ -96,6 +99,10 @@ class WaitingForHost(Event, frozen=True):
     """No spare is left: everyone holds its state until a host joins."""
 
     reason: str = ""
+
+
+class Alive(Event, frozen=True):
+    """Every `ALIVE_S` from the node that coordinates, whatever the job does or waits for: it has not ended."""
 
 
 class CheckpointSaved(Event, frozen=True):

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from .. import events
 from ..config import Config
 from ..core import io
 from ..core.controller import Controller
@@ -95,7 +96,8 @@ class Agent:
         asyncio.get_running_loop().add_signal_handler(signal.SIGINT, lambda: None)  # the supervisors say it
         self._build(await reachable(self._config, self._place, self._job))
         try:
-            tasks = [asyncio.create_task(self._guarded(work)) for work in (self._tick(), self._start())]
+            works = (self._tick(), self._start(), self._say_alive())
+            tasks = [asyncio.create_task(self._guarded(work)) for work in works]
             exit_code = await self._left
             for task in tasks:
                 task.cancel()
@@ -215,6 +217,20 @@ class Agent:
             self.feed(io.Ticked())
             await asyncio.sleep(self._config.tick_s)
 
+    async def _say_alive(self) -> None:
+        """A job that waits, or is slow, shall not be taken for one that is gone."""
+        while True:
+            await asyncio.sleep(events.ALIVE_S)
+            if self._controller.world is not None and self._leads():
+                self._reports.emit("Alive")
+
+    def _leads(self) -> bool:
+        """Whether this node coordinates: no member before it is there, as far as is known here."""
+        world = self._controller.world
+        gone = self._lost_links | self._lines.roster.missed
+        there = [node for node in world.members if node not in gone] if world is not None else []
+        return min(there, default=self._node) == self._node
+
     # ---- inputs
 
     def feed(self, event: io.Input) -> None:
@@ -283,8 +299,7 @@ class Agent:
 
     def _emit(self, action: io.Emit) -> None:
         world = self._controller.world
-        living = [node for node in world.members if node not in self._lost_links] if world is not None else []
-        self._reports.leads = not living or min(living) == self._node
+        self._reports.leads = self._leads()
         left = len(world.spares) if world is not None else 0
         beside = {"spares_left": left, "on_no_spare": self._config.on_no_spare} if action.kind == "Protected" else {}
         self._reports.emit(action.kind, **action.fields, **beside)

@@ -15,7 +15,8 @@ from .. import events
 from ..agent.reports import sentence as sentence
 from ..core.placement import rehearsals
 from ..core.types import NO_STEP, Generation, NodeId, Rank, Step, World
-from .model import Line, Loss, Node, Protection, Row, State, Swap
+from ..launch.outcome import TELLING, ended
+from .model import History, Line, Loss, Node, Protection, Row, State, Swap
 
 LINES_MAX = 200
 
@@ -29,10 +30,16 @@ class JobView:
     generation: Generation = 0
     training: bool = False
     committed: Step = NO_STEP
+    committed_at: float = 0.0
+    """When the newest committed step was (epoch seconds)."""
     protection: Protection = "not yet"
+    protection_at: float = 0.0
+    """Since when (epoch seconds)."""
+    history: History = "ok"
+    """The fullest call records of any rank."""
     swaps: list[Swap] = field(default_factory=list)
     outcome: str = ""
-    """How the job ended; "" while it has not."""
+    """How the job ended, as `deadpool outcome` says it; "" while it has not."""
     exit_code: int = 0
     """The job's, once it has ended."""
     heard_at: float = 0.0
@@ -42,6 +49,8 @@ class JobView:
     _steps: dict[Rank, tuple[Generation, Step]] = field(default_factory=dict)
     _losses: dict[Rank, Loss] = field(default_factory=dict)
     _protection_since: Generation = 0
+    _waiting: Generation = -1
+    _telling: list[events.Event] = field(default_factory=list)
 
     # ---- what to read
 
@@ -63,6 +72,17 @@ class JobView:
             return self.swaps[-1].began
         undecided = [node for node in self.nodes.values() if not node.removed]
         return min((since for node in undecided for since in self._accused(node)), default=None)
+
+    @property
+    def waiting(self) -> bool:
+        """Everyone waits for a host to join."""
+        return self._waiting == self.generation and not self.outcome
+
+    @property
+    def over(self) -> bool:
+        """The job has ended, and every node that is not lost has had its last word: how its scripts ended."""
+        owing = [number for number, node in self.nodes.items() if node.joined and not node.ended]
+        return bool(self.outcome) and all(self.state(number) in ("lost", "fenced") for number in owing)
 
     def state(self, number: NodeId) -> State:
         node = self.nodes[number]
@@ -120,11 +140,15 @@ class JobView:
                 self._step_done(event, node)
             case events.StepCommitted():
                 if event.generation >= self.generation:  # else a plan has said since what of it counts
-                    self.committed = max(self.committed, event.step)
+                    self.committed, self.committed_at = max(self.committed, event.step), event.time
             case events.Protected():
-                self._protect("Protected", event.generation)
+                self._protect("Protected", event)
             case events.Unprotected():
-                self._protect("Unprotected", event.generation)
+                self._protect("Unprotected", event)
+            case events.HistoryFilling():
+                self.history = "full" if event.full or self.history == "full" else "filling"
+            case events.WaitingForHost():
+                self._waiting = event.generation
             case events.NodeLost():
                 self._node_lost(event)
             case events.NodeFenced():
@@ -135,12 +159,11 @@ class JobView:
                 self._swap_done(event)
             case events.FirstStepDone():
                 self._first_step_done(event)
-            case events.JobFinished():
-                self.outcome = self.outcome or "finished"
-            case events.JobStopped():
-                if not self.outcome:
-                    self.outcome = f"stopped with exit code {event.exit_code}: {event.reason}"
-                    self.exit_code = event.exit_code
+            case events.NodeEnded():
+                node.ended = True
+        if isinstance(event, TELLING):
+            self._telling.append(event)
+            self.exit_code, self.outcome = ended(self._telling) or (0, "")
 
     def _starts_another_job(self, event: events.Event) -> bool:
         known = self.nodes.get(event.node)
@@ -169,9 +192,11 @@ class JobView:
             node.training = True
         node.accusers = {who: said for who, said in node.accusers.items() if said[0] >= event.generation}
 
-    def _protect(self, protection: Protection, generation: Generation) -> None:
-        if generation >= self._protection_since:
-            self.protection, self._protection_since = protection, generation
+    def _protect(self, protection: Protection, event: events.Event) -> None:
+        if event.generation >= self._protection_since:
+            if protection != self.protection:
+                self.protection_at = event.time
+            self.protection, self._protection_since = protection, event.generation
 
     def _all_in_training(self) -> None:
         self.training = True

@@ -9,12 +9,14 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ..core.types import Generation, NodeId, Rank, Step
+from ..events import ALIVE_S
 
-SILENT_S = 300.0
-"""A job that says nothing for longer trains no more, or has very long steps: people are told."""
+SILENT_S = 5 * ALIVE_S
+"""A job that has not ended says so, whatever it does or waits for: without a word for so long it is gone."""
 
 State = Literal["joining", "active", "rehearsing", "spare", "lost", "fenced"]
 Protection = Literal["not yet", "Protected", "Unprotected"]
+History = Literal["ok", "filling", "full"]
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ class Node:
     cannot: bool = False
     removed: bool = False
     fenced: bool = False
+    ended: bool = False
     generation: Generation = 0
     accusers: dict[NodeId, tuple[Generation, float]] = field(default_factory=dict)
     """Who counts this node as lost, in which generation and since when; it is decided only when a swap is."""

@@ -1,8 +1,9 @@
 """`deadpool outcome OUTPUT_DIR [--hostfile FILE] [--otherwise CODE]`: what became of a job.
 
 For jobs of plain `deepspeed` and of Slurm, whose exit code is that of the worst host, lost ones included: exit code and
-line are those of `deadpool launch`. Of a job that has not ended it says so (75); whoever knows that it has, because its
-launcher has, says so by `--otherwise`.
+line are those of `deadpool launch`. Of a job that has not ended it says so (75), however slow it is, and whatever it
+waits for; one whose logs are silent for SILENT_S is gone. Whoever knows that the job has ended, because its launcher
+has, says so by `--otherwise`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from .. import events
 from ..errors import ConfigError
-from ..launch.outcome import FAILED, outcome
+from ..launch.outcome import FAILED, ended, outcome
 from .follow import Follower
 from .model import SILENT_S, span
 
@@ -40,18 +41,14 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"no event log of a job in {args.output_dir}", "its output_dir", "name the folder it wrote to"
         )
-    silent_s = time.time() - max(event.time for story in told.values() for event in story)
-    if args.otherwise is None and silent_s < SILENT_S and not ended(told):
+    heard = [event for story in told.values() for event in story]
+    silent_s = time.time() - max(event.time for event in heard)
+    if args.otherwise is None and silent_s < SILENT_S and not ended(heard):
         print(f"[deadpool] the job is still running (last event {span(silent_s)} ago); exit code {EXIT_RUNNING}")
         return EXIT_RUNNING
     found = outcome(told, hosts(args.hostfile, told), FAILED if args.otherwise is None else args.otherwise)
     print(f"[deadpool] {found}")
     return found.exit_code
-
-
-def ended(told: Mapping[int, Sequence[events.Event]]) -> bool:
-    """Whether a node says that the job has."""
-    return any(isinstance(event, (events.JobFinished, events.JobStopped)) for story in told.values() for event in story)
 
 
 def of_last_job(said: Sequence[events.Event]) -> dict[int, list[events.Event]]:

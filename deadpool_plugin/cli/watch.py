@@ -1,7 +1,8 @@
-"""`deadpool watch OUTPUT_DIR`: what a job is doing, from the event logs in its `output_dir`.
+"""`deadpool watch OUTPUT_DIR [--once] [--json]`: what a job is doing, from the event logs in its `output_dir`.
 
 On a terminal a table that stays in place, one row per node; elsewhere one plain line per important event and now
 and then one about the steps. Ends with the job, with its exit code, or with Ctrl-C; the job notices neither.
+For programs: what is known now, as one JSON object (figures.py).
 
 Rules of this file: drawing only, what is known is in `JobView`; no torch.
 """
@@ -9,6 +10,7 @@ Rules of this file: drawing only, what is known is in `JobView`; no torch.
 from __future__ import annotations
 
 import argparse
+import json
 import signal
 import sys
 import time
@@ -21,6 +23,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from .figures import figures
 from .follow import Follower
 from .jobview import JobView
 from .model import SILENT_S, Loss, Swap, span
@@ -50,7 +53,7 @@ def draw(view: JobView, now: float) -> RenderableType:
 
 
 def _headline(view: JobView, now: float) -> Text:
-    bad = view.outcome.startswith("stopped") or view.swapping_since is not None or silence(view, now)
+    bad = view.exit_code or view.swapping_since is not None or silence(view, now)
     style = "bold red" if bad else "bold"
     return Text.assemble(("deadpool  ", "dim"), (headline(view, now), style))
 
@@ -58,9 +61,11 @@ def _headline(view: JobView, now: float) -> Text:
 def headline(view: JobView, now: float) -> str:
     """What the job is doing, in a few words."""
     if view.outcome:
-        return view.outcome
+        return f"{view.outcome}; exit code {view.exit_code}"
     if said := silence(view, now):
         return said
+    if view.waiting:
+        return "waiting for a host to join (`deadpool join`)"
     if view.swapping_since is not None:
         open_swap = next((swap for swap in reversed(view.swaps) if swap.duration_s is None), None)
         back = f"everyone goes back to step {open_swap.restore_step}" if open_swap else "agreeing on who takes over"
@@ -75,7 +80,7 @@ def silence(view: JobView, now: float) -> str:
     silent_s = now - view.heard_at
     if view.outcome or not view.nodes or silent_s < SILENT_S:
         return ""
-    return f"no event for {span(silent_s)}: the job waits, has very long steps, or is gone"
+    return f"no event for {span(silent_s)}: the job is gone, or its hosts cannot write to its output_dir"
 
 
 def _figures(view: JobView) -> Table:
@@ -150,6 +155,7 @@ class PlainLines:
         self._step = -1
         self._step_at = float("-inf")
         self._silent = False
+        self._outcome = ""
 
     def update(self, view: JobView, now: float) -> list[str]:
         """The lines to print now."""
@@ -168,6 +174,9 @@ class PlainLines:
         if silent and not self._silent:
             lines.append(f"{_clock(now)} {silent}")
         self._silent = bool(silent)
+        if view.outcome and view.outcome != self._outcome:
+            lines.append(f"{_clock(now)} {headline(view, now)}")
+        self._outcome = view.outcome
         return lines
 
 
@@ -200,27 +209,26 @@ def _clock(at: float) -> str:
 # The command
 
 
-def updates(follower: Follower, view: JobView) -> Iterator[None]:
-    """One turn per poll, until the job has ended. Blocks: between polls."""
+def updates(follower: Follower, view: JobView, once: bool = False) -> Iterator[None]:
+    """One turn per poll, until the job is over, or has ended and is silent. Blocks: between polls."""
     while True:
-        ended = bool(view.outcome)
         for event in follower.poll():
             view.apply(event)
         yield
-        if ended and view.outcome:  # and the other nodes have had their last word
+        if once or view.over or (view.outcome and time.time() - view.heard_at >= SILENT_S):
             return
         time.sleep(POLL_S)
 
 
-def show_table(follower: Follower, view: JobView, console: Console) -> None:
+def show_table(follower: Follower, view: JobView, console: Console, once: bool = False) -> None:
     with Live(console=console, auto_refresh=False) as live:
-        for _ in updates(follower, view):
+        for _ in updates(follower, view, once):
             live.update(draw(view, time.time()), refresh=True)
 
 
-def print_lines(follower: Follower, view: JobView, every_s: float) -> None:
+def print_lines(follower: Follower, view: JobView, every_s: float, once: bool = False) -> None:
     plain = PlainLines(every_s)
-    for _ in updates(follower, view):
+    for _ in updates(follower, view, once):
         for line in plain.update(view, time.time()):
             print(line, flush=True)
 
@@ -228,17 +236,22 @@ def print_lines(follower: Follower, view: JobView, every_s: float) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("output_dir", type=Path, help="`output_dir` of the job's configuration; may not exist yet")
     parser.add_argument("--every-s", type=float, default=10.0, help="without a terminal: seconds between step lines")
+    parser.add_argument("--once", action="store_true", help="what is known now, and no more")
+    parser.add_argument("--json", action="store_true", help="the same as one JSON object, for programs")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Until the job has ended, or Ctrl-C. The job's exit code."""
+    """Until the job has ended, or Ctrl-C, or once. The job's exit code; 0 while it has not ended."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     follower, view, console = Follower(args.output_dir), JobView(), Console()
     try:
-        if console.is_terminal and not console.is_dumb_terminal:
-            show_table(follower, view, console)
+        if args.json:
+            next(updates(follower, view))
+            print(json.dumps(figures(view, time.time())))
+        elif console.is_terminal and not console.is_dumb_terminal:
+            show_table(follower, view, console, args.once)
         else:
-            print_lines(follower, view, args.every_s)
+            print_lines(follower, view, args.every_s, args.once)
     except KeyboardInterrupt:
         return 130
     if follower.unreadable:

@@ -6,7 +6,8 @@ or has no last word is named, so that the scheduler can have it looked at.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -14,6 +15,17 @@ from .. import events
 from ..errors import EXIT_FENCED
 
 FAILED = 1
+
+TELLING = (
+    events.SwapPlanned, events.NodeFenced, events.WaitingForHost, events.NodeEnded, events.JobFinished,
+    events.JobStopped,
+)  # fmt: skip
+"""The kinds of events that say whether a job has ended, and how."""
+
+
+class Verdict(NamedTuple):
+    exit_code: int
+    what: str
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -35,31 +47,62 @@ def outcome(told: Mapping[int, Sequence[events.Event]], hosts: Sequence[str], la
         launcher_code: deepspeed's own exit code, for a job that nobody says anything of.
     """
     heard = [event for said in told.values() for event in said]
-    removed = {node for event in heard if isinstance(event, events.SwapPlanned) for node in event.lost_nodes}
-    removed |= {event.node for event in heard if isinstance(event, events.NodeFenced)}
     names = dict(enumerate(hosts))
     for event in heard:
         if isinstance(event, events.NodeJoined):
             names.setdefault(event.node, event.host)
-    lost = sorted(removed | (set(range(len(hosts))) - told.keys()))
-    exit_code, what = _verdict(heard, removed, launcher_code)
-    return Outcome(exit_code, what, [names.get(node, f"node {node}") for node in lost])
+    lost = sorted(_removed(heard) | (set(range(len(hosts))) - told.keys()))
+    found = _finished(heard) or _stopped(heard) or Verdict(launcher_code or FAILED, "the job did not finish")
+    return Outcome(*found, [names.get(node, f"node {node}") for node in lost])
 
 
-def _verdict(heard: Sequence[events.Event], removed: set[int], launcher_code: int) -> tuple[int, str]:
+def ended(heard: Sequence[events.Event]) -> Verdict | None:
+    """How the job has ended, as far as its nodes say; None if it has not.
+
+    Args:
+        heard: all nodes' events; kinds that are not TELLING may be left out.
+    """
+    return _finished(heard) or (None if _waits(heard) else _stopped(heard))
+
+
+def _finished(heard: Sequence[events.Event]) -> Verdict | None:
     if not any(isinstance(event, events.JobFinished) for event in heard):
-        return _stopped(heard, removed) or (launcher_code or FAILED, "the job did not finish")
+        return None
+    removed = _removed(heard)
     ends = {event.node: event.exit_code for event in heard if isinstance(event, events.NodeEnded)}
     late = [code for node, code in ends.items() if node not in removed and code not in (0, EXIT_FENCED)]
     if late:
-        return max(late), "training finished, but a script failed afterwards"
-    return 0, "the job finished"
+        return Verdict(max(late), "training finished, but a script failed afterwards")
+    return Verdict(0, "the job finished")
 
 
-def _stopped(heard: Sequence[events.Event], removed: set[int]) -> tuple[int, str] | None:
+def _stopped(heard: Sequence[events.Event]) -> Verdict | None:
     """The first verdict of the newest generation; an older one, or a removed node's, is that of a part cut off."""
-    verdicts = [event for event in heard if isinstance(event, events.JobStopped) and event.node not in removed]
+    verdicts = _verdicts(heard)
     if not verdicts:
         return None
     found = min(verdicts, key=lambda event: (-event.generation, event.time))
-    return found.exit_code, f"the job stopped: {found.reason}"
+    return Verdict(found.exit_code, f"the job stopped: {found.reason}")
+
+
+def _verdicts(heard: Iterable[events.Event]) -> list[events.JobStopped]:
+    removed = _removed(heard)
+    return [event for event in heard if isinstance(event, events.JobStopped) and event.node not in removed]
+
+
+def _waits(heard: Sequence[events.Event]) -> bool:
+    """Whether a node waits for a host, in a generation that none newer than it has a verdict of: of two halves that
+    cannot reach each other one may give up, and knows nothing of the other."""
+    newest = max((event.generation for event in _verdicts(heard)), default=0)
+    left = {event.node for event in heard if isinstance(event, (events.JobStopped, events.NodeEnded))}
+    left |= _removed(heard)
+    return any(
+        isinstance(event, events.WaitingForHost) and event.generation >= newest and event.node not in left
+        for event in heard
+    )
+
+
+def _removed(heard: Iterable[events.Event]) -> set[int]:
+    """The nodes that the job goes on without, by a plan or their own word."""
+    lost = {node for event in heard if isinstance(event, events.SwapPlanned) for node in event.lost_nodes}
+    return lost | {event.node for event in heard if isinstance(event, events.NodeFenced)}

@@ -75,10 +75,10 @@ def test_a_host_that_joined_and_was_lost_has_the_name_it_gave():
 
 
 def write(folder, node, *said):
-    log = events.EventLog(folder / f"events.{node}.jsonl")
-    for event in said:
-        log.write(msgspec.structs.replace(event, node=node))
-    log.close()
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / f"events.{node}.jsonl").open("ab") as file:
+        for event in said:
+            file.write(events.encode(msgspec.structs.replace(event, node=node)))
 
 
 def joined(host, at):
@@ -112,6 +112,30 @@ def test_a_job_that_runs_is_not_called_a_failure(tmp_path, capsys):
     assert main(["outcome", str(tmp_path)]) == 75
     assert "the job is still running (last event 0 s ago); exit code 75" in capsys.readouterr().out
     assert main(["outcome", str(tmp_path), "--otherwise", "137"]) == 137, "its launcher has ended"
+
+
+@pytest.mark.parametrize(("alive_at", "code"), [(0, 75), (200, 75), (301, 1)])
+def test_a_job_that_waits_or_is_slow_is_none_for_as_long_as_it_says_so(tmp_path, capsys, alive_at, code):
+    now = time.time()
+    waits = events.WaitingForHost(time=now - 999, reason="no spare")
+    write(tmp_path, 0, joined("a", now - 2000), events.WorldFormed(time=now - 1998), waits)
+    write(tmp_path, 1, joined("b", now - 1999), events.Alive(time=now - alive_at))
+    assert main(["outcome", str(tmp_path)]) == code
+    assert ("still running" in capsys.readouterr().out) == (code == 75)
+
+
+def test_a_half_that_gives_up_is_not_the_end_of_the_other_one(tmp_path):
+    """Which has gone on without it, or waits for a host."""
+    now = time.time()
+    gave_up = [joined("b", now - 90), stopped(86, at=now - 20), events.NodeEnded(exit_code=86, time=now - 19)]
+    starts = [joined("a", now - 90), events.WorldFormed(time=now - 89)]
+    for name, goes_on in (("swapped", lost(1, at=now - 40)), ("waits", events.WaitingForHost(time=now - 40))):
+        write(tmp_path / name, 0, *starts, goes_on)
+        write(tmp_path / name, 1, *gave_up)
+        assert main(["outcome", str(tmp_path / name)]) == 75, name
+    assert main(["outcome", str(tmp_path / "waits"), "--otherwise", "9"]) == 86, "its launcher has ended"
+    write(tmp_path / "waits", 0, stopped(86, at=now - 10))
+    assert main(["outcome", str(tmp_path / "waits")]) == 86
 
 
 SRUN = """#!/bin/bash

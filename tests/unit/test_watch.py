@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import io
+import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import msgspec
 import pytest
 from rich.console import Console
 
 from deadpool_plugin import events
 from deadpool_plugin.cli import watch
+from deadpool_plugin.cli.figures import figures
 from deadpool_plugin.cli.follow import Follower
 from deadpool_plugin.cli.jobview import JobView
 from deadpool_plugin.cli.main import main
@@ -129,7 +133,7 @@ def test_the_table_during_a_swap() -> None:
 
 def test_the_table_at_the_end() -> None:
     shown = picture(view_of(*ALL), now=40.0)
-    assert "deadpool  finished" in shown
+    assert "deadpool  the job finished; exit code 0" in shown
     figures = (
         "generation 1   newest step 25   committed step 24   newest loss 0.0400   spares left 0   protection Protected"
     )
@@ -204,7 +208,8 @@ def test_a_stop_is_told_once_with_its_reason() -> None:
     view = view_of(START, TRAINING)
     for node in (0, 1):
         view.apply(events.JobStopped(time=40.0, node=node, exit_code=86, reason="no spare", newest_committed=7))
-    assert view.outcome == "stopped with exit code 86: no spare"
+    assert (view.outcome, view.exit_code) == ("the job stopped: no spare", 86)
+    assert "deadpool  the job stopped: no spare; exit code 86" in picture(view, now=41.0)
     assert [line.text for line in view.lines if "stopped" in line.text] == [
         "job stopped (exit code 86): no spare; newest committed step: 7"
     ]
@@ -240,6 +245,7 @@ def test_plain_lines_are_few() -> None:
         "node 1: protected: step 23 survives the loss of any node",
         "node 2: finished",
         "generation 1, step 25, committed 24, loss 0.0400, protection: Protected",
+        "the job finished; exit code 0",
     ]
     assert plain.update(view, now=1e9) == []
 
@@ -285,9 +291,43 @@ def test_a_job_that_says_nothing_any_more_is_noticed() -> None:
     assert "no event for 2 h" in picture(view, now=34.0 + 7300)
     said = [line.partition(" ")[2] for now in (100.0, 400.0, 500.0) for line in plain.update(view, now)]
     assert [line for line in said if "no event" in line] == [
-        "no event for 6 min: the job waits, has very long steps, or is gone"
+        "no event for 6 min: the job is gone, or its hosts cannot write to its output_dir"
     ]
+    view.apply(events.Alive(time=420.0, node=1, generation=1))
+    assert "in training" in picture(view, now=700.0), "it may have very long steps"
     assert "no event" not in picture(view_of(*ALL), now=1e6)
+
+
+def test_a_half_that_gives_up_is_not_the_end_of_the_other_one() -> None:
+    view = view_of(START, TRAINING)
+    view.apply(events.NodeLost(time=50.0, node=0, lost=(2,), evidence="silent"))
+    view.apply(events.SwapPlanned(time=50.1, node=0, restore_step=0, lost_nodes=(2,), takers={"2": 3}))
+    view.apply(events.JobStopped(time=60.0, node=2, exit_code=86, reason="a tie"))
+    assert (view.outcome, view.exit_code, view.over) == ("", 0, False)
+    view.apply(events.JobStopped(time=70.0, node=0, generation=1, exit_code=3, reason="ours"))
+    assert (view.outcome, view.exit_code) == ("the job stopped: ours", 3)
+
+
+def test_nor_is_it_if_the_other_one_waits_for_a_host() -> None:
+    view = view_of(START, TRAINING)
+    view.apply(events.NodeLost(time=50.0, node=0, lost=(1, 2), evidence="silent"))
+    view.apply(events.WaitingForHost(time=50.1, node=0, reason="no spare"))
+    assert "waiting for a host to join" in picture(view, now=51.0)
+    for node in (1, 2):
+        view.apply(events.JobStopped(time=60.0, node=node, exit_code=86, reason="a tie"))
+    assert view.outcome == "" and "waiting for a host to join" in picture(view, now=61.0)
+    view.apply(events.JobStopped(time=70.0, node=0, exit_code=86, reason="told to end"))
+    assert (view.outcome, view.exit_code) == ("the job stopped: a tie", 86)
+
+
+def test_it_is_over_when_every_living_node_has_said_how_its_scripts_ended() -> None:
+    view = view_of(*ALL)
+    for node, code in ((1, 0), (2, 3)):
+        view.apply(events.NodeEnded(time=35.0, node=node, generation=1, exit_code=code))
+        assert not view.over
+    view.apply(events.NodeEnded(time=35.1, node=3, generation=1, exit_code=0))
+    assert view.over, "node 0 is lost"
+    assert (view.outcome, view.exit_code) == ("training finished, but a script failed afterwards", 3)
 
 
 def test_the_watchers_exit_code_is_the_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,8 +344,63 @@ def test_the_watchers_exit_code_is_the_jobs(tmp_path: Path, monkeypatch: pytest.
     assert main(["watch", str(tmp_path)]) == 86
 
 
+def test_the_watcher_stays_until_the_last_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "POLL_S", 0.0)
+    view, now = JobView(), time.time()
+    turns = watch.updates(Follower(tmp_path), view)
+    write(tmp_path, *(msgspec.structs.replace(event, time=now) for part in ALL for event in decoded(part)))
+    for _ in range(5):
+        next(turns)
+    assert view.outcome == "the job finished"
+    write(tmp_path, *(events.NodeEnded(time=now, node=node, exit_code=3 * (node == 2)) for node in (1, 2, 3)))
+    assert len(list(turns)) == 1 and view.exit_code == 3
+
+
+def test_a_job_in_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    view = view_of(*ALL[:5])
+    told = figures(view, now=35.0249)
+    assert (told["state"], told["generation"], told["step"], told["committed_step"]) == ("swapping", 1, 23, 22)
+    assert {name: round(told[name], 4) for name in ("committed_age_s", "unprotected_s", "swapping_s", "silent_s")} == {
+        "committed_age_s": 1.0168, "unprotected_s": 1.0, "swapping_s": 1.0073, "silent_s": 0.9717,
+    }  # fmt: skip
+    assert (told["protected"], told["spares_left"], told["swaps"], told["last_swap_s"]) == (False, 0, 1, None)
+    assert (told["outcome"], told["exit_code"], told["history"]) == (None, None, "ok")
+    assert told["members"][3] == {
+        "node": 3, "host": "alpha3", "state": "joining", "ranks": (0, 1), "stands_in_for": (), "generation": 1,
+        "step": 23,
+    }  # fmt: skip
+    view.apply(events.HistoryFilling(time=34.1, node=1, rank=2, step=23))
+    assert figures(view, now=34.0)["history"] == "filling" and figures(view, now=34.0)["unprotected_s"] == 0.0
+    view.apply(events.HistoryFilling(time=34.2, node=1, rank=2, step=23, full=True))
+    assert figures(view, now=1e6)["state"] == "silent" and figures(view, now=1e6)["history"] == "full"
+    write_job(tmp_path)
+    assert main(["watch", str(tmp_path), "--once", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed.keys() == told.keys() == figures(JobView(), now=0.0).keys()
+    assert (printed["state"], printed["exit_code"], printed["last_swap_s"]) == ("ended", 0, 0.0407)
+    assert (printed["protected"], printed["unprotected_s"], printed["swapping_s"]) == (True, None, None)
+
+
+def test_every_figure_is_explained() -> None:
+    said = (Path(__file__).resolve().parents[2] / "configs" / "README.md").read_text()
+    told = figures(view_of(START), now=40.0)
+    for name in [*told, *told["members"][0]]:
+        assert f"`{name}`" in said, name
+
+
+def test_what_is_known_now_of_a_job_that_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for part in ALL[:3]:
+        write(tmp_path, *decoded(part))
+    assert main(["watch", str(tmp_path), "--once"]) == 0
+    assert "generation 0, step 24, committed 22" in capsys.readouterr().out
+
+
 def write_job(folder: Path) -> None:
-    for event in (event for part in ALL for event in decoded(part)):
+    write(folder, *(event for part in ALL for event in decoded(part)))
+
+
+def write(folder: Path, *said: events.Event) -> None:
+    for event in said:
         with (folder / f"events.{event.node}.jsonl").open("ab") as file:
             file.write(events.encode(event))
 
