@@ -7,10 +7,7 @@ them. May import errors only.
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Iterable
-from pathlib import Path
 from typing import Union
 
 import msgspec
@@ -269,31 +266,3 @@ def make(kind: str, fields: dict[str, object], *, node: int, generation: int, at
 def encode(event: Event) -> bytes:
     """One JSON line, newline included."""
     return msgspec.json.encode(event) + b"\n"
-
-
-class EventLog:
-    """Appends events to a file, each with one write(2): lines of several writers never mix.
-
-    Thread: any. Blocks: as long as the file system does.
-    """
-
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-
-    def write(self, event: Event) -> None:
-        os.write(self._fd, encode(event))
-
-    def close(self) -> None:
-        os.close(self._fd)
-
-
-def read_events(paths: Iterable[str | Path]) -> list[Event]:
-    """All events of the files, in the order of their time; a last line cut off by a crash is left out."""
-    found: list[Event] = []
-    for path in paths:
-        for line in Path(path).read_bytes().splitlines(keepends=True):
-            if line.endswith(b"\n"):
-                found.append(decoder.decode(line))
-    return sorted(found, key=lambda event: event.time)

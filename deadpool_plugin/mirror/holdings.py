@@ -48,9 +48,6 @@ class Holdings(Records):
     def own(self, rank: Rank) -> SlotPair | None:
         return self._own.get(rank)
 
-    def mirrored(self, rank: Rank) -> SlotPair | None:
-        return self._mirrored.get(rank)
-
     def holds(self, rank: Rank) -> bool:
         """Whether slots or a recording of `rank` take memory here."""
         return rank in self._own or rank in self._mirrored or rank in self._recordings

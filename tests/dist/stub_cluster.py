@@ -16,6 +16,7 @@ from pathlib import Path
 from stub_worker import digest, state_at
 
 from deadpool_plugin import events
+from deadpool_plugin.cli.follow import Follower
 
 HERE = Path(__file__).parent
 MARK = "DEADPOOL_TEST_NODE"
@@ -128,8 +129,10 @@ class StubCluster:
         return "".join(f"--- node {node}\n{self.output(node)}" for node in range(self.nodes))
 
     def events(self, kind: type[events.Event] = events.Event) -> list[events.Event]:
-        paths = list((self.directory / "logs").glob("events.*.jsonl"))
-        return [event for event in events.read_events(paths) if isinstance(event, kind)]
+        follower = Follower(self.directory / "logs", steps_kept=sys.maxsize)
+        found = [event for event in follower.poll() if isinstance(event, kind)]
+        assert not follower.unreadable
+        return found
 
     def wait_for(self, what: str, done: Callable[[], object], timeout_s: float = 30.0) -> None:
         deadline = time.monotonic() + timeout_s

@@ -147,7 +147,7 @@ def test_a_push_is_verified_sealed_told_and_acknowledged(nodes: list[Node]) -> N
     assert push(peer, 0, 3) == (True, "")
     holding = Holding(0, 3, True, (0,))
     assert b.mirrored.get_nowait() == (0, 3, 0, holding)
-    mirror = b.store.mirrored(0)
+    mirror = b.store._mirrored.get(0)
     assert mirror is not None and mirror.payload(3) == content(0, 3) and mirror.open(3) == pair.open(3)
     assert b.store.holdings() == (holding,)
     a.stage(0, 4)
@@ -158,7 +158,7 @@ def test_only_the_header_travels_where_a_replica_holds_the_payload(nodes: list[N
     a, b, _ = nodes
     a.stage(0, 2)
     assert push(a.peer(b), 0, 2, payload=False)[0]
-    mirror = b.store.mirrored(0)
+    mirror = b.store._mirrored.get(0)
     assert mirror is not None and mirror.payload_bytes == 0
     header = mirror.open(2)
     assert header is not None and header.payload_bytes == PAYLOAD
@@ -176,7 +176,7 @@ def test_a_corrupted_frame_is_refused_and_the_slot_left_invalid(nodes: list[Node
     ok, reason = push(a.peer_at(proxy.address), 0, 3)
     assert not ok and proxy.flipped.is_set()
     assert "checksum" in reason or "broke" in reason or "closed" in reason
-    mirror = b.store.mirrored(0)
+    mirror = b.store._mirrored.get(0)
     assert mirror is not None and mirror.open(3) is None and mirror.open(1) is None
     assert b.store.holdings() == () and b.mirrored.qsize() == 1
     assert push(a.peer(b), 0, 3)[0] and mirror.payload(3) == content(0, 3)
@@ -251,7 +251,7 @@ def test_a_fence_cuts_a_silent_sender_so_that_the_next_can_write(nodes: list[Nod
         b.store.enter(1)
         a.stage(0, 3, generation=1)
         assert push(a.peer(b), 0, 3, generation=1)[0]
-    mirror = b.store.mirrored(0)
+    mirror = b.store._mirrored.get(0)
     assert mirror is not None and mirror.payload(3) == content(0, 3)
 
 
@@ -291,7 +291,7 @@ def test_whoever_pushes_is_told_to_wait_while_room_is_made(nodes: list[Node], mo
     b.store.fence(1)
     second.join(WAIT_S)
     ok, reason = outcomes.get_nowait()
-    assert not ok and "generation 1 or newer" in reason and b.store.mirrored(1) is None
+    assert not ok and "generation 1 or newer" in reason and b.store._mirrored.get(1) is None
 
 
 def test_what_is_mirrored_already_is_not_sent_again(nodes: list[Node], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -416,7 +416,7 @@ def test_a_mirror_whose_bytes_changed_is_refused_and_no_holding_any_more(nodes: 
     assert push(a.peer(b), 0, 2)[0] and push(a.peers[0], 0, 3)[0]
     told: list[tuple[int, int]] = []
     b.store.on_corrupt(lambda *what: told.append(what))
-    mirror = b.store.mirrored(0)
+    mirror = b.store._mirrored.get(0)
     assert mirror is not None
     mirror.payload(3)[FRAME_BYTES + 5] ^= 1
     into = c.store.create_own(0, HEADER, PAYLOAD)
@@ -466,7 +466,7 @@ def test_a_snapshot_goes_to_no_other_job(nodes: list[Node]) -> None:
     ok, reason = push(a.peer(b, credentials=SECRET.of("this")), 0, 3)
     assert not ok and "it is of job another, this is job this" in reason
     assert "it is of job this, this is job another" in str(b.refused.get(timeout=WAIT_S))
-    assert b.store.mirrored(0) is None
+    assert b.store._mirrored.get(0) is None
     b.credentials.job = "this"
     assert push(a.peers[0], 0, 3)[0]
 

@@ -110,12 +110,12 @@ def test_slots_that_were_replaced_are_closed_also_if_the_world_changed_meanwhile
 
     nothing = lambda: None  # noqa: E731
     small, large = begin_while(nothing, 0), begin_while(nothing, 64)
-    assert small.fd == -1 and store.mirrored(0) is large
+    assert small.fd == -1 and store._mirrored.get(0) is large
     largest = begin_while(lambda: store.release(0), 128)
-    assert large.fd == -1 and store.mirrored(0) is largest
+    assert large.fd == -1 and store._mirrored.get(0) is largest
     with pytest.raises(StaleGeneration):
         begin_while(lambda: store.fence(1), 256)
-    assert made[-1].fd == -1 and store.mirrored(0) is largest
+    assert made[-1].fd == -1 and store._mirrored.get(0) is largest
     with pytest.raises(TransportError, match="runs on this node"):
         begin_while(lambda: store._become_own(create(0, 4096, 256)), 256, generation=1)
     assert [pair.fd for pair in made if pair is not largest] == [-1] * 4
@@ -278,10 +278,10 @@ def test_own_slots_replace_a_mirror_only_with_their_step_in_them() -> None:
     store.fence(1)
     with pytest.raises(StaleGeneration):
         store.adopt_own(pair, 4, 0, (0,))
-    assert store.mirrored(0) is mirror and not store.owns(0, 4)
+    assert store._mirrored.get(0) is mirror and not store.owns(0, 4)
     assert store.readable(0, 4, payload=True).pair is mirror
     store.adopt_own(pair, 4, 1, (0,))
-    assert store.owns(0, 4) and store.mirrored(0) is None and mirror.fd == -1
+    assert store.owns(0, 4) and store._mirrored.get(0) is None and mirror.fd == -1
     assert store.readable(0, 4, payload=True).pair is pair
     store.close()
     origin.close()

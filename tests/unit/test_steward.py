@@ -149,13 +149,14 @@ def test_a_folder_of_somebody_else_is_not_used(host, tmp_path):
 
 def test_it_tells_of_this_job_only(host, tmp_path):
     (tmp_path / "logs").mkdir()
-    log = events.EventLog(tmp_path / "logs" / "events.1.jsonl")
-    log.write(events.JobStopped(exit_code=86, node=1))
+    log = tmp_path / "logs" / "events.1.jsonl"
+    log.write_bytes(events.encode(events.JobStopped(exit_code=86, node=1)))
     one = host()
     fate = [events.SwapPlanned(restore_step=3, lost_nodes=(0,), node=1), events.JobFinished(node=1)]
-    for event in (fate[0], events.StepDone(rank=0, step=4), events.StepCommitted(step=4), fate[1]):
-        log.write(event)
-    os.write(log._fd, b'{"event":"JobStopped","exit{"event":"JobStopped"}\n{"event":"JobFin')
+    said = (fate[0], events.StepDone(rank=0, step=4), events.StepCommitted(step=4), events.Alive(), fate[1])
+    with log.open("ab") as file:
+        file.write(b"".join(map(events.encode, said)))
+        file.write(b'{"event":"JobStopped","exit{"event":"JobStopped"}\n{"event":"JobFin')
     one.say(leash.Tell())
     assert one.hear() == leash.Told(fate, 0)
     one.ended()
