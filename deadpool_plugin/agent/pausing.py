@@ -21,7 +21,7 @@ class Pausing:
 
     def __init__(self, job_tag: str, slots: Sequence[Slot], watch: Watch) -> None:
         self._job_tag, self._slots, self._watch = job_tag, slots, watch
-        self._stopped: list[int] = []
+        self._stopped: set[int] = set()
         self.active = False
 
     def pause(self) -> None:
@@ -57,7 +57,7 @@ class Pausing:
         if status is not None and not status.stopped:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGSTOP)
-                self._stopped.append(pid)
+                self._stopped.add(pid)
 
     def resume(self) -> None:
         self._end(signal.SIGCONT)
@@ -67,7 +67,7 @@ class Pausing:
         self._end(signal.SIGKILL)
 
     def _end(self, number: signal.Signals) -> None:
-        stopped, self._stopped, self.active = self._stopped, [], False
+        stopped, self._stopped, self.active = self._stopped, set(), False
         self._watch.excuse(())
         for pid in stopped:
             with contextlib.suppress(ProcessLookupError):

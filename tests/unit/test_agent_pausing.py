@@ -100,7 +100,7 @@ def test_beside_ranks_that_stand_still_one_that_rehearses_goes_on(families):
     slots = [slot_of(standby, worker), slot_of(other_standby, other, rehearses=True, number=1)]
     pausing = Pausing(tag, slots, Watch(10.0))
     pausing.pause()
-    assert sorted(pausing._stopped) == sorted([worker.pid, child])
+    assert pausing._stopped == {worker.pid, child}
 
 
 def test_they_end_as_they_stand(family):
