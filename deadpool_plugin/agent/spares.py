@@ -34,8 +34,10 @@ SAY_MOVED_S = 10.0
 
 
 class Spares:
-    """Thread: the event loop's only. `check_memory(profile, node)` raises MemoryShortage if not all fits in here that `node`
-    runs and mirrors."""
+    """Thread: the event loop's only.
+
+    `check_memory(profile, node)` raises MemoryShortage if this host does not hold what `node` runs and mirrors.
+    """
 
     def __init__(
         self,
