@@ -75,7 +75,8 @@ class Config(BaseModel):
     kernel's out-of-memory killer picks a worker in the middle of training."""
 
     header_kib: int = Field(default=256, ge=4, le=1024 * 1024)
-    """KiB per snapshot for scalars and call records. Raise it when told so (an error names this field)."""
+    """KiB per snapshot for its scalars: random states, schedules, positions in the data. Raise it when told so (an
+    error names this field)."""
 
     recording_limit_mib: int = Field(default=1, ge=0, le=1024)
     """MiB: start-up collectives whose result is larger are not recorded for rehearsals (parameters; a restore
@@ -83,8 +84,8 @@ class Config(BaseModel):
 
     history_limit_mib: int = Field(default=256, ge=1)
     """MiB per rank for the call records of committed steps, from which a spare is brought to the current step.
-    Hazard: once it is full the oldest are dropped and a spare that has not followed can no longer take over; it is said
-    at 80 % and then."""
+    Hazard: once it is full the oldest are dropped (never the newest three steps') and a spare that has not followed can
+    no longer take over; it is said at 80 % and then."""
 
     copies: int = Field(default=1, ge=1, le=8)
     """On how many other hosts each snapshot is kept: so many hosts may be lost at the same moment (if as many spares
@@ -230,11 +231,6 @@ class Config(BaseModel):
                 raise ValueError(f"port_range: [{first}, {last}] must be ascending and within 1024..65535")
             if last - first + 1 < 4:
                 raise ValueError(f"port_range: [{first}, {last}] has {last - first + 1} ports, at least 4 are needed")
-        if self.history_limit_bytes < 2 * self.header_bytes:
-            raise ValueError(
-                f"history_limit_mib: {self.history_limit_mib} MiB holds fewer than two steps' records of "
-                f"header_kib: {self.header_kib} KiB"
-            )
         if not math.isfinite(self.memory_headroom_gib):
             raise ValueError("memory_headroom_gib: must be finite")
         return self

@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 
 from ..core.types import NO_STEP, NodeId, Rank, Step
 from ..mirror.history import History
+from ..mirror.wire import how_many_fit
 from ..transport import local
 from .profile import Profile
 from .slots import Process, Slot
 
 CHUNK_STEPS = 64
-"""So many steps' records are asked for, or told to the process, at a time."""
+"""So many steps' records are asked for, or told to the process, at a time at most."""
 
 
 @dataclass(eq=False)
@@ -65,6 +66,8 @@ class Rehearsal:
         last = self.history.last
         while self.told < last and self.alive and (peer := self.process.peer) is not None:
             first, until = self.told + 1, min(last, self.told + CHUNK_STEPS)
-            peer.send(local.History(self.history.get(first, until)))
-            self.told = until
+            records = self.history.get(first, until)
+            fitting = how_many_fit(records)
+            peer.send(local.History(records[:fitting]))
+            self.told += fitting
             await peer.drained()

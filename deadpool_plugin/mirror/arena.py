@@ -185,7 +185,7 @@ class SlotPair:
         need = _PREFIX.size + len(encoded)
         if need > len(area):
             raise ConfigError(
-                f"the snapshot header of rank {self.rank}, step {step} (scalars and call records) takes {need} bytes, "
+                f"the snapshot header of rank {self.rank}, step {step} (its scalars) takes {need} bytes, "
                 f"there is room for {len(area)}: set header_kib to at least {-(-need // 1024)}"
             )
         self.invalidate(step)

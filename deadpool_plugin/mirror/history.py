@@ -1,7 +1,8 @@
 """Call records of past steps, per rank, in bounded memory.
 
 Rules of this file: a rank's history is contiguous; writing step s forgets everything from s on (a swap rolled back
-and the steps are done again); when the bound is reached the oldest go. Pure data, no locking.
+and the steps are done again); when the bound is reached the oldest go, but never one that a swap may go back to. Pure
+data, no locking.
 """
 
 from __future__ import annotations
@@ -10,6 +11,10 @@ from collections import deque
 
 from ..core.types import NO_STEP, Step
 from ..errors import DeadpoolError
+
+KEPT_MIN = 3
+"""Newest steps that stay whatever they take. Two slots hold steps a swap may go back to, and the gate lets this rank be
+one step ahead of what is committed."""
 
 
 class HistoryPruned(DeadpoolError):
@@ -42,7 +47,7 @@ class History:
         self._records.append(records)
         self._bytes += len(records)
         self.last = step
-        while self._bytes > self._limit_bytes and len(self._records) > 1:
+        while self._bytes > self._limit_bytes and len(self._records) > KEPT_MIN:
             self._bytes -= len(self._records.popleft())
 
     def truncate(self, last: Step) -> None:

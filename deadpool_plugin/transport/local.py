@@ -140,7 +140,7 @@ class ArenaHandOver(LocalMessage, frozen=True):
 
 
 class Staged(LocalMessage, frozen=True):
-    """Worker -> agent: slot `step % 2` is complete. `records`: its call records (opaque), also in the header."""
+    """Worker -> agent: slot `step % 2` is complete. `records`: its call records (opaque)."""
 
     rank: int
     step: int

@@ -21,6 +21,8 @@ from .iterators import IteratorTable, RewindIterator
 DEPTH = 2
 CALLS_MAX = 50_000
 """Between two cuts. A call costs some 5 KB without its inputs, which are kept too."""
+RECORDS_BYTES_MAX = 256 << 20
+"""Between two cuts. Every host that keeps a copy keeps those of three steps in any case (mirror/history.py)."""
 RANDOM_STATES = "random states"
 """Name of the record of the states after a call, kept only if the script itself drew from them before the next."""
 
@@ -54,11 +56,12 @@ class CallLog:
         """The step after whose cut the oldest call kept here was made: nothing older can be gone back to."""
         self._calls: list[Call] = []
         self._records: dict[int, list[bytes]] = {}
+        self._bytes: dict[int, int] = {}
 
-    def add(self, call: Call, outcome: Any) -> None:
+    def add(self, call: Call, outcome: Any) -> codec.TooLarge | None:
         """`outcome`: what a rank that skips this call must find (its value, or the tensors it wrote).
 
-        Encoded at once, before the script may change it.
+        Encoded at once, before the script may change it. Returns: what of it such a rank cannot find, if anything.
         """
         self._calls.append(call)
         records = self._records.setdefault(call.segment, [])
@@ -68,11 +71,22 @@ class CallLog:
                 f"at most {CALLS_MAX} between two optimizer steps",
                 f"evaluate less at a time, or {WHOLE_STEP}",
             )
-        records.append(codec.encode([call.name, outcome, call.pulls()]))
+        if self._keep(call.segment, codec.encode([call.name, outcome, call.pulls()])):
+            return codec.too_large(outcome)
+        lacking = codec.TooLarge(f"results of more than {RECORDS_BYTES_MAX >> 20} MiB since the last step")
+        records.append(codec.encode([call.name, lacking, []]))
+        return lacking
 
     def drew(self, segment: int, at_exit: Any) -> None:
         """The script drew random numbers since the last call: who follows it draws from `at_exit` too."""
-        self._records.setdefault(segment, []).append(codec.encode([RANDOM_STATES, at_exit, []]))
+        self._keep(segment, codec.encode([RANDOM_STATES, at_exit, []]))
+
+    def _keep(self, segment: int, record: bytes) -> bool:
+        """Whether `record` still fits. Nothing does after one that did not: whoever follows must not go past it."""
+        size = self._bytes[segment] = self._bytes.get(segment, 0) + len(record)
+        if size <= RECORDS_BYTES_MAX:
+            self._records.setdefault(segment, []).append(record)
+        return size <= RECORDS_BYTES_MAX
 
     def after_cut(self, step: int) -> list[Call]:
         return [call for call in self._calls if call.segment >= step]
@@ -85,7 +99,9 @@ class CallLog:
         """The cut of `step` was made: forget what no swap can ask for any more."""
         oldest = self.oldest = max(self.oldest, step - DEPTH)
         self._calls = [call for call in self._calls if call.segment >= oldest]
-        self._records = {segment: one for segment, one in self._records.items() if segment >= oldest}
+        for kept in (self._records, self._bytes):
+            for segment in [segment for segment in kept if segment < oldest]:
+                del kept[segment]
         self.iterators.keep_only([start for call in self._calls for start in call.iterators])
 
 

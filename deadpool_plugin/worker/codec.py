@@ -15,7 +15,7 @@ import torch
 
 from ..errors import Unsupported
 
-TUPLE, TENSOR = 1, 2
+TUPLE, TENSOR, LACKING = 1, 2, 3
 TENSOR_LIMIT_BYTES = 1 << 20
 INTEGER_BITS_MAX = 63
 _INTEGER_END = 1 << INTEGER_BITS_MAX
@@ -23,10 +23,14 @@ PLAIN = frozenset({bool, float, str, bytes, type(None)})
 
 
 class TooLarge:
-    """Stands for a tensor that was not recorded."""
+    """Stands for a tensor, or a result, that was not recorded."""
 
-    def __init__(self, dtype: str, shape: list[int]) -> None:
-        self.description = f"a tensor of {dtype} {shape}, above the limit of {TENSOR_LIMIT_BYTES} bytes"
+    def __init__(self, description: str) -> None:
+        self.description = description
+
+    @classmethod
+    def tensor(cls, dtype: str, shape: list[int]) -> TooLarge:
+        return cls(f"a tensor of {dtype} {shape}, above the limit of {TENSOR_LIMIT_BYTES} bytes")
 
 
 def too_large(value: Any) -> TooLarge | None:
@@ -34,7 +38,7 @@ def too_large(value: Any) -> TooLarge | None:
     if isinstance(value, TooLarge):
         return value
     if isinstance(value, torch.Tensor):
-        return TooLarge(*_form(value)) if _is_large(value) else None
+        return TooLarge.tensor(*_form(value)) if _is_large(value) else None
     items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
     return next(filter(None, map(too_large, items)), None)
 
@@ -64,6 +68,8 @@ def _prepare(value: Any) -> Any:
         return msgspec.msgpack.Ext(TENSOR, _tensor_bytes(value))
     if isinstance(value, tuple):
         return msgspec.msgpack.Ext(TUPLE, msgspec.msgpack.encode(_prepare_items(value)))
+    if kind is TooLarge:
+        return msgspec.msgpack.Ext(LACKING, value.description.encode())
     if isinstance(value, int):
         if value.bit_length() > INTEGER_BITS_MAX:
             raise Unsupported(f"a training call's result or state holds the integer {value}, which exceeds 64 bits")
@@ -99,13 +105,15 @@ def _form(tensor: torch.Tensor) -> tuple[str, list[int]]:
 
 
 def _restore(code: int, data: memoryview) -> Any:
+    if code == LACKING:
+        return TooLarge(bytes(data).decode())
     if code == TUPLE:
         return tuple(msgspec.msgpack.decode(data, ext_hook=_restore))
     if code == TENSOR:
         name, shape, device, body = msgspec.msgpack.decode(data)
         dtype = getattr(torch, name)
         if body is None:
-            return TooLarge(name, shape)
+            return TooLarge.tensor(name, shape)
         tensor = torch.frombuffer(bytearray(body), dtype=dtype).view(shape) if body else torch.zeros(shape, dtype=dtype)
         return tensor if device == "cpu" else tensor.to(device)
     raise ValueError(f"unknown extension {code} in a call record: it was written by another version")

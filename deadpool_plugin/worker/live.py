@@ -17,7 +17,7 @@ import torch
 from ..comm import collective
 from ..errors import WHOLE_STEP, GenerationChanged, Unsupported
 from ..transport import local
-from . import codec, rng
+from . import rng
 from .adapter import MAKES_STEP, CallKind, Followed
 from .calls import Call, forget
 from .iterators import RewindIterator
@@ -145,8 +145,8 @@ class Live(Swapping):
 
     def _done(self, call: Call, outcome: Any) -> None:
         """The script gets its value now; what it draws until its next call is seen by comparison with this moment."""
-        self._log.add(call, outcome)
-        if not self._cannot_be_followed and (large := codec.too_large(outcome)):
+        large = self._log.add(call, outcome)
+        if large and not self._cannot_be_followed:
             self._cannot_be_followed = True
             self._link.event(
                 "Note",

@@ -11,6 +11,7 @@ from deadpool_plugin.agent.rehearsal import Rehearsal
 from deadpool_plugin.agent.reports import sentence
 from deadpool_plugin.agent.slots import Process, Slot
 from deadpool_plugin.agent.spares import Spares
+from deadpool_plugin.mirror import wire
 from deadpool_plugin.mirror.history import History
 from deadpool_plugin.mirror.store import SnapshotStore
 
@@ -65,3 +66,24 @@ def test_a_spare_that_comes_too_late_to_follow_says_so_once() -> None:
 
     (failed,) = asyncio.run(scenario()).of(events.RehearsalFailed)
     assert failed.rank == 4 and "held are 20 to 29" in failed.reason and "raise history_limit_mib" in failed.reason
+
+
+def test_a_process_is_told_no_more_at_once_than_one_message_takes(monkeypatch) -> None:
+    monkeypatch.setattr(wire, "RECORDS_BYTES_MAX", 100)
+    sent: list[list[bytes]] = []
+
+    async def scenario() -> None:
+        async def drained() -> None:
+            pass
+
+        slot, history = Slot(0), History(1 << 20)
+        peer = types.SimpleNamespace(send=lambda message: sent.append(message.records), drained=drained)
+        slot.process = Process(order=1, rank=4, rehearses=True, peer=peer)
+        for step, size in enumerate((40, 40, 40, 500, 10)):
+            history.append(step, bytes(size))
+        rehearsal = Rehearsal(slot, slot.process, None, source=3, history=history)
+        await rehearsal.tell()
+        assert rehearsal.told == 4
+
+    asyncio.run(scenario())
+    assert [[len(one) for one in records] for records in sent] == [[40, 40], [40], [500], [10]]

@@ -79,7 +79,6 @@ def test_an_empty_file_is_valid(tmp_path):
         ("port_range: [5000, 4000]", "must be ascending"),
         ("port_range: [5000, 5001]", "at least 4"),
         ("on_no_spare: pray", "'stop' or 'wait' (found 'pray')"),
-        ("header_kib: 4096\nhistory_limit_mib: 4", "header_kib"),
         ("racks: {a: [x, y], b: [y]}", "names y twice"),
         ("racks: {a: x}", "`racks`: must be a list of hosts for each rack: write {a: [node0, node1], b:"),
         ("port_range: 20000-20100", "`port_range`: must be the first and the last port: write [20000, 20099] (found"),

@@ -1,6 +1,6 @@
 """The call log keeps two steps and the current one, and can do each call again from its entry state."""
 
-from deadpool_plugin.worker import codec
+from deadpool_plugin.worker import calls, codec
 from deadpool_plugin.worker.adapter import CallKind
 from deadpool_plugin.worker.calls import Call, CallLog, forget
 
@@ -34,6 +34,23 @@ def test_records_say_name_outcome_and_pulls():
     logged(log, 0, "forward", source=iter([7]))
     assert [codec.decode(one) for one in codec.decode(log.records(0))] == [["forward", 7, [[1, []]]]]
     assert codec.decode(log.records(3)) == []
+
+
+def test_results_above_the_limit_are_not_recorded_and_nothing_after_them_until_the_next_cut(monkeypatch):
+    monkeypatch.setattr(calls, "RECORDS_BYTES_MAX", 4000)
+    log = CallLog()
+    results = [bytes(1000), bytes(3000), bytes(10)]
+    lacking = [log.add(Call(f"f{number}", CallKind.PLAIN, 0, int, int), one) for number, one in enumerate(results)]
+    log.drew(0, bytes(10))
+    assert lacking[0] is None and "more than" in lacking[1].description and lacking[2] is not None
+    first, *others = [codec.decode(one) for one in codec.decode(log.records(0))]
+    assert first == ["f0", bytes(1000), []]
+    assert [name for name, *_ in others] == ["f1", "f2"], "nobody who follows may come past f1 unharmed"
+    assert all(codec.too_large(value) for _, value, _ in others)
+    assert log.add(Call("f", CallKind.PLAIN, 1, int, int), bytes(3000)) is None
+    for step in range(1, 5):
+        log.prune(step)
+    assert not log._bytes
 
 
 def test_forgetting_an_interruption_runs_the_finally_of_its_frames_now():

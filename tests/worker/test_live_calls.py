@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from deadpool_plugin.errors import GenerationChanged, Unsupported
-from deadpool_plugin.worker import swap
+from deadpool_plugin.worker import calls, swap
 from deadpool_plugin.worker.adapter import CallKind
 from deadpool_plugin.worker.calls import CallLog
 from deadpool_plugin.worker.codec import TENSOR_LIMIT_BYTES
@@ -104,6 +104,16 @@ def test_a_result_that_followers_cannot_have_is_said_once_where_it_is_made():
         rank.call("forward", CallKind.PLAIN, lambda: large, (), {})
     ((kind, text),) = rank.notes
     assert kind == "Note" and "forward in the loop of step 1 gave rank 3 a tensor of float32 [262145]" in text
+
+
+def test_too_many_results_for_followers_in_one_step_are_said_once_and_the_job_goes_on(monkeypatch):
+    monkeypatch.setattr(calls, "RECORDS_BYTES_MAX", 10_000)
+    rank = Rank()
+    for number in range(30):
+        assert rank.call("evaluate", CallKind.PLAIN, lambda: bytes(1000), (), {}) == bytes(1000), number
+    ((kind, text),) = rank.notes
+    assert kind == "Note" and "evaluate in the loop of step 1 gave rank 3 results of more than" in text
+    assert "no other process can take this rank over" in text
 
 
 class Unwound(Exception):
