@@ -28,7 +28,8 @@ SAFETENSORS = "safetensors.torch"
 class FileSave(SaveCall):
     """`original(obj, path, *args, **kwargs)`, which writes `path`.
 
-    Once it is done it is not done again: what it was given may have changed since, or the script have moved the file.
+    Once it is done, or has failed, it is not done again: what it was given may have changed since, or the script have
+    moved the file.
     """
 
     def __init__(
@@ -58,6 +59,10 @@ class FileSave(SaveCall):
             )
         self._given = None  # the call log would keep it for steps
         self._saves.written(str(self._path), began)
+
+    def failed(self, error: BaseException) -> Any:
+        self._given = None
+        return super().failed(error)
 
     def _write_beside(self, path: Path, write: Callable[[Path], Any]) -> None:
         beside = path.parent / f".{path.name}.{os.environ['RANK']}.writing"

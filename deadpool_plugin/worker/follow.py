@@ -18,7 +18,7 @@ from ..comm import collective
 from ..errors import WHOLE_STEP, Divergence
 from ..mirror.arena import SlotPair
 from ..transport import local
-from . import codec, rng
+from . import codec, raised, rng
 from .adapter import MAKES_STEP, RUNS_MODEL, CallKind, Followed
 from .calls import RANDOM_STATES
 from .context import Context
@@ -60,10 +60,12 @@ class Follow:
         if record is None:
             return self._context.mode.call(name, kind, function, args, kwargs)
         _, value, pulls = record
+        self._check_complete(name, value)
         if isinstance(function, SaveCall):
             self._draw_alike()
+            if error := raised.again(value):
+                raise error
             return function.skipped(value)
-        self._check_complete(name, value)
         _, stand_ins = IteratorTable().wrap(kwargs.get("data_iterator"))
         for iterator, pulled in zip([*stand_ins, *self._context.tapes], pulls, strict=True):
             iterator.skip(*pulled)
@@ -83,12 +85,13 @@ class Follow:
         if record is None:
             return self._context.mode.collective(handle, name, args, kwargs)
         self._check_complete(name, record[1])
+        results, source = record[1]
         written = collective.outputs(name, args, kwargs)
         with torch.no_grad():
-            for mine, recorded in zip(written, record[1], strict=True):
+            for mine, recorded in zip(written, results, strict=True):
                 mine.copy_(recorded)
         self._draw_alike()
-        return collective.CompletedWork(written)
+        return collective.CompletedWork(written, source)
 
     def finish(self) -> int:
         self._next_record("the end of the script")
@@ -144,6 +147,7 @@ class Follow:
         if self._records and self._records[0][0] == RANDOM_STATES:
             rng.restore(self._context.adapter, self._records.popleft()[1])
 
+    @torch.inference_mode(False)  # the script may evaluate first; what is made here is trained
     def _rehearsed(self) -> None:
         """At the first forward: the recording is used up, the model is built; compare it with the rank's own."""
         context = self._context
@@ -161,6 +165,7 @@ class Follow:
         context.on_built()
         self._mute.keep_files()
 
+    @torch.inference_mode(False)  # the script may be in it now, as in `Swapping._swap`
     def _take_over(self, order: local.TakeOver, descriptor: int) -> None:
         if self._step != order.restore_step:
             raise Divergence(

@@ -58,7 +58,12 @@ class Live(Swapping):
         if isinstance(function, SaveCall):
             call.run = functools.partial(self._save, function, call.segment)
         self._updated = False
-        value = self._run(call)
+        try:
+            value = self._run(call)
+        except BaseException as error:  # torch's CheckpointException is no Exception
+            if isinstance(function, SaveCall):
+                self._done(call, function.failed(error))
+            raise
         if kind is CallKind.STEP and not self._updated:
             raise Unsupported(
                 f"{name} ended without an optimizer step",
@@ -106,7 +111,7 @@ class Live(Swapping):
         if not any(self._adapter.owns(tensor) for tensor in written):  # else the calls before it bring its entry back
             call.run = again
         call.restore_entry = restore_entry
-        self._done(call, written)
+        self._done(call, [written, source])
         return collective.CompletedWork(written, source)
 
     def _tell_progress(self) -> None:
@@ -171,7 +176,7 @@ class Live(Swapping):
             except GenerationChanged as change:
                 forget(change)
             except Exception as error:
-                if call.kind is not CallKind.SAVE:  # which followers skip, whatever became of it
+                if call.kind is not CallKind.SAVE:  # which is redone, and told to who follows, as failed
                     self._error = f"{call.name} raised {type(error).__name__}: {error}"
                 raise
             self._swap()

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..transport import local
+from . import raised
 from .adapter import CallHandler, CallKind, Followed
 
 if TYPE_CHECKING:
@@ -39,6 +40,10 @@ class SaveCall(Followed):
     def outcome(self, value: Any) -> Any:
         """What is recorded of the value, for a follower: plain data."""
         return None
+
+    def failed(self, error: BaseException) -> Any:
+        """The script is told `error`, and may go on: what is recorded of it. A redo does it again all the same."""
+        return raised.told(error)
 
     def skipped(self, outcome: Any) -> Any:
         """What a follower's script gets instead, which writes nothing."""

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import WHOLE_STEP, Unsupported
@@ -82,6 +83,7 @@ class Starting:
 
         setattr(owner, name, refused)
 
+    @torch.inference_mode(False)  # the script may evaluate first; what is made here is trained
     def _become_live(self) -> None:
         context = self._context
         context.adapter.attach()

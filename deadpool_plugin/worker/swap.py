@@ -184,7 +184,16 @@ class Swapping:
 
     def _redo(self, call: Call) -> None:
         call.rewind()
-        self._do(call)
+        try:
+            self._do(call)
+        except (GenerationChanged, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # torch's CheckpointException is no Exception
+            if call.kind is not CallKind.SAVE:
+                raise
+            what = f"{call.name} after step {call.segment}, done again on rank {self._rank} in a swap"
+            why = f"{type(error).__name__}: {str(error).strip().rpartition(chr(10))[2]}"
+            self._link.event("Note", text=f"{what}, failed ({why}); the script has had its answer, training goes on")
         if call.kind in MAKES_STEP:
             self._stage(call.segment + 1)
             self._report_first_step(call.segment + 1)
@@ -197,7 +206,9 @@ class Swapping:
         while True:
             try:
                 self._link.check()
-                return self._link.wait_for_end()
+                exit_code = self._link.wait_for_end()
+                self._restored = self.step  # nothing goes back behind it any more: a save that comes now need not wait
+                return exit_code
             except GenerationChanged as change:
                 forget(change)
             self._swap()
