@@ -134,10 +134,17 @@ class Lives:
     # ---- what looks after them
 
     def watch_standby(self, slot: Slot) -> None:
-        self._watch.add(slot.standby_pid, lambda code: self._standby_ended(slot, described_exit(code)), lambda s: None)
+        self._watch.add(
+            slot.standby_pid,
+            lambda code: self._standby_ended(slot, described_exit(code)),
+            lambda seconds: self._give_up(f"{_standby(slot)} had been stopped (state T) for {seconds:.1f} s"),
+        )
 
     def standby_exited(self, slot: Slot, peer: LocalPeer, message: local.StandbyExited) -> None:
         self._standby_ended(slot, described_exit(message.exit_code))
+
+    def cannot_end(self, slot: Slot, peer: LocalPeer, message: local.CannotEnd) -> None:
+        self._give_up(f"local rank {slot.local_rank} can have no other process: {message.reason}")
 
     def _standby_is_gone(self, slot: Slot) -> bool:
         status = proc.look(slot.standby_pid)
@@ -149,7 +156,7 @@ class Lives:
             return
         slot.standby_ended = True
         self._watch.forget(slot.standby_pid)
-        self._give_up(f"standby process {slot.standby_pid} of local rank {slot.local_rank} {how}")
+        self._give_up(f"{_standby(slot)} {how}")
 
     def leaving(self, slot: Slot, peer: LocalPeer, message: local.Leaving) -> None:
         name = signal.Signals(message.signal).name
@@ -228,3 +235,7 @@ class Lives:
             except asyncio.TimeoutError:
                 return done()
         return True
+
+
+def _standby(slot: Slot) -> str:
+    return f"standby process {slot.standby_pid} of local rank {slot.local_rank}"

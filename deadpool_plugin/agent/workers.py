@@ -67,6 +67,7 @@ class Workers:
             local.StandbyExited: lives.standby_exited,
             local.WorkerExited: lives.exited,
             local.Leaving: lives.leaving,
+            local.CannotEnd: lives.cannot_end,
             local.OutOfReach: lives.out_of_reach,
             local.StoreOffer: self._store_offer,
             local.Finished: lambda slot, peer, message: self._feed(io.WorkerFinished(message.rank)),

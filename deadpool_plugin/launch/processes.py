@@ -9,14 +9,21 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import select
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from ..agent import proc
+from ..transport.descriptors import pidfd_open
 
 Program = Sequence[str] | Callable[[], object]
 """What a child runs: a command line, or (tests, from a process that has imported everything once) a function."""
 
+OOM_SCORE_ADJ_MAX = "1000"
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -90,6 +97,15 @@ def become_subreaper() -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 
 
+def be_the_first_to_go() -> None:
+    """Let the kernel, when memory is short, end this process or what it will fork before any other.
+
+    An agent whose arenas count as its own would come first, and with it a whole node goes.
+    """
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text(OOM_SCORE_ADJ_MAX)
+
+
 def reaped() -> Iterator[tuple[int, int]]:
     """Every child that has ended: its pid, and its exit code as in subprocess."""
     while True:
@@ -102,15 +118,33 @@ def reaped() -> Iterator[tuple[int, int]]:
         yield pid, os.waitstatus_to_exitcode(status)
 
 
-def end_children() -> None:
-    """SIGKILL every child, and theirs as they become ours, until none is left. Blocks: until they have ended."""
+def end_children(within_s: float) -> None:
+    """SIGKILL every child, and theirs as they become ours, until none is left. Blocks: until they have ended.
+
+    Raises: TimeoutError naming one that had not after `within_s`.
+    """
+    deadline = time.monotonic() + within_s
     while found := _children():
         for pid in found:  # a thread may have waited for its own meanwhile
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         for pid in found:
-            with contextlib.suppress(ChildProcessError):
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                _await_end(pid, deadline - time.monotonic())
                 os.waitpid(pid, 0)
+
+
+def _await_end(pid: int, within_s: float) -> None:
+    """Raises: TimeoutError; ProcessLookupError"""
+    pidfd = pidfd_open(pid)
+    try:
+        ended = select.poll()
+        ended.register(pidfd, select.POLLIN)
+        if not ended.poll(max(0.0, within_s) * 1000):
+            status = proc.look(pid)
+            raise TimeoutError(f"process {pid} was killed and does not end (state {status.state if status else 'X'})")
+    finally:
+        os.close(pidfd)
 
 
 def _children() -> list[int]:

@@ -1,9 +1,9 @@
 """`python -m deadpool_plugin.launch.standby COMMAND...`: a slot's standby process, which forks the slot's worker.
 
 Rules of this file: nothing of the user's runs here, and no thread may exist while it forks. One forked process lives at
-a time: an order ends the one before, with everything that one has left behind (orphans are reparented to us). A forked
-process that could not use its GPU executes this module again, with its order in the environment. What the agent is told
-is how a process ended; what that means is decided elsewhere.
+a time: an order ends the one before, with everything that one has left behind (orphans are reparented to us); what
+cannot be ended is the node's end. A forked process that could not use its GPU executes this module again, with its
+order in the environment. What the agent is told is how a process ended; what that means is decided elsewhere.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ from ..transport import local
 from ..transport.framing import ConnectionClosed
 from ..transport.local import LocalConnection
 from .lessons import NVML_CHECK, Lessons, cuda_is_lost, preload
-from .processes import become_subreaper, die_with_parent, end_children, reaped
+from .processes import be_the_first_to_go, become_subreaper, die_with_parent, end_children, reaped
 
 DEFAULT_PRELOAD = ("torch", "torch.distributed")
+ENDING_S = 60.0
+"""Longer than a large process takes to give back what it has, on a device and in memory."""
 _ORDER = "DEADPOOL_ORDER"
 Order = local.RunRank | local.RehearseRank
 Run = Callable[[Order, int], object]
@@ -35,16 +37,28 @@ Run = Callable[[Order, int], object]
 
 
 class Standby:
-    """Serves orders until the agent says it is over; `serve` never returns."""
+    """Serves orders until the agent says it is over; `serve` never returns.
 
-    def __init__(self, connection: LocalConnection, local_rank: int, run: Run, modules: Sequence[str]) -> None:
+    Args: ending_s: how long what was killed may take to end.
+    """
+
+    def __init__(
+        self,
+        connection: LocalConnection,
+        local_rank: int,
+        run: Run,
+        modules: Sequence[str],
+        ending_s: float = ENDING_S,
+    ) -> None:
         self._connection, self._local_rank, self._run, self._modules = connection, local_rank, run, modules
+        self._ending_s = ending_s
         self._child = self._order = 0
         self._lessons = Lessons()
 
     def serve(self) -> NoReturn:
         """Import, then wait for orders and for ends."""
         become_subreaper()
+        be_the_first_to_go()
         self._signals = _wake_on_children()
         self._connection.send(local.StandbyHello(self._local_rank))
         preload(self._modules)
@@ -74,16 +88,23 @@ class Standby:
     def _end_child(self) -> None:
         """Kill the forked process and what it started. Blocks: until its memory is given back."""
         if self._child:
-            os.kill(self._child, signal.SIGKILL)
-            os.waitpid(self._child, 0)
+            os.kill(self._child, signal.SIGKILL)  # at once; it takes a while to look for the others
             self._child = 0
-        end_children()
+        self._end_children()
+
+    def _end_children(self) -> None:
+        """What a driver, or a file system, does not let go of would hold the slot for ever: the node is left."""
+        try:
+            end_children(self._ending_s)
+        except TimeoutError as error:
+            self._connection.send(local.CannotEnd(self._local_rank, str(error)))
+            os._exit(1)
 
     def _reap(self) -> None:
         for pid, exit_code in reaped():
             if pid == self._child:
                 self._child = 0
-                end_children()
+                self._end_children()
                 self._connection.send(local.WorkerExited(self._local_rank, self._order, exit_code))
 
     def _fork(self, order: Order) -> None:
@@ -143,7 +164,7 @@ def main(script: list[str]) -> NoReturn:
 
     connection = LocalConnection.to(os.environ["DEADPOOL_SOCKET"])
     modules = config.preload if config.preload is not None else DEFAULT_PRELOAD
-    Standby(connection, local_rank, run, modules).serve()
+    Standby(connection, local_rank, run, modules, max(config.phase_timeout_s, ENDING_S)).serve()
 
 
 def _execute(script: list[str], order: Order) -> NoReturn:

@@ -9,6 +9,7 @@ SIGHUP, or seen from our standard output, which nobody reads any more.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -19,6 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from ..agent import joining, proc
+from ..agent.watch import described_exit
 from ..config import load
 from ..errors import EXIT_FENCED, DeadpoolError, TransportError
 from ..transport import local
@@ -148,9 +150,7 @@ class Supervisor:
         elif role == "agent's word":
             self._finish(self._hear(None))
         elif role == "agent's end":
-            _, status = os.waitpid(self._agent, 0)
-            self._agent = 0
-            self._finish(os.waitstatus_to_exitcode(status) or EXIT_FENCED)
+            self._finish(self._reap_agent(None) or EXIT_FENCED)
         else:
             self._poll.unregister(fd)
             os.close(fd)
@@ -203,7 +203,18 @@ class Supervisor:
                 os.kill(self._agent, number)
             if ended.poll(LEAVE_S * 1000):
                 break
-        os.waitpid(self._agent, 0)
+        self._reap_agent(number)
+
+    def _reap_agent(self, sent: int | None) -> int:
+        """Its exit code. If a signal has ended it, and we have not `sent` one, we are the only ones left to say so."""
+        _, status = os.waitpid(self._agent, 0)
+        self._agent = 0
+        exit_code = os.waitstatus_to_exitcode(status)
+        if exit_code < 0 and sent is None:
+            how = described_exit(exit_code) + (" (out of memory? see dmesg)" if exit_code == -signal.SIGKILL else "")
+            with contextlib.suppress(OSError):
+                print(f"[deadpool] the agent of {os.uname().nodename} was {how}", file=sys.stderr, flush=True)
+        return exit_code
 
 
 def supervise(

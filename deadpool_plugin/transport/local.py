@@ -87,6 +87,13 @@ class WorkerExited(LocalMessage, frozen=True):
     exit_code: int
 
 
+class CannotEnd(LocalMessage, frozen=True):
+    """Standby -> agent, last: what it has forked, or that has left, was killed and stays: it can fork no more."""
+
+    local_rank: int
+    reason: str
+
+
 # ---- worker <-> agent
 
 
@@ -266,9 +273,9 @@ class WorkerEvent(LocalMessage, frozen=True):
 
 AnyLocalMessage = (
     SupervisorHello | StandbyExited | Leaving | EndSupervisor | StandbyHello | RunRank | RehearseRank | WorkerExited
-    | WorkerHello | StoreOffer | HostStore | StartGroups | RankReady | ArenaHandOver | Staged | Committed | Abort | Join
-    | Rehearsal | Rehearsed | History | Moved | TakeOver | Unwound | Restored | OutOfReach | Saved | Failing | Finished
-    | EndWorker | WorkerEvent
+    | CannotEnd | WorkerHello | StoreOffer | HostStore | StartGroups | RankReady | ArenaHandOver | Staged | Committed
+    | Abort | Join | Rehearsal | Rehearsed | History | Moved | TakeOver | Unwound | Restored | OutOfReach | Saved
+    | Failing | Finished | EndWorker | WorkerEvent
 )  # fmt: skip
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -66,6 +69,36 @@ def test_what_a_supervisor_was_told_to_end_by(heard, number, said):
     lives, slot, order = heard
     lives.leaving(slot, None, local.Leaving(0, number))
     assert order == [said]
+
+
+def test_a_standby_process_that_can_fork_no_more_is_the_nodes_end(heard):
+    lives, slot, order = heard
+    lives.cannot_end(slot, None, local.CannotEnd(0, "process 7 was killed and does not end (state D)"))
+    reason = "local rank 0 can have no other process: process 7 was killed and does not end (state D)"
+    assert order == [io.NodeGivenUp(reason)]
+
+
+def test_a_standby_process_that_is_stopped_is_the_nodes_end(heard):
+    """Whatever is ordered then comes to nothing, and nobody would say so."""
+    lives, slot, order = heard
+    child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+    slot.standby_pid = child.pid
+    child.send_signal(signal.SIGSTOP)
+
+    async def until_said():
+        lives._watch = watch = Watch(silent_after_s=0.0)
+        watch.start()
+        lives.watch_standby(slot)
+        while not order:
+            await asyncio.sleep(0.01)
+        watch.close()
+
+    try:
+        asyncio.run(asyncio.wait_for(until_said(), 30))
+    finally:
+        child.kill()
+        child.wait()
+    assert f"standby process {child.pid} of local rank 0 had been stopped (state T)" in order[0].reason
 
 
 def test_the_end_of_what_rehearsed_another_rank_is_no_loss_of_the_slots_new_one(heard):

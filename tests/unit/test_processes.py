@@ -33,6 +33,20 @@ def test_a_child_that_somebody_else_has_waited_for_ends_nothing_but_itself(monke
     living = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
     rounds = iter([[gone.pid, living.pid], []])
     monkeypatch.setattr(processes, "_children", lambda: next(rounds))
-    processes.end_children()
+    processes.end_children(60.0)
     assert not os.path.exists(f"/proc/{living.pid}")
     living.wait()
+
+
+def test_a_child_that_does_not_end_is_not_waited_for_for_ever(monkeypatch):
+    stuck = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(processes, "_children", lambda: [stuck.pid])
+            patch.setattr(processes.os, "kill", lambda pid, number: None)
+            said = rf"process {stuck.pid} was killed and does not end \(state [RSD]\)"
+            with pytest.raises(TimeoutError, match=said):
+                processes.end_children(0.01)
+    finally:
+        stuck.kill()
+        stuck.wait()

@@ -1,0 +1,88 @@
+"""The standby process of a slot, as a real process: who goes first when memory is short, and what it cannot end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+
+from deadpool_plugin.launch import processes
+from deadpool_plugin.launch.processes import spawn
+from deadpool_plugin.launch.standby import Standby
+from deadpool_plugin.transport import local
+from deadpool_plugin.transport.local import LocalConnection
+from deadpool_plugin.transport.unix import listen_unix
+
+LIMIT_S = 60.0
+
+
+@pytest.fixture
+def started(tmp_path):
+    """`started(run, prepare)`: the agent's end of a standby process whose forked processes do `run`, and its pid."""
+    pids, name = [], f"deadpool/test/{os.getpid()}/{tmp_path}"
+
+    def start(run, prepare=lambda: None):
+        listener = listen_unix(name)
+
+        def main():
+            prepare()
+            Standby(LocalConnection.to(name), 0, run, (), ending_s=0.05).serve()
+
+        pids.append(spawn(main, dict(os.environ), signal.SIGKILL))
+        agent = LocalConnection(listener.accept()[0])
+        assert agent.recv(LIMIT_S)[0] == local.StandbyHello(0)
+        return agent, pids[-1]
+
+    yield start
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def order(number):
+    return local.RunRank(rank=0, env={}, order=number)
+
+
+def test_when_memory_is_short_a_worker_goes_and_not_its_agent(started, tmp_path):
+    found = tmp_path / "pipe"
+    os.mkfifo(found)
+
+    def says_its_score(order, tell):
+        found.write_text(Path("/proc/self/oom_score_adj").read_text())
+
+    agent, _ = started(says_its_score)
+    agent.send(order(1))
+    assert int(found.read_text()) == 1000 >= int(Path("/proc/self/oom_score_adj").read_text())
+
+
+def test_a_process_that_cannot_be_ended_is_named_and_the_standby_process_ends(started):
+    """As one that a driver holds; here, nobody is killed."""
+
+    def nobody_is_killed():
+        processes.os.kill = lambda pid, number: None
+
+    agent, pid = started(lambda order, tell: threading.Event().wait(), nobody_is_killed)
+    agent.send(order(1))
+    agent.send(order(2))
+    told, _ = agent.recv(LIMIT_S)
+    assert isinstance(told, local.CannotEnd) and "was killed and does not end (state " in told.reason
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+
+
+def test_an_order_replaces_the_process_of_the_one_before(started, tmp_path):
+    found = tmp_path / "pipe"
+    os.mkfifo(found)
+
+    def says_who_it_is(order, tell):
+        found.write_text(str(os.getpid()))
+        threading.Event().wait()
+
+    agent, _ = started(says_who_it_is)
+    agent.send(order(1))
+    first = int(found.read_text())
+    agent.send(order(2))
+    second = int(found.read_text())
+    assert first != second and not os.path.exists(f"/proc/{first}")

@@ -1,0 +1,44 @@
+"""The supervisor of a local rank, as a real process: what it says of an agent that can say nothing any more."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SUPERVISES = """
+import os, signal, socket, sys
+from deadpool_plugin.launch.roles import from_environment
+from deadpool_plugin.launch.supervisor import supervise
+
+def agent(fd):
+    listener = socket.socket(fileno=fd)
+    supervisor, _ = listener.accept()
+    supervisor.recv(100)
+    {ends}
+
+supervise(from_environment(), ["s.py"], "", signal.pause, lambda fd: lambda: agent(fd))
+"""
+PLACE = {
+    "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1", "MASTER_ADDR": "h", "MASTER_PORT": "1",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("ends", "said"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", "killed by SIGKILL (out of memory? see dmesg)"),
+        ("os.kill(os.getpid(), signal.SIGBUS)", "killed by SIGBUS"),
+        ("os._exit(3)", ""),
+    ],
+    ids=["killed", "crashed", "left"],
+)
+def test_an_agent_that_a_signal_ended_is_named(ends, said):
+    env = {**os.environ, **PLACE, "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-c", SUPERVISES.format(ends=ends)]
+    ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert ran.returncode != 0
+    assert ran.stderr == (f"[deadpool] the agent of {os.uname().nodename} was {said}\n" if said else "")
