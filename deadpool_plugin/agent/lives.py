@@ -15,7 +15,7 @@ import signal
 from collections.abc import Callable, Sequence
 
 from ..core import io
-from ..core.types import NodeId
+from ..core.types import NodeId, Rank
 from ..transport import local
 from ..transport.local import LocalPeer
 from . import proc
@@ -37,6 +37,7 @@ class Lives:
         self.ending = False
         self._exit_code = 0
         self.late_exit_code = 0
+        """The worst exit code of a rank's process after the job's end, as a shell counts signals."""
         self.changed = asyncio.Event()
         self.on_lost: Callable[[Slot], None] = lambda slot: None
 
@@ -72,7 +73,8 @@ class Lives:
         self._withdraw(process)
         what = f"process {process.pid} {described_exit(exit_code)}"
         if self.ending:
-            self.late_exit_code = max(exit_code, self.late_exit_code)
+            if slot.rank >= 0 and (process.took_over or not process.rehearses):
+                self.late_exit_code = max(exit_code if exit_code >= 0 else 128 - exit_code, self.late_exit_code)
             self._end_standby(slot)
         elif self._standby_is_gone(slot):
             self._standby_ended(slot, "was ended, and what it had forked with it")
@@ -147,8 +149,7 @@ class Lives:
         self._give_up(f"local rank {slot.local_rank} can have no other process: {message.reason}")
 
     def _standby_is_gone(self, slot: Slot) -> bool:
-        status = proc.look(slot.standby_pid)
-        return status is None or status.ending
+        return _is_gone(slot.standby_pid)
 
     def _standby_ended(self, slot: Slot, how: str) -> None:
         self.changed.set()
@@ -213,6 +214,20 @@ class Lives:
             slot.standby.send(local.EndWorker(self._exit_code))
 
     @property
+    def unended(self) -> dict[Rank, int]:
+        """Ranks of this node whose process has not ended, and its pid."""
+        return {
+            slot.rank: slot.living.pid
+            for slot in self._slots
+            if slot.rank >= 0 and slot.living is not None and not slot.standby_ended and slot.supervisor is not None
+        }
+
+    @property
+    def at_work(self) -> list[Rank]:
+        """Those of them whose script still runs: what is ending the kernel may hold for ever."""
+        return [rank for rank, pid in self.unended.items() if not _is_gone(pid)]
+
+    @property
     def workers_gone(self) -> bool:
         return all(slot.standby_ended or slot.supervisor is None for slot in self._slots)
 
@@ -235,6 +250,11 @@ class Lives:
             except asyncio.TimeoutError:
                 return done()
         return True
+
+
+def _is_gone(pid: int) -> bool:
+    status = proc.look(pid)
+    return status is None or status.ending
 
 
 def _standby(slot: Slot) -> str:

@@ -14,7 +14,7 @@ import socket
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 from .. import events
@@ -24,7 +24,7 @@ from ..core.controller import Controller
 from ..core.messages import AnyMessage, Goodbye
 from ..core.policy import Policy
 from ..core.timing import Timing
-from ..core.types import NodeId, World
+from ..core.types import NodeId, Rank, World
 from ..errors import EXIT_FENCED, EXIT_OK, DeadpoolError, InvariantViolated, PeerRefused
 from ..mirror.store import SnapshotStore
 from ..transport import local
@@ -316,7 +316,7 @@ class Agent:
     # ---- the end
 
     async def _end(self, exit_code: int) -> int:
-        """Tell the others, let or make the workers end, then the supervisors; every wait has a deadline.
+        """Tell the others, let or make the workers end, then the supervisors; every wait but one has a deadline.
 
         Returns: the node's exit code: a worker may still fail after everyone's training has ended well.
         """
@@ -331,9 +331,10 @@ class Agent:
         goodbye = Goodbye(self._controller.generation) if exit_code != EXIT_FENCED else None
         await self._lines.mesh.close(goodbye)
         self._lines.withdraw()
-        patience_s = self._config.decision_timeout_s if exit_code == EXIT_OK else WORKERS_KILL_S
-        await lives.wait(lambda: lives.workers_gone, patience_s)
-        exit_code = exit_code or lives.late_exit_code
+        if exit_code == EXIT_OK:
+            exit_code = await self._last_work()
+        else:
+            await lives.wait(lambda: lives.workers_gone, WORKERS_KILL_S)
         self._watch.close()
         lives.end_supervisors(exit_code)
         await lives.wait(lambda: lives.supervisors_gone, SUPERVISORS_END_S)
@@ -346,6 +347,18 @@ class Agent:
         self._reports.emit("NodeEnded", exit_code=exit_code)
         return exit_code
 
+    async def _last_work(self) -> int:
+        """Training is over everywhere: what scripts still do takes as long as it takes. The worst exit code of them."""
+        lives, patience_s, told = self._lives, self._config.decision_timeout_s, ""
+        while not await lives.wait(lambda: not lives.at_work, patience_s):
+            if not told:
+                told = f"node {self._node}: training is over, rank(s) {_listed(lives.at_work)} still at work"
+                self._reports.say(told)
+        if await lives.wait(lambda: lives.workers_gone, patience_s) or not (held := lives.unended):
+            return lives.late_exit_code
+        self._reports.say(f"node {self._node}: what ran rank(s) {_listed(held)} does not come to its end; it is killed")
+        return lives.late_exit_code or 1
+
     async def _drain(self) -> None:
         """The last words of the workers are still in their pipes."""
         self._workers.hear_unnamed()
@@ -355,6 +368,10 @@ class Agent:
             await asyncio.wait(waits, timeout=WORKERS_KILL_S)
         for pipe in pipes:
             pipe.close()
+
+
+def _listed(ranks: Iterable[Rank]) -> str:
+    return ", ".join(map(str, sorted(ranks)))
 
 
 def _timing(config: Config) -> Timing:

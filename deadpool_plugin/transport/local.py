@@ -88,7 +88,7 @@ class WorkerExited(LocalMessage, frozen=True):
 
 
 class CannotEnd(LocalMessage, frozen=True):
-    """Standby -> agent, last: what it has forked, or that has left, was killed and stays: it can fork no more."""
+    """Standby -> agent, last: what it has forked, or what that has left behind, was killed and does not end."""
 
     local_rank: int
     reason: str

@@ -1,15 +1,20 @@
-"""agent/process.py: an error in what the controller says is this node's end, and nobody else's; who says Alive."""
+"""agent/process.py: an error in what the controller says is this node's end, and nobody else's; who says Alive; how
+a node ends."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import types
 from collections import deque
 
 import pytest
 
 from deadpool_plugin import events
+from deadpool_plugin.agent.lives import Lives
 from deadpool_plugin.agent.process import Agent
+from deadpool_plugin.agent.slots import Process, Slot
+from deadpool_plugin.agent.watch import Watch
 from deadpool_plugin.core import io
 from deadpool_plugin.core.types import World
 
@@ -57,3 +62,51 @@ def test_the_node_that_coordinates_says_again_and_again_that_the_job_has_not_end
         task.cancel()
 
     asyncio.run(scenario())
+
+
+@pytest.fixture
+def ending(monkeypatch):
+    """(agent, lives, slot, what it says): its job has ended well; rank 3 is at work (its pid is ours)."""
+    monkeypatch.setattr(Lives, "_standby_is_gone", lambda self, slot: False)
+    slot, said = Slot(0, rank=3, supervisor=object()), []
+    slot.process = Process(order=1, rank=3, rehearses=False, in_training=True, pid=os.getpid())
+    agent = Agent.__new__(Agent)
+    agent._node, agent._config = 1, types.SimpleNamespace(decision_timeout_s=0.01)
+    agent._reports = types.SimpleNamespace(say=said.append)
+    agent._lives = lives = Lives(1, "tag.", [slot], Watch(10.0), said.append)
+    lives.ending = True
+    return agent, lives, slot, said
+
+
+@pytest.mark.parametrize(("ended_by", "exit_code"), [(0, 0), (3, 3), (-9, 137)])
+def test_a_script_may_work_on_after_training_as_long_as_it_likes(ending, ended_by, exit_code):
+    agent, lives, slot, said = ending
+
+    async def scenario():
+        task = asyncio.create_task(agent._last_work())
+        while not said:  # the first of many time-outs
+            await asyncio.sleep(0.01)
+        done, _ = await asyncio.wait([task], timeout=0.1)
+        assert not done
+        lives.ended(slot, slot.process, ended_by)
+        slot.standby_ended = True
+        lives.changed.set()
+        return await asyncio.wait_for(task, 30)
+
+    assert asyncio.run(scenario()) == exit_code
+    assert said == ["node 1: training is over, rank(s) 3 still at work"]
+
+
+def test_a_process_that_hangs_in_its_end_is_said_and_no_success(ending):
+    """In a driver, say: nobody knows how it would have ended."""
+    agent, _, slot, said = ending
+    slot.process.pid = 0
+    assert asyncio.run(asyncio.wait_for(agent._last_work(), 30)) == 1
+    assert said == ["node 1: what ran rank(s) 3 does not come to its end; it is killed"]
+
+
+def test_a_spares_processes_that_are_killed_at_the_end_are_no_failure(ending):
+    _, lives, slot, _ = ending
+    slot.rank, slot.process = -1, Process(order=2, rank=5, rehearses=True)
+    lives.ended(slot, slot.process, -9)
+    assert lives.late_exit_code == 0 and not lives.unended
