@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
 from typing import Any
 
 from torch._C._distributed_c10d import Backend, HashStore, ProcessGroupGloo, Store
@@ -19,6 +18,7 @@ from torch._C._distributed_c10d import Backend, HashStore, ProcessGroupGloo, Sto
 from ..errors import invariant
 from .collective import OPERATIONS, POINT_TO_POINT
 from .fabric import GroupSpec
+from .store import listening
 
 Address = tuple[str, int]
 
@@ -27,8 +27,6 @@ COMPOSITE = frozenset(name for name in OPERATIONS if "reduce_scatter" in name)
 
 THREADS = 2
 """Per group, as torch's own default."""
-
-_creation = threading.Lock()
 
 
 class GlooFabric:
@@ -81,7 +79,7 @@ class GlooFabric:
 def _create_devices() -> tuple[list[Any], list[Address]]:
     """gloo's devices (one per GLOO_SOCKET_IFNAME interface) and the addresses they listen on."""
     names = [name.strip() for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name.strip()]
-    with _creation:
+    with listening:
         before = {(descriptor, inode) for descriptor, inode in _sockets()}
         if names:
             devices = [ProcessGroupGloo.create_device(interface=name, lazy_init=False) for name in names]

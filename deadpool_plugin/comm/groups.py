@@ -22,13 +22,13 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
-from ..errors import GenerationChanged, InvariantViolated, invariant
+from ..errors import GenerationChanged, InvariantViolated, Unsupported, invariant
 from .collective import BATCH, BLOCKING, CompletedWork, outputs, tensors
 from .fence import Fence
 from .handle import Handle
 from .network import Network
 from .patches import Patches
-from .record import Recorder, Replay
+from .record import Recorder, Replay, user_frame
 from .waits import ABANDON_S, Abandoned, BatchWork, Operation, SwapWork, in_helper
 
 Dispatch = Callable[[Handle, str, tuple[Any, ...], dict[str, Any]], Any]
@@ -58,6 +58,7 @@ class Groups:
         self._network: Network | None = None
         self._recorder: Recorder | None = None
         self._replay: Replay | None = None
+        self._training = False
         self._created: list[tuple[int, ...]] = []
         self._unfinished: set[SwapWork] = set()
         self._bootstrap: Store | None = None
@@ -85,9 +86,13 @@ class Groups:
         self._replay, self._bootstrap = Replay(recording), HashStore()
 
     def stop_recording(self) -> bytes:
-        """The recording of everything since `start`; recording ends. Blocks: for operations not yet waited for."""
+        """The recording of everything since `start`; recording ends, and with it the time when groups can be made.
+
+        Blocks: for operations not yet waited for.
+        """
         invariant(self._recorder is not None, "stop_recording without start")
         assert self._recorder is not None
+        self._training = True
         recorder, self._recorder = self._recorder, None
         return recorder.finish(self._created)
 
@@ -159,7 +164,7 @@ class Groups:
             for handle, inner in zip(handles, inners, strict=True):
                 handle.inner, handle.abandoned = inner, False
                 handle.drop_coalescing()
-            self._network, self._replay, self._recorder = network, None, None
+            self._network, self._replay, self._recorder, self._training = network, None, None, True
         self._refresh_stores(network.store)
         _retire(retired)
 
@@ -255,7 +260,16 @@ class Groups:
     def create(
         self, rank: int, ranks: tuple[int, ...], backends: dict[str, str], timeout: timedelta, options: Any, name: str
     ) -> Handle:
-        """A new handle, connected or a stand-in. Blocks: when live, until its members do the same."""
+        """A new handle, connected or a stand-in. Blocks: when live, until its members do the same.
+
+        Raises: Unsupported in training: whoever takes a rank over later has not made it.
+        """
+        if self._training:
+            raise Unsupported(
+                f"a process group of ranks {list(ranks)} was made after training had begun, at {user_frame()}",
+                "all groups of the script, made by every process in the same order before the first training call",
+                "make it there",
+            )
         occurrence = self._created.count(ranks)  # alike on all members, which an index over all groups is not
         key = f"{ranks[0]}+{len(ranks)}.{zlib.crc32(repr(ranks).encode()):08x}.{occurrence}"
         handle = Handle(

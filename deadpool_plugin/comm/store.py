@@ -9,11 +9,15 @@ import fcntl
 import os
 import socket
 import struct
+import threading
 from datetime import timedelta
 
 from torch._C._distributed_c10d import TCPStore
 
 _SIOCGIFADDR = 0x8915
+
+listening = threading.Lock()
+"""Held by whoever opens a listener: gloo.py tells gloo's by what there is before and after."""
 
 
 def host_store(host: str | None = None, timeout_s: float = 300.0) -> tuple[TCPStore, str]:
@@ -25,7 +29,9 @@ def host_store(host: str | None = None, timeout_s: float = 300.0) -> tuple[TCPSt
             its agent's (DEADPOOL_ADDRESS), else what its name resolves to.
     """
     address = host or _own_address()
-    listener = socket.create_server((_bound(address), 0), family=_family(address), backlog=1024)
+    bound = _bound(address)
+    with listening:
+        listener = socket.create_server((bound, 0), family=_family(address), backlog=1024)
     port = listener.getsockname()[1]
     server = TCPStore(
         address, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s),

@@ -15,7 +15,7 @@ from support.zygote import in_zygote
 from deadpool_plugin.comm.groups import Groups
 from deadpool_plugin.comm.record import encode_tensor, write_tensor
 from deadpool_plugin.comm.store import host_store
-from deadpool_plugin.errors import Divergence
+from deadpool_plugin.errors import Divergence, Unsupported
 
 LIMIT = 1 << 20
 
@@ -161,3 +161,32 @@ def _recording_is_done(address: Cell) -> list[int]:
 def test_nothing_is_recorded_after_the_end() -> None:
     with Fleet() as fleet:
         assert fleet.values([fleet.fork(_recording_is_done, Cell())]) == [[0]]
+
+
+def _makes_a_group_late() -> list[str]:
+    server, text = host_store("127.0.0.1")
+    groups = live(0, 1, text)
+    with groups.unrecorded():  # a save before training
+        dist.barrier(group=dist.new_group([0]))
+    groups.stop_recording()
+    refused = []
+    for begins_again in (False, True):
+        if begins_again:
+            again, address = host_store("127.0.0.1")
+            groups.rebuild(1, address)
+        try:
+            dist.new_group([0])
+        except Unsupported as error:
+            refused.append(str(error))
+    dist.barrier()
+    return refused
+
+
+@in_zygote
+def test_a_group_that_nobody_could_rebuild_in_a_swap_is_refused_where_it_is_made() -> None:
+    with Fleet() as fleet:
+        (refused,) = fleet.values([fleet.fork(_makes_a_group_late)])
+    assert len(refused) == 2
+    for message in refused:
+        assert message.startswith("a process group of ranks [0] was made after training had begun, at ")
+        assert f"{os.path.basename(__file__)}:" in message and "before the first training call" in message

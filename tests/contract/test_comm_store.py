@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import socket
+import threading
 
 import pytest
 
-from deadpool_plugin.comm import store
+from deadpool_plugin.comm import gloo, store
 
 
 def test_a_store_is_where_the_agent_says_its_node_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,3 +36,46 @@ def test_a_name_that_means_loopback_on_its_own_host_is_listened_for_everywhere(
     known = {"node0": "127.0.1.1", "node1": "10.0.0.2", "localhost": "127.0.0.1"}
     monkeypatch.setattr(socket, "gethostbyname", lambda name: known.get(name, name))
     assert store._bound(address) == bound
+
+
+class Turnstile:
+    """A lock that says when somebody comes to it."""
+
+    def __init__(self) -> None:
+        self.lock, self.came = threading.Lock(), threading.Event()
+
+    def __enter__(self) -> None:
+        self.came.set()
+        self.lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self.lock.release()
+
+
+def test_a_store_is_not_hosted_while_gloos_listeners_are_told_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
+    monkeypatch.setenv("DEADPOOL_ADDRESS", "127.0.0.1")
+    turnstile, hosted = Turnstile(), []
+    create_device, create_server = gloo.ProcessGroupGloo.create_default_device, socket.create_server
+
+    def open_listener(*arguments: object, **named: object) -> socket.socket:
+        listener = create_server(*arguments, **named)
+        hosted.append(listener.getsockname())
+        turnstile.came.set()
+        return listener
+
+    def create_while_a_store_is_hosted(**named: object) -> object:
+        turnstile.came.clear()
+        hosting.start()
+        assert turnstile.came.wait(20) and not hosted
+        return create_device(**named)
+
+    for module in (store, gloo):
+        monkeypatch.setattr(module, "listening", turnstile)
+    monkeypatch.setattr(socket, "create_server", open_listener)
+    monkeypatch.setattr(gloo.ProcessGroupGloo, "create_default_device", staticmethod(create_while_a_store_is_hosted))
+    kept: list[object] = []
+    hosting = threading.Thread(target=lambda: kept.append(store.host_store()))
+    devices, listeners = gloo._create_devices()
+    hosting.join(20)
+    assert len(devices) == len(listeners) == len(kept) == 1 and listeners[0] not in hosted
