@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import math
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     from .repeats import Repeats
 
 QUEUE_BYTES_MAX = 16 << 20
+SAID_EVERY_S = 3600.0
+"""Between two words about files that cannot be written."""
 _CLOSE_S = 2.0
 _READ_BYTES = 1 << 16
 
@@ -31,9 +35,9 @@ def rank_file(output_dir: Path, rank: Rank, node: NodeId) -> Path:
 
 
 class Lane:
-    """Writes to descriptors, in order, on a thread of its own. Thread: any."""
+    """Writes to descriptors, in order, on a thread of its own. Thread: any, also that of `on_drop`, which hears why."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, on_drop: Callable[[str], None] = lambda why: None) -> None:
         self._changed = threading.Condition()
         self._queue: deque[tuple[int, bytes]] = deque()
         self._queued_bytes = 0
@@ -41,6 +45,7 @@ class Lane:
         self._cut: set[int] = set()
         self._closing = False
         self.dropped_bytes = 0
+        self._on_drop = on_drop
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -56,7 +61,7 @@ class Lane:
             if not data:  # means `release` to the thread
                 return
             if self._queued_bytes + len(data) > QUEUE_BYTES_MAX:
-                self.dropped_bytes += len(data)
+                self._drop(len(data), f"more than {QUEUE_BYTES_MAX >> 20} MiB wait to be written")
                 return
             self._queue.append((fd, data))
             self._queued_bytes += len(data)
@@ -87,7 +92,7 @@ class Lane:
             try:
                 view = view[os.write(fd, view) :]
             except OSError as error:
-                self.dropped_bytes += len(view)
+                self._drop(len(view), error.strerror)
                 if error.errno == errno.EPIPE:
                     self._broken.add(fd)
                 elif begun:
@@ -95,6 +100,10 @@ class Lane:
                 return
             begun = True
         self._cut.discard(fd)
+
+    def _drop(self, size: int, why: str) -> None:
+        self.dropped_bytes += size
+        self._on_drop(why)
 
     def close(self) -> None:
         """Write what is queued, within a short deadline."""
@@ -108,7 +117,8 @@ class Writer:
     """Appends to files, and forwards to the launcher. Thread: `open`, `write` and `forward` any."""
 
     def __init__(self, launcher: int = 1) -> None:
-        self._files, self._launcher, self._pipe = Lane("deadpool-files"), Lane("deadpool-launcher"), launcher
+        self._pipe, self._said_at = launcher, -math.inf
+        self._files, self._launcher = Lane("deadpool-files", self._not_kept), Lane("deadpool-launcher")
 
     @property
     def dropped_bytes(self) -> int:
@@ -130,6 +140,14 @@ class Writer:
     def forward(self, data: bytes) -> None:
         """To our own standard output. Blocks: never."""
         self._launcher.write(self._pipe, data)
+
+    def _not_kept(self, why: str) -> None:
+        """Something for a file was dropped: said at once, and while that goes on now and then."""
+        now = time.monotonic()
+        if now - self._said_at >= SAID_EVERY_S:
+            self._said_at = now
+            lost = f"on {os.uname().nodename} not all that goes to output_dir is kept"
+            self.forward(f"[deadpool] {lost}: {why}\n".encode())
 
     def close(self) -> None:
         """Write what is queued: the files first (a launcher that does not read must not hold us)."""

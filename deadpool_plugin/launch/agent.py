@@ -5,6 +5,7 @@ FD is the listening Unix socket it serves; everything else is in the environment
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -15,7 +16,7 @@ from ..agent.joining import job_from
 from ..config import load
 from ..errors import DeadpoolError
 from ..plugin import run_agent
-from . import roles
+from . import leash, roles
 from .secret import ensure
 
 
@@ -34,10 +35,14 @@ def _serve(fd: int) -> int:
         launch = roles.from_environment()
         config = load(os.environ["DEADPOOL_CONFIG"])
         job = job_from(os.environ, os.getcwd())
-        return run_agent(launch.place, config, ensure(config), listener, os.environ["DEADPOOL_JOB"], job)
+        exit_code = run_agent(launch.place, config, ensure(config), listener, os.environ["DEADPOOL_JOB"], job)
     except DeadpoolError as error:
         print(f"[deadpool] {error}", file=sys.stderr, flush=True)
         return error.exit_code
+    if leash.is_carried(path := os.environ["DEADPOOL_CONFIG"]):
+        with contextlib.suppress(OSError):
+            leash.last_word(path, launch.place.node).write_text(str(exit_code))
+    return exit_code
 
 
 if __name__ == "__main__":

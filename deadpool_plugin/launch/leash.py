@@ -103,6 +103,11 @@ def is_carried(config: str) -> bool:
     return path.parent.parent == SHM and path.parent.name.startswith("deadpool-")
 
 
+def last_word(config: str, node: int) -> Path:
+    """Where the agent of `node`, started with `config`, leaves its exit code: the event log's disk may be full."""
+    return Path(config).with_name(f"exit_code.{node}")
+
+
 def for_guests(output_dir: Path, config: str) -> Path:
     """Where hosts that join find what stewards were given as `for_guests`. `config`: the one they put in place."""
     return output_dir / contacts.FOLDER / f"{Path(config).parent.name}.yaml"

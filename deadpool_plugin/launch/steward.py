@@ -21,6 +21,7 @@ from pathlib import Path
 
 import msgspec
 
+from .. import events
 from ..agent import contacts
 from ..agent.meeting import versions
 from ..agent.world import first_difference
@@ -65,7 +66,7 @@ class Steward:
     """One job on this host, from `Ready` on."""
 
     def __init__(self, ear: Ear, folder: Path, config: Config, node: int) -> None:
-        self._ear, self._folder, self._config = ear, folder, config
+        self._ear, self._folder, self._config, self._node = ear, folder, config, node
         self._log = config.output_dir / f"events.{node}.jsonl"
         self._log_begins = self._log.stat().st_size if self._log.exists() else 0
         self._signal, self._deadline = 0, float("inf")
@@ -110,8 +111,8 @@ class Steward:
                 os.kill(pid, self._signal)
 
     def told(self) -> leash.Told:
-        """What the node's event log says of this job's fate; it may hold earlier jobs too."""
-        found = []
+        """What the node's event log (it may hold earlier jobs too) and its agent's exit code say of this job's fate."""
+        found = self._last_word()
         decoder: msgspec.json.Decoder[leash.Outcome] = msgspec.json.Decoder(leash.Outcome)
         if self._log.exists():
             with self._log.open("rb") as file:
@@ -121,6 +122,15 @@ class Steward:
                         if _tells(line):
                             found.append(decoder.decode(line))
         return leash.Told(found, self.killed)
+
+    def _last_word(self) -> list[leash.Outcome]:
+        """The exit code of an agent that has come to its end, as events; 0 is that of a job that has finished."""
+        try:
+            exit_code = int(leash.last_word(str(self._folder / CONFIG), self._node).read_text())
+        except (OSError, ValueError):
+            return []
+        ended = events.NodeEnded(exit_code=exit_code, node=self._node)
+        return [ended] if exit_code else [events.JobFinished(node=self._node), ended]
 
 
 _KINDS = tuple(f'"event":"{kind.__name__}"'.encode() for kind in leash.Outcome.__args__)

@@ -136,6 +136,22 @@ def test_a_full_disk_may_have_room_later(tmp_path, monkeypatch):
     assert (tmp_path / "log").read_bytes() == b"cut\nwhole\nagain\n" and writer.dropped_bytes == 5
 
 
+@pytest.mark.parametrize(("every_s", "times"), [(3600.0, 1), (0.0, 3)])
+def test_a_full_disk_is_said_at_once_but_not_again_and_again(monkeypatch, every_s, times):
+    monkeypatch.setattr("deadpool_plugin.agent.output.SAID_EVERY_S", every_s)
+    heard, said = os.pipe()
+    writer = Writer(said)
+    full = os.open("/dev/full", os.O_WRONLY)
+    for _ in range(3):
+        writer.write(full, b"a line\n")
+    writer.close()
+    words = os.read(heard, 1 << 12).decode().splitlines()
+    expected = f"[deadpool] on {os.uname().nodename} not all that goes to output_dir is kept: No space left on device"
+    assert words == [expected] * times and writer.dropped_bytes == 21
+    for fd in (heard, said, full):
+        os.close(fd)
+
+
 def test_a_file_that_cannot_be_opened_costs_its_lines_only(tmp_path):
     (tmp_path / "file").touch()
     heard, said = os.pipe()

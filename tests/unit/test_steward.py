@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 
@@ -16,7 +17,7 @@ from deadpool_plugin.agent import contacts
 from deadpool_plugin.agent.meeting import versions
 from deadpool_plugin.config import Config
 from deadpool_plugin.errors import ConfigError
-from deadpool_plugin.launch import leash, steward
+from deadpool_plugin.launch import agent, leash, steward
 from deadpool_plugin.launch.carriers import carriers
 from deadpool_plugin.transport.rendezvous import Hello
 
@@ -160,6 +161,32 @@ def test_it_tells_of_this_job_only(host, tmp_path):
     one.say(leash.Tell())
     assert one.hear() == leash.Told(fate, 0)
     one.ended()
+
+
+@pytest.mark.parametrize("exit_code", [0, 3])
+def test_it_tells_how_the_agent_ended_though_no_log_could_be_written(host, exit_code):
+    one = host()
+    leash.last_word(f"{one.folder}/config.yaml", 1).write_text(str(exit_code))
+    one.say(leash.Tell())
+    ended = events.NodeEnded(exit_code=exit_code, node=1)
+    assert one.hear() == leash.Told([ended] if exit_code else [events.JobFinished(node=1), ended], 0)
+    one.ended()
+
+
+@pytest.mark.parametrize("carried", [True, False])
+def test_an_agent_leaves_its_exit_code_where_its_steward_looks_for_it(monkeypatch, tmp_path, carried):
+    folder = tmp_path / ("deadpool-0-x" if carried else "configs")
+    folder.mkdir()
+    (folder / "config.yaml").touch()
+    place = {"RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "LOCAL_SIZE": "1", "MASTER_ADDR": "h"}
+    told = {"DEADPOOL_CONFIG": str(folder / "config.yaml"), "DEADPOOL_JOB": "1.2."}
+    for name, value in {**place, "MASTER_PORT": "1", **told}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(leash, "SHM", tmp_path)
+    monkeypatch.setattr(agent, "ensure", lambda config: SECRET)
+    monkeypatch.setattr(agent, "run_agent", lambda *everything: 3)
+    assert agent._serve(socket.socket(socket.AF_UNIX).detach()) == 3
+    assert {path.name for path in folder.iterdir()} == {"config.yaml", *(["exit_code.2"] if carried else [])}
 
 
 def test_told_to_stop_it_asks_first_and_kills_who_does_not_listen(host):
