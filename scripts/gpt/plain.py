@@ -118,7 +118,7 @@ class Gpt(nn.Module):
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
         if self.training:
-            self.seen += tokens.numel()
+            self.seen = self.seen + tokens.numel()  # a new tensor, as running means of people's models often are
         hidden = self.positions(self.embedding(tokens))
         for block in self.blocks:
             again = self.recompute and self.training

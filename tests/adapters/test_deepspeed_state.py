@@ -80,6 +80,23 @@ def test_counters_rates_and_loss_scales_come_back(engine):
     assert vars(engine.optimizer.loss_scale_config) == {"cur_scale": 512.0, "cur_iter": 700, "last_overflow_iter": 650}
 
 
+def test_settings_of_the_optimizer_that_a_script_makes_in_training_are_kept(engine):
+    optimizer = engine.optimizer = zero_optimizer(clip_grad=1.0, custom_loss_scaler=False, external_loss_scale=None)
+    vars(engine).update(timers=None, tput_timer=SimpleNamespace())
+    state = EngineState(engine)
+    vars(optimizer).update(clip_grad=0.25, custom_loss_scaler=True, external_loss_scale=128.0)
+    saved = state.scalars()
+    optimizer.clip_grad = 0.5
+    state.clean()
+    state.load(saved)
+    assert (optimizer.clip_grad, optimizer.custom_loss_scaler, optimizer.external_loss_scale) == (0.25, True, 128.0)
+
+
+def zero_optimizer(**attributes):
+    """What `Rest` takes for one."""
+    return type("Optimizer", (SimpleNamespace,), {"__module__": "deepspeed.runtime.zero.stage3"})(**attributes)
+
+
 def test_entry_brings_back_what_a_script_sets_between_calls(engine):
     state = EngineState(engine)
     engine._is_gradient_accumulation_boundary = None

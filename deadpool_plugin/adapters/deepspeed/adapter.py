@@ -98,7 +98,7 @@ class DeepSpeedAdapter:
         return self.state.owns(tensor)
 
     def changing(self) -> Sequence[torch.Tensor]:
-        return self.state.buffers
+        return self.state.buffers.tensors
 
     def replicas(self) -> tuple[int, ...]:
         return self.state.replicas()

@@ -63,8 +63,9 @@ class Calls:
         original = owner._take_model_step
 
         @functools.wraps(original)
-        def update(*args: Any, **kwargs: Any) -> Any:
-            return self.handler("engine._take_model_step", CallKind.UPDATE, original, args, kwargs)
+        def update(engine: Any, *args: Any, **kwargs: Any) -> Any:
+            self.state_of(engine).check_gradients()
+            return self.handler("engine._take_model_step", CallKind.UPDATE, original, (engine, *args), kwargs)
 
         owner._take_model_step = update
 

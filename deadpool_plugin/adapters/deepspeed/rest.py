@@ -3,7 +3,8 @@
 Rules of this file: DeepSpeed keeps what is under way (buckets, flags, counts, handles, traces of what is fetched when)
 in plain attributes and containers of its optimizer and of the objects below it. All of these are noted once, when
 nothing was under way yet, and put back in place: objects and containers stay the same, tensors are noted by
-reference, their values are `EngineState`'s. So survivors are afterwards as a newcomer is, whatever the version keeps.
+reference, their values are `EngineState`'s (of gradients that outlive a step nobody's: gradients.py). So survivors are
+afterwards as a newcomer is, whatever the version keeps.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What a rank's training state is in a DeepSpeed engine: tensors for the shard, plain values for the scalars.
 
-Rules of this file: nothing is rebound after `EngineState` is built; restoring copies into the live tensors. Masters
-are what the engine's basic optimizer updates: this rank's fp32 partitions with ZeRO and in BF16_Optimizer, the model's
-own parameters without ZeRO in fp32.
+Rules of this file: nothing is rebound after `EngineState` is built; restoring copies into the live tensors (but for
+buffers that the forward itself replaces). Masters are what the engine's basic optimizer updates: this rank's fp32
+partitions with ZeRO and in BF16_Optimizer, the model's own parameters without ZeRO in fp32.
 """
 
 from __future__ import annotations
@@ -15,14 +15,19 @@ import torch.distributed as dist
 
 from ...errors import WHOLE_STEP, Unsupported
 from ...worker.adapter import Scalars
+from ...worker.buffers import Buffers
 from . import adam
 from .frozen import Frozen
+from .gradients import LastingGradients, lasts
 from .partitioned import Partitioned
 from .plain import check_schedule, load_plain_state, plain_state, some
 from .rest import Attributes, Rest
+from .values import Values
 
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps", "_step_applied", "_global_grad_norm",
             "_unmanaged_backward_count")  # fmt: skip
+OF_MODULE = ("micro_offset",)
+"""Of a pipeline's: its layers are seeded by it (`seed_layers`)."""
 BETWEEN_CALLS = ("_is_gradient_accumulation_boundary", "inside_no_sync_ctxt", "_manual_backward_expected",
                  "data_iterator")  # fmt: skip
 """Flags of the engine that a script sets between calls."""
@@ -35,7 +40,7 @@ OF_PIPELINE = ("num_pipe_buffers", "pipe_buffers", "pipe_recv_buf", "grad_layer"
 """Activations on their way, and what neighbours have been told of their shapes: a newcomer knows nothing of it."""
 SCALERS = ("loss_scaler", "loss_scale_config")
 """Of ZeRO, and of fp16 without it."""
-OF_OPTIMIZER = ("overflow", "_global_grad_norm")
+OF_OPTIMIZER = ("overflow", "_global_grad_norm", "clip_grad", "custom_loss_scaler", "external_loss_scale")
 
 
 def updated_parameters(optimizer: Any, groups: Sequence[dict[str, Any]]) -> list[torch.Tensor]:
@@ -61,6 +66,7 @@ class EngineState:
         self.engine, self.adam = engine, engine.basic_optimizer
         self._groups = self.adam.param_groups
         self._modules = list(engine.module.modules())
+        self._values = Values(self._modules)
         self._parameters = list(engine.module.parameters())
         self._partitioned = None
         if engine.zero_optimization_stage() == 3:
@@ -72,14 +78,15 @@ class EngineState:
         self._steps_before = int(max(adam.steps(self.adam, self.masters)))
         self._parameter_ids = {id(parameter) for parameter in self._parameters}
         self._moments = adam.moments(self.adam, self.masters)
-        self.buffers = [buffer for buffer in engine.module.buffers() if buffer is not None]
+        self.buffers = Buffers(self._modules)
         frozen = self._not_updated()
         parts = [parameter.ds_tensor.data for parameter in frozen] if self._partitioned else []
         self.frozen = Frozen([] if self._partitioned else frozen)
-        self.tensors = [*(master.data for master in self.masters), *self._moments, *parts, *self.buffers]
+        self.tensors = [*(master.data for master in self.masters), *self._moments, *parts, *self.buffers.tensors]
         self._rest = Rest(engine.optimizer)
         self._pipeline = Attributes([engine], OF_PIPELINE)
         self._gradients = [(master, master.grad) for master in self.masters]
+        self._lasting = LastingGradients(engine.optimizer, engine.module) if lasts(engine) else None
 
     def _not_updated(self) -> list[Any]:
         updated = {id(parameter) for parameter in updated_parameters(self.engine.optimizer, self._groups)}
@@ -87,7 +94,7 @@ class EngineState:
 
     def replicas(self) -> tuple[int, ...]:
         """Without ZeRO data-parallel peers are full replicas, but for buffers (running means and the like)."""
-        if self.engine.zero_optimization() or self.engine.bfloat16_enabled() or self.buffers:
+        if self.engine.zero_optimization() or self.engine.bfloat16_enabled() or self.buffers.tensors:
             return (dist.get_rank(),)
         return tuple(sorted(dist.get_process_group_ranks(self.engine.data_parallel_group)))
 
@@ -101,16 +108,19 @@ class EngineState:
                 "the engine to reduce them",
                 f"leave gradients to engine.backward and engine.step, or {WHOLE_STEP}",
             )
-        return any(memory == own.untyped_storage().data_ptr() for own in (*self._parameters, *self.buffers))
+        own = any(memory == parameter.untyped_storage().data_ptr() for parameter in self._parameters)
+        return own or self.buffers.hold(tensor)
 
     # ---- plain values
 
     def visible(self) -> Scalars:
-        """What a script can see of the engine's progress: counters, learning rates, schedule, scaler."""
+        """What a script can see of the engine's progress: counters, rates, schedule, scaler, values of modules."""
         optimizer = self.engine.optimizer
         return {
             "frozen": self.frozen.digest,
             "counters": some(self.engine, COUNTERS),
+            "module": some(self.engine.module, OF_MODULE),
+            "values": self._values.changed(),
             "optimizer": some(optimizer, OF_OPTIMIZER),
             "groups": adam.group_scalars(self._groups),
             "scheduler": plain_state(self.engine.lr_scheduler),
@@ -121,6 +131,8 @@ class EngineState:
         self.frozen.compare(visible["frozen"])
         optimizer = self.engine.optimizer
         vars(self.engine).update(visible["counters"])
+        self._values.load(visible["values"])
+        vars(self.engine.module).update(visible["module"])
         vars(optimizer).update(visible["optimizer"])
         adam.load_group_scalars(self._groups, visible["groups"])
         load_plain_state(self.engine.lr_scheduler, visible["scheduler"])
@@ -129,10 +141,14 @@ class EngineState:
 
     def scalars(self) -> Scalars:
         self.frozen.check_unchanged()
-        return {"visible": self.visible(), "steps": adam.steps(self.adam, self.masters)}
+        self.buffers.follow()
+        steps, without = adam.steps(self.adam, self.masters), self._lasting.without() if self._lasting else []
+        return {"visible": self.visible(), "steps": steps, "without_gradients": without}
 
     def load(self, scalars: Scalars) -> None:
         self.show(scalars["visible"])
+        if self._lasting:
+            self._lasting.load(scalars["without_gradients"])
         adam.load_steps(self.adam, self.masters, scalars["steps"], self._steps_before)
 
     def entry(self) -> Scalars:
@@ -146,10 +162,18 @@ class EngineState:
         for module, flag in zip(self._modules, entry["training"], strict=True):
             module.training = flag
 
+    def check_gradients(self) -> None:
+        """Before an update. Raises: Unsupported if it would use gradients of an earlier step."""
+        if self._lasting:
+            self._lasting.check()
+
     # ---- a swap
 
     def clean(self) -> None:
-        """As between two steps: no gradients, nothing under way. Never communicates."""
+        """As between two steps: no gradients, nothing under way. Never communicates.
+
+        Those that `LastingGradients` minds keep their memory's values, which the next step writes over.
+        """
         from deepspeed.runtime.activation_checkpointing import checkpointing
 
         self.adam.param_groups = self._groups  # ZeRO lends the optimizer one group at a time
@@ -174,6 +198,7 @@ class EngineState:
         for timer in getattr(self.engine.timers, "timers", {}).values():
             timer.started_ = False
         self.engine.tput_timer.started = False
+        self.buffers.put_back()
 
     def refresh_parameters(self) -> None:
         """The model's parameters from their masters, on all data-parallel ranks. Blocks: communicates."""

@@ -124,15 +124,16 @@ class MegatronAdapter:
         return self.state.tensors
 
     def owns(self, tensor: torch.Tensor) -> bool:
-        return tensor.untyped_storage().data_ptr() in self.state.framework_memory
+        return self.state.owns(tensor)
 
     def changing(self) -> Sequence[torch.Tensor]:
-        return self.state.buffers
+        return self.state.buffers.tensors
 
     def replicas(self) -> tuple[int, ...]:
         return self.state.replicas()
 
     def scalars(self) -> Scalars:
+        self.state.buffers.follow()
         schedulers = [_scheduler_state(scheduler) for scheduler in self._schedulers]
         return {
             "optimizer": self.state.scalars(),
@@ -163,6 +164,7 @@ class MegatronAdapter:
         training = [module.training for module in self._modules]
         configs = [(chunk.config, dict(vars(chunk.config))) for chunk in self._chunks]
         hooks = [(chunk, bool(chunk.remove_forward_pre_hook_handles)) for chunk in self._chunks]
+        reducing = [getattr(chunk, "force_all_reduce", False) for chunk in self._chunks]  # from 0.16 on
         groups, schedulers = self.state.group_scalars(), [_scheduler_state(s) for s in self._schedulers]
         tracked, put_books_back = losses.noted(), bookkeeping.noted(self._timers)
 
@@ -173,6 +175,8 @@ class MegatronAdapter:
                 vars(config).update(fields)
             for chunk, enabled in hooks:
                 cleanup.set_forward_hooks(chunk, enabled)
+            for chunk, forced in zip(self._chunks, reducing, strict=True):
+                chunk.force_all_reduce = forced
             self.state.load_group_scalars(groups)
             self._load_schedulers(schedulers)
             losses.put_back(tracked)
@@ -186,6 +190,7 @@ class MegatronAdapter:
             chunk.zero_grad_buffer()
         for optimizer in self._optimizers:
             optimizer.zero_grad()
+        self.state.buffers.put_back()
 
     def after_restore(self) -> None:
         self.state.refresh_parameters()

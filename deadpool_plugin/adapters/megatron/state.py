@@ -15,6 +15,7 @@ import torch
 
 from ...errors import Unsupported
 from ...worker.adapter import Scalars
+from ...worker.buffers import Buffers
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 ALIGNMENT = 16  # elements: 64 bytes of fp32, so that a view is aligned as a tensor of its own would be
@@ -40,11 +41,15 @@ class OptimizerState:
         for module in [module for chunk in chunks for module in chunk.modules()]:
             if hasattr(module, "_maintain_float32_expert_bias"):  # the first forward would rebind a buffer (router.py)
                 module._maintain_float32_expert_bias()
-        self.buffers = [b for chunk in chunks for b in chunk.module.buffers() if b is not None]
-        self.tensors = self._flatten() + self.buffers
-        memory = [t for chunk in chunks for t in (*chunk.parameters(), *self.buffers)]
+        self.buffers = Buffers([module for chunk in chunks for module in chunk.module.modules()])
+        self.tensors = self._flatten() + self.buffers.tensors
+        memory = [parameter for chunk in chunks for parameter in chunk.parameters()]
         memory += [b.grad_data for chunk in chunks for b in chunk.buffers + chunk.expert_parallel_buffers]
-        self.framework_memory = {tensor.untyped_storage().data_ptr() for tensor in memory}
+        self._memory = {tensor.untyped_storage().data_ptr() for tensor in memory}
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` lies in parameters, gradients or buffers."""
+        return tensor.untyped_storage().data_ptr() in self._memory or self.buffers.hold(tensor)
 
     def _flatten(self) -> list[torch.Tensor]:
         model_memory = {p.untyped_storage().data_ptr() for chunk in self._chunks for p in chunk.parameters()}
@@ -67,7 +72,7 @@ class OptimizerState:
         own = (torch.distributed.get_rank(),)
         if any(chunk.ddp_config.use_distributed_optimizer for chunk in self._chunks):
             return own
-        if self.buffers or any(chunk.expert_parallel_buffers for chunk in self._chunks):
+        if self.buffers.tensors or any(chunk.expert_parallel_buffers for chunk in self._chunks):
             return own
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         return tuple(sorted(torch.distributed.get_process_group_ranks(group)))

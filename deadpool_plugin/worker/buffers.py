@@ -1,0 +1,102 @@
+"""A model's buffers in its shard, wherever they lie: a forward may put new tensors in their place.
+
+Rules of this file: the shard has tensors of our own, which from each cut on lie in the memory of the buffers as they
+are then: nothing is copied. A buffer that is only changed in place stays where it is for ever. One that the forward
+replaces (`self.mean = 0.9 * self.mean + ...`) is restored as a new tensor: the script may hold those there were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from ..errors import WHOLE_STEP, Unsupported
+
+
+class _Place:
+    """One buffer: where modules keep it (several may share it), the tensor that stays there, ours in its memory."""
+
+    def __init__(self, title: str, buffer: torch.Tensor) -> None:
+        self.title, self.stays, self.ours = title, buffer, buffer.detach()
+        self.owners: list[tuple[dict[str, torch.Tensor | None], str]] = []
+
+    def now(self) -> torch.Tensor | None:
+        """None if it is gone, or its owners share it no more."""
+        first, *others = [owner.get(name) for owner, name in self.owners]
+        return first if all(other is first for other in others) else None
+
+    def put(self, buffer: torch.Tensor) -> None:
+        self.stays = buffer
+        for owner, name in self.owners:
+            owner[name] = buffer
+
+
+class Buffers:
+    """All buffers of `modules` that have a value now."""
+
+    def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
+        places: dict[int, _Place] = {}
+        self._empty: list[tuple[torch.nn.Module, str]] = []
+        for module in modules:
+            for name, buffer in module._buffers.items():
+                if buffer is None:
+                    self._empty.append((module, name))
+                    continue
+                title = f"the buffer {name!r} of {type(module).__name__}"
+                places.setdefault(id(buffer), _Place(title, buffer)).owners.append((module._buffers, name))
+        self._places = list(places.values())
+        self.tensors = [place.ours for place in self._places]
+        """For the shard: the same objects for ever."""
+
+    def follow(self) -> None:
+        """At a cut: let `tensors` be the buffers as they are now. Raises: Unsupported if one has another form."""
+        for place in self._places:
+            now = place.now()
+            if now is None or _form(now) != _form(place.ours):
+                raise Unsupported(
+                    f"{place.title} became {_said(now)} in training",
+                    f"{_said(place.ours)}, as before the first step",
+                    "give it the form it is to have before training",
+                )
+            if (now.data_ptr(), now.stride()) != (place.ours.data_ptr(), place.ours.stride()):
+                place.ours.data = now.detach()
+        for module, name in self._empty:
+            if module._buffers.get(name) is not None and name not in module._non_persistent_buffers_set:
+                raise Unsupported(
+                    f"the buffer {name!r} of {type(module).__name__} was None before the first forward, and is not now",
+                    "a value of its form from the beginning",
+                    "give it one, or register it with persistent=False if it is only a cache",
+                )
+
+    @torch.inference_mode(False)
+    def put_back(self) -> None:
+        """Before a restore: let `tensors` lie in memory that the model uses and nobody else holds."""
+        for place in self._places:
+            if place.now() is not place.stays:
+                place.put(torch.empty_like(place.ours))
+            place.ours.data = place.stays.detach()
+
+    def hold(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` lies in a buffer. Raises: Unsupported if a restore would put another in its place."""
+        memory = tensor.untyped_storage().data_ptr()
+        for place in self._places:
+            now = place.now()
+            if now is None or now.untyped_storage().data_ptr() != memory:
+                continue
+            if now is not place.stays:
+                raise Unsupported(
+                    f"the script communicates {place.title}, which the model's forward replaces by new tensors",
+                    "a buffer that is changed in place (copy_, lerp_)",
+                    f"change it so, communicate in the model's forward, or {WHOLE_STEP}",
+                )
+            return True
+        return False
+
+
+def _form(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return tensor.shape, tensor.dtype, tensor.device
+
+
+def _said(tensor: torch.Tensor | None) -> str:
+    return "None" if tensor is None else f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"

@@ -1,0 +1,116 @@
+"""What of real engines is in a snapshot, where only a real one tells."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
+
+from support.zygote import in_zygote  # noqa: E402
+
+
+def build(model, **options):
+    """An engine of one rank around `model()`, with torch's AdamW."""
+    from patches.cpu import deepspeed as on_cpu
+
+    on_cpu.apply()
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+    import deepspeed
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    deepspeed.init_distributed(verbose=False)
+    torch.manual_seed(3)
+    built = model()
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 10**9,
+        **options,
+    }
+    return deepspeed.initialize(model=built, optimizer=torch.optim.AdamW(built.parameters(), lr=0.1), config=config)[0]
+
+
+@in_zygote
+def test_a_pipeline_that_seeds_its_layers_counts_from_where_it_was():
+    pytest.importorskip("deepspeed")
+    import torch
+    from deepspeed.pipe import PipelineModule
+
+    from deadpool_plugin.adapters.deepspeed.state import EngineState
+
+    def model():
+        parts = [torch.nn.Linear(4, 4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 4)]
+        loss = torch.nn.functional.mse_loss
+        return PipelineModule(
+            parts, num_stages=1, loss_fn=loss, seed_layers=True, seed_fn=lambda n: torch.manual_seed(int(n))
+        )
+
+    engine = build(model, gradient_accumulation_steps=2)
+    data = iter([(torch.ones(1, 4), torch.zeros(1, 4))] * 8)
+    state = EngineState(engine)
+    engine.train_batch(data)
+    saved = state.scalars()
+    assert engine.module.micro_offset == 2
+    engine.train_batch(data)
+    state.clean()
+    state.load(saved)
+    assert engine.module.micro_offset == 2
+
+
+OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
+
+
+@pytest.mark.parametrize(
+    ("zero", "steps", "refused"),
+    [
+        ({"stage": 3}, ["00", "00", "00"], None),
+        ({"stage": 3}, ["00", "11"], 1),
+        ({"stage": 3}, ["00", "01", "11"], 2),
+        ({"stage": 3}, ["01", "01"], 1),
+        ({"stage": 3, **OFFLOADED}, ["00", "01"], 1),
+        ({"stage": 2, **OFFLOADED}, ["00", "00"], None),
+        ({"stage": 2, **OFFLOADED}, ["00", "11"], 1),
+        ({"stage": 2, **OFFLOADED}, ["01", "01"], 1),
+        ({"stage": 2}, ["00", "11", "01"], None),
+    ],
+    ids=str,
+)
+@in_zygote
+def test_a_parameter_that_has_gradients_now_and_then_is_refused_where_old_ones_would_be_used(zero, steps, refused):
+    """Steps of two backwards, each through head 0 or 1. A head that never takes part is no matter. What a newcomer
+    has been told is as good as what a rank has seen."""
+    pytest.importorskip("deepspeed")
+    import torch
+
+    from deadpool_plugin.adapters.deepspeed.state import EngineState
+    from deadpool_plugin.errors import Unsupported
+
+    class Heads(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.heads = torch.nn.ModuleList(torch.nn.Linear(4, 1) for _ in range(2))
+
+        def forward(self, batch, head):
+            return self.heads[head](batch).sum()
+
+    engine = build(Heads, zero_optimization=zero, gradient_accumulation_steps=2)
+    state = EngineState(engine)
+    for number, (first, second) in enumerate(steps):
+        engine.backward(engine(torch.ones(1, 4), int(first)))
+        engine.step()
+        engine.backward(engine(torch.ones(1, 4), int(second)))
+        if number == refused:
+            with pytest.raises(Unsupported, match=r"2 parameters \(first: heads\.[01]\.weight\)"):
+                state.check_gradients()
+            return
+        state.check_gradients()
+        engine.step()
+        saved, state = state.scalars(), EngineState(engine)
+        state.load(saved)
+    assert refused is None

@@ -1,0 +1,91 @@
+"""Buffers are in the shard as they are at each cut, and come back, whatever the forward puts in their place."""
+
+import pytest
+import torch
+
+from deadpool_plugin.errors import Unsupported
+from deadpool_plugin.worker.buffers import Buffers
+
+
+class Means(torch.nn.Module):
+    """One running mean that each forward replaces, one that it changes in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("replaced", torch.zeros(3))
+        self.register_buffer("changed", torch.zeros(3))
+
+    def forward(self, batch):
+        self.replaced = 0.5 * self.replaced + batch
+        self.changed.mul_(0.5).add_(batch)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_what_a_forward_replaces_is_in_every_cut_and_comes_back(mode):
+    model = Means()
+    buffers = Buffers(model.modules())
+    shard, cuts, held = list(buffers.tensors), [], []
+    for step in range(3):
+        with mode():
+            model(torch.full((3,), float(step + 1)))
+        held.append(model.replaced)
+        buffers.follow()
+        cuts.append([tensor.clone() for tensor in shard])
+    stays, values = model.changed, [tensor.clone() for tensor in held]
+    assert all(torch.equal(*cut) and cut[0].any() for cut in cuts)
+    model(torch.full((3,), 9.0))  # interrupted
+    buffers.put_back()
+    for tensor, kept in zip(shard, cuts[1], strict=True):  # as Layout.load does
+        tensor.copy_(kept)
+    assert torch.equal(model.replaced, cuts[1][0]) and torch.equal(model.changed, cuts[1][0])
+    assert model.changed is stays and not model.replaced.is_inference()
+    model(torch.full((3,), 3.0))
+    buffers.follow()
+    assert all(map(torch.equal, shard, cuts[2]))
+    assert all(map(torch.equal, held, values)), "what the script holds is its own"
+
+
+def test_one_that_several_modules_share_is_in_the_shard_once_and_stays_shared():
+    modules = [Means(), Means()]
+    modules[1].changed = modules[0].changed
+    buffers = Buffers(modules)
+    assert len(buffers.tensors) == 3
+    for module in modules:
+        module.changed = torch.ones(3) if module is modules[0] else modules[0].changed
+    buffers.follow()
+    buffers.put_back()
+    buffers.tensors[1].fill_(7)
+    assert modules[1].changed is modules[0].changed and modules[0].changed.tolist() == [7.0] * 3
+    modules[1].changed = torch.ones(3)
+    with pytest.raises(Unsupported, match="the buffer 'changed' of Means became None"):
+        buffers.follow()
+
+
+@pytest.mark.parametrize("other", [torch.zeros(4), torch.zeros(3, dtype=torch.float64), None])
+def test_one_of_another_form_is_refused_by_name(other):
+    model = Means()
+    buffers = Buffers(model.modules())
+    model.replaced = other
+    with pytest.raises(Unsupported, match=r"the buffer 'replaced' of Means became .*expected torch.float32 \[3\]"):
+        buffers.follow()
+
+
+def test_one_that_is_made_in_training_is_refused_unless_it_is_a_cache():
+    model = Means()
+    model.register_buffer("later", None)
+    model.register_buffer("cache", None, persistent=False)
+    buffers = Buffers(model.modules())
+    model.cache = torch.ones(2)
+    buffers.follow()
+    model.later = torch.ones(2)
+    with pytest.raises(Unsupported, match="the buffer 'later' of Means was None before the first forward"):
+        buffers.follow()
+
+
+def test_communicating_one_that_is_replaced_is_refused():
+    model = Means()
+    buffers = Buffers(model.modules())
+    model(torch.ones(3))
+    assert buffers.hold(model.changed[1:]) and not buffers.hold(torch.ones(3))
+    with pytest.raises(Unsupported, match="the buffer 'replaced' of Means, which the model's forward replaces"):
+        buffers.hold(model.replaced)
