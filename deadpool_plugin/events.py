@@ -99,7 +99,8 @@ class WaitingForHost(Event, frozen=True):
 
 
 class Alive(Event, frozen=True):
-    """Every `ALIVE_S` from the node that coordinates, whatever the job does or waits for: it has not ended."""
+    """Every `ALIVE_S` from the node that coordinates, whatever the job does or waits for: it has not ended. After the
+    training, from every node whose scripts are still at work."""
 
 
 class CheckpointSaved(Event, frozen=True):

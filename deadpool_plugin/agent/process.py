@@ -95,14 +95,15 @@ class Agent:
         """From the first connection to the last; the exit code."""
         asyncio.get_running_loop().add_signal_handler(signal.SIGINT, lambda: None)  # the supervisors say it
         self._build(await reachable(self._config, self._place, self._job))
+        works = (self._say_alive(), self._tick(), self._start())
+        alive, *tasks = [asyncio.create_task(self._guarded(work)) for work in works]
         try:
-            works = (self._tick(), self._start(), self._say_alive())
-            tasks = [asyncio.create_task(self._guarded(work)) for work in works]
             exit_code = await self._left
             for task in tasks:
                 task.cancel()
             return await self._end(exit_code)
         finally:
+            alive.cancel()
             self._writer.close()
             proc.sweep(self._job_tag)
 
@@ -218,10 +219,11 @@ class Agent:
             await asyncio.sleep(self._config.tick_s)
 
     async def _say_alive(self) -> None:
-        """A job that waits, or is slow, shall not be taken for one that is gone."""
+        """A job that waits, or is slow, shall not be taken for one that is gone. What scripts do after the training is
+        each node's own."""
         while True:
             await asyncio.sleep(events.ALIVE_S)
-            if self._controller.world is not None and self._leads():
+            if self._controller.world is not None and (self._lives.ending or self._leads()):
                 self._reports.emit("Alive")
 
     def _leads(self) -> bool:

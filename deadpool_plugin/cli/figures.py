@@ -12,7 +12,7 @@ from ..core.types import Step
 from .jobview import JobView
 from .model import SILENT_S
 
-Doing = Literal["unknown", "starting", "training", "swapping", "waiting", "silent", "ended"]
+Doing = Literal["unknown", "starting", "training", "swapping", "waiting", "ending", "silent", "ended"]
 
 
 def figures(view: JobView, now: float) -> dict[str, Any]:
@@ -22,7 +22,7 @@ def figures(view: JobView, now: float) -> dict[str, Any]:
         "time_s": now,
         "state": doing(view, now),
         "outcome": view.outcome or None,
-        "exit_code": view.exit_code if view.outcome else None,
+        "exit_code": view.exit_code if view.over(now) else None,
         "silent_s": _since(view.heard_at or None, now),
         "generation": view.generation,
         "step": _number(view.step),
@@ -53,7 +53,7 @@ def figures(view: JobView, now: float) -> dict[str, Any]:
 
 def doing(view: JobView, now: float) -> Doing:
     if view.outcome:
-        return "ended"
+        return "ended" if view.over(now) else "ending"
     if not view.nodes:
         return "unknown"
     if now - view.heard_at >= SILENT_S:

@@ -16,7 +16,7 @@ from ..agent.reports import sentence as sentence
 from ..core.placement import rehearsals
 from ..core.types import NO_STEP, Generation, NodeId, Rank, Step, World
 from ..launch.outcome import TELLING, ended
-from .model import History, Line, Loss, Node, Protection, Row, State, Swap
+from .model import SILENT_S, History, Line, Loss, Node, Protection, Row, State, Swap
 
 LINES_MAX = 200
 
@@ -78,11 +78,14 @@ class JobView:
         """Everyone waits for a host to join."""
         return self._waiting == self.generation and not self.outcome
 
-    @property
-    def over(self) -> bool:
-        """The job has ended, and every node that is not lost has had its last word: how its scripts ended."""
+    def over(self, now: float) -> bool:
+        """The job has ended, and every node that is not lost has said how its scripts did, or none says anything more.
+
+        Args: now: in epoch seconds.
+        """
         owing = [number for number, node in self.nodes.items() if node.joined and not node.ended]
-        return bool(self.outcome) and all(self.state(number) in ("lost", "fenced") for number in owing)
+        said = all(self.state(number) in ("lost", "fenced") for number in owing)
+        return bool(self.outcome) and (said or now - self.heard_at >= SILENT_S)
 
     def state(self, number: NodeId) -> State:
         node = self.nodes[number]

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from .. import events
 from ..errors import ConfigError
-from ..launch.outcome import FAILED, ended, outcome
+from ..launch.outcome import FAILED, at_work, ended, outcome
 from .follow import Follower
 from .model import SILENT_S, span
 
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
         )
     heard = [event for story in told.values() for event in story]
     silent_s = time.time() - max(event.time for event in heard)
-    if args.otherwise is None and silent_s < SILENT_S and not ended(heard):
+    if args.otherwise is None and silent_s < SILENT_S and (not ended(heard) or at_work(heard)):
         print(f"[deadpool] the job is still running (last event {span(silent_s)} ago); exit code {EXIT_RUNNING}")
         return EXIT_RUNNING
     found = outcome(told, hosts(args.hostfile, told), FAILED if args.otherwise is None else args.otherwise)

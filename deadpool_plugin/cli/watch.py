@@ -61,7 +61,7 @@ def _headline(view: JobView, now: float) -> Text:
 def headline(view: JobView, now: float) -> str:
     """What the job is doing, in a few words."""
     if view.outcome:
-        return f"{view.outcome}; exit code {view.exit_code}"
+        return f"{view.outcome}; {f'exit code {view.exit_code}' if view.over(now) else 'some hosts are still at work'}"
     if said := silence(view, now):
         return said
     if view.waiting:
@@ -155,7 +155,7 @@ class PlainLines:
         self._step = -1
         self._step_at = float("-inf")
         self._silent = False
-        self._outcome = ""
+        self._ending = ""
 
     def update(self, view: JobView, now: float) -> list[str]:
         """The lines to print now."""
@@ -174,9 +174,10 @@ class PlainLines:
         if silent and not self._silent:
             lines.append(f"{_clock(now)} {silent}")
         self._silent = bool(silent)
-        if view.outcome and view.outcome != self._outcome:
-            lines.append(f"{_clock(now)} {headline(view, now)}")
-        self._outcome = view.outcome
+        ending = headline(view, now) if view.outcome else ""
+        if ending and ending != self._ending:
+            lines.append(f"{_clock(now)} {ending}")
+        self._ending = ending
         return lines
 
 
@@ -210,12 +211,12 @@ def _clock(at: float) -> str:
 
 
 def updates(follower: Follower, view: JobView, once: bool = False) -> Iterator[None]:
-    """One turn per poll, until the job is over, or has ended and is silent. Blocks: between polls."""
+    """One turn per poll, until the job is over. Blocks: between polls."""
     while True:
         for event in follower.poll():
             view.apply(event)
         yield
-        if once or view.over or (view.outcome and time.time() - view.heard_at >= SILENT_S):
+        if once or view.over(time.time()):
             return
         time.sleep(POLL_S)
 
@@ -241,7 +242,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Until the job has ended, or Ctrl-C, or once. The job's exit code; 0 while it has not ended."""
+    """Until the job is over, or Ctrl-C, or once. The job's exit code; 0 while it has not ended."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     follower, view, console = Follower(args.output_dir), JobView(), Console()
     try:

@@ -65,6 +65,14 @@ def ended(heard: Sequence[events.Event]) -> Verdict | None:
     return _finished(heard) or (None if _waits(heard) else _stopped(heard))
 
 
+def at_work(heard: Sequence[events.Event]) -> set[int]:
+    """The nodes whose scripts go on after the training: nobody can know yet how they end."""
+    if not any(isinstance(event, events.JobFinished) for event in heard):
+        return set()
+    said = {event.node for event in heard if isinstance(event, events.NodeEnded)}
+    return {event.node for event in heard} - said - _removed(heard)
+
+
 def _finished(heard: Sequence[events.Event]) -> Verdict | None:
     if not any(isinstance(event, events.JobFinished) for event in heard):
         return None

@@ -38,14 +38,15 @@ def test_the_node_that_coordinates_says_again_and_again_that_the_job_has_not_end
     said = []
     agent = Agent.__new__(Agent)
     agent._node, agent._lost_links = 1, set()
-    agent._controller = types.SimpleNamespace(world=None)
+    agent._controller, agent._lives = types.SimpleNamespace(world=None), types.SimpleNamespace(ending=False)
     agent._lines = types.SimpleNamespace(roster=types.SimpleNamespace(missed=set()))
     agent._reports = types.SimpleNamespace(emit=said.append)
 
     async def says(**known):
         for name, value in known.items():
-            owner = {"world": agent._controller, "missed": agent._lines.roster, "_lost_links": agent}[name]
-            setattr(owner, name, value)
+            for owner in (agent._controller, agent._lives, agent._lines.roster, agent):
+                if hasattr(owner, name):
+                    setattr(owner, name, value)
         said.clear()
         for _ in range(8):
             await asyncio.sleep(0)
@@ -59,6 +60,8 @@ def test_the_node_that_coordinates_says_again_and_again_that_the_job_has_not_end
         assert not await says(missed=set()), "and is heard again"
         assert await says(_lost_links={0}) == {"Alive"}
         assert await says(_lost_links=set(), world=World(1, (3, 1, 2), ())) == {"Alive"}
+        assert not await says(world=World(0, (0, 1, 2), (3,)))
+        assert await says(ending=True) == {"Alive"}, "its scripts are at work after the training"
         task.cancel()
 
     asyncio.run(scenario())

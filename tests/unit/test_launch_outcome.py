@@ -124,6 +124,21 @@ def test_a_job_that_waits_or_is_slow_is_none_for_as_long_as_it_says_so(tmp_path,
     assert ("still running" in capsys.readouterr().out) == (code == 75)
 
 
+def test_a_job_has_not_ended_while_scripts_are_at_work_after_the_training(tmp_path):
+    now = time.time()
+    for node in (0, 1):
+        write(tmp_path, node, joined(f"n{node}", now - 90), events.JobFinished(time=now - 60))
+    write(tmp_path, 2, joined("n2", now - 90), lost(3, at=now - 70), events.JobFinished(time=now - 60))
+    write(tmp_path, 3, joined("n3", now - 90))
+    for node, code in ((0, 0), (1, 3)):
+        assert main(["outcome", str(tmp_path)]) == 75
+        write(tmp_path, node, events.NodeEnded(exit_code=code, time=now - 50))
+    assert main(["outcome", str(tmp_path)]) == 75
+    assert main(["outcome", str(tmp_path), "--otherwise", "1"]) == 3, "its launcher has ended"
+    write(tmp_path, 2, events.NodeEnded(exit_code=0, time=now - 40))
+    assert main(["outcome", str(tmp_path)]) == 3
+
+
 def test_a_half_that_gives_up_is_not_the_end_of_the_other_one(tmp_path):
     """Which has gone on without it, or waits for a host."""
     now = time.time()

@@ -66,6 +66,11 @@ END = """
 {"event":"JobFinished","exit_code":0,"time":34.5842,"node":3,"generation":1}
 {"event":"JobFinished","exit_code":0,"time":34.5908,"node":1,"generation":1}
 """
+ENDED = """
+{"event":"NodeEnded","exit_code":0,"time":34.9743,"node":2,"generation":1}
+{"event":"NodeEnded","exit_code":0,"time":34.9842,"node":3,"generation":1}
+{"event":"NodeEnded","exit_code":0,"time":34.9908,"node":1,"generation":1}
+"""
 ALL = (START, TRAINING, READY, LOST, PLANNED, OVER, END)
 
 
@@ -132,7 +137,8 @@ def test_the_table_during_a_swap() -> None:
 
 
 def test_the_table_at_the_end() -> None:
-    shown = picture(view_of(*ALL), now=40.0)
+    assert "deadpool  the job finished; some hosts are still at work" in picture(view_of(*ALL), now=40.0)
+    shown = picture(view_of(*ALL, ENDED), now=40.0)
     assert "deadpool  the job finished; exit code 0" in shown
     figures = (
         "generation 1   newest step 25   committed step 24   newest loss 0.0400   spares left 0   protection Protected"
@@ -209,7 +215,7 @@ def test_a_stop_is_told_once_with_its_reason() -> None:
     for node in (0, 1):
         view.apply(events.JobStopped(time=40.0, node=node, exit_code=86, reason="no spare", newest_committed=7))
     assert (view.outcome, view.exit_code) == ("the job stopped: no spare", 86)
-    assert "deadpool  the job stopped: no spare; exit code 86" in picture(view, now=41.0)
+    assert "deadpool  the job stopped: no spare; exit code 86" in picture(view, now=341.0)
     assert [line.text for line in view.lines if "stopped" in line.text] == [
         "job stopped (exit code 86): no spare; newest committed step: 7"
     ]
@@ -228,7 +234,7 @@ def test_the_next_job_in_the_same_folder_replaces_the_view(world_first: bool) ->
 
 def test_plain_lines_are_few() -> None:
     view, plain, said = JobView(), watch.PlainLines(every_s=10.0), []
-    for part in ALL:
+    for part in (*ALL, ENDED):
         for event in decoded(part):
             view.apply(event)
             said += [line.partition(" ")[2] for line in plain.update(view, now=event.time)]
@@ -245,6 +251,7 @@ def test_plain_lines_are_few() -> None:
         "node 1: protected: step 23 survives the loss of any node",
         "node 2: finished",
         "generation 1, step 25, committed 24, loss 0.0400, protection: Protected",
+        "the job finished; some hosts are still at work",
         "the job finished; exit code 0",
     ]
     assert plain.update(view, now=1e9) == []
@@ -303,7 +310,7 @@ def test_a_half_that_gives_up_is_not_the_end_of_the_other_one() -> None:
     view.apply(events.NodeLost(time=50.0, node=0, lost=(2,), evidence="silent"))
     view.apply(events.SwapPlanned(time=50.1, node=0, restore_step=0, lost_nodes=(2,), takers={"2": 3}))
     view.apply(events.JobStopped(time=60.0, node=2, exit_code=86, reason="a tie"))
-    assert (view.outcome, view.exit_code, view.over) == ("", 0, False)
+    assert (view.outcome, view.exit_code, view.over(now=60.0)) == ("", 0, False)
     view.apply(events.JobStopped(time=70.0, node=0, generation=1, exit_code=3, reason="ours"))
     assert (view.outcome, view.exit_code) == ("the job stopped: ours", 3)
 
@@ -324,9 +331,9 @@ def test_it_is_over_when_every_living_node_has_said_how_its_scripts_ended() -> N
     view = view_of(*ALL)
     for node, code in ((1, 0), (2, 3)):
         view.apply(events.NodeEnded(time=35.0, node=node, generation=1, exit_code=code))
-        assert not view.over
+        assert not view.over(now=36.0)
     view.apply(events.NodeEnded(time=35.1, node=3, generation=1, exit_code=0))
-    assert view.over, "node 0 is lost"
+    assert view.over(now=36.0), "node 0 is lost"
     assert (view.outcome, view.exit_code) == ("training finished, but a script failed afterwards", 3)
 
 
@@ -373,6 +380,8 @@ def test_a_job_in_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert figures(view, now=34.0)["history"] == "filling" and figures(view, now=34.0)["unprotected_s"] == 0.0
     view.apply(events.HistoryFilling(time=34.2, node=1, rank=2, step=23, full=True))
     assert figures(view, now=1e6)["state"] == "silent" and figures(view, now=1e6)["history"] == "full"
+    ending = figures(view_of(*ALL), now=35.0)
+    assert (ending["state"], ending["outcome"], ending["exit_code"]) == ("ending", "the job finished", None)
     write_job(tmp_path)
     assert main(["watch", str(tmp_path), "--once", "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
