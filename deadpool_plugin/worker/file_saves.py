@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from .imports import when_imported
-from .output import Mute
+from .output import Mute, reads_data
 from .saving import SaveCall, Saves, replace
 
 SAFETENSORS = "safetensors.torch"
@@ -90,6 +90,10 @@ def _wrap(saves: Saves, module: Any) -> None:
     module.save_file = _saving_by_safetensors(saves, module.save_file)
 
 
+def _is_muted() -> bool:
+    return Mute.active and not reads_data()
+
+
 def _saving_by_torch(saves: Saves) -> Callable[..., Any]:
     original = torch.save
 
@@ -97,7 +101,7 @@ def _saving_by_torch(saves: Saves) -> Callable[..., Any]:
     def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(f, (str, os.PathLike)) and not saves.foreign():
             return saves.do(FileSave("torch.save", saves, original, obj, os.fspath(f), args, kwargs))
-        if Mute.active and not isinstance(f, io.BytesIO):
+        if _is_muted() and not isinstance(f, io.BytesIO):
             return None
         return original(obj, f, *args, **kwargs)
 
@@ -110,7 +114,7 @@ def _saving_by_safetensors(saves: Saves, original: Callable[..., Any]) -> Callab
     @functools.wraps(original)
     def save_file(tensors: Any, filename: Any, *args: Any, **kwargs: Any) -> Any:
         if saves.foreign():
-            return None if Mute.active else original(tensors, filename, *args, **kwargs)
+            return None if _is_muted() else original(tensors, filename, *args, **kwargs)
         name = f"{SAFETENSORS}.save_file"
         return saves.do(FileSave(name, saves, original, tensors, os.fspath(filename), args, kwargs))
 

@@ -12,6 +12,7 @@ import contextlib
 import fcntl
 import functools
 import io
+import mmap
 import os
 import shutil
 import sys
@@ -26,6 +27,8 @@ from .trackers import Trackers
 CHANGING = ((os, "rename"), (os, "replace"), (os, "remove"), (os, "unlink"), (os, "rmdir"), (shutil, "rmtree"),
             (os, "makedirs"), (Path, "mkdir"))  # fmt: skip
 """What makes one directory, `os.mkdir`, is left: Python's own temporary ones are made by it."""
+OPENER = 5
+"""Place of that argument of `open` among those after the mode."""
 
 
 class Mute:
@@ -37,6 +40,8 @@ class Mute:
         self._saved = [os.dup(fd) for fd in (1, 2)]
         self._originals: list[tuple[Any, str, Any]] = []
         self._silent: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+        self._keeping = mmap.mmap(-1, 1)  # shared with what the script forks
+        self._unsaid: list[str] = []
         private = _opened(path)
         for fd in (1, 2):
             os.dup2(private, fd)
@@ -50,27 +55,39 @@ class Mute:
         """From here on (the script's loop, where what it writes has been written already) files are left as they are.
 
         Opening one to write gives /dev/null instead; renaming, removing and making directories do nothing. For every
-        thread but the plugin's own, until `release_files`, which lets files that are still open go on at the end of
-        what the rank itself has written.
+        thread but the plugin's own and every process it forks but those of a DataLoader (what they write, they read
+        again), until `release_files`, which lets files that are still open go on at the end of what the rank itself has
+        written. A file that is made by an `opener` is that one's affair (Python's own temporary ones are).
         What goes past Python's `open` and `os` is not caught: a script can ask `is_rehearsal()`.
         """
         for module in (builtins, io):
-            self._replace(module, "open", _reading(module.open, self._silent))
+            self._replace(module, "open", _reading(module.open, self._silent, self._keeps))
         for owner, name in CHANGING:
-            self._replace(owner, name, _doing_nothing(getattr(owner, name)))
+            self._replace(owner, name, _doing_nothing(getattr(owner, name), self._keeps))
+        self._keeping[0] = True
+
+    def _keeps(self) -> bool:
+        """Whether the caller's files are left as they are: asked each time, as a script may hold on to `open`."""
+        return bool(self._keeping[0]) and not _is_ours() and not reads_data()
 
     def _replace(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
         self._originals.append((owner, name, getattr(owner, name)))
         setattr(owner, name, function)
 
     def release_files(self) -> None:
-        """The script's files are ours to write again."""
+        """The script's files are ours to write again. Of one that cannot be, `lift` says so."""
+        self._keeping[0] = False
         for owner, name, original in self._originals:
             setattr(owner, name, original)
         self._originals.clear()
         for file, path in list(self._silent.items()):
             if not file.closed:
-                _go_on(file, path)
+                try:
+                    _go_on(file, path)
+                except OSError as error:
+                    self._unsaid.append(
+                        f"what the script writes to {path}, which it has opened before, is lost: {error}"
+                    )
         self._silent.clear()
 
     def lift(self) -> None:
@@ -81,6 +98,8 @@ class Mute:
         for name, ours, stream in zip(("stdout", "stderr"), self._ours, self._streams, strict=True):
             if getattr(sys, name) is ours:  # else the script has put another one there
                 setattr(sys, name, stream)
+        for line in self._unsaid:
+            print(f"[deadpool] {line}", file=sys.stderr, flush=True)
         Mute.active = False
         self._trackers.resume()
 
@@ -124,8 +143,14 @@ def _is_ours() -> bool:
     return threading.current_thread().name.startswith("deadpool-")
 
 
+def reads_data() -> bool:
+    """Whether this is a worker process of a DataLoader: the files it makes (a cache) are for itself."""
+    loading = sys.modules.get("torch.utils.data")
+    return loading is not None and loading.get_worker_info() is not None
+
+
 def _go_on(file: Any, path: str) -> None:
-    """What is written to `file`, silent so far, goes to the end of `path` from here on."""
+    """What is written to `file`, silent so far, goes to the end of `path` from here on. Raises: OSError."""
     file.flush()
     access = fcntl.fcntl(file.fileno(), fcntl.F_GETFL) & os.O_ACCMODE
     with contextlib.suppress(FileNotFoundError):  # its folder was removed: nobody would see what the rank writes either
@@ -134,11 +159,14 @@ def _go_on(file: Any, path: str) -> None:
         os.close(descriptor)
 
 
-def _reading(original: Callable[..., Any], silent: MutableMapping[Any, str]) -> Callable[..., Any]:
+def _reading(
+    original: Callable[..., Any], silent: MutableMapping[Any, str], keeps: Callable[[], bool]
+) -> Callable[..., Any]:
     @functools.wraps(original)
     def open_to_read(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
         writes = any(letter in mode for letter in "wax+") and isinstance(file, (str, bytes, os.PathLike))
-        if not writes or _is_ours():
+        opener = kwargs.get("opener", args[OPENER] if len(args) > OPENER else None)
+        if not writes or opener is not None or not keeps():
             return original(file, mode, *args, **kwargs)
         opened = original(os.devnull, mode.replace("x", "w"), *args, **kwargs)
         silent[opened] = os.path.abspath(os.fsdecode(file))
@@ -147,9 +175,9 @@ def _reading(original: Callable[..., Any], silent: MutableMapping[Any, str]) -> 
     return open_to_read
 
 
-def _doing_nothing(original: Callable[..., Any]) -> Callable[..., Any]:
+def _doing_nothing(original: Callable[..., Any], keeps: Callable[[], bool]) -> Callable[..., Any]:
     @functools.wraps(original)
     def nothing(*args: Any, **kwargs: Any) -> Any:
-        return original(*args, **kwargs) if _is_ours() else None
+        return None if keeps() else original(*args, **kwargs)
 
     return nothing

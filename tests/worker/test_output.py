@@ -1,13 +1,19 @@
-"""worker/output.py: what a rehearsal prints where nothing can be written, and that it is heard of all the same."""
+"""worker/output.py: what a rehearsal prints where nothing can be written, and that it is heard of all the same; files
+of a follower before and after it takes over."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import tempfile
+import types
 from pathlib import Path
 
 import pytest
+import torch
 
+from deadpool_plugin.worker import file_saves
 from deadpool_plugin.worker.output import Mute
 
 REHEARSES = """
@@ -63,3 +69,94 @@ def test_the_scripts_own_stream_stays_where_it_is(tmp_path, monkeypatch):
     assert sys.stdout is before and sys.stderr is own and (tmp_path / "out").read_text() == "private\n"
     sys.stderr = mute._streams[1]
     own.close()
+
+
+@pytest.fixture
+def mute(tmp_path):
+    mute = Mute(tmp_path / "private" / "out")
+    try:
+        yield mute
+    finally:
+        mute.release_files()
+        mute.lift()
+
+
+def test_a_temporary_file_is_the_followers_own_before_and_after_it_takes_over(tmp_path, mute):
+    mute.keep_files()
+    with tempfile.NamedTemporaryFile("w+", dir=tmp_path) as file:
+        file.write("first")
+        file.seek(0)
+        assert file.read() == "first"
+        mute.release_files()
+        file.write(", then")
+        file.flush()
+        assert Path(file.name).read_text() == "first, then"
+    assert not os.path.exists(file.name)
+
+
+def test_a_file_that_cannot_be_gone_on_with_ends_no_take_over_and_is_said(tmp_path, capfd):
+    log, replaced = tmp_path / "log", tmp_path / "replaced"
+    mute = Mute(tmp_path / "private" / "out")
+    try:
+        mute.keep_files()
+        with open(replaced, "w") as lost, open(log, "w") as file:
+            os.mkdir(replaced)
+            mute.release_files()
+            print("of the loop", file=lost)
+            print("of the loop", file=file)
+    finally:
+        mute.release_files()
+        mute.lift()
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith(f"[deadpool] what the script writes to {replaced}") and "Is a directory" in line
+    assert log.read_text() == "of the loop\n"
+
+
+def test_who_holds_on_to_what_a_follower_was_given_writes_after_it_has_taken_over(tmp_path, mute):
+    """As logging.FileHandler does, and every module first imported in the loop."""
+    file, moved, folder = tmp_path / "file", tmp_path / "moved", tmp_path / "folder"
+    mute.keep_files()
+    from os import makedirs, replace
+
+    opens, (told, tell) = open, os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.read(told, 1)
+        with opens(tmp_path / "of a child", "w") as written:
+            written.write("forked in the loop")
+        os._exit(0)
+    with opens(file, "w") as silent:
+        silent.write("silent")
+    assert not file.exists()
+    mute.release_files()
+    os.write(tell, b".")
+    with opens(file, "w") as written:
+        written.write("heard")
+    replace(file, moved)
+    makedirs(folder)
+    assert os.waitpid(child, 0) == (child, 0)
+    assert moved.read_text() == "heard" and folder.is_dir() and not file.exists()
+    assert (tmp_path / "of a child").read_text() == "forked in the loop"
+
+
+class Cached(torch.utils.data.Dataset):
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        with open(self.folder / f"{index}.part", "w") as file:
+            file.write(str(index))
+        os.replace(self.folder / f"{index}.part", self.folder / str(index))
+        torch.save(index, self.folder / f"{index}.pt")
+        return int((self.folder / str(index)).read_text()) + torch.load(self.folder / f"{index}.pt")
+
+
+def test_the_cache_that_a_followers_loader_fills_is_there_to_be_read(tmp_path, mute, monkeypatch):
+    saves = types.SimpleNamespace(foreign=lambda: True)
+    monkeypatch.setattr(torch, "save", file_saves._saving_by_torch(saves))
+    mute.keep_files()
+    loader = torch.utils.data.DataLoader(Cached(tmp_path), num_workers=1)
+    assert [int(item) for item in loader] == [0, 2]
