@@ -36,6 +36,17 @@ def made(path, value):
     return kind(**vars(inner))
 
 
+@pytest.mark.parametrize("technique", refusals.COMPRESSION)
+def test_compression_of_earlier_versions_is_found_in_their_configuration(technique):
+    """As `get_compression_config` of DeepSpeed 0.18 has it: all techniques, whatever the file names."""
+    every = {name: {"shared_parameters": {"enabled": False}, "different_groups": {}} for name in refusals.COMPRESSION}
+    engine = made("_config", SimpleNamespace(compression_config={**every, "layer_reduction": {"enabled": True}}))
+    refusals.check(engine)
+    every[technique]["shared_parameters"]["enabled"] = True
+    with pytest.raises(Unsupported, match=f"compression_training: {technique} = True"):
+        refusals.check(engine)
+
+
 def test_other_engines_are_refused():
     class HybridEngine:
         pass

@@ -156,16 +156,20 @@ def test_the_products_of_an_optimizer_in_cpp_are_counted_from_where_the_job_bega
 
 
 def test_what_deepspeed_keeps_beside_its_engine_is_put_back(engine, monkeypatch):
-    """A profiled forward was interrupted, with activations in buffers that a backward would have freed."""
+    """A profiled forward was interrupted, with activations in buffers that a backward would have freed, and in a block
+    of which the time is taken."""
     vars(engine).update(flops_profiler=FlopsProfiler(engine.module), timers=None, tput_timer=SimpleNamespace())
     state, linear = EngineState(engine), torch.nn.functional.linear
     engine.flops_profiler.start_profile()
     for name, value in (("CONTIGUOUS_CHECKPOINTING", True), ("data_offsets", [1]), ("contiguous_data_buffers", [[]])):
         monkeypatch.setattr(checkpointing, name, value)
+    monkeypatch.setattr(checkpointing, "timers", checkpointing.Timers())
+    checkpointing.timers("forward").start()
     assert torch.nn.functional.linear is not linear
     state.clean()
     assert torch.nn.functional.linear is linear and not hasattr(engine.module, "__flops__")
     assert checkpointing.data_offsets == checkpointing.contiguous_data_buffers == []
+    checkpointing.timers("forward").start()
 
 
 def test_modules_under_way_with_zero_3_are_not_remembered():

@@ -27,6 +27,10 @@ class Option:
     harmless: tuple[Any, ...] = (None, False, 0, "none")
 
 
+COMPRESSION = ("weight_quantization", "activation_quantization", "sparse_pruning", "row_pruning", "head_pruning",
+               "channel_pruning")  # fmt: skip
+"""Of DeepSpeed up to 0.19.5, where the first may have a quantizer of the engine's; `layer_reduction` is no schedule."""
+
 OPTIONS = (
     Option("has_moe_layers", "a mixture of experts", "has parameters with owners of their own", "train a dense model"),
     Option("zero_hpz_partition_size", "zero_hpz_partition_size (ZeRO++)", "keeps a second copy of the parameters",
@@ -59,6 +63,11 @@ OPTIONS = (
            "leave it out"),
     Option("pld_enabled", "progressive_layer_drop", "keeps a schedule that is not mirrored", "leave it out"),
     Option("sparse_gradients_enabled", "sparse_gradients", "is not tested", "leave it out"),
+    Option("amp_enabled", "amp (apex)", "keeps loss scales and masters of its own", "use bf16 or DeepSpeed's fp16"),
+    Option("eigenvalue_enabled", "eigenvalue", "changes how weights are quantized, by what is not mirrored",
+           "leave it out"),
+    *(Option(f"_config.compression_config.{technique}.shared_parameters.enabled", f"compression_training: {technique}",
+             "keeps a schedule that is not mirrored", "leave it out") for technique in COMPRESSION),
     Option("autotuning_enabled", "autotuning", "ends the job by itself", "leave it out"),
     Option("torch_autocast_z0_gradscaler", "torch_autocast in float16", "keeps a GradScaler that is not mirrored",
            "use bfloat16, or DeepSpeed's fp16"),

@@ -195,8 +195,9 @@ class EngineState:
             self.engine.flops_profiler.end_profile()
         if hasattr(self.engine.optimizer, "clear_hp_grads"):  # BF16_Optimizer, which adds to buffers it keeps
             self.engine.optimizer.clear_hp_grads()
-        for timer in getattr(self.engine.timers, "timers", {}).values():
-            timer.started_ = False
+        for timers in (self.engine.timers, checkpointing.timers):
+            for timer in getattr(timers, "timers", {}).values():
+                timer.started_ = False
         self.engine.tput_timer.started = False
         self.buffers.put_back()
 
