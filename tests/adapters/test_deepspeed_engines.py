@@ -114,3 +114,39 @@ def test_a_parameter_that_has_gradients_now_and_then_is_refused_where_old_ones_w
         saved, state = state.scalars(), EngineState(engine)
         state.load(saved)
     assert refused is None
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@in_zygote
+def test_what_a_script_reads_of_gradients_and_optimizer_state_is_told_to_followers(stage):
+    """Also by functions that it imported before anything was installed."""
+    pytest.importorskip("deepspeed")
+    import torch
+    from deepspeed.utils import safe_get_full_grad, safe_get_full_optimizer_state
+
+    from deadpool_plugin.adapters.deepspeed import reading
+    from deadpool_plugin.adapters.deepspeed.calls import Calls
+    from deadpool_plugin.worker import codec
+
+    made = []
+
+    def handler(name, kind, function, args, kwargs):
+        value = function(*args, **kwargs)
+        made.append((name, function, codec.decode(codec.encode(function.outcome(value)))))
+        return value
+
+    engine = build(lambda: torch.nn.Linear(4, 1), zero_optimization={"stage": stage})
+    weight = engine.module.weight
+    reading.install(Calls(handler, None), lambda: True)
+    engine.backward(engine(torch.ones(1, 4)).sum())
+    gradient = safe_get_full_grad(weight)
+    assert gradient.flatten().tolist() == [1.0] * 4
+    engine.step()
+    state = safe_get_full_optimizer_state(weight, optim_state_key="exp_avg")
+    assert [name for name, *_ in made] == ["safe_get_full_grad", "safe_get_full_optimizer_state"]
+    (_, _, gradients), (_, read, states) = made
+    assert gradients.flatten().tolist() == [1.0] * 4
+    if stage == 0:  # DeepSpeed knows of none then
+        assert read() is read.skipped(states) is state is None
+    else:
+        assert state.any() and torch.equal(read.skipped(states), state) and torch.equal(read(), state)

@@ -18,7 +18,7 @@ import torch
 from ...errors import Unsupported, invariant
 from ...worker.adapter import CallHandler, Scalars
 from ...worker.saving import Saves
-from . import extensions, gathered, loading, past_engine, refusals, saving
+from . import extensions, gathered, loading, past_engine, reading, refusals, saving
 from .calls import Calls
 from .state import EngineState
 
@@ -45,6 +45,7 @@ class DeepSpeedAdapter:
         self._calls.install(DeepSpeedEngine, PipelineEngine)
         past_engine.refuse_parts(self._calls, self._is_training)
         gathered.install(self._calls, self._is_training)
+        reading.install(self._calls, self._is_training)
         loading.install(self._calls, DeepSpeedEngine, self._is_training)
         refusals.install(DeepSpeedEngine, self._is_training)
 
