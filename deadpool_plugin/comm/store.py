@@ -6,6 +6,7 @@ Rules of this file: whoever hosts a store keeps it while groups of its generatio
 from __future__ import annotations
 
 import fcntl
+import ipaddress
 import os
 import socket
 import struct
@@ -13,6 +14,8 @@ import threading
 from datetime import timedelta
 
 from torch._C._distributed_c10d import TCPStore
+
+from ..transport import sockets
 
 _SIOCGIFADDR = 0x8915
 
@@ -31,7 +34,7 @@ def host_store(host: str | None = None, timeout_s: float = 300.0) -> tuple[TCPSt
     address = host or _own_address()
     bound = _bound(address)
     with listening:
-        listener = socket.create_server((bound, 0), family=_family(address), backlog=1024)
+        listener = sockets.listening(bound, 0)
     port = listener.getsockname()[1]
     server = TCPStore(
         address, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s),
@@ -61,9 +64,6 @@ def _bound(address: str) -> str:
     """Where to listen: everywhere where a host's own name is a loopback address on itself (Debian's 127.0.1.1)."""
     if ":" in address or address == "localhost":
         return address
-    found = socket.gethostbyname(address)
-    return "" if found.startswith("127.") and found != address else address
-
-
-def _family(address: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in address else socket.AF_INET
+    resolved = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
+    *_, (found, *_) = min(resolved, key=lambda one: one[0])  # IPv4 where it has both
+    return "" if ipaddress.ip_address(found).is_loopback and found != address else str(found)

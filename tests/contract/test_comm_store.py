@@ -28,14 +28,39 @@ def test_gloos_interface_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("address", "bound"),
-    [("node0", ""), ("node1", "node1"), ("localhost", "localhost"), ("127.0.0.1", "127.0.0.1"), ("fe80::1", "fe80::1")],
+    [
+        ("node0", ""),
+        ("node1", "10.0.0.2"),
+        ("node2", ""),
+        ("node3", "fd00::3"),
+        ("localhost", "localhost"),
+        ("127.0.0.1", "127.0.0.1"),
+        ("fe80::1", "fe80::1"),
+    ],
 )
 def test_a_name_that_means_loopback_on_its_own_host_is_listened_for_everywhere(
     monkeypatch: pytest.MonkeyPatch, address: str, bound: str
 ) -> None:
-    known = {"node0": "127.0.1.1", "node1": "10.0.0.2", "localhost": "127.0.0.1"}
-    monkeypatch.setattr(socket, "gethostbyname", lambda name: known.get(name, name))
+    known = {"node0": ["127.0.1.1"], "node1": ["fd00::2", "10.0.0.2"], "node2": ["::1"], "node3": ["fd00::3"]}
+
+    def lookup(name: str, port: None, type: int) -> list[tuple[int, int, int, str, tuple[str, int]]]:
+        found = known.get(name, [name])
+        return [(socket.AF_INET6 if ":" in one else socket.AF_INET, type, 6, "", (one, 0)) for one in found]
+
+    monkeypatch.setattr(socket, "getaddrinfo", lookup)
     assert store._bound(address) == bound
+
+
+def test_a_store_that_listens_everywhere_is_reached_in_whichever_family_its_name_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(store, "_bound", lambda address: "")
+    server, address = store.host_store("localhost")
+    for host in ("127.0.0.1", "::1") if socket.has_dualstack_ipv6() else ("127.0.0.1",):
+        with socket.create_connection((host, int(address.rpartition(":")[2]))):
+            pass
+    store.connect(address).set("key", "value")
+    assert server.get("key") == b"value"
 
 
 class Turnstile:
