@@ -92,7 +92,7 @@ class Lane:
             try:
                 view = view[os.write(fd, view) :]
             except OSError as error:
-                self._drop(len(view), error.strerror)
+                self._drop(len(view), error.strerror or str(error))
                 if error.errno == errno.EPIPE:
                     self._broken.add(fd)
                 elif begun:

@@ -4,8 +4,9 @@ Every step is a function of the step before, so a snapshot of wrong bytes shows 
 --steps N, --step-s SECONDS, --payload BYTES, --same-state (all ranks train the same array), --replicas RANKS,
 --children (two grandchildren, one in a session of its own), --rehearse-s SECONDS, --refuse RANK (its rehearsal),
 --exit-at RANK:STEP:CODE (RANK -1: every rank; CODE below 0: a signal; with --once only the rank's first process),
---stuck-at RANK:STEP (deaf, the first process only), --fail-start RANK:CODE, --hold-at STEP with --hold-file FILE (goes
-on from there once the file exists; STEP -1: before it is ready to train).
+--stuck-at RANK:STEP (deaf, the first process only), --killed-late RANK:SIGNAL (after the training),
+--fail-start RANK:CODE, --hold-at STEP with --hold-file FILE (goes on from there once the file exists; STEP -1: before
+it is ready to train).
 """
 
 from __future__ import annotations
@@ -178,9 +179,16 @@ class Rank:
                     self.process.listen()
                     self.process.check()
                 print(f"rank {self.rank} final step {self.step} hash {digest(self.state)}", flush=True)
-                sys.exit(self.process.end)
+                self.end()
             except Aborted:
                 self.rejoin()
+
+    def end(self) -> NoReturn:
+        """What a script does after the training."""
+        rank, number = map(int, (self.process.options.killed_late or "-1:0").split(":"))
+        if rank == self.rank:
+            os.kill(os.getpid(), number)
+        sys.exit(self.process.end)
 
     def hold(self) -> None:
         options = self.process.options
@@ -302,6 +310,7 @@ def main() -> None:
     parser.add_argument("--same-state", action="store_true")
     parser.add_argument("--exit-at", default="")
     parser.add_argument("--stuck-at", default="")
+    parser.add_argument("--killed-late", default="")
     parser.add_argument("--fail-start", default="")
     parser.add_argument("--once", action="store_true")
     parser.add_argument("--children", action="store_true")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 
 import pytest
@@ -23,8 +24,12 @@ def sleepers(cluster, node):
     return {pid for pid, role in cluster.processes(node).items() if role.startswith("sleep")}
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-@pytest.mark.parametrize("role", ["standby1", "supervisor0", "supervisor1", "agent", "launcher"])
+ENDED = itertools.product(
+    ["standby1", "supervisor0", "supervisor1", "agent", "launcher"], [signal.SIGKILL, signal.SIGTERM]
+)
+
+
+@pytest.mark.parametrize(("role", "number"), [*ENDED, ("standby1", signal.SIGSTOP)])
 def test_nothing_is_left_of_the_node_and_its_ranks_move(tmp_path, role, number):
     cluster = started(tmp_path)
     try:
@@ -122,5 +127,14 @@ def test_an_early_clean_exit_is_a_fault(tmp_path):
     try:
         assert [cluster.wait_exit(node) for node in range(3)] == [1, 1, 1]
         assert "exited with 0 before" in cluster.all_output()
+    finally:
+        cluster.close()
+
+
+def test_a_death_by_signal_after_the_training_is_no_success(tmp_path):
+    cluster = StubCluster(tmp_path, 3, 1, "--steps", "50", "--killed-late", f"1:{int(signal.SIGKILL)}")
+    try:
+        assert [cluster.wait_exit(node) for node in range(3)] == [0, 128 + signal.SIGKILL, 0]
+        assert len(cluster.events(events.JobFinished)) == 3
     finally:
         cluster.close()
