@@ -274,8 +274,8 @@ class WorkerEvent(LocalMessage, frozen=True):
 AnyLocalMessage = (
     SupervisorHello | StandbyExited | Leaving | EndSupervisor | StandbyHello | RunRank | RehearseRank | WorkerExited
     | CannotEnd | WorkerHello | StoreOffer | HostStore | StartGroups | RankReady | ArenaHandOver | Staged | Committed
-    | Abort | Join | Rehearsal | Rehearsed | History | Moved | TakeOver | Unwound | Restored | OutOfReach | Saved
-    | Failing | Finished | EndWorker | WorkerEvent
+    | Abort | Join | Rehearsal | Rehearsed | History | Moved | Progress | TakeOver | Unwound | Restored | OutOfReach
+    | Saved | Failing | Finished | EndWorker | WorkerEvent
 )  # fmt: skip
 
 

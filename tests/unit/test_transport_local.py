@@ -2,15 +2,18 @@ import asyncio
 import os
 import socket
 import threading
+import typing
 
 import pytest
 
 from deadpool_plugin.transport.framing import ConnectionClosed, pack_frame
 from deadpool_plugin.transport.local import (
+    AnyLocalMessage,
     ArenaHandOver,
     Committed,
     History,
     LocalConnection,
+    LocalMessage,
     LocalPeer,
     LocalServer,
     Staged,
@@ -38,6 +41,10 @@ class Agent:
 
     async def next(self) -> tuple[LocalPeer, object, list[int]]:
         return await asyncio.wait_for(self.messages.get(), WAIT_S)
+
+
+def test_every_message_can_be_read_at_the_other_end() -> None:
+    assert set(LocalMessage.__subclasses__()) == set(typing.get_args(AnyLocalMessage))
 
 
 def test_messages_and_descriptors_both_ways() -> None:
