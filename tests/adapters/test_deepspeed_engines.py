@@ -150,3 +150,29 @@ def test_what_a_script_reads_of_gradients_and_optimizer_state_is_told_to_followe
         assert read() is read.skipped(states) is state is None
     else:
         assert state.any() and torch.equal(read.skipped(states), state) and torch.equal(read(), state)
+
+
+@in_zygote
+def test_taking_the_hooks_of_zero_3_off_for_a_while_is_refused_before_they_are():
+    pytest.importorskip("deepspeed")
+    import torch
+    from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.zero import unwrap_model_for_generation
+
+    from deadpool_plugin.adapters.deepspeed import refusals
+    from deadpool_plugin.errors import Unsupported
+
+    training = []
+    refusals.install(DeepSpeedEngine, lambda: bool(training))
+    engine = build(lambda: torch.nn.Linear(4, 1), zero_optimization={"stage": 3})
+    full = len(engine.module._forward_hooks)
+    with unwrap_model_for_generation(engine):
+        assert len(engine.module._forward_hooks) < full
+    hooks = list(engine.module._forward_hooks)
+    training.append(True)
+    with pytest.raises(Unsupported, match="unwrap_model_for_generation"), unwrap_model_for_generation(engine):
+        pass
+    engine.backward(engine(torch.ones(1, 4)).sum())
+    assert list(engine.module._forward_hooks) == hooks and len(hooks) == full
+    engine.destroy()
+    assert len(engine.module._forward_hooks) < full

@@ -112,6 +112,7 @@ def install(engine_class: type, is_training: Callable[[], bool]) -> None:
     ):
         if hasattr(engine_class, name):
             _refuse(engine_class, name, is_training, remedy)
+    _refuse_hooks(is_training)
 
 
 def _refuse(engine_class: type, name: str, is_training: Callable[[], bool], remedy: str) -> None:
@@ -124,3 +125,33 @@ def _refuse(engine_class: type, name: str, is_training: Callable[[], bool], reme
         return original(self, *args, **kwargs)
 
     setattr(engine_class, name, method)
+
+
+def _refuse_hooks(is_training: Callable[[], bool]) -> None:
+    """Whoever takes ZeRO 3's hooks off the model for a while (`unwrap_model_for_generation` of DeepSpeed and trl) asks
+    for them first. A swap meanwhile would run the model without them, one after that believe in those that are gone."""
+    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+
+    owner: Any = DeepSpeedZeRoOffload
+    remove, ending = owner._remove_module_hooks, []
+
+    @functools.wraps(remove)
+    def remove_at_the_end(offload: Any) -> None:
+        ending.append(True)  # engine.destroy()
+        remove(offload)
+
+    def get(name: str, offload: Any) -> Any:
+        if is_training() and not ending:
+            raise Unsupported(
+                "ZeRO 3's hooks were to be taken off the engine's model during training (unwrap_model_for_generation)",
+                "them to stay",
+                f"generate with the model as it is (generate(..., synced_gpus=True)), {REMEDY}",
+            )
+        return vars(offload)[name]
+
+    def put(name: str, offload: Any, hooks: Any) -> None:
+        vars(offload)[name] = hooks
+
+    owner._remove_module_hooks = remove_at_the_end
+    for name in ("forward_hooks", "backward_hooks"):
+        setattr(owner, name, property(functools.partial(get, name), functools.partial(put, name)))
