@@ -423,9 +423,9 @@ def test_a_rehearsal_is_told_of_no_save_that_it_is_not_done(saves):
 def test_killing_a_writer_kills_what_it_has_forked(monkeypatch):
     if resource.getrlimit(resource.RLIMIT_NOFILE)[0] < 2048:
         pytest.skip("this machine lets a process have too few files open")
-    pidfd_open = os.pidfd_open
+    pidfd_open = processes.pidfd_open
     high = lambda pid: fcntl.fcntl(pidfd_open(pid), fcntl.F_DUPFD, 1024)  # noqa: E731
-    monkeypatch.setattr(os, "pidfd_open", high)  # as in a process that has very many files open
+    monkeypatch.setattr(processes, "pidfd_open", high)  # as in a process that has very many files open
     script = "import os,time\nif os.fork()==0: os.fork()\nos.write(1, b'%d\\n' % os.getpid())\ntime.sleep(600)"
     writer = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
     pids = [int(writer.stdout.readline()) for _ in range(3)]
