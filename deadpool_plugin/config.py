@@ -143,6 +143,11 @@ class Config(BaseModel):
         return 30 * self.patience_s
 
     @property
+    def saving_timeout_s(self) -> float:
+        """Of a process that a swap finds in a save. Whoever replaces it then needs time before the job gives up."""
+        return max(self.phase_timeout_s, min(self.decision_timeout_s, self.start_timeout_s / 2))
+
+    @property
     def tick_s(self) -> float:
         return self.heartbeat_interval_s / 4
 

@@ -167,10 +167,11 @@ class Agent:
             node, self._workers, self._mirroring, self._spares, fetches, self._store, self._pausing,
             config.start_timeout_s, self.feed,
         )  # fmt: skip
-        self._unwinding = Unwinding(slots, self._lives, config.phase_timeout_s)
+        self._unwinding = Unwinding(slots, self._lives, config.phase_timeout_s, config.saving_timeout_s)
         self._lives.on_lost = self._spares.replace
         self._workers.handlers |= {
             local.Unwound: self._unwinding.unwound,
+            local.Saving: self._unwinding.saving,
             local.Restored: self._restored,
             local.RankReady: self._mirroring.rank_ready,
             local.Staged: self._mirroring.staged,

@@ -18,8 +18,8 @@ class Process:
     """The worker process a standby process was last told to fork. `peer` and `pid` come with its hello.
 
     `in_training`: it has reached its first call, or has restored what it took over. `unwound_for`: the newest
-    generation it waits for with nothing under way. `failing`: what its script failed with, if it said so.
-    `stores`: the addresses of those it has offered.
+    generation it waits for with nothing under way; `saving_for`: the newest one that found it in a save. `failing`:
+    what its script failed with, if it said so. `stores`: the addresses of those it has offered.
     """
 
     order: int
@@ -30,6 +30,7 @@ class Process:
     took_over: bool = False
     in_training: bool = False
     unwound_for: int = 0
+    saving_for: int = 0
     failing: str = ""
     stores: list[str] = field(default_factory=list)
     ended: bool = False

@@ -1,7 +1,8 @@
 """A deadline for interrupted worker processes.
 
 Rules of this file: who has not left what it was in by then (a call that holds the interpreter, a dead device, user code
-that does not come to its next call) is ended, and replaced on this node with what its arena holds. Processes that have
+that does not come to its next call) is ended, and replaced on this node with what its arena holds. Who is in a save has
+longer: it is healthy, and the others wait no worse for it than for a newcomer in its place. Processes that have
 not come to training are not asked: they begin anew, or the job ends. Nor is one that takes a rank over: on its way
 through past steps it touches nothing of any generation, and joins the newest one when it is through.
 """
@@ -19,10 +20,14 @@ from .slots import Process, Slot
 
 
 class Unwinding:
-    """Thread: the event loop's only."""
+    """Thread: the event loop's only.
 
-    def __init__(self, slots: Sequence[Slot], lives: Lives, deadline_s: float) -> None:
-        self._slots, self._lives, self._deadline_s = slots, lives, deadline_s
+    Args:
+        saving_s: the deadline of processes that are in a save, at least `deadline_s`.
+    """
+
+    def __init__(self, slots: Sequence[Slot], lives: Lives, deadline_s: float, saving_s: float) -> None:
+        self._slots, self._lives, self._deadline_s, self._saving_s = slots, lives, deadline_s, saving_s
 
     def begin(self, generation: Generation) -> None:
         """Every process in training has been told that `generation` begins."""
@@ -31,15 +36,25 @@ class Unwinding:
             for slot in self._slots
             if slot.serving is not None and slot.process is not None and slot.process.in_training
         ]
-        asyncio.get_running_loop().call_later(self._deadline_s, self._expire, generation, asked)
+        loop = asyncio.get_running_loop()
+        loop.call_later(self._deadline_s, self._expire, generation, asked, self._deadline_s)
+        loop.call_later(self._saving_s, self._expire, generation, asked, self._saving_s)
 
     def unwound(self, slot: Slot, peer: LocalPeer, message: local.Unwound | local.Restored) -> None:
         """A process waits for its new world (or is in it already)."""
         if slot.process is not None:
             slot.process.unwound_for = max(slot.process.unwound_for, message.generation)
 
-    def _expire(self, generation: Generation, asked: list[tuple[Slot, Process]]) -> None:
+    def saving(self, slot: Slot, peer: LocalPeer, message: local.Saving) -> None:
+        if slot.process is not None:
+            slot.process.saving_for = max(slot.process.saving_for, message.generation)
+
+    def _expire(self, generation: Generation, asked: list[tuple[Slot, Process]], after_s: float) -> None:
         for slot, process in asked:
-            if slot.process is process and process.unwound_for < generation:
-                reason = f"process {process.pid} had not left its call after {self._deadline_s:g} s and was killed"
+            if slot.process is not process or process.unwound_for >= generation:
+                continue
+            saves = process.saving_for >= generation
+            if not saves or after_s >= self._saving_s:
+                what = "the save it was in" if saves else "its call"
+                reason = f"process {process.pid} had not left {what} after {after_s:g} s and was killed"
                 self._lives.kill(slot, process, reason)

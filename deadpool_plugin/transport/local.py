@@ -227,6 +227,13 @@ class Unwound(LocalMessage, frozen=True):
     generation: int
 
 
+class Saving(LocalMessage, frozen=True):
+    """Worker -> agent, answer to Abort: its main thread is in a save, which may take long."""
+
+    rank: int
+    generation: int
+
+
 class Restored(LocalMessage, frozen=True):
     rank: int
     generation: int
@@ -274,8 +281,8 @@ class WorkerEvent(LocalMessage, frozen=True):
 AnyLocalMessage = (
     SupervisorHello | StandbyExited | Leaving | EndSupervisor | StandbyHello | RunRank | RehearseRank | WorkerExited
     | CannotEnd | WorkerHello | StoreOffer | HostStore | StartGroups | RankReady | ArenaHandOver | Staged | Committed
-    | Abort | Join | Rehearsal | Rehearsed | History | Moved | Progress | TakeOver | Unwound | Restored | OutOfReach
-    | Saved | Failing | Finished | EndWorker | WorkerEvent
+    | Abort | Join | Rehearsal | Rehearsed | History | Moved | Progress | TakeOver | Unwound | Saving | Restored
+    | OutOfReach | Saved | Failing | Finished | EndWorker | WorkerEvent
 )  # fmt: skip
 
 

@@ -108,7 +108,7 @@ class Context:
     def _abort(self, generation: int) -> None:
         """On the link's thread."""
         self.groups.interrupt(generation)
-        self.saves.abort()
+        self.saves.abort(generation)
 
     def _before_destroy(self) -> None:
         error = sys.exc_info()[1]

@@ -166,7 +166,8 @@ class Live(Swapping):
         self._context.saves.step = step
         if save.gated:
             self._link.wait_until(lambda: max(self._restored, self._link.committed) >= step)
-        return save()
+        with self._context.saves.under_way():
+            return save()
 
     def _run(self, call: Call) -> Any:
         """Do `call`, through as many swaps as come."""

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -114,6 +114,7 @@ class Saves:
         self._pid = os.getpid()
         self.step = 0
         """The step whose state the save call under way saves."""
+        self._inside = False
         self.on_cancel: list[Callable[[], None]] = []
         """What else must be forgotten when a swap begins, so that survivors are like a new process."""
 
@@ -165,8 +166,20 @@ class Saves:
             self._flights.remove(flight)
         self._link.wake()
 
-    def abort(self) -> None:
-        """A swap begins: the main thread may be waiting for a writer."""
+    @contextlib.contextmanager
+    def under_way(self) -> Iterator[None]:
+        """Around a save that no interruption of collectives ends. Raises: GenerationChanged."""
+        self._inside = True
+        try:
+            self._link.check()  # whoever announced that could not yet know of this
+            yield
+        finally:
+            self._inside = False
+
+    def abort(self, generation: int) -> None:
+        """A swap begins: the main thread may be in a save, or be waiting for a writer."""
+        if self._inside:
+            self._link.send(local.Saving(int(os.environ["RANK"]), generation))
         for flight in list(self._flights):
             flight.cancelled = True
             flight.stop()

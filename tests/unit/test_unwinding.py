@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from deadpool_plugin.agent.slots import Process, Slot
 from deadpool_plugin.agent.unwinding import Unwinding
 from deadpool_plugin.transport import local
@@ -16,7 +18,10 @@ def serving(rank: int, **state: bool) -> Slot:
 
 class Killed(list):
     def kill(self, slot, process, reason):
-        self.append(slot.rank)
+        if not process.ended:
+            process.ended = True
+            self.append(slot.rank)
+            self.reason = reason
 
 
 def test_who_trains_and_does_not_leave_its_call_is_killed_and_nobody_else():
@@ -24,10 +29,30 @@ def test_who_trains_and_does_not_leave_its_call_is_killed_and_nobody_else():
         stuck, unwinds = serving(0, in_training=True), serving(1, in_training=True)
         begins, follows = serving(2), serving(3, took_over=True)
         killed = Killed()
-        unwinding = Unwinding([stuck, unwinds, begins, follows], killed, deadline_s=0.0)
+        unwinding = Unwinding([stuck, unwinds, begins, follows], killed, deadline_s=0.0, saving_s=0.0)
         unwinding.begin(5)
         unwinding.unwound(unwinds, None, local.Unwound(1, 5))
         await asyncio.sleep(0.01)
         return killed
 
     assert asyncio.run(scenario()) == [0], "who follows past steps joins the newest generation when it is through"
+
+
+@pytest.mark.parametrize("found_in_a_save_by, killed_after_s", [(5, 300.0), (4, 20.0)])
+def test_who_says_that_it_is_in_a_save_has_longer_and_not_for_ever(found_in_a_save_by, killed_after_s):
+    async def scenario():
+        saves, unwinds = serving(0, in_training=True), serving(1, in_training=True)
+        killed, timers = Killed(), []
+        asyncio.get_running_loop().call_later = lambda delay, *work: timers.append((delay, work))
+        unwinding = Unwinding([saves, unwinds], killed, deadline_s=20.0, saving_s=300.0)
+        unwinding.begin(5)
+        for slot in (saves, unwinds):
+            unwinding.saving(slot, None, local.Saving(slot.rank, found_in_a_save_by))
+        unwinding.unwound(unwinds, None, local.Unwound(1, 5))
+        for delay, (function, *given) in sorted(timers):
+            function(*given)
+            if killed:
+                return delay, killed
+
+    after_s, killed = asyncio.run(scenario())
+    assert (after_s, killed) == (killed_after_s, [0]) and f"after {killed_after_s:g} s" in killed.reason

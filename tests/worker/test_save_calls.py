@@ -23,7 +23,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from deadpool_plugin.errors import CheckpointLost, Unsupported
+from deadpool_plugin.errors import CheckpointLost, GenerationChanged, Unsupported
 from deadpool_plugin.transport import local
 from deadpool_plugin.worker import calls, dcp, file_saves, processes, saving
 from deadpool_plugin.worker.adapter import CallKind
@@ -45,6 +45,9 @@ class Link:
     def wake(self):
         with self._changed:
             self._changed.notify_all()
+
+    def check(self):
+        pass
 
     def wait_until(self, done):
         with self._changed:
@@ -211,12 +214,29 @@ def test_a_flight_is_stopped_settled_and_its_own_files_removed(tmp_path, saves):
     saves.step = 4
     saves.on_cancel.append(lambda: order.append("forget"))
     saves.launch(Slow(saves, str(folder), [str(folder / "mine")]))
-    saves.abort()
+    saves.abort(1)
     (flight,) = saves.cancel()
     assert order == ["stop", "stop", "settle", "forget"] and not folder.exists() and flight.cancelled
     assert saves.cancel() == []
     saves.report_cancelled([flight], 5)
     assert saves._link.events[0][0] == "CheckpointCancelled" and "from step 5" in saves._link.events[0][1]["reason"]
+
+
+def test_a_swap_that_finds_the_main_thread_in_a_save_is_told_so(saves):
+    saves.abort(1)
+    with saves.under_way():
+        saves.abort(2)
+    saves.abort(3)
+    assert saves._link.sent == [local.Saving(3, 2)]
+
+    def announced():
+        raise GenerationChanged(4)
+
+    saves._link.check = announced
+    with pytest.raises(GenerationChanged), saves.under_way():
+        raise AssertionError("nobody knows of a save that begins after the swap")
+    saves.abort(4)
+    assert len(saves._link.sent) == 1
 
 
 def test_all_writers_have_ended_before_anything_is_removed(tmp_path, saves):
