@@ -113,17 +113,19 @@ class Gpt(nn.Module):
         self.blocks = nn.ModuleList(Block(args) for _ in range(args.layers))
         self.norm = nn.LayerNorm(args.hidden)
         self.recompute = args.recompute
+        self.temperature = 1.25
         self.seen: torch.Tensor
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
         if self.training:
             self.seen = self.seen + tokens.numel()  # a new tensor, as running means of people's models often are
+            self.temperature = 1.0 + 0.99 * (self.temperature - 1.0)  # annealed, as people do it, in an attribute
         hidden = self.positions(self.embedding(tokens))
         for block in self.blocks:
             again = self.recompute and self.training
             hidden = checkpoint(block, hidden, use_reentrant=False) if again else block(hidden)
-        logits = self.embedding.logits(self.norm(hidden))
+        logits = self.embedding.logits(self.norm(hidden)) / self.temperature
         return logits if labels is None else loss_of(logits, labels)
 
 
