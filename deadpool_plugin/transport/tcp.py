@@ -82,6 +82,8 @@ class ControlMesh:
         self._refused_hosts: set[str] = set()
         self._links: dict[NodeId, FrameProtocol] = {}
         self._barred: set[NodeId] = set()
+        self._left: set[NodeId] = set()
+        """Those that were linked and are no more, for good."""
         self._known: set[NodeId] | None = None  # None: anyone with the secret, before `connect` has said who
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
@@ -239,11 +241,14 @@ class ControlMesh:
         if link.timed_out:
             self.timed_out.add(peer)
         dials_again = self._connecting and peer > self._node  # it gave a handshake up that was done here
+        if peer in self._barred or not dials_again:
+            self._left.add(peer)
         if not (self._closing or peer in self._barred or dials_again):
             self._on_lost(peer, reason)
 
     async def connect(self, table: Mapping[NodeId, Address], timeout_s: float = 60.0) -> None:
-        """Returns when there is a link to every node of `table` (the own entry is ignored).
+        """Returns when there is a link to every node of `table` (the own entry is ignored), or was one to a node that
+        has left meanwhile, or is lost, which was told.
 
         Raises: TransportError naming the nodes that are missing at the deadline; PeerRefused.
         """
@@ -268,7 +273,7 @@ class ControlMesh:
 
     async def _all_linked(self, others: set[NodeId], dials: list[asyncio.Task[None]]) -> None:
         await asyncio.gather(*dials)
-        while not others <= self.linked:
+        while not others <= self.linked | self._left:
             self._changed.clear()
             await self._changed.wait()
 

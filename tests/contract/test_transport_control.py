@@ -269,3 +269,23 @@ def test_a_peer_that_sends_rubbish_is_lost_with_the_reason(factory: Factory) -> 
             assert peer == 0 and "cannot be read" in str(reason)
 
     asyncio.run(scenario())
+
+
+def test_whoever_leaves_while_others_still_link_up_keeps_nobody_waiting(factory: Factory) -> None:
+    """Its last words (that the job is over, and why) are heard all the same."""
+
+    async def scenario() -> None:
+        nodes = [Node(index, factory) for index in range(3)]
+        table = {index: await node.transport.listen() for index, node in enumerate(nodes)}
+        links_up = asyncio.create_task(nodes[1].transport.connect(table, WAIT_S))
+        await nodes[0].transport.connect({0: table[0], 1: table[1]}, WAIT_S)
+        nodes[0].transport.send(1, status(7))
+        await nodes[0].transport.close(Goodbye(0))
+        assert [message for _, message in [await soon(nodes[1].messages) for _ in range(2)]] == [status(7), Goodbye(0)]
+        await nodes[2].transport.connect({1: table[1], 2: table[2]}, WAIT_S)
+        await links_up
+        assert nodes[1].transport.linked == {2} and nodes[1].lost.empty()
+        for node in nodes[1:]:
+            await node.transport.close()
+
+    asyncio.run(scenario())
