@@ -82,6 +82,7 @@ from .swaps import Swaps
 from .timing import Timing
 from .types import NEVER, NO_STEP, Checkpoint, Generation, NodeId, Step, World
 
+_NEED_NO_QUESTION = (Decided, Verdict, Goodbye)
 _STORE_GONE = "the process whose store the groups were to be built over is gone"
 
 
@@ -296,6 +297,8 @@ class Controller:
         ctx.watch.hear(event.sender, ctx.now)
         if event.sender in ctx.watch.silent and not ctx.swapping:
             ctx.watch.pardon(event.sender)  # nothing has come of its silence here, and nothing need
+        if generation_of(event.message) > self.generation and not isinstance(event.message, _NEED_NO_QUESTION):
+            ctx.send(event.sender, Report(self.generation, ctx.node))  # who decided it may have died before it told us
         if isinstance(event.message, JoinRequest):
             self._candidates.ask(event.sender, event.message.rack)
         elif event.sender in ctx.world.members:

@@ -80,9 +80,16 @@ def test_start_is_said_once_and_obeyed_once():
 def test_commit_opens_the_gate_once_and_never_goes_back():
     controller = formed(2)
     assert hear(controller, 0, Status(0, 3, True, True)) == [io.Commit(3)]
-    for late in (Status(0, 3, True, True), Status(0, 2, True, True), Status(7, 9, True, True)):
+    for late in (Status(0, 3, True, True), Status(0, 2, True, True)):
         assert hear(controller, 0, late) == []
+    assert not [action for action in hear(controller, 0, Status(7, 9, True, True)) if isinstance(action, io.Commit)]
     assert controller.committed == 3
+
+
+def test_a_word_of_a_newer_generation_is_answered_with_ones_own_so_that_one_is_told():
+    controller = formed(2)
+    assert said(hear(controller, 1, Status(7, 9, True, True))) == [(1, Report(0, 2))]
+    assert said(hear(controller, 1, Goodbye(7))) == [(0, NodeFailed(0, 1, "it has left the job"))]
 
 
 def test_heartbeats():
