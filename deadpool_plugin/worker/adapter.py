@@ -51,6 +51,9 @@ class Followed:
         """Execute it."""
         raise NotImplementedError
 
+    def check(self) -> None:
+        """Raises: Unsupported if what it was given is not what it was, so that it cannot be executed again."""
+
     def outcome(self, value: Any) -> Any:
         """What is recorded of `value`, right after the call."""
         raise NotImplementedError

@@ -29,7 +29,11 @@ RANDOM_STATES = "random states"
 
 @dataclass
 class Call:
-    """One call. `run` does it (again) and returns its value; `restore_entry` puts the state before it back."""
+    """One call. `run` does it (again) and returns its value; `restore_entry` puts the state before it back.
+
+    `iterators`: those it may read from, and where they stood; `ends`: where they stood when it was done (what the
+    script itself reads between calls is not read again). `check_inputs` raises if what it was given was changed since.
+    """
 
     name: str
     kind: CallKind
@@ -37,6 +41,17 @@ class Call:
     run: Callable[[], Any]
     restore_entry: Callable[[], None]
     iterators: list[tuple[RewindIterator, int]] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
+    check_inputs: Callable[[], None] = lambda: None
+
+    def done(self) -> None:
+        self.ends = [iterator.position for iterator, _ in self.iterators]
+
+    def check(self) -> None:
+        """Raises: Unsupported if it cannot be done again as it was done."""
+        self.check_inputs()
+        for (iterator, start), end in zip(self.iterators, self.ends, strict=True):
+            iterator.check(start, end)
 
     def rewind(self) -> None:
         self.restore_entry()
@@ -63,6 +78,7 @@ class CallLog:
 
         Encoded at once, before the script may change it. Returns: what of it such a rank cannot find, if anything.
         """
+        call.done()
         self._calls.append(call)
         records = self._records.setdefault(call.segment, [])
         if len(records) >= CALLS_MAX:
@@ -96,13 +112,18 @@ class CallLog:
         return codec.encode(self._records.get(segment, []))
 
     def prune(self, step: int) -> None:
-        """The cut of `step` was made: forget what no swap can ask for any more."""
+        """The cut of `step` was made: forget what no swap can ask for any more, and see that the rest is what it was.
+
+        Raises: Unsupported if it is not: at the first cuts of a job, not in its first swap.
+        """
         oldest = self.oldest = max(self.oldest, step - DEPTH)
         self._calls = [call for call in self._calls if call.segment >= oldest]
         for kept in (self._records, self._bytes):
             for segment in [segment for segment in kept if segment < oldest]:
                 del kept[segment]
         self.iterators.keep_only([start for call in self._calls for start in call.iterators])
+        for call in self._calls:
+            call.check()
 
 
 def forget(error: BaseException | None) -> None:

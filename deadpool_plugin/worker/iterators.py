@@ -1,8 +1,8 @@
 """Data iterators that can be rewound by a few steps.
 
 Rules of this file: the user's iterator is never rebuilt on a survivor; what it gave out is kept while a redo
-could ask for it again. A newcomer's iterator is moved to the same position by the counts in the call records
-(skipping.py).
+could ask for it again, by reference but for its containers (Megatron-LM fills and slices the dict it got). A
+newcomer's iterator is moved to the same position by the counts in the call records (skipping.py).
 An iterator may draw random numbers (a loader does at each new epoch, for its order perhaps): a redo must draw as many
 although it reads nothing, and a newcomer must draw the same.
 """
@@ -10,12 +10,14 @@ although it reads nothing, and a newcomer must draw the same.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from ..errors import Unsupported
 from . import rng
+from .inputs import Kept
 from .skipping import skip
 
 POINTER = "wrap what it reads from: deadpool_plugin.data.resumable(...)"
@@ -25,9 +27,23 @@ POINTER = "wrap what it reads from: deadpool_plugin.data.resumable(...)"
 class Item(NamedTuple):
     """What one pull gave, and the random states before and after it if it drew from them."""
 
-    value: Any
+    kept: Kept
     before: dict[str, Any] | None
     after: dict[str, Any] | None
+
+    @property
+    def value(self) -> Any:
+        return self.kept.again()
+
+    def check(self) -> None:
+        """Raises: Unsupported if it is not what it was."""
+        tensor = self.kept.changed()
+        if tensor is not None:
+            raise Unsupported(
+                f"a tensor of {list(tensor.shape)} in a batch that a training call had read was changed in place",
+                "what a loader gives to stay as it is until two steps later",
+                "make new tensors for each batch, and change copies of them",
+            )
 
 
 class RewindIterator:
@@ -51,19 +67,24 @@ class RewindIterator:
     def __next__(self) -> Any:
         index = self.position - self._first_kept
         if index == len(self._kept):
-            self._kept.append(self._pull())
-        item = self._kept[index]
-        if item.after is not None:
-            rng.restore_host(item.after)
+            value = self._pull()
+        else:
+            item = self._kept[index]
+            item.check()
+            value = item.value
+            if item.after is not None:
+                rng.restore_host(item.after)
         self.position += 1
-        return item.value
+        return value
 
-    def _pull(self) -> Item:
+    def _pull(self) -> Any:
         before = rng.capture_host()
         with reading():
             value = next(self.inner)
         after = rng.capture_host()
-        return Item(value, None, None) if rng.equal(before, after) else Item(value, before, after)
+        drew = not rng.equal(before, after)
+        self._kept.append(Item(Kept(value), before if drew else None, after if drew else None))
+        return value
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
@@ -81,6 +102,11 @@ class RewindIterator:
         """In a follower: move the user's iterator by what the rank itself pulled, as from `pulled_since`."""
         with reading():
             skip(self.inner, count, draws)
+
+    def check(self, first: int, end: int) -> None:
+        """A redo reads items `first` to `end` (without it) again. Raises: Unsupported if one was changed since."""
+        for item in itertools.islice(self._kept, first - self._first_kept, end - self._first_kept):
+            item.check()
 
     def forget_before(self, position: int) -> None:
         while self._first_kept < position:

@@ -55,6 +55,8 @@ class Live(Swapping):
             name, kind, self.step, lambda: function(*args, **kwargs), self._entry(args, kwargs),
             self._places(found),
         )  # fmt: skip
+        if isinstance(function, Followed):
+            call.check_inputs = function.check
         if isinstance(function, SaveCall):
             call.run = functools.partial(self._save, function, call.segment)
         self._updated = False

@@ -53,6 +53,9 @@ class WholeStep(Followed):
         with self._adapter.inside_step():
             return self._function(*args, **kwargs)
 
+    def check(self) -> None:
+        self._inputs.check()
+
     def outcome(self, value: Any) -> Any:
         return [value, self._adapter.visible()]
 

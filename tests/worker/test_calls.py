@@ -1,5 +1,9 @@
 """The call log keeps two steps and the current one, and can do each call again from its entry state."""
 
+import pytest
+import torch
+
+from deadpool_plugin.errors import Unsupported
 from deadpool_plugin.worker import calls, codec
 from deadpool_plugin.worker.adapter import CallKind
 from deadpool_plugin.worker.calls import Call, CallLog, forget
@@ -51,6 +55,32 @@ def test_results_above_the_limit_are_not_recorded_and_nothing_after_them_until_t
     for step in range(1, 5):
         log.prune(step)
     assert not log._bytes
+
+
+def reused():
+    """A loader with one buffer."""
+    buffer = torch.zeros(4)
+    for number in range(9):
+        yield buffer.fill_(number)
+
+
+def test_a_buffer_that_a_loader_uses_again_is_refused_at_the_cut_after_that():
+    log, source = CallLog(), reused()
+    logged(log, 0, "forward", source=source)
+    log.prune(1)
+    logged(log, 1, "forward", source=source)
+    with pytest.raises(Unsupported, match=r"a tensor of \[4\] in a batch"):
+        log.prune(2)
+
+
+def test_what_the_script_reads_between_calls_may_change():
+    log, source = CallLog(), reused()
+    it, _ = log.iterators.wrap(source)
+    for segment in range(4):
+        call = Call("forward", CallKind.PLAIN, segment, int, int, [(it, it.position)])
+        log.add(call, None)
+        next(it)
+        log.prune(segment + 1)
 
 
 def test_forgetting_an_interruption_runs_the_finally_of_its_frames_now():

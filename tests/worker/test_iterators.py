@@ -14,12 +14,39 @@ from deadpool_plugin.worker.skipping import skip
 
 def test_rewound_items_are_the_same_objects_and_the_source_is_read_once():
     read = []
-    source = (read.append(i) or [i] for i in range(10))
+    source = (read.append(i) or object() for i in range(10))
     it = RewindIterator(source)
     first = [next(it) for _ in range(4)]
     it.rewind(1)
     assert all(a is b for a, b in zip([next(it) for _ in range(3)], first[1:], strict=True))
-    assert next(it) == [4] and read == [0, 1, 2, 3, 4]
+    next(it)
+    assert read == [0, 1, 2, 3, 4]
+
+
+def test_what_a_call_does_to_the_dict_it_got_is_not_there_when_it_gets_it_again():
+    """Megatron-LM moves a batch's tensors to the device, drops some and slices the others, in the loader's dict."""
+    it = RewindIterator(iter([{"tokens": torch.arange(8), "more": [torch.ones(2), "text"]}]))
+    for _ in range(3):
+        batch = next(it)
+        assert batch["tokens"].tolist() == [*range(8)] and len(batch["more"]) == 2
+        batch["tokens"] = batch["tokens"][:4]
+        batch["more"].clear()
+        it.rewind(0)
+
+
+@pytest.mark.parametrize("changed", ["tokens", "mask"])
+def test_a_batch_that_was_changed_in_place_is_not_read_again(changed):
+    it = RewindIterator(iter([{"tokens": torch.arange(8), "mask": [torch.ones(2, 3)]}, None]))
+    batch = next(it)
+    it.check(0, 1)
+    (batch["tokens"] if changed == "tokens" else batch["mask"][0]).zero_()
+    it.check(1, 1)
+    shape = r"\[8\]" if changed == "tokens" else r"\[2, 3\]"
+    with pytest.raises(Unsupported, match=f"a tensor of {shape} in a batch .*make new tensors for each batch"):
+        it.check(0, 1)
+    it.rewind(0)
+    with pytest.raises(Unsupported, match="changed in place"):
+        next(it)
 
 
 def test_table_keeps_one_stand_in_per_iterator_and_forgets_what_no_call_needs():

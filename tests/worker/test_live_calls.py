@@ -9,9 +9,10 @@ import torch
 
 from deadpool_plugin.errors import GenerationChanged, Unsupported
 from deadpool_plugin.worker import calls, swap
-from deadpool_plugin.worker.adapter import CallKind
+from deadpool_plugin.worker.adapter import CallKind, Followed
 from deadpool_plugin.worker.calls import CallLog
 from deadpool_plugin.worker.codec import TENSOR_LIMIT_BYTES
+from deadpool_plugin.worker.inputs import COPIED_BYTES_MAX, Inputs
 from deadpool_plugin.worker.live import Live
 
 
@@ -114,6 +115,34 @@ def test_too_many_results_for_followers_in_one_step_are_said_once_and_the_job_go
     ((kind, text),) = rank.notes
     assert kind == "Note" and "evaluate in the loop of step 1 gave rank 3 results of more than" in text
     assert "no other process can take this rank over" in text
+
+
+class Forward(Followed):
+    """A call with one static input buffer."""
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self._inputs = Inputs((buffer,), {}, "forward")
+
+    def __call__(self) -> None:
+        pass
+
+    def outcome(self, value: object) -> None:
+        pass
+
+    def check(self) -> None:
+        self._inputs.check()
+
+
+def test_an_input_that_the_script_fills_anew_each_step_is_refused_before_anything_is_lost():
+    rank, buffer = Rank(), torch.zeros(COPIED_BYTES_MAX)
+    rank._stage, rank._swap_began = lambda step: None, None
+    rank._stager = types.SimpleNamespace(wait=lambda: None)
+    for step in range(2):
+        rank.call("forward", CallKind.FORWARD, Forward(buffer.fill_(step)), (), {})
+        if step == 0:
+            rank.call("step", CallKind.UPDATE, int, (), {})
+    with pytest.raises(Unsupported, match="was changed in place after forward had used it"):
+        rank.call("step", CallKind.UPDATE, int, (), {})
 
 
 class Unwound(Exception):

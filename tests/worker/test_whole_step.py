@@ -76,7 +76,10 @@ def test_it_is_redone_with_the_arguments_it_had():
     step()
     (again, its_large), its_own, its_holder = seen[1]
     assert again.tolist() == [1, 1] and its_large is large and its_own is own and its_holder is holder
+    step.check()
     large.add_(1)
+    with pytest.raises(Unsupported, match="changed in place after step"):
+        step.check()
     with pytest.raises(Unsupported, match="changed in place after step"):
         step()
 

@@ -55,6 +55,9 @@ class Forward(Followed):
         graph.outputs, self._graph = outputs, weakref.ref(graph)
         return kept.replaced(value, outputs, cut(graph, self._calls.arrived, outputs))
 
+    def check(self) -> None:
+        self._inputs.check()
+
     def outcome(self, value: Any) -> Any:
         return kept.told(value)
 
