@@ -19,6 +19,7 @@ REFUSED = [
     ("model", "cuda_graph_impl", "local"),
     ("model", "moe_token_dispatcher_type", "flex"),
     ("model", "delay_wgrad_compute", True),
+    ("model", "overlap_dispatch_backward_with_experts_wgrad", True),
     ("model", "fine_grained_activation_offloading", True),
     ("model", "qk_clip", True),
     ("model", "log_max_attention_logit", True),
@@ -27,6 +28,9 @@ REFUSED = [
     ("model", "moe_shared_expert_overlap", True),
     ("model", "defer_embedding_wgrad_compute", True),
     ("model", "cpu_offloading", True),
+    ("model", "gtp_weight_remat_size", 2),
+    ("model", "expert_gtp_weight_remat_size", 2),
+    ("model", "moe_router_force_biased", -0.5),
     ("gradients", "nccl_ub", True),
     ("optimizer", "overlap_param_gather_with_optimizer_step", True),
 ]
@@ -48,6 +52,10 @@ REFUSED_OF_MEGATRON_LM = [
     ("log_straggler", False, True, "leave it out"),
     ("optimizer_cuda_graph", False, True, "leave it out"),
     ("skip_train", False, True, "leave it out"),
+    ("save_dgrads_interval", None, 5, "leave it out"),
+    ("save_activations_interval", None, 5, "leave it out"),
+    ("save_tokens_per_expert_interval", None, 5, "leave it out"),
+    ("non_persistent_ckpt_type", "global", "local", "set it to global"),
 ]
 
 
@@ -70,6 +78,21 @@ def test_data_that_draw_of_their_own_are_refused_where_a_newcomer_would_pass_ove
     loop._GLOBAL_ARGS.num_workers = 0
     with pytest.raises(Unsupported, match="fim_data=True with num_workers=0.*to do: add --num-workers 1"):
         job.adapter()
+
+
+def test_routers_that_draw_of_their_own_are_refused_and_those_that_do_not_are_not(train_gpt, monkeypatch):
+    from megatron.core.transformer.moe.moe_utils import RandomSTE
+
+    job = Job(train_gpt, arguments(train_gpt))
+    config = job.model[0].config
+    config.gtp_weight_remat_size, config.moe_router_force_biased = 1, 0.5
+    monkeypatch.setattr(RandomSTE, "generator", None, raising=False)  # as in 0.14 and 0.15
+    job.adapter()
+    config.moe_router_force_load_balancing = True
+    with pytest.raises(Unsupported, match="moe_router_force_load_balancing=True.*to do: "):
+        job.adapter()
+    monkeypatch.delattr(RandomSTE, "generator")
+    job.adapter()
 
 
 def test_who_trains_with_muon_is_told_so_and_not_how_many_optimizers_it_is_made_of(train_gpt):
@@ -132,6 +155,19 @@ def test_forward_hooks_are_put_back_as_they_were(train_gpt):
     assert chunk.remove_forward_pre_hook_handles
     without()
     assert not chunk.remove_forward_pre_hook_handles
+
+
+def test_gradients_are_reduced_again_in_the_way_they_were(train_gpt):
+    job = Job(train_gpt, arguments(train_gpt, distributed_optimizer=True, overlap_grad_reduce=True))
+    adapter, chunk = job.adapter(), job.model[0]
+    chunk.force_all_reduce = True  # by the script, for a step whose gradients it saves
+    restore = adapter.entry_state((), {})
+    chunk.force_all_reduce = False
+    without = adapter.entry_state((), {})
+    restore()
+    assert chunk.force_all_reduce
+    without()
+    assert not chunk.force_all_reduce
 
 
 def test_a_forward_is_redone_in_the_step_it_was_first_done_in(train_gpt, monkeypatch):

@@ -41,6 +41,10 @@ MODEL = (
         "switch it off",
     ),
     Option(
+        "overlap_dispatch_backward_with_experts_wgrad",
+        "keeps a queue of gradients to be computed, which an interruption leaves filled", "switch it off",
+    ),
+    Option(
         "fine_grained_activation_offloading", "counts what is offloaded, which an interruption leaves half-way",
         "switch it off, or recompute activations",
     ),
@@ -66,7 +70,22 @@ MODEL = (
         "cpu_offloading", "counts what is offloaded, which an interruption leaves half-way",
         "switch it off, or recompute activations",
     ),
+    *(
+        Option(
+            f"{experts}gtp_weight_remat_size", "keeps communication under way in its parameters across an interruption",
+            f"leave --{experts.replace('_', '-')}tensor-parallel-num-weight-shards out", (None, 1),
+        )
+        for experts in ("", "expert_")
+    ),
 )  # fmt: skip
+
+ROUTERS = (
+    Option(
+        "moe_router_force_load_balancing", "draws from a generator of its own, which is not mirrored, in this version",
+        "leave it out, or use megatron-core 0.16 or later",
+    ),
+)  # fmt: skip
+"""Of the model, where routers have such a generator."""
 
 GRADIENTS = (
     Option("use_megatron_fsdp", "keeps parameters where a rollback does not reach", "use the distributed optimizer"),
@@ -88,6 +107,14 @@ TRAINING = (
     Option("log_straggler", "divides by the time of forwards, of which a spare runs none", "leave it out"),
     Option("optimizer_cuda_graph", "captures communicators, which a swap replaces", "leave it out"),
     Option("skip_train", "trains nothing that could be protected", "leave it out"),
+    *(
+        Option(f"save_{what}_interval", "saves what is seen in forwards, of which a spare runs none", "leave it out")
+        for what in ("dgrads", "activations", "tokens_per_expert")
+    ),
+    Option(
+        "non_persistent_ckpt_type", "saves by another library, on each host of its own", "set it to global",
+        (None, "global"),
+    ),
 )  # fmt: skip
 """Of Megatron-LM's own arguments, where its training loop runs."""
 
@@ -113,8 +140,17 @@ def check(chunks: Sequence[Any], optimizer_config: Any) -> None:
             "all model chunks in DistributedDataParallel, not in FSDP or torch's own",
             "wrap the model in it, or run this job without deadpool_plugin",
         )
+    routing: Any = sys.modules.get("megatron.core.transformer.moe.moe_utils")
+    has_generator = hasattr(getattr(routing, "RandomSTE", None), "generator")  # up to 0.15
     for chunk in chunks:
-        _check(chunk.config, MODEL)
+        _check(chunk.config, (*MODEL, *ROUTERS) if has_generator else MODEL)
+        if (bias := getattr(chunk.config, "moe_router_force_biased", None) or 0.0) < 0:
+            raise Unsupported(
+                f"moe_router_force_biased={bias} adds to routers what they drew in their first forward, which a "
+                "replacement does not run",
+                "None, or a number that is not negative: it is drawn in every forward",
+                "make it positive, or run this job without deadpool_plugin",
+            )
         _check(chunk.ddp_config, GRADIENTS)
     _check(optimizer_config, OPTIMIZER)
 
