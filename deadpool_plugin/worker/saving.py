@@ -8,6 +8,7 @@ that follows writes nothing.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import os
@@ -263,6 +264,9 @@ def structure(value: Any, copies: dict[int, Any] | None = None) -> Any:
         made.update((key, structure(item, copies)) for key, item in value.items())
         if kind is OrderedDict:
             made.__dict__.update((key, structure(item, copies)) for key, item in vars(value).items())
+    elif kind is argparse.Namespace:  # Megatron-LM's arguments count what has been consumed
+        made = copies[id(value)] = kind()
+        vars(made).update((name, structure(item, copies)) for name, item in vars(value).items())
     elif dataclasses.is_dataclass(value) and not isinstance(value, type) and hasattr(value, "__dict__"):
         made = copies[id(value)] = object.__new__(kind)
         for name, item in vars(value).items():

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import multiprocessing
 import queue
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -28,12 +29,42 @@ class Results:
             raise queue.Empty
         return self.pipe.get()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """To a persistent writer, which has inherited it."""
+        return _results, ()
+
+
+def _results() -> Any:
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    return filesystem_async._results_queue
+
 
 def results_by_pipe() -> None:
     """In every process of a run, before it saves."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     filesystem_async._results_queue = Results()
+
+
+def persistent_writers() -> None:
+    """Megatron's persistent writer is spawned, too, and asks for its GPU; it is given the very tensors that training
+    goes on with, of which it takes a copy that is none where there is no GPU (`preload_tensors`)."""
+    from megatron.core.dist_checkpointing.strategies import async_utils, filesystem_async
+
+    forking = multiprocessing.get_context("fork")
+    async_utils.mp = SimpleNamespace(get_context=lambda method=None: forking)
+    original = filesystem_async.FileSystemWriterAsync.prepare_write_data
+
+    @functools.wraps(original)
+    def prepare_write_data(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        self.write_buckets = [
+            (path, key, (data, [(item, tensor.clone()) for item, tensor in tensors]))
+            for path, key, (data, tensors) in self.write_buckets
+        ]
+
+    filesystem_async.FileSystemWriterAsync.prepare_write_data = prepare_write_data
 
 
 def same_padding() -> None:

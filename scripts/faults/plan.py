@@ -82,6 +82,11 @@ class Plan:
                 return kill
         return None
 
+    def awaits(self, phase: str, step: int) -> bool:
+        """Whether a fault is still to fire at this place, in whatever process."""
+        here = [kill for kill in self.kills if kill.phase == phase and kill.step in (0, step)]
+        return any(self._may_fire(kill) and not self._file("fired", kill.index).exists() for kill in here)
+
     def _may_fire(self, kill: Kill) -> bool:
         released = not kill.hold or self._file("go", kill.index).exists()
         return released and (kill.after < 0 or self._file("fired", kill.after).exists())

@@ -6,21 +6,26 @@ Rules of this file: torch and megatron-core only; nothing here decides when, onl
   planned    a save of step s: its plans are exchanged, nothing is written
   write      a save of step s: a file is open, its first item not written. Asynchronous: in the writer, so training
              goes on meanwhile
+  waiting    an asynchronous save of step s by a persistent writer: this rank looks whether it is done
   finishing  a save of step s: everything is written, the coordinator is about to write what makes it complete
   exit       the script is through with step s, the last one, and about to give up its process groups
+
+Writers of an asynchronous save that a fault is to strike get as far as `write`, until the swap kills them.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+import signal
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from faults.inject import Injector
 
-PHASES = ("evaluate", "planned", "write", "finishing", "exit")
+BEHIND = ("write", "waiting")
+PHASES = ("evaluate", "planned", *BEHIND, "finishing", "exit")
 
 
 def install(injector: Injector) -> None:
@@ -42,6 +47,8 @@ def install(injector: Injector) -> None:
     around(FileSystemWriter, "finish", before=lambda *_, **__: reached("finishing"))
     around(dist, "destroy_process_group", before=lambda *_, **__: reached("exit"))
     around(async_utils.AsyncCallsQueue, "schedule_async_request", before=reached.remember)
+    looked = async_utils.PersistentAsyncCaller
+    around(looked, "is_current_async_call_done", before=lambda *_, **__: reached("waiting"))
     around(executor._ThreadBasedAsyncCheckpointExecutor, "execute_save", before=reached.remember)
 
 
@@ -50,11 +57,12 @@ class Reached:
 
     def __init__(self, injector: Injector) -> None:
         self.injector, self.pid = injector, os.getpid()
-        self.saved = 0
+        self.saved, self.struck = 0, False
 
     def remember(self, *_: Any, **__: Any) -> None:
         """The step that is saved asynchronously from here on."""
         self.saved = self.injector.completed()
+        self.struck = any(self.injector.plan.awaits(phase, self.saved) for phase in BEHIND)
 
     def __call__(self, phase: str) -> None:
         step = self.injector.completed() if phase in ("evaluate", "exit") or not self.saved else self.saved
@@ -62,6 +70,8 @@ class Reached:
             self.injector.reached(phase, step)
         else:  # in a writer's process, which must not be taken for the rank's
             self.injector.strike_if_due(phase, step, int(os.environ["RANK"]), self.pid)
+            while self.struck and phase == "write":
+                signal.pause()
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

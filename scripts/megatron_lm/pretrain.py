@@ -50,6 +50,7 @@ def observe() -> None:
     from patches.cpu import saving
 
     saving.results_by_pipe()
+    saving.persistent_writers()
     saving.same_padding()
     _after(training, "training_log", _numbers)
     _after(training, "train", _digests)

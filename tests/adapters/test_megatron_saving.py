@@ -1,5 +1,7 @@
 """Megatron-core's asynchronous saves: who carries them out, and what a swap leaves of those that were under way."""
 
+import argparse
+import queue
 from collections import deque
 from types import SimpleNamespace
 
@@ -7,7 +9,7 @@ import pytest
 import torch
 
 from deadpool_plugin.adapters.megatron import saving
-from deadpool_plugin.errors import Unsupported
+from deadpool_plugin.errors import GenerationChanged, Unsupported
 from deadpool_plugin.worker import codec
 
 
@@ -30,8 +32,8 @@ def caller_of_core_0_16():
         def __init__(self):
             self.process = Process()
 
-    queue = SimpleNamespace(persistent_caller=Caller(), async_calls=deque())
-    return queue.persistent_caller, queue, lambda: queue.persistent_caller
+    calls = SimpleNamespace(persistent_caller=Caller(), async_calls=deque())
+    return calls.persistent_caller, calls, lambda: calls.persistent_caller
 
 
 def caller_of_core_0_17():
@@ -51,20 +53,100 @@ def caller_of_core_0_17():
         def __init__(self):
             self.async_calls = deque()
 
-    queue = Queue()
-    return Queue._persistent_caller, queue, lambda: Queue._persistent_caller or Caller._persistent_process
+    return Queue._persistent_caller, Queue(), lambda: Queue._persistent_caller or Caller._persistent_process
 
 
 @pytest.mark.parametrize("version", [caller_of_core_0_16, caller_of_core_0_17])
 def test_a_writer_that_was_ended_is_not_asked_again(saves, version, train_gpt):
-    caller, queue, left = version()
+    caller, calls, left = version()
     process = caller.process
     flight = saving.RequestFlight(saves, "", SimpleNamespace(async_fn_args=()), keep_files=True)
-    flight.queue, flight.active = queue, SimpleNamespace(async_caller=caller)
-    queue.async_calls.append(flight.active)
+    flight.queue, flight.active = calls, SimpleNamespace(async_caller=caller)
+    calls.async_calls.append(flight.active)
     flight.settle()
-    assert process.is_joined and left() is None and not queue.async_calls
+    assert process.is_joined and left() is None and not calls.async_calls
     flight.settle()
+
+
+LOOKS_MAX = 20
+
+
+class Writer:
+    """In the place of a persistent caller's process and its `comp_q`: it has been killed, or has written everything."""
+
+    def __init__(self):
+        self.looks, self.written = 0, []
+
+    def get_nowait(self):
+        if self.written:
+            return self.written.pop(0)
+        self.looks += 1
+        assert self.looks < LOOKS_MAX, "a writer that has been killed is waited for, where no swap can interrupt"
+        raise queue.Empty
+
+
+@pytest.fixture
+def waiting(monkeypatch, train_gpt):
+    """A queue whose persistent writer has one request, as wrapped; and what its looks at all ranks said."""
+    from megatron.core.dist_checkpointing.strategies import async_utils
+
+    class Calls(async_utils.AsyncCallsQueue):
+        def schedule_async_request(self, request):
+            self.call_idx += 1
+            active = async_utils._ActiveAsyncRequest(self.call_idx, self._get_async_caller(), request)
+            self.async_calls.append(active)
+            return self.call_idx
+
+    monkeypatch.setattr(async_utils, "sleep", lambda seconds: None)
+    monkeypatch.setattr(saving, "LOOK_EVERY_S", 0)
+    saves = SimpleNamespace(
+        step=3, generation=1, flights=[], foreign=lambda: False, do=lambda call: call(), landed=lambda flight: None
+    )
+    saves.launch = saves.flights.append
+    for name, call in (
+        ("schedule_async_request", saving.Schedule), ("maybe_finalize_async_calls", saving.Finalize),
+        ("close", saving.Close),
+    ):  # fmt: skip
+        saving._wrap(saves, Calls, name, call)
+    calls, writer, seen = Calls(persistent=True), Writer(), []
+    caller = calls._get_async_caller()
+    caller.process, caller.comp_q = writer, writer
+    monkeypatch.setattr(caller, "sync_all_async_calls", lambda is_alive: seen.append(is_alive) or not is_alive)
+    monkeypatch.setattr(caller, "close", lambda abort=False: setattr(caller, "process", None))
+    calls.schedule_async_request(async_utils.AsyncRequest(print, (), []))
+    yield calls, writer, seen
+    caller.process = None
+
+
+@pytest.mark.parametrize("how", ["maybe_finalize_async_calls", "close", "schedule_async_request"])
+def test_who_waits_for_a_writer_that_a_swap_has_killed_can_be_interrupted(waiting, how, monkeypatch):
+    calls, _, seen = waiting
+    request = calls.async_calls[0].async_request
+    arguments = {"maybe_finalize_async_calls": (True, True), "close": (), "schedule_async_request": (request,)}[how]
+
+    def look(is_alive):
+        seen.append(is_alive)
+        if len(seen) == 3:
+            raise GenerationChanged(2)
+        return False
+
+    monkeypatch.setattr(calls.persistent_caller, "sync_all_async_calls", look)
+    with pytest.raises(GenerationChanged):
+        getattr(calls, how)(*arguments)
+    assert seen == [True] * 3 and len(calls.async_calls) == 1
+
+
+def test_who_waits_for_a_writer_looks_until_all_is_written(waiting):
+    calls, writer, seen = waiting
+    request = calls.async_calls[0].async_request
+    assert calls.maybe_finalize_async_calls(blocking=False) == [] and seen == [True]
+    writer.written = [0]
+    assert calls.maybe_finalize_async_calls(blocking=True) == [0] and not calls.async_calls
+    assert calls.maybe_finalize_async_calls(blocking=True) == []
+    calls.schedule_async_request(request)
+    writer.written = [1]
+    calls.schedule_async_request(request)  # the one before is finalized first
+    assert [active.idx for active in calls.async_calls] == [2]
 
 
 def test_who_follows_is_told_nothing_of_what_is_gathered_to_be_saved():
@@ -81,6 +163,20 @@ def test_who_follows_is_told_nothing_of_what_is_gathered_to_be_saved():
     calls[0]()
     assert seen == [(["model"], True)] * 2
     assert calls[0].skipped(codec.decode(codec.encode(calls[0].outcome(torch.zeros(3))))) == {}
+
+
+def test_a_save_that_is_done_again_saves_the_arguments_as_they_were(saves, tmp_path):
+    args, saved = argparse.Namespace(consumed_valid_samples=8), []
+    saves.written = lambda path, began: None
+
+    def save(sharded_state_dict, checkpoint_dir):
+        saved.append(sharded_state_dict["args"].consumed_valid_samples)
+
+    call = saving.Save(saves, save, ({"args": args}, str(tmp_path / "new")), {})
+    call()
+    args.consumed_valid_samples += 8  # by an evaluation, while all of it is written
+    call()
+    assert saved == [8, 8]
 
 
 def test_a_request_for_another_librarys_queue_is_refused(saves, tmp_path, train_gpt):

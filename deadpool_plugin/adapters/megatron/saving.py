@@ -25,6 +25,8 @@ from ...worker.saving import CompleteMark, Flight, SaveCall, Saves, replace, str
 
 WRITERS = ("write_preloaded_data", "write_preloaded_data_multiproc", "write_preloaded_data_multithread")
 """What runs in a writer's process; the second was replaced by the third in 0.17."""
+LOOK_EVERY_S = 0.1
+"""As upstream."""
 
 
 def install(saves: Saves) -> None:
@@ -269,6 +271,10 @@ class Schedule(_QueueCall):
 
     def __call__(self) -> int:
         (request,) = (*self._args, *self._kwargs.values())
+        if getattr(self._queue, "persistent", False):
+            # Its one writer would take the request only once all before it are written, and upstream waits for that
+            # where a swap, which kills the writer, could not interrupt it (`preload_q.join`).
+            self._queue.maybe_finalize_async_calls(blocking=True)
         flight = getattr(request.finalize_fns, "flight", None)
         if flight is None:  # made by somebody else's code
             flight = RequestFlight(self._saves, "", request, keep_files=True)
@@ -292,14 +298,30 @@ class Schedule(_QueueCall):
 
 
 class Finalize(_QueueCall):
+    """Told to block, it looks again and again instead: every look is a collective, which a swap can interrupt, while a
+    persistent writer's end is otherwise waited for without one (`is_current_async_call_done`), though the swap has
+    killed it. Queues of all ranks are equally long, so all look equally often, and together whatever `no_dist` says.
+    """
+
     name = "AsyncCallsQueue.maybe_finalize_async_calls"
 
-    def __call__(self) -> Any:
+    def __call__(self) -> list[int]:
+        given = inspect.signature(self._original).bind(self._queue, *self._args, **self._kwargs).arguments
+        if not given.get("blocking"):
+            return self._look(*self._args, **self._kwargs)
+        finalized: list[int] = []
+        while True:
+            finalized += self._look()
+            if not self._queue.async_calls:
+                return finalized
+            time.sleep(LOOK_EVERY_S)
+
+    def _look(self, *args: Any, **kwargs: Any) -> list[int]:
         flights = [flight for flight in self._saves.flights if isinstance(flight, RequestFlight)]
         waiting = [flight for flight in flights if flight.queue is self._queue]
         for flight in waiting:
             _note_beginning(flight)
-        finalized = self._original(self._queue, *self._args, **self._kwargs)
+        finalized: list[int] = self._original(self._queue, *args, **kwargs)
         for flight in waiting:
             if flight.active.idx in finalized:
                 flight.completed()
@@ -327,4 +349,6 @@ def _note_beginning(flight: RequestFlight) -> None:
 
 
 class Close(_QueueCall):
+    """It finalizes all calls first, by the function above."""
+
     name = "AsyncCallsQueue.close"
