@@ -143,6 +143,7 @@ class Processes:
     def _expire(self, generation: Generation, asked: list[tuple[Slot, Process]]) -> None:
         for slot, process in asked:
             if slot.process is process and process.unwound_for < generation:
+                self._node.cluster.blows.blamed.add(self._node.number)  # for a call that takes too long
                 self.kill(slot, process, "had not left its call in time and was killed")
 
     # -- what processes say ------------------------------------------------------------------------------------
