@@ -1,9 +1,9 @@
 """Arguments of a call and items it read, kept for doing it again.
 
 Rules of this file: structures are torch's pytrees, so what a library has registered there (Hugging Face's ModelOutput)
-is understood. Containers are copied, small tensors among the arguments too; other tensors are kept by reference, and
-one that is changed in place meanwhile is refused by name rather than used. Parameters are what the restore brings back;
-everything else goes by reference.
+is understood. Containers and small tensors are copied; a large tensor is kept by reference, and refused by name rather
+than used if it is changed in place meanwhile. Parameters are what the restore brings back; everything else goes by
+reference.
 """
 
 from __future__ import annotations
@@ -16,20 +16,23 @@ from torch.utils import _pytree as pytree
 from ..errors import Unsupported
 
 COPIED_BYTES_MAX = 1 << 20
+"""Of a tensor."""
 
 
 class Kept:
-    """A structure as it was given, in containers of its own."""
+    """A structure as it was given, in containers of its own, small tensors copied."""
 
     def __init__(self, value: Any) -> None:
-        self._leaves, self._spec = pytree.tree_flatten(value)
-        self._versions = [(leaf, leaf._version) for leaf in self._leaves if _is_data(leaf) and not leaf.is_inference()]
+        leaves, self._spec = pytree.tree_flatten(value)
+        self._leaves = [leaf.detach().clone() if _is_small(leaf) else leaf for leaf in leaves]
+        self._versions = [(leaf, leaf._version) for leaf in leaves if _is_data(leaf) and not _is_small(leaf)]
 
     def again(self) -> Any:
-        return pytree.tree_unflatten(self._leaves, self._spec)
+        leaves = [leaf.clone() if _is_small(leaf) else leaf for leaf in self._leaves]
+        return pytree.tree_unflatten(leaves, self._spec)
 
     def changed(self) -> torch.Tensor | None:
-        """A tensor that was changed in place since, if there is one (those made in inference mode cannot tell)."""
+        """A tensor that was changed in place since, if there is one."""
         return next((tensor for tensor, version in self._versions if tensor._version != version), None)
 
 
@@ -37,8 +40,7 @@ class Inputs:
     """Arguments as they were when the call was made. `user`: whose, for messages."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], user: str) -> None:
-        self._user = user
-        self._kept = Kept(pytree.tree_map(_copied, (args, kwargs)))
+        self._user, self._kept = user, Kept((args, kwargs))
 
     def check(self) -> None:
         """Raises: Unsupported if one is not what it was."""
@@ -53,13 +55,13 @@ class Inputs:
     def again(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments for doing the call again. Raises: Unsupported if one is not what it was."""
         self.check()
-        args, kwargs = pytree.tree_map(_copied, self._kept.again())
+        args, kwargs = self._kept.again()
         return args, kwargs
 
 
-def _copied(leaf: Any) -> Any:
-    is_small = _is_data(leaf) and leaf.numel() * leaf.element_size() <= COPIED_BYTES_MAX
-    return leaf.detach().clone() if is_small else leaf
+def _is_small(leaf: Any) -> bool:
+    """Also what was made in inference mode and cannot tell whether it is changed."""
+    return _is_data(leaf) and (leaf.is_inference() or leaf.numel() * leaf.element_size() <= COPIED_BYTES_MAX)
 
 
 def _is_data(leaf: Any) -> bool:

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from ..errors import Unsupported
 from . import rng
-from .inputs import Kept
+from .inputs import COPIED_BYTES_MAX, Kept
 from .skipping import skip
 
 POINTER = "wrap what it reads from: deadpool_plugin.data.resumable(...)"
@@ -41,7 +41,7 @@ class Item(NamedTuple):
         if tensor is not None:
             raise Unsupported(
                 f"a tensor of {list(tensor.shape)} in a batch that a training call had read was changed in place",
-                "what a loader gives to stay as it is until two steps later",
+                f"tensors above {COPIED_BYTES_MAX} bytes that a loader gives to stay as they are until two steps later",
                 "make new tensors for each batch, and change copies of them",
             )
 

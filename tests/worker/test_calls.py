@@ -7,6 +7,7 @@ from deadpool_plugin.errors import Unsupported
 from deadpool_plugin.worker import calls, codec
 from deadpool_plugin.worker.adapter import CallKind
 from deadpool_plugin.worker.calls import Call, CallLog, forget
+from deadpool_plugin.worker.inputs import COPIED_BYTES_MAX
 
 
 def logged(log, segment, name="f", kind=CallKind.PLAIN, source=None):
@@ -57,9 +58,12 @@ def test_results_above_the_limit_are_not_recorded_and_nothing_after_them_until_t
     assert not log._bytes
 
 
+LARGE = COPIED_BYTES_MAX // 4 + 1
+
+
 def reused():
-    """A loader with one buffer."""
-    buffer = torch.zeros(4)
+    """A loader with one buffer, too large to be copied."""
+    buffer = torch.zeros(LARGE)
     for number in range(9):
         yield buffer.fill_(number)
 
@@ -69,7 +73,7 @@ def test_a_buffer_that_a_loader_uses_again_is_refused_at_the_cut_after_that():
     logged(log, 0, "forward", source=source)
     log.prune(1)
     logged(log, 1, "forward", source=source)
-    with pytest.raises(Unsupported, match=r"a tensor of \[4\] in a batch"):
+    with pytest.raises(Unsupported, match=rf"a tensor of \[{LARGE}\] in a batch"):
         log.prune(2)
 
 

@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from deadpool_plugin.errors import Divergence, Unsupported
 from deadpool_plugin.worker import codec, skipping
+from deadpool_plugin.worker.inputs import COPIED_BYTES_MAX
 from deadpool_plugin.worker.iterators import IteratorTable, RewindIterator
 from deadpool_plugin.worker.skipping import skip
 
@@ -35,18 +36,32 @@ def test_what_a_call_does_to_the_dict_it_got_is_not_there_when_it_gets_it_again(
 
 
 @pytest.mark.parametrize("changed", ["tokens", "mask"])
-def test_a_batch_that_was_changed_in_place_is_not_read_again(changed):
-    it = RewindIterator(iter([{"tokens": torch.arange(8), "mask": [torch.ones(2, 3)]}, None]))
+def test_a_large_batch_that_was_changed_in_place_is_not_read_again(changed):
+    large = COPIED_BYTES_MAX // 4 + 1
+    it = RewindIterator(iter([{"tokens": torch.zeros(large), "mask": [torch.ones(1, large)]}, None]))
     batch = next(it)
     it.check(0, 1)
     (batch["tokens"] if changed == "tokens" else batch["mask"][0]).zero_()
     it.check(1, 1)
-    shape = r"\[8\]" if changed == "tokens" else r"\[2, 3\]"
+    shape = rf"\[{large}\]" if changed == "tokens" else rf"\[1, {large}\]"
     with pytest.raises(Unsupported, match=f"a tensor of {shape} in a batch .*make new tensors for each batch"):
         it.check(0, 1)
     it.rewind(0)
     with pytest.raises(Unsupported, match="changed in place"):
         next(it)
+
+
+def test_a_small_batch_may_be_changed_in_place_whatever_holds_it():
+    """Megatron-LM 0.18 cuts batches for context parallelism in the dict that the loader gave."""
+    tokens, mask = torch.arange(8), torch.ones(2, 3)
+    it = RewindIterator(iter([{"tokens": tokens, "masks": [mask]}]))
+    for _ in range(3):
+        batch = next(it)
+        assert torch.equal(batch["tokens"], torch.arange(8)) and torch.equal(batch["masks"][0], torch.ones(2, 3))
+        batch["tokens"].zero_()
+        batch["masks"][0] = None
+        it.check(0, 1)
+        it.rewind(0)
 
 
 def test_table_keeps_one_stand_in_per_iterator_and_forgets_what_no_call_needs():
