@@ -154,7 +154,7 @@ class ScriptedAgent:
 
     def handle(self, rank: int, worker: Worker, message: local.LocalMessage) -> None:
         match message:
-            case local.StoreOffer(host, port) if rank not in self.lost:
+            case local.StoreOffer(host, port):  # of a spare, too, which offers one only
                 self.stores[rank] = f"{host}:{port}", worker
                 if self.generation == 0 and rank == 0 and self.workers[0].ready is None:
                     store, _ = self.stores.pop(0)
@@ -202,7 +202,8 @@ class ScriptedAgent:
         self.lost.add(rank)
         os.waitpid(self.workers[rank].pid, 0)
         self.generation += 1
-        self.stores.pop(rank, None)
+        if rank in self.stores and self.stores[rank][1] is self.workers[rank]:
+            del self.stores[rank]
         for other, worker in self.workers.items():
             worker.finished = False
             if other not in self.lost:
