@@ -76,8 +76,8 @@ class Watched(Agent):
         self._row, self._send = row, self._actions[io.Send]
         self._actions[io.Send] = self._counted_send
 
-    def _build(self) -> None:
-        super()._build()
+    def _build(self, where: tuple[str, str]) -> None:
+        super()._build(where)
         mesh, row = self._lines.mesh, self._row
         take_in = mesh._received
 
