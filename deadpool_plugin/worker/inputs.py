@@ -25,14 +25,15 @@ class Kept:
     def __init__(self, value: Any) -> None:
         leaves, self._spec = pytree.tree_flatten(value)
         self._leaves = [leaf.detach().clone() if _is_small(leaf) else leaf for leaf in leaves]
-        self._versions = [(leaf, leaf._version) for leaf in leaves if _is_data(leaf) and not _is_small(leaf)]
+        large = [leaf for leaf in leaves if _is_data(leaf) and not _is_small(leaf) and not leaf.is_inference()]
+        self._versions = [(tensor, tensor._version) for tensor in large]
 
     def again(self) -> Any:
         leaves = [leaf.clone() if _is_small(leaf) else leaf for leaf in self._leaves]
         return pytree.tree_unflatten(leaves, self._spec)
 
     def changed(self) -> torch.Tensor | None:
-        """A tensor that was changed in place since, if there is one."""
+        """A tensor that was changed in place since, if there is one (those made in inference mode cannot tell)."""
         return next((tensor for tensor, version in self._versions if tensor._version != version), None)
 
 
@@ -60,8 +61,7 @@ class Inputs:
 
 
 def _is_small(leaf: Any) -> bool:
-    """Also what was made in inference mode and cannot tell whether it is changed."""
-    return _is_data(leaf) and (leaf.is_inference() or leaf.numel() * leaf.element_size() <= COPIED_BYTES_MAX)
+    return _is_data(leaf) and leaf.numel() * leaf.element_size() <= COPIED_BYTES_MAX
 
 
 def _is_data(leaf: Any) -> bool:
