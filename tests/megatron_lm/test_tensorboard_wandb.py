@@ -48,7 +48,9 @@ def test_every_value_is_in_tensorboard_once(tmp_path, checkout, corpus, referenc
 def tensorboard(tmp_path, checkout, corpus, references):
     expected, ours = run(tmp_path, checkout, corpus, references, "--tensorboard-dir", "{folder}/tensorboard")
     logged, wanted = values(ours / "tensorboard"), values(expected / "tensorboard")
-    assert logged == wanted and set(logged.values()) == {1} and len(logged) > STEPS * 4
+    assert wanted <= logged and set(logged.values()) == {1} and len(wanted) > STEPS * 4
+    more = sorted(tag for tag, *_ in logged - wanted)  # of the last evaluation, which nobody flushes
+    assert more in ([], ["lm loss validation", "lm loss validation vs samples"])
     assert len(list((ours / "tensorboard").glob("events.*"))) == 2  # the lost rank's and the newcomer's
 
 

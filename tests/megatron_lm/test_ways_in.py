@@ -85,8 +85,8 @@ class Job:
 
 @pytest.mark.parametrize("way", ["no edit", "patch"])
 def test_a_job_loses_its_logging_node(tmp_path, checkout, corpus, references, monkeypatch, way):
-    undisturbed(checkout, corpus, references)
-    (expected,) = references.glob("*/command.json")
+    undisturbed(checkout, corpus, references / "ways_in")
+    (expected,) = (references / "ways_in").glob("*/command.json")
     tree = checkout
     if way == "patch":
         (tmp_path / "checkout").mkdir()
