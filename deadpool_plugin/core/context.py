@@ -100,6 +100,8 @@ class Context:
         """Why this generation cannot go on as it is, as far as this node is concerned; "" if it can."""
         self.contact_at = 0.0
         """Until then, by our clock, a majority has been in contact with us for certain (contact.py)."""
+        self.formed_at = NEVER
+        """When this node, if it is of the first world, knew of it: until then nobody had heard of it for certain."""
         self.paused = False
         """This node's workers are stopped for want of contact."""
         self.echo: tuple[NodeId, float] = (node, NEVER)

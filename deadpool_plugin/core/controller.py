@@ -199,7 +199,7 @@ class Controller:
     def _world_formed(self, event: WorldFormed) -> None:
         ctx = self._ctx
         self._only_outside(event)
-        ctx.world, ctx.contact_at = event.world, ctx.now
+        ctx.world, ctx.contact_at, ctx.formed_at = event.world, ctx.now, ctx.now
         self._begin_generation()
         self._changed = True
         if ctx.leads:

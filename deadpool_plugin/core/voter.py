@@ -67,7 +67,7 @@ class Voter:
     def accused(self, sender: NodeId, reason: str, silent: bool) -> None:
         """`sender` counts this node as lost. Of two that do not hear each other the one goes that no majority hears."""
         ctx = self._ctx
-        if silent and ctx.in_contact:
+        if silent and ctx.in_contact and ctx.contact_at > ctx.formed_at:
             ctx.watch.accuse(sender, "it does not hear this node, which a majority does")
         else:
             ctx.fence(reason)
