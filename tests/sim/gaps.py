@@ -46,7 +46,6 @@ CANNOT = (
     Rule("SnapshotHeld", "JOINING", ANY, "nobody mirrors to a node before the generation has begun there"),
     Rule(OWN_RANKS, ANY, ("standing by",), "a spare runs no rank"),
     Rule("SpareRehearsed SpareFailed", ANY, ("member",), "who runs ranks rehearses none"),
-    Rule("Start", ANY, ("leading", "proposing"), "who coordinates tells itself without a message"),
     Rule("WorkerReady", "RESTORING", ANY, "scripts begin in generations that begin at the top"),
     Rule("WorkerReady WorkerRestored", "TRAINING", ANY, "a generation is in training when all ranks have said so"),
     Rule("WorkerRestored WorkerFinished CheckpointSaved", "STARTING", ANY,
