@@ -14,7 +14,7 @@ import socket
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from .. import events
@@ -24,7 +24,7 @@ from ..core.controller import Controller
 from ..core.messages import AnyMessage, Goodbye
 from ..core.policy import Policy
 from ..core.timing import Timing
-from ..core.types import NodeId, Rank, World
+from ..core.types import NodeId, World
 from ..errors import EXIT_FENCED, EXIT_OK, DeadpoolError, InvariantViolated, PeerRefused
 from ..mirror.store import SnapshotStore
 from ..transport import local
@@ -43,7 +43,7 @@ from .output import Writer
 from .pausing import Pausing
 from .peers import Peers
 from .repeats import marked
-from .reports import Reports
+from .reports import Reports, listed
 from .slots import Slot
 from .spares import Spares
 from .takeover import TakeOvers
@@ -355,11 +355,12 @@ class Agent:
         lives, patience_s, told = self._lives, self._config.decision_timeout_s, ""
         while not await lives.wait(lambda: not lives.at_work, patience_s):
             if not told:
-                told = f"node {self._node}: training is over, rank(s) {_listed(lives.at_work)} still at work"
+                told = f"node {self._node}: training is over, rank(s) {listed(sorted(lives.at_work))} still at work"
                 self._reports.say(told)
         if await lives.wait(lambda: lives.workers_gone, patience_s) or not (held := lives.unended):
             return lives.late_exit_code
-        self._reports.say(f"node {self._node}: what ran rank(s) {_listed(held)} does not come to its end; it is killed")
+        ranks = listed(sorted(held))
+        self._reports.say(f"node {self._node}: what ran rank(s) {ranks} does not come to its end; it is killed")
         return lives.late_exit_code or 1
 
     async def _drain(self) -> None:
@@ -371,10 +372,6 @@ class Agent:
             await asyncio.wait(waits, timeout=WORKERS_KILL_S)
         for pipe in pipes:
             pipe.close()
-
-
-def _listed(ranks: Iterable[Rank]) -> str:
-    return ", ".join(map(str, sorted(ranks)))
 
 
 def _timing(config: Config) -> Timing:

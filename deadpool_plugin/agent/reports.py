@@ -6,6 +6,7 @@ speaks for the job, a node speaks for itself.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -54,7 +55,7 @@ def sentence(event: events.Event) -> str:
         case events.TrainingStarted():
             return "all ranks are in training"
         case events.SpareReady(spare=spare, ranks=ranks):
-            return f"spare node {spare} is ready for rank(s) {_listed(ranks)}"
+            return f"spare node {spare} is ready for rank(s) {listed(ranks)}"
         case events.NodeLost(evidence=evidence):
             return evidence
         case events.RankLost(rank=rank, reason=reason):
@@ -103,7 +104,7 @@ def _moves(planned: events.SwapPlanned) -> str:
     """Who runs what from now on."""
     moves = [f"node {taker} takes over from node {lost}" for lost, taker in planned.takers.items()]
     if planned.lost_ranks:
-        moves.append(f"rank(s) {_listed(planned.lost_ranks)} get new processes where they were")
+        moves.append(f"rank(s) {listed(planned.lost_ranks)} get new processes where they were")
     return ", ".join(moves) or "no rank moves"
 
 
@@ -125,5 +126,5 @@ def _history(step: int, full: bool) -> str:
     return f"fill 80 % of history_limit_mib at step {step}; once it is full no further host can take over"
 
 
-def _listed(numbers: tuple[int, ...]) -> str:
+def listed(numbers: Iterable[int]) -> str:
     return ", ".join(map(str, numbers))

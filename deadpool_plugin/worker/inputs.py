@@ -8,6 +8,7 @@ reference.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,9 +33,16 @@ class Kept:
         leaves = [leaf.clone() if _is_small(leaf) else leaf for leaf in self._leaves]
         return pytree.tree_unflatten(leaves, self._spec)
 
-    def changed(self) -> torch.Tensor | None:
-        """A tensor that was changed in place since, if there is one (those made in inference mode cannot tell)."""
-        return next((tensor for tensor, version in self._versions if tensor._version != version), None)
+    def check(self, changed: Callable[[str], str], stays: str, remedy: str) -> None:
+        """See that it is what it was (tensors made in inference mode cannot tell).
+
+        Args: changed: what to say of a tensor of that shape that is not; stays: what is expected not to change.
+        Raises: Unsupported.
+        """
+        for tensor, version in self._versions:
+            if tensor._version != version:
+                expected = f"{stays} to stay as they are until two steps later"
+                raise Unsupported(changed(str(list(tensor.shape))), expected, remedy)
 
 
 class Inputs:
@@ -45,13 +53,11 @@ class Inputs:
 
     def check(self) -> None:
         """Raises: Unsupported if one is not what it was."""
-        tensor = self._kept.changed()
-        if tensor is not None:
-            raise Unsupported(
-                f"an input of {list(tensor.shape)} was changed in place after {self._user} had used it",
-                f"inputs above {COPIED_BYTES_MAX} bytes to stay as they are until two steps later",
-                "make a new tensor for each batch",
-            )
+        self._kept.check(
+            lambda shape: f"an input of {shape} was changed in place after {self._user} had used it",
+            f"inputs above {COPIED_BYTES_MAX} bytes",
+            "make a new tensor for each batch",
+        )
 
     def again(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments for doing the call again. Raises: Unsupported if one is not what it was."""

@@ -1,8 +1,8 @@
 """Data iterators that can be rewound by a few steps.
 
 Rules of this file: the user's iterator is never rebuilt on a survivor; what it gave out is kept while a redo
-could ask for it again, by reference but for its containers (Megatron-LM fills and slices the dict it got). A
-newcomer's iterator is moved to the same position by the counts in the call records (skipping.py).
+could ask for it again, its large tensors by reference (Megatron-LM fills and slices the dict it got). A newcomer's
+iterator is moved to the same position by the counts in the call records (skipping.py).
 An iterator may draw random numbers (a loader does at each new epoch, for its order perhaps): a redo must draw as many
 although it reads nothing, and a newcomer must draw the same.
 """
@@ -37,13 +37,11 @@ class Item(NamedTuple):
 
     def check(self) -> None:
         """Raises: Unsupported if it is not what it was."""
-        tensor = self.kept.changed()
-        if tensor is not None:
-            raise Unsupported(
-                f"a tensor of {list(tensor.shape)} in a batch that a training call had read was changed in place",
-                f"tensors above {COPIED_BYTES_MAX} bytes that a loader gives to stay as they are until two steps later",
-                "make new tensors for each batch, and change copies of them",
-            )
+        self.kept.check(
+            lambda shape: f"a tensor of {shape} in a batch that a training call had read was changed in place",
+            f"tensors above {COPIED_BYTES_MAX} bytes that a loader gives",
+            "make new tensors for each batch, and change copies of them",
+        )
 
 
 class RewindIterator:
