@@ -32,10 +32,12 @@ class Pausing:
             for slot in self._slots
             if slot.serving is not None and slot.process is not None and slot.process.pid
         }
-        for pid in running.values():
-            self._stop(pid)
-        for pid in self._started(running) if running else ():
-            self._stop(pid)
+        met, found = set[int](), {*running.values()}
+        while found:
+            for pid in found:
+                self._stop(pid)
+            met |= found
+            found = self._started(running) - met  # until there is no other one: they may fork meanwhile
         self._watch.excuse(self._stopped)
 
     def _started(self, running: Collection[int]) -> set[int]:

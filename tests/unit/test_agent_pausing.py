@@ -91,7 +91,7 @@ def test_all_ranks_stand_still_before_anybody_looks_for_their_children(families,
     slots = [slot_of(standby, worker, number=number) for number, (standby, worker, _) in enumerate(people)]
     Pausing(tag, slots, Watch(10.0)).pause()
     wait_until(lambda: all(stopped(*workers, *children)))
-    assert asked == [tag] and not any(stopped(*(one[0].pid for one in people)))
+    assert {*asked} == {tag} and not any(stopped(*(one[0].pid for one in people)))
 
 
 def test_beside_ranks_that_stand_still_one_that_rehearses_goes_on(families):
