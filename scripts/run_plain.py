@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
+from clusters import card
 from clusters.launched import free_port
 
 PRELOAD = (
@@ -39,13 +40,15 @@ def preload(names: Sequence[str] = PRELOAD) -> None:
         raise RuntimeError(f"{threads} threads after the imports: forked ranks could hang; set OMP_NUM_THREADS=1")
 
 
-def become_rank(rank: int, ranks: int, port: int, logs: Path, script: list[str]) -> None:
-    """In the forked process: run the script as `rank`. Never returns."""
+def become_rank(rank: int, ranks: int, port: int, logs: Path, script: list[str], slots: int = 0) -> None:
+    """In the forked process: run the script as `rank`, on hosts of `slots` ranks (0: all on one). Never returns."""
+    host, local_rank = divmod(rank, slots or ranks)
     output = os.open(logs / f"rank{rank:04d}.log", os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o644)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in places.items()})
+    places: dict[str, int | str] = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": ranks}
+    places |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in places.items()} | card.host_id(host))
     sys.argv = script
     sys.path[0] = str(Path(script[0]).resolve().parent)
     code = 0

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from clusters import processes
+from clusters import card, processes
 from clusters.launched import REPOSITORY
 
 OURS = (
@@ -52,10 +52,10 @@ DEEPSPEED = (
 LAUNCHER_POLL_S = 0.1
 
 
-def preload(names: Sequence[str] = PRELOAD) -> None:
+def preload(names: Sequence[str] = PRELOAD, device: str = "cpu") -> None:
     """Import what all processes of a cluster need. Raises: RuntimeError if that has started a thread."""
     warnings.filterwarnings("ignore")
-    os.environ.update(launcher_environment())
+    os.environ.update(launcher_environment(device))
     if str(REPOSITORY) not in sys.path:
         sys.path.insert(1, str(REPOSITORY))
     import_all(names)
@@ -70,16 +70,15 @@ def import_all(names: Sequence[str] = PRELOAD) -> None:
         importlib.import_module(name)
 
 
-def launcher_environment() -> dict[str, str]:
-    """Emulated nodes compute on the CPU also where there is a GPU: several ranks would share it."""
-    return {
+def launcher_environment(device: str = "cpu") -> dict[str, str]:
+    """Emulated nodes compute on the CPU also where there is a GPU, unless they are told to share it ("cuda")."""
+    common = {
         "OMP_NUM_THREADS": "1",
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "DS_ACCELERATOR": "cpu",
         "GLOO_SOCKET_IFNAME": "lo",
         "PYTHONUNBUFFERED": "1",
     }
+    return common | (card.environment() if device == "cuda" else {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"})
 
 
 @dataclass(frozen=True)
@@ -127,6 +126,7 @@ class Host:
         sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
         faulthandler.register(signal.SIGUSR1, all_threads=True)  # inherited by all that is forked from here
         os.chdir(REPOSITORY)
+        os.environ.update(card.host_id(self.index))
         os.environ.update(
             DEMO_NODE=str(self.index),
             DEMO_LEADER=str(os.getpid()),

@@ -21,10 +21,10 @@ from clusters.launched import REPOSITORY, free_port
 SCRIPT = REPOSITORY / "scripts" / "train_gpt.py"
 
 
-def reference(cache: Path, training: list[str], world: int, script: Path = SCRIPT) -> Path:
+def reference(cache: Path, training: list[str], world: int, script: Path = SCRIPT, slots: int = 0) -> Path:
     """Folder with the output of the undisturbed run. Raises: RuntimeError if that run fails.
 
-    `{folder}` in a word of `training` is the run's folder.
+    `{folder}` in a word of `training` is the run's folder. `slots`: as of `become_rank`.
     """
     folder = cache / key(training, world, script)
     if folder.exists():
@@ -38,7 +38,7 @@ def reference(cache: Path, training: list[str], world: int, script: Path = SCRIP
     for rank in range(world):
         pid = os.fork()
         if pid == 0:
-            become_rank(rank, world, port, running, [str(script), *words])
+            become_rank(rank, world, port, running, [str(script), *words], slots)
         pids.add(pid)
     if wait(pids):
         raise RuntimeError(f"the undisturbed run failed; its output is in {running}")

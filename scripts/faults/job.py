@@ -21,7 +21,7 @@ from clusters.events import Tail, as_list
 from clusters.forked import Cluster, Node
 from clusters.launched import REPOSITORY, read_json_lines
 
-from faults.plan import INJECTED, Kill, Plan
+from faults.plan import ASSERTED, INJECTED, Kill, Plan
 
 SCRIPTS = REPOSITORY / "scripts"
 POLL_S = 0.01
@@ -245,7 +245,9 @@ class Job:
     def _raised(self) -> list[str]:
         """What scripts raised that no fault did, and take-overs that failed though their sources were there: such a
         rank is replaced in place, which hides that a redo or a replay failed."""
-        reasons = [event["reason"] for event in self.tail.of("RankLost") if INJECTED not in event["reason"]]
+        planned = (INJECTED, ASSERTED) if any(kill.kind == "assert" for kill in self.kills) else (INJECTED,)
+        reasons = [event["reason"] for event in self.tail.of("RankLost")]
+        reasons = [reason for reason in reasons if not any(text in reason for text in planned)]
         alone = all(kill.after < 0 and not kill.also for kill in self.kills)
         return [
             reason

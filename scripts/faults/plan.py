@@ -20,10 +20,13 @@ from typing import Any
 
 from clusters import processes
 
-KINDS = ("node", "rank", "raise", "stop", "silent", "gil")
+KINDS = ("node", "rank", "raise", "stop", "silent", "gil", "assert")
 """node: SIGKILL of every process of the host; rank: of the worker; raise: an exception in the worker; stop: SIGSTOP
-of the worker; silent: SIGSTOP of every process of the host; gil: the worker sleeps for ever and holds the GIL."""
+of the worker; silent: SIGSTOP of every process of the host; gil: the worker sleeps for ever and holds the GIL;
+assert: a device-side assertion, of which the worker hears at one of its next CUDA calls; all of them fail then."""
 INJECTED = "a fault was planned here"
+ASSERTED = "device-side assert"
+"""What CUDA's error says of a fault of kind `assert`."""
 GIL_SLEEP_S = 3600
 HOLD_POLL_S = 0.005
 
@@ -171,6 +174,9 @@ def _strike_worker(kind: str, pid: int) -> None:
         processes.signal_node(int(os.environ["DEMO_LEADER"]), signal.SIGSTOP)
     elif kind == "gil":
         ctypes.PyDLL(None).sleep(GIL_SLEEP_S)
+    elif kind == "assert":
+        torch = sys.modules["torch"]
+        torch._assert_async(torch.zeros(1, device="cuda"))
     else:
         raise Injected
 

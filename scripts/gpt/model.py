@@ -102,6 +102,7 @@ def model_config(args: argparse.Namespace) -> TransformerConfig:
         masked_softmax_fusion=False,
         bias_dropout_fusion=False,
         persist_layer_norm=False,
+        deterministic_mode=args.deterministic_mode,
     )
 
 

@@ -1,4 +1,5 @@
-"""The same contract over NCCL: operations of every kind, an abort out of blocked ones of two groups, rebuilt ones.
+"""The same contract over NCCL: every operation gives what plain NCCL gives; an abort out of blocked ones of two groups
+whose other member was killed, or stopped; rebuilt groups, twenty times without more device memory in use.
 
 Rules of this file: needs one GPU per rank, or NCCL >= 2.30 where several ranks may share one (one NCCL_HOSTID each, no
 shared memory and no peer-to-peer, sockets on lo). The processes are forked before CUDA is initialised.
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.comm import TIMEOUT, become
+from support.comm import COLLECTIVES, TIMEOUT, battery, become
 from support.forked import Cell, Fleet
 from support.zygote import in_zygote
 
@@ -27,6 +28,13 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available() or not dist.is_nccl_available(), reason="needs a GPU and NCCL"),
 ]
+
+
+NOT_OF_NCCL = {"barriers": "monitored_barrier", "point_to_point": "receiving from anybody"}
+"""Collectives of the battery that have parts NCCL knows nothing of; `_battery` has the others."""
+SWAPS = 20
+LEAK_BYTES_MAX = 8 << 20
+"""Of device memory per swap, over the second half of them."""
 
 
 def _device(rank: int) -> torch.device:
@@ -48,6 +56,35 @@ def _groups(rank: int, store: str) -> Groups:
     groups.start(0, store)
     dist.init_process_group("cpu:gloo,cuda:nccl", timeout=TIMEOUT)
     return groups
+
+
+def _surface(rank: int, plain: bool, address: Cell) -> Any:
+    """Every operation; what it gives on a group of torch's own, or on a handle."""
+    if rank == 0:
+        keep, text = host_store("127.0.0.1")
+        address.set(text)
+    if plain:
+        become(rank, 2)
+        torch.cuda.set_device(_device(rank))
+        host, port = address.get().rsplit(":", 1)
+        store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False)
+        dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=rank, world_size=2, timeout=TIMEOUT)
+    else:
+        _groups(rank, address.get())
+    torch.set_default_device("cuda")
+    results = battery(None, *(name for name in COLLECTIVES if name not in NOT_OF_NCCL))
+    dist.barrier()
+    return results
+
+
+@in_zygote
+def test_every_operation_equals_plain_nccl() -> None:
+    with Fleet(deadline_s=180) as fleet:
+        results = []
+        for plain in (True, False):
+            address = Cell()
+            results.append(fleet.values([fleet.fork(_surface, rank, plain, address) for rank in range(2)]))
+    assert results[0] == results[1]
 
 
 def _both() -> list[Any]:
@@ -157,15 +194,49 @@ def _newcomer(cells: Cells) -> Any:
     return first, [_battery(group) for group in both]
 
 
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
 @in_zygote
-def test_a_rank_is_replaced() -> None:
+def test_a_rank_is_replaced(signum: int) -> None:
     with Fleet(deadline_s=180) as fleet:
         cells = Cells()
         members = [fleet.fork(_member, rank, cells) for rank in range(2)]
         newcomer = fleet.fork(_newcomer, cells)
         fleet.until(cells.recording, cells.entered)
-        fleet.kill(members[1])
+        fleet.kill(members[1], signum)
         cells.abort.set()
         zero, one = fleet.values([members[0], newcomer])
     for rank, seen in enumerate((zero, one)):
         assert seen == ([_expected(rank)] * 2,) * 2
+
+
+def _swapper(rank: int, stores: list[Cell]) -> Any:
+    """The last results, and the device memory that was free after each swap, in bytes."""
+    keep, free = [], []
+    for store in stores if rank == 0 else ():
+        server, text = host_store("127.0.0.1")
+        keep.append(server)
+        store.set(text)
+    groups = _groups(rank, stores[0].get())
+    both = _both()
+    results = [_battery(group) for group in both]
+    groups.stop_recording()
+    for generation in range(1, SWAPS + 1):
+        if rank == 0:
+            dist.all_reduce(torch.ones(1 << 20, device="cuda"), group=both[generation % 2], async_op=True)
+        groups.interrupt(generation)
+        torch.cuda.synchronize()  # the operation nobody joined has ended with its communicator
+        groups.rebuild(generation, stores[generation].get())
+        results = [_battery(group) for group in both]
+        free.append(torch.cuda.mem_get_info()[0])
+    return results, free
+
+
+@in_zygote
+def test_swaps_leave_no_device_memory_in_use() -> None:
+    with Fleet(deadline_s=240) as fleet:
+        stores = [Cell(4096) for _ in range(SWAPS + 1)]
+        outcomes = fleet.values([fleet.fork(_swapper, rank, stores) for rank in range(2)])
+    for rank, (results, free) in enumerate(outcomes):
+        assert results == [_expected(rank)] * 2
+        late = free[SWAPS // 2 :]
+        assert late[0] - late[-1] <= LEAK_BYTES_MAX * len(late), free
