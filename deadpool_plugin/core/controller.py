@@ -295,7 +295,7 @@ class Controller:
             self._received_early(event)
             return
         ctx.watch.hear(event.sender, ctx.now)
-        if event.sender in ctx.watch.silent and not ctx.swapping:
+        if event.sender in ctx.watch.silent and not self._swaps.counts_as_lost(event.sender):
             ctx.watch.pardon(event.sender)  # nothing has come of its silence here, and nothing need
         if generation_of(event.message) > self.generation and not isinstance(event.message, _NEED_NO_QUESTION):
             ctx.send(event.sender, Report(self.generation, ctx.node))  # who decided it may have died before it told us

@@ -190,10 +190,10 @@ class Ledger:
         }
         bare = [rank for rank, steps in held.items() if not steps]
         if bare:
-            return f"no surviving node holds any snapshot of rank(s) {_listed(bare)}"
+            return f"no surviving node holds any snapshot of rank(s) {listed(bare)}"
         shown = ", ".join(f"rank {rank}: {steps}" for rank, steps in list(held.items())[:8])
-        return f"no step is held for all ranks by the surviving nodes {_listed(sorted(survivors))} ({shown})"
+        return f"no step is held for all ranks by the surviving nodes {listed(sorted(survivors))} ({shown})"
 
 
-def _listed(numbers: Iterable[int]) -> str:
+def listed(numbers: Iterable[int]) -> str:
     return ", ".join(map(str, numbers))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from .ledger import Ledger, RestorePoint
+from .ledger import Ledger, RestorePoint, listed
 from .placement import world_after
 from .types import NO_STEP, NodeId, Rank, Step, SwapPlan, Unrecoverable, World
 
@@ -80,7 +80,7 @@ def plan_swap(case: Situation) -> SwapPlan | NoSpare | Unrecoverable:
 def _shortage(case: Situation) -> str:
     spares = sum(spare not in case.lost for spare in case.world.spares) + len(case.joined)
     what = "no spare is left" if spares == 0 else f"only {spares} spare(s) are left"
-    return f"{what} for lost node(s) {_listed(case.lost_nodes)}"
+    return f"{what} for lost node(s) {listed(case.lost_nodes)}"
 
 
 def _unrecoverable(case: Situation, reason: str, newest_committed: Step) -> Unrecoverable:
@@ -92,7 +92,3 @@ def choose_store(world: World, survivors: Collection[NodeId], stores: Mapping[No
     """The address offered by the lowest surviving active node that offers one; then by a spare; else ""."""
     order = sorted(node for node in world.active if node in survivors) + [n for n in world.spares if n in survivors]
     return next((stores[node] for node in order if stores.get(node)), "")
-
-
-def _listed(numbers: Collection[int]) -> str:
-    return ", ".join(map(str, numbers))

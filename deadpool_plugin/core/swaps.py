@@ -108,6 +108,10 @@ class Swaps:
         if fresh:
             self._ctx.emit("NodeLost", lost=tuple(fresh), evidence=described(fresh))
 
+    def counts_as_lost(self, node: NodeId) -> bool:
+        """Whether the swap under way was begun, or goes on, without `node`."""
+        return node in self._announced or node in self._ctx.hearsay.lost
+
     def bring_up_to_date(self, node: NodeId) -> None:
         """`node` speaks of an older generation: tell it what was decided, and what is being asked since."""
         ctx, proposal = self._ctx, self.proposer.proposal
