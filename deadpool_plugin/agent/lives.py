@@ -40,6 +40,8 @@ class Lives:
         """The worst exit code of a rank's process after the job's end, as a shell counts signals."""
         self.changed = asyncio.Event()
         self.on_lost: Callable[[Slot], None] = lambda slot: None
+        self.on_supervisor_told: Callable[[str], None] = self.give_up
+        """A supervisor was told to end by its launcher, and says so."""
 
     # ---- worker processes
 
@@ -139,14 +141,14 @@ class Lives:
         self._watch.add(
             slot.standby_pid,
             lambda code: self._standby_ended(slot, described_exit(code)),
-            lambda seconds: self._give_up(f"{_standby(slot)} had been stopped (state T) for {seconds:.1f} s"),
+            lambda seconds: self.give_up(f"{_standby(slot)} had been stopped (state T) for {seconds:.1f} s"),
         )
 
     def standby_exited(self, slot: Slot, peer: LocalPeer, message: local.StandbyExited) -> None:
         self._standby_ended(slot, described_exit(message.exit_code))
 
     def cannot_end(self, slot: Slot, peer: LocalPeer, message: local.CannotEnd) -> None:
-        self._give_up(f"local rank {slot.local_rank} can have no other process: {message.reason}")
+        self.give_up(f"local rank {slot.local_rank} can have no other process: {message.reason}")
 
     def _standby_is_gone(self, slot: Slot) -> bool:
         return _is_gone(slot.standby_pid)
@@ -157,18 +159,19 @@ class Lives:
             return
         slot.standby_ended = True
         self._watch.forget(slot.standby_pid)
-        self._give_up(f"{_standby(slot)} {how}")
+        self.give_up(f"{_standby(slot)} {how}")
 
     def leaving(self, slot: Slot, peer: LocalPeer, message: local.Leaving) -> None:
         name = signal.Signals(message.signal).name
         if message.signal == signal.SIGINT:
             self._feed(io.StopRequested(f"interrupted by {name} on node {self._node}", 128 + message.signal))
         elif message.signal == signal.SIGHUP:
-            self._give_up(f"node {self._node} found the launcher gone (on_launcher_loss: stop)")
+            self.give_up(f"node {self._node} found the launcher gone (on_launcher_loss: stop)")
         else:
-            self._give_up(f"the launcher of node {self._node} ended its processes ({name})")
+            self.on_supervisor_told(f"the launcher of node {self._node} ended its processes ({name})")
 
-    def _give_up(self, reason: str) -> None:
+    def give_up(self, reason: str) -> None:
+        """Others take its ranks over. Nothing once the job ends."""
         if not self.ending:
             self._feed(io.NodeGivenUp(reason))
 
@@ -183,7 +186,7 @@ class Lives:
             slot.supervisor = None
             if not self.ending:
                 proc.sweep(f"{self._job_tag}{slot.local_rank}.")
-                self._give_up(f"supervisor of local rank {slot.local_rank} is gone")
+                self.give_up(f"supervisor of local rank {slot.local_rank} is gone")
         elif peer is slot.standby:
             slot.standby = None
         elif process is not None and peer is process.peer:

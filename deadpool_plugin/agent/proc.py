@@ -64,6 +64,16 @@ def _dumps_core(pid: int, folder: str) -> bool:
         return False
 
 
+def catches(pid: int, number: int) -> bool:
+    """Whether `pid` has a handler of its own for signal `number`."""
+    try:
+        with open(f"/proc/{pid}/status", "rb", buffering=0) as file:
+            mask = int(file.read(4096).partition(b"\nSigCgt:\t")[2].split()[0], 16)
+    except (OSError, IndexError):  # gone
+        return False
+    return bool(mask >> (number - 1) & 1)
+
+
 def start_time(pid: int) -> int:
     """When `pid` was started, in clock ticks since boot: with the pid it names a process for good."""
     with open(f"/proc/{pid}/stat", "rb") as file:

@@ -39,6 +39,7 @@ from .joining import Job
 from .lives import Lives
 from .meeting import Lines, reachable
 from .mirroring import Mirroring
+from .notice import Notice
 from .output import Writer
 from .pausing import Pausing
 from .peers import Peers
@@ -55,7 +56,6 @@ from .world import Place, described, form_world, rack_named
 
 WORKERS_KILL_S = 0.5
 SUPERVISORS_END_S = 4.0
-TERM_GRACE_S = 0.3
 
 
 class Agent:
@@ -169,6 +169,8 @@ class Agent:
         )  # fmt: skip
         self._unwinding = Unwinding(slots, self._lives, config.phase_timeout_s, config.saving_timeout_s)
         self._lives.on_lost = self._spares.replace
+        notice = Notice(slots, self._lives.give_up, lambda text: self._reports.emit("Note", text=text))
+        self._lives.on_supervisor_told = notice.supervisor_told
         self._workers.handlers |= {
             local.Unwound: self._unwinding.unwound,
             local.Saving: self._unwinding.saving,
@@ -182,7 +184,7 @@ class Agent:
         self._controller = Controller(node, _timing(config), _policy(config))
         self._witness = Witness(config.witness, lambda: credentials.job, self._reports, self.feed)
         self._server = LocalServer(self._listener, self._workers.on_message, self._lives.closed)
-        loop.add_signal_handler(signal.SIGTERM, lambda: loop.call_later(TERM_GRACE_S, self._told_to_end))
+        loop.add_signal_handler(signal.SIGTERM, notice.told, f"the agent of node {node} was told to end (SIGTERM)")
 
     async def _start(self) -> None:
         """Meet the others, link up, and let the controller begin. Raises: DeadpoolError."""
@@ -266,9 +268,6 @@ class Agent:
     def _restored(self, slot: Slot, peer: LocalPeer, message: local.Restored) -> None:
         self._unwinding.unwound(slot, peer, message)
         self._workers.restored(slot, message)
-
-    def _told_to_end(self) -> None:
-        self.feed(io.NodeGivenUp(f"the agent of node {self._node} was told to end (SIGTERM)"))
 
     # ---- actions
 

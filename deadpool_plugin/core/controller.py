@@ -333,6 +333,8 @@ class Controller:
             ctx.act(AbortWorkers(plan.world.generation))
         self._pausing.resume()
         self._enter(message)
+        for node in plan.lost_nodes:  # whoever lives is not to take the end of this link for a loss
+            ctx.send(node, NodeFailed(self.generation, node, f"counted as lost in generation {self.generation}"))
         ctx.act(Reconfigure(plan))
 
     def _enter(self, decided: Decided) -> None:

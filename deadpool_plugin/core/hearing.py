@@ -59,6 +59,9 @@ class Hearing:
             self._swaps.bring_up_to_date(sender)
         if message.generation != ctx.world.generation or sender in ctx.watch.evidence:
             return
+        if sender in ctx.suspects:  # a rival of our coordinator, which is not to take the silence for a loss meanwhile
+            ctx.send(sender, Report(ctx.world.generation, ctx.node))
+            return
         ctx.echo = (sender, message.sent_at)
         ctx.contact_at = max(ctx.contact_at, message.certain)
         if ctx.swapping:
@@ -85,6 +88,8 @@ class Hearing:
         suspects = ctx.suspects
         if message.generation < ctx.world.generation and message.node != sender:
             self._swaps.bring_up_to_date(sender)  # who was lost then has been seen to, or is told of again
+        elif message.node == ctx.node and message.generation > ctx.world.generation:
+            ctx.fence(message.reason)
         elif message.node == ctx.node and sender in ctx.watch.evidence:
             return  # each counts the other as lost: the one whose plan is decided goes on, else both would go
         elif message.node == ctx.node:

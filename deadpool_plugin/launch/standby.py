@@ -20,6 +20,7 @@ from typing import NoReturn
 
 import msgspec
 
+from ..agent import proc
 from ..config import load
 from ..transport import local
 from ..transport.framing import ConnectionClosed
@@ -52,6 +53,7 @@ class Standby:
     ) -> None:
         self._connection, self._local_rank, self._run, self._modules = connection, local_rank, run, modules
         self._ending_s = ending_s
+        self._pid = os.getpid()
         self._child = self._order = 0
         self._lessons = Lessons()
 
@@ -59,6 +61,7 @@ class Standby:
         """Import, then wait for orders and for ends."""
         become_subreaper()
         be_the_first_to_go()
+        signal.signal(signal.SIGTERM, self._told_to_end)
         self._signals = _wake_on_children()
         self._connection.send(local.StandbyHello(self._local_rank))
         preload(self._modules)
@@ -72,6 +75,12 @@ class Standby:
                 self._lessons.begin()
             if self._connection.fileno() in readable:
                 self._hear()
+
+    def _told_to_end(self, number: int, frame: object) -> None:
+        """The launcher tells everybody on its host. A script that handles that itself needs us until it has ended."""
+        if not (os.getpid() == self._pid and self._child and proc.catches(self._child, number)):
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
 
     def _hear(self) -> None:
         try:
@@ -125,7 +134,8 @@ class Standby:
         try:
             die_with_parent(signal.SIGKILL, parent)
             signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for number in (signal.SIGCHLD, signal.SIGTERM):
+                signal.signal(number, signal.SIG_DFL)
             for fd in (*self._signals, *self._lessons.pipes, self._connection.fileno()):
                 os.close(fd)
             self._run(order, tell)

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from ..agent import joining, proc
+from ..agent.notice import NOTICE_S
 from ..agent.watch import described_exit
 from ..config import load
 from ..errors import EXIT_FENCED, DeadpoolError, TransportError
@@ -35,7 +36,8 @@ STANDBY = (sys.executable, "-u", "-m", "deadpool_plugin.launch.standby")
 AGENT = (sys.executable, "-u", "-m", "deadpool_plugin.launch.agent")
 CONNECT_S = 60.0
 LEAVE_S = 5.0
-"""How long the agent has to answer that we were told to end, and to end itself after us."""
+"""How long the agent has to answer that we were told to end (a script that handles that itself has its time before),
+and to end itself after us."""
 
 
 class Supervisor:
@@ -71,6 +73,8 @@ class Supervisor:
         self._agent = self._standby = 0
         self._poll = select.poll()
         self._roles: dict[int, str] = {}
+        self._left_for, self._leave_by = 0, 0.0
+        """The signal we were told to end by, and when we do so whatever the agent says."""
 
     def _catch_signals(self) -> int:
         read_end, write_end = os.pipe()
@@ -91,7 +95,10 @@ class Supervisor:
         self._watch(self._connection.fileno(), "agent's word")
         self._start_standby()
         while True:
-            for fd, _ in self._poll.poll():
+            ready = self._poll.poll(max(0.0, self._leave_by - time.monotonic()) * 1000 if self._left_for else None)
+            if not ready:
+                self._finish(128 + self._left_for)
+            for fd, _ in ready:
                 self._handle(self._roles[fd], fd)
 
     def _watch(self, fd: int, role: str, events: int = select.POLLIN) -> None:
@@ -146,9 +153,10 @@ class Supervisor:
             if number in self._caught:
                 self._leave(number)
         elif role == "launcher":
+            self._poll.unregister(fd)
             self._leave(signal.SIGHUP)
         elif role == "agent's word":
-            self._finish(self._hear(None))
+            self._finish(self._hear())
         elif role == "agent's end":
             self._finish(self._reap_agent(None) or EXIT_FENCED)
         else:
@@ -159,24 +167,22 @@ class Supervisor:
             proc.sweep(self._tag)
             self._tell(local.StandbyExited(self._launch.local_rank, os.waitstatus_to_exitcode(status)))
 
-    def _hear(self, timeout_s: float | None) -> int:
-        """The exit code the agent wants; without an agent this node is out. Raises: TimeoutError."""
+    def _hear(self) -> int:
+        """The exit code the agent wants; without an agent this node is out."""
         try:
             while True:
-                message, _ = self._connection.recv(timeout_s)
+                message, _ = self._connection.recv()
                 if isinstance(message, local.EndSupervisor):
                     return message.exit_code
         except ConnectionClosed:
             return EXIT_FENCED
 
-    def _leave(self, number: int) -> NoReturn:
+    def _leave(self, number: int) -> None:
         """We were told to end by a signal: the agent has a moment to tell the others and to say how."""
         self._tell(local.Leaving(self._launch.local_rank, number))
-        try:
-            code = self._hear(LEAVE_S)
-        except TimeoutError:
-            code = 128 + number
-        self._finish(code)
+        within_s = LEAVE_S + (NOTICE_S if number == signal.SIGTERM else 0.0)
+        if not self._left_for or number != signal.SIGTERM:
+            self._left_for, self._leave_by = number, time.monotonic() + within_s
 
     # ---- ending
 

@@ -181,7 +181,7 @@ class Node:
         self.takeovers.act(action.plan)
         for node in action.plan.lost_nodes:
             self.barred.add(node)
-            self.network.close(self.number, node, "dropped", keeps=False)
+            self.network.close(self.number, node, "dropped", keeps=True)
 
     def _leave(self, action: io.Leave) -> None:
         self.exit = (action.exit_code, action.reason)

@@ -292,10 +292,12 @@ class ControlMesh:
             self._links[node].send(msgspec.msgpack.encode(message))
 
     def drop(self, node: NodeId) -> None:
-        """Ends the link to `node` and accepts none from it any more: it is lost to the world."""
+        """Ends the link to `node`, what is queued for it going first within a short deadline, and accepts none from it
+        any more: it is lost to the world."""
         self._barred.add(node)
         if node in self._links:
-            self._links[node].abort("dropped")
+            self._links[node].close()
+            asyncio.get_running_loop().call_later(_FLUSH_S, self._links[node].abort, "dropped")
 
     async def close(self, goodbye: AnyMessage | None = None) -> None:
         """Sends `goodbye` to everyone, sends what is queued within a short deadline, and ends all links."""

@@ -32,6 +32,7 @@ TIMING = Timing(
     heartbeat_interval_s=1.0, silent_after_s=10.0, phase_timeout_s=20.0, decision_timeout_s=100.0, start_timeout_s=100.0
 )
 PLAN = SwapPlan(World(1, (0, 1, 3)), 4, (2,), (), "store")
+YOU_ARE_OUT = NodeFailed(1, 2, "counted as lost in generation 1")
 
 
 def formed(node: int, world: World = WORLD) -> Controller:
@@ -117,13 +118,13 @@ def test_a_voter_fences_first_and_says_nothing_of_the_old_generation_after():
     assert hear(controller, 0, Propose(ballot, PLAN), 1.8) == [io.Send(0, Accepted(ballot))]
     assert said(hear(controller, 1, Prepare(Ballot(1, 0, 1), (2,)), 1.9)) == [(1, Refused(Ballot(1, 0, 1), ballot))]
     actions = hear(controller, 0, decided(PLAN), 2.0)
-    assert actions[0] == io.Reconfigure(PLAN)
+    assert actions[:2] == [io.Send(2, YOU_ARE_OUT), io.Reconfigure(PLAN)]
     assert hear(controller, 0, decided(PLAN), 2.1) == []
 
 
 def test_a_decision_without_its_prepare_fences_first():
     actions = hear(formed(3), 0, decided(PLAN))
-    assert actions[:2] == [io.AbortWorkers(1), io.Reconfigure(PLAN)]
+    assert actions[:3] == [io.AbortWorkers(1), io.Send(2, YOU_ARE_OUT), io.Reconfigure(PLAN)]
 
 
 def test_whoever_is_behind_is_told_the_decision_again():
@@ -144,6 +145,34 @@ def test_who_is_counted_as_lost_leaves():
         controller = formed(2)
         assert hear(controller, 0, message)[-1].exit_code == 87
         assert controller.ended and controller.step(io.Ticked(), 99.0) == []
+
+
+def test_who_was_lost_in_a_newer_generation_leaves_whoever_says_so():
+    controller = formed(2)
+    controller.step(io.LinkLost(1, "gone"), 0.1)
+    assert said(hear(controller, 1, NodeFailed(0, 2, "you are"))) == []  # each counts the other as lost
+    assert hear(controller, 1, YOU_ARE_OUT)[-1].exit_code == 87
+
+
+def test_a_rival_of_the_coordinator_is_told_that_this_node_lives_and_is_not_followed():
+    controller = formed(3)
+    hear(controller, 1, Prepare(Ballot(1, 1, 1), (0,)))
+    assert said(hear(controller, 0, Status(0, -1, True, False, True, 5.0, 4.0), 1.0)) == [(0, Report(0, 3))]
+    hear(controller, 1, Status(0, -1, True, False, True, 6.0, 4.0), 1.1)
+    hear(controller, 0, Status(0, -1, True, False, True, 7.0, 4.0), 1.2)
+    (report,) = [message for to, message in said(controller.step(io.Ticked(), 2.2)) if to == 1]
+    assert report.heard == 6.0
+
+
+def test_a_silence_that_ends_within_the_swap_is_over_unless_the_swap_goes_on_without_that_node():
+    for proposes, evidence in ((0, {}), (1, {2: "silent"})):
+        controller = formed(3)
+        hear(
+            controller, proposes, Prepare(Ballot(1, 1, proposes), (2,) if evidence else (1,), (2,) if evidence else ())
+        )
+        controller._ctx.watch.accuse(2, "silent", silent=True)
+        hear(controller, 2, Report(0, 2), 1.0)
+        assert controller._ctx.watch.evidence == evidence
 
 
 def test_a_verdict_of_another_generation_or_of_no_member_ends_nothing_here():

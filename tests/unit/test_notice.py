@@ -1,0 +1,80 @@
+"""agent/notice.py: who is told to end, who is asked first, and for how long; proc.catches."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from deadpool_plugin.agent import notice, proc
+from deadpool_plugin.agent.notice import Notice
+from deadpool_plugin.agent.slots import Process, Slot
+
+HANDLES = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: None); print(flush=True); signal.pause()"
+DOES_NOT = "import signal, sys; print(flush=True); signal.pause()"
+
+
+@pytest.fixture
+def running():
+    """Starts a program and returns a slot in which it runs a rank (or rehearses one)."""
+    started = []
+
+    def start(code: str, rehearses: bool = False) -> Slot:
+        process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+        started.append(process)
+        process.stdout.readline()
+        return Slot(0, rank=3, process=Process(order=1, rank=3, rehearses=rehearses, pid=process.pid, peer=object()))
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def course(monkeypatch, slots, tell, seconds):
+    """What is said and given up when `tell(notice)` happens, within some seconds."""
+    monkeypatch.setattr(notice, "TERM_GRACE_S", 0.05)
+    monkeypatch.setattr(notice, "NOTICE_S", 0.2)
+
+    async def play():
+        told = []
+        tell(Notice(slots, lambda reason: told.append(("given up", reason)), lambda text: told.append(("said", text))))
+        at_once = list(told)
+        await asyncio.sleep(seconds)
+        return at_once, told[len(at_once) :]
+
+    return asyncio.run(play())
+
+
+def both(one):
+    one.supervisor_told("its launcher did")
+    one.told("it was told")
+    one.told("it was told")
+
+
+def test_a_script_that_handles_it_has_its_time_and_no_more(running, monkeypatch):
+    at_once, then = course(monkeypatch, [running(HANDLES)], both, 1.0)
+    assert [what for what, _ in at_once] == ["said"]
+    assert then == [("given up", "it was told; the script, which handles SIGTERM itself, has not ended within 0.2 s")]
+
+
+@pytest.mark.parametrize(("code", "rehearses"), [(DOES_NOT, False), (HANDLES, True)])
+def test_a_host_whose_script_has_no_handler_is_given_up_at_once(running, monkeypatch, code, rehearses):
+    at_once, then = course(monkeypatch, [running(code, rehearses)], both, 0.5)
+    assert at_once == [("given up", "its launcher did")]
+    assert then == [("given up", "it was told")] * 2
+
+
+def test_a_supervisor_that_was_told_alone_has_lost_its_launcher(running, monkeypatch):
+    at_once, then = course(monkeypatch, [running(HANDLES)], lambda one: one.supervisor_told("its launcher did"), 0.5)
+    assert (at_once, then) == ([], [("given up", "its launcher did")])
+
+
+def test_whoever_has_gone_catches_nothing():
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    assert not proc.catches(child.pid, signal.SIGTERM)
