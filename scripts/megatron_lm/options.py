@@ -93,7 +93,10 @@ OPTIONS: dict[str, Option] = {
     "sgd": Option("SGD", "--optimizer sgd"),
     "muon": Option("Muon", "--optimizer muon", without=("--use-distributed-optimizer",)),
     "cpu-offload": Option("optimizer offloaded to the CPU", "--optimizer-cpu-offload --use-precision-aware-optimizer"),
-    "fsdp2": Option("torch FSDP2", "--use-torch-fsdp2", without=("--use-distributed-optimizer",)),
+    "fsdp2": Option(
+        "torch FSDP2", "--use-torch-fsdp2 --untie-embeddings-and-output-weights",
+        without=("--use-distributed-optimizer",),
+    ),
     "megatron-fsdp": Option(
         "Megatron-FSDP", "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params"
     ),

@@ -62,7 +62,11 @@ def _after(owner: Any, name: str, look: Any) -> None:
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
+        try:
+            result = original(*args, **kwargs)
+        except SystemExit:  # of --exit-interval, say
+            look(signature.bind(*args, **kwargs).arguments)
+            raise
         look(signature.bind(*args, **kwargs).arguments)
         return result
 

@@ -38,9 +38,12 @@ for _ in range(100):
 sys.stdout.buffer.write(b"bytes")
 subprocess.run(["echo", "of a child"])
 """
-TEES = PRINTS + """
+TEES = (
+    PRINTS
+    + """
 sys.stderr = open("tee", "w", buffering=1)
 """
+)
 FAILS = "raise RuntimeError('of the script')"
 
 
