@@ -68,7 +68,7 @@ def catches(pid: int, number: int) -> bool:
     """Whether `pid` has a handler of its own for signal `number`."""
     try:
         with open(f"/proc/{pid}/status", "rb", buffering=0) as file:
-            mask = int(file.read(4096).partition(b"\nSigCgt:\t")[2].split()[0], 16)
+            mask = int(file.read().partition(b"\nSigCgt:\t")[2].split()[0], 16)
     except (OSError, IndexError):  # gone
         return False
     return bool(mask >> (number - 1) & 1)
