@@ -88,8 +88,8 @@ class Rehearse(Message, frozen=True):
 
 
 class NodeFailed(Message, frozen=True):
-    """Any member -> coordinator: `node` (perhaps the sender itself, before it leaves) is lost, and why. To `node` itself
-    from whoever counts it as lost, or has a plan of `generation` that does.
+    """Any member -> coordinator: `node` (perhaps the sender itself, before it leaves) is lost, and why. To `node`
+    itself from whoever counts it as lost, or has a plan of `generation` that does.
 
     `silent`: for nothing but its silence."""
 

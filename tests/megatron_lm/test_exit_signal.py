@@ -15,7 +15,7 @@ def test_a_host_that_is_told_to_end_ends_the_job_behind_a_checkpoint(tmp_path, c
     jobs.preload(checkout)
     folder = tmp_path / "job"
     words = jobs.arguments(
-        corpus, 400, "--save", f"{folder}/checkpoints", *"--save-interval 1000 --exit-signal-handler".split()
+        corpus, 400, "--save", f"{folder}/checkpoints", "--save-interval", "1000", "--exit-signal-handler"
     )
     job = Job(folder, [str(checkout / "pretrain_gpt.py"), *words], 8, 2, 1, [], script=jobs.PRETRAIN)
     cluster, tail = job.cluster, job.tail

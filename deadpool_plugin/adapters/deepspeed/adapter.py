@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import functools
 import gc
+import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -21,6 +22,13 @@ from ...worker.saving import Saves
 from . import extensions, gathered, loading, past_engine, reading, refusals, saving
 from .calls import Calls
 from .state import EngineState
+
+RNG_TRACKERS = (
+    "deepspeed.runtime.activation_checkpointing.checkpointing",
+    "megatron.core.tensor_parallel.random",  # Megatron-DeepSpeed's own
+    "megatron.mpu.random",  # that of older ones, and of GPT-NeoX
+)
+"""Modules that have a random generator of the model's beside torch's, if a script imports them."""
 
 
 class DeepSpeedAdapter:
@@ -126,10 +134,12 @@ class DeepSpeedAdapter:
         self.state.refresh_parameters()
 
     def rng_states(self) -> dict[str, Any]:
-        return dict(_rng_tracker().get_states())
+        return {name: dict(tracker.get_states()) for name, tracker in _rng_trackers()}
 
     def set_rng_states(self, states: dict[str, Any]) -> None:
-        _rng_tracker().set_states(dict(states))
+        for name, tracker in _rng_trackers():
+            if name in states:
+                tracker.set_states(dict(states[name]))
 
     def loss_of(self, result: Any) -> float | None:
         """Asked of a script's newest loss only where the optimizer's step has waited for it anyway."""
@@ -138,10 +148,10 @@ class DeepSpeedAdapter:
         return None if loss is None else float(loss)
 
 
-def _rng_tracker() -> Any:
-    from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rng_tracker
-
-    return get_cuda_rng_tracker()
+def _rng_trackers() -> Iterator[tuple[str, Any]]:
+    for name in RNG_TRACKERS:
+        if name in sys.modules:
+            yield name, sys.modules[name].get_cuda_rng_tracker()
 
 
 def _after_init(cls: type, act: Callable[[Any], None]) -> None:

@@ -120,11 +120,17 @@ def _refuse(engine_class: type, name: str, is_training: Callable[[], bool], reme
 
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if is_training():
+        if is_training() and not _changes_nothing(self, name, *args, **kwargs):
             raise Unsupported(f"engine.{name} was called during training", remedy=f"{remedy}, {REMEDY}")
         return original(self, *args, **kwargs)
 
     setattr(engine_class, name, method)
+
+
+def _changes_nothing(engine: Any, name: str, size: Any = None, **named: Any) -> bool:
+    """Megatron-DeepSpeed tells the engine its batch size before every step."""
+    size = next(iter(named.values()), size)
+    return name == "set_train_batch_size" and size == engine.train_batch_size()
 
 
 def _refuse_hooks(is_training: Callable[[], bool]) -> None:

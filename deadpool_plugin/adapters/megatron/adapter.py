@@ -34,7 +34,8 @@ SCHEDULES = (
 class MegatronAdapter:
     """See `Adapter` for when each method runs."""
 
-    framework = "megatron.core"
+    framework = "megatron.core.distributed"
+    """Megatron-DeepSpeed has a `megatron.core` of its own, from before there was this in it."""
 
     def __init__(self) -> None:
         self._chunks: list[Any] = []
