@@ -65,7 +65,6 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--eval-interval", type=int, default=10, help="steps between evaluations; 0: none")
     parser.add_argument("--eval-iters", type=int, default=2)
     parser.add_argument("--seed", type=int, default=1234)
-    parser.add_argument("--deterministic-mode", action="store_true", help="the same numbers in every run on a GPU, too")
     parser.add_argument("--data-path", required=True, help="prefix of an indexed data set (.bin and .idx)")
     parser.add_argument("--data-cache-path", help="where the sample indices are kept; default: beside the data")
     parser.add_argument("--num-workers", type=int, default=0, help="processes of the training DataLoader")

@@ -20,7 +20,7 @@ PF_EXITING = 0x4
 PF_SIGNALED = 0x400
 PF_KTHREAD = 0x200000
 ROUNDS_MAX = 10
-EXEC_MAX_S = 0.2
+EXEC_MAX_S = 0.5
 EXEC_POLL_S = 0.001
 TAG = "DEADPOOL_TAG"
 """Environment variable every worker is started with: "<launcher pid>.<its start time>.<local rank>."."""
@@ -129,16 +129,22 @@ def tagged(tag: str) -> list[int]:
 def _environment(pid: int, deadline: float) -> bytes:
     """What the process was started with. Within execve(2) it has none for a while: its new memory is in use before its
     arguments are there (fs/exec.c; three of four new processes are met so on a busy machine)."""
-    while True:
-        with open(f"/proc/{pid}/environ", "rb") as file:
-            environment = file.read()
-        if environment or not _within_exec(pid) or time.monotonic() > deadline:
-            return environment
-        time.sleep(EXEC_POLL_S)
+    path, within = f"/proc/{pid}/environ", True
+    environment = _read(path)
+    while not environment and within and time.monotonic() < deadline:
+        within = _within_exec(pid)
+        environment = _read(path)  # after that look: it may have come to its end in between
+        if within and not environment:
+            time.sleep(EXEC_POLL_S)
+    return environment
+
+
+def _read(path: str) -> bytes:
+    with open(path, "rb") as file:
+        return file.read()
 
 
 def _within_exec(pid: int) -> bool:
-    with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:
-        fields = file.read(4096).rpartition(b") ")[2].split()
+    fields = _read(f"/proc/{pid}/stat").rpartition(b") ")[2].split()
     has_memory = fields[0] not in b"ZX" and not int(fields[6]) & (PF_EXITING | PF_KTHREAD)
     return has_memory and not int(fields[48])  # env_end

@@ -30,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--num-attention-heads", "--heads", dest="heads", type=int, default=4)
     model.add_argument("--dropout", type=float, default=0.1)
     model.add_argument("--dtype", choices=DTYPES, default="fp32")
+    model.add_argument("--deterministic-mode", action="store_true", help="the same numbers in every run on a GPU, too")
     model.add_argument("--recompute-granularity", choices=("full", "selective"))
     model.add_argument("--recompute-method", choices=("uniform", "block"))
     model.add_argument("--recompute-num-layers", type=int)
