@@ -175,6 +175,9 @@ class Controller:
         watching = (ctx.world.generation, ctx.standing.coordinator)
         if watching != self._watching:
             self._watching = watching
+            if ctx.leads:  # their silence was not towards who lets them run; whoever is lower is why this node leads
+                for node in [node for node in ctx.watch.silent if node > ctx.node]:
+                    ctx.watch.pardon(node)
             ctx.watch.begin(ctx.world.members, ctx.now)
             self._changed = True
 
