@@ -53,10 +53,17 @@ def tell_modules(pipe: int) -> None:
     known = [
         name
         for name, module in list(sys.modules.items())
-        if "site-packages" in (getattr(module, "__file__", None) or "") or name.startswith("deadpool_plugin.")
+        if "site-packages" in _file_of(module) or name.startswith("deadpool_plugin.")
     ]
     with contextlib.suppress(BrokenPipeError), os.fdopen(pipe, "w") as file:
         file.write("\n".join(known) + _END)
+
+
+def _file_of(module: object) -> str:
+    try:
+        return str(getattr(module, "__file__", None) or "")
+    except Exception:  # a module that imports as it is asked may raise anything
+        return ""
 
 
 class Lessons:
