@@ -139,7 +139,10 @@ class FrameProtocol(asyncio.Protocol):
         """
         if self._transport is not None and not self._leaving:
             self._leaving = True
-            self._transport.write_eof()
+            try:
+                self._transport.write_eof()
+            except OSError as error:  # the peer has reset it, and the event loop is yet to notice
+                self.abort(str(error))
 
     def abort(self, reason: str) -> None:
         """Ends the connection at once; `on_lost` gets `reason`."""

@@ -295,9 +295,10 @@ class ControlMesh:
         """Ends the link to `node`, what is queued for it going first within a short deadline, and accepts none from it
         any more: it is lost to the world."""
         self._barred.add(node)
-        if node in self._links:
-            self._links[node].close()
-            asyncio.get_running_loop().call_later(_FLUSH_S, self._links[node].abort, "dropped")
+        link = self._links.get(node)
+        if link is not None:
+            link.close()
+            asyncio.get_running_loop().call_later(_FLUSH_S, link.abort, "dropped")
 
     async def close(self, goodbye: AnyMessage | None = None) -> None:
         """Sends `goodbye` to everyone, sends what is queued within a short deadline, and ends all links."""

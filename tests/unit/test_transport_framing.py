@@ -1,3 +1,7 @@
+import asyncio
+import socket
+import struct
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -32,3 +36,21 @@ def test_a_body_beyond_the_limit_is_not_sent() -> None:
 
 def test_nothing_is_sent_before_the_connection_is_made() -> None:
     assert not FrameProtocol(lambda body: None, lambda reason: None).send(b"")
+
+
+def test_a_connection_that_the_peer_has_reset_is_closed_like_any_other() -> None:
+    """A host that dies resets its connections, and they may be dropped here before the event loop has heard of it."""
+
+    async def close_what_was_reset() -> str:
+        ended = asyncio.get_running_loop().create_future()
+        protocol = FrameProtocol(lambda body: None, ended.set_result)
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            sock = socket.create_connection(listener.getsockname())
+            peer, _ = listener.accept()
+        await asyncio.get_running_loop().create_connection(lambda: protocol, sock=sock)
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        peer.close()
+        protocol.close()
+        return str(await asyncio.wait_for(ended, 10.0))
+
+    assert "not connected" in asyncio.run(close_what_was_reset())
