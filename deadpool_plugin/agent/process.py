@@ -118,7 +118,10 @@ class Agent:
         """An error nobody can handle: say it and leave; to the others this node is lost."""
         if not isinstance(error, DeadpoolError) or isinstance(error, InvariantViolated):
             traceback.print_exception(error)
-        self._reports.say(f"node {self._node}: {error}")
+        if self._controller.world is None or self._left.done():
+            self._reports.say(f"node {self._node}: {error}")
+        else:
+            self._reports.emit("NodeFenced", reason=f"its agent failed: {error!r}")
         self._leave(io.Leave(getattr(error, "exit_code", EXIT_FENCED), str(error)))
 
     def _unhandled(self, context: dict[str, Any]) -> None:

@@ -24,13 +24,15 @@ def test_an_action_that_fails_ends_this_node_and_not_the_link_whose_message_aske
     def fails(event, now):
         raise error
 
-    agent, left = Agent.__new__(Agent), []
+    agent, left, said = Agent.__new__(Agent), [], []
     agent._inputs, agent._stepping, agent._node = deque(), False, 3
-    agent._controller = types.SimpleNamespace(step=fails)
-    agent._reports = types.SimpleNamespace(say=lambda line: None)
+    agent._controller = types.SimpleNamespace(step=fails, world=World(0, (0, 3), ()))
+    agent._left = types.SimpleNamespace(done=lambda: False)
+    agent._reports = types.SimpleNamespace(emit=lambda kind, reason: said.append((kind, reason)))
     agent._leave = left.append
     agent.feed(io.Ticked())
     assert [action.reason for action in left] == [str(error)] and not agent._stepping
+    assert said == [("NodeFenced", f"its agent failed: {error!r}")]
 
 
 def test_the_node_that_coordinates_says_again_and_again_that_the_job_has_not_ended(monkeypatch):
