@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from ..core.messages import AnyMessage, Goodbye, Prepare
-from ..core.types import NodeId, World
+from ..core.types import NodeId, World, listed
 from ..errors import ConfigError, NodeTaken, PeerRefused, TransportError, invariant
 from ..transport import guests
 from ..transport.framing import ConnectionClosed
@@ -215,7 +215,7 @@ class Newcomer:
                 if description.members and not missing:
                     return self._arrived(description.members)
             await asyncio.sleep(_RETRY_S)
-        who = f"node {', '.join(map(str, sorted(missing)))}" if missing else "any member"
+        who = f"node {listed(sorted(missing))}" if missing else "any member"
         raise TransportError(
             f"this host could not link to {who} of the job within {self._timeout_s:g} s",
             remedy="check that no firewall blocks the ports (port_range), and that the job still runs",

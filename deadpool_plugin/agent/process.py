@@ -24,7 +24,7 @@ from ..core.controller import Controller
 from ..core.messages import AnyMessage, Goodbye
 from ..core.policy import Policy
 from ..core.timing import Timing
-from ..core.types import NodeId, World
+from ..core.types import NodeId, World, listed
 from ..errors import EXIT_FENCED, EXIT_OK, DeadpoolError, InvariantViolated, PeerRefused
 from ..mirror.store import SnapshotStore
 from ..transport import local
@@ -44,7 +44,7 @@ from .output import Writer
 from .pausing import Pausing
 from .peers import Peers
 from .repeats import marked
-from .reports import Reports, listed
+from .reports import Reports
 from .slots import Slot
 from .spares import Spares
 from .takeover import TakeOvers

@@ -6,13 +6,12 @@ speaks for the job, a node speaks for itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
 
 from .. import events
-from ..core.types import Generation, NodeId
+from ..core.types import Generation, NodeId, listed
 from .output import Writer
 
 
@@ -124,7 +123,3 @@ def _history(step: int, full: bool) -> str:
             "can take over, no host that joins; start the job again with a larger one"
         )
     return f"fill 80 % of history_limit_mib at step {step}; once it is full no further host can take over"
-
-
-def listed(numbers: Iterable[int]) -> str:
-    return ", ".join(map(str, numbers))

@@ -104,6 +104,8 @@ class Context:
         """When this node, if it is of the first world, knew of it: until then nobody had heard of it for certain."""
         self.paused = False
         """This node's workers are stopped for want of contact."""
+        self.changed = False
+        """Something here that the coordinator has not heard of yet."""
         self.echo: tuple[NodeId, float] = (node, NEVER)
         """The newest Status of this generation: whose, and when it was sent by that node's clock."""
         self.patient_since = 0.0
@@ -183,6 +185,12 @@ class Context:
         suspects = self.suspects
         half = 2 * len(suspects) <= len(self.world.members)
         return is_quorum_without(self.world, suspects) or (self.policy.witness and half)
+
+    def note(self, changed: bool) -> None:
+        self.changed = self.changed or changed
+
+    def get_stuck(self, reason: str) -> None:
+        self.changed, self.stuck = True, reason
 
     def learn(self, promise: Promise) -> None:
         """What another member knows of the job's past."""

@@ -8,7 +8,7 @@ is returned any more. AbortWorkers always comes before the Promise or Reconfigur
 Of this node's processes: feed a death when you notice it, once, and never that of a process you have ended or replaced
 yourself; feed StoreLost after it for every store it had offered.
 
-Rules of this file: inputs and messages are dispatched here and decided in inventory, failures and rehearsing (this
+Rules of this file: inputs and messages are dispatched here and decided in processes, failures and rehearsing (this
 node), hearing and coordination (between swaps), swaps, and joining; a duplicate, late or foreign message never harms.
 May import everything of core, nothing else.
 """
@@ -73,17 +73,16 @@ from .messages import (
 )
 from .pausing import Pausing
 from .phases import IllegalMove, Phase, moved, phase_of
-from .placement import held_by
 from .policy import Policy
+from .processes import STORE_GONE, Processes
 from .rehearsing import Rehearsing
 from .rifts import Rifts
 from .suspicion import suspects as suspects_at
 from .swaps import Swaps
 from .timing import Timing
-from .types import NEVER, NO_STEP, Checkpoint, Generation, NodeId, Step, World
+from .types import NEVER, NO_STEP, Generation, NodeId, Step, World
 
 _NEED_NO_QUESTION = (Decided, Verdict, Goodbye)
-_STORE_GONE = "the process whose store the groups were to be built over is gone"
 
 
 class Controller:
@@ -102,7 +101,6 @@ class Controller:
         """Where this node stands; see phases.py."""
         self._begin_generation()
         self._early: list[Received] = []
-        self._changed = False
         self._reported_at = 0.0
         self._watching: tuple[Generation, NodeId] | None = None
 
@@ -140,7 +138,7 @@ class Controller:
         _INPUTS[type(event)](self, event)
         self._mark()
         if reason := self._pausing.look(before):
-            self._get_stuck(reason)
+            ctx.get_stuck(reason)
             self._swaps.voter.fence_generation()
             self._mark()
         self._settle()
@@ -164,7 +162,7 @@ class Controller:
             if self._swaps.react():
                 self._mark()
             self._watch_the_right_ones()
-            if self._changed and not ctx.ended:
+            if ctx.changed and not ctx.ended:
                 self._report()
             if not ctx.loopback:
                 return
@@ -175,19 +173,15 @@ class Controller:
         watching = (ctx.world.generation, ctx.standing.coordinator)
         if watching != self._watching:
             self._watching = watching
-            if ctx.leads:  # their silence was not towards who lets them run; whoever is lower is why this node leads
-                for node in [node for node in ctx.watch.silent if node > ctx.node]:
-                    ctx.watch.pardon(node)
-            ctx.watch.begin(ctx.world.members, ctx.now)
-            self._changed = True
-
-    def _note(self, changed: bool) -> None:
-        self._changed = self._changed or changed
+            # Their silence was not towards who lets them run; whoever is lower is why this node leads.
+            anew = [node for node in ctx.watch.silent if node > ctx.node] if ctx.leads else ()
+            ctx.watch.begin(ctx.world.members, ctx.now, anew)
+            ctx.changed = True
 
     def _report(self) -> None:
         """Tell the coordinator; while fenced only that this node lives (its promise says the rest)."""
         ctx = self._ctx
-        self._changed = False
+        ctx.changed = False
         self._reported_at = ctx.now
         of, heard = ctx.echo
         report = Report(self.generation, ctx.node, stuck=ctx.stuck, sent_at=ctx.now, checkpoint=ctx.checkpoint)
@@ -204,7 +198,7 @@ class Controller:
         self._only_outside(event)
         ctx.world, ctx.contact_at, ctx.formed_at = event.world, ctx.now, ctx.now
         self._begin_generation()
-        self._changed = True
+        ctx.changed = True
         if ctx.leads:
             ctx.emit("WorldFormed", node_of=event.world.node_of, spares=event.world.spares)
         self._hear_early()
@@ -250,45 +244,7 @@ class Controller:
         if not ctx.ended and (reason := self._coordination.stalled()):
             self._swaps.stuck(ctx.node, reason)
         if ctx.now - self._reported_at >= ctx.timing.heartbeat_interval_s:
-            self._changed = True
-
-    def _store_offered(self, event: StoreOffered) -> None:
-        self._must_say(self._inventory.offer(event.address, event.local_slot, event.stand_in))
-
-    def _store_lost(self, event: StoreLost) -> None:
-        """A store nobody has built upon yet is one offer less; without the one we build upon nobody gets anywhere."""
-        ctx = self._ctx
-        self._must_say(self._inventory.lose_store(event.address))
-        if ctx.plan is not None and event.address == ctx.plan.store and not (ctx.training or ctx.swapping):
-            self._get_stuck(_STORE_GONE)
-
-    def _get_stuck(self, reason: str) -> None:
-        self._changed, self._ctx.stuck = True, reason
-
-    def _worker_ready(self, event: WorkerReady) -> None:
-        if self._ctx.begins_at_top:
-            self._note(self._inventory.ready(event.rank))
-
-    def _worker_restored(self, event: WorkerRestored) -> None:
-        if event.generation == self.generation and not self._ctx.swapping:
-            self._note(self._inventory.ready(event.rank))
-
-    def _snapshot_held(self, event: SnapshotHeld) -> None:
-        """A step is committed once every node has all of it, so one's own part is told when it is complete."""
-        if self._inventory.held(event.holding, event.generation, self.generation):
-            self._note(self._inventory.has_all(self._to_hold, event.holding.step))
-
-    def _must_say(self, new: bool) -> None:
-        """Something a plan depends on: say so, in the promise if it is too late for a report."""
-        self._note(new)
-        if new and self._ctx.swapping:
-            self._swaps.voter.answer()
-
-    def _checkpoint_saved(self, event: CheckpointSaved) -> None:
-        ctx = self._ctx
-        newest = max(ctx.checkpoint, Checkpoint(event.step, event.path))
-        self._note(newest != ctx.checkpoint)
-        ctx.checkpoint = newest
+            ctx.changed = True
 
     # -- messages ----------------------------------------------------------------------------------------------
 
@@ -351,20 +307,20 @@ class Controller:
         ctx.echo = (ctx.node, NEVER)
         ctx.newest_committed = plan.restore_step  # what was committed after it is of a history that did not happen
         ctx.has_trained = ctx.has_trained or plan.restore_step != NO_STEP
-        ctx.stuck = _STORE_GONE if inventory.has_lost(plan.store) else ""
+        ctx.stuck = STORE_GONE if inventory.has_lost(plan.store) else ""
         inventory.begin_generation(plan.restore_step, plan.store)
         self._candidates.begin_generation(before)
         self._failures.begin_generation()
         self._rehearsing.begin_generation()
         self._begin_generation()
-        self._joining, self._changed = None, True
+        self._joining, ctx.changed = None, True
 
     def _begin_generation(self) -> None:
         """What lives no longer than a generation."""
         ctx, inventory, failures = self._ctx, self._inventory, self._failures
-        self._to_hold = held_by(ctx.world, ctx.node, ctx.policy.copies)
         self._coordination = Coordination(ctx)
         self._swaps = Swaps(ctx, inventory, failures)
+        self._processes = Processes(ctx, inventory, failures, self._swaps)
         self._hearing = Hearing(ctx, inventory, failures, self._rifts, self._coordination, self._swaps)
 
 
@@ -374,20 +330,20 @@ _INPUTS: Mapping[type[Input], Callable[[Controller, Any], None]] = {
     Ticked: Controller._ticked,
     Received: Controller._received,
     LinkLost: Controller._link_lost,
-    StoreOffered: Controller._store_offered,
-    StoreLost: Controller._store_lost,
-    WorkerReady: Controller._worker_ready,
-    SnapshotHeld: Controller._snapshot_held,
-    HoldingsDropped: lambda self, event: self._note(self._inventory.dropped(event.rank, event.newer_than)),
-    WorkerMoved: lambda self, event: self._inventory.moved(),
-    WorkerRestored: Controller._worker_restored,
-    WorkerFinished: lambda self, event: self._note(self._inventory.finished(event.rank)),
-    WorkerLost: lambda self, event: self._must_say(self._failures.lost(event.rank, event.reason)),
-    WorkerFailed: lambda self, event: self._must_say(self._failures.raised(event.rank, event.exit_code, event.reason)),
+    StoreOffered: lambda self, event: self._processes.store_offered(event),
+    StoreLost: lambda self, event: self._processes.store_lost(event),
+    WorkerReady: lambda self, event: self._processes.ready(event),
+    WorkerRestored: lambda self, event: self._processes.restored(event),
+    WorkerMoved: lambda self, event: self._processes.moved(event),
+    WorkerFinished: lambda self, event: self._processes.finished(event),
+    WorkerLost: lambda self, event: self._processes.lost(event),
+    WorkerFailed: lambda self, event: self._processes.failed(event),
+    SnapshotHeld: lambda self, event: self._processes.held(event),
+    HoldingsDropped: lambda self, event: self._processes.dropped(event),
+    CheckpointSaved: lambda self, event: self._processes.saved(event),
     NodeGivenUp: lambda self, event: self._failures.give_up(event.reason),
-    CheckpointSaved: Controller._checkpoint_saved,
-    SpareRehearsed: lambda self, event: self._note(self._rehearsing.done(event)),
-    SpareFailed: lambda self, event: self._note(self._rehearsing.failed(event)),
+    SpareRehearsed: lambda self, event: self._ctx.note(self._rehearsing.done(event)),
+    SpareFailed: lambda self, event: self._ctx.note(self._rehearsing.failed(event)),
     StopRequested: lambda self, event: self._ctx.stop(event.reason, event.exit_code),
     Claimed: lambda self, event: self._swaps.proposer.claimed(event.plan),
 }

@@ -13,7 +13,7 @@ from .context import Context
 from .ledger import Ledger
 from .messages import Rehearse, Report, Start, Status, Verdict
 from .placement import rehearsals
-from .types import NO_STEP, NodeId, Rank, Step
+from .types import NO_STEP, NodeId, Rank, Step, listed
 
 BEATS_MAX = 4
 """In a heartbeat interval. Were it one, a Status about a step would put off the beat that is due shortly after it by
@@ -73,10 +73,9 @@ class Coordination:
         waited_s = ctx.now - self._moved_at
         if not (ctx.training or ctx.swapping) and waited_s >= ctx.timing.start_timeout_s:
             missing = sorted(set(range(len(ctx.world.node_of))) - self._ready)
-            ranks = ", ".join(map(str, missing))
             ctx.stop(
-                f"rank(s) {ranks} not in training in generation {ctx.world.generation}, and no nearer to it for "
-                f"{waited_s:.0f} s; raise start_timeout_s if the script needs more"
+                f"rank(s) {listed(missing)} not in training in generation {ctx.world.generation}, and no nearer to it "
+                f"for {waited_s:.0f} s; raise start_timeout_s if the script needs more"
             )
 
     def stalled(self) -> str:

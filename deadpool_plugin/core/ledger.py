@@ -14,7 +14,7 @@ from itertools import chain
 import msgspec
 
 from .placement import buddies_of, copies_needed, needs_payload
-from .types import NO_STEP, Holding, NodeId, Rank, Source, Step, World
+from .types import NO_STEP, Holding, NodeId, Rank, Source, Step, World, listed
 
 
 class RestorePoint(msgspec.Struct, frozen=True):
@@ -193,7 +193,3 @@ class Ledger:
             return f"no surviving node holds any snapshot of rank(s) {listed(bare)}"
         shown = ", ".join(f"rank {rank}: {steps}" for rank, steps in list(held.items())[:8])
         return f"no step is held for all ranks by the surviving nodes {listed(sorted(survivors))} ({shown})"
-
-
-def listed(numbers: Iterable[int]) -> str:
-    return ", ".join(map(str, numbers))

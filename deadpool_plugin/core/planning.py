@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from .ledger import Ledger, RestorePoint, listed
+from .ledger import Ledger, RestorePoint
 from .placement import world_after
-from .types import NO_STEP, NodeId, Rank, Step, SwapPlan, Unrecoverable, World
+from .types import NO_STEP, NodeId, Rank, Step, SwapPlan, Unrecoverable, World, listed
 
 
 @dataclass(frozen=True)

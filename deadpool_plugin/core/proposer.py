@@ -17,7 +17,7 @@ from .membership import Acceptor, Proposal, is_half, is_quorum
 from .messages import Accepted, Decided, Promise, Propose, Refused
 from .placement import takers_of
 from .planning import NoSpare, Situation, plan_swap
-from .types import NO_STEP, Ballot, Failure, NodeId, SwapPlan, Unrecoverable
+from .types import NO_STEP, Ballot, Failure, NodeId, SwapPlan, Unrecoverable, listed
 
 ROUNDS_MAX = 64
 RIVAL_INTERVALS = 4
@@ -197,7 +197,7 @@ class Proposer:
         alive = [node for node in promises if node not in plan.lost_nodes]
         ranks = Ledger({node: promises[node].holdings for node in alive}).missing(ctx.world, step, alive)
         if ranks:
-            reason = f"no node that is left holds the snapshot of step {step} of rank(s) {', '.join(map(str, ranks))}"
+            reason = f"no node that is left holds the snapshot of step {step} of rank(s) {listed(ranks)}"
         else:
             reason = f"that step {step} had been committed was learned after the plan was made"
         ctx.emit("StepsUndone", first=plan.restore_step + 1, last=step, reason=reason)

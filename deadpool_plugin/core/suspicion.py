@@ -26,8 +26,11 @@ class Watch:
     heard: dict[NodeId, float] = field(default_factory=dict)
     findings: int = 0
 
-    def begin(self, nodes: Collection[NodeId], now: float) -> None:
-        """Count the silence of `nodes` from `now` on (they report to us only since now)."""
+    def begin(self, nodes: Collection[NodeId], now: float, anew: Collection[NodeId] = ()) -> None:
+        """Count the silence of `nodes` from `now` on (they report to us only since now); that of `anew` until now does
+        not count."""
+        for node in anew:
+            self.pardon(node)
         for node in nodes:
             self.heard[node] = now
 

@@ -7,6 +7,7 @@ May import nothing of this package.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cached_property
 
 import msgspec
@@ -152,3 +153,7 @@ class Ballot(msgspec.Struct, frozen=True, array_like=True, order=True):
     generation: Generation
     round: int
     node: NodeId
+
+
+def listed(numbers: Iterable[int]) -> str:
+    return ", ".join(map(str, numbers))

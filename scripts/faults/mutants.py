@@ -160,8 +160,8 @@ MUTANTS = (
         "a node that was replaced goes on",
     ),
     Mutant(
-        "restored-in-an-older-generation", "core/controller.py",
-        "if event.generation == self.generation and not self._ctx.swapping:", "if True:",
+        "restored-in-an-older-generation", "core/processes.py",
+        "if event.generation == ctx.world.generation and not ctx.swapping:", "if True:",
         "a rank counts as being in training that has still to restore",
     ),
     Mutant(
@@ -176,7 +176,7 @@ MUTANTS = (
         "the gate is opened by a word of a history that did not happen",
     ),
     Mutant(
-        "new-store-not-promised", "core/controller.py",
+        "new-store-not-promised", "core/processes.py",
         "if new and self._ctx.swapping:", "if False:",
         "a store that is offered late is never built upon",
     ),
