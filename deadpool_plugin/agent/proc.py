@@ -42,8 +42,7 @@ class Status(msgspec.Struct, frozen=True):
 def look(pid: int, folder: str = "/proc") -> Status | None:
     """The status of `pid`, None if there is no such process. Costs about 10 us."""
     try:
-        with open(f"{folder}/{pid}/stat", "rb", buffering=0) as file:
-            fields = file.read(4096).rpartition(b") ")[2].split()
+        fields = _stat(pid, folder)
     except (FileNotFoundError, ProcessLookupError):
         return None
     state, flags = fields[0].decode(), int(fields[6])
@@ -53,6 +52,12 @@ def look(pid: int, folder: str = "/proc") -> Status | None:
     if not status and flags & PF_SIGNALED and _dumps_core(pid, folder):
         status = int(signal.SIGSEGV)  # or one like it: older kernels say which one only when the dump is written
     return Status(state, True, status)
+
+
+def _stat(pid: int, folder: str = "/proc") -> list[bytes]:
+    """The fields of proc_pid_stat(5) from the third on. Raises: OSError if there is no such process."""
+    with open(f"{folder}/{pid}/stat", "rb", buffering=0) as file:
+        return file.read(4096).rpartition(b") ")[2].split()
 
 
 def _dumps_core(pid: int, folder: str) -> bool:
@@ -76,8 +81,7 @@ def catches(pid: int, number: int) -> bool:
 
 def start_time(pid: int) -> int:
     """When `pid` was started, in clock ticks since boot: with the pid it names a process for good."""
-    with open(f"/proc/{pid}/stat", "rb") as file:
-        return int(file.read().rpartition(b") ")[2].split()[19])
+    return int(_stat(pid)[19])
 
 
 def job_tag(launcher_pid: int) -> str:
@@ -145,6 +149,6 @@ def _read(path: str) -> bytes:
 
 
 def _within_exec(pid: int) -> bool:
-    fields = _read(f"/proc/{pid}/stat").rpartition(b") ")[2].split()
+    fields = _stat(pid)
     has_memory = fields[0] not in b"ZX" and not int(fields[6]) & (PF_EXITING | PF_KTHREAD)
     return has_memory and not int(fields[48])  # env_end
