@@ -154,6 +154,12 @@ class Cluster:
         """The host still has its connections and says nothing any more."""
         self._signal(index, signal.SIGSTOP)
 
+    def tell_node(self, index: int) -> None:
+        """The host is told to end (SIGTERM), each of its processes but what plays its launcher."""
+        leader = self.nodes[index].leader
+        for pid in processes.living(leader) - {leader}:
+            processes.send(pid, signal.SIGTERM)
+
     def wake_node(self, index: int) -> None:
         self._signal(index, signal.SIGCONT)
 

@@ -126,8 +126,8 @@ class Host:
         sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
         faulthandler.register(signal.SIGUSR1, all_threads=True)  # inherited by all that is forked from here
         os.chdir(REPOSITORY)
-        os.environ.update(card.host_id(self.index))
         os.environ.update(
+            card.host_id(self.index),
             DEMO_NODE=str(self.index),
             DEMO_LEADER=str(os.getpid()),
             MASTER_ADDR="127.0.0.1",

@@ -204,10 +204,14 @@ def faults_of(cell: Cell, index: int, world: int, updates_by: list[int]) -> list
         return [prepares, Kill(index + 1, -1, 0, "rehearsal", cell.kind, 1 % world, after=index)]
     if column.at == AT_START:
         return [Kill(index, -1, 0, "startup", cell.kind, rank)]
-    hold = updated if column.phase == "exit" else updated - 1
-    return [
-        Kill(index, -1, step if column.phase in COUNTS_SKIPPED else updated, column.phase, cell.kind, rank, hold=hold)
-    ]
+    return [fault_at(index, step, column.phase, cell.kind, rank, updates_by)]
+
+
+def fault_at(index: int, step: int, phase: str, kind: str, rank: int, updates_by: list[int]) -> Kill:
+    """A fault in iteration `step`, once all ranks are there. Most phases count updates, of which fp16 skips some."""
+    updated = updates_by[step]
+    at, hold = step if phase in COUNTS_SKIPPED else updated, updated if phase == "exit" else updated - 1
+    return Kill(index, -1, at, phase, kind, rank, hold=hold)
 
 
 def arguments(layout: Layout, group: str) -> list[str]:

@@ -46,9 +46,11 @@ class Checks:
         print(f"{self.part}/{line['check']}: {'held' if line['ok'] else line['problem']} {line['figures']}", flush=True)
 
 
-def parser(text: str) -> argparse.ArgumentParser:
-    """The arguments all parts have."""
-    made = argparse.ArgumentParser(description=text.splitlines()[0])
-    made.add_argument("--out", type=Path, required=True)
-    made.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try this script itself")
-    return made
+def parse_args(text: str) -> argparse.Namespace:
+    """What all parts are told. `out` is another one for each `device`: what holds on one says nothing of the other."""
+    parser = argparse.ArgumentParser(description=text.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try this script, in OUT/cpu")
+    args = parser.parse_args()
+    args.out = args.out / "cpu" if args.device == "cpu" else args.out
+    return args

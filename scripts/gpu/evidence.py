@@ -116,8 +116,7 @@ def run(part: str, out: Path) -> None:
 
 
 def end_session(leader: int) -> None:
-    """Kill what is left of the part: it may have made process groups of its own, but every one within reach of a
-    parent that dies with it."""
+    """Kill what is left of the part: what has a process group of its own dies with its parent."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(leader, signal.SIGKILL)
 

@@ -28,7 +28,7 @@ from faults import cells
 from faults.job import Job, Outcome
 from faults.plan import Kill
 
-from gpu.checks import Checks, Figures, parser
+from gpu.checks import Checks, Figures, parse_args
 
 RANKS = 4
 SPACING = 4
@@ -62,10 +62,7 @@ def planned(faults: list[Fault], updates_by: list[int]) -> list[Kill]:
     """One after the other, SPACING steps apart. `updates_by`: how many updates there have been after each step."""
     kills = []
     for index, (kind, phase, rank) in enumerate(faults):
-        step = SPACING * (index + 1)
-        updated = updates_by[step]
-        at = step if phase in cells.COUNTS_SKIPPED else updated
-        kills.append(Kill(index, -1, at, phase, kind, rank, hold=updated - 1))
+        kills.append(cells.fault_at(index, SPACING * (index + 1), phase, kind, rank, updates_by))
     return kills
 
 
@@ -114,7 +111,7 @@ def many(checks: Checks, device: str) -> Figures:
 
 
 def main() -> int:
-    args = parser(__doc__).parse_args()
+    args = parse_args(__doc__)
     checks = Checks("job", args.out)
     make_corpus()
     forked_node.preload(device=args.device)

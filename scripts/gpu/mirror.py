@@ -28,7 +28,7 @@ from bench.mirror_report import interval
 
 from deadpool_plugin.mirror.arena import SlotPair
 from deadpool_plugin.worker.staging import Layout, Stager
-from gpu.checks import Checks, Figures, parser
+from gpu.checks import Checks, Figures, parse_args
 
 HEADER_BYTES = 1 << 16
 SIZES = {"cuda": 1 << 30, "cpu": 1 << 22}
@@ -200,7 +200,7 @@ def step_time(device: str) -> Figures:
 
 
 def main() -> int:
-    args = parser(__doc__).parse_args()
+    args = parse_args(__doc__)
     checks = Checks("mirror", args.out)
     if args.device == "cuda":
         checks.run("snapshots are of one step", lambda: whole_snapshots(args.device))

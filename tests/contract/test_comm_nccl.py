@@ -9,13 +9,18 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import pytest
 import torch
 import torch.distributed as dist
-from support.comm import COLLECTIVES, TIMEOUT, battery, become
+from clusters import card
+from support.comm import COLLECTIVES, TIMEOUT, battery, become, plain
 from support.forked import Cell, Fleet
 from support.zygote import in_zygote
 
@@ -32,6 +37,7 @@ pytestmark = [
 
 NOT_OF_NCCL = {"barriers": "monitored_barrier", "point_to_point": "receiving from anybody"}
 """Collectives of the battery that have parts NCCL knows nothing of; `_battery` has the others."""
+BACKENDS = "cpu:gloo,cuda:nccl"
 SWAPS = 20
 LEAK_BYTES_MAX = 8 << 20
 """Of device memory per swap, over the second half of them."""
@@ -40,10 +46,7 @@ LEAK_BYTES_MAX = 8 << 20
 def _device(rank: int) -> torch.device:
     """A GPU of one's own where there are two; else one card shared by both ranks."""
     if torch.cuda.device_count() < 2:
-        os.environ.update(
-            NCCL_MULTI_RANK_GPU_ENABLE="1", NCCL_HOSTID=f"host{rank}", NCCL_P2P_DISABLE="1", NCCL_SHM_DISABLE="1",
-            NCCL_SOCKET_IFNAME="lo", NCCL_NVLS_ENABLE="0", NCCL_MAX_CTAS="2",
-        )  # fmt: skip
+        os.environ.update(card.TOGETHER | card.host_id(rank))
         return torch.device("cuda", 0)
     return torch.device("cuda", rank)
 
@@ -54,21 +57,18 @@ def _groups(rank: int, store: str) -> Groups:
     groups = Groups()
     groups.install()
     groups.start(0, store)
-    dist.init_process_group("cpu:gloo,cuda:nccl", timeout=TIMEOUT)
+    dist.init_process_group(BACKENDS, timeout=TIMEOUT)
     return groups
 
 
-def _surface(rank: int, plain: bool, address: Cell) -> Any:
+def _surface(rank: int, of_torch: bool, address: Cell) -> Any:
     """Every operation; what it gives on a group of torch's own, or on a handle."""
     if rank == 0:
         keep, text = host_store("127.0.0.1")
         address.set(text)
-    if plain:
-        become(rank, 2)
+    if of_torch:
         torch.cuda.set_device(_device(rank))
-        host, port = address.get().rsplit(":", 1)
-        store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False)
-        dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=rank, world_size=2, timeout=TIMEOUT)
+        plain(rank, 2, address.get(), BACKENDS)
     else:
         _groups(rank, address.get())
     torch.set_default_device("cuda")
@@ -81,9 +81,9 @@ def _surface(rank: int, plain: bool, address: Cell) -> Any:
 def test_every_operation_equals_plain_nccl() -> None:
     with Fleet(deadline_s=180) as fleet:
         results = []
-        for plain in (True, False):
+        for of_torch in (True, False):
             address = Cell()
-            results.append(fleet.values([fleet.fork(_surface, rank, plain, address) for rank in range(2)]))
+            results.append(fleet.values([fleet.fork(_surface, rank, of_torch, address) for rank in range(2)]))
     assert results[0] == results[1]
 
 
@@ -186,7 +186,7 @@ def _newcomer(cells: Cells) -> Any:
     groups = Groups()
     groups.install()
     groups.rehearse(cells.recording.get())
-    dist.init_process_group("cpu:gloo,cuda:nccl", timeout=TIMEOUT)
+    dist.init_process_group(BACKENDS, timeout=TIMEOUT)
     both = _both()
     first = [_battery(group) for group in both]
     groups.finish_rehearsal()

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from support.comm import TIMEOUT, battery, become, live
+from support.comm import TIMEOUT, battery, live, plain
 from support.forked import Cell, Fleet
 from support.zygote import in_zygote
 from torch.distributed.device_mesh import init_device_mesh
@@ -20,13 +20,10 @@ from deadpool_plugin.comm.store import host_store
 
 
 def _plain(rank: int, size: int, address: Cell) -> Any:
-    become(rank, size)
     if rank == 0:
         server, text = host_store()
         address.set(text)
-    host, port = address.get().rsplit(":", 1)
-    store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+    plain(rank, size, address.get())
     pair = [dist.new_group([index, index + 1]) for index in range(0, size, 2)][rank // 2]
     results = battery(), battery(pair)
     dist.barrier()

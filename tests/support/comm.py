@@ -25,6 +25,14 @@ def become(rank: int, size: int) -> None:
     torch.set_num_threads(1)
 
 
+def plain(rank: int, size: int, address: str, backend: str = "gloo") -> None:
+    """A rank with a default group of torch's own, over the store at `address`."""
+    become(rank, size)
+    host, port = address.rsplit(":", 1)
+    store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+
+
 def live(rank: int, size: int, store: str, group_timeout: timedelta = TIMEOUT, **options: Any) -> Groups:
     """A live rank of generation 0 with its default group."""
     become(rank, size)

@@ -95,5 +95,5 @@ def test_what_is_missing_is_said_before_anything_runs(tmp_path, monkeypatch, mis
 def test_the_mirrors_part_runs_over_plain_memory_too(tmp_path):
     command = [sys.executable, str(SCRIPTS / "gpu" / "mirror.py"), "--out", str(tmp_path), "--device", "cpu"]
     subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
-    lines = [json.loads(line) for line in (tmp_path / "checks.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (tmp_path / "cpu" / "checks.jsonl").read_text().splitlines()]
     assert [line["check"] for line in lines if line["ok"]] == ["device-to-host rate", "step time with and without"]
