@@ -104,33 +104,39 @@ def _look_up(owner: Any, path: str) -> Any:
 
 def install(engine_class: type, is_training: Callable[[], bool]) -> None:
     """Refuse what would change an engine's state between calls, once `is_training`."""
-    for name, remedy in (
-        ("coalesce_grad_reduction", "let every backward reduce its gradients"),
-        ("set_train_batch_size", "keep the batch size"),
-        ("set_train_micro_batch_size", "keep the batch size"),
-        ("offload_states", "leave the states where they are"),
+    for name, remedy, is_harmless in (
+        ("coalesce_grad_reduction", "let every backward reduce its gradients", _never),
+        ("set_train_batch_size", "keep the batch size", _has_that_batch_size),
+        ("set_train_micro_batch_size", "keep the batch size", _never),
+        ("offload_states", "leave the states where they are", _never),
     ):
         if hasattr(engine_class, name):
-            _refuse(engine_class, name, is_training, remedy)
+            _refuse(engine_class, name, is_training, remedy, is_harmless)
     _refuse_hooks(is_training)
 
 
-def _refuse(engine_class: type, name: str, is_training: Callable[[], bool], remedy: str) -> None:
+def _never(engine: Any, *args: Any, **kwargs: Any) -> bool:
+    return False
+
+
+def _has_that_batch_size(engine: Any, train_batch_size: int) -> bool:
+    """Megatron-DeepSpeed tells the engine its batch size before every step."""
+    return bool(train_batch_size == engine.train_batch_size())
+
+
+def _refuse(
+    engine_class: type, name: str, is_training: Callable[[], bool], remedy: str, is_harmless: Callable[..., bool]
+) -> None:
+    """`is_harmless` gets what the method gets."""
     original = getattr(engine_class, name)
 
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if is_training() and not _changes_nothing(self, name, *args, **kwargs):
+        if is_training() and not is_harmless(self, *args, **kwargs):
             raise Unsupported(f"engine.{name} was called during training", remedy=f"{remedy}, {REMEDY}")
         return original(self, *args, **kwargs)
 
     setattr(engine_class, name, method)
-
-
-def _changes_nothing(engine: Any, name: str, size: Any = None, **named: Any) -> bool:
-    """Megatron-DeepSpeed tells the engine its batch size before every step."""
-    size = next(iter(named.values()), size)
-    return name == "set_train_batch_size" and size == engine.train_batch_size()
 
 
 def _refuse_hooks(is_training: Callable[[], bool]) -> None:
