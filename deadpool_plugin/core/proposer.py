@@ -96,11 +96,15 @@ class Proposer:
         if proposal.claim is not None:
             return  # it is being asked
         proposal.waits_with, proposal.deadline = None, ctx.now + ctx.timing.phase_timeout_s
-        if ctx.policy.witness and not is_quorum(ctx.world, proposal.promises, witness=True):
+        if self._needs_witness(proposal):
             proposal.claim = plan
             ctx.act(Claim(plan))
         else:
             self._ask_to_accept(proposal, plan)
+
+    def _needs_witness(self, proposal: Proposal) -> bool:
+        """Whether those who have promised are half only."""
+        return self._ctx.policy.witness and not is_quorum(self._ctx.world, proposal.promises, witness=True)
 
     def claimed(self, plan: SwapPlan) -> None:
         """The witness's plan is the only one a half may propose: that of an earlier attempt, or of the other half."""
@@ -243,8 +247,7 @@ class Proposer:
     def _look_for_the_other_half(self, proposal: Proposal) -> None:
         """While half of the members wait for a host the others may go on without them; the witness would know."""
         ctx = self._ctx
-        half = ctx.policy.witness and not is_quorum(ctx.world, proposal.promises, witness=True)
-        if half and proposal.claim is None and ctx.now >= self._look_at:
+        if self._needs_witness(proposal) and proposal.claim is None and ctx.now >= self._look_at:
             self._look_at = ctx.now + ctx.timing.silent_after_s
             ctx.act(Look(proposal.ballot.generation))
 

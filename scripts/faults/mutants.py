@@ -96,7 +96,7 @@ MUTANTS = (
     ),
     Mutant(
         "witness-not-asked", "core/proposer.py",
-        "if ctx.policy.witness and not is_quorum(ctx.world, proposal.promises, witness=True):", "if False:",
+        "if self._needs_witness(proposal):", "if False:",
         "half of the members go on, or cannot, without the witness",
     ),
     Mutant(
