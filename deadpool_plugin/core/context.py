@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import msgspec
 
 from .io import Action, Emit, Leave, Send
-from .membership import is_quorum_without
+from .membership import is_quorum, is_quorum_without
 from .messages import AnyMessage, Decided, Promise, Verdict
 from .policy import Policy
 from .suspicion import Watch
@@ -178,6 +178,11 @@ class Context:
     def in_contact(self) -> bool:
         """Whether a majority can still be certain not to have replaced this node."""
         return self.now - self.contact_at < self.timing.lease_s
+
+    @property
+    def cut_off(self) -> bool:
+        """Whether others may have gone on without this node, or ended the job."""
+        return not self.in_contact and not is_quorum(self.world, (self.node,), self.policy.witness)
 
     @property
     def has_quorum(self) -> bool:

@@ -111,7 +111,7 @@ class Coordination:
             self._protected = True
             ctx.emit("Protected", step=self._committed)
         self._say(on_change_only=True)
-        if len(self._finished) == ranks:
+        if len(self._finished) == ranks and not ctx.cut_off:
             ctx.conclude(Verdict(ctx.world.generation, 0, "finished"))
 
     def _commit(self, step: Step) -> None:

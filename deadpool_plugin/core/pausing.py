@@ -1,14 +1,13 @@
 """A node without contact to a majority stops its workers before others may replace it, and lets them go on if none has.
 
 Rules of this file: contact.py knows when contact is certain; a node that is a majority by itself never stands still.
-May import context, io, membership and suspicion.
+May import context, io and suspicion.
 """
 
 from __future__ import annotations
 
 from .context import Context
 from .io import PauseWorkers, ResumeWorkers
-from .membership import is_quorum
 from .suspicion import PAUSE_INTERVALS
 
 
@@ -39,8 +38,7 @@ class Pausing:
         if ctx.paused:
             in_vain = ctx.now - self._paused_at >= 2 * ctx.timing.silent_after_s
             return reason if in_vain and not ctx.swapping else ""
-        alone = is_quorum(ctx.world, (ctx.node,), ctx.policy.witness)
-        if ctx.world.ranks_of(ctx.node) and not alone:
+        if ctx.world.ranks_of(ctx.node) and ctx.cut_off:
             ctx.paused, self._paused_at = True, ctx.now
             ctx.emit("ContactLost", reason=f"{reason}{self._own_pause(before)}")
             ctx.act(PauseWorkers())
