@@ -4,7 +4,8 @@
     python scripts/bench_swap.py --out bench --only deadpool    # systems or faults whose name contains the word
 
 The small GPT of train_gpt.py in TP 2 x PP 2 x DP 2 on four emulated nodes of two ranks (plugin, NVRx, relaunch), or in
-four replicas, one per node (torchft, plugin), and one node more that stands by. A job trains until all spares stand
+four replicas, one per node (torchft, plugin), and one node more that stands by; with --megatron-lm also its unedited
+pretrain_gpt.py, under the plugin and under its own --inprocess-restart. A job trains until all spares stand
 and step 21 to 30 (each place between two checkpoints in turn), is struck at a random moment of that step, and is
 watched until all ranks have completed a step again, or for --limit seconds. Where what a fault took can come back
 (`deadpool join`; a relaunch; a replica started again), a job meets several: the next one waits until everything stands
@@ -41,15 +42,23 @@ from typing import Any
 
 from bench.peers import report
 from bench.peers.job_nvrx import NvrxJob
+from bench.peers.job_pretrain import InprocessRestartJob, PretrainJob
 from bench.peers.job_relaunch import RelaunchJob
 from bench.peers.job_torchft import TorchftJob
-from bench.peers.jobs import FAULTS, Job, Setting
+from bench.peers.jobs import FAULTS, PRETRAIN, Job, Setting
 from bench.peers.ours import DeadpoolJob
 from clusters.launched import REPOSITORY, read_json_lines
 
 SCRIPTS = REPOSITORY / "scripts"
 CACHE = REPOSITORY / ".cache" / "demo"
-ALL: dict[str, type[Job]] = {"deadpool": DeadpoolJob, "nvrx": NvrxJob, "relaunch": RelaunchJob, "torchft": TorchftJob}
+ALL: dict[str, type[Job]] = {
+    "deadpool": DeadpoolJob,
+    "nvrx": NvrxJob,
+    "relaunch": RelaunchJob,
+    "torchft": TorchftJob,
+    "pretrain": PretrainJob,
+    "inprocess-restart": InprocessRestartJob,
+}
 OURS = ("first", "node", "process", "silent")
 PER_JOB = 9
 """So many faults one job of the plugin meets, besides that of its first node."""
@@ -67,6 +76,10 @@ SYSTEMS: dict[str, tuple[str, str, str, tuple[str, ...]]] = {
     "torchft defaults": ("torchft", "defaults", "dp4", FAULTS),
     "torchft tuned": ("torchft", "tuned", "dp4", FAULTS),
     "torchft spare": ("torchft", "spare", "dp4", FAULTS),
+    "pretrain_gpt deadpool": ("pretrain", "default", PRETRAIN, ("first", "node", "process")),
+    "pretrain_gpt deadpool tuned": ("pretrain", "tuned", PRETRAIN, ("node",)),
+    "pretrain_gpt --inprocess-restart": ("inprocess-restart", "defaults", PRETRAIN, ("node", "process")),
+    "pretrain_gpt --inprocess-restart tuned": ("inprocess-restart", "tuned", PRETRAIN, ("node", "process")),
 }
 """Name -> job, variant, layout, faults."""
 
@@ -81,18 +94,24 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--tries", type=int, default=2, help="jobs of a peer's that never recovers from a fault")
     parser.add_argument("--start-limit", type=float, default=240.0, help="seconds a job has to reach its step")
     parser.add_argument("--peers-python", type=Path, default=REPOSITORY / ".venv-peers" / "bin" / "python")
+    parser.add_argument(
+        "--megatron-lm", type=Path, help="a checkout (core_v0.16.1); without it `pretrain_gpt` is left out"
+    )
     parser.add_argument("--keep", action="store_true", help="keep every job's folder, not only those of failures")
     parser.add_argument("--list", action="store_true", help="say what is left to measure, and stop")
     args = parser.parse_args()
     args.out = args.out.resolve()
+    args.megatron_lm = args.megatron_lm and args.megatron_lm.resolve()
     return args
 
 
 def plan(args: argparse.Namespace, done: set[tuple[str, str, int]]) -> list[tuple[str, list[Fault]]]:
     """The jobs that are left: of each its system and its faults; in turns, all first ones first."""
     found = []
-    for system, (job, _, _, faults) in SYSTEMS.items():
-        runs = range(args.runs if job == "deadpool" else args.peer_runs)
+    for system, (job, _, layout, faults) in SYSTEMS.items():
+        if layout == PRETRAIN and not args.megatron_lm:
+            continue
+        runs = range(args.runs if issubclass(ALL[job], DeadpoolJob) else args.peer_runs)
         named = [fault for fault in faults if all(word in f"{system}/{fault}" for word in args.only)]
         wanted = [(fault, index) for index in runs for fault in named if (system, fault, index) not in done]
         jobs = shared(wanted, ALL[job].one_first) if ALL[job].heals else [[fault] for fault in wanted]
@@ -121,7 +140,9 @@ def measure(args: argparse.Namespace, system: str, faults: list[Fault]) -> Itera
     folder = args.out / "jobs" / "-".join([*system.split(), *map(str, faults[0])])
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    setting = Setting(folder, CACHE / "corpus", CACHE / "bench-indices", args.peers_python.absolute(), layout)
+    setting = Setting(
+        folder, CACHE / "corpus", CACHE / "bench-indices", args.peers_python.absolute(), layout, args.megatron_lm
+    )
     job, since, step = ALL[name](setting, variant), time.time(), 21 + 7 * faults[0][1] % 10
     outcome = ""
     try:

@@ -27,7 +27,7 @@ from typing import Any
 from clusters.launched import REPOSITORY, read_json_lines
 from faults.job import Verdict
 from faults.plan import Kill
-from megatron_lm import jobs
+from megatron_lm import base_job, jobs
 from megatron_lm.options import OPTIONS, Option
 
 STEPS, WORLD = 12, 4
@@ -55,7 +55,7 @@ def parse_args() -> argparse.Namespace:
 def words_of(option: Option, corpus: str) -> list[str]:
     """The base job's arguments with the option's; what is left out goes with its values."""
     data = ["--data-path", corpus, "--data-cache-path", f"{corpus}.indices"]
-    base = [*f"{jobs.MODEL} {jobs.TRAINING} {jobs.OPTIMIZER} --train-iters {STEPS}".split(), *data]
+    base = [*f"{base_job.MODEL} {base_job.TRAINING} {base_job.OPTIMIZER} --train-iters {STEPS}".split(), *data]
     kept: list[str] = []
     leaving_out = False
     for word in base:

@@ -4,7 +4,7 @@ import re
 
 from compare_runs import read_run
 from faults.job import Job
-from megatron_lm import jobs
+from megatron_lm import base_job, jobs
 from support import told
 from support.zygote import in_zygote
 
@@ -13,7 +13,7 @@ from support.zygote import in_zygote
 def test_a_host_that_is_told_to_end_ends_the_job_behind_a_checkpoint(tmp_path, checkout, corpus):
     jobs.preload(checkout)
     folder = tmp_path / "job"
-    words = jobs.arguments(
+    words = base_job.arguments(
         corpus, 400, "--save", f"{folder}/checkpoints", "--save-interval", "1000", "--exit-signal-handler"
     )
     job = Job(folder, [str(checkout / "pretrain_gpt.py"), *words], 8, 2, 1, [], script=jobs.PRETRAIN)

@@ -6,7 +6,7 @@ The model is loaded, the optimizer is not: over torch's Adam, Megatron-core 0.16
 """
 
 from faults.plan import Kill
-from megatron_lm import jobs
+from megatron_lm import base_job, jobs
 from support.zygote import in_zygote
 
 FIRST, STEPS = 4, 14
@@ -16,9 +16,9 @@ FIRST, STEPS = 4, 14
 def test_a_node_is_killed_in_a_job_that_loaded_a_checkpoint(tmp_path, checkout, corpus, references):
     jobs.preload(checkout)
     saving = ("--save", "{folder}/checkpoints", "--save-interval", str(FIRST))
-    earlier = jobs.Training(checkout, jobs.arguments(corpus, FIRST, *saving), references).undisturbed()
+    earlier = jobs.Training(checkout, base_job.arguments(corpus, FIRST, *saving), references).undisturbed()
     loading = ("--no-load-optim", "--load", str(earlier / "checkpoints"))
-    training = jobs.Training(checkout, jobs.arguments(corpus, STEPS, *loading), references)
+    training = jobs.Training(checkout, base_job.arguments(corpus, STEPS, *loading), references)
     verdict, job = training.protected(tmp_path / "job", [Kill(0, 2, 4, "backward", hold=3)])
     assert verdict.holds and verdict.bit_exact, f"{verdict.as_json()}\nsee {tmp_path}"
     lines = jobs.iterations(job.cluster.output, 7)
@@ -31,7 +31,7 @@ def test_a_process_is_replaced_in_a_job_that_has_saved_where_it_found_nothing_to
 ):
     jobs.preload(checkout)
     folder = "{folder}/checkpoints"
-    words = jobs.arguments(corpus, STEPS, "--load", folder, "--save", folder, "--save-interval", str(FIRST))
+    words = base_job.arguments(corpus, STEPS, "--load", folder, "--save", folder, "--save-interval", str(FIRST))
     training = jobs.Training(checkout, words, references)
     verdict, job = training.protected(tmp_path / "job", [Kill(0, -1, 6, "backward", kind="rank", rank=5, hold=5)])
     assert verdict.holds and verdict.bit_exact, f"{verdict.as_json()}\nsee {tmp_path}"

@@ -10,7 +10,7 @@ import random
 
 import pytest
 from faults.plan import Kill
-from megatron_lm import jobs
+from megatron_lm import base_job, jobs
 from support.zygote import in_zygote
 
 STEPS = 12
@@ -25,7 +25,7 @@ def killed(node, step, phase="backward", rank=-1):
 def run(tmp_path, checkout, corpus, references, kills, *more):
     """Runs the job twice; the folders of the undisturbed and of the protected run."""
     jobs.preload(checkout)
-    training = jobs.Training(checkout, jobs.arguments(corpus, STEPS, *more), references)
+    training = jobs.Training(checkout, base_job.arguments(corpus, STEPS, *more), references)
     verdict, job = training.protected(tmp_path / "job", kills)
     assert verdict.holds and verdict.bit_exact, f"{verdict.as_json()}\nsee {tmp_path}"
     assert all(one.fired is not None and one.lost_steps == 0 for one in verdict.outcomes)

@@ -2,7 +2,7 @@
 
 import pytest
 from faults.plan import Kill
-from megatron_lm import jobs
+from megatron_lm import base_job, jobs
 from support.checkpoints import content, equal
 from support.zygote import in_zygote
 
@@ -41,7 +41,7 @@ def schedules_writers(run):
 @in_zygote
 def test_a_node_is_killed_inside_a_save(tmp_path, checkout, corpus, references, more, step, rank, phase):
     jobs.preload(checkout)
-    words = jobs.arguments(corpus, STEPS, "--save", "{folder}/checkpoints", "--save-interval", "5", *more)
+    words = base_job.arguments(corpus, STEPS, "--save", "{folder}/checkpoints", "--save-interval", "5", *more)
     training = jobs.Training(checkout, words, references)
     verdict, job = training.protected(tmp_path / "job", [Kill(0, -1, step, phase, rank=rank, hold=4)])
     assert verdict.holds and verdict.bit_exact, f"{verdict.as_json()}\nsee {tmp_path}"

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 from faults.plan import Kill
-from megatron_lm import jobs
+from megatron_lm import base_job, jobs
 from support.zygote import in_zygote
 
 STEPS = 10
@@ -33,7 +33,7 @@ def run_ids(folder):
 
 def run(tmp_path, checkout, corpus, references, *more):
     jobs.preload(checkout)
-    training = jobs.Training(checkout, jobs.arguments(corpus, STEPS, *more), references)
+    training = jobs.Training(checkout, base_job.arguments(corpus, STEPS, *more), references)
     verdict, job = training.protected(tmp_path / "job", [Kill(0, 3, 5, "forward", hold=4)])
     assert verdict.holds and verdict.bit_exact, f"{verdict.as_json()}\nsee {tmp_path}"
     return training.undisturbed(), job.folder

@@ -12,7 +12,7 @@ import time
 import pytest
 from clusters import launched
 from clusters.events import Tail
-from megatron_lm import jobs
+from megatron_lm import base_job, jobs
 from support.zygote import in_zygote
 
 from deadpool_plugin.cli.main import main as deadpool
@@ -26,8 +26,8 @@ DEADLINE_S = 240
 
 def words(corpus):
     data = ["--data-path", corpus, "--data-cache-path", f"{corpus}.indices"]
-    model = f"{jobs.MODEL} {jobs.TRAINING} {jobs.OPTIMIZER} --tensor-model-parallel-size 2 --train-iters {STEPS}"
-    return [*model.split(), *data]
+    usual = f"{base_job.MODEL} {base_job.TRAINING} {base_job.OPTIMIZER}"
+    return [*f"{usual} --tensor-model-parallel-size 2 --train-iters {STEPS}".split(), *data]
 
 
 @in_zygote

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from clusters.launched import Cluster
+from megatron_lm import base_job
 
 from bench.peers.marks import VARIABLE, Reader
 
@@ -31,22 +32,26 @@ LAYOUTS = {
     "tp2pp2dp2": ["--tp", "2", "--pp", "2", "--dtype", "bf16", "--distributed-optimizer"],
     "dp4": ["--dtype", "fp32"],
 }
+PRETRAIN = "pretrain_gpt"
+"""The layout of Megatron-LM's own script: that of base_job.py."""
 NODES = 4
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One measurement's surroundings. `data`: prefix of the corpus; `cache`: sample indices; `python`: the peers'."""
+    """One measurement's surroundings. `data`: prefix of the corpus; `cache`: sample indices; `python`: the peers';
+    `checkout`: of Megatron-LM."""
 
     folder: Path
     data: Path
     cache: Path
     python: Path
     layout: str
+    checkout: Path | None = None
 
     @property
     def per_node(self) -> int:
-        return 2 if self.layout == "tp2pp2dp2" else 1
+        return 1 if self.layout == "dp4" else 2
 
     @property
     def world(self) -> int:
@@ -54,6 +59,10 @@ class Setting:
 
     @property
     def training_args(self) -> list[str]:
+        if self.layout == PRETRAIN:
+            assert self.checkout is not None
+            script = str(self.checkout / "pretrain_gpt.py")
+            return [script, *base_job.arguments(str(self.data), 2000, "--eval-interval", "100000")]
         return [*MODEL, *LAYOUTS[self.layout], "--data-path", str(self.data), "--data-cache-path", str(self.cache)]
 
 

@@ -36,6 +36,8 @@ LOST = ("NodeLost", "RankLost")
 class DeadpoolJob(Job):
     heals = True
     one_first = True
+    script = "train_protected.py"
+    preload = PRELOAD
 
     def __init__(self, setting: Setting, variant: str) -> None:
         self.spares = 2 if variant == "tuned" else 1
@@ -54,7 +56,7 @@ class DeadpoolJob(Job):
             "output_dir": str(self._output),
             "interface_address": "127.0.0.1",
             "memory_headroom_gib": 0.25,
-            "preload": PRELOAD,
+            "preload": self.preload,
             "restarts_max": 1000,
         }
         secret = os.open(folder / "secret", os.O_CREAT | os.O_WRONLY, 0o600)
@@ -62,7 +64,7 @@ class DeadpoolJob(Job):
         os.close(secret)
         lines = [f"{name}: {json.dumps(value)}\n" for name, value in config.items()]
         self._config.write_text("".join(lines))
-        command = ["--module", "deadpool_plugin.run", str(HERE / "train_protected.py"), *self.setting.training_args]
+        command = ["--module", "deadpool_plugin.run", str(HERE / self.script), *self.setting.training_args]
         self.cluster.launch([*command, "--deadpool-config", str(self._config)])
 
     def heal(self, strike: Strike) -> None:

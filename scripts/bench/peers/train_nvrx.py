@@ -18,14 +18,12 @@ BENCH_NVRX=tuned, each setting and why:
   group time-out 10 s (30 min), from train_restarted.py: the only end of a gloo operation with a silent peer
   store_factory: both stores are served by a process outside of the nodes (`store_host.py`), as torchft's lighthouse is,
       so that losing the first node need not be the end
-  CutConnections, an Abort: the one shipped aborts NCCL only and leaves gloo operations blocked. Cutting gloo's
-      connections is what NCCL's abort would do; with it NVRx is measured, and not gloo.
+  CutConnections, an Abort (cut.py)
 """
 
 # no postponed annotations: NVRx looks for the parameter whose annotation *is* CallWrapper
 import logging
 import os
-import socket
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -41,6 +39,7 @@ from nvidia_resiliency_ext.inprocess.rank_assignment import Layer, LayerFlag, Tr
 from nvidia_resiliency_ext.inprocess.store import TCPStore
 
 from bench.peers import train_restarted
+from bench.peers.cut import CutConnections
 
 TUNED = os.environ.get("BENCH_NVRX", "defaults") == "tuned"
 ACTIVE, PER_NODE = int(os.environ["BENCH_ACTIVE"]), int(os.environ["BENCH_PER_NODE"])
@@ -75,32 +74,6 @@ class StoreElsewhere(TCPStore):  # type: ignore[misc]
         return ()
 
 
-class CutConnections(inprocess.abort.Abort):
-    """Shut down this process's established connections that are not a store's. Thread: NVRx's monitor thread."""
-
-    def __call__(self, state: Any) -> Any:
-        for name in os.listdir("/proc/self/fd"):
-            try:
-                found = socket.socket(fileno=os.dup(int(name)))
-            except OSError:  # closed since, or no socket
-                continue
-            with found:
-                _cut(found)
-        return state
-
-
-def _cut(found: socket.socket) -> None:
-    try:
-        if found.family in (socket.AF_INET, socket.AF_INET6) and not found.getsockopt(
-            socket.SOL_SOCKET, socket.SO_ACCEPTCONN
-        ):
-            ports = {found.getsockname()[1], found.getpeername()[1]}
-            if not ports & set(PORTS):
-                found.shutdown(socket.SHUT_RDWR)
-    except OSError:  # not connected (any more)
-        return
-
-
 class DestroyState(inprocess.finalize.Finalize):
     """As Megatron-LM's: what outlives the function's frame. In this thread: ThreadedFinalize wants a CUDA device."""
 
@@ -123,7 +96,7 @@ def wrapper() -> inprocess.Wrapper:
     abort: Any = inprocess.abort.AbortTorchDistributed()
     settings: dict[str, Any] = {"store_kwargs": {"port": PORTS[0], "timeout": timedelta(seconds=300)}}
     if TUNED:
-        abort = inprocess.Compose(abort, CutConnections())  # runs from right to left
+        abort = inprocess.Compose(abort, CutConnections(set(PORTS)))  # runs from right to left
         settings |= {name: timedelta(seconds=value) for name, value in SECONDS.items()}
         settings["store_factory"] = StoreElsewhere
     return inprocess.Wrapper(
