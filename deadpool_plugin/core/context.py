@@ -7,7 +7,7 @@ Rules of this file: a message to oneself goes through `loopback` and is handled 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import msgspec
 
@@ -186,10 +186,13 @@ class Context:
 
     @property
     def has_quorum(self) -> bool:
-        """Whether those who live can decide, if need be with the witness's help."""
-        suspects = self.suspects
-        half = 2 * len(suspects) <= len(self.world.members)
-        return is_quorum_without(self.world, suspects) or (self.policy.witness and half)
+        """Whether those who live can decide."""
+        return self.can_decide_without(self.suspects)
+
+    def can_decide_without(self, lost: Collection[NodeId]) -> bool:
+        """Whether all members but `lost` can decide, if need be with the witness's help."""
+        half = 2 * len(lost) <= len(self.world.members)
+        return is_quorum_without(self.world, lost) or (self.policy.witness and half)
 
     def note(self, changed: bool) -> None:
         self.changed = self.changed or changed

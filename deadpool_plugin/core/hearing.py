@@ -33,6 +33,7 @@ class Hearing:
         self._ctx, self._inventory, self._failures = context, inventory, failures
         self._rifts, self._coordination, self._swaps = rifts, coordination, swaps
         self._started = False
+        self._ended: set[NodeId] = set()
 
     def report(self, sender: NodeId, message: Report) -> None:
         ctx = self._ctx
@@ -111,8 +112,17 @@ class Hearing:
         if message.exit_code > EXIT_SIGNALLED:
             ctx.conclude(message)  # a person wants the job to end, in whatever generation that was said
         elif message.generation < ctx.world.generation:
-            ctx.watch.accuse(sender, f"it ended in generation {message.generation}: {message.reason}")
+            self._ended_before(sender, message)
         elif sender not in ctx.suspects:
+            ctx.conclude(message)
+
+    def _ended_before(self, sender: NodeId, message: Verdict) -> None:
+        """`sender` had not heard of this generation. It is lost to it; so many that the rest could not decide any more
+        have ended the job."""
+        ctx = self._ctx
+        ctx.watch.accuse(sender, f"it ended in generation {message.generation}: {message.reason}")
+        self._ended |= {sender} & set(ctx.world.members)
+        if not ctx.can_decide_without(self._ended):
             ctx.conclude(message)
 
     def goodbye(self, sender: NodeId, message: Goodbye) -> None:

@@ -102,6 +102,8 @@ class Blows:
 
     def _stop(self, node: Node) -> bool:
         self._cluster.raised = True
+        if node.controller.world is None:  # it knows nobody whom it could tell
+            self.blamed.add(node.number)
         node.feed(io.StopRequested("a person ended it", 130))
         return True
 
