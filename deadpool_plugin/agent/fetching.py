@@ -45,7 +45,8 @@ class Fetches:
     def _fetcher(self, source: Source, step: Step) -> Callable[[SlotPair], SnapshotHeader]:
         """What fills a pair of slots with the restore step, to be called in a thread."""
         header_peer, payload_peer = self._peers.to(source.header_node), self._peers.to(source.payload_node)
-        return lambda pair: header_peer.fetch(source.rank, step, source.payload_rank, pair, payload_peer)
+        generation = self._store.generation  # by the time the thread runs it may be over
+        return lambda pair: header_peer.fetch(source.rank, step, source.payload_rank, pair, payload_peer, generation)
 
     def _fetched(
         self,

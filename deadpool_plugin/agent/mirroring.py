@@ -73,11 +73,16 @@ class Mirroring:
         profile = Profile(
             message.header_bytes, message.payload_bytes, message.layout_hash, message.replicas, message.recording
         )
+        store, generation = self._store, self._store.generation
         try:
             self.check_memory(profile, self._node)
             pair = await self._peers.in_thread(
-                lambda: self._store.create_own(rank, message.header_bytes, message.payload_bytes)
+                lambda: store.create_own(
+                    rank, message.header_bytes, message.payload_bytes, lambda: store.check_generation(generation)
+                )
             )
+        except StaleGeneration:  # its process has gone, or will; the next one's slots have that memory
+            return
         except ConfigError as error:
             self._feed(io.StopRequested(f"node {self._node}: {error}", EXIT_CONFIG))
             return

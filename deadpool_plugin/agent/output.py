@@ -78,11 +78,18 @@ class Lane:
             if not data:
                 self._broken.discard(fd)
                 self._cut.discard(fd)
-                os.close(fd)
+                self._close(fd)
             elif fd not in self._broken:
                 self._put(fd, data)
             with self._changed:
                 self._queued_bytes -= len(data)
+
+    def _close(self, fd: int) -> None:
+        """A shared file system may say only now that what was written is not kept."""
+        try:
+            os.close(fd)
+        except OSError as error:
+            self._on_drop(error.strerror or str(error))
 
     def _put(self, fd: int, data: bytes) -> None:
         """A pipe's reader does not come back; a disk that is full may have room later, for a line of its own."""

@@ -11,6 +11,7 @@ import math
 import os
 import signal
 import socket
+import threading
 import time
 import traceback
 from collections import deque
@@ -56,6 +57,7 @@ from .world import Place, described, form_world, rack_named
 
 WORKERS_KILL_S = 0.5
 SUPERVISORS_END_S = 4.0
+WITHDRAW_S = 1.0
 
 
 class Agent:
@@ -82,7 +84,7 @@ class Agent:
             io.StartRehearsal: lambda action: self._spares.order(action),
             io.Commit: self._commit,
             io.AbortWorkers: self._abort,
-            io.PauseWorkers: lambda action: self._pausing.pause(),
+            io.PauseWorkers: self._pause,
             io.ResumeWorkers: self._resume,
             io.Claim: lambda action: self._witness.claim(action),
             io.Look: lambda action: self._witness.look(action),
@@ -287,6 +289,10 @@ class Agent:
             self._unwinding.begin(action.generation)
         self._store.fence(action.generation)
 
+    def _pause(self, action: io.PauseWorkers) -> None:
+        self._pausing.pause()
+        self._unwinding.pause()
+
     def _resume(self, action: io.ResumeWorkers) -> None:
         self._pausing.resume()
         if self._store.generation > self._reports.generation:  # fenced meanwhile: the time to unwind begins now
@@ -335,7 +341,8 @@ class Agent:
             self._pausing.kill()
         goodbye = Goodbye(self._controller.generation) if exit_code != EXIT_FENCED else None
         await self._lines.mesh.close(goodbye)
-        self._lines.withdraw()
+        withdrawing = threading.Thread(target=self._lines.withdraw, daemon=True)  # the file system may hang
+        withdrawing.start()
         if exit_code == EXIT_OK:
             exit_code = await self._last_work()
         else:
@@ -347,6 +354,7 @@ class Agent:
         if self._lines.bulk is not None:
             await self._peers.in_thread(self._lines.bulk.close)
         await self._peers.close()
+        withdrawing.join(WITHDRAW_S)
         if self._writer.dropped_bytes:
             self._reports.say(f"node {self._node}: {self._writer.dropped_bytes} bytes of output could not be written")
         self._reports.emit("NodeEnded", exit_code=exit_code)

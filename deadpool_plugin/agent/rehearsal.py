@@ -47,6 +47,11 @@ class Rehearsal:
         return self.slot.living is self.process
 
     @property
+    def hears(self) -> bool:
+        """Its process can be told something."""
+        return self.alive and self.process.peer is not None
+
+    @property
     def ready(self) -> bool:
         return self.finished.is_set() and self.alive
 

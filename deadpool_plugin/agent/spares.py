@@ -65,6 +65,7 @@ class Spares:
 
     def order(self, action: io.StartRehearsal) -> None:
         slot = self._workers.slots[action.local_slot]
+        self.rehearsals.pop(slot.local_rank, None)  # else a swap before `begin` would take this order for that one
         self._run(slot, self._start(slot, action.rank, action.source))
 
     def _run(self, slot: Slot, work: Coroutine[None, None, None]) -> None:
@@ -211,7 +212,7 @@ class Spares:
     async def _follow(self, rehearsal: Rehearsal) -> None:
         """Up to the committed step, which may grow meanwhile; what fails is tried again at the next commit."""
         try:
-            while rehearsal.told < self._committed:
+            while rehearsal.told < self._committed and rehearsal.hears:
                 await self.pull(rehearsal, rehearsal.source, self._committed)
                 await rehearsal.tell()
         except DeadpoolError as error:

@@ -28,6 +28,13 @@ class Unwinding:
 
     def __init__(self, slots: Sequence[Slot], lives: Lives, deadline_s: float, saving_s: float) -> None:
         self._slots, self._lives, self._deadline_s, self._saving_s = slots, lives, deadline_s, saving_s
+        self._deadlines: list[asyncio.TimerHandle] = []
+
+    def pause(self) -> None:
+        """The processes are stopped: that is not their time. Once they go on `begin` is called again."""
+        for deadline in self._deadlines:
+            deadline.cancel()
+        self._deadlines.clear()
 
     def begin(self, generation: Generation) -> None:
         """Every process in training has been told that `generation` begins."""
@@ -37,8 +44,9 @@ class Unwinding:
             if slot.serving is not None and slot.process is not None and slot.process.in_training
         ]
         loop = asyncio.get_running_loop()
-        loop.call_later(self._deadline_s, self._expire, generation, asked, self._deadline_s)
-        loop.call_later(self._saving_s, self._expire, generation, asked, self._saving_s)
+        self._deadlines = [deadline for deadline in self._deadlines if deadline.when() > loop.time()]
+        for after_s in (self._deadline_s, self._saving_s):
+            self._deadlines.append(loop.call_later(after_s, self._expire, generation, asked, after_s))
 
     def unwound(self, slot: Slot, peer: LocalPeer, message: local.Unwound | local.Restored) -> None:
         """A process waits for its new world (or is in it already)."""

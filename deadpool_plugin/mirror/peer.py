@@ -261,32 +261,38 @@ class BulkPeer:
             raise TransportError(f"{self.address} sent {(header.rank, header.step)}", f"rank {rank}, step {step}")
         return header, encoded
 
-    def fetch_payload(self, rank: Rank, header: SnapshotHeader, into: memoryview) -> None:
+    def fetch_payload(self, rank: Rank, header: SnapshotHeader, into: memoryview, generation: Generation) -> None:
         """Fills `into` with the payload of `rank` at `header.step`, which must be laid out as `header` says.
 
-        Raises: TransportError, StaleGeneration once this node is fenced; `into` is then worth nothing.
+        Raises: TransportError, StaleGeneration once `generation` is over; `into` is then worth nothing.
         Blocks: as long as the peer goes on sending.
         """
         if len(into) != header.payload_bytes:
             raise TransportError(f"slots of {len(into)} bytes for a payload of {header.payload_bytes} bytes")
-        generation = self._store.generation
         with self._asking() as stream:
             stream.send(wire.GetPayload(rank, header.step, header.layout_hash, header.payload_bytes))
             stream.expect(wire.Ready)
             stream.recv_payload(into, lambda: self._store.check_generation(generation))
 
     def fetch(
-        self, rank: Rank, step: Step, payload_rank: Rank, into: SlotPair, payload_peer: BulkPeer
+        self,
+        rank: Rank,
+        step: Step,
+        payload_rank: Rank,
+        into: SlotPair,
+        payload_peer: BulkPeer,
+        generation: Generation,
     ) -> SnapshotHeader:
         """Makes `into` hold snapshot (rank, step): header from here, payload of `payload_rank` from `payload_peer`.
 
-        Raises: TransportError, StaleGeneration; the slot is then invalid. Blocks: as long as the peers go on sending;
-        call it in a thread.
+        Args: generation: whose plan asks for it; once that is over nothing is written any more.
+        Raises: TransportError, StaleGeneration; the slot is then invalid, or as it was. Blocks: as long as the peers go
+        on sending; call it in a thread.
         """
-        generation = self._store.generation
         header, encoded = self.fetch_header(rank, step)
+        self._store.check_generation(generation)
         into.invalidate(step)
-        payload_peer.fetch_payload(payload_rank, header, into.payload(step))
+        payload_peer.fetch_payload(payload_rank, header, into.payload(step), generation)
         self._store.check_generation(generation)
         into.seal_encoded(step, encoded)
         return header

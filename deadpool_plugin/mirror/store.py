@@ -79,12 +79,15 @@ class SnapshotStore(Holdings):
 
     # ---- own slots
 
-    def create_own(self, rank: Rank, header_bytes: int, payload_bytes: int) -> SlotPair:
+    def create_own(
+        self, rank: Rank, header_bytes: int, payload_bytes: int, going_on: Callable[[], None] = lambda: None
+    ) -> SlotPair:
         """New slots for a rank that runs on this node; its descriptor goes to the worker. They replace what was held.
 
+        Args: going_on: as for `make_own`.
         Raises: MemoryShortage. Blocks: about 0.6 s per GiB.
         """
-        pair = self.make_own(rank, header_bytes, payload_bytes)
+        pair = self.make_own(rank, header_bytes, payload_bytes, going_on)
         with self._lock:
             old = self._become_own(pair)
         close(old)

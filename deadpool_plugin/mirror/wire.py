@@ -147,7 +147,8 @@ class InAnotherGeneration(RefusedByPeer):
 
 def lower_priority() -> None:
     """Puts the calling thread behind everything that trains or beats hearts."""
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+    with contextlib.suppress(PermissionError):  # the whole job is nicer than that already
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
 class BulkStream:

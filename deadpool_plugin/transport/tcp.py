@@ -124,7 +124,7 @@ class ControlMesh:
             await self._link(sock, dialled=None)
         except PeerRefused as error:
             self._tell_refused(error)
-        except (ConnectionClosed, OSError) as error:  # it hung up
+        except (TransportError, OSError) as error:  # it hung up, or is of another version
             _log.info("a control connection ended before it was a link: %s", error)
 
     def _tell_refused(self, error: PeerRefused) -> None:

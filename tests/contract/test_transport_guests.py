@@ -1,9 +1,11 @@
 """Who is no member asks, is refused, or is let in: the control port towards hosts that join."""
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
+import msgspec
 import pytest
 
 from deadpool_plugin.agent import joining
@@ -11,11 +13,21 @@ from deadpool_plugin.agent.joining import Arrival, Job, Newcomer, Roster
 from deadpool_plugin.core.messages import AnyMessage, Goodbye, JoinRequest, Prepare, Status
 from deadpool_plugin.core.types import Ballot, World
 from deadpool_plugin.errors import ConfigError, NodeTaken, PeerRefused, TransportError
-from deadpool_plugin.transport.framing import ConnectionClosed
-from deadpool_plugin.transport.guests import Admitted, Busy, Describe, Refused, Reserve, Reserved, ask
-from deadpool_plugin.transport.handshake import Credentials
+from deadpool_plugin.transport.framing import ConnectionClosed, pack_frame
+from deadpool_plugin.transport.guests import (
+    GUEST,
+    PURPOSE,
+    Admitted,
+    Busy,
+    Describe,
+    Refused,
+    Reserve,
+    Reserved,
+    ask,
+)
+from deadpool_plugin.transport.handshake import Credentials, shake_hands_async
 from deadpool_plugin.transport.rendezvous import Hello
-from deadpool_plugin.transport.sockets import bound_address, listen_tcp
+from deadpool_plugin.transport.sockets import bound_address, connected, listen_tcp
 from deadpool_plugin.transport.tcp import ControlMesh
 
 WAIT_S = 20.0
@@ -335,5 +347,22 @@ def test_before_the_job_stands_a_guest_shall_wait_and_nobody_at_all_is_said() ->
             assert await ask(starting.hello.control, SECRET, Describe()) == Busy("the job is starting", arrives=True)
         with pytest.raises(ConnectionClosed, match="nobody answers at"):
             await ask(starting.hello.control, SECRET, Describe(), 5.0)
+
+    run(scenario)
+
+
+def test_what_a_guest_of_another_version_says_costs_nobody_anything() -> None:
+    async def scenario() -> None:
+        async with job(1) as members:
+            unhandled: list[object] = []
+            asyncio.get_running_loop().set_exception_handler(lambda _, context: unhandled.append(context))
+            with await connected(members[0].hello.control) as sock:
+                await shake_hands_async(sock, SECRET, PURPOSE, GUEST, dialling=True)
+                body = msgspec.msgpack.encode(["a question of later days"])
+                await asyncio.get_running_loop().sock_sendall(sock, pack_frame(body, 1 << 20))
+                assert not await asyncio.get_running_loop().sock_recv(sock, 1)
+            gc.collect()
+            await asyncio.sleep(0)
+            assert not unhandled
 
     run(scenario)

@@ -104,6 +104,25 @@ def test_a_broken_pipe_ends_forwarding_only(tmp_path):
     assert (tmp_path / "log").read_bytes() == b"kept whole" and writer.dropped_bytes >= 4
 
 
+def test_a_file_that_cannot_be_closed_well_costs_no_other(tmp_path, monkeypatch, capfd):
+    """A shared file system may say only then that it is full."""
+    close = os.close
+    writer = Writer()
+    bad, good = writer.open(tmp_path / "bad"), writer.open(tmp_path / "good")
+
+    def close_or_say(fd):
+        close(fd)
+        if fd == bad:
+            raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    monkeypatch.setattr(os, "close", close_or_say)
+    writer.release(bad)
+    writer.write(good, b"kept")
+    writer.close()
+    assert (tmp_path / "good").read_bytes() == b"kept"
+    assert "is kept: Disk quota exceeded" in capfd.readouterr().out
+
+
 def test_a_launcher_that_does_not_read_blocks_nothing_and_no_file(tmp_path):
     read_end, write_end = os.pipe()
     writer = Writer(write_end)

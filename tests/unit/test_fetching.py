@@ -28,7 +28,7 @@ class Holder:
     async def ask(self, work, *nodes):
         return work()
 
-    def fetch(self, rank, step, payload_rank, into, payload_peer):
+    def fetch(self, rank, step, payload_rank, into, payload_peer, generation):
         self.filled.append(into)
         into.seal(step, 0, "", b"")
         if len(self.filled) == 1:

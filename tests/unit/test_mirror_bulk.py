@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from deadpool_plugin.core.types import Holding
-from deadpool_plugin.errors import DeadpoolError, PeerRefused, TransportError
+from deadpool_plugin.errors import DeadpoolError, PeerRefused, StaleGeneration, TransportError
 from deadpool_plugin.mirror import peer as peer_module
 from deadpool_plugin.mirror import wire
 from deadpool_plugin.mirror.arena import SlotPair, SnapshotHeader
@@ -92,7 +92,7 @@ def push(peer: BulkPeer, rank: int, step: int, generation: int = 0, payload: boo
 
 def fetch(peer: BulkPeer, step: int, into: SlotPair) -> SnapshotHeader:
     """All of rank 0's snapshot from one node."""
-    return peer.fetch(0, step, 0, into, peer)
+    return peer.fetch(0, step, 0, into, peer, generation=0)
 
 
 @pytest.fixture
@@ -360,7 +360,7 @@ def test_fetch_takes_header_and_payload_from_different_ranks_and_nodes(nodes: li
     from_b, from_d = c.peer(b), c.peer(d)
     header, _ = from_b.fetch_header(0, 3)
     into = c.store.create_own(0, HEADER, header.payload_bytes)
-    assert from_b.fetch(0, 3, 1, into, payload_peer=from_d) == source.open(3) == into.open(3)
+    assert from_b.fetch(0, 3, 1, into, from_d, generation=0) == source.open(3) == into.open(3)
     assert into.payload(3) == content(0, 3)
     with pytest.raises(RefusedByPeer, match="the payload of rank 0, step 3 is not held here"):
         fetch(from_b, 3, into)
@@ -368,6 +368,37 @@ def test_fetch_takes_header_and_payload_from_different_ranks_and_nodes(nodes: li
     with pytest.raises(RefusedByPeer, match="the header of rank 0, step 9"):
         fetch(from_b, 9, into)
     d.close()
+
+
+def test_a_fetch_whose_generation_is_over_writes_nothing(nodes: list[Node], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have waited for the header while the node was fenced: the slots are a living worker's by now."""
+    a, b, c = nodes
+    a.stage(0, 3)
+    assert push(a.peer(b), 0, 3)[0]
+    from_b = c.peer(b)
+    header, encoded = from_b.fetch_header(0, 3)
+    into = c.store.create_own(0, HEADER, header.payload_bytes)
+    into.payload(3)[:] = content(0, 5)
+    into.seal_encoded(3, encoded)
+
+    def fenced_meanwhile(rank: int, step: int) -> tuple[SnapshotHeader, bytes]:
+        c.store.fence(1)
+        return header, encoded
+
+    monkeypatch.setattr(from_b, "fetch_header", fenced_meanwhile)
+    with pytest.raises(StaleGeneration):
+        fetch(from_b, 3, into)
+    assert into.payload(3) == content(0, 5) and into.open(3) is not None
+    with pytest.raises(StaleGeneration):
+        from_b.fetch_payload(0, header, into.payload(3), generation=0)
+
+
+def test_a_job_that_is_nice_already_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(which: int, who: int, priority: int) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "setpriority", refused)
+    wire.lower_priority()
 
 
 def test_a_snapshot_overwritten_while_it_is_fetched_is_not_used(

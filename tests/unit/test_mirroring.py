@@ -101,3 +101,23 @@ def test_slots_of_a_process_that_was_replaced_meanwhile_are_not_kept(store):
 
     asyncio.run(scenario())
     assert store.own(0) is None and not store.has_slots(0)
+
+
+def test_slots_that_are_being_made_when_the_script_begins_again_make_room_for_the_next(store, monkeypatch):
+    """Both at once may be more than there is, which would have ended the job."""
+    touch, fed = SlotPair._touch, []
+
+    def fenced_meanwhile(self, going_on):
+        store.fence(1)
+        touch(self, going_on)
+
+    monkeypatch.setattr(SlotPair, "_touch", fenced_meanwhile)
+    slot = serving(0)
+
+    async def scenario():
+        made = Mirroring(0, 1, store, Peers(), 10.0, fed.append)
+        made.enter(World(0, (0, 0), ()))
+        await made._prepare(slot, slot.serving, ready(0))
+
+    asyncio.run(scenario())
+    assert not fed and not store.has_slots(0) and not slot.process.in_training

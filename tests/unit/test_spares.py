@@ -83,3 +83,74 @@ def test_a_spare_that_could_not_hold_the_mirrors_that_come_with_its_ranks_says_s
     assert failed == [{"rank": 7, "reason": reason}]
     assert fed == [io.SpareRehearsed(0, 6), io.SpareRehearsed(1, 7)]
     assert prepared == [(6, 4096, 64), (7, 4096, 64)]
+
+
+class Connection:
+    """To a rehearsing process, which dies while it is told something."""
+
+    def __init__(self, process: Process) -> None:
+        self.process = process
+
+    def send(self, message, fds=()):
+        self.process.ended, self.process.peer = True, None
+
+    async def drained(self):
+        pass
+
+
+def following(told: int, slot: Slot) -> tuple[Spares, Rehearsal]:
+    workers, peers = Anything(), Anything()
+    workers.handlers = {}
+    spares = Spares(5, workers, Anything(), peers, Anything(), 1 << 20, lambda event: None)
+    slot.process = Process(order=1, rank=6, rehearses=True)
+    rehearsal = Rehearsal(slot, slot.process, Profile(4096, 64, "", (6,), b""), 3, History(1 << 20), told=told)
+    rehearsal.finished.set()
+    spares.rehearsals[0] = rehearsal
+    return spares, rehearsal
+
+
+def test_who_follows_for_a_process_that_dies_meanwhile_comes_to_an_end():
+    """It used to go round without ever waiting: the agent's event loop stood still, and its healthy host was lost."""
+    pulled = 0
+
+    async def pull(rehearsal, source, last):
+        nonlocal pulled
+        pulled += 1
+        assert pulled < 100, "round and round"
+        for step in range(rehearsal.history.last + 1, last + 1):
+            rehearsal.history.append(step, b"records")
+
+    async def scenario():
+        spares, rehearsal = following(0, Slot(0))
+        rehearsal.process.peer = Connection(rehearsal.process)
+        rehearsal.history.append(0, b"records")
+        spares.pull = pull
+        spares._committed = 200
+        await spares._follow(rehearsal)
+
+    asyncio.run(asyncio.wait_for(scenario(), timeout=30))
+    assert pulled == 1
+
+
+def test_a_swap_does_not_take_a_rehearsal_that_begins_for_the_one_before_it():
+    """The order was cut off for the sake of the dead process before it, and nobody orders the same again."""
+
+    async def scenario():
+        spares, _ = following(7, Slot(0))
+        slot = spares.rehearsals[0].slot
+        slot.process.ended = True
+        spares._workers.slots = [slot]
+        begun = asyncio.Event()
+
+        async def begin(slot, rank, source):
+            await begun.wait()
+
+        spares.begin = begin
+        spares.order(io.StartRehearsal(0, 6, 3))
+        await asyncio.sleep(0)
+        spares.swapped((0, 0, 1, 1, 2, 2, 3, 3), 9)
+        begun.set()
+        [task] = spares._tasks.values()
+        await task
+
+    asyncio.run(asyncio.wait_for(scenario(), timeout=30))

@@ -56,3 +56,18 @@ def test_who_says_that_it_is_in_a_save_has_longer_and_not_for_ever(found_in_a_sa
 
     after_s, killed = asyncio.run(scenario())
     assert (after_s, killed) == (killed_after_s, [0]) and f"after {killed_after_s:g} s" in killed.reason
+
+
+def test_the_time_in_which_a_process_is_stopped_is_not_its_own():
+    async def scenario():
+        stopped, killed = serving(0, in_training=True), Killed()
+        unwinding = Unwinding([stopped], killed, deadline_s=0.01, saving_s=0.02)
+        unwinding.begin(5)
+        unwinding.pause()
+        await asyncio.sleep(0.1)
+        assert not killed
+        unwinding.begin(5)
+        await asyncio.sleep(0.1)
+        return killed
+
+    assert asyncio.run(scenario()) == [0]
