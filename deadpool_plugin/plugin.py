@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from .errors import GenerationChanged
+
 if TYPE_CHECKING:
     import socket
 
@@ -31,14 +33,18 @@ def run_agent(place: Place, config: Config, secret: bytes, listener: socket.sock
 
 def start_live(connection: LocalConnection, config: Config, role: local.RunRank, local_rank: int) -> Context:
     """An active rank's worker: waits until everyone's groups may be built, then is ready for the script."""
+    from .launch.script import leave
     from .transport import local
     from .worker.starting import Starting
 
     context = _worker_context(connection, config, local_rank)
     context.offer_store()
-    start, _ = context.link.receive(local.StartGroups)
-    assert isinstance(start, local.StartGroups)
-    context.groups.start(start.generation, start.store)
+    try:
+        start, _ = context.link.receive(local.StartGroups)
+        assert isinstance(start, local.StartGroups)
+        context.groups.start(start.generation, start.store)
+    except GenerationChanged:  # the world it was for is over, and another process will begin the script
+        leave(context.wait_for_end())
     context.mode = starting = Starting(context, role.rank, config.header_bytes)
     starting.refuse_wrappers()
     return context

@@ -284,7 +284,7 @@ class Agent:
 
     def _abort(self, action: io.AbortWorkers) -> None:
         self._takeovers.cancel()
-        self._workers.tell_serving(local.Abort(action.generation))
+        self._workers.abort(action.generation)
         if not self._pausing.active:
             self._unwinding.begin(action.generation)
         self._store.fence(action.generation)

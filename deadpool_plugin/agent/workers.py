@@ -229,6 +229,11 @@ class Workers:
         self._start = local.StartGroups(generation, store)
         self.tell_serving(self._start)
 
+    def abort(self, generation: Generation) -> None:
+        """To every process that runs a rank. Who has yet to connect is not to look for a store that may be gone."""
+        self._start = None
+        self.tell_serving(local.Abort(generation))
+
     def commit(self, step: Step) -> None:
         """Open the gate of every process that runs a rank, and later of those that take one over."""
         self.committed = max(self.committed, step)

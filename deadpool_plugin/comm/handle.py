@@ -7,6 +7,7 @@ surface. No thread is started and nothing is decided here: `Groups` does both.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -50,7 +51,8 @@ class Handle(dist.ProcessGroup):
         self.abandoned = False
         self.sequence = 0
         self._name, self._desc = name, "undefined"
-        self._parts: list[tuple[str, tuple[Any, ...], dict[str, Any]]] | None = None
+        self._parts: dict[int, list[tuple[str, tuple[Any, ...], dict[str, Any]]]] = {}
+        """Of each thread that coalesces: a save's may use the same group meanwhile."""
 
     # ---- operations
 
@@ -63,21 +65,22 @@ class Handle(dist.ProcessGroup):
 
     def operate(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What every overridden method calls: collect while coalescing, else hand to the runtime."""
-        if self._parts is not None:
-            self._parts.append((name, args, kwargs))
+        parts = self._parts.get(threading.get_ident())
+        if parts is not None:
+            parts.append((name, args, kwargs))
             return None
         return self._groups.dispatch(self, name, args, kwargs)
 
     def _start_coalescing(self, device: torch.device) -> None:
-        self._parts = []
+        self._parts[threading.get_ident()] = []
 
     def _end_coalescing(self, device: torch.device) -> Any:
-        parts, self._parts = self._parts, None
+        parts = self._parts.pop(threading.get_ident(), None)
         return self.operate(BATCH, (parts,), {}) if parts else None
 
     def drop_coalescing(self) -> None:
-        """Forget operations collected by a batch that was interrupted."""
-        self._parts = None
+        """Forget what a batch of the caller's thread that was interrupted has collected."""
+        self._parts.pop(threading.get_ident(), None)
 
     # ---- what torch and the frameworks ask a group
 

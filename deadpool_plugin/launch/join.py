@@ -7,6 +7,7 @@ that runs is the job's own; the supervisors see what the deepspeed launcher woul
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -280,4 +281,5 @@ def _wait(children: dict[int, subprocess.Popen[bytes]]) -> int:
 
 def _end(children: dict[int, subprocess.Popen[bytes]], number: signal.Signals) -> None:
     for pid in list(children):
-        os.kill(pid, number)  # not Popen's: that one would wait for the child, and `_wait` would miss it
+        with contextlib.suppress(ProcessLookupError):  # a signal has come between its end and our knowing
+            os.kill(pid, number)  # not Popen's: that one would wait for the child, and `_wait` would miss it

@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 
@@ -30,6 +31,7 @@ from ..errors import ConfigError, DeadpoolError
 from . import leash, roles
 from .carriers import carriers, kill_all, supervisors
 
+ENDING = (signal.SIGTERM, signal.SIGHUP)
 POLL_S = 0.5
 ALONE_POLL_S = 5.0
 """Between looks at a job that goes on without its launcher: each is at every process of the host."""
@@ -204,6 +206,13 @@ def check(prepare: leash.Prepare) -> None:
         raise ConfigError(f"there is no file {prepare.script} in {os.getcwd()}", "the training script", "copy it there")
 
 
+def _end(number: int, frame: object) -> NoReturn:
+    """The secret goes first, whatever signals follow this one."""
+    for other in ENDING:
+        signal.signal(other, lambda *_: None)
+    sys.exit(128 + number)
+
+
 def main() -> int:
     """Entry point; the exit code."""
     ear = Ear(sys.stdin.fileno())
@@ -213,8 +222,8 @@ def main() -> int:
         if ear.closed or time.monotonic() > deadline:
             return 1
         prepare = ear.next(POLL_S)
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda number, _: sys.exit(128 + number))  # the secret goes first
+    for number in ENDING:
+        signal.signal(number, _end)
     try:
         check(prepare)
         with installed(prepare) as folder:

@@ -143,7 +143,7 @@ class Supervisor:
         try:
             self._connection.send(message, descriptors)
         except ConnectionClosed:
-            self._finish(EXIT_FENCED)
+            self._finish(self._hear())
 
     # ---- waiting
 
@@ -158,7 +158,8 @@ class Supervisor:
         elif role == "agent's word":
             self._finish(self._hear())
         elif role == "agent's end":
-            self._finish(self._reap_agent(None) or EXIT_FENCED)
+            exit_code = self._reap_agent(None)
+            self._finish(exit_code or self._hear())
         else:
             self._poll.unregister(fd)
             os.close(fd)
@@ -168,7 +169,7 @@ class Supervisor:
             self._tell(local.StandbyExited(self._launch.local_rank, os.waitstatus_to_exitcode(status)))
 
     def _hear(self) -> int:
-        """The exit code the agent wants; without an agent this node is out."""
+        """The exit code the agent wants (it may have said so before it ended); without an agent this node is out."""
         try:
             while True:
                 message, _ = self._connection.recv()

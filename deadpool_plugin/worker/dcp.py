@@ -159,6 +159,7 @@ class ThreadFlight(Flight):
         adopt_thread(self)
         self._thread = threading.get_ident()
         value = save(*args, **kwargs)
+        self._thread = 0  # what is left takes no time, and an exception within a lock would leave it locked
         self.future.succeed(value)
         self.completed()
         return value

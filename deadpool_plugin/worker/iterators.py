@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
-from ..errors import Unsupported
+from ..errors import GenerationChanged, Unsupported
 from . import rng
 from .inputs import COPIED_BYTES_MAX, Kept
 from .skipping import skip
@@ -58,6 +58,8 @@ class RewindIterator:
         self.position = 0
         self._kept: deque[Item] = deque()
         self._first_kept = 0
+        self._cut_off = False
+        """A swap has ended it in the middle of a pull: a generator says from then on that it has no more items."""
 
     def __iter__(self) -> RewindIterator:
         return self
@@ -76,9 +78,20 @@ class RewindIterator:
         return value
 
     def _pull(self) -> Any:
+        if self._cut_off:
+            raise Unsupported(
+                f"a {type(self.inner).__name__} communicates while a training call reads from it, and a swap has cut "
+                "that off",
+                "iterators that give items without asking other ranks",
+                "read the batch before the call, and hand that over",
+            )
         before = rng.capture_host()
-        with reading():
-            value = next(self.inner)
+        try:
+            with reading():
+                value = next(self.inner)
+        except GenerationChanged:
+            self._cut_off = True
+            raise
         after = rng.capture_host()
         drew = not rng.equal(before, after)
         self._kept.append(Item(Kept(value), before if drew else None, after if drew else None))

@@ -18,7 +18,7 @@ import shutil
 import sys
 import threading
 import weakref
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,22 @@ OPENER = 5
 """Place of that argument of `open` among those after the mode."""
 
 
+class Lock:
+    """Between the threads of one process: what is forked while another thread has it has one of its own."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        os.register_at_fork(after_in_child=self._renew)
+
+    def _renew(self) -> None:
+        self._lock = threading.RLock()
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        with self._lock:
+            yield
+
+
 class Mute:
     """Redirects file descriptors 1 and 2 into `path` until `lift`; works for everything below Python too."""
 
@@ -41,6 +57,7 @@ class Mute:
         self._originals: list[tuple[Any, str, Any]] = []
         self._silent: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         self._keeping = mmap.mmap(-1, 1)  # shared with what the script forks
+        self._releasing = Lock()
         self._unsaid: list[str] = []
         private = _opened(path)
         for fd in (1, 2):
@@ -61,7 +78,7 @@ class Mute:
         What goes past Python's `open` and `os` is not caught: a script can ask `is_rehearsal()`.
         """
         for module in (builtins, io):
-            self._replace(module, "open", _reading(module.open, self._silent, self._keeps))
+            self._replace(module, "open", _reading(module.open, self._silent, self._keeps, self._releasing))
         for owner, name in CHANGING:
             self._replace(owner, name, _doing_nothing(getattr(owner, name), self._keeps))
         self._keeping[0] = True
@@ -76,18 +93,19 @@ class Mute:
 
     def release_files(self) -> None:
         """The script's files are ours to write again. Of one that cannot be, `lift` says so."""
-        self._keeping[0] = False
+        with self._releasing.held():
+            self._keeping[0] = False
         for owner, name, original in self._originals:
             setattr(owner, name, original)
         self._originals.clear()
         for file, path in list(self._silent.items()):
-            if not file.closed:
-                try:
+            try:
+                if not file.closed:
                     _go_on(file, path)
-                except OSError as error:
-                    self._unsaid.append(
-                        f"what the script writes to {path}, which it has opened before, is lost: {error}"
-                    )
+            except OSError as error:
+                self._unsaid.append(f"what the script writes to {path}, which it has opened before, is lost: {error}")
+            except ValueError:  # a thread of the script's has closed it meanwhile
+                continue
         self._silent.clear()
 
     def lift(self) -> None:
@@ -160,17 +178,20 @@ def _go_on(file: Any, path: str) -> None:
 
 
 def _reading(
-    original: Callable[..., Any], silent: MutableMapping[Any, str], keeps: Callable[[], bool]
+    original: Callable[..., Any], silent: MutableMapping[Any, str], keeps: Callable[[], bool], releasing: Lock
 ) -> Callable[..., Any]:
     @functools.wraps(original)
     def open_to_read(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
         writes = any(letter in mode for letter in "wax+") and isinstance(file, (str, bytes, os.PathLike))
         opener = kwargs.get("opener", args[OPENER] if len(args) > OPENER else None)
-        if not writes or opener is not None or not keeps():
+        if not writes or opener is not None:
             return original(file, mode, *args, **kwargs)
-        opened = original(os.devnull, mode.replace("x", "w"), *args, **kwargs)
-        silent[opened] = os.path.abspath(os.fsdecode(file))
-        return opened
+        with releasing.held():
+            if keeps():
+                opened = original(os.devnull, mode.replace("x", "w"), *args, **kwargs)
+                silent[opened] = os.path.abspath(os.fsdecode(file))
+                return opened
+        return original(file, mode, *args, **kwargs)
 
     return open_to_read
 

@@ -215,3 +215,17 @@ def test_an_abort_that_does_not_return_is_an_error(monkeypatch: pytest.MonkeyPat
     fabric._backends += [Aborted(threading.Barrier(2)), Aborted(threading.Barrier(1))]
     with pytest.raises(DeadpoolError, match="aborting 2 NCCL communicators failed: 1 of them did not return"):
         fabric.unblock()
+
+
+def test_what_another_thread_does_meanwhile_is_not_in_the_batch() -> None:
+    """A save in the background may use the group that the script sends a batch over."""
+    _, handle = over(Streams())
+    mine, theirs, cpu = torch.zeros(2), torch.zeros(2), torch.device("cpu")
+    handle._start_coalescing(cpu)
+    handle.allreduce([mine])
+    thread = threading.Thread(target=lambda: handle.allreduce([theirs]).wait())
+    thread.start()
+    thread.join()
+    assert theirs.tolist() == [1.0, 1.0] and mine.tolist() == [0.0, 0.0]
+    handle._end_coalescing(cpu).wait()
+    assert mine.tolist() == [1.0, 1.0]

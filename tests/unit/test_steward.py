@@ -237,6 +237,15 @@ def test_a_steward_that_is_ended_takes_the_secret_with_it(host, number):
     assert one.process.wait(LIMIT_S) == 128 + number and not one.folder.exists()
 
 
+def test_so_does_one_that_is_told_twice(host):
+    """As systemd does when it ends a login: SIGTERM and at once SIGHUP."""
+    for _ in range(5):
+        one = host()
+        one.process.send_signal(signal.SIGTERM)
+        one.process.send_signal(signal.SIGHUP)
+        assert one.process.wait(LIMIT_S) in (128 + signal.SIGTERM, 128 + signal.SIGHUP) and not one.folder.exists()
+
+
 def test_nothing_stays_where_not_everything_could_be_written(monkeypatch):
     word = leash.Prepare(leash.new_job(), 0, "spares: 1", SECRET, "", {}, "")
     put = steward.put

@@ -27,6 +27,12 @@ PLACE = {
 }  # fmt: skip
 
 
+def supervised(ends):
+    env = {**os.environ, **PLACE, "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-c", SUPERVISES.replace("{ends}", ends)]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+
+
 @pytest.mark.parametrize(
     ("ends", "said"),
     [
@@ -37,8 +43,26 @@ PLACE = {
     ids=["killed", "crashed", "left"],
 )
 def test_an_agent_that_a_signal_ended_is_named(ends, said):
-    env = {**os.environ, **PLACE, "PYTHONPATH": str(Path(__file__).parents[2])}
-    command = [sys.executable, "-c", SUPERVISES.format(ends=ends)]
-    ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    ran = supervised(ends)
     assert ran.returncode != 0
     assert ran.stderr == (f"[deadpool] the agent of {os.uname().nodename} was {said}\n" if said else "")
+
+
+SAYS = """
+    import time
+    from deadpool_plugin.transport import local
+    from deadpool_plugin.transport.local import LocalConnection
+    parent = os.getppid()
+    os.kill(parent, signal.SIGSTOP)
+    LocalConnection(supervisor).send(local.EndSupervisor({code}))
+    if os.fork() == 0:
+        supervisor.close()
+        time.sleep(0.2)
+        os.kill(parent, signal.SIGCONT)
+    os._exit(0)"""
+
+
+@pytest.mark.parametrize("code", [0, 86])
+def test_an_agent_that_had_said_how_to_end_is_heard_however_late(code):
+    """The supervisor of a busy host learns of its agent's end and of its last word at the same moment."""
+    assert supervised(SAYS.format(code=code)).returncode == code

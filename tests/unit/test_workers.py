@@ -11,6 +11,7 @@ from deadpool_plugin.agent.output import Pipe, Writer, rank_file
 from deadpool_plugin.agent.slots import Process, Slot
 from deadpool_plugin.agent.workers import Workers
 from deadpool_plugin.agent.world import Place
+from deadpool_plugin.transport import local
 
 
 class Anything:
@@ -63,3 +64,25 @@ def test_a_file_system_that_stands_still_holds_no_take_over_up(tmp_path, monkeyp
     assert "is not kept: Connection timed out" in words[0] and words[1:] == ["a line"]
     os.close(heard)
     os.close(said)
+
+
+class Told(list):
+    """A worker's connection."""
+
+    tag = None
+
+    def send(self, message, fds=()):
+        self.append(message)
+
+
+def test_who_comes_when_its_generation_is_over_is_not_told_to_begin():
+    """The store it would look for may be gone with its host; a job that waits for a host would end for that."""
+    first, late = Process(1, 0, rehearses=False), Process(2, 1, rehearses=False)
+    slots = [Slot(0, rank=0, process=first), Slot(1, rank=1, process=late)]
+    workers = Workers(Place(0, 2, 2, "m", 5), "host", None, Anything(), slots, Anything(), lambda event: None)
+    one, other = Told(), Told()
+    workers.start_groups(0, "a store")
+    workers.on_message(one, local.WorkerHello(0, 11, 0, False, 1), [])
+    workers.abort(1)
+    workers.on_message(other, local.WorkerHello(1, 12, 1, False, 2), [])
+    assert one == [local.StartGroups(0, "a store"), local.Abort(1)] and other == []

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from deadpool_plugin.errors import Divergence, Unsupported
+from deadpool_plugin.errors import Divergence, GenerationChanged, Unsupported
 from deadpool_plugin.worker import codec, skipping
 from deadpool_plugin.worker.inputs import COPIED_BYTES_MAX
 from deadpool_plugin.worker.iterators import IteratorTable, RewindIterator
@@ -250,3 +250,18 @@ def test_worker_processes_of_an_unknown_data_set_may_draw_so_it_is_read():
     loader = iter(DataLoader(data, num_workers=1))
     skip(loader, 40)
     assert next(loader).item() == 40 and data.reads.item() >= 41
+
+
+def test_one_that_a_swap_has_cut_off_is_not_taken_for_one_at_its_end():
+    def communicates():
+        yield 0
+        raise GenerationChanged(1)
+
+    it = RewindIterator(communicates())
+    next(it)
+    with pytest.raises(GenerationChanged):
+        next(it)
+    it.rewind(0)
+    assert next(it) == 0
+    with pytest.raises(Unsupported, match="a generator communicates.*read the batch before the call"):
+        next(it)

@@ -3,10 +3,13 @@ of a follower before and after it takes over."""
 
 from __future__ import annotations
 
+import builtins
+import io
 import os
 import subprocess
 import sys
 import tempfile
+import threading
 import types
 from pathlib import Path
 
@@ -163,3 +166,46 @@ def test_the_cache_that_a_followers_loader_fills_is_there_to_be_read(tmp_path, m
     mute.keep_files()
     loader = torch.utils.data.DataLoader(Cached(tmp_path), num_workers=1)
     assert [int(item) for item in loader] == [0, 2]
+
+
+def test_a_file_that_a_thread_opens_while_files_are_released_is_written(tmp_path, mute, monkeypatch):
+    """A logger that rotates: it was about to be given /dev/null, and nobody would have let it go on."""
+    opening, released = threading.Event(), threading.Event()
+    plain = builtins.open
+
+    def slow(file, *args, **kwargs):
+        if file == os.devnull:
+            opening.set()
+            assert not released.wait(0.2), "released while a file is opened"
+        return plain(file, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "open", slow)
+    mute.keep_files()
+    kept = []
+
+    def opens():
+        kept.append(open(tmp_path / "log", "a"))  # noqa: SIM115
+
+    thread = threading.Thread(target=opens)
+    thread.start()
+    assert opening.wait(20)
+    mute.release_files()
+    released.set()
+    thread.join()
+    with kept[0] as file:
+        file.write("of the thread")
+    assert (tmp_path / "log").read_text() == "of the thread"
+
+
+def test_a_file_that_a_thread_closes_meanwhile_ends_no_take_over(tmp_path, mute):
+    class Closing(io.FileIO):
+        """Closed by another thread between the two questions."""
+
+        closed = False
+
+    mute.keep_files()
+    file = Closing(os.open(os.devnull, os.O_WRONLY), "w")
+    io.FileIO.close(file)
+    mute._silent[file] = str(tmp_path / "log")
+    mute.release_files()
+    assert not (tmp_path / "log").exists()

@@ -1,6 +1,7 @@
 """Start-up of a rank: what trains past every framework that is known is refused where the script says so."""
 
 import contextlib
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +9,10 @@ import torch
 from torch.distributed import fsdp
 from torch.nn.parallel import DistributedDataParallel
 
-from deadpool_plugin.errors import Unsupported
+from deadpool_plugin import plugin
+from deadpool_plugin.config import Config
+from deadpool_plugin.errors import GenerationChanged, Unsupported
+from deadpool_plugin.transport import local
 from deadpool_plugin.worker.adapter import CallKind
 from deadpool_plugin.worker.starting import Starting
 
@@ -59,3 +63,22 @@ def test_nothing_of_a_save_before_the_first_forward_is_recorded_nor_what_its_thr
     )
     Starting(context, 0, 4096).call("save", CallKind.SAVE, lambda: order.append("save"), (), {})
     assert order == ["off", "save", "its thread", "on"]
+
+
+def test_a_swap_while_groups_are_made_is_no_error_of_the_script(monkeypatch):
+    """The agents decide what becomes of the process: its script has not begun."""
+
+    def interrupted(generation, store):
+        raise GenerationChanged(generation + 1)
+
+    context = SimpleNamespace(
+        offer_store=lambda: None,
+        link=SimpleNamespace(receive=lambda kind: (local.StartGroups(0, "store"), [])),
+        groups=SimpleNamespace(start=interrupted),
+        wait_for_end=lambda: 3,
+    )
+    monkeypatch.setattr(plugin, "_worker_context", lambda *_: context)
+    monkeypatch.setattr("deadpool_plugin.launch.script.leave", sys.exit)
+    with pytest.raises(SystemExit) as ended:
+        plugin.start_live(None, Config(), local.RunRank(0, {}), 0)
+    assert ended.value.code == 3
