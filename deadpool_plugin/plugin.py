@@ -23,12 +23,15 @@ if TYPE_CHECKING:
 
 
 def run_agent(place: Place, config: Config, secret: bytes, listener: socket.socket, job_tag: str, job: Job) -> int:
-    """One node's agent, from its first connection to its last; the exit code."""
+    """One node's agent, from its first connection to its last; the exit code. The process is to end after it: unlike
+    asyncio.run this does not wait for threads that a file system which hangs has not let go of."""
     import asyncio
 
     from .agent.process import Agent
 
-    return asyncio.run(Agent(place, config, secret, listener, job_tag, job).run())
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    return loop.run_until_complete(Agent(place, config, secret, listener, job_tag, job).run())
 
 
 def start_live(connection: LocalConnection, config: Config, role: local.RunRank, local_rank: int) -> Context:

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 import types
 from collections import deque
 
 import pytest
 
-from deadpool_plugin import events
+from deadpool_plugin import events, plugin
 from deadpool_plugin.agent.lives import Lives
 from deadpool_plugin.agent.process import Agent
 from deadpool_plugin.agent.slots import Process, Slot
@@ -115,3 +116,21 @@ def test_a_spares_processes_that_are_killed_at_the_end_are_no_failure(ending):
     slot.rank, slot.process = -1, Process(order=2, rank=5, rehearses=True)
     lives.ended(slot, slot.process, -9)
     assert lives.late_exit_code == 0 and not lives.unended
+
+
+def test_a_thread_that_a_file_system_holds_does_not_hold_the_agent(monkeypatch):
+    let_go = threading.Event()
+
+    async def run(self):
+        asyncio.get_running_loop().run_in_executor(None, let_go.wait)
+        return 86
+
+    monkeypatch.setattr(Agent, "__init__", lambda self, *arguments: None)
+    monkeypatch.setattr(Agent, "run", run)
+    timer = threading.Timer(20.0, let_go.set)
+    timer.start()
+    try:
+        assert plugin.run_agent(None, None, b"", None, "", None) == 86 and not let_go.is_set()
+    finally:
+        timer.cancel()
+        let_go.set()
