@@ -159,9 +159,9 @@ class Controller:
                 _MESSAGES[type(message)](self, ctx.node, message)
                 self._mark()
                 continue
+            self._watch_the_right_ones()
             if self._swaps.react():
                 self._mark()
-            self._watch_the_right_ones()
             if ctx.changed and not ctx.ended:
                 self._report()
             if not ctx.loopback:
@@ -260,7 +260,7 @@ class Controller:
             ctx.send(event.sender, Report(self.generation, ctx.node))  # who decided it may have died before it told us
         if isinstance(event.message, JoinRequest):
             self._candidates.ask(event.sender, event.message.rack)
-        elif event.sender in ctx.world.members:
+        elif event.sender in ctx.world.members or isinstance(event.message, Decided):  # by whom it has taken in
             _MESSAGES[type(event.message)](self, event.sender, event.message)
         elif isinstance(event.message, Goodbye):
             self._candidates.forget(event.sender)

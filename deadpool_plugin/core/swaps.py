@@ -8,7 +8,7 @@ May import everything of core but the controller and coordination.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from .context import Context
 from .failures import Failures
@@ -71,7 +71,8 @@ class Swaps:
         """Nothing can be decided here. The others may see it otherwise and go on, so this node ends alone."""
         ctx = self._ctx
         living, members = ctx.living, ctx.world.members
-        if len(living) > 1 and ctx.now - self._asked_the_living(living) < ctx.timing.silent_after_s:
+        others = self._who_may_know(living)
+        if others and ctx.now - self._asked(others) < ctx.timing.silent_after_s:
             return
         what = f"{described(suspects)}; {len(living)} of {len(members)} members are left and cannot decide alone"
         self._announce(suspects)
@@ -80,14 +81,20 @@ class Swaps:
         else:
             ctx.give_up(f"{what} (a tie)", ctx.lost_ranks())
 
-    def _asked_the_living(self, living: tuple[NodeId, ...]) -> float:
+    def _who_may_know(self, living: tuple[NodeId, ...]) -> list[NodeId]:
+        """Of a newer generation: living members, and hosts that the plan we have accepted takes in."""
+        accepted = self.voter.acceptor.accepted
+        joined = accepted[1].joined if accepted is not None else ()
+        evidence = self._ctx.watch.evidence
+        return [node for node in (*living, *joined) if node != self._ctx.node and node not in evidence]
+
+    def _asked(self, others: Collection[NodeId]) -> float:
         """When they were asked whether they know of a newer generation, in which they may be enough: whoever decided
         it may have died before it could tell everybody."""
         if self._asked_at == NEVER:
             self._asked_at = self._ctx.now
-            for node in living:
-                if node != self._ctx.node:
-                    self._ctx.send(node, Report(self._ctx.world.generation, self._ctx.node))
+            for node in others:
+                self._ctx.send(node, Report(self._ctx.world.generation, self._ctx.node))
         return self._asked_at
 
     def _tell(self, suspects: Mapping[NodeId, str]) -> None:
