@@ -116,6 +116,9 @@ class Adapter(Protocol):
     def entry_state(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], None]:
         """Capture what a call may read and an interrupted call may leave changed; the result puts it back."""
 
+    def left(self) -> None:
+        """A call has returned: what changes until the next one begins is the script's doing."""
+
     def clean(self) -> None:
         """After an interrupted call: forget handles and flags, zero the gradients. Never communicates."""
 

@@ -26,6 +26,11 @@ class _Place:
         first, *others = [owner.get(name) for owner, name in self.owners]
         return first if all(other is first for other in others) else None
 
+    def mark(self) -> tuple[int, int] | None:
+        """Changes with its contents, as far as torch counts that; None if it is gone, or not counted."""
+        now = self.now()
+        return None if now is None or now.is_inference() else (id(now), now._version)
+
     def put(self, buffer: torch.Tensor) -> None:
         self.stays = buffer
         for owner, name in self.owners:
@@ -37,17 +42,19 @@ class Buffers:
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
         places: dict[int, _Place] = {}
-        self._empty: list[tuple[torch.nn.Module, str]] = []
-        for module in modules:
+        self._modules, self._known = list(modules), set[tuple[int, str]]()
+        for module in self._modules:
             for name, buffer in module._buffers.items():
                 if buffer is None:
-                    self._empty.append((module, name))
                     continue
+                self._known.add((id(module), name))
                 title = f"the buffer {name!r} of {type(module).__name__}"
                 places.setdefault(id(buffer), _Place(title, buffer)).owners.append((module._buffers, name))
         self._places = list(places.values())
         self.tensors = [place.ours for place in self._places]
         """For the shard: the same objects for ever."""
+        self._marks: list[tuple[int, int] | None] = []
+        self.left()
 
     def follow(self) -> None:
         """At a cut: let `tensors` be the buffers as they are now. Raises: Unsupported if one has another form."""
@@ -61,13 +68,40 @@ class Buffers:
                 )
             if (now.data_ptr(), now.stride()) != (place.ours.data_ptr(), place.ours.stride()):
                 place.ours.data = now.detach()
-        for module, name in self._empty:
-            if module._buffers.get(name) is not None and name not in module._non_persistent_buffers_set:
+        for module in self._modules:
+            for name, buffer in module._buffers.items():
+                known = (id(module), name) in self._known or name in module._non_persistent_buffers_set
+                if buffer is None or known:
+                    continue
                 raise Unsupported(
-                    f"the buffer {name!r} of {type(module).__name__} was None before the first forward, and is not now",
+                    f"the buffer {name!r} of {type(module).__name__} had no value before the first forward",
                     "a value of its form from the beginning",
                     "give it one, or register it with persistent=False if it is only a cache",
                 )
+
+    # ---- what the script writes between calls (a mask it prunes by, a temperature)
+
+    def left(self) -> None:
+        """A call has returned."""
+        self._marks = [place.mark() for place in self._places]
+
+    def entry(self) -> dict[int, torch.Tensor]:
+        """Copies of what the script has written since, by the place's number."""
+        found = {}
+        for number, (place, mark) in enumerate(zip(self._places, self._marks, strict=True)):
+            now = place.now()
+            if now is not None and place.mark() != mark:
+                found[number] = now.detach().clone()
+        return found
+
+    @torch.no_grad()
+    def load_entry(self, entry: dict[int, torch.Tensor]) -> None:
+        for number, value in entry.items():
+            now = self._places[number].now()
+            if now is not None and _form(now) == _form(value):
+                now.copy_(value)
+            else:
+                self._places[number].put(value.clone())
 
     @torch.inference_mode(False)
     def put_back(self) -> None:

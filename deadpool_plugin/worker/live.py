@@ -17,7 +17,7 @@ import torch
 from ..comm import collective
 from ..errors import WHOLE_STEP, GenerationChanged, Unsupported
 from ..transport import local
-from . import rng
+from . import rng, switches
 from .adapter import MAKES_STEP, CallKind, Followed
 from .calls import Call, forget
 from .iterators import RewindIterator
@@ -137,11 +137,13 @@ class Live(Swapping):
                 self._log.drew(self.step, self._at_exit)
         self._at_entry = random_states
 
+        kernels = switches.capture()
         autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
 
         def restore() -> None:
             torch.set_grad_enabled(grad_enabled)
             torch.clear_autocast_cache()
+            switches.restore(kernels)
             for kind, enabled, dtype in autocast:
                 torch.set_autocast_enabled(kind, enabled)
                 torch.set_autocast_dtype(kind, dtype)
@@ -162,6 +164,7 @@ class Live(Swapping):
             )
         states = rng.capture(self._adapter)
         self._at_exit = self._at_entry if rng.equal(states, self._at_entry) else states
+        self._adapter.left()
 
     def _save(self, save: SaveCall, step: int) -> Any:
         """Within its call: begins when the step is committed, so that no swap goes back behind what is written."""

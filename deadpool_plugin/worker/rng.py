@@ -18,20 +18,22 @@ def capture(adapter: Adapter) -> dict[str, Any]:
     """Copies of every random state; the framework's tensors are never written in place and go by reference."""
     state = capture_host()
     state["framework"] = adapter.rng_states()
-    if _has_device():
-        state["device"] = torch.cuda.get_rng_state()
     return state
 
 
 def capture_host() -> dict[str, Any]:
-    """Copies of those states that data loaders draw from, as bytes: they are compared and kept at every call."""
+    """Copies of those states that data loaders draw from, as bytes: they are compared and kept at every call. A loader
+    may augment on the device, too, whose generator's state torch keeps on the host."""
     name, keys, position, has_gauss, cached = cast("tuple[str, Any, int, int, float]", np.random.get_state())
     version, words, gauss = random.getstate()
-    return {
+    state: dict[str, Any] = {
         "python": (version, array("I", words).tobytes(), gauss),
         "numpy": (name, keys.tobytes(), int(position), int(has_gauss), float(cached)),
         "torch": torch.get_rng_state().numpy().tobytes(),
     }
+    if _has_device():
+        state["device"] = torch.cuda.get_rng_state()
+    return state
 
 
 def restore_host(state: dict[str, Any]) -> None:
@@ -40,6 +42,8 @@ def restore_host(state: dict[str, Any]) -> None:
     name, keys, *rest = state["numpy"]
     np.random.set_state((name, np.frombuffer(keys, dtype=np.uint32), *rest))
     torch.set_rng_state(torch.frombuffer(bytearray(state["torch"]), dtype=torch.uint8))
+    if "device" in state:
+        torch.cuda.set_rng_state(state["device"])
 
 
 @contextlib.contextmanager
@@ -55,8 +59,6 @@ def preserved() -> Iterator[None]:
 def restore(adapter: Adapter, state: dict[str, Any]) -> None:
     restore_host(state)
     adapter.set_rng_states(state["framework"])
-    if "device" in state:
-        torch.cuda.set_rng_state(state["device"])
 
 
 def equal(left: Any, right: Any) -> bool:
@@ -71,4 +73,6 @@ def equal(left: Any, right: Any) -> bool:
 
 
 def _has_device() -> bool:
-    return torch.version.cuda is not None and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    """Of NVIDIA's or AMD's."""
+    is_built = torch.version.cuda is not None or torch.version.hip is not None
+    return is_built and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]

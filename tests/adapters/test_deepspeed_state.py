@@ -103,9 +103,22 @@ def test_entry_brings_back_what_a_script_sets_between_calls(engine):
     entry = state.entry()
     engine._is_gradient_accumulation_boundary = True
     engine.module.eval()
+    engine.module[1].weight.requires_grad_(False)  # of two halves that are trained in turns
     state.load_entry(entry)
     assert engine._is_gradient_accumulation_boundary is None
     assert all(module.training for module in engine.module.modules())
+    assert engine.module[1].weight.requires_grad
+
+
+def test_entry_has_the_buffers_that_a_script_writes_between_calls(engine):
+    engine.module.register_buffer("mask", torch.ones(2))
+    state = EngineState(engine)
+    engine.module.mask[0] = 0.0
+    entry = state.entry()
+    state.buffers.left()
+    engine.module.mask.fill_(1.0)  # the rollback
+    state.load_entry(entry)
+    assert engine.module.mask.tolist() == [0.0, 1.0]
 
 
 def test_what_a_checkpoint_puts_into_the_optimizer_gives_its_values_and_leaves(engine):

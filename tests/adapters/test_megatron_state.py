@@ -1,6 +1,7 @@
 """The adapter's flat shard: training on it is bitwise what it was, and a saved shard brings back the same future."""
 
 import argparse
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -134,6 +135,27 @@ def test_unsupported_optimizers_and_frozen_parameters_are_refused_by_name(train_
     parameter.requires_grad_(False)
     with pytest.raises(Unsupported, match=f"1 parameters are frozen .first: {name}"):
         job.adapter()
+
+
+class Chained:
+    """megatron-core's chain: asking one of several for its base optimizer is an error of whoever asks."""
+
+    def __init__(self, *inner):
+        self.chained_optimizers = list(inner)
+
+    @property
+    def optimizer(self):
+        assert len(self.chained_optimizers) == 1, "ChainedOptimizer has more than one optimizer"
+        return self.chained_optimizers[0].optimizer
+
+
+def test_chains_are_taken_apart_to_what_is_around_a_base_optimizer():
+    """With expert parallelism there are two, and Megatron's chain asserts when it is asked for its base."""
+    dense, experts, more = (SimpleNamespace(optimizer=torch.optim.AdamW([torch.ones(1)])) for _ in range(3))
+    for part in state.parts_of(Chained(dense, experts)):
+        state.check_base(part)
+    assert state.parts_of(Chained(Chained(dense), Chained(experts, more))) == [dense, experts, more]
+    assert state.parts_of(dense) == [dense]
 
 
 def test_neighbouring_views_become_one_tensor():

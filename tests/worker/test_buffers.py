@@ -78,8 +78,40 @@ def test_one_that_is_made_in_training_is_refused_unless_it_is_a_cache():
     model.cache = torch.ones(2)
     buffers.follow()
     model.later = torch.ones(2)
-    with pytest.raises(Unsupported, match="the buffer 'later' of Means was None before the first forward"):
+    with pytest.raises(Unsupported, match="the buffer 'later' of Means had no value before the first forward"):
         buffers.follow()
+
+
+def test_so_is_one_that_is_registered_in_training():
+    model = Means()
+    buffers = Buffers(model.modules())
+    model.register_buffer("cache", torch.ones(2), persistent=False)
+    buffers.follow()
+    model.register_buffer("late", torch.ones(2))
+    with pytest.raises(Unsupported, match="the buffer 'late' of Means had no value before the first forward"):
+        buffers.follow()
+
+
+def test_what_the_script_writes_between_calls_is_there_again_in_a_redo():
+    """A mask that it prunes by, a count: a survivor went on with those of the cut, a newcomer with the new ones."""
+    model = Means()
+    model.register_buffer("mask", torch.ones(3))
+    buffers = Buffers(model.modules())
+    model(torch.ones(3))
+    buffers.left()
+    assert not buffers.entry(), "what a call changes its redo changes again"
+    before = [tensor.clone() for tensor in buffers.tensors]
+    model.mask[0] = 0.0
+    model.replaced = model.replaced + 7.0
+    entry, mask, replaced = buffers.entry(), model.mask.clone(), model.replaced.clone()
+    buffers.put_back()
+    for tensor, value in zip(buffers.tensors, before, strict=True):
+        tensor.copy_(value)
+    assert model.mask.tolist() == [1.0] * 3
+    buffers.load_entry(entry)
+    assert torch.equal(model.mask, mask) and torch.equal(model.replaced, replaced)
+    buffers.left()
+    assert not buffers.entry()
 
 
 def test_communicating_one_that_is_replaced_is_refused():

@@ -40,6 +40,7 @@ class Rank(Live):
         )
         self._adapter = SimpleNamespace(
             entry_state=lambda args, kwargs: lambda: None,
+            left=lambda: None,
             rng_states=dict,
             set_rng_states=lambda states: None,
             loss_of=lambda value: None,

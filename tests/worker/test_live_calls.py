@@ -34,6 +34,7 @@ class Rank(Live):
         )
         self._adapter = types.SimpleNamespace(
             entry_state=lambda args, kwargs: lambda: None,
+            left=lambda: None,
             rng_states=dict,
             set_rng_states=id,
             loss_of=lambda value: None,

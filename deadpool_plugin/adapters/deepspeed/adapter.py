@@ -90,6 +90,7 @@ class DeepSpeedAdapter:
                 "call deepspeed.initialize once, or run this script without deadpool_plugin",
             )
         refusals.check(engines[0])
+        refusals.check_recurrent(engines[0].module)
         assert self._calls is not None
         past_engine.watch(self._calls, engines[0])
         self._state = EngineState(engines[0])
@@ -126,6 +127,9 @@ class DeepSpeedAdapter:
 
     def entry_state(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], None]:
         return functools.partial(self.state.load_entry, self.state.entry())
+
+    def left(self) -> None:
+        self.state.buffers.left()
 
     def clean(self) -> None:
         self.state.clean()

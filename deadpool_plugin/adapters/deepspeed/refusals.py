@@ -94,6 +94,21 @@ def check(engine: Any) -> None:
             )
 
 
+def check_recurrent(model: Any) -> None:
+    """cuDNN draws the masks from a state of its own, which every restore of torch's generator begins anew
+    (ATen/native/cudnn/RNN.cpp, get_dropout_state). Raises: Unsupported for layers with dropout on a GPU."""
+    import torch
+
+    for module in model.modules():
+        draws = isinstance(module, torch.nn.RNNBase) and module.dropout > 0 and module.num_layers > 1
+        if draws and any(parameter.is_cuda for parameter in module.parameters()):
+            raise Unsupported(
+                f"a {type(module).__name__} with dropout draws from a generator of cuDNN's, which is not mirrored",
+                "dropout between layers by torch.nn.Dropout",
+                f"make layers of one, {REMEDY}",
+            )
+
+
 def _look_up(owner: Any, path: str) -> Any:
     for name in path.split("."):
         owner = owner.get(name) if isinstance(owner, dict) else getattr(owner, name, None)

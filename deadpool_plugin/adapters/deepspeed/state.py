@@ -154,13 +154,24 @@ class EngineState:
     def entry(self) -> Scalars:
         """What a call may read beside the shard."""
         flags = [module.training for module in self._modules]
-        return {"visible": self.visible(), "training": flags, "flags": some(self.engine, BETWEEN_CALLS)}
+        trained = [parameter.requires_grad for parameter in self._parameters]
+        return {
+            "visible": self.visible(),
+            "training": flags,
+            "requires_grad": trained,
+            "flags": some(self.engine, BETWEEN_CALLS),
+            "buffers": self.buffers.entry(),
+        }
 
     def load_entry(self, entry: Scalars) -> None:
         self.show(entry["visible"])
         vars(self.engine).update(entry["flags"])
         for module, flag in zip(self._modules, entry["training"], strict=True):
             module.training = flag
+        for parameter, trained in zip(self._parameters, entry["requires_grad"], strict=True):
+            if parameter.requires_grad != trained:
+                parameter.requires_grad_(trained)
+        self.buffers.load_entry(entry["buffers"])
 
     def check_gradients(self) -> None:
         """Before an update. Raises: Unsupported if it would use gradients of an earlier step."""

@@ -22,7 +22,7 @@ from ...worker import skipping
 from ...worker.adapter import CallHandler, CallKind, Scalars
 from ...worker.saving import Saves
 from . import bookkeeping, cleanup, facts, losses, refusals, saving, wrapping
-from .state import OptimizerState, check_base
+from .state import OptimizerState, check_base, parts_of
 
 SCHEDULES = (
     "forward_backward_no_pipelining",
@@ -102,8 +102,8 @@ class MegatronAdapter:
 
     def attach(self) -> None:
         refusals.check_training()
-        for optimizer in self._optimizers:
-            check_base(optimizer)
+        for part in [part for optimizer in self._optimizers for part in parts_of(optimizer)]:
+            check_base(part)
         nested = {id(inner) for outer in self._optimizers for inner in getattr(outer, "chained_optimizers", ())}
         outermost = [optimizer for optimizer in self._optimizers if id(optimizer) not in nested]
         if len(outermost) != 1:
@@ -168,6 +168,7 @@ class MegatronAdapter:
         reducing = [getattr(chunk, "force_all_reduce", False) for chunk in self._chunks]  # from 0.16 on
         groups, schedulers = self.state.group_scalars(), [_scheduler_state(s) for s in self._schedulers]
         tracked, put_books_back = losses.noted(), bookkeeping.noted(self._timers)
+        buffers = self.state.buffers.entry()
 
         def restore() -> None:
             for module, flag in zip(self._modules, training, strict=True):
@@ -182,8 +183,12 @@ class MegatronAdapter:
             self._load_schedulers(schedulers)
             losses.put_back(tracked)
             put_books_back()
+            self.state.buffers.load_entry(buffers)
 
         return restore
+
+    def left(self) -> None:
+        self.state.buffers.left()
 
     def clean(self) -> None:
         cleanup.reset_gradient_buckets(self._chunks)

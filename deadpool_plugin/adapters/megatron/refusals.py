@@ -53,6 +53,7 @@ MODEL = (
         "log_max_attention_logit", "reduces between the calls what a spare, which runs no forward, does not have",
         "switch it off",
     ),
+    Option("moe_enable_routing_replay", "routes by lists that the script sets between the calls", "leave it out"),
     Option("symmetric_ar_type", "communicates in symmetric memory, past the process groups", "leave it out"),
     Option(
         "hybrid_context_parallel", "communicates while data is read, which a swap reads again from memory",
@@ -106,6 +107,11 @@ TRAINING = (
     ),
     Option("log_straggler", "divides by the time of forwards, of which a spare runs none", "leave it out"),
     Option("optimizer_cuda_graph", "captures communicators, which a swap replaces", "leave it out"),
+    Option(
+        "use_legacy_models", "counts micro-batches in the layers, which an interruption leaves too far on",
+        "use megatron-core's models",
+    ),
+    Option("perform_rl_step", "changes weights between the calls, which a redo leaves out", "leave it out"),
     Option("skip_train", "trains nothing that could be protected", "leave it out"),
     *(
         Option(f"save_{what}_interval", "saves what is seen in forwards, of which a spare runs none", "leave it out")

@@ -30,11 +30,7 @@ class OptimizerState:
 
     def __init__(self, chunks: Sequence[Any], optimizer: Any) -> None:
         self._chunks = chunks
-        self._parts = [
-            part
-            for part in getattr(optimizer, "chained_optimizers", None) or [optimizer]
-            if getattr(part, "optimizer", None) is not None
-        ]
+        self._parts = [part for part in parts_of(optimizer) if getattr(part, "optimizer", None) is not None]
         for part in self._parts:
             _check_supported(part)
         _check_no_frozen_parameters(chunks)
@@ -182,8 +178,14 @@ def merge_neighbours(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return merged
 
 
+def parts_of(optimizer: Any) -> list[Any]:
+    """What is around a base optimizer, in order: a chain (of one or more, or of chains) is around none itself."""
+    chained = getattr(optimizer, "chained_optimizers", None)
+    return [optimizer] if chained is None else [part for inner in chained for part in parts_of(inner)]
+
+
 def check_base(part: Any) -> None:
-    """Raises: Unsupported if a Megatron optimizer is around one that is not Adam; a chain of them is around none."""
+    """Raises: Unsupported if one of `parts_of` is around one that is not Adam; one that has no parameters has none."""
     base = type(getattr(part, "optimizer", None))
     if base is not type(None) and base.__name__ not in ("Adam", "AdamW", "FusedAdam"):
         raise Unsupported(
