@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from deadpool_plugin.adapters.megatron import state
+from deadpool_plugin.adapters.megatron import state, wrapping
 from deadpool_plugin.adapters.megatron.adapter import MegatronAdapter
 from deadpool_plugin.adapters.megatron.state import merge_neighbours
 from deadpool_plugin.errors import Unsupported
@@ -165,3 +165,18 @@ def test_neighbouring_views_become_one_tensor():
     assert [t.tolist() for t in merged] == [base[0:10].tolist(), base[12:20].tolist()]
     merged[0][9] = -1
     assert b[5] == -1
+
+
+def test_what_no_redo_would_do_again_is_refused_where_the_script_does_it_itself(train_gpt, monkeypatch):
+    """As megatron-core's own example does, which finalizes gradients behind the schedule."""
+    job = Job(train_gpt, arguments(train_gpt, distributed_optimizer=True))
+    chunk = type(job.model[0])
+    monkeypatch.setattr(chunk, "finish_grad_sync", chunk.finish_grad_sync)
+    adapter = job.adapter()
+    wrapping.refuse_outside(chunk, "finish_grad_sync", adapter._is_outside, "set config.finalize_model_grads_func")
+    with pytest.raises(Unsupported, match="DistributedDataParallel.finish_grad_sync itself.*finalize_model_grads_func"):
+        job.step()
+    with adapter.inside_step():
+        job.step()
+    with pytest.raises(Unsupported, match="finish_grad_sync itself"):
+        job.model[0].finish_grad_sync()

@@ -11,8 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -44,6 +43,8 @@ class MegatronAdapter:
         self._modules: list[torch.nn.Module] = []
         self._timers: list[Any] = []
         self._state: OptimizerState | None = None
+        self._depth = 0
+        """How many calls, or step functions of the script's, are under way within each other."""
 
     # ---- calls
 
@@ -67,7 +68,12 @@ class MegatronAdapter:
         _remember_instances(optimizers.MegatronOptimizer, self._optimizers)
         _remember_instances(optimizers.ChainedOptimizer, self._optimizers)
         _remember_instances(Timer, self._timers)
-        wrap = functools.partial(wrapping.wrap, handler=handler)
+
+        def call(*given: Any) -> Any:
+            with self.inside_step():
+                return handler(*given)
+
+        wrap = functools.partial(wrapping.wrap, handler=call)
         DistributedDataParallel.no_sync = cleanup.no_sync
         wrap(DistributedDataParallel, "zero_grad_buffer", CallKind.PLAIN)
         wrap(DistributedDataParallel, "start_param_sync", CallKind.PLAIN)
@@ -81,10 +87,14 @@ class MegatronAdapter:
         for cls in _subclasses(optimizers.MegatronOptimizer):
             if "step" in vars(cls):
                 wrap(cls, "step", CallKind.UPDATE)
+            if "step_with_ready_grads" in vars(cls):
+                wrapping.refuse_outside(cls, "step_with_ready_grads", self._is_outside, "call optimizer.step()")
             if "zero_grad" in vars(cls):
                 wrap(cls, "zero_grad", CallKind.PLAIN)
             if "sharded_state_dict" in vars(cls):
                 saving.tell_nothing_gathered(cls, handler)
+        remedy = "set config.finalize_model_grads_func, which the schedule calls"
+        wrapping.refuse_outside(DistributedDataParallel, "finish_grad_sync", self._is_outside, remedy)
         facts.install(handler)
         skipping.look_through(RerunDataIterator, "iterable", unless="replaying")
         skipping.draws_nothing(_is_megatrons)
@@ -97,8 +107,16 @@ class MegatronAdapter:
     def is_used(self) -> bool:
         return bool(self._optimizers)
 
-    def inside_step(self) -> AbstractContextManager[None]:
-        return contextlib.nullcontext()
+    @contextlib.contextmanager
+    def inside_step(self) -> Iterator[None]:
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+
+    def _is_outside(self) -> bool:
+        return self._state is not None and self._depth == 0
 
     def attach(self) -> None:
         refusals.check_training()

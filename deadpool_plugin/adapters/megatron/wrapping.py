@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from ...errors import WHOLE_STEP, Unsupported
 from ...worker.adapter import CallHandler, CallKind, Followed
 
 
@@ -21,3 +22,20 @@ def wrap(
         return handler(name, kind, function, args, kwargs)
 
     setattr(owner, name, call)
+
+
+def refuse_outside(owner: Any, name: str, is_outside: Callable[[], bool], remedy: str) -> None:
+    """`owner.name` does what no redo would do again where it is called outside of every call."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        if is_outside():
+            raise Unsupported(
+                f"the script has called {owner.__name__}.{name} itself, which a swap would leave out of what is redone",
+                "it within a training call",
+                f"{remedy}, or {WHOLE_STEP}",
+            )
+        return original(*args, **kwargs)
+
+    setattr(owner, name, function)
