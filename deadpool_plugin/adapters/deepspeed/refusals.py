@@ -57,6 +57,8 @@ OPTIONS = (
     Option("is_deepcompile_enabled", "compile.deepcompile", "communicates inside compiled code", "leave it out"),
     Option("curriculum_learning_enabled", "data_efficiency: curriculum_learning", "keeps a curriculum that is not "
            "mirrored", "leave it out"),
+    Option("curriculum_enabled_legacy", "curriculum_learning (of DeepSpeed 0.18)", "keeps a curriculum that is not "
+           "mirrored", "leave it out"),
     Option("random_ltd_enabled", "data_efficiency: random_ltd", "keeps a schedule that is not mirrored",
            "leave it out"),
     Option("data_sampling_config.dynamic_batching.enabled", "data_efficiency: dynamic_batching", "is not tested",
