@@ -4,7 +4,9 @@ Beside them facts: what the script found out and a rehearsal would not (the worl
 
 Rules of this file: no pickle; a recording is msgpack with raw tensor bytes. An operation is known by its group's
 index and its number in that group, a fact by its question. Tensors above the limit are recorded without their values:
-parameters, which the restore overwrites anyway. What differs from the recording raises Divergence and names the call.
+parameters, which the restore overwrites anyway. Indices never are parameters: a permutation of the data is recorded up
+to INDICES_BYTES_MAX, and above that nobody can rehearse the rank. What differs from the recording raises Divergence
+and names the call.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ from ..errors import Divergence
 
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+INDICES = frozenset({torch.int64, torch.int32, torch.bool})
+INDICES_BYTES_MAX = 64 << 20
 
 
 class TensorRecord(msgspec.Struct, frozen=True, array_like=True):
@@ -56,6 +60,8 @@ class Recording(msgspec.Struct, array_like=True):
 
 def encode_tensor(tensor: torch.Tensor, limit_bytes: int) -> TensorRecord:
     dtype, shape = _signature(tensor)
+    if tensor.dtype in INDICES:
+        limit_bytes = max(limit_bytes, INDICES_BYTES_MAX)
     if tensor.numel() * tensor.element_size() > limit_bytes:
         return TensorRecord(dtype, shape, None)
     flat = tensor.detach().contiguous().reshape(-1)
@@ -157,6 +163,12 @@ class Replay:
             )
         del self._operations[(group, sequence)]
         for tensor, recorded in zip(outputs, record.outputs, strict=True):
+            if recorded.data is None and tensor.dtype in INDICES:
+                raise Divergence(
+                    f"{name} at {user_frame()} gave {_readable([_signature(tensor)])}, too large to be recorded",
+                    f"indices of at most {INDICES_BYTES_MAX >> 20} MiB, or recording_limit_mib",
+                    "raise recording_limit_mib, or let each rank make them from one seed",
+                )
             write_tensor(recorded, tensor)
         return record.source
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +13,9 @@ from support.comm import battery, become, live
 from support.forked import Cell, Fleet
 from support.zygote import in_zygote
 
+from deadpool_plugin.comm import record
 from deadpool_plugin.comm.groups import Groups
-from deadpool_plugin.comm.record import encode_tensor, write_tensor
+from deadpool_plugin.comm.record import Recorder, Replay, encode_tensor, write_tensor
 from deadpool_plugin.comm.store import host_store
 from deadpool_plugin.errors import Divergence, Unsupported
 
@@ -44,6 +46,24 @@ def test_a_tensor_above_the_limit_is_recorded_without_values() -> None:
     target = torch.full((5,), 7.0)
     write_tensor(record, target)
     assert record.data is None and record.shape == (5,) and target.tolist() == [7.0] * 5
+
+
+def replayed(tensor: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """What a rehearsal has in `target` after an operation that gave `tensor`."""
+    recorder = Recorder(0)
+    recorder.add(0, 0, "broadcast", [tensor], SimpleNamespace(source_rank=lambda: -1))
+    Replay(recorder.finish([(0, 1)])).answer(0, 0, "broadcast", [target])
+    return target
+
+
+def test_indices_are_recorded_however_small_the_limit_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A permutation of the data that one rank draws for all: who takes over would train on other data."""
+    order = torch.randperm(200_000)
+    assert torch.equal(replayed(order, torch.zeros_like(order)), order)
+    assert replayed(torch.ones(3), torch.zeros(3)).tolist() == [0.0] * 3
+    monkeypatch.setattr(record, "INDICES_BYTES_MAX", 1000)
+    with pytest.raises(Divergence, match="broadcast at .* gave .int64.200000.., too large to be recorded"):
+        replayed(order, torch.zeros_like(order))
 
 
 def _startup(rank: int) -> Any:
