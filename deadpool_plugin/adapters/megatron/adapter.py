@@ -44,7 +44,7 @@ class MegatronAdapter:
         self._timers: list[Any] = []
         self._state: OptimizerState | None = None
         self._depth = 0
-        """How many calls, or step functions of the script's, are under way within each other."""
+        """How many calls (for the first time or again), or step functions of the script's, run within each other."""
 
     # ---- calls
 
@@ -68,12 +68,7 @@ class MegatronAdapter:
         _remember_instances(optimizers.MegatronOptimizer, self._optimizers)
         _remember_instances(optimizers.ChainedOptimizer, self._optimizers)
         _remember_instances(Timer, self._timers)
-
-        def call(*given: Any) -> Any:
-            with self.inside_step():
-                return handler(*given)
-
-        wrap = functools.partial(wrapping.wrap, handler=call)
+        wrap = functools.partial(wrapping.wrap, handler=handler, within=self.inside_step)
         DistributedDataParallel.no_sync = cleanup.no_sync
         wrap(DistributedDataParallel, "zero_grad_buffer", CallKind.PLAIN)
         wrap(DistributedDataParallel, "start_param_sync", CallKind.PLAIN)

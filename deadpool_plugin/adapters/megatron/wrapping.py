@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from ...errors import WHOLE_STEP, Unsupported
@@ -11,11 +13,24 @@ from ...worker.adapter import CallHandler, CallKind, Followed
 
 
 def wrap(
-    owner: Any, name: str, kind: CallKind, *, handler: CallHandler, told: Callable[..., Followed] | None = None
+    owner: Any,
+    name: str,
+    kind: CallKind,
+    *,
+    handler: CallHandler,
+    within: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+    told: Callable[..., Followed] | None = None,
 ) -> None:
-    """Replace `owner.name` by a function that hands the original to `handler`, as the call `told` makes of it."""
+    """Replace `owner.name` by a function that hands the original, which runs `within` that, to `handler`, as the call
+    `told` makes of it."""
     original = getattr(owner, name)
-    function = told(original) if told is not None else original
+
+    @functools.wraps(original)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with within():
+            return original(*args, **kwargs)
+
+    function = told(run) if told is not None else run
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
