@@ -80,8 +80,8 @@ class Config(BaseModel):
 
     recording_limit_mib: int = Field(default=1, ge=0, le=1024)
     """MiB: start-up collectives whose result is larger are not recorded for rehearsals (parameters; a restore
-    overwrites them), but for indices, up to 64 MiB. Hazard: other large tables of numbers that ranks exchange at the
-    start are not there on a host that takes over."""
+    overwrites them), but for indices (int64, bool), up to 64 MiB in all. Hazard: other large tables of numbers that
+    ranks exchange at the start are not there on a host that takes over."""
 
     history_limit_mib: int = Field(default=256, ge=1)
     """MiB per rank for the call records of committed steps, from which a spare is brought to the current step.

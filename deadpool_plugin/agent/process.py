@@ -7,7 +7,6 @@ line that goes to the part whose duty it is. An input that comes while another's
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import signal
 import socket
@@ -23,8 +22,6 @@ from ..config import Config
 from ..core import io
 from ..core.controller import Controller
 from ..core.messages import AnyMessage, Goodbye
-from ..core.policy import Policy
-from ..core.timing import Timing
 from ..core.types import NodeId, World, listed
 from ..errors import EXIT_FENCED, EXIT_OK, DeadpoolError, InvariantViolated, PeerRefused
 from ..mirror.store import SnapshotStore
@@ -46,6 +43,7 @@ from .pausing import Pausing
 from .peers import Peers
 from .repeats import marked
 from .reports import Reports
+from .settings import policy_of, timing_of
 from .slots import Slot
 from .spares import Spares
 from .takeover import TakeOvers
@@ -186,7 +184,7 @@ class Agent:
                 event.kind, marked(slot.pipe, event.kind, event.fields)
             ),
         }
-        self._controller = Controller(node, _timing(config), _policy(config))
+        self._controller = Controller(node, timing_of(config), policy_of(config))
         self._witness = Witness(config.witness, lambda: credentials.job, self._reports, self.feed)
         self._server = LocalServer(self._listener, self._workers.on_message, self._lives.closed)
         loop.add_signal_handler(signal.SIGTERM, notice.told, f"the agent of node {node} was told to end (SIGTERM)")
@@ -382,24 +380,3 @@ class Agent:
             await asyncio.wait(waits, timeout=WORKERS_KILL_S)
         for pipe in pipes:
             pipe.close()
-
-
-def _timing(config: Config) -> Timing:
-    return Timing(
-        config.heartbeat_interval_s,
-        config.silent_after_s,
-        config.phase_timeout_s,
-        config.decision_timeout_s,
-        config.start_timeout_s,
-        math.inf if config.stall_timeout_s is None else config.stall_timeout_s,
-    )
-
-
-def _policy(config: Config) -> Policy:
-    return Policy(
-        copies=config.copies,
-        restarts_max=config.restarts_max,
-        wait_for_hosts=config.on_no_spare == "wait",
-        witness=config.witness is not None,
-        restarts_window_s=config.restarts_window_s,
-    )

@@ -54,6 +54,8 @@ class Spares:
         self._committed: Step = NO_STEP
         self._said_at = 0.0
         self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._ordered: dict[int, Rank] = {}
+        """What each slot is to rehearse next, until that has begun."""
         self.rehearsals: dict[int, Rehearsal] = {}
         self.check_memory: Callable[[Profile, NodeId], None] = lambda profile, node: None
         workers.handlers[local.WorkerHello] = self._introduced
@@ -65,7 +67,7 @@ class Spares:
 
     def order(self, action: io.StartRehearsal) -> None:
         slot = self._workers.slots[action.local_slot]
-        self.rehearsals.pop(slot.local_rank, None)  # else a swap before `begin` would take this order for that one
+        self._ordered[slot.local_rank] = action.rank
         self._run(slot, self._start(slot, action.rank, action.source))
 
     def _run(self, slot: Slot, work: Coroutine[None, None, None]) -> None:
@@ -80,6 +82,7 @@ class Spares:
                 return
             except DeadpoolError as error:  # who has come to run the rank just now may not hold its recording yet
                 if not isinstance(error, RefusedByPeer) or time.monotonic() - began >= self._peers.patience_s:
+                    self._ordered.pop(slot.local_rank, None)
                     self._fail(slot, rank, str(error))
                     return
             await asyncio.sleep(_RETRY_S)
@@ -103,6 +106,7 @@ class Spares:
         process = self._workers.rehearse(slot, rank)
         rehearsal = Rehearsal(slot, process, profile, source, History(self._history_limit_bytes))
         self.rehearsals[slot.local_rank] = rehearsal
+        self._ordered.pop(slot.local_rank, None)
         self._drop_unused()
         return rehearsal
 
@@ -244,7 +248,12 @@ class Spares:
         was committed only if more was lost than `copies` cover).
         """
         self._committed = NO_STEP
+        for number, rank in self._ordered.items():
+            slot = self._workers.slots[number]
+            self._run(slot, self._start(slot, rank, owners[rank]))
         for number, rehearsal in list(self.rehearsals.items()):
+            if number in self._ordered:
+                continue
             slot, rank = rehearsal.slot, rehearsal.rank
             self.stop_following(slot)
             if rehearsal.told > restore_step:
@@ -257,6 +266,7 @@ class Spares:
     def drop(self) -> None:
         """Forget every rehearsal."""
         self.rehearsals.clear()
+        self._ordered.clear()
         for task in self._tasks.values():
             task.cancel()
         self._tasks.clear()

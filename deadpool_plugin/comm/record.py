@@ -4,9 +4,9 @@ Beside them facts: what the script found out and a rehearsal would not (the worl
 
 Rules of this file: no pickle; a recording is msgpack with raw tensor bytes. An operation is known by its group's
 index and its number in that group, a fact by its question. Tensors above the limit are recorded without their values:
-parameters, which the restore overwrites anyway. Indices never are parameters: a permutation of the data is recorded up
-to INDICES_BYTES_MAX, and above that nobody can rehearse the rank. What differs from the recording raises Divergence
-and names the call.
+parameters, which the restore overwrites anyway. Indices are none: a permutation of the data is recorded up to
+INDICES_BYTES_MAX of all of them, and above that nobody can rehearse the rank. What differs from the recording raises
+Divergence and names the call.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..errors import Divergence
 
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
-INDICES = frozenset({torch.int64, torch.int32, torch.bool})
+INDICES = frozenset({torch.int64, torch.bool})
 INDICES_BYTES_MAX = 64 << 20
 
 
@@ -60,8 +60,6 @@ class Recording(msgspec.Struct, array_like=True):
 
 def encode_tensor(tensor: torch.Tensor, limit_bytes: int) -> TensorRecord:
     dtype, shape = _signature(tensor)
-    if tensor.dtype in INDICES:
-        limit_bytes = max(limit_bytes, INDICES_BYTES_MAX)
     if tensor.numel() * tensor.element_size() > limit_bytes:
         return TensorRecord(dtype, shape, None)
     flat = tensor.detach().contiguous().reshape(-1)
@@ -91,7 +89,7 @@ class Recorder:
     """Keeps what every operation returned, in the order of issue."""
 
     def __init__(self, limit_bytes: int) -> None:
-        self._limit_bytes = limit_bytes
+        self._limit_bytes, self._indices_bytes = limit_bytes, INDICES_BYTES_MAX
         self._operations: list[OperationRecord] = []
         self._facts: list[tuple[str, Any]] = []
         self._pending: dict[int, tuple[Any, OperationRecord]] = {}
@@ -121,8 +119,15 @@ class Recorder:
         self._facts.append((question, answer))
 
     def _fill(self, record: OperationRecord, outputs: list[torch.Tensor], work: Any) -> None:
-        record.outputs = [encode_tensor(tensor, self._limit_bytes) for tensor in outputs]
+        record.outputs = [encode_tensor(tensor, self._limit_of(tensor)) for tensor in outputs]
         record.source = work.source_rank()
+
+    def _limit_of(self, tensor: torch.Tensor) -> int:
+        size = tensor.numel() * tensor.element_size()
+        if tensor.dtype not in INDICES or not self._limit_bytes < size <= self._indices_bytes:
+            return self._limit_bytes
+        self._indices_bytes -= size
+        return size
 
 
 class Replay:
@@ -166,7 +171,7 @@ class Replay:
             if recorded.data is None and tensor.dtype in INDICES:
                 raise Divergence(
                     f"{name} at {user_frame()} gave {_readable([_signature(tensor)])}, too large to be recorded",
-                    f"indices of at most {INDICES_BYTES_MAX >> 20} MiB, or recording_limit_mib",
+                    f"indices of at most {INDICES_BYTES_MAX >> 20} MiB in all, or of recording_limit_mib each",
                     "raise recording_limit_mib, or let each rank make them from one seed",
                 )
             write_tensor(recorded, tensor)

@@ -23,13 +23,11 @@ class _Place:
 
     def now(self) -> torch.Tensor | None:
         """None if it is gone, or its owners share it no more."""
+        if len(self.owners) == 1:
+            owner, name = self.owners[0]
+            return owner.get(name)
         first, *others = [owner.get(name) for owner, name in self.owners]
         return first if all(other is first for other in others) else None
-
-    def mark(self) -> tuple[int, int] | None:
-        """Changes with its contents, as far as torch counts that; None if it is gone, or not counted."""
-        now = self.now()
-        return None if now is None or now.is_inference() else (id(now), now._version)
 
     def put(self, buffer: torch.Tensor) -> None:
         self.stays = buffer
@@ -53,7 +51,7 @@ class Buffers:
         self._places = list(places.values())
         self.tensors = [place.ours for place in self._places]
         """For the shard: the same objects for ever."""
-        self._marks: list[tuple[int, int] | None] = []
+        self._marks: list[tuple[torch.Tensor, int] | None] = []
         self.left()
 
     def follow(self) -> None:
@@ -83,17 +81,20 @@ class Buffers:
 
     def left(self) -> None:
         """A call has returned."""
-        self._marks = [place.mark() for place in self._places]
+        self._marks = [_mark(place.now()) for place in self._places]
 
     def entry(self) -> dict[int, torch.Tensor]:
-        """Copies of what the script has written since, by the place's number."""
+        """Copies of what the script has written since, by the place's number, as far as torch counts it (not through
+        `.data`)."""
         found = {}
         for number, (place, mark) in enumerate(zip(self._places, self._marks, strict=True)):
             now = place.now()
-            if now is not None and place.mark() != mark:
-                found[number] = now.detach().clone()
+            if now is None or now.is_inference() or (mark and mark[0] is now and mark[1] == now._version):
+                continue
+            found[number] = now.detach().clone()
         return found
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def load_entry(self, entry: dict[int, torch.Tensor]) -> None:
         for number, value in entry.items():
@@ -126,6 +127,11 @@ class Buffers:
                 )
             return True
         return False
+
+
+def _mark(buffer: torch.Tensor | None) -> tuple[torch.Tensor, int] | None:
+    """What is another one once the buffer is, or has been written to; None if it is gone, or torch does not count."""
+    return None if buffer is None or buffer.is_inference() else (buffer, buffer._version)
 
 
 def _form(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:

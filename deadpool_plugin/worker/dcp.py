@@ -175,7 +175,8 @@ class ThreadFlight(Flight):
 
     def settle(self) -> None:
         while self._inner is not None and not wait([self._inner], INTERRUPT_S).done:
-            if self._thread and not _interrupt(self._thread):
+            thread = self._thread  # which that thread itself sets to 0
+            if thread and not _interrupt(thread):
                 break  # the thread itself was hit, after its work and before it could say so
         self.future.lose(f"{self.path or 'its writing'} was cancelled by a swap")
 

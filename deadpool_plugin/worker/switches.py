@@ -1,7 +1,8 @@
 """Process-wide switches of torch that decide how a call computes: a redo has those of the call, not of the moment.
 
-Rules of this file: a switch that this torch does not have, or does not tell (old and new ways to set TF32 do not mix),
-is left alone; nothing is set that is so already.
+Rules of this file: a switch that this torch does not have is left alone; nothing is set that is so already. Precision
+is read and set the new way (`fp32_precision`), which tells what was set the old way, too; the old one raises where both
+were used.
 """
 
 from __future__ import annotations
@@ -29,9 +30,12 @@ def _all() -> list[_Switch]:
     ]
     if hasattr(torch._C, "_get_sdp_priority_order"):
         found.append(_Switch(torch._C._get_sdp_priority_order, torch._C._set_sdp_priority_order))
-    found += [_attribute(cudnn, name) for name in ("enabled", "benchmark", "deterministic", "allow_tf32")]
-    found.append(_attribute(cuda.matmul, "allow_tf32"))
-    found.append(_Switch(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision))
+    found += [_attribute(cudnn, name) for name in ("enabled", "benchmark", "deterministic")]
+    for name in ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction"):
+        found.append(_attribute(cuda.matmul, name))
+    owners: list[Any] = [torch.backends, cuda.matmul, cudnn, getattr(torch.backends.mkldnn, "matmul", None)]
+    owners += [getattr(cudnn, name, None) for name in ("conv", "rnn")]
+    found += [_attribute(owner, "fp32_precision") for owner in owners]
     return found
 
 
@@ -52,5 +56,5 @@ def restore(values: list[Any]) -> None:
 def _read(switch: _Switch) -> Any:
     try:
         return switch.read()
-    except RuntimeError:
+    except (RuntimeError, AttributeError):
         return None

@@ -140,17 +140,19 @@ def test_a_swap_does_not_take_a_rehearsal_that_begins_for_the_one_before_it():
         slot = spares.rehearsals[0].slot
         slot.process.ended = True
         spares._workers.slots = [slot]
-        begun = asyncio.Event()
+        begun, asked = asyncio.Event(), []
 
         async def begin(slot, rank, source):
+            asked.append((rank, source))
             await begun.wait()
 
         spares.begin = begin
-        spares.order(io.StartRehearsal(0, 6, 3))
+        spares.order(io.StartRehearsal(0, 6, 1))
         await asyncio.sleep(0)
         spares.swapped((0, 0, 1, 1, 2, 2, 3, 3), 9)
         begun.set()
         [task] = spares._tasks.values()
         await task
+        assert asked == [(6, 1), (6, 3)], "and whoever runs the rank since then is asked"
 
     asyncio.run(asyncio.wait_for(scenario(), timeout=30))

@@ -121,3 +121,26 @@ def test_communicating_one_that_is_replaced_is_refused():
     assert buffers.hold(model.changed[1:]) and not buffers.hold(torch.ones(3))
     with pytest.raises(Unsupported, match="the buffer 'replaced' of Means, which the model's forward replaces"):
         buffers.hold(model.replaced)
+
+
+def test_one_that_the_script_replaces_again_and_again_is_seen_each_time():
+    """What it puts there may lie where the one before it lay."""
+    model = Means()
+    model.register_buffer("temperature", torch.ones(1))
+    buffers = Buffers(model.modules())
+    for _ in range(20):
+        buffers.left()
+        for _ in range(2):
+            model.temperature = model.temperature * 0.5
+        assert [value.tolist() for value in buffers.entry().values()] == [model.temperature.tolist()]
+
+
+def test_what_is_put_back_within_inference_mode_can_be_trained_with():
+    model = Means()
+    buffers = Buffers(model.modules())
+    model.changed = torch.ones(7)
+    entry = buffers.entry()
+    model.changed = torch.ones(2)
+    with torch.inference_mode():
+        buffers.load_entry(entry)
+    assert model.changed.tolist() == [1.0] * 7 and not model.changed.is_inference()

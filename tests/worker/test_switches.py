@@ -21,9 +21,26 @@ def test_a_redo_outside_a_context_computes_as_within_it():
 
 
 def test_precision_and_cudnn_are_among_them():
+    before, precision = switches.capture(), torch.backends.cuda.matmul.fp32_precision
+    assert None not in before
+    try:
+        torch.backends.cudnn.benchmark = not torch.backends.cudnn.benchmark
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        within = switches.capture()
+        assert None not in within and within != before
+        switches.restore(before)
+        assert switches.capture() == before and torch.backends.cuda.matmul.fp32_precision == precision
+        switches.restore(within)
+        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+    finally:
+        switches.restore(before)
+
+
+def test_so_is_precision_that_is_set_the_old_way():
     before = switches.capture()
-    torch.backends.cudnn.benchmark = not torch.backends.cudnn.benchmark
-    torch.set_float32_matmul_precision("medium")
-    assert switches.capture() != before
-    switches.restore(before)
-    assert switches.capture() == before and torch.get_float32_matmul_precision() == "highest"
+    try:
+        torch.set_float32_matmul_precision("high")
+        assert switches.capture() != before
+    finally:
+        switches.restore(before)
+    assert switches.capture() == before

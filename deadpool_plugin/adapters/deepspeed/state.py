@@ -68,6 +68,7 @@ class EngineState:
         self._modules = list(engine.module.modules())
         self._values = Values(self._modules)
         self._parameters = list(engine.module.parameters())
+        self._trained: list[bool] = []
         self._partitioned = None
         if engine.zero_optimization_stage() == 3:
             self._partitioned = Partitioned(engine.optimizer, self._modules, self._parameters)
@@ -155,10 +156,12 @@ class EngineState:
         """What a call may read beside the shard."""
         flags = [module.training for module in self._modules]
         trained = [parameter.requires_grad for parameter in self._parameters]
+        if trained != self._trained:
+            self._trained = trained  # the same object in all calls that are logged meanwhile
         return {
             "visible": self.visible(),
             "training": flags,
-            "requires_grad": trained,
+            "requires_grad": self._trained,
             "flags": some(self.engine, BETWEEN_CALLS),
             "buffers": self.buffers.entry(),
         }

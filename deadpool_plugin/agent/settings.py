@@ -1,0 +1,30 @@
+"""What the protocol is told of the configuration: how long it waits, and what the user decides about losses."""
+
+from __future__ import annotations
+
+import math
+
+from ..config import Config
+from ..core.policy import Policy
+from ..core.timing import Timing
+
+
+def timing_of(config: Config) -> Timing:
+    return Timing(
+        config.heartbeat_interval_s,
+        config.silent_after_s,
+        config.phase_timeout_s,
+        config.decision_timeout_s,
+        config.start_timeout_s,
+        math.inf if config.stall_timeout_s is None else config.stall_timeout_s,
+    )
+
+
+def policy_of(config: Config) -> Policy:
+    return Policy(
+        copies=config.copies,
+        restarts_max=config.restarts_max,
+        wait_for_hosts=config.on_no_spare == "wait",
+        witness=config.witness is not None,
+        restarts_window_s=config.restarts_window_s,
+    )
