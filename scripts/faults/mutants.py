@@ -136,7 +136,7 @@ MUTANTS = (
     ),
     Mutant(
         "tie-without-asking", "core/swaps.py",
-        "if len(living) > 1 and ", "if False and ",
+        "if others and ", "if False and ",
         "who has missed a decision gives up for want of a majority it has",
     ),
     Mutant(

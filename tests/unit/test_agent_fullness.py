@@ -54,7 +54,7 @@ def test_a_spare_that_comes_too_late_to_follow_says_so_once() -> None:
         slot, told, store = Slot(0), Told(), SnapshotStore(history_limit_bytes=100)
         for step in range(30):
             store.append(4, step, bytes(10))
-        slot.process = Process(order=1, rank=4, rehearses=True)
+        slot.process = Process(order=1, rank=4, rehearses=True, peer=object())
         workers = types.SimpleNamespace(slots=[slot], handlers={})
         spares = Spares(3, workers, store, None, told, 100, lambda event: None)
         spares.rehearsals[0] = rehearsal = Rehearsal(slot, slot.process, None, source=3, history=History(100))
