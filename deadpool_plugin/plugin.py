@@ -35,8 +35,10 @@ def run_agent(place: Place, config: Config, secret: bytes, listener: socket.sock
 
 
 def start_live(connection: LocalConnection, config: Config, role: local.RunRank, local_rank: int) -> Context:
-    """An active rank's worker: waits until everyone's groups may be built, then is ready for the script."""
-    from .launch.script import leave
+    """An active rank's worker: waits until everyone's groups may be built, then is ready for the script.
+
+    Raises: SystemExit once the agent ends a process whose world was over before its script began.
+    """
     from .transport import local
     from .worker.starting import Starting
 
@@ -47,7 +49,7 @@ def start_live(connection: LocalConnection, config: Config, role: local.RunRank,
         assert isinstance(start, local.StartGroups)
         context.groups.start(start.generation, start.store)
     except GenerationChanged:  # the world it was for is over, and another process will begin the script
-        leave(context.wait_for_end())
+        raise SystemExit(context.wait_for_end()) from None
     context.mode = starting = Starting(context, role.rank, config.header_bytes)
     starting.refuse_wrappers()
     return context

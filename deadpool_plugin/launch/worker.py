@@ -43,7 +43,10 @@ def _begin(config: Config, local_rank: int, order: local.RunRank) -> tuple[Local
     from ..plugin import start_live
 
     connection = _introduced(local_rank, order, rehearsing=False)
-    return connection, start_live(connection, config, order, local_rank)
+    try:
+        return connection, start_live(connection, config, order, local_rank)
+    except SystemExit as end:
+        leave(int(end.code or 0))
 
 
 def _rehearse(config: Config, local_rank: int, order: local.RehearseRank) -> tuple[LocalConnection, Context]:

@@ -11,6 +11,7 @@ sys.path.insert(0, str(HERE.parent))
 from support.killed_ranks import assert_alike, run_with_kills, undisturbed  # noqa: E402
 from support.zygote import in_zygote  # noqa: E402
 
+pytestmark = pytest.mark.long
 SCRIPT = str(HERE / "other_loops.py")
 MODES = [
     ("draws", (1, 5, "forward")),

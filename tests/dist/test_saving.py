@@ -18,6 +18,8 @@ from support.checkpoints import content, equal  # noqa: E402
 from support.killed_ranks import assert_alike, run_with_kills, undisturbed  # noqa: E402
 from support.zygote import in_zygote  # noqa: E402
 
+pytestmark = [pytest.mark.long]
+
 try:
     import megatron.core.datasets.blended_megatron_dataset_builder
     import megatron.core.distributed
@@ -25,7 +27,7 @@ try:
     import megatron.core.optimizer.distrib_optimizer  # noqa: F401
     from patches.cpu import saving
 except ImportError:
-    pytestmark = pytest.mark.skip(reason="megatron-core is not installed")
+    pytestmark += [pytest.mark.skip(reason="megatron-core is not installed")]
 
 from faults import inject  # noqa: E402
 

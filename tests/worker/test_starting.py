@@ -1,7 +1,6 @@
 """Start-up of a rank: what trains past every framework that is known is refused where the script says so."""
 
 import contextlib
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -78,7 +77,6 @@ def test_a_swap_while_groups_are_made_is_no_error_of_the_script(monkeypatch):
         wait_for_end=lambda: 3,
     )
     monkeypatch.setattr(plugin, "_worker_context", lambda *_: context)
-    monkeypatch.setattr("deadpool_plugin.launch.script.leave", sys.exit)
     with pytest.raises(SystemExit) as ended:
         plugin.start_live(None, Config(), local.RunRank(0, {}), 0)
     assert ended.value.code == 3
