@@ -29,28 +29,17 @@ from .inventory import Inventory
 from .io import (
     AbortWorkers,
     Action,
-    CheckpointSaved,
     Claimed,
-    HoldingsDropped,
     Input,
     Joining,
     LinkLost,
     NodeGivenUp,
     Received,
     Reconfigure,
-    SnapshotHeld,
     SpareFailed,
     SpareRehearsed,
     StopRequested,
-    StoreLost,
-    StoreOffered,
     Ticked,
-    WorkerFailed,
-    WorkerFinished,
-    WorkerLost,
-    WorkerMoved,
-    WorkerReady,
-    WorkerRestored,
     WorldFormed,
 )
 from .messages import (
@@ -74,7 +63,7 @@ from .messages import (
 from .pausing import Pausing
 from .phases import IllegalMove, Phase, moved, phase_of
 from .policy import Policy
-from .processes import STORE_GONE, Processes
+from .processes import SAYS, STORE_GONE, Processes
 from .rehearsing import Rehearsing
 from .rifts import Rifts
 from .suspicion import suspects as suspects_at
@@ -135,7 +124,7 @@ class Controller:
         if ctx.watch.excuse_pause(now - before, ctx.timing):
             self._swaps.excuse_pause(now - before)
             self._coordination.excuse_pause(now - before)
-        _INPUTS[type(event)](self, event)
+        self._take_in(event)
         self._mark()
         if reason := self._pausing.look(before):
             ctx.get_stuck(reason)
@@ -144,6 +133,12 @@ class Controller:
         self._settle()
         actions, ctx.actions = ctx.actions, []
         return actions
+
+    def _take_in(self, event: Input) -> None:
+        if (says := SAYS.get(type(event))) is not None:
+            says(self._processes, event)
+        else:
+            _INPUTS[type(event)](self, event)
 
     def _mark(self) -> None:
         phase = phase_of(self._ctx, self._joining is not None)
@@ -330,17 +325,6 @@ _INPUTS: Mapping[type[Input], Callable[[Controller, Any], None]] = {
     Ticked: Controller._ticked,
     Received: Controller._received,
     LinkLost: Controller._link_lost,
-    StoreOffered: lambda self, event: self._processes.store_offered(event),
-    StoreLost: lambda self, event: self._processes.store_lost(event),
-    WorkerReady: lambda self, event: self._processes.ready(event),
-    WorkerRestored: lambda self, event: self._processes.restored(event),
-    WorkerMoved: lambda self, event: self._processes.moved(event),
-    WorkerFinished: lambda self, event: self._processes.finished(event),
-    WorkerLost: lambda self, event: self._processes.lost(event),
-    WorkerFailed: lambda self, event: self._processes.failed(event),
-    SnapshotHeld: lambda self, event: self._processes.held(event),
-    HoldingsDropped: lambda self, event: self._processes.dropped(event),
-    CheckpointSaved: lambda self, event: self._processes.saved(event),
     NodeGivenUp: lambda self, event: self._failures.give_up(event.reason),
     SpareRehearsed: lambda self, event: self._ctx.note(self._rehearsing.done(event)),
     SpareFailed: lambda self, event: self._ctx.note(self._rehearsing.failed(event)),

@@ -6,12 +6,16 @@ promise if it is too late for a report. May import everything of core but the co
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 from .context import Context
 from .failures import Failures
 from .inventory import Inventory
 from .io import (
     CheckpointSaved,
     HoldingsDropped,
+    Input,
     SnapshotHeld,
     StoreLost,
     StoreOffered,
@@ -93,3 +97,18 @@ class Processes:
         self._ctx.note(new)
         if new and self._ctx.swapping:
             self._swaps.voter.answer()
+
+
+SAYS: Mapping[type[Input], Callable[[Processes, Any], None]] = {
+    WorkerReady: Processes.ready,
+    WorkerRestored: Processes.restored,
+    WorkerMoved: Processes.moved,
+    WorkerFinished: Processes.finished,
+    WorkerLost: Processes.lost,
+    WorkerFailed: Processes.failed,
+    SnapshotHeld: Processes.held,
+    HoldingsDropped: Processes.dropped,
+    CheckpointSaved: Processes.saved,
+    StoreOffered: Processes.store_offered,
+    StoreLost: Processes.store_lost,
+}
