@@ -29,23 +29,23 @@ class Fetches:
         pair = self._store.own(source.rank)
         if pair is None:
             raise TransportError(f"rank {source.rank} runs here without an arena")
-        fetch = self._fetcher(source, step)
+        fetch = self._fetcher(source, step, self._store.generation)
         await self._peers.ask(lambda: fetch(pair), source.header_node, source.payload_node)
 
     async def bring(self, source: Source, step: Step, profile: Profile) -> None:
         """New own slots for a rank that is new here, with `step` in them. Raises: DeadpoolError."""
         began = time.monotonic()
-        fetch, generation = self._fetcher(source, step), self._store.generation
+        generation = self._store.generation
+        fetch = self._fetcher(source, step, generation)
         pair = await self._peers.ask(
             lambda: self._fetched(source, step, generation, profile, fetch), source.header_node, source.payload_node
         )
         took = time.monotonic() - began
         self._reports.emit("SnapshotFetched", rank=source.rank, step=step, nbytes=pair.payload_bytes, duration_s=took)
 
-    def _fetcher(self, source: Source, step: Step) -> Callable[[SlotPair], SnapshotHeader]:
-        """What fills a pair of slots with the restore step, to be called in a thread."""
+    def _fetcher(self, source: Source, step: Step, generation: Generation) -> Callable[[SlotPair], SnapshotHeader]:
+        """What fills a pair of slots with the restore step, in a thread, by when `generation` may be over."""
         header_peer, payload_peer = self._peers.to(source.header_node), self._peers.to(source.payload_node)
-        generation = self._store.generation  # by the time the thread runs it may be over
         return lambda pair: header_peer.fetch(source.rank, step, source.payload_rank, pair, payload_peer, generation)
 
     def _fetched(

@@ -14,6 +14,7 @@ from ..core.types import NO_STEP, NodeId, Rank, Step
 from ..mirror.history import History
 from ..mirror.wire import how_many_fit
 from ..transport import local
+from ..transport.local import LocalPeer
 from .profile import Profile
 from .slots import Process, Slot
 
@@ -47,9 +48,9 @@ class Rehearsal:
         return self.slot.living is self.process
 
     @property
-    def hears(self) -> bool:
-        """Its process can be told something."""
-        return self.alive and self.process.peer is not None
+    def listener(self) -> LocalPeer | None:
+        """Where its process can be told something, None if it cannot."""
+        return self.process.peer if self.alive else None
 
     @property
     def ready(self) -> bool:
@@ -69,7 +70,7 @@ class Rehearsal:
         Raises: HistoryPruned if that is not held any more (history_limit_mib).
         """
         last = self.history.last
-        while self.told < last and self.alive and (peer := self.process.peer) is not None:
+        while self.told < last and (peer := self.listener) is not None:
             first, until = self.told + 1, min(last, self.told + CHUNK_STEPS)
             records = self.history.get(first, until)
             fitting = how_many_fit(records)

@@ -216,7 +216,7 @@ class Spares:
     async def _follow(self, rehearsal: Rehearsal) -> None:
         """Up to the committed step, which may grow meanwhile; what fails is tried again at the next commit."""
         try:
-            while rehearsal.told < self._committed and rehearsal.hears:
+            while rehearsal.told < self._committed and rehearsal.listener is not None:
                 await self.pull(rehearsal, rehearsal.source, self._committed)
                 await rehearsal.tell()
         except DeadpoolError as error:
