@@ -52,11 +52,12 @@ def observe() -> None:
     saving.results_by_pipe()
     saving.persistent_writers()
     saving.same_padding()
-    _after(training, "training_log", _numbers)
-    _after(training, "train", _digests)
+    after(training, "training_log", _numbers)
+    after(training, "train", _digests)
 
 
-def _after(owner: Any, name: str, look: Any) -> None:
+def after(owner: Any, name: str, look: Any) -> None:
+    """`look` gets what `owner.name` was given, by name, once that is done."""
     original = getattr(owner, name)
     signature = inspect.signature(original)
 

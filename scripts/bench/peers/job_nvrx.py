@@ -11,6 +11,9 @@ from bench.peers.theirs import HERE, OUTSIDE, PeerJob
 
 
 class NvrxJob(PeerJob):
+    script = "train_nvrx.py"
+    preload = ["nvidia_resiliency_ext.inprocess"]
+
     def start(self) -> None:
         ports = [free_port(), free_port()]
         self.cluster.extra |= {
@@ -24,10 +27,13 @@ class NvrxJob(PeerJob):
         }
         if self.variant == "tuned":
             self.cluster.start(OUTSIDE, [str(self.setting.python), str(HERE / "store_host.py"), *map(str, ports)])
+        self.start_nodes()
+
+    def start_nodes(self) -> None:
         world, port = self.nodes * self.setting.per_node, free_port()
+        preload = [word for name in self.preload for word in ("--preload", name)]
         for node in range(self.nodes):
-            preload = ["--preload", "nvidia_resiliency_ext.inprocess"]
-            self.start_node(node, self.ranks_of(node), world, port, "train_nvrx.py", *self.logs(0), *preload)
+            self.start_node(node, self.ranks_of(node), world, port, self.script, *self.logs(0), *preload)
 
     def recovered(self, strike: Strike) -> dict[str, Any] | None:
         return after_restart(self, strike)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 
-from clusters.launched import REPOSITORY, free_port
+from clusters.launched import REPOSITORY
 
 from bench.peers.job_nvrx import NvrxJob
 from bench.peers.jobs import Setting
@@ -42,12 +42,12 @@ class PretrainJob(DeadpoolJob):
 
 
 class InprocessRestartJob(NvrxJob):
+    script = MARKED
+    preload = [*PretrainJob.preload, *NvrxJob.preload]
+
     def start(self) -> None:
         self.cluster.extra |= environment(self.setting) | {"TORCH_CPP_LOG_LEVEL": "error", "BENCH_NVRX": self.variant}
-        world, port = self.nodes * self.setting.per_node, free_port()
-        preload = ["--preload", "patches.cpu.applied_to_megatron_lm", "--preload", "nvidia_resiliency_ext.inprocess"]
-        for node in range(self.nodes):
-            self.start_node(node, self.ranks_of(node), world, port, MARKED, *self.logs(0), *preload)
+        self.start_nodes()
 
     def more_args(self) -> list[str]:
         folder = str(self.setting.folder / "checkpoints")

@@ -45,27 +45,22 @@ def hook() -> None:
     import megatron.training as package
     from megatron.training import get_args, training
 
-    original_train, original_log, original_pretrain = training.train, training.training_log, training.pretrain
-    log_signature, pretrain_signature = inspect.signature(original_log), inspect.signature(original_pretrain)
+    original_train, original_pretrain = training.train, training.pretrain
+    signature = inspect.signature(original_pretrain)
 
     @functools.wraps(original_train)
     def train(*args: Any, **kwargs: Any) -> Any:
         say("training", get_args().iteration)
         return original_train(*args, **kwargs)
 
-    @functools.wraps(original_log)
-    def training_log(*args: Any, **kwargs: Any) -> Any:
-        result = original_log(*args, **kwargs)
-        say("step", log_signature.bind(*args, **kwargs).arguments["iteration"])
-        return result
-
     @functools.wraps(original_pretrain)
     def whole(*args: Any, **kwargs: Any) -> Any:
-        call = pretrain_signature.bind(*args, **kwargs).arguments.get("inprocess_call_wrapper")
+        call = signature.bind(*args, **kwargs).arguments.get("inprocess_call_wrapper")
         Life.number = call.iteration if call is not None else 0
         return original_pretrain(*args, **kwargs)
 
-    training.train, training.training_log = train, training_log
+    pretrain.after(training, "training_log", lambda given: say("step", given["iteration"]))
+    training.train = train
     training.pretrain = package.pretrain = whole
 
 
