@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-import math
+import textwrap
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,109 +21,115 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from .errors import ConfigError
 
 MIB = 1024 * 1024
+OF_A_HOST = ("secret_file", "output_dir", "interface_address", "memory_headroom_gib", "preload")
+"""Fields that may differ from host to host."""
 
 
 class Config(BaseModel):
     """What a user may set. Every field has a default: an empty file is a valid configuration."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
     spares: int | list[str] = 1
-    """How many hosts stand by (a count: the *last* hosts of the hostfile), or which ones (host names, or node
-    indices counted from 0). Hazard: 0 means that any loss of a node ends the job."""
+    """How many hosts stand by: the last ones of the hostfile. Or which ones, by host name or index: [node7, node8] or
+    ["0"]. Hazard: 0 means that any loss of a node ends the job."""
 
     patience_s: float = Field(default=10.0, ge=0.2, le=3600.0)
-    """Seconds: a peer that is silent for this long is lost. All other time-outs but the next two follow from it.
-    Hazard: below about 2 s a loaded host can be mistaken for a dead one; a false loss costs a swap and a spare.
-    A killed process or a reset connection is noticed in milliseconds whatever this says. After some 0.7 of it without
-    contact a host's processes stand still until it has contact again, or is replaced."""
+    """Seconds. A host that is silent for this long is lost. All other time-outs but the next two follow from it. Killed
+    processes and reset connections are noticed in milliseconds whatever this says. After some 0.7 of it without contact
+    a host's processes stand still until it has contact again, or is replaced. Hazard: below about 2 a loaded host can
+    be mistaken for a dead one, which costs a swap and a spare."""
 
     start_timeout_s: float = Field(default=1800.0, ge=1.0)
-    """Seconds: if no further rank reaches training for this long, after the start of the job or after a swap, the job
-    ends (86) and names the ranks that are missing. A process that is on its way through past steps counts as long as
-    it gets on. Hazard: a script that builds indices or loads a checkpoint for longer needs more."""
+    """Seconds. If no further rank reaches training for this long, after the start of the job or after a swap, the job
+    ends (86) and names the ranks that are missing. A process that is on its way through past steps counts as long as it
+    gets on. Hazard: a script that builds indices or loads a checkpoint for longer needs more."""
 
     stall_timeout_s: float | None = Field(default=1800.0, ge=5.0)
-    """Seconds: if in training no step is mirrored and no process comes to its next collective for this long, all are
-    interrupted and go on from the last step; a process that does not let go is killed and replaced. If the same happens
-    again before another step, the job ends (86). It stands in for NCCL's own time-out, whose watchdog would end the
-    process. None: never. Hazard: a save or an evaluation in which nothing is communicated for longer needs more."""
+    """Seconds. If in training no step is mirrored and no process comes to its next collective for this long (a driver,
+    a file system or a network that hangs), all are interrupted and go on from the last step; a process that does not
+    let go is killed and replaced. If the same happens again before another step, the job ends (86). It stands in for
+    NCCL's own time-out, whose watchdog would end the process. null: never. Hazard: a save or an evaluation in which
+    nothing is communicated for longer needs more."""
 
     secret_file: Path = Path("~/.deadpool/secret")
-    """File (mode 0600, same content on every host) that holds the job's secret; peers that cannot prove it are
-    refused. Jobs may share one: once its hosts have met, a job is closed to the others. The default file is made when
-    it is absent. Hazard: without a shared home directory, each host would make a different one: copy it."""
+    """File (mode 0600, the same content on every host) with the job's secret; who cannot prove it is refused. Jobs may
+    share one: once its hosts have met, a job is closed to the others. The default file is made when it is absent.
+    Hazard: without a shared home directory each host would make a different one: copy it."""
 
     output_dir: Path = Path("deadpool-logs")
-    """Directory for each rank's output, the event logs and what rehearsals write; made if it is absent. Relative to the
-    working directory; `~` is the home directory."""
+    """Folder for each rank's output and the event logs (events.<node>.jsonl), best on storage that all hosts see; made
+    if it is absent. Relative to the working directory; `~` is the home directory. Hazard: files are appended to, and
+    two jobs at once must not share a folder."""
 
     interface_address: str | None = None
-    """What to bind sockets to, where hosts have several networks: the network (10.1.0.0/16), the name of an interface
-    that every host has (ib0), or this host's IP address. None: the address that reaches the first host. The frameworks'
-    own connections (gloo, NCCL) follow GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME.
-    Hazard: an address is one host's; in a file that all hosts share only a network or a name makes sense. The addresses
-    chosen are printed at the start."""
+    """What to bind to, where hosts have several networks: a network (10.1.0.0/16), the name of an interface that every
+    host has (ib0), or this host's address. null: the address that reaches the first host. The chosen addresses are
+    printed at the start. The frameworks' own connections (gloo, NCCL) follow GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME.
+    Hazard: an address is one host's; in a file that all hosts share only a network or a name makes sense."""
 
     port_range: tuple[int, int] | None = None
-    """First and last port (inclusive) for connections between the hosts' agents, for firewalls. None: the system
-    chooses. At least 4 ports; the launcher's MASTER_PORT, which is used for the first meeting, is not among them.
-    Hazard: training's own connections (groups and the store they are built over) are at ports the system chooses."""
+    """First and last port (at least 4) for connections between the hosts' agents, e.g. [20000, 20099], for firewalls.
+    The launcher's MASTER_PORT, for the first meeting, is not among them. null: the system chooses. Hazard: training's
+    own connections (groups and the store they are built over) are at ports the system chooses."""
 
     memory_headroom_gib: float = Field(default=1.0, ge=0.0)
-    """GiB of host memory that must stay free after the snapshots' memory is reserved. Hazard: too little and the
-    kernel's out-of-memory killer picks a worker in the middle of training."""
+    """GiB of host memory that must stay free once the snapshots' memory is reserved (checked before training). Hazard:
+    too little, and the kernel kills a worker in mid-training; page cache, loaders and call records grow after the
+    check."""
 
     header_kib: int = Field(default=256, ge=4, le=1024 * 1024)
-    """KiB per snapshot for its scalars: random states, schedules, positions in the data. Raise it when told so (an
-    error names this field)."""
+    """KiB per snapshot for its scalars (random states, schedules, positions in the data). Raise it when an error says
+    so."""
 
     recording_limit_mib: int = Field(default=1, ge=0, le=1024)
-    """MiB: start-up collectives whose result is larger are not recorded for rehearsals (parameters; a restore
-    overwrites them), but for indices (int64, bool), up to 64 MiB in all. Hazard: other large tables of numbers that
-    ranks exchange at the start are not there on a host that takes over."""
+    """MiB. Start-up collectives with larger results are not recorded for rehearsals (parameters, which a restore
+    overwrites); indices, int64 and bool, are, up to 64 MiB in all. Hazard: other large tables of numbers that ranks
+    exchange at the start are not there on a host that takes over; raise it then."""
 
     history_limit_mib: int = Field(default=256, ge=1)
-    """MiB per rank for the call records of committed steps, from which a spare is brought to the current step.
-    Hazard: once it is full the oldest are dropped (never the newest three steps') and a spare that has not followed can
-    no longer take over; it is said at 80 % and then."""
+    """MiB per rank for the call records of committed steps, from which a spare is brought to the current step. Raise it
+    for jobs of some 100,000 steps. Hazard: once it is full the oldest are dropped (never the newest three steps'), and
+    only spares that have followed so far can take over: no host that joins, no process that begins anew. It is said at
+    80 % and then."""
 
     copies: int = Field(default=1, ge=1, le=8)
-    """On how many other hosts each snapshot is kept: so many hosts may be lost at the same moment (if as many spares
-    are left). Hazard: host memory and network traffic grow with it."""
+    """On how many other hosts each snapshot is kept: so many hosts may be lost at the same moment, if as many spares
+    are left. Hazard: each copy is as much host memory and network traffic again."""
 
     racks: dict[str, list[str]] = Field(default_factory=dict)
-    """Which hosts may fail together: a name for each rack (or power feed, or zone) and its hosts, as in `spares`. The
-    copies of a snapshot go to different racks while others have room. A host that is named nowhere stands alone; one
-    that joins later is known by its host name. Hazard: a misspelt name is a host that may join later; the mapping is
-    printed at the start."""
+    """Hosts that may fail together, by rack (or power feed, or zone): {a: [node0, node1], b: [node2, node3]}, by host
+    name or index. The copies of a snapshot go to different racks while others have room. A host that is named nowhere
+    stands alone; one that joins later is known by its host name. Hazard: a misspelt name counts as a host that may join
+    later; the mapping is printed at the start."""
 
     restarts_max: int = Field(default=3, ge=0)
-    """How often within restarts_window_s the process of a rank is replaced on its own host when it crashes there; with
-    one more crash the whole host counts as lost and a spare takes over. 0: a crash always costs the host."""
+    """How often within restarts_window_s a crashed process is replaced on its own host; with one more crash the whole
+    host counts as lost, and a spare takes over. 0: a crash always costs the host."""
 
-    restarts_window_s: float = Field(default=3600.0, gt=0.0, allow_inf_nan=False)
-    """Seconds: a crash longer ago than this does not count any more. Hazard: a process that always crashes, but seldom
-    enough for this, is replaced for ever."""
+    restarts_window_s: float = Field(default=3600.0, gt=0.0)
+    """Seconds. A crash longer ago than this does not count any more. Hazard: a process that crashes again and again,
+    but seldom enough for this, is replaced for ever."""
 
     on_no_spare: Literal["stop", "wait"] = "stop"
-    """What to do when a host is lost and no spare is left. stop: end the job with exit code 86 and name what was lost.
-    wait: all others keep their state in memory until a host joins (`deadpool join`). Hazard: they wait for ever."""
+    """When a host is lost and no spare is left. stop: the job ends with exit code 86 and says what was lost. wait: all
+    others keep their state in memory until a host joins (`deadpool join`). Hazard: they wait, and hold their hosts, for
+    ever."""
 
     on_launcher_loss: Literal["continue", "stop"] = "continue"
-    """What to do when the command that launched the job (`deepspeed`, `deadpool launch`), or its host, is gone.
-    continue: the job goes on; what it prints is still in output_dir. stop: every host that finds it gone leaves the
-    job, which ends it; one host that alone has lost its connection is replaced. Hazard: plain `deepspeed` is only
-    missed once its ssh connections are seen to be closed; those of a host that vanishes are not."""
+    """When the command that launched the job, or its host, is gone. continue: the job goes on; what it prints is still
+    in output_dir. stop: every host that finds it gone leaves the job, which ends it; one host that alone has lost its
+    connection is replaced. `deadpool launch` is missed within patience_s. Hazard: plain `deepspeed` only once its ssh
+    connections are seen to be closed; those of a host that vanishes are not."""
 
     witness: Path | None = None
-    """Directory on storage that all hosts share and that can link files (NFS can): of a job that falls into two halves
-    the one goes on whose plan is there first. None: the half with the first active host does, so that of two hosts the
+    """Folder on storage that all hosts share and that can link files (NFS can): of a job that falls into two halves the
+    one goes on whose plan is there first. null: the half with the first active host does, so that of two hosts the
     second alone cannot go on. Hazard: while the storage does not answer a half cannot go on."""
 
     preload: list[str] | None = None
-    """Modules a spare imports before it rehearses. None: torch, and then whatever its first rehearsal
-    turned out to import."""
+    """Modules a spare imports before it rehearses. null: torch, and then whatever its first rehearsal turned out to
+    import. []: none, for scripts that must set variables before torch is imported."""
 
     # ---- derived
 
@@ -174,9 +180,7 @@ class Config(BaseModel):
 
     def digest(self) -> str:
         """Equal on all nodes of a job: covers what nodes must agree on, not paths, addresses or local limits."""
-        shared = self.model_dump(
-            mode="json", exclude={"secret_file", "output_dir", "interface_address", "memory_headroom_gib", "preload"}
-        )
+        shared = self.model_dump(mode="json", exclude=set(OF_A_HOST))
         return hashlib.sha256(json.dumps(shared, sort_keys=True).encode()).hexdigest()[:16]
 
     # ---- validation
@@ -237,9 +241,20 @@ class Config(BaseModel):
                 raise ValueError(f"port_range: [{first}, {last}] must be ascending and within 1024..65535")
             if last - first + 1 < 4:
                 raise ValueError(f"port_range: [{first}, {last}] has {last - first + 1} ports, at least 4 are needed")
-        if not math.isfinite(self.memory_headroom_gib):
-            raise ValueError("memory_headroom_gib: must be finite")
         return self
+
+
+def explained() -> str:
+    """A file of all fields with their defaults, each below what it means, as in its docstring."""
+    said = [
+        "# Every field with its default and what it means. One that is left out has that; an unknown one is refused.",
+        f"# All hosts of a job must agree, but for {', '.join(OF_A_HOST)}.",
+    ]
+    for name, value in Config().model_dump(mode="json").items():
+        what = " ".join((Config.model_fields[name].description or "").split())
+        said += ["", *textwrap.wrap(what, 120, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False)]
+        said.append(yaml.safe_dump({name: value}).strip())
+    return "\n".join(said) + "\n"
 
 
 def load(path: str | Path | None) -> Config:
@@ -271,7 +286,7 @@ def load(path: str | Path | None) -> Config:
         return Config.model_validate(data)
     except ValidationError as error:
         raise ConfigError(
-            f"{path}: {_describe(error)}", remedy="correct the file (configs/full.yaml shows all)"
+            f"{path}: {_describe(error)}", remedy="correct the file (`deadpool config` explains all fields)"
         ) from error
 
 

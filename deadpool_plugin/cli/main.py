@@ -14,6 +14,7 @@ import sys
 from ..errors import DeadpoolError
 
 COMMANDS = {
+    "config": "print a configuration file with all fields, their defaults and what they mean",
     "launch": "start a job on the hosts of a hostfile, as `deepspeed` does",
     "join": "add this host to a running job",
     "patch": "put the flag and the first statement into a checkout of Megatron-LM",

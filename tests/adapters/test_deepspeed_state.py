@@ -49,6 +49,13 @@ def test_parameters_that_no_group_has_are_not_copied_but_compared(engine):
         EngineState(engine).load(saved)
 
 
+def test_of_what_is_kept_on_modules_only_the_models_own_is_told(engine):
+    state, head = EngineState(engine), engine.module[1]
+    head.ds_grads_remaining, head.applied_pre_backward_ref_cnt, head.__flops__ = 3, 1, 5
+    head.pre_bwd_fn, head._external_params, head.tau = object(), {1: object()}, 0.5
+    assert state.visible()["values"] == {2: {"tau": 0.5}}
+
+
 @pytest.mark.parametrize("change", [lambda weight: weight.zero_(), lambda weight: setattr(weight, "data", weight + 0)])
 def test_a_script_that_changes_them_in_training_is_refused(engine, change):
     state = EngineState(engine)

@@ -84,6 +84,35 @@ def test_training_on_the_flat_shard_is_bitwise_the_same(train_gpt, changes):
 
 
 @pytest.mark.parametrize("changes", VARIANTS, ids=str)
+def test_megatrons_own_modules_change_no_values_that_a_newcomer_is_told(train_gpt, changes):
+    job = Job(train_gpt, arguments(train_gpt, **changes))
+    adapter = job.adapter()
+    job.step(), job.step()
+    assert adapter.scalars()["values"] == {}
+
+
+def test_a_number_that_a_module_counts_comes_back_with_a_call_and_in_a_newcomer(train_gpt):
+    def counting():
+        job = Job(train_gpt, arguments(train_gpt))
+        job.model[0].module.register_forward_hook(lambda module, *_: setattr(module, "calls", module.calls + 1))
+        job.model[0].module.calls = 0
+        return job, job.model[0].module, job.adapter()
+
+    job, model, adapter = counting()
+    put_back = adapter.entry_state((), {})
+    job.step()
+    saved = codec.decode(codec.encode(adapter.scalars()))
+    assert model.calls == 2
+    put_back()
+    assert model.calls == 0
+    _, newcomers, its = counting()
+    its.load(saved)
+    assert newcomers.calls == 2
+    its.show(adapter.visible())
+    assert newcomers.calls == 0
+
+
+@pytest.mark.parametrize("changes", VARIANTS, ids=str)
 def test_a_saved_shard_brings_back_the_same_future(train_gpt, changes):
     job = Job(train_gpt, arguments(train_gpt, **changes))
     adapter = job.adapter()

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from deadpool_plugin.cli.main import main
 from deadpool_plugin.config import Config, load
 from deadpool_plugin.errors import ConfigError
 
@@ -48,7 +49,9 @@ def test_configurations_are_explained_and_none_is_forgotten():
                 assert f"{field}`" in explained or f"`{field}" in explained or f'"{field}"' in explained, field
 
 
-def test_the_full_example_shows_every_field_with_its_default():
+def test_the_full_example_is_what_the_command_prints(capsys):
+    assert main(["config"]) == 0
+    assert capsys.readouterr().out == (CONFIGS / "full.yaml").read_text(), "deadpool config > configs/full.yaml"
     assert yaml.safe_load((CONFIGS / "full.yaml").read_text()).keys() == Config.model_fields.keys()
     assert load(CONFIGS / "full.yaml").model_dump() == Config().model_dump()
 

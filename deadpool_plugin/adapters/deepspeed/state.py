@@ -16,13 +16,13 @@ import torch.distributed as dist
 from ...errors import WHOLE_STEP, Unsupported
 from ...worker.adapter import Scalars
 from ...worker.buffers import Buffers
+from ...worker.values import Values
 from . import adam
 from .frozen import Frozen
 from .gradients import LastingGradients, lasts
 from .partitioned import Partitioned
 from .plain import check_schedule, load_plain_state, plain_state, some
 from .rest import Attributes, Rest
-from .values import Values
 
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps", "_step_applied", "_global_grad_norm",
             "_unmanaged_backward_count")  # fmt: skip
@@ -40,6 +40,9 @@ OF_PIPELINE = ("num_pipe_buffers", "pipe_buffers", "pipe_recv_buf", "grad_layer"
 """Activations on their way, and what neighbours have been told of their shapes: a newcomer knows nothing of it."""
 SCALERS = ("loss_scaler", "loss_scale_config")
 """Of ZeRO, and of fp16 without it."""
+OF_MODULES = frozenset({"_external_params", "all_parameters", "_original_parameters", "applied_pre_backward_ref_cnt",
+                        "pre_bwd_fn", "post_bwd_fn"})  # fmt: skip
+"""ZeRO 3's on each module of a model, beside what `_is_deepspeeds` knows."""
 OF_OPTIMIZER = ("overflow", "_global_grad_norm", "clip_grad", "custom_loss_scaler", "external_loss_scale")
 
 
@@ -49,6 +52,10 @@ def updated_parameters(optimizer: Any, groups: Sequence[dict[str, Any]]) -> list
         if hasattr(optimizer, name):
             return [parameter for group in getattr(optimizer, name) for parameter in group]
     return _parameters_of(groups)
+
+
+def _is_deepspeeds(attribute: str) -> bool:
+    return attribute in OF_MODULES or attribute.startswith(("ds_", "__"))  # ZeRO 3's, the flops profiler's
 
 
 def _parameters_of(groups: Sequence[dict[str, Any]]) -> list[torch.Tensor]:
@@ -66,7 +73,7 @@ class EngineState:
         self.engine, self.adam = engine, engine.basic_optimizer
         self._groups = self.adam.param_groups
         self._modules = list(engine.module.modules())
-        self._values = Values(self._modules)
+        self._values = Values(self._modules, _is_deepspeeds)
         self._parameters = list(engine.module.parameters())
         self._trained: list[bool] = []
         self._partitioned = None

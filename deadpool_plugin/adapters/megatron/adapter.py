@@ -152,6 +152,7 @@ class MegatronAdapter:
         return {
             "optimizer": self.state.scalars(),
             "schedulers": schedulers,
+            "values": self.state.values.changed(),
             "losses": losses.plain(losses.noted()),
             "books": bookkeeping.kept(),
         }
@@ -159,15 +160,18 @@ class MegatronAdapter:
     def load(self, scalars: Scalars) -> None:
         self._load_schedulers(scalars["schedulers"])
         self.state.load_scalars(scalars["optimizer"])
+        self.state.values.load(scalars["values"])
         losses.load(scalars["losses"])
         bookkeeping.load(scalars["books"])
 
     def visible(self) -> Scalars:
-        return {"groups": self.state.group_scalars(), "schedulers": [_scheduler_state(s) for s in self._schedulers]}
+        schedulers = [_scheduler_state(scheduler) for scheduler in self._schedulers]
+        return {"groups": self.state.group_scalars(), "schedulers": schedulers, "values": self.state.values.changed()}
 
     def show(self, visible: Scalars) -> None:
         self.state.load_group_scalars(visible["groups"])
         self._load_schedulers(visible["schedulers"])
+        self.state.values.load(visible["values"])
 
     def _load_schedulers(self, states: list[Scalars]) -> None:
         for scheduler, saved in zip(self._schedulers, states, strict=True):
@@ -181,7 +185,7 @@ class MegatronAdapter:
         reducing = [getattr(chunk, "force_all_reduce", False) for chunk in self._chunks]  # from 0.16 on
         groups, schedulers = self.state.group_scalars(), [_scheduler_state(s) for s in self._schedulers]
         tracked, put_books_back = losses.noted(), bookkeeping.noted(self._timers)
-        buffers = self.state.buffers.entry()
+        buffers, values = self.state.buffers.entry(), self.state.values.changed()
 
         def restore() -> None:
             for module, flag in zip(self._modules, training, strict=True):
@@ -196,6 +200,7 @@ class MegatronAdapter:
             self._load_schedulers(schedulers)
             losses.put_back(tracked)
             put_books_back()
+            self.state.values.load(values)
             self.state.buffers.load_entry(buffers)
 
         return restore

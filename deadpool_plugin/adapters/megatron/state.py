@@ -16,6 +16,7 @@ import torch
 from ...errors import Unsupported
 from ...worker.adapter import Scalars
 from ...worker.buffers import Buffers
+from ...worker.values import Values
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 ALIGNMENT = 16  # elements: 64 bytes of fp32, so that a view is aligned as a tensor of its own would be
@@ -37,7 +38,8 @@ class OptimizerState:
         for module in [module for chunk in chunks for module in chunk.modules()]:
             if hasattr(module, "_maintain_float32_expert_bias"):  # the first forward would rebind a buffer (router.py)
                 module._maintain_float32_expert_bias()
-        self.buffers = Buffers([module for chunk in chunks for module in chunk.module.modules()])
+        modules = [module for chunk in chunks for module in chunk.module.modules()]
+        self.buffers, self.values = Buffers(modules), Values(modules, _is_megatrons)
         self.tensors = self._flatten() + self.buffers.tensors
         memory = [parameter for chunk in chunks for parameter in chunk.parameters()]
         memory += [b.grad_data for chunk in chunks for b in chunk.buffers + chunk.expert_parallel_buffers]
@@ -109,6 +111,10 @@ class OptimizerState:
         for part in self._parts:
             if hasattr(part, "_copy_main_params_to_model_params"):
                 part._copy_main_params_to_model_params()
+
+
+def _is_megatrons(attribute: str) -> bool:
+    return attribute == "current_microbatch"  # on layers, by pipeline_parallel/schedules.py, for CUDA graphs
 
 
 def _parameters(part: Any) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:

@@ -1,13 +1,11 @@
-"""Plain values that modules keep in attributes: those that change are told, caches and what is DeepSpeed's are not."""
+"""Plain values that modules keep in attributes: those that change are told, caches and a framework's own are not."""
 
 import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("deepspeed")
-
-from deadpool_plugin.adapters.deepspeed.values import Values
 from deadpool_plugin.worker import codec
+from deadpool_plugin.worker.values import Values
 
 
 class Annealed(torch.nn.Module):
@@ -82,12 +80,11 @@ def test_numbers_of_other_libraries_are_values():
     assert model.tau == 0.5 and model.longest == 7
 
 
-def test_what_torch_and_deepspeed_keep_on_a_module_is_theirs():
+def test_what_torch_and_the_framework_keep_on_a_module_is_theirs():
     model = Annealed()
-    values = Values(model.modules())
+    values = Values(model.modules(), lambda name: name.startswith("ds_"))
     model.eval()
-    model.ds_grads_remaining, model.applied_pre_backward_ref_cnt, model.__flops__ = 3, 1, 5
-    model.pre_bwd_fn, model._external_params = object(), {1: object()}
+    model.ds_grads_remaining, model.ds_external = 3, object()
     assert values.changed() == {}
     values.load({})
     assert model.ds_grads_remaining == 3 and not model.training

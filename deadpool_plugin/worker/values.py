@@ -3,25 +3,22 @@
 Rules of this file: only what differs from the values before the first forward is told, by the number of the module: a
 newcomer keeps what is its host's own. A module that has come to keep other objects than it had then (the tables of a
 rotary embedding) is left alone for good: its values say for what those were made, and a newcomer has none. What torch
-and DeepSpeed keep on a module is theirs.
+and the framework keep on a module is theirs.
 """
 
 from __future__ import annotations
 
 import enum
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
-from ...worker.adapter import Scalars
+from .adapter import Scalars
 
 PLAIN = (bool, int, float, str, type(None))
-THEIRS = frozenset(vars(torch.nn.Module())) | {"_compiled_call_impl", "_external_params", "all_parameters",
-    "_original_parameters", "applied_pre_backward_ref_cnt", "pre_bwd_fn", "post_bwd_fn"}  # fmt: skip
-THEIR_PREFIXES = ("ds_", "__")
-"""Of ZeRO 3 and of the flops profiler."""
+OF_TORCH = frozenset(vars(torch.nn.Module())) | {"_compiled_call_impl"}
 
 ByModule = dict[int, Scalars]
 """Values by the number of their module and their name."""
@@ -30,8 +27,8 @@ ByModule = dict[int, Scalars]
 class _Noted:
     """One module as it was before the first forward."""
 
-    def __init__(self, module: torch.nn.Module) -> None:
-        self.attributes, self._buffers = vars(module), module._buffers
+    def __init__(self, module: torch.nn.Module, is_theirs: Callable[[str], bool]) -> None:
+        self.attributes, self._buffers, self._is_theirs = vars(module), module._buffers, is_theirs
         self.first = {name: value for name, value in self._own() if _is_plain(value)}
         self._objects, self._empty = self._others(self.first), self._count_empty()
         self.is_left_alone = False
@@ -42,7 +39,7 @@ class _Noted:
         return [
             (name, value)
             for name, value in self.attributes.items()
-            if name not in THEIRS and not name.startswith(THEIR_PREFIXES)
+            if name not in OF_TORCH and not self._is_theirs(name)
         ]
 
     def _others(self, values: Scalars) -> dict[str, tuple[Any, int]]:
@@ -84,10 +81,10 @@ class _Noted:
 
 
 class Values:
-    """Those of `modules`, which are numbered from here on."""
+    """Those of `modules`, which are numbered from here on. `is_theirs` knows the attributes of the framework's own."""
 
-    def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
-        self._noted = [_Noted(module) for module in modules]
+    def __init__(self, modules: Iterable[torch.nn.Module], is_theirs: Callable[[str], bool] = lambda _: False) -> None:
+        self._noted = [_Noted(module, is_theirs) for module in modules]
         self._newest: ByModule = {}
 
     def changed(self) -> ByModule:
