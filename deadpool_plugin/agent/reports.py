@@ -6,6 +6,7 @@ speaks for the job, a node speaks for itself.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import msgspec
@@ -24,13 +25,16 @@ class Reports:
         self.generation: Generation = 0
         self.leads = False
         self._cancelled = (-1, "")
+        self._noted = set[tuple[Generation, str]]()
 
     def emit(self, kind: str, **fields: object) -> None:
         """Log an event, and say it if it is one for people."""
         event = events.make(kind, fields, node=self.node, generation=self.generation)
         self._writer.write(self._log, events.encode(event))
         line = sentence(event)
-        if line and (self.leads or not isinstance(event, (events.JobStopped, events.JobFinished))):
+        if isinstance(event, events.Note):
+            self._say_once(line)
+        elif line and (self.leads or not isinstance(event, (events.JobStopped, events.JobFinished))):
             self.say(line)
 
     def worker_event(self, kind: str, fields: dict[str, object]) -> None:
@@ -43,6 +47,15 @@ class Reports:
         if isinstance(event, events.CheckpointCancelled) and self.leads and (event.step, event.path) != self._cancelled:
             self._cancelled = (event.step, event.path)  # every rank says so
             self.say(sentence(event))
+        elif isinstance(event, events.Note):
+            self._say_once(sentence(event))
+
+    def _say_once(self, line: str) -> None:
+        """In a generation: every rank says the same, and what fails is tried again."""
+        known = (self.generation, re.sub(r"\d+", "", line))
+        if known not in self._noted:
+            self._noted.add(known)
+            self.say(line)
 
     def say(self, line: str) -> None:
         self._writer.forward(f"[deadpool] {line}\n".encode())
@@ -80,7 +93,7 @@ def sentence(event: events.Event) -> str:
         case events.Unprotected(reason=reason):
             return f"unprotected: {reason}"
         case events.Protected(step=step):
-            return f"protected: step {step} survives the loss of any node{_next_loss(event)}"
+            return f"protected: step {step} {_next_loss(event)}"
         case events.HistoryFilling(rank=rank, step=step, full=full):
             return f"node {event.node}: rank {rank}'s records of past steps {_history(step, full)}"
         case events.NodeFenced(reason=reason):
@@ -90,12 +103,14 @@ def sentence(event: events.Event) -> str:
         case events.JobStopped(exit_code=code, reason=reason, newest_committed=newest):
             shown = newest if newest >= 0 else "none"
             return f"job stopped (exit code {code}): {reason}; newest committed step: {shown}"
-        case events.PeerRefused(address=address, reason=reason):
-            return f"refused a peer at {address}: {reason}"
+        case events.PeerRefused(reason=reason):
+            return reason
         case events.CatchingUp(rank=rank, step=step):
             return f"rank {rank}'s new process has come as far as step {step} on its way through past steps"
         case events.RehearsalFailed(rank=rank, reason=reason):
             return f"node {event.node} cannot stand in for rank {rank}: {reason}"
+        case events.Note(text=text):
+            return text if text.startswith("node ") else f"node {event.node}: {text}"
     return ""
 
 
@@ -108,11 +123,12 @@ def _moves(planned: events.SwapPlanned) -> str:
 
 
 def _next_loss(protected: events.Protected) -> str:
-    """What the next lost node means to the job, "" if a spare may take over."""
+    """What the next lost node means to the job."""
     if protected.spares_left != 0:
-        return ""
+        return "survives the loss of any node"
     then = "ends the job" if protected.on_no_spare == "stop" else "makes everybody wait for a host"
-    return f"; NO SPARE LEFT: the next lost node {then} (on_no_spare: {protected.on_no_spare})"
+    left = f"NO SPARE LEFT: the next lost node {then} (on_no_spare: {protected.on_no_spare})"
+    return f"is in other hosts' memory, too; {left}"
 
 
 def _history(step: int, full: bool) -> str:

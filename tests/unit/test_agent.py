@@ -224,6 +224,21 @@ def test_reports_log_everything_and_keep_what_they_cannot_read(tmp_path):
     assert any(isinstance(event, events.Note) and "Nonsense" in event.text for event in found)
 
 
+def test_notes_are_said_once_in_a_generation_whoever_says_them_again(tmp_path, capfdbinary):
+    writer = Writer()
+    reports = Reports(2, writer, tmp_path)
+    for generation in (0, 1):
+        reports.generation = generation
+        for rank in (4, 5):
+            reports.worker_event("Note", {"text": f"snapshots of rank {rank} could not be page-locked"})
+        reports.emit("Note", text="node 3: no step was mirrored for 1800 s")
+        reports.emit("Note", text="node 3: no step was mirrored for 1800 s")
+    writer.close()
+    said = [b"node 2: snapshots of rank 4 could not be page-locked", b"node 3: no step was mirrored for 1800 s"]
+    assert capfdbinary.readouterr().out.splitlines() == [b"[deadpool] " + line for line in said + said]
+    assert len((tmp_path / "events.2.jsonl").read_bytes().splitlines()) == 8, "the log has all of them"
+
+
 # ---- addresses
 
 
