@@ -87,7 +87,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-class Lines:
+class Links:
     """This node's two ways to the others: the control mesh and the bulk server. Thread: the event loop's only."""
 
     def __init__(

@@ -162,7 +162,7 @@ class Writer:
         self._launcher.close()
 
 
-class Lines:
+class LineBuffer:
     """Cuts a stream into whole lines, so that those of several ranks do not mix."""
 
     LINE_BYTES_MAX = 64 << 10
@@ -200,7 +200,7 @@ class Pipe:
         self.repeats: Repeats | None = None
         """What a lost process has printed already."""
         self._forward = False
-        self._lines = Lines()
+        self._lines = LineBuffer()
         self._loop = asyncio.get_running_loop()
         self.ended = asyncio.Event()
 

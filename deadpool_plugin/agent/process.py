@@ -35,7 +35,7 @@ from .fetching import Fetches
 from .fullness import Fullness
 from .joining import Job
 from .lives import Lives
-from .meeting import Lines, reachable
+from .meeting import Links, reachable
 from .mirroring import Mirroring
 from .notice import Notice
 from .output import Writer
@@ -75,9 +75,8 @@ class Agent:
         self._listener = listener
         self._inputs: deque[io.Input] = deque()
         self._stepping = False
-        self._lost_links: set[NodeId] = set()
         self._actions: dict[type[io.Action], Callable[[Any], None]] = {
-            io.Send: lambda action: self._lines.mesh.send(action.to, action.message),
+            io.Send: lambda action: self._links.mesh.send(action.to, action.message),
             io.StartWorkers: lambda action: self._workers.start_groups(action.world.generation, action.store),
             io.StartRehearsal: lambda action: self._spares.order(action),
             io.Commit: self._commit,
@@ -144,13 +143,13 @@ class Agent:
         self._writer = Writer()
         self._reports = Reports(node, self._writer, config.output_dir)
         credentials = Credentials(self._secret)
-        self._lines = Lines(
+        self._links = Links(
             node, place, config, credentials, self._received, self._link_lost, self._refused, self._job, where
         )
         self._store = SnapshotStore(config.history_limit_bytes, config.memory_headroom_bytes)
         self._peers = Peers(node, credentials, self._store, config.patience_s, self.feed)
-        self._lines.roster.members = lambda: self._controller.world
-        self._lines.roster.on_admitted = lambda hello: self._peers.add(hello.node, hello.bulk)
+        self._links.roster.members = lambda: self._controller.world
+        self._links.roster.on_admitted = lambda hello: self._peers.add(hello.node, hello.bulk)
         self._mirroring = Mirroring(node, config.copies, self._store, self._peers, config.patience_s, self.feed)
         self._watch = Watch(config.silent_after_s)
         self._watch.start()
@@ -158,7 +157,7 @@ class Agent:
         self._pausing = Pausing(self._job_tag, slots, self._watch)
         self._lives = Lives(node, self._job_tag, slots, self._watch, self.feed)
         self._workers = Workers(
-            place, self._lines.address, config.output_dir, self._writer, slots, self._lives, self.feed
+            place, self._links.address, config.output_dir, self._writer, slots, self._lives, self.feed
         )
         self._spares = Spares(
             node, self._workers, self._store, self._peers, self._reports, config.history_limit_bytes, self.feed
@@ -191,13 +190,13 @@ class Agent:
 
     async def _start(self) -> None:
         """Meet the others, link up, and let the controller begin. Raises: DeadpoolError."""
-        hello = await self._lines.listen(self._store, self._mirroring.on_mirrored)
+        hello = await self._links.listen(self._store, self._mirroring.on_mirrored)
         if self._job.invitation:
-            arrival = await self._lines.join(hello)
+            arrival = await self._links.join(hello)
             self._peers.know({one.node: one.bulk for one in arrival.hellos})
             self._ask_to_join(arrival.members)
         else:
-            hellos = await self._lines.meet(hello)
+            hellos = await self._links.meet(hello)
             self._peers.know({one.node: one.bulk for one in hellos})
             config = self._config
             world = form_world(hellos, config.spares, config.racks, config.copies)
@@ -214,7 +213,7 @@ class Agent:
         self._workers.form(world, self._node)
         self.feed(io.WorldFormed(world))
         if self._node == 0:
-            for line in (*described(world, hosts), self._lines.how_to_join):
+            for line in (*described(world, hosts), self._links.how_to_join):
                 self._reports.say(line)
         ranks = world.ranks_of(self._node)
         self._reports.emit("NodeJoined", host=os.uname().nodename, ranks=ranks, spare=not ranks)
@@ -229,15 +228,8 @@ class Agent:
         each node's own."""
         while True:
             await asyncio.sleep(events.ALIVE_S)
-            if self._controller.world is not None and (self._lives.ending or self._leads()):
+            if self._controller.world is not None and (self._lives.ending or self._controller.leads):
                 self._reports.emit("Alive")
-
-    def _leads(self) -> bool:
-        """Whether this node coordinates: no member before it is there, as far as is known here."""
-        world = self._controller.world
-        gone = self._lost_links | self._lines.roster.missed
-        there = [node for node in world.members if node not in gone] if world is not None else []
-        return min(there, default=self._node) == self._node
 
     # ---- inputs
 
@@ -257,13 +249,12 @@ class Agent:
             self._stepping = False
 
     def _received(self, node: NodeId, message: AnyMessage) -> None:
-        self._lines.roster.heard(node, message)
+        self._links.roster.heard(node, message)
         self.feed(io.Received(node, message))
 
     def _link_lost(self, node: NodeId, reason: str) -> None:
-        self._lost_links.add(node)
-        self._lines.roster.gone(node)
-        self.feed(io.LinkLost(node, reason, silent=node in self._lines.mesh.timed_out))
+        self._links.roster.gone(node)
+        self.feed(io.LinkLost(node, reason, silent=node in self._links.mesh.timed_out))
 
     def _refused(self, error: PeerRefused) -> None:
         self._reports.emit("PeerRefused", address=error.address, reason=str(error))
@@ -300,23 +291,23 @@ class Agent:
         plan = action.plan
         self._reports.generation = plan.world.generation
         self._takeovers.act(plan)
-        self._lines.roster.missed.clear()
+        self._links.roster.missed.clear()
         for node in plan.lost_nodes:
-            self._lines.mesh.drop(node)
-            self._lines.roster.gone(node)
+            self._links.mesh.drop(node)
+            self._links.roster.gone(node)
         self._forgetting = asyncio.create_task(self._peers.forget(plan.lost_nodes))
 
     def _emit(self, action: io.Emit) -> None:
         world = self._controller.world
-        self._reports.leads = self._leads()
+        self._reports.leads = self._controller.leads
         left = len(world.spares) if world is not None else 0
         beside = {"spares_left": left, "on_no_spare": self._config.on_no_spare} if action.kind == "Protected" else {}
         self._reports.emit(action.kind, **action.fields, **beside)
         lost = action.fields.get("lost")
         if action.kind == "NodeLost" and isinstance(lost, tuple):
-            self._lines.roster.missed |= {*lost}
+            self._links.roster.missed |= {*lost}
         if action.kind in ("WaitingForHost", "SwapDone"):
-            self._reports.say(f"spares left: {left}; {self._lines.how_to_join}")
+            self._reports.say(f"spares left: {left}; {self._links.how_to_join}")
 
     def _leave(self, action: io.Leave) -> None:
         if not self._left.done():
@@ -338,8 +329,8 @@ class Agent:
         else:
             self._pausing.kill()
         goodbye = Goodbye(self._controller.generation) if exit_code != EXIT_FENCED else None
-        await self._lines.mesh.close(goodbye)
-        withdrawing = threading.Thread(target=self._lines.withdraw, daemon=True)  # the file system may hang
+        await self._links.mesh.close(goodbye)
+        withdrawing = threading.Thread(target=self._links.withdraw, daemon=True)  # the file system may hang
         withdrawing.start()
         if exit_code == EXIT_OK:
             exit_code = await self._last_work()
@@ -349,8 +340,8 @@ class Agent:
         lives.end_supervisors(exit_code)
         await lives.wait(lambda: lives.supervisors_gone, SUPERVISORS_END_S)
         await self._drain()
-        if self._lines.bulk is not None:
-            await self._peers.in_thread(self._lines.bulk.close)
+        if self._links.bulk is not None:
+            await self._peers.in_thread(self._links.bulk.close)
         await self._peers.close()
         withdrawing.join(WITHDRAW_S)
         if self._writer.dropped_bytes:

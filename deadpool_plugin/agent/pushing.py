@@ -3,7 +3,8 @@
 Rules of this file: every buddy is served on its own; a push that fails is tried again while it is the newest of its
 rank; what stays impossible for the job's patience is evidence against that buddy, unless it answers that it is in
 another generation: then it lives, and a swap is under way. A snapshot that cannot be read here is evidence against its
-own rank's process. Answers of older worlds are dropped.
+own rank's process, a transfer that this node itself cannot carry out against this node. Answers of older worlds are
+dropped.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from ..core.types import NO_STEP, Generation, NodeId, Rank, Step, World
 from ..errors import DeadpoolError
 from ..mirror.bulk import InAnotherGeneration
 from ..mirror.integrity import CorruptSnapshot
+from ..mirror.peer import TransferFailed
 from ..mirror.records import NotHeld
 from ..mirror.store import SnapshotStore
 from .peers import Peers
@@ -107,7 +109,10 @@ class Pushes:
             self._failing_since.pop(buddy, None)
         elif now - self._failing_since.setdefault(buddy, now) > self._patience_s:
             del self._failing_since[buddy]
-            self._feed(io.LinkLost(buddy, f"node {self._node} cannot mirror to it: {error}", silent=True))
+            if isinstance(error, TransferFailed):
+                self._feed(io.NodeGivenUp(f"it cannot mirror any more: {error}"))
+            else:
+                self._feed(io.LinkLost(buddy, f"node {self._node} cannot mirror to it: {error}", silent=True))
         if error is not None:
             self._loop.call_later(_RETRY_S, again)  # others may hear it well, and it stays in the job
 

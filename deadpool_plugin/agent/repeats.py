@@ -20,7 +20,7 @@ import msgspec
 
 from .. import events
 from ..core.types import Rank, Step
-from .output import Lines, Pipe, rank_file
+from .output import LineBuffer, Pipe, rank_file
 
 Printed = dict[Step, Counter[bytes]]
 """Step -> the words of the lines printed behind its cut, up to the next one, and how often."""
@@ -80,7 +80,7 @@ def _marks(log: Path, rank: Rank, step: Step) -> dict[Step, int]:
 def _words(path: Path, begin: int, end: int | None) -> Counter[bytes]:
     with open(path, "rb") as file:
         file.seek(begin)
-        text = file.read(Lines.LINE_BYTES_MAX if end is None else min(end - begin, Lines.LINE_BYTES_MAX))
+        text = file.read(LineBuffer.LINE_BYTES_MAX if end is None else min(end - begin, LineBuffer.LINE_BYTES_MAX))
     return Counter(words(line) for line in text.splitlines(keepends=True) if line.endswith(b"\n"))
 
 
@@ -93,7 +93,7 @@ class Repeats:
     """Between a replacement's output and its file: drops what is in `printed`, until the last step of it is over."""
 
     def __init__(self, printed: Printed, step: Step) -> None:
-        self._printed, self._step, self._lines = printed, step, Lines()
+        self._printed, self._step, self._lines = printed, step, LineBuffer()
 
     @property
     def over(self) -> bool:

@@ -57,7 +57,7 @@ class Slot:
 
     @property
     def serving(self) -> LocalPeer | None:
-        """The process that runs the slot's rank, if there is one now."""
+        """The connection to the process that runs the slot's rank, if there is one now."""
         process = self.living
         if process is None or process.rank != self.rank or (process.rehearses and not process.took_over):
             return None

@@ -110,6 +110,11 @@ class Controller:
         return self._ctx.committed
 
     @property
+    def leads(self) -> bool:
+        """Whether this node coordinates, as far as it knows; before WorldFormed it speaks for itself."""
+        return not self._ctx.formed or self._ctx.leads
+
+    @property
     def ended(self) -> bool:
         return self._ctx.ended
 
@@ -179,7 +184,7 @@ class Controller:
         ctx.changed = False
         self._reported_at = ctx.now
         of, heard = ctx.echo
-        report = Report(self.generation, ctx.node, stuck=ctx.stuck, sent_at=ctx.now, checkpoint=ctx.checkpoint)
+        report = Report(self.generation, stuck=ctx.stuck, sent_at=ctx.now, checkpoint=ctx.checkpoint)
         if of == ctx.coordinator:
             report = msgspec.structs.replace(report, heard=heard)
         ctx.send(ctx.coordinator, report if ctx.swapping else self._inventory.fill(report))
@@ -252,7 +257,7 @@ class Controller:
         if event.sender in ctx.watch.silent and not self._swaps.counts_as_lost(event.sender):
             ctx.watch.pardon(event.sender)  # nothing has come of its silence here, and nothing need
         if generation_of(event.message) > self.generation and not isinstance(event.message, _NEED_NO_QUESTION):
-            ctx.send(event.sender, Report(self.generation, ctx.node))  # who decided it may have died before it told us
+            ctx.send(event.sender, Report(self.generation))  # who decided it may have died before it told us
         if isinstance(event.message, JoinRequest):
             self._candidates.ask(event.sender, event.message.rack)
         elif event.sender in ctx.world.members or isinstance(event.message, Decided):  # by whom it has taken in

@@ -144,7 +144,7 @@ class Coordination:
 
     def _say(self, on_change_only: bool = False) -> None:
         ctx = self._ctx
-        status = Status(ctx.world.generation, self._committed, ctx.training, self._protected, ctx.waiting)
+        status = Status(ctx.world.generation, self._committed, ctx.training, ctx.waiting)
         if on_change_only and status == self._said:
             return
         self._said, self._said_at = status, ctx.now

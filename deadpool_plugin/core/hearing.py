@@ -52,7 +52,7 @@ class Hearing:
         """`sender` takes this node for the coordinator: it knows already of losses that this node is yet to notice, and
         is not to take the silence meanwhile for one more."""
         ctx = self._ctx
-        ctx.send(sender, Status(ctx.world.generation, ctx.committed, ctx.training, False, ctx.waiting, ctx.now))
+        ctx.send(sender, Status(ctx.world.generation, ctx.committed, ctx.training, ctx.waiting, ctx.now))
 
     def status(self, sender: NodeId, message: Status) -> None:
         ctx = self._ctx
@@ -61,7 +61,7 @@ class Hearing:
         if message.generation != ctx.world.generation or sender in ctx.watch.evidence:
             return
         if sender in ctx.suspects:  # a rival of our coordinator, which is not to take the silence for a loss meanwhile
-            ctx.send(sender, Report(ctx.world.generation, ctx.node))
+            ctx.send(sender, Report(ctx.world.generation))
             return
         ctx.echo = (sender, message.sent_at)
         ctx.contact_at = max(ctx.contact_at, message.certain)

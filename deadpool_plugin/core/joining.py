@@ -52,7 +52,7 @@ class Joining:
     def _ask(self) -> None:
         self.asked_at = self._ctx.now
         for node in self._members:
-            self._ctx.send(node, JoinRequest(self._ctx.node, self._rack))
+            self._ctx.send(node, JoinRequest(self._rack))
 
     def tick(self) -> None:
         ctx = self._ctx

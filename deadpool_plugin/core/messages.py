@@ -1,6 +1,6 @@
 """What agents say to each other (control connections), as msgspec structs.
 
-Rules of this file: plain data, no pickle; every message but the first carries the generation or ballot that
+Rules of this file: plain data, no pickle; every message but a JoinRequest carries the generation or ballot that
 fences it. A message of an older generation is ignored by its receiver (invariant NO_STALE_WRITE).
 """
 
@@ -42,7 +42,6 @@ class Report(Message, frozen=True):
     """
 
     generation: Generation
-    node: NodeId
     holdings: tuple[Holding, ...] = ()
     ready: tuple[Rank, ...] = ()
     rehearsed: tuple[tuple[int, Rank], ...] = ()
@@ -65,7 +64,6 @@ class Status(Message, frozen=True):
     generation: Generation
     committed: Step
     training: bool
-    protected: bool
     waiting: bool = False
     """No spare is left for a loss: everyone holds what it has until a host joins."""
     sent_at: float = NEVER
@@ -73,7 +71,8 @@ class Status(Message, frozen=True):
 
 
 class Start(Message, frozen=True):
-    """Coordinator -> every member: all workers of generation 0 may build their groups over `store`."""
+    """Coordinator -> every member: workers that begin their script (in the first generation, and after a loss before
+    training) may build their groups over `store`."""
 
     world: World
     store: str
@@ -109,7 +108,6 @@ class RankFailed(Message, frozen=True):
 class JoinRequest(Message, frozen=True):
     """A host that is no member -> every member, until a decided plan has it in its world. `rack`: "" if it has none."""
 
-    node: NodeId
     rack: str = ""
 
 

@@ -94,7 +94,7 @@ class Swaps:
         if self._asked_at == NEVER:
             self._asked_at = self._ctx.now
             for node in others:
-                self._ctx.send(node, Report(self._ctx.world.generation, self._ctx.node))
+                self._ctx.send(node, Report(self._ctx.world.generation))
         return self._asked_at
 
     def _tell(self, suspects: Mapping[NodeId, str]) -> None:

@@ -108,7 +108,7 @@ class Source(msgspec.Struct, frozen=True, array_like=True):
 
 class Failure(msgspec.Struct, frozen=True, array_like=True):
     """The process of `rank` is gone from a healthy node. `exit_code` is that of a script that ended by itself with an
-    error, negative for a signal (somebody else ended it), as in subprocess."""
+    error, -1 if something else ended it."""
 
     rank: Rank
     exit_code: int

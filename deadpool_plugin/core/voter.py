@@ -53,7 +53,7 @@ class Voter:
         if self._postponed and ctx.now - self._excused_at >= ctx.timing.heartbeat_interval_s:
             self._excused_at = ctx.now
             for sender in self._postponed:
-                ctx.send(sender, Report(ctx.world.generation, ctx.node))
+                ctx.send(sender, Report(ctx.world.generation))
 
     def _hears_who_is_silent(self, message: Prepare) -> bool:
         """Whether our coordinator, which is to be replaced for its silence, can still count on us (contact.py)."""
@@ -124,7 +124,7 @@ class Voter:
         if ballot.generation <= ctx.world.generation and ctx.decided is not None:
             ctx.send(sender, ctx.decided)
         elif ballot.generation > ctx.world.generation + 1:
-            ctx.send(sender, Report(ctx.world.generation, ctx.node))
+            ctx.send(sender, Report(ctx.world.generation))
         return ballot.generation == ctx.world.generation + 1
 
     def _is_doomed(self, sender: NodeId) -> bool:

@@ -35,7 +35,7 @@ def _serve(fd: int) -> int:
         launch = roles.from_environment()
         config = load(os.environ["DEADPOOL_CONFIG"])
         job = job_from(os.environ, os.getcwd())
-        exit_code = run_agent(launch.place, config, ensure(config), listener, os.environ["DEADPOOL_JOB"], job)
+        exit_code = run_agent(launch.place, config, ensure(config), listener, os.environ["DEADPOOL_JOB_TAG"], job)
     except DeadpoolError as error:
         print(f"[deadpool] {error}", file=sys.stderr, flush=True)
         return error.exit_code

@@ -16,7 +16,7 @@ from ..errors import MemoryShortage
 _GIB = 1 << 30
 
 
-class Budget(msgspec.Struct, frozen=True):
+class MemoryBudget(msgspec.Struct, frozen=True):
     """What one authority leaves: `name` is the file that says so, `detail` its numbers for people."""
 
     name: str
@@ -33,7 +33,7 @@ def _table(path: Path) -> dict[str, int]:
     return {row[0]: int(row[1]) for row in rows if len(row) >= 2 and row[1].isdigit()}
 
 
-def _cgroup_budget(folder: Path, limit_name: str, usage_name: str, prefix: str) -> Budget | None:
+def _cgroup_budget(folder: Path, limit_name: str, usage_name: str, prefix: str) -> MemoryBudget | None:
     limit_file = folder / limit_name
     if not limit_file.is_file():
         return None
@@ -44,10 +44,10 @@ def _cgroup_budget(folder: Path, limit_name: str, usage_name: str, prefix: str) 
     table = _table(folder / "memory.stat")
     cache = sum(table.get(f"{prefix}{kind}_file", 0) for kind in ("inactive", "active"))
     detail = f"limit {_gib(int(limit))}, used {_gib(usage)} of which {_gib(cache)} can be dropped"
-    return Budget(str(limit_file), int(limit) - usage + cache, detail)
+    return MemoryBudget(str(limit_file), int(limit) - usage + cache, detail)
 
 
-def _cgroup_budgets(root: Path) -> Iterator[Budget]:
+def _cgroup_budgets(root: Path) -> Iterator[MemoryBudget]:
     mount = root / "sys/fs/cgroup"
     membership = root / "proc/self/cgroup"
     for line in membership.read_text().splitlines() if membership.is_file() else []:
@@ -67,10 +67,13 @@ def _cgroup_budgets(root: Path) -> Iterator[Budget]:
                 yield budget
 
 
-def budgets(root: Path = Path("/")) -> list[Budget]:
+def budgets(root: Path = Path("/")) -> list[MemoryBudget]:
     """Everything that limits this process's memory, the tightest first."""
     available = _table(root / "proc/meminfo")["MemAvailable"] * 1024
-    found = [Budget(str(root / "proc/meminfo"), available, f"MemAvailable {_gib(available)}"), *_cgroup_budgets(root)]
+    found = [
+        MemoryBudget(str(root / "proc/meminfo"), available, f"MemAvailable {_gib(available)}"),
+        *_cgroup_budgets(root),
+    ]
     return sorted(found, key=lambda budget: budget.available_bytes)
 
 

@@ -34,6 +34,10 @@ _JOIN_S = 5.0
 _records_decoder = msgspec.msgpack.Decoder(list[bytes])
 
 
+class TransferFailed(DeadpoolError):
+    """It is this node that could not carry a transfer out (a bug, no memory), whoever it was for."""
+
+
 class _PushJob(msgspec.Struct, frozen=True):
     rank: Rank
     step: Step
@@ -149,9 +153,9 @@ class BulkPeer:
             return error
         except DeadpoolError as error:  # our own, and nothing was sent yet, or Abandoned
             return error
-        except Exception as error:  # a bug, or no memory: it is said, and the next job is another one
+        except Exception as error:  # the next job is another one
             self._drop_stream()
-            return TransportError(f"a transfer to {self.address} failed: {error!r}")
+            return TransferFailed(f"a transfer to {self.address} failed here: {error!r}")
         return None
 
     def _send_snapshot(self, stream: BulkStream, job: _PushJob) -> None:

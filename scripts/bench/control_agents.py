@@ -78,7 +78,7 @@ class Watched(Agent):
 
     def _build(self, where: tuple[str, str]) -> None:
         super()._build(where)
-        mesh, row = self._lines.mesh, self._row
+        mesh, row = self._links.mesh, self._row
         take_in = mesh._received
 
         def received(peer: NodeId, body: bytes) -> None:

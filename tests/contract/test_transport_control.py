@@ -38,7 +38,7 @@ class Node:
 
 
 def status(step: int) -> Status:
-    return Status(0, step, True, True)
+    return Status(0, step, True)
 
 
 @asynccontextmanager

@@ -71,7 +71,7 @@ class Node:
     def ask_in(self, arrival: Arrival) -> None:
         for hello in arrival.hellos:
             if hello.node != self.node:
-                self.mesh.send(hello.node, JoinRequest(self.node))
+                self.mesh.send(hello.node, JoinRequest())
 
 
 @asynccontextmanager
@@ -158,9 +158,9 @@ def test_a_newcomer_is_linked_to_all_and_known_before_it_speaks() -> None:
             assert all(member.admitted == [host.hello] for member in members)
             host.ask_in(arrival)
             for member in members:
-                assert await soon(member.messages) == (3, JoinRequest(3))
-                member.mesh.send(3, Status(3, member.node, True, True))
-                assert await soon(host.messages) == (member.node, Status(3, member.node, True, True))
+                assert await soon(member.messages) == (3, JoinRequest())
+                member.mesh.send(3, Status(3, member.node, True))
+                assert await soon(host.messages) == (member.node, Status(3, member.node, True))
 
     run(scenario)
 
@@ -172,8 +172,8 @@ def test_the_id_of_a_node_is_not_given_again_and_its_link_stays(taken: int) -> N
             other = members[1 - taken]
             answer = await thief.mesh.visit(other.node, other.hello.control, thief.hello, WAIT_S)
             assert isinstance(answer, Refused) and f"node {taken} is or was" in answer.reason
-            members[taken].mesh.send(other.node, Status(3, 9, True, True))
-            assert await soon(other.messages) == (taken, Status(3, 9, True, True))
+            members[taken].mesh.send(other.node, Status(3, 9, True))
+            assert await soon(other.messages) == (taken, Status(3, 9, True))
             assert other.lost.empty()
 
     run(scenario)
@@ -306,7 +306,7 @@ def test_a_member_that_hangs_is_not_waited_for_once_it_is_taken_for_lost_until_i
                 await soon(members[1].messages)
                 arrival = await host.arrive(members[1].hello, timeout_s=5.0)
                 assert [hello.node for hello in arrival.hellos] == [0, 1, 5]
-            members[1].roster.heard(4, Status(3, 9, True, True))
+            members[1].roster.heard(4, Status(3, 9, True))
             assert hello in members[1].roster.hellos and hello not in members[0].roster.hellos
 
     run(scenario)

@@ -10,7 +10,7 @@ import yaml
 
 from deadpool_plugin.cli import main as cli
 from deadpool_plugin.cli.simulate import read_faults
-from deadpool_plugin.core.messages import JoinRequest
+from deadpool_plugin.core.messages import Report
 from deadpool_plugin.errors import ConfigError
 from deadpool_plugin.sim.campaign import campaign
 from deadpool_plugin.sim.clock import Timeline
@@ -57,14 +57,14 @@ class Ends:
         self.timeline, self.heard, self.lost = Timeline(), [], []
         rng = random.Random(5)
         self.network = Network(self.timeline, Rules(rng), rng, latency_s=0.1, user_timeout_s=10.0)
-        self.network.deliver = lambda target, source, message: self.heard.append(message.node)
+        self.network.deliver = lambda target, source, message: self.heard.append(message.generation)
         self.network.lost = lambda target, source, reason: self.lost.append((target, reason))
         self.network.link(0, 1)
 
     def send(self, numbers, rules=(), after_s=0.0) -> None:
         self.network.rules.add(self.timeline.now, list(rules))
         for number in numbers:
-            self.network.send(0, 1, JoinRequest(number))
+            self.network.send(0, 1, Report(number))
         while self.timeline.step():
             pass
 
@@ -96,7 +96,7 @@ def test_a_short_cut_delays_and_a_long_one_ends_the_link_at_its_sender():
 def test_a_break_loses_a_suffix_and_tells_both_ends():
     ends = Ends()
     for number in range(20):
-        ends.network.send(0, 1, JoinRequest(number))
+        ends.network.send(0, 1, Report(number))
     assert ends.network.break_link(0, 1, "reset")
     ends.send([99])
     assert ends.heard == list(range(len(ends.heard))) and len(ends.heard) <= 20

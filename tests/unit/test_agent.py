@@ -15,7 +15,7 @@ import pytest
 from deadpool_plugin import events
 from deadpool_plugin.agent import proc
 from deadpool_plugin.agent.interfaces import address_of, addresses_here
-from deadpool_plugin.agent.output import Lines, Pipe, Writer
+from deadpool_plugin.agent.output import LineBuffer, Pipe, Writer
 from deadpool_plugin.agent.reports import Reports
 from deadpool_plugin.agent.watch import Watch, described_exit
 from deadpool_plugin.agent.world import Place, described, form_world, rack_named, spare_nodes, worker_env
@@ -84,10 +84,10 @@ def test_nodes_that_do_not_fit_together(change, said):
 
 
 def test_only_whole_lines_are_forwarded():
-    lines = Lines()
+    lines = LineBuffer()
     assert lines.feed(b"one\ntw") == b"one\n"
     assert lines.feed(b"o\n") == b"two\n"
-    assert lines.feed(b"x" * (Lines.LINE_BYTES_MAX + 1)) != b""
+    assert lines.feed(b"x" * (LineBuffer.LINE_BYTES_MAX + 1)) != b""
     assert lines.feed(b"rest") == b"" and lines.flush() == b"rest"
 
 

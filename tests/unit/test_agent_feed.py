@@ -40,31 +40,23 @@ def test_the_node_that_coordinates_says_again_and_again_that_the_job_has_not_end
     monkeypatch.setattr(events, "ALIVE_S", 0.0)
     said = []
     agent = Agent.__new__(Agent)
-    agent._node, agent._lost_links = 1, set()
-    agent._controller, agent._lives = types.SimpleNamespace(world=None), types.SimpleNamespace(ending=False)
-    agent._lines = types.SimpleNamespace(roster=types.SimpleNamespace(missed=set()))
-    agent._reports = types.SimpleNamespace(emit=said.append)
+    agent._controller = types.SimpleNamespace(world=None, leads=True)
+    agent._lives, agent._reports = types.SimpleNamespace(ending=False), types.SimpleNamespace(emit=said.append)
 
-    async def says(**known):
-        for name, value in known.items():
-            for owner in (agent._controller, agent._lives, agent._lines.roster, agent):
-                if hasattr(owner, name):
-                    setattr(owner, name, value)
+    async def says(world, leads, ending=False):
+        agent._controller.world, agent._controller.leads, agent._lives.ending = world, leads, ending
         said.clear()
         for _ in range(8):
             await asyncio.sleep(0)
         return set(said)
 
     async def scenario():
+        world = World(0, (0, 1, 2), (3,))
         task = asyncio.create_task(agent._say_alive())
-        assert not await says(), "it has not met the others"
-        assert not await says(world=World(0, (0, 1, 2), (3,))), "the node before it does"
-        assert await says(missed={0}) == {"Alive"}, "which is silent"
-        assert not await says(missed=set()), "and is heard again"
-        assert await says(_lost_links={0}) == {"Alive"}
-        assert await says(_lost_links=set(), world=World(1, (3, 1, 2), ())) == {"Alive"}
-        assert not await says(world=World(0, (0, 1, 2), (3,)))
-        assert await says(ending=True) == {"Alive"}, "its scripts are at work after the training"
+        assert not await says(None, leads=True), "it has not met the others"
+        assert not await says(world, leads=False), "the node before it does"
+        assert await says(world, leads=True) == {"Alive"}
+        assert await says(world, leads=False, ending=True) == {"Alive"}, "its scripts are at work after the training"
         task.cancel()
 
     asyncio.run(scenario())

@@ -9,7 +9,7 @@ import pytest
 
 from deadpool_plugin.agent import meeting
 from deadpool_plugin.agent.joining import Job
-from deadpool_plugin.agent.meeting import Lines, addresses, reachable
+from deadpool_plugin.agent.meeting import Links, addresses, reachable
 from deadpool_plugin.agent.world import Place
 from deadpool_plugin.config import Config
 from deadpool_plugin.errors import ConfigError, TransportError
@@ -25,11 +25,11 @@ def test_little_patience_with_a_lost_host_is_not_little_with_one_that_starts(mon
         raise Met(arguments[-1])
 
     monkeypatch.setattr(meeting, "meet", meet)
-    lines = Lines.__new__(Lines)
-    lines._node, lines._place, lines._config = 1, Place(1, 2, 1, "m", 5), Config(patience_s=patience_s)
-    lines._credentials = None
+    links = Links.__new__(Links)
+    links._node, links._place, links._config = 1, Place(1, 2, 1, "m", 5), Config(patience_s=patience_s)
+    links._credentials = None
     with pytest.raises(Met) as met:
-        asyncio.run(lines.meet(None))
+        asyncio.run(links.meet(None))
     assert met.value.args == (waits_s,)
 
 

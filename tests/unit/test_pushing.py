@@ -14,6 +14,7 @@ from deadpool_plugin.core.types import World
 from deadpool_plugin.errors import DeadpoolError, TransportError
 from deadpool_plugin.mirror.bulk import InAnotherGeneration
 from deadpool_plugin.mirror.integrity import CorruptSnapshot
+from deadpool_plugin.mirror.peer import TransferFailed
 from deadpool_plugin.mirror.records import NotHeld
 from deadpool_plugin.mirror.store import SnapshotStore
 
@@ -94,6 +95,11 @@ def test_a_buddy_that_only_this_node_cannot_reach_is_tried_until_it_can_be_reach
     """Nobody acts on the first word: the others hear that node."""
     said = pushed(TransportError("no route"), lambda said, attempts: len(said) >= 2)
     assert {(event.node, event.silent) for event in said} == {(1, True)}
+
+
+def test_a_node_that_cannot_send_gives_itself_up_and_accuses_no_buddy():
+    said = pushed(TransferFailed("no memory"), lambda said, attempts: bool(said))
+    assert said == [io.NodeGivenUp("it cannot mirror any more: no memory")]
 
 
 def test_a_buddy_that_answers_from_another_generation_is_not_lost():

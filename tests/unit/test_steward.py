@@ -179,7 +179,7 @@ def test_an_agent_leaves_its_exit_code_where_its_steward_looks_for_it(monkeypatc
     folder.mkdir()
     (folder / "config.yaml").touch()
     place = {"RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "LOCAL_SIZE": "1", "MASTER_ADDR": "h"}
-    told = {"DEADPOOL_CONFIG": str(folder / "config.yaml"), "DEADPOOL_JOB": "1.2."}
+    told = {"DEADPOOL_CONFIG": str(folder / "config.yaml"), "DEADPOOL_JOB_TAG": "1.2."}
     for name, value in {**place, "MASTER_PORT": "1", **told}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(leash, "SHM", tmp_path)

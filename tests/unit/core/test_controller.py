@@ -60,9 +60,9 @@ def hear(controller: Controller, sender: int, message, now: float = 0.1) -> list
 
 def test_messages_before_the_world_is_formed_are_kept():
     controller = Controller(0, TIMING)
-    assert hear(controller, 1, Report(0, 1, ready=(1,))) == []
+    assert hear(controller, 1, Report(0, ready=(1,))) == []
     for rank, node in ((2, 2),):
-        hear(controller, node, Report(0, node, ready=(rank,)))
+        hear(controller, node, Report(0, ready=(rank,)))
     controller.step(io.WorkerReady(0), 0.2)
     actions = controller.step(io.WorldFormed(WORLD), 0.3)
     kinds = [action.kind for action in actions if isinstance(action, io.Emit)]
@@ -80,23 +80,23 @@ def test_start_is_said_once_and_obeyed_once():
 
 def test_commit_opens_the_gate_once_and_never_goes_back():
     controller = formed(2)
-    assert hear(controller, 0, Status(0, 3, True, True)) == [io.Commit(3)]
-    for late in (Status(0, 3, True, True), Status(0, 2, True, True)):
+    assert hear(controller, 0, Status(0, 3, True)) == [io.Commit(3)]
+    for late in (Status(0, 3, True), Status(0, 2, True)):
         assert hear(controller, 0, late) == []
-    assert not [action for action in hear(controller, 0, Status(7, 9, True, True)) if isinstance(action, io.Commit)]
+    assert not [action for action in hear(controller, 0, Status(7, 9, True)) if isinstance(action, io.Commit)]
     assert controller.committed == 3
 
 
 def test_a_word_of_a_newer_generation_is_answered_with_ones_own_so_that_one_is_told():
     controller = formed(2)
-    assert said(hear(controller, 1, Status(7, 9, True, True))) == [(1, Report(0, 2))]
+    assert said(hear(controller, 1, Status(7, 9, True))) == [(1, Report(0))]
     assert said(hear(controller, 1, Goodbye(7))) == [(0, NodeFailed(0, 1, "it has left the job"))]
 
 
 def test_heartbeats():
     controller = formed(2)
     assert controller.step(io.Ticked(), 0.5) == []
-    assert said(controller.step(io.Ticked(), 1.0)) == [(0, Report(0, 2))]
+    assert said(controller.step(io.Ticked(), 1.0)) == [(0, Report(0))]
     coordinator = formed(0)
     assert {to for to, _ in said(coordinator.step(io.Ticked(), 1.0))} == {1, 2, 3}
 
@@ -109,8 +109,8 @@ def test_a_voter_fences_first_and_says_nothing_of_the_old_generation_after():
     actions = hear(controller, 0, Prepare(ballot, (2,)))
     assert actions == [io.AbortWorkers(1), io.Send(0, Promise(ballot, None, (holding,), ""))]
     controller.step(io.SnapshotHeld(Holding(1, 4, True, (1,)), 0), 0.2)
-    assert said(controller.step(io.Ticked(), 1.5)) == [(0, Report(0, 3))]
-    assert hear(controller, 0, Status(0, 9, True, True), 1.6) == []
+    assert said(controller.step(io.Ticked(), 1.5)) == [(0, Report(0))]
+    assert hear(controller, 0, Status(0, 9, True), 1.6) == []
     assert said(controller.step(io.StoreOffered("node3:1"), 1.7))[0] == (
         0,
         Promise(ballot, None, (holding, Holding(1, 4, True, (1,))), "node3:1"),
@@ -131,7 +131,7 @@ def test_whoever_is_behind_is_told_the_decision_again():
     controller = formed(0)
     hear(controller, 1, decided(PLAN))
     for sender in (1, 2):  # a member, and the node that was lost
-        for message in (Report(0, sender), Prepare(Ballot(1, 5, sender), (0,)), Status(0, 9, True, True)):
+        for message in (Report(0), Prepare(Ballot(1, 5, sender), (0,)), Status(0, 9, True)):
             assert (sender, decided(PLAN)) in said(hear(controller, sender, message))
 
 
@@ -157,9 +157,9 @@ def test_who_was_lost_in_a_newer_generation_leaves_whoever_says_so():
 def test_a_rival_of_the_coordinator_is_told_that_this_node_lives_and_is_not_followed():
     controller = formed(3)
     hear(controller, 1, Prepare(Ballot(1, 1, 1), (0,)))
-    assert said(hear(controller, 0, Status(0, -1, True, False, True, 5.0, 4.0), 1.0)) == [(0, Report(0, 3))]
-    hear(controller, 1, Status(0, -1, True, False, True, 6.0, 4.0), 1.1)
-    hear(controller, 0, Status(0, -1, True, False, True, 7.0, 4.0), 1.2)
+    assert said(hear(controller, 0, Status(0, -1, True, True, 5.0, 4.0), 1.0)) == [(0, Report(0))]
+    hear(controller, 1, Status(0, -1, True, True, 6.0, 4.0), 1.1)
+    hear(controller, 0, Status(0, -1, True, True, 7.0, 4.0), 1.2)
     (report,) = [message for to, message in said(controller.step(io.Ticked(), 2.2)) if to == 1]
     assert report.heard == 6.0
 
@@ -171,7 +171,7 @@ def test_a_silence_that_ends_within_the_swap_is_over_unless_the_swap_goes_on_wit
             controller, proposes, Prepare(Ballot(1, 1, proposes), (2,) if evidence else (1,), (2,) if evidence else ())
         )
         controller._ctx.watch.accuse(2, "silent", silent=True)
-        hear(controller, 2, Report(0, 2), 1.0)
+        hear(controller, 2, Report(0), 1.0)
         assert controller._ctx.watch.evidence == evidence
 
 
@@ -219,8 +219,8 @@ def test_who_was_asked_and_has_answered_while_one_slept_is_not_late():
     assert not [action for action in actions if isinstance(action, (io.Emit, io.Leave))]
     assert 1 not in controller._ctx.suspects
     for now in range(61, 60 + int(TIMING.phase_timeout_s) + 1):
-        controller.step(io.Received(1, Report(0, 1)), float(now))
-        controller.step(io.Received(3, Report(0, 3)), float(now))
+        controller.step(io.Received(1, Report(0)), float(now))
+        controller.step(io.Received(3, Report(0)), float(now))
         controller.step(io.Ticked(), float(now))
     assert 1 in controller._ctx.watch.evidence, "the phase has gone on since"
 
@@ -229,7 +229,7 @@ def test_who_was_asked_and_has_answered_while_one_slept_is_not_late():
 def test_going_behind_a_committed_step_is_said_and_believed(held_by_a_spare, undone):
     """Node 2 is lost; of rank 2 nobody holds step 5, which was committed, or (the usual case) its buddy does."""
     controller = formed(0)
-    hear(controller, 0, Status(0, 5, True, True))
+    hear(controller, 0, Status(0, 5, True))
     for step in (4, 5):
         controller.step(io.SnapshotHeld(Holding(0, step, True, (0,)), 0), 0.2)
     controller.step(io.LinkLost(2, "gone"), 0.3)
@@ -253,15 +253,15 @@ def test_a_rehearsal_is_started_once_and_announced():
     assert hear(controller, 0, task) == []
     actions = controller.step(io.SpareRehearsed(0, 1), 1.0)
     assert io.Emit("SpareReady", {"spare": 3, "ranks": (1,)}) in actions
-    assert (0, Report(0, 3, rehearsed=((0, 1),))) in said(actions)
+    assert (0, Report(0, rehearsed=((0, 1),))) in said(actions)
     assert hear(controller, 0, Rehearse(0, 0, 1)) == [], "done is done, wherever the recording came from"
     assert hear(controller, 0, Rehearse(0, 0, 2))[0] == io.StartRehearsal(0, 2, 2)
 
 
 def test_verdicts_name_the_newest_checkpoint_wherever_it_was_saved():
     controller = formed(0)
-    hear(controller, 2, Report(0, 2, checkpoint=Checkpoint(7, "/ckpt/7")))
-    hear(controller, 1, Report(0, 1, checkpoint=Checkpoint(5, "/ckpt/5")))
+    hear(controller, 2, Report(0, checkpoint=Checkpoint(7, "/ckpt/7")))
+    hear(controller, 1, Report(0, checkpoint=Checkpoint(5, "/ckpt/5")))
     actions = controller.step(io.StopRequested("operator", 143), 0.2)
     assert actions[-1] == io.Leave(143, "operator; newest checkpoint: step 7 in /ckpt/7")
     assert formed(0).step(io.StopRequested("operator", 143), 0.2)[-1].reason == "operator; no checkpoint was saved"
@@ -270,7 +270,7 @@ def test_verdicts_name_the_newest_checkpoint_wherever_it_was_saved():
 def test_a_checkpoint_is_reported_and_promised():
     controller = formed(3)
     newest = Checkpoint(7, "/ckpt/7")
-    assert said(controller.step(io.CheckpointSaved(7, "/ckpt/7"), 0.1)) == [(0, Report(0, 3, checkpoint=newest))]
+    assert said(controller.step(io.CheckpointSaved(7, "/ckpt/7"), 0.1)) == [(0, Report(0, checkpoint=newest))]
     assert controller.step(io.CheckpointSaved(5, "/ckpt/5"), 0.2) == []
     ballot = Ballot(1, 1, 0)
     promise = Promise(ballot, None, (), "", checkpoint=newest)
@@ -314,7 +314,7 @@ def test_a_rehearsal_that_fails_during_a_swap_is_the_next_generations():
 
 def test_a_failure_is_said_at_once_and_with_every_report_until_it_is_healed():
     controller = formed(2)
-    hear(controller, 0, Status(0, 3, True, True))
+    hear(controller, 0, Status(0, 3, True))
     message = (0, RankFailed(0, Failure(2, -1, "signal 9")))
     assert message in said(controller.step(io.WorkerLost(2, "signal 9"), 0.2))
     assert controller.step(io.WorkerLost(2, "again"), 0.3) == []
@@ -329,7 +329,7 @@ def test_a_failure_is_said_at_once_and_with_every_report_until_it_is_healed():
 def test_without_the_store_it_builds_upon_a_generation_is_stuck(node, when):
     """The spare's is a standing-by process: it runs no rank whose death would say so."""
     controller = formed(node)
-    hear(controller, 0, Status(0, 3, True, True))
+    hear(controller, 0, Status(0, 3, True))
     controller.step(io.StoreOffered("ours"), 0.1)
     hear(controller, 0, Prepare(Ballot(1, 1, 0), ()))
     message = decided(SwapPlan(World(1, (0, 1, 2), (3,)), 4, (), (), "ours"))
@@ -352,7 +352,7 @@ def test_without_the_store_it_builds_upon_a_generation_is_stuck(node, when):
 def test_a_store_that_is_gone_after_the_groups_were_built_is_missed_by_nobody():
     controller = formed(3)
     hear(controller, 0, decided(SwapPlan(World(1, (0, 1, 2), (3,)), 4, (), (), "ours")))
-    hear(controller, 0, Status(1, 4, True, False), 0.2)
+    hear(controller, 0, Status(1, 4, True), 0.2)
     assert controller.step(io.StoreLost("ours"), 0.3) == []
 
 
@@ -408,18 +408,18 @@ def test_a_rehearsal_is_ordered_again_from_who_runs_the_rank_now():
 def test_who_is_fenced_and_cut_off_stands_still_too():
     """Its process may be in a call that cannot be interrupted, such as a save; the swap is decided without it."""
     controller = formed(1)
-    hear(controller, 0, Status(0, 4, True, True, sent_at=5.0, certain=5.0), 5.0)
+    hear(controller, 0, Status(0, 4, True, sent_at=5.0, certain=5.0), 5.0)
     hear(controller, 0, Prepare(Ballot(1, 1, 0), (2,)), 6.0)
     assert io.PauseWorkers() not in controller.step(io.Ticked(), 13.9)
     assert io.PauseWorkers() in controller.step(io.Ticked(), 14.1)
-    hear(controller, 0, Status(0, 4, True, True, sent_at=14.2, certain=14.0), 14.3)
+    hear(controller, 0, Status(0, 4, True, sent_at=14.2, certain=14.0), 14.3)
     assert not controller._ctx.paused, "whoever leads the swap hears it still"
 
 
 def test_who_votes_late_knows_that_it_may_be_decided_already():
     """A majority had accepted without it: the others have watched its silence since, and it stands still at once."""
     controller = formed(1)
-    hear(controller, 0, Status(0, 4, True, True, sent_at=1.0, certain=1.0), 1.0)
+    hear(controller, 0, Status(0, 4, True, sent_at=1.0, certain=1.0), 1.0)
     ballot, plan = Ballot(1, 1, 0), SwapPlan(World(1, (0, 1, 3)), 4, (2,), (), "store")
     hear(controller, 0, Prepare(ballot, (2,)), 2.0)
     assert said(hear(controller, 0, Propose(ballot, plan), 12.0)) != []
@@ -429,7 +429,7 @@ def test_who_votes_late_knows_that_it_may_be_decided_already():
 
 def test_who_has_promised_lately_goes_on_at_once():
     controller = formed(1)
-    hear(controller, 0, Status(0, 4, True, True, sent_at=1.0, certain=1.0), 1.0)
+    hear(controller, 0, Status(0, 4, True, sent_at=1.0, certain=1.0), 1.0)
     hear(controller, 0, Prepare(Ballot(1, 1, 0), (2,)), 2.0)
     hear(controller, 0, Prepare(Ballot(1, 2, 0), (2,)), 11.0)
     plan = SwapPlan(World(1, (0, 1, 3)), 4, (2,), (), "store")

@@ -145,10 +145,10 @@ def joining(members=(0, 1)) -> tuple[Controller, list[io.Action]]:
 
 def test_it_asks_every_member_each_heartbeat():
     controller, actions = joining()
-    assert actions == [io.Send(0, JoinRequest(7)), io.Send(1, JoinRequest(7))]
+    assert actions == [io.Send(0, JoinRequest()), io.Send(1, JoinRequest())]
     assert controller.step(io.Ticked(), 0.2) == []
     controller.step(io.LinkLost(0, "reset"), 0.3)
-    assert controller.step(io.Ticked(), 0.6) == [io.Send(1, JoinRequest(7))]
+    assert controller.step(io.Ticked(), 0.6) == [io.Send(1, JoinRequest())]
 
 
 def test_it_becomes_a_member_by_the_plan_that_has_it():
@@ -182,7 +182,7 @@ def test_what_ends_the_attempt(event, code):
 def test_its_patience_ends_but_not_while_the_job_waits():
     controller, _ = joining((0,))
     for now in range(0, 200, 10):
-        controller.step(io.Received(0, Status(3, 1, False, False, waiting=True)), float(now))
+        controller.step(io.Received(0, Status(3, 1, False, waiting=True)), float(now))
         controller.step(io.Ticked(), float(now))
     assert not controller.ended
     end = 190.0 + TIMING.decision_timeout_s
@@ -201,7 +201,7 @@ def test_a_member_is_told_the_plan_again_and_a_former_one_too():
     plan = SwapPlan(World(1, (0, 1), (2, 7)), 4, (3,), (), "store", joined=(7,))
     controller.step(io.Received(2, decided(plan)), 0.1)
     for node in (7, 3):
-        assert controller.step(io.Received(node, JoinRequest(node)), 0.2) == [io.Send(node, decided(plan))]
+        assert controller.step(io.Received(node, JoinRequest()), 0.2) == [io.Send(node, decided(plan))]
 
 
 def test_a_host_that_asks_anew_is_judged_anew():
@@ -219,8 +219,8 @@ def test_who_has_fenced_the_generation_ends_it_though_the_reason_is_gone():
     controller.step(io.WorldFormed(World(0, (0, 1, 2))), 0.0)
     controller.step(io.WorkerReady(0), 0.1)
     for node in (1, 2):
-        controller.step(io.Received(node, Report(0, node, ready=(node,))), 0.1)
-    first = controller.step(io.Received(7, JoinRequest(7)), 0.2)
+        controller.step(io.Received(node, Report(0, ready=(node,))), 0.1)
+    first = controller.step(io.Received(7, JoinRequest()), 0.2)
     assert io.Send(1, Prepare(Ballot(1, 1, 0), ())) in first and io.AbortWorkers(1) in first
     controller.step(io.LinkLost(7, "reset"), 0.3)
     second = controller.step(io.Received(1, Refused(Ballot(1, 1, 0), Ballot(1, 4, 2))), 0.4)

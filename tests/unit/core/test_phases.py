@@ -120,7 +120,7 @@ def test_every_move_of_the_table_is_made_and_no_other():
     ):
         made |= moves_of(cluster)
     made |= single(formed(3), io.Received(0, decided(PLAN)))
-    made |= single(formed(3), io.Received(0, Status(0, 3, True, True)), io.Received(0, decided(PLAN)))
+    made |= single(formed(3), io.Received(0, Status(0, 3, True)), io.Received(0, decided(PLAN)))
     made |= single(Controller(0, TIMING), io.StopRequested("operator", 143))
     made |= single(Controller(9, TIMING), io.Joining((0, 1)))
     changes = {(before, after) for before, after in made if before is not after}

@@ -25,7 +25,7 @@ def asked_to_leave(
     asked = []
     for sender, node in complaints:
         for heard in (1, 2, 3, 4):
-            hear(coordinator, heard, Report(0, heard), now)
+            hear(coordinator, heard, Report(0), now)
         actions = hear(coordinator, sender, NodeFailed(0, node, "cannot mirror to it", silent=True), now)
         asked += [to for to, message in said(actions) if isinstance(message, NodeFailed) and message.node == to]
         assert not any(isinstance(action, io.AbortWorkers) for action in actions)
@@ -40,7 +40,7 @@ def commit(coordinator: Controller, step: int, now: float) -> None:
             for holding in held:
                 coordinator.step(io.SnapshotHeld(holding, 0), now)
         else:
-            hear(coordinator, node, Report(0, node, holdings=held), now)
+            hear(coordinator, node, Report(0, holdings=held), now)
     assert coordinator.committed == step
 
 
@@ -92,7 +92,7 @@ def test_a_member_says_it_again_whenever_it_has_tried_in_vain_again():
         return sum(isinstance(message, NodeFailed) for _, message in said(member.step(event, now)))
 
     assert complaints(lost, 1.0) == 1
-    hear(member, 0, Status(0, -1, True, False), 1.1)
+    hear(member, 0, Status(0, -1, True), 1.1)
     assert complaints(io.Ticked(), 1.2) == 0
     assert complaints(lost, 1.3) == 1
     assert complaints(io.LinkLost(2, "reset"), 1.4) == 0

@@ -119,7 +119,7 @@ def test_inventory_keeps_two_steps_and_forgets_what_did_not_happen():
     inventory.finished(0)
     inventory.offer("used", 0, stand_in=False)
     inventory.begin_generation(2, "used")
-    report = inventory.fill(Report(1, 0))
+    report = inventory.fill(Report(1))
     assert [h.step for h in report.holdings] == [2]
     assert (report.ready, report.finished, report.store) == ((), (), "")
     assert not inventory.held(Holding(0, 3, True, (0,)), 0, 1), "the old history's"
