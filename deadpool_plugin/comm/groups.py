@@ -12,12 +12,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import sys
 import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
@@ -26,6 +27,7 @@ from ..errors import GenerationChanged, InvariantViolated, Unsupported, invarian
 from .collective import BATCH, BLOCKING, CompletedWork, outputs, tensors
 from .fence import Fence
 from .handle import Handle
+from .nccl import name_device
 from .network import Network
 from .patches import Patches
 from .record import Recorder, Replay, user_frame
@@ -34,6 +36,8 @@ from .waits import ABANDON_S, Abandoned, BatchWork, Operation, SwapWork, in_help
 Dispatch = Callable[[Handle, str, tuple[Any, ...], dict[str, Any]], Any]
 
 _UNFINISHED_MAX = 512
+_LEAVE_S = 0.3
+"""For threads in the middle of issuing an operation over NCCL, before it is aborted under them."""
 
 
 def _issue(handle: Handle, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -45,13 +49,15 @@ class Groups:
     interrupt (any thread) and rebuild.
 
     `dispatch(handle, name, args, kwargs)` is called for every operation and returns its Work; by default it issues.
-    `on_destroy` is called before torch's groups are destroyed, while they still work.
+    `on_destroy` is called before torch's groups are destroyed, while they still work; `give_up` ends this process, which
+    is then replaced.
     """
 
     def __init__(self, recording_limit_bytes: int = 1 << 20, patience_s: float = 10.0) -> None:
         self.handles: list[Handle] = []
         self.dispatch: Dispatch = _issue
         self.on_destroy: Callable[[], None] = lambda: None
+        self.give_up: Callable[[str], NoReturn] = sys.exit
         self._recording_limit_bytes = recording_limit_bytes
         self._fence = Fence(patience_s)
         self._lock = threading.Lock()
@@ -61,6 +67,8 @@ class Groups:
         self._training = False
         self._created: list[tuple[int, ...]] = []
         self._unfinished: set[SwapWork] = set()
+        self._issuing: set[int] = set()
+        """Threads that may be in a communication library just now."""
         self._bootstrap: Store | None = None
 
     # ---- life
@@ -132,7 +140,15 @@ class Groups:
         """
         with self._lock:
             if self._fence.announce(generation) and self._network is not None:
+                if self._network.has_nccl:
+                    self._let_issuers_leave()
                 self._network.unblock()
+
+    def _let_issuers_leave(self) -> None:
+        """Nobody comes in any more; one that is caught in there is aborted all the same. Blocks: _LEAVE_S at most."""
+        deadline = time.monotonic() + _LEAVE_S
+        while self._issuing and time.monotonic() < deadline:
+            time.sleep(0.001)
 
     def rebuild(self, generation: int, store: str) -> None:
         """Connect every handle again, over the store of `generation`; a rehearsing process becomes live by this.
@@ -212,13 +228,21 @@ class Groups:
         inner, network = handle.inner, self._network
         if inner is None or network is None:
             raise InvariantViolated(f"{handle!r} is not connected")
-        if name == BATCH:
-            return self._issue_batch(handle, inner, args[0])
-        function = getattr(inner, name)
         if name in BLOCKING:
-            return self._issue_blocking(handle, lambda: function(*args, **kwargs))
-        style = network.fabric(_backend_for(handle, args, kwargs)).wait_style(name)
-        return self._wrap(function(*args, **kwargs), handle, (name, args, kwargs), style)
+            return self._issue_blocking(handle, lambda: getattr(inner, name)(*args, **kwargs))
+        thread = threading.get_ident()
+        self._issuing.add(thread)
+        try:
+            self._fence.check()  # after the line before: who passes here is waited for
+            if name == BATCH:
+                return self._issue_batch(handle, inner, args[0])
+            backend = _backend_for(handle, args, kwargs)
+            if name == "barrier" and backend == "nccl":
+                name_device(args, kwargs)
+            style = network.fabric(backend).wait_style(name)
+            return self._wrap(getattr(inner, name)(*args, **kwargs), handle, (name, args, kwargs), style)
+        finally:
+            self._issuing.discard(thread)
 
     def _issue_blocking(self, handle: Handle, function: Callable[[], Any]) -> CompletedWork:
         try:
@@ -237,10 +261,18 @@ class Groups:
                 for name, args, kwargs in parts:
                     getattr(inner, name)(*args, **kwargs)
             finally:  # left open, it would take in whatever this thread issues from here on
-                work = inner._end_coalescing(device)
+                work = self._end_coalescing(inner, device)
             return self._wrap(work, handle, (BATCH, (parts,), {}), "direct")
         works = [self._issue_live(handle, *part) for part in parts]
         return BatchWork(works, outputs(BATCH, (parts,)))
+
+    def _end_coalescing(self, inner: dist.ProcessGroup, device: Any) -> Any:
+        """torch counts open batches in the thread, over all groups, and one that fails to end counts for ever: every
+        communicator this thread would make from then on fails (ProcessGroupNCCL.cpp, ncclActiveGroupCounter_)."""
+        try:
+            return inner._end_coalescing(device)
+        except RuntimeError as error:
+            self.give_up(f"a batch of sends and receives could not be ended, and no other can begin here: {error}")
 
     def _wrap(self, inner: Any, handle: Handle, operation: Operation, style: str) -> SwapWork | CompletedWork:
         if inner is None:  # NCCL's synchronous operations: whatever comes on the stream comes after them

@@ -2,10 +2,11 @@
 
 Rules of this file: nothing here ran on more than what tests/contract/test_comm_nccl.py covers. The watchdog must
 neither kill the process (`stall_timeout_s` stands in for its time-out) nor hold an abort up, and NVLS is off, because
-it gets in the way of one. Communicators connect at their first operation, in every generation as in the first: those
-that are used, and a pair's own for its sends and receives. A process whose abort does not return by the deadline, or
-whose thread is caught in connecting, must be killed and replaced: `unblock` raises in the first case, the agent sees
-that it does not unwind in the second.
+it gets in the way of one. An abort frees what a thread in the middle of issuing an operation still uses (NCCL's guide:
+"make sure no thread is calling any NCCL operations"): Groups lets those leave first. Communicators connect at their
+first operation, in every generation as in the first: those that are used, and a pair's own for its sends and receives.
+A process whose abort does not return by the deadline, or whose thread is caught in connecting, must be killed and
+replaced: `unblock` raises in the first case, the agent sees that it does not unwind in the second.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import threading
 import time
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Backend, DebugLevel, Store, get_debug_level
 
@@ -31,6 +33,8 @@ ENVIRONMENT = {
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+    "TORCH_NCCL_BLOCKING_WAIT": "0",  # else a wait ends at the group's time-out, as an error of the script's
+    "TORCH_NCCL_USE_COMM_NONBLOCKING": "0",  # else an abort waits for whoever waits for the communicator
     "NCCL_NVLS_ENABLE": "0",
 }
 """What NCCL and its watchdog read when a communicator is made."""
@@ -93,6 +97,14 @@ class NcclFabric:
         return "direct"
 
 
+def name_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A barrier without tensors, of a group that is bound to no device, would guess one from the global rank, which on
+    a host with other devices than the lost one's may be another process's."""
+    options = kwargs.get("opts", args[0] if args else None)
+    if options is not None and not options.device_ids and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        options.device_ids = [torch.cuda.current_device()]
+
+
 def _abort(backend: Any, failed: list[BaseException]) -> None:
     try:
         backend.abort()
@@ -106,6 +118,8 @@ def _options(spec: GroupSpec) -> Any:
         options.is_high_priority_stream = spec.options.is_high_priority_stream
         if hasattr(options, "config"):
             options.config = spec.options.config
+    if hasattr(options, "config"):
+        options.config.blocking = 1
     options._timeout = spec.timeout
     if hasattr(options, "global_ranks_in_group"):
         options.global_ranks_in_group, options.group_name = list(spec.ranks), spec.key

@@ -61,6 +61,10 @@ class Network:
             self._fabrics[name] = GlooFabric(self.store, self._rank) if name == "gloo" else NcclFabric()
         return self._fabrics[name]
 
+    @property
+    def has_nccl(self) -> bool:
+        return "nccl" in self._fabrics
+
     def unblock(self) -> int:
         """End everything in flight in this generation. Thread: any."""
         return sum(fabric.unblock() for fabric in list(self._fabrics.values()))

@@ -16,7 +16,7 @@ from ..errors import Unsupported, invariant
 from ..transport import local
 from . import file_saves
 from .adapter import RUNS_MODEL, Adapter, CallKind
-from .link import AgentLink
+from .link import AgentLink, give_up
 from .resumable import Tapes
 from .saving import Saves, own_flight
 from .whole_step import WholeSteps
@@ -76,7 +76,7 @@ class Context:
             return original(*args, **kwargs)
 
         dist.init_process_group = dist.distributed_c10d.init_process_group = init_process_group
-        self.groups.on_destroy = self._before_destroy
+        self.groups.on_destroy, self.groups.give_up = self._before_destroy, give_up
 
     @property
     def adapter(self) -> Adapter:

@@ -21,7 +21,6 @@ import platform
 import signal
 import subprocess
 import sys
-import xml.etree.ElementTree as ElementTree
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -91,8 +90,6 @@ def versions() -> dict[str, str]:
 
 
 def command(part: str, out: Path) -> list[str]:
-    if part == "tests":
-        return [sys.executable, "-m", "pytest", "-m", "gpu", "-v", f"--junitxml={out / 'tests.xml'}", "tests"]
     return [sys.executable, str(REPOSITORY / "scripts" / "gpu" / f"{part}.py"), "--out", str(out)]
 
 
@@ -111,26 +108,12 @@ def run(part: str, out: Path) -> None:
         finally:
             end_session(process.pid)
             process.wait()
-    if part == "tests":
-        keep_tests(out)
 
 
 def end_session(leader: int) -> None:
     """Kill what is left of the part: what has a process group of its own dies with its parent."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(leader, signal.SIGKILL)
-
-
-def keep_tests(out: Path) -> None:
-    """pytest's outcomes, as checks."""
-    if not (out / "tests.xml").exists():
-        return
-    checks = Checks("tests", out)
-    for case in ElementTree.parse(out / "tests.xml").iter("testcase"):
-        failures = [child for child in case if child.tag in ("failure", "error", "skipped")]
-        problem = (failures[0].get("message") or failures[0].tag).splitlines()[0] if failures else ""
-        line: dict[str, Any] = {"part": "tests", "check": case.get("name"), "ok": not failures, "problem": problem}
-        checks.keep(line | {"figures": {}, "seconds": float(case.get("time", 0.0))})
 
 
 def newest(out: Path) -> list[dict[str, Any]]:

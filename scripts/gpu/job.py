@@ -3,9 +3,10 @@
     python scripts/gpu/job.py --out DIR                 by gpu_evidence.sh
     python scripts/gpu/job.py --out DIR --device cpu    the same over gloo, to try this script
 
-Four emulated hosts of one rank each (PP 2, DP 2, distributed optimizer, deterministic kernels) and a spare; real
-agents, real SIGKILLs; only the launcher is left out, as in fault_matrix.py. The undisturbed run beside which everything
-is compared runs on the same card.
+Four emulated hosts of one rank each (PP 2, DP 2, distributed optimizer, deterministic kernels; once TP 2, DP 2 with
+overlapped communication) and a spare; real agents, real SIGKILLs; only the launcher is left out, as in fault_matrix.py.
+The undisturbed run beside which everything is compared runs on the same card. A survivor that an abort kills would be
+replaced on its host and change no bit: processes lost must be those that were struck.
 
 Rules of this file: it chooses jobs and what must hold of them; faults/job.py runs and judges them.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 import functools
 import statistics
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,11 @@ from gpu.checks import Checks, Figures, parse_args
 
 RANKS = 4
 SPACING = 4
-LAYOUT = "--hidden-size 64 --seq-length 64 --pp 2 --use-distributed-optimizer --deterministic-mode --eval-interval 4"
+LAYOUTS = {
+    "PP 2": "--pp 2 --use-distributed-optimizer",
+    "TP 2, overlapped": "--tp 2 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+}
+SIZES = "--hidden-size 64 --seq-length 64 --deterministic-mode --eval-interval 4"
 PRECISIONS = {
     "bf16": "--dtype bf16",
     "fp16": "--dtype fp16 --initial-loss-scale 65536 --loss-scale-window 2 --hysteresis 1",
@@ -66,19 +72,24 @@ def planned(faults: list[Fault], updates_by: list[int]) -> list[Kill]:
     return kills
 
 
-def train(checks: Checks, device: str, name: str, precision: str, faults: list[Fault]) -> tuple[CardJob, Figures]:
-    """Run one job with these faults. Raises: AssertionError if anything does not hold."""
+def train(
+    checks: Checks, device: str, name: str, faults: list[Fault], layout: str = "PP 2", precision: str = "bf16",
+    then: Sequence[Kill] = (),
+) -> tuple[CardJob, Figures]:  # fmt: skip
+    """Run one job with these faults, and `then` those. Raises: AssertionError if anything does not hold."""
     steps = ["--train-iters", str(SPACING * (len(faults) + 2))]
-    training = arguments_with_data([*LAYOUT.split(), *PRECISIONS[precision].split(), *steps])
+    training = arguments_with_data([*LAYOUTS[layout].split(), *SIZES.split(), *PRECISIONS[precision].split(), *steps])
     undisturbed = reference(checks.out / "references", training, RANKS, slots=1)
-    kills = planned(faults, cells.updates(undisturbed))
+    kills = [*planned(faults, cells.updates(undisturbed)), *then]
     job = CardJob(device, checks.out / name, training, RANKS, 1, 1, kills, SETTINGS, heals=True)
     verdict = job.run(undisturbed)
     problems = [outcome.problem for outcome in verdict.outcomes if outcome.problem]
     assert verdict.holds, verdict.hang or verdict.difference or verdict.left or problems
+    lost, struck = job.tail.of("RankLost"), sum(kill.kind not in ("node", "silent") for kill in kills)
+    assert len(lost) == struck, f"{len(lost)} processes lost, {struck} struck: {[event['reason'] for event in lost]}"
     ready = [one.ready_s for one in verdict.outcomes if one.ready_s is not None]
-    lost = sum(one.lost_steps or 0 for one in verdict.outcomes)
-    figures = {"swaps": len(ready), "bit_exact": verdict.bit_exact, "steps_lost": lost, "ready_s": ready}
+    undone = sum(one.lost_steps or 0 for one in verdict.outcomes)
+    figures = {"swaps": len(ready), "bit_exact": verdict.bit_exact, "steps_lost": undone, "ready_s": ready}
     return job, figures | {"ready_median_s": statistics.median(ready), "job_s": verdict.seconds}
 
 
@@ -88,20 +99,32 @@ def losses(checks: Checks, device: str, precision: str) -> Figures:
         ("node", "forward", 1), ("rank", "backward", 3), ("node", "optimizer", 2), ("stop", "between", 0),
         ("rank", "update", 1), ("node", "push", 0), ("raise", "forward", 2),
     ]  # fmt: skip
-    return train(checks, device, f"losses-{precision}", precision, faults)[1]
+    return train(checks, device, f"losses-{precision}", faults, precision=precision)[1]
+
+
+def overlapped(checks: Checks, device: str) -> Figures:
+    """Collectives of autograd's own threads are cut off, too."""
+    faults = [("rank", "backward", 3), ("node", "forward", 2), ("rank", "optimizer", 1)]
+    return train(checks, device, "overlapped", faults, layout="TP 2, overlapped")[1]
+
+
+def twice(checks: Checks, device: str) -> Figures:
+    """A second process is lost while groups are built after the first loss: half-made communicators are cut off."""
+    second = Kill(1, -1, 0, "on:GroupsRebuilt", "rank", 2, after=0)
+    return train(checks, device, "twice", [("rank", "backward", 1)], then=[second])[1]
 
 
 def dead_contexts(checks: Checks, device: str) -> Figures:
     """A device-side assertion leaves a process whose every further CUDA call fails."""
     faults = [("assert", "forward", 1), ("assert", "backward", 2), ("assert", "between", 0)]
-    return train(checks, device, "dead-contexts", "bf16", faults)[1]
+    return train(checks, device, "dead-contexts", faults)[1]
 
 
 def many(checks: Checks, device: str) -> Figures:
     """So many swaps of processes in one job: what the card has in use does not grow."""
     phases = ("forward", "backward", "optimizer", "update", "between")
     faults = [("rank", phases[index % len(phases)], index % RANKS) for index in range(SWAPS)]
-    job, figures = train(checks, device, "many", "bf16", faults)
+    job, figures = train(checks, device, "many", faults)
     late = job.used_mib[len(job.used_mib) // 2 :]
     if late:
         growth = statistics.linear_regression(range(len(late)), late).slope
@@ -117,6 +140,8 @@ def main() -> int:
     forked_node.preload(device=args.device)
     for precision in PRECISIONS:
         checks.run(f"losses, {precision}", functools.partial(losses, checks, args.device, precision))
+    checks.run("losses, overlapped communication", lambda: overlapped(checks, args.device))
+    checks.run("a loss while groups are built", lambda: twice(checks, args.device))
     if args.device == "cuda":
         checks.run("dead CUDA contexts", lambda: dead_contexts(checks, args.device))
     checks.run(f"{SWAPS} swaps in one job", lambda: many(checks, args.device))

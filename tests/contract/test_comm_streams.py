@@ -42,7 +42,7 @@ class Streams:
     def broadcast(self, tensors: list[torch.Tensor]) -> None:
         raise RuntimeError("NCCL communicator was aborted")
 
-    def barrier(self, options: Any = None) -> None:
+    def barrier(self, opts: Any = None) -> None:
         return None
 
     def _get_backend(self, device: torch.device) -> Any:
@@ -215,6 +215,68 @@ def test_an_abort_that_does_not_return_is_an_error(monkeypatch: pytest.MonkeyPat
     fabric._backends += [Aborted(threading.Barrier(2)), Aborted(threading.Barrier(1))]
     with pytest.raises(DeadpoolError, match="aborting 2 NCCL communicators failed: 1 of them did not return"):
         fabric.unblock()
+
+
+def test_a_batch_that_cannot_be_ended_ends_the_process_and_not_the_script() -> None:
+    """torch would fail every further communicator of this thread."""
+
+    class Unending(Streams):
+        def _end_coalescing(self, device: torch.device) -> None:
+            raise RuntimeError("invalid usage")
+
+    class GivenUp(BaseException):
+        pass
+
+    def give_up(reason: str) -> Any:
+        raise GivenUp(reason)
+
+    groups, handle = over(Unending())
+    groups.give_up = give_up
+    cpu = torch.device("cpu")
+    handle._start_coalescing(cpu)
+    handle.allreduce([torch.zeros(2)])
+    with pytest.raises(GivenUp, match="could not be ended.*invalid usage"):
+        handle._end_coalescing(cpu)
+
+
+@pytest.mark.parametrize(("leave_s", "left"), [(30.0, True), (0.05, False)])
+def test_nothing_is_aborted_under_a_thread_that_issues_unless_it_is_caught_there(
+    monkeypatch: pytest.MonkeyPatch, leave_s: float, left: bool
+) -> None:
+    monkeypatch.setattr(groups_module, "_LEAVE_S", leave_s)
+    inside, go, found = threading.Event(), threading.Event(), list[bool]()
+
+    class Connecting(Streams):
+        def allreduce(self, tensors: list[torch.Tensor], options: Any = None) -> Any:
+            inside.set()
+            assert go.wait(60)
+            return super().allreduce(tensors, options)
+
+    groups, handle = over(Connecting())
+    network: Any = groups._network
+    network.has_nccl, network.unblock = True, lambda: found.append(not groups._issuing)
+    thread = threading.Thread(target=lambda: handle.allreduce([torch.zeros(2)]))
+    thread.start()
+    assert inside.wait(60)
+    if left:
+        threading.Timer(0.2, go.set).start()
+    groups.interrupt(1)
+    go.set()
+    thread.join()
+    assert not groups._issuing and found == [left]
+    with pytest.raises(GenerationChanged):
+        handle.allreduce([torch.zeros(2)])
+
+
+def test_a_barrier_names_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    _, handle = over(Streams())
+    guessed, chosen = dist.BarrierOptions(), dist.BarrierOptions()
+    chosen.device_ids = [1]
+    handle.barrier(guessed)
+    handle.barrier(opts=chosen)
+    assert (guessed.device_ids, chosen.device_ids) == ([3], [1])
 
 
 def test_what_another_thread_does_meanwhile_is_not_in_the_batch() -> None:

@@ -13,15 +13,10 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 from faults.plan import Kill
-from gpu import evidence, job
+from gpu import evidence, job, tests
 from gpu.checks import Checks
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
-REPORT = """<testsuites><testsuite>
-<testcase name="test_held" time="1.5"/>
-<testcase name="test_broke" time="2"><failure message="assert 1 == 2&#10;more"/></testcase>
-<testcase name="test_left_out" time="0"><skipped message="needs a GPU and NCCL"/></testcase>
-</testsuite></testsuites>"""
 
 
 def fails():
@@ -43,15 +38,36 @@ def test_what_held_is_not_done_again_and_what_failed_is(tmp_path):
     ]  # fmt: skip
 
 
-def test_a_skipped_test_has_proven_nothing(tmp_path):
-    (tmp_path / "tests.xml").write_text(REPORT)
-    evidence.keep_tests(tmp_path)
-    found = {line["check"]: (line["ok"], line["problem"]) for line in evidence.newest(tmp_path)}
-    assert found == {
-        "test_held": (True, ""),
-        "test_broke": (False, "assert 1 == 2"),
-        "test_left_out": (False, "needs a GPU and NCCL"),
-    }
+def test_outcomes_of_tests_are_kept_and_those_that_held_are_left_out(tmp_path, inner):
+    def outcomes():
+        checks = Checks("tests", tmp_path)
+        code = pytest.main(["-q", "-p", "no:cacheprovider", str(inner)], plugins=[tests.Outcomes(checks)])
+        return code, {line["check"]: (line["ok"], line["problem"]) for line in evidence.newest(tmp_path)}
+
+    code, found = outcomes()
+    assert code == pytest.ExitCode.TESTS_FAILED
+    assert found["test_held"] == (True, "") and found["test_left_out"] == (False, "Skipped: needs a GPU and NCCL")
+    assert found["test_broke"] == (False, "assert 1 == 2")
+    outcomes()
+    lines = [json.loads(line)["check"] for line in (tmp_path / "checks.jsonl").read_text().splitlines()]
+    assert (lines.count("test_held"), lines.count("test_broke"), lines.count("test_left_out")) == (1, 2, 2)
+
+
+@pytest.fixture
+def inner(tmp_path):
+    path = tmp_path / "test_inner.py"
+    path.write_text(
+        "import pytest\n"
+        "def test_held(): pass\n"
+        "def test_broke(): assert 1 == 2\n"
+        "@pytest.mark.skip('needs a GPU and NCCL')\n"
+        "def test_left_out(): pass\n"
+    )
+    return path
+
+
+def test_the_files_with_such_tests_are_found():
+    assert [Path(path).name for path in tests.files()] == ["test_comm_nccl.py"]
 
 
 def test_a_part_that_outlives_its_time_is_ended_and_said(tmp_path, monkeypatch):
