@@ -49,8 +49,8 @@ class Groups:
     interrupt (any thread) and rebuild.
 
     `dispatch(handle, name, args, kwargs)` is called for every operation and returns its Work; by default it issues.
-    `on_destroy` is called before torch's groups are destroyed, while they still work; `give_up` ends this process, which
-    is then replaced.
+    `on_destroy` is called before torch's groups are destroyed, while they still work; `give_up` ends this process,
+    which is then replaced.
     """
 
     def __init__(self, recording_limit_bytes: int = 1 << 20, patience_s: float = 10.0) -> None:
