@@ -90,7 +90,7 @@ def test_what_a_configuration_asks_for_is_found_in_the_engine(options, name):
 def is_refused(engine, option):
     """Options of parts that this engine does not have are not."""
     try:
-        return refusals._look_up(engine, option.path) not in option.harmless
+        return option.value(engine) not in option.harmless
     except AttributeError:
         return False
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from deadpool_plugin.adapters.base_optimizer import MOMENTS
 from deadpool_plugin.adapters.megatron import state, wrapping
 from deadpool_plugin.adapters.megatron.adapter import MegatronAdapter
 from deadpool_plugin.adapters.megatron.state import merge_neighbours
@@ -144,9 +145,9 @@ def test_moments_take_no_memory_before_they_have_their_place(train_gpt):
     job = Job(train_gpt, arguments(train_gpt, distributed_optimizer=True))
     parts = getattr(job.optimizer, "chained_optimizers", [job.optimizer])
     made = [values for part in parts for _, values in state._parameters(part)]
-    assert made and all(values[name].untyped_storage().nbytes() == 4 for values in made for name in state.MOMENTS)
+    assert made and all(values[name].untyped_storage().nbytes() == 4 for values in made for name in MOMENTS)
     (flat, *_) = job.adapter().shard()
-    places = {values[name].untyped_storage().data_ptr() for values in made for name in state.MOMENTS}
+    places = {values[name].untyped_storage().data_ptr() for values in made for name in MOMENTS}
     assert places == {flat.untyped_storage().data_ptr()} and all(v["exp_avg"].is_contiguous() for v in made)
 
 

@@ -1,4 +1,4 @@
-"""Adam's state beside its parameters: made before the first step as Adam itself would make it, and its plain values.
+"""Adam's state beside its parameters: made before the first step as Adam itself would make it, and its counts of steps.
 
 Source: torch/optim/adam.py `_init_group`; deepspeed/ops/adam/fused_adam.py and cpu_adam.py `step`.
 """
@@ -11,9 +11,8 @@ from typing import Any
 import torch
 
 from ...errors import Unsupported
-from ...worker.adapter import Scalars
+from ..base_optimizer import MOMENTS
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
 SUPPORTED = ("Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam")
 MAKERS = ("torch", "deepspeed", "apex")
 """Others give the same names to optimizers that keep another state (8 bits of it)."""
@@ -116,23 +115,3 @@ def _update(optimizer: Any, group: dict[str, Any], step: int, tensors: list[torc
         optimizer.ds_opt_adam.adam_update(
             optimizer.opt_id, step, *options, group["weight_decay"], group["bias_correction"], *tensors
         )
-
-
-def group_scalars(groups: Sequence[dict[str, Any]]) -> list[Scalars]:
-    """Learning rates, betas and the like of every parameter group. Raises: Unsupported for what is no plain data."""
-    return [_plain_items(group) for group in groups]
-
-
-def load_group_scalars(groups: Sequence[dict[str, Any]], saved: Sequence[Scalars]) -> None:
-    for group, values in zip(groups, saved, strict=True):
-        for key in [key for key in group if key != "params" and key not in values]:
-            del group[key]  # came later: a fused Adam makes its "step" in the first update
-        group.update({k: tuple(v) if isinstance(group.get(k), tuple) else v for k, v in values.items()})
-
-
-def _plain_items(group: dict[str, Any]) -> Scalars:
-    plain = (bool, int, float, str, type(None), tuple, list)
-    bad = [key for key, value in group.items() if key != "params" and not isinstance(value, plain)]
-    if bad:
-        raise Unsupported(f"parameter group entry {bad[0]!r} is {type(group[bad[0]]).__name__}", "plain data")
-    return {key: value for key, value in group.items() if key != "params"}

@@ -8,77 +8,66 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from ...errors import Unsupported
-
-REMEDY = "or run this job without deadpool_plugin"
-
-
-@dataclass(frozen=True)
-class Option:
-    """`path` of an engine (attributes, methods without arguments, keys), refused unless it has one of `harmless`."""
-
-    path: str
-    name: str
-    reason: str
-    remedy: str
-    harmless: tuple[Any, ...] = (None, False, 0, "none")
-
+from ..options import REMEDY, Option, refuse
 
 COMPRESSION = ("weight_quantization", "activation_quantization", "sparse_pruning", "row_pruning", "head_pruning",
                "channel_pruning")  # fmt: skip
 """Of DeepSpeed up to 0.19.5, where the first may have a quantizer of the engine's; `layer_reduction` is no schedule."""
 
 OPTIONS = (
-    Option("has_moe_layers", "a mixture of experts", "has parameters with owners of their own", "train a dense model"),
-    Option("zero_hpz_partition_size", "zero_hpz_partition_size (ZeRO++)", "keeps a second copy of the parameters",
-           "leave it out", (None, 0, 1)),
-    Option("zero_quantized_weights", "zero_quantized_weights (ZeRO++)", "gathers parameters that are not the masters'",
-           "leave it out"),
-    Option("zero_quantized_nontrainable_weights", "zero_quantized_nontrainable_weights",
-           "keeps parameters in another form", "leave it out"),
-    Option("zero_quantized_gradients", "zero_quantized_gradients (ZeRO++)", "reduces in groups that are not tested",
-           "leave it out"),
-    Option("_config.zero_config.mics_shard_size", "mics_shard_size (MiCS)", "shards within groups of its own",
-           "leave it out", (None, -1, 0)),
-    Option("_config.zero_config.offload_optimizer.device", "offload_optimizer.device", "keeps state where a restore "
-           "does not reach", "offload to the CPU", (None, "none", "cpu")),
-    Option("zero_partial_offload", "offload_optimizer.ratio (Twin-Flow)", "keeps a second optimizer that is not "
-           "mirrored", "leave it at 1", (None, 1)),
-    Option("super_offload", "super_offload", "updates in a process of its own", "leave it out"),
-    Option("_config.zero_config.offload_param.device", "offload_param", "keeps parameters where a restore does not "
-           "reach", "leave it out"),
-    Option("zenflow", "zenflow", "updates parameters beside the step", "leave it out"),
-    Option("sequence_parallel_size", "sequence parallelism (Ulysses)", "is not tested", "leave it out", (None, 0, 1)),
-    Option("autotp_size", "tensor parallelism of DeepSpeed's own (AutoTP)", "is not tested", "leave it out",
-           (None, 0, 1)),
-    Option("is_deepcompile_enabled", "compile.deepcompile", "communicates inside compiled code", "leave it out"),
-    Option("curriculum_learning_enabled", "data_efficiency: curriculum_learning", "keeps a curriculum that is not "
-           "mirrored", "leave it out"),
-    Option("curriculum_enabled_legacy", "curriculum_learning (of DeepSpeed 0.18)", "keeps a curriculum that is not "
-           "mirrored", "leave it out"),
-    Option("random_ltd_enabled", "data_efficiency: random_ltd", "keeps a schedule that is not mirrored",
-           "leave it out"),
-    Option("data_sampling_config.dynamic_batching.enabled", "data_efficiency: dynamic_batching", "is not tested",
-           "leave it out"),
-    Option("pld_enabled", "progressive_layer_drop", "keeps a schedule that is not mirrored", "leave it out"),
-    Option("sparse_gradients_enabled", "sparse_gradients", "is not tested", "leave it out"),
-    Option("amp_enabled", "amp (apex)", "keeps loss scales and masters of its own", "use bf16 or DeepSpeed's fp16"),
-    Option("eigenvalue_enabled", "eigenvalue", "changes how weights are quantized, by what is not mirrored",
-           "leave it out"),
-    *(Option(f"_config.compression_config.{technique}.shared_parameters.enabled", f"compression_training: {technique}",
-             "keeps a schedule that is not mirrored", "leave it out") for technique in COMPRESSION),
-    Option("autotuning_enabled", "autotuning", "ends the job by itself", "leave it out"),
-    Option("torch_autocast_z0_gradscaler", "torch_autocast in float16", "keeps a GradScaler that is not mirrored",
-           "use bfloat16, or DeepSpeed's fp16"),
-    Option("optimizer.torch_autocast_gradscaler", "torch_autocast in float16", "keeps a GradScaler that is not "
-           "mirrored", "use bfloat16, or DeepSpeed's fp16"),
-    Option("monitor.enabled", "a monitor (TensorBoard, W&B, Comet)", "opens another run in every rehearsal",
-           "log from the script"),
-    Option("checkpoint_engine.is_decoupled", "a decoupled checkpoint engine", "writes behind the script's back",
-           "use the default one"),
+    Option("has_moe_layers", "has parameters with owners of their own", "train a dense model",
+           called="a mixture of experts"),
+    Option("zero_hpz_partition_size", "keeps a second copy of the parameters", "leave it out", (None, 0, 1),
+           called="zero_hpz_partition_size (ZeRO++)"),
+    Option("zero_quantized_weights", "gathers parameters that are not the masters'", "leave it out",
+           called="zero_quantized_weights (ZeRO++)"),
+    Option("zero_quantized_nontrainable_weights", "keeps parameters in another form", "leave it out"),
+    Option("zero_quantized_gradients", "reduces in groups that are not tested", "leave it out",
+           called="zero_quantized_gradients (ZeRO++)"),
+    Option("_config.zero_config.mics_shard_size", "shards within groups of its own", "leave it out", (None, -1, 0),
+           called="mics_shard_size (MiCS)"),
+    Option("_config.zero_config.offload_optimizer.device", "keeps state where a restore does not reach",
+           "offload to the CPU", (None, "none", "cpu"), called="offload_optimizer.device"),
+    Option("zero_partial_offload", "keeps a second optimizer that is not mirrored", "leave it at 1", (None, 1),
+           called="offload_optimizer.ratio (Twin-Flow)"),
+    Option("super_offload", "updates in a process of its own", "leave it out"),
+    Option("_config.zero_config.offload_param.device", "keeps parameters where a restore does not reach",
+           "leave it out", (None, "none"), called="offload_param"),
+    Option("zenflow", "updates parameters beside the step", "leave it out"),
+    Option("sequence_parallel_size", "is not tested", "leave it out", (None, 0, 1),
+           called="sequence parallelism (Ulysses)"),
+    Option("autotp_size", "is not tested", "leave it out", (None, 0, 1),
+           called="tensor parallelism of DeepSpeed's own (AutoTP)"),
+    Option("is_deepcompile_enabled", "communicates inside compiled code", "leave it out", called="compile.deepcompile"),
+    Option("curriculum_learning_enabled", "keeps a curriculum that is not mirrored", "leave it out",
+           called="data_efficiency: curriculum_learning"),
+    Option("curriculum_enabled_legacy", "keeps a curriculum that is not mirrored", "leave it out",
+           called="curriculum_learning (of DeepSpeed 0.18)"),
+    Option("random_ltd_enabled", "keeps a schedule that is not mirrored", "leave it out",
+           called="data_efficiency: random_ltd"),
+    Option("data_sampling_config.dynamic_batching.enabled", "is not tested", "leave it out",
+           called="data_efficiency: dynamic_batching"),
+    Option("pld_enabled", "keeps a schedule that is not mirrored", "leave it out", called="progressive_layer_drop"),
+    Option("sparse_gradients_enabled", "is not tested", "leave it out", called="sparse_gradients"),
+    Option("amp_enabled", "keeps loss scales and masters of its own", "use bf16 or DeepSpeed's fp16",
+           called="amp (apex)"),
+    Option("eigenvalue_enabled", "changes how weights are quantized, by what is not mirrored", "leave it out",
+           called="eigenvalue"),
+    *(Option(f"_config.compression_config.{technique}.shared_parameters.enabled",
+             "keeps a schedule that is not mirrored", "leave it out",
+             called=f"compression_training: {technique}") for technique in COMPRESSION),
+    Option("autotuning_enabled", "ends the job by itself", "leave it out", called="autotuning"),
+    Option("torch_autocast_z0_gradscaler", "keeps a GradScaler that is not mirrored",
+           "use bfloat16, or DeepSpeed's fp16", called="torch_autocast in float16"),
+    Option("optimizer.torch_autocast_gradscaler", "keeps a GradScaler that is not mirrored",
+           "use bfloat16, or DeepSpeed's fp16", called="torch_autocast in float16"),
+    Option("monitor.enabled", "opens another run in every rehearsal", "log from the script",
+           called="a monitor (TensorBoard, W&B, Comet)"),
+    Option("checkpoint_engine.is_decoupled", "writes behind the script's back", "use the default one",
+           called="a decoupled checkpoint engine"),
 )  # fmt: skip
 
 
@@ -87,13 +76,7 @@ def check(engine: Any) -> None:
     kind = type(engine).__name__
     if kind not in ("DeepSpeedEngine", "PipelineEngine"):
         raise Unsupported(f"the engine is a {kind}", "a DeepSpeedEngine or a PipelineEngine", REMEDY)
-    for option in OPTIONS:
-        value = _look_up(engine, option.path)
-        if value not in option.harmless:
-            harmless = " or ".join(map(repr, option.harmless))
-            raise Unsupported(
-                f"{option.name} = {value!r} {option.reason}", f"it to be {harmless}", f"{option.remedy}, {REMEDY}"
-            )
+    refuse(engine, OPTIONS)
 
 
 def check_recurrent(model: Any) -> None:
@@ -111,14 +94,6 @@ def check_recurrent(model: Any) -> None:
             )
 
 
-def _look_up(owner: Any, path: str) -> Any:
-    for name in path.split("."):
-        owner = owner.get(name) if isinstance(owner, dict) else getattr(owner, name, None)
-        if callable(owner):
-            owner = owner()
-    return owner
-
-
 def install(engine_class: type, is_training: Callable[[], bool]) -> None:
     """Refuse what would change an engine's state between calls, once `is_training`."""
     for name, remedy, is_harmless in (
@@ -128,7 +103,7 @@ def install(engine_class: type, is_training: Callable[[], bool]) -> None:
         ("offload_states", "leave the states where they are", _never),
     ):
         if hasattr(engine_class, name):
-            _refuse(engine_class, name, is_training, remedy, is_harmless)
+            _refuse_method(engine_class, name, is_training, remedy, is_harmless)
     _refuse_hooks(is_training)
 
 
@@ -141,7 +116,7 @@ def _has_that_batch_size(engine: Any, train_batch_size: int) -> bool:
     return bool(train_batch_size == engine.train_batch_size())
 
 
-def _refuse(
+def _refuse_method(
     engine_class: type, name: str, is_training: Callable[[], bool], remedy: str, is_harmless: Callable[..., bool]
 ) -> None:
     """`is_harmless` gets what the method gets."""

@@ -17,6 +17,7 @@ from ...errors import WHOLE_STEP, Unsupported
 from ...worker.adapter import Scalars
 from ...worker.buffers import Buffers
 from ...worker.values import Values
+from ..base_optimizer import group_scalars, load_group_scalars
 from . import adam
 from .frozen import Frozen
 from .gradients import LastingGradients, lasts
@@ -130,7 +131,7 @@ class EngineState:
             "module": some(self.engine.module, OF_MODULE),
             "values": self._values.changed(),
             "optimizer": some(optimizer, OF_OPTIMIZER),
-            "groups": adam.group_scalars(self._groups),
+            "groups": group_scalars(self._groups),
             "scheduler": plain_state(self.engine.lr_scheduler),
             "scalers": [plain_state(getattr(optimizer, name, None)) for name in SCALERS],
         }
@@ -142,7 +143,7 @@ class EngineState:
         self._values.load(visible["values"])
         vars(self.engine.module).update(visible["module"])
         vars(optimizer).update(visible["optimizer"])
-        adam.load_group_scalars(self._groups, visible["groups"])
+        load_group_scalars(self._groups, visible["groups"])
         load_plain_state(self.engine.lr_scheduler, visible["scheduler"])
         for name, state in zip(SCALERS, visible["scalers"], strict=True):
             load_plain_state(getattr(optimizer, name, None), state)

@@ -8,21 +8,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ...errors import Unsupported
-
-
-@dataclass(frozen=True)
-class Option:
-    """`name` of a configuration, refused unless it has one of `harmless`."""
-
-    name: str
-    reason: str
-    remedy: str
-    harmless: tuple[Any, ...] = (None, False)
-
+from ..options import REMEDY, Option, refuse
 
 MODEL = (
     Option("fp8", "keeps scaling factors in the layers, which are not mirrored", "train in bf16"),
@@ -128,13 +117,13 @@ TRAINING = (
 def check_training() -> None:
     """As `check`, of Megatron-LM's own arguments."""
     args: Any = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
-    _check(args, TRAINING)
+    refuse(args, TRAINING)
     if getattr(args, "fim_data", False) and not args.num_workers:
         raise Unsupported(
             "fim_data=True with num_workers=0 draws random numbers of its own for every item: a process that passes "
             "over items would go on with others",
             "loader workers, whose items are all read",
-            "add --num-workers 1, or run this job without deadpool_plugin",
+            f"add --num-workers 1, {REMEDY}",
         )
 
 
@@ -144,29 +133,18 @@ def check(chunks: Sequence[Any], optimizer_config: Any) -> None:
         raise Unsupported(
             "an optimizer without a model in megatron.core.distributed.DistributedDataParallel",
             "all model chunks in DistributedDataParallel, not in FSDP or torch's own",
-            "wrap the model in it, or run this job without deadpool_plugin",
+            f"wrap the model in it, {REMEDY}",
         )
     routing: Any = sys.modules.get("megatron.core.transformer.moe.moe_utils")
     has_generator = hasattr(getattr(routing, "RandomSTE", None), "generator")  # up to 0.15
     for chunk in chunks:
-        _check(chunk.config, (*MODEL, *ROUTERS) if has_generator else MODEL)
+        refuse(chunk.config, (*MODEL, *ROUTERS) if has_generator else MODEL)
         if (bias := getattr(chunk.config, "moe_router_force_biased", None) or 0.0) < 0:
             raise Unsupported(
-                f"moe_router_force_biased={bias} adds to routers what they drew in their first forward, which a "
+                f"moe_router_force_biased = {bias} adds to routers what they drew in their first forward, which a "
                 "replacement does not run",
                 "None, or a number that is not negative: it is drawn in every forward",
-                "make it positive, or run this job without deadpool_plugin",
+                f"make it positive, {REMEDY}",
             )
-        _check(chunk.ddp_config, GRADIENTS)
-    _check(optimizer_config, OPTIMIZER)
-
-
-def _check(config: Any, options: Sequence[Option]) -> None:
-    for option in options:
-        value = getattr(config, option.name, None)
-        if value not in option.harmless:
-            raise Unsupported(
-                f"{option.name}={value!r} {option.reason}",
-                f"{option.name} to be {' or '.join(map(repr, option.harmless))}",
-                f"{option.remedy}, or run this job without deadpool_plugin",
-            )
+        refuse(chunk.ddp_config, GRADIENTS)
+    refuse(optimizer_config, OPTIMIZER)

@@ -17,8 +17,8 @@ from ...errors import Unsupported
 from ...worker.adapter import Scalars
 from ...worker.buffers import Buffers
 from ...worker.values import Values
+from ..base_optimizer import MOMENTS, group_scalars, load_group_scalars
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
 ALIGNMENT = 16  # elements: 64 bytes of fp32, so that a view is aligned as a tensor of its own would be
 
 
@@ -84,14 +84,11 @@ class OptimizerState:
 
     def group_scalars(self) -> list[list[Scalars]]:
         """Learning rates, betas and the like of every parameter group."""
-        return [[_plain_items(group) for group in part.optimizer.param_groups] for part in self._parts]
+        return [group_scalars(part.optimizer.param_groups) for part in self._parts]
 
     def load_group_scalars(self, saved_groups: list[list[Scalars]]) -> None:
         for part, groups in zip(self._parts, saved_groups, strict=True):
-            for group, saved in zip(part.optimizer.param_groups, groups, strict=True):
-                for key in [key for key in group if key != "params" and key not in saved]:
-                    del group[key]  # came later: a fused Adam makes its "step" in the first update
-                group.update({k: tuple(v) if isinstance(group.get(k), tuple) else v for k, v in saved.items()})
+            load_group_scalars(part.optimizer.param_groups, groups)
 
     def load_scalars(self, scalars: Scalars) -> None:
         self.load_group_scalars(scalars["groups"])
@@ -218,14 +215,6 @@ def _check_no_frozen_parameters(chunks: Sequence[Any]) -> None:
             f"{len(frozen)} parameters are frozen (first: {frozen[0]}); a replacement rank could not rebuild them. "
             "Train all parameters, or run the job without deadpool_plugin"
         )
-
-
-def _plain_items(group: dict[str, Any]) -> Scalars:
-    plain = (bool, int, float, str, type(None), tuple, list)
-    bad = [k for k, v in group.items() if k != "params" and not isinstance(v, plain)]
-    if bad:
-        raise Unsupported(f"parameter group entry {bad[0]!r} is {type(group[bad[0]]).__name__}, expected plain data")
-    return {k: v for k, v in group.items() if k != "params"}
 
 
 def _scaler_state(part: Any) -> Scalars | None:
