@@ -7,6 +7,7 @@ from typing import Any
 
 from ..errors import Unsupported
 from ..worker.adapter import Scalars
+from .options import REMEDY
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 PLAIN = (bool, int, float, str, type(None), tuple, list)
@@ -28,5 +29,17 @@ def _plain_items(group: dict[str, Any]) -> Scalars:
     items = {key: value for key, value in group.items() if key != "params"}
     for key, value in items.items():
         if not isinstance(value, PLAIN):
-            raise Unsupported(f"parameter group entry {key!r} is {type(value).__name__}", "plain data")
+            raise Unsupported(
+                f"parameter group entry {key!r} is {type(value).__name__}", "plain data", f"leave it out, {REMEDY}"
+            )
     return items
+
+
+def refuse_third_moment(groups: Sequence[dict[str, Any]]) -> None:
+    """AMSGrad's. Raises: Unsupported."""
+    if any(group.get("amsgrad") for group in groups):
+        raise Unsupported(
+            "Adam with amsgrad=True keeps a third moment that is not mirrored",
+            "amsgrad=False",
+            f"leave it out, {REMEDY}",
+        )

@@ -92,5 +92,5 @@ class DistributedFusedAdam(torch.optim.Adam):
 def test_apexs_distributed_optimizer_is_refused_by_name(train_gpt):
     made = Job(train_gpt, arguments(train_gpt))
     made.optimizer.optimizer.__class__ = DistributedFusedAdam
-    with pytest.raises(Unsupported, match="DistributedFusedAdam; supported are Adam, AdamW and FusedAdam"):
+    with pytest.raises(Unsupported, match="DistributedFusedAdam; expected one of Adam, AdamW, FusedAdam"):
         made.adapter()

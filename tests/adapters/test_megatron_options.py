@@ -104,7 +104,7 @@ def test_who_trains_with_muon_is_told_so_and_not_how_many_optimizers_it_is_made_
 
     adapter = MegatronAdapter()
     adapter._optimizers = [SimpleNamespace(optimizer=TensorParallelMuon()), SimpleNamespace(optimizer=None)]
-    with pytest.raises(Unsupported, match=r"TensorParallelMuon; supported are Adam"):
+    with pytest.raises(Unsupported, match=r"TensorParallelMuon; expected one of Adam"):
         adapter.attach()
 
 

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from ...errors import Unsupported
-from ..base_optimizer import MOMENTS
+from ..base_optimizer import MOMENTS, refuse_third_moment
+from ..options import REMEDY
 
 SUPPORTED = ("Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam")
 MAKERS = ("torch", "deepspeed", "apex")
@@ -25,10 +26,9 @@ def check(optimizer: torch.optim.Optimizer, masters: Sequence[torch.Tensor], sch
         raise Unsupported(
             f"the optimizer is {kind.__module__}.{kind.__name__}",
             f"one of {', '.join(SUPPORTED)} of {', '.join(MAKERS)}",
-            "use one of them, or run the job without deadpool_plugin",
+            f"use one of them, {REMEDY}",
         )
-    if any(group.get("amsgrad") for group in optimizer.param_groups):
-        raise Unsupported("Adam with amsgrad=True keeps a third moment that is not mirrored", "amsgrad=False")
+    refuse_third_moment(optimizer.param_groups)
     if getattr(schedule, "cycle_momentum", False) and is_in_cpp(optimizer, masters):
         raise Unsupported(
             f"{type(schedule).__name__} changes the betas of {kind.__name__}, whose powers then depend on all of them",

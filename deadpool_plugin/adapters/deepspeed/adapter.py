@@ -19,6 +19,7 @@ import torch
 from ...errors import Unsupported, invariant
 from ...worker.adapter import CallHandler, Scalars
 from ...worker.saving import Saves
+from ..options import REMEDY
 from . import extensions, gathered, loading, past_engine, reading, refusals, saving
 from .calls import Calls
 from .state import EngineState
@@ -87,7 +88,7 @@ class DeepSpeedAdapter:
             raise Unsupported(
                 f"the script has {len(engines)} DeepSpeed engines",
                 "exactly one",
-                "call deepspeed.initialize once, or run this script without deadpool_plugin",
+                f"call deepspeed.initialize once, {REMEDY}",
             )
         refusals.check(engines[0])
         refusals.check_recurrent(engines[0].module)

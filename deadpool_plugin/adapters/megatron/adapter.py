@@ -20,6 +20,7 @@ from ...errors import Unsupported
 from ...worker import skipping
 from ...worker.adapter import CallHandler, CallKind, Scalars
 from ...worker.saving import Saves
+from ..options import REMEDY
 from . import bookkeeping, cleanup, facts, losses, refusals, saving, wrapping
 from .state import OptimizerState, check_base, parts_of
 
@@ -55,7 +56,7 @@ class MegatronAdapter:
             raise Unsupported(
                 f"megatron-core cannot be imported ({error})",
                 "a script that trains with megatron-core",
-                "install megatron-core on every host, or run this script without the plugin",
+                f"install megatron-core on every host, {REMEDY}",
             ) from error
         from megatron.core.optimizer import optimizer as optimizers
         from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -121,8 +122,9 @@ class MegatronAdapter:
         outermost = [optimizer for optimizer in self._optimizers if id(optimizer) not in nested]
         if len(outermost) != 1:
             raise Unsupported(
-                f"found {len(outermost)} Megatron optimizers, expected exactly one; build one optimizer with "
-                "get_megatron_optimizer before the first training call"
+                f"the script has {len(outermost)} Megatron optimizers",
+                "exactly one",
+                f"build one with get_megatron_optimizer before the first training call, {REMEDY}",
             )
         self._optimizers[:] = outermost
         refusals.check(self._chunks, outermost[0].config)

@@ -17,8 +17,10 @@ from ...errors import Unsupported
 from ...worker.adapter import Scalars
 from ...worker.buffers import Buffers
 from ...worker.values import Values
-from ..base_optimizer import MOMENTS, group_scalars, load_group_scalars
+from ..base_optimizer import MOMENTS, group_scalars, load_group_scalars, refuse_third_moment
+from ..options import REMEDY, Option, refuse
 
+SUPPORTED = ("Adam", "AdamW", "FusedAdam")
 ALIGNMENT = 16  # elements: 64 bytes of fp32, so that a view is aligned as a tensor of its own would be
 
 
@@ -190,30 +192,33 @@ def parts_of(optimizer: Any) -> list[Any]:
 def check_base(part: Any) -> None:
     """Raises: Unsupported if one of `parts_of` is around one that is not Adam; one that has no parameters has none."""
     base = type(getattr(part, "optimizer", None))
-    if base is not type(None) and base.__name__ not in ("Adam", "AdamW", "FusedAdam"):
+    if base is not type(None) and base.__name__ not in SUPPORTED:
         raise Unsupported(
-            f"the base optimizer is {base.__module__}.{base.__name__}; supported are Adam, AdamW and FusedAdam: "
-            "use one of them, or run the job without deadpool_plugin"
+            f"the base optimizer is {base.__module__}.{base.__name__}",
+            f"one of {', '.join(SUPPORTED)}",
+            f"use one of them, {REMEDY}",
         )
 
 
 def _check_supported(part: Any) -> None:
-    if getattr(part.config, "use_precision_aware_optimizer", False):
-        raise Unsupported("use_precision_aware_optimizer keeps moments that are not fp32; switch it off")
-    for group in part.optimizer.param_groups:
-        if group.get("amsgrad"):
-            raise Unsupported("Adam with amsgrad=True keeps a third moment that is not mirrored; set amsgrad=False")
-        for parameter in group["params"]:
-            if parameter.dtype != torch.float32:
-                raise Unsupported(f"a main parameter is {parameter.dtype}; only fp32 masters are supported")
+    refuse(part.config, [Option("use_precision_aware_optimizer", "keeps moments that are not fp32", "switch it off")])
+    refuse_third_moment(part.optimizer.param_groups)
+    for parameter in [parameter for group in part.optimizer.param_groups for parameter in group["params"]]:
+        if parameter.dtype != torch.float32:
+            raise Unsupported(
+                f"a main parameter is {parameter.dtype}",
+                "fp32 masters",
+                f"let the optimizer make them (bf16 or fp16 in its configuration), {REMEDY}",
+            )
 
 
 def _check_no_frozen_parameters(chunks: Sequence[Any]) -> None:
     frozen = [n for chunk in chunks for n, p in chunk.module.named_parameters() if not p.requires_grad]
     if frozen:
         raise Unsupported(
-            f"{len(frozen)} parameters are frozen (first: {frozen[0]}); a replacement rank could not rebuild them. "
-            "Train all parameters, or run the job without deadpool_plugin"
+            f"{len(frozen)} parameters are frozen (first: {frozen[0]}), which a replacement rank could not rebuild",
+            "none",
+            f"train all parameters, {REMEDY}",
         )
 
 
