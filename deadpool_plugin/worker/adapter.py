@@ -45,9 +45,14 @@ MAKES_STEP = frozenset({CallKind.UPDATE, CallKind.STEP})
 
 
 class Followed:
-    """The `function` of a call whose followers are told something else than its value (plain data and tensors)."""
+    """The `function` of a call, and what followers are told of it (plain data and tensors): its value, if a subclass
+    does not say otherwise."""
 
-    def __call__(self, *args: Any) -> Any:
+    @staticmethod
+    def of(function: Callable[..., Any]) -> Followed:
+        return function if isinstance(function, Followed) else _Bare(function)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Execute it."""
         raise NotImplementedError
 
@@ -56,11 +61,29 @@ class Followed:
 
     def outcome(self, value: Any) -> Any:
         """What is recorded of `value`, right after the call."""
-        raise NotImplementedError
+        return value
+
+    def failed(self, error: BaseException) -> Any:
+        """What is recorded of `error`, which it has raised, if the script may go on then; else None."""
+        return None
 
     def skipped(self, outcome: Any) -> Any:
         """In a follower: the value for the script, made from what was recorded; executes nothing."""
-        raise NotImplementedError
+        return outcome
+
+    def loss(self, value: Any, adapter: Adapter) -> float | None:
+        """The loss in `value`, if there is one, for people to look at."""
+        return adapter.loss_of(value)
+
+
+class _Bare(Followed):
+    """A function of the framework's as it is."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
 
 
 CallHandler = Callable[[str, CallKind, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]

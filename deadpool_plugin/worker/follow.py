@@ -25,7 +25,6 @@ from .context import Context
 from .iterators import IteratorTable
 from .live import Live
 from .output import Mute
-from .saving import SaveCall
 from .staging import Layout
 
 MOVED_EVERY_S = 1.0
@@ -50,8 +49,9 @@ class Follow:
     def call(
         self, name: str, kind: CallKind, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if self._layout is None and isinstance(function, SaveCall):
-            return function.skipped(None)
+        followed = Followed.of(function)
+        if self._layout is None and kind is CallKind.SAVE:
+            return followed.skipped(None)
         if self._layout is None and kind is CallKind.FACT:
             return self._context.groups.fact(name, lambda: function(*args, **kwargs))
         if self._layout is None and kind not in RUNS_MODEL:
@@ -61,16 +61,15 @@ class Follow:
             return self._context.mode.call(name, kind, function, args, kwargs)
         _, value, pulls = record
         self._check_complete(name, value)
-        if isinstance(function, SaveCall):
+        if kind is CallKind.SAVE:
             self._draw_alike()
             if error := raised.again(value):
                 raise error
-            return function.skipped(value)
+            return followed.skipped(value)
         _, stand_ins = IteratorTable().wrap(kwargs.get("data_iterator"))
         for iterator, pulled in zip([*stand_ins, *self._context.tapes], pulls, strict=True):
             iterator.skip(*pulled)
-        if isinstance(function, Followed):
-            value = function.skipped(value)
+        value = followed.skipped(value)
         if kind in MAKES_STEP:
             self._step += 1
             self._context.tapes.forget()

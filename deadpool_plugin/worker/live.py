@@ -16,15 +16,17 @@ import torch
 
 from ..comm import collective
 from ..errors import WHOLE_STEP, GenerationChanged, Unsupported
+from ..mirror.arena import SlotPair
 from ..transport import local
 from . import rng, switches
 from .adapter import MAKES_STEP, CallKind, Followed
 from .calls import Call, forget
+from .context import Context
 from .iterators import RewindIterator
 from .output import flush
 from .saving import SaveCall
+from .staging import Layout
 from .swap import Swapping
-from .whole_step import WholeStep
 
 PROGRESS_EVERY_S = 1.0
 """Seconds between two words of this kind to the agent; `stall_timeout_s` is never less than some of them."""
@@ -33,7 +35,17 @@ PROGRESS_EVERY_S = 1.0
 class Live(Swapping):
     """One rank's life between its first forward and its end."""
 
-    _told_at = 0.0
+    def __init__(self, context: Context, rank: int, layout: Layout, slots: SlotPair, step: int) -> None:
+        super().__init__(context, rank, layout, slots, step)
+        self._updated = False
+        """Whether the call under way has made an update."""
+        self._loss: float | None = None
+        self._error = ""
+        """What the script was told by a call that failed, after which it must not go on."""
+        self._cannot_be_followed = False
+        self._at_entry: dict[str, Any] = {}
+        """Random states when the newest call began; `_at_exit`: when it was done."""
+        self._told_at = 0.0
 
     # ---- calls
 
@@ -47,24 +59,23 @@ class Live(Swapping):
                 self._stager.wait()
             return function(*args, **kwargs)
         self._refuse_after_error()
+        followed = Followed.of(function)
         if "data_iterator" in kwargs:
             kwargs["data_iterator"], found = self._log.iterators.wrap(kwargs["data_iterator"])
         else:
             found = []
         call = Call(
-            name, kind, self.step, lambda: function(*args, **kwargs), self._entry(args, kwargs),
-            self._places(found),
+            name, kind, self.step, lambda: followed(*args, **kwargs), self._entry(args, kwargs),
+            self._places(found), check_inputs=followed.check,
         )  # fmt: skip
-        if isinstance(function, Followed):
-            call.check_inputs = function.check
-        if isinstance(function, SaveCall):
-            call.run = functools.partial(self._save, function, call.segment)
+        if isinstance(followed, SaveCall):
+            call.run = functools.partial(self._save, followed, call.segment)
         self._updated = False
         try:
             value = self._run(call)
         except BaseException as error:  # torch's CheckpointException is no Exception
-            if isinstance(function, SaveCall):
-                self._done(call, function.failed(error))
+            if (outcome := followed.failed(error)) is not None:
+                self._done(call, outcome)
             raise
         if kind is CallKind.STEP and not self._updated:
             raise Unsupported(
@@ -72,10 +83,10 @@ class Live(Swapping):
                 "a whole iteration: all micro-batches that are accumulated, and the update",
                 "let one call of the function do all of it",
             )
-        self._done(call, function.outcome(value) if isinstance(function, Followed) else value)
+        self._done(call, followed.outcome(value))
         if kind is CallKind.SAVE:
             return value
-        loss = function.loss(value) if isinstance(function, WholeStep) else self._adapter.loss_of(value)
+        loss = followed.loss(value, self._adapter)
         self._loss = loss if loss is not None else self._loss
         if kind in MAKES_STEP:
             self._cut()
@@ -208,11 +219,15 @@ class Live(Swapping):
 
 
 def _cloned(value: Any) -> Any:
-    """`value` with every tensor replaced by a copy; anything that is no tensor or container goes by reference."""
+    """`value` in plain containers, with every tensor replaced by a copy; all else goes by reference.
+
+    Not a pytree's map: that leaves alone what is of a class below list or dict, tensors and all.
+    """
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, dict):
         return {key: _cloned(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(_cloned(item) for item in value)
+        items = [_cloned(item) for item in value]
+        return items if isinstance(value, list) else tuple(items)
     return value

@@ -39,15 +39,14 @@ class SaveCall(Followed):
     gated = True
 
     def outcome(self, value: Any) -> Any:
-        """What is recorded of the value, for a follower: plain data."""
         return None
 
     def failed(self, error: BaseException) -> Any:
-        """The script is told `error`, and may go on: what is recorded of it. A redo does it again all the same."""
+        """The script is told, and may go on; a redo does it again all the same."""
         return raised.told(error)
 
     def skipped(self, outcome: Any) -> Any:
-        """What a follower's script gets instead, which writes nothing."""
+        """A follower writes nothing."""
         return None
 
 

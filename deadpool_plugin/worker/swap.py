@@ -39,12 +39,8 @@ class Swapping:
         self._log = CallLog(step)
         self.step = step
         self._restored = -1
-        self.inside = self._updated = False
+        self.inside = False
         self._swap_began: float | None = None
-        self._loss: float | None = None
-        self._error = ""
-        self._cannot_be_followed = False
-        self._at_entry: dict[str, Any] = {}
         self._at_exit: dict[str, Any] | None = None
 
     def _do(self, call: Call) -> Any:

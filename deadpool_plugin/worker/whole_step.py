@@ -64,9 +64,8 @@ class WholeStep(Followed):
         self._adapter.show(visible)
         return value
 
-    @staticmethod
-    def loss(value: Any) -> float | None:
-        """The loss in what the function returned, for people to look at: a number, the first, or the one so called."""
+    def loss(self, value: Any, adapter: Adapter) -> float | None:
+        """Of what the function returned: a number, the first, or the one so called."""
         if isinstance(value, dict):
             value = value.get("loss")
         elif isinstance(value, (list, tuple)):

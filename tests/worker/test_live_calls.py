@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import types
+from typing import NamedTuple
 
 import pytest
 import torch
 
+from deadpool_plugin.comm import collective
 from deadpool_plugin.errors import GenerationChanged, Unsupported
 from deadpool_plugin.worker import calls, swap
 from deadpool_plugin.worker.adapter import CallKind, Followed
@@ -25,10 +27,12 @@ class Rank(Live):
         self._error = ""
         self._cannot_be_followed, self._rank, self.notes = False, 3, []
         self._loss = self._at_exit = None
+        self._told_at = 0.0
         self._log = CallLog()
         self._context = types.SimpleNamespace(tapes=[])
         self._link = types.SimpleNamespace(
             check=self._check,
+            send=lambda message: None,
             aborted_at=0.0,
             event=lambda kind, **fields: self.notes.append((kind, fields.get("text"))),
         )
@@ -38,6 +42,7 @@ class Rank(Live):
             rng_states=dict,
             set_rng_states=id,
             loss_of=lambda value: None,
+            owns=lambda tensor: False,
         )
 
     def _check(self) -> None:
@@ -144,6 +149,38 @@ def test_an_input_that_the_script_fills_anew_each_step_is_refused_before_anythin
             rank.call("step", CallKind.UPDATE, int, (), {})
     with pytest.raises(Unsupported, match="was changed in place after forward had used it"):
         rank.call("step", CallKind.UPDATE, int, (), {})
+
+
+class Pair(NamedTuple):
+    first: torch.Tensor
+    second: torch.Tensor
+
+
+class Listed(list[torch.Tensor]):
+    """A list of the script's own."""
+
+
+CONTAINERS = [list, tuple, Listed, lambda tensors: Pair(*tensors), lambda tensors: dict(enumerate(tensors))]
+
+
+@pytest.mark.parametrize("container", CONTAINERS, ids=["list", "tuple", "list of its own", "namedtuple", "dict"])
+def test_a_collective_is_done_again_on_what_it_was_given_whatever_that_is_in(container):
+    rank, given = Rank(), []
+
+    def issue(name, args, kwargs):
+        tensors = collective.tensors(args)
+        given.append([float(tensor) for tensor in tensors])
+        for tensor in tensors:
+            tensor.add_(1)
+        return collective.CompletedWork(tensors)
+
+    tensors = [torch.zeros(1), torch.ones(1)]
+    rank.collective(types.SimpleNamespace(issue=issue), "allreduce", (container(tensors),), {})
+    assert tensors == [1, 2]
+    (call,) = rank._log.after_cut(0)
+    rank._redo(call)
+    rank._redo(call)
+    assert given == [[0, 1]] * 3 and tensors == [1, 2]
 
 
 class Unwound(Exception):

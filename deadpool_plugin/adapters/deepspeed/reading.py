@@ -56,9 +56,3 @@ class Read(Followed):
     def __call__(self) -> Any:
         with self._calls.inside():
             return self._function()
-
-    def outcome(self, value: Any) -> Any:
-        return value
-
-    def skipped(self, outcome: Any) -> Any:
-        return outcome
