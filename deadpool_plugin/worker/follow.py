@@ -63,7 +63,7 @@ class Follow:
         self._check_complete(name, value)
         if kind is CallKind.SAVE:
             self._draw_alike()
-            if error := raised.again(value):
+            if error := raised.decode(value):
                 raise error
             return followed.skipped(value)
         _, stand_ins = IteratorTable().wrap(kwargs.get("data_iterator"))

@@ -14,8 +14,8 @@ RAISED = "raised"
 TEXT_MAX = 4096
 
 
-def told(error: BaseException) -> dict[str, Any]:
-    """The outcome of a call that raised `error`."""
+def encode(error: BaseException) -> dict[str, Any]:
+    """The outcome of a call that raised `error`: plain data."""
     kinds = [f"{kind.__module__}:{kind.__qualname__}" for kind in type(error).__mro__]
     arguments: list[Any] = [_plain(error)]
     if isinstance(error, OSError) and isinstance(error.errno, int):
@@ -23,8 +23,8 @@ def told(error: BaseException) -> dict[str, Any]:
     return {RAISED: [kinds, _plain(error), arguments]}
 
 
-def again(outcome: Any) -> BaseException | None:
-    """What `told` was given; None if `outcome` is that of a call that returned."""
+def decode(outcome: Any) -> BaseException | None:
+    """What `encode` was given; None if `outcome` is that of a call that returned."""
     if not isinstance(outcome, dict) or RAISED not in outcome:
         return None
     kinds, text, arguments = outcome[RAISED]

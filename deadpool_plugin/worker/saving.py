@@ -43,7 +43,7 @@ class SaveCall(Followed):
 
     def failed(self, error: BaseException) -> Any:
         """The script is told, and may go on; a redo does it again all the same."""
-        return raised.told(error)
+        return raised.encode(error)
 
     def skipped(self, outcome: Any) -> Any:
         """A follower writes nothing."""

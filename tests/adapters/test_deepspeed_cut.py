@@ -176,14 +176,14 @@ def test_outputs_that_followers_could_not_be_told_are_refused():
     Pair = collections.namedtuple("Pair", "loss logits")
     for value in (Pair(torch.ones(1), torch.ones(2)), {"made": SimpleNamespace(loss=torch.ones(1)), "rest": None}):
         with pytest.raises(Unsupported, match="return a dict"):
-            kept.told(value)
+            kept.encode(value)
 
 
 def test_what_followers_are_told():
     loss = torch.tensor(2.5, requires_grad=True) * 1
     logits = torch.zeros(kept.TOLD_BYTES_MAX, requires_grad=True) + 1
     value = {"loss": loss, "rest": (torch.arange(3), None, 7), "logits": logits}
-    heard, requiring = kept.heard(kept.told(value), torch.device("cpu"))
+    heard, requiring = kept.decode(kept.encode(value), torch.device("cpu"))
     assert heard["loss"].item() == 2.5 and torch.equal(heard["rest"][0], torch.arange(3))
     assert heard["rest"][1:] == (None, 7)
     assert heard["logits"].shape == logits.shape and not heard["logits"].any()

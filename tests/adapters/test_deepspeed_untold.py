@@ -17,8 +17,8 @@ def logits():
 
 def test_a_large_output_is_told_by_its_shape_and_a_small_one_by_its_values():
     large = torch.zeros(codec.TENSOR_LIMIT_BYTES // 4 + 1)
-    record = codec.decode(codec.encode(kept.told({"loss": torch.ones(1), "logits": large})))
-    value, requiring = kept.heard(record, CPU)
+    record = codec.decode(codec.encode(kept.encode({"loss": torch.ones(1), "logits": large})))
+    value, requiring = kept.decode(record, CPU)
     assert torch.equal(value["loss"], torch.ones(1)) and not requiring
     assert value["logits"].shape == large.shape and value["logits"].dtype == large.dtype
     with pytest.raises(Divergence, match="large output of the engine's model"):
@@ -73,8 +73,8 @@ class Cache:
 
 
 def test_of_an_object_beside_the_loss_a_follower_knows_the_type():
-    record = codec.decode(codec.encode(kept.told({"loss": torch.ones(1), "past_key_values": Cache()})))
-    value, _ = kept.heard(record, CPU)
+    record = codec.decode(codec.encode(kept.encode({"loss": torch.ones(1), "past_key_values": Cache()})))
+    value, _ = kept.decode(record, CPU)
     assert torch.equal(value["loss"], torch.ones(1)) and value["past_key_values"] is not None
 
 
@@ -82,6 +82,6 @@ def test_of_an_object_beside_the_loss_a_follower_knows_the_type():
     "use", [lambda cache: cache.layers, lambda cache: cache[0], bool, len, list, lambda cache: cache == 3]
 )
 def test_such_an_object_is_of_no_use(use):
-    cache, _ = kept.heard(kept.told([torch.ones(1), Cache()]), CPU)
+    cache, _ = kept.decode(kept.encode([torch.ones(1), Cache()]), CPU)
     with pytest.raises(Divergence, match=r"test_deepspeed_untold.Cache that the engine's model returned"):
         use(cache[1])

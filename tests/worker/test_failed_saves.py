@@ -132,7 +132,7 @@ def of_a_function():
     ids=lambda value: getattr(value, "__name__", type(value).__name__),
 )
 def test_what_was_raised_is_raised_again_by_the_nearest_name_that_is_known(error, kind):
-    again = raised.again(codec.decode(codec.encode(raised.told(error))))
+    again = raised.decode(codec.decode(codec.encode(raised.encode(error))))
     assert isinstance(again, kind) and type(again).__name__ == type(error).__name__
     assert str(again) == str(error).encode(errors="backslashreplace").decode()
     assert getattr(again, "errno", None) == getattr(error, "errno", None) or kind is OfTheScript
@@ -140,13 +140,13 @@ def test_what_was_raised_is_raised_again_by_the_nearest_name_that_is_known(error
 
 @pytest.mark.skipif(not hasattr(builtins, "ExceptionGroup"), reason="this Python has none")
 def test_a_group_of_exceptions_comes_as_what_it_is_below():
-    again = raised.again(raised.told(builtins.ExceptionGroup("two of them", [ValueError(), OSError()])))
+    again = raised.decode(raised.encode(builtins.ExceptionGroup("two of them", [ValueError(), OSError()])))
     assert isinstance(again, Exception) and "two of them" in str(again)
 
 
 @pytest.mark.parametrize("outcome", [None, True, 7, "raised", [["a"], "float32", [2]], {}, {"a": 1}])
 def test_what_returned_is_not_raised(outcome):
-    assert raised.again(outcome) is None
+    assert raised.decode(outcome) is None
 
 
 @pytest.mark.parametrize("first", ["saved", OSError("disk full")], ids=["done", "failed"])

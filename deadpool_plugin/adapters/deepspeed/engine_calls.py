@@ -59,10 +59,10 @@ class Forward(Followed):
         self._inputs.check()
 
     def outcome(self, value: Any) -> Any:
-        return kept.told(value)
+        return kept.encode(value)
 
     def skipped(self, outcome: Any) -> Any:
-        value, differentiable = kept.heard(outcome, self._engine.device)
+        value, differentiable = kept.decode(outcome, self._engine.device)
         if not differentiable:
             return value
         graph = Graph(self._engine.global_steps, None)
@@ -179,9 +179,9 @@ class Batch(OfEngine):
         return value
 
     def outcome(self, value: Any) -> Any:
-        return [kept.told(value), self._calls.state_of(self._engine).visible()]
+        return [kept.encode(value), self._calls.state_of(self._engine).visible()]
 
     def skipped(self, outcome: Any) -> Any:
         self._calls.state_of(self._engine).show(outcome[1])
-        value, _ = kept.heard(outcome[0], self._engine.device)
+        value, _ = kept.decode(outcome[0], self._engine.device)
         return value

@@ -48,7 +48,7 @@ def replaced(value: Any, originals: Sequence[torch.Tensor], others: Sequence[tor
     return pytree.tree_map(lambda leaf: table.get(id(leaf), leaf), value)
 
 
-def told(value: Any) -> list[Any]:
+def encode(value: Any) -> list[Any]:
     """`value` for a record: its structure, and for each leaf whether it requires grad, and what is known of it."""
     leaves, spec = pytree.tree_flatten(value)
     objects = [leaf for leaf in leaves if not isinstance(leaf, (torch.Tensor, *PLAIN))]
@@ -58,7 +58,7 @@ def told(value: Any) -> list[Any]:
         structure = pytree.treespec_dumps(spec)
     except NotImplementedError as error:  # a namedtuple, whose class followers could not find
         raise _unknown(type(value)) from error
-    return [structure, [_told(leaf) for leaf in leaves]]
+    return [structure, [_encode_leaf(leaf) for leaf in leaves]]
 
 
 def _unknown(kind: type) -> Unsupported:
@@ -73,7 +73,7 @@ def _name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _told(leaf: Any) -> list[Any]:
+def _encode_leaf(leaf: Any) -> list[Any]:
     if isinstance(leaf, PLAIN):
         return [False, leaf]
     if not isinstance(leaf, torch.Tensor):
@@ -84,7 +84,7 @@ def _told(leaf: Any) -> list[Any]:
     return [leaf.requires_grad, leaf.detach()]
 
 
-def heard(record: list[Any], device: torch.device) -> tuple[Any, list[torch.Tensor]]:
+def decode(record: list[Any], device: torch.device) -> tuple[Any, list[torch.Tensor]]:
     """The value a record tells of, and those of its tensors that must require grad."""
     leaves, requiring = [], []
     for requires_grad, known, *form in record[1]:

@@ -44,10 +44,10 @@ class Untold(torch.Tensor):
         leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         strangers = [leaf for leaf in leaves if isinstance(leaf, Untold)]
         if function is torch.ops.aten.copy_.default and isinstance(args[0], Untold) and _are_told(args[1:2]):
-            args[0].held = torch.empty(args[0].shape, dtype=args[0].dtype, device=args[0].device).copy_(_told(args[1]))
+            args[0].held = torch.empty(args[0].shape, dtype=args[0].dtype, device=args[0].device).copy_(_held(args[1]))
             return args[0]
         if all(stranger.is_told for stranger in strangers):
-            args, kwargs = pytree.tree_map(_told, (args, kwargs))
+            args, kwargs = pytree.tree_map(_held, (args, kwargs))
             return function(*args, **kwargs)
         if any(written is not None and not isinstance(written, Untold) for written in _written(function, args, kwargs)):
             raise _unknown(function)
@@ -113,12 +113,12 @@ def _are_told(values: Any) -> bool:
     return all(not isinstance(value, Untold) or value.is_told for value in values)
 
 
-def _told(leaf: Any) -> Any:
+def _held(leaf: Any) -> Any:
     return leaf.held if isinstance(leaf, Untold) else leaf
 
 
 def _shape_of(leaf: Any) -> Any:
-    held = _told(leaf)
+    held = _held(leaf)
     return held.to("meta") if isinstance(held, torch.Tensor) else held
 
 
