@@ -1,10 +1,14 @@
 """Every error of this package, by whose fault it is, and the exit codes processes end with.
 
-Rules of this file: a message says what was found, what was expected and what to do. `invariant` is for our own
-bugs and survives `python -O`. May import nothing of this package.
+Rules of this file: a message says what was found, what was expected and what to do. `invariant` and `present` are for
+our own bugs and survive `python -O`. May import nothing of this package.
 """
 
 from __future__ import annotations
+
+from typing import TypeVar
+
+T = TypeVar("T")
 
 EXIT_OK = 0
 EXIT_TAKEN = 75
@@ -107,4 +111,18 @@ def invariant(condition: object, message: str) -> None:
     Raises: InvariantViolated
     """
     if not condition:
-        raise InvariantViolated(f"invariant violated: {message}", remedy="this is a bug, please report it")
+        raise _violated(message)
+
+
+def present(value: T | None, message: str) -> T:
+    """`value`, which is never None here.
+
+    Raises: InvariantViolated
+    """
+    if value is None:
+        raise _violated(message)
+    return value
+
+
+def _violated(message: str) -> InvariantViolated:
+    return InvariantViolated(f"invariant violated: {message}", remedy="this is a bug, please report it")

@@ -16,7 +16,7 @@ from importlib import metadata
 from ..config import Config
 from ..core.messages import AnyMessage
 from ..core.types import NodeId
-from ..errors import PeerRefused, TransportError, invariant
+from ..errors import PeerRefused, TransportError, present
 from ..mirror.bulk import BulkServer
 from ..mirror.server import OnMirrored
 from ..mirror.store import SnapshotStore
@@ -146,9 +146,7 @@ class Links:
 
     async def join(self, hello: Hello) -> Arrival:
         """Instead of `meet`: link up with everyone of the job this host is invited to. Raises: DeadpoolError."""
-        invitation = self._job.invitation
-        invariant(invitation is not None, "a host that was not invited joins")
-        assert invitation is not None
+        invitation = present(self._job.invitation, "a host that was not invited joins")
         self._credentials.job = invitation.job
         newcomer = Newcomer(self.mesh, hello, self._credentials, self.roster, self._config.decision_timeout_s)
         arrival = await newcomer.arrive(invitation.members)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from ..core import io
 from ..core.placement import buddies_of, held_by, needs_payload
 from ..core.types import NO_STEP, Generation, Holding, NodeId, Rank, Step, World
-from ..errors import EXIT_CONFIG, ConfigError, StaleGeneration, TransportError, invariant
+from ..errors import EXIT_CONFIG, ConfigError, StaleGeneration, TransportError, present
 from ..mirror.arena import arena_bytes
 from ..mirror.store import SnapshotStore
 from ..transport import local
@@ -46,9 +46,7 @@ class Mirroring:
 
     @property
     def world(self) -> World:
-        invariant(self._world is not None, "a worker was served before the world had formed")
-        assert self._world is not None
-        return self._world
+        return present(self._world, "a worker was served before the world had formed")
 
     def enter(self, world: World, restore_step: Step | None = None) -> None:
         """A new world: mirror along its ring from now on, and let others mirror here in its generation. What is newer

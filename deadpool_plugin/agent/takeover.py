@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine
 from ..core import io
 from ..core.slots import divide
 from ..core.types import NO_STEP, NodeId, Rank, Source, SwapPlan, World
-from ..errors import DeadpoolError, invariant
+from ..errors import DeadpoolError, invariant, present
 from ..mirror.store import SnapshotStore
 from ..transport import local
 from .fetching import Fetches
@@ -148,9 +148,7 @@ class TakeOvers:
         self._settle(plan, rank, rehearsal)
 
     def _hand_over(self, plan: SwapPlan, slot: Slot, rank: Rank, output: Output) -> None:
-        pair = self._store.own(rank)
-        invariant(pair is not None, f"rank {rank} is handed over without an arena")
-        assert pair is not None
+        pair = present(self._store.own(rank), f"rank {rank} is handed over without an arena")
         self._workers.take(slot, output, plan.restore_step)
         self._spares.done(slot)
         self._pausing.keep()

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from ..core import io
 from ..core.types import NO_STEP, Generation, NodeId, Rank, Step, World
-from ..errors import invariant
+from ..errors import invariant, present
 from ..transport import local
 from ..transport.local import LocalPeer
 from ..transport.unix import close_descriptors
@@ -180,9 +180,8 @@ class Workers:
 
     def _env(self, rank: Rank, slot: Slot) -> dict[str, str]:
         """The environment of the process of `rank` in this slot (it takes the ring position of who runs it now)."""
-        assert self.world is not None
-        node = self.world.node_of[rank]
-        return worker_env(self._place, self.world, rank, node, slot.local_rank, self.address)
+        world = present(self.world, "a process was ordered before the world had formed")
+        return worker_env(self._place, world, rank, world.node_of[rank], slot.local_rank, self.address)
 
     def _name_output(self, slot: Slot, opened: Callable[[], int] | None = None) -> None:
         """`opened`: as for `Pipe.assign`."""
@@ -216,9 +215,8 @@ class Workers:
     def take(self, slot: Slot, output: Output, step: Step) -> None:
         """The slot's process, which rehearsed the slot's rank, runs it from `step` on and need not say again what was
         printed."""
-        process = slot.living
-        invariant(process is not None and process.rank == slot.rank, f"nothing runs rank {slot.rank}")
-        assert process is not None
+        process = present(slot.living, f"nothing runs rank {slot.rank}")
+        invariant(process.rank == slot.rank, f"rank {process.rank} is run in the place of rank {slot.rank}")
         process.took_over = True
         self._name_output(slot, output.opened)
         if slot.pipe is not None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from ..errors import ConfigError
+from ..errors import ConfigError, present
 from ..sim.campaign import FAULTS_MIN, Summary, campaign
 from ..sim.coverage import unseen
 from ..sim.run import Outcome
@@ -145,10 +145,10 @@ def described(summary: Summary, took_s: float) -> list[str]:
 
 def _explain(outcome: Outcome, failing: Scenario, args: argparse.Namespace, folder: Path) -> None:
     """One sentence, the command, and the same made smaller, in `folder`."""
-    assert outcome.finding is not None
+    finding = present(outcome.finding, "a seed that found nothing is explained")
     given = f" --faults {args.faults}" if args.faults else ""
     seed = f"--seeds {outcome.seed}:{outcome.seed + 1}"
-    print(f"\nseed {outcome.seed}: {outcome.finding.invariant}: {outcome.finding.sentence}")
+    print(f"\nseed {outcome.seed}: {finding.invariant}: {finding.sentence}")
     print(
         f"  again:  deadpool simulate {seed} --nodes {args.nodes[0]}:{args.nodes[1]} "
         f"--spares {args.spares[0]}:{args.spares[1]} --steps {args.steps}{given} --show"

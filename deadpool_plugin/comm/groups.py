@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
-from ..errors import GenerationChanged, InvariantViolated, Unsupported, invariant
+from ..errors import GenerationChanged, InvariantViolated, Unsupported, present
 from .collective import BATCH, BLOCKING, CompletedWork, outputs, tensors
 from .fence import Fence
 from .handle import Handle
@@ -98,10 +98,8 @@ class Groups:
 
         Blocks: for operations not yet waited for.
         """
-        invariant(self._recorder is not None, "stop_recording without start")
-        assert self._recorder is not None
-        self._training = True
-        recorder, self._recorder = self._recorder, None
+        recorder = present(self._recorder, "stop_recording without start")
+        self._recorder, self._training = None, True
         return recorder.finish(self._created)
 
     def fact(self, question: str, ask: Callable[[], Any]) -> Any:
@@ -126,9 +124,7 @@ class Groups:
 
     def finish_rehearsal(self) -> None:
         """Raises: Divergence unless everything recorded was issued."""
-        invariant(self._replay is not None, "finish_rehearsal without rehearse")
-        assert self._replay is not None
-        self._replay.finish()
+        present(self._replay, "finish_rehearsal without rehearse").finish()
 
     # ---- swap
 
@@ -285,9 +281,7 @@ class Groups:
     # ---- for patches
 
     def bootstrap(self) -> Store:
-        invariant(self._bootstrap is not None, "init_process_group before Groups.start or Groups.rehearse")
-        assert self._bootstrap is not None
-        return self._bootstrap
+        return present(self._bootstrap, "init_process_group before Groups.start or Groups.rehearse")
 
     def create(
         self, rank: int, ranks: tuple[int, ...], backends: dict[str, str], timeout: timedelta, options: Any, name: str
@@ -312,9 +306,7 @@ class Groups:
             self._replay.group(handle.index, ranks)
         else:
             self._fence.check()
-            network = self._network
-            invariant(network is not None, "a group was created before Groups.start")
-            assert network is not None
+            network = present(self._network, "a group was created before Groups.start")
             handle.inner = self._attempt(lambda: network.build(handle), self._fence.current)
         self._created.append(ranks)
         self.handles.append(handle)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from ..comm.groups import Groups
 from ..comm.store import host_store
-from ..errors import Unsupported, invariant
+from ..errors import Unsupported, present
 from ..transport import local
 from . import file_saves
 from .adapter import RUNS_MODEL, Adapter, CallKind
@@ -69,7 +69,7 @@ class Context:
         def init_process_group(*args: Any, **kwargs: Any) -> Any:
             from . import dcp  # torch imports a good deal for it
 
-            for adapter in present(self._adapters):
+            for adapter in available(self._adapters):
                 adapter.install(functools.partial(self._call, adapter))
                 adapter.install_saving(self.saves)
             dcp.install(self.saves)
@@ -81,9 +81,7 @@ class Context:
     @property
     def adapter(self) -> Adapter:
         """The one whose framework made the first forward call."""
-        invariant(self._adapter is not None, "nobody knows before the first forward which framework trains")
-        assert self._adapter is not None
-        return self._adapter
+        return present(self._adapter, "nobody knows before the first forward which framework trains")
 
     def _call(
         self,
@@ -143,7 +141,7 @@ class Context:
         self.link.send(local.StoreOffer(host, int(port)))
 
 
-def present(adapters: Sequence[Adapter]) -> list[Adapter]:
+def available(adapters: Sequence[Adapter]) -> list[Adapter]:
     """Those whose framework the script has imported; before it has imported any, the first one that is installed.
 
     Raises: Unsupported if there is none.

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..comm import collective
-from ..errors import WHOLE_STEP, Divergence
+from ..errors import WHOLE_STEP, Divergence, present
 from ..mirror.arena import SlotPair
 from ..transport import local
 from . import codec, raised, rng
@@ -171,9 +171,9 @@ class Follow:
                 f"ordered to take over rank {self._rank} at step {order.restore_step} with the records of "
                 f"{self._step} steps"
             )
-        assert self._layout is not None
+        layout = present(self._layout, "a take-over before the first forward")
         slots = SlotPair.attach(descriptor, self._rank, order.header_bytes, order.payload_bytes)
-        live = Live(self._context, self._rank, self._layout, slots, step=order.restore_step)
+        live = Live(self._context, self._rank, layout, slots, step=order.restore_step)
         self._context.mode = live
         self._mute.release_files()
         self._context.link.joined(order.generation)

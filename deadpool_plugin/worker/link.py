@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import NoReturn
 
-from ..errors import EXIT_FENCED, GenerationChanged
+from ..errors import EXIT_FENCED, GenerationChanged, present
 from ..transport import local
 from ..transport.framing import ConnectionClosed
 from ..transport.local import LocalConnection, LocalMessage
@@ -163,5 +163,4 @@ class AgentLink:
     def wait_for_end(self, *, interruptible: bool = True) -> int:
         """Block until the agent ends this worker. Raises: GenerationChanged if `interruptible`."""
         self.wait_until(lambda: self._end_code is not None, interruptible=interruptible)
-        assert self._end_code is not None
-        return self._end_code
+        return present(self._end_code, "the wait for the end was over before it")

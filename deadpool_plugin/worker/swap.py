@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..errors import GenerationChanged, invariant
+from ..errors import GenerationChanged, invariant, present
 from ..mirror.arena import SlotPair
 from ..transport import local
 from . import codec, rng
@@ -167,9 +167,8 @@ class Swapping:
 
     def _state_of(self, step: int) -> Any:
         """All of a snapshot but its shard."""
-        header = self._slots.open(step)
-        invariant(header is not None, f"rank {self._rank} was told to restore step {step}, which its arena lacks")
-        assert header is not None
+        lacking = f"rank {self._rank} was told to restore step {step}, which its arena lacks"
+        header = present(self._slots.open(step), lacking)
         invariant(header.layout_hash == self._layout.digest, "the snapshot was laid out for another rank or model")
         return codec.decode(header.scalars)
 

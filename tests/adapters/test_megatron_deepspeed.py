@@ -13,7 +13,7 @@ from deadpool_plugin.adapters.deepspeed import DeepSpeedAdapter, refusals
 from deadpool_plugin.adapters.megatron import MegatronAdapter
 from deadpool_plugin.errors import Unsupported
 from deadpool_plugin.worker import codec, rng
-from deadpool_plugin.worker.context import present
+from deadpool_plugin.worker.context import available
 
 
 class Tracker:
@@ -88,4 +88,4 @@ def test_a_megatron_core_of_another_kind_is_none(monkeypatch):
     for name in ("megatron", "megatron.core", "megatron.core.parallel_state"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     adapters = [MegatronAdapter(), SimpleNamespace(framework="deepspeed")]
-    assert present(adapters) == adapters[1:]
+    assert available(adapters) == adapters[1:]

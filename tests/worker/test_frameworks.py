@@ -5,9 +5,9 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from deadpool_plugin.errors import Unsupported
+from deadpool_plugin.errors import InvariantViolated, Unsupported
 from deadpool_plugin.worker.adapter import CallKind
-from deadpool_plugin.worker.context import Context, present
+from deadpool_plugin.worker.context import Context, available
 
 
 def adapter(framework):
@@ -17,19 +17,19 @@ def adapter(framework):
 def test_what_the_script_has_imported_counts(monkeypatch):
     monkeypatch.setitem(sys.modules, "one_framework", ModuleType("one_framework"))
     one, installed = adapter("one_framework"), adapter("json.tool")
-    assert present([installed, one]) == [one]
+    assert available([installed, one]) == [one]
 
 
 def test_before_any_import_the_first_that_is_installed_counts(monkeypatch):
     for name in ("json.tool", "wave"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     installed, absent, homeless = adapter("json.tool"), adapter("no_such_framework"), adapter("no_such_package.core")
-    assert present([absent, homeless, installed, adapter("wave")]) == [installed]
+    assert available([absent, homeless, installed, adapter("wave")]) == [installed]
 
 
 def test_without_any_it_is_said_which_are_known():
     with pytest.raises(Unsupported, match=r"no_such_framework or no_such_package\.core"):
-        present([adapter("no_such_framework"), adapter("no_such_package.core")])
+        available([adapter("no_such_framework"), adapter("no_such_package.core")])
 
 
 def test_the_first_that_runs_a_model_is_the_jobs():
@@ -38,6 +38,8 @@ def test_the_first_that_runs_a_model_is_the_jobs():
     context = Context(SimpleNamespace(), SimpleNamespace(), [one, other], local_rank=0)
     context.mode = SimpleNamespace(call=lambda *call: made.append(call[0]))
     context._call(one, "zero_grad", CallKind.PLAIN, lambda: None, (), {})
+    with pytest.raises(InvariantViolated, match="nobody knows before the first forward .*this is a bug"):
+        _ = context.adapter
     context._call(other, "train_batch", CallKind.STEP, lambda: None, (), {})
     context._call(one, "forward", CallKind.FORWARD, lambda: None, (), {})
     assert context.adapter is other

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ...errors import Unsupported, invariant
+from ...errors import Unsupported, present
 from ...worker.adapter import CallHandler, Scalars
 from ...worker.saving import Saves
 from ..options import REMEDY
@@ -49,28 +49,30 @@ class DeepSpeedAdapter:
         from deepspeed.runtime.pipe.engine import PipelineEngine
 
         extensions.install()
-        self._calls = Calls(handler, lambda engine: self.state)
+        self._calls = calls = Calls(handler, lambda engine: self.state)
         _after_init(DeepSpeedEngine, self._engine_made)
-        self._calls.install(DeepSpeedEngine, PipelineEngine)
-        past_engine.refuse_parts(self._calls, self._is_training)
-        gathered.install(self._calls, self._is_training)
-        reading.install(self._calls, self._is_training)
-        loading.install(self._calls, DeepSpeedEngine, self._is_training)
+        calls.install(DeepSpeedEngine, PipelineEngine)
+        past_engine.refuse_parts(calls, self._is_training)
+        gathered.install(calls, self._is_training)
+        reading.install(calls, self._is_training)
+        loading.install(calls, DeepSpeedEngine, self._is_training)
         refusals.install(DeepSpeedEngine, self._is_training)
+
+    @property
+    def calls(self) -> Calls:
+        return present(self._calls, "install() comes first")
 
     def _is_training(self) -> bool:
         return self._state is not None
 
     def _engine_made(self, engine: Any) -> None:
-        assert self._calls is not None
         self._made.append(weakref.ref(engine))
-        past_engine.watch(self._calls, engine)
+        past_engine.watch(self.calls, engine)
 
     def install_saving(self, saves: Saves) -> None:
         from deepspeed.runtime.engine import DeepSpeedEngine
 
-        assert self._calls is not None
-        saving.install(saves, self._calls, DeepSpeedEngine)
+        saving.install(saves, self.calls, DeepSpeedEngine)
 
     # ---- state
 
@@ -78,8 +80,7 @@ class DeepSpeedAdapter:
         return any(made() is not None for made in self._made)
 
     def inside_step(self) -> AbstractContextManager[None]:
-        assert self._calls is not None
-        return self._calls.inside()
+        return self.calls.inside()
 
     def attach(self) -> None:
         gc.collect()  # engines that the script has let go of are full of cycles
@@ -92,15 +93,12 @@ class DeepSpeedAdapter:
             )
         refusals.check(engines[0])
         refusals.check_recurrent(engines[0].module)
-        assert self._calls is not None
-        past_engine.watch(self._calls, engines[0])
+        past_engine.watch(self.calls, engines[0])
         self._state = EngineState(engines[0])
 
     @property
     def state(self) -> EngineState:
-        invariant(self._state is not None, "attach() comes first")
-        assert self._state is not None
-        return self._state
+        return present(self._state, "attach() comes first")
 
     def shard(self) -> Sequence[torch.Tensor]:
         return self.state.tensors
@@ -148,8 +146,7 @@ class DeepSpeedAdapter:
 
     def loss_of(self, result: Any) -> float | None:
         """Asked of a script's newest loss only where the optimizer's step has waited for it anyway."""
-        assert self._calls is not None
-        loss, self._calls.stepped_loss = self._calls.stepped_loss, None
+        loss, self.calls.stepped_loss = self.calls.stepped_loss, None
         return None if loss is None else float(loss)
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...errors import WHOLE_STEP, Unsupported
+from ...errors import WHOLE_STEP, Unsupported, present
 from ...worker.adapter import Followed
 from . import kept
 from .cut import Graph, ScriptsPart, cut, pairs, seed
@@ -124,10 +124,10 @@ class Backward(Followed):
         return self._calls.loss
 
     def skipped(self, outcome: torch.Tensor) -> Any:
-        assert self._loss is not None
+        loss = present(self._loss, "a backward that was done is skipped")
         with torch.no_grad():
-            self._loss.copy_(outcome)  # its inputs may have been stand-ins
-        return self._scaled(self._loss)
+            loss.copy_(outcome)  # its inputs may have been stand-ins
+        return self._scaled(loss)
 
 
 class DirectBackward:

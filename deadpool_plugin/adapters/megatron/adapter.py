@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ...errors import Unsupported
+from ...errors import Unsupported, present
 from ...worker import skipping
 from ...worker.adapter import CallHandler, CallKind, Scalars
 from ...worker.saving import Saves
@@ -133,8 +133,7 @@ class MegatronAdapter:
 
     @property
     def state(self) -> OptimizerState:
-        assert self._state is not None, "attach() comes first"
-        return self._state
+        return present(self._state, "attach() comes first")
 
     def shard(self) -> Sequence[torch.Tensor]:
         return self.state.tensors
