@@ -101,7 +101,7 @@ class Context:
         self.contact_at = 0.0
         """Until then, by our clock, a majority has been in contact with us for certain (contact.py)."""
         self.formed_at = NEVER
-        """When this node, if it is of the first world, knew of it: until then nobody had heard of it for certain."""
+        """When this node knew of its first world, or asked to join: until then nobody had heard of it for certain."""
         self.paused = False
         """This node's workers are stopped for want of contact."""
         self.changed = False

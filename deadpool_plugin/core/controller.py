@@ -223,9 +223,14 @@ class Controller:
         if self._joining is not None:
             self._joining.link_lost(event.node, event.reason)
         self._candidates.forget(event.node)
-        if event.silent and event.node in self._ctx.watch.silent:
+        ctx = self._ctx
+        counts_on_us = ctx.leads and event.node in ctx.world.members
+        if event.silent and counts_on_us and ctx.watch.hears(event.node, ctx.now, ctx.timing):
+            self._rifts.hear(ctx.node, event.node)  # its processes run until it is silent, too
+            return
+        if event.silent and event.node in ctx.watch.silent:
             self._swaps.insist(event.node)
-        self._ctx.watch.accuse(event.node, f"link lost: {event.reason}", event.silent)
+        ctx.watch.accuse(event.node, f"link lost: {event.reason}", event.silent)
 
     def _ticked(self, event: Ticked) -> None:
         ctx = self._ctx
@@ -299,8 +304,9 @@ class Controller:
     def _enter(self, decided: Decided) -> None:
         ctx, before, inventory, plan = self._ctx, self._ctx.world, self._inventory, decided.plan
         # The plan was decided after this node had promised (or asked to join), and before anybody watched its silence.
-        promised_at = self._swaps.voter.promised_at(decided.ballot)
-        asked_at = promised_at if self._joining is None else self._joining.asked_at
+        asked_at = self._swaps.voter.promised_at(decided.ballot)
+        if self._joining is not None:
+            asked_at = ctx.formed_at = self._joining.first_asked_at
         ctx.world, ctx.decided, ctx.hearsay = plan.world, decided, Hearsay(ctx.node)
         ctx.committed, ctx.training, ctx.waiting = NO_STEP, False, False
         ctx.contact_at = max(ctx.contact_at, asked_at)

@@ -53,15 +53,17 @@ class Failures:
         return self._record(Failure(rank, -1, reason))
 
     def raised(self, rank: Rank, exit_code: int, reason: str) -> bool:
-        """A script ended by itself. Before training, and if it comes back, it would do so on any node: the job ends."""
+        """A script ended by itself. Before training, and if it comes back, it would do so on any node: the job ends; not
+        while a swap is under way, as others may be in the next generation already, whose verdict this is not."""
         ctx = self._ctx
         code = exit_code or 1
         what = f"script of rank {rank} ended with {exit_code}: {reason}"
         before = self._raised_at.get(rank)
-        if not ctx.has_trained:
+        if not ctx.has_trained and not ctx.swapping:
             ctx.stop(what, code)
             return False
-        if before is not None and ctx.newest_committed - before <= AGAIN_WITHIN_STEPS:
+        again = before is not None and ctx.newest_committed - before <= AGAIN_WITHIN_STEPS
+        if again and not ctx.swapping:
             ctx.stop(f"{what} (as it did after step {before} was committed)", code)
             return False
         self._raised_at[rank] = ctx.newest_committed

@@ -109,8 +109,9 @@ class Hearing:
 
     def verdict(self, sender: NodeId, message: Verdict) -> None:
         ctx = self._ctx
-        if message.exit_code > EXIT_SIGNALLED:
-            ctx.conclude(message)  # a person wants the job to end, in whatever generation that was said
+        if message.exit_code > EXIT_SIGNALLED or message.exit_code == 0:
+            # A person wants the job to end, or every script has ended well: true in whatever generation that was said.
+            ctx.conclude(message)
         elif message.generation < ctx.world.generation:
             self._ended_before(sender, message)
         elif sender not in ctx.suspects:

@@ -45,12 +45,13 @@ class Joining:
     def __init__(self, context: Context, members: tuple[NodeId, ...], rack: str) -> None:
         self._ctx, self._rack = context, rack
         self._members = list(members)
-        self.asked_at = context.now
+        self.first_asked_at = self._asked_at = context.now
+        """The plan that takes this host in was decided after it asked first; a later request proves nothing."""
         context.patient_since = context.now
         self._ask()
 
     def _ask(self) -> None:
-        self.asked_at = self._ctx.now
+        self._asked_at = self._ctx.now
         for node in self._members:
             self._ctx.send(node, JoinRequest(self._rack))
 
@@ -59,7 +60,7 @@ class Joining:
         waited_s = ctx.now - ctx.patient_since
         if waited_s >= ctx.timing.decision_timeout_s:
             ctx.fence(f"the job has not taken this host in within {waited_s:.0f} s")
-        elif ctx.now - self.asked_at >= ctx.timing.heartbeat_interval_s:
+        elif ctx.now - self._asked_at >= ctx.timing.heartbeat_interval_s:
             self._ask()
 
     def link_lost(self, node: NodeId, reason: str) -> None:

@@ -45,7 +45,10 @@ class Swaps:
         ctx = self._ctx
         standing = ctx.standing
         suspects = standing.suspects
-        if suspects and not ctx.has_quorum:
+        has_quorum = not suspects or ctx.has_quorum
+        if has_quorum:
+            self._asked_at = NEVER
+        if not has_quorum:
             self._without_quorum(suspects)
         elif not standing.leads:
             if suspects:
@@ -73,6 +76,8 @@ class Swaps:
         living, members = ctx.living, ctx.world.members
         others = self._who_may_know(living)
         if others and ctx.now - self._asked(others) < ctx.timing.silent_after_s:
+            if not all(ctx.is_silent(node) for node in suspects):
+                self.voter.fence_generation()  # the others need not have waited for a lease
             return
         what = f"{described(suspects)}; {len(living)} of {len(members)} members are left and cannot decide alone"
         self._announce(suspects)

@@ -56,8 +56,11 @@ class Voter:
                 ctx.send(sender, Report(ctx.world.generation))
 
     def _hears_who_is_silent(self, message: Prepare) -> bool:
-        """Whether our coordinator, which is to be replaced for its silence, can still count on us (contact.py)."""
-        ctx, coordinator = self._ctx, self._ctx.coordinator
+        """Whether the coordinator to be, which is to be replaced for its silence, can still count on us (contact.py); ours
+        of now may be gone, as the sender knows already."""
+        ctx = self._ctx
+        gone = ctx.suspects.keys() | (set(message.lost) - set(message.silent))
+        coordinator = next(node for node in ctx.world.seniority if node not in gone)
         return (
             coordinator != ctx.node
             and coordinator in message.silent

@@ -60,7 +60,7 @@ MUTANTS = (
     ),
     Mutant(
         "complaint-said-once", "core/controller.py",
-        "if event.silent and event.node in self._ctx.watch.silent:", "if False:",
+        "if event.silent and event.node in ctx.watch.silent:", "if False:",
         "a job whose nodes cannot mirror to each other any more waits for ever",
     ),
     Mutant(
