@@ -53,8 +53,8 @@ class Failures:
         return self._record(Failure(rank, -1, reason))
 
     def raised(self, rank: Rank, exit_code: int, reason: str) -> bool:
-        """A script ended by itself. Before training, and if it comes back, it would do so on any node: the job ends; not
-        while a swap is under way, as others may be in the next generation already, whose verdict this is not."""
+        """A script ended by itself. Before training, and if it comes back, it would do so on any node: the job ends;
+        not while a swap is under way, as others may be in the next generation already, whose verdict this is not."""
         ctx = self._ctx
         code = exit_code or 1
         what = f"script of rank {rank} ended with {exit_code}: {reason}"
