@@ -7,8 +7,9 @@ numactl, to the memory beside them: neither is meant for who serves all ranks of
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
+
+from ..transport.linux import libc
 
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
 _MPOL_DEFAULT = 0
@@ -23,4 +24,4 @@ def run_anywhere() -> None:
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
     number = _SET_MEMPOLICY.get(os.uname().machine)
     if number is not None:
-        ctypes.CDLL(None).syscall(number, _MPOL_DEFAULT, None, 0)
+        libc.syscall(number, _MPOL_DEFAULT, None, 0)

@@ -84,6 +84,18 @@ def start_time(pid: int) -> int:
     return int(_stat(pid)[19])
 
 
+def children(pid: int) -> list[int]:
+    """Every process whose parent is `pid`, whichever of its threads that is; ended ones that were not waited for, too.
+    Costs some 10 us for each process of the host."""
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with contextlib.suppress(OSError):  # gone meanwhile
+                if int(_stat(int(name))[1]) == pid:
+                    found.append(int(name))
+    return found
+
+
 def job_tag(launcher_pid: int) -> str:
     """The tag all workers of one launcher share (a prefix of each worker's own)."""
     return f"{launcher_pid}.{start_time(launcher_pid)}."

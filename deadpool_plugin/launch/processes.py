@@ -1,15 +1,13 @@
-"""Parent-death signals, process start and reaping, so that nothing outlives the node's launcher.
+"""Process start and reaping, so that nothing outlives the node's launcher.
 
 Rules of this file: call from the main thread only (a parent-death signal fires when the *thread* that forked ends);
-no torch. Source: prctl(2), PR_SET_PDEATHSIG and PR_SET_CHILD_SUBREAPER.
+no torch. Source: prctl(2), PR_SET_CHILD_SUBREAPER.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
-import select
 import signal
 import sys
 import time
@@ -18,28 +16,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ..agent import proc
-from ..transport.descriptors import pidfd_open
+from ..transport.descriptors import await_end, pidfd_open
+from ..transport.linux import PR_SET_CHILD_SUBREAPER, die_with_parent, prctl
 
 Program = Sequence[str] | Callable[[], object]
 """What a child runs: a command line, or (tests, from a process that has imported everything once) a function."""
 
 OOM_SCORE_ADJ_MAX = "1000"
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
-_libc = ctypes.CDLL(None, use_errno=True)
-
-
-def die_with_parent(death_signal: int = signal.SIGKILL, parent: int | None = None) -> None:
-    """Let the kernel send this process `death_signal` when its parent ends; at once if it has ended already.
-
-    Args:
-        parent: the expected parent; None takes the present one (one that died before the call is not noticed then).
-    """
-    expected = os.getppid() if parent is None else parent
-    if _libc.prctl(_PR_SET_PDEATHSIG, int(death_signal), 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != expected:
-        os.kill(os.getpid(), death_signal)
 
 
 def ending_signals() -> list[signal.Signals]:
@@ -92,9 +75,11 @@ def spawn(
 
 
 def become_subreaper() -> None:
-    """What our descendants leave behind when they end becomes our child, not that of the host's process 1."""
-    if _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+    """What our descendants leave behind when they end becomes our child, not that of the host's process 1.
+
+    Raises: OSError
+    """
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def be_the_first_to_go() -> None:
@@ -124,7 +109,7 @@ def end_children(within_s: float) -> None:
     Raises: TimeoutError naming one that had not after `within_s`.
     """
     deadline = time.monotonic() + within_s
-    while found := _children():
+    while found := proc.children(os.getpid()):
         for pid in found:  # a thread may have waited for its own meanwhile
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -138,20 +123,8 @@ def _await_end(pid: int, within_s: float) -> None:
     """Raises: TimeoutError; ProcessLookupError"""
     pidfd = pidfd_open(pid)
     try:
-        ended = select.poll()
-        ended.register(pidfd, select.POLLIN)
-        if not ended.poll(max(0.0, within_s) * 1000):
+        if not await_end(pidfd, within_s):
             status = proc.look(pid)
             raise TimeoutError(f"process {pid} was killed and does not end (state {status.state if status else 'X'})")
     finally:
         os.close(pidfd)
-
-
-def _children() -> list[int]:
-    me, found = os.getpid(), []
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb", buffering=0) as file:  # gone meanwhile
-                if int(file.read(4096).rpartition(b") ")[2].split()[1]) == me:
-                    found.append(int(name))
-    return found

@@ -24,9 +24,10 @@ from ..agent import proc
 from ..config import load
 from ..transport import local
 from ..transport.framing import ConnectionClosed
+from ..transport.linux import die_with_parent
 from ..transport.local import LocalConnection
 from .lessons import NVML_CHECK, Lessons, cuda_is_lost, preload
-from .processes import be_the_first_to_go, become_subreaper, die_with_parent, end_children, reaped
+from .processes import be_the_first_to_go, become_subreaper, end_children, reaped
 
 DEFAULT_PRELOAD = ("torch", "torch.distributed")
 ENDING_S = 60.0

@@ -25,11 +25,12 @@ from ..agent.watch import described_exit
 from ..config import load
 from ..errors import EXIT_FENCED, DeadpoolError, TransportError
 from ..transport import local
-from ..transport.descriptors import pidfd_open
+from ..transport.descriptors import await_end, pidfd_open
 from ..transport.framing import ConnectionClosed
+from ..transport.linux import die_with_parent
 from ..transport.local import LocalConnection
 from ..transport.unix import listen_unix
-from .processes import Program, die_with_parent, ending_signals, spawn
+from .processes import Program, ending_signals, spawn
 from .roles import Launch
 
 STANDBY = (sys.executable, "-u", "-m", "deadpool_plugin.launch.standby")
@@ -203,12 +204,10 @@ class Supervisor:
     def _end_agent(self) -> None:
         """It ends by itself once all supervisors have closed their connections; if not, it is made to."""
         pidfd = pidfd_open(self._agent)
-        ended = select.poll()
-        ended.register(pidfd, select.POLLIN)
         for number in (None, signal.SIGTERM, signal.SIGKILL):
             if number is not None:
                 os.kill(self._agent, number)
-            if ended.poll(LEAVE_S * 1000):
+            if await_end(pidfd, LEAVE_S):
                 break
         self._reap_agent(number)
 

@@ -23,12 +23,12 @@ import xxhash
 
 from ..errors import ConfigError, MemoryShortage, TransportError, invariant
 from ..transport import descriptors
+from ..transport.linux import libc
 
 PAGE_BYTES = mmap.PAGESIZE
 _PREFIX = struct.Struct("<8sQQ")  # magic, length of the encoded header, its xxh3
 _MAGIC = b"deadpool"
 _SEALS = descriptors.F_SEAL_SHRINK | descriptors.F_SEAL_GROW | descriptors.F_SEAL_SEAL
-_libc = ctypes.CDLL(None, use_errno=True)
 _MADV_DONTDUMP = 16
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 TOUCH_BYTES = 8 << 20  # some 5 ms, ten times that on a loaded host
@@ -148,7 +148,7 @@ class SlotPair:
 
         That alone would not do on any: fallocate leaves zeroing and mapping to whoever writes first.
         """
-        if not _libc.madvise(ctypes.c_void_p(address + start), ctypes.c_size_t(size), _MADV_POPULATE_WRITE):
+        if not libc.madvise(ctypes.c_void_p(address + start), ctypes.c_size_t(size), _MADV_POPULATE_WRITE):
             return
         error = ctypes.get_errno()
         if error != errno.EINVAL:

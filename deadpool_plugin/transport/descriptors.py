@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import ctypes
 import os
+import select
 import signal
+
+from .linux import libc
 
 MFD_CLOEXEC, MFD_ALLOW_SEALING = 1, 2
 F_ADD_SEALS, F_GET_SEALS = 1033, 1034
 F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW = 1, 2, 4
 _MEMFD_CREATE = {"x86_64": 319, "aarch64": 279}
 _PIDFD_SEND_SIGNAL, _PIDFD_OPEN = 424, 434  # on every machine
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def memfd_create(name: str, flags: int) -> int:
@@ -34,6 +36,13 @@ def pidfd_open(pid: int) -> int:
     return _call(_PIDFD_OPEN, ctypes.c_int(pid), ctypes.c_uint(0))
 
 
+def await_end(pidfd: int, within_s: float | None = None) -> bool:
+    """Whether the process has ended. Blocks: until it has, at most `within_s`; None: however long that takes."""
+    end = select.poll()  # `select` takes no descriptor above 1023, of which a trainer may have many
+    end.register(pidfd, select.POLLIN)
+    return bool(end.poll(None if within_s is None else max(0.0, within_s) * 1000))
+
+
 def pidfd_send_signal(pidfd: int, number: int) -> None:
     """Raises: OSError"""
     if hasattr(signal, "pidfd_send_signal"):
@@ -44,7 +53,7 @@ def pidfd_send_signal(pidfd: int, number: int) -> None:
 
 def _call(number: int, *arguments: object) -> int:
     """The system call `number`; the kernel knows none below 0 (ENOSYS)."""
-    result: int = _libc.syscall(ctypes.c_long(number), *arguments)
+    result: int = libc.syscall(ctypes.c_long(number), *arguments)
     if result < 0:
         error = ctypes.get_errno()
         raise OSError(error, os.strerror(error))

@@ -6,22 +6,20 @@ Rules of this file: Linux; no process is waited for without having been killed b
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
-import select
 import signal
 
-from ..transport.descriptors import pidfd_open, pidfd_send_signal
-
-_PR_SET_PDEATHSIG = 1
+from ..transport import linux
+from ..transport.descriptors import await_end, pidfd_open, pidfd_send_signal
 
 
 def die_with_parent() -> None:
-    """Let the kernel kill this process when its parent ends; at once if it has ended already."""
+    """Let the kernel kill this process when its parent ends; at once if it has ended already: nobody who trains is
+    process 1, which orphans are given to."""
     parent = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent or parent == 1:
+    if parent == 1:
         os.kill(os.getpid(), signal.SIGKILL)
+    linux.die_with_parent(signal.SIGKILL, parent)
 
 
 def kill_tree(pid: int) -> None:
@@ -41,9 +39,7 @@ def kill_tree(pid: int) -> None:
         with contextlib.suppress(ProcessLookupError):
             pidfd_send_signal(descriptor, signal.SIGKILL)
     for descriptor in watched:
-        end = select.poll()  # `select` takes no descriptor above 1023, of which a trainer may have many
-        end.register(descriptor, select.POLLIN)
-        end.poll()
+        await_end(descriptor)
         os.close(descriptor)
 
 

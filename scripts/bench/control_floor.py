@@ -20,7 +20,7 @@ import msgspec
 
 from deadpool_plugin.core.messages import Decided
 from deadpool_plugin.core.types import Ballot, Source, SwapPlan, World
-from deadpool_plugin.launch.processes import die_with_parent
+from deadpool_plugin.transport.linux import die_with_parent
 
 SMALL_BYTES = 100
 _LENGTH = struct.Struct("!I")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from clusters.launched import free_port
 
-from deadpool_plugin.launch.processes import die_with_parent
+from deadpool_plugin.transport.linux import die_with_parent
 
 from . import control_agents, control_kernel
 from .control_agents import Party

@@ -112,7 +112,7 @@ class Host:
             os._exit(1)
 
     def _become(self, driver: int) -> None:
-        from deadpool_plugin.launch.processes import die_with_parent
+        from deadpool_plugin.transport.linux import die_with_parent
 
         os.setsid()
         die_with_parent(signal.SIGKILL, driver)

@@ -23,7 +23,7 @@ from typing import NoReturn
 
 import xxhash
 
-from deadpool_plugin.launch.processes import die_with_parent
+from deadpool_plugin.transport.linux import die_with_parent
 from deadpool_plugin.launch.standby import Order, Standby
 from deadpool_plugin.mirror.arena import SlotPair
 from deadpool_plugin.transport import local

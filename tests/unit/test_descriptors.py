@@ -6,7 +6,6 @@ import errno
 import fcntl
 import os
 import re
-import select
 import signal
 import subprocess
 import sys
@@ -34,18 +33,12 @@ def python(request, monkeypatch):
             monkeypatch.delattr(module, name, raising=False)
 
 
-def ended(pidfd: int, timeout_s: float) -> bool:
-    waiting = select.poll()
-    waiting.register(pidfd, select.POLLIN)
-    return bool(waiting.poll(timeout_s * 1000))
-
-
 def test_a_process_is_watched_and_ended(python):
     with subprocess.Popen(ENDS_LATER) as process:
         pidfd = descriptors.pidfd_open(process.pid)
-        assert not os.get_inheritable(pidfd) and not ended(pidfd, 0.0)
+        assert not os.get_inheritable(pidfd) and not descriptors.await_end(pidfd, 0.0)
         descriptors.pidfd_send_signal(pidfd, signal.SIGKILL)
-        assert ended(pidfd, 20.0)
+        assert descriptors.await_end(pidfd, 20.0)
         os.close(pidfd)
     assert process.returncode == -signal.SIGKILL
 

@@ -94,7 +94,7 @@ def test_memory_that_is_refused_is_a_shortage(monkeypatch: pytest.MonkeyPatch, r
         return -1
 
     if refuses == "madvise":
-        monkeypatch.setattr(arena, "_libc", SimpleNamespace(madvise=refused))
+        monkeypatch.setattr(arena, "libc", SimpleNamespace(madvise=refused))
     else:
         monkeypatch.setattr(arena, "_MADV_POPULATE_WRITE", 9999)
         monkeypatch.setattr(os, "posix_fallocate", refused)

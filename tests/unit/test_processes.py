@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from deadpool_plugin.agent import proc
 from deadpool_plugin.launch import processes
 
 
@@ -32,7 +33,7 @@ def test_a_child_that_somebody_else_has_waited_for_ends_nothing_but_itself(monke
     gone.wait()
     living = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
     rounds = iter([[gone.pid, living.pid], []])
-    monkeypatch.setattr(processes, "_children", lambda: next(rounds))
+    monkeypatch.setattr(proc, "children", lambda pid: next(rounds))
     processes.end_children(60.0)
     assert not os.path.exists(f"/proc/{living.pid}")
     living.wait()
@@ -42,7 +43,7 @@ def test_a_child_that_does_not_end_is_not_waited_for_for_ever(monkeypatch):
     stuck = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
     try:
         with monkeypatch.context() as patch:
-            patch.setattr(processes, "_children", lambda: [stuck.pid])
+            patch.setattr(proc, "children", lambda pid: [stuck.pid])
             patch.setattr(processes.os, "kill", lambda pid, number: None)
             said = rf"process {stuck.pid} was killed and does not end \(state [RSD]\)"
             with pytest.raises(TimeoutError, match=said):

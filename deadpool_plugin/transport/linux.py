@@ -1,0 +1,36 @@
+"""What a process of ours asks of Linux that Python has no call for.
+
+Rules of this file: standard library only, as the smallest of our processes load it. Source: prctl(2).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def prctl(option: int, value: int) -> None:
+    """Raises: OSError"""
+    if libc.prctl(option, value, 0, 0, 0) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"prctl({option}, {value}): {os.strerror(error)}")
+
+
+def die_with_parent(death_signal: int = signal.SIGKILL, parent: int | None = None) -> None:
+    """Let the kernel send this process `death_signal` when its parent ends; at once if it has ended already.
+
+    "Its parent" is the thread that forked it, hence to be a main one.
+
+    Args:
+        parent: the expected parent; None takes the present one (one that died before the call is not noticed then).
+    Raises: OSError
+    """
+    expected = os.getppid() if parent is None else parent
+    prctl(PR_SET_PDEATHSIG, int(death_signal))
+    if os.getppid() != expected:
+        os.kill(os.getpid(), death_signal)
