@@ -105,6 +105,11 @@ class GenerationChanged(BaseException):
         self.generation = generation
 
 
+def shell_code(exit_code: int) -> int:
+    """A child's exit code as a shell says it: 128 + N, not -N, if signal N has ended it."""
+    return exit_code if exit_code >= 0 else 128 - exit_code
+
+
 def invariant(condition: object, message: str) -> None:
     """Raise InvariantViolated unless `condition` holds.
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 
 from ..core import io
 from ..core.types import NodeId, Rank
+from ..errors import shell_code
 from ..transport import local
 from ..transport.local import LocalPeer
 from . import proc
@@ -76,7 +77,7 @@ class Lives:
         what = f"process {process.pid} {described_exit(exit_code)}"
         if self.ending:
             if slot.rank >= 0 and (process.took_over or not process.rehearses):
-                self.late_exit_code = max(exit_code if exit_code >= 0 else 128 - exit_code, self.late_exit_code)
+                self.late_exit_code = max(shell_code(exit_code), self.late_exit_code)
             self._end_standby(slot)
         elif self._standby_is_gone(slot):
             self._standby_ended(slot, "was ended, and what it had forked with it")

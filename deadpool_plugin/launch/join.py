@@ -22,7 +22,7 @@ from ..agent.meeting import versions
 from ..agent.world import check_alike
 from ..config import Config, load
 from ..core.types import NodeId
-from ..errors import EXIT_TAKEN, ConfigError, PeerRefused, TransportError
+from ..errors import EXIT_TAKEN, ConfigError, PeerRefused, TransportError, shell_code
 from ..transport.framing import ConnectionClosed
 from ..transport.guests import Describe, JobDescription, Reserve, Reserved, ask, expect
 from ..transport.handshake import ANY_JOB, Credentials
@@ -274,7 +274,7 @@ def _wait(children: dict[int, subprocess.Popen[bytes]]) -> int:
             continue
         child.returncode = os.waitstatus_to_exitcode(status)
         if child.returncode != 0 and exit_code == 0:
-            exit_code = child.returncode if child.returncode > 0 else 128 - child.returncode
+            exit_code = shell_code(child.returncode)
             _end(children, signal.SIGTERM)
     return exit_code
 

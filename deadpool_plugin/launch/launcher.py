@@ -21,7 +21,7 @@ import yaml
 from ..agent import proc
 from ..agent.meeting import versions
 from ..config import Config, load
-from ..errors import ConfigError
+from ..errors import ConfigError, shell_code
 from ..transport.sockets import allow_many_files
 from . import leash
 from .outcome import Outcome, outcome
@@ -124,8 +124,7 @@ class Launcher:
             await asyncio.wait([ended], timeout=self._patience_s)
         stopping.cancel()
         proc.sweep(self._tag)
-        code = await ended
-        return code if code >= 0 else 128 - code
+        return shell_code(await ended)
 
     def _interrupt(self, number: int) -> None:
         """The stewards end the job; the second time, at once."""

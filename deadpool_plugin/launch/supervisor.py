@@ -23,7 +23,7 @@ from ..agent import joining, proc
 from ..agent.notice import NOTICE_S
 from ..agent.watch import described_exit
 from ..config import load
-from ..errors import EXIT_FENCED, DeadpoolError, TransportError
+from ..errors import EXIT_FENCED, DeadpoolError, TransportError, shell_code
 from ..transport import local
 from ..transport.descriptors import await_end, pidfd_open
 from ..transport.framing import ConnectionClosed
@@ -199,7 +199,7 @@ class Supervisor:
         if self._agent:
             self._end_agent()
         sys.stdout.flush()
-        os._exit(exit_code if exit_code >= 0 else 128 - exit_code)
+        os._exit(shell_code(exit_code))
 
     def _end_agent(self) -> None:
         """It ends by itself once all supervisors have closed their connections; if not, it is made to."""
