@@ -15,6 +15,7 @@ import msgspec
 from ..core.types import NodeId
 from ..transport.rendezvous import Hello
 from ..transport.sockets import Address
+from . import files
 
 FOLDER = "nodes"
 
@@ -38,9 +39,8 @@ def publish(output_dir: Path, hello: Hello, config: str, job: str) -> None:
     """Write this node's file. Raises: OSError."""
     path = path_of(output_dir, hello.node)
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{hello.host}.{os.getpid()}")
-    draft.write_bytes(msgspec.json.encode(Contact(hello.node, hello.host, os.getpid(), hello.control, config, job)))
-    draft.replace(path)
+    contact = Contact(hello.node, hello.host, os.getpid(), hello.control, config, job)
+    files.put(path, msgspec.json.encode(contact))
 
 
 def withdraw(output_dir: Path, node: NodeId) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from ..agent import files
 from ..errors import ConfigError
 from ..sim.campaign import Summary, campaign
 from ..sim.schedule import Ranges
@@ -94,9 +95,7 @@ def go_on(path: Path, record: Record, last: int, piece: int, progress: Callable[
         record.summary.merge(campaign(range(record.last, until), record.ranges, record.fixed, record.jobs))
         wall_s, cpu_s = record.wall_s + time.monotonic() - began, record.cpu_s + _cpu_s() - used
         record = msgspec.structs.replace(record, last=until, wall_s=wall_s, cpu_s=cpu_s)
-        scratch = path.with_name(path.name + ".new")
-        scratch.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n")
-        scratch.replace(path)
+        files.put(path, msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n")
         progress(record.summary)
     return record
 

@@ -23,7 +23,7 @@ from typing import NoReturn
 import msgspec
 
 from .. import events
-from ..agent import contacts
+from ..agent import contacts, files
 from ..agent.meeting import versions
 from ..agent.world import first_difference
 from ..config import Config, load
@@ -184,12 +184,9 @@ def told_to_guests(path: Path, config: str) -> Iterator[None]:
 
 
 def put(path: Path, content: bytes) -> None:
-    """Whole or not at all. Raises: ConfigError."""
-    draft = path.with_name(f"{path.name}.{os.uname().nodename}.{os.getpid()}")
+    """For our eyes only, whole or not at all. Raises: ConfigError."""
     try:
-        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
-            file.write(content)
-        draft.replace(path)
+        files.put(path, content, 0o600)
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be written ({error.strerror})", f"room in {path.parent}", "make some"
