@@ -17,8 +17,7 @@ from ..config import Config
 from ..core.messages import AnyMessage
 from ..core.types import NodeId
 from ..errors import PeerRefused, TransportError, present
-from ..mirror.bulk import BulkServer
-from ..mirror.server import OnMirrored
+from ..mirror.server import BulkServer, OnMirrored
 from ..mirror.store import SnapshotStore
 from ..transport.handshake import Credentials
 from ..transport.rendezvous import Hello, job_id, meet

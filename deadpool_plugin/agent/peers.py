@@ -15,8 +15,9 @@ from typing import TypeVar
 from ..core import io
 from ..core.types import NodeId
 from ..errors import TransportError
-from ..mirror.bulk import BulkPeer, RefusedByPeer
+from ..mirror.peer import BulkPeer
 from ..mirror.store import SnapshotStore
+from ..mirror.wire import RefusedByPeer
 from ..transport.handshake import Credentials
 from ..transport.sockets import Address
 

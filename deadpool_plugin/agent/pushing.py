@@ -17,11 +17,11 @@ from ..core import io
 from ..core.placement import buddies_of, needs_payload
 from ..core.types import NO_STEP, Generation, NodeId, Rank, Step, World
 from ..errors import DeadpoolError
-from ..mirror.bulk import InAnotherGeneration
 from ..mirror.integrity import CorruptSnapshot
 from ..mirror.peer import TransferFailed
 from ..mirror.records import NotHeld
 from ..mirror.store import SnapshotStore
+from ..mirror.wire import InAnotherGeneration
 from .peers import Peers
 from .profile import Profile
 

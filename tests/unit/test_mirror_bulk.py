@@ -14,10 +14,11 @@ from deadpool_plugin.errors import DeadpoolError, PeerRefused, StaleGeneration, 
 from deadpool_plugin.mirror import peer as peer_module
 from deadpool_plugin.mirror import wire
 from deadpool_plugin.mirror.arena import SlotPair, SnapshotHeader
-from deadpool_plugin.mirror.bulk import BulkPeer, BulkServer, InAnotherGeneration, RefusedByPeer
 from deadpool_plugin.mirror.integrity import Sums
+from deadpool_plugin.mirror.peer import BulkPeer
+from deadpool_plugin.mirror.server import BulkServer
 from deadpool_plugin.mirror.store import SnapshotStore
-from deadpool_plugin.mirror.wire import FRAME_BYTES, BulkStream
+from deadpool_plugin.mirror.wire import FRAME_BYTES, BulkStream, InAnotherGeneration, RefusedByPeer
 from deadpool_plugin.transport.handshake import Credentials, shake_hands
 from deadpool_plugin.transport.sockets import bound_address, listen_tcp
 

@@ -10,8 +10,8 @@ import pytest
 from deadpool_plugin.agent.peers import Peers
 from deadpool_plugin.core import io
 from deadpool_plugin.errors import TransportError
-from deadpool_plugin.mirror.bulk import RefusedByPeer
 from deadpool_plugin.mirror.store import SnapshotStore
+from deadpool_plugin.mirror.wire import RefusedByPeer
 from deadpool_plugin.transport.handshake import Credentials
 
 
