@@ -15,16 +15,16 @@ from typing import Any
 import msgspec
 
 from ..core.types import Generation, NodeId
-from ..errors import CorruptFrame, TransportError
-from .framing import LENGTH, ConnectionClosed, checked_length, pack_frame
-from .handshake import HANDSHAKE_TIMEOUT_S, Credentials, recv_exact_async, shake_hands_async
+from ..errors import TransportError
+from .exchange import put, take
+from .framing import ConnectionClosed
+from .handshake import HANDSHAKE_TIMEOUT_S, Credentials, shake_hands_async
 from .rendezvous import Hello
-from .sockets import Address, connected, remote_name, tune
+from .sockets import Address, connected, tune
 
 PURPOSE = "control"
 GUEST: NodeId = 0xFFFFFFFF
 """The identity of who has no node id."""
-_FRAME_BYTES_MAX = 16 << 20
 
 
 class Guest(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -95,27 +95,6 @@ class Refused(Guest, frozen=True):
 Question = Describe | Reserve | Announce
 Answer = JobDescription | Reserved | Admitted | Busy | Refused
 OnGuest = Callable[[Question], Answer]
-
-
-async def put(sock: socket.socket, message: Guest) -> None:
-    """Send one question or answer on a connection that is no link yet."""
-    frame = pack_frame(msgspec.msgpack.encode(message), _FRAME_BYTES_MAX)
-    await asyncio.get_running_loop().sock_sendall(sock, frame)
-
-
-async def take(sock: socket.socket, kinds: Any) -> Any:
-    """The next one, read to its last byte and no further.
-
-    Raises: EOFError at the end of the connection; CorruptFrame if it is none of `kinds`.
-    """
-    length = checked_length(await recv_exact_async(sock, LENGTH.size), _FRAME_BYTES_MAX)
-    body = await recv_exact_async(sock, length)
-    try:
-        return msgspec.msgpack.decode(body, type=kinds)
-    except msgspec.MsgspecError as error:
-        raise CorruptFrame(
-            f"{remote_name(sock)} sent what cannot be read here: {error}", remedy="use one version on all hosts"
-        ) from error
 
 
 async def ask(

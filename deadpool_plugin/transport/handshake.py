@@ -18,6 +18,7 @@ import struct
 from dataclasses import dataclass, field
 
 from ..errors import PeerRefused
+from .exchange import recv_exact_async
 from .framing import ConnectionClosed
 from .sockets import remote_name
 
@@ -162,14 +163,3 @@ async def shake_hands_async(
         return await asyncio.wait_for(exchange(), timeout_s)
     except (OSError, EOFError, asyncio.TimeoutError) as error:
         raise ConnectionClosed(f"the handshake with {remote_name(sock)} ended early: {error!r}") from error
-
-
-async def recv_exact_async(sock: socket.socket, size: int) -> bytes:
-    loop = asyncio.get_running_loop()
-    data = b""
-    while len(data) < size:
-        piece = await loop.sock_recv(sock, size - len(data))
-        if not piece:
-            raise EOFError("the other end closed the connection")
-        data += piece
-    return data

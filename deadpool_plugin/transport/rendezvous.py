@@ -13,18 +13,17 @@ import hashlib
 import logging
 import socket
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 
 from ..core.types import NodeId
-from ..errors import CorruptFrame, PeerRefused, TransportError
-from .framing import LENGTH, ConnectionClosed, checked_length, pack_frame
-from .handshake import Credentials, recv_exact_async, shake_hands_async
+from ..errors import PeerRefused, TransportError
+from .exchange import packed, put, take
+from .framing import ConnectionClosed
+from .handshake import Credentials, shake_hands_async
 from .sockets import Address, connected, listening, remote_name, tune
 
 PURPOSE = "rendezvous"
-_FRAME_BYTES_MAX = 16 << 20
 _RETRY_S = 0.2
 _log = logging.getLogger(__name__)
 
@@ -152,7 +151,7 @@ class _Host:
         try:
             tune(sock, 10.0)
             peer = await shake_hands_async(sock, self._credentials, PURPOSE, 0, dialling=False)
-            hello = await _recv(sock, Hello)
+            hello = await take(sock, Hello)
             if hello.node != peer or not 0 < peer < self._nodes_total:
                 raise PeerRefused(
                     f"refused {address}: it is node {hello.node}", f"1..{self._nodes_total - 1}", address=address
@@ -176,7 +175,7 @@ class _Host:
         self._changed.set()
 
     async def _tell_all(self, message: _Table | _Failed) -> None:
-        frame = pack_frame(msgspec.msgpack.encode(message), _FRAME_BYTES_MAX)
+        frame = packed(message)
         loop = asyncio.get_running_loop()
         sends = [asyncio.wait_for(loop.sock_sendall(sock, frame), 10.0) for sock in self._socks.values()]
         for peer, result in zip(list(self._socks), await asyncio.gather(*sends, return_exceptions=True), strict=True):
@@ -185,15 +184,13 @@ class _Host:
 
 
 async def _join(node: NodeId, master: Address, hello: Hello, credentials: Credentials) -> list[Hello]:
-    loop = asyncio.get_running_loop()
     while True:
         try:
             with await connected(master) as sock:
                 tune(sock, 10.0)
                 await shake_hands_async(sock, credentials, PURPOSE, node, dialling=True)
-                body = pack_frame(msgspec.msgpack.encode(hello), _FRAME_BYTES_MAX)
-                await loop.sock_sendall(sock, body)
-                answer = await _recv(sock, _Table | _Failed)
+                await put(sock, hello)
+                answer = await take(sock, _Table | _Failed)
         except (ConnectionClosed, OSError, EOFError) as error:  # node 0 is not there yet, or was started again
             _log.info("node 0 at %s:%d does not answer yet: %s", *master, error)
             await asyncio.sleep(_RETRY_S)
@@ -201,12 +198,3 @@ async def _join(node: NodeId, master: Address, hello: Hello, credentials: Creden
         if isinstance(answer, _Failed):
             raise TransportError(f"node 0 gave up: {answer.reason}")
         return list(answer.hellos)
-
-
-async def _recv(sock: socket.socket, kind: Any) -> Any:
-    length = checked_length(await recv_exact_async(sock, LENGTH.size), _FRAME_BYTES_MAX)
-    body = await recv_exact_async(sock, length)
-    try:
-        return msgspec.msgpack.decode(body, type=kind)
-    except msgspec.MsgspecError as error:
-        raise CorruptFrame(f"{remote_name(sock)} sent what is no rendezvous message: {error}") from error

@@ -19,6 +19,7 @@ from ..core.messages import AnyMessage, Goodbye
 from ..core.types import NodeId
 from ..errors import CorruptFrame, PeerRefused, TransportError
 from . import guests
+from .exchange import put, take
 from .framing import ConnectionClosed, FrameProtocol
 from .guests import GUEST, PURPOSE, Admitted, Announce, Answer, OnGuest
 from .handshake import Credentials, shake_hands_async
@@ -178,7 +179,7 @@ class ControlMesh:
         peer, answer = admitted
         self._known = (self._known or set()) | {peer}
         try:
-            await guests.put(sock, answer)
+            await put(sock, answer)
             await self._attach(sock, peer)
         except OSError as error:
             sock.close()
@@ -205,8 +206,8 @@ class ControlMesh:
             peer = await shake_hands_async(sock, self._credentials, PURPOSE, GUEST, dialling=True)
             if peer != node:
                 raise ConnectionClosed(f"node {peer} is where node {node} was")
-            await guests.put(sock, Announce(hello))
-            answer: Answer = await guests.take(sock, Answer)
+            await put(sock, Announce(hello))
+            answer: Answer = await take(sock, Answer)
             if not isinstance(answer, Admitted):
                 sock.close()
                 return answer

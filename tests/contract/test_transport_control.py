@@ -10,8 +10,9 @@ import pytest
 from deadpool_plugin.core.messages import AnyMessage, Goodbye, Status
 from deadpool_plugin.errors import PeerRefused, TransportError
 from deadpool_plugin.transport import tcp
+from deadpool_plugin.transport.exchange import recv_exact_async
 from deadpool_plugin.transport.guests import PURPOSE
-from deadpool_plugin.transport.handshake import Credentials, Handshake, recv_exact_async, shake_hands_async
+from deadpool_plugin.transport.handshake import Credentials, Handshake, shake_hands_async
 from deadpool_plugin.transport.sockets import connected
 from deadpool_plugin.transport.tcp import ControlMesh
 

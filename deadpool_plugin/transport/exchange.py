@@ -1,0 +1,54 @@
+"""One message at a time on a connection that is no link yet: the rendezvous, and guests.
+
+Rules of this file: a message is one frame, read to its last byte and no further (what follows may be a link's); the
+socket does not block. Which messages exist is not known here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import Any
+
+import msgspec
+
+from ..errors import CorruptFrame
+from .framing import CONTROL_FRAME_BYTES_MAX, LENGTH, checked_length, pack_frame
+from .sockets import remote_name
+
+
+def packed(message: msgspec.Struct) -> bytes:
+    """What `put` sends, for who sends it to many. Raises: TransportError if it is too long."""
+    return pack_frame(msgspec.msgpack.encode(message), CONTROL_FRAME_BYTES_MAX)
+
+
+async def put(sock: socket.socket, message: msgspec.Struct) -> None:
+    """Raises: OSError; TransportError if it is too long."""
+    await asyncio.get_running_loop().sock_sendall(sock, packed(message))
+
+
+async def take(sock: socket.socket, kinds: Any) -> Any:
+    """The next message.
+
+    Raises: EOFError at the end of the connection; OSError; CorruptFrame if it is none of `kinds`.
+    """
+    length = checked_length(await recv_exact_async(sock, LENGTH.size), CONTROL_FRAME_BYTES_MAX)
+    body = await recv_exact_async(sock, length)
+    try:
+        return msgspec.msgpack.decode(body, type=kinds)
+    except msgspec.MsgspecError as error:
+        raise CorruptFrame(
+            f"{remote_name(sock)} sent what cannot be read here: {error}", remedy="use one version on all hosts"
+        ) from error
+
+
+async def recv_exact_async(sock: socket.socket, size: int) -> bytes:
+    """Raises: EOFError at the end of the connection; OSError"""
+    loop = asyncio.get_running_loop()
+    data = b""
+    while len(data) < size:
+        piece = await loop.sock_recv(sock, size - len(data))
+        if not piece:
+            raise EOFError("the other end closed the connection")
+        data += piece
+    return data
