@@ -123,7 +123,7 @@ class Workers:
 
     def _store_offer(self, slot: Slot, peer: LocalPeer, message: local.StoreOffer) -> None:
         if slot.living is not None:  # else these are the last words of one that is known to be dead
-            self.lives.hosts(slot, slot.living, f"{message.host}:{message.port}")
+            self.lives.hosts(slot, slot.living, message.address)
 
     def replace_store(self, address: str) -> None:
         """Groups are built over the store at `address`: whichever process here hosts it offers another one.

@@ -108,10 +108,9 @@ class WorkerHello(LocalMessage, frozen=True):
 
 
 class StoreOffer(LocalMessage, frozen=True):
-    """Worker -> agent: a fresh TCPStore for the next group build listens here."""
+    """Worker -> agent: a fresh TCPStore for the next group build listens at `address` ("host:port")."""
 
-    host: str
-    port: int
+    address: str
 
 
 class HostStore(LocalMessage, frozen=True):

@@ -137,8 +137,7 @@ class Context:
         server, address = host_store()
         self._stores.append(server)
         del self._stores[:-STORES_KEPT]
-        host, port = address.rsplit(":", 1)
-        self.link.send(local.StoreOffer(host, int(port)))
+        self.link.send(local.StoreOffer(address))
 
 
 def available(adapters: Sequence[Adapter]) -> list[Adapter]:

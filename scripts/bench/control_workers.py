@@ -146,7 +146,8 @@ class Rank:
 
     def _offer_store(self) -> None:
         self._stores += 1
-        self._send(local.StoreOffer(HOST, self._rank * 1000 + self._stores))  # a name like another: nobody connects
+        port = self._rank * 1000 + self._stores  # a name like another: nobody connects
+        self._send(local.StoreOffer(f"{HOST}:{port}"))
 
     # ---- from the top
 

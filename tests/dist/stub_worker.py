@@ -79,7 +79,7 @@ class Process:
     def offer_store(self) -> None:
         if self.local_rank == 0:
             self.stores += 1
-            self.connection.send(local.StoreOffer("127.0.0.1", os.getpid() * 1000 + self.stores))
+            self.connection.send(local.StoreOffer(f"127.0.0.1:{os.getpid() * 1000 + self.stores}"))
 
     def listen(self, timeout_s: float | None = None) -> bool:
         """Take in what has come; False if nothing came in time."""

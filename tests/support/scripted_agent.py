@@ -154,8 +154,8 @@ class ScriptedAgent:
 
     def handle(self, rank: int, worker: Worker, message: local.LocalMessage) -> None:
         match message:
-            case local.StoreOffer(host, port):  # of a spare, too, which offers one only
-                self.stores[rank] = f"{host}:{port}", worker
+            case local.StoreOffer(address):  # of a spare, too, which offers one only
+                self.stores[rank] = address, worker
                 if self.generation == 0 and rank == 0 and self.workers[0].ready is None:
                     store, _ = self.stores.pop(0)
                     for other in self.workers.values():

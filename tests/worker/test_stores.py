@@ -24,13 +24,13 @@ def test_a_store_is_hosted_while_the_main_thread_is_somewhere_else():
 
     def offer() -> None:
         threads.append(threading.current_thread())
-        link.send(local.StoreOffer("127.0.0.1", 4711))
+        link.send(local.StoreOffer("127.0.0.1:4711"))
 
     link.on_host_store = offer
     link.start()
     agent.send(local.HostStore())
     message, _ = agent.recv()
-    assert message == local.StoreOffer("127.0.0.1", 4711)
+    assert message == local.StoreOffer("127.0.0.1:4711")
     assert threads != [threading.main_thread()]
     agent.send(local.RunRank(3, {}))
     assert link.receive(local.RunRank, local.HostStore)[0] == local.RunRank(3, {})  # it was nothing for the main thread
