@@ -277,9 +277,3 @@ class SnapshotStore(Holdings):
             if pair.header_digest(step) != digest:
                 return None
             return holding
-
-    def close(self) -> None:
-        """Frees all slots."""
-        self.drop_prepared()
-        for rank in {*self._own, *self._mirrored}:
-            self.release(rank)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import array
 import contextlib
 import os
-import select
 import socket
 import struct
 import threading
@@ -135,18 +134,11 @@ class Connection(Generic[M]):
         except OSError as error:
             raise ConnectionClosed(f"the local connection is closed: {error}") from error
 
-    def recv(self, timeout_s: float | None = None) -> tuple[M, list[int]]:
+    def recv(self) -> tuple[M, list[int]]:
         """The next message and its descriptors, which then belong to the caller.
 
-        Args:
-            timeout_s: how long to wait for the frame to begin; None waits for ever.
-        Raises: ConnectionClosed at the end of the stream; TimeoutError.
+        Raises: ConnectionClosed at the end of the stream. Blocks: until the message is here.
         """
-        if timeout_s is not None:
-            poll = select.poll()
-            poll.register(self._sock, select.POLLIN)
-            if not poll.poll(timeout_s * 1000):
-                raise TimeoutError(f"no local message within {timeout_s} s")
         fds: list[int] = []
         try:
             prefix = self._recv_exact(LENGTH.size, fds)

@@ -139,7 +139,7 @@ class Peer(Generic[M]):
 
 
 class Server(Generic[M]):
-    """Accepts local connections on the running event loop. Thread: the event loop's only.
+    """Accepts local connections for as long as the running event loop runs. Thread: the event loop's only.
 
     Args:
         sock: a listening socket (`listen_unix`).
@@ -163,8 +163,7 @@ class Server(Generic[M]):
         self.on_closed = on_closed
         self.on_refused = on_refused
         self._sock = sock
-        self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(sock, self._accept)
+        asyncio.get_running_loop().add_reader(sock, self._accept)
 
     def _accept(self) -> None:
         try:
@@ -179,10 +178,3 @@ class Server(Generic[M]):
             return
         sock.setblocking(False)
         self.peers.add(Peer(sock, pid, self))
-
-    def close(self) -> None:
-        """Stops listening and ends all connections."""
-        self._loop.remove_reader(self._sock)
-        self._sock.close()
-        for peer in list(self.peers):
-            peer.close()

@@ -150,10 +150,6 @@ class Cluster:
         self.nodes[index].killed = True
         self._signal(index, signal.SIGKILL)
 
-    def silence_node(self, index: int) -> None:
-        """The host still has its connections and says nothing any more."""
-        self._signal(index, signal.SIGSTOP)
-
     def tell_node(self, index: int) -> None:
         """The host is told to end (SIGTERM), each of its processes but what plays its launcher."""
         leader = self.nodes[index].leader

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from support.stores import free
 
 from deadpool_plugin.agent.fetching import Fetches
 from deadpool_plugin.agent.profile import Profile
@@ -61,7 +62,7 @@ def test_a_fetch_that_failed_leaves_its_slots_to_the_next_one():
     assert store.own(0) is None and holder.filled[0].open(3) is None
     asyncio.run(fetches.bring(Source(0, 0, 0, 0), 3, PROFILE))
     assert holder.filled[0] is holder.filled[1] is store.own(0) and store.owns(0, 3)
-    store.close()
+    free(store)
 
 
 def test_no_slots_are_made_for_a_generation_that_is_over():
@@ -70,4 +71,4 @@ def test_no_slots_are_made_for_a_generation_that_is_over():
     with pytest.raises(StaleGeneration):
         asyncio.run(Fetches(1, store, holder, Silent()).bring(Source(0, 0, 0, 0), 3, PROFILE))
     assert not holder.filled and not store.has_slots(0)
-    store.close()
+    free(store)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 import pytest
+from support.stores import free
 
 from deadpool_plugin.core.types import Holding
 from deadpool_plugin.errors import DeadpoolError, PeerRefused, StaleGeneration, TransportError
@@ -73,7 +74,7 @@ class Node:
         for peer in self.peers:
             peer.close()
         self.server.close()
-        self.store.close()
+        free(self.store)
 
 
 def content(rank: int, step: int) -> bytes:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.stores import free
 
 from deadpool_plugin.core.types import Holding
 from deadpool_plugin.errors import MemoryShortage, StaleGeneration, TransportError
@@ -32,7 +33,7 @@ def test_holdings_are_the_two_newest_steps() -> None:
         store.readable(0, 2, payload=True)
     with pytest.raises(TransportError, match="does not hold it"):
         store.staged(0, 4, 0, (0,))
-    store.close()
+    free(store)
 
 
 def test_a_roll_back_forgets_later_steps_and_records() -> None:
@@ -47,7 +48,7 @@ def test_a_roll_back_forgets_later_steps_and_records() -> None:
         store.staged(0, 3, 0, (0,))
     staged(store, 0, 3, 1)
     assert [holding.step for holding in store.holdings()] == [2, 3]
-    store.close()
+    free(store)
 
 
 def test_only_ranks_of_which_something_is_here_take_part_in_a_roll_back() -> None:
@@ -62,7 +63,7 @@ def test_only_ranks_of_which_something_is_here_take_part_in_a_roll_back() -> Non
     store.release(3)
     store.release(7)
     assert store.ranks() == [5]
-    store.close()
+    free(store)
 
 
 def test_the_fence_never_goes_back_and_is_told_once() -> None:
@@ -91,8 +92,8 @@ def test_a_mirror_keeps_headers_when_it_needs_room_for_payloads() -> None:
         store.finish_mirror(large, encoded, 0, Holding(0, 5, True, (0,)), [])
     with pytest.raises(TransportError, match="runs on this node"):
         origin.begin_mirror(0, 5, 0, 4096, 64)
-    store.close()
-    origin.close()
+    free(store)
+    free(origin)
 
 
 def test_slots_that_were_replaced_are_closed_also_if_the_world_changed_meanwhile(monkeypatch) -> None:
@@ -120,7 +121,7 @@ def test_slots_that_were_replaced_are_closed_also_if_the_world_changed_meanwhile
         begin_while(lambda: store._become_own(create(0, 4096, 256)), 256, generation=1)
     assert [pair.fd for pair in made if pair is not largest] == [-1] * 4
     largest.close()
-    store.close()
+    free(store)
 
 
 def test_one_writer_per_rank() -> None:
@@ -190,7 +191,7 @@ def test_prepared_slots_are_used_once_and_only_if_they_fit() -> None:
     assert list(store._prepared) == [2]
     store.drop_prepared()
     assert not store._prepared
-    store.close()
+    free(store)
 
 
 def test_slots_that_are_still_being_prepared_are_waited_for_and_count_as_begun(monkeypatch) -> None:
@@ -216,7 +217,7 @@ def test_slots_that_are_still_being_prepared_are_waited_for_and_count_as_begun(m
     taking.join()
     assert taken == made and not store.has_slots(0)
     made[0].close()
-    store.close()
+    free(store)
 
 
 def test_who_asks_for_memory_is_told_of_what_others_have_not_taken_yet(monkeypatch) -> None:
@@ -238,7 +239,7 @@ def test_who_asks_for_memory_is_told_of_what_others_have_not_taken_yet(monkeypat
     store.prepare_own(2, 4096, 64)
     small = arena_bytes(4096, 64)
     assert need == [(size, 7), (small + size - TOUCH_BYTES, 7), (small, 7)]
-    store.close()
+    free(store)
 
 
 def test_of_two_that_ask_at_once_only_one_gets_what_is_enough_for_one(monkeypatch) -> None:
@@ -271,7 +272,7 @@ def test_of_two_that_ask_at_once_only_one_gets_what_is_enough_for_one(monkeypatc
         maker.join()
     assert len(refused) == 1 and not store.has_slots(0) and not store.has_slots(1)
     store.check_memory(size)
-    store.close()
+    free(store)
 
 
 def test_own_slots_replace_a_mirror_only_with_their_step_in_them() -> None:
@@ -293,5 +294,5 @@ def test_own_slots_replace_a_mirror_only_with_their_step_in_them() -> None:
     store.adopt_own(pair, 4, 1, (0,))
     assert store.owns(0, 4) and store._mirrored.get(0) is None and mirror.fd == -1
     assert store.readable(0, 4, payload=True).pair is pair
-    store.close()
-    origin.close()
+    free(store)
+    free(origin)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from support.stores import free
 
 from deadpool_plugin.agent.mirroring import Mirroring
 from deadpool_plugin.agent.profile import Profile
@@ -51,7 +52,7 @@ def mirroring(store: SnapshotStore) -> Mirroring:
 def store():
     made = SnapshotStore()
     yield made
-    made.close()
+    free(made)
 
 
 def test_slots_that_are_being_made_are_not_asked_for_again(store, monkeypatch):

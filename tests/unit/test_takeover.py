@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import types
 
+from support.stores import free
+
 from deadpool_plugin.agent.rehearsal import Rehearsal
 from deadpool_plugin.agent.slots import Process, Slot
 from deadpool_plugin.agent.takeover import TakeOvers
@@ -68,7 +70,7 @@ def handed_over(meanwhile) -> list[local.LocalMessage]:
 
         takeovers._bring = bring
         await takeovers._take_over(PLAN, slot, None)
-        store.close()
+        free(store)
         return peer.told
 
     return asyncio.run(scenario())
