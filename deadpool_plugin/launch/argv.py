@@ -6,11 +6,7 @@ anything.
 
 from __future__ import annotations
 
-import argparse
-import functools
-import sys
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 
@@ -64,20 +60,3 @@ def _take_flag(arguments: list[str]) -> tuple[list[str], str]:
     if len(config) > 1:
         raise ConfigError(f"{FLAG} is given {len(config)} times", "once at most", "remove all but one")
     return rest, config[0] if config else ""
-
-
-def spell_local_rank() -> None:
-    """launch.py says `--local_rank=N`, torch's launchers say `--local-rank=N`: a parser that knows only the latter
-    (Megatron-LM's) is given that. In a process that runs the user's script, once.
-    """
-    original = argparse.ArgumentParser.parse_known_args
-
-    @functools.wraps(original)
-    def parse_known_args(self: argparse.ArgumentParser, args: Any = None, namespace: Any = None, **more: Any) -> Any:
-        words = list(sys.argv[1:] if args is None else args)
-        known = self._option_string_actions
-        if "--local-rank" in known and "--local_rank" not in known:
-            words = ["--local-rank=" + word[13:] if word.startswith("--local_rank=") else word for word in words]
-        return original(self, words, namespace, **more)
-
-    argparse.ArgumentParser.parse_known_args = parse_known_args  # type: ignore[method-assign]

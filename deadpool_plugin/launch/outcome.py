@@ -40,7 +40,8 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 def outcome(told: Mapping[int, Sequence[events.Event]], hosts: Sequence[str], launcher_code: int) -> Outcome:
-    """
+    """What became of a job that is over.
+
     Args:
         told: node -> its events; nodes that do not answer are left out.
         hosts: their names by node id.

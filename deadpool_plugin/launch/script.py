@@ -1,23 +1,25 @@
 """The user's script inside one of our processes: run as `__main__`, its end turned into an exit code.
 
 Rules of this file: a script that ends well waits for everybody else's end; every other end is told to whoever asked,
-after it has been printed (who is told may end us at once), and also if it could not be (a full disk).
+after it has been printed (who is told may end us at once), and also if it could not be (a full disk). One method
+of argparse is replaced for the script, and nothing else here.
 """
 
 from __future__ import annotations
 
+import argparse
 import atexit
 import contextlib
+import functools
 import os
 import runpy
 import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..errors import DeadpoolError, GenerationChanged
-from .argv import spell_local_rank
 
 if TYPE_CHECKING:
     from ..worker.context import Context
@@ -64,6 +66,23 @@ def _run(argv: list[str]) -> None:
     else:
         sys.argv, sys.path[0] = argv, str(Path(argv[0]).resolve().parent)
         runpy.run_path(argv[0], run_name="__main__")
+
+
+def spell_local_rank() -> None:
+    """launch.py says `--local_rank=N`, torch's launchers say `--local-rank=N`: a parser that knows only the latter
+    (Megatron-LM's) is given that. In a process that runs the user's script, once.
+    """
+    original = argparse.ArgumentParser.parse_known_args
+
+    @functools.wraps(original)
+    def parse_known_args(self: argparse.ArgumentParser, args: Any = None, namespace: Any = None, **more: Any) -> Any:
+        words = list(sys.argv[1:] if args is None else args)
+        known = self._option_string_actions
+        if "--local-rank" in known and "--local_rank" not in known:
+            words = ["--local-rank=" + word[13:] if word.startswith("--local_rank=") else word for word in words]
+        return original(self, words, namespace, **more)
+
+    argparse.ArgumentParser.parse_known_args = parse_known_args  # type: ignore[method-assign]
 
 
 def leave(exit_code: int) -> NoReturn:

@@ -15,7 +15,8 @@ from deadpool_plugin.config import Config
 from deadpool_plugin.errors import ConfigError
 from deadpool_plugin.launch import roles
 from deadpool_plugin.launch.activate import supervised
-from deadpool_plugin.launch.argv import parse, spell_local_rank
+from deadpool_plugin.launch.argv import parse
+from deadpool_plugin.launch.script import spell_local_rank
 from deadpool_plugin.launch.secret import ensure
 
 
