@@ -126,8 +126,10 @@ class Spares:
         return LocalSlot(slot.rank, slot.serving is not None, rehearsed)
 
     def done(self, slot: Slot) -> None:
-        """The slot's process has been told to take over: what it still had to know is in the store."""
+        """The slot's process has been told to take over: what it still had to know is in the store, and another rank
+        that it was to rehearse next is others'."""
         self.stop_following(slot)
+        self._ordered.pop(slot.local_rank, None)
         self.rehearsals.pop(slot.local_rank, None)
         self._drop_unused()
 

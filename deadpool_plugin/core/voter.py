@@ -56,8 +56,8 @@ class Voter:
                 ctx.send(sender, Report(ctx.world.generation))
 
     def _hears_who_is_silent(self, message: Prepare) -> bool:
-        """Whether the coordinator to be, which is to be replaced for its silence, can still count on us (contact.py); ours
-        of now may be gone, as the sender knows already."""
+        """Whether the coordinator to be, which is to be replaced for its silence, can still count on us (contact.py).
+        Ours of now may be gone, as the sender knows already."""
         ctx = self._ctx
         gone = ctx.suspects.keys() | (set(message.lost) - set(message.silent))
         coordinator = next(node for node in ctx.world.seniority if node not in gone)

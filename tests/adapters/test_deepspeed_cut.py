@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch.distributed.nn
 from torch.utils import _pytree as pytree
 
+from deadpool_plugin.adapters.deepspeed import cut as cut_module
 from deadpool_plugin.adapters.deepspeed import kept
 from deadpool_plugin.adapters.deepspeed.calls import Calls
 from deadpool_plugin.adapters.deepspeed.cut import Graph, ScriptsPart, cut, seed
@@ -86,6 +87,30 @@ def test_calls_done_again_before_the_script_got_their_values_have_them_again():
     backward.outcome(value)
     forward()
     assert backward() is None
+
+
+def test_large_gradients_wait_for_a_redo_in_host_memory(monkeypatch):
+    ours, data, moved = model(), torch.linspace(-1, 1, 12).view(3, 4), []
+    monkeypatch.setattr(cut_module, "_is_far", lambda gradient: gradient.numel() == 6)
+    monkeypatch.setattr(cut_module, "_in_host_memory", lambda gradient: moved.append(gradient) or gradient.clone())
+    engine = SimpleNamespace(global_steps=0, optimizer=None, gradient_accumulation_steps=lambda: 1)
+    calls = Calls(None, lambda engine: SimpleNamespace(has_parameter=lambda leaf: False))
+    forward = Forward(calls, lambda engine, batch: ours(batch), engine, (data,), {})
+    backward = Backward(calls, lambda engine, loss, **_: loss.backward(), engine, script(forward()), False, True)
+    backward()
+    first = [parameter.grad.clone() for parameter in ours.parameters()]
+    ((_, (kept_gradient,)),) = backward._parts
+    assert len(moved) == 1 and kept_gradient is not moved[0] and torch.equal(kept_gradient, moved[0])
+    moved[0].zero_()
+    ours.zero_grad()
+    forward(), backward()
+    assert all(map(torch.equal, first, [parameter.grad for parameter in ours.parameters()]))
+
+
+def test_small_gradients_and_those_of_a_cpu_stay_where_they_are():
+    assert not cut_module._is_far(torch.zeros(1 << 20))
+    assert cut_module._is_far(torch.zeros(1 << 18, device="meta"))
+    assert not cut_module._is_far(torch.zeros(1 << 17, device="meta"))
 
 
 def test_a_graph_is_used_up_once():

@@ -109,6 +109,20 @@ def following(told: int, slot: Slot) -> tuple[Spares, Rehearsal]:
     return spares, rehearsal
 
 
+def test_a_process_that_takes_over_rehearses_nothing_else_in_the_next_swap():
+    """An order for another rank that was still being fetched began in the process's place, and the rank never came."""
+
+    async def scenario():
+        slot = Slot(0)
+        spares, _ = following(3, slot)
+        spares._ordered[0] = 9
+        spares.done(slot)
+        spares.swapped(tuple(range(10)), 3)
+        return spares._tasks
+
+    assert asyncio.run(scenario()) == {}
+
+
 def test_who_follows_for_a_process_that_dies_meanwhile_comes_to_an_end():
     """It used to go round without ever waiting: the agent's event loop stood still, and its healthy host was lost."""
     pulled = 0

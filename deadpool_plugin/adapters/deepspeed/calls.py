@@ -17,8 +17,8 @@ import torch
 
 from ...errors import WHOLE_STEP, Unsupported
 from ...worker.adapter import CallHandler, CallKind
-from .cut import Graph, ScriptsPart
-from .engine_calls import Backward, Batch, DirectBackward, Forward, Parts, Step
+from .cut import Graph, Parts, ScriptsPart
+from .engine_calls import Backward, Batch, DirectBackward, Forward, Step
 from .state import EngineState
 
 

@@ -28,6 +28,9 @@ class Graph:
         self.step, self.outputs = step, outputs
 
 
+Parts = list[tuple[Graph, Sequence["torch.Tensor | None"]]]
+"""Graphs that a backward through the script's part has reached, each with the gradients of its outputs."""
+AT_REST_BYTES_MIN = 1 << 20
 Arrived = Callable[[Graph, Sequence["torch.Tensor | None"]], None]
 """Called in the backward through the script's part: a graph, and the gradient of each of its outputs."""
 
@@ -66,7 +69,27 @@ def cut(graph: Graph, arrived: Arrived, outputs: Sequence[torch.Tensor]) -> list
     return list(_Cut.apply(anchor, graph, arrived, *detached))  # type: ignore[no-untyped-call]
 
 
-def seed(parts: Sequence[tuple[Graph, Sequence[torch.Tensor | None]]]) -> torch.Tensor:
+def at_rest(parts: Parts) -> Parts:
+    """`parts` as they wait for a redo, up to three steps of them: large gradients (of logits, say) in host memory.
+
+    Blocks: never; page-locked, they arrive when the device comes to it, and a swap waits for that.
+    """
+    return [
+        (graph, [_in_host_memory(one) if one is not None and _is_far(one) else one for one in gradients])
+        for graph, gradients in parts
+    ]
+
+
+def _is_far(gradient: torch.Tensor) -> bool:
+    return not gradient.is_cpu and gradient.numel() * gradient.element_size() >= AT_REST_BYTES_MIN
+
+
+def _in_host_memory(gradient: torch.Tensor) -> torch.Tensor:
+    host = torch.empty_like(gradient, device="cpu", pin_memory=torch.cuda.is_available())
+    return host.copy_(gradient, non_blocking=True)
+
+
+def seed(parts: Parts) -> torch.Tensor:
     """A scalar in the place of the script's loss: whatever comes in, these gradients go out to the graphs' outputs."""
     outputs, gradients = pairs(parts)
     with torch.enable_grad():
@@ -74,10 +97,11 @@ def seed(parts: Sequence[tuple[Graph, Sequence[torch.Tensor | None]]]) -> torch.
     return scalar
 
 
-def pairs(
-    parts: Sequence[tuple[Graph, Sequence[torch.Tensor | None]]],
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Outputs and gradients, where there is a gradient. Raises: RuntimeError if a graph was used up before."""
+def pairs(parts: Parts) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Outputs and gradients, beside each other on the device, where there is a gradient.
+
+    Raises: RuntimeError if a graph was used up before.
+    """
     outputs, gradients = [], []
     for graph, arrived in parts:
         if graph.outputs is None:
@@ -85,7 +109,7 @@ def pairs(
         for output, gradient in zip(graph.outputs, arrived, strict=True):
             if gradient is not None:
                 outputs.append(output)
-                gradients.append(gradient)
+                gradients.append(gradient.to(output.device, non_blocking=True))
     return outputs, gradients
 
 

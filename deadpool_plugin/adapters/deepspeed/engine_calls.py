@@ -11,7 +11,7 @@ Source: DeepSpeed 0.19.8, runtime/engine.py and runtime/pipe/engine.py.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,13 +19,10 @@ import torch
 from ...errors import WHOLE_STEP, Unsupported, present
 from ...worker.adapter import Followed
 from . import kept
-from .cut import Graph, ScriptsPart, cut, pairs, seed
+from .cut import Graph, Parts, ScriptsPart, at_rest, cut, pairs, seed
 
 if TYPE_CHECKING:
     from .calls import Calls
-
-Parts = list[tuple[Graph, Sequence["torch.Tensor | None"]]]
-"""Graphs that a backward has come to, and the gradients of their outputs."""
 
 SCALES_GRADIENTS = "_scale_wrt_gas"
 """An engine with this attribute divides the gradients of its outputs by the micro-batches of a step, in hooks on them,
@@ -100,6 +97,7 @@ class Backward(Followed):
         if not self._retain_graph:
             for graph, _ in self._parts:
                 graph.outputs = None
+        self._parts = at_rest(self._parts)
         return self._value
 
     def _scaled(self, loss: torch.Tensor) -> torch.Tensor:

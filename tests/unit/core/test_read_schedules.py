@@ -1,0 +1,119 @@
+"""Schedules that were found by reading, each too rare for the simulation to come by."""
+
+from __future__ import annotations
+
+import pytest
+
+from deadpool_plugin.core import io
+from deadpool_plugin.core.controller import Controller
+from deadpool_plugin.core.messages import NodeFailed, Prepare, Promise, Report, Status, Verdict
+from deadpool_plugin.core.types import Ballot, SwapPlan, World
+
+from .test_controller import TIMING, decided, formed, hear, said
+
+
+def leaves(actions: list[io.Action]) -> list[int]:
+    return [action.exit_code for action in actions if isinstance(action, io.Leave)]
+
+
+def kinds(actions: list[io.Action]) -> list[type]:
+    return [type(message) for _, message in said(actions)]
+
+
+def later(controller: Controller, begin: float, end: float, hears: tuple[int, ...] = ()) -> list[io.Action]:
+    """What it does while a second after the other goes by, in which it hears of those."""
+    actions, now = [], begin
+    while now < end:
+        now += 1.0
+        for node in hears:
+            actions += hear(controller, node, Report(0), now)
+        actions += controller.step(io.Ticked(), now)
+    return actions
+
+
+@pytest.mark.parametrize("has_trained", [False, True])
+def test_a_scripts_error_within_a_swap_is_part_of_the_promise_and_no_verdict(has_trained):
+    """The others may be in the next generation by now: they would end with the loss, and these with the error."""
+    controller = formed(1)
+    if has_trained:
+        hear(controller, 0, Status(0, 4, True))
+        controller.step(io.WorkerFailed(1, 3, "an error"), 0.1)
+    hear(controller, 0, Prepare(Ballot(1, 1, 0), (2,)))
+    actions = controller.step(io.WorkerFailed(1, 3, "an error"), 0.2) if not has_trained else []
+    again = controller.step(io.WorkerFailed(1, 3, "the same"), 0.3)
+    assert leaves(actions + again) == []
+    if not has_trained:
+        assert [m.failed[0].exit_code for _, m in said(actions) if isinstance(m, Promise)] == [3]
+
+
+def test_the_same_error_without_a_swap_is_a_verdict():
+    assert leaves(formed(1).step(io.WorkerFailed(1, 3, "an error"), 0.2)) == [3]
+
+
+@pytest.mark.parametrize("generation", [0, 1])
+def test_a_good_end_is_believed_whoever_says_so_and_in_whatever_generation(generation):
+    """The coordinator that saw all ranks finish may have been counted as lost in the same moment."""
+    controller = formed(1)
+    if generation:
+        hear(controller, 2, decided(SwapPlan(World(1, (3, 1, 2)), 4, (0,), (), "store")))
+    else:
+        controller.step(io.LinkLost(0, "reset"), 0.2)
+    assert leaves(hear(controller, 0, Verdict(0, 0, "finished"), 0.3)) == [0]
+
+
+def test_a_newcomer_that_slept_does_not_take_its_own_request_for_contact():
+    """It would accuse who rightly counts it as lost, and the others would believe it."""
+    controller = Controller(7, TIMING)
+    controller.step(io.Joining((0, 1)), 0.0)
+    controller.step(io.Ticked(), 14.0)  # it wakes, and asks again
+    plan = SwapPlan(World(4, (0, 1), (7,)), 9, (), (), "store", joined=(7,))
+    controller.step(io.Received(0, decided(plan)), 14.1)
+    actions = controller.step(io.Received(0, Prepare(Ballot(5, 1, 0), (7,), (7,))), 14.2)
+    assert leaves(actions) == [87]
+
+
+def test_a_coordinator_that_hears_a_member_takes_the_end_of_their_link_for_a_rift():
+    """The member reported to another coordinator until now, and runs until it has been silent, too."""
+    controller = formed(0)
+    later(controller, 0.0, 5.0, (1, 2, 3))
+    assert Prepare not in kinds(controller.step(io.LinkLost(1, "timed out", silent=True), 5.1))
+    assert Prepare not in kinds(later(controller, 5.0, 14.0, (2, 3)))
+    assert Prepare in kinds(later(controller, 14.0, 16.0, (2, 3))), "it is silent now"
+
+
+def test_a_coordinator_that_cannot_mirror_to_whom_it_hears_asks_it_to_leave_in_the_end():
+    controller, asked = formed(0), []
+    for before, now in ((0.0, 5.0), (5.0, 12.0), (12.0, 16.0)):
+        later(controller, before, now, (1, 2, 3))
+        actions = controller.step(io.LinkLost(1, "cannot mirror to it", silent=True), now)
+        asked.append([(to, message.node) for to, message in said(actions) if isinstance(message, NodeFailed)])
+    assert asked == [[], [], [(1, 1)]]
+
+
+@pytest.mark.parametrize(("silent", "interrupted"), [(False, True), (True, False)])
+def test_who_sees_no_majority_by_more_than_silence_interrupts_its_processes_while_it_asks(silent, interrupted):
+    """Who has been silent may still count on a lease, and so do its processes; a link that was reset gives none."""
+    controller = Controller(2, TIMING)
+    controller.step(io.WorldFormed(World(0, (0, 1, 2, 3), (4,))), 0.0)
+    for node in (1, 3):
+        controller.step(io.LinkLost(node, "gone", silent), 0.1)
+    actions = controller.step(io.LinkLost(4, "gone", silent), 0.2)
+    assert leaves(actions) == [] and (0, Report(0)) in said(actions)
+    assert any(isinstance(action, io.AbortWorkers) for action in actions) is interrupted
+    assert 87 in leaves(later(controller, 0.2, 12.0, (0,)))
+
+
+def test_a_voter_protects_who_would_coordinate_after_those_that_the_proposer_knows_to_be_gone():
+    """It hears node 1, which runs its processes as long as it does; that node 0 has ended has not reached it yet."""
+    controller = formed(2)
+    later(controller, 0.0, 4.0, (0, 1, 3))
+    asked = Prepare(Ballot(1, 1, 3), (0, 1), (1,))
+    assert Promise not in kinds(hear(controller, 3, asked, 4.1))
+    assert Promise not in kinds(later(controller, 4.0, 13.0, (0, 3)))
+    assert Promise in kinds(later(controller, 13.0, 15.0, (0, 3))), "now it is silent here, too"
+
+
+def test_nobody_is_protected_who_is_not_to_coordinate():
+    controller = formed(2)
+    hear(controller, 1, Report(0), 4.0)
+    assert Promise in kinds(hear(controller, 0, Prepare(Ballot(1, 1, 0), (1,), (1,)), 4.1))
