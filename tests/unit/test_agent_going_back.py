@@ -8,31 +8,32 @@ import subprocess
 import sys
 import types
 
+from support.stand_in import StandIn
+
 from deadpool_plugin import events
 from deadpool_plugin.agent.lives import Lives
+from deadpool_plugin.agent.output import Writer
+from deadpool_plugin.agent.peers import Peers
+from deadpool_plugin.agent.profile import Profile
 from deadpool_plugin.agent.rehearsal import CHUNK_STEPS, Rehearsal
-from deadpool_plugin.agent.reports import sentence
+from deadpool_plugin.agent.reports import Reports, sentence
 from deadpool_plugin.agent.slots import Process, Slot
 from deadpool_plugin.agent.spares import Spares
 from deadpool_plugin.agent.watch import Watch
 from deadpool_plugin.agent.workers import Workers
+from deadpool_plugin.agent.world import Place
 from deadpool_plugin.core import io
 from deadpool_plugin.core.types import NO_STEP, World
 from deadpool_plugin.mirror.history import History
+from deadpool_plugin.mirror.store import SnapshotStore
 from deadpool_plugin.transport import local
+from deadpool_plugin.transport.local import LocalPeer
 
 WORLD = World(1, (0, 1), (2,))
 
 
-class Anything:
-    """Whatever the part under test has and does not use here."""
-
-    def __getattr__(self, name):
-        return lambda *arguments, **fields: None
-
-
 def test_what_was_committed_after_the_restore_step_is_not_told_to_newcomers(tmp_path):
-    workers = Workers(Anything(), "host", tmp_path, Anything(), [], Anything(), lambda event: None)
+    workers = Workers(Place(0, 3, 1, "m", 5), "host", tmp_path, StandIn(Writer), [], StandIn(Lives), lambda event: None)
     workers.commit(9)
     workers.enter(WORLD, 10)
     assert workers.committed == 9
@@ -49,14 +50,14 @@ def rehearsing(slot: Slot, rank: int, told: int) -> Rehearsal:
     history = History(100_000)
     for step in range(told + 1):
         history.append(step, b"records of %d" % step)
-    return Rehearsal(slot, slot.process, Anything(), source=0, history=history, told=told)
+    return Rehearsal(slot, slot.process, StandIn(Profile), source=0, history=history, told=told)
 
 
 def test_a_stand_in_that_followed_too_far_begins_again_from_the_new_source():
     async def scenario():
         slots = [Slot(0), Slot(1)]
         workers = types.SimpleNamespace(slots=slots, handlers={}, world=WORLD)
-        spares = Spares(2, workers, Anything(), Anything(), Anything(), 1000, lambda event: None)
+        spares = Spares(2, workers, StandIn(SnapshotStore), StandIn(Peers), StandIn(Reports), 1000, lambda event: None)
         begun = []
 
         async def begin(slot, rank, source):
@@ -115,7 +116,7 @@ def test_a_process_that_cannot_go_back_so_far_is_ended_and_replaced_with_its_rea
         lives = Lives(0, "tag", [slot], Watch(10.0), fed.append)
         lives.on_lost = lost.append
         try:
-            lives.out_of_reach(slot, Anything(), local.OutOfReach(3, "its calls begin later"))
+            lives.out_of_reach(slot, StandIn(LocalPeer), local.OutOfReach(3, "its calls begin later"))
             assert child.wait(10) == -signal.SIGKILL
         finally:
             child.kill()

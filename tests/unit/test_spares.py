@@ -5,31 +5,30 @@ from __future__ import annotations
 import asyncio
 from types import SimpleNamespace
 
+from support.stand_in import StandIn
+
+from deadpool_plugin.agent.peers import Peers
 from deadpool_plugin.agent.profile import Profile
 from deadpool_plugin.agent.rehearsal import Rehearsal
+from deadpool_plugin.agent.reports import Reports
 from deadpool_plugin.agent.slots import Process, Slot
 from deadpool_plugin.agent.spares import Spares
+from deadpool_plugin.agent.workers import Workers
 from deadpool_plugin.core import io
 from deadpool_plugin.errors import DeadpoolError, MemoryShortage
 from deadpool_plugin.mirror.history import History
+from deadpool_plugin.mirror.store import SnapshotStore
 from deadpool_plugin.mirror.wire import RefusedByPeer
 from deadpool_plugin.transport import local
-
-
-class Anything:
-    """Whatever the part under test has and does not use here."""
-
-    def __getattr__(self, name):
-        return lambda *arguments, **fields: None
 
 
 def asked(error: DeadpoolError, patience_s: float, succeeds_at: int) -> tuple[int, bool]:
     """How often a recording was asked for that cannot be had for `error` before, and whether that was the end of it."""
 
     async def scenario():
-        workers, peers, failed = Anything(), Anything(), []
+        workers, peers, failed = StandIn(Workers), StandIn(Peers), []
         workers.handlers, peers.patience_s = {}, patience_s
-        spares = Spares(2, workers, Anything(), peers, Anything(), 1000, lambda event: None)
+        spares = Spares(2, workers, StandIn(SnapshotStore), peers, StandIn(Reports), 1000, lambda event: None)
         attempts = 0
 
         async def begin(slot, rank, source):
@@ -60,7 +59,7 @@ def test_a_spare_that_could_not_hold_the_mirrors_that_come_with_its_ranks_says_s
         raise MemoryShortage("snapshots need 96 GiB")
 
     async def scenario():
-        workers, peers, reports = Anything(), Anything(), Anything()
+        workers, peers, reports = StandIn(Workers), StandIn(Peers), StandIn(Reports)
         workers.handlers = {}
         peers.in_thread = lambda work: asyncio.sleep(0, work())
         store = SimpleNamespace(prepare_own=lambda *arguments: prepared.append(arguments))
@@ -99,9 +98,9 @@ class Connection:
 
 
 def following(told: int, slot: Slot) -> tuple[Spares, Rehearsal]:
-    workers, peers = Anything(), Anything()
+    workers, peers = StandIn(Workers), StandIn(Peers)
     workers.handlers = {}
-    spares = Spares(5, workers, Anything(), peers, Anything(), 1 << 20, lambda event: None)
+    spares = Spares(5, workers, StandIn(SnapshotStore), peers, StandIn(Reports), 1 << 20, lambda event: None)
     slot.process = Process(order=1, rank=6, rehearses=True)
     rehearsal = Rehearsal(slot, slot.process, Profile(4096, 64, "", (6,), b""), 3, History(1 << 20), told=told)
     rehearsal.finished.set()

@@ -5,23 +5,23 @@ from __future__ import annotations
 import asyncio
 import types
 
+from support.stand_in import StandIn
 from support.stores import free
 
+from deadpool_plugin.agent import workers as agent_workers
+from deadpool_plugin.agent.fetching import Fetches
+from deadpool_plugin.agent.mirroring import Mirroring
+from deadpool_plugin.agent.pausing import Pausing
+from deadpool_plugin.agent.profile import Profile
 from deadpool_plugin.agent.rehearsal import Rehearsal
 from deadpool_plugin.agent.slots import Process, Slot
+from deadpool_plugin.agent.spares import Spares
 from deadpool_plugin.agent.takeover import TakeOvers
 from deadpool_plugin.core.types import Source, SwapPlan, World
 from deadpool_plugin.mirror.store import SnapshotStore
 from deadpool_plugin.transport import local
 
 PLAN = SwapPlan(World(4, (0,)), restore_step=7, lost_nodes=(1,), sources=(), store="h:1")
-
-
-class Anything:
-    """Whatever the part under test has and does not use here."""
-
-    def __getattr__(self, name):
-        return lambda *arguments, **fields: None
 
 
 class Peer:
@@ -35,12 +35,13 @@ class Peer:
         self.process.peer = None
 
 
-class Workers(Anything):
+class Workers(StandIn):
     """`meanwhile`: what happens while it is looked up what has been printed."""
 
     committed = 9
 
     def __init__(self, slot: Slot, meanwhile) -> None:
+        super().__init__(agent_workers.Workers)
         self.slots, self.meanwhile = [slot], meanwhile
 
     async def output_of(self, rank, step):
@@ -56,14 +57,16 @@ def handed_over(meanwhile) -> list[local.LocalMessage]:
     async def scenario():
         slot = Slot(0, rank=0, process=Process(1, 0, rehearses=True))
         peer = slot.process.peer = Peer(slot.process)
-        rehearsal = Rehearsal(slot, slot.process, Anything(), 0, types.SimpleNamespace(last=-1))
+        rehearsal = Rehearsal(slot, slot.process, StandIn(Profile), 0, types.SimpleNamespace(last=-1))
         rehearsal.finished.set()
-        store, spares = SnapshotStore(), Anything()
+        store, spares = SnapshotStore(), StandIn(Spares)
         spares.of = lambda slot, rank: rehearsal
         store.fence(PLAN.world.generation)
         store.create_own(0, 4096, 0)
         workers = Workers(slot, lambda: meanwhile(slot, store))
-        takeovers = TakeOvers(0, workers, Anything(), spares, Anything(), store, Anything(), 60.0, lambda event: None)
+        takeovers = TakeOvers(
+            0, workers, StandIn(Mirroring), spares, StandIn(Fetches), store, StandIn(Pausing), 60.0, lambda event: None
+        )
 
         async def bring(*arguments):
             pass
@@ -93,13 +96,15 @@ def test_a_survivor_that_ends_while_its_restore_step_is_fetched_is_not_told_to_j
     async def scenario():
         slot, mirrored = Slot(0, rank=0, process=Process(1, 0, rehearses=False)), []
         slot.process.peer = Peer(slot.process)
-        fetches, mirroring, store = Anything(), Anything(), SnapshotStore()
+        fetches, mirroring, store = StandIn(Fetches), StandIn(Mirroring), SnapshotStore()
 
         async def refill(source, step):
             slot.process.peer = None
 
         fetches.refill, mirroring.mirror_again = refill, lambda *arguments: mirrored.append(arguments)
-        takeovers = TakeOvers(0, Anything(), mirroring, Anything(), fetches, store, Anything(), 60.0, None)
+        takeovers = TakeOvers(
+            0, StandIn(agent_workers.Workers), mirroring, StandIn(Spares), fetches, store, StandIn(Pausing), 60.0, None
+        )
         takeovers._settle = lambda *arguments: None
         await takeovers._refill(PLAN, slot, Source(0, 2, 2, 0))
         return mirrored

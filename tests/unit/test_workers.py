@@ -6,19 +6,15 @@ import asyncio
 import os
 import threading
 
+from support.stand_in import StandIn
+
 from deadpool_plugin.agent import workers as workers_module
+from deadpool_plugin.agent.lives import Lives
 from deadpool_plugin.agent.output import Pipe, Writer, rank_file
 from deadpool_plugin.agent.slots import Process, Slot
 from deadpool_plugin.agent.workers import Workers
 from deadpool_plugin.agent.world import Place
 from deadpool_plugin.transport import local
-
-
-class Anything:
-    """Whatever the part under test has and does not use here."""
-
-    def __getattr__(self, name):
-        return lambda *arguments, **fields: None
 
 
 class Stalled(Writer):
@@ -39,7 +35,9 @@ def taken_over(writer: Writer, output_dir) -> None:
     async def scenario():
         read_end, write_end = os.pipe()
         slot = Slot(0, rank=5, process=Process(1, 5, rehearses=True), pipe=Pipe(read_end, writer))
-        workers = Workers(Place(2, 3, 1, "m", 5), "host", output_dir, writer, [slot], Anything(), lambda event: None)
+        workers = Workers(
+            Place(2, 3, 1, "m", 5), "host", output_dir, writer, [slot], StandIn(Lives), lambda event: None
+        )
         workers.take(slot, await workers.output_of(5, 7), 7)
         os.write(write_end, b"a line\n")
         os.close(write_end)
@@ -79,7 +77,7 @@ def test_who_comes_when_its_generation_is_over_is_not_told_to_begin():
     """The store it would look for may be gone with its host; a job that waits for a host would end for that."""
     first, late = Process(1, 0, rehearses=False), Process(2, 1, rehearses=False)
     slots = [Slot(0, rank=0, process=first), Slot(1, rank=1, process=late)]
-    workers = Workers(Place(0, 2, 2, "m", 5), "host", None, Anything(), slots, Anything(), lambda event: None)
+    workers = Workers(Place(0, 2, 2, "m", 5), "host", None, StandIn(Writer), slots, StandIn(Lives), lambda event: None)
     one, other = Told(), Told()
     workers.start_groups(0, "a store")
     workers.on_message(one, local.WorkerHello(0, 11, 0, False, 1), [])
