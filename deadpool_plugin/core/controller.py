@@ -265,7 +265,7 @@ class Controller:
             ctx.send(event.sender, Report(self.generation))  # who decided it may have died before it told us
         if isinstance(event.message, JoinRequest):
             self._candidates.ask(event.sender, event.message.rack)
-        elif event.sender in ctx.world.members or _is_anybodys(event.message):
+        elif event.sender in ctx.world.members or isinstance(event.message, Decided):  # by whom it has taken in
             _MESSAGES[type(event.message)](self, event.sender, event.message)
         elif isinstance(event.message, Goodbye):
             self._candidates.forget(event.sender)
@@ -328,12 +328,6 @@ class Controller:
         self._swaps = Swaps(ctx, inventory, failures)
         self._processes = Processes(ctx, inventory, failures, self._swaps)
         self._hearing = Hearing(ctx, inventory, failures, self._rifts, self._coordination, self._swaps)
-
-
-def _is_anybodys(message: Any) -> bool:
-    """Whether it counts also from who is no member, or no more: what was decided, by whom that has taken in; that all
-    scripts have ended well, by who saw it and was counted as lost in that moment."""
-    return isinstance(message, Decided) or (isinstance(message, Verdict) and message.exit_code == 0)
 
 
 _INPUTS: Mapping[type[Input], Callable[[Controller, Any], None]] = {

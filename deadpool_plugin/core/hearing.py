@@ -109,13 +109,17 @@ class Hearing:
 
     def verdict(self, sender: NodeId, message: Verdict) -> None:
         ctx = self._ctx
-        if message.exit_code > EXIT_SIGNALLED or message.exit_code == 0:
-            # A person wants the job to end, or every script has ended well: true in whatever generation that was said.
-            ctx.conclude(message)
+        if message.exit_code > EXIT_SIGNALLED:
+            ctx.conclude(message)  # a person wants the job to end, in whatever generation that was said
         elif message.generation < ctx.world.generation:
             self._ended_before(sender, message)
-        elif sender not in ctx.suspects:
+        elif sender not in ctx.suspects or self._is_good_end(message):
             ctx.conclude(message)
+
+    def _is_good_end(self, message: Verdict) -> bool:
+        """All scripts of this generation have ended well: true whoever saw it, and be it counted as lost by now; unless
+        a plan has been accepted here, for others may live by that already."""
+        return message.exit_code == 0 and self._swaps.voter.acceptor.accepted is None
 
     def _ended_before(self, sender: NodeId, message: Verdict) -> None:
         """`sender` had not heard of this generation. It is lost to it; so many that the rest could not decide any more

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import NoReturn
 
-from ..errors import EXIT_FENCED, GenerationChanged, present
+from ..errors import EXIT_FENCED, EXIT_OK, GenerationChanged, present
 from ..transport import local
 from ..transport.framing import ConnectionClosed
 from ..transport.local import LocalConnection, LocalMessage
@@ -29,6 +29,10 @@ def give_up(reason: str) -> NoReturn:
     print(f"[deadpool] process {os.getpid()} ends itself to be replaced: {reason}", file=sys.stderr, flush=True)
     while True:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+class JobEnded(Exception):
+    """The job has ended well in the midst of a swap: all scripts had come to their end before it."""
 
 
 class AgentLink:
@@ -143,10 +147,12 @@ class AgentLink:
 
     def wait_for_join(self, rank: int) -> local.Join:
         """Block until the agent hands over the plan of the newest announced generation, of which it hears that nothing
-        is under way here any more."""
+        is under way here any more. Raises: JobEnded."""
         told = self._joined
         with self._changed:
             while True:
+                if self._end_code == EXIT_OK:
+                    raise JobEnded
                 if self._aborted > told:
                     told = self._aborted
                     self.send(local.Unwound(rank, told))

@@ -20,7 +20,7 @@ from . import codec, rng
 from .adapter import MAKES_STEP, CallKind
 from .calls import Call, CallLog, forget
 from .context import Context
-from .link import give_up
+from .link import JobEnded, give_up
 from .saving import Flight
 from .staging import Layout, Stager
 
@@ -200,14 +200,14 @@ class Swapping:
         self._link.send(local.Finished(self._rank))
         while True:
             try:
-                self._link.check()
                 exit_code = self._link.wait_for_end()
                 self._restored = self.step  # nothing goes back behind it any more: a save that comes now need not wait
                 return exit_code
             except GenerationChanged as change:
                 forget(change)
-            self._swap()
-            self._link.send(local.Finished(self._rank))
+            with contextlib.suppress(JobEnded):
+                self._swap()
+                self._link.send(local.Finished(self._rank))
 
 
 def _let_device_rest() -> None:

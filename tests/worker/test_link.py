@@ -6,10 +6,12 @@ import os
 import signal
 import socket
 
-from deadpool_plugin.errors import DeadpoolError
+import pytest
+
+from deadpool_plugin.errors import DeadpoolError, GenerationChanged
 from deadpool_plugin.transport import local
 from deadpool_plugin.transport.local import LocalConnection
-from deadpool_plugin.worker.link import AgentLink
+from deadpool_plugin.worker.link import AgentLink, JobEnded
 
 
 def cannot_be_aborted(generation):
@@ -29,3 +31,32 @@ def test_a_process_that_cannot_be_unblocked_kills_itself():
     LocalConnection(ours).send(local.Abort(1))
     _, status = os.waitpid(pid, 0)
     assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
+
+
+def test_a_good_end_in_the_midst_of_a_swap_ends_the_wait_for_its_plan():
+    """The coordinator saw all scripts end, and was counted as lost in that moment."""
+    ours, theirs = socket.socketpair()
+    pid = os.fork()
+    if pid == 0:
+        code = 99
+        try:
+            ours.close()
+            code = swapped(AgentLink(LocalConnection(theirs)))
+        finally:
+            os._exit(code)
+    theirs.close()
+    agent = LocalConnection(ours)
+    agent.send(local.Abort(1))
+    assert agent.recv()[0] == local.Unwound(3, 1)
+    agent.send(local.EndWorker(0))
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
+def swapped(link: AgentLink) -> int:
+    link.start()
+    with pytest.raises(GenerationChanged):
+        link.wait_for_end()
+    with pytest.raises(JobEnded):
+        link.wait_for_join(rank=3)
+    return link.wait_for_end()
