@@ -40,7 +40,7 @@ class Config(BaseModel):
     a host's processes stand still until it has contact again, or is replaced. Hazard: below about 2 a loaded host can
     be mistaken for a dead one, which costs a swap and a spare."""
 
-    start_timeout_s: float = Field(default=1800.0, ge=1.0)
+    start_timeout_s: float = Field(default=1800.0, ge=1.0, allow_inf_nan=True)
     """Seconds. If no further rank reaches training for this long, after the start of the job or after a swap, the job
     ends (86) and names the ranks that are missing. A process that is on its way through past steps counts as long as it
     gets on. Hazard: a script that builds indices or loads a checkpoint for longer needs more."""

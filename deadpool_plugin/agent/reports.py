@@ -15,6 +15,9 @@ from .. import events
 from ..core.types import Generation, NodeId, listed
 from .output import Writer
 
+NOTES_MAX = 20
+"""That a node says on its terminal in one generation; the log has all of them."""
+
 
 class Reports:
     """Thread: the event loop's only."""
@@ -25,7 +28,7 @@ class Reports:
         self.generation: Generation = 0
         self.leads = False
         self._cancelled = (-1, "")
-        self._noted = set[tuple[Generation, str]]()
+        self._noted_in, self._noted = 0, set[str]()
 
     def emit(self, kind: str, **fields: object) -> None:
         """Log an event, and say it if it is one for people."""
@@ -52,8 +55,10 @@ class Reports:
 
     def _say_once(self, line: str) -> None:
         """In a generation: every rank says the same, and what fails is tried again."""
-        known = (self.generation, re.sub(r"\d+", "", line))
-        if known not in self._noted:
+        if self._noted_in != self.generation:
+            self._noted_in, self._noted = self.generation, set()
+        known = re.sub(r"\d+", "", line)
+        if known not in self._noted and len(self._noted) < NOTES_MAX:
             self._noted.add(known)
             self.say(line)
 

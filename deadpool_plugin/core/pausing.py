@@ -17,6 +17,7 @@ class Pausing:
     def __init__(self, context: Context) -> None:
         self._ctx = context
         self._paused_at = 0.0
+        self._is_said = False
 
     def look(self, before: float) -> str:
         """Pause or resume, if it is time to.
@@ -32,15 +33,17 @@ class Pausing:
         if ctx.in_contact:
             if ctx.paused:
                 self.resume()
-                ctx.emit("ContactRegained", duration_s=ctx.now - self._paused_at)
+                if self._is_said:
+                    ctx.emit("ContactRegained", duration_s=ctx.now - self._paused_at)
             return ""
         reason = f"no contact with a majority for {ctx.now - ctx.contact_at:.1f} s"
         if ctx.paused:
             in_vain = ctx.now - self._paused_at >= 2 * ctx.timing.silent_after_s
             return reason if in_vain and not ctx.swapping else ""
         if ctx.world.ranks_of(ctx.node) and ctx.cut_off:
-            ctx.paused, self._paused_at = True, ctx.now
-            ctx.emit("ContactLost", reason=f"{reason}{self._own_pause(before)}")
+            ctx.paused, self._paused_at, self._is_said = True, ctx.now, ctx.contact_at > ctx.formed_at
+            if self._is_said:  # who has asked long ago to join is not cut off: it has had no contact yet
+                ctx.emit("ContactLost", reason=f"{reason}{self._own_pause(before)}")
             ctx.act(PauseWorkers())
         return ""
 

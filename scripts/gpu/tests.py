@@ -19,7 +19,7 @@ from clusters.launched import REPOSITORY
 
 from gpu.checks import Checks, parse_args
 
-NOTHING_LEFT = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED)
+COLLECTED = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED)
 
 
 class Outcomes:
@@ -27,6 +27,7 @@ class Outcomes:
 
     def __init__(self, checks: Checks) -> None:
         self._checks = checks
+        self._line: dict[str, Any] = {}
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         held = [item for item in items if self._checks.holds(item.name)]
@@ -34,15 +35,19 @@ class Outcomes:
         config.hook.pytest_deselected(items=held)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.when != "call" and report.passed:
-            return
+        if report.when == "setup" or not report.passed:
+            self._line = self._told(report)
+        if report.when == "teardown":
+            self._checks.keep(self._line)
+
+    def _told(self, report: pytest.TestReport) -> dict[str, Any]:
         crash = getattr(report.longrepr, "reprcrash", None)
         said = (
             report.longrepr[2] if isinstance(report.longrepr, tuple) else getattr(crash, "message", report.longreprtext)
         )
         problem = "" if report.passed else said.strip().partition("\n")[0]
         line: dict[str, Any] = {"part": "tests", "check": report.nodeid.rpartition("::")[2], "ok": report.passed}
-        self._checks.keep(line | {"problem": problem, "figures": {}, "seconds": round(report.duration, 1)})
+        return line | {"problem": problem, "figures": {}}
 
 
 def files() -> list[str]:
@@ -53,9 +58,8 @@ def files() -> list[str]:
 def main() -> int:
     checks = Checks("tests", parse_args(__doc__).out)
     code = pytest.main(["-v", "-m", "gpu", "--rootdir", str(REPOSITORY), *files()], plugins=[Outcomes(checks)])
-    if code not in NOTHING_LEFT:
-        problem = f"pytest ended with {code!r}, see tests.txt"
-        checks.keep({"part": "tests", "check": "pytest", "ok": False, "problem": problem, "figures": {}})
+    problem = "" if code in COLLECTED else f"pytest ended with {code!r}, see tests.txt"
+    checks.keep({"part": "tests", "check": "collection", "ok": not problem, "problem": problem, "figures": {}})
     return min(1, checks.failed)
 
 

@@ -9,6 +9,7 @@ outside the model.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -72,7 +73,8 @@ def cut(graph: Graph, arrived: Arrived, outputs: Sequence[torch.Tensor]) -> list
 def at_rest(parts: Parts) -> Parts:
     """`parts` as they wait for a redo, up to three steps of them: large gradients (of logits, say) in host memory.
 
-    Blocks: never; page-locked, they arrive when the device comes to it, and a swap waits for that.
+    Blocks: never, nor does the device: they travel beside what it computes, into page-locked memory. A swap lets the
+    device come to rest before anything is redone (`_let_device_rest`).
     """
     return [
         (graph, [_in_host_memory(one) if one is not None and _is_far(one) else one for one in gradients])
@@ -85,8 +87,18 @@ def _is_far(gradient: torch.Tensor) -> bool:
 
 
 def _in_host_memory(gradient: torch.Tensor) -> torch.Tensor:
-    host = torch.empty_like(gradient, device="cpu", pin_memory=torch.cuda.is_available())
-    return host.copy_(gradient, non_blocking=True)
+    host = torch.empty_like(gradient, device="cpu", pin_memory=True)
+    beside = _stream_beside(gradient.device)
+    beside.wait_stream(torch.cuda.current_stream(gradient.device))
+    with torch.cuda.stream(beside):
+        host.copy_(gradient, non_blocking=True)
+    gradient.record_stream(beside)
+    return host
+
+
+@functools.cache
+def _stream_beside(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def seed(parts: Parts) -> torch.Tensor:

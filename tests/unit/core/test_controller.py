@@ -435,3 +435,24 @@ def test_who_has_promised_lately_goes_on_at_once():
     plan = SwapPlan(World(1, (0, 1, 3)), 4, (2,), (), "store")
     actions = hear(controller, 0, decided(plan, Ballot(1, 2, 0)), 12.0)
     assert io.Reconfigure(plan) in actions and not controller._ctx.paused
+
+
+def test_it_leads_from_when_nobody_before_it_is_there():
+    """Before it has met the others a node speaks for itself."""
+    controller = Controller(1, TIMING)
+    assert controller.leads
+    controller.step(io.WorldFormed(WORLD), 0.0)
+    assert not controller.leads
+    for now in range(1, 9):
+        hear(controller, 2, Status(7, 9, True), float(now))
+        controller.step(io.Ticked(), float(now))
+    assert not controller.leads
+    for now in range(9, 12):
+        controller.step(io.Ticked(), float(now))
+    assert controller.leads, "node 0 is silent"
+    controller = formed(1)
+    controller.step(io.LinkLost(0, "reset"), 0.1)
+    assert controller.leads
+    controller = formed(1)
+    hear(controller, 0, decided(SwapPlan(World(1, (3, 1, 2)), 4, (0,), (), "store")))
+    assert controller.leads, "of a new world without it"

@@ -78,6 +78,24 @@ def test_a_newcomer_that_slept_does_not_take_its_own_request_for_contact():
     assert leaves(actions) == [87]
 
 
+def test_a_newcomer_that_asked_long_ago_stands_still_without_an_alarm():
+    """Nobody is cut off; its processes wait until a majority is certain to have heard of it."""
+    controller = Controller(7, TIMING)
+    controller.step(io.Joining((0, 1)), 0.0)
+    for now in range(1, 31):
+        controller.step(io.Received(0, Status(3, 4, True)), float(now))
+        controller.step(io.Ticked(), float(now))
+    plan = SwapPlan(World(4, (0, 7, 1)), 9, (), (), "store", joined=(7,))
+    actions = controller.step(io.Received(0, decided(plan)), 30.5)
+    assert io.PauseWorkers() in actions and "ContactLost" not in emitted(actions)
+    actions = hear(controller, 0, Status(4, 9, True, certain=30.6), 31.0)
+    assert io.ResumeWorkers() in actions and "ContactRegained" not in emitted(actions)
+
+
+def emitted(actions: list[io.Action]) -> list[str]:
+    return [action.kind for action in actions if isinstance(action, io.Emit)]
+
+
 def test_a_coordinator_that_hears_a_member_takes_the_end_of_their_link_for_a_rift():
     """The member reported to another coordinator until now, and runs until it has been silent, too."""
     controller = formed(0)
