@@ -62,7 +62,7 @@ class Job(msgspec.Struct, frozen=True):
 
 def job_from(environ: Mapping[str, str], directory: str) -> Job:
     """What the supervisor and `deadpool join` say by the environment; both are ours."""
-    named = _named_for_deepspeed(environ, directory)
+    named = deepspeed_env(environ, directory)
     exported = {
         name: value
         for name, value in environ.items()
@@ -75,14 +75,16 @@ def job_from(environ: Mapping[str, str], directory: str) -> Job:
     return Job(command, directory, environ.get("DEADPOOL_CONFIG", ""), exported, invitation)
 
 
-def _named_for_deepspeed(environ: Mapping[str, str], directory: str) -> set[str]:
-    """The variables of `.deepspeed_env`, which deepspeed exports to every host, as far as this host has the file."""
-    file, named = environ.get("DS_ENV_FILE", ".deepspeed_env"), set()
+def deepspeed_env(environ: Mapping[str, str], directory: str) -> dict[str, str]:
+    """The variables of `.deepspeed_env`, which deepspeed exports to every host, as far as this host has the file; their
+    values as they stand there, for a shell."""
+    file, found = environ.get("DS_ENV_FILE", ".deepspeed_env"), dict[str, str]()
     for folder in (os.path.expanduser("~"), directory):
         with contextlib.suppress(OSError, UnicodeDecodeError):
-            lines = Path(folder, file).read_text().splitlines()
-            named |= {line.partition("=")[0].strip() for line in lines if "=" in line}
-    return named
+            for line in Path(folder, file).read_text().splitlines():
+                name, is_one, value = line.partition("=")
+                found |= {name.strip(): value} if is_one else {}
+    return found
 
 
 def how_to_join(address: Address) -> str:

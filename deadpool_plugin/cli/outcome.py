@@ -15,12 +15,9 @@ from pathlib import Path
 
 from .. import events
 from ..errors import ConfigError
-from ..launch.outcome import FAILED, at_work, ended, outcome
+from ..launch.outcome import EXIT_RUNNING, FAILED, at_work, ended, outcome
 from .follow import Follower
 from .model import SILENT_S, span
-
-EXIT_RUNNING = 75
-"""sysexits' EX_TEMPFAIL: ask again later."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

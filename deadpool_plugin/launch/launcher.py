@@ -25,6 +25,7 @@ from ..errors import ConfigError, shell_code
 from ..transport.sockets import allow_many_files
 from . import leash
 from .outcome import Outcome, outcome
+from .processes import ending_signals
 from .remote import Stewards, keep_alive
 from .request import Request, understood
 from .secret import ensure
@@ -33,7 +34,6 @@ from .steward import CONFIG, SECRET
 DEEPSPEED = (sys.executable, "-m", "deepspeed.launcher.runner")
 LAST_WORD_S = 10.0
 """How much longer than a steward's patience with the job's processes we wait for it."""
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def launch(words: Sequence[str]) -> int:
@@ -80,7 +80,7 @@ class Launcher:
         keeping = asyncio.create_task(self._stewards.keep())  # some may be ready long before others
         try:
             await self._stewards.prepare(self._what_hosts_need())
-            for number in _SIGNALS:
+            for number in ending_signals():
                 asyncio.get_running_loop().add_signal_handler(number, self._interrupt, number)
             code = await self._deepspeed()
             if self._config.on_launcher_loss == "stop":

@@ -5,7 +5,6 @@ Rules of this file: plain data; a line that is not one of ours (a login script's
 
 from __future__ import annotations
 
-import os
 import secrets
 from pathlib import Path
 
@@ -93,8 +92,9 @@ def new_job() -> str:
 
 
 def folder(job: str) -> Path:
-    """Where a host keeps what it was given for `job`: its own memory, never a disk, gone when it is switched off."""
-    return SHM / f"deadpool-{os.geteuid()}-{job}"
+    """Where a host keeps what it was given for `job`: its own memory, never a disk, gone when it is switched off. The
+    name is the same on all hosts, whoever the user is there."""
+    return SHM / f"deadpool-{job}"
 
 
 def is_carried(config: str) -> bool:

@@ -15,6 +15,9 @@ from .. import events
 from ..errors import EXIT_FENCED
 
 FAILED = 1
+EXIT_RUNNING = 75
+"""sysexits' EX_TEMPFAIL: nobody says that the job has ended; ask again later."""
+UNREACHABLE = "no host can be reached any more, the job may still run: ask `deadpool outcome OUTPUT_DIR`"
 
 TELLING = (
     events.SwapPlanned, events.NodeFenced, events.WaitingForHost, events.NodeEnded, events.JobFinished,
@@ -53,7 +56,10 @@ def outcome(told: Mapping[int, Sequence[events.Event]], hosts: Sequence[str], la
         if isinstance(event, events.NodeJoined):
             names.setdefault(event.node, event.host)
     lost = sorted(_removed(heard) | (set(range(len(hosts))) - told.keys()))
-    found = _finished(heard) or _stopped(heard) or Verdict(launcher_code or FAILED, "the job did not finish")
+    found = _finished(heard) or _stopped(heard)
+    if found is None and not told.keys() - _removed(heard):
+        return Outcome(EXIT_RUNNING, UNREACHABLE, [])
+    found = found or Verdict(launcher_code or FAILED, "the job did not finish")
     return Outcome(*found, [names.get(node, f"node {node}") for node in lost])
 
 

@@ -16,13 +16,16 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from .. import events
+from ..agent.joining import deepspeed_env
 from ..config import Config
 from ..errors import ConfigError
 from . import leash
 from .request import Request
 
 CONNECT_S = 15
-READY_S = 60.0
+READY_S = 120.0
+"""For imports from a file system that all hosts read at once, too."""
+COMPLAINT_LINES = 3
 CLOSE_S = 5.0
 LINE_BYTES_MAX = 64 << 20
 
@@ -33,10 +36,12 @@ def keep_alive(config: Config) -> list[str]:
 
 
 def shell_command(request: Request, environ: Mapping[str, str], directory: str) -> str:
-    """What the host's shell runs: the interpreter, the directory and the PYTHON variables deepspeed uses there too."""
+    """What the host's shell runs: the interpreter, the directory and the variables deepspeed exports there, too."""
     path = os.pathsep.join([directory, *filter(None, [environ.get("PYTHONPATH")])])
     exports = {name: value for name, value in environ.items() if name.startswith("PYTHON")} | {"PYTHONPATH": path}
     said = "".join(f"export {name}={shlex.quote(value)}; " for name, value in exports.items())
+    for name, value in deepspeed_env(environ, directory).items():  # an interpreter may need its LD_LIBRARY_PATH
+        said += f"export {name}={value}; "
     source = f". {shlex.quote(request.venv_script)}; " if request.venv_script else ""
     steward = shlex.join([sys.executable, "-m", "deadpool_plugin.launch.steward"])
     return f"{source}{said}cd {shlex.quote(directory)} && exec {steward}"
@@ -60,7 +65,7 @@ class Connection:
         try:
             ready = await asyncio.wait_for(self._hear(leash.Ready), READY_S)
         except asyncio.TimeoutError:
-            self.problem = f"no answer within {READY_S:g} s"
+            self.problem = ": ".join(filter(None, [f"no answer within {READY_S:g} s", await self._complaint()]))
             return
         if isinstance(ready, leash.Ready):
             self.problem = ready.problem
@@ -103,7 +108,7 @@ class Connection:
         return None
 
     async def _complaint(self) -> str:
-        """The last line ssh says before it ends; a shared ssh connection may keep the pipes open."""
+        """The last lines ssh says before it ends; a shared ssh connection may keep the pipes open."""
         said: list[str] = []
 
         async def listen(ssh: asyncio.subprocess.Process) -> None:
@@ -115,7 +120,7 @@ class Connection:
         assert self._ssh is not None
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(listen(self._ssh), CLOSE_S)
-        return next(filter(None, reversed(said)), "")
+        return " / ".join([line for line in said if line][-COMPLAINT_LINES:])
 
     async def _pass_on_complaints(self) -> None:
         assert self._ssh is not None and self._ssh.stderr is not None
@@ -132,7 +137,7 @@ class Stewards:
 
     async def prepare(self, word: leash.Prepare) -> None:
         """Raises: ConfigError that names every host that is not ready."""
-        words = ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_S}", *keep_alive(self._config)]
+        words = ["ssh", "-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_S}", *keep_alive(self._config)]
         words += ["-p", str(self._request.ssh_port)] if self._request.ssh_port is not None else []
         words += shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", ""))
         words.append(shell_command(self._request, os.environ, os.getcwd()))

@@ -206,7 +206,7 @@ def check(prepare: leash.Prepare) -> None:
 def _end(number: int, frame: object) -> NoReturn:
     """The secret goes first, whatever signals follow this one."""
     for other in ENDING:
-        signal.signal(other, lambda *_: None)
+        signal.signal(other, signal.SIG_IGN)  # which holds until the interpreter has ended, a handler does not
     sys.exit(128 + number)
 
 

@@ -12,6 +12,7 @@ import asyncio
 import hashlib
 import logging
 import socket
+import time
 from collections.abc import Sequence
 
 import msgspec
@@ -21,9 +22,11 @@ from ..errors import PeerRefused, TransportError
 from .exchange import packed, put, take
 from .framing import ConnectionClosed
 from .handshake import Credentials, shake_hands_async
-from .sockets import Address, connected, listening, remote_name, tune
+from .sockets import Address, address_towards, connected, listening, remote_name, tune
 
 PURPOSE = "rendezvous"
+SAY_AFTER_S = 10.0
+"""Who waits for others so long says whom for, once."""
 _RETRY_S = 0.2
 _log = logging.getLogger(__name__)
 
@@ -129,9 +132,19 @@ class _Host:
         )
 
     async def _all_here(self) -> None:
-        while len(self._hellos) < self._nodes_total:
-            self._changed.clear()
-            await self._changed.wait()
+        saying = asyncio.create_task(self._say_who_is_missing())
+        try:
+            while len(self._hellos) < self._nodes_total:
+                self._changed.clear()
+                await self._changed.wait()
+        finally:
+            saying.cancel()
+
+    async def _say_who_is_missing(self) -> None:
+        """Once: a firewall, or an address that is not this host's only, shows in nothing else for minutes."""
+        await asyncio.sleep(SAY_AFTER_S)
+        missing = sorted(set(range(self._nodes_total)) - set(self._hellos))
+        _log.warning("still waiting at %s for node %s", self._where, ", ".join(map(str, missing)))
 
     async def _accept(self, tasks: set[asyncio.Task[None]]) -> None:
         loop = asyncio.get_running_loop()
@@ -184,6 +197,7 @@ class _Host:
 
 
 async def _join(node: NodeId, master: Address, hello: Hello, credentials: Credentials) -> list[Hello]:
+    say_at: float | None = time.monotonic() + SAY_AFTER_S
     while True:
         try:
             with await connected(master) as sock:
@@ -192,9 +206,20 @@ async def _join(node: NodeId, master: Address, hello: Hello, credentials: Creden
                 await put(sock, hello)
                 answer = await take(sock, _Table | _Failed)
         except (ConnectionClosed, OSError, EOFError) as error:  # node 0 is not there yet, or was started again
-            _log.info("node 0 at %s:%d does not answer yet: %s", *master, error)
+            if say_at is not None and time.monotonic() >= say_at:
+                _log.warning("node %d: node 0 at %s:%d does not answer yet (%s)%s", node, *master, error, _hint(master))
+                say_at = None
             await asyncio.sleep(_RETRY_S)
             continue
         if isinstance(answer, _Failed):
             raise TransportError(f"node 0 gave up: {answer.reason}")
         return list(answer.hellos)
+
+
+def _hint(master: Address) -> str:
+    """deepspeed takes the first address of `hostname -I`, which may be one that every host has (docker0, virbr0)."""
+    try:
+        ours = address_towards(*master) == socket.getaddrinfo(*master)[0][4][0]
+    except (OSError, TransportError):
+        return ""
+    return "; that is an address of this host, too: give --master_addr" if ours else ""

@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import queue
 import threading
+import time
 from collections.abc import Sequence
 
 import torch
@@ -19,6 +20,9 @@ from ..errors import Unsupported
 from ..mirror.arena import SlotPair
 from ..transport import local
 from .link import AgentLink
+
+SLOW_S, SLOW_STEPS = 1.0, 5
+"""Seconds that so many steps in a row must have waited for the gate, and most of their time, for that to be said."""
 
 
 class Layout:
@@ -77,6 +81,7 @@ class Stager:
         self._queue: queue.SimpleQueue[tuple[int, int, bytes, bytes, threading.Event]] = queue.SimpleQueue()
         self._changing = {id(tensor): torch.empty_like(tensor) for tensor in changing}
         self._pending = False
+        self._waited_at, self._slow_steps = time.monotonic(), 0
         self._error: BaseException | None = None
         self._cancel = threading.Event()
         if self._side_stream is not None:
@@ -96,8 +101,23 @@ class Stager:
 
     def wait(self) -> None:
         """Block until nothing is being staged; the shard may change afterwards. Raises: GenerationChanged."""
+        began = time.monotonic()
         self._link.wait_until(lambda: not self._pending)
         self._check()
+        self._judge(began)
+
+    def _judge(self, began: float) -> None:
+        """Say so if training waits for mirroring most of the time: its network, or the buddy's, is too slow for it."""
+        now = time.monotonic()
+        waited_s, step_s = now - began, now - self._waited_at
+        self._waited_at = now
+        self._slow_steps = self._slow_steps + 1 if waited_s > SLOW_S and 2 * waited_s > step_s else 0
+        if self._slow_steps == SLOW_STEPS:
+            text = (
+                f"training waits for mirroring: {waited_s:.1f} of {step_s:.1f} s of a step; what a step changes must "
+                "go to the buddy within the next one (is it the right network? see interface_address)"
+            )
+            self._link.event("Note", text=text)
 
     def drop(self) -> None:
         """Give up a snapshot that still waits at the gate; let one that is being copied finish."""

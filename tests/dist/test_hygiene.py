@@ -13,6 +13,8 @@ from test_agent_swap import HOLD, ready
 
 from deadpool_plugin import events
 
+POOL_THREADS = 4
+"""So many more may come at any time: asyncio's pool makes one where all it has are busy just then, and keeps it."""
 ALWAYS = ("--steps", "1000000", "--step-s", "0.01", "--hold-at", str(HOLD))
 
 
@@ -68,7 +70,8 @@ def test_twenty_swaps_leave_nothing_behind(tmp_path):
         before = most(cluster)
         lose_processes(cluster, 16)
         after = least(cluster)
-        assert {who: after[who] - before[who] for who in before if after[who] - before[who]} == {}
+        grown = {who: after[who] - before[who] - Counter(thread=POOL_THREADS) for who in before}
+        assert {who: more for who, more in grown.items() if more} == {}
         assert len(list((Path(tmp_path) / "logs").glob("rank*.log"))) == 2
     finally:
         cluster.close()

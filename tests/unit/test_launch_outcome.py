@@ -13,7 +13,7 @@ import pytest
 
 from deadpool_plugin import events
 from deadpool_plugin.cli.main import main
-from deadpool_plugin.launch.outcome import outcome
+from deadpool_plugin.launch.outcome import UNREACHABLE, outcome
 
 HOSTS = ["h1", "h2", "h3"]
 FINISHED, CLEAN = events.JobFinished(), events.NodeEnded(exit_code=0)
@@ -53,7 +53,9 @@ def failed_late(node, code=3):
          "the job stopped: reason 3; exit code 3; lost hosts: none"),
         ({0: [], 1: [], 2: []}, 78, "the job did not finish; exit code 78; lost hosts: none"),
         ({0: [], 1: [], 2: []}, 0, "the job did not finish; exit code 1; lost hosts: none"),
-        ({}, 255, "the job did not finish; exit code 255; lost hosts: h1,h2,h3"),
+        ({}, 255, f"{UNREACHABLE}; exit code 75; lost hosts: none"),
+        ({0: [events.NodeFenced(node=0)]}, 255, f"{UNREACHABLE}; exit code 75; lost hosts: none"),
+        ({1: []}, 255, "the job did not finish; exit code 255; lost hosts: h1,h3"),
         ({0: [FINISHED], 1: [FINISHED, failed_late(1)], 2: []}, 3,
          "training finished, but a script failed afterwards; exit code 3; lost hosts: none"),
         ({0: [lost(1), FINISHED], 1: [failed_late(1)], 2: []}, 3, "the job finished; exit code 0; lost hosts: h2"),

@@ -21,7 +21,7 @@ SECRET = "a secret that is long enough"
 SSH = """#!/bin/sh
 echo "$@" >> ssh.txt
 for word; do
-  case "$before$word" in -o*|-p*) ;; *) [ "$host" ] || host=$word;; esac
+  case "$before$word" in -o*|-p*|-T) ;; *) [ "$host" ] || host=$word;; esac
   before=; case "$word" in -o|-p) before=$word;; esac
 done
 [ "$host" = slow ] && sleep 4
@@ -181,3 +181,13 @@ def test_words_survive_the_hosts_shell(tmp_path):
     shown = command.replace(f"exec {sys.executable} -m deadpool_plugin.launch.steward", "pwd; echo $PYTHONWARNINGS")
     done = subprocess.run(["sh", "-c", shown], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == [str(odd), "ignore::x y"]
+
+
+def test_an_interpreter_has_what_deepspeed_exports_for_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "nobody"))
+    (tmp_path / ".deepspeed_env").write_text("LD_LIBRARY_PATH=/sw/lib:/usr/lib\nQUOTED='a b'\n\n")
+    command = shell_command(Request([], ["s.py"], "", ["h1"]), {}, str(tmp_path))
+    asked = "echo $LD_LIBRARY_PATH; echo $QUOTED"
+    shown = command.replace(f"exec {sys.executable} -m deadpool_plugin.launch.steward", asked)
+    done = subprocess.run(["sh", "-c", shown], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["/sw/lib:/usr/lib", "a b"]

@@ -80,3 +80,16 @@ def test_an_address_this_host_does_not_have_is_said_at_once(monkeypatch):
 def test_nobody_is_told_to_dial_an_address_that_means_himself(monkeypatch, found, target, where):
     monkeypatch.setattr(meeting, "address_towards", lambda *target: found)
     assert addresses(Config(), (target, 29500)) == where
+
+
+def test_another_network_of_the_frameworks_is_pointed_at():
+    here = [("eth0", "192.168.3.4"), ("ib0", "10.1.7.9"), ("ib0", "fd00::9")]
+    said = meeting.other_network("192.168.3.4", {"NCCL_SOCKET_IFNAME": "=ib0"}, here)
+    assert said.startswith("snapshots are mirrored over 192.168.3.4, NCCL_SOCKET_IFNAME names ib0 (10.1.7.9)")
+    for environ in (
+        {},
+        {"GLOO_SOCKET_IFNAME": "eth0"},
+        {"NCCL_SOCKET_IFNAME": "^docker"},
+        {"NCCL_SOCKET_IFNAME": "ib"},
+    ):
+        assert meeting.other_network("192.168.3.4", environ, here) == ""

@@ -6,6 +6,7 @@ import socket
 import pytest
 
 from deadpool_plugin.errors import ConfigError, PeerRefused, TransportError
+from deadpool_plugin.transport import rendezvous
 from deadpool_plugin.transport.handshake import Credentials
 from deadpool_plugin.transport.rendezvous import Hello, meet
 from deadpool_plugin.transport.sockets import (
@@ -61,6 +62,22 @@ def test_missing_nodes_are_named_to_everyone() -> None:
     for error in errors:
         assert isinstance(error, TransportError) and "only 2 of 4 nodes met" in str(error)
         assert "missing: node 2, 3" in str(error)
+
+
+def test_whoever_waits_for_long_says_so_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(rendezvous, "SAY_AFTER_S", 0.3)
+    asyncio.run(gather(free_port(), 3, (0, b"s", 1.5), (1, b"s", 1.5)))
+    assert [record.getMessage() for record in caplog.records if "waiting" in record.getMessage()] == [
+        f"still waiting at 127.0.0.1:{port_of(caplog)} for node 2"
+    ]
+    caplog.clear()
+    asyncio.run(gather(free_port(), 2, (1, b"s", 1.5)))
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "does not answer yet (" in said and said.endswith("an address of this host, too: give --master_addr")
+
+
+def port_of(caplog: pytest.LogCaptureFixture) -> str:
+    return caplog.records[0].getMessage().partition("127.0.0.1:")[2].partition(" ")[0]
 
 
 def test_a_wrong_secret_is_told_on_both_sides() -> None:

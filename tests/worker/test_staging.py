@@ -11,6 +11,7 @@ import torch
 
 from deadpool_plugin.mirror.arena import SlotPair
 from deadpool_plugin.transport import local
+from deadpool_plugin.worker import staging
 from deadpool_plugin.worker.staging import Layout, Stager
 
 
@@ -62,3 +63,26 @@ def test_a_snapshot_is_copied_on_a_ranks_own_gpu_through_whatever_memory(monkeyp
     assert len(launches) == 1
     ((kind, text),) = notes
     assert kind == "Note" and "could not be page-locked: out of memory" in text
+
+
+def test_training_that_waits_for_mirroring_is_said_once_and_short_waits_are_not(monkeypatch):
+    said, clock = [], iter([0.0])
+    monkeypatch.setattr(staging.time, "monotonic", lambda: next(clock))
+    link = types.SimpleNamespace(event=lambda kind, text: said.append(text), wait_until=lambda done: None)
+    layout = Layout([torch.ones(3)])
+    stager = Stager(0, layout, [], SlotPair.create(0, 4096, layout.payload_bytes), link)
+
+    def steps(number, computes_s, waits_s):
+        nonlocal clock
+        for _ in range(number):
+            now = stager._waited_at + computes_s
+            clock = iter([now, now + waits_s])
+            stager.wait()
+
+    steps(20, 0.1, 0.9)
+    steps(20, 3.0, 2.0)
+    steps(4, 1.0, 2.0)
+    steps(1, 3.0, 2.0)
+    assert said == [], "short; the smaller part of a step; not for long"
+    steps(20, 1.0, 2.0)
+    assert len(said) == 1 and said[0].startswith("training waits for mirroring: 2.0 of 3.0 s of a step")
