@@ -25,7 +25,8 @@ from ..errors import Divergence
 
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
-INDICES = frozenset({torch.int64, torch.bool})
+INDICES = frozenset({torch.int64, torch.bool, torch.uint8})
+"""What a process that rehearses cannot do without: indices, masks, pickled objects (uint8)."""
 INDICES_BYTES_MAX = 64 << 20
 
 
@@ -171,7 +172,7 @@ class Replay:
             if recorded.data is None and tensor.dtype in INDICES:
                 raise Divergence(
                     f"{name} at {user_frame()} gave {_readable([_signature(tensor)])}, too large to be recorded",
-                    f"indices of at most {INDICES_BYTES_MAX >> 20} MiB in all, or of recording_limit_mib each",
+                    f"indices and objects of {INDICES_BYTES_MAX >> 20} MiB in all at most, or recording_limit_mib each",
                     "raise recording_limit_mib, or let each rank make them from one seed",
                 )
             write_tensor(recorded, tensor)

@@ -7,7 +7,7 @@ replaces (`self.mean = 0.9 * self.mean + ...`) is restored as a new tensor: the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 
@@ -36,14 +36,14 @@ class _Place:
 
 
 class Buffers:
-    """All buffers of `modules` that have a value now."""
+    """All buffers of `modules` that have a value now, but for those of a name in `caches` that are not persistent."""
 
-    def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
+    def __init__(self, modules: Iterable[torch.nn.Module], caches: Collection[str] = ()) -> None:
         places: dict[int, _Place] = {}
         self._modules, self._known = list(modules), set[tuple[int, str]]()
         for module in self._modules:
             for name, buffer in module._buffers.items():
-                if buffer is None:
+                if buffer is None or (name in caches and name in module._non_persistent_buffers_set):
                     continue
                 self._known.add((id(module), name))
                 title = f"the buffer {name!r} of {type(module).__name__}"

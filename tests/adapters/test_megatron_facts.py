@@ -41,6 +41,17 @@ def test_a_rehearsal_loads_a_checkpoint_only_if_the_job_began_with_one(tmp_path,
         os.path.isfile(tracker)
 
 
+def test_a_checkpoint_that_is_looked_for_past_os_path_is_asked_for_once(tmp_path, monkeypatch):
+    """Megatron-LM asks multi-storage-client, where that is installed, which asks the kernel itself."""
+    monkeypatch.setattr(os.path, "isfile", os.path.isfile)
+    asked, tracker = [], tmp_path / facts.TRACKER
+    saving = SimpleNamespace(isfile=lambda path: path.exists() or os.path.isfile(path))
+    monkeypatch.setitem(sys.modules, "megatron.training.checkpointing", saving)
+    facts.install(lambda name, kind, function, args, kwargs: asked.append(name) or function(*args))
+    assert not saving.isfile(tracker) and not os.path.isfile(tracker)
+    assert asked == [f"isfile {tracker}"] * 2, "each of them once"
+
+
 def test_a_rehearsal_compares_no_parameters_with_those_of_others(monkeypatch, train_gpt):
     hashes = []
     monkeypatch.setattr(os.path, "isfile", os.path.isfile)

@@ -52,6 +52,7 @@ REFUSED_OF_MEGATRON_LM = [
     ("async_strategy", "mcore", "nvrx", "set it to mcore"),
     ("log_straggler", False, True, "leave it out"),
     ("optimizer_cuda_graph", False, True, "leave it out"),
+    ("use_sharp", False, True, "leave it out"),
     ("skip_train", False, True, "leave it out"),
     ("use_legacy_models", False, True, "use megatron-core's models"),
     ("perform_rl_step", False, True, "leave it out"),

@@ -113,6 +113,20 @@ def test_a_number_that_a_module_counts_comes_back_with_a_call_and_in_a_newcomer(
     assert newcomers.calls == 0
 
 
+def test_generators_of_transformer_engines_tracker_go_on_where_they_were(monkeypatch):
+    from megatron.core.tensor_parallel import random
+
+    live = {"model-parallel-rng": torch.Generator().manual_seed(3), "other": torch.get_rng_state()}
+    tracker = SimpleNamespace(get_states=lambda: live, set_states=lambda states: live.update(states))
+    monkeypatch.setattr(random, "get_cuda_rng_tracker", lambda: tracker)
+    adapter, generator = MegatronAdapter(), live["model-parallel-rng"]
+    saved = codec.decode(codec.encode(adapter.rng_states()))
+    expected = torch.rand(4, generator=generator)
+    adapter.set_rng_states(saved)
+    assert live["model-parallel-rng"] is generator and torch.equal(torch.rand(4, generator=generator), expected)
+    assert torch.equal(live["other"], saved["other"])
+
+
 @pytest.mark.parametrize("changes", VARIANTS, ids=str)
 def test_a_saved_shard_brings_back_the_same_future(train_gpt, changes):
     job = Job(train_gpt, arguments(train_gpt, **changes))

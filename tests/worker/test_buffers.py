@@ -144,3 +144,16 @@ def test_what_is_put_back_within_inference_mode_can_be_trained_with():
     with torch.inference_mode():
         buffers.load_entry(entry)
     assert model.changed.tolist() == [1.0] * 7 and not model.changed.is_inference()
+
+
+def test_caches_are_nobodys_business_and_buffers_of_their_name_are():
+    model = Means()
+    model.register_buffer("cos_cached", torch.zeros(4), persistent=False)
+    model.register_buffer("sin_cached", torch.zeros(4))
+    buffers = Buffers(model.modules(), ("cos_cached", "sin_cached"))
+    assert len(buffers.tensors) == 3
+    model.register_buffer("cos_cached", torch.zeros(8, dtype=torch.float64), persistent=False)
+    buffers.follow()
+    model.register_buffer("sin_cached", torch.zeros(8))
+    with pytest.raises(Unsupported, match="the buffer 'sin_cached' of Means became"):
+        buffers.follow()

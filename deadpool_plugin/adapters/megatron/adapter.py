@@ -227,12 +227,18 @@ class MegatronAdapter:
     def rng_states(self) -> dict[str, Any]:
         from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-        return dict(get_cuda_rng_tracker().get_states())
+        states = get_cuda_rng_tracker().get_states()  # generators with --te-rng-tracker
+        return {name: one.get_state() if isinstance(one, torch.Generator) else one for name, one in states.items()}
 
     def set_rng_states(self, states: dict[str, Any]) -> None:
         from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-        get_cuda_rng_tracker().set_states(dict(states))
+        tracker = get_cuda_rng_tracker()
+        live, kept = tracker.get_states(), dict(states)
+        for name, one in live.items():
+            if isinstance(one, torch.Generator) and name in states:
+                kept[name] = one.set_state(states[name])
+        tracker.set_states(kept)
 
     def loss_of(self, result: Any) -> float | None:
         """Mean over microbatches of the first reported number; Megatron reports `[sum, count]` pairs or means."""

@@ -14,6 +14,7 @@ import functools
 import os
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from ...worker.adapter import CallHandler, CallKind
@@ -23,17 +24,34 @@ TRACKER = "latest_checkpointed_iteration.txt"
 HASHES = "check_param_hashes_across_dp_replicas"
 
 
+class _Asks:
+    """Whether the file is there is asked once, however many functions it goes through."""
+
+    def __init__(self, handler: CallHandler) -> None:
+        self._handler, self._inside = handler, False
+
+    def around(self, original: Callable[[Any], bool]) -> Callable[[Any], bool]:
+        @functools.wraps(original)
+        def isfile(path: Any) -> bool:
+            on_main_thread = threading.current_thread() is threading.main_thread()
+            if self._inside or not on_main_thread or not str(path).endswith(TRACKER):
+                return original(path)
+            self._inside = True
+            try:
+                return bool(self._handler(f"isfile {path}", CallKind.FACT, original, (path,), {}))
+            finally:
+                self._inside = False
+
+        return isfile
+
+
 def install(handler: CallHandler) -> None:
     """Once, when torch.distributed is initialised."""
-    original = os.path.isfile
-
-    @functools.wraps(original)
-    def isfile(path: Any) -> bool:
-        if not str(path).endswith(TRACKER) or threading.current_thread() is not threading.main_thread():
-            return original(path)
-        return bool(handler(f"isfile {path}", CallKind.FACT, original, (path,), {}))
-
-    os.path.isfile = isfile
+    asks = _Asks(handler)
+    os.path.isfile = asks.around(os.path.isfile)
+    saving: Any = sys.modules.get("megatron.training.checkpointing")
+    if hasattr(saving, "isfile"):  # which asks multi-storage-client where that is installed
+        saving.isfile = asks.around(saving.isfile)
     for module in map(sys.modules.get, ("megatron.core.utils", "megatron.training.training")):
         if hasattr(module, HASHES):
             wrap(module, HASHES, CallKind.FACT, handler=handler)

@@ -95,6 +95,7 @@ TRAINING = (
         (None, "mcore"),
     ),
     Option("log_straggler", "divides by the time of forwards, of which a spare runs none", "leave it out"),
+    Option("use_sharp", "has switches sum in groups of the start only: later ones would sum otherwise", "leave it out"),
     Option("optimizer_cuda_graph", "captures communicators, which a swap replaces", "leave it out"),
     Option(
         "use_legacy_models", "counts micro-batches in the layers, which an interruption leaves too far on",

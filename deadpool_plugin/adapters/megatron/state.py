@@ -21,6 +21,9 @@ from ..base_optimizer import MOMENTS, group_scalars, load_group_scalars, refuse_
 from ..options import REMEDY, Option, refuse
 
 SUPPORTED = ("Adam", "AdamW", "FusedAdam")
+CACHES = ("cos_cached", "sin_cached")
+"""Buffers of yarn_rotary_pos_embedding.py, made anew by the first forward that wants them longer, or of another dtype."""
+CACHED_FOR = ("max_seq_len_cached", "offset_cached", "dtype_cached", "packed_seq_cached")
 ALIGNMENT = 16  # elements: 64 bytes of fp32, so that a view is aligned as a tensor of its own would be
 
 
@@ -41,7 +44,7 @@ class OptimizerState:
             if hasattr(module, "_maintain_float32_expert_bias"):  # the first forward would rebind a buffer (router.py)
                 module._maintain_float32_expert_bias()
         modules = [module for chunk in chunks for module in chunk.module.modules()]
-        self.buffers, self.values = Buffers(modules), Values(modules, _is_megatrons)
+        self.buffers, self.values = Buffers(modules, CACHES), Values(modules, _is_megatrons)
         self.tensors = self._flatten() + self.buffers.tensors
         memory = [parameter for chunk in chunks for parameter in chunk.parameters()]
         memory += [b.grad_data for chunk in chunks for b in chunk.buffers + chunk.expert_parallel_buffers]
@@ -113,7 +116,8 @@ class OptimizerState:
 
 
 def _is_megatrons(attribute: str) -> bool:
-    return attribute == "current_microbatch"  # on layers, by pipeline_parallel/schedules.py, for CUDA graphs
+    """`current_microbatch`: on layers, by pipeline_parallel/schedules.py, for CUDA graphs."""
+    return attribute == "current_microbatch" or attribute in CACHED_FOR
 
 
 def _parameters(part: Any) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
