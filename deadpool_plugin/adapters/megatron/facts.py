@@ -48,7 +48,7 @@ class _Asks:
 def install(handler: CallHandler) -> None:
     """Once, when torch.distributed is initialised."""
     asks = _Asks(handler)
-    os.path.isfile = asks.around(os.path.isfile)
+    os.path.isfile = asks.around(os.path.isfile)  # type: ignore[assignment]
     saving: Any = sys.modules.get("megatron.training.checkpointing")
     if hasattr(saving, "isfile"):  # which asks multi-storage-client where that is installed
         saving.isfile = asks.around(saving.isfile)
