@@ -22,7 +22,7 @@ from ..options import REMEDY, Option, refuse
 
 SUPPORTED = ("Adam", "AdamW", "FusedAdam")
 CACHES = ("cos_cached", "sin_cached")
-"""Buffers of yarn_rotary_pos_embedding.py, made anew by the first forward that wants them longer or of another dtype."""
+"""Buffers of yarn_rotary_pos_embedding.py, made anew by the first forward that wants them longer or of another type."""
 CACHED_FOR = ("max_seq_len_cached", "offset_cached", "dtype_cached", "packed_seq_cached")
 ALIGNMENT = 16  # elements: 64 bytes of fp32, so that a view is aligned as a tensor of its own would be
 
