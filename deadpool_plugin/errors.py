@@ -11,6 +11,8 @@ from typing import TypeVar
 T = TypeVar("T")
 
 EXIT_OK = 0
+EXIT_RUNNING = 75
+"""sysexits' EX_TEMPFAIL, of a command that was to say how a job ended: nobody says that it has; ask again later."""
 EXIT_TAKEN = 75
 """sysexits' EX_TEMPFAIL, of a host that wanted to join: another one has taken its node id meanwhile; `deadpool join`
 starts again with another."""

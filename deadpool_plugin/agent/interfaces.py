@@ -1,4 +1,5 @@
 """Which of this host's addresses `interface_address` means: a file that is the same on all hosts names a network.
+Where it means none, whether the frameworks were told of another one than is used.
 
 Rules of this file: asks the kernel for addresses, opens nothing.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
+from collections.abc import Mapping
 
 import psutil
 
@@ -43,6 +45,24 @@ def address_of(said: str, found: Found | None = None) -> str:
             "correct it",
         )
     return matching[0]
+
+
+def other_network(ours: str, environ: Mapping[str, str], found: Found | None = None) -> str:
+    """What to know where the frameworks use another interface than that of `ours`; "" if they were not told to.
+
+    Args:
+        found: as for `address_of`.
+    """
+    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        if not (interface := environ.get(name, "").removeprefix("=")):
+            continue
+        theirs = [address for named, address in found or addresses_here() if named == interface]
+        if theirs and ours not in theirs:
+            return (
+                f"snapshots are mirrored over {ours}, {name} names {interface} ({theirs[0]}); "
+                f"`interface_address: {interface}` lets them go there, too"
+            )
+    return ""
 
 
 def _is_address(said: str) -> bool:

@@ -10,7 +10,7 @@ import ipaddress
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib import metadata
 
 from ..config import Config
@@ -24,7 +24,7 @@ from ..transport.rendezvous import Hello, job_id, meet
 from ..transport.sockets import Address, address_towards
 from ..transport.tcp import ControlMesh
 from . import contacts
-from .interfaces import Found, address_of, addresses_here
+from .interfaces import address_of, other_network
 from .joining import Arrival, Job, Newcomer, Roster, how_to_join
 from .world import Place
 
@@ -76,23 +76,6 @@ def addresses(config: Config, target: Address) -> tuple[str, str]:
     if ipaddress.ip_address(found).is_loopback and target[0] not in _LOOPBACK:
         return "", target[0]  # the first host's name means itself there; others know it by that name
     return found, found
-
-
-def other_network(ours: str, environ: Mapping[str, str], here: Found | None = None) -> str:
-    """What to know where the frameworks were told to use another interface than that of `ours`; "" if they were not.
-
-    Args:
-        here: this host's interfaces and their addresses; None asks the kernel.
-    """
-    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
-        interface = environ.get(name, "").removeprefix("=")
-        theirs = [address for named, address in here or addresses_here() if named == interface]
-        if theirs and ours not in theirs:
-            return (
-                f"snapshots are mirrored over {ours}, {name} names {interface} ({theirs[0]}); "
-                f"`interface_address: {interface}` lets them go there, too"
-            )
-    return ""
 
 
 def versions() -> dict[str, str]:

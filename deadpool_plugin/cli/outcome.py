@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from .. import events
-from ..errors import ConfigError
-from ..launch.outcome import EXIT_RUNNING, FAILED, at_work, ended, outcome
+from ..errors import EXIT_RUNNING, ConfigError
+from ..launch.outcome import FAILED, at_work, ended, outcome
 from .follow import Follower
 from .model import SILENT_S, span
 

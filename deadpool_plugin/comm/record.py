@@ -4,9 +4,9 @@ Beside them facts: what the script found out and a rehearsal would not (the worl
 
 Rules of this file: no pickle; a recording is msgpack with raw tensor bytes. An operation is known by its group's
 index and its number in that group, a fact by its question. Tensors above the limit are recorded without their values:
-parameters, which the restore overwrites anyway. Indices are none: a permutation of the data is recorded up to
-INDICES_BYTES_MAX of all of them, and above that nobody can rehearse the rank. What differs from the recording raises
-Divergence and names the call.
+parameters, which the restore overwrites anyway. Indices and pickled objects are none: a permutation of the data is
+recorded up to INDICES_BYTES_MAX of all of them, and above that nobody can rehearse the rank. What differs from the
+recording raises Divergence and names the call.
 """
 
 from __future__ import annotations

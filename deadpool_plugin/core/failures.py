@@ -59,11 +59,10 @@ class Failures:
         code = exit_code or 1
         what = f"script of rank {rank} ended with {exit_code}: {reason}"
         before = self._raised_at.get(rank)
-        if not ctx.has_trained and not ctx.swapping:
+        if not ctx.swapping and not ctx.has_trained:
             ctx.stop(what, code)
             return False
-        again = before is not None and ctx.newest_committed - before <= AGAIN_WITHIN_STEPS
-        if again and not ctx.swapping:
+        if not ctx.swapping and before is not None and ctx.newest_committed - before <= AGAIN_WITHIN_STEPS:
             ctx.stop(f"{what} (as it did after step {before} was committed)", code)
             return False
         self._raised_at[rank] = ctx.newest_committed

@@ -45,20 +45,18 @@ class Swaps:
         ctx = self._ctx
         standing = ctx.standing
         suspects = standing.suspects
-        has_quorum = not suspects or ctx.has_quorum
-        if has_quorum:
-            self._asked_at = NEVER
-        if not has_quorum:
+        if suspects and not ctx.has_quorum:
             self._without_quorum(suspects)
-        elif not standing.leads:
+            return True
+        self._asked_at = NEVER
+        if not standing.leads:
             if suspects:
                 self._tell(suspects)
             return False
-        elif self._is_due(suspects):
-            self._announce(suspects)
-            self.proposer.begin_round(suspects)
-        else:
+        if not self._is_due(suspects):
             return self.proposer.reconsider()
+        self._announce(suspects)
+        self.proposer.begin_round(suspects)
         return True
 
     def _is_due(self, suspects: Mapping[NodeId, str]) -> bool:

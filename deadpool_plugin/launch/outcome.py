@@ -12,11 +12,9 @@ from typing import NamedTuple
 import msgspec
 
 from .. import events
-from ..errors import EXIT_FENCED
+from ..errors import EXIT_FENCED, EXIT_RUNNING
 
 FAILED = 1
-EXIT_RUNNING = 75
-"""sysexits' EX_TEMPFAIL: nobody says that the job has ended; ask again later."""
 UNREACHABLE = "no host can be reached any more, the job may still run: ask `deadpool outcome OUTPUT_DIR`"
 
 TELLING = (

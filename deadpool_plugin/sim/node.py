@@ -49,8 +49,8 @@ class Node:
         self.rehearsals = Rehearsals(self)
         self.takeovers = TakeOvers(self)
         self.controller = Controller(number, self.timing, self.policy)
-        self.ends: set[tuple[Generation, Step, Rank]] = set()
-        """In which generations and after which step ranks have come to the end of their script here."""
+        self.ends: dict[Rank, tuple[Generation, Step]] = {}
+        """In which generation and after which step each rank here has come to the end of its script."""
         self._actions: dict[type[io.Action], Callable[[Any], object]] = {
             io.Send: lambda action: self.network.send(number, action.to, action.message),
             io.StartWorkers: lambda action: self.processes.start_groups(action.world.generation, action.store),
@@ -158,7 +158,7 @@ class Node:
             handle(process, *arguments)
 
     def finished(self, process: Process) -> None:
-        self.ends.add((self.controller.generation, process.step, process.rank))
+        self.ends[process.rank] = (self.controller.generation, process.step)
         self.feed(io.WorkerFinished(process.rank))
 
     def saved(self, process: Process, step: Step) -> None:

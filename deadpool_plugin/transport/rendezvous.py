@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ..core.types import NodeId
+from ..core.types import NodeId, listed
 from ..errors import PeerRefused, TransportError
 from .exchange import packed, put, take
 from .framing import ConnectionClosed
@@ -123,13 +123,15 @@ class _Host:
                 sock.close()
 
     def _absence(self, timeout_s: float) -> TransportError:
-        missing = sorted(set(range(self._nodes_total)) - set(self._hellos))
         refused = "".join(f"; {reason}" for reason in self._refused.values())
         return TransportError(
             f"only {len(self._hellos)} of {self._nodes_total} nodes met at {self._where} in {timeout_s:g} s, "
-            f"missing: node {', '.join(map(str, missing))}{refused}",
+            f"missing: node {self._missing()}{refused}",
             remedy="look at the output of the missing nodes' hosts",
         )
+
+    def _missing(self) -> str:
+        return listed(node for node in range(self._nodes_total) if node not in self._hellos)
 
     async def _all_here(self) -> None:
         saying = asyncio.create_task(self._say_who_is_missing())
@@ -143,8 +145,7 @@ class _Host:
     async def _say_who_is_missing(self) -> None:
         """Once: a firewall, or an address that is not this host's only, shows in nothing else for minutes."""
         await asyncio.sleep(SAY_AFTER_S)
-        missing = sorted(set(range(self._nodes_total)) - set(self._hellos))
-        _log.warning("still waiting at %s for node %s", self._where, ", ".join(map(str, missing)))
+        _log.warning("still waiting at %s for node %s", self._where, self._missing())
 
     async def _accept(self, tasks: set[asyncio.Task[None]]) -> None:
         loop = asyncio.get_running_loop()

@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from deadpool_plugin.agent import meeting
+from deadpool_plugin.agent import interfaces, meeting
 from deadpool_plugin.agent.joining import Job
 from deadpool_plugin.agent.meeting import Links, addresses, reachable
 from deadpool_plugin.agent.world import Place
@@ -84,7 +84,7 @@ def test_nobody_is_told_to_dial_an_address_that_means_himself(monkeypatch, found
 
 def test_another_network_of_the_frameworks_is_pointed_at():
     here = [("eth0", "192.168.3.4"), ("ib0", "10.1.7.9"), ("ib0", "fd00::9")]
-    said = meeting.other_network("192.168.3.4", {"NCCL_SOCKET_IFNAME": "=ib0"}, here)
+    said = interfaces.other_network("192.168.3.4", {"NCCL_SOCKET_IFNAME": "=ib0"}, here)
     assert said.startswith("snapshots are mirrored over 192.168.3.4, NCCL_SOCKET_IFNAME names ib0 (10.1.7.9)")
     for environ in (
         {},
@@ -92,4 +92,4 @@ def test_another_network_of_the_frameworks_is_pointed_at():
         {"NCCL_SOCKET_IFNAME": "^docker"},
         {"NCCL_SOCKET_IFNAME": "ib"},
     ):
-        assert meeting.other_network("192.168.3.4", environ, here) == ""
+        assert interfaces.other_network("192.168.3.4", environ, here) == ""

@@ -149,10 +149,9 @@ class MegatronAdapter:
 
     def scalars(self) -> Scalars:
         self.state.buffers.follow()
-        schedulers = [_scheduler_state(scheduler) for scheduler in self._schedulers]
         return {
             "optimizer": self.state.scalars(),
-            "schedulers": schedulers,
+            "schedulers": self._scheduler_states(),
             "values": self.state.values.changed(),
             "losses": losses.plain(losses.noted()),
             "books": bookkeeping.kept(),
@@ -166,13 +165,19 @@ class MegatronAdapter:
         bookkeeping.load(scalars["books"])
 
     def visible(self) -> Scalars:
-        schedulers = [_scheduler_state(scheduler) for scheduler in self._schedulers]
-        return {"groups": self.state.group_scalars(), "schedulers": schedulers, "values": self.state.values.changed()}
+        return {
+            "groups": self.state.group_scalars(),
+            "schedulers": self._scheduler_states(),
+            "values": self.state.values.changed(),
+        }
 
     def show(self, visible: Scalars) -> None:
         self.state.load_group_scalars(visible["groups"])
         self._load_schedulers(visible["schedulers"])
         self.state.values.load(visible["values"])
+
+    def _scheduler_states(self) -> list[Scalars]:
+        return [_scheduler_state(scheduler) for scheduler in self._schedulers]
 
     def _load_schedulers(self, states: list[Scalars]) -> None:
         for scheduler, saved in zip(self._schedulers, states, strict=True):
@@ -184,7 +189,7 @@ class MegatronAdapter:
         configs = [(chunk.config, dict(vars(chunk.config))) for chunk in self._chunks]
         hooks = [(chunk, bool(chunk.remove_forward_pre_hook_handles)) for chunk in self._chunks]
         reducing = [getattr(chunk, "force_all_reduce", False) for chunk in self._chunks]  # from 0.16 on
-        groups, schedulers = self.state.group_scalars(), [_scheduler_state(s) for s in self._schedulers]
+        groups, schedulers = self.state.group_scalars(), self._scheduler_states()
         tracked, put_books_back = losses.noted(), bookkeeping.noted(self._timers)
         buffers, values = self.state.buffers.entry(), self.state.values.changed()
 
@@ -237,7 +242,8 @@ class MegatronAdapter:
         live, kept = tracker.get_states(), dict(states)
         for name, one in live.items():
             if isinstance(one, torch.Generator) and name in states:
-                kept[name] = one.set_state(states[name])
+                one.set_state(states[name])
+                kept[name] = one
         tracker.set_states(kept)
 
     def loss_of(self, result: Any) -> float | None:

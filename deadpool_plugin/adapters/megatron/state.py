@@ -23,7 +23,12 @@ from ..options import REMEDY, Option, refuse
 SUPPORTED = ("Adam", "AdamW", "FusedAdam")
 CACHES = ("cos_cached", "sin_cached")
 """Buffers of yarn_rotary_pos_embedding.py, made anew by the first forward that wants them longer or of another type."""
-CACHED_FOR = ("max_seq_len_cached", "offset_cached", "dtype_cached", "packed_seq_cached")
+OF_MODULES = frozenset(
+    {"current_microbatch", "max_seq_len_cached", "offset_cached", "dtype_cached", "packed_seq_cached"}
+)
+    {"max_seq_len_cached", "offset_cached", "dtype_cached", "packed_seq_cached", "current_microbatch"}
+)
+"""Attributes: what pipeline_parallel/schedules.py tells layers for CUDA graphs, and what CACHES were made for."""
 ALIGNMENT = 16  # elements: 64 bytes of fp32, so that a view is aligned as a tensor of its own would be
 
 
@@ -44,7 +49,7 @@ class OptimizerState:
             if hasattr(module, "_maintain_float32_expert_bias"):  # the first forward would rebind a buffer (router.py)
                 module._maintain_float32_expert_bias()
         modules = [module for chunk in chunks for module in chunk.module.modules()]
-        self.buffers, self.values = Buffers(modules, CACHES), Values(modules, _is_megatrons)
+        self.buffers, self.values = Buffers(modules, CACHES), Values(modules, OF_MODULES.__contains__)
         self.tensors = self._flatten() + self.buffers.tensors
         memory = [parameter for chunk in chunks for parameter in chunk.parameters()]
         memory += [b.grad_data for chunk in chunks for b in chunk.buffers + chunk.expert_parallel_buffers]
@@ -113,11 +118,6 @@ class OptimizerState:
         for part in self._parts:
             if hasattr(part, "_copy_main_params_to_model_params"):
                 part._copy_main_params_to_model_params()
-
-
-def _is_megatrons(attribute: str) -> bool:
-    """`current_microbatch`: on layers, by pipeline_parallel/schedules.py, for CUDA graphs."""
-    return attribute == "current_microbatch" or attribute in CACHED_FOR
 
 
 def _parameters(part: Any) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:

@@ -31,19 +31,22 @@ def later(controller: Controller, begin: float, end: float, hears: tuple[int, ..
     return actions
 
 
-@pytest.mark.parametrize("has_trained", [False, True])
-def test_a_scripts_error_within_a_swap_is_part_of_the_promise_and_no_verdict(has_trained):
+def test_a_scripts_error_within_a_swap_is_part_of_the_promise_and_no_verdict():
     """The others may be in the next generation by now: they would end with the loss, and these with the error."""
     controller = formed(1)
-    if has_trained:
-        hear(controller, 0, Status(0, 4, True))
-        controller.step(io.WorkerFailed(1, 3, "an error"), 0.1)
     hear(controller, 0, Prepare(Ballot(1, 1, 0), (2,)))
-    actions = controller.step(io.WorkerFailed(1, 3, "an error"), 0.2) if not has_trained else []
+    actions = controller.step(io.WorkerFailed(1, 3, "an error"), 0.2)
+    assert [m.failed[0].exit_code for _, m in said(actions) if isinstance(m, Promise)] == [3]
     again = controller.step(io.WorkerFailed(1, 3, "the same"), 0.3)
     assert leaves(actions + again) == []
-    if not has_trained:
-        assert [m.failed[0].exit_code for _, m in said(actions) if isinstance(m, Promise)] == [3]
+
+
+def test_an_error_that_comes_back_within_a_swap_is_no_verdict_either():
+    controller = formed(1)
+    hear(controller, 0, Status(0, 4, True))
+    controller.step(io.WorkerFailed(1, 3, "an error"), 0.1)
+    hear(controller, 0, Prepare(Ballot(1, 1, 0), (2,)))
+    assert leaves(controller.step(io.WorkerFailed(1, 3, "the same"), 0.3)) == []
 
 
 def test_the_same_error_without_a_swap_is_a_verdict():
