@@ -26,8 +26,6 @@ CACHES = ("cos_cached", "sin_cached")
 OF_MODULES = frozenset(
     {"current_microbatch", "max_seq_len_cached", "offset_cached", "dtype_cached", "packed_seq_cached"}
 )
-    {"max_seq_len_cached", "offset_cached", "dtype_cached", "packed_seq_cached", "current_microbatch"}
-)
 """Attributes: what pipeline_parallel/schedules.py tells layers for CUDA graphs, and what CACHES were made for."""
 ALIGNMENT = 16  # elements: 64 bytes of fp32, so that a view is aligned as a tensor of its own would be
 
