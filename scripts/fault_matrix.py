@@ -3,6 +3,7 @@
     python scripts/fault_matrix.py --out matrix                      all cells that are not known yet, then the table
     python scripts/fault_matrix.py --out matrix --only tp4           one layout
     python scripts/fault_matrix.py --out matrix --only '.*:push:node' one column and kind
+    python scripts/fault_matrix.py --out zero --framework deepspeed  DeepSpeed's engines instead of Megatron-core
     python scripts/fault_matrix.py --out matrix --double             two faults, one in the middle of the other's swap
     python scripts/fault_matrix.py --out matrix --many 100           a hundred swaps in one job, and what they leak
 
@@ -24,12 +25,16 @@ from typing import Any
 from clusters import forked_node
 from clusters.launched import REPOSITORY, read_json_lines
 from faults import cells, table
-from gpt.layouts import LAYOUTS
+from gpt.layouts import DEEPSPEED, MEGATRON
+
+LAYOUTS = {"megatron": MEGATRON, "deepspeed": DEEPSPEED}
+MODULES = {"megatron": forked_node.PRELOAD, "deepspeed": forked_node.DEEPSPEED}
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder for results, references and broken jobs")
+    parser.add_argument("--framework", choices=tuple(LAYOUTS), default="megatron")
     parser.add_argument("--only", action="append", default=[], metavar="LAYOUT[:COLUMN[:KIND]]")
     parser.add_argument("--kinds", nargs="+", default=["node", "rank"], help="also: raise stop silent")
     parser.add_argument("--group", choices=("main", "save", "async"), help="columns of this group only")
@@ -59,7 +64,7 @@ def make_corpus() -> None:
 
 def matrix(args: argparse.Namespace) -> int:
     done, results = known(args, "cells.jsonl"), args.out / "cells.jsonl"
-    wanted = cells.selected(cells.cells(list(LAYOUTS), args.kinds), args.only)
+    wanted = cells.selected(cells.cells(list(LAYOUTS[args.framework]), args.kinds), args.only)
     wanted = [cell for cell in wanted if cell.key not in done and args.group in (None, cell.group)]
     if args.list:
         print("\n".join(cell.key for cell in wanted))
@@ -81,7 +86,7 @@ def main() -> int:
     args = parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     make_corpus()
-    forked_node.preload()
+    forked_node.preload(MODULES[args.framework])
     if args.double:
         from faults import pairs
 

@@ -44,6 +44,7 @@ PRELOAD = (
 )
 DEEPSPEED = (
     "torch.distributed",
+    "patches.cpu.applied_to_deepspeed",
     "deepspeed",
     "deepspeed.runtime.zero.muon.muon_optimizer",  # every engine imports it, and it torch's compiler: 3 CPU seconds
     "deadpool_plugin.adapters.deepspeed.adapter",

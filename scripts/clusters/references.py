@@ -46,11 +46,11 @@ def reference(cache: Path, training: list[str], world: int, script: Path = SCRIP
     return folder
 
 
-def arguments_with_data(words: list[str]) -> list[str]:
+def arguments_with_data(words: list[str], script: str = SCRIPT.name) -> list[str]:
     """`words` with the demonstration's corpus, and with everything printed that is compared."""
     data = REPOSITORY / ".cache" / "demo"
-    paths = ["--data-path", str(data / "corpus"), "--data-cache-path", str(data / "indices")]
-    return [*words, *paths, "--log-all-ranks", "--digest"]
+    indices = ["--data-cache-path", str(data / "indices")] if script == SCRIPT.name else []
+    return [*words, "--data-path", str(data / "corpus"), *indices, "--log-all-ranks", "--digest"]
 
 
 def key(training: list[str], world: int, script: Path) -> str:
@@ -58,7 +58,8 @@ def key(training: list[str], world: int, script: Path) -> str:
     gpt = sorted(path for path in (script.parent / "gpt").glob("*.py") if path.stem != "layouts")
     code = [*gpt, script, *sorted((REPOSITORY / "patches/cpu").glob("*.py"))]
     processor = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[:1]
-    libraries = [version(name) for name in ("torch", "megatron-core", "numpy")]
+    framework = "deepspeed" if "deepspeed" in script.stem else "megatron-core"
+    libraries = [version(name) for name in ("torch", framework, "numpy")]
     state = hashlib.sha256(json.dumps([training, world, libraries, platform.python_version(), processor]).encode())
     for path in code:
         state.update(path.read_bytes())

@@ -13,6 +13,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from clusters.launched import REPOSITORY
 from clusters.references import arguments_with_data, reference
 from compare_runs import read_run
 from gpt.layouts import LAYOUTS, Layout
@@ -84,8 +85,14 @@ def cells(layouts: list[str], kinds: list[str]) -> list[Cell]:
     found = []
     for layout in layouts:
         for kind in kinds:
-            found += [Cell(layout, column, kind) for column in MORE_KINDS.get(kind, tuple(COLUMNS))]
+            columns = [name for name in MORE_KINDS.get(kind, tuple(COLUMNS)) if has_place(LAYOUTS[layout], name)]
+            found += [Cell(layout, column, kind) for column in columns]
     return found
+
+
+def has_place(layout: Layout, column: str) -> bool:
+    """The places in saves are those of megatron-core's."""
+    return layout.framework == "megatron" or COLUMNS[column].group == "main"
 
 
 def jobs(wanted: list[Cell], node_faults_max: int) -> Iterator[list[Cell]]:
@@ -120,13 +127,14 @@ class Runner:
         name = f"{together[0].key.replace(':', '.')}-{len(together)}"
         folder = self.out / "jobs" / name
         training = arguments(layout, group)
-        undisturbed = reference(self.out / "references", training, layout.world_size)
+        script = REPOSITORY / "scripts" / layout.script
+        undisturbed = reference(self.out / "references", training, layout.world_size, script)
         saving = save_arguments(group, folder)
         kills = planned_faults(together, layout.world_size, updates(undisturbed))
         hosts = sum(kill.kind in ("node", "silent") for kill in kills)
         job = Job(
             folder, [*training, *saving], layout.world_size, SLOTS, 2 if self.heals else max(1, hosts), kills, SETTINGS,
-            heals=self.heals,
+            heals=self.heals, script=script, framework=layout.framework,
         )  # fmt: skip
         return job.run(undisturbed), name
 
@@ -215,10 +223,11 @@ def fault_at(index: int, step: int, phase: str, kind: str, rank: int, updates_by
 
 
 def arguments(layout: Layout, group: str) -> list[str]:
-    own = ["--train-iters", last_step(group), "--eval-interval", SPACING, "--eval-iters", 1]
+    own = ["--train-iters", last_step(group), "--eval-interval", SPACING]
+    own += ["--eval-iters", 1] if layout.framework == "megatron" else []
     if "fp16" in layout.arguments:  # early faults need updates to strike at, too
         own += ["--initial-loss-scale", 65536]
-    return arguments_with_data([*layout.arguments, *map(str, own)])
+    return arguments_with_data([*layout.arguments, *map(str, own)], layout.script)
 
 
 def save_arguments(group: str, folder: Path) -> list[str]:

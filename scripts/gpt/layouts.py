@@ -1,4 +1,4 @@
-"""The layouts that training must survive faults in: by name, the arguments of train_gpt.py and the number of ranks.
+"""The layouts that training must survive faults in: by name, the training script's arguments and the number of ranks.
 
 Rules of this file: standard library only; small models, so that a case is seconds. What every layout has in common
 (data, steps, logging) is the caller's.
@@ -15,6 +15,12 @@ class Layout:
 
     arguments: tuple[str, ...]
     world_size: int = 4
+    framework: str = "megatron"
+
+    @property
+    def script(self) -> str:
+        """Its file in scripts/."""
+        return {"megatron": "train_gpt.py", "deepspeed": "train_deepspeed.py"}[self.framework]
 
 
 def _layout(arguments: str, world_size: int = 4) -> Layout:
@@ -27,7 +33,7 @@ _EXPERTS = "--num-experts 4 --expert-model-parallel-size 2"
 _FP16 = "--dtype fp16 --initial-loss-scale 1048576 --loss-scale-window 2 --hysteresis 1"
 """The scale doubles every second step until gradients overflow: about every third step is skipped."""
 
-LAYOUTS: dict[str, Layout] = {
+MEGATRON: dict[str, Layout] = {
     name: Layout((*_SMALL.split(), *layout.arguments), layout.world_size)
     for name, layout in {
         "tp4": _layout(f"--tp 4 --dtype bf16 {_SHARDED}"),
@@ -79,3 +85,25 @@ LAYOUTS: dict[str, Layout] = {
         "microbatches4": _layout(f"--tp 2 --num-microbatches 4 --dtype bf16 {_SHARDED}"),
     }.items()
 }
+
+_ENGINES = {
+    "zero0": "--zero 0",
+    "zero1": "--zero 1",
+    "zero2": "--zero 2",
+    "zero3": "--zero 3",
+    "pipeline2": "--zero 0 --pipeline 2",
+    "pipeline2-zero1": "--zero 1 --pipeline 2",
+}
+_OPTIMIZERS = {"adamw": "--optimizer adamw", "fused": "--optimizer fused", "offload": "--optimizer cpu --offload"}
+DEEPSPEED: dict[str, Layout] = {
+    f"{engine}-{dtype}-{optimizer}": Layout(
+        ("--samples", "24", "--dtype", dtype, *_ENGINES[engine].split(), *_OPTIMIZERS[optimizer].split()),
+        framework="deepspeed",
+    )
+    for engine in _ENGINES
+    for dtype in ("fp32", "bf16")
+    for optimizer in _OPTIMIZERS
+    if optimizer != "offload" or engine in ("zero1", "zero2", "zero3")
+}
+
+LAYOUTS = MEGATRON | DEEPSPEED

@@ -17,9 +17,7 @@ from clusters import forked_node  # noqa: E402
 from clusters.references import reference  # noqa: E402
 from faults.job import Job  # noqa: E402
 from faults.plan import Kill  # noqa: E402
-from patches.cpu import deepspeed as deepspeed_on_cpu  # noqa: E402
 
-deepspeed_on_cpu.apply()
 forked_node.import_all(forked_node.DEEPSPEED)  # for the forks
 SCRIPT = ROOT / "scripts" / "train_deepspeed.py"
 
