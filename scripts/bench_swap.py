@@ -4,13 +4,14 @@
     python scripts/bench_swap.py --out bench --only deadpool    # systems or faults whose name contains the word
 
 The small GPT of train_gpt.py in TP 2 x PP 2 x DP 2 on four emulated nodes of two ranks (plugin, NVRx, relaunch), or in
-four replicas, one per node (torchft, plugin), and one node more that stands by; with --megatron-lm also its unedited
-pretrain_gpt.py, under the plugin and under its own --inprocess-restart. A job trains until all spares stand
-and step 21 to 30 (each place between two checkpoints in turn), is struck at a random moment of that step, and is
-watched until all ranks have completed a step again, or for --limit seconds. Where what a fault took can come back
-(`deadpool join`; a relaunch; a replica started again), a job meets several: the next one waits until everything stands
-again and ten to nineteen steps more. The systems take turns, so that whatever else the machine does meets them all.
-A fault that a system has survived in none of --tries jobs is not tried again.
+four replicas, one per node (torchft, plugin), and one node more that stands by; that of train_deepspeed.py with ZeRO 1
+and 3 on four nodes (plugin); with --megatron-lm also its unedited pretrain_gpt.py, under the plugin and under its own
+--inprocess-restart. A job trains until all spares stand and step 21 to 30 (each place between two checkpoints in turn),
+is struck at a random moment of that step, and is watched until all ranks have completed a step again, or for --limit
+seconds. Where what a fault took can come back (`deadpool join`; a relaunch; a replica started again), a job meets
+several: the next one waits until everything stands again and ten to nineteen steps more. The systems take turns, so
+that whatever else the machine does meets them all. A fault that a system has survived in none of --tries jobs is not
+tried again.
 
 One clock: from the reading of it right before the first signal to (a) `ready_s`, the last rank is back in its training
 loop, restored, and (b) `first_step_s`, the last rank has completed its first step. `lost_steps`: steps that all ranks
@@ -46,13 +47,14 @@ from bench.peers.job_pretrain import InprocessRestartJob, PretrainJob
 from bench.peers.job_relaunch import RelaunchJob
 from bench.peers.job_torchft import TorchftJob
 from bench.peers.jobs import FAULTS, PRETRAIN, Job, Setting
-from bench.peers.ours import DeadpoolJob
+from bench.peers.ours import DeadpoolJob, EngineJob
 from clusters.launched import REPOSITORY, read_json_lines
 
 SCRIPTS = REPOSITORY / "scripts"
 CACHE = REPOSITORY / ".cache" / "demo"
 ALL: dict[str, type[Job]] = {
     "deadpool": DeadpoolJob,
+    "engine": EngineJob,
     "nvrx": NvrxJob,
     "relaunch": RelaunchJob,
     "torchft": TorchftJob,
@@ -76,6 +78,8 @@ SYSTEMS: dict[str, tuple[str, str, str, tuple[str, ...]]] = {
     "torchft defaults": ("torchft", "defaults", "dp4", FAULTS),
     "torchft tuned": ("torchft", "tuned", "dp4", FAULTS),
     "torchft spare": ("torchft", "spare", "dp4", FAULTS),
+    "zero1 deadpool tuned": ("engine", "tuned", "zero1", ("node", "process", "silent")),
+    "zero3 deadpool tuned": ("engine", "tuned", "zero3", ("node", "process", "silent")),
     "pretrain_gpt deadpool": ("pretrain", "default", PRETRAIN, ("first", "node", "process")),
     "pretrain_gpt deadpool tuned": ("pretrain", "tuned", PRETRAIN, ("node",)),
     "pretrain_gpt --inprocess-restart": ("inprocess-restart", "defaults", PRETRAIN, ("node", "process")),

@@ -32,6 +32,8 @@ LAYOUTS = {
     "tp2pp2dp2": ["--tp", "2", "--pp", "2", "--dtype", "bf16", "--distributed-optimizer"],
     "dp4": ["--dtype", "fp32"],
 }
+ENGINES = {f"zero{stage}": ["--zero", str(stage), "--dtype", "bf16"] for stage in (1, 3)}
+"""Layouts of train_deepspeed.py."""
 PRETRAIN = "pretrain_gpt"
 """The layout of Megatron-LM's own script: that of base_job.py."""
 NODES = 4
@@ -51,7 +53,7 @@ class Setting:
 
     @property
     def per_node(self) -> int:
-        return 1 if self.layout == "dp4" else 2
+        return 1 if self.layout in ("dp4", *ENGINES) else 2
 
     @property
     def world(self) -> int:
@@ -63,6 +65,8 @@ class Setting:
             assert self.checkout is not None
             script = str(self.checkout / "pretrain_gpt.py")
             return [script, *base_job.arguments(str(self.data), 2000, "--eval-interval", "100000")]
+        if self.layout in ENGINES:
+            return [*MODEL, *ENGINES[self.layout], "--data-path", str(self.data)]
         return [*MODEL, *LAYOUTS[self.layout], "--data-path", str(self.data), "--data-cache-path", str(self.cache)]
 
 

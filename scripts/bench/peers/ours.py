@@ -38,11 +38,14 @@ class DeadpoolJob(Job):
     one_first = True
     script = "train_protected.py"
     preload = PRELOAD
+    trains = "train_gpt"
+    """What `script` runs."""
 
     def __init__(self, setting: Setting, variant: str) -> None:
         self.spares = 2 if variant == "tuned" else 1
         self.nodes = NODES + self.spares
         super().__init__(setting, variant)
+        self.cluster.extra |= {"BENCH_SCRIPT": self.trains}
         self._config = setting.folder / "deadpool.yaml"
         self._output = setting.folder / "output"
         self._tail = Tail(self._output)
@@ -141,3 +144,10 @@ class DeadpoolJob(Job):
             if line["time"] >= resumed[line["rank"]] and line["pid"] not in strike.pids:
                 stepped.setdefault(line["rank"], line["time"])
         return stepped
+
+
+class EngineJob(DeadpoolJob):
+    """The same with an engine of DeepSpeed."""
+
+    preload = ["torch.distributed", "patches.cpu.applied_to_deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer"]
+    trains = "train_deepspeed"

@@ -1,4 +1,5 @@
-"""train_gpt.py as it is, for the plugin's runs, with the benchmark's marks: one line of output more per step.
+"""The training script that BENCH_SCRIPT names as it is, for the plugin's runs, with the benchmark's marks: one line of
+output more per step.
 
 The plugin is not mentioned but for one thing: a spare that rehearses or follows runs this loop too, and its steps are
 nobody's steps.
@@ -6,6 +7,8 @@ nobody's steps.
 
 from __future__ import annotations
 
+import importlib
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch.distributed as dist
-import train_gpt
 
 import deadpool_plugin
 from bench.peers.marks import mark
@@ -24,7 +26,8 @@ def log_step(args: Any, step: int, duration_s: float, numbers: dict[str, float |
         mark("step", dist.get_rank(), step, loss=numbers["loss"])
 
 
-train_gpt.log_step = log_step
+script = importlib.import_module(os.environ["BENCH_SCRIPT"])
+script.log_step = log_step
 
 if __name__ == "__main__":
-    train_gpt.main()
+    script.main()
