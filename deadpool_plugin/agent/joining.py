@@ -1,4 +1,5 @@
-"""Joining a running job: what a member's agent answers to hosts that want to, and what such a host's agent does.
+"""Joining a running job: what a member's agent answers to hosts that want to (or to who wants the job to end), and what
+such a host's agent does.
 
 Rules of this file: a node id is never used twice; one newcomer arrives at a time, so that each is told of all before
 it and links to them (the others are asked to wait); nothing here makes a member: that is the controller's, from the
@@ -22,7 +23,18 @@ from ..core.types import NodeId, World, listed
 from ..errors import ConfigError, NodeTaken, PeerRefused, TransportError, invariant
 from ..transport import guests
 from ..transport.framing import ConnectionClosed
-from ..transport.guests import Admitted, Announce, Answer, Busy, Describe, JobDescription, Refused, Reserved
+from ..transport.guests import (
+    Admitted,
+    Announce,
+    Answer,
+    Busy,
+    Describe,
+    JobDescription,
+    Refused,
+    Reserved,
+    Stop,
+    Stopping,
+)
 from ..transport.handshake import Credentials
 from ..transport.rendezvous import Hello
 from ..transport.sockets import Address
@@ -95,8 +107,8 @@ class Roster:
     """Who is known here, and the answers to guests. Thread: the event loop's only.
 
     `members`: the world, None before there is one. `on_admitted`: a newcomer is about to be linked; its bulk address
-    is in its hello. `missed`: who is taken for lost while no plan says so yet; a member that hangs answers nobody, and
-    the job may wait for the very newcomer that would wait for it.
+    is in its hello. `on_stop`: somebody on that host wants the job to end. `missed`: who is taken for lost while no plan
+    says so yet; a member that hangs answers nobody, and the job may wait for the very newcomer that would wait for it.
     """
 
     def __init__(self, node: NodeId, job: Job, master: Address, credentials: Credentials) -> None:
@@ -108,6 +120,7 @@ class Roster:
         self.missed: set[NodeId] = set()
         self.members: Callable[[], World | None] = lambda: None
         self.on_admitted: Callable[[Hello], None] = lambda hello: None
+        self.on_stop: Callable[[str], None] = lambda host: None
 
     @property
     def hellos(self) -> list[Hello]:
@@ -145,8 +158,16 @@ class Roster:
             return self._description()
         if isinstance(question, Announce):
             return self._admit(question.hello)
+        if isinstance(question, Stop):
+            return self._stop(question.host)
         self._largest += 1
         return Reserved(self._largest)
+
+    def _stop(self, host: str) -> Answer:
+        if self.members() is None:
+            return Busy("it is about to join itself")
+        self.on_stop(host)
+        return Stopping()
 
     def _description(self) -> JobDescription:
         job, world = self._job, self.members()

@@ -150,6 +150,7 @@ class Agent:
         self._peers = Peers(node, credentials, self._store, config.patience_s, self.feed)
         self._links.roster.members = lambda: self._controller.world
         self._links.roster.on_admitted = lambda hello: self._peers.add(hello.node, hello.bulk)
+        self._links.roster.on_stop = self._told_to_stop
         self._mirroring = Mirroring(node, config.copies, self._store, self._peers, config.patience_s, self.feed)
         self._watch = Watch(config.silent_after_s)
         self._watch.start()
@@ -255,6 +256,9 @@ class Agent:
     def _link_lost(self, node: NodeId, reason: str) -> None:
         self._links.roster.gone(node)
         self.feed(io.LinkLost(node, reason, silent=node in self._links.mesh.timed_out))
+
+    def _told_to_stop(self, host: str) -> None:
+        self.feed(io.StopRequested(f"ended by `deadpool stop` on {host}", 128 + signal.SIGINT))
 
     def _refused(self, error: PeerRefused) -> None:
         self._reports.emit("PeerRefused", address=error.address, reason=str(error))

@@ -8,13 +8,16 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+import msgspec
+
 from ..errors import ConfigError
 from ..launch.argv import FLAG
 from ..launch.join import Wish, join
 from ..transport.sockets import Address
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_place(parser: argparse.ArgumentParser) -> None:
+    """Which running job is meant."""
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
         "--job", type=Path, metavar="OUTPUT_DIR",
@@ -22,6 +25,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     where.add_argument("--to", metavar="HOST:PORT", help="a node of the job, as its output says (`to add a host: ...`)")
     parser.add_argument(FLAG, dest="config", default="", metavar="FILE", help="the job's configuration file")
+
+
+def place(args: argparse.Namespace) -> Wish:
+    """What `add_place` was told. Raises: ConfigError."""
+    return Wish(address(args.to) if args.to is not None else None, args.job, args.config)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_place(parser)
     parser.add_argument(
         "command", nargs="*", metavar="-- SCRIPT ARGUMENTS", help="the job's command, to be sure it is that one"
     )
@@ -29,8 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Raises: ConfigError, TransportError."""
-    to = address(args.to) if args.to is not None else None
-    return join(Wish(to, args.job, args.config, args.command))
+    return join(msgspec.structs.replace(place(args), command=args.command))
 
 
 def address(text: str) -> Address:

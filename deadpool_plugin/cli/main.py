@@ -19,6 +19,7 @@ COMMANDS = {
     "join": "add this host to a running job",
     "patch": "put the flag and the first statement into a checkout of Megatron-LM",
     "outcome": "say what became of a job, and end with its exit code",
+    "stop": "end a running job on all its hosts",
     "simulate": "run the protocol through thousands of simulated jobs with faults",
     "watch": "show what a job is doing",
 }

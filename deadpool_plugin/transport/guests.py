@@ -1,8 +1,9 @@
 """What a host that is no member may ask at a member's control port, once it has proven the job's secret.
 
 Rules of this file: a guest's connection begins with the handshake of any other, its identity being `GUEST`; then it
-asks and is answered, one frame each; nothing of it reaches the controller. Only an `Announce` that was answered by
-`Admitted` makes a control link of the connection, from the next byte on, and it never replaces one.
+asks and is answered, one frame each; nothing of it reaches the controller but the wish that the job ends. Only an
+`Announce` that was answered by `Admitted` makes a control link of the connection, from the next byte on, and it never
+replaces one.
 """
 
 from __future__ import annotations
@@ -45,6 +46,12 @@ class Announce(Guest, frozen=True):
     hello: Hello
 
 
+class Stop(Guest, frozen=True):
+    """End the job on all hosts. `host`: where a person asked for it."""
+
+    host: str
+
+
 class JobDescription(Guest, frozen=True):
     """All that a host must know to run the job's command as the other hosts do.
 
@@ -78,6 +85,10 @@ class Admitted(Guest, frozen=True):
     hellos: list[Hello]
 
 
+class Stopping(Guest, frozen=True):
+    """The job is being ended."""
+
+
 class Busy(Guest, frozen=True):
     """Ask again in a moment, and why. `arrives`: who answers is about to join itself, or to meet the others."""
 
@@ -92,13 +103,16 @@ class Refused(Guest, frozen=True):
     for_good: bool = False
 
 
-Question = Describe | Reserve | Announce
-Answer = JobDescription | Reserved | Admitted | Busy | Refused
+Question = Describe | Reserve | Announce | Stop
+Answer = JobDescription | Reserved | Admitted | Stopping | Busy | Refused
 OnGuest = Callable[[Question], Answer]
 
 
 async def ask(
-    address: Address, credentials: Credentials, question: Describe | Reserve, timeout_s: float = HANDSHAKE_TIMEOUT_S
+    address: Address,
+    credentials: Credentials,
+    question: Describe | Reserve | Stop,
+    timeout_s: float = HANDSHAKE_TIMEOUT_S,
 ) -> Answer:
     """One question to the member at `address`, on a connection of its own.
 

@@ -23,6 +23,8 @@ from deadpool_plugin.transport.guests import (
     Refused,
     Reserve,
     Reserved,
+    Stop,
+    Stopping,
     ask,
 )
 from deadpool_plugin.transport.handshake import Credentials, shake_hands_async
@@ -119,6 +121,20 @@ def test_a_member_describes_its_job_and_gives_every_id_once() -> None:
             assert told.hellos == [members[0].hello, members[1].hello]
             answers = [await ask(where, SECRET, Reserve()) for _ in range(2)]
             assert answers == [Reserved(2), Reserved(3)]
+
+    run(scenario)
+
+
+def test_who_has_the_secret_may_end_the_job_once_there_is_one() -> None:
+    async def scenario() -> None:
+        async with job(1) as (member,):
+            told: list[str] = []
+            member.roster.on_stop = told.append
+            with pytest.raises(PeerRefused):
+                await ask(member.hello.control, Credentials(b"other"), Stop("elsewhere"))
+            assert await ask(member.hello.control, SECRET, Stop("here")) == Stopping() and told == ["here"]
+            member.roster.members = lambda: None
+            assert isinstance(await ask(member.hello.control, SECRET, Stop("here")), Busy) and told == ["here"]
 
     run(scenario)
 

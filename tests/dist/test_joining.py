@@ -1,4 +1,5 @@
-"""Hosts join a running job: as spares, as the last resort of a job that waits, two at once; the right bytes go on."""
+"""Hosts join a running job: as spares, as the last resort of a job that waits, two at once; the right bytes go on. And a
+host that has the job's secret ends it."""
 
 from __future__ import annotations
 
@@ -107,3 +108,31 @@ def test_a_host_that_dies_while_it_joins_costs_nothing_but_itself(start):
     cluster.kill_node(node)
     cluster.go.touch()
     finishes(cluster, lost=[node])
+
+
+def stop(cluster, *where):
+    words = [sys.executable, "-m", "deadpool_plugin.cli", "stop", *where]
+    words += ["--deadpool-config", str(cluster.directory / "deadpool.yaml")]
+    return subprocess.run(words, cwd=HERE.parent.parent, capture_output=True, text=True, timeout=200, check=False)
+
+
+@pytest.mark.parametrize("waits", [False, True], ids=["in-training", "waiting-for-a-host"])
+def test_a_job_is_ended_from_outside_on_all_hosts(start, waits):
+    cluster = start(3, 2, *RUN, spares=0 if waits else 1, more=WAIT)
+    in_training(cluster)
+    there = {0, 1, 2}
+    if waits:
+        cluster.go.touch()
+        cluster.wait_step(HOLD + 3)
+        cluster.kill_node(0)
+        cluster.wait_for("waiting", lambda: cluster.events(events.WaitingForHost))
+        there = {1, 2}
+    ended = stop(cluster)
+    assert (ended.returncode, ended.stdout.splitlines()[-1]) == (0, "[deadpool] the job has ended"), ended
+    for node in there:
+        assert cluster.wait_exit(node) == 130, cluster.all_output()
+        cluster.wait_gone(node)
+    assert {event.exit_code for event in cluster.events(events.JobStopped)} == {130}
+    assert "ended by `deadpool stop` on" in cluster.events(events.JobStopped)[0].reason
+    again = stop(cluster)
+    assert again.returncode == (1 if waits else 78) and "of a running job" in again.stderr

@@ -1,4 +1,4 @@
-"""`deadpool launch` and plain `deepspeed` over pdsh and ssh, on emulated hosts.
+"""`deadpool launch` and plain `deepspeed` over pdsh and ssh, on emulated hosts: four of one rank, and a spare.
 
 A minute each; they need root, sshd and pdsh. The first runs with all others, the rest by `pytest -m hosts`.
 """
@@ -27,29 +27,44 @@ SECRET = "the secret of a test, known to the host that launches only"
 
 
 STEPS = 60
+MEMBERS = ("h1", "h2", "h3", "h4", "h5")
+"""The last one is the spare."""
+OUTSIDE = "h6"
+MEGATRON = ("train_gpt.py", "--tp", "2")
+DEEPSPEED = ("train_deepspeed.py", "--zero", "2", "--dtype", "bf16")
 
 
-def training(corpus, steps):
-    script = [str(ROOT / "scripts/train_gpt.py"), "--data-path", corpus, "--train-iters", str(steps), "--tp", "2"]
-    return [*script, "--log-all-ranks", "--digest"]
+def training(script, corpus, steps):
+    name, *words = script
+    common = ["--data-path", corpus, "--train-iters", str(steps), "--log-all-ranks", "--digest"]
+    return [str(ROOT / "scripts" / name), *words, *common]
 
 
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory, corpus):
-    """What both ranks print of STEPS steps without launcher, plugin and losses."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    plain = [sys.executable, str(ROOT / "scripts/run_plain.py"), "--ranks", "2", "--logs", str(folder), "--"]
-    subprocess.run([*plain, *training(corpus, STEPS)], env=os.environ | ENVIRONMENT, check=True, timeout=300)
-    return folder
+    """What all ranks print of STEPS steps without launcher, plugin and losses; by script."""
+    known = {}
+
+    def run(script):
+        if script not in known:
+            folder = known[script] = tmp_path_factory.mktemp("undisturbed")
+            plain = [sys.executable, str(ROOT / "scripts/run_plain.py"), "--ranks", "4", "--logs", str(folder), "--"]
+            words = [*plain, *training(script, corpus, STEPS)]
+            subprocess.run(words, env=os.environ | ENVIRONMENT, check=True, timeout=300)
+        return known[script]
+
+    return run
 
 
 class Launched:
-    """A job of two ranks and a spare on hosts h1, h2, h3, launched on `launcher`."""
+    """A job on MEMBERS, launched on `launcher`."""
 
-    def __init__(self, network, folder, corpus, launcher="h1", command=("deadpool",), steps=4000, **settings):
-        self.network, self.output, self.said = network, folder / "output", folder / "said.txt"
+    def __init__(
+        self, network, folder, corpus, launcher="h1", command="deadpool", steps=4000, script=MEGATRON, **settings
+    ):
+        self.network, self.output, self.said, self.script = network, folder / "output", folder / "said.txt", script
         hostfile, config, secret = folder / "hostfile", folder / "deadpool.yaml", network.folder / launcher / "secret"
-        hostfile.write_text("".join(f"{name} slots=1\n" for name in ("h1", "h2", "h3")))
+        hostfile.write_text("".join(f"{name} slots=1\n" for name in MEMBERS))
         secret.touch(mode=0o600)
         secret.write_text(SECRET)
         fields = {"patience_s": 4.0, "memory_headroom_gib": 0.1, "secret_file": str(secret), **settings}
@@ -59,7 +74,7 @@ class Launched:
         if command == "deepspeed":
             start = [sys.executable, "-m", "deepspeed.launcher.runner"]
         options = ["--hostfile", str(hostfile)] + ["--module", "deadpool_plugin.run"] * (command == "deepspeed")
-        words = [*start, *options, *training(corpus, steps), "--deadpool-config", str(config)]
+        words = [*start, *options, *training(script, corpus, steps), "--deadpool-config", str(config)]
         with self.said.open("wb") as out:
             self.process = subprocess.Popen(
                 network.command(launcher, words), cwd=ROOT, stdin=subprocess.DEVNULL, stdout=out,
@@ -90,7 +105,7 @@ class Launched:
 
     def equals(self, undisturbed):
         """Every rank's losses, gradient norms and final state, bit for bit."""
-        found = compare(undisturbed, self.output)
+        found = compare(undisturbed(self.script), self.output)
         assert found["bit_exact"] and found["steps"] == STEPS, found
 
     def signal(self, number):
@@ -114,7 +129,7 @@ class Launched:
 def network(tmp_path):
     if lacking := netns_host.missing():
         pytest.skip("; ".join(lacking))
-    with netns.Network(tmp_path / "net", 4, ENVIRONMENT) as made:
+    with netns.Network(tmp_path / "net", len(MEMBERS) + 1, ENVIRONMENT) as made:
         yield made
 
 
@@ -133,13 +148,14 @@ def launch(network, tmp_path, corpus):
             job.process.wait()
 
 
-def test_a_killed_host_is_named_and_the_job_ends_well(launch, network, undisturbed):
-    job = launch(steps=STEPS)
+@pytest.mark.parametrize("script", [MEGATRON, pytest.param(DEEPSPEED, marks=more)], ids=["megatron", "deepspeed"])
+def test_a_killed_host_is_named_and_the_job_ends_well(launch, network, undisturbed, script):
+    job = launch(steps=STEPS, script=script)
     job.in_training()
     network.kill("h2")
     assert job.end() == (0, "[deadpool] the job finished; exit code 0; lost hosts: h2")
     assert job.events("SwapDone") and SECRET not in job.said.read_text()
-    job.wait_gone("h1", "h3")
+    job.wait_gone(*{*MEMBERS} - {"h2"})
     job.equals(undisturbed)
 
 
@@ -150,7 +166,7 @@ def test_hosts_that_are_not_ready_are_named_before_anything_starts(launch, netwo
     code, said = job.end()
     assert code == 78 and said.startswith("[deadpool] h3: ssh: connect to host h3") and "leave them out" in said
     assert not job.events("NodeJoined")
-    job.wait_gone("h1", "h2")
+    job.wait_gone(*{*MEMBERS} - {"h3"})
 
 
 @more
@@ -161,7 +177,7 @@ def test_ctrl_c_ends_this_job_everywhere_and_no_other(launch, network):
         job.in_training()
         job.signal(signal.SIGINT)
         assert job.end() == (130, "[deadpool] interrupted; exit code 130; lost hosts: none")
-        job.wait_gone("h1", "h3")
+        job.wait_gone(*{*MEMBERS} - {"h2"})
         job.wait_for("the end of all but the other job", lambda: len(job.left("h2")) == 1)
         assert other.poll() is None
         other.kill()
@@ -173,30 +189,30 @@ def test_a_host_that_is_cut_off_ends_itself(launch, network, undisturbed):
     job.in_training()
     network.cut("h2")
     assert job.end() == (0, "[deadpool] the job finished; exit code 0; lost hosts: h2")
-    job.wait_gone("h1", "h2", "h3")
+    job.wait_gone(*MEMBERS)
     job.equals(undisturbed)
 
 
 @more
-@pytest.mark.parametrize("launcher", ["h1", "h4"])
+@pytest.mark.parametrize("launcher", ["h1", OUTSIDE])
 def test_the_launchers_host_is_lost_and_the_job_goes_on(launch, network, undisturbed, launcher):
-    """h1 runs rank 0 too; h4 runs nothing else."""
+    """h1 runs rank 0 too; the other one runs nothing else."""
     job = launch(launcher, steps=STEPS, on_launcher_loss="continue")
     job.in_training()
     network.kill(launcher)
     job.wait_for("finish", lambda: job.events("JobFinished"))
     assert bool(job.events("SwapDone")) == (launcher == "h1")
-    job.wait_gone(*{"h1", "h2", "h3"} - {launcher})
+    job.wait_gone(*{*MEMBERS} - {launcher})
     job.equals(undisturbed)
 
 
 @more
-@pytest.mark.parametrize("launcher", ["h1", "h4"])
+@pytest.mark.parametrize("launcher", ["h1", OUTSIDE])
 def test_the_launchers_host_is_lost_and_the_job_stops(launch, network, launcher):
     job = launch(launcher, on_launcher_loss="stop")
     job.in_training()
     network.kill(launcher)
-    job.wait_gone(*{"h1", "h2", "h3"} - {launcher})
+    job.wait_gone(*{*MEMBERS} - {launcher})
     assert any("found the launcher gone" in event["reason"] for event in job.events("NodeFenced"))
 
 
@@ -208,7 +224,7 @@ def test_plain_deepspeed_loses_a_host(launch, network, undisturbed):
     os.kill(network.hosts["h2"].pid, signal.SIGKILL)
     code, _ = job.end()
     assert code != 0 and job.events("JobFinished")
-    job.wait_gone("h1", "h3")
+    job.wait_gone(*{*MEMBERS} - {"h2"})
     job.equals(undisturbed)
 
 
@@ -218,13 +234,13 @@ def test_ctrl_c_of_plain_deepspeed_leaves_nothing(launch):
     job.in_training()
     job.signal(signal.SIGINT)
     assert job.end()[0] != 0
-    job.wait_gone("h1", "h2", "h3")
+    job.wait_gone(*MEMBERS)
 
 
 @more
 def test_plain_deepspeed_is_missed_when_its_connections_end(launch, network):
-    job = launch("h4", command="deepspeed", on_launcher_loss="stop")
+    job = launch(OUTSIDE, command="deepspeed", on_launcher_loss="stop")
     job.in_training()
-    os.kill(network.hosts["h4"].pid, signal.SIGKILL)
-    job.wait_gone("h1", "h2", "h3")
+    os.kill(network.hosts[OUTSIDE].pid, signal.SIGKILL)
+    job.wait_gone(*MEMBERS)
     assert any("found the launcher gone" in event["reason"] for event in job.events("NodeFenced"))

@@ -1,0 +1,22 @@
+"""`deadpool stop [--job OUTPUT_DIR | --to HOST:PORT] [--deadpool-config FILE]`.
+
+For a job whose launcher is gone (`on_launcher_loss: continue`) or out of reach; whoever has its secret may.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from ..launch.stop import stop
+from .join import add_place, place
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_place(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Raises: ConfigError, TransportError."""
+    stop(place(args))
+    print("[deadpool] the job has ended", flush=True)
+    return 0
