@@ -107,8 +107,9 @@ class Roster:
     """Who is known here, and the answers to guests. Thread: the event loop's only.
 
     `members`: the world, None before there is one. `on_admitted`: a newcomer is about to be linked; its bulk address
-    is in its hello. `on_stop`: somebody on that host wants the job to end. `missed`: who is taken for lost while no plan
-    says so yet; a member that hangs answers nobody, and the job may wait for the very newcomer that would wait for it.
+    is in its hello. `on_stop`: somebody on that host wants the job to end. `missed`: who is taken for lost while no
+    plan says so yet; a member that hangs answers nobody, and the job may wait for the very newcomer that would wait for
+    it.
     """
 
     def __init__(self, node: NodeId, job: Job, master: Address, credentials: Credentials) -> None:
