@@ -130,7 +130,7 @@ class Runner:
         script = REPOSITORY / "scripts" / layout.script
         undisturbed = reference(self.out / "references", training, layout.world_size, script)
         saving = save_arguments(group, folder)
-        kills = planned_faults(together, layout.world_size, updates(undisturbed))
+        kills = planned_faults(together, layout.world_size, updates(layout, undisturbed))
         hosts = sum(kill.kind in ("node", "silent") for kill in kills)
         job = Job(
             folder, [*training, *saving], layout.world_size, SLOTS, 2 if self.heals else max(1, hosts), kills, SETTINGS,
@@ -183,13 +183,14 @@ def step_of(name: str) -> int:
     return last_step(column.group) if column.at == LAST else SPACING * (places.index(name) + 1)
 
 
-def updates(undisturbed: Path) -> list[int]:
+def updates(layout: Layout, undisturbed: Path) -> list[int]:
     """How many updates there have been after each step, the first being step 0: overflows of fp16 skip some.
 
-    A step that is skipped has no gradient norm (megatron-core).
+    A step that megatron-core skips has no gradient norm; DeepSpeed's have none with ZeRO 0 and fp32.
     """
     lines = read_run(undisturbed).metrics[0]
-    return list(accumulate([0, *(int(lines[step]["grad_norm"] is not None) for step in sorted(lines))]))
+    skipped = [layout.framework == "megatron" and lines[step]["grad_norm"] is None for step in sorted(lines)]
+    return list(accumulate([0, *(int(not one) for one in skipped)]))
 
 
 def planned_faults(together: list[Cell], world: int, updates_by: list[int]) -> list[Kill]:

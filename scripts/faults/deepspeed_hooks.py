@@ -1,7 +1,9 @@
 """Places in a DeepSpeed job where a fault can strike; hooked from outside, as inject.py hooks megatron-core.
 
 Rules of this file: the script and the plugin are not touched; `deepspeed.initialize` is wrapped before the script
-calls it. What the phases mean (step s is the s-th update):
+calls it. Steps are the engine's: some of its optimizers make one with zeros when they are built.
+
+What the phases mean (step s is the s-th update):
   startup    (step 0) the engine has been built, nothing has been trained
   forward    inside the model's forward of the last micro-batch of step s
   backward   half-way down the model in the backward of that micro-batch
@@ -47,6 +49,7 @@ def hook_engine(injector: Injector, engine: Any) -> None:
 
     injector.optimizer = SimpleNamespace(optimizer=engine.basic_optimizer)
     injector.model = [engine.module]
+    injector.completed = lambda: int(engine.global_steps)  # type: ignore[method-assign]
     injector.reached("startup", 0)
     injector.reached("rehearsal", 0)
     blocks = [module for module in engine.module.modules() if type(module).__name__.endswith("Block")]
@@ -54,7 +57,7 @@ def hook_engine(injector: Injector, engine: Any) -> None:
 
     def updated(optimizer: Any, args: Any, kwargs: Any) -> None:
         if optimizer is engine.basic_optimizer:
-            injector.reached("optimizer", injector.completed())
+            injector.reached("optimizer", injector.completed() + 1)
 
     register_optimizer_step_post_hook(updated)
     hooks.around(engine, "_take_model_step", lambda *_: injector.reached("before", injector.completed() + 1))

@@ -30,6 +30,8 @@ STEPS = 60
 MEMBERS = ("h1", "h2", "h3", "h4", "h5")
 """The last one is the spare."""
 OUTSIDE = "h6"
+SSHD = ("sshd:", "sshd-session:", "sshd-auth:")
+"""How its processes call themselves: the first until OpenSSH 9.8, the others since."""
 MEGATRON = ("train_gpt.py", "--tp", "2")
 DEEPSPEED = ("train_deepspeed.py", "--zero", "2", "--dtype", "bf16")
 
@@ -118,7 +120,7 @@ class Launched:
         script = "for p in /proc/[0-9]*; do tr '\\0' ' ' <$p/cmdline; echo; done 2>&-; ls -d /dev/shm/deadpool* 2>&-"
         words = self.network.command(host, ["bash", "-c", script])
         lines = subprocess.run(words, capture_output=True, text=True, timeout=30).stdout.splitlines()
-        return [line for line in lines if line.strip() and not line.startswith(("sshd:", "bash -c for p"))]
+        return [line for line in lines if line.strip() and not line.startswith((*SSHD, "bash -c for p"))]
 
     def wait_gone(self, *hosts):
         for host in hosts:
