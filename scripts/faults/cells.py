@@ -130,7 +130,7 @@ class Runner:
         script = REPOSITORY / "scripts" / layout.script
         undisturbed = reference(self.out / "references", training, layout.world_size, script)
         saving = save_arguments(group, folder)
-        kills = planned_faults(together, layout.world_size, updates(layout, undisturbed))
+        kills = planned_faults(together, layout.world_size, updates(undisturbed, layout.framework))
         hosts = sum(kill.kind in ("node", "silent") for kill in kills)
         job = Job(
             folder, [*training, *saving], layout.world_size, SLOTS, 2 if self.heals else max(1, hosts), kills, SETTINGS,
@@ -183,13 +183,13 @@ def step_of(name: str) -> int:
     return last_step(column.group) if column.at == LAST else SPACING * (places.index(name) + 1)
 
 
-def updates(layout: Layout, undisturbed: Path) -> list[int]:
+def updates(undisturbed: Path, framework: str = "megatron") -> list[int]:
     """How many updates there have been after each step, the first being step 0: overflows of fp16 skip some.
 
     A step that megatron-core skips has no gradient norm; DeepSpeed's have none with ZeRO 0 and fp32.
     """
     lines = read_run(undisturbed).metrics[0]
-    skipped = [layout.framework == "megatron" and lines[step]["grad_norm"] is None for step in sorted(lines)]
+    skipped = [framework == "megatron" and lines[step]["grad_norm"] is None for step in sorted(lines)]
     return list(accumulate([0, *(int(not one) for one in skipped)]))
 
 
