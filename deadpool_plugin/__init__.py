@@ -1,7 +1,7 @@
 """Megatron-LM and DeepSpeed training jobs that survive the permanent loss of nodes without being terminated.
 
-Two ways in, and no others: launch with `--module deadpool_plugin.run` (the script stays as it is), or make
-`import deadpool_plugin; deadpool_plugin.activate()` the script's first statement.
+The script stays as it is (`deadpool launch`, or `deepspeed --module deadpool_plugin.run`), or makes
+`import deadpool_plugin; deadpool_plugin.activate()` its first statement.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ __version__ = "0.1.0.dev0"
 
 
 def activate() -> None:
-    """Protect this job if its command line has `--deadpool-config FILE`; otherwise do nothing.
+    """Protect this job if its command line names a configuration, by `--deadpool-config FILE` or in a DeepSpeed file
+    with a deadpool section; otherwise do nothing.
 
     The first statement of a training script, before torch is imported: this process turns into the supervisor,
     which runs the same command line again as the worker, where `activate` returns at once.

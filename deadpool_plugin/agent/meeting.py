@@ -120,6 +120,7 @@ class Links:
         """Open both listeners; what the others must know of this node. Raises: DeadpoolError."""
         config, loop = self._config, asyncio.get_running_loop()
         control = (self.address, (await self.mesh.listen())[1])
+        self.how_to_join = how_to_join(control)
         self.bulk = BulkServer(
             store, self._credentials, self._bind, config.port_range, on_mirrored, self._node, config.silent_after_s,
             lambda error: self._refused_in_thread(loop, error),
@@ -143,7 +144,6 @@ class Links:
         await self.mesh.connect({one.node: one.control for one in hellos}, timeout_s)
         for one in hellos:
             self.roster.know(one)
-        self._publish(hello)
         return hellos
 
     async def join(self, hello: Hello) -> Arrival:
@@ -152,11 +152,10 @@ class Links:
         self._credentials.job = invitation.job
         newcomer = Newcomer(self.mesh, hello, self._credentials, self.roster, self._config.decision_timeout_s)
         arrival = await newcomer.arrive(invitation.members)
-        self._publish(hello)
         return arrival
 
-    def _publish(self, hello: Hello) -> None:
-        self.how_to_join = how_to_join(hello.control)
+    def publish(self, hello: Hello) -> None:
+        """Name this node where hosts that want to join look for one. Raises: OSError."""
         contacts.publish(self._config.output_dir, hello, self._job.config, self._credentials.job)
 
     def withdraw(self) -> None:

@@ -23,13 +23,14 @@ from ..core import io
 from ..core.controller import Controller
 from ..core.messages import AnyMessage, Goodbye
 from ..core.types import NodeId, World, listed
-from ..errors import EXIT_FENCED, EXIT_OK, DeadpoolError, InvariantViolated, PeerRefused
+from ..errors import EXIT_CONFIG, EXIT_FENCED, EXIT_OK, DeadpoolError, InvariantViolated, PeerRefused
 from ..mirror.store import SnapshotStore
 from ..transport import local
 from ..transport.handshake import Credentials
 from ..transport.local import LocalPeer, LocalServer
+from ..transport.rendezvous import Hello
 from ..transport.sockets import allow_many_files
-from . import proc
+from . import contacts, proc
 from .anywhere import run_anywhere
 from .fetching import Fetches
 from .fullness import Fullness
@@ -194,14 +195,25 @@ class Agent:
         hello = await self._links.listen(self._store, self._mirroring.on_mirrored)
         if self._job.invitation:
             arrival = await self._links.join(hello)
+            self._publish(hello)
             self._peers.know({one.node: one.bulk for one in arrival.hellos})
+            self._witness.check(False, lambda error: self.feed(io.NodeGivenUp(str(error))))
             self._ask_to_join(arrival.members)
         else:
             hellos = await self._links.meet(hello)
+            self._publish(hello)
+            self._witness.check(self._node == 0, lambda error: self.feed(io.StopRequested(str(error), EXIT_CONFIG)))
             self._peers.know({one.node: one.bulk for one in hellos})
             config = self._config
             world = form_world(hellos, config.spares, config.racks, config.copies)
             self._enter(world, [f"{one.host} ({one.control[0]})" for one in hellos])
+
+    def _publish(self, hello: Hello) -> None:
+        try:
+            self._links.publish(hello)
+        except OSError as error:  # a full disk is not worth a node
+            folder = self._config.output_dir / contacts.FOLDER
+            self._reports.say(f"node {self._node} is not in {folder} ({error.strerror}): only `--to` finds it there")
 
     def _ask_to_join(self, members: tuple[NodeId, ...]) -> None:
         """The job runs already: this host's first world is that of the plan that takes it in."""

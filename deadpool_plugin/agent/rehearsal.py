@@ -18,8 +18,10 @@ from ..transport.local import LocalPeer
 from .profile import Profile
 from .slots import Process, Slot
 
+PULL_STEPS = 1024
+"""So many steps' records are asked for at a time at most: each time on a connection of its own."""
 CHUNK_STEPS = 64
-"""So many steps' records are asked for, or told to the process, at a time at most."""
+"""So many are told to the process at a time."""
 
 
 @dataclass(eq=False)
@@ -60,9 +62,10 @@ class Rehearsal:
         """Have the records up to `last`, which `records(first, last)` gives. Raises: as that."""
         async with self.pulling:
             while self.history.last < last:
-                first, until = self.history.last + 1, min(last, self.history.last + CHUNK_STEPS)
+                first, until = self.history.last + 1, min(last, self.history.last + PULL_STEPS)
                 for step, record in enumerate(await records(first, until), first):
                     self.history.append(step, record)
+                await asyncio.sleep(0)  # records that are here already do not suspend
 
     async def tell(self) -> None:
         """Pass on to the process, which has rehearsed, what it does not know yet, as fast as it reads.

@@ -10,6 +10,7 @@ may be a folder of each host's own).
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections import Counter
@@ -20,7 +21,7 @@ import msgspec
 
 from .. import events
 from ..core.types import Rank, Step
-from .output import LineBuffer, Pipe, rank_file
+from .output import LineBuffer, Pipe
 
 Printed = dict[Step, Counter[bytes]]
 """Step -> the words of the lines printed behind its cut, up to the next one, and how often."""
@@ -30,7 +31,6 @@ READ_S = 1.0
 CUTS = (events.StepDone.__name__, events.WorkerResumed.__name__)
 _TAIL_BYTES = 1 << 18
 _NUMBERS = re.compile(rb"[0-9]+([.:,][0-9]+)*([eE][+-]?[0-9]+)?")
-_LOG = re.compile(r"events\.(\d+)\.jsonl")
 
 
 class _Mark(msgspec.Struct):
@@ -53,12 +53,11 @@ def marked(pipe: Pipe | None, kind: str, fields: dict[str, Any]) -> dict[str, An
 def printed_since(output_dir: Path, rank: Rank, step: Step) -> Printed:
     """What processes of `rank` had printed behind the cut of `step`, on whichever nodes. Blocks: for the files."""
     found: Printed = {}
-    for log in sorted(output_dir.iterdir()):
-        if (named := _LOG.fullmatch(log.name)) is None:
-            continue
-        marks = _marks(log, rank, step)
-        for (cut, begin), end in zip(marks.items(), [*list(marks.values())[1:], None], strict=False):
-            found[cut] = found.get(cut, Counter()) + _words(rank_file(output_dir, rank, int(named[1])), begin, end)
+    for path in sorted(output_dir.glob(f"rank{rank:04d}.node*.log")):
+        with contextlib.suppress(OSError):
+            marks = _marks(output_dir / f"events.{path.name.split('.')[1].removeprefix('node')}.jsonl", rank, step)
+            for (cut, begin), end in zip(marks.items(), [*list(marks.values())[1:], None], strict=False):
+                found[cut] = found.get(cut, Counter()) + _words(path, begin, end)
     return found
 
 
@@ -72,6 +71,8 @@ def _marks(log: Path, rank: Rank, step: Step) -> dict[Step, int]:
                 mark = _decoder.decode(line)
             except msgspec.DecodeError:  # cut off by where reading began, or by a crash
                 continue
+            if mark.event == events.NodeJoined.__name__:
+                marks.clear()  # what was before is of an earlier job in this folder
             if mark.event in CUTS and mark.rank == rank and mark.step >= step and mark.output >= 0:
                 marks.setdefault(mark.step, mark.output)
     return marks

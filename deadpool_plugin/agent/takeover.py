@@ -168,7 +168,5 @@ class TakeOvers:
             self._mirroring.profiles[rank] = rehearsal.profile
             self._store.put_recording(rank, rehearsal.profile.encoded())
             if self._store.history_range(rank)[1] != step:
-                history = rehearsal.history
-                for past, record in enumerate(history.get(history.first, step), history.first):
-                    self._store.append(rank, past, record)
+                self._store.put_history(rank, rehearsal.history.upto(step))
         self._store.staged(rank, step, plan.world.generation, self._mirroring.profiles[rank].replicas)

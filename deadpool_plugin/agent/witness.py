@@ -17,9 +17,12 @@ import msgspec
 
 from ..core import io
 from ..core.types import Generation, SwapPlan
+from ..errors import ConfigError
 from .reports import Reports
 
 _RETRY_S = 1.0
+SHARED_S = 120
+"""Attribute caches of NFS last a minute by default."""
 
 
 def keep(directory: Path, job: str, plan: SwapPlan) -> SwapPlan:
@@ -40,6 +43,26 @@ def keep(directory: Path, job: str, plan: SwapPlan) -> SwapPlan:
     finally:
         os.unlink(draft)
     return msgspec.msgpack.decode(path.read_bytes(), type=SwapPlan)
+
+
+def share(directory: Path, job: str) -> None:
+    """Leave a file there for `is_shared`, made as plans are. Raises: OSError. Blocks: for the storage."""
+    directory.mkdir(parents=True, exist_ok=True)
+    descriptor, draft = tempfile.mkstemp(dir=directory, prefix=".draft-")
+    os.close(descriptor)
+    try:
+        os.link(draft, _shared(directory, job))
+    finally:
+        os.unlink(draft)
+
+
+def is_shared(directory: Path, job: str) -> bool:
+    """Whether another host's `share` is seen here. Blocks: for the storage."""
+    return _shared(directory, job).exists()
+
+
+def _shared(directory: Path, job: str) -> Path:
+    return directory / f"{job}.shared"
 
 
 def look(directory: Path, job: str, generation: Generation) -> SwapPlan | None:
@@ -64,6 +87,28 @@ class Witness:
 
     def look(self, action: io.Look) -> None:
         self._run(self._look(action.generation))
+
+    def check(self, shares: bool, fail: Callable[[ConfigError], None]) -> None:
+        """While training begins: whether this node and the first one (which `shares`) see the same directory. `fail`:
+        told if not within SHARED_S, or if that one can have no hard links."""
+        if self._directory is not None:
+            self._run(self._share(self._directory, fail) if shares else self._see(self._directory, fail))
+
+    async def _share(self, directory: Path, fail: Callable[[ConfigError], None]) -> None:
+        try:
+            await asyncio.to_thread(share, directory, self._job())
+        except OSError as error:
+            found = f"the witness {directory} cannot keep a hard link ({error.strerror})"
+            fail(ConfigError(found, "a directory on storage that all hosts share, and that has them", "name another"))
+
+    async def _see(self, directory: Path, fail: Callable[[ConfigError], None]) -> None:
+        for _ in range(SHARED_S):
+            await asyncio.sleep(1.0)  # an NFS client that looks too early remembers for long that there is nothing
+            with contextlib.suppress(OSError):
+                if await asyncio.to_thread(is_shared, directory, self._job()):
+                    return
+        found = f"the witness {directory} on {os.uname().nodename} is not the directory that the first host has there"
+        fail(ConfigError(found, "one on storage that all hosts share", "name such a one, or mount it on this host"))
 
     def _run(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from ..core import io
 from ..core.types import NO_STEP, Generation, NodeId, Rank, Step, World
@@ -28,6 +28,7 @@ from .slots import Process, Slot
 from .world import Place, worker_env
 
 Handler = Callable[[Slot, LocalPeer, Any], None]
+T = TypeVar("T")
 
 
 class Output(NamedTuple):
@@ -42,6 +43,13 @@ class Output(NamedTuple):
         if self.file is None:
             raise OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
         return os.dup(self.file.fileno())
+
+
+async def in_time(look: Callable[[], T]) -> T | None:
+    """What `look` says in a thread; None if it fails, or has not said it in time."""
+    with contextlib.suppress(OSError, asyncio.TimeoutError):
+        return await asyncio.wait_for(asyncio.get_running_loop().run_in_executor(None, look), READ_S)
+    return None
 
 
 class Workers:
@@ -203,14 +211,11 @@ class Workers:
     async def output_of(self, rank: Rank, step: Step) -> Output:
         """For `take`. What the file system does not say in time is done without: it may hang with a lost host."""
         path = rank_file(self._output_dir, rank, self._place.node)
-
-        def look() -> Output:
-            file = FileIO(self._writer.open(path), "a")  # which nobody need close
-            return Output(file, printed_since(self._output_dir, rank, step))
-
-        with contextlib.suppress(OSError, asyncio.TimeoutError):
-            return await asyncio.wait_for(asyncio.get_running_loop().run_in_executor(None, look), READ_S)
-        return Output(None, {})
+        file, printed = await asyncio.gather(
+            in_time(lambda: FileIO(self._writer.open(path), "a")),  # which nobody need close
+            in_time(lambda: printed_since(self._output_dir, rank, step)),
+        )
+        return Output(file, printed or {})
 
     def take(self, slot: Slot, output: Output, step: Step) -> None:
         """The slot's process, which rehearsed the slot's rank, runs it from `step` on and need not say again what was

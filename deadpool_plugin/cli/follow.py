@@ -2,11 +2,12 @@
 
 Rules of this file: reads, never writes; whole lines only; what it cannot read is counted, never an error, because
 the writer may be newer than this reader. Nearly all lines are about steps: of those of a long past, which are not worth
-decoding, only the last ones are read.
+decoding, only the last ones are read, and logs may be larger than memory.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from pathlib import Path
 
 import msgspec
@@ -32,10 +33,7 @@ class Follower:
         """What was written since the last call, in the order of time. Blocks: as long as the file system does."""
         found: list[events.Event] = []
         for path in sorted(self.folder.glob("events.*.jsonl")):
-            lines = self._new_lines(path)
-            for number, line in enumerate(lines, self._steps_kept - len(lines)):
-                if number < 0 and line.startswith(_STEPS):
-                    continue
+            for line in self._new_lines(path):
                 try:
                     found.append(events.decoder.decode(line))
                 except msgspec.DecodeError:
@@ -43,12 +41,21 @@ class Follower:
         return sorted(found, key=lambda event: event.time)
 
     def _new_lines(self, path: Path) -> list[bytes]:
-        """The lines completed since the last call; a file that shrank is read again from its beginning."""
+        """The lines completed since the last call, without older ones about steps; a file that shrank is read again
+        from its beginning."""
         offset = self._offsets.get(path, 0)
+        newest: deque[bytes] = deque()
+        kept: list[bytes] = []
         with path.open("rb") as file:
             if file.seek(0, 2) < offset:
                 offset = 0
             file.seek(offset)
-            complete, newline, _ = file.read().rpartition(b"\n")
-        self._offsets[path] = offset + len(complete) + len(newline)
-        return complete.splitlines()
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                offset += len(line)
+                newest.append(line)
+                if len(newest) > self._steps_kept and not (oldest := newest.popleft()).startswith(_STEPS):
+                    kept.append(oldest)
+        self._offsets[path] = offset
+        return [*kept, *newest]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from .. import events
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     if args.otherwise is None and silent_s < SILENT_S and (not ended(heard) or at_work(heard)):
         print(f"[deadpool] the job is still running (last event {span(silent_s)} ago); exit code {EXIT_RUNNING}")
         return EXIT_RUNNING
-    found = outcome(told, hosts(args.hostfile, told), FAILED if args.otherwise is None else args.otherwise)
+    found = outcome(told, hosts(args.hostfile), FAILED if args.otherwise is None else args.otherwise)
     print(f"[deadpool] {found}")
     return found.exit_code
 
@@ -65,12 +65,10 @@ def of_last_job(said: Sequence[events.Event]) -> dict[int, list[events.Event]]:
     return {node: story for node, story in stories.items() if story[-1].time >= began_at}
 
 
-def hosts(hostfile: Path | None, told: Mapping[int, Sequence[events.Event]]) -> list[str]:
-    """Names by node id. Raises: ConfigError."""
+def hosts(hostfile: Path | None) -> list[str]:
+    """Names by node id; without a hostfile none: hosts say their names themselves. Raises: ConfigError."""
     if hostfile is None:
-        firsts = {node: story[0] for node, story in told.items()}
-        names = {node: first.host for node, first in firsts.items() if isinstance(first, events.NodeJoined)}
-        return [names.get(node, f"node {node}") for node in range(max(told) + 1)]
+        return []
     try:
         lines = [line.split() for line in hostfile.read_text().splitlines()]
     except OSError as error:

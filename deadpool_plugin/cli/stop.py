@@ -17,6 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Raises: ConfigError, TransportError."""
-    stop(place(args))
-    print("[deadpool] the job has ended", flush=True)
+    silent = stop(place(args))
+    unheard = f"; no answer came from {', '.join(silent)}" if silent else ""
+    print(f"[deadpool] the job has ended; its last processes may need some seconds more{unheard}", flush=True)
     return 0

@@ -181,21 +181,21 @@ class BulkPeer:
         answer = stream.expect(wire.Ready, wire.Done)
         if not isinstance(answer, wire.Ready):
             return
-        stream.send_blob(msgspec.msgpack.encode(self._records(job, answer.history_last)), more=True)
+        for blob in wire.records_in_blobs(self._records(job, answer.history_last)):
+            stream.send_blob(blob, more=True)
         stream.send_blob(snapshot.encoded, more=True)
         stream.send_payload(snapshot.payload, lambda sums: self._store.check_read(snapshot, sums))
         stream.expect(wire.Done)
 
     def _records(self, job: _PushJob, history_last: Step) -> list[bytes]:
-        """Records that end at the job's step and close the peer's gap, as far back as they are held and fit."""
+        """Records that end at the job's step and close the peer's gap, as far back as they are held."""
         held_first, held_last = self._store.history_range(job.rank)
         if held_last < job.step - 1 or held_first >= job.step or held_first < 0:
             return [job.records]
         try:
-            records = [*self._store.get(job.rank, max(held_first, history_last + 1), job.step - 1), job.records]
+            return [*self._store.get(job.rank, max(held_first, history_last + 1), job.step - 1), job.records]
         except HistoryPruned:  # just now, by another thread: the peer's history begins anew
             return [job.records]
-        return records[-wire.how_many_fit(records[::-1]) :]
 
     # ---- questions
 

@@ -48,7 +48,14 @@ class Records(Fence):
         return rank in self._recordings
 
     def _history(self, rank: Rank) -> History:
-        return self._histories.setdefault(rank, History(self._history_limit_bytes))
+        if rank not in self._histories:
+            self._histories[rank] = History(self._history_limit_bytes)
+        return self._histories[rank]
+
+    def put_history(self, rank: Rank, history: History) -> None:
+        """Instead of the one that is held. It is this node's from now on."""
+        with self._lock:
+            self._histories[rank] = history
 
     def append(self, rank: Rank, step: Step, records: bytes) -> None:
         """Sets the call records of `step`; those of later steps are forgotten."""

@@ -28,7 +28,6 @@ from .store import SnapshotStore
 from .wire import BulkStream
 
 OnMirrored = Callable[[Rank, Step, Generation, Holding], None]
-_records_decoder = msgspec.msgpack.Decoder(list[bytes])
 _JOIN_S = 5.0
 _RETRY_S = 0.1
 _log = logging.getLogger(__name__)
@@ -212,7 +211,7 @@ class BulkServer:
             store.check_generation(push.generation)
             first, last = store.history_range(push.rank)
             stream.send(wire.Ready(min(last, push.step - 1) if first < push.step else -1))
-            records = _records_decoder.decode(stream.recv_blob())
+            records = stream.recv_records()
             header = stream.recv_blob()
             sums = stream.recv_payload(pair.payload(push.step)[:size], lambda: store.check_generation(push.generation))
             holding = Holding(push.rank, push.step, push.with_payload, push.replicas)

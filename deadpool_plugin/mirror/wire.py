@@ -31,6 +31,7 @@ PURPOSE = "bulk"
 _PREFIX = struct.Struct("!4sIQ")  # magic, length of the message, its xxh3
 _MAGIC = b"DPms"
 _PIECE_BYTES = 16 * FRAME_BYTES
+_records_decoder = msgspec.msgpack.Decoder(tuple[bool, list[bytes]])
 _SUSPECT = "they are not used; if it happens again, suspect the network card or memory of either host"
 _NICE = 10
 T = TypeVar("T")
@@ -254,6 +255,15 @@ class BulkStream:
             raise CorruptFrame(f"{blob.size} bytes from {self.address}", f"at most {BLOB_BYTES_MAX}")
         return bytes(self._recv_checked(blob.size, blob.digest))
 
+    def recv_records(self) -> list[bytes]:
+        """What `records_in_blobs` made blobs of. Raises: CorruptFrame; msgspec.MsgspecError if it did not."""
+        records: list[bytes] = []
+        more = True
+        while more:
+            more, part = _records_decoder.decode(self.recv_blob())
+            records += part
+        return records
+
     def send_payload(self, view: memoryview, check: Callable[[Sums], None]) -> None:
         """A payload, and Sealed; or Abandoned, if `check` of its checksums raises once all is sent.
 
@@ -304,6 +314,14 @@ class BulkStream:
 def how_many_fit(records: Sequence[bytes]) -> int:
     """Call records that go into one blob, the first of them in any case."""
     return max(1, sum(size <= RECORDS_BYTES_MAX for size in accumulate(map(len, records))))
+
+
+def records_in_blobs(records: Sequence[bytes]) -> Iterator[bytes]:
+    """For `recv_records`: in each blob whether another one follows, and records."""
+    while len(records) > (fitting := how_many_fit(records)):
+        yield msgspec.msgpack.encode((True, records[:fitting]))
+        records = records[fitting:]
+    yield msgspec.msgpack.encode((False, records))
 
 
 def _pieces(view: memoryview) -> Iterator[memoryview]:

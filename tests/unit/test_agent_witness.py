@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from support.stand_in import StandIn
 
-from deadpool_plugin.agent.witness import keep, look
+from deadpool_plugin.agent import witness
+from deadpool_plugin.agent.reports import Reports
+from deadpool_plugin.agent.witness import Witness, keep, look
 from deadpool_plugin.core.types import SwapPlan, World
 from deadpool_plugin.transport.rendezvous import Hello, job_id
 
@@ -45,3 +50,39 @@ def test_every_start_is_a_job_of_its_own():
         return Hello(0, "h", ("h", 1), ("h", 2), 1, {}, "x", nonce)
 
     assert job_id([hello("a"), hello("b")]) != job_id([hello("a"), hello("c")])
+
+
+@pytest.mark.parametrize("theirs", ["a", "b"], ids=["shared", "each-host-its-own"])
+def test_hosts_that_see_different_directories_say_so(tmp_path, monkeypatch, theirs):
+    monkeypatch.setattr(witness, "SHARED_S", 1)
+    failures = []
+
+    async def scenario():
+        for node, name in enumerate(("a", theirs)):
+            (tmp_path / name).mkdir(exist_ok=True)
+            its = Witness(tmp_path / name, lambda: "job", StandIn(Reports), lambda event: None)
+            its.check(node == 0, lambda error, node=node: failures.append((node, str(error))))
+            await asyncio.gather(*its._tasks)
+
+    asyncio.run(scenario())
+    if theirs == "a":
+        assert not failures and look(tmp_path / "a", "job", 1) is None
+    else:
+        ((node, said),) = failures
+        assert node == 1 and "is not the directory that the first host has" in said and "mount it" in said
+
+
+def test_storage_without_hard_links_is_no_witness(tmp_path, monkeypatch):
+    def link(*_):
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(witness.os, "link", link)
+    failures = []
+
+    async def scenario():
+        its = Witness(tmp_path, lambda: "job", StandIn(Reports), lambda event: None)
+        its.check(True, failures.append)
+        await asyncio.gather(*its._tasks)
+
+    asyncio.run(scenario())
+    assert "cannot keep a hard link (Operation not permitted)" in str(failures[0])

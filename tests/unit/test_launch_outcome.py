@@ -202,3 +202,14 @@ def test_under_slurm_every_node_has_a_launcher_of_its_own(tmp_path):
     assert not (tmp_path / "deadpool.7.yaml").exists()
     assert (tmp_path / "hosts.txt").read_text() == "n1 slots=4\nn2 slots=4\nn3 slots=4\n" * 3
     assert not list(tmp_path.glob("hosts.7.*"))
+
+
+def test_without_a_hostfile_an_id_that_nobody_had_is_no_host(tmp_path, capsys):
+    """`deadpool join` takes an id, and may be ended before it has said a word."""
+    for node, host in ((0, "h1"), (2, "h3")):
+        told = [events.NodeJoined(node=node, host=host, ranks=(node,), spare=False), events.JobFinished(node=node),
+                events.NodeEnded(node=node, exit_code=0)]  # fmt: skip
+        (tmp_path / f"events.{node}.jsonl").write_bytes(b"".join(map(events.encode, told)))
+    (tmp_path / "events.1.jsonl").touch()
+    assert main(["outcome", str(tmp_path)]) == 0
+    assert "lost hosts: none" in capsys.readouterr().out

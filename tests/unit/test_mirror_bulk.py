@@ -323,7 +323,7 @@ def test_missing_history_goes_along(nodes: list[Node]) -> None:
     assert push(a.peers[0], 0, 4)[0] and b.store.history_range(0) == (1, 4)
 
 
-def test_of_a_history_too_long_for_one_transfer_the_newest_go_along(
+def test_a_history_too_long_for_one_blob_goes_along_in_several(
     nodes: list[Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a, b, c = nodes
@@ -332,9 +332,10 @@ def test_of_a_history_too_long_for_one_transfer_the_newest_go_along(
     record = len(b"records 1")
     monkeypatch.setattr(wire, "BLOB_BYTES_MAX", 40 * record)
     monkeypatch.setattr(wire, "RECORDS_BYTES_MAX", 2 * record)
-    assert push(a.peer(b), 0, 5)[0] and b.store.history_range(0) == (4, 5)
+    assert push(a.peer(b), 0, 5)[0] and b.store.history_range(0) == (1, 5)
     a.stage(0, 6)
-    assert push(a.peers[0], 0, 6)[0] and b.store.history_range(0) == (4, 6)
+    assert push(a.peers[0], 0, 6)[0] and b.store.history_range(0) == (1, 6)
+    assert b.store.get(0, 1, 6) == [b"records %d" % step for step in range(1, 7)]
     assert c.peer(a).get_history(0, 1, 5) == [b"records %d" % step for step in range(1, 6)]
     monkeypatch.setattr(wire, "RECORDS_BYTES_MAX", 0)
     assert c.peers[0].get_history(0, 1, 5) == [b"records %d" % step for step in range(1, 6)]

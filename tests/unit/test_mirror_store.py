@@ -166,6 +166,19 @@ def test_history_against_an_oracle(writes: list[tuple[int, int]], first: int, la
             history.get(first, last)
 
 
+def test_a_copy_of_a_history_ends_where_it_is_told_and_goes_its_own_way() -> None:
+    history = History(60)
+    for step in range(100):
+        history.append(step, bytes([step]))
+    copy = history.upto(96)
+    history.append(100, b"x")
+    copy.append(97, b"other")
+    assert (copy.first, copy.last, copy.held_bytes) == (42, 97, 55 + 5)
+    assert copy.get(96, 97) == [b"\x60", b"other"] and history.get(97, 97) == [b"\x61"]
+    with pytest.raises(HistoryPruned):
+        history.upto(101)
+
+
 def test_however_much_one_step_has_to_tell_what_a_swap_may_go_back_to_is_held() -> None:
     history = History(limit_bytes=100)
     for step in range(5):

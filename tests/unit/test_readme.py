@@ -1,5 +1,6 @@
-"""The README says what is there: every source file is in its file map, and what it promises about figures exists."""
+"""The pages say what is there: every source file is in the file map; tables, links and commands lead somewhere."""
 
+import json
 import re
 import subprocess
 from pathlib import Path
@@ -19,7 +20,7 @@ def source_files():
 
 def mapped_files():
     folder, found = "", set()
-    block = README.split("## File map")[1].split("```")[1]
+    block = (ROOT / "deadpool_plugin" / "README.md").read_text().split("## File map")[1].split("```")[1]
     for line in block.splitlines():
         if re.match(r"\S+/(\s|$)", line):
             folder = line.split()[0]
@@ -51,9 +52,16 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor in anchors(found), f"{target}#{anchor}"
 
 
-def test_named_commands_exist():
-    for command in re.findall(r"^\./(scripts/\S+)", README, re.MULTILINE):
-        assert (ROOT / command).exists(), command
+def test_every_script_it_names_exists():
+    named = set(re.findall(r"scripts/[\w/]+\.(?:py|sh)", README))
+    assert named and not [name for name in named if not (ROOT / name).exists()]
+
+
+def test_the_option_table_is_that_of_the_record():
+    record = (ROOT / "scripts/results/2026-11-21-megatron-lm-options.jsonl").read_text()
+    newest = {line["meant"]: line["result"] for line in map(json.loads, record.splitlines())}
+    table = README.split("option by option\n")[1]
+    assert dict(re.findall(r"^\| (.+?) \| .*\| (held|not here).*\|$", table, re.MULTILINE)) == newest
 
 
 @pytest.mark.parametrize("forbidden", ["@@", "TODO", "FIXME"])

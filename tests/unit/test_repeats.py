@@ -92,3 +92,20 @@ def test_a_log_that_is_cut_off_says_what_it_can(tmp_path):
     (tmp_path / "events.1.jsonl").write_bytes(b'cut off"}\n' + line + line[:20])
     (tmp_path / "events.all.jsonl").write_bytes(line)  # a person's own
     assert printed_since(tmp_path, 0, 2) == {2: Counter([b"new"])}
+
+
+def test_an_earlier_job_in_the_same_folder_has_printed_nothing(tmp_path):
+    rank_file(tmp_path, 0, 1).write_bytes(b"of the first job\nof the second\n")
+    first = events.encode(events.make("StepDone", {"rank": 0, "step": 2, "output": 0}, node=1, generation=0))
+    joined = events.encode(events.make("NodeJoined", {"host": "h", "ranks": (), "spare": False}, node=1, generation=0))
+    second = events.encode(events.make("StepDone", {"rank": 0, "step": 2, "output": 17}, node=1, generation=0))
+    (tmp_path / "events.1.jsonl").write_bytes(first + joined + second)
+    assert printed_since(tmp_path, 0, 2) == {2: Counter([b"of the second"])}
+
+
+def test_one_log_that_cannot_be_read_hides_no_other(tmp_path):
+    for node in (1, 2):
+        rank_file(tmp_path, 0, node).write_bytes(b"new\n")
+    line = events.encode(events.make("StepDone", {"rank": 0, "step": 2, "output": 0}, node=2, generation=0))
+    (tmp_path / "events.2.jsonl").write_bytes(line)
+    assert printed_since(tmp_path, 0, 2) == {2: Counter([b"new"])}
