@@ -8,6 +8,7 @@ export PATH="$PWD/.venv/bin:$PATH"
 export OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu PYTHONWARNINGS=ignore
 echo "[test] ruff"
 ruff check .
+ruff format --check --quiet .
 echo "[test] mypy"
 mypy
 mypy --config-file scripts/mypy.ini

@@ -25,9 +25,16 @@ from ..errors import Divergence
 
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
-INDICES = frozenset({torch.int64, torch.bool, torch.uint8})
-"""What a process that rehearses cannot do without: indices, masks, pickled objects (uint8)."""
+INDICES = frozenset({torch.int64, torch.bool})
+"""What a process that rehearses cannot do without; and pickled objects."""
 INDICES_BYTES_MAX = 64 << 20
+OBJECTS = frozenset(
+    {
+        "all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "send_object_list",
+        "recv_object_list",
+    }
+)  # fmt: skip
+"""torch's functions that send pickled objects, as bytes. Other bytes may be parameters: DeepSpeed broadcasts views."""
 
 
 class TensorRecord(msgspec.Struct, frozen=True, array_like=True):
@@ -86,6 +93,21 @@ def user_frame() -> str:
     return "an unknown place"
 
 
+def _is_needed(tensor: torch.Tensor) -> bool:
+    """Whether a process that rehearses cannot do without what an operation, which is issued right now, gives here."""
+    return tensor.dtype in INDICES or (tensor.dtype == torch.uint8 and _carries_objects())
+
+
+def _carries_objects() -> bool:
+    """Whether one of OBJECTS is what issues an operation right now."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith((_OWN, _TORCH)):
+        if frame.f_code.co_name in OBJECTS:
+            return True
+        frame = frame.f_back
+    return False
+
+
 class Recorder:
     """Keeps what every operation returned, in the order of issue."""
 
@@ -99,13 +121,14 @@ class Recorder:
         """Record an operation; its values are taken when its wait succeeds (a Work without `on_done` is done)."""
         record = OperationRecord(group, sequence, name, user_frame(), [_signature(tensor) for tensor in outputs])
         self._operations.append(record)
+        needed = [_is_needed(tensor) for tensor in outputs]
         if not hasattr(work, "on_done"):
-            self._fill(record, outputs, work)
+            self._fill(record, outputs, needed, work)
             return
         self._pending[id(record)] = (work, record)
 
         def done(finished: Any) -> None:
-            self._fill(record, outputs, finished)
+            self._fill(record, outputs, needed, finished)
             self._pending.pop(id(record), None)
 
         work.on_done = done
@@ -119,13 +142,14 @@ class Recorder:
     def fact(self, question: str, answer: Any) -> None:
         self._facts.append((question, answer))
 
-    def _fill(self, record: OperationRecord, outputs: list[torch.Tensor], work: Any) -> None:
-        record.outputs = [encode_tensor(tensor, self._limit_of(tensor)) for tensor in outputs]
+    def _fill(self, record: OperationRecord, outputs: list[torch.Tensor], needed: list[bool], work: Any) -> None:
+        limits = map(self._limit_of, outputs, needed)
+        record.outputs = [encode_tensor(tensor, limit) for tensor, limit in zip(outputs, limits, strict=True)]
         record.source = work.source_rank()
 
-    def _limit_of(self, tensor: torch.Tensor) -> int:
+    def _limit_of(self, tensor: torch.Tensor, needed: bool) -> int:
         size = tensor.numel() * tensor.element_size()
-        if tensor.dtype not in INDICES or not self._limit_bytes < size <= self._indices_bytes:
+        if not needed or not self._limit_bytes < size <= self._indices_bytes:
             return self._limit_bytes
         self._indices_bytes -= size
         return size
@@ -169,7 +193,7 @@ class Replay:
             )
         del self._operations[(group, sequence)]
         for tensor, recorded in zip(outputs, record.outputs, strict=True):
-            if recorded.data is None and tensor.dtype in INDICES:
+            if recorded.data is None and _is_needed(tensor):
                 raise Divergence(
                     f"{name} at {user_frame()} gave {_readable([_signature(tensor)])}, too large to be recorded",
                     f"indices and objects of {INDICES_BYTES_MAX >> 20} MiB in all at most, or recording_limit_mib each",

@@ -6,10 +6,8 @@ import os
 import sys
 
 from ..errors import ConfigError
-from .argv import FLAG
+from .argv import FLAG, RUN
 from .deepspeed_config import named_config
-
-RUN = "deadpool_plugin.run"
 
 
 def activate() -> None:

@@ -6,6 +6,7 @@ anything.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import msgspec
@@ -13,6 +14,8 @@ import msgspec
 from ..errors import ConfigError
 from .deepspeed_config import agreed, named_config
 
+RUN = "deadpool_plugin.run"
+"""The module that the launcher starts."""
 FLAG = "--deadpool-config"
 _USAGE = "deepspeed --hostfile HOSTS --module deadpool_plugin.run SCRIPT ARGUMENTS... --deadpool-config FILE"
 
@@ -33,15 +36,24 @@ def parse(arguments: Sequence[str]) -> CommandLine:
     Raises: ConfigError
     """
     rest, config = _take_flag(list(arguments))
-    launchers: list[str] = []
-    while rest and rest[0].startswith(("--local_rank=", "--local-rank=")):
-        launchers.append(rest.pop(0))
-    head = 2 if rest[:1] == ["-m"] else 1
+    launchers = launchers_words(rest)
+    rest = rest[len(launchers) :]
+    head = head_of(rest)
     if len(rest) < head or rest[head - 1].startswith("-"):
         found = f"{rest[0]} where the script should be" if rest else "no script on the command line"
         raise ConfigError(found, f"`{_USAGE}`", "name the training script")
     config = agreed(config, named_config(rest[head:]))
     return CommandLine(rest[:head] + launchers + rest[head:], config)
+
+
+def head_of(command: Sequence[str]) -> int:
+    """How many words name the script: SCRIPT, or -m MODULE."""
+    return 2 if command[:1] == ["-m"] else 1
+
+
+def launchers_words(words: Sequence[str]) -> list[str]:
+    """launch.py's own among the first ones."""
+    return list(itertools.takewhile(lambda word: word.startswith(("--local_rank=", "--local-rank=")), words))
 
 
 def _take_flag(arguments: list[str]) -> tuple[list[str], str]:

@@ -10,11 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..agent import proc
+from .argv import RUN
 
 LAUNCHERS_OWN = f"{proc.TAG}=launch.".encode()
 """In the environment of deepspeed's runner, pdsh and its ssh clients, where the launcher is on a host of the job: they
 name the folder, too, and are the launcher's to end."""
-_RUN = (b"-m", b"deadpool_plugin.run")
+_RUN = (b"-m", RUN.encode())
 _LAUNCH = b"deepspeed.launcher.launch"
 
 

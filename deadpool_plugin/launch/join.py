@@ -29,7 +29,7 @@ from ..transport.handshake import ANY_JOB, Credentials
 from ..transport.rendezvous import Hello
 from ..transport.sockets import Address
 from . import leash, roles
-from .argv import FLAG, parse
+from .argv import FLAG, RUN, head_of, launchers_words, parse
 from .processes import ending_signals
 from .secret import ensure
 
@@ -57,7 +57,7 @@ class FoundJob(msgspec.Struct, frozen=True):
     secret: bytes
 
 
-def join(wish: Wish, program: Sequence[str] = (sys.executable, "-u", "-m", "deadpool_plugin.run")) -> int:
+def join(wish: Wish, program: Sequence[str] = (sys.executable, "-u", "-m", RUN)) -> int:
     """Take part in the job until its end; the exit code of this host's supervisors.
 
     Raises: ConfigError and TransportError for what is wrong, before anything was started.
@@ -206,11 +206,9 @@ def check(description: JobDescription, config: str, command: Sequence[str]) -> N
 
 def without_launcher_words(command: Sequence[str]) -> list[str]:
     """`command` without the `--local_rank=N` that launch.py puts behind the script."""
-    head = 2 if command[:1] == ["-m"] else 1
-    rest = list(command[head:])
-    while rest and rest[0].startswith(("--local_rank=", "--local-rank=")):
-        rest.pop(0)
-    return [*command[:head], *rest]
+    head = head_of(command)
+    rest = command[head:]
+    return [*command[:head], *rest[len(launchers_words(rest)) :]]
 
 
 # ---- playing the launcher

@@ -17,9 +17,8 @@ from collections.abc import Sequence
 import msgspec
 
 from ..errors import EXIT_CONFIG, ConfigError, DeadpoolError, Unsupported
-from .argv import FLAG, parse
+from .argv import FLAG, RUN, parse
 
-RUN = "deadpool_plugin.run"
 LAUNCHERS = {
     "slurm": "submit configs/slurm.sbatch, which starts one `deepspeed --no_ssh` per node",
     "openmpi": "use pdsh (the default): mpirun ends every process of a job when one host is lost",

@@ -23,7 +23,7 @@ from ..agent import joining, proc
 from ..agent.notice import NOTICE_S
 from ..agent.watch import described_exit
 from ..config import load
-from ..errors import EXIT_FENCED, DeadpoolError, TransportError, shell_code
+from ..errors import EXIT_FENCED, DeadpoolError, TransportError, present, shell_code
 from ..transport import local
 from ..transport.descriptors import await_end, pidfd_open
 from ..transport.framing import ConnectionClosed
@@ -39,6 +39,10 @@ CONNECT_S = 60.0
 LEAVE_S = 5.0
 """How long the agent has to answer that we were told to end (a script that handles that itself has its time before),
 and to end itself after us."""
+
+
+def agent_program(descriptor: int) -> Program:
+    return [*AGENT, str(descriptor)]
 
 
 class Supervisor:
@@ -57,7 +61,7 @@ class Supervisor:
         command: Sequence[str],
         config_path: str,
         standby: Program = STANDBY,
-        agent: Callable[[int], Program] = lambda fd: [*AGENT, str(fd)],
+        agent: Callable[[int], Program] = agent_program,
     ) -> None:
         self._launch, self._agent_program = launch, agent
         self._standby_program = standby if callable(standby) else [*standby, *command]
@@ -72,8 +76,9 @@ class Supervisor:
         self._caught = [n for n in ending_signals() if n != signal.SIGHUP or self._stops_with_launcher]
         self._signals = self._catch_signals()
         self._agent = self._standby = 0
+        self._connection: LocalConnection | None = None
         self._poll = select.poll()
-        self._roles: dict[int, str] = {}
+        self._handlers: dict[int, Callable[[int], None]] = {}
         self._left_for, self._leave_by = 0, 0.0
         """The signal we were told to end by, and when we do so whatever the agent says."""
 
@@ -86,24 +91,36 @@ class Supervisor:
         return read_end
 
     def run(self) -> NoReturn:
-        """Start everything, wait for the end, leave nothing behind, exit."""
+        """Start everything, wait for the end, leave nothing behind, exit; an error of our own is one line."""
+        try:
+            self._start()
+            while True:
+                self._serve()
+        except DeadpoolError as error:
+            print(f"[deadpool] {error}", file=sys.stderr, flush=True)
+            self._finish(error.exit_code)
+
+    def _start(self) -> None:
         if self._launch.local_rank == 0:
             self._start_agent()
             if self._stops_with_launcher:
-                self._watch(sys.stdout.fileno(), "launcher", 0)  # nothing but errors: nobody reads it any more
-        self._watch(self._signals, "signal")
+                errors_only = 0  # nobody reads it any more
+                self._watch(sys.stdout.fileno(), self._launcher_gone, errors_only)
+        self._watch(self._signals, self._signalled)
         self._connection = self._connect()
-        self._watch(self._connection.fileno(), "agent's word")
+        self._watch(self._connection.fileno(), self._agent_spoke)
         self._start_standby()
-        while True:
-            ready = self._poll.poll(max(0.0, self._leave_by - time.monotonic()) * 1000 if self._left_for else None)
-            if not ready:
-                self._finish(128 + self._left_for)
-            for fd, _ in ready:
-                self._handle(self._roles[fd], fd)
 
-    def _watch(self, fd: int, role: str, events: int = select.POLLIN) -> None:
-        self._roles[fd] = role
+    def _serve(self) -> None:
+        """Wait for one thing to happen, and handle it; a signal we were told to end by has its time."""
+        ready = self._poll.poll(max(0.0, self._leave_by - time.monotonic()) * 1000 if self._left_for else None)
+        if not ready:
+            self._finish(128 + self._left_for)
+        for fd, _ in ready:
+            self._handlers[fd](fd)
+
+    def _watch(self, fd: int, handle: Callable[[int], None], events: int = select.POLLIN) -> None:
+        self._handlers[fd] = handle
         self._poll.register(fd, events)
 
     # ---- starting
@@ -113,7 +130,7 @@ class Supervisor:
         program, env = self._agent_program(listener.fileno()), {**self._env, **self._told}
         self._agent = spawn(program, env, signal.SIGTERM, pass_fds=[listener.fileno()])
         listener.close()
-        self._watch(pidfd_open(self._agent), "agent's end")
+        self._watch(pidfd_open(self._agent), self._agent_ended)
 
     def _connect(self) -> LocalConnection:
         """The agent's socket exists from the moment supervisor 0 has come so far; it may be slower than we are."""
@@ -138,42 +155,46 @@ class Supervisor:
         hello = local.SupervisorHello(self._launch.local_rank, self._standby)
         self._tell(hello, read_end)
         os.close(read_end)
-        self._watch(pidfd_open(self._standby), "standby's end")
+        self._watch(pidfd_open(self._standby), self._standby_ended)
 
     def _tell(self, message: local.LocalMessage, *descriptors: int) -> None:
         try:
-            self._connection.send(message, descriptors)
+            present(self._connection, "there is no agent to tell").send(message, descriptors)
         except ConnectionClosed:
             self._finish(self._hear())
 
     # ---- waiting
 
-    def _handle(self, role: str, fd: int) -> None:
-        if role == "signal":
-            number = os.read(fd, 1)[0]
-            if number in self._caught:
-                self._leave(number)
-        elif role == "launcher":
-            self._poll.unregister(fd)
-            self._leave(signal.SIGHUP)
-        elif role == "agent's word":
-            self._finish(self._hear())
-        elif role == "agent's end":
-            exit_code = self._reap_agent(None)
-            self._finish(exit_code or self._hear())
-        else:
-            self._poll.unregister(fd)
-            os.close(fd)
-            _, status = os.waitpid(self._standby, 0)
-            self._standby = 0
-            proc.sweep(self._tag)
-            self._tell(local.StandbyExited(self._launch.local_rank, os.waitstatus_to_exitcode(status)))
+    def _signalled(self, fd: int) -> None:
+        number = os.read(fd, 1)[0]
+        if number in self._caught:
+            self._leave(number)
+
+    def _launcher_gone(self, fd: int) -> None:
+        self._poll.unregister(fd)
+        self._leave(signal.SIGHUP)
+
+    def _agent_spoke(self, _: int) -> None:
+        self._finish(self._hear())
+
+    def _agent_ended(self, _: int) -> None:
+        exit_code = self._reap_agent(None)
+        self._finish(exit_code or self._hear())
+
+    def _standby_ended(self, fd: int) -> None:
+        self._poll.unregister(fd)
+        os.close(fd)
+        _, status = os.waitpid(self._standby, 0)
+        self._standby = 0
+        proc.sweep(self._tag)
+        self._tell(local.StandbyExited(self._launch.local_rank, os.waitstatus_to_exitcode(status)))
 
     def _hear(self) -> int:
         """The exit code the agent wants (it may have said so before it ended); without an agent this node is out."""
+        connection = present(self._connection, "there is no agent to hear")
         try:
             while True:
-                message, _ = self._connection.recv()
+                message, _ = connection.recv()
                 if isinstance(message, local.EndSupervisor):
                     return message.exit_code
         except ConnectionClosed:
@@ -194,7 +215,7 @@ class Supervisor:
             os.kill(self._standby, signal.SIGKILL)
             os.waitpid(self._standby, 0)
         proc.sweep(self._tag)
-        if hasattr(self, "_connection"):
+        if self._connection is not None:
             self._connection.close()
         if self._agent:
             self._end_agent()
@@ -228,12 +249,7 @@ def supervise(
     command: Sequence[str],
     config_path: str,
     standby: Program = STANDBY,
-    agent: Callable[[int], Program] = lambda fd: [*AGENT, str(fd)],
+    agent: Callable[[int], Program] = agent_program,
 ) -> NoReturn:
-    """Run a supervisor; an error of its own is one line and exit code 1, with nothing left behind."""
-    supervisor = Supervisor(launch, command, config_path, standby, agent)
-    try:
-        supervisor.run()
-    except DeadpoolError as error:
-        print(f"[deadpool] {error}", file=sys.stderr, flush=True)
-        supervisor._finish(error.exit_code)
+    """Be one."""
+    Supervisor(launch, command, config_path, standby, agent).run()

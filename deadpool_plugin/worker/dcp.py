@@ -41,17 +41,13 @@ def install(saves: Saves) -> None:
     """Wrap both functions wherever they were imported. Once, when torch.distributed is initialised."""
     from torch.distributed.checkpoint import state_dict_saver as saver
 
-    wrappers = {}
-    for original, make in ((saver.save, Save), (saver.async_save, AsyncSave)):
-
-        @functools.wraps(original)
-        def wrapper(*args: Any, make: Any = make, original: Any = original, **kwargs: Any) -> Any:
-            if saves.foreign():
-                return original(*args, **kwargs)
-            return saves.do(make(saves, original, args, kwargs))
-
-        wrappers[original] = wrapper
-    replace(wrappers)
+    calls: dict[Callable[..., Any], Callable[..., SaveCall]] = {saver.save: Save, saver.async_save: AsyncSave}
+    replace(
+        {
+            function: saves.wrapped(function, functools.partial(call, saves, function))
+            for function, call in calls.items()
+        }
+    )
     saves.on_cancel.append(_forget_plans)
 
 

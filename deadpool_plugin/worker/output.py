@@ -16,6 +16,7 @@ import mmap
 import os
 import shutil
 import sys
+import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping
@@ -74,7 +75,8 @@ class Mute:
         Opening one to write gives /dev/null instead; renaming, removing and making directories do nothing. For every
         thread but the plugin's own and every process it forks but those of a DataLoader (what they write, they read
         again), until `release_files`, which lets files that are still open go on at the end of what the rank itself has
-        written. A file that is made by an `opener` is that one's affair (Python's own temporary ones are).
+        written. A file that is made by an `opener` is that one's affair (Python's own temporary ones are); compilers
+        read from their caches what they have just written there.
         What goes past Python's `open` and `os` is not caught: a script can ask `is_rehearsal()`.
         """
         for module in (builtins, io):
@@ -83,9 +85,9 @@ class Mute:
             self._replace(owner, name, _doing_nothing(getattr(owner, name), self._keeps))
         self._keeping[0] = True
 
-    def _keeps(self) -> bool:
-        """Whether the caller's files are left as they are: asked each time, as a script may hold on to `open`."""
-        return bool(self._keeping[0]) and not _is_ours() and not reads_data()
+    def _keeps(self, path: Any) -> bool:
+        """Whether the caller's file is left as it is: asked each time, as a script may hold on to `open`."""
+        return bool(self._keeping[0]) and not (_is_ours() or reads_data() or _is_compilers(path))
 
     def _replace(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
         self._originals.append((owner, name, getattr(owner, name)))
@@ -161,6 +163,18 @@ def _is_ours() -> bool:
     return threading.current_thread().name.startswith("deadpool-")
 
 
+def _is_compilers(path: Any) -> bool:
+    """Whether it is in a cache of compiled code: Inductor's, Triton's, that of torch's extensions."""
+    home, environ = os.path.expanduser("~"), os.environ
+    return os.path.abspath(os.fsdecode(path)).startswith(
+        (
+            environ.get("TORCHINDUCTOR_CACHE_DIR") or os.path.join(tempfile.gettempdir(), "torchinductor_"),
+            environ.get("TRITON_CACHE_DIR") or os.path.join(environ.get("TRITON_HOME") or home, ".triton"),
+            environ.get("TORCH_EXTENSIONS_DIR") or os.path.join(home, ".cache", "torch_extensions"),
+        )
+    )
+
+
 def reads_data() -> bool:
     """Whether this is a worker process of a DataLoader: the files it makes (a cache) are for itself."""
     loading = sys.modules.get("torch.utils.data")
@@ -178,7 +192,7 @@ def _go_on(file: Any, path: str) -> None:
 
 
 def _reading(
-    original: Callable[..., Any], silent: MutableMapping[Any, str], keeps: Callable[[], bool], releasing: Lock
+    original: Callable[..., Any], silent: MutableMapping[Any, str], keeps: Callable[[Any], bool], releasing: Lock
 ) -> Callable[..., Any]:
     @functools.wraps(original)
     def open_to_read(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
@@ -187,7 +201,7 @@ def _reading(
         if not writes or opener is not None:
             return original(file, mode, *args, **kwargs)
         with releasing.held():
-            if keeps():
+            if keeps(file):
                 opened = original(os.devnull, mode.replace("x", "w"), *args, **kwargs)
                 silent[opened] = os.path.abspath(os.fsdecode(file))
                 return opened
@@ -196,9 +210,12 @@ def _reading(
     return open_to_read
 
 
-def _doing_nothing(original: Callable[..., Any], keeps: Callable[[], bool]) -> Callable[..., Any]:
+def _doing_nothing(original: Callable[..., Any], keeps: Callable[[Any], bool]) -> Callable[..., Any]:
+    """`original`, whose first argument is a path."""
+
     @functools.wraps(original)
     def nothing(*args: Any, **kwargs: Any) -> Any:
-        return None if keeps() else original(*args, **kwargs)
+        path = args[0] if args else next(iter(kwargs.values()))
+        return None if keeps(path) else original(*args, **kwargs)
 
     return nothing

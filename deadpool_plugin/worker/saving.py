@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import os
 import sys
 import threading
@@ -129,6 +130,20 @@ class Saves:
     def do(self, call: SaveCall) -> Any:
         """Hand `call` to whoever decides what becomes of it now. The script's main thread only."""
         return self._handler(call.name, CallKind.SAVE, call, (), {})
+
+    def wrapped(
+        self,
+        original: Callable[..., Any],
+        make: Callable[[tuple[Any, ...], dict[str, Any]], SaveCall],
+        unless: Callable[[], bool] = lambda: False,
+    ) -> Callable[..., Any]:
+        """`original` as the call that `make(args, kwargs)` describes; as it is in a writer, or `unless`."""
+
+        @functools.wraps(original)
+        def save(*args: Any, **kwargs: Any) -> Any:
+            return original(*args, **kwargs) if unless() or self.foreign() else self.do(make(args, kwargs))
+
+        return save
 
     def written(self, path: str, began: float, step: int | None = None) -> None:
         """Tell the agent that the checkpoint at `path` is complete as far as this rank is concerned."""

@@ -23,14 +23,20 @@ if TYPE_CHECKING:
     from faults.inject import Injector
 
 
-def around(owner: Any, name: str, before: Callable[..., None]) -> None:
-    """Call `before` with the same arguments each time `owner.name` is called."""
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """No hook on this side."""
+
+
+def around(owner: Any, name: str, before: Callable[..., Any] = _nothing, after: Callable[..., Any] = _nothing) -> None:
+    """Call `before` and `after` with the same arguments each time `owner.name` is called."""
     original = getattr(owner, name)
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         before(*args, **kwargs)
-        return original(*args, **kwargs)
+        result = original(*args, **kwargs)
+        after(*args, **kwargs)
+        return result
 
     setattr(owner, name, wrapper)
 

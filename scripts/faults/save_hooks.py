@@ -15,11 +15,11 @@ Writers of an asynchronous save that a fault is to strike get as far as `write`,
 
 from __future__ import annotations
 
-import functools
 import os
 import signal
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+
+from faults.hooks import around
 
 if TYPE_CHECKING:
     from faults.inject import Injector
@@ -72,21 +72,3 @@ class Reached:
             self.injector.strike_if_due(phase, step, int(os.environ["RANK"]), self.pid)
             while self.struck and phase == "write":
                 signal.pause()
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    """No hook on this side."""
-
-
-def around(owner: Any, name: str, before: Callable[..., Any] = _nothing, after: Callable[..., Any] = _nothing) -> None:
-    """Call `before` and `after` with the same arguments each time `owner.name` is called."""
-    original = getattr(owner, name)
-
-    @functools.wraps(original)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        before(*args, **kwargs)
-        result = original(*args, **kwargs)
-        after(*args, **kwargs)
-        return result
-
-    setattr(owner, name, wrapper)

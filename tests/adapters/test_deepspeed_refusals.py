@@ -47,6 +47,21 @@ def test_compression_of_earlier_versions_is_found_in_their_configuration(techniq
         refusals.check(engine)
 
 
+def test_activations_that_go_elsewhere_are_refused():
+    refusals.check_hooks()
+    with torch.autograd.graph.save_on_cpu(), pytest.raises(Unsupported, match="saved-tensor hooks .*checkpointing"):
+        refusals.check_hooks()
+
+
+def test_layers_that_train_in_eight_bits_are_refused():
+    linear = torch.nn.Linear(2, 2)
+    linear.fp8_initialized = False
+    refusals.check_eight_bits([linear])
+    linear.fp8_initialized = True
+    with pytest.raises(Unsupported, match="a Linear trains in fp8, .*bf16"):
+        refusals.check_eight_bits([linear])
+
+
 def test_other_engines_are_refused():
     class HybridEngine:
         pass

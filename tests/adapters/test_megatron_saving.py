@@ -1,6 +1,7 @@
 """Megatron-core's asynchronous saves: who carries them out, and what a swap leaves of those that were under way."""
 
 import argparse
+import functools
 import queue
 from collections import deque
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import torch
 from deadpool_plugin.adapters.megatron import saving
 from deadpool_plugin.errors import GenerationChanged, Unsupported
 from deadpool_plugin.worker import codec
+from deadpool_plugin.worker.saving import Saves
 
 
 @pytest.fixture
@@ -103,6 +105,7 @@ def waiting(monkeypatch, train_gpt):
         step=3, generation=1, flights=[], foreign=lambda: False, do=lambda call: call(), landed=lambda flight: None
     )
     saves.launch = saves.flights.append
+    saves.wrapped = functools.partial(Saves.wrapped, saves)
     for name, call in (
         ("schedule_async_request", saving.Schedule), ("maybe_finalize_async_calls", saving.Finalize),
         ("close", saving.Close),

@@ -67,11 +67,14 @@ def test_indices_are_recorded_however_small_the_limit_is(monkeypatch: pytest.Mon
 
 
 def _startup(rank: int) -> Any:
-    """A script's start-up: groups, every collective, one parameter broadcast above the limit."""
+    """A script's start-up: groups, every collective; above the limit objects, and a parameter, once more as bytes."""
     pair = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
-    results = battery(), battery(pair)
+    objects: list[Any] = [None] * 4
+    dist.all_gather_object(objects, [rank, "more than a page" * 1000])
+    results = battery(), battery(pair), objects
     parameters = torch.full((2000,), float(rank))
     dist.broadcast(parameters, 0)
+    dist.broadcast(parameters.view(torch.uint8), 0)
     dist.send(torch.ones(1), rank ^ 1) if rank % 2 else dist.recv(torch.empty(1), rank ^ 1)
     return results, parameters
 
@@ -112,7 +115,7 @@ def test_a_rehearsal_sees_what_the_rank_saw() -> None:
         live_ones = fleet.values([fleet.fork(_record, rank, address, recordings[rank]) for rank in range(4)])
         alone = fleet.values([fleet.fork(_rehearse, rank, recordings[rank].get()) for rank in range(4)])
     assert alone == [results for results, _ in live_ones]
-    assert all(size < 20_000 for _, size in live_ones)
+    assert all(64_000 < size < 84_000 for _, size in live_ones)
 
 
 def _small(rank: int, address: Cell, recording: Cell) -> None:

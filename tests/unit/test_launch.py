@@ -92,9 +92,13 @@ def test_a_missing_variable_is_named(name):
         roles.from_environment(environ)
 
 
-@pytest.mark.parametrize("change", [{"WORLD_SIZE": "7"}, {"CROSS_SIZE": "3"}, {"LOCAL_RANK": "0"}, {"RANK": "x"}])
-def test_contradictions(change):
-    with pytest.raises(ConfigError):
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [({"WORLD_SIZE": "7"}, "WORLD_SIZE=7"), ({"CROSS_SIZE": "3"}, "host 1 of 3"),
+     ({"LOCAL_RANK": "0"}, "LOCAL_RANK=0 of 2 slots"), ({"RANK": "x"}, "RANK=x")],
+)  # fmt: skip
+def test_an_environment_that_contradicts_itself_is_refused(change, says):
+    with pytest.raises(ConfigError, match=says):
         roles.from_environment({**environment(), **change})
 
 
@@ -103,14 +107,23 @@ def test_torchrun_is_refused_by_name():
         roles.from_environment({**environment(), "TORCHELASTIC_RUN_ID": "none"})
 
 
-@pytest.mark.parametrize("spares", [4, 9, ["0", "1", "2", "3"], ["7"], ["a", "b", "c", "d"]])
-def test_too_many_spares(spares):
+@pytest.mark.parametrize(
+    ("spares", "says"),
+    [
+        (4, "at least"),
+        (9, "at least"),
+        (["0", "1", "2", "3"], "at least"),
+        (["7"], "7"),
+        (["a", "b", "c", "d"], "at least"),
+    ],
+)
+def test_too_many_spares(spares, says):
     place = roles.from_environment(environment()).place
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError, match=says):
         roles.check_spares(place, Config(spares=spares))
 
 
-def test_enough_hosts():
+def test_spares_that_leave_a_host_are_accepted():
     place = roles.from_environment(environment()).place
     for spares in (0, 3, ["0"], ["host-a", "host-b"]):
         roles.check_spares(place, Config(spares=spares))

@@ -209,3 +209,16 @@ def test_a_file_that_a_thread_closes_meanwhile_ends_no_take_over(tmp_path, mute)
     mute._silent[file] = str(tmp_path / "log")
     mute.release_files()
     assert not (tmp_path / "log").exists()
+
+
+@pytest.mark.parametrize("variable", ["TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCH_EXTENSIONS_DIR"])
+def test_a_compiler_reads_what_it_has_just_written_to_its_cache(tmp_path, mute, monkeypatch, variable):
+    cache = tmp_path / "cache"
+    monkeypatch.setenv(variable, str(cache))
+    mute.keep_files()
+    os.makedirs(cache / "ab")
+    (cache / "ab" / "draft").write_text("compiled")
+    os.replace(cache / "ab" / "draft", cache / "ab" / "kernel")
+    assert (cache / "ab" / "kernel").read_text() == "compiled"
+    (tmp_path / "elsewhere").write_text("of the script")
+    assert not (tmp_path / "elsewhere").exists()

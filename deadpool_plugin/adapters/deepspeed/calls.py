@@ -17,6 +17,7 @@ import torch
 
 from ...errors import WHOLE_STEP, Unsupported
 from ...worker.adapter import CallHandler, CallKind
+from . import refusals
 from .cut import Graph, Parts, ScriptsPart
 from .engine_calls import Backward, Batch, DirectBackward, Forward, Step
 from .state import EngineState
@@ -85,6 +86,7 @@ class Calls:
     # ---- one method each
 
     def forward(self, original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
+        refusals.check_hooks()
         call = Forward(self, original, engine, args, kwargs)
         return self.handler("engine.forward", CallKind.FORWARD, call, (), {})
 

@@ -90,13 +90,12 @@ class Backward(Followed):
             scaled = self._loss if hasattr(self._engine, SCALES_GRADIENTS) else self._value
             self._parts = self._through_scripts_part(scaled)
             self._calls.loss, self._loss = self._loss.detach(), None
-        with self._calls.inside():
-            self._original(
-                self._engine, seed(self._parts), retain_graph=self._retain_graph, scale_wrt_gas=self._scale_wrt_gas
-            )
+        scalar = seed(self._parts)
         if not self._retain_graph:
             for graph, _ in self._parts:
-                graph.outputs = None
+                graph.outputs = None  # nobody needs them, and they may be logits
+        with self._calls.inside():
+            self._original(self._engine, scalar, retain_graph=self._retain_graph, scale_wrt_gas=self._scale_wrt_gas)
         self._parts = at_rest(self._parts)
         return self._value
 

@@ -7,7 +7,7 @@ the process groups or outside the calls; a version of DeepSpeed that lacks the o
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from ...errors import Unsupported
@@ -92,6 +92,29 @@ def check_recurrent(model: Any) -> None:
                 "dropout between layers by torch.nn.Dropout",
                 f"make layers of one, {REMEDY}",
             )
+
+
+def check_eight_bits(modules: Iterable[Any]) -> None:
+    """Transformer Engine's layers keep scales and their histories past buffers (accelerate's `mixed_precision: fp8`
+    puts them into a model). Raises: Unsupported for one that has trained in fp8."""
+    for module in modules:
+        if getattr(module, "fp8_initialized", False):
+            raise Unsupported(
+                f"a {type(module).__name__} trains in fp8, whose scaling factors are not mirrored", "bf16", REMEDY
+            )
+
+
+def check_hooks() -> None:
+    """Raises: Unsupported for a forward whose activations go somewhere else by torch's saved-tensor hooks: a redo would
+    keep them on the device, and who has put the hooks there would wait for those of the interrupted forward."""
+    import torch
+
+    if torch._C._autograd._top_saved_tensors_default_hooks(True):
+        raise Unsupported(
+            "engine.forward is called within saved-tensor hooks (activation offloading)",
+            "a forward without them",
+            f"recompute activations instead (activation checkpointing), {REMEDY}",
+        )
 
 
 def install(engine_class: type, is_training: Callable[[], bool]) -> None:

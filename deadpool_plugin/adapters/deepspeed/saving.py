@@ -38,15 +38,12 @@ def _wrap(saves: Saves, calls: Calls, owner: Any, name: str, last: str, otherwis
     original = getattr(owner, name)
     signature = inspect.signature(original)
 
-    @functools.wraps(original)
-    def save(engine: Any, *args: Any, **kwargs: Any) -> Any:
-        if calls.busy or saves.foreign():
-            return original(engine, *args, **kwargs)
-        arguments = signature.bind(engine, *args, **kwargs).arguments
-        path = os.path.join(str(arguments["save_dir"]), str(arguments.get(last) or otherwise(engine)))
-        return saves.do(Save(saves, calls, functools.partial(original, **structure(dict(arguments))), name, path))
+    def save(args: tuple[Any, ...], kwargs: dict[str, Any]) -> SaveCall:
+        arguments = signature.bind(*args, **kwargs).arguments
+        path = os.path.join(str(arguments["save_dir"]), str(arguments.get(last) or otherwise(args[0])))
+        return Save(saves, calls, functools.partial(original, **structure(dict(arguments))), name, path)
 
-    setattr(owner, name, save)
+    setattr(owner, name, saves.wrapped(original, save, lambda: calls.busy))
 
 
 class Save(SaveCall):
@@ -73,13 +70,10 @@ class Save(SaveCall):
 def _wrap_gathering(saves: Saves, calls: Calls, owner: Any, name: str) -> None:
     original = getattr(owner, name)
 
-    @functools.wraps(original)
-    def gather(engine: Any, *args: Any, **kwargs: Any) -> Any:
-        if calls.busy or saves.foreign():
-            return original(engine, *args, **kwargs)
-        return saves.do(Gathering(calls, functools.partial(original, engine, *args, **kwargs), name))
+    def gather(args: tuple[Any, ...], kwargs: dict[str, Any]) -> SaveCall:
+        return Gathering(calls, functools.partial(original, *args, **kwargs), name)
 
-    setattr(owner, name, gather)
+    setattr(owner, name, saves.wrapped(original, gather, lambda: calls.busy))
 
 
 class Gathering(SaveCall):

@@ -23,6 +23,7 @@ from .frozen import Frozen
 from .gradients import LastingGradients, lasts
 from .partitioned import Partitioned
 from .plain import check_schedule, load_plain_state, plain_state, some
+from .refusals import check_eight_bits
 from .rest import Attributes, Rest
 
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps", "_step_applied", "_global_grad_norm",
@@ -75,6 +76,7 @@ class EngineState:
         self._groups = self.adam.param_groups
         self._modules = list(engine.module.modules())
         self._values = Values(self._modules, _is_deepspeeds)
+        self._eight_bits = [module for module in self._modules if hasattr(module, "fp8_initialized")]
         self._parameters = list(engine.module.parameters())
         self._trained: list[bool] = []
         self._partitioned = None
@@ -150,6 +152,7 @@ class EngineState:
 
     def scalars(self) -> Scalars:
         self.frozen.check_unchanged()
+        check_eight_bits(self._eight_bits)
         self.buffers.follow()
         steps, without = adam.steps(self.adam, self.masters), self._lasting.without() if self._lasting else []
         return {"visible": self.visible(), "steps": steps, "without_gradients": without}

@@ -36,12 +36,7 @@ def install(saves: Saves) -> None:
     from megatron.core.optimizer import distrib_optimizer, optimizer
 
     original = serialization.save
-
-    @functools.wraps(original)
-    def save(*args: Any, **kwargs: Any) -> Any:
-        return original(*args, **kwargs) if saves.foreign() else saves.do(Save(saves, original, args, kwargs))
-
-    replace({original: save})
+    replace({original: saves.wrapped(original, functools.partial(Save, saves, original))})
     calls = async_utils.AsyncCallsQueue
     _wrap(saves, calls, "schedule_async_request", Schedule)
     _wrap(saves, calls, "maybe_finalize_async_calls", Finalize)
@@ -56,14 +51,7 @@ def install(saves: Saves) -> None:
 
 def _wrap(saves: Saves, owner: type, name: str, call: Callable[..., SaveCall]) -> None:
     original = getattr(owner, name)
-
-    @functools.wraps(original)
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if saves.foreign():
-            return original(self, *args, **kwargs)
-        return saves.do(call(saves, original, self, args, kwargs))
-
-    setattr(owner, name, wrapper)
+    setattr(owner, name, saves.wrapped(original, lambda args, kwargs: call(saves, original, args[0], args[1:], kwargs)))
 
 
 def tell_nothing_gathered(owner: type, handler: CallHandler) -> None:
