@@ -4,8 +4,6 @@ HF_TRAINER_RESULTS names a file that gets a JSON line per test: what became of i
 """
 
 import importlib.metadata
-import json
-import os
 import sys
 from pathlib import Path
 
@@ -16,15 +14,12 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "scripts"), str(ROOT)]
 TESTED = ("transformers", "accelerate", "deepspeed", "safetensors", "torch")
 
 from support import corpus as corpora  # noqa: E402
+from support import record  # noqa: E402
 
 
 def pytest_runtest_logreport(report):
-    if report.when == "call" and "tests/hf_trainer/" in report.nodeid and "HF_TRAINER_RESULTS" in os.environ:
-        line = {"test": report.nodeid.removeprefix("tests/hf_trainer/"), "outcome": report.outcome}
-        line["seconds"] = round(report.duration, 1)
-        line.update((name, importlib.metadata.version(name)) for name in TESTED)
-        with open(os.environ["HF_TRAINER_RESULTS"], "a") as file:
-            file.write(json.dumps(line) + "\n")
+    versions = lambda: {name: importlib.metadata.version(name) for name in TESTED}  # noqa: E731
+    record.keep(report, "hf_trainer", "HF_TRAINER_RESULTS", versions)
 
 
 @pytest.fixture(scope="session")

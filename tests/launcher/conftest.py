@@ -1,6 +1,11 @@
-"""Jobs under the real `deepspeed` launcher, one launcher per emulated node: few, because each takes about a minute."""
+"""Jobs under the real `deepspeed` launcher, one launcher per emulated node: few, because each takes about a minute.
 
+LAUNCHER_RESULTS names a file that gets a JSON line per test: what became of it, in how many seconds.
+"""
+
+import importlib.metadata
 import json
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -11,6 +16,20 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "scripts")]
 
 from support import corpus as corpora  # noqa: E402
+from support import record  # noqa: E402
+
+
+def pytest_runtest_logreport(report):
+    record.keep(report, "launcher", "LAUNCHER_RESULTS", versions)
+
+
+def versions():
+    from clusters import netns_host
+
+    asked = {name: netns_host.tool(name) for name in ("sshd", "pdsh")}
+    answers = {name: subprocess.run([tool, "-V"], capture_output=True, text=True) for name, tool in asked.items() if tool}
+    found = {name: (answer.stdout or answer.stderr).splitlines()[0] for name, answer in answers.items()}
+    return found | {"deepspeed": importlib.metadata.version("deepspeed")}
 
 
 class Job:

@@ -4,7 +4,6 @@ MEGATRON_LM_RESULTS names a file that gets a JSON line per test: what became of 
 """
 
 import importlib.util
-import json
 import os
 import re
 import sys
@@ -16,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "scripts"), str(ROOT)]
 
 from support import corpus as corpora  # noqa: E402
+from support import record  # noqa: E402
 
 NEEDED = ("megatron.core", "six", "regex")
 """Besides torch; the last two are imported by megatron.training's tokenizers."""
@@ -38,12 +38,8 @@ def version(path):
 
 
 def pytest_runtest_logreport(report):
-    if report.when == "call" and "tests/megatron_lm/" in report.nodeid and "MEGATRON_LM_RESULTS" in os.environ:
-        test = report.nodeid.removeprefix("tests/megatron_lm/")
-        line = {"test": test, "outcome": report.outcome, "seconds": round(report.duration, 1)}
-        line["megatron_lm"] = version(os.environ["MEGATRON_LM_PATH"])
-        with open(os.environ["MEGATRON_LM_RESULTS"], "a") as file:
-            file.write(json.dumps(line) + "\n")
+    versions = lambda: {"megatron_lm": version(os.environ["MEGATRON_LM_PATH"])}  # noqa: E731
+    record.keep(report, "megatron_lm", "MEGATRON_LM_RESULTS", versions)
 
 
 @pytest.fixture(scope="session")
