@@ -166,7 +166,7 @@ class Roster:
 
     def _stop(self, host: str) -> Answer:
         if self.members() is None:
-            return Busy("it is about to join itself")
+            return Busy("this host is about to join itself", arrives=True)
         self.on_stop(host)
         return Stopping()
 

@@ -51,7 +51,8 @@ def share(directory: Path, job: str) -> None:
     descriptor, draft = tempfile.mkstemp(dir=directory, prefix=".draft-")
     os.close(descriptor)
     try:
-        os.link(draft, _shared(directory, job))
+        with contextlib.suppress(FileExistsError):  # made by this very call, whose first answer was lost
+            os.link(draft, _shared(directory, job))
     finally:
         os.unlink(draft)
 

@@ -1,5 +1,5 @@
-"""What the first forked process turned out to import is imported in the standby process too, so that the next fork
-starts warm.
+"""What the first forked process turned out to import, or says can be done beforehand, is in the standby process too, so
+that the next fork starts warm.
 
 Rules of this file: never in the way of training (where a rank runs, the importing thread stands behind everything else;
 a host that stands by has nothing better to do), never a thread while the process forks: `pause` before, `resume` after.
@@ -46,8 +46,11 @@ def cuda_is_lost() -> bool:
     return _CUDA_DEVICE in opened
 
 
-def tell_modules(pipe: int) -> None:
-    """In the forked process: the names of the installed modules it has imported and of ours, not of the user's own."""
+def tell_modules(pipe: int, beforehand: Iterable[str] = ()) -> None:
+    """In the forked process: the names of the installed modules it has imported and of ours, not of the user's own.
+
+    Args: beforehand: `module:function:argument`, what is to be called after these imports.
+    """
     if pipe < 0:
         return
     known = [
@@ -56,7 +59,7 @@ def tell_modules(pipe: int) -> None:
         if "site-packages" in _file_of(module) or name.startswith("deadpool_plugin.")
     ]
     with contextlib.suppress(BrokenPipeError), os.fdopen(pipe, "w") as file:
-        file.write("\n".join(known) + _END)
+        file.write("\n".join([*known, *beforehand]) + _END)
 
 
 def _file_of(module: object) -> str:
@@ -133,8 +136,10 @@ class Lessons:
         if self._in_the_way:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         while self._names and not self._pausing.is_set():
-            name = self._names.popleft()
-            if name not in sys.modules:
-                # What cannot be imported here (off the main thread, say) costs a later process its import, no more.
-                with contextlib.suppress(Exception):
-                    importlib.import_module(name)
+            name, *call = self._names.popleft().split(":", 2)
+            # What cannot be imported here (off the main thread, say) costs a later process its import, no more.
+            with contextlib.suppress(Exception):
+                module = importlib.import_module(name)
+                if call:
+                    function, argument = call
+                    getattr(module, function)(argument)

@@ -13,7 +13,7 @@ from enum import Enum
 
 from ..errors import TransportError
 from ..transport.framing import ConnectionClosed
-from ..transport.guests import Busy, Describe, Stop, Stopping, ask, expect
+from ..transport.guests import Stop, Stopping, ask
 from ..transport.handshake import Credentials
 from ..transport.rendezvous import Hello
 from .join import ASK_S, FoundJob, Wish, find
@@ -23,10 +23,10 @@ POLL_S = 0.2
 
 
 class Presence(Enum):
-    """What a member's control port says."""
+    """What asking a member to end the job has shown."""
 
-    THERE = "answers"
-    SILENT = "does not answer"
+    THERE = "it ends the job"
+    SILENT = "it does not answer"
     GONE = "nobody, or somebody else, is there"
 
 
@@ -44,13 +44,16 @@ def stop(wish: Wish) -> list[str]:
 
 
 async def _stop(job: FoundJob) -> list[str]:
+    """Each member tells all others; whoever is still there is told again, because it may not have been reached."""
     credentials = Credentials(job.secret, job.description.job)
-    await _told(job.description.hellos, credentials)
-    deadline, rest = time.monotonic() + LIMIT_S, job.description.hellos
+    deadline, rest, told = time.monotonic() + LIMIT_S, job.description.hellos, False
     while True:
-        states = await asyncio.gather(*(_look(hello, credentials) for hello in rest))
+        states = await asyncio.gather(*(_tell(hello, credentials) for hello in rest))
         there = [hello for hello, state in zip(rest, states, strict=True) if state is Presence.THERE]
         rest = [hello for hello, state in zip(rest, states, strict=True) if state is not Presence.GONE]
+        told = told or bool(there)
+        if not told:
+            raise TransportError("no member took the request", remedy="ask again in a moment")
         if not there:
             return [_name(hello) for hello in rest]
         if time.monotonic() > deadline:
@@ -59,28 +62,15 @@ async def _stop(job: FoundJob) -> list[str]:
         await asyncio.sleep(POLL_S)
 
 
-async def _told(hellos: Sequence[Hello], credentials: Credentials) -> None:
-    """The first member that takes the request tells all others. Raises: TransportError."""
-    reasons = []
-    for hello in hellos:
-        try:
-            answer = await ask(hello.control, credentials, Stop(os.uname().nodename), ASK_S)
-            expect(answer, Stopping, _name(hello))
-            return
-        except TransportError as error:
-            reasons.append(str(error))
-    raise TransportError(f"no member took the request: {'; '.join(reasons)}", remedy="ask again in a moment")
-
-
-async def _look(hello: Hello, credentials: Credentials) -> Presence:
+async def _tell(hello: Hello, credentials: Credentials) -> Presence:
     try:
-        answer = await ask(hello.control, credentials, Describe(), ASK_S)
+        answer = await ask(hello.control, credentials, Stop(os.uname().nodename), ASK_S)
     except ConnectionClosed as error:
-        return Presence.SILENT if isinstance(error.__cause__, asyncio.TimeoutError) else Presence.GONE
+        answered = error.__cause__ is None or isinstance(error.__cause__, (ConnectionError, EOFError))
+        return Presence.GONE if answered else Presence.SILENT
     except TransportError:  # its port is another's by now
         return Presence.GONE
-    arrives = isinstance(answer, Busy) and answer.arrives  # at a job that has ended: it will find nobody
-    return Presence.GONE if arrives else Presence.THERE
+    return Presence.THERE if isinstance(answer, Stopping) else Presence.GONE  # who arrives just now finds nobody
 
 
 def _listed(hellos: Sequence[Hello]) -> str:

@@ -251,5 +251,5 @@ def supervise(
     standby: Program = STANDBY,
     agent: Callable[[int], Program] = agent_program,
 ) -> NoReturn:
-    """Be one."""
+    """Be one local rank's supervisor; never returns."""
     Supervisor(launch, command, config_path, standby, agent).run()

@@ -29,7 +29,7 @@ def become(
         connection, context = _rehearse(config, local_rank, order)
     else:
         connection, context = _begin(config, local_rank, order)
-    context.on_built = lambda: tell_modules(tell)
+    context.on_built = lambda: tell_modules(tell, context.adapter.beforehand())
     leave(run_script(script, context, lambda reason: connection.send(local.Failing(order.rank, reason))))
 
 

@@ -105,6 +105,10 @@ class Adapter(Protocol):
     def is_used(self) -> bool:
         """Whether the script has built something by now that this framework trains."""
 
+    def beforehand(self) -> Sequence[str]:
+        """What later processes of this slot need not do again if its standby process does it, for `launch.lessons`:
+        `module:function:argument` each. After `attach`."""
+
     def inside_step(self) -> AbstractContextManager[None]:
         """A script's own step function runs: what it asks of the framework is no call, but for the update."""
 

@@ -16,7 +16,6 @@ import mmap
 import os
 import shutil
 import sys
-import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping
@@ -82,12 +81,17 @@ class Mute:
         for module in (builtins, io):
             self._replace(module, "open", _reading(module.open, self._silent, self._keeps, self._releasing))
         for owner, name in CHANGING:
-            self._replace(owner, name, _doing_nothing(getattr(owner, name), self._keeps))
+            # Of `rmtree` one part (os.unlink) knows no path: it is nothing as a whole also in a compiler's cache.
+            keeps = self._keeps_all if name == "rmtree" else self._keeps
+            self._replace(owner, name, _doing_nothing(getattr(owner, name), keeps))
         self._keeping[0] = True
 
     def _keeps(self, path: Any) -> bool:
         """Whether the caller's file is left as it is: asked each time, as a script may hold on to `open`."""
-        return bool(self._keeping[0]) and not (_is_ours() or reads_data() or _is_compilers(path))
+        return self._keeps_all(path) and not _is_compilers(path)
+
+    def _keeps_all(self, path: Any) -> bool:
+        return bool(self._keeping[0]) and not _is_ours() and not reads_data()
 
     def _replace(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
         self._originals.append((owner, name, getattr(owner, name)))
@@ -164,15 +168,17 @@ def _is_ours() -> bool:
 
 
 def _is_compilers(path: Any) -> bool:
-    """Whether it is in a cache of compiled code: Inductor's, Triton's, that of torch's extensions."""
-    home, environ = os.path.expanduser("~"), os.environ
-    return os.path.abspath(os.fsdecode(path)).startswith(
-        (
-            environ.get("TORCHINDUCTOR_CACHE_DIR") or os.path.join(tempfile.gettempdir(), "torchinductor_"),
-            environ.get("TRITON_CACHE_DIR") or os.path.join(environ.get("TRITON_HOME") or home, ".triton"),
-            environ.get("TORCH_EXTENSIONS_DIR") or os.path.join(home, ".cache", "torch_extensions"),
-        )
-    )
+    """Whether it is in a cache of compiled code: Inductor's (which names it there before it writes), Triton's, that of
+    torch's extensions."""
+    environ, home = os.environ, os.path.expanduser("~")
+    cache = environ.get("XDG_CACHE_HOME") or os.path.join(home, ".cache")
+    folders = [
+        environ.get("TORCHINDUCTOR_CACHE_DIR", ""),
+        environ.get("TRITON_CACHE_DIR") or os.path.join(environ.get("TRITON_HOME") or home, ".triton"),
+        environ.get("TORCH_EXTENSIONS_DIR") or os.path.join(cache, "torch_extensions"),
+    ]
+    real = os.path.realpath(os.fsdecode(path)) + os.sep
+    return any(real.startswith(os.path.realpath(folder) + os.sep) for folder in folders if folder)
 
 
 def reads_data() -> bool:

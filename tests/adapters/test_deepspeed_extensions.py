@@ -1,9 +1,12 @@
-"""The lock around a build of DeepSpeed's C++ ends with the process that holds it."""
+"""DeepSpeed's C++: the lock around a build ends with the process that holds it; a slot's processes load it once."""
 
 import errno
 import os
 import signal
+import sys
+import sysconfig
 import threading
+from pathlib import Path
 
 import pytest
 from torch.utils import file_baton
@@ -78,3 +81,23 @@ def test_where_files_cannot_be_locked_torchs_own_way_stays(baton, monkeypatch):
 
 def baton_is_free(one):
     return not os.path.exists(one.lock_file_path)
+
+
+def test_what_a_process_has_loaded_its_standby_process_loads_by_the_same_name(monkeypatch):
+    pytest.importorskip("deepspeed")
+    from deepspeed.ops.op_builder.builder import OpBuilder
+
+    libraries = Path(sysconfig.get_config_var("DESTSHARED")).glob("*.so")  # any that nobody has imported
+    path = next(path for path in sorted(libraries) if path.name.partition(".")[0] not in {*sys.modules})
+    monkeypatch.setattr(OpBuilder, "_loaded_ops", {"json": sys.modules["json"]})
+    extensions.load(f"an_op={path}")
+    first = OpBuilder._loaded_ops["an_op"]
+    (lesson,) = extensions.beforehand()
+    module, function, argument = lesson.split(":", 2)
+    assert (module, function, argument) == (extensions.__name__, "load", f"an_op={path}")
+    monkeypatch.setattr(OpBuilder, "_loaded_ops", {})
+    extensions.load(argument)
+    again = OpBuilder._loaded_ops["an_op"]
+    assert again.__file__ == first.__file__ == str(path)
+    extensions.load(argument)
+    assert OpBuilder._loaded_ops["an_op"] is again

@@ -27,8 +27,12 @@ def versions():
     from clusters import netns_host
 
     asked = {name: netns_host.tool(name) for name in ("sshd", "pdsh")}
-    answers = {name: subprocess.run([tool, "-V"], capture_output=True, text=True) for name, tool in asked.items() if tool}
-    found = {name: (answer.stdout or answer.stderr).splitlines()[0] for name, answer in answers.items()}
+    answers = {
+        name: subprocess.run([tool, "-V"], capture_output=True, text=True) for name, tool in asked.items() if tool
+    }
+    lines = {name: f"{answer.stdout}{answer.stderr}".splitlines() for name, answer in answers.items()}
+    known = ("OpenSSH", "pdsh-")
+    found = {name: next((line for line in its if line.startswith(known)), "unknown") for name, its in lines.items()}
     return found | {"deepspeed": importlib.metadata.version("deepspeed")}
 
 

@@ -83,3 +83,19 @@ def test_a_process_that_inherits_an_initialised_cuda_is_executed_anew(monkeypatc
     assert order == 5
     assert (command == ["script.py", ""]) is lost
     assert os.environ.get(lessons_module.NVML_CHECK) == before, "the standby process's own"
+
+
+def test_what_can_be_done_beforehand_is_done_after_the_imports_and_may_fail(monkeypatch):
+    done = []
+    monkeypatch.setattr(lessons_module, "learned", done.append, raising=False)
+    lessons = Lessons()
+    tell = lessons.ask(trains=False)
+    calls = [f"{lessons_module.__name__}:{name}:a=/b:c" for name in ("is_not_there", "learned")]
+    telling = threading.Thread(target=tell_modules, args=(tell, calls))
+    telling.start()
+    heard_all(lessons)
+    telling.join()
+    while lessons._names:  # it was paused before it got there
+        lessons.resume()
+        lessons.pause()
+    assert done == ["a=/b:c"]

@@ -79,6 +79,9 @@ class DeepSpeedAdapter:
     def is_used(self) -> bool:
         return any(made() is not None for made in self._made)
 
+    def beforehand(self) -> Sequence[str]:
+        return extensions.beforehand()
+
     def inside_step(self) -> AbstractContextManager[None]:
         return self.calls.inside()
 

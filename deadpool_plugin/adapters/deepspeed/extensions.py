@@ -4,16 +4,25 @@ Rules of this file: torch's lock around such a build is a file that exists; whoe
 ever if its maker was killed. Here the file is locked besides, which ends with the process. Whoever gets the lock
 builds: where another has finished that is a look at the files, where another was killed it is the rest of the work.
 Where files cannot be locked (some network file systems), torch's own way stays.
-Source: torch 2.13, torch/utils/file_baton.py and its use in cpp_extension.py.
+
+That look takes some seconds a process, and is for nothing in a swap: what a process has loaded its slot's standby
+process loads, too, and what is forked there later finds it.
+Source: torch 2.13, torch/utils/file_baton.py and its use in cpp_extension.py; DeepSpeed 0.19.8, op_builder/builder.py.
 """
 
 from __future__ import annotations
 
 import fcntl
 import functools
+import importlib
+import importlib.util
 import os
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+from ...errors import present
 
 
 def install() -> None:
@@ -23,6 +32,29 @@ def install() -> None:
     baton: Any = FileBaton
     baton.try_acquire = functools.partialmethod(_acquire, baton.try_acquire)
     baton.release = functools.partialmethod(_release, baton.release)
+
+
+def beforehand() -> list[str]:
+    """For each library that DeepSpeed has compiled in a job and this process has loaded, how `load` loads it."""
+    compiled = {name: module for name, module in _loaded().items() if module.__name__ not in sys.modules}
+    return [f"{__name__}:load:{name}={module.__file__}" for name, module in compiled.items()]
+
+
+def load(what: str) -> None:
+    """`name=file`: DeepSpeed finds the library loaded when it is asked for `name`. Never initialises a device."""
+    name, _, file = what.partition("=")
+    if name not in _loaded():
+        spec = importlib.util.spec_from_file_location(Path(file).name.partition(".")[0], file)
+        spec = present(spec, f"{file} is no library")
+        module = importlib.util.module_from_spec(spec)
+        present(spec.loader, f"{file} cannot be loaded").exec_module(module)
+        _loaded()[name] = module
+
+
+def _loaded() -> dict[str, Any]:
+    """DeepSpeed's own table."""
+    loaded: dict[str, Any] = importlib.import_module("deepspeed.ops.op_builder.builder").OpBuilder._loaded_ops
+    return loaded
 
 
 def _acquire(baton: Any, otherwise: Callable[[Any], Any]) -> Any:

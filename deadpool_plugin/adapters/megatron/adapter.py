@@ -103,6 +103,9 @@ class MegatronAdapter:
     def is_used(self) -> bool:
         return bool(self._optimizers)
 
+    def beforehand(self) -> Sequence[str]:
+        return ()
+
     @contextlib.contextmanager
     def inside_step(self) -> Iterator[None]:
         self._depth += 1
