@@ -87,12 +87,15 @@ async def _connected(family: int, kind: int, target: Any) -> socket.socket:
 
 
 def tune(sock: socket.socket, silent_after_s: float) -> None:
-    """No delay; a link whose other end stops acknowledging fails after `silent_after_s`, idle or not."""
+    """No delay; a link whose other end stops acknowledging fails after `silent_after_s`, an idle one after three probes
+    at least: one is lost now and then, and the reset that ends a link here looks like a death at its other end."""
+    idle_s, every_s = max(1, int(silent_after_s / 2)), max(1, int(silent_after_s / 4))
+    timeout_s = max(silent_after_s, idle_s + 2.5 * every_s)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(silent_after_s * 1000))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(timeout_s * 1000))
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, int(silent_after_s / 2)))
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, int(silent_after_s / 4)))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, idle_s)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, every_s)
 
 
 def address_towards(host: str, port: int) -> str:

@@ -13,7 +13,7 @@ from deadpool_plugin.transport import tcp
 from deadpool_plugin.transport.exchange import recv_exact_async
 from deadpool_plugin.transport.guests import PURPOSE
 from deadpool_plugin.transport.handshake import Credentials, Handshake, shake_hands_async
-from deadpool_plugin.transport.sockets import connected
+from deadpool_plugin.transport.sockets import connected, tune
 from deadpool_plugin.transport.tcp import ControlMesh
 
 WAIT_S = 20.0
@@ -290,3 +290,16 @@ def test_whoever_leaves_while_others_still_link_up_keeps_nobody_waiting(factory:
             await node.transport.close()
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("silent_after_s", [0.1, 1.5, 3.0, 10.0, 60.0])
+def test_an_idle_link_does_not_end_with_one_lost_probe(silent_after_s: float) -> None:
+    """The kernel's rule (tcp_keepalive_timer): after the first probe it looks once an interval, and ends a connection
+    whose other end has not been heard of for the user time-out."""
+    with socket.socket() as sock:
+        tune(sock, silent_after_s)
+        options = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_USER_TIMEOUT)
+        idle_s, every_s, timeout_ms = (sock.getsockopt(socket.IPPROTO_TCP, option) for option in options)
+    ends_s = next(after for after in range(idle_s + every_s, 10_000, every_s) if after * 1000 >= timeout_ms)
+    assert (ends_s - idle_s) / every_s >= 3
+    assert silent_after_s <= ends_s <= max(4, 1.3 * silent_after_s)
