@@ -1,5 +1,6 @@
 """Hosts made of namespaces: reachable by name over ssh, cut off in one direction or both, healed, killed, gone."""
 
+import functools
 import os
 import select
 import signal
@@ -64,7 +65,9 @@ def test_ctrl_c_and_sigkill_take_the_hosts_away(tmp_path):
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
         folder = tmp_path / number.name
         words = [*SCRIPT, "--folder", str(folder), "up", "--hosts", "1"]
-        process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+        # Who runs us in a shell's background has SIGINT ignored, and so would whom we start.
+        heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+        process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, preexec_fn=heed)
         assert "h1 are up" in process.stdout.readline()
         pid = netns.Network.attached(folder).hosts["h1"].pid
         second = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
