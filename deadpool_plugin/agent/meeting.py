@@ -151,8 +151,7 @@ class Links:
         invitation = present(self._job.invitation, "a host that was not invited joins")
         self._credentials.job = invitation.job
         newcomer = Newcomer(self.mesh, hello, self._credentials, self.roster, self._config.decision_timeout_s)
-        arrival = await newcomer.arrive(invitation.members)
-        return arrival
+        return await newcomer.arrive(invitation.members)
 
     def publish(self, hello: Hello) -> None:
         """Name this node where hosts that want to join look for one. Raises: OSError."""

@@ -30,31 +30,29 @@ def keep(directory: Path, job: str, plan: SwapPlan) -> SwapPlan:
 
     Raises: OSError. Blocks: for the storage.
     """
-    directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{job}.{plan.world.generation}"
-    descriptor, draft = tempfile.mkstemp(dir=directory, prefix=".draft-")
+    _put_once(path, msgspec.msgpack.encode(plan))
+    return msgspec.msgpack.decode(path.read_bytes(), type=SwapPlan)
+
+
+def _put_once(path: Path, content: bytes) -> None:
+    """`path` holds `content`, or what somebody had put there before. Raises: OSError. Blocks: for the storage."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, draft = tempfile.mkstemp(dir=path.parent, prefix=".draft-")
     try:
         with os.fdopen(descriptor, "wb") as file:
-            file.write(msgspec.msgpack.encode(plan))
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         with contextlib.suppress(FileExistsError):
             os.link(draft, path)
     finally:
         os.unlink(draft)
-    return msgspec.msgpack.decode(path.read_bytes(), type=SwapPlan)
 
 
 def share(directory: Path, job: str) -> None:
     """Leave a file there for `is_shared`, made as plans are. Raises: OSError. Blocks: for the storage."""
-    directory.mkdir(parents=True, exist_ok=True)
-    descriptor, draft = tempfile.mkstemp(dir=directory, prefix=".draft-")
-    os.close(descriptor)
-    try:
-        with contextlib.suppress(FileExistsError):  # made by this very call, whose first answer was lost
-            os.link(draft, _shared(directory, job))
-    finally:
-        os.unlink(draft)
+    _put_once(_shared(directory, job), b"")
 
 
 def is_shared(directory: Path, job: str) -> bool:

@@ -26,7 +26,7 @@ from ..errors import Divergence
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 INDICES = frozenset({torch.int64, torch.bool})
-"""What a process that rehearses cannot do without; and pickled objects."""
+"""What a process that rehearses can do without as little as without pickled objects."""
 INDICES_BYTES_MAX = 64 << 20
 OBJECTS = frozenset(
     {

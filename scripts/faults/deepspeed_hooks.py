@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from faults import hooks
@@ -47,9 +46,7 @@ def hook_engine(injector: Injector, engine: Any) -> None:
     from torch.optim.optimizer import register_optimizer_step_post_hook
     from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-    injector.optimizer = SimpleNamespace(optimizer=engine.basic_optimizer)
-    injector.model = [engine.module]
-    injector.completed = lambda: int(engine.global_steps)  # type: ignore[method-assign]
+    injector.completed = lambda: int(engine.global_steps)
     injector.reached("startup", 0)
     injector.reached("rehearsal", 0)
     blocks = [module for module in engine.module.modules() if type(module).__name__.endswith("Block")]

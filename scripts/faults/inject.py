@@ -97,6 +97,8 @@ class Injector:
         self.model: list[Any] = []
         self.optimizer: Any = None
         self.scheduler: Any = None
+        self.completed: Callable[[], int] = self._updates_of_optimizers
+        """How many updates this process's state has seen."""
         self.forwards: tuple[int, int] = (0, 0)
         self.in_second_microbatch = False
 
@@ -124,8 +126,7 @@ class Injector:
     def has_step_state(self) -> bool:
         return any(_steps(part) for part in self.torch_optimizers())
 
-    def completed(self) -> int:
-        """How many updates this process's state has seen."""
+    def _updates_of_optimizers(self) -> int:
         steps = [step for part in self.torch_optimizers() for step in _steps(part)]
         if steps:
             return max(steps)

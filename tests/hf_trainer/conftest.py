@@ -17,8 +17,11 @@ from support import corpus as corpora  # noqa: E402
 from support import record  # noqa: E402
 
 
+def versions():
+    return {name: importlib.metadata.version(name) for name in TESTED}
+
+
 def pytest_runtest_logreport(report):
-    versions = lambda: {name: importlib.metadata.version(name) for name in TESTED}  # noqa: E731
     record.keep(report, "hf_trainer", "HF_TRAINER_RESULTS", versions)
 
 

@@ -37,8 +37,11 @@ def version(path):
     return ".".join(found[name] for name in ("MAJOR", "MINOR", "PATCH"))
 
 
+def versions():
+    return {"megatron_lm": version(os.environ["MEGATRON_LM_PATH"])}
+
+
 def pytest_runtest_logreport(report):
-    versions = lambda: {"megatron_lm": version(os.environ["MEGATRON_LM_PATH"])}  # noqa: E731
     record.keep(report, "megatron_lm", "MEGATRON_LM_RESULTS", versions)
 
 
