@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-import msgspec
 import pytest
 from support.stores import free
 
@@ -20,6 +19,7 @@ from deadpool_plugin.mirror.peer import BulkPeer
 from deadpool_plugin.mirror.server import BulkServer
 from deadpool_plugin.mirror.store import SnapshotStore
 from deadpool_plugin.mirror.wire import FRAME_BYTES, BulkStream, InAnotherGeneration, RefusedByPeer
+from deadpool_plugin.transport.framing import ConnectionClosed
 from deadpool_plugin.transport.handshake import Credentials, shake_hands
 from deadpool_plugin.transport.sockets import bound_address, listen_tcp
 
@@ -245,14 +245,20 @@ def test_a_fence_cuts_a_silent_sender_so_that_the_next_can_write(nodes: list[Nod
         assert digest is not None
         stale.send(wire.Push(0, 3, 0, (0,), HEADER, digest, "layout", True, PAYLOAD))
         stale.expect(wire.Ready)
-        stale.send_blob(msgspec.msgpack.encode([b""]))
+        for blob in wire.records_in_blobs([b""]):
+            stale.send_blob(blob)
         stale.send_blob(pair.sealed(3).encoded)
         stale._send_exact(memoryview(bytes(FRAME_BYTES)))
+        assert b.store.holdings() == ()
+        with pytest.raises(TransportError, match="sent nothing"):  # it is waited for, nothing has been refused
+            BulkStream(sock, 0.2).expect(wire.Done)
         a.store.fence(1)
         b.store.fence(1)
         b.store.enter(1)
         a.stage(0, 3, generation=1)
-        assert push(a.peer(b), 0, 3, generation=1)[0]
+        assert push(a.peer(b), 0, 3, generation=1) == (True, "")
+        with pytest.raises(ConnectionClosed):
+            stale.recv(wire.AnyReply)
     mirror = b.store._mirrored.get(0)
     assert mirror is not None and mirror.payload(3) == content(0, 3)
 
