@@ -6,8 +6,10 @@ never by its name; whatever way a job ends, `Cluster.close` leaves no process.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -133,9 +135,14 @@ def tagged_processes(job: str) -> Iterator[tuple[int, int]]:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port that nobody listens at, and that the kernel gives nobody who takes any: so it is free still when
+    who is told of it comes to listen there."""
+    first_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    for port in random.SystemRandom().sample(range(1024, first_given), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
+    raise OSError(f"100 ports below {first_given}, drawn by lot, are all taken")
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:

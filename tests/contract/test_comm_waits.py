@@ -95,7 +95,7 @@ def test_a_stuck_operation_is_abandoned_and_its_group_marked(style: str) -> None
     fence, group = Fence(patience_s=0.0), _Group()
     operation: Any = ("allreduce", ([torch.ones(1)],), {})
     work = SwapWork(_StuckWork(), group, fence, operation, style=style, registry=set())  # type: ignore[arg-type]
-    threading.Timer(0.1, fence.announce, args=(1,)).start()
+    threading.Timer(0.5, fence.announce, args=(1,)).start()
     with pytest.raises(GenerationChanged):
         work.wait()
     assert group.abandoned
@@ -118,7 +118,7 @@ def test_a_failed_operation_that_never_completes_is_an_error_not_a_stuck_one() -
     fence, group = Fence(patience_s=60.0), _Group()
     operation: Any = ("reduce_scatter", ([torch.ones(1)],), {})
     work = SwapWork(_FailedComposite(), group, fence, operation, style="slices", registry=set())  # type: ignore[arg-type]
-    threading.Timer(0.1, fence.announce, args=(1,)).start()
+    threading.Timer(0.5, fence.announce, args=(1,)).start()
     with pytest.raises(GenerationChanged):
         work.wait()
     assert not group.abandoned
@@ -145,7 +145,7 @@ def _wait_alone(rank: int, name: str, address: Cell, over: Cell) -> Any:
         return True
     assert groups._network is not None
     groups._network.unblock = lambda: 0  # type: ignore[method-assign]  # gloo's race: cut, it still does not end
-    threading.Timer(0.1, groups.interrupt, args=(1,)).start()
+    threading.Timer(0.5, groups.interrupt, args=(1,)).start()
     with pytest.raises(GenerationChanged):
         NEVER_JOINED[name]()
     over.set()

@@ -6,13 +6,13 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from clusters.launched import free_port
 from stub_worker import digest, state_at
 
 from deadpool_plugin import events
@@ -24,12 +24,6 @@ MARK = "DEADPOOL_TEST_NODE"
 
 class NothingHappened(AssertionError):
     """Something expected did not happen."""
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 class StubCluster:

@@ -168,7 +168,7 @@ def test_a_refused_rehearsal_takes_only_the_spare_out(tmp_path):
 
 
 def test_a_node_that_stands_still_is_replaced_and_fenced_when_it_wakes(tmp_path):
-    cluster = StubCluster(tmp_path, 4, 1, *RUN, patience_s=1.5)
+    cluster = StubCluster(tmp_path, 4, 1, *RUN, patience_s=3.0)
     try:
         ready(cluster)
         cluster.signal_node(1, signal.SIGSTOP)

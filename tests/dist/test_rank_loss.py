@@ -69,7 +69,7 @@ def test_a_spare_whose_store_was_used_has_another_when_it_is_the_last(tmp_path):
 
 def test_all_processes_at_once(tmp_path):
     """The next groups' store can only be one of the new processes', which rehearse longer than a phase may last."""
-    cluster = StubCluster(tmp_path, 2, 1, *RUN, "--rehearse-s", "5", spares=0, patience_s=2.0)
+    cluster = StubCluster(tmp_path, 2, 1, *RUN, "--rehearse-s", "7", spares=0, patience_s=3.0)
     try:
         cluster.go.touch()
         cluster.wait_step(HOLD)
@@ -131,7 +131,7 @@ def test_an_error_of_every_rank_ends_the_job(tmp_path):
 
 
 def test_a_stopped_process_is_killed_and_replaced_in_place(tmp_path):
-    cluster = StubCluster(tmp_path, 4, 1, *RUN, patience_s=1.5)
+    cluster = StubCluster(tmp_path, 4, 1, *RUN, patience_s=3.0)
     try:
         ready(cluster)
         stopped = cluster.kill(1, "worker0", signal.SIGSTOP)
@@ -145,7 +145,7 @@ def test_a_stopped_process_is_killed_and_replaced_in_place(tmp_path):
 
 
 def test_a_process_that_cannot_unwind_is_killed_and_replaced_in_place(tmp_path):
-    cluster = StubCluster(tmp_path, 4, 1, *RUN, "--stuck-at", "1:9", patience_s=1.5)
+    cluster = StubCluster(tmp_path, 4, 1, *RUN, "--stuck-at", "1:9", patience_s=3.0)
     try:
         ready(cluster)
         (stuck,) = cluster.pids(1, "worker0")
@@ -162,7 +162,7 @@ def test_a_process_that_cannot_unwind_is_killed_and_replaced_in_place(tmp_path):
 
 def test_a_process_that_hangs_is_seen_when_nothing_comes_of_training_any_more(tmp_path):
     more = "memory_headroom_gib: 0\nstall_timeout_s: 5\n"
-    cluster = StubCluster(tmp_path, 3, 1, "--steps", str(STEPS), "--stuck-at", "1:9", patience_s=1.5, more=more)
+    cluster = StubCluster(tmp_path, 3, 1, "--steps", str(STEPS), "--stuck-at", "1:9", patience_s=3.0, more=more)
     try:
         finishes(cluster, lost=())
         first, second = cluster.events(events.SwapPlanned)

@@ -223,7 +223,7 @@ def test_what_is_mirrored_before_this_node_has_heard_of_the_decision_is_not_roll
 
 
 def test_a_generation_that_does_not_begin_here_is_refused_and_tried_again(nodes: list[Node]) -> None:
-    a, b = nodes[0], Node(silent_after_s=1.0)
+    a, b = nodes[0], Node(silent_after_s=3.0)
     nodes.append(b)
     for node in (a, b):
         node.store.fence(1)
@@ -264,7 +264,7 @@ def test_a_fence_cuts_a_silent_sender_so_that_the_next_can_write(nodes: list[Nod
 
 
 def test_whoever_pushes_is_told_to_wait_while_room_is_made(nodes: list[Node], monkeypatch: pytest.MonkeyPatch) -> None:
-    a, b = nodes[0], Node(silent_after_s=1.0)
+    a, b = nodes[0], Node(silent_after_s=3.0)
     nodes.append(b)
     a.stage(0, 3)
     a.stage(1, 3)
@@ -284,7 +284,7 @@ def test_whoever_pushes_is_told_to_wait_while_room_is_made(nodes: list[Node], mo
     monkeypatch.setattr(SlotPair, "create", slowly)
     monkeypatch.setattr(BulkStream, "send", seen)
     outcomes: queue.Queue[tuple[bool, str]] = queue.Queue()
-    first = threading.Thread(target=lambda: outcomes.put(push(a.peer(b, silent_after_s=1.0), 0, 3)))
+    first = threading.Thread(target=lambda: outcomes.put(push(a.peer(b, silent_after_s=3.0), 0, 3)))
     first.start()
     for _ in range(6):  # longer than anybody waits for a word
         waits.get(timeout=WAIT_S)

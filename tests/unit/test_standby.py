@@ -25,12 +25,12 @@ def started(tmp_path):
     """`started(run, prepare)`: the agent's end of a standby process whose forked processes do `run`, and its pid."""
     pids, name = [], f"deadpool/test/{os.getpid()}/{tmp_path}"
 
-    def start(run, prepare=lambda: None):
+    def start(run, prepare=lambda: None, ending_s=LIMIT_S):
         listener = listen_unix(name)
 
         def main():
             prepare()
-            Standby(LocalConnection.to(name), 0, run, (), ending_s=0.05).serve()
+            Standby(LocalConnection.to(name), 0, run, (), ending_s=ending_s).serve()
 
         pids.append(spawn(main, dict(os.environ), signal.SIGKILL))
         agent = LocalConnection(listener.accept()[0])
@@ -70,7 +70,7 @@ def test_a_process_that_cannot_be_ended_is_named_and_the_standby_process_ends(st
     def nobody_is_killed():
         processes.os.kill = lambda pid, number: None
 
-    agent, pid = started(lambda order, tell: threading.Event().wait(), nobody_is_killed)
+    agent, pid = started(lambda order, tell: threading.Event().wait(), nobody_is_killed, ending_s=0.05)
     agent.send(order(1))
     agent.send(order(2))
     told = heard(agent)

@@ -195,7 +195,7 @@ def test_told_to_stop_it_asks_first_and_kills_who_does_not_listen(host):
     launcher = one.start(HEARS_NOTHING, IS_THE_LAUNCHER)
     bystander = subprocess.Popen([sys.executable, "-c", "input()", IS_THE_LAUNCHER], stdin=subprocess.PIPE)
     assert carriers(one.folder) == {asked.pid, deaf.pid, launcher.pid}
-    one.say(leash.Stop(0.7))
+    one.say(leash.Stop(3.0))
     assert asked.communicate(timeout=LIMIT_S)[0] == "SIGINT\n"
     assert deaf.wait(LIMIT_S) == launcher.wait(LIMIT_S) == -signal.SIGKILL
     one.say(leash.Tell())
@@ -307,9 +307,9 @@ def test_a_launcher_that_is_slow_before_the_job_starts_is_waited_for(host):
 
 def test_a_silent_launcher_is_a_lost_one(host):
     """Its connection still stands: its host has vanished."""
-    one = host(config="on_launcher_loss: stop\n", patience_s=2.0)
-    job = one.start(SAYS_ITS_SIGNAL)
+    one = host(config="on_launcher_loss: stop\n", patience_s=4.0)
     one.say(leash.Alive())
+    job = one.start(SAYS_ITS_SIGNAL)
     assert job.communicate(timeout=LIMIT_S)[0] == "SIGHUP\n"
     one.ended()
 

@@ -2,6 +2,8 @@ import asyncio
 import errno
 import resource
 import socket
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +20,10 @@ from deadpool_plugin.transport.sockets import (
     remote_name,
 )
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+from clusters.launched import free_port
+
 
 def _has_both_families() -> bool:
     try:
@@ -28,11 +34,6 @@ def _has_both_families() -> bool:
 
 
 both_families = pytest.mark.skipif(not _has_both_families(), reason="this host has no IPv6")
-
-
-def free_port() -> int:
-    with listen_tcp("127.0.0.1") as sock:
-        return bound_address(sock)[1]
 
 
 def hello(node: int, host: str = "") -> Hello:
@@ -58,7 +59,7 @@ def test_all_get_the_same_table_whoever_comes_first() -> None:
 
 
 def test_missing_nodes_are_named_to_everyone() -> None:
-    errors = asyncio.run(gather(free_port(), 4, (0, b"s", 0.3), (1, b"s", 0.3)))
+    errors = asyncio.run(gather(free_port(), 4, (0, b"s", 2), (1, b"s", 2)))
     for error in errors:
         assert isinstance(error, TransportError) and "only 2 of 4 nodes met" in str(error)
         assert "missing: node 2, 3" in str(error)
@@ -66,12 +67,12 @@ def test_missing_nodes_are_named_to_everyone() -> None:
 
 def test_whoever_waits_for_long_says_so_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(rendezvous, "SAY_AFTER_S", 0.3)
-    asyncio.run(gather(free_port(), 3, (0, b"s", 1.5), (1, b"s", 1.5)))
+    asyncio.run(gather(free_port(), 3, (0, b"s", 3), (1, b"s", 3)))
     assert [record.getMessage() for record in caplog.records if "waiting" in record.getMessage()] == [
         f"still waiting at 127.0.0.1:{port_of(caplog)} for node 2"
     ]
     caplog.clear()
-    asyncio.run(gather(free_port(), 2, (1, b"s", 1.5)))
+    asyncio.run(gather(free_port(), 2, (1, b"s", 3)))
     (said,) = [record.getMessage() for record in caplog.records]
     assert "does not answer yet (" in said and said.endswith("an address of this host, too: give --master_addr")
 
@@ -81,7 +82,7 @@ def port_of(caplog: pytest.LogCaptureFixture) -> str:
 
 
 def test_a_wrong_secret_is_told_on_both_sides() -> None:
-    host, stranger = asyncio.run(gather(free_port(), 2, (0, b"s", 0.5), (1, b"other", 10)))
+    host, stranger = asyncio.run(gather(free_port(), 2, (0, b"s", 2), (1, b"other", 10)))
     assert isinstance(stranger, PeerRefused) and "does not prove the job's secret" in str(stranger)
     assert isinstance(host, TransportError) and "does not prove the job's secret" in str(host)
 
@@ -95,9 +96,9 @@ def test_two_hosts_with_one_node_id_are_told() -> None:
     async def scenario() -> list:
         port = free_port()
         meets = [
-            meet(0, 3, "127.0.0.1", port, hello(0), Credentials(b"s"), 0.5),
-            meet(1, 3, "127.0.0.1", port, hello(1, "a"), Credentials(b"s"), 0.5),
-            meet(1, 3, "127.0.0.1", port, hello(1, "b"), Credentials(b"s"), 0.5),
+            meet(0, 3, "127.0.0.1", port, hello(0), Credentials(b"s"), 2),
+            meet(1, 3, "127.0.0.1", port, hello(1, "a"), Credentials(b"s"), 2),
+            meet(1, 3, "127.0.0.1", port, hello(1, "b"), Credentials(b"s"), 2),
         ]
         return await asyncio.gather(*meets, return_exceptions=True)
 

@@ -6,6 +6,7 @@ import asyncio
 import os
 import threading
 
+import pytest
 from support.stand_in import StandIn
 
 from deadpool_plugin.agent import workers as workers_module
@@ -47,6 +48,11 @@ def taken_over(writer: Writer, output_dir) -> None:
 
     asyncio.run(scenario())
     writer.close()
+
+
+@pytest.fixture(autouse=True)
+def _time_enough(monkeypatch):
+    monkeypatch.setattr(workers_module, "READ_S", 20.0)
 
 
 def test_who_takes_a_rank_over_prints_into_the_ranks_file(tmp_path):
