@@ -267,7 +267,7 @@ class Agent:
 
     def _link_lost(self, node: NodeId, reason: str) -> None:
         self._links.roster.gone(node)
-        self.feed(io.LinkLost(node, reason, silent=node in self._links.mesh.timed_out))
+        self.feed(io.LinkLost(node, reason, silent=node in self._links.mesh.silent))
 
     def _told_to_stop(self, host: str) -> None:
         self.feed(io.StopRequested(f"ended by `deadpool stop` on {host}", 128 + signal.SIGINT))

@@ -32,14 +32,24 @@ async def take(sock: socket.socket, kinds: Any) -> Any:
 
     Raises: EOFError at the end of the connection; OSError; CorruptFrame if it is none of `kinds`.
     """
-    length = checked_length(await recv_exact_async(sock, LENGTH.size), CONTROL_FRAME_BYTES_MAX)
-    body = await recv_exact_async(sock, length)
+    body = await take_frame(sock)
     try:
         return msgspec.msgpack.decode(body, type=kinds)
     except msgspec.MsgspecError as error:
         raise CorruptFrame(
             f"{remote_name(sock)} sent what cannot be read here: {error}", remedy="use one version on all hosts"
         ) from error
+
+
+async def put_frame(sock: socket.socket, body: bytes) -> None:
+    """Raises: OSError; TransportError if it is too long."""
+    await asyncio.get_running_loop().sock_sendall(sock, pack_frame(body, CONTROL_FRAME_BYTES_MAX))
+
+
+async def take_frame(sock: socket.socket) -> bytes:
+    """Raises: EOFError at the end of the connection; OSError; CorruptFrame."""
+    length = checked_length(await recv_exact_async(sock, LENGTH.size), CONTROL_FRAME_BYTES_MAX)
+    return await recv_exact_async(sock, length)
 
 
 async def recv_exact_async(sock: socket.socket, size: int) -> bytes:

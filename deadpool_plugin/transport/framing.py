@@ -7,7 +7,6 @@ mean. A length beyond the limit ends the stream (`CorruptFrame`), because there 
 from __future__ import annotations
 
 import asyncio
-import errno
 import struct
 from collections.abc import Callable, Iterator
 
@@ -16,12 +15,16 @@ from ..errors import CorruptFrame, TransportError
 LENGTH = struct.Struct("!I")
 CONTROL_FRAME_BYTES_MAX = 16 << 20
 CONTROL_BACKLOG_BYTES_MAX = 64 << 20
-UNANSWERED = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH})
-"""How a connection ends whose other end our kernel hears nothing of: that says no more than any silence."""
 
 
 class ConnectionClosed(TransportError):
     """The stream has ended: the peer closed it, died, or the link broke."""
+
+
+def check_size(body_bytes: int, limit_bytes: int) -> None:
+    """Raises: TransportError if no receiver accepts a frame of so many bytes."""
+    if body_bytes > limit_bytes:
+        raise TransportError(f"a message of {body_bytes} bytes exceeds the limit of {limit_bytes} bytes per frame")
 
 
 def pack_frame(body: bytes, limit_bytes: int) -> bytes:
@@ -29,8 +32,7 @@ def pack_frame(body: bytes, limit_bytes: int) -> bytes:
 
     Raises: TransportError if the body is larger than the receiver accepts.
     """
-    if len(body) > limit_bytes:
-        raise TransportError(f"a message of {len(body)} bytes exceeds the limit of {limit_bytes} bytes per frame")
+    check_size(len(body), limit_bytes)
     return LENGTH.pack(len(body)) + body
 
 
@@ -77,7 +79,7 @@ class FrameProtocol(asyncio.Protocol):
         on_lost: called exactly once when the connection has ended, with the reason for people.
         on_made: called when `send` begins to work, before the first frame.
 
-    `timed_out`: it has ended for want of an answer, not because anybody ended it.
+    `aborted`: it was ended here.
     """
 
     def __init__(
@@ -97,7 +99,7 @@ class FrameProtocol(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._reason = ""
         self._leaving = False
-        self.timed_out = False
+        self.aborted = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -115,7 +117,6 @@ class FrameProtocol(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
-        self.timed_out = isinstance(exc, OSError) and exc.errno in UNANSWERED
         self._on_lost(self._reason or (str(exc) if exc else "the peer closed the connection"))
 
     def send(self, body: bytes) -> bool:
@@ -147,5 +148,6 @@ class FrameProtocol(asyncio.Protocol):
     def abort(self, reason: str) -> None:
         """Ends the connection at once; `on_lost` gets `reason`."""
         self._reason = self._reason or reason
+        self.aborted = True
         if self._transport is not None:
             self._transport.abort()

@@ -135,7 +135,7 @@ async def _ask(address: Address, credentials: Credentials, question: Question) -
 
 async def serve(
     sock: socket.socket, answer: OnGuest, may_link: Callable[[NodeId], bool]
-) -> tuple[NodeId, Admitted] | None:
+) -> tuple[Hello, Admitted] | None:
     """Answer a guest until it leaves (None) or is to be admitted: then who it is, and the answer still to be sent.
 
     Args:
@@ -151,7 +151,7 @@ async def serve(
             continue
         reply = answer(question)
         if isinstance(question, Announce) and isinstance(reply, Admitted):
-            return question.hello.node, reply
+            return question.hello, reply
         await put(sock, reply)
 
 

@@ -23,7 +23,7 @@ from .framing import ConnectionClosed
 from .sockets import remote_name
 
 _GREETING = struct.Struct("!8s32sI16s")  # magic with the protocol's version, nonce, identity, job
-_MAGIC = b"deadpl-2"
+_MAGIC = b"deadpl-3"
 _PROOF_BYTES = hashlib.sha256().digest_size
 HANDSHAKE_TIMEOUT_S = 10.0
 ANY_JOB = "?"

@@ -64,15 +64,23 @@ def remote_name(sock: socket.socket) -> str:
 
 async def connected(address: Address) -> socket.socket:
     """A non-blocking connection to `address` (a name or a number), by the first of its addresses that answers: a name
-    may stand for one of either family, and the other end listen on one. Raises: OSError."""
-    loop = asyncio.get_running_loop()
+    may stand for one of either family, and the other end listen on one. Raises: OSError; ConnectionRefusedError only if
+    all refuse."""
     error: OSError | None = None
-    for family, kind, _, _, target in await loop.getaddrinfo(*address, type=socket.SOCK_STREAM):
+    for family, kind, _, _, target in await _resolved(address):
         try:
             return await _connected(family, kind, target)
         except OSError as failure:
-            error = error or failure
+            error = failure if error is None or isinstance(error, ConnectionRefusedError) else error
     raise error or OSError(f"{address[0]} has no address")
+
+
+async def _resolved(address: Address) -> list[tuple[Any, Any, int, str, Any]]:
+    """A number needs none of the threads that names are looked up in: others may hold them all."""
+    try:
+        return socket.getaddrinfo(*address, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+    except socket.gaierror:
+        return await asyncio.get_running_loop().getaddrinfo(*address, type=socket.SOCK_STREAM)
 
 
 async def _connected(family: int, kind: int, target: Any) -> socket.socket:

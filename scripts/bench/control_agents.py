@@ -24,7 +24,7 @@ from deadpool_plugin.config import Config
 from deadpool_plugin.core import io
 from deadpool_plugin.core.messages import AnyMessage
 from deadpool_plugin.core.types import NodeId
-from deadpool_plugin.transport.framing import LENGTH
+from deadpool_plugin.transport.framing import LENGTH, FrameProtocol
 from deadpool_plugin.transport.unix import listen_unix
 
 from .control_board import Board, Row
@@ -81,10 +81,10 @@ class Watched(Agent):
         mesh, row = self._links.mesh, self._row
         take_in = mesh._received
 
-        def received(peer: NodeId, body: bytes) -> None:
+        def received(peer: NodeId, link: FrameProtocol, frame: bytes) -> None:
             row.add("received")
-            row.add("received_bytes", LENGTH.size + len(body))
-            take_in(peer, body)
+            row.add("received_bytes", LENGTH.size + len(frame))
+            take_in(peer, link, frame)
 
         mesh._received = received  # type: ignore[method-assign]
 

@@ -30,7 +30,7 @@ from deadpool_plugin.transport.guests import (
 from deadpool_plugin.transport.handshake import Credentials, shake_hands_async
 from deadpool_plugin.transport.rendezvous import Hello
 from deadpool_plugin.transport.sockets import bound_address, connected, listen_tcp
-from deadpool_plugin.transport.tcp import ControlMesh
+from deadpool_plugin.transport.tcp import ControlMesh, NotWanted
 
 WAIT_S = 20.0
 SECRET = Credentials(b"secret")
@@ -157,8 +157,9 @@ def test_a_node_nobody_admitted_gets_no_link_even_with_the_secret() -> None:
     async def scenario() -> None:
         async with job(2) as members:
             async with newcomer(7) as stranger:
-                await stranger.mesh.connect({0: members[0].hello.control}, WAIT_S)
-                assert await soon(stranger.lost) == 0
+                with pytest.raises(NotWanted, match="node 0 at .* wants no link with node 7"):
+                    await stranger.mesh.connect({0: members[0].hello.control}, WAIT_S)
+                assert stranger.lost.empty()
             assert "node 7 was not admitted" in str(await soon(members[0].refused))
             assert members[0].mesh.linked == {1} and members[0].messages.empty()
 

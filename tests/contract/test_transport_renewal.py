@@ -1,0 +1,240 @@
+"""Links that end although both their ends live are made again; nothing is lost, and nobody is told."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from support.relay import Relay
+
+from deadpool_plugin.core.messages import AnyMessage, Status
+from deadpool_plugin.transport.handshake import Credentials
+from deadpool_plugin.transport.lines import SAY_SO_EVERY
+from deadpool_plugin.transport.tcp import ControlMesh
+
+WAIT_S = 20.0
+PATIENCE_S = 10 * WAIT_S
+"""So that whoever is told within WAIT_S is told before the time is up in which a host may answer."""
+BOTH, DIALLER, ACCEPTOR = {}, {"target": False}, {"dialler": False}
+
+
+class Node:
+    def __init__(self, node: int, patience_s: float) -> None:
+        self.heard: asyncio.Queue[int] = asyncio.Queue()
+        self.lost: asyncio.Queue[str] = asyncio.Queue()
+        self.mesh = ControlMesh(
+            node,
+            Credentials(b"secret", "job"),
+            "127.0.0.1",
+            None,
+            self._hear,
+            lambda peer, reason: self.lost.put_nowait(reason),
+            patience_s,
+        )
+
+    def _hear(self, peer: int, message: AnyMessage) -> None:
+        assert isinstance(message, Status)
+        self.heard.put_nowait(message.committed)
+
+    async def hears(self, *steps: int) -> None:
+        for step in steps:
+            assert await asyncio.wait_for(self.heard.get(), WAIT_S) == step
+
+
+@asynccontextmanager
+async def two(patience_s: float = PATIENCE_S) -> AsyncIterator[tuple[Node, Node, Relay, Relay]]:
+    """Two linked nodes; the first one's relay (through which it is dialled), and the second one's (knocked at)."""
+    nodes = [Node(node, patience_s) for node in range(2)]
+    relays = [Relay(await node.mesh.listen()) for node in nodes]
+    table = {node: await relay.open() for node, relay in enumerate(relays)}
+    await asyncio.gather(*(node.mesh.connect(table, WAIT_S) for node in nodes))
+    for node, other in ((0, 1), (1, 0)):  # each has returned from `connect`
+        nodes[node].mesh.send(other, Status(0, -1, True))
+        await nodes[other].hears(-1)
+    try:
+        yield nodes[0], nodes[1], relays[0], relays[1]
+    finally:
+        await asyncio.gather(*(node.mesh.close() for node in nodes))
+        await asyncio.gather(*(relay.close() for relay in relays))
+    assert all(node.lost.empty() for node in nodes), "told twice"
+
+
+def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(asyncio.wait_for(scenario(), 3 * WAIT_S))
+
+
+def say(node: Node, *steps: int) -> None:
+    for step in steps:
+        node.mesh.send(1 - node.mesh._node, Status(0, step, True))
+
+
+@pytest.mark.parametrize("who", [BOTH, DIALLER, ACCEPTOR], ids=["both ends", "its dialler", "its acceptor"])
+def test_a_link_that_is_reset_loses_nobody_and_nothing(who: dict[str, bool]) -> None:
+    async def scenario() -> None:
+        async with two() as (first, second, relay, _):
+            for steps in (range(100), range(100, 200)):
+                say(first, *steps)
+                say(second, *steps)
+                relay.cut(**who)
+                say(first, 1000)
+                say(second, 1000)
+                await first.hears(*steps, 1000)
+                await second.hears(*steps, 1000)
+            assert first.lost.empty() and second.lost.empty()
+            assert first.mesh.linked == {1} and second.mesh.linked == {0}
+
+    run(scenario)
+
+
+def test_wherever_it_is_cut_everything_is_heard_once_and_in_order() -> None:
+    """A handshake and two first words have some 450 bytes; what is said in a round has 5,000."""
+
+    async def scenario() -> None:
+        draw = random.Random(1)
+        async with two() as (first, second, relay, _):
+            for begin in range(0, 750, 50):
+                relay.cut_after = [draw.randint(500, 4000) for _ in range(4)]  # every second one only asks who is there
+                relay.cut()
+                steps = range(begin, begin + 50)
+                for step in steps:
+                    say(first, step)
+                    say(second, step)
+                    if draw.random() < 0.2:
+                        await asyncio.sleep(0)
+                await first.hears(*steps)
+                await second.hears(*steps)
+            assert first.lost.empty() and second.lost.empty()
+
+    run(scenario)
+
+
+def test_what_was_heard_is_not_kept() -> None:
+    async def scenario() -> None:
+        async with two() as (first, second, _, _):
+            say(first, *range(10 * SAY_SO_EVERY))
+            await second.hears(*range(10 * SAY_SO_EVERY))
+            say(second, 1)
+            await first.hears(1)
+            assert not first.mesh._lines[1]._kept
+
+    run(scenario)
+
+
+def test_what_only_one_says_is_not_kept_for_ever() -> None:
+    async def scenario() -> None:
+        async with two() as (first, second, _, _):
+            for step in range(10 * SAY_SO_EVERY):
+                say(first, step)
+                await second.hears(step)
+                assert len(first.mesh._lines[1]._kept) <= 2 * SAY_SO_EVERY
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("leaves", [0, 1])
+def test_nobody_listens_where_a_node_has_gone(leaves: int) -> None:
+    async def scenario() -> None:
+        async with two() as (first, second, _, _):
+            goes, stays = (first, second) if leaves == 0 else (second, first)
+            stays.mesh._addresses[leaves] = goes.mesh._listener.getsockname()
+            await goes.mesh.close()
+            assert "nobody listens there" in await asyncio.wait_for(stays.lost.get(), WAIT_S)
+            assert stays.mesh.linked == set() and goes.lost.empty()
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("drops", [0, 1])
+def test_who_is_dropped_is_told_at_once(drops: int) -> None:
+    async def scenario() -> None:
+        async with two() as (first, second, _, _):
+            drop, dropped = (first, second) if drops == 0 else (second, first)
+            drop.mesh.drop(1 - drops)
+            reason = await asyncio.wait_for(dropped.lost.get(), WAIT_S)
+            assert "it wants none" in reason
+            assert drop.lost.empty() and drop.mesh.linked == set()
+
+    run(scenario)
+
+
+def test_a_host_that_answers_no_more_is_lost_after_a_while() -> None:
+    async def scenario() -> None:
+        async with two(patience_s=2.0) as (first, second, relay, other):
+            relay.is_deaf = other.is_deaf = True
+            relay.cut()
+            for node in (first, second):
+                assert "no answer" in await asyncio.wait_for(node.lost.get(), WAIT_S)
+
+    run(scenario)
+
+
+def test_a_mesh_can_be_closed_while_it_dials() -> None:
+    async def scenario() -> None:
+        async with two() as (first, second, relay, other):
+            relay.is_deaf = other.is_deaf = True
+            relay.cut()
+            while first.mesh._links() or second.mesh._links():
+                await asyncio.sleep(0)
+            await asyncio.gather(first.mesh.close(), second.mesh.close())
+            assert first.lost.empty() and second.lost.empty()
+
+    run(scenario)
+
+
+def test_a_lost_node_is_not_linked_again() -> None:
+    async def scenario() -> None:
+        async with two(patience_s=2.0) as (first, second, relay, other):
+            relay.is_deaf = other.is_deaf = True
+            (link,) = relay.passages
+            link.cut(dialler=False)
+            assert "no answer" in await asyncio.wait_for(first.lost.get(), WAIT_S)
+            assert second.mesh.linked == {0}
+            relay.is_deaf = False
+            link.cut(target=False)
+            assert "it wants none" in await asyncio.wait_for(second.lost.get(), WAIT_S)
+            assert first.mesh.linked == second.mesh.linked == set()
+            assert first.mesh.silent == {1} and second.mesh.silent == {0}, "both may live"
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("drops", [0, 1])
+def test_who_is_dropped_while_its_link_is_made_again_gets_none(drops: int) -> None:
+    async def scenario() -> None:
+        async with two() as (first, second, relay, other):
+            drop, dropped = (first, second) if drops == 0 else (second, first)
+            relay.is_deaf = other.is_deaf = True
+            relay.cut()
+            while drop.mesh._links() or dropped.mesh._links():
+                await asyncio.sleep(0)
+            drop.mesh.drop(1 - drops)
+            relay.is_deaf = other.is_deaf = False
+            for passage in (*relay.passages, *other.passages):
+                passage.cut()  # those that nobody has answered
+            assert "it wants none" in await asyncio.wait_for(dropped.lost.get(), WAIT_S)
+            assert drop.lost.empty() and not drop.mesh.linked and not dropped.mesh.linked
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("leaves", [0, 1])
+def test_who_dies_while_its_link_is_made_again_is_lost(leaves: int) -> None:
+    async def scenario() -> None:
+        async with two() as (first, second, relay, other):
+            goes, stays = (first, second) if leaves == 0 else (second, first)
+            relay.is_deaf = other.is_deaf = True
+            relay.cut()
+            while goes.mesh._links() or stays.mesh._links():
+                await asyncio.sleep(0)
+            stays.mesh._addresses[leaves] = goes.mesh._listener.getsockname()
+            await goes.mesh.close()
+            for passage in (*relay.passages, *other.passages):
+                passage.cut()
+            relay._server.close()
+            other._server.close()
+            await asyncio.wait_for(stays.lost.get(), WAIT_S)
+            assert not stays.mesh.linked and not stays.mesh.silent
+
+    run(scenario)

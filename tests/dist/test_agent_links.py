@@ -1,0 +1,64 @@
+"""Real agents whose connections with each other end while all of them live: nobody is lost, and nothing is."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import itertools
+import os
+import socket
+from typing import Any
+
+import psutil
+import pytest
+from stub_cluster import StubCluster
+
+from deadpool_plugin import events
+from deadpool_plugin.transport.descriptors import pidfd_open
+from deadpool_plugin.transport.linux import libc
+
+STEPS = 100
+_PIDFD_GETFD = 438
+
+
+def connections_between(one: int, other: int) -> list[int]:
+    """The descriptors process `one` has of its TCP connections with process `other`."""
+    theirs = {(seen.laddr, seen.raddr) for seen in _connections(other) if seen.raddr}
+    return [seen.fd for seen in _connections(one) if seen.raddr and (seen.raddr, seen.laddr) in theirs]
+
+
+def _connections(pid: int) -> list[Any]:
+    process = psutil.Process(pid)  # whose method has this name since psutil 6
+    found: list[Any] = getattr(process, "net_connections", getattr(process, "connections", None))("tcp4")
+    return found
+
+
+def end_connection(pid: int, descriptor: int) -> None:
+    """As if something between its ends had done it: each reads its end."""
+    process = pidfd_open(pid)
+    copy = libc.syscall(ctypes.c_long(_PIDFD_GETFD), process, descriptor, 0)
+    os.close(process)
+    if copy < 0 and ctypes.get_errno() in (errno.EPERM, errno.ENOSYS):
+        pytest.skip("this host lets nobody touch another process's descriptors")
+    assert copy >= 0, os.strerror(ctypes.get_errno())
+    with socket.socket(fileno=copy) as sock:
+        sock.shutdown(socket.SHUT_RDWR)
+
+
+def test_connections_that_end_cost_nobody_its_place(tmp_path) -> None:
+    cluster = StubCluster(tmp_path, 4, 2, "--steps", str(STEPS), "--step-s", "0.05", patience_s=20.0)
+    try:
+        cluster.go.touch()
+        for step, (one, other) in enumerate(itertools.combinations(range(4), 2), 1):
+            cluster.wait_step(10 * step)
+            (agent,), (peer,) = cluster.pids(one, "agent"), cluster.pids(other, "agent")
+            descriptors = connections_between(agent, peer)
+            assert descriptors, f"agents {one} and {other} have no connection"
+            for descriptor in descriptors:
+                end_connection(agent, descriptor)
+        for node in range(4):
+            assert cluster.wait_exit(node) == 0, cluster.all_output()
+        assert cluster.finals() == cluster.expected_finals(STEPS)
+        assert not cluster.events(events.SwapPlanned) and not cluster.events(events.NodeLost)
+    finally:
+        cluster.close()
