@@ -24,7 +24,7 @@ def packed(message: msgspec.Struct) -> bytes:
 
 async def put(sock: socket.socket, message: msgspec.Struct) -> None:
     """Raises: OSError; TransportError if it is too long."""
-    await asyncio.get_running_loop().sock_sendall(sock, packed(message))
+    await put_frame(sock, msgspec.msgpack.encode(message))
 
 
 async def take(sock: socket.socket, kinds: Any) -> Any:

@@ -240,7 +240,8 @@ class ControlMesh:
 
     def _expect(self, node: NodeId, address: Address) -> None:
         """`node` may be linked from now on."""
-        self._known = (self._known or set()) | {node}
+        self._known = self._known or set()
+        self._known.add(node)
         self._addresses[node] = address
 
     def _is_new(self, node: NodeId) -> bool:
@@ -426,9 +427,10 @@ class ControlMesh:
         self._gone.add(node)
         if (renewal := self._renewals.pop(node, None)) is not None:
             renewal.cancel()
-        if (link := self._links().get(node)) is not None:
-            link.close()
-            asyncio.get_running_loop().call_later(_FLUSH_S, link.abort, "dropped")
+        line = self._lines.get(node)
+        if line is not None and line.link is not None:
+            line.link.close()
+            asyncio.get_running_loop().call_later(_FLUSH_S, line.link.abort, "dropped")
         else:
             self._lines.pop(node, None)
 

@@ -70,6 +70,14 @@ def say(node: Node, *steps: int) -> None:
         node.mesh.send(1 - node.mesh._node, Status(0, step, True))
 
 
+async def reset_and_unanswered(first: Node, second: Node, relay: Relay, other: Relay) -> None:
+    """Both ends have seen their link end, and what they dial is accepted, and that is all."""
+    relay.is_deaf = other.is_deaf = True
+    relay.cut()
+    while first.mesh._links() or second.mesh._links():
+        await asyncio.sleep(0)
+
+
 @pytest.mark.parametrize("who", [BOTH, DIALLER, ACCEPTOR], ids=["both ends", "its dialler", "its acceptor"])
 def test_a_link_that_is_reset_loses_nobody_and_nothing(who: dict[str, bool]) -> None:
     async def scenario() -> None:
@@ -173,10 +181,7 @@ def test_a_host_that_answers_no_more_is_lost_after_a_while() -> None:
 def test_a_mesh_can_be_closed_while_it_dials() -> None:
     async def scenario() -> None:
         async with two() as (first, second, relay, other):
-            relay.is_deaf = other.is_deaf = True
-            relay.cut()
-            while first.mesh._links() or second.mesh._links():
-                await asyncio.sleep(0)
+            await reset_and_unanswered(first, second, relay, other)
             await asyncio.gather(first.mesh.close(), second.mesh.close())
             assert first.lost.empty() and second.lost.empty()
 
@@ -205,14 +210,11 @@ def test_who_is_dropped_while_its_link_is_made_again_gets_none(drops: int) -> No
     async def scenario() -> None:
         async with two() as (first, second, relay, other):
             drop, dropped = (first, second) if drops == 0 else (second, first)
-            relay.is_deaf = other.is_deaf = True
-            relay.cut()
-            while drop.mesh._links() or dropped.mesh._links():
-                await asyncio.sleep(0)
+            await reset_and_unanswered(first, second, relay, other)
             drop.mesh.drop(1 - drops)
             relay.is_deaf = other.is_deaf = False
-            for passage in (*relay.passages, *other.passages):
-                passage.cut()  # those that nobody has answered
+            relay.cut()  # what nobody has answered
+            other.cut()
             assert "it wants none" in await asyncio.wait_for(dropped.lost.get(), WAIT_S)
             assert drop.lost.empty() and not drop.mesh.linked and not dropped.mesh.linked
 
@@ -224,14 +226,11 @@ def test_who_dies_while_its_link_is_made_again_is_lost(leaves: int) -> None:
     async def scenario() -> None:
         async with two() as (first, second, relay, other):
             goes, stays = (first, second) if leaves == 0 else (second, first)
-            relay.is_deaf = other.is_deaf = True
-            relay.cut()
-            while goes.mesh._links() or stays.mesh._links():
-                await asyncio.sleep(0)
+            await reset_and_unanswered(first, second, relay, other)
             stays.mesh._addresses[leaves] = goes.mesh._listener.getsockname()
             await goes.mesh.close()
-            for passage in (*relay.passages, *other.passages):
-                passage.cut()
+            relay.cut()
+            other.cut()
             relay._server.close()
             other._server.close()
             await asyncio.wait_for(stays.lost.get(), WAIT_S)
