@@ -130,7 +130,8 @@ class Connection(Generic[M]):
         try:
             with self._send_lock:
                 sent = self._sock.sendmsg([frame], rights(fds))
-                self._sock.sendall(frame[sent:])
+                if sent < len(frame):  # to send nothing fails, too, where the receiver has closed the connection since
+                    self._sock.sendall(frame[sent:])
         except OSError as error:
             raise ConnectionClosed(f"the local connection is closed: {error}") from error
 

@@ -137,6 +137,8 @@ def test_senders_of_many_threads_do_not_mix() -> None:
             assert isinstance(message, Staged)
             steps[message.rank].append(message.step)
         assert all(seen == list(range(50)) for seen in steps.values())
+        for thread in threads:
+            thread.join(WAIT_S)
         worker.close()
         agent.close()
 
