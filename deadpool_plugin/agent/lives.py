@@ -68,6 +68,8 @@ class Lives:
 
     def ended(self, slot: Slot, process: Process, exit_code: int) -> None:
         """`process` is ending (told by /proc or by the standby process, whichever is first)."""
+        if process.peer is not None:
+            process.peer.read_rest()  # its last words
         if process.ended:
             return
         process.ended = True

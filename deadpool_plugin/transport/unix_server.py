@@ -51,7 +51,7 @@ class Peer(Generic[M]):
         self._drained = asyncio.Event()
         self._drained.set()
         self.closed = False
-        self._loop.add_reader(sock, self._on_readable)
+        self._loop.add_reader(sock, self._read)
 
     def send(self, message: msgspec.Struct, fds: Sequence[int] = ()) -> None:
         """Queues `message` and duplicates of `fds`; dropped if the connection has ended (on_closed tells).
@@ -110,28 +110,38 @@ class Peer(Generic[M]):
             self._loop.remove_writer(self._sock)
             self._drained.set()
 
-    def _on_readable(self) -> None:
+    def read_rest(self) -> None:
+        """Handle what has arrived by now, the end of the connection included. Not for handlers of its messages.
+
+        Blocks: never.
+        """
+        while not self.closed and self._read():
+            pass
+
+    def _read(self) -> bool:
+        """Whether there was anything to read."""
         try:
             data, fds = receive(self._sock, READ_BYTES, 0)
         except (BlockingIOError, InterruptedError):
-            return
+            return False
         except OSError:  # reset: the process died with bytes unread
             data, fds = b"", []
         except CorruptFrame as error:
             self._refuse(error)
-            return
+            return True
         self._received.extend(fds)
         if not data:
             self._end()
-            return
+            return True
         try:
             for body in self._buffer.feed(data):
                 message = decoded(self._server.decode, body)
                 self._server.on_message(self, message, take_descriptors(self._received, message))
                 if self.closed:
-                    return
+                    break
         except CorruptFrame as error:
             self._refuse(error)
+        return True
 
     def _refuse(self, error: CorruptFrame) -> None:
         self._server.on_refused(f"local connection of process {self.pid}: {error}")

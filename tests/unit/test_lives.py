@@ -36,6 +36,19 @@ def test_a_replacement_is_begun_before_the_controller_decides(heard, exit_code, 
     assert order[0] is slot and [type(one) for one in order[1:]] == [said]
 
 
+def test_the_last_words_of_a_process_are_heard_before_it_is_said_why_it_ended(heard):
+    """Its end may be known from /proc while what it said is unread."""
+    lives, slot, order = heard
+
+    class Unread:
+        def read_rest(self):
+            slot.process.failing = "ValueError: no such token"
+
+    slot.process.peer = Unread()
+    lives.ended(slot, slot.process, 1)
+    assert order == [slot, io.WorkerFailed(3, 1, "ValueError: no such token")]
+
+
 def test_all_its_stores_die_with_a_process(heard):
     """An inherited plan may name one that was offered before the newest."""
     lives, slot, order = heard

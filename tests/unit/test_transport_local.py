@@ -119,6 +119,27 @@ def test_who_waits_for_a_reader_waits_until_it_has_read_or_has_gone() -> None:
     asyncio.run(scenario())
 
 
+def test_what_has_arrived_can_be_handled_before_the_loop_comes_to_it() -> None:
+    async def scenario() -> None:
+        agent = Agent()
+        worker = await asyncio.to_thread(LocalConnection.to, agent.name)
+        worker.send(WorkerHello(0, 1, 3, False))
+        peer, _, _ = await agent.next()
+        peer.read_rest()
+        assert agent.messages.empty() and not peer.closed
+        large = Staged(0, 1, 0, os.urandom(100_000))
+        worker.send(large)
+        worker.send(Committed(1))
+        worker.close()
+        peer.read_rest()
+        assert [agent.messages.get_nowait()[1] for _ in range(2)] == [large, Committed(1)]
+        assert agent.closed.get_nowait() is peer
+        peer.read_rest()
+        agent.close()
+
+    asyncio.run(scenario())
+
+
 def test_senders_of_many_threads_do_not_mix() -> None:
     async def scenario() -> None:
         agent = Agent()
