@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 HOSTS_MAX = 6
 """So many hosts join one job at most."""
+RANKS_A_HOST = 24
+"""A job that waits is supplied with one host at a time, or one for so many ranks: of a large one a rack may be lost."""
 RETRY_S = 0.2
 
 
@@ -37,10 +39,11 @@ class Arrivals:
         return True
 
     def supply_hosts(self) -> None:
-        """As long as everybody waits for a host there is one more that comes."""
+        """As long as everybody waits for a host there are more that come."""
         cluster = self._cluster
         if any(node.up and node.controller._ctx.waiting for node in cluster.nodes.values()):
-            self.add_host(at_most=HOSTS_MAX + cluster.ranks)
+            for _ in range(max(1, cluster.ranks // RANKS_A_HOST)):
+                self.add_host(at_most=HOSTS_MAX + cluster.ranks)
         if not cluster.is_over:
             cluster.timeline.after(2 * cluster.timing.silent_after_s, self.supply_hosts)
 
