@@ -6,6 +6,7 @@ Rules of this file: nothing is decided about the job here. What fails is a Deadp
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
 import logging
 import os
@@ -131,7 +132,8 @@ class Links:
         )  # fmt: skip
 
     def _refused_in_thread(self, loop: asyncio.AbstractEventLoop, error: PeerRefused) -> None:
-        loop.call_soon_threadsafe(self._refused, error)
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(self._refused, error)
 
     async def meet(self, hello: Hello) -> list[Hello]:
         """Exchange hellos at the master's address and link up with everyone. Raises: DeadpoolError."""

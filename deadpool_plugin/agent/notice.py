@@ -18,7 +18,7 @@ from . import proc
 from .slots import Slot
 
 NOTICE_S = 25.0
-TERM_GRACE_S = 0.3
+TERM_GRACE_S = 1.0
 """A supervisor that was told to end knows more of why than this agent, and an agent more than a supervisor of whom else
 was told: each waits so long for the other."""
 

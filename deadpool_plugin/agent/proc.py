@@ -12,7 +12,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 
@@ -20,8 +20,9 @@ PF_EXITING = 0x4
 PF_SIGNALED = 0x400
 PF_KTHREAD = 0x200000
 ROUNDS_MAX = 10
-EXEC_MAX_S = 0.5
+EXEC_LOOKS_MAX = 500
 EXEC_POLL_S = 0.001
+"""Between those looks. They are counted and not timed: where the CPUs are busy we, too, get to look less often."""
 TAG = "DEADPOOL_TAG"
 """Environment variable every worker is started with: "<launcher pid>.<its start time>.<local rank>."."""
 
@@ -106,12 +107,12 @@ def sweep(tag: str) -> int:
 
     Finds grandchildren in sessions of their own, too.
     """
-    return kill_all(lambda: tagged(tag))
+    return len(kill_all(lambda: tagged(tag)))
 
 
-def kill_all(look: Callable[[], Iterable[int]]) -> int:
-    """SIGKILL every process that `look` finds; how many there were. Repeats until it finds no other one (they may fork
-    meanwhile)."""
+def kill_all(look: Callable[[], Iterable[int]]) -> set[int]:
+    """SIGKILL every process that `look` finds; which ones there were. Repeats until it finds no other one (they may
+    fork meanwhile)."""
     killed: set[int] = set()
     for _ in range(ROUNDS_MAX):
         found = set(look()) - killed
@@ -121,33 +122,31 @@ def kill_all(look: Callable[[], Iterable[int]]) -> int:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         killed |= found
-    return len(killed)
+    return killed
 
 
 def tagged(tag: str) -> list[int]:
-    """Every process whose initial environment carries a tag that begins with `tag`. Costs some 10 us a process; waits
-    up to EXEC_MAX_S for those within execve(2)."""
+    """Every process whose initial environment carries a tag that begins with `tag`."""
     wanted = f"{TAG}={tag}".encode()
-    deadline = time.monotonic() + EXEC_MAX_S
-    found = []
+    return [pid for pid, found in environments() if found.startswith(wanted) or b"\0" + wanted in found]
+
+
+def environments() -> Iterator[tuple[int, bytes]]:
+    """(pid, what it was started with) of every process but this one. Costs some 10 us a process; waits for those within
+    execve(2), by EXEC_LOOKS_MAX further looks in all."""
+    looks = iter(range(EXEC_LOOKS_MAX))
     for name in os.listdir("/proc"):
-        if not name.isdigit() or int(name) == os.getpid():
-            continue
-        try:
-            environment = _environment(int(name), deadline)
-        except OSError:  # gone, or another user's
-            continue
-        if environment.startswith(wanted) or b"\0" + wanted in environment:
-            found.append(int(name))
-    return found
+        if name.isdigit() and int(name) != os.getpid():
+            with contextlib.suppress(OSError):  # gone, or another user's
+                yield int(name), _environment(int(name), looks)
 
 
-def _environment(pid: int, deadline: float) -> bytes:
-    """What the process was started with. Within execve(2) it has none for a while: its new memory is in use before its
-    arguments are there (fs/exec.c; three of four new processes are met so on a busy machine)."""
+def _environment(pid: int, looks: Iterator[int]) -> bytes:
+    """Within execve(2) a process has none for a while: its new memory is in use before its arguments are there
+    (fs/exec.c; three of four new processes are met so on a busy machine)."""
     path, within = f"/proc/{pid}/environ", True
     environment = _read(path)
-    while not environment and within and time.monotonic() < deadline:
+    while not environment and within and next(looks, None) is not None:
         within = _within_exec(pid)
         environment = _read(path)  # after that look: it may have come to its end in between
         if within and not environment:

@@ -10,6 +10,7 @@ dropped.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 
@@ -118,5 +119,5 @@ class Pushes:
 
     def soon(self, function: Callable[..., object], *arguments: object) -> None:
         """Any thread: call `function` on the loop, unless that has ended."""
-        if not self._loop.is_closed():
+        with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function, *arguments)

@@ -34,22 +34,19 @@ def _is_supervisor(command: list[bytes]) -> bool:
     return _LAUNCH not in command and any(pair == _RUN for pair in zip(command, command[1:], strict=False))
 
 
-def kill_all(folder: Path) -> int:
-    """SIGKILL them all, and what they start meanwhile; how many there were."""
+def kill_all(folder: Path) -> set[int]:
+    """SIGKILL them all, and what they start meanwhile; which ones there were."""
     return proc.kill_all(lambda: carriers(folder))
 
 
 def _carrying(folder: Path) -> Iterator[tuple[int, list[bytes]]]:
     """(pid, its command line). Supervisors and those above name the folder there, those below in the environment."""
     wanted = os.fsencode(folder) + b"/"
-    for name in os.listdir("/proc"):
-        if not name.isdigit() or int(name) == os.getpid():
-            continue
+    for pid, environment in proc.environments():
         try:
-            command = Path(f"/proc/{name}/cmdline").read_bytes()
-            environment = Path(f"/proc/{name}/environ").read_bytes()
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
         except OSError:
             continue
         named = wanted in command and _RUN[1] in command and LAUNCHERS_OWN not in environment
         if named or b"DEADPOOL_CONFIG=" + wanted in environment:
-            yield int(name), command.split(b"\0")
+            yield pid, command.split(b"\0")

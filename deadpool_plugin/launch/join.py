@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -34,6 +35,7 @@ from .processes import ending_signals
 from .secret import ensure
 
 ASK_S = 5.0
+POLL_S = 0.05
 ATTEMPTS_MAX = 5
 """How often another node id is tried when other hosts are faster."""
 
@@ -248,25 +250,32 @@ def play_launcher(commands: Sequence[Sequence[str]], environments: Sequence[dict
     Signals that should end us are passed on. Thread: the main one (the children live as long as it does).
     """
     children: dict[int, subprocess.Popen[bytes]] = {}
+    told: list[signal.Signals] = []
 
-    def pass_on(number: int, _: object) -> None:
-        _end(children, signal.SIGTERM if number == signal.SIGHUP else signal.Signals(number))
+    def remember(number: int, _: object) -> None:
+        told.append(signal.SIGTERM if number == signal.SIGHUP else signal.Signals(number))
 
-    before = {number: signal.signal(number, pass_on) for number in ending_signals()}
+    before = {number: signal.signal(number, remember) for number in ending_signals()}
     try:
         for command, env in zip(commands, environments, strict=True):
             child = subprocess.Popen(command, env=env)
             children[child.pid] = child
-        return _wait(children)
+        return _wait(children, told)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def _wait(children: dict[int, subprocess.Popen[bytes]]) -> int:
+def _wait(children: dict[int, subprocess.Popen[bytes]], told: list[signal.Signals]) -> int:
+    """Polls: a signal may come just before any wait, which then knows nothing of it."""
     exit_code = 0
     while children:
-        pid, status = os.wait()
+        while told:
+            _end(children, told.pop(0))
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if not pid:
+            time.sleep(POLL_S)
+            continue
         child = children.pop(pid, None)
         if child is None:
             continue

@@ -74,7 +74,7 @@ class Steward:
         self._signal, self._deadline = 0, float("inf")
         self._signalled: set[int] = set()
         self._asked = self._seen = False
-        self.killed = 0
+        self._killed: set[int] = set()
 
     def serve(self) -> None:
         """Until the job is over here, and the launcher asks for it or is gone."""
@@ -90,15 +90,13 @@ class Steward:
                 self._end(signal.SIGHUP, self._config.phase_timeout_s)
             if self._signal:
                 self._press()
-            if (self._asked or self._launcher_is_gone()) and self._job_is_over():
+            if (self._asked or self._launcher_is_gone()) and not carriers(self._folder):
                 return
 
-    def _job_is_over(self) -> bool:
-        """A launcher that is only silent, before anything was started, may be slow."""
-        return (self._seen or self._asked or self._ear.closed) and not carriers(self._folder)
-
     def _launcher_is_gone(self) -> bool:
-        return self._ear.closed or time.monotonic() - self._ear.heard_at > self._config.silent_after_s
+        """One that is only silent, before anything was started, may be slow."""
+        is_silent = time.monotonic() - self._ear.heard_at > self._config.silent_after_s
+        return self._ear.closed or (self._seen and is_silent)
 
     def _end(self, number: int, grace_s: float) -> None:
         self._signal, self._deadline = number, min(self._deadline, time.monotonic() + grace_s)
@@ -106,7 +104,7 @@ class Steward:
     def _press(self) -> None:
         """The supervisors are asked, once each; who is left at the deadline is killed."""
         if time.monotonic() > self._deadline:
-            self.killed += kill_all(self._folder)
+            self._killed |= kill_all(self._folder)
         for pid in supervisors(self._folder) - self._signalled:
             self._signalled.add(pid)
             with contextlib.suppress(ProcessLookupError):
@@ -123,7 +121,7 @@ class Steward:
                     with contextlib.suppress(msgspec.DecodeError):  # lines a full disk has cut off and joined
                         if _tells(line):
                             found.append(decoder.decode(line))
-        return leash.Told(found, self.killed)
+        return leash.Told(found, len(self._killed))
 
     def _last_word(self) -> list[leash.Outcome]:
         """The exit code of an agent that has come to its end, as events; 0 is that of a job that has finished."""
@@ -229,7 +227,8 @@ def main() -> int:
             with told_to_guests(leash.for_guests(config.output_dir, str(folder / CONFIG)), prepare.for_guests):
                 say(leash.Ready(os.uname().nodename))
                 steward.serve()
-            say(steward.told())
+            told = steward.told()
+        say(told)  # when nothing is left here
     except DeadpoolError as error:
         say(leash.Ready(os.uname().nodename, str(error)))
         return error.exit_code

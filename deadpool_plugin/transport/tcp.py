@@ -338,7 +338,7 @@ class ControlMesh:
         why, silent, deadline = "no answer", True, loop.time() + self._silent_after_s
         try:
             await asyncio.sleep(after_s)
-            while line.link is None and peer not in self._gone and loop.time() < deadline:
+            while line.link is None and not self._closing and peer not in self._gone and loop.time() < deadline:
                 await self._try(peer, line, deadline - loop.time())
         except ConnectionRefusedError:
             why, silent = "nobody listens there", False

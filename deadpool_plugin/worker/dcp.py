@@ -154,8 +154,10 @@ class ThreadFlight(Flight):
         """In torch's thread."""
         adopt_thread(self)
         self._thread = threading.get_ident()
-        value = save(*args, **kwargs)
-        self._thread = 0  # what is left takes no time, and an exception within a lock would leave it locked
+        try:
+            value = save(*args, **kwargs)
+        finally:  # interrupted, too: what is left takes no time, and an exception within a lock would leave it locked
+            self._thread = 0
         self.future.succeed(value)
         self.completed()
         return value

@@ -390,13 +390,17 @@ def test_the_first_failure_ends_the_others_and_is_the_exit_code():
     assert run_launcher(killed).wait(60) == 128 + 9
 
 
+WAITS = "import time\nwhile True: time.sleep(0.05)"
+"""Not by signal.pause(): a signal may come just before that."""
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 143)])
 def test_signals_are_passed_on(number, code):
     child = (
         "import signal, sys\n"
         "for number in (15, 2): signal.signal(number, lambda number, _: sys.exit(128 + number))\n"
         "print('ready', flush=True)\n"
-        "signal.pause()"
+        f"{WAITS}"
     )
     launcher = run_launcher(child)
     assert launcher.stdout.readline() == "ready\n"
@@ -410,7 +414,7 @@ def test_under_nohup_the_end_of_the_terminal_ends_nothing():
         "print(signal.getsignal(signal.SIGHUP) == signal.SIG_IGN, flush=True)\n"
         "signal.signal(15, lambda *_: sys.exit(7))\n"
         "print('ready', flush=True)\n"
-        "signal.pause()"
+        f"{WAITS}"
     )
     launcher = run_launcher(child, hangup="SIG_IGN")
     assert [launcher.stdout.readline() for _ in range(2)] == ["True\n", "ready\n"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import signal
@@ -23,12 +24,9 @@ from deadpool_plugin.transport.rendezvous import Hello
 
 SECRET = b"a secret that is long enough"
 LIMIT_S = 30.0
-SAYS_ITS_SIGNAL = (
-    "import signal, sys\n"
-    "for number in (1, 2): signal.signal(number, lambda n, f: (print(signal.Signals(n).name), sys.exit()))\n"
-    "print('up', flush=True); signal.pause()"
-)
-HEARS_NOTHING = SAYS_ITS_SIGNAL.replace("lambda n, f: (print(signal.Signals(n).name), sys.exit())", "signal.SIG_IGN")
+ASKED_BY = {signal.SIGHUP, signal.SIGINT}
+SAYS_ITS_SIGNAL = "import signal; print('up', flush=True); print(signal.sigwait({1, 2}).name)"
+HEARS_NOTHING = "import signal; print('up', flush=True); signal.pause()"
 IS_THE_LAUNCHER = "deepspeed.launcher.launch"
 
 
@@ -61,7 +59,11 @@ class Host:
     def start(self, code, *words):
         """A process of the job, known by the configuration it is given."""
         command = [sys.executable, "-c", code, *words, "-m", "deadpool_plugin.run", f"{self.folder}/config.yaml"]
-        job = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, ASKED_BY)  # what comes early waits for it
+        try:
+            job = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self.jobs.append(job)
         assert job.stdout.readline() == "up\n"
         return job
@@ -195,8 +197,10 @@ def test_told_to_stop_it_asks_first_and_kills_who_does_not_listen(host):
     launcher = one.start(HEARS_NOTHING, IS_THE_LAUNCHER)
     bystander = subprocess.Popen([sys.executable, "-c", "input()", IS_THE_LAUNCHER], stdin=subprocess.PIPE)
     assert carriers(one.folder) == {asked.pid, deaf.pid, launcher.pid}
-    one.say(leash.Stop(3.0))
+    one.say(leash.Stop(60.0))
     assert asked.communicate(timeout=LIMIT_S)[0] == "SIGINT\n"
+    assert deaf.poll() is launcher.poll() is None
+    one.say(leash.Stop(0.0))
     assert deaf.wait(LIMIT_S) == launcher.wait(LIMIT_S) == -signal.SIGKILL
     one.say(leash.Tell())
     assert one.hear() == leash.Told([], 2)
@@ -303,6 +307,23 @@ def test_a_launcher_that_is_slow_before_the_job_starts_is_waited_for(host):
     one.process.stdin.close()
     job.wait()
     one.ended()
+
+
+def test_a_silence_before_the_job_starts_is_not_held_against_it(monkeypatch, tmp_path):
+    job, words = [set(), set(), {os.getpid()}, {os.getpid()}, set()], [None, None, leash.Alive(), leash.Tell(), None]
+
+    class Slow:
+        closed, heard_at = False, -math.inf
+
+        def next(self, timeout_s):
+            word = words.pop(0)
+            self.heard_at = math.inf if word else self.heard_at
+            return word
+
+    monkeypatch.setattr(steward, "carriers", lambda folder: job.pop(0))
+    monkeypatch.setattr(steward, "supervisors", lambda folder: pytest.fail("it is told to end"))
+    steward.Steward(Slow(), tmp_path, Config(on_launcher_loss="stop", output_dir=tmp_path), 0).serve()
+    assert not words and not job
 
 
 def test_a_silent_launcher_is_a_lost_one(host):
