@@ -151,9 +151,10 @@ class Cluster:
         self._signal(index, signal.SIGKILL)
 
     def tell_node(self, index: int) -> None:
-        """The host is told to end (SIGTERM), each of its processes but what plays its launcher."""
+        """The host is told to end (SIGTERM), each of its processes but what plays its launcher; the supervisors last,
+        as they wait for their agent's word for a moment only."""
         leader = self.nodes[index].leader
-        for pid in processes.living(leader) - {leader}:
+        for pid in sorted(processes.living(leader) - {leader}, reverse=True):
             processes.send(pid, signal.SIGTERM)
 
     def wake_node(self, index: int) -> None:

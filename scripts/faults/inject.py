@@ -63,8 +63,11 @@ def kill_node(job: str, node: int, before: Callable[[], None]) -> None:
     `before` is called once all stand still and none is dead: a scan of /proc takes its time on a busy machine.
     """
     if "DEMO_LEADER" in os.environ:  # forked nodes have no environment of their own in /proc
+        leader = int(os.environ["DEMO_LEADER"])
+        for pid in processes.living(leader) - {os.getpid()}:
+            processes.send(pid, signal.SIGSTOP)
         before()
-        processes.signal_node(int(os.environ["DEMO_LEADER"]), signal.SIGKILL)
+        processes.signal_node(leader, signal.SIGKILL)
     if os.fork():
         while True:  # a worker dies with its supervisor, so it cannot be the one who kills them all
             signal.pause()

@@ -103,7 +103,7 @@ class Job:
         self.tail = Tail(self.cluster.output)
         self.outcomes = {kill.index: Outcome(kill) for kill in kills}
         self.heals = heals
-        self.joined = 0
+        self.joined = self._generation = 0
         self.guests: list[Node] = []
 
     # ---- the course of a job
@@ -141,7 +141,8 @@ class Job:
                 self.until("ready spares", lambda: self.tail.spares_ready() == self.spares)
             self.until("hosts that join", lambda: len(self.tail.of("HostJoined")) >= self.joined)
         self.before_fault(outcome)
-        generation = self.tail.generation
+        if kill.after < 0:  # else it comes in the middle of a swap, which may be over by now
+            self._generation = self.tail.generation
         self.plan.release(kill.index)
         if kill.phase == "driver":
             self._strike(kill)
@@ -153,7 +154,7 @@ class Job:
                 self.cluster.nodes[node].killed = True
         if self.stops or any(later.after == kill.index for later in self.kills):
             return  # the next fault comes in the middle of this one's swap
-        self._recover(outcome, generation)
+        self._recover(outcome, self._generation)
         if kill.kind == "silent":
             self.cluster.wake_node(outcome.fired["node"])
 

@@ -76,9 +76,13 @@ def test_an_error_is_explained_by_an_announcement() -> None:
 
 
 class _StuckWork:
-    """gloo's race: the operation neither ends nor fails."""
+    """gloo's race: the operation neither ends nor fails. `begun` is called by who waits."""
+
+    def __init__(self, begun: Callable[[], object] = lambda: None) -> None:
+        self._begun = begun
 
     def wait(self, timeout: timedelta | None = None) -> bool:
+        self._begun()
         threading.Event().wait(None if timeout is None else timeout.total_seconds())
         raise RuntimeError("Operation timed out!")
 
@@ -94,8 +98,8 @@ class _Group:
 def test_a_stuck_operation_is_abandoned_and_its_group_marked(style: str) -> None:
     fence, group = Fence(patience_s=0.0), _Group()
     operation: Any = ("allreduce", ([torch.ones(1)],), {})
-    work = SwapWork(_StuckWork(), group, fence, operation, style=style, registry=set())  # type: ignore[arg-type]
-    threading.Timer(0.5, fence.announce, args=(1,)).start()
+    stuck: Any = _StuckWork(lambda: fence.announce(1))
+    work = SwapWork(stuck, group, fence, operation, style=style, registry=set())  # type: ignore[arg-type]
     with pytest.raises(GenerationChanged):
         work.wait()
     assert group.abandoned

@@ -37,6 +37,12 @@ SECRET = Credentials(b"secret")
 JOB = Job(["train.py", "--local_rank=0"], "/job", "/job/d.yaml", {"NCCL_DEBUG": "INFO"})
 
 
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No attempt is given up because this process stood still for a while: a member may have admitted its host."""
+    monkeypatch.setattr(Newcomer, "_attempt_s", WAIT_S)
+
+
 class Node:
     """What an agent is to its mesh: a roster that answers guests, and ears."""
 

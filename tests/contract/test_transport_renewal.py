@@ -196,6 +196,7 @@ def test_a_lost_node_is_not_linked_again() -> None:
             link.cut(dialler=False)
             assert "no answer" in await asyncio.wait_for(first.lost.get(), WAIT_S)
             assert second.mesh.linked == {0}
+            second.mesh._silent_after_s = PATIENCE_S
             relay.is_deaf = False
             link.cut(target=False)
             assert "it wants none" in await asyncio.wait_for(second.lost.get(), WAIT_S)

@@ -56,6 +56,7 @@ class StubCluster:
         other_config.write_text(f"{text}secret_file: {other_secret}\n")
         self.run = f"{os.getpid()}.{time.monotonic_ns()}"
         self.go = directory / "go"
+        self.stay = directory / "go.stay"
         arguments = (*arguments, "--hold-file", str(self.go))
         port = free_port()
         root = HERE.parent.parent
@@ -128,7 +129,7 @@ class StubCluster:
         assert not follower.unreadable
         return found
 
-    def wait_for(self, what: str, done: Callable[[], object], timeout_s: float = 30.0) -> None:
+    def wait_for(self, what: str, done: Callable[[], object], timeout_s: float = 60.0) -> None:
         deadline = time.monotonic() + timeout_s
         while not done():
             if time.monotonic() > deadline:
@@ -136,20 +137,28 @@ class StubCluster:
                 raise NothingHappened(f"no {what} within {timeout_s} s\n{self.all_output()}\n{shown}")
             time.sleep(0.02)
 
-    def wait_step(self, step: int, timeout_s: float = 30.0) -> None:
+    def train(self) -> None:
+        """Ranks go on from where they are held, and up to the last step: a test takes its time."""
+        self.stay.touch()
+        self.go.touch()
+
+    def finish(self) -> None:
+        self.stay.unlink(missing_ok=True)
+
+    def wait_step(self, step: int, timeout_s: float = 60.0) -> None:
         self.wait_for(f"commit of step {step}", lambda: self.committed() >= step, timeout_s)
 
     def committed(self) -> int:
         return max((event.step for event in self.events(events.StepCommitted)), default=-1)  # type: ignore[attr-defined]
 
-    def wait_gone(self, node: int, timeout_s: float = 15.0) -> None:
+    def wait_gone(self, node: int, timeout_s: float = 60.0) -> None:
         deadline = time.monotonic() + timeout_s
         while left := self.processes(node):
             if time.monotonic() > deadline:
                 raise NothingHappened(f"node {node} still has {left}\n{self.all_output()}")
             time.sleep(0.02)
 
-    def wait_exit(self, node: int, timeout_s: float = 40.0) -> int:
+    def wait_exit(self, node: int, timeout_s: float = 90.0) -> int:
         try:
             return self.launchers[node].wait(timeout_s)
         except subprocess.TimeoutExpired as error:

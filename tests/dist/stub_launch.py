@@ -30,16 +30,16 @@ def launch(config: str, arguments: list[str]) -> int:
         command = [sys.executable, "-u", __file__, "supervise", config, f"--local_rank={local_rank}", *arguments]
         children.append(subprocess.Popen(command, env=env))
 
-    def end(*_: object) -> None:
-        for child in children:
-            child.terminate()
-        for child in children:
-            child.wait()
-        sys.exit(1)
-
-    signal.signal(signal.SIGTERM, end)
+    told: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: told.append(number))
     alive = list(children)
     while alive:
+        if told:
+            for child in children:
+                child.terminate()
+            for child in children:
+                child.wait()
+            return 1
         for child in list(alive):
             if child.poll() is not None:
                 alive.remove(child)

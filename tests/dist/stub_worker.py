@@ -6,7 +6,7 @@ Every step is a function of the step before, so a snapshot of wrong bytes shows 
 --exit-at RANK:STEP:CODE (RANK -1: every rank; CODE below 0: a signal; with --once only the rank's first process),
 --stuck-at RANK:STEP (deaf, the first process only), --killed-late RANK:SIGNAL (after the training),
 --fail-start RANK:CODE, --hold-at STEP with --hold-file FILE (goes on from there once the file exists; STEP -1: before
-it is ready to train).
+it is ready to train). The last step is not made as long as there is FILE.stay.
 """
 
 from __future__ import annotations
@@ -193,6 +193,8 @@ class Rank:
     def hold(self) -> None:
         options = self.process.options
         while self.step == options.hold_at and not os.path.exists(options.hold_file):
+            self.process.pause(0.02)
+        while self.step == options.steps - 1 and os.path.exists(f"{options.hold_file}.stay"):
             self.process.pause(0.02)
 
     def maybe_exit(self) -> None:

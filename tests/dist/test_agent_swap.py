@@ -14,13 +14,15 @@ RUN = ("--steps", str(STEPS), "--step-s", "0.03", "--hold-at", str(HOLD))
 
 
 def ready(cluster, spares=1):
+    """In training, which does not end before `finishes` lets it."""
     cluster.wait_for("ready spares", lambda: len(cluster.events(events.SpareReady)) >= spares)
-    cluster.go.touch()
+    cluster.train()
     cluster.wait_step(HOLD + 3)
 
 
 def finishes(cluster, lost):
     """All nodes but the lost ones end with 0, and every rank has the state of an undisturbed run."""
+    cluster.finish()
     for node in set(range(cluster.nodes)) - set(lost):
         assert cluster.wait_exit(node) == 0, cluster.all_output()
         cluster.wait_gone(node)
@@ -30,7 +32,7 @@ def finishes(cluster, lost):
 def test_undisturbed(tmp_path):
     cluster = StubCluster(tmp_path, 4, 2, *RUN)
     try:
-        cluster.go.touch()
+        cluster.train()
         finishes(cluster, lost=())
         assert not cluster.events(events.SwapPlanned)
         assert "node 3" in cluster.output(0) and "spare" in cluster.output(0)
@@ -100,6 +102,7 @@ def test_replicas_are_restored_from_a_peer(tmp_path):
     try:
         ready(cluster)
         cluster.kill_node(1)
+        cluster.finish()
         for node in (0, 2):
             assert cluster.wait_exit(node) == 0, cluster.all_output()
         assert {value for _, value in cluster.finals().values()} == {cluster.expected_finals(STEPS)[0][1]}
@@ -110,7 +113,7 @@ def test_replicas_are_restored_from_a_peer(tmp_path):
 def test_no_spare_ends_with_86_and_says_so(tmp_path):
     cluster = StubCluster(tmp_path, 3, 1, *RUN, spares=0)
     try:
-        cluster.go.touch()
+        cluster.train()
         cluster.wait_step(HOLD + 3)
         cluster.kill_node(2)
         assert [cluster.wait_exit(node) for node in (0, 1)] == [86, 86]
@@ -160,7 +163,7 @@ def test_a_refused_rehearsal_takes_only_the_spare_out(tmp_path):
     cluster = StubCluster(tmp_path, 4, 1, *RUN, "--refuse", "0", spares=1)
     try:
         assert cluster.wait_exit(3) == 87
-        cluster.go.touch()
+        cluster.train()
         finishes(cluster, lost=[3])
         assert "cannot stand in for rank 0: told to" in cluster.output(3)
     finally:

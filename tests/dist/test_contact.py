@@ -12,12 +12,12 @@ from deadpool_plugin import events
 
 def test_ranks_stand_still_while_their_agents_have_no_contact_and_go_on(tmp_path):
     """The coordinator's agent is stopped until the others have lost contact: longer costs it its place."""
-    cluster = StubCluster(tmp_path, 4, 1, *RUN, patience_s=8.0)
+    cluster = StubCluster(tmp_path, 4, 1, *RUN, patience_s=20.0)  # of which a tenth is left to wake it in time
     try:
         ready(cluster)
         (agent,) = cluster.pids(0, "agent")
         cluster.signal_pid(agent, signal.SIGSTOP)
-        cluster.wait_for("lost contact", lambda: cluster.events(events.ContactLost))
+        cluster.wait_for("lost contact", lambda: cluster.events(events.ContactLost), 60.0)
         cluster.signal_pid(agent, signal.SIGCONT)
         cluster.wait_for(
             "contact again",

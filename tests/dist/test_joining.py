@@ -42,6 +42,7 @@ def joined(cluster):
 
 
 def finishes(cluster, lost):
+    cluster.finish()
     for node in set(range(cluster.nodes)) - set(lost):
         assert cluster.wait_exit(node) == 0, cluster.all_output()
         cluster.wait_gone(node)
@@ -69,7 +70,7 @@ def test_a_host_joins_becomes_a_spare_and_takes_over(start):
     node = join(cluster, f"{host}:{port}")
     cluster.wait_for("a host that has joined", lambda: node in joined(cluster))
     cluster.wait_for("a ready spare", lambda: cluster.events(events.SpareReady))
-    cluster.go.touch()
+    cluster.train()
     cluster.wait_step(HOLD + 3)
     cluster.kill_node(0)
     finishes(cluster, lost=[0])
@@ -81,7 +82,7 @@ def test_a_host_joins_becomes_a_spare_and_takes_over(start):
 
 def test_a_job_that_waits_goes_on_when_a_host_joins(start):
     cluster = start(3, 1, *RUN, spares=0, more=WAIT)
-    cluster.go.touch()
+    cluster.train()
     cluster.wait_step(HOLD + 3)
     cluster.kill_node(1)
     cluster.wait_for("waiting", lambda: cluster.events(events.WaitingForHost))
@@ -96,7 +97,7 @@ def test_two_hosts_at_once_are_both_taken_in(start):
     in_training(cluster)
     hosts = {join(cluster), join(cluster)}
     cluster.wait_for("two hosts that have joined", lambda: joined(cluster) == hosts)
-    cluster.go.touch()
+    cluster.train()
     finishes(cluster, lost=[])
 
 
@@ -106,7 +107,7 @@ def test_a_host_that_dies_while_it_joins_costs_nothing_but_itself(start):
     node = join(cluster)
     cluster.wait_for("its file", lambda: (cluster.directory / f"logs/nodes/{node}.json").exists())
     cluster.kill_node(node)
-    cluster.go.touch()
+    cluster.train()
     finishes(cluster, lost=[node])
 
 
@@ -122,7 +123,7 @@ def test_a_job_is_ended_from_outside_on_all_hosts(start, waits):
     in_training(cluster)
     there = {0, 1, 2}
     if waits:
-        cluster.go.touch()
+        cluster.train()
         cluster.wait_step(HOLD + 3)
         cluster.kill_node(0)
         cluster.wait_for("waiting", lambda: cluster.events(events.WaitingForHost))

@@ -43,7 +43,7 @@ def test_a_node_that_is_alone_replaces_its_processes_too(tmp_path, rank):
     """Rank 0's offers the store, which nobody else could; without rank 1's the plan is decided at once."""
     cluster = StubCluster(tmp_path, 1, 2, *RUN, spares=0)
     try:
-        cluster.go.touch()
+        cluster.train()
         cluster.wait_step(HOLD)
         cluster.kill(0, f"worker{rank}")
         finishes(cluster, lost=())
@@ -71,7 +71,7 @@ def test_all_processes_at_once(tmp_path):
     """The next groups' store can only be one of the new processes', which rehearse longer than a phase may last."""
     cluster = StubCluster(tmp_path, 2, 1, *RUN, "--rehearse-s", "7", spares=0, patience_s=3.0)
     try:
-        cluster.go.touch()
+        cluster.train()
         cluster.wait_step(HOLD)
         for node in range(2):
             cluster.kill(node, "worker0")

@@ -19,7 +19,7 @@ def test_a_node_lost_in_start_up_is_replaced(tmp_path, victim):
         before = [pid for node in range(3) for pid in workers(cluster, node)]
         cluster.kill_node(victim)
         cluster.wait_for("a plan", lambda: cluster.events(events.SwapPlanned))
-        cluster.go.touch()
+        cluster.train()
         cluster.wait_for("training", lambda: cluster.events(events.TrainingStarted))
         assert not set(before) & {pid for node in range(4) for pid in workers(cluster, node)}
         finishes(cluster, lost=[victim])
@@ -36,7 +36,7 @@ def test_a_process_killed_in_start_up_is_replaced_and_spares_still_rehearse(tmp_
         cluster.wait_for("workers", lambda: all(workers(cluster, node) for node in range(3)))
         cluster.kill(1, "worker0")
         cluster.wait_for("a plan", lambda: cluster.events(events.SwapPlanned))
-        cluster.go.touch()
+        cluster.train()
         cluster.wait_for("a ready spare", lambda: cluster.events(events.SpareReady))
         cluster.kill_node(2)
         finishes(cluster, lost=[2])

@@ -3,6 +3,7 @@
 LAUNCHER_RESULTS names a file that gets a JSON line per test: what became of it, in how many seconds.
 """
 
+import contextlib
 import importlib.metadata
 import json
 import subprocess
@@ -83,9 +84,10 @@ class Job:
         """Processes of a node whose command line contains `words`."""
         found = []
         for pid, where in self.cluster.processes().items():
-            command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-            if where == node and words in command:
-                found.append(pid)
+            with contextlib.suppress(OSError):  # it has gone
+                command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+                if where == node and words in command:
+                    found.append(pid)
         return sorted(found)
 
     def leftovers(self):

@@ -1,5 +1,6 @@
 """The whole thing: real launcher, supervisors, agents, workers, spares, and real losses."""
 
+import contextlib
 import json
 import os
 import signal
@@ -34,7 +35,8 @@ def test_without_a_spare_the_job_ends_with_a_verdict(start):
     assert codes[1] in killed and codes[0] not in (0, None)
     assert "exit code 86" in job.output()
     [stopped] = job.events("JobStopped")
-    assert stopped["exit_code"] == 86 and list(stopped["lost_ranks"]) == [1] and stopped["newest_committed"] >= 4
+    assert stopped["exit_code"] == 86 and list(stopped["lost_ranks"]) == [1]
+    assert stopped["newest_committed"] >= 3, "before the forward of step 6 the gate waits for it"
     assert not job.leftovers()
 
 
@@ -62,4 +64,7 @@ def test_an_unsupported_optimizer_is_one_clear_error(start):
 
 
 def command_of(pid):
-    return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    """Nothing if it has gone."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    return ""

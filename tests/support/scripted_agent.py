@@ -36,6 +36,11 @@ class Worker:
     finished: bool = False
     events: list[tuple[str, dict]] = field(default_factory=list)
 
+    def tell(self, message: local.LocalMessage, *descriptors: int) -> None:
+        """One that has died is found by `turn`, when it comes to that."""
+        with contextlib.suppress(ConnectionClosed):
+            self.connection.send(message, descriptors)
+
 
 @dataclass
 class Outcome:
@@ -114,9 +119,9 @@ class ScriptedAgent:
     def start_rehearsal(self, rank: int) -> None:
         self.incarnations[rank] += 1
         spare = self.spares[rank] = self.fork(rank, spare=True)
-        spare.connection.send(local.Rehearsal(rank, self.workers[rank].ready.recording))
+        spare.tell(local.Rehearsal(rank, self.workers[rank].ready.recording))
         spare.records = list(self.workers[rank].records[: self.committed + 1])
-        spare.connection.send(local.History(spare.records[1:]))
+        spare.tell(local.History(spare.records[1:]))
 
     # ---- the loop
 
@@ -127,7 +132,7 @@ class ScriptedAgent:
             while not all(worker.finished for worker in self.workers.values()):
                 self.turn(deadline)
             for worker in self.workers.values():
-                worker.connection.send(local.EndWorker(0))
+                worker.tell(local.EndWorker(0))
             codes = {rank: wait_for(worker.pid, deadline) for rank, worker in self.workers.items()}
             events = {rank: worker.events for rank, worker in self.workers.items()}
             return Outcome(codes, self.swaps, self.restore_steps, events)
@@ -159,14 +164,12 @@ class ScriptedAgent:
                 if self.generation == 0 and rank == 0 and self.workers[0].ready is None:
                     store, _ = self.stores.pop(0)
                     for other in self.workers.values():
-                        other.connection.send(local.StartGroups(0, store))
+                        other.tell(local.StartGroups(0, store))
                 self.continue_swap()
             case local.RankReady():
                 worker.ready = message
                 worker.arena = SlotPair.create(rank, message.header_bytes, message.payload_bytes)
-                worker.connection.send(
-                    local.ArenaHandOver(rank, message.header_bytes, message.payload_bytes), [worker.arena.fd]
-                )
+                worker.tell(local.ArenaHandOver(rank, message.header_bytes, message.payload_bytes), worker.arena.fd)
                 if all(one.ready for one in self.workers.values()):
                     for standby in self.rehearse:
                         self.start_rehearsal(standby)
@@ -189,12 +192,12 @@ class ScriptedAgent:
             return
         self.committed = newest
         for worker in self.workers.values():
-            worker.connection.send(local.Committed(newest))
+            worker.tell(local.Committed(newest))
         for rank, spare in self.spares.items():
             known = len(spare.records)
             new = self.workers[rank].records[known : newest + 1]
             spare.records += new
-            spare.connection.send(local.History(new))
+            spare.tell(local.History(new))
 
     # ---- a swap
 
@@ -207,7 +210,7 @@ class ScriptedAgent:
         for other, worker in self.workers.items():
             worker.finished = False
             if other not in self.lost:
-                worker.connection.send(local.Abort(self.generation))
+                worker.tell(local.Abort(self.generation))
         self.continue_swap()
 
     def continue_swap(self) -> None:
@@ -224,22 +227,21 @@ class ScriptedAgent:
             self.take_over(rank, self.spares.pop(rank), store, step)
         for rank, worker in self.workers.items():
             if rank not in self.lost:
-                worker.connection.send(local.Join(self.generation, store, step))
+                worker.tell(local.Join(self.generation, store, step))
             worker.staged = step
-            worker.connection.send(local.Committed(step))
-        host.connection.send(local.HostStore())
+            worker.tell(local.Committed(step))
+        host.tell(local.HostStore())
         self.committed = step
         self.lost.clear()
 
     def take_over(self, rank: int, spare: Worker, store: str, step: int) -> None:
         lost = self.workers[rank]
         known = len(spare.records)
-        spare.connection.send(local.History(lost.records[known : step + 1]))
+        spare.tell(local.History(lost.records[known : step + 1]))
         spare.records, spare.arena, spare.ready, spare.staged = lost.records[: step + 1], lost.arena, lost.ready, step
-        spare.connection.send(
-            local.TakeOver(rank, self.generation, store, step, lost.ready.header_bytes, lost.ready.payload_bytes),
-            [lost.arena.fd],
-        )
+        ready = lost.ready
+        order = local.TakeOver(rank, self.generation, store, step, ready.header_bytes, ready.payload_bytes)
+        spare.tell(order, lost.arena.fd)
         spare.events = lost.events + [("TakenOver", {"rank": rank})]
         self.workers[rank] = spare
 

@@ -123,7 +123,7 @@ def test_a_file_that_cannot_be_closed_well_costs_no_other(tmp_path, monkeypatch,
     assert "is kept: Disk quota exceeded" in capfd.readouterr().out
 
 
-def test_a_launcher_that_does_not_read_blocks_nothing_and_no_file(tmp_path):
+def test_a_launcher_that_does_not_read_blocks_nothing_and_no_file(tmp_path, monkeypatch):
     read_end, write_end = os.pipe()
     writer = Writer(write_end)
     log = writer.open(tmp_path / "log")
@@ -131,6 +131,8 @@ def test_a_launcher_that_does_not_read_blocks_nothing_and_no_file(tmp_path):
         writer.forward(bytes(1 << 20))
     writer.write(log, b"JobFinished\n")
     writer.release(log)
+    writer._files.close()
+    monkeypatch.setattr("deadpool_plugin.agent.output._CLOSE_S", 0.1)
     writer.close()
     assert (tmp_path / "log").read_bytes() == b"JobFinished\n" and writer.dropped_bytes >= 20 << 20
     os.close(read_end)
@@ -185,7 +187,7 @@ def test_a_file_that_cannot_be_opened_costs_its_lines_only(tmp_path):
         pipe.assign(tmp_path / "rank", forward=True)
         os.write(write_end, b"kept\n")
         os.close(write_end)
-        await asyncio.wait_for(pipe.ended.wait(), 5)
+        await asyncio.wait_for(pipe.ended.wait(), 60)
         writer.close()
 
     asyncio.run(scenario())
@@ -205,7 +207,7 @@ def test_a_workers_pipe_goes_into_its_file(tmp_path):
         pipe.assign(tmp_path / "rank", forward=False)
         os.write(write_end, b"late")
         os.close(write_end)
-        await asyncio.wait_for(pipe.ended.wait(), 5)
+        await asyncio.wait_for(pipe.ended.wait(), 60)
         writer.close()
 
     asyncio.run(scenario())
@@ -334,9 +336,9 @@ def test_a_watch_that_fails_is_heard_of():
 
 
 def test_the_sweep_kills_what_carries_the_tag_and_nothing_else():
-    mine, other = sleeper(**{proc.TAG: "77.5.0."}), sleeper(**{proc.TAG: "77.51.0."})
+    mine, other = (sleeper(**{proc.TAG: f"{os.getpid()}.{tag}.0."}) for tag in (5, 51))
     try:
-        assert proc.sweep("77.5.") == 1
+        assert proc.sweep(f"{os.getpid()}.5.") == 1
         assert mine.wait(10) == -signal.SIGKILL
         assert other.poll() is None
     finally:
@@ -347,10 +349,10 @@ def test_the_sweep_kills_what_carries_the_tag_and_nothing_else():
 
 def test_who_is_within_its_exec_is_found():
     """On busy CPUs most processes are met while their new memory has no environment yet."""
-    busy = [subprocess.Popen(["/bin/sh", "-c", "while :; do :; done"]) for _ in range(2 * os.cpu_count())]
+    busy = [subprocess.Popen(["/bin/sh", "-c", "while :; do :; done"]) for _ in range(2 * len(os.sched_getaffinity(0)))]
     try:
         for number in range(60):
-            tag = f"78.{number}."
+            tag = f"{os.getpid()}.x{number}."
             child = subprocess.Popen(["/bin/sleep", "60"], env={**os.environ, proc.TAG: tag})
             assert proc.sweep(tag) == 1, f"process {number}"
             assert child.wait(10) == -signal.SIGKILL

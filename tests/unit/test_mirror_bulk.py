@@ -2,9 +2,11 @@ import contextlib
 import os
 import queue
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from support.stores import free
@@ -23,6 +25,10 @@ from deadpool_plugin.transport.framing import ConnectionClosed
 from deadpool_plugin.transport.handshake import Credentials, shake_hands
 from deadpool_plugin.transport.sockets import bound_address, listen_tcp
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+from clusters.launched import free_port
+
 HEADER = 4096
 PAYLOAD = FRAME_BYTES + 12345
 SECRET = Credentials(b"secret")
@@ -32,8 +38,7 @@ WAIT_S = 20.0
 class Node:
     """One node's store and bulk server, and peers to other nodes."""
 
-    def __init__(self, port_range: tuple[int, int] | None = None, silent_after_s: float = WAIT_S) -> None:
-        self.silent_after_s = silent_after_s
+    def __init__(self, port_range: tuple[int, int] | None = None) -> None:
         self.store = SnapshotStore()
         self.mirrored: queue.Queue[tuple[int, int, int, Holding]] = queue.Queue()
         self.refused: queue.Queue[PeerRefused] = queue.Queue()
@@ -48,7 +53,7 @@ class Node:
             "127.0.0.1",
             port_range,
             lambda *told: self.mirrored.put(told),
-            silent_after_s=self.silent_after_s,
+            silent_after_s=WAIT_S,
             on_refused=self.refused.put,
         )
 
@@ -204,6 +209,7 @@ def test_an_older_generation_is_refused_and_changes_nothing(nodes: list[Node]) -
 def test_what_is_mirrored_before_this_node_has_heard_of_the_decision_is_not_rolled_back(nodes: list[Node]) -> None:
     """Bulk and control connections are not ordered: the owner may be in the new generation long before its buddy."""
     a, b, _ = nodes
+    b.server._shortly_s = WAIT_S
     for step in (3, 4):
         a.stage(0, step)
         assert push(a.peer(b), 0, step)[0]
@@ -223,8 +229,8 @@ def test_what_is_mirrored_before_this_node_has_heard_of_the_decision_is_not_roll
 
 
 def test_a_generation_that_does_not_begin_here_is_refused_and_tried_again(nodes: list[Node]) -> None:
-    a, b = nodes[0], Node(silent_after_s=3.0)
-    nodes.append(b)
+    a, b, _ = nodes
+    b.server._shortly_s = 0.5
     for node in (a, b):
         node.store.fence(1)
     a.stage(0, 3, generation=1)
@@ -264,8 +270,8 @@ def test_a_fence_cuts_a_silent_sender_so_that_the_next_can_write(nodes: list[Nod
 
 
 def test_whoever_pushes_is_told_to_wait_while_room_is_made(nodes: list[Node], monkeypatch: pytest.MonkeyPatch) -> None:
-    a, b = nodes[0], Node(silent_after_s=3.0)
-    nodes.append(b)
+    a, b, _ = nodes
+    b.server._shortly_s = 0.5
     a.stage(0, 3)
     a.stage(1, 3)
     create, send, enough = SlotPair.create, BulkStream.send, threading.Event()
@@ -284,9 +290,9 @@ def test_whoever_pushes_is_told_to_wait_while_room_is_made(nodes: list[Node], mo
     monkeypatch.setattr(SlotPair, "create", slowly)
     monkeypatch.setattr(BulkStream, "send", seen)
     outcomes: queue.Queue[tuple[bool, str]] = queue.Queue()
-    first = threading.Thread(target=lambda: outcomes.put(push(a.peer(b, silent_after_s=3.0), 0, 3)))
+    first = threading.Thread(target=lambda: outcomes.put(push(a.peer(b, silent_after_s=6.0), 0, 3)))
     first.start()
-    for _ in range(6):  # longer than anybody waits for a word
+    for _ in range(13):  # longer than anybody waits for a word
         waits.get(timeout=WAIT_S)
     enough.set()
     first.join(WAIT_S)
@@ -515,10 +521,9 @@ def test_a_silent_peer_a_dead_peer_and_a_closed_one(nodes: list[Node]) -> None:
     a, b, _ = nodes
     a.stage(0, 3)
     with listen_tcp("127.0.0.1") as silent:  # accepts by its backlog, never answers
-        ok, reason = push(a.peer_at(bound_address(silent), silent_after_s=0.1), 0, 3)
+        ok, reason = push(a.peer_at(bound_address(silent), silent_after_s=1.0), 0, 3)
         assert not ok and "handshake" in reason
-        dead = bound_address(silent)
-    ok, reason = push(a.peer_at(dead), 0, 3)
+    ok, reason = push(a.peer_at(("127.0.0.1", free_port())), 0, 3)
     assert not ok and "no bulk connection" in reason
     with pytest.raises(TransportError, match="no bulk connection"):
         a.peers[-1].fetch_header(0, 3)
@@ -528,11 +533,12 @@ def test_a_silent_peer_a_dead_peer_and_a_closed_one(nodes: list[Node]) -> None:
 
 
 def test_a_server_that_came_back_is_found_again(nodes: list[Node]) -> None:
-    a, b, _ = nodes
+    port = free_port()
+    a, b = nodes[0], Node((port, port))
+    nodes.append(b)
     a.stage(0, 3)
     peer = a.peer(b)
     assert push(peer, 0, 3)[0]
-    port = b.server.address[1]
     b.server.close()
     b.serve((port, port))
     a.stage(0, 4)

@@ -59,7 +59,7 @@ def test_what_a_lost_process_has_printed_is_found_and_dropped_from_its_replaceme
             os.write(end, f"iteration {step} took 1.5 s\n".encode())
         os.write(end, b"half a li")
         os.close(end)
-        await asyncio.wait_for(pipe.ended.wait(), 5)
+        await asyncio.wait_for(pipe.ended.wait(), 60)
 
     async def replacement(writer, printed, step):
         pipe, end = pipe_into(writer, rank_file(tmp_path, 7, 4))
@@ -71,7 +71,7 @@ def test_what_a_lost_process_has_printed_is_found_and_dropped_from_its_replaceme
                 step_done(writer, log, pipe, 4, later)
             os.write(end, f"iteration {later} took 11.25 s\n".encode())
         os.close(end)
-        await asyncio.wait_for(pipe.ended.wait(), 5)
+        await asyncio.wait_for(pipe.ended.wait(), 60)
 
     def played(work):
         writer = Writer()

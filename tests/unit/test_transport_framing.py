@@ -1,4 +1,5 @@
 import asyncio
+import select
 import socket
 import struct
 
@@ -50,6 +51,9 @@ def test_a_connection_that_the_peer_has_reset_is_closed_like_any_other() -> None
         await asyncio.get_running_loop().create_connection(lambda: protocol, sock=sock)
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         peer.close()
+        reset = select.poll()
+        reset.register(sock, 0)
+        assert reset.poll(20_000)
         protocol.close()
         return str(await asyncio.wait_for(ended, 10.0))
 

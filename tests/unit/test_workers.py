@@ -42,7 +42,7 @@ def taken_over(writer: Writer, output_dir) -> None:
         workers.take(slot, await workers.output_of(5, 7), 7)
         os.write(write_end, b"a line\n")
         os.close(write_end)
-        await asyncio.wait_for(slot.pipe.ended.wait(), 5)
+        await asyncio.wait_for(slot.pipe.ended.wait(), 60)
         if isinstance(writer, Stalled):
             writer.may_open.set()
 

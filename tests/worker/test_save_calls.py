@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import weakref
 from collections import OrderedDict
 from concurrent.futures import Future, wait
@@ -399,8 +400,8 @@ def test_however_a_save_ends_who_waits_or_is_called_back_can_ask(saves, async_sa
     heard, go_on = SimpleQueue(), threading.Event()
 
     def write():
-        while not go_on.wait(0.01):
-            pass
+        while not go_on.is_set():  # an interruption within the lock of `wait` would leave it locked
+            time.sleep(0.01)
         return breaks() if end == "failed" else "metadata"
 
     call, future = async_save(write)
@@ -458,7 +459,7 @@ def is_running(pid):
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # it may be reaped while it is read
         return False
 
 

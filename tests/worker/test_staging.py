@@ -67,7 +67,7 @@ def test_a_snapshot_is_copied_on_a_ranks_own_gpu_through_whatever_memory(monkeyp
 
 def test_training_that_waits_for_mirroring_is_said_once_and_short_waits_are_not(monkeypatch):
     said, clock = [], iter([0.0])
-    monkeypatch.setattr(staging.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(staging, "time", types.SimpleNamespace(monotonic=lambda: next(clock)))
     link = types.SimpleNamespace(event=lambda kind, text: said.append(text), wait_until=lambda done: None)
     layout = Layout([torch.ones(3)])
     stager = Stager(0, layout, [], SlotPair.create(0, 4096, layout.payload_bytes), link)
