@@ -11,6 +11,9 @@ from __future__ import annotations
 
 import os
 import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from torch._C._distributed_c10d import Backend, HashStore, ProcessGroupGloo, Store
@@ -27,6 +30,12 @@ COMPOSITE = frozenset(name for name in OPERATIONS if "reduce_scatter" in name)
 
 THREADS = 2
 """Per group, as torch's own default."""
+
+_LOOP, _REDUCES = "gloo_tcp_loop", "pt_gloo_runloop"
+"""gloo's event loops, and torch's threads that wait for them and reduce, as /proc names them (seen with torch 2.13)."""
+_LOOK_S = 0.001
+_TURNS_S = 0.05
+"""Of CPU time: some thousand turns of a loop."""
 
 
 class GlooFabric:
@@ -74,6 +83,45 @@ class GlooFabric:
         for rank, value in zip(unknown, self._store.multi_get([f"gloo/{rank}" for rank in unknown]), strict=True):
             found[rank] = frozenset(_address(item) for item in value.decode().split(";"))
         self._peers = found
+
+
+def await_rest() -> None:
+    """Wait until nothing that was cut can write into a tensor any more, however late its threads get a CPU.
+
+    Cutting a connection wakes its event loop, so one that sleeps has done with it; whoever it has then woken to reduce
+    is looked at after that. Of an operation that never ends (waits.py) the thread sleeps, with a lock in hand for which
+    the loop looks again and again: one that has run for so long has done with everything else. Threads without these
+    names are not waited for. Blocks: without limit; the agent replaces a process that takes too long.
+    """
+    _await_threads(_LOOP, lambda ran_s: ran_s >= _TURNS_S)
+    _await_threads(_REDUCES, lambda ran_s: False)
+
+
+def _await_threads(name: str, is_enough: Callable[[float], bool]) -> None:
+    """Until each thread of that name has been seen asleep, or ended, or has run for long enough (in seconds)."""
+    ran_s = {thread: _looked_at(thread)[1] for thread in os.listdir("/proc/self/task") if _said(thread, "comm") == name}
+    while ran_s:
+        for thread, before_s in list(ran_s.items()):
+            runs, now_s = _looked_at(thread)
+            if not runs or is_enough(now_s - before_s):
+                del ran_s[thread]
+        time.sleep(_LOOK_S if ran_s else 0.0)
+
+
+def _looked_at(thread: str) -> tuple[bool, float]:
+    """Whether it runs or would if it got a CPU, and for how long it has had one, in seconds (proc_pid_stat(5))."""
+    fields = _said(thread, "stat").rpartition(")")[2].split()
+    if not fields or fields[0] in "SZX":
+        return False, 0.0
+    return True, (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _said(thread: str, name: str) -> str:
+    """What /proc says of a thread of this process; nothing of one that is gone."""
+    try:
+        return Path(f"/proc/self/task/{thread}/{name}").read_text().strip()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
 
 
 def _create_devices() -> tuple[list[Any], list[Address]]:

@@ -26,6 +26,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from ..errors import GenerationChanged, InvariantViolated, Unsupported, present
 from .collective import BATCH, BLOCKING, CompletedWork, outputs, tensors
 from .fence import Fence
+from .gloo import await_rest
 from .handle import Handle
 from .nccl import name_device
 from .network import Network
@@ -194,6 +195,7 @@ class Groups:
         for work in list(self._unfinished):
             work.settle(deadline)
         self._unfinished.clear()
+        await_rest()
 
     def _refresh_stores(self, store: Store) -> None:
         """Whoever asks torch for a group's store gets one that lives."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 
 from stub_cluster import StubCluster
 from test_agent_swap import RUN, finishes, ready
@@ -15,6 +16,7 @@ def test_ranks_stand_still_while_their_agents_have_no_contact_and_go_on(tmp_path
     cluster = StubCluster(tmp_path, 4, 1, *RUN, patience_s=20.0)  # of which a tenth is left to wake it in time
     try:
         ready(cluster)
+        time.sleep(5)  # some heartbeats: who has had no contact yet does not say that it has lost it
         (agent,) = cluster.pids(0, "agent")
         cluster.signal_pid(agent, signal.SIGSTOP)
         cluster.wait_for("lost contact", lambda: cluster.events(events.ContactLost), 60.0)
