@@ -15,5 +15,6 @@ def _limits_of_production_are_far() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("deadpool_plugin.agent.output._CLOSE_S", 60.0)
         patched.setattr("deadpool_plugin.agent.proc.EXEC_LOOKS_MAX", 60_000)
-        patched.setattr("deadpool_plugin.launch.join.ASK_S", 60.0)
+        for command in ("join", "stop"):
+            patched.setattr(f"deadpool_plugin.launch.{command}.ASK_S", 60.0)
         yield

@@ -21,8 +21,8 @@ PF_SIGNALED = 0x400
 PF_KTHREAD = 0x200000
 ROUNDS_MAX = 10
 EXEC_LOOKS_MAX = 500
+"""Counted and not timed: where the CPUs are busy we, too, get to look less often."""
 EXEC_POLL_S = 0.001
-"""Between those looks. They are counted and not timed: where the CPUs are busy we, too, get to look less often."""
 TAG = "DEADPOOL_TAG"
 """Environment variable every worker is started with: "<launcher pid>.<its start time>.<local rank>."."""
 
@@ -111,7 +111,7 @@ def sweep(tag: str) -> int:
 
 
 def kill_all(look: Callable[[], Iterable[int]]) -> set[int]:
-    """SIGKILL every process that `look` finds; which ones there were. Repeats until it finds no other one (they may
+    """SIGKILL every process that `look` finds; their pids. Repeats until it finds no other one (they may
     fork meanwhile)."""
     killed: set[int] = set()
     for _ in range(ROUNDS_MAX):
@@ -132,7 +132,7 @@ def tagged(tag: str) -> list[int]:
 
 
 def environments() -> Iterator[tuple[int, bytes]]:
-    """(pid, what it was started with) of every process but this one. Costs some 10 us a process; waits for those within
+    """(pid, its initial environment) of every process but this one. Costs some 10 us a process; waits for those within
     execve(2), by EXEC_LOOKS_MAX further looks in all."""
     looks = iter(range(EXEC_LOOKS_MAX))
     for name in os.listdir("/proc"):
@@ -144,13 +144,14 @@ def environments() -> Iterator[tuple[int, bytes]]:
 def _environment(pid: int, looks: Iterator[int]) -> bytes:
     """Within execve(2) a process has none for a while: its new memory is in use before its arguments are there
     (fs/exec.c; three of four new processes are met so on a busy machine)."""
-    path, within = f"/proc/{pid}/environ", True
+    path = f"/proc/{pid}/environ"
     environment = _read(path)
-    while not environment and within and next(looks, None) is not None:
+    while not environment:
         within = _within_exec(pid)
         environment = _read(path)  # after that look: it may have come to its end in between
-        if within and not environment:
-            time.sleep(EXEC_POLL_S)
+        if environment or not within or next(looks, None) is None:
+            break
+        time.sleep(EXEC_POLL_S)
     return environment
 
 

@@ -6,6 +6,7 @@ generation only, and unblocked once, from any thread, after that generation is o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -36,6 +37,10 @@ class Fabric(Protocol):
 
     def unblock(self) -> int:
         """End whatever is in flight, with errors; returns how many connections were cut. Thread: any."""
+        ...
+
+    def await_rest(self, stop: Callable[[], bool]) -> bool:
+        """After `unblock`: wait until nothing that was in flight can write any more; False if `stop()` first."""
         ...
 
     def wait_style(self, operation: str) -> str:

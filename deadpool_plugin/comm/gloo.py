@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from torch._C._distributed_c10d import Backend, HashStore, ProcessGroupGloo, Store
@@ -21,6 +19,7 @@ from torch._C._distributed_c10d import Backend, HashStore, ProcessGroupGloo, Sto
 from ..errors import invariant
 from .collective import OPERATIONS, POINT_TO_POINT
 from .fabric import GroupSpec
+from .rest import await_rest, threads_now
 from .store import listening
 
 Address = tuple[str, int]
@@ -30,12 +29,6 @@ COMPOSITE = frozenset(name for name in OPERATIONS if "reduce_scatter" in name)
 
 THREADS = 2
 """Per group, as torch's own default."""
-
-_LOOP, _REDUCES = "gloo_tcp_loop", "pt_gloo_runloop"
-"""gloo's event loops, and torch's threads that wait for them and reduce, as /proc names them (seen with torch 2.13)."""
-_LOOK_S = 0.001
-_TURNS_S = 0.05
-"""Of CPU time: some thousand turns of a loop."""
 
 
 class GlooFabric:
@@ -48,7 +41,7 @@ class GlooFabric:
 
     def __init__(self, store: Store, rank: int) -> None:
         self._store, self._rank = store, rank
-        self._devices, self._listeners = _create_devices()
+        self._devices, self._listeners, self._loops = _create_devices()
         self._peers: dict[int, frozenset[Address]] = {}
         store.set(f"gloo/{rank}", ";".join(f"{host},{port}" for host, port in self._listeners))
 
@@ -63,6 +56,9 @@ class GlooFabric:
         ours = set(self._listeners)
         theirs = set().union(*self._peers.values()) if self._peers else set()
         return sum(_shut(descriptor, ours, theirs) for descriptor in _descriptors())
+
+    def await_rest(self, stop: Callable[[], bool]) -> bool:
+        return await_rest(self._loops, stop)
 
     def wait_style(self, operation: str) -> str:
         return "helper" if operation in POINT_TO_POINT or operation in COMPOSITE else "slices"
@@ -85,61 +81,23 @@ class GlooFabric:
         self._peers = found
 
 
-def await_rest() -> None:
-    """Wait until nothing that was cut can write into a tensor any more, however late its threads get a CPU.
-
-    Cutting a connection wakes its event loop, so one that sleeps has done with it; whoever it has then woken to reduce
-    is looked at after that. Of an operation that never ends (waits.py) the thread sleeps, with a lock in hand for which
-    the loop looks again and again: one that has run for so long has done with everything else. Threads without these
-    names are not waited for. Blocks: without limit; the agent replaces a process that takes too long.
-    """
-    _await_threads(_LOOP, lambda ran_s: ran_s >= _TURNS_S)
-    _await_threads(_REDUCES, lambda ran_s: False)
-
-
-def _await_threads(name: str, is_enough: Callable[[float], bool]) -> None:
-    """Until each thread of that name has been seen asleep, or ended, or has run for long enough (in seconds)."""
-    ran_s = {thread: _looked_at(thread)[1] for thread in os.listdir("/proc/self/task") if _said(thread, "comm") == name}
-    while ran_s:
-        for thread, before_s in list(ran_s.items()):
-            runs, now_s = _looked_at(thread)
-            if not runs or is_enough(now_s - before_s):
-                del ran_s[thread]
-        time.sleep(_LOOK_S if ran_s else 0.0)
-
-
-def _looked_at(thread: str) -> tuple[bool, float]:
-    """Whether it runs or would if it got a CPU, and for how long it has had one, in seconds (proc_pid_stat(5))."""
-    fields = _said(thread, "stat").rpartition(")")[2].split()
-    if not fields or fields[0] in "SZX":
-        return False, 0.0
-    return True, (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def _said(thread: str, name: str) -> str:
-    """What /proc says of a thread of this process; nothing of one that is gone."""
-    try:
-        return Path(f"/proc/self/task/{thread}/{name}").read_text().strip()
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
-
-
-def _create_devices() -> tuple[list[Any], list[Address]]:
-    """gloo's devices (one per GLOO_SOCKET_IFNAME interface) and the addresses they listen on."""
+def _create_devices() -> tuple[list[Any], list[Address], set[str]]:
+    """gloo's devices (one per GLOO_SOCKET_IFNAME interface), where they listen, and the threads of their event loops."""
     names = [name.strip() for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name.strip()]
     with listening:
-        before = {(descriptor, inode) for descriptor, inode in _sockets()}
+        before, threads = {(descriptor, inode) for descriptor, inode in _sockets()}, threads_now()
         if names:
             devices = [ProcessGroupGloo.create_device(interface=name, lazy_init=False) for name in names]
         else:
             devices = [ProcessGroupGloo.create_default_device(lazy_init=False)]
+        loops = threads_now() - threads
         born = [descriptor for descriptor, inode in _sockets() if (descriptor, inode) not in before]
         listeners = [address for address in map(_listening_address, born) if address is not None]
     invariant(
         len(listeners) == len(devices),
         f"{len(devices)} gloo devices brought {len(listeners)} listening sockets; their sockets cannot be told apart",
     )
-    return devices, listeners
+    return devices, listeners, loops
 
 
 def _descriptors() -> list[int]:

@@ -26,7 +26,6 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from ..errors import GenerationChanged, InvariantViolated, Unsupported, present
 from .collective import BATCH, BLOCKING, CompletedWork, outputs, tensors
 from .fence import Fence
-from .gloo import await_rest
 from .handle import Handle
 from .nccl import name_device
 from .network import Network
@@ -37,6 +36,7 @@ from .waits import ABANDON_S, Abandoned, BatchWork, Operation, SwapWork, in_help
 Dispatch = Callable[[Handle, str, tuple[Any, ...], dict[str, Any]], Any]
 
 _UNFINISHED_MAX = 512
+_REST_S = 30.0
 _LEAVE_S = 0.3
 """For threads in the middle of issuing an operation over NCCL, before it is aborted under them."""
 
@@ -156,7 +156,7 @@ class Groups:
         self.interrupt(generation)
         if self._fence.announced > generation:
             raise GenerationChanged(self._fence.announced)
-        self._settle()
+        self._settle(generation)
         rank, handles = _own_rank(), list(self.handles)
         size = int(os.environ["WORLD_SIZE"])
 
@@ -190,12 +190,20 @@ class Groups:
         except RuntimeError as error:
             self._fence.explain(error, after=generation)
 
-    def _settle(self) -> None:
-        deadline = time.monotonic() + ABANDON_S
+    def _settle(self, generation: int) -> None:
+        """Raises: GenerationChanged if one newer than `generation` is announced."""
+        began = time.monotonic()
         for work in list(self._unfinished):
-            work.settle(deadline)
+            work.settle(began + ABANDON_S)
         self._unfinished.clear()
-        await_rest()
+
+        def stop() -> bool:
+            return self._fence.announced > generation or time.monotonic() > began + _REST_S
+
+        if self._network is not None and not self._network.await_rest(stop):
+            if self._fence.announced > generation:
+                raise GenerationChanged(self._fence.announced)
+            self.give_up(f"what was in flight has not come to rest within {_REST_S:g} s, and may still write")
 
     def _refresh_stores(self, store: Store) -> None:
         """Whoever asks torch for a group's store gets one that lives."""

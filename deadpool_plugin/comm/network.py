@@ -6,6 +6,7 @@ generation is over; the object is kept afterwards as long as an operation of it 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -68,6 +69,10 @@ class Network:
     def unblock(self) -> int:
         """End everything in flight in this generation. Thread: any."""
         return sum(fabric.unblock() for fabric in list(self._fabrics.values()))
+
+    def await_rest(self, stop: Callable[[], bool]) -> bool:
+        """After `unblock`: wait until nothing that was in flight can write any more; False if `stop()` first."""
+        return all(fabric.await_rest(stop) for fabric in list(self._fabrics.values()))
 
 
 def _backend_type(name: str) -> dist.ProcessGroup.BackendType:

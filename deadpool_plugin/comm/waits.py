@@ -173,7 +173,7 @@ class SwapWork(dist.Work):
         return self._inner is None or self._inner.is_completed()
 
     def settle(self, deadline: float) -> None:
-        """Let an operation of an ended generation come to rest, so that it cannot write late. Never raises."""
+        """Let an operation of an ended generation end, so that its group need not be kept. Never raises."""
         while not self.at_rest() and time.monotonic() < deadline:
             time.sleep(0.001)
         if not self.at_rest():

@@ -35,7 +35,7 @@ def _is_supervisor(command: list[bytes]) -> bool:
 
 
 def kill_all(folder: Path) -> set[int]:
-    """SIGKILL them all, and what they start meanwhile; which ones there were."""
+    """SIGKILL them all, and what they start meanwhile; their pids."""
     return proc.kill_all(lambda: carriers(folder))
 
 

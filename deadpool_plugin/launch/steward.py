@@ -81,7 +81,8 @@ class Steward:
         while True:
             alone = self._seen and self._launcher_is_gone() and not self._signal
             word = self._ear.next(ALONE_POLL_S if alone else POLL_S)
-            self._seen = self._seen or bool(carriers(self._folder))
+            if not self._seen and carriers(self._folder):
+                self._seen, self._ear.heard_at = True, time.monotonic()
             if isinstance(word, leash.Stop):
                 self._end(signal.SIGINT, word.grace_s)
             elif isinstance(word, leash.Tell):
@@ -177,8 +178,9 @@ def told_to_guests(path: Path, config: str) -> Iterator[None]:
     try:
         yield
     finally:
-        if not contacts.published(path.parent.parent):
-            path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a file system that has gone
+            if not contacts.published(path.parent.parent):
+                path.unlink(missing_ok=True)
 
 
 def put(path: Path, content: bytes) -> None:

@@ -130,7 +130,7 @@ class Connection(Generic[M]):
         try:
             with self._send_lock:
                 sent = self._sock.sendmsg([frame], rights(fds))
-                if sent < len(frame):  # to send nothing fails, too, where the receiver has closed the connection since
+                if sent < len(frame):  # even an empty send fails once the receiver has closed
                     self._sock.sendall(frame[sent:])
         except OSError as error:
             raise ConnectionClosed(f"the local connection is closed: {error}") from error

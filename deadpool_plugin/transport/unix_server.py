@@ -54,7 +54,8 @@ class Peer(Generic[M]):
         self._loop.add_reader(sock, self._read)
 
     def send(self, message: msgspec.Struct, fds: Sequence[int] = ()) -> None:
-        """Queues `message` and duplicates of `fds`; dropped if the connection has ended (on_closed tells).
+        """Queues `message` and duplicates of `fds`; dropped if the connection has ended (on_closed tells, once all that
+        the other end had said is handled).
 
         Blocks: never.
         """
@@ -77,13 +78,10 @@ class Peer(Generic[M]):
         """Ends the connection after one attempt to send what is queued; on_closed is not called."""
         if not self.closed:
             self.closed = True
-            self._drained.set()
+            self._drop_queue()
             self._loop.remove_reader(self._sock)
-            self._loop.remove_writer(self._sock)
             self._server.peers.discard(self)
             close_descriptors(list(self._received))
-            for _, fds in self._queue:
-                close_descriptors(fds)
             self._sock.close()
 
     def _end(self) -> None:
@@ -104,14 +102,23 @@ class Peer(Generic[M]):
                     self._queue.popleft()
         except BlockingIOError:
             self._loop.add_writer(self._sock, self._flush)
-        except OSError:
-            self._end()
+        except OSError:  # what it said before it ended is still to be read, and its end
+            self._drop_queue()
         else:
             self._loop.remove_writer(self._sock)
             self._drained.set()
 
+    def _drop_queue(self) -> None:
+        self._loop.remove_writer(self._sock)
+        for _, fds in self._queue:
+            close_descriptors(fds)
+        self._queue.clear()
+        self._queued_bytes = 0
+        self._drained.set()
+
     def read_rest(self) -> None:
-        """Handle what has arrived by now, the end of the connection included. Not for handlers of its messages.
+        """Handle what has arrived by now, the end of the connection included. Not to be called while one of this peer's
+        messages is being handled.
 
         Blocks: never.
         """

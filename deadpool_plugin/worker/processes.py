@@ -15,17 +15,18 @@ from pathlib import Path
 from ..transport import linux
 from ..transport.descriptors import await_end, pidfd_open, pidfd_send_signal
 
-_STOPS_WITHIN_S = 1.0
-"""Whoever does not is held by the kernel, in a file system, say, and forks nobody."""
+_HELD_S = 1.0
+"""A thread that does not stop within this time, in state D, is held by the kernel, in a file system, say."""
 _POLL_S = 0.001
 
 
 def die_with_parent() -> None:
-    """Let the kernel kill this process, one that multiprocessing has started, when its parent ends; at once if it has
-    ended already."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    linux.die_with_parent(signal.SIGKILL, parent.pid)
+    """Let the kernel kill this process, one that multiprocessing has started, when its parent ends; at once if whoever
+    started it has ended already: orphans have another parent."""
+    parent, started_by = os.getppid(), multiprocessing.parent_process()
+    if started_by is not None and not started_by.is_alive():
+        os.kill(os.getpid(), signal.SIGKILL)
+    linux.die_with_parent(signal.SIGKILL, parent)
 
 
 def kill_tree(pid: int) -> None:
@@ -52,9 +53,9 @@ def kill_tree(pid: int) -> None:
 
 def _await_stop(pid: int) -> None:
     """A thread within fork(2) finishes that first."""
-    deadline = time.monotonic() + _STOPS_WITHIN_S
-    while time.monotonic() < deadline:
-        if all(stat.rpartition(")")[2].split()[0] in "TtZX" for stat in _of_threads(pid, "stat")):
+    held_at = time.monotonic() + _HELD_S
+    while running := {stat.rpartition(")")[2].split()[0] for stat in _of_threads(pid, "stat")} - set("TtZX"):
+        if running == {"D"} and time.monotonic() > held_at:
             return
         time.sleep(_POLL_S)
 
@@ -70,5 +71,5 @@ def _of_threads(pid: int, name: str) -> list[str]:
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         for thread in os.listdir(f"/proc/{pid}/task"):
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                found.append(Path(f"/proc/{pid}/task/{thread}/{name}").read_text())
+                found.append(Path(f"/proc/{pid}/task/{thread}/{name}").read_text(errors="replace"))
     return found

@@ -152,7 +152,7 @@ class Cluster:
 
     def tell_node(self, index: int) -> None:
         """The host is told to end (SIGTERM), each of its processes but what plays its launcher; the supervisors last,
-        as they wait for their agent's word for a moment only."""
+        as an agent waits only for a moment to be told, too."""
         leader = self.nodes[index].leader
         for pid in sorted(processes.living(leader) - {leader}, reverse=True):
             processes.send(pid, signal.SIGTERM)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import threading
 from collections.abc import Callable
@@ -16,7 +15,6 @@ from support.comm import live
 from support.forked import Cell, Fleet
 from support.zygote import in_zygote
 
-from deadpool_plugin.comm import gloo
 from deadpool_plugin.comm.fence import Fence
 from deadpool_plugin.comm.store import host_store
 from deadpool_plugin.comm.waits import Abandoned, SwapWork, in_helper
@@ -206,43 +204,3 @@ def test_an_interruption_cuts_gloos_connections_only() -> None:
     with Fleet() as fleet:
         address, ready, done = Cell(4096), [Cell(4096), Cell(4096)], [Cell(4096), Cell(4096)]
         assert fleet.values([fleet.fork(_cut, rank, address, ready, done) for rank in range(2)]) == [True, True]
-
-
-def test_what_was_cut_is_waited_for_until_all_its_threads_have_slept_since(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However busy the host is: one that has not had a CPU since may write into a tensor when it gets one."""
-    names = {"1": gloo._LOOP, "2": gloo._REDUCES, "3": "python", "4": gloo._LOOP, "5": gloo._LOOP}
-    ticks = os.sysconf("SC_CLK_TCK")
-    states = {
-        "1": [("R", 7), ("R", 7), ("D", 7), ("S", 7)],
-        "2": [("R", 0), ("R", ticks), ("R", 5 * ticks), ("S", 5 * ticks)],  # it reduces something large
-        "4": [("R", 3), None],  # it has ended
-        "5": [("R", 0), ("R", 1), ("R", ticks)],  # its operation never ends
-    }
-    asked = []
-
-    def said(thread: str, name: str) -> str:
-        if name == "comm":
-            return names[thread]
-        asked.append(thread)
-        seen = states[thread].pop(0)
-        return "" if seen is None else f"{thread} (a) name) {seen[0]} {'0 ' * 10}{seen[1]} 0"
-
-    monkeypatch.setattr(gloo.os, "listdir", lambda path: list(names))
-    monkeypatch.setattr(gloo, "_said", said)
-    gloo.await_rest()
-    assert not any(states.values()) and asked[-4:] == ["2"] * 4, "what a loop wakes is looked at after the loop"
-
-
-def _threads_of_gloo() -> Any:
-    _, text = kept = host_store("127.0.0.1")
-    live(0, 1, text)
-    dist.barrier()
-    found = {gloo._said(thread, "comm") for thread in os.listdir("/proc/self/task")}
-    gloo.await_rest()
-    return bool(kept) and found >= {gloo._LOOP, gloo._REDUCES}
-
-
-@in_zygote
-def test_this_torch_names_the_threads_of_gloo_so() -> None:
-    with Fleet() as fleet:
-        assert fleet.values([fleet.fork(_threads_of_gloo)]) == [True]

@@ -45,11 +45,13 @@ def end_connection(pid: int, seen: Any) -> None:
         pytest.skip("this host lets nobody touch another process's descriptors")
     assert copy >= 0, os.strerror(ctypes.get_errno())
     try:
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(copy)) as sock:  # what else has its number now
-            if sock.getpeername() == tuple(seen.raddr):
-                sock.shutdown(socket.SHUT_RDWR)
-    finally:
+        sock = socket.socket(fileno=copy)
+    except OSError:  # no socket has its number now
         os.close(copy)
+        return
+    with sock, contextlib.suppress(OSError):
+        if sock.getpeername() == tuple(seen.raddr):
+            sock.shutdown(socket.SHUT_RDWR)
 
 
 def test_connections_that_end_cost_nobody_its_place(tmp_path) -> None:

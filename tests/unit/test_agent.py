@@ -347,6 +347,16 @@ def test_the_sweep_kills_what_carries_the_tag_and_nothing_else():
             process.wait()
 
 
+def test_who_has_no_environment_costs_nobody_a_further_look(monkeypatch):
+    """Threads of the kernel, whom /proc names first, and processes that have ended."""
+    monkeypatch.setattr(proc, "EXEC_LOOKS_MAX", 3)
+    answers = {"7": [b"", b"", b"TAG=x"]}
+    monkeypatch.setattr(proc.os, "listdir", lambda path: ["1", "2", "3", "4", "5", "6", "7"])
+    monkeypatch.setattr(proc, "_read", lambda path: answers.get(path.split("/")[2], [b""] * 2).pop(0))
+    monkeypatch.setattr(proc, "_within_exec", lambda pid: pid == 7)
+    assert dict(proc.environments()) == {**dict.fromkeys(range(1, 7), b""), 7: b"TAG=x"}
+
+
 def test_who_is_within_its_exec_is_found():
     """On busy CPUs most processes are met while their new memory has no environment yet."""
     busy = [subprocess.Popen(["/bin/sh", "-c", "while :; do :; done"]) for _ in range(2 * len(os.sched_getaffinity(0)))]

@@ -140,6 +140,24 @@ def test_what_has_arrived_can_be_handled_before_the_loop_comes_to_it() -> None:
     asyncio.run(scenario())
 
 
+def test_what_was_said_before_an_end_is_heard_although_it_could_not_be_answered() -> None:
+    async def scenario() -> None:
+        agent = Agent()
+        worker = await asyncio.to_thread(LocalConnection.to, agent.name)
+        worker.send(WorkerHello(0, 1, 3, False))
+        peer, _, _ = await agent.next()
+        worker.send(Committed(7))
+        worker.close()
+        for _ in range(2):
+            peer.send(History([bytes(1 << 20)]))
+        assert (await agent.next())[1] == Committed(7)
+        assert await asyncio.wait_for(agent.closed.get(), WAIT_S) is peer and peer.closed
+        await asyncio.wait_for(peer.drained(), WAIT_S)
+        agent.close()
+
+    asyncio.run(scenario())
+
+
 def test_senders_of_many_threads_do_not_mix() -> None:
     async def scenario() -> None:
         agent = Agent()

@@ -1,0 +1,68 @@
+"""When nothing that was cut can write into a tensor any more, however late its threads get a CPU.
+
+Who can are gloo's event loops, which read what has arrived, and torch's threads, which wait for that and reduce. A cut
+wakes the loops: a loop that sleeps after it has found its connections ended, and whom it has woken sleeps again once
+it has reduced. Each of both is seen asleep twice, in this order, as the first time it may wait for a lock.
+Of an operation that never ends (waits.py; gloo's race) torch's thread sleeps with such a lock in hand, and the loop
+asks for it again and again for as long as the process lives: one that has run for _TURNS_S has done all it can.
+
+Rules of this file: Linux; reads /proc/self only; a thread that has ended is at rest.
+Source: proc_pid_stat(5); gloo, transport/tcp/pair.cc (handleEvents tries its lock only).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable
+
+_RUN_LOOP = b"pt_gloo_runloop"
+_TURNS_S = 0.05
+"""Of CPU time: some thousand turns of a loop."""
+_LOOK_S = 0.001
+
+
+def threads_now() -> set[str]:
+    """All threads of this process, as /proc names them."""
+    return set(os.listdir("/proc/self/task"))
+
+
+def await_rest(loops: Iterable[str], stop: Callable[[], bool]) -> bool:
+    """Wait until gloo's threads have come to rest after a cut; False if `stop()` first.
+
+    Args:
+        loops: the threads of the event loops whose connections were cut.
+    """
+    reducing = {thread for thread in threads_now() if _read(thread, "comm").strip() == _RUN_LOOP}
+    return all(_sleep_or_turn(loops, _TURNS_S, stop) and _sleep_or_turn(reducing, None, stop) for _ in range(2))
+
+
+def _sleep_or_turn(threads: Iterable[str], turns_s: float | None, stop: Callable[[], bool]) -> bool:
+    """Until each of them has been seen asleep or has run for `turns_s` (None: however long it runs)."""
+    began_s = {thread: _looked_at(thread)[1] for thread in threads}
+    while began_s:
+        for thread, before_s in list(began_s.items()):
+            runs, cpu_s = _looked_at(thread)
+            if not runs or (turns_s is not None and cpu_s - before_s >= turns_s):
+                del began_s[thread]
+        if began_s and stop():
+            return False
+        time.sleep(_LOOK_S if began_s else 0.0)
+    return True
+
+
+def _looked_at(thread: str) -> tuple[bool, float]:
+    """Whether it runs, or would if it got a CPU; and how long it has had one so far, in seconds."""
+    fields = _read(thread, "stat").rpartition(b")")[2].split()
+    if not fields:
+        return False, 0.0
+    return fields[0] not in b"SZX", (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _read(thread: str, name: str) -> bytes:
+    """Nothing of a thread that has ended."""
+    try:
+        with open(f"/proc/self/task/{thread}/{name}", "rb", buffering=0) as file:
+            return file.read(4096)
+    except (FileNotFoundError, ProcessLookupError):
+        return b""
