@@ -82,7 +82,7 @@ class GlooFabric:
 
 
 def _create_devices() -> tuple[list[Any], list[Address], set[str]]:
-    """gloo's devices (one per GLOO_SOCKET_IFNAME interface), where they listen, and the threads of their event loops."""
+    """gloo's devices (one per GLOO_SOCKET_IFNAME interface), where they listen, the threads of their event loops."""
     names = [name.strip() for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name.strip()]
     with listening:
         before, threads = {(descriptor, inode) for descriptor, inode in _sockets()}, threads_now()
