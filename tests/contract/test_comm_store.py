@@ -101,6 +101,6 @@ def test_a_store_is_not_hosted_while_gloos_listeners_are_told_from_others(monkey
     monkeypatch.setattr(gloo.ProcessGroupGloo, "create_default_device", staticmethod(create_while_a_store_is_hosted))
     kept: list[object] = []
     hosting = threading.Thread(target=lambda: kept.append(store.host_store()))
-    devices, listeners = gloo._create_devices()
+    devices, listeners, loops = gloo._create_devices()
     hosting.join(20)
-    assert len(devices) == len(listeners) == len(kept) == 1 and listeners[0] not in hosted
+    assert len(devices) == len(listeners) == len(kept) == 1 and loops and listeners[0] not in hosted
