@@ -76,7 +76,7 @@ def test_all_processes_at_once(tmp_path):
         for node in range(2):
             cluster.kill(node, "worker0")
         finishes(cluster, lost=())
-        assert {event.rank for event in cluster.events(events.RankLost)} == {0, 1}
+        assert {event.rank for event in cluster.events(events.Rehearsed)} == {0, 1}, "one may be lost as a store's host"
         assert not cluster.events(events.NodeLost)
     finally:
         cluster.close()
