@@ -35,22 +35,23 @@ def launch(config: str, arguments: list[str]) -> int:
     alive = list(children)
     while alive:
         if told:
-            for child in children:
-                child.terminate()
-            for child in children:
-                child.wait()
+            end(children)
             return 1
         for child in list(alive):
             if child.poll() is not None:
                 alive.remove(child)
                 if child.returncode != 0:
-                    for other in alive:
-                        other.terminate()
-                    for other in alive:
-                        other.wait()
+                    end(alive)
                     return child.returncode
         time.sleep(0.1)
     return 0
+
+
+def end(children: list[subprocess.Popen]) -> None:
+    for child in children:
+        child.terminate()
+    for child in children:
+        child.wait()
 
 
 if __name__ == "__main__":

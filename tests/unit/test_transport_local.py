@@ -3,6 +3,8 @@ import os
 import socket
 import threading
 import typing
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -50,6 +52,18 @@ class Agent:
             peer.close()
 
 
+@asynccontextmanager
+async def greeted() -> AsyncIterator[tuple[Agent, LocalConnection, LocalPeer]]:
+    """An agent, a worker that has said hello to it, and the agent's end of their connection."""
+    agent = Agent()
+    worker = await asyncio.to_thread(LocalConnection.to, agent.name)
+    worker.send(WorkerHello(0, 1, 3, False))
+    peer, _, _ = await agent.next()
+    yield agent, worker, peer
+    worker.close()
+    agent.close()
+
+
 def test_every_message_can_be_read_at_the_other_end() -> None:
     assert set(LocalMessage.__subclasses__()) == set(typing.get_args(AnyLocalMessage))
 
@@ -81,79 +95,62 @@ def test_messages_and_descriptors_both_ways() -> None:
 
 def test_large_messages_do_not_block_the_agent() -> None:
     async def scenario() -> None:
-        agent = Agent()
-        worker = await asyncio.to_thread(LocalConnection.to, agent.name)
-        worker.send(WorkerHello(0, 1, 3, False))
-        peer, _, _ = await agent.next()
-        history = History([os.urandom(1 << 20)] * 20)
-        peer.send(history)
-        peer.send(Committed(1))
-        assert (await asyncio.to_thread(worker.recv))[0] == history
-        assert (await asyncio.to_thread(worker.recv))[0] == Committed(1)
-        staged = Staged(0, 1, 0, os.urandom(5 << 20))
-        await asyncio.to_thread(worker.send, staged)
-        assert (await agent.next())[1] == staged
-        worker.close()
-        agent.close()
+        async with greeted() as (agent, worker, peer):
+            history = History([os.urandom(1 << 20)] * 20)
+            peer.send(history)
+            peer.send(Committed(1))
+            assert (await asyncio.to_thread(worker.recv))[0] == history
+            assert (await asyncio.to_thread(worker.recv))[0] == Committed(1)
+            staged = Staged(0, 1, 0, os.urandom(5 << 20))
+            await asyncio.to_thread(worker.send, staged)
+            assert (await agent.next())[1] == staged
 
     asyncio.run(scenario())
 
 
 def test_who_waits_for_a_reader_waits_until_it_has_read_or_has_gone() -> None:
     async def scenario() -> None:
-        agent = Agent()
-        worker = await asyncio.to_thread(LocalConnection.to, agent.name)
-        worker.send(WorkerHello(0, 1, 3, False))
-        peer, _, _ = await agent.next()
-        await peer.drained()
-        for reads in (True, False):
-            peer.send(History([os.urandom(1 << 20)] * 20))
-            waiting = asyncio.create_task(peer.drained())
-            done, _ = await asyncio.wait([waiting], timeout=0)
-            assert not done
-            await asyncio.to_thread(worker.recv if reads else worker.close)
-            await asyncio.wait_for(waiting, WAIT_S)
-        assert peer.closed
-        agent.close()
+        async with greeted() as (agent, worker, peer):
+            await peer.drained()
+            for reads in (True, False):
+                peer.send(History([os.urandom(1 << 20)] * 20))
+                waiting = asyncio.create_task(peer.drained())
+                done, _ = await asyncio.wait([waiting], timeout=0)
+                assert not done
+                await asyncio.to_thread(worker.recv if reads else worker.close)
+                await asyncio.wait_for(waiting, WAIT_S)
+            assert peer.closed
 
     asyncio.run(scenario())
 
 
 def test_what_has_arrived_can_be_handled_before_the_loop_comes_to_it() -> None:
     async def scenario() -> None:
-        agent = Agent()
-        worker = await asyncio.to_thread(LocalConnection.to, agent.name)
-        worker.send(WorkerHello(0, 1, 3, False))
-        peer, _, _ = await agent.next()
-        peer.read_rest()
-        assert agent.messages.empty() and not peer.closed
-        large = Staged(0, 1, 0, os.urandom(100_000))
-        worker.send(large)
-        worker.send(Committed(1))
-        worker.close()
-        peer.read_rest()
-        assert [agent.messages.get_nowait()[1] for _ in range(2)] == [large, Committed(1)]
-        assert agent.closed.get_nowait() is peer
-        peer.read_rest()
-        agent.close()
+        async with greeted() as (agent, worker, peer):
+            peer.read_rest()
+            assert agent.messages.empty() and not peer.closed
+            large = Staged(0, 1, 0, os.urandom(100_000))
+            worker.send(large)
+            worker.send(Committed(1))
+            worker.close()
+            peer.read_rest()
+            assert [agent.messages.get_nowait()[1] for _ in range(2)] == [large, Committed(1)]
+            assert agent.closed.get_nowait() is peer
+            peer.read_rest()
 
     asyncio.run(scenario())
 
 
 def test_what_was_said_before_an_end_is_heard_although_it_could_not_be_answered() -> None:
     async def scenario() -> None:
-        agent = Agent()
-        worker = await asyncio.to_thread(LocalConnection.to, agent.name)
-        worker.send(WorkerHello(0, 1, 3, False))
-        peer, _, _ = await agent.next()
-        worker.send(Committed(7))
-        worker.close()
-        for _ in range(2):
-            peer.send(History([bytes(1 << 20)]))
-        assert (await agent.next())[1] == Committed(7)
-        assert await asyncio.wait_for(agent.closed.get(), WAIT_S) is peer and peer.closed
-        await asyncio.wait_for(peer.drained(), WAIT_S)
-        agent.close()
+        async with greeted() as (agent, worker, peer):
+            worker.send(Committed(7))
+            worker.close()
+            for _ in range(2):
+                peer.send(History([bytes(1 << 20)]))
+            assert (await agent.next())[1] == Committed(7)
+            assert await asyncio.wait_for(agent.closed.get(), WAIT_S) is peer and peer.closed
+            await asyncio.wait_for(peer.drained(), WAIT_S)
 
     asyncio.run(scenario())
 
