@@ -36,9 +36,9 @@ from ..transport.guests import (
     Stopping,
 )
 from ..transport.handshake import Credentials
+from ..transport.mesh import ControlMesh
 from ..transport.rendezvous import Hello
 from ..transport.sockets import Address
-from ..transport.tcp import ControlMesh
 
 COMMAND = "DEADPOOL_COMMAND"
 INVITATION = "DEADPOOL_INVITATION"

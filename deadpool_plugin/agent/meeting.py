@@ -21,9 +21,9 @@ from ..errors import PeerRefused, TransportError, present
 from ..mirror.server import BulkServer, OnMirrored
 from ..mirror.store import SnapshotStore
 from ..transport.handshake import Credentials
+from ..transport.mesh import ControlMesh
 from ..transport.rendezvous import Hello, job_id, meet
 from ..transport.sockets import Address, address_towards
-from ..transport.tcp import ControlMesh
 from . import contacts
 from .interfaces import address_of, other_network
 from .joining import Arrival, Job, Newcomer, Roster, how_to_join

@@ -17,9 +17,10 @@ from typing import Any
 from torch._C._distributed_c10d import Backend, HashStore, ProcessGroupGloo, Store
 
 from ..errors import invariant
+from ..transport import linux
 from .collective import OPERATIONS, POINT_TO_POINT
 from .fabric import GroupSpec
-from .rest import await_rest, threads_now
+from .rest import await_rest
 from .store import listening
 
 Address = tuple[str, int]
@@ -85,12 +86,12 @@ def _create_devices() -> tuple[list[Any], list[Address], set[str]]:
     """gloo's devices (one per GLOO_SOCKET_IFNAME interface), where they listen, the threads of their event loops."""
     names = [name.strip() for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name.strip()]
     with listening:
-        before, threads = {(descriptor, inode) for descriptor, inode in _sockets()}, threads_now()
+        before, threads = {(descriptor, inode) for descriptor, inode in _sockets()}, set(linux.threads())
         if names:
             devices = [ProcessGroupGloo.create_device(interface=name, lazy_init=False) for name in names]
         else:
             devices = [ProcessGroupGloo.create_default_device(lazy_init=False)]
-        loops = threads_now() - threads
+        loops = set(linux.threads()) - threads
         born = [descriptor for descriptor, inode in _sockets() if (descriptor, inode) not in before]
         listeners = [address for address in map(_listening_address, born) if address is not None]
     invariant(

@@ -6,7 +6,7 @@ it has reduced. Each of both is seen asleep twice, in this order, as the first t
 Of an operation that never ends (waits.py; gloo's race) torch's thread sleeps with such a lock in hand, and the loop
 asks for it again and again for as long as the process lives: one that has run for _TURNS_S has done all it can.
 
-Rules of this file: Linux; reads /proc/self only; a thread that has ended is at rest.
+Rules of this file: Linux; a thread that has ended is at rest.
 Source: proc_pid_stat(5); gloo, transport/tcp/pair.cc (handleEvents tries its lock only).
 """
 
@@ -16,15 +16,12 @@ import os
 import time
 from collections.abc import Callable, Iterable
 
+from ..transport import linux
+
 _RUN_LOOP = b"pt_gloo_runloop"
 _TURNS_S = 0.05
 """Of CPU time: some thousand turns of a loop."""
 _LOOK_S = 0.001
-
-
-def threads_now() -> set[str]:
-    """All threads of this process, as /proc names them."""
-    return set(os.listdir("/proc/self/task"))
 
 
 def await_rest(loops: Iterable[str], stop: Callable[[], bool]) -> bool:
@@ -33,7 +30,7 @@ def await_rest(loops: Iterable[str], stop: Callable[[], bool]) -> bool:
     Args:
         loops: the threads of the event loops whose connections were cut.
     """
-    reducing = {thread for thread in threads_now() if _read(thread, "comm").strip() == _RUN_LOOP}
+    reducing = {thread for thread in linux.threads() if linux.of_thread(thread, "comm").strip() == _RUN_LOOP}
     return all(_sleep_or_turn(loops, _TURNS_S, stop) and _sleep_or_turn(reducing, None, stop) for _ in range(2))
 
 
@@ -53,16 +50,7 @@ def _sleep_or_turn(threads: Iterable[str], turns_s: float | None, stop: Callable
 
 def _looked_at(thread: str) -> tuple[bool, float]:
     """Whether it runs, or would if it got a CPU; and how long it has had one so far, in seconds."""
-    fields = _read(thread, "stat").rpartition(b")")[2].split()
+    fields = linux.of_thread(thread, "stat").rpartition(b")")[2].split()
     if not fields:
         return False, 0.0
     return fields[0] not in b"SZX", (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def _read(thread: str, name: str) -> bytes:
-    """Nothing of a thread that has ended."""
-    try:
-        with open(f"/proc/self/task/{thread}/{name}", "rb", buffering=0) as file:
-            return file.read(4096)
-    except (FileNotFoundError, ProcessLookupError):
-        return b""

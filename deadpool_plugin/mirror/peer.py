@@ -19,7 +19,7 @@ from ..core.types import Generation, Rank, Step
 from ..errors import CorruptFrame, DeadpoolError, TransportError
 from ..transport.framing import ConnectionClosed
 from ..transport.handshake import Credentials, shake_hands
-from ..transport.sockets import Address
+from ..transport.sockets import Address, closed_on_error
 from . import wire
 from .arena import SlotPair, SnapshotHeader, decode_header
 from .history import HistoryPruned
@@ -204,14 +204,11 @@ class BulkPeer:
             sock = socket.create_connection(self.address, timeout=self._silent_after_s)
         except OSError as error:
             raise ConnectionClosed(f"no bulk connection to {self.address}: {error}") from error
-        try:
+        with closed_on_error(sock):
             shake_hands(
                 sock, self._credentials, wire.PURPOSE, self._node, dialling=True, timeout_s=self._silent_after_s
             )
             stream = BulkStream(sock, self._silent_after_s)
-        except BaseException:
-            sock.close()
-            raise
         with self._lock:
             self._streams.add(stream)
             if self._closing:

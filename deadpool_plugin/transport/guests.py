@@ -21,7 +21,7 @@ from .exchange import put, take
 from .framing import ConnectionClosed
 from .handshake import HANDSHAKE_TIMEOUT_S, Credentials, shake_hands_async
 from .rendezvous import Hello
-from .sockets import Address, connected, tune
+from .sockets import Address, closed_on_error, connected, tune
 
 PURPOSE = "control"
 GUEST: NodeId = 0xFFFFFFFF
@@ -133,26 +133,47 @@ async def _ask(address: Address, credentials: Credentials, question: Question) -
         return answer
 
 
+async def announce(
+    node: NodeId, address: Address, hello: Hello, credentials: Credentials, silent_after_s: float
+) -> tuple[socket.socket, Answer]:
+    """Tells member `node` that this host is about to join: a connection to it, and its answer. If that is Admitted the
+    connection is a link's from the next byte on.
+
+    Raises: ConnectionClosed, OSError, EOFError if it does not answer; PeerRefused without the secret.
+    """
+    sock = await connected(address)
+    with closed_on_error(sock):
+        tune(sock, silent_after_s)
+        peer = await shake_hands_async(sock, credentials, PURPOSE, GUEST, dialling=True)
+        if peer != node:
+            raise ConnectionClosed(f"node {peer} is where node {node} was")
+        await put(sock, Announce(hello))
+        return sock, await take(sock, Answer)
+
+
 async def serve(
     sock: socket.socket, answer: OnGuest, may_link: Callable[[NodeId], bool]
 ) -> tuple[Hello, Admitted] | None:
     """Answer a guest until it leaves (None) or is to be admitted: then who it is, and the answer still to be sent.
+    Unless it is to be admitted the connection is closed.
 
     Args:
         may_link: whether there is neither a link to a node nor a reason to have none.
     """
-    while True:
-        try:
-            question = await asyncio.wait_for(take(sock, Question), HANDSHAKE_TIMEOUT_S)
-        except (OSError, EOFError, asyncio.TimeoutError):
-            return None
-        if isinstance(question, Announce) and not may_link(question.hello.node):
-            await put(sock, Refused(f"node {question.hello.node} is or was a node of this job"))
-            continue
-        reply = answer(question)
-        if isinstance(question, Announce) and isinstance(reply, Admitted):
-            return question.hello, reply
-        await put(sock, reply)
+    with closed_on_error(sock):
+        while True:
+            try:
+                question = await asyncio.wait_for(take(sock, Question), HANDSHAKE_TIMEOUT_S)
+            except (OSError, EOFError, asyncio.TimeoutError):
+                sock.close()
+                return None
+            if isinstance(question, Announce) and not may_link(question.hello.node):
+                await put(sock, Refused(f"node {question.hello.node} is or was a node of this job"))
+                continue
+            reply = answer(question)
+            if isinstance(question, Announce) and isinstance(reply, Admitted):
+                return question.hello, reply
+            await put(sock, reply)
 
 
 def nobody_joins(_: Question) -> Answer:

@@ -1,10 +1,12 @@
 """What a process of ours asks of Linux that Python has no call for.
 
-Rules of this file: standard library only, as the smallest of our processes load it. Source: prctl(2).
+Rules of this file: standard library only, as the smallest of our processes load it; a thread or process that has ended
+is an answer, not an error. Source: prctl(2), proc(5).
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -34,3 +36,18 @@ def die_with_parent(death_signal: int = signal.SIGKILL, parent: int | None = Non
     prctl(PR_SET_PDEATHSIG, int(death_signal))
     if os.getppid() != expected:
         os.kill(os.getpid(), death_signal)
+
+
+def threads(pid: int | str = "self") -> list[str]:
+    """All threads of a process, as /proc names them; none of one that has ended."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return os.listdir(f"/proc/{pid}/task")
+    return []
+
+
+def of_thread(thread: str, name: str, pid: int | str = "self") -> bytes:
+    """What /proc says of a thread in its file `name` (stat, comm, children); nothing of one that has ended."""
+    path = f"/proc/{pid}/task/{thread}/{name}"
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError), open(path, "rb", buffering=0) as file:
+        return file.read()
+    return b""

@@ -22,7 +22,7 @@ from ..errors import PeerRefused, TransportError
 from .exchange import packed, put, take
 from .framing import ConnectionClosed
 from .handshake import Credentials, shake_hands_async
-from .sockets import Address, address_towards, connected, listening, remote_name, tune
+from .sockets import Address, address_towards, closed_on_error, connected, listening, remote_name, tune
 
 PURPOSE = "rendezvous"
 SAY_AFTER_S = 10.0
@@ -161,32 +161,35 @@ class _Host:
             task.add_done_callback(tasks.discard)
 
     async def _welcome(self, sock: socket.socket) -> None:
-        address = remote_name(sock)
         try:
-            tune(sock, 10.0)
-            peer = await shake_hands_async(sock, self._credentials, PURPOSE, 0, dialling=False)
-            hello = await take(sock, Hello)
-            if hello.node != peer or not 0 < peer < self._nodes_total:
-                raise PeerRefused(
-                    f"refused {address}: it is node {hello.node}", f"1..{self._nodes_total - 1}", address=address
-                )
-            if self._hellos.setdefault(peer, hello) != hello:
-                other = self._hellos[peer].host
-                raise PeerRefused(f"refused {address}: node {peer} is here already, from {other}", address=address)
-        except (TransportError, OSError, EOFError) as error:
-            sock.close()
-            if isinstance(error, PeerRefused):
-                host = address.rpartition(":")[0]
-                if self._refused.setdefault(host, str(error)) == str(error):
-                    _log.warning("%s", error)
-            return
-        except BaseException:
-            sock.close()
-            raise
-        if peer in self._socks:
-            self._socks[peer].close()
-        self._socks[peer] = sock
-        self._changed.set()
+            with closed_on_error(sock):
+                peer = await self._greet(sock)
+        except PeerRefused as error:
+            host = error.address.rpartition(":")[0]
+            if self._refused.setdefault(host, str(error)) == str(error):
+                _log.warning("%s", error)
+        except (TransportError, OSError, EOFError):  # it hung up, and tries again
+            pass
+        else:
+            if peer in self._socks:
+                self._socks[peer].close()
+            self._socks[peer] = sock
+            self._changed.set()
+
+    async def _greet(self, sock: socket.socket) -> NodeId:
+        """Who has come, now in the table. Raises: PeerRefused, TransportError, OSError, EOFError."""
+        address = remote_name(sock)
+        tune(sock, 10.0)
+        peer = await shake_hands_async(sock, self._credentials, PURPOSE, 0, dialling=False)
+        hello = await take(sock, Hello)
+        if hello.node != peer or not 0 < peer < self._nodes_total:
+            raise PeerRefused(
+                f"refused {address}: it is node {hello.node}", f"1..{self._nodes_total - 1}", address=address
+            )
+        if self._hellos.setdefault(peer, hello) != hello:
+            other = self._hellos[peer].host
+            raise PeerRefused(f"refused {address}: node {peer} is here already, from {other}", address=address)
+        return peer
 
     async def _tell_all(self, message: _Table | _Failed) -> None:
         frame = packed(message)

@@ -7,14 +7,26 @@ listens on all interfaces does so in both families where the host has both: othe
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import resource
 import socket
+from collections.abc import Iterator
 from typing import Any
 
 from ..errors import ConfigError, TransportError
 
 Address = tuple[str, int]
+
+
+@contextlib.contextmanager
+def closed_on_error(sock: socket.socket) -> Iterator[None]:
+    """Closes `sock` if what is done with it raises, or is cancelled."""
+    try:
+        yield
+    except BaseException:
+        sock.close()
+        raise
 
 
 def listening(host: str, port: int) -> socket.socket:
@@ -85,12 +97,9 @@ async def _resolved(address: Address) -> list[tuple[Any, Any, int, str, Any]]:
 
 async def _connected(family: int, kind: int, target: Any) -> socket.socket:
     sock = socket.socket(family, kind)
-    try:
+    with closed_on_error(sock):
         sock.setblocking(False)
         await asyncio.get_running_loop().sock_connect(sock, target)
-    except BaseException:
-        sock.close()
-        raise
     return sock
 
 

@@ -22,6 +22,7 @@ import msgspec
 
 from ..errors import CorruptFrame, PeerRefused, TransportError
 from .framing import LENGTH, ConnectionClosed, checked_length, pack_frame
+from .sockets import closed_on_error
 
 M = TypeVar("M")
 
@@ -36,10 +37,10 @@ def listen_unix(name: str) -> socket.socket:
     """A listening abstract Unix socket; `name` must be the job's own (it is visible to the whole host)."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        sock.bind("\0" + name)
-        sock.listen(256)
+        with closed_on_error(sock):
+            sock.bind("\0" + name)
+            sock.listen(256)
     except OSError as error:
-        sock.close()
         raise TransportError(f"cannot listen at the local socket @{name}: {error}; does another agent run?") from error
     return sock
 
@@ -48,14 +49,11 @@ def connect_unix(name: str) -> socket.socket:
     """A connected socket to the listener `name` of the same user."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        sock.connect("\0" + name)
-        check_same_user(sock, f"@{name}")
+        with closed_on_error(sock):
+            sock.connect("\0" + name)
+            check_same_user(sock, f"@{name}")
     except OSError as error:
-        sock.close()
         raise ConnectionClosed(f"nobody answers at the local socket @{name}: {error}") from error
-    except PeerRefused:
-        sock.close()
-        raise
     return sock
 
 

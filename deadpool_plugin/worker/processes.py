@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import signal
 import time
-from pathlib import Path
 
 from ..transport import linux
 from ..transport.descriptors import await_end, pidfd_open, pidfd_send_signal
@@ -18,6 +17,7 @@ from ..transport.descriptors import await_end, pidfd_open, pidfd_send_signal
 _HELD_S = 1.0
 """A thread that does not stop within this time, in state D, is held by the kernel, in a file system, say."""
 _POLL_S = 0.001
+_AT_REST = {b"T", b"t", b"Z", b"X"}
 
 
 def die_with_parent() -> None:
@@ -54,8 +54,8 @@ def kill_tree(pid: int) -> None:
 def _await_stop(pid: int) -> None:
     """A thread within fork(2) finishes that first."""
     held_at = time.monotonic() + _HELD_S
-    while running := {stat.rpartition(")")[2].split()[0] for stat in _of_threads(pid, "stat")} - set("TtZX"):
-        if running == {"D"} and time.monotonic() > held_at:
+    while running := {stat.rpartition(b")")[2].split()[0] for stat in _of_threads(pid, "stat")} - _AT_REST:
+        if running == {b"D"} and time.monotonic() > held_at:
             return
         time.sleep(_POLL_S)
 
@@ -65,11 +65,6 @@ def _children(pid: int) -> list[int]:
     return [int(child) for children in _of_threads(pid, "children") for child in children.split()]
 
 
-def _of_threads(pid: int, name: str) -> list[str]:
-    """What this file in /proc says of each thread of `pid` that is there."""
-    found = []
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                found.append(Path(f"/proc/{pid}/task/{thread}/{name}").read_text(errors="replace"))
-    return found
+def _of_threads(pid: int, name: str) -> list[bytes]:
+    """What this file in /proc says of each thread of `pid` that says something."""
+    return [said for thread in linux.threads(pid) if (said := linux.of_thread(thread, name, pid))]

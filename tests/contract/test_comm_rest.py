@@ -13,6 +13,7 @@ from support.zygote import in_zygote
 
 from deadpool_plugin.comm import rest
 from deadpool_plugin.comm.store import host_store
+from deadpool_plugin.transport import linux
 
 TICKS = os.sysconf("SC_CLK_TCK")
 NAMES = {"1": "gloo_tcp_loop", "2": "pt_gloo_runloop", "3": "python", "4": "gloo_tcp_loop", "5": "gloo_tcp_loop"}
@@ -33,8 +34,8 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Any:
             seen = states[thread].pop(0)
             return b"" if seen is None else f"{thread} (\xe9) x) {seen[0]} {'0 ' * 10}{seen[1]} 0".encode("latin-1")
 
-        monkeypatch.setattr(rest, "threads_now", lambda: set(NAMES))
-        monkeypatch.setattr(rest, "_read", read)
+        monkeypatch.setattr(linux, "threads", lambda: list(NAMES))
+        monkeypatch.setattr(linux, "of_thread", read)
         return asked
 
     return tell
@@ -72,7 +73,7 @@ def _threads_of_gloo() -> Any:
     dist.barrier()
     assert groups._network is not None
     loops = groups._network.fabric("gloo")._loops  # type: ignore[attr-defined]
-    names = {rest._read(thread, "comm").strip() for thread in rest.threads_now()}
+    names = {linux.of_thread(thread, "comm").strip() for thread in linux.threads()}
     return bool(kept) and bool(loops) and rest._RUN_LOOP in names and groups._network.await_rest(lambda: False)
 
 

@@ -2,32 +2,30 @@
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
 from deadpool_plugin.core.messages import AnyMessage, Goodbye, Status
 from deadpool_plugin.errors import PeerRefused, TransportError
-from deadpool_plugin.transport import tcp
+from deadpool_plugin.transport import links
 from deadpool_plugin.transport.exchange import recv_exact_async
 from deadpool_plugin.transport.guests import PURPOSE
 from deadpool_plugin.transport.handshake import Credentials, Handshake, shake_hands_async
-from deadpool_plugin.transport.sockets import connected, tune
-from deadpool_plugin.transport.tcp import ControlMesh
+from deadpool_plugin.transport.mesh import ControlMesh
+from deadpool_plugin.transport.sockets import Address, connected, tune
 
 WAIT_S = 20.0
-Factory = Callable[..., ControlMesh]
 
 
 class Node:
-    def __init__(
-        self, node: int, factory: Factory, secret: bytes = b"secret", job: str = "", **options: object
-    ) -> None:
+    def __init__(self, node: int, secret: bytes = b"secret", job: str = "", **options: object) -> None:
         self.messages: asyncio.Queue[tuple[int, AnyMessage]] = asyncio.Queue()
         self.lost: asyncio.Queue[tuple[int, str]] = asyncio.Queue()
         self.credentials = Credentials(secret, job)
-        self.transport = factory(
+        self.transport = ControlMesh(
             node,
             self.credentials,
             "127.0.0.1",
@@ -43,8 +41,8 @@ def status(step: int) -> Status:
 
 
 @asynccontextmanager
-async def mesh(factory: Factory, size: int) -> AsyncIterator[list[Node]]:
-    nodes = [Node(index, factory) for index in range(size)]
+async def mesh(size: int) -> AsyncIterator[list[Node]]:
+    nodes = [Node(index) for index in range(size)]
     table = {index: await node.transport.listen() for index, node in enumerate(nodes)}
     await asyncio.gather(*(node.transport.connect(table, WAIT_S) for node in nodes))
     try:
@@ -53,19 +51,13 @@ async def mesh(factory: Factory, size: int) -> AsyncIterator[list[Node]]:
         await asyncio.gather(*(node.transport.close() for node in nodes))
 
 
-@pytest.fixture(params=[ControlMesh])
-def factory(request: pytest.FixtureRequest) -> Factory:
-    made: Factory = request.param
-    return made
-
-
 async def soon(queue: asyncio.Queue[tuple[int, object]]) -> tuple[int, object]:
     return await asyncio.wait_for(queue.get(), WAIT_S)
 
 
-def test_everyone_hears_everyone_in_order(factory: Factory) -> None:
+def test_everyone_hears_everyone_in_order() -> None:
     async def scenario() -> None:
-        async with mesh(factory, 3) as nodes:
+        async with mesh(3) as nodes:
             for sender in range(3):
                 for receiver in {0, 1, 2} - {sender}:
                     for step in range(50):
@@ -81,31 +73,32 @@ def test_everyone_hears_everyone_in_order(factory: Factory) -> None:
 
 def test_a_node_begins_few_links_at_a_time_and_has_them_all_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     at_once: list[int] = []
-    begun = 0
+    begun, dial = 0, links.dial
 
-    class Counted(ControlMesh):
-        async def _link(self, sock: socket.socket, dialled: int | None) -> None:
-            nonlocal begun
-            if dialled is None or self._node != 9:
-                return await super()._link(sock, dialled)
-            begun += 1
-            at_once.append(begun)
-            await super()._link(sock, dialled)
-            begun -= 1
+    async def counted(peer: int, address: Address, node: int, *others: Any) -> socket.socket:
+        nonlocal begun
+        if node != 9:
+            return await dial(peer, address, node, *others)
+        begun += 1
+        at_once.append(begun)
+        sock = await dial(peer, address, node, *others)
+        begun -= 1
+        return sock
 
-    monkeypatch.setattr(tcp, "DIALS_MAX", 2)
+    monkeypatch.setattr("deadpool_plugin.transport.mesh.DIALS_MAX", 2)
+    monkeypatch.setattr(links, "dial", counted)
 
     async def scenario() -> None:
-        async with mesh(Counted, 10) as nodes:
+        async with mesh(10) as nodes:
             assert all(len(node.transport.linked) == 9 for node in nodes)
 
     asyncio.run(scenario())
     assert max(at_once) == 2 and len(at_once) == 9
 
 
-def test_a_lost_link_is_told_once_and_ends_nothing_else(factory: Factory) -> None:
+def test_a_lost_link_is_told_once_and_ends_nothing_else() -> None:
     async def scenario() -> None:
-        async with mesh(factory, 3) as nodes:
+        async with mesh(3) as nodes:
             await nodes[2].transport.close()
             for node in nodes[:2]:
                 assert (await soon(node.lost))[0] == 2
@@ -117,9 +110,9 @@ def test_a_lost_link_is_told_once_and_ends_nothing_else(factory: Factory) -> Non
     asyncio.run(scenario())
 
 
-def test_after_a_goodbye_nothing_is_lost(factory: Factory) -> None:
+def test_after_a_goodbye_nothing_is_lost() -> None:
     async def scenario() -> None:
-        async with mesh(factory, 2) as nodes:
+        async with mesh(2) as nodes:
             await nodes[1].transport.close(Goodbye(4))
             assert await soon(nodes[0].messages) == (1, Goodbye(4))
             assert nodes[0].lost.empty()
@@ -127,9 +120,9 @@ def test_after_a_goodbye_nothing_is_lost(factory: Factory) -> None:
     asyncio.run(scenario())
 
 
-def test_last_words_reach_a_peer_that_writes_all_the_time(factory: Factory) -> None:
+def test_last_words_reach_a_peer_that_writes_all_the_time() -> None:
     async def scenario() -> None:
-        async with mesh(factory, 2) as nodes:
+        async with mesh(2) as nodes:
             leaving = asyncio.create_task(nodes[1].transport.close(Goodbye(4)))
             while nodes[0].messages.empty() and nodes[0].lost.empty():
                 nodes[0].transport.send(1, status(1))
@@ -141,9 +134,9 @@ def test_last_words_reach_a_peer_that_writes_all_the_time(factory: Factory) -> N
     asyncio.run(scenario())
 
 
-def test_a_dropped_node_is_told_by_its_link_and_we_are_not(factory: Factory) -> None:
+def test_a_dropped_node_is_told_by_its_link_and_we_are_not() -> None:
     async def scenario() -> None:
-        async with mesh(factory, 3) as nodes:
+        async with mesh(3) as nodes:
             nodes[0].transport.drop(2)
             assert (await soon(nodes[2].lost))[0] == 0
             nodes[1].transport.send(0, status(1))
@@ -153,9 +146,9 @@ def test_a_dropped_node_is_told_by_its_link_and_we_are_not(factory: Factory) -> 
     asyncio.run(scenario())
 
 
-def test_a_missing_node_is_named(factory: Factory) -> None:
+def test_a_missing_node_is_named() -> None:
     async def scenario() -> None:
-        node = Node(0, factory)
+        node = Node(0)
         table = {0: await node.transport.listen(), 1: ("127.0.0.1", 1)}
         with pytest.raises(TransportError, match="no control link to node 1 at"):
             await node.transport.connect(table, 0.05)
@@ -164,13 +157,13 @@ def test_a_missing_node_is_named(factory: Factory) -> None:
     asyncio.run(scenario())
 
 
-def test_a_wrong_secret_is_refused_on_both_sides_once(factory: Factory) -> None:
+def test_a_wrong_secret_is_refused_on_both_sides_once() -> None:
     async def scenario() -> None:
         refused: asyncio.Queue[PeerRefused] = asyncio.Queue()
-        node = Node(0, factory, on_refused=refused.put_nowait)
+        node = Node(0, on_refused=refused.put_nowait)
         table = {0: await node.transport.listen()}
         for _ in range(2):
-            stranger = Node(1, factory, secret=b"other")
+            stranger = Node(1, secret=b"other")
             with pytest.raises(PeerRefused, match="does not prove the job's secret"):
                 await stranger.transport.connect(table, WAIT_S)
             await stranger.transport.close()
@@ -181,15 +174,15 @@ def test_a_wrong_secret_is_refused_on_both_sides_once(factory: Factory) -> None:
     asyncio.run(scenario())
 
 
-def test_a_node_of_another_job_is_refused_on_both_sides_once(factory: Factory) -> None:
+def test_a_node_of_another_job_is_refused_on_both_sides_once() -> None:
     """A port that another job of the same user has now, whose secret is the same."""
 
     async def scenario() -> None:
         refused: asyncio.Queue[PeerRefused] = asyncio.Queue()
-        node = Node(0, factory, job="this", on_refused=refused.put_nowait)
+        node = Node(0, job="this", on_refused=refused.put_nowait)
         table = {0: await node.transport.listen()}
         for _ in range(2):
-            stranger = Node(1, factory, job="another")
+            stranger = Node(1, job="another")
             with pytest.raises(PeerRefused, match="it is of job this, this is job another"):
                 await stranger.transport.connect(table, WAIT_S)
             await stranger.transport.close()
@@ -201,16 +194,16 @@ def test_a_node_of_another_job_is_refused_on_both_sides_once(factory: Factory) -
     asyncio.run(scenario())
 
 
-def test_who_has_met_the_others_first_tries_again_until_all_have(factory: Factory) -> None:
+def test_who_has_met_the_others_first_tries_again_until_all_have() -> None:
     async def scenario() -> None:
         refused: asyncio.Queue[PeerRefused] = asyncio.Queue()
-        late = Node(0, factory, on_refused=refused.put_nowait)
-        early = Node(1, factory, job="this")
+        late = Node(0, on_refused=refused.put_nowait)
+        early = Node(1, job="this")
         table = {0: await late.transport.listen(), 1: await early.transport.listen()}
         linking = asyncio.create_task(early.transport.connect(table, WAIT_S))
         hung_up = asyncio.Event()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(tcp._log, "info", lambda *_: hung_up.set())
+            patch.setattr("deadpool_plugin.transport.mesh._log.info", lambda *_: hung_up.set())
             await asyncio.wait_for(hung_up.wait(), WAIT_S)
         assert not late.transport.linked and not linking.done()
         late.credentials.job = "this"
@@ -221,9 +214,9 @@ def test_who_has_met_the_others_first_tries_again_until_all_have(factory: Factor
     asyncio.run(scenario())
 
 
-def test_a_link_that_its_dialler_gives_up_while_others_are_awaited_is_no_lost_node(factory: Factory) -> None:
+def test_a_link_that_its_dialler_gives_up_while_others_are_awaited_is_no_lost_node() -> None:
     async def scenario() -> None:
-        nodes = [Node(index, factory) for index in range(3)]
+        nodes = [Node(index) for index in range(3)]
         table = {index: await node.transport.listen() for index, node in enumerate(nodes)}
         first = nodes[0]
         linking = asyncio.create_task(first.transport.connect(table, WAIT_S))
@@ -242,9 +235,9 @@ def test_a_link_that_its_dialler_gives_up_while_others_are_awaited_is_no_lost_no
     asyncio.run(scenario())
 
 
-def test_a_handshake_that_its_dialler_gave_up_makes_no_link(factory: Factory) -> None:
+def test_a_handshake_that_its_dialler_gave_up_makes_no_link() -> None:
     async def scenario() -> None:
-        first, second = Node(0, factory), Node(1, factory)
+        first, second = Node(0), Node(1)
         table = {0: await first.transport.listen(), 1: await second.transport.listen()}
         linking = asyncio.create_task(first.transport.connect(table, WAIT_S))
         sock = await connected(table[0])
@@ -262,9 +255,9 @@ def test_a_handshake_that_its_dialler_gave_up_makes_no_link(factory: Factory) ->
     asyncio.run(scenario())
 
 
-def test_a_peer_that_sends_rubbish_is_lost_with_the_reason(factory: Factory) -> None:
+def test_a_peer_that_sends_rubbish_is_lost_with_the_reason() -> None:
     async def scenario() -> None:
-        async with mesh(factory, 2) as nodes:
+        async with mesh(2) as nodes:
             nodes[0].transport.send(1, ["no", "message"])  # type: ignore[arg-type]
             peer, reason = await soon(nodes[1].lost)
             assert peer == 0 and "cannot be read" in str(reason)
@@ -272,11 +265,11 @@ def test_a_peer_that_sends_rubbish_is_lost_with_the_reason(factory: Factory) -> 
     asyncio.run(scenario())
 
 
-def test_whoever_leaves_while_others_still_link_up_keeps_nobody_waiting(factory: Factory) -> None:
+def test_whoever_leaves_while_others_still_link_up_keeps_nobody_waiting() -> None:
     """Its last words (that the job is over, and why) are heard all the same."""
 
     async def scenario() -> None:
-        nodes = [Node(index, factory) for index in range(3)]
+        nodes = [Node(index) for index in range(3)]
         table = {index: await node.transport.listen() for index, node in enumerate(nodes)}
         links_up = asyncio.create_task(nodes[1].transport.connect(table, WAIT_S))
         await nodes[0].transport.connect({0: table[0], 1: table[1]}, WAIT_S)

@@ -28,9 +28,10 @@ from deadpool_plugin.transport.guests import (
     ask,
 )
 from deadpool_plugin.transport.handshake import Credentials, shake_hands_async
+from deadpool_plugin.transport.links import NotWanted
+from deadpool_plugin.transport.mesh import ControlMesh
 from deadpool_plugin.transport.rendezvous import Hello
 from deadpool_plugin.transport.sockets import bound_address, connected, listen_tcp
-from deadpool_plugin.transport.tcp import ControlMesh, NotWanted
 
 WAIT_S = 20.0
 SECRET = Credentials(b"secret")

@@ -12,7 +12,7 @@ from support.relay import Relay
 from deadpool_plugin.core.messages import AnyMessage, Status
 from deadpool_plugin.transport.handshake import Credentials
 from deadpool_plugin.transport.lines import SAY_SO_EVERY
-from deadpool_plugin.transport.tcp import ControlMesh
+from deadpool_plugin.transport.mesh import ControlMesh
 
 WAIT_S = 20.0
 PATIENCE_S = 10 * WAIT_S
@@ -196,7 +196,7 @@ def test_a_lost_node_is_not_linked_again() -> None:
             link.cut(dialler=False)
             assert "no answer" in await asyncio.wait_for(first.lost.get(), WAIT_S)
             assert second.mesh.linked == {0}
-            second.mesh._silent_after_s = PATIENCE_S
+            second.mesh._renewals.patience_s = PATIENCE_S
             relay.is_deaf = False
             link.cut(target=False)
             assert "it wants none" in await asyncio.wait_for(second.lost.get(), WAIT_S)

@@ -26,8 +26,8 @@ from deadpool_plugin.errors import ConfigError
 from deadpool_plugin.launch import join, leash, roles
 from deadpool_plugin.transport.guests import JobDescription, Reserve, Reserved
 from deadpool_plugin.transport.handshake import Credentials
+from deadpool_plugin.transport.mesh import ControlMesh
 from deadpool_plugin.transport.rendezvous import Hello
-from deadpool_plugin.transport.tcp import ControlMesh
 
 SECRET = "a secret that is long enough"
 MEMBERS_JOB = "0123456789abcdef"

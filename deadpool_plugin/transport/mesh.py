@@ -3,13 +3,12 @@
 Rules of this file: everything on one event loop; the handshake comes before the first frame; a refused peer is
 told of once per host. Heartbeats and shards never share a connection (bulk has its own). Who is no member yet comes as
 a guest (guests.py), proves the secret like everyone, and becomes a node only by being admitted. A connection that ends
-is made again (lines.py); if only the smaller node has seen it end it dials, too, and what that says is: dial me.
+is made again (renewal.py); if only the smaller node has seen it end it dials, too, and what that says is: dial me.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import socket
 from collections.abc import Callable, Coroutine, Mapping
@@ -20,33 +19,23 @@ import msgspec
 from ..core.messages import AnyMessage, Goodbye
 from ..core.types import NodeId
 from ..errors import CorruptFrame, PeerRefused, TransportError
-from . import guests
-from .exchange import put, put_frame, take, take_frame
+from . import guests, links
+from .exchange import put
 from .framing import ConnectionClosed, FrameProtocol
-from .guests import GUEST, PURPOSE, Admitted, Announce, Answer, OnGuest
-from .handshake import HANDSHAKE_TIMEOUT_S, Credentials, shake_hands_async
+from .guests import GUEST, Admitted, Answer, OnGuest
+from .handshake import Credentials
 from .lines import Line
 from .rendezvous import Hello
-from .sockets import Address, bound_address, connected, listen_tcp, remote_name, tune
+from .renewal import YOUNG_S, Renewals
+from .sockets import Address, bound_address, closed_on_error, listen_tcp, remote_name
 
 _RETRY_S = 0.1
-_AGAIN_S = 0.01
-_UNASKED_S = 0.1
-"""Who has lost a link that it does not dial itself waits so long before it asks."""
 _FLUSH_S = 1.0
-_YOUNG_S = 1.0
-"""A link that was made no longer ago is not the one that the other end has lost: it has not seen this one yet."""
-_WELCOME, _NOT_WANTED = b"welcome", b"not wanted"
-"""What who was dialled says once it knows by whom, and whether there is to be a link."""
 DIALS_MAX = 16
 """Links a node begins at a time. With hundreds of nodes on hosts that are busy starting, handshakes begun all at once
 wait for each other until their time is up; nodes that all begin with the same peer do so, too."""
 _decoder = msgspec.msgpack.Decoder(AnyMessage)
 _log = logging.getLogger(__name__)
-
-
-class NotWanted(PeerRefused):
-    """A node of this job counts us as lost, or does not know us."""
 
 
 OnMessage = Callable[[NodeId, AnyMessage], None]
@@ -101,7 +90,9 @@ class ControlMesh:
         self._addresses: dict[NodeId, Address] = {}
         self._gone: set[NodeId] = set()
         """There is no link with them any more, for good, or none to come: lost, dropped, or they have said Goodbye."""
-        self._renewals: dict[NodeId, asyncio.Task[None]] = {}
+        self._renewals = Renewals(
+            node, self._addresses, self._dial, self._is_wanted, self._lose, patience_s=silent_after_s
+        )
         self._dials = asyncio.Semaphore(DIALS_MAX)
         self._known: set[NodeId] | None = None  # None: anyone with the secret, before `connect` has said who
         self._tasks: set[asyncio.Task[None]] = set()
@@ -113,7 +104,7 @@ class ControlMesh:
     @property
     def linked(self) -> frozenset[NodeId]:
         """Nodes to which there is a link now, or one that is being made again."""
-        return frozenset(self._links()) | frozenset(self._renewals)
+        return frozenset(self._links()) | self._renewals.nodes
 
     def _links(self) -> dict[NodeId, FrameProtocol]:
         return {node: line.link for node, line in self._lines.items() if line.link is not None}
@@ -158,53 +149,21 @@ class ControlMesh:
 
     async def _let_in(self, sock: socket.socket) -> None:
         """Makes a link of a connection that was accepted, dials who is to be dialled, or answers a guest; or raises."""
-        try:
-            sock.setblocking(False)
-            tune(sock, self._silent_after_s)
-            peer = await shake_hands_async(sock, self._credentials, PURPOSE, self._node, dialling=False)
-            if peer == GUEST:
-                return await self._entertain(sock)
+        peer = await links.greet(sock, self._node, self._credentials, self._silent_after_s)
+        if peer == GUEST:
+            return await self._entertain(sock)
+        if why := self._objection(peer):
             address = remote_name(sock)
-            if why := self._objection(peer):
-                await put_frame(sock, _NOT_WANTED)
-                if peer in self._gone:
-                    raise ConnectionClosed(f"node {peer} {why}")
-                raise PeerRefused(f"refused {address}: node {peer} {why}", address=address)
-            if _has_ended(sock):
-                raise ConnectionClosed(f"node {peer} gave the handshake up")
-            await put_frame(sock, _WELCOME)
-        except BaseException:
-            sock.close()
-            raise
+            await links.turn_away(sock)
+            if peer in self._gone:
+                raise ConnectionClosed(f"node {peer} {why}")
+            raise PeerRefused(f"refused {address}: node {peer} {why}", address=address)
+        await links.welcome(sock, peer)
         if peer > self._node:
             await self._attach(sock, peer)
         else:
             sock.close()
-            self._asked_to_dial(peer)
-
-    async def _link(self, sock: socket.socket, dialled: NodeId) -> None:
-        """Makes a link of a connection to `dialled`, or has it dial if it is larger; or closes the connection, raising.
-
-        Raises: NotWanted, PeerRefused, ConnectionClosed, OSError.
-        """
-        try:
-            tune(sock, self._silent_after_s)
-            peer = await shake_hands_async(sock, self._credentials, PURPOSE, self._node, dialling=True)
-            address = remote_name(sock)
-            if peer != dialled:
-                raise PeerRefused(f"{address} says it is node {peer}", f"node {dialled}", address=address)
-            if await asyncio.wait_for(take_frame(sock), HANDSHAKE_TIMEOUT_S) != _WELCOME:
-                raise NotWanted(f"node {peer} at {address} wants no link with node {self._node}", address=address)
-        except (EOFError, asyncio.TimeoutError) as error:
-            sock.close()
-            raise ConnectionClosed(f"node {dialled} did not let us in: {error!r}") from error
-        except BaseException:
-            sock.close()
-            raise
-        if dialled < self._node:
-            await self._attach(sock, dialled)
-        else:
-            sock.close()
+            self._renewals.asked(peer, self._lines.get(peer))
 
     def _objection(self, peer: NodeId) -> str:
         """Why there must be no new link to `peer`, "" if there may."""
@@ -226,14 +185,13 @@ class ControlMesh:
         """Answer a guest; link it if it is admitted. A promised link that fails is a lost one."""
         admitted = await guests.serve(sock, self._on_guest, self._is_new)
         if admitted is None:
-            sock.close()
             return
         hello, answer = admitted
         self._expect(hello.node, hello.control)
         try:
-            await put(sock, answer)
+            with closed_on_error(sock):
+                await put(sock, answer)
         except OSError as error:
-            sock.close()
             self._lose(hello.node, f"it left while it was let in: {error}")
             return
         await self._attach(sock, hello.node)
@@ -244,6 +202,10 @@ class ControlMesh:
         self._known.add(node)
         self._addresses[node] = address
 
+    def _is_wanted(self, node: NodeId) -> bool:
+        """Whether there is to be a link to `node`, as there has been one."""
+        return not self._closing and node not in self._gone
+
     def _is_new(self, node: NodeId) -> bool:
         return node not in (self._known or set()) | self._gone | self._lines.keys() | {self._node}
 
@@ -252,23 +214,11 @@ class ControlMesh:
 
         Raises: ConnectionClosed if it does not answer in time; PeerRefused without the secret.
         """
+        announcing = guests.announce(node, address, hello, self._credentials, self._silent_after_s)
         try:
-            return await asyncio.wait_for(self._visit(node, address, hello), timeout_s)
+            sock, answer = await asyncio.wait_for(announcing, timeout_s)
         except (OSError, EOFError, asyncio.TimeoutError) as error:
             raise ConnectionClosed(f"node {node} at {address[0]}:{address[1]} does not answer: {error!r}") from error
-
-    async def _visit(self, node: NodeId, address: Address, hello: Hello) -> Answer:
-        sock = await connected(address)
-        try:
-            tune(sock, self._silent_after_s)
-            peer = await shake_hands_async(sock, self._credentials, PURPOSE, GUEST, dialling=True)
-            if peer != node:
-                raise ConnectionClosed(f"node {peer} is where node {node} was")
-            await put(sock, Announce(hello))
-            answer: Answer = await take(sock, Answer)
-        except BaseException:
-            sock.close()
-            raise
         if isinstance(answer, Admitted):
             self._expect(node, address)
             await self._attach(sock, node)
@@ -309,7 +259,7 @@ class ControlMesh:
         elif was_aborted or peer not in self._addresses:
             self._lose(peer, reason)
         elif not (self._connecting and peer > self._node):  # which dials again by itself
-            self._renew(peer, reason, 0.0 if had_s >= _YOUNG_S else _RETRY_S)
+            self._renewals.begin(peer, line, reason, 0.0 if had_s >= YOUNG_S else _RETRY_S)
 
     def _lose(self, peer: NodeId, reason: str, silent: bool = False) -> None:
         self._lines.pop(peer, None)
@@ -318,59 +268,6 @@ class ControlMesh:
         if silent:
             self.silent.add(peer)
         self._on_lost(peer, reason)
-
-    # ---- links that end, made again
-
-    def _renew(self, peer: NodeId, reason: str, after_s: float = 0.0) -> None:
-        if peer not in self._renewals:
-            self._renewals[peer] = self._start(self._make_again(peer, reason, after_s))
-
-    def _asked_to_dial(self, peer: NodeId) -> None:
-        line, reason = self._lines.get(peer), "the other end has lost it"
-        if line is not None and line.link is not None and line.age_s >= _YOUNG_S:
-            line.carry(None, reason)
-        if line is not None and line.link is None:
-            self._renew(peer, reason)
-
-    async def _make_again(self, peer: NodeId, reason: str, after_s: float) -> None:
-        """Nothing is awaited between the last look at the link and the end of this."""
-        loop, line = asyncio.get_running_loop(), self._lines[peer]
-        why, silent, deadline = "no answer", True, loop.time() + self._silent_after_s
-        try:
-            await asyncio.sleep(after_s)
-            while line.link is None and not self._closing and peer not in self._gone and loop.time() < deadline:
-                await self._try(peer, line, deadline - loop.time())
-        except ConnectionRefusedError:
-            why, silent = "nobody listens there", False
-        except NotWanted:
-            why = "it wants none"
-        except TransportError as error:  # somebody else is there
-            why, silent = str(error), False
-        self._renewals.pop(peer, None)
-        if line.link is not None:
-            _log.warning("the link to node %d had ended (%s) and was made again", peer, reason)
-        elif not (self._closing or peer in self._gone):
-            self._lose(peer, f"{reason}; no new link: {why}", silent)
-
-    async def _try(self, peer: NodeId, line: Line, within_s: float) -> None:
-        """One attempt. Raises: ConnectionRefusedError if nobody listens there; TransportError if it is in vain."""
-        try:
-            await asyncio.wait_for(self._dial_again(peer, line), within_s)
-        except ConnectionRefusedError:
-            raise
-        except (ConnectionClosed, OSError, asyncio.TimeoutError) as error:  # who is being ended may still listen
-            _log.info("node %d does not answer now: %r", peer, error)
-            await asyncio.sleep(_AGAIN_S)
-
-    async def _dial_again(self, peer: NodeId, line: Line) -> None:
-        address = self._addresses[peer]
-        (await connected(address)).close()  # where nobody listens that is known before it is this link's turn
-        if peer < self._node:
-            async with self._dials:
-                await self._link(await connected(address), peer)
-        elif not await _is_set_within(line.up, _UNASKED_S):
-            await self._link(await connected(address), peer)
-            await _is_set_within(line.up, _YOUNG_S)
 
     async def connect(self, table: Mapping[NodeId, Address], timeout_s: float = 60.0) -> None:
         """Returns when there is a link to every node of `table` (the own entry is ignored), or was one to a node that
@@ -383,7 +280,7 @@ class ControlMesh:
         for node in others:
             self._expect(node, table[node])
         older = sorted((node for node in others if node < self._node), reverse=True)
-        dials = [asyncio.create_task(self._dial(node, table[node])) for node in older]
+        dials = [asyncio.create_task(self._dial_until_linked(node)) for node in older]
         try:
             await asyncio.wait_for(self._all_linked(others, dials), timeout_s)
         except asyncio.TimeoutError as error:
@@ -399,7 +296,7 @@ class ControlMesh:
             await asyncio.gather(*dials, return_exceptions=True)
         for node, line in self._lines.items():
             if line.link is None:
-                self._renew(node, "it ended while others were awaited")
+                self._renewals.begin(node, line, "it ended while others were awaited")
 
     async def _all_linked(self, others: set[NodeId], dials: list[asyncio.Task[None]]) -> None:
         await asyncio.gather(*dials)
@@ -407,14 +304,23 @@ class ControlMesh:
             self._changed.clear()
             await self._changed.wait()
 
-    async def _dial(self, node: NodeId, address: Address) -> None:
+    async def _dial_until_linked(self, node: NodeId) -> None:
         while True:
-            async with self._dials:
-                try:
-                    return await self._link(await connected(address), node)
-                except (ConnectionClosed, OSError) as error:
-                    _log.info("node %d at %s does not answer yet: %s", node, address, error)
+            try:
+                return await self._dial(node)
+            except (ConnectionClosed, OSError) as error:
+                _log.info("node %d at %s does not answer yet: %s", node, self._addresses[node], error)
             await asyncio.sleep(_RETRY_S)
+
+    async def _dial(self, node: NodeId) -> None:
+        """Makes a link to `node`, or asks it to, if it is larger. Raises: as `links.dial`."""
+        address = self._addresses[node]
+        async with self._dials:
+            sock = await links.dial(node, address, self._node, self._credentials, self._silent_after_s)
+            if node < self._node:
+                await self._attach(sock, node)
+            else:
+                sock.close()
 
     def send(self, node: NodeId, message: AnyMessage) -> None:
         """Queues `message`; without a link it is dropped: that there is none was told. Blocks: never."""
@@ -425,8 +331,7 @@ class ControlMesh:
         """Ends the link to `node`, what is queued for it going first within a short deadline, and accepts none from it
         any more: it is lost to the world."""
         self._gone.add(node)
-        if (renewal := self._renewals.pop(node, None)) is not None:
-            renewal.cancel()
+        self._renewals.stop(node)
         line = self._lines.get(node)
         if line is not None and line.link is not None:
             line.link.close()
@@ -439,7 +344,7 @@ class ControlMesh:
         self._closing = True
         for task in list(self._tasks):
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(self._renewals.close(), *self._tasks, return_exceptions=True)
         if self._listener is not None:
             self._listener.close()
         for node, link in self._links().items():
@@ -457,17 +362,3 @@ class ControlMesh:
         while self._links():
             self._changed.clear()
             await self._changed.wait()
-
-
-async def _is_set_within(event: asyncio.Event, limit_s: float) -> bool:
-    with contextlib.suppress(asyncio.TimeoutError):
-        await asyncio.wait_for(event.wait(), limit_s)
-    return event.is_set()
-
-
-def _has_ended(sock: socket.socket) -> bool:
-    """Whether the other end of a non-blocking connection has closed it, and all it sent is read. Raises: OSError."""
-    try:
-        return not sock.recv(1, socket.MSG_PEEK)
-    except BlockingIOError:
-        return False
