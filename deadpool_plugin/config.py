@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import os
 import textwrap
 from pathlib import Path
 from typing import Any, Literal
@@ -177,6 +178,18 @@ class Config(BaseModel):
     @property
     def secret_path(self) -> Path:
         return self.secret_file.expanduser()
+
+    @property
+    def told_secret_file(self) -> str:
+        """Where another host of the job looks for the secret: as here, the default file in its own home directory."""
+        return os.path.abspath(self.secret_path) if "secret_file" in self.model_fields_set else str(self.secret_file)
+
+    def told(self) -> str:
+        """The same as a file for another host of the job: the fields that are set."""
+        fields = self.model_dump(mode="json", exclude_unset=True)
+        if "secret_file" in fields:
+            fields["secret_file"] = self.told_secret_file
+        return str(yaml.safe_dump(fields))
 
     def digest(self) -> str:
         """Equal on all nodes of a job: covers what nodes must agree on, not paths, addresses or local limits."""

@@ -16,7 +16,7 @@ from .config import load
 from .errors import ConfigError
 from .launch import roles
 from .launch.argv import CommandLine, parse
-from .launch.secret import ensure
+from .launch.secret import of_job
 from .launch.supervisor import supervise
 
 _YIELD_S = 2.0
@@ -32,7 +32,7 @@ def prepare(arguments: list[str]) -> tuple[roles.Launch, CommandLine]:
     roles.check_interface(config)
     roles.check_versions()
     roles.check_directories(config)
-    ensure(config)
+    of_job(config, line.config)
     if line.command[0] != "-m" and not Path(line.command[0]).is_file():
         raise ConfigError(
             f"there is no file {line.command[0]} in {os.getcwd()} on {os.uname().nodename}",

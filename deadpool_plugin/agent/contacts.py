@@ -1,7 +1,7 @@
 """`OUTPUT_DIR/nodes/<id>.json`: where a host that wants to join finds a living member, on a shared file system.
 
 Rules of this file: a file appears whole or not at all and goes with its node's orderly end; what a killed node leaves
-behind is harmless, because nobody of its job answers there. No secret is in it.
+behind is harmless, because nobody of its job answers there. Where the secret lies is in it, the secret is not.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ FOLDER = "nodes"
 
 
 class Contact(msgspec.Struct, frozen=True):
-    """One node's file. `config`: its configuration file, "" for the defaults; `job`: the id of its job."""
+    """One node's file. `secret_file`: where the job's secret lies; `job`: the id of its job."""
 
     node: NodeId
     host: str
     pid: int
     control: Address
-    config: str
+    secret_file: str
     job: str
 
 
@@ -35,11 +35,11 @@ def path_of(output_dir: Path, node: NodeId) -> Path:
     return output_dir / FOLDER / f"{node}.json"
 
 
-def publish(output_dir: Path, hello: Hello, config: str, job: str) -> None:
+def publish(output_dir: Path, hello: Hello, secret_file: str, job: str) -> None:
     """Write this node's file. Raises: OSError."""
     path = path_of(output_dir, hello.node)
     path.parent.mkdir(parents=True, exist_ok=True)
-    contact = Contact(hello.node, hello.host, os.getpid(), hello.control, config, job)
+    contact = Contact(hello.node, hello.host, os.getpid(), hello.control, secret_file, job)
     files.put(path, msgspec.json.encode(contact))
 
 

@@ -62,8 +62,8 @@ class Invitation(msgspec.Struct, frozen=True):
 
 
 class Job(msgspec.Struct, frozen=True):
-    """What this node's supervisors were started with. `invitation`: to the running job this host shall join; None for a
-    host that meets the others at the rendezvous."""
+    """What this node's supervisors were started with. `config`: as `Config.told`. `invitation`: to the running job this
+    host shall join; None for a host that meets the others at the rendezvous."""
 
     command: list[str]
     directory: str
@@ -72,7 +72,7 @@ class Job(msgspec.Struct, frozen=True):
     invitation: Invitation | None = None
 
 
-def job_from(environ: Mapping[str, str], directory: str) -> Job:
+def job_from(environ: Mapping[str, str], directory: str, config: str) -> Job:
     """What the supervisor and `deadpool join` say by the environment; both are ours."""
     named = deepspeed_env(environ, directory)
     exported = {
@@ -84,7 +84,7 @@ def job_from(environ: Mapping[str, str], directory: str) -> Job:
     }
     command = msgspec.json.decode(environ.get(COMMAND, "[]"), type=list[str])
     invitation = msgspec.json.decode(environ.get(INVITATION, "null"), type=Invitation | None)
-    return Job(command, directory, environ.get("DEADPOOL_CONFIG", ""), exported, invitation)
+    return Job(command, directory, config, exported, invitation)
 
 
 def deepspeed_env(environ: Mapping[str, str], directory: str) -> dict[str, str]:

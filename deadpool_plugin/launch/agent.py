@@ -16,8 +16,8 @@ from ..agent.joining import job_from
 from ..config import load
 from ..errors import DeadpoolError
 from ..plugin import run_agent
-from . import leash, roles
-from .secret import ensure
+from . import carried, roles
+from .secret import of_job
 
 
 def serve(fd: int) -> NoReturn:
@@ -33,15 +33,15 @@ def _serve(fd: int) -> int:
     os.set_inheritable(fd, False)
     try:
         launch = roles.from_environment()
-        config = load(os.environ["DEADPOOL_CONFIG"])
-        job = job_from(os.environ, os.getcwd())
-        exit_code = run_agent(launch.place, config, ensure(config), listener, os.environ["DEADPOOL_JOB_TAG"], job)
+        config = load(path := os.environ["DEADPOOL_CONFIG"])
+        job = job_from(os.environ, os.getcwd(), config.told())
+        exit_code = run_agent(launch.place, config, of_job(config, path), listener, os.environ["DEADPOOL_JOB_TAG"], job)
     except DeadpoolError as error:
         print(f"[deadpool] {error}", file=sys.stderr, flush=True)
         return error.exit_code
-    if leash.is_carried(path := os.environ["DEADPOOL_CONFIG"]):
+    if carried.is_carried(path):
         with contextlib.suppress(OSError):
-            leash.last_word(path, launch.place.node).write_text(str(exit_code))
+            carried.last_word(path, launch.place.node).write_text(str(exit_code))
     return exit_code
 
 

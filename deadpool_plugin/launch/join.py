@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -29,7 +29,7 @@ from ..transport.guests import Describe, JobDescription, Reserve, Reserved, ask,
 from ..transport.handshake import ANY_JOB, Credentials
 from ..transport.rendezvous import Hello
 from ..transport.sockets import Address
-from . import leash, roles
+from . import carried, roles
 from .argv import FLAG, RUN, head_of, launchers_words, parse
 from .processes import ending_signals
 from .secret import ensure
@@ -42,7 +42,7 @@ ATTEMPTS_MAX = 5
 
 class Wish(msgspec.Struct, frozen=True):
     """What the user said: where the job is (`to`, else `job`, else the configuration's output_dir), the configuration's
-    file ("": the job's own) and, to be sure, the job's command. `job_id`: the one that was found before."""
+    file ("": the job's own) and, to be sure, the job's command. `job_id`: that of the job that was found before."""
 
     to: Address | None = None
     job: Path | None = None
@@ -52,7 +52,7 @@ class Wish(msgspec.Struct, frozen=True):
 
 
 class FoundJob(msgspec.Struct, frozen=True):
-    """A job that was found, and the configuration file this host takes part with."""
+    """A job that was found. `config`: the user's file for it, "" for what its members have."""
 
     description: JobDescription
     config: str
@@ -66,19 +66,34 @@ def join(wish: Wish, program: Sequence[str] = (sys.executable, "-u", "-m", RUN))
     """
     for _ in range(ATTEMPTS_MAX):
         job = find(wish)
-        description = job.description
-        check(description, job.config, wish.command)
-        node = asyncio.run(reserve(job))
-        print(f"[deadpool] joining the job of node {description.node} as node {node}", flush=True)
-        os.chdir(description.directory)
-        slots = description.hellos[0].local_size
-        commands = [supervisor_command(program, description, k, job.config) for k in range(slots)]
-        exit_code = play_launcher(commands, [environment(description, node, k, os.environ) for k in range(slots)])
+        with configured(job) as config:
+            exit_code = _join(job, config, wish.command, program)
         if exit_code != EXIT_TAKEN:
             return exit_code
-        member = description.hellos[0].control
-        wish = msgspec.structs.replace(wish, to=member, config=job.config, job_id=description.job)
+        wish = msgspec.structs.replace(wish, config=job.config, job_id=job.description.job)
     raise TransportError(f"{ATTEMPTS_MAX} node ids were taken by other hosts", remedy="deadpool join again")
+
+
+def _join(job: FoundJob, config: str, command: Sequence[str], program: Sequence[str]) -> int:
+    description = job.description
+    check(description, config, command)
+    node = asyncio.run(reserve(job))
+    print(f"[deadpool] joining the job of node {description.node} as node {node}", flush=True)
+    os.chdir(description.directory)
+    slots = description.hellos[0].local_size
+    commands = [supervisor_command(program, description, k, config) for k in range(slots)]
+    return play_launcher(commands, [environment(description, node, k, os.environ) for k in range(slots)])
+
+
+@contextlib.contextmanager
+def configured(job: FoundJob) -> Iterator[str]:
+    """The configuration file this host takes part with: the user's, or the job's, put in place as on a host that
+    `deadpool launch` has started. Raises: ConfigError."""
+    if job.config:
+        yield job.config
+        return
+    with carried.installed(carried.new_job(), job.description.config, job.secret) as folder:
+        yield str(folder / carried.CONFIG)
 
 
 # ---- finding the job
@@ -86,7 +101,7 @@ def join(wish: Wish, program: Sequence[str] = (sys.executable, "-u", "-m", RUN))
 
 def find(wish: Wish) -> FoundJob:
     """Ask the first member that answers. Raises: ConfigError; TransportError if none answers."""
-    config, path = _configured(wish)
+    config, path = _named(wish)
     found = contacts.published(wish.job or config.output_dir) if wish.to is None else []
     if wish.to is None and not found:
         raise ConfigError(
@@ -95,39 +110,19 @@ def find(wish: Wish) -> FoundJob:
             "name it by --job OUTPUT_DIR, or a member by --to HOST:PORT",
         )
     if found and not path:
-        path = _jobs_own(found[0].config, wish.job or config.output_dir)
-        config = load(path)
+        config = Config(secret_file=Path(found[0].secret_file))
     secret = _secret(config)
     addresses = [(wish.to, wish.job_id)] if wish.to else [(contact.control, contact.job) for contact in found]
-    description = asyncio.run(_described(addresses, Credentials(secret)))
-    return FoundJob(description, path or _jobs_own(description.config, None), secret)
+    described = asyncio.run(
+        _described([one for one in addresses if wish.job_id in (ANY_JOB, one[1])], Credentials(secret))
+    )
+    return FoundJob(described, path, secret)
 
 
-def _configured(wish: Wish) -> tuple[Config, str]:
+def _named(wish: Wish) -> tuple[Config, str]:
     """The user's configuration, wherever the flag stands, and its file ("": none was named)."""
     path = wish.config or (parse(wish.command).config if wish.command else "")
     return load(path), str(Path(path).resolve()) if path else ""
-
-
-def _jobs_own(path: str, output_dir: Path | None) -> str:
-    """The configuration file of the job: its nodes' `path` if this host has it too, else "" (the defaults: if they are
-    wrong, the digests differ). What `deadpool launch` carried to its hosts is found in the job's `output_dir`.
-
-    Raises: ConfigError if it is not.
-    """
-    if path and os.access(path, os.R_OK):
-        return path
-    if not leash.is_carried(path):
-        return ""
-    told = leash.for_guests(output_dir, path) if output_dir is not None else None
-    if told is None or not os.access(told, os.R_OK):
-        raise ConfigError(
-            f"the job was started by `deadpool launch`, which carried its configuration to {path} on its own hosts",
-            f"it in {told}" if told else "it in the job's output_dir",
-            f"name the file it was launched with by {FLAG} (and its secret_file must be here, mode 0600)"
-            + ("" if told else ", or the job's output_dir by --job"),
-        )
-    return str(told.resolve())
 
 
 def _secret(config: Config) -> bytes:
@@ -136,7 +131,7 @@ def _secret(config: Config) -> bytes:
         raise ConfigError(
             f"there is no secret_file {config.secret_path} on {os.uname().nodename}",
             "the job's secret, as on its hosts (after `deadpool launch`: as where it was launched)",
-            f"copy it from there, mode 0600, or name the job's configuration by {FLAG}",
+            f"copy it from there, mode 0600, or name a configuration with another secret_file by {FLAG}",
         )
     return ensure(config)
 

@@ -16,20 +16,17 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-import yaml
-
 from ..agent import proc
 from ..agent.meeting import versions
 from ..config import Config, load
 from ..errors import ConfigError, shell_code
 from ..transport.sockets import allow_many_files
-from . import leash
+from . import carried, leash
 from .outcome import Outcome, outcome
 from .processes import ending_signals
 from .remote import Stewards, keep_alive
 from .request import Request, understood
 from .secret import ensure
-from .steward import CONFIG, SECRET
 
 DEEPSPEED = (sys.executable, "-m", "deepspeed.launcher.runner")
 LAST_WORD_S = 10.0
@@ -68,7 +65,7 @@ class Launcher:
     """One job over ssh; `run` once."""
 
     def __init__(self, request: Request, config: Config) -> None:
-        self._request, self._config, self._job = request, config, leash.new_job()
+        self._request, self._config, self._job = request, config, carried.new_job()
         self._tag = f"launch.{self._job}."
         self._stewards = Stewards(request, config)
         self._interrupted = 0
@@ -96,22 +93,15 @@ class Launcher:
             await self._stewards.close()
 
     def _what_hosts_need(self) -> leash.Prepare:
-        """The user's configuration, its secret_file being the one the stewards make, and for guests the user's own."""
-        fields = self._config.model_dump(mode="json", exclude_unset=True)
-        own = {"secret_file": os.path.abspath(self._config.secret_path)} if "secret_file" in fields else {}
-        theirs = {"secret_file": str(leash.folder(self._job) / SECRET)}
-        command = self._request.command
-        script = "" if command[0] == "-m" else command[0]
-        return leash.Prepare(
-            self._job, -1, yaml.safe_dump(fields | theirs), ensure(self._config), script, versions(),
-            yaml.safe_dump(fields | own),
-        )  # fmt: skip
+        first = self._request.command[0]
+        script = "" if first == "-m" else first
+        return leash.Prepare(self._job, -1, self._config.told(), ensure(self._config), script, versions())
 
     # ---- the real launcher
 
     async def _deepspeed(self) -> int:
         """Its exit code, 0 or more; an interrupted one is ended once the stewards have ended the job."""
-        words = [*DEEPSPEED, *self._request.deepspeed(str(leash.folder(self._job) / CONFIG))]
+        words = [*DEEPSPEED, *self._request.deepspeed(str(carried.folder_of(self._job) / carried.CONFIG))]
         said = [os.environ.get("PDSH_SSH_ARGS_APPEND", ""), *keep_alive(self._config)]
         env = {**os.environ, proc.TAG: self._tag, "PDSH_SSH_ARGS_APPEND": " ".join(said).strip()}
         process = await asyncio.create_subprocess_exec(

@@ -5,17 +5,11 @@ Rules of this file: plain data; a line that is not one of ours (a login script's
 
 from __future__ import annotations
 
-import secrets
-from pathlib import Path
-
 import msgspec
 
 from .. import events
-from ..agent import contacts
 
-SHM = Path("/dev/shm")
-
-Outcome = (
+FateEvent = (
     events.NodeJoined | events.SwapPlanned | events.NodeFenced | events.NodeEnded | events.JobFinished
     | events.JobStopped
 )  # fmt: skip
@@ -27,10 +21,7 @@ class Word(msgspec.Struct, frozen=True, tag=True):
 
 
 class Prepare(Word, frozen=True):
-    """Launcher -> steward, first: what this host needs for the job. `script` is "" for a module.
-
-    `for_guests`: the same configuration with the user's own secret_file, for hosts that join later.
-    """
+    """Launcher -> steward, first: what this host needs for the job. `script` is "" for a module."""
 
     job: str
     node: int
@@ -38,7 +29,6 @@ class Prepare(Word, frozen=True):
     secret: bytes
     script: str
     versions: dict[str, str]
-    for_guests: str
 
 
 class Ready(Word, frozen=True):
@@ -65,7 +55,7 @@ class Tell(Word, frozen=True):
 class Told(Word, frozen=True):
     """Steward -> launcher, last: the events of this host's node, and how many processes had to be killed."""
 
-    events: list[Outcome]
+    events: list[FateEvent]
     killed: int
 
 
@@ -84,30 +74,3 @@ def decode(line: bytes) -> Said | None:
         return _decoder.decode(line)
     except msgspec.DecodeError:
         return None
-
-
-def new_job() -> str:
-    """A name nobody guesses."""
-    return secrets.token_hex(8)
-
-
-def folder(job: str) -> Path:
-    """Where a host keeps what it was given for `job`: its own memory, never a disk, gone when it is switched off. The
-    name is the same on all hosts, whoever the user is there."""
-    return SHM / f"deadpool-{job}"
-
-
-def is_carried(config: str) -> bool:
-    """Whether a node's configuration file is one that a steward has put in place: no other host need have it."""
-    path = Path(config)
-    return path.parent.parent == SHM and path.parent.name.startswith("deadpool-")
-
-
-def last_word(config: str, node: int) -> Path:
-    """Where the agent of `node`, started with `config`, leaves its exit code: the event log's disk may be full."""
-    return Path(config).with_name(f"exit_code.{node}")
-
-
-def for_guests(output_dir: Path, config: str) -> Path:
-    """Where hosts that join find what stewards were given as `for_guests`. `config`: the one they put in place."""
-    return output_dir / contacts.FOLDER / f"{Path(config).parent.name}.yaml"

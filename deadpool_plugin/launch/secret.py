@@ -14,8 +14,17 @@ from pathlib import Path
 
 from ..config import Config
 from ..errors import ConfigError
+from . import carried
 
 BYTES_MIN = 16
+
+
+def of_job(config: Config, path: str) -> bytes:
+    """The secret of the job whose configuration is the file `path`: the one that was put in place with it, else as
+    `ensure`. Raises: ConfigError."""
+    if carried.is_carried(path):
+        config = config.model_copy(update={"secret_file": Path(path).with_name(carried.SECRET)})
+    return ensure(config)
 
 
 def ensure(config: Config) -> bytes:

@@ -11,24 +11,20 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import shutil
 import signal
-import stat
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
 import msgspec
 
 from .. import events
-from ..agent import contacts, files
 from ..agent.meeting import versions
 from ..agent.world import first_difference
 from ..config import Config, load
 from ..errors import ConfigError, DeadpoolError
-from . import leash, roles
+from . import carried, leash, roles
 from .carriers import carriers, kill_all, supervisors
 
 ENDING = (signal.SIGTERM, signal.SIGHUP)
@@ -36,8 +32,6 @@ POLL_S = 0.5
 ALONE_POLL_S = 5.0
 """Between looks at a job that goes on without its launcher: each is at every process of the host."""
 PREPARE_S = 60.0
-CONFIG = "config.yaml"
-SECRET = "secret"
 
 
 class Ear:
@@ -114,7 +108,7 @@ class Steward:
     def told(self) -> leash.Told:
         """What the node's event log (it may hold earlier jobs too) and its agent's exit code say of this job's fate."""
         found = self._last_word()
-        decoder: msgspec.json.Decoder[leash.Outcome] = msgspec.json.Decoder(leash.Outcome)
+        decoder: msgspec.json.Decoder[leash.FateEvent] = msgspec.json.Decoder(leash.FateEvent)
         if self._log.exists():
             with self._log.open("rb") as file:
                 file.seek(self._log_begins)
@@ -124,73 +118,22 @@ class Steward:
                             found.append(decoder.decode(line))
         return leash.Told(found, len(self._killed))
 
-    def _last_word(self) -> list[leash.Outcome]:
+    def _last_word(self) -> list[leash.FateEvent]:
         """The exit code of an agent that has come to its end, as events; 0 is that of a job that has finished."""
         try:
-            exit_code = int(leash.last_word(str(self._folder / CONFIG), self._node).read_text())
+            exit_code = int(carried.last_word(str(self._folder / carried.CONFIG), self._node).read_text())
         except (OSError, ValueError):
             return []
         ended = events.NodeEnded(exit_code=exit_code, node=self._node)
         return [ended] if exit_code else [events.JobFinished(node=self._node), ended]
 
 
-_KINDS = tuple(f'"event":"{kind.__name__}"'.encode() for kind in leash.Outcome.__args__)
+_KINDS = tuple(f'"event":"{kind.__name__}"'.encode() for kind in leash.FateEvent.__args__)
 
 
 def _tells(line: bytes) -> bool:
     """Whole lines only: most are about steps, and are not worth decoding."""
     return line.endswith(b"\n") and any(kind in line for kind in _KINDS)
-
-
-@contextlib.contextmanager
-def installed(prepare: leash.Prepare) -> Iterator[Path]:
-    """Configuration and secret where only we can read them, for as long as the block runs. Raises: ConfigError."""
-    folder = leash.folder(prepare.job)
-    try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"{folder} cannot be made ({error.strerror})", "a folder of our own", "launch again"
-        ) from error
-    status = folder.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
-        raise ConfigError(f"{folder} is somebody else's", "a folder of our own", "launch again")
-    try:
-        put(folder / SECRET, prepare.secret)
-        put(folder / CONFIG, prepare.config.encode())
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def told_to_guests(path: Path, config: str) -> Iterator[None]:
-    """The configuration is where hosts that join look for it until the last node of the job has gone.
-
-    Raises: ConfigError.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        found = f"{path.parent} cannot be made ({error.strerror})"
-        raise ConfigError(found, "an output_dir that can be written to", "name another") from error
-    put(path, config.encode())
-    try:
-        yield
-    finally:
-        with contextlib.suppress(OSError):  # a file system that has gone
-            if not contacts.published(path.parent.parent):
-                path.unlink(missing_ok=True)
-
-
-def put(path: Path, content: bytes) -> None:
-    """For our eyes only, whole or not at all. Raises: ConfigError."""
-    try:
-        files.put(path, content, 0o600)
-    except OSError as error:
-        raise ConfigError(
-            f"{path} cannot be written ({error.strerror})", f"room in {path.parent}", "make some"
-        ) from error
 
 
 def check(prepare: leash.Prepare) -> None:
@@ -223,12 +166,10 @@ def main() -> int:
         signal.signal(number, _end)
     try:
         check(prepare)
-        with installed(prepare) as folder:
-            config = load(folder / CONFIG)
-            steward = Steward(ear, folder, config, prepare.node)
-            with told_to_guests(leash.for_guests(config.output_dir, str(folder / CONFIG)), prepare.for_guests):
-                say(leash.Ready(os.uname().nodename))
-                steward.serve()
+        with carried.installed(prepare.job, prepare.config, prepare.secret) as folder:
+            steward = Steward(ear, folder, load(folder / carried.CONFIG), prepare.node)
+            say(leash.Ready(os.uname().nodename))
+            steward.serve()
             told = steward.told()
         say(told)  # when nothing is left here
     except DeadpoolError as error:

@@ -55,9 +55,9 @@ class Stop(Guest, frozen=True):
 class JobDescription(Guest, frozen=True):
     """All that a host must know to run the job's command as the other hosts do.
 
-    `command` is what supervisor 0 of the answering node was given, the launcher's own words included. `environment` is
-    what the deepspeed launcher exports to all hosts. `hellos`: every node known to be there, hosts about to
-    join included; `members`: those of `generation`. `job`: its id.
+    `command` is what supervisor 0 of the answering node was given, the launcher's own words included; `config` the text
+    of its configuration; `environment` what the deepspeed launcher exports to all hosts. `hellos`: every node known to
+    be there, hosts about to join included; `members`: those of `generation`. `job`: its id.
     """
 
     node: NodeId

@@ -1,6 +1,7 @@
 """`deadpool join` for the stub cluster: everything but the script's check, supervisors with stub workers.
 
-`stub_join.py OUTPUT_DIR CONFIG [HOST:PORT]`
+`stub_join.py OUTPUT_DIR`, or, where only a member's address is known, `stub_join.py CONFIG HOST:PORT`: as the former
+finds the secret, and is told the configuration.
 """
 
 from __future__ import annotations
@@ -16,13 +17,19 @@ from deadpool_plugin.launch import join
 LAUNCH = str(Path(__file__).with_name("stub_launch.py"))
 
 
-def main(output_dir: str, config: str, *to: str) -> int:
-    invitation = join.find(join.Wish(address(to[0]) if to else None, Path(output_dir), config))
+def main(where: str, *to: str) -> int:
+    wish = join.Wish(to=address(to[0]), config=where) if to else join.Wish(job=Path(where))
+    invitation = join.find(wish)
+    with join.configured(invitation) as config:
+        return take_part(invitation, config)
+
+
+def take_part(invitation: join.FoundJob, config: str) -> int:
     job = invitation.description
     node = asyncio.run(join.reserve(invitation))
     slots = range(job.hellos[0].local_size)
     words = [word for word in job.command if not word.startswith("--local_rank=")]
-    supervisor = [sys.executable, "-u", LAUNCH, "supervise", invitation.config]
+    supervisor = [sys.executable, "-u", LAUNCH, "supervise", config]
     commands = [[*supervisor, f"--local_rank={local_rank}", *words] for local_rank in slots]
     return join.play_launcher(commands, [join.environment(job, node, slot, os.environ) for slot in slots])
 

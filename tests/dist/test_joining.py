@@ -21,7 +21,8 @@ WAIT = "memory_headroom_gib: 0\non_no_spare: wait\n"
 def join(cluster, to=""):
     """One more host; its node id, if nobody else joins at the same time, is its place in the cluster."""
     node, logs = cluster.nodes, cluster.directory / "logs"
-    words = [str(HERE / "stub_join.py"), str(logs), str(cluster.directory / "deadpool.yaml"), *([to] if to else [])]
+    where = [str(cluster.directory / "deadpool.yaml"), to] if to else [str(logs)]
+    words = [str(HERE / "stub_join.py"), *where]
     env = {**os.environ, "PYTHONPATH": str(HERE.parent.parent), MARK: f"{cluster.run}.{node}"}
     with (cluster.directory / f"out.{node}").open("wb") as out:
         started = subprocess.Popen(
@@ -111,9 +112,8 @@ def test_a_host_that_dies_while_it_joins_costs_nothing_but_itself(start):
     finishes(cluster, lost=[node])
 
 
-def stop(cluster, *where):
-    words = [sys.executable, "-m", "deadpool_plugin.cli", "stop", *where]
-    words += ["--deadpool-config", str(cluster.directory / "deadpool.yaml")]
+def stop(cluster):
+    words = [sys.executable, "-m", "deadpool_plugin.cli", "stop", "--job", str(cluster.directory / "logs")]
     return subprocess.run(words, cwd=HERE.parent.parent, capture_output=True, text=True, timeout=200, check=False)
 
 

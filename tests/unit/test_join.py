@@ -20,10 +20,11 @@ from deadpool_plugin.agent.joining import Job, Roster
 from deadpool_plugin.agent.meeting import versions
 from deadpool_plugin.cli.join import address
 from deadpool_plugin.cli.main import COMMANDS, main
-from deadpool_plugin.config import Config
+from deadpool_plugin.config import Config, load
 from deadpool_plugin.core.types import World
 from deadpool_plugin.errors import ConfigError
-from deadpool_plugin.launch import join, leash, roles
+from deadpool_plugin.launch import carried, join, roles
+from deadpool_plugin.launch.secret import of_job
 from deadpool_plugin.transport.guests import JobDescription, Reserve, Reserved
 from deadpool_plugin.transport.handshake import Credentials
 from deadpool_plugin.transport.mesh import ControlMesh
@@ -125,9 +126,9 @@ def test_the_module_is_the_command_and_nothing_loads_torch():
 
 
 def test_a_nodes_file_appears_and_goes_with_its_own_process_only(tmp_path):
-    contacts.publish(tmp_path, hello(3), "/job/d.yaml", "a job")
+    contacts.publish(tmp_path, hello(3), "/job/secret", "a job")
     (found,) = contacts.published(tmp_path)
-    assert found == contacts.Contact(3, "host3", os.getpid(), ("127.0.0.1", 1), "/job/d.yaml", "a job")
+    assert found == contacts.Contact(3, "host3", os.getpid(), ("127.0.0.1", 1), "/job/secret", "a job")
     assert [path.name for path in (tmp_path / "nodes").iterdir()] == ["3.json"]
     path = contacts.path_of(tmp_path, 3)
     path.write_text(json.dumps({**json.loads(path.read_text()), "pid": os.getpid() + 1}))
@@ -151,8 +152,9 @@ def test_files_are_read_youngest_first_and_damaged_ones_left_out(tmp_path):
 class Member:
     """A member of a job on a thread of its own: what a command that blocks can ask."""
 
-    def __init__(self, folder, config):
-        self.command, self.folder, self.config = ["s.py", "--local_rank=0", "--lr", "1"], folder, str(config)
+    def __init__(self, folder):
+        self.command, self.folder = ["s.py", "--local_rank=0", "--lr", "1"], folder
+        self.config = load(folder / "d.yaml")
         self._up, self._loop = threading.Event(), asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_until_complete, args=(self._serve(),))
         self._thread.start()
@@ -161,15 +163,15 @@ class Member:
     async def _serve(self):
         self._end = asyncio.Event()
         credentials = Credentials(SECRET.encode(), MEMBERS_JOB)
-        roster = Roster(4, Job(self.command, str(self.folder), self.config, {}), ("m", 5), credentials)
+        roster = Roster(4, Job(self.command, str(self.folder), self.config.told(), {}), ("m", 5), credentials)
         roster.members = lambda: World(1, (4,))
         mesh = ControlMesh(
             4, credentials, "127.0.0.1", None, lambda *_: None, lambda *_: None, 10.0, lambda _: None, roster.answer,
         )  # fmt: skip
-        self.hello = hello(4, control=await mesh.listen(), config_digest=Config().digest())
+        self.hello = hello(4, control=await mesh.listen(), config_digest=self.config.digest())
         await mesh.connect({4: self.hello.control})
         roster.know(self.hello)
-        contacts.publish(self.folder / "logs", self.hello, self.config, MEMBERS_JOB)
+        contacts.publish(self.folder / "logs", self.hello, self.config.told_secret_file, MEMBERS_JOB)
         self._up.set()
         await self._end.wait()
         await mesh.close()
@@ -181,59 +183,67 @@ class Member:
 
 
 @pytest.fixture
-def serve(folder):
-    """A member of a job whose nodes name this configuration file."""
+def member(folder):
     secret = folder / "secret"
     secret.touch(mode=0o600)
     secret.write_text(SECRET)
-    (folder / "d.yaml").write_text(f"secret_file: {secret}\noutput_dir: {folder / 'logs'}\n")
-    made = []
-    yield lambda config: made.append(Member(folder, config)) or made[-1]
-    for member in made:
-        member.close()
+    (folder / "d.yaml").write_text(f"secret_file: secret\noutput_dir: {folder / 'logs'}\npatience_s: 9\n")
+    one = Member(folder)
+    yield one
+    one.close()
 
 
-@pytest.fixture
-def member(serve, folder):
-    return serve(folder / "d.yaml")
-
-
-def test_a_job_is_found_by_its_output_dir_with_its_own_configuration(member, folder):
+def test_a_job_is_found_by_its_output_dir_and_its_secret_where_its_members_have_it(member, folder, monkeypatch):
     dead = hello(1, control=("127.0.0.1", 1))
-    contacts.publish(folder / "logs", dead, str(folder / "d.yaml"), MEMBERS_JOB)
+    contacts.publish(folder / "logs", dead, str(folder / "secret"), MEMBERS_JOB)
+    monkeypatch.chdir("/")
     found = join.find(join.Wish(job=folder / "logs"))
     assert found.description.hellos == [member.hello] and found.description.members == (4,)
-    assert found.config == str(folder / "d.yaml") and found.secret == SECRET.encode()
+    assert found.config == "" and found.secret == SECRET.encode()
     assert asyncio.run(join.reserve(found)) == 5
 
 
-@pytest.fixture
-def launched(serve):
-    """The same job, by `deadpool launch`: its nodes name a configuration that no other host has."""
-    return serve(leash.folder(leash.new_job()) / "config.yaml")
+@pytest.mark.parametrize("said", ["to", "job"])
+def test_a_host_takes_part_with_the_configuration_the_job_has(member, folder, said, monkeypatch):
+    """However it was launched: no file of it need be on the host that joins but the secret."""
+    default = folder / ".deadpool" / "secret"
+    default.parent.mkdir()
+    (folder / "secret").rename(default)
+    if said == "job":
+        contacts.publish(folder / "logs", member.hello, str(default), MEMBERS_JOB)
+    monkeypatch.chdir("/")
+    found = join.find(join.Wish(**{"to": {"to": member.hello.control}, "job": {"job": folder / "logs"}}[said]))
+    with join.configured(found) as path:
+        assert carried.is_carried(path) and not folder.samefile(os.path.dirname(path))
+        ours = load(path)
+        assert ours == member.config.model_copy(update={"secret_file": folder / "secret"})
+        assert of_job(ours, path) == SECRET.encode() and ours.told_secret_file == str(folder / "secret")
+        join.check(found.description, path, [])
+        assert {os.stat(entry).st_mode & 0o777 for entry in os.scandir(os.path.dirname(path))} == {0o600}
+    assert not os.path.exists(os.path.dirname(path))
 
 
-def test_a_launched_job_is_found_by_its_output_dir(launched, folder):
-    told = leash.for_guests(folder / "logs", launched.config)
-    told.write_text((folder / "d.yaml").read_text())
-    found = join.find(join.Wish(job=folder / "logs"))
-    assert found.config == str(told) and found.secret == SECRET.encode()
-
-
-def test_a_launched_job_whose_configuration_is_not_there_says_what_to_give(launched, folder):
-    with pytest.raises(ConfigError, match=r"started by `deadpool launch`.*logs/nodes/deadpool-.*--deadpool-config"):
+def test_without_the_secret_it_is_said_where_it_was_looked_for(member, folder):
+    (folder / "secret").unlink()
+    with pytest.raises(ConfigError, match=f"no secret_file {folder}/secret on .*copy it from there, mode 0600"):
         join.find(join.Wish(job=folder / "logs"))
-    secret = folder / ".deadpool" / "secret"
-    secret.parent.mkdir()
-    (folder / "secret").rename(secret)
-    with pytest.raises(ConfigError, match=r"started by `deadpool launch`.*or the job's output_dir by --job"):
-        join.find(join.Wish(to=launched.hello.control))
+    with pytest.raises(ConfigError, match=rf"no secret_file {folder}/.deadpool/secret on .*--deadpool-config"):
+        join.find(join.Wish(to=member.hello.control))
 
 
-def test_a_launched_job_can_be_joined_with_the_file_it_was_launched_with(launched, folder):
-    for where in ({"job": folder / "logs"}, {"to": launched.hello.control}):
-        wish = join.Wish(config="d.yaml", **where)
-        assert join.find(wish).config == str(folder / "d.yaml")
+@pytest.mark.parametrize("said", ["to", "job"])
+def test_a_host_may_have_a_configuration_of_its_own(member, folder, said):
+    where = {"to": {"to": member.hello.control}, "job": {"job": folder / "logs"}}[said]
+    found = join.find(join.Wish(config="d.yaml", **where))
+    with join.configured(found) as path:
+        assert path == str(folder / "d.yaml")
+
+
+def test_only_the_job_that_was_found_before_is_asked_again(member, folder):
+    found = join.Wish(job=folder / "logs", job_id=MEMBERS_JOB)
+    assert join.find(found).description.job == MEMBERS_JOB
+    with pytest.raises(join.TransportError, match="no member of a running job was found"):
+        join.find(msgspec.structs.replace(found, job_id="another job's id"))
 
 
 def test_a_job_is_found_by_the_address_of_a_member(member, folder):
@@ -244,7 +254,7 @@ def test_a_job_is_found_by_the_address_of_a_member(member, folder):
 def test_another_job_at_the_address_of_a_member_that_is_gone_is_not_taken_for_it(member, folder):
     (folder / "logs" / "nodes" / "4.json").unlink()
     gone = hello(1, control=member.hello.control)
-    contacts.publish(folder / "logs", gone, str(folder / "d.yaml"), "another job's id")
+    contacts.publish(folder / "logs", gone, str(folder / "secret"), "another job's id")
     with pytest.raises(join.PeerRefused, match=f"it is of job {MEMBERS_JOB}, this is job another job's id"):
         join.find(join.Wish(job=folder / "logs"))
 
@@ -279,11 +289,12 @@ def test_the_whole_command_runs_the_jobs_command_for_every_slot(member, folder, 
     for rank, local_rank in ((10, 0), (11, 1)):
         told = json.loads((seen / str(rank)).read_text())
         assert told["argv"] == [f"--local_rank={local_rank}", "s.py", "--lr", "1"] + [
-            "--deadpool-config", str(folder / "d.yaml")
+            "--deadpool-config", told["argv"][-1]
         ]  # fmt: skip
+        assert carried.is_carried(told["argv"][-1])
         place = roles.from_environment(told["env"]).place
         assert (place.node, place.local_size, place.master_addr, place.master_port) == (5, 2, "m", 5)
-        assert joining.job_from(told["env"], "").invitation == joining.Invitation(
+        assert joining.job_from(told["env"], "", "").invitation == joining.Invitation(
             MEMBERS_JOB, (tuple(member.hello.control),)
         )
     assert "joining the job of node 4 as node 5" in capfd.readouterr().out
@@ -348,8 +359,8 @@ def test_commands_and_environment_of_a_slot(folder):
 
 
 def test_what_the_job_exports_leaves_out_everything_else():
-    job = joining.job_from({"NCCL_DEBUG": "W", "AWS_SECRET": "x", "DEADPOOL_CONFIG": "/c"}, "/here")
-    assert job == Job([], "/here", "/c", {"NCCL_DEBUG": "W"})
+    job = joining.job_from({"NCCL_DEBUG": "W", "AWS_SECRET": "x"}, "/here", "spares: 1")
+    assert job == Job([], "/here", "spares: 1", {"NCCL_DEBUG": "W"})
 
 
 def test_what_deepspeed_is_told_to_export_is_exported_but_no_secret(tmp_path, monkeypatch):
@@ -357,7 +368,7 @@ def test_what_deepspeed_is_told_to_export_is_exported_but_no_secret(tmp_path, mo
     (tmp_path / ".deepspeed_env").write_text("LD_LIBRARY_PATH=/opt\nMY_SWITCH=1\nMY_API_KEY=2\n\n")
     exported = {"TORCH_NCCL_BLOCKING_WAIT": "1", "HF_HOME": "/hf", "CUDA_HOME": "/c", "MY_SWITCH": "1"}
     others = {"HF_TOKEN": "x", "MY_API_KEY": "2", "CUDA_VISIBLE_DEVICES": "3", "TORCHELASTIC_RUN_ID": "4", "LANG": "C"}
-    assert joining.job_from({**exported, **others}, str(tmp_path)).environment == exported
+    assert joining.job_from({**exported, **others}, str(tmp_path), "").environment == exported
 
 
 def test_ids_are_above_all_that_ever_were():

@@ -14,7 +14,7 @@ import pytest
 from deadpool_plugin import config, events
 from deadpool_plugin.agent import proc
 from deadpool_plugin.errors import ConfigError
-from deadpool_plugin.launch import launcher, leash, remote
+from deadpool_plugin.launch import carried, launcher, leash, remote
 from deadpool_plugin.launch.remote import shell_command
 from deadpool_plugin.launch.request import Request
 
@@ -36,9 +36,10 @@ import os, sys, signal
 from pathlib import Path
 from deadpool_plugin import events
 from deadpool_plugin.config import load
+from deadpool_plugin.launch.secret import of_job
 given = load(sys.argv[-1])
 Path("seen.txt").write_text(" ".join([*sys.argv, *(f"{k}={v}" for k, v in os.environ.items())]))
-Path("secret.txt").write_text(given.secret_path.read_text())
+Path("secret.txt").write_bytes(of_job(given, sys.argv[-1]))
 os.makedirs("logs", exist_ok=True)
 """
 
@@ -67,11 +68,11 @@ def job(tmp_path, monkeypatch):
         return launcher.launch(["--hostfile", "H", "s.py"])
 
     jobs = []
-    named = leash.new_job
-    monkeypatch.setattr(leash, "new_job", lambda: jobs.append(named()) or jobs[-1])
+    named = carried.new_job
+    monkeypatch.setattr(carried, "new_job", lambda: jobs.append(named()) or jobs[-1])
     yield launch
     deadline = time.monotonic() + 30.0
-    while left := [leash.folder(name) for name in jobs if leash.folder(name).exists()]:
+    while left := [folder for folder in map(carried.folder_of, jobs) if folder.exists()]:
         assert time.monotonic() < deadline, f"{left} outlive their job"
         time.sleep(0.05)
 
@@ -103,12 +104,11 @@ def test_the_secret_is_in_a_file_only(job, tmp_path):
     assert not Path(words[words.index("--deadpool-config") + 1]).parent.exists()
 
 
-def test_guests_are_told_of_the_users_own_secret_file(job, tmp_path):
-    told = "import shutil\nfor path in Path('logs/nodes').glob('*.yaml'): shutil.copy(path, 'told.yaml')\n"
-    assert job(told + log(0, events.JobFinished())) == 0
+def test_hosts_that_join_can_be_told_of_the_users_own_secret_file(job, tmp_path):
+    copies = "import shutil\nshutil.copy(sys.argv[-1], 'told.yaml')\n"
+    assert job(copies + log(0, events.JobFinished())) == 0
     known = config.load(tmp_path / "told.yaml")
     assert (known.secret_path, known.patience_s) == (tmp_path / "secret", 3.0)
-    assert not list((tmp_path / "logs" / "nodes").iterdir())
 
 
 def test_nothing_starts_unless_every_host_is_ready(job, tmp_path):
@@ -120,7 +120,7 @@ def test_nothing_starts_unless_every_host_is_ready(job, tmp_path):
 def test_what_ssh_said_last_is_told_though_a_shared_connection_keeps_its_pipe(monkeypatch):
     """As with ControlPersist: the client ends, its master holds standard error."""
     master = "exec 3<&0; cat <&3 >/dev/null & echo 'no route' >&2; exit 255"
-    word = leash.Prepare("j", 0, "", b"", "", {}, "")
+    word = leash.Prepare("j", 0, "", b"", "", {})
 
     async def scenario():
         one = remote.Connection("h1", 0)

@@ -14,13 +14,11 @@ import msgspec
 import pytest
 
 from deadpool_plugin import events
-from deadpool_plugin.agent import contacts
 from deadpool_plugin.agent.meeting import versions
 from deadpool_plugin.config import Config
 from deadpool_plugin.errors import ConfigError
-from deadpool_plugin.launch import agent, leash, steward
+from deadpool_plugin.launch import agent, carried, leash, steward
 from deadpool_plugin.launch.carriers import carriers
-from deadpool_plugin.transport.rendezvous import Hello
 
 SECRET = b"a secret that is long enough"
 LIMIT_S = 30.0
@@ -35,9 +33,9 @@ class Host:
 
     def __init__(self, directory, patience_s=20.0, **changes):
         settings = f"output_dir: {directory / 'logs'}\npatience_s: {patience_s}\n"
-        word = leash.Prepare(leash.new_job(), 1, settings, SECRET, "s.py", versions(), "spares: 1\n")
+        word = leash.Prepare(carried.new_job(), 1, settings, SECRET, "s.py", versions())
         self.word = msgspec.structs.replace(word, **{**changes, "config": settings + changes.get("config", "")})
-        self.folder, self.log = leash.folder(self.word.job), directory / "logs" / "events.1.jsonl"
+        self.folder, self.log = carried.folder_of(self.word.job), directory / "logs" / "events.1.jsonl"
         (directory / "s.py").touch()
         self.process = subprocess.Popen(
             [sys.executable, "-m", "deadpool_plugin.launch.steward"], cwd=directory, env=environment(),
@@ -110,22 +108,6 @@ def test_only_the_owner_reads_what_it_puts_in_place_and_nothing_stays(host):
     one.ended()
 
 
-def test_hosts_that_join_find_the_configuration_until_the_last_node_has_gone(host, tmp_path):
-    one = host()
-    told = leash.for_guests(tmp_path / "logs", f"{one.folder}/config.yaml")
-    assert told.read_text() == "spares: 1\n" and told.parent == tmp_path / "logs" / contacts.FOLDER
-    other = Hello(4, "host4", ("127.0.0.1", 1), ("127.0.0.1", 2), 1, {}, "")
-    contacts.publish(tmp_path / "logs", other, f"{one.folder}/config.yaml", one.word.job)
-    one.say(leash.Tell())
-    one.ended()
-    assert told.exists()
-    last = host(job=one.word.job)
-    contacts.withdraw(tmp_path / "logs", 4)
-    last.say(leash.Tell())
-    last.ended()
-    assert not told.exists()
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -140,14 +122,14 @@ def test_what_would_stop_the_job_is_said_before_it_starts(host, change, said):
 
 
 def test_a_folder_of_somebody_else_is_not_used(host, tmp_path):
-    job = leash.new_job()
-    leash.folder(job).symlink_to(tmp_path)
+    job = carried.new_job()
+    carried.folder_of(job).symlink_to(tmp_path)
     try:
         one = host(job=job)
         assert "cannot be written" in one.ready.problem or "somebody else" in one.ready.problem
         assert not (tmp_path / "secret").exists()
     finally:
-        leash.folder(job).unlink()
+        carried.folder_of(job).unlink()
 
 
 def test_it_tells_of_this_job_only(host, tmp_path):
@@ -168,27 +150,27 @@ def test_it_tells_of_this_job_only(host, tmp_path):
 @pytest.mark.parametrize("exit_code", [0, 3])
 def test_it_tells_how_the_agent_ended_though_no_log_could_be_written(host, exit_code):
     one = host()
-    leash.last_word(f"{one.folder}/config.yaml", 1).write_text(str(exit_code))
+    carried.last_word(f"{one.folder}/config.yaml", 1).write_text(str(exit_code))
     one.say(leash.Tell())
     ended = events.NodeEnded(exit_code=exit_code, node=1)
     assert one.hear() == leash.Told([ended] if exit_code else [events.JobFinished(node=1), ended], 0)
     one.ended()
 
 
-@pytest.mark.parametrize("carried", [True, False])
-def test_an_agent_leaves_its_exit_code_where_its_steward_looks_for_it(monkeypatch, tmp_path, carried):
-    folder = tmp_path / ("deadpool-0-x" if carried else "configs")
+@pytest.mark.parametrize("put_in_place", [True, False])
+def test_an_agent_leaves_its_exit_code_where_its_steward_looks_for_it(monkeypatch, tmp_path, put_in_place):
+    folder = tmp_path / ("deadpool-0-x" if put_in_place else "configs")
     folder.mkdir()
     (folder / "config.yaml").touch()
     place = {"RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "LOCAL_SIZE": "1", "MASTER_ADDR": "h"}
     told = {"DEADPOOL_CONFIG": str(folder / "config.yaml"), "DEADPOOL_JOB_TAG": "1.2."}
     for name, value in {**place, "MASTER_PORT": "1", **told}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(leash, "SHM", tmp_path)
-    monkeypatch.setattr(agent, "ensure", lambda config: SECRET)
+    monkeypatch.setattr(carried, "SHM", tmp_path)
+    monkeypatch.setattr(agent, "of_job", lambda config, path: SECRET)
     monkeypatch.setattr(agent, "run_agent", lambda *everything: 3)
     assert agent._serve(socket.socket(socket.AF_UNIX).detach()) == 3
-    assert {path.name for path in folder.iterdir()} == {"config.yaml", *(["exit_code.2"] if carried else [])}
+    assert {path.name for path in folder.iterdir()} == {"config.yaml", *(["exit_code.2"] if put_in_place else [])}
 
 
 def test_told_to_stop_it_asks_first_and_kills_who_does_not_listen(host):
@@ -251,14 +233,13 @@ def test_so_does_one_that_is_told_twice(host):
 
 
 def test_nothing_stays_where_not_everything_could_be_written(monkeypatch):
-    word = leash.Prepare(leash.new_job(), 0, "spares: 1", SECRET, "", {}, "")
-    put = steward.put
+    job, put = carried.new_job(), carried.put
     monkeypatch.setattr(
-        steward, "put", lambda path, content: put(path if path.name == "secret" else path / "x", content)
+        carried, "put", lambda path, content: put(path if path.name == "secret" else path / "x", content)
     )
-    with pytest.raises(ConfigError, match="cannot be written"), steward.installed(word):
+    with pytest.raises(ConfigError, match="cannot be written"), carried.installed(job, "spares: 1", SECRET):
         raise AssertionError("not reached")
-    assert not leash.folder(word.job).exists()
+    assert not carried.folder_of(job).exists()
 
 
 def test_without_a_launcher_the_job_goes_on_and_its_secret_stays_as_long(host):

@@ -1,0 +1,74 @@
+"""What a host is given for one job: configuration and secret in a folder of its memory, which goes with the job.
+
+Rules of this file: only our own user may read them; a folder of somebody else is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from ..agent import files
+from ..errors import ConfigError
+
+SHM = Path("/dev/shm")
+CONFIG = "config.yaml"
+SECRET = "secret"
+
+
+def new_job() -> str:
+    """A name nobody guesses."""
+    return secrets.token_hex(8)
+
+
+def folder_of(job: str) -> Path:
+    """In the host's memory, never on a disk, gone when it is switched off. The name is the same on all hosts, whoever
+    the user is there."""
+    return SHM / f"deadpool-{job}"
+
+
+def is_carried(config: str) -> bool:
+    """Whether a node's configuration file was put in place for one job: no other host need have it."""
+    path = Path(config)
+    return path.parent.parent == SHM and path.parent.name.startswith("deadpool-")
+
+
+def last_word(config: str, node: int) -> Path:
+    """Where the agent of `node`, started with `config`, leaves its exit code: the event log's disk may be full."""
+    return Path(config).with_name(f"exit_code.{node}")
+
+
+@contextlib.contextmanager
+def installed(job: str, config: str, secret: bytes) -> Iterator[Path]:
+    """The job's folder, as long as the block runs. Raises: ConfigError."""
+    folder = folder_of(job)
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{folder} cannot be made ({error.strerror})", "a folder of our own", "launch again"
+        ) from error
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        raise ConfigError(f"{folder} is somebody else's", "a folder of our own", "launch again")
+    try:
+        put(folder / SECRET, secret)
+        put(folder / CONFIG, config.encode())
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def put(path: Path, content: bytes) -> None:
+    """For our eyes only, whole or not at all. Raises: ConfigError."""
+    try:
+        files.put(path, content, 0o600)
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be written ({error.strerror})", f"room in {path.parent}", "make some"
+        ) from error
