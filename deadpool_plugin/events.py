@@ -12,7 +12,6 @@ from typing import Union
 
 import msgspec
 
-from .errors import InvariantViolated as InvariantViolated
 from .errors import invariant
 
 ALIVE_S = 60.0
@@ -63,7 +62,7 @@ class StepCommitted(Event, frozen=True):
 
 
 class NodeLost(Event, frozen=True):
-    lost: tuple[int, ...] | int
+    lost: tuple[int, ...]
     evidence: str = ""
 
 

@@ -230,7 +230,7 @@ class Lives:
 
     @property
     def at_work(self) -> list[Rank]:
-        """Those of them whose script still runs: what is ending the kernel may hold for ever."""
+        """Those whose script still runs; one that is already ending the kernel may hold for ever."""
         return [rank for rank, pid in self.unended.items() if not _is_gone(pid)]
 
     @property

@@ -6,7 +6,6 @@ Rules of this file: nothing is decided about the job here. What fails is a Deadp
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ipaddress
 import logging
 import os
@@ -24,6 +23,7 @@ from ..transport.handshake import Credentials
 from ..transport.mesh import ControlMesh
 from ..transport.rendezvous import Hello, job_id, meet
 from ..transport.sockets import Address, address_towards
+from ..transport.tasks import soon
 from . import contacts
 from .interfaces import address_of, other_network
 from .joining import Arrival, Job, Newcomer, Roster, how_to_join
@@ -95,7 +95,6 @@ class Links:
 
     def __init__(
         self,
-        node: NodeId,
         place: Place,
         config: Config,
         credentials: Credentials,
@@ -106,13 +105,13 @@ class Links:
         where: tuple[str, str],
     ) -> None:
         """`where`: of `reachable`."""
-        self._node, self._place, self._config, self._credentials = node, place, config, credentials
+        self._node, self._place, self._config, self._credentials = place.node, place, config, credentials
         self._refused = refused
         master = (place.master_addr, place.master_port)
-        self._job, self.roster = job, Roster(node, job, master, credentials)
+        self._job, self.roster = job, Roster(place.node, job, master, credentials)
         self._bind, self.address = where
         self.mesh = ControlMesh(
-            node, credentials, self._bind, config.port_range, received, link_lost, config.silent_after_s, refused,
+            place.node, credentials, self._bind, config.port_range, received, link_lost, config.silent_after_s, refused,
             self.roster.answer,
         )  # fmt: skip
         self.bulk: BulkServer | None = None
@@ -124,23 +123,19 @@ class Links:
         self.how_to_join = how_to_join(control)
         self.bulk = BulkServer(
             store, self._credentials, self._bind, config.port_range, on_mirrored, self._node, config.silent_after_s,
-            lambda error: self._refused_in_thread(loop, error),
+            lambda error: soon(loop, self._refused, error),
         )  # fmt: skip
         return Hello(
             self._node, os.uname().nodename, control, (self.address, self.bulk.address[1]), self._place.local_size,
             versions(), config.digest(), os.urandom(8).hex(),
         )  # fmt: skip
 
-    def _refused_in_thread(self, loop: asyncio.AbstractEventLoop, error: PeerRefused) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(self._refused, error)
-
     async def meet(self, hello: Hello) -> list[Hello]:
         """Exchange hellos at the master's address and link up with everyone. Raises: DeadpoolError."""
         place, config = self._place, self._config
         timeout_s = meeting_s(config)
         hellos = await meet(
-            self._node, place.nodes_total, place.master_addr, place.master_port, hello, self._credentials, timeout_s
+            place.nodes_total, place.master_addr, place.master_port, hello, self._credentials, timeout_s
         )
         self._credentials.job = job_id(hellos)
         await self.mesh.connect({one.node: one.control for one in hellos}, timeout_s)

@@ -6,17 +6,17 @@ an older generation still says is dropped.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 
 from ..core import io
-from ..core.placement import buddies_of, held_by, needs_payload
+from ..core.placement import held_by, needs_payload
 from ..core.types import NO_STEP, Generation, Holding, NodeId, Rank, Step, World
 from ..errors import EXIT_CONFIG, ConfigError, StaleGeneration, TransportError, present
 from ..mirror.arena import arena_bytes
 from ..mirror.store import SnapshotStore
 from ..transport import local
 from ..transport.local import LocalPeer
+from ..transport.tasks import Tasks
 from .peers import Peers
 from .profile import Profile
 from .pushing import Pushes
@@ -32,14 +32,13 @@ class Mirroring:
         copies: int,
         store: SnapshotStore,
         peers: Peers,
-        patience_s: float,
         feed: Callable[[io.Input], None],
     ) -> None:
         self._node, self._copies, self._store, self._peers = node, copies, store, peers
         self._feed = feed
         self._world: World | None = None
-        self._pushes = Pushes(node, copies, store, peers, patience_s, feed)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._pushes = Pushes(node, copies, store, peers, feed)
+        self._tasks = Tasks()
         self._strangers = False
         self.profiles: dict[Rank, Profile] = {}
         store.on_corrupt(lambda rank, step: self._pushes.soon(feed, io.HoldingsDropped(rank, step - 1)))
@@ -62,9 +61,7 @@ class Mirroring:
     # ---- a rank reaches its first call
 
     def rank_ready(self, slot: Slot, peer: LocalPeer, message: local.RankReady) -> None:
-        task = asyncio.get_running_loop().create_task(self._prepare(slot, peer, message))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.start(self._prepare(slot, peer, message))
 
     async def _prepare(self, slot: Slot, peer: LocalPeer, message: local.RankReady) -> None:
         rank = message.rank
@@ -90,14 +87,14 @@ class Mirroring:
             return
         slot.process.in_training = True
         self.adopt(rank, profile)
+        self._pushes.recording(rank, profile)
         peer.send(local.ArenaHandOver(rank, pair.header_bytes, pair.payload_bytes), [pair.fd])
         self._feed(io.WorkerReady(rank))
 
     def adopt(self, rank: Rank, profile: Profile) -> None:
-        """`rank` runs here: keep what a stand-in for it must know, on the buddies too."""
+        """`rank` runs here: keep what a stand-in for it must know."""
         self.profiles[rank] = profile
         self._store.put_recording(rank, profile.encoded())
-        self._pushes.recording(rank, profile)
 
     def check_memory(self, profile: Profile, node: NodeId) -> None:
         """Slots still to be made here for what `node` runs and mirrors, as if all ranks were like this one.
@@ -114,28 +111,22 @@ class Mirroring:
         each_mirror = arena_bytes(profile.header_bytes, profile.payload_bytes if with_payload else 0)
         store.check_memory(len(own) * each_own + len(mirrored) * each_mirror)
 
-    def _mirrors(self, rank: Rank) -> bool:
-        """Whether this node is to hold a mirror of `rank`."""
-        return self._node in buddies_of(self.world, self.world.node_of[rank], self._copies)
-
     # ---- every step
 
     def staged(self, slot: Slot, peer: LocalPeer, message: local.Staged) -> None:
         """A worker has sealed a slot: count it, remember its records, send it to the buddies."""
+        rank, step, generation = message.rank, message.step, message.generation
+        profile = self.profiles[rank]
         try:
-            self.hold(message.rank, message.step, message.generation, message.records)
+            holding = self._store.staged(rank, step, generation, profile.replicas)
         except StaleGeneration:
             return
         except TransportError as error:
-            self._feed(io.WorkerLost(message.rank, f"its arena is damaged: {error}"))
-
-    def hold(self, rank: Rank, step: Step, generation: Generation, records: bytes) -> None:
-        """An own slot holds (rank, step). Raises: StaleGeneration; TransportError if it does not."""
-        profile = self.profiles[rank]
-        holding = self._store.staged(rank, step, generation, profile.replicas)
-        self._store.append(rank, step, records)
+            self._feed(io.WorkerLost(rank, f"its arena is damaged: {error}"))
+            return
+        self._store.append(rank, step, message.records)
         self._feed(io.SnapshotHeld(holding, generation))
-        self._pushes.snapshot(rank, step, generation, profile, records)
+        self._pushes.snapshot(rank, step, generation, profile, message.records)
 
     def on_mirrored(self, rank: Rank, step: Step, generation: Generation, holding: Holding) -> None:
         """Another node's snapshot has arrived whole. Thread: a bulk thread's."""
@@ -146,8 +137,9 @@ class Mirroring:
         if not self._strangers:
             return
         self._strangers = False
+        kept = held_by(self.world, self._node, self._copies)
         for rank in self._store.ranks():
-            if self.world.node_of[rank] != self._node and not self._mirrors(rank) and self._store.holds(rank):
+            if rank not in kept and self._store.holds(rank):
                 self._store.release(rank)
                 self.profiles.pop(rank, None)
                 self._feed(io.HoldingsDropped(rank, NO_STEP))

@@ -19,8 +19,8 @@ from .slots import Slot
 
 NOTICE_S = 25.0
 TERM_GRACE_S = 1.0
-"""A supervisor that was told to end knows more of why than this agent, and an agent more than a supervisor of whom else
-was told: each waits so long for the other."""
+"""A supervisor that was told to end knows better why; this agent knows better who else was told. Each gives the other
+so long to speak first."""
 
 
 class Notice:

@@ -145,14 +145,14 @@ class Agent:
         self._reports = Reports(node, self._writer, config.output_dir)
         credentials = Credentials(self._secret)
         self._links = Links(
-            node, place, config, credentials, self._received, self._link_lost, self._refused, self._job, where
+            place, config, credentials, self._received, self._link_lost, self._refused, self._job, where
         )
         self._store = SnapshotStore(config.history_limit_bytes, config.memory_headroom_bytes)
         self._peers = Peers(node, credentials, self._store, config.patience_s, self.feed)
         self._links.roster.members = lambda: self._controller.world
         self._links.roster.on_admitted = lambda hello: self._peers.add(hello.node, hello.bulk)
         self._links.roster.on_stop = self._told_to_stop
-        self._mirroring = Mirroring(node, config.copies, self._store, self._peers, config.patience_s, self.feed)
+        self._mirroring = Mirroring(node, config.copies, self._store, self._peers, self.feed)
         self._watch = Watch(config.silent_after_s)
         self._watch.start()
         slots = [Slot(local_rank) for local_rank in range(place.local_size)]
@@ -223,7 +223,7 @@ class Agent:
 
     def _enter(self, world: World, hosts: list[str]) -> None:
         self._mirroring.enter(world)
-        self._workers.form(world, self._node)
+        self._workers.form(world)
         self.feed(io.WorldFormed(world))
         if self._node == 0:
             for line in (*described(world, hosts), self._links.how_to_join):
@@ -256,7 +256,7 @@ class Agent:
             while self._inputs:
                 for action in self._controller.step(self._inputs.popleft(), time.monotonic()):
                     self._actions[type(action)](action)
-        except Exception as error:  # whoever's message it was is innocent of it
+        except Exception as error:  # not the fault of whoever sent the message
             self._broke(error)
         finally:
             self._stepping = False

@@ -10,7 +10,7 @@ dropped.
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import functools
 import time
 from collections.abc import Callable
 
@@ -23,6 +23,7 @@ from ..mirror.peer import TransferFailed
 from ..mirror.records import NotHeld
 from ..mirror.store import SnapshotStore
 from ..mirror.wire import InAnotherGeneration
+from ..transport import tasks
 from .peers import Peers
 from .profile import Profile
 
@@ -38,11 +39,10 @@ class Pushes:
         copies: int,
         store: SnapshotStore,
         peers: Peers,
-        patience_s: float,
         feed: Callable[[io.Input], None],
     ) -> None:
         self._node, self._copies, self._store, self._peers = node, copies, store, peers
-        self._patience_s, self._feed = patience_s, feed
+        self._feed = feed
         self._loop = asyncio.get_running_loop()
         self._world = World(0, ())
         self._buddies: tuple[NodeId, ...] = ()
@@ -61,11 +61,15 @@ class Pushes:
             self._push_recording(buddy, rank, self._world.generation, profile)
 
     def _push_recording(self, buddy: NodeId, rank: Rank, generation: Generation, profile: Profile) -> None:
-        if generation == self._world.generation:
-            again = lambda: self._push_recording(buddy, rank, generation, profile)  # noqa: E731
-            later = lambda: self._loop.call_later(_RETRY_S, again)  # noqa: E731
-            done = lambda error: None if error is None else self.soon(later)  # noqa: E731
-            self._peers.to(buddy).push_recording(rank, generation, profile.encoded(), done)
+        if generation != self._world.generation:
+            return
+        again = functools.partial(self._push_recording, buddy, rank, generation, profile)
+
+        def done(error: DeadpoolError | None) -> None:
+            if error is not None:
+                self.soon(self._loop.call_later, _RETRY_S, again)
+
+        self._peers.to(buddy).push_recording(rank, generation, profile.encoded(), done)
 
     def snapshot(self, rank: Rank, step: Step, generation: Generation, profile: Profile, records: bytes) -> None:
         """Every buddy shall hold (rank, step), its payload only if no rank elsewhere keeps the same."""
@@ -78,7 +82,7 @@ class Pushes:
     ) -> None:
         if generation != self._world.generation or self._newest.get(rank, NO_STEP) != step:
             return
-        again = lambda: self._push(buddy, rank, step, generation, profile, records)  # noqa: E731
+        again = functools.partial(self._push, buddy, rank, step, generation, profile, records)
         self._peers.to(buddy).push(
             rank,
             step,
@@ -108,7 +112,7 @@ class Pushes:
         now = time.monotonic()
         if error is None or isinstance(error, InAnotherGeneration):
             self._failing_since.pop(buddy, None)
-        elif now - self._failing_since.setdefault(buddy, now) > self._patience_s:
+        elif now - self._failing_since.setdefault(buddy, now) > self._peers.patience_s:
             del self._failing_since[buddy]
             if isinstance(error, TransferFailed):
                 self._feed(io.NodeGivenUp(f"it cannot mirror any more: {error}"))
@@ -118,6 +122,4 @@ class Pushes:
             self._loop.call_later(_RETRY_S, again)  # others may hear it well, and it stays in the job
 
     def soon(self, function: Callable[..., object], *arguments: object) -> None:
-        """Any thread: call `function` on the loop, unless that has ended."""
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(function, *arguments)
+        tasks.soon(self._loop, function, *arguments)

@@ -13,6 +13,7 @@ import msgspec
 
 from .. import events
 from ..core.types import Generation, NodeId, listed
+from ..errors import InvariantViolated
 from .output import Writer
 
 NOTES_MAX = 20
@@ -44,8 +45,9 @@ class Reports:
         """An event of one of our workers; one we cannot read is kept as a note."""
         try:
             event = events.make(kind, fields, node=self.node, generation=self.generation)
-        except (msgspec.ValidationError, events.InvariantViolated) as error:
-            event = events.Note(text=f"unreadable worker event {kind} {fields}: {error}", node=self.node)
+        except (msgspec.ValidationError, InvariantViolated) as error:
+            text = f"unreadable worker event {kind} {fields}: {error}"
+            event = events.make("Note", {"text": text}, node=self.node, generation=self.generation)
         self._writer.write(self._log, events.encode(event))
         if isinstance(event, events.CheckpointCancelled) and self.leads and (event.step, event.path) != self._cancelled:
             self._cancelled = (event.step, event.path)  # every rank says so

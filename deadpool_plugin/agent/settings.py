@@ -11,12 +11,12 @@ from ..core.timing import Timing
 
 def timing_of(config: Config) -> Timing:
     return Timing(
-        config.heartbeat_interval_s,
-        config.silent_after_s,
-        config.phase_timeout_s,
-        config.decision_timeout_s,
-        config.start_timeout_s,
-        math.inf if config.stall_timeout_s is None else config.stall_timeout_s,
+        heartbeat_interval_s=config.heartbeat_interval_s,
+        silent_after_s=config.silent_after_s,
+        phase_timeout_s=config.phase_timeout_s,
+        decision_timeout_s=config.decision_timeout_s,
+        start_timeout_s=config.start_timeout_s,
+        stall_timeout_s=math.inf if config.stall_timeout_s is None else config.stall_timeout_s,
     )
 
 

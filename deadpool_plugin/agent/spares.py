@@ -161,7 +161,8 @@ class Spares:
             self._reports.emit("CatchingUp", rank=message.rank, step=message.step)
 
     def _check_memory(self, rehearsal: Rehearsal) -> None:
-        """What a take-over makes of this node needs the lost one's mirrors, too. People are told now if it is too much.
+        """After a take-over this node holds the lost one's mirrors, too. If it has too little memory for that, people
+        are told now.
 
         The spare stays: another attempt would cost a rehearsal and find no more memory, the last one would cost the
         spare (and everybody a swap), and the next loss then ends a job whose state it could have saved.

@@ -8,7 +8,7 @@ plan cancels what is still under way and starts over.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 
 from ..core import io
 from ..core.slots import divide
@@ -16,6 +16,7 @@ from ..core.types import NO_STEP, NodeId, Rank, Source, SwapPlan, World
 from ..errors import DeadpoolError, invariant, present
 from ..mirror.store import SnapshotStore
 from ..transport import local
+from ..transport.tasks import Tasks
 from .fetching import Fetches
 from .mirroring import Mirroring
 from .pausing import Pausing
@@ -43,7 +44,7 @@ class TakeOvers:
         self._node, self._workers, self._mirroring, self._spares = node, workers, mirroring, spares
         self._fetches, self._store, self._pausing, self._feed = fetches, store, pausing, feed
         self._start_timeout_s = start_timeout_s
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
 
     def act(self, plan: SwapPlan) -> None:
         """Hand out `plan`: Join to who runs already, a take-over for every rank that is new here."""
@@ -62,29 +63,23 @@ class TakeOvers:
         invariant(not left, f"no slot for rank(s) {left}, which are new here")
         for rank, number in staying.items():
             if rank in sources:
-                self._start(self._refill(plan, slots[number], sources[rank]))
+                self._tasks.start(self._refill(plan, slots[number], sources[rank]))
             else:
                 self._join(plan, slots[number])
         for rank, number in placed.items():
             slots[number].rank = rank
             self._spares.stop_following(slots[number])
-            self._start(self._take_over(plan, slots[number], sources.get(rank)))
+            self._tasks.start(self._take_over(plan, slots[number], sources.get(rank)))
         self._workers.replace_store(plan.store)
 
     def _begin_again(self, world: World) -> None:
         """Training had not begun, so nothing is lost: every rank's script begins anew, and nothing is kept for it."""
         self._spares.drop()
         self._mirroring.start_over(world)
-        self._workers.form(world, self._node)
+        self._workers.form(world)
 
     def cancel(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-
-    def _start(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.cancel()
 
     # ---- survivors
 
@@ -97,7 +92,7 @@ class TakeOvers:
         """A survivor whose own arena lacks the restore step gets it back first."""
         try:
             await self._fetches.refill(source, plan.restore_step)
-            self._settle(plan, source.rank, None)
+            self._hold(plan, source.rank)
         except DeadpoolError as error:
             self._feed(io.WorkerLost(source.rank, f"its restore step cannot be had: {error}"))
             return
@@ -137,15 +132,14 @@ class TakeOvers:
             source = Source(rank, self._node, self._node, rank)  # cut off before: it is here as a mirror still
         if source is None:
             await self._spares.pull(rehearsal, self._node, step)
-            self._settle(plan, rank, rehearsal)
-            return
-        fetching = asyncio.get_running_loop().create_task(self._fetches.bring(source, step, rehearsal.profile))
-        try:
-            await self._spares.pull(rehearsal, source.header_node, step)
-            await fetching
-        finally:
-            fetching.cancel()
-        self._settle(plan, rank, rehearsal)
+        else:
+            fetching = asyncio.get_running_loop().create_task(self._fetches.bring(source, step, rehearsal.profile))
+            try:
+                await self._spares.pull(rehearsal, source.header_node, step)
+                await fetching
+            finally:
+                fetching.cancel()
+        self._settle(plan, rehearsal)
 
     def _hand_over(self, plan: SwapPlan, slot: Slot, rank: Rank, output: Output) -> None:
         pair = present(self._store.own(rank), f"rank {rank} is handed over without an arena")
@@ -156,17 +150,20 @@ class TakeOvers:
         if peer is None:  # its connection has ended, and so will it
             return
         order = local.TakeOver(
-            rank, plan.world.generation, plan.store, plan.restore_step, pair.header_bytes, pair.payload_bytes
+            plan.world.generation, plan.store, plan.restore_step, pair.header_bytes, pair.payload_bytes
         )
         peer.send(order, [pair.fd])
         peer.send(local.Committed(self._workers.committed))  # said to the others while this one rehearsed
 
-    def _settle(self, plan: SwapPlan, rank: Rank, rehearsal: Rehearsal | None) -> None:
+    def _settle(self, plan: SwapPlan, rehearsal: Rehearsal) -> None:
         """The rank's snapshot, profile and history are here: they are this node's to serve now."""
-        step = plan.restore_step
-        if rehearsal is not None:
-            self._mirroring.profiles[rank] = rehearsal.profile
-            self._store.put_recording(rank, rehearsal.profile.encoded())
-            if self._store.history_range(rank)[1] != step:
-                self._store.put_history(rank, rehearsal.history.upto(step))
-        self._store.staged(rank, step, plan.world.generation, self._mirroring.profiles[rank].replicas)
+        rank, step = rehearsal.rank, plan.restore_step
+        self._mirroring.adopt(rank, rehearsal.profile)
+        if self._store.history_range(rank)[1] != step:
+            self._store.put_history(rank, rehearsal.history.upto(step))
+        self._hold(plan, rank)
+
+    def _hold(self, plan: SwapPlan, rank: Rank) -> None:
+        """An own slot holds the restore step."""
+        replicas = self._mirroring.profiles[rank].replicas
+        self._store.staged(rank, plan.restore_step, plan.world.generation, replicas)

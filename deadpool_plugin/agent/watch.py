@@ -11,7 +11,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from . import proc
 
@@ -23,7 +23,7 @@ class _Watched:
     on_end: Callable[[int], None]
     on_stopped: Callable[[float], None]
     stopped_since: float | None = None
-    told_stopped: bool = field(default=False)
+    told_stopped: bool = False
 
 
 class Watch:

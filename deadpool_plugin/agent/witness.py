@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import os
 import tempfile
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -18,6 +18,7 @@ import msgspec
 from ..core import io
 from ..core.types import Generation, SwapPlan
 from ..errors import ConfigError
+from ..transport.tasks import Tasks
 from .reports import Reports
 
 _RETRY_S = 1.0
@@ -79,19 +80,19 @@ class Witness:
         self, directory: Path | None, job: Callable[[], str], reports: Reports, feed: Callable[[io.Input], None]
     ) -> None:
         self._directory, self._job, self._reports, self._feed = directory, job, reports, feed
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
 
     def claim(self, action: io.Claim) -> None:
-        self._run(self._claim(action.plan))
+        self._tasks.start(self._claim(action.plan))
 
     def look(self, action: io.Look) -> None:
-        self._run(self._look(action.generation))
+        self._tasks.start(self._look(action.generation))
 
     def check(self, shares: bool, fail: Callable[[ConfigError], None]) -> None:
         """While training begins: whether this node and the first one (which `shares`) see the same directory. `fail`:
         told if not within SHARED_S, or if that one can have no hard links."""
         if self._directory is not None:
-            self._run(self._share(self._directory, fail) if shares else self._see(self._directory, fail))
+            self._tasks.start(self._share(self._directory, fail) if shares else self._see(self._directory, fail))
 
     async def _share(self, directory: Path, fail: Callable[[ConfigError], None]) -> None:
         try:
@@ -108,11 +109,6 @@ class Witness:
                     return
         found = f"the witness {directory} on {os.uname().nodename} is not the directory that the first host has there"
         fail(ConfigError(found, "one on storage that all hosts share", "name such a one, or mount it on this host"))
-
-    def _run(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     async def _look(self, generation: Generation) -> None:
         """Once: who waits looks again."""

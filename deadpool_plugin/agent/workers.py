@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from ..core import io
-from ..core.types import NO_STEP, Generation, NodeId, Rank, Step, World
+from ..core.types import NO_STEP, Generation, Rank, Step, World
 from ..errors import invariant, present
 from ..transport import local
 from ..transport.local import LocalPeer
@@ -151,10 +151,10 @@ class Workers:
 
     # ---- orders
 
-    def form(self, world: World, node: NodeId) -> None:
+    def form(self, world: World) -> None:
         """A world whose ranks begin the script: tell every slot what it is."""
         self.world, self.committed, self._start = world, NO_STEP, None
-        ranks = world.ranks_of(node)
+        ranks = world.ranks_of(self._place.node)
         for slot in self.slots:
             slot.rank = ranks[slot.local_rank] if slot.local_rank < len(ranks) else -1
             self._name_output(slot)

@@ -209,7 +209,7 @@ class JobView:
     # ---- a swap
 
     def _node_lost(self, event: events.NodeLost) -> None:
-        for number in event.lost if isinstance(event.lost, tuple) else (event.lost,):
+        for number in event.lost:
             self.nodes.setdefault(number, Node()).accusers[event.node] = event.generation, event.time
 
     def _swap_planned(self, event: events.SwapPlanned) -> None:

@@ -1,5 +1,5 @@
 """Process groups that outlive their members: stable handles, recorded start-up collectives, interruptible waits.
 
 Rules of this package: imports torch, and of ours only errors and transport. What the rest uses is `groups.Groups`,
-`handle.Handle`, `collective` and `store`.
+`collective` and `store`.
 """

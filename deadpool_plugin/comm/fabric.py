@@ -35,8 +35,8 @@ class Fabric(Protocol):
         """Connect to the group's other members. Blocks: until they do the same."""
         ...
 
-    def unblock(self) -> int:
-        """End whatever is in flight, with errors; returns how many connections were cut. Thread: any."""
+    def unblock(self) -> None:
+        """End whatever is in flight, with errors. Thread: any."""
         ...
 
     def await_rest(self, stop: Callable[[], bool]) -> bool:

@@ -9,6 +9,7 @@ so its port cannot be given to the next generation while anybody might still cut
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from collections.abc import Callable
@@ -18,12 +19,11 @@ from torch._C._distributed_c10d import Backend, HashStore, ProcessGroupGloo, Sto
 
 from ..errors import invariant
 from ..transport import linux
+from ..transport.sockets import Address
 from .collective import OPERATIONS, POINT_TO_POINT
 from .fabric import GroupSpec
 from .rest import await_rest
 from .store import listening
-
-Address = tuple[str, int]
 
 COMPOSITE = frozenset(name for name in OPERATIONS if "reduce_scatter" in name)
 """Made of several operations; a timed wait for one ignores its time-out and blocks for the group's (measured)."""
@@ -53,10 +53,10 @@ class GlooFabric:
         self._learn(spec.ranks)
         return backend
 
-    def unblock(self) -> int:
-        ours = set(self._listeners)
-        theirs = set().union(*self._peers.values()) if self._peers else set()
-        return sum(_shut(descriptor, ours, theirs) for descriptor in _descriptors())
+    def unblock(self) -> None:
+        ours, theirs = set(self._listeners), set[Address]().union(*self._peers.values())
+        for descriptor in _descriptors():
+            _shut(descriptor, ours, theirs)
 
     def await_rest(self, stop: Callable[[], bool]) -> bool:
         return await_rest(self._loops, stop)
@@ -86,7 +86,7 @@ def _create_devices() -> tuple[list[Any], list[Address], set[str]]:
     """gloo's devices (one per GLOO_SOCKET_IFNAME interface), where they listen, the threads of their event loops."""
     names = [name.strip() for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name.strip()]
     with listening:
-        before, threads = {(descriptor, inode) for descriptor, inode in _sockets()}, set(linux.threads())
+        before, threads = set(_sockets()), set(linux.threads())
         if names:
             devices = [ProcessGroupGloo.create_device(interface=name, lazy_init=False) for name in names]
         else:
@@ -144,20 +144,15 @@ def _listening_address(descriptor: int) -> Address | None:
         return _normal(found.getsockname())
 
 
-def _shut(descriptor: int, ours: set[Address], theirs: set[Address]) -> int:
-    """Cut the connection behind `descriptor` if it is gloo's; 1 if it was cut."""
+def _shut(descriptor: int, ours: set[Address], theirs: set[Address]) -> None:
+    """Cut the connection behind `descriptor` if it is gloo's."""
     found = _duplicate(descriptor)
     if found is None:
-        return 0
-    with found:
-        try:
-            local, peer = _normal(found.getsockname()), _normal(found.getpeername())
-            if local not in ours and peer not in theirs:
-                return 0
+        return
+    with found, contextlib.suppress(OSError):  # a listener, or not connected (any more)
+        local, peer = _normal(found.getsockname()), _normal(found.getpeername())
+        if local in ours or peer in theirs:
             found.shutdown(socket.SHUT_RDWR)
-        except OSError:  # a listener, or not connected (any more)
-            return 0
-    return 1
 
 
 def _normal(name: Any) -> Address:

@@ -173,7 +173,7 @@ class Groups:
         network, inners = self._attempt(build, generation)
         with self._lock:
             self._fence.enter(generation)
-            retired = [(handle.inner, _keep_for_ever(handle)) for handle in handles if handle.inner is not None]
+            retired = _to_retire(handles)
             for handle, inner in zip(handles, inners, strict=True):
                 handle.inner, handle.abandoned = inner, False
                 handle.drop_coalescing()
@@ -326,7 +326,7 @@ class Groups:
         """torch destroyed these groups."""
         gone = {id(handle) for handle in handles}
         self.handles = [handle for handle in self.handles if id(handle) not in gone]
-        retired = [(handle.inner, _keep_for_ever(handle)) for handle in handles if handle.inner is not None]
+        retired = _to_retire(handles)
         for handle in handles:
             handle.inner = None
         _retire(retired)
@@ -344,6 +344,11 @@ def _backend_for(handle: Handle, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 def _keep_for_ever(handle: Handle) -> bool:
     """A destructor would join a stuck thread (gloo), or hang after an abort (NCCL)."""
     return handle.abandoned or "nccl" in handle.backends.values()
+
+
+def _to_retire(handles: list[Handle]) -> list[tuple[dist.ProcessGroup, bool]]:
+    """The groups behind `handles`, and whether each has to be kept for ever."""
+    return [(handle.inner, _keep_for_ever(handle)) for handle in handles if handle.inner is not None]
 
 
 def _retire(inners: list[tuple[Any, bool]]) -> None:

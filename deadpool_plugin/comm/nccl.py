@@ -73,7 +73,7 @@ class NcclFabric:
         self._backends.append(backend)
         return backend
 
-    def unblock(self) -> int:
+    def unblock(self) -> None:
         """Abort all at once: one may not end before another has (torch issue 119797)."""
         failed: list[BaseException] = []
         threads = [
@@ -92,7 +92,6 @@ class NcclFabric:
                 f"an end within {ABORT_DEADLINE_S} s",
                 "this process must be killed and its rank replaced",
             ) from (failed[0] if failed else None)
-        return len(threads)
 
     def await_rest(self, stop: Callable[[], bool]) -> bool:
         """An abort returns once its kernels have ended."""

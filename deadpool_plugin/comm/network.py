@@ -26,7 +26,6 @@ class Network:
     """Connected to the store of `generation` as global rank `rank`. Blocks: until the store answers."""
 
     def __init__(self, generation: int, address: str, rank: int) -> None:
-        self.generation = generation
         self.store: Store = PrefixStore(str(generation), stores.connect(address))
         self._rank = rank
         self._fabrics: dict[str, Fabric] = {}
@@ -66,9 +65,10 @@ class Network:
     def has_nccl(self) -> bool:
         return "nccl" in self._fabrics
 
-    def unblock(self) -> int:
+    def unblock(self) -> None:
         """End everything in flight in this generation. Thread: any."""
-        return sum(fabric.unblock() for fabric in list(self._fabrics.values()))
+        for fabric in list(self._fabrics.values()):
+            fabric.unblock()
 
     def await_rest(self, stop: Callable[[], bool]) -> bool:
         """After `unblock`: wait until nothing that was in flight can write any more; False if `stop()` first."""

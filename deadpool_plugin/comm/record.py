@@ -4,9 +4,9 @@ Beside them facts: what the script found out and a rehearsal would not (the worl
 
 Rules of this file: no pickle; a recording is msgpack with raw tensor bytes. An operation is known by its group's
 index and its number in that group, a fact by its question. Tensors above the limit are recorded without their values:
-parameters, which the restore overwrites anyway. Indices and pickled objects are none: a permutation of the data is
-recorded up to INDICES_BYTES_MAX of all of them, and above that nobody can rehearse the rank. What differs from the
-recording raises Divergence and names the call.
+parameters, which the restore overwrites anyway. Indices and pickled objects are not parameters: they are recorded all
+the same, up to INDICES_BYTES_MAX in all; a rank that has more cannot be rehearsed. What differs from the recording
+raises Divergence and names the call.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from ..errors import Divergence
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 INDICES = frozenset({torch.int64, torch.bool})
-"""What a process that rehearses can do without as little as without pickled objects."""
+"""Values that a rehearsal needs as it needs pickled objects: recorded beyond the limit, up to INDICES_BYTES_MAX."""
 INDICES_BYTES_MAX = 64 << 20
+ALIKE = "both must run the same script, arguments and versions"
 OBJECTS = frozenset(
     {
         "all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "send_object_list",
@@ -173,7 +174,7 @@ class Replay:
             raise Divergence(
                 f"the rehearsal made group {index} of ranks {list(ranks)} at {user_frame()}",
                 "no such group" if recorded is None else f"ranks {list(recorded)}, as recorded",
-                "both must run the same script, arguments and versions",
+                ALIKE,
             )
 
     def answer(self, group: int, sequence: int, name: str, outputs: list[torch.Tensor]) -> int:
@@ -189,7 +190,7 @@ class Replay:
                 f"the rehearsal issued {name} {_readable(shapes)} as operation {sequence} of group {group} "
                 f"at {user_frame()}",
                 self._recorded(record),
-                "both must run the same script, arguments and versions",
+                ALIKE,
             )
         del self._operations[(group, sequence)]
         for tensor, recorded in zip(outputs, record.outputs, strict=True):
@@ -209,7 +210,7 @@ class Replay:
             raise Divergence(
                 f"the rehearsal asked {question} at {user_frame()}",
                 "what the rank itself asked when it started",
-                "both must run the same script, arguments and versions",
+                ALIKE,
             )
         return answers.popleft()
 
@@ -219,7 +220,7 @@ class Replay:
             raise Divergence(
                 f"the rehearsal reached its first training call without {len(self._operations)} recorded operations",
                 f"first {self._recorded(record)}",
-                "both must run the same script, arguments and versions",
+                ALIKE,
             )
 
     @staticmethod

@@ -1,8 +1,8 @@
 """When nothing that was cut can write into a tensor any more, however late its threads get a CPU.
 
-Who can are gloo's event loops, which read what has arrived, and torch's threads, which wait for that and reduce. A cut
-wakes the loops: a loop that sleeps after it has found its connections ended, and whom it has woken sleeps again once
-it has reduced. Each of both is seen asleep twice, in this order, as the first time it may wait for a lock.
+What can still write are gloo's event loops, which read what has arrived, and torch's threads, which wait for them and
+reduce. A cut wakes the loops; each sleeps again once it has found its connections ended, and so does a thread it has
+woken, once that has reduced. Each must be seen asleep twice, loops first: the first time it may only wait for a lock.
 Of an operation that never ends (waits.py; gloo's race) torch's thread sleeps with such a lock in hand, and the loop
 asks for it again and again for as long as the process lives: one that has run for _TURNS_S has done all it can.
 

@@ -18,12 +18,13 @@ from torch._C._distributed_c10d import TCPStore
 from ..transport import sockets
 
 _SIOCGIFADDR = 0x8915
+_ANSWER_LIMIT = timedelta(seconds=300)
 
 listening = threading.Lock()
 """Held by whoever opens a listener: gloo.py tells gloo's by what there is before and after."""
 
 
-def host_store(host: str | None = None, timeout_s: float = 300.0) -> tuple[TCPStore, str]:
+def host_store(host: str | None = None) -> tuple[TCPStore, str]:
     """Start a store in this process; returns it and its "host:port". It listens on that address only, unless that is a
     name which means something else to others.
 
@@ -37,18 +38,16 @@ def host_store(host: str | None = None, timeout_s: float = 300.0) -> tuple[TCPSt
         listener = sockets.listening(bound, 0)
     port = listener.getsockname()[1]
     server = TCPStore(
-        address, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s),
+        address, port, is_master=True, wait_for_workers=False, timeout=_ANSWER_LIMIT,
         master_listen_fd=listener.detach(),
     )  # fmt: skip
     return server, f"{address}:{port}"
 
 
-def connect(address: str, timeout_s: float = 300.0) -> TCPStore:
-    """A client of the store at "host:port". Blocks: up to `timeout_s` until it answers."""
+def connect(address: str) -> TCPStore:
+    """A client of the store at "host:port". Blocks: up to _ANSWER_LIMIT until it answers."""
     host, port = address.rsplit(":", 1)
-    return TCPStore(
-        host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
-    )  # fmt: skip
+    return TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=_ANSWER_LIMIT)
 
 
 def _own_address() -> str:

@@ -16,8 +16,8 @@ from .placement import rehearsals
 from .types import NO_STEP, NodeId, Rank, Step, listed
 
 BEATS_MAX = 4
-"""In a heartbeat interval. Were it one, a Status about a step would put off the beat that is due shortly after it by
-another interval, and what members are certain of would lag so much more."""
+"""Per heartbeat interval. With one, a Status about a step would put off the next beat by up to an interval, and what
+members are certain of would lag as much more."""
 
 
 class Coordination:

@@ -107,7 +107,7 @@ class Standby:
         try:
             end_children(self._ending_s)
         except TimeoutError as error:
-            self._connection.send(local.CannotEnd(self._local_rank, str(error)))
+            self._connection.send(local.CannotEnd(str(error)))
             os._exit(1)
 
     def _reap(self) -> None:
@@ -115,7 +115,7 @@ class Standby:
             if pid == self._child:
                 self._child = 0
                 self._end_children()
-                self._connection.send(local.WorkerExited(self._local_rank, self._order, exit_code))
+                self._connection.send(local.WorkerExited(self._order, exit_code))
 
     def _fork(self, order: Order) -> None:
         self._lessons.pause()

@@ -187,7 +187,7 @@ class Supervisor:
         _, status = os.waitpid(self._standby, 0)
         self._standby = 0
         proc.sweep(self._tag)
-        self._tell(local.StandbyExited(self._launch.local_rank, os.waitstatus_to_exitcode(status)))
+        self._tell(local.StandbyExited(os.waitstatus_to_exitcode(status)))
 
     def _hear(self) -> int:
         """The exit code the agent wants (it may have said so before it ended); without an agent this node is out."""
@@ -202,7 +202,7 @@ class Supervisor:
 
     def _leave(self, number: int) -> None:
         """We were told to end by a signal: the agent has a moment to tell the others and to say how."""
-        self._tell(local.Leaving(self._launch.local_rank, number))
+        self._tell(local.Leaving(number))
         within_s = LEAVE_S + (NOTICE_S if number == signal.SIGTERM else 0.0)
         if not self._left_for or number != signal.SIGTERM:
             self._left_for, self._leave_by = number, time.monotonic() + within_s

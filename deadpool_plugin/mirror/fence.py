@@ -1,7 +1,8 @@
 """The generation fence of what a node holds: nothing of an older generation is written there any more (NO_STALE_WRITE),
 and nothing of a newer one before this node has rolled back to where that one begins.
 
-Rules of this file: any thread; whoever writes checks under the lock, so that nothing is written once `fence` is back.
+Rules of this file: any thread; whoever writes checks under the lock, so that nothing is written once `fence` has
+returned.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from .integrity import Checksums, CorruptSnapshot, Sums
 from .records import NotHeld, Records
 
 SMALL_BYTES = 64 << 20
-"""So much is freed at once by whoever lets go of it."""
+"""Up to so much is freed by the caller itself, more by a thread of its own."""
 
 
 class Snapshot(NamedTuple):

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 import msgspec
 
 from ..core.types import Generation, Rank, Step
-from ..errors import CorruptFrame, DeadpoolError, TransportError
+from ..errors import DeadpoolError, TransportError
 from ..transport.framing import ConnectionClosed
 from ..transport.handshake import Credentials, shake_hands
 from ..transport.sockets import Address, closed_on_error
@@ -31,7 +31,6 @@ OnDone = Callable[[DeadpoolError | None], None]
 """Told why not, or None: the peer has verified and sealed it."""
 QUEUE_MAX = 256
 _JOIN_S = 5.0
-_records_decoder = msgspec.msgpack.Decoder(list[bytes])
 
 
 class TransferFailed(DeadpoolError):
@@ -181,8 +180,7 @@ class BulkPeer:
         answer = stream.expect(wire.Ready, wire.Done)
         if not isinstance(answer, wire.Ready):
             return
-        for blob in wire.records_in_blobs(self._records(job, answer.history_last)):
-            stream.send_blob(blob, more=True)
+        stream.send_records(self._records(job, answer.history_last), more=True)
         stream.send_blob(snapshot.encoded, more=True)
         stream.send_payload(snapshot.payload, lambda sums: self._store.check_read(snapshot, sums))
         stream.expect(wire.Done)
@@ -245,14 +243,10 @@ class BulkPeer:
 
     def get_history(self, rank: Rank, first: Step, last: Step) -> list[bytes]:
         """Call records of first..last. Raises: TransportError, also if the peer does not hold them all. Blocks."""
-        records: list[bytes] = []
-        while first + len(records) <= last:
-            blob = self._ask_blob(wire.GetHistory(rank, first + len(records), last))
-            try:
-                records += _records_decoder.decode(blob)
-            except msgspec.MsgspecError as error:
-                raise CorruptFrame(f"call records from {self.address} cannot be read: {error}") from error
-        return records
+        with self._asking() as stream:
+            stream.send(wire.GetHistory(rank, first, last))
+            stream.expect(wire.Ready)
+            return stream.recv_records()
 
     def fetch_header(self, rank: Rank, step: Step) -> tuple[SnapshotHeader, bytes]:
         """The header of (rank, step), also as bytes for `SlotPair.seal_encoded`. Raises: TransportError. Blocks."""

@@ -13,8 +13,6 @@ import threading
 import time
 from collections.abc import Callable
 
-import msgspec
-
 from ..core.types import Generation, Holding, Rank, Step
 from ..errors import DeadpoolError, PeerRefused, StaleGeneration, TransportError
 from ..transport.framing import ConnectionClosed
@@ -140,7 +138,8 @@ class BulkServer:
                     self._send_blob(stream, self._store.get_recording(request.rank))
                 case wire.GetHistory():
                     records = self._store.get(request.rank, request.first, request.last)
-                    self._send_blob(stream, msgspec.msgpack.encode(records[: wire.how_many_fit(records)]))
+                    stream.send(wire.Ready(), more=True)
+                    stream.send_records(records)
                 case wire.GetHeader():
                     snapshot = self._store.readable(request.rank, request.step, payload=False)
                     self._send_blob(stream, snapshot.encoded)
@@ -152,7 +151,7 @@ class BulkServer:
             stream.send(wire.Refused(str(error)))
             raise
         except (StaleGeneration, NotEntered) as error:
-            stream.send(wire.Refused(str(error), generation=True))
+            stream.send(wire.Refused(str(error), in_another_generation=True))
         except DeadpoolError as error:
             stream.send(wire.Refused(str(error)))
 
@@ -220,8 +219,6 @@ class BulkServer:
         except wire.RefusedByPeer as error:
             _log.debug("abandoned: %s", error)
             return None
-        except msgspec.MsgspecError as error:
-            raise TransportError(f"call records from {stream.address} cannot be read: {error}") from error
         except StaleGeneration as error:
             raise TransportError(str(error)) from error
         finally:

@@ -96,8 +96,8 @@ class SnapshotStore(Holdings):
     def make_own(
         self, rank: Rank, header_bytes: int, payload_bytes: int, going_on: Callable[[], None] = lambda: None
     ) -> SlotPair:
-        """Slots for `adopt_own`: the prepared ones, also if they are still being made, or new ones. They are the
-        caller's until then.
+        """Slots for `adopt_own`: the prepared ones, also if they are still being made, or new ones. They belong to
+        the caller until it has them adopted, or puts them back.
 
         Args: going_on: called again and again while new ones are made; what it raises ends that.
         Raises: MemoryShortage. Blocks: about 0.6 s per GiB.
@@ -113,7 +113,8 @@ class SnapshotStore(Holdings):
             return self._makers.setdefault(rank, threading.Lock())
 
     def adopt_own(self, pair: SlotPair, step: Step, generation: Generation, replicas: tuple[Rank, ...]) -> Holding:
-        """Slots with `step` in them become their rank's own. At no time is neither they nor a mirror held.
+        """Slots with `step` in them become their rank's own. At every moment either they or the mirror they
+        replace is held.
 
         Raises: StaleGeneration; TransportError if they do not hold it. Nothing has changed then.
         """

@@ -67,7 +67,7 @@ class GetRecording(Request, frozen=True):
 
 
 class GetHistory(Request, frozen=True):
-    """Answered by a blob with the records of first..last, or as many of them as fit, from the first on."""
+    """Answered by the records of first..last."""
 
     rank: int
     first: int
@@ -110,10 +110,10 @@ class Done(Reply, frozen=True):
 
 
 class Refused(Reply, frozen=True):
-    """`generation`: the asked node is in another one than what was sent."""
+    """`in_another_generation`: the asked node is in another one than what was sent."""
 
     reason: str
-    generation: bool = False
+    in_another_generation: bool = False
 
 
 class Sealed(Reply, frozen=True):
@@ -236,7 +236,7 @@ class BulkStream:
         while isinstance(reply, Wait):
             reply = self.recv(AnyReply)
         if isinstance(reply, Refused | Abandoned):
-            elsewhere = isinstance(reply, Refused) and reply.generation
+            elsewhere = isinstance(reply, Refused) and reply.in_another_generation
             raise (InAnotherGeneration if elsewhere else RefusedByPeer)(f"{self.address} refused: {reply.reason}")
         if not isinstance(reply, kinds):
             raise CorruptFrame(f"{type(reply).__name__} from {self.address}", " or ".join(k.__name__ for k in kinds))
@@ -255,12 +255,22 @@ class BulkStream:
             raise CorruptFrame(f"{blob.size} bytes from {self.address}", f"at most {BLOB_BYTES_MAX}")
         return bytes(self._recv_checked(blob.size, blob.digest))
 
+    def send_records(self, records: Sequence[bytes], *, more: bool = False) -> None:
+        """Call records in as many blobs as they need, each with whether another one follows."""
+        while len(records) > (fitting := how_many_fit(records)):
+            self.send_blob(msgspec.msgpack.encode((True, records[:fitting])), more=True)
+            records = records[fitting:]
+        self.send_blob(msgspec.msgpack.encode((False, records)), more=more)
+
     def recv_records(self) -> list[bytes]:
-        """What `records_in_blobs` made blobs of. Raises: CorruptFrame; msgspec.MsgspecError if it did not."""
+        """What the other end sends by `send_records`. Raises: CorruptFrame."""
         records: list[bytes] = []
         more = True
         while more:
-            more, part = _records_decoder.decode(self.recv_blob())
+            try:
+                more, part = _records_decoder.decode(self.recv_blob())
+            except msgspec.MsgspecError as error:
+                raise CorruptFrame(f"call records from {self.address} cannot be read: {error}") from error
             records += part
         return records
 
@@ -314,14 +324,6 @@ class BulkStream:
 def how_many_fit(records: Sequence[bytes]) -> int:
     """Call records that go into one blob, the first of them in any case."""
     return max(1, sum(size <= RECORDS_BYTES_MAX for size in accumulate(map(len, records))))
-
-
-def records_in_blobs(records: Sequence[bytes]) -> Iterator[bytes]:
-    """For `recv_records`: in each blob whether another one follows, and records."""
-    while len(records) > (fitting := how_many_fit(records)):
-        yield msgspec.msgpack.encode((True, records[:fitting]))
-        records = records[fitting:]
-    yield msgspec.msgpack.encode((False, records))
 
 
 def _pieces(view: memoryview) -> Iterator[memoryview]:

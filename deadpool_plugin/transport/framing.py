@@ -87,15 +87,11 @@ class FrameProtocol(asyncio.Protocol):
         on_frame: Callable[[bytes], None],
         on_lost: Callable[[str], None],
         on_made: Callable[[], None] = lambda: None,
-        limit_bytes: int = CONTROL_FRAME_BYTES_MAX,
-        backlog_bytes: int = CONTROL_BACKLOG_BYTES_MAX,
     ) -> None:
         self._on_frame = on_frame
         self._on_lost = on_lost
         self._on_made = on_made
-        self._limit_bytes = limit_bytes
-        self._backlog_bytes = backlog_bytes
-        self._buffer = FrameBuffer(limit_bytes)
+        self._buffer = FrameBuffer(CONTROL_FRAME_BYTES_MAX)
         self._transport: asyncio.Transport | None = None
         self._reason = ""
         self._leaving = False
@@ -126,10 +122,10 @@ class FrameProtocol(asyncio.Protocol):
         """
         if self._transport is None or self._transport.is_closing() or self._leaving:
             return False
-        if self._transport.get_write_buffer_size() > self._backlog_bytes:
-            self.abort(f"more than {self._backlog_bytes} bytes are waiting to be sent: the peer does not read")
+        if self._transport.get_write_buffer_size() > CONTROL_BACKLOG_BYTES_MAX:
+            self.abort(f"more than {CONTROL_BACKLOG_BYTES_MAX} bytes are waiting to be sent: the peer does not read")
             return False
-        self._transport.write(pack_frame(body, self._limit_bytes))
+        self._transport.write(pack_frame(body, CONTROL_FRAME_BYTES_MAX))
         return True
 
     def close(self) -> None:

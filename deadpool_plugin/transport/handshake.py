@@ -145,9 +145,8 @@ async def shake_hands_async(
     identity: int,
     *,
     dialling: bool,
-    timeout_s: float = HANDSHAKE_TIMEOUT_S,
 ) -> int:
-    """`shake_hands` for a non-blocking socket on the running event loop; `timeout_s` covers the whole of it."""
+    """`shake_hands` for a non-blocking socket on the running event loop; HANDSHAKE_TIMEOUT_S covers the whole of it."""
     shake = Handshake(credentials, purpose, identity, dialling=dialling, address=remote_name(sock))
     loop = asyncio.get_running_loop()
 
@@ -160,6 +159,6 @@ async def shake_hands_async(
         return shake.check(await recv_exact_async(sock, _PROOF_BYTES))
 
     try:
-        return await asyncio.wait_for(exchange(), timeout_s)
+        return await asyncio.wait_for(exchange(), HANDSHAKE_TIMEOUT_S)
     except (OSError, EOFError, asyncio.TimeoutError) as error:
         raise ConnectionClosed(f"the handshake with {remote_name(sock)} ended early: {error!r}") from error

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import socket
 from collections.abc import Callable
+from typing import ClassVar
 
 import msgspec
 
@@ -29,20 +30,18 @@ class SupervisorHello(LocalMessage, frozen=True):
 
     local_rank: int
     standby_pid: int
-    descriptors: int = 1
+    descriptors: ClassVar[int] = 1
 
 
 class StandbyExited(LocalMessage, frozen=True):
     """Supervisor -> agent: `exit_code` is negative for a signal, as in subprocess."""
 
-    local_rank: int
     exit_code: int
 
 
 class Leaving(LocalMessage, frozen=True):
     """Supervisor -> agent: it was told to end by `signal`."""
 
-    local_rank: int
     signal: int
 
 
@@ -82,7 +81,6 @@ class RehearseRank(LocalMessage, frozen=True):
 class WorkerExited(LocalMessage, frozen=True):
     """Standby -> agent: the process forked for `order` has ended; `exit_code` as in subprocess."""
 
-    local_rank: int
     order: int
     exit_code: int
 
@@ -90,7 +88,6 @@ class WorkerExited(LocalMessage, frozen=True):
 class CannotEnd(LocalMessage, frozen=True):
     """Standby -> agent, last: what it has forked, or what that has left behind, was killed and does not end."""
 
-    local_rank: int
     reason: str
 
 
@@ -142,7 +139,7 @@ class ArenaHandOver(LocalMessage, frozen=True):
     rank: int
     header_bytes: int
     payload_bytes: int
-    descriptors: int = 1
+    descriptors: ClassVar[int] = 1
 
 
 class Staged(LocalMessage, frozen=True):
@@ -210,26 +207,23 @@ class TakeOver(LocalMessage, frozen=True):
     """Agent -> rehearser: become the rank in `generation`. The arena (descriptor) holds the snapshot of `restore_step`;
     `History` up to it has been sent before."""
 
-    rank: int
     generation: int
     store: str
     restore_step: int
     header_bytes: int
     payload_bytes: int
-    descriptors: int = 1
+    descriptors: ClassVar[int] = 1
 
 
 class Unwound(LocalMessage, frozen=True):
     """Worker -> agent: its main thread has left the interrupted call and waits for `Join`."""
 
-    rank: int
     generation: int
 
 
 class Saving(LocalMessage, frozen=True):
     """Worker -> agent, answer to Abort: its main thread is in a save, which may take long."""
 
-    rank: int
     generation: int
 
 
@@ -241,14 +235,12 @@ class Restored(LocalMessage, frozen=True):
 class OutOfReach(LocalMessage, frozen=True):
     """Worker -> agent: it was told to go back further than it can redo; waits to be ended and replaced."""
 
-    rank: int
     reason: str
 
 
 class Saved(LocalMessage, frozen=True):
     """Worker -> agent: its script has finished saving the checkpoint of `step`."""
 
-    rank: int
     step: int
     path: str
 

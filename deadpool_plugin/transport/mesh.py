@@ -11,8 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Callable, Coroutine, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import msgspec
 
@@ -28,6 +27,7 @@ from .lines import Line
 from .rendezvous import Hello
 from .renewal import YOUNG_S, Renewals
 from .sockets import Address, bound_address, closed_on_error, listen_tcp, remote_name
+from .tasks import Tasks
 
 _RETRY_S = 0.1
 _FLUSH_S = 1.0
@@ -95,7 +95,7 @@ class ControlMesh:
         )
         self._dials = asyncio.Semaphore(DIALS_MAX)
         self._known: set[NodeId] | None = None  # None: anyone with the secret, before `connect` has said who
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
         self._changed = asyncio.Event()
         self._connecting = False
         self._listener: socket.socket | None = None
@@ -113,14 +113,8 @@ class ControlMesh:
         """Starts to accept links; the address to tell the others."""
         self._listener = listen_tcp(*self._bind)
         self._listener.setblocking(False)
-        self._start(self._accept(self._listener))
+        self._tasks.start(self._accept(self._listener))
         return bound_address(self._listener)
-
-    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
 
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -131,7 +125,7 @@ class ControlMesh:
                 _log.warning("cannot accept a control connection: %s", error)
                 await asyncio.sleep(_RETRY_S)
                 continue
-            self._start(self._welcome(sock))
+            self._tasks.start(self._welcome(sock))
 
     async def _welcome(self, sock: socket.socket) -> None:
         try:
@@ -228,7 +222,7 @@ class ControlMesh:
 
     def _made(self, peer: NodeId, link: FrameProtocol) -> None:
         line = self._lines.get(peer)
-        if self._closing or peer in self._gone or (line is not None and peer not in self._addresses):
+        if not self._is_wanted(peer) or (line is not None and peer not in self._addresses):
             link.abort("lost meanwhile, or a second link of the same node")
             return
         self._lines.setdefault(peer, Line()).carry(link, "made again")
@@ -254,7 +248,7 @@ class ControlMesh:
         had_s, was_aborted = line.age_s, link.aborted
         line.carry(None)
         self._changed.set()
-        if self._closing or peer in self._gone:
+        if not self._is_wanted(peer):
             del self._lines[peer]
         elif was_aborted or peer not in self._addresses:
             self._lose(peer, reason)
@@ -342,9 +336,8 @@ class ControlMesh:
     async def close(self, goodbye: AnyMessage | None = None) -> None:
         """Sends `goodbye` to everyone, sends what is queued within a short deadline, and ends all links."""
         self._closing = True
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(self._renewals.close(), *self._tasks, return_exceptions=True)
+        await self._tasks.end()
+        await self._renewals.close()
         if self._listener is not None:
             self._listener.close()
         for node, link in self._links().items():

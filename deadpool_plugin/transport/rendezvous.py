@@ -21,8 +21,9 @@ from ..core.types import NodeId, listed
 from ..errors import PeerRefused, TransportError
 from .exchange import packed, put, take
 from .framing import ConnectionClosed
-from .handshake import Credentials, shake_hands_async
+from .handshake import HANDSHAKE_TIMEOUT_S, Credentials, shake_hands_async
 from .sockets import Address, address_towards, closed_on_error, connected, listening, remote_name, tune
+from .tasks import Tasks
 
 PURPOSE = "rendezvous"
 SAY_AFTER_S = 10.0
@@ -59,7 +60,6 @@ class _Failed(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 async def meet(
-    node: NodeId,
     nodes_total: int,
     master_addr: str,
     master_port: int,
@@ -72,14 +72,15 @@ async def meet(
     Raises: TransportError naming the nodes that did not come in time; PeerRefused if node 0 has another secret
     (node 0 itself goes on waiting, and names those it refused at its deadline).
     """
-    if node == 0:
+    if hello.node == 0:
         return await _Host(nodes_total, master_addr, master_port, hello, credentials).wait(timeout_s)
-    joining = _join(node, (master_addr, master_port), hello, credentials)
+    joining = _join((master_addr, master_port), hello, credentials)
     try:
         return await asyncio.wait_for(joining, timeout_s * 1.05 + 1.0)
     except asyncio.TimeoutError as error:
         raise TransportError(
-            f"node {node} was not given the address table by node 0 at {master_addr}:{master_port} in {timeout_s:g} s",
+            f"node {hello.node} was not given the address table by node 0 at {master_addr}:{master_port} in "
+            f"{timeout_s:g} s",
             remedy="check that node 0 runs and that MASTER_ADDR:MASTER_PORT can be reached from this host",
         ) from error
 
@@ -104,8 +105,8 @@ class _Host:
         self._listener.setblocking(False)
 
     async def wait(self, timeout_s: float) -> list[Hello]:
-        tasks: set[asyncio.Task[None]] = set()
-        accepting = asyncio.create_task(self._accept(tasks))
+        tasks = Tasks()
+        tasks.start(self._accept(tasks))
         try:
             await asyncio.wait_for(self._all_here(), timeout_s)
             table = [self._hellos[node] for node in sorted(self._hellos)]
@@ -116,9 +117,7 @@ class _Host:
             await self._tell_all(_Failed(str(failure)))
             raise failure from error
         finally:
-            for task in (accepting, *tasks):
-                task.cancel()
-            await asyncio.gather(accepting, *tasks, return_exceptions=True)
+            await tasks.end()
             for sock in (self._listener, *self._socks.values()):
                 sock.close()
 
@@ -147,7 +146,7 @@ class _Host:
         await asyncio.sleep(SAY_AFTER_S)
         _log.warning("still waiting at %s for node %s", self._where, self._missing())
 
-    async def _accept(self, tasks: set[asyncio.Task[None]]) -> None:
+    async def _accept(self, tasks: Tasks) -> None:
         loop = asyncio.get_running_loop()
         while True:
             try:
@@ -156,9 +155,7 @@ class _Host:
                 _log.warning("cannot accept a rendezvous connection: %s", error)
                 await asyncio.sleep(_RETRY_S)
                 continue
-            task = asyncio.create_task(self._welcome(sock))
-            tasks.add(task)
-            task.add_done_callback(tasks.discard)
+            tasks.start(self._welcome(sock))
 
     async def _welcome(self, sock: socket.socket) -> None:
         try:
@@ -179,7 +176,7 @@ class _Host:
     async def _greet(self, sock: socket.socket) -> NodeId:
         """Who has come, now in the table. Raises: PeerRefused, TransportError, OSError, EOFError."""
         address = remote_name(sock)
-        tune(sock, 10.0)
+        tune(sock, HANDSHAKE_TIMEOUT_S)
         peer = await shake_hands_async(sock, self._credentials, PURPOSE, 0, dialling=False)
         hello = await take(sock, Hello)
         if hello.node != peer or not 0 < peer < self._nodes_total:
@@ -194,24 +191,26 @@ class _Host:
     async def _tell_all(self, message: _Table | _Failed) -> None:
         frame = packed(message)
         loop = asyncio.get_running_loop()
-        sends = [asyncio.wait_for(loop.sock_sendall(sock, frame), 10.0) for sock in self._socks.values()]
+        sends = [asyncio.wait_for(loop.sock_sendall(sock, frame), HANDSHAKE_TIMEOUT_S) for sock in self._socks.values()]
         for peer, result in zip(list(self._socks), await asyncio.gather(*sends, return_exceptions=True), strict=True):
             if isinstance(result, BaseException):  # it will be missing from the mesh, with an error that names it
                 _log.warning("node %d left the rendezvous: %r", peer, result)
 
 
-async def _join(node: NodeId, master: Address, hello: Hello, credentials: Credentials) -> list[Hello]:
+async def _join(master: Address, hello: Hello, credentials: Credentials) -> list[Hello]:
     say_at: float | None = time.monotonic() + SAY_AFTER_S
     while True:
         try:
             with await connected(master) as sock:
-                tune(sock, 10.0)
-                await shake_hands_async(sock, credentials, PURPOSE, node, dialling=True)
+                tune(sock, HANDSHAKE_TIMEOUT_S)
+                await shake_hands_async(sock, credentials, PURPOSE, hello.node, dialling=True)
                 await put(sock, hello)
                 answer = await take(sock, _Table | _Failed)
         except (ConnectionClosed, OSError, EOFError) as error:  # node 0 is not there yet, or was started again
             if say_at is not None and time.monotonic() >= say_at:
-                _log.warning("node %d: node 0 at %s:%d does not answer yet (%s)%s", node, *master, error, _hint(master))
+                _log.warning(
+                    "node %d: node 0 at %s:%d does not answer yet (%s)%s", hello.node, *master, error, _hint(master)
+                )
                 say_at = None
             await asyncio.sleep(_RETRY_S)
             continue

@@ -20,7 +20,7 @@ from .sockets import Address, connected
 
 _AGAIN_S = 0.01
 _UNASKED_S = 0.1
-"""Who has lost a link that it does not dial itself waits so long before it asks."""
+"""A node that has lost a link which the other end dials waits so long to be dialled before it asks."""
 YOUNG_S = 1.0
 """A link that was made no longer ago is not the one that the other end has lost: it has not seen this one yet."""
 _log = logging.getLogger(__name__)

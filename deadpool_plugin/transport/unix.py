@@ -14,7 +14,6 @@ import os
 import socket
 import struct
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
@@ -69,8 +68,8 @@ def rights(fds: Sequence[int]) -> list[tuple[int, int, array.array[int]]]:
     return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
 
 
-def receive(sock: socket.socket, size: int, flags: int) -> tuple[bytes, list[int]]:
-    data, ancillary, message_flags, _ = sock.recvmsg(size, _ANCILLARY_BYTES, flags | socket.MSG_CMSG_CLOEXEC)
+def receive(sock: socket.socket, size: int) -> tuple[bytes, list[int]]:
+    data, ancillary, message_flags, _ = sock.recvmsg(size, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
     fds = array.array("i")
     for level, kind, content in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
@@ -81,13 +80,13 @@ def receive(sock: socket.socket, size: int, flags: int) -> tuple[bytes, list[int
     return data, list(fds)
 
 
-def take_descriptors(fds: deque[int] | list[int], message: object) -> list[int]:
+def take_descriptors(fds: list[int], message: object) -> list[int]:
+    """Those of `fds` that came with `message`, which are taken out. Raises: CorruptFrame."""
     count = getattr(message, "descriptors", 0)
     if len(fds) < count:
         raise CorruptFrame(f"{type(message).__name__} came with {len(fds)} descriptors, expected {count}")
-    taken, rest = list(fds)[:count], list(fds)[count:]
-    fds.clear()
-    fds.extend(rest)
+    taken = fds[:count]
+    del fds[:count]
     return taken
 
 
@@ -150,7 +149,7 @@ class Connection(Generic[M]):
         data = bytearray()
         while len(data) < size:
             try:
-                piece, received = receive(self._sock, min(size - len(data), READ_BYTES), 0)
+                piece, received = receive(self._sock, min(size - len(data), READ_BYTES))
             except OSError as error:
                 raise ConnectionClosed(f"the local connection broke: {error}") from error
             fds += received

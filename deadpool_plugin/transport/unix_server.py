@@ -45,7 +45,7 @@ class Peer(Generic[M]):
         self._server = server
         self._loop = asyncio.get_running_loop()
         self._buffer = FrameBuffer(LOCAL_FRAME_BYTES_MAX)
-        self._received: deque[int] = deque()
+        self._received: list[int] = []
         self._queue: deque[tuple[memoryview, list[int]]] = deque()
         self._queued_bytes = 0
         self._drained = asyncio.Event()
@@ -75,13 +75,13 @@ class Peer(Generic[M]):
         await self._drained.wait()
 
     def close(self) -> None:
-        """Ends the connection after one attempt to send what is queued; on_closed is not called."""
+        """Ends the connection at once; what is still queued is dropped, and on_closed is not called."""
         if not self.closed:
             self.closed = True
             self._drop_queue()
             self._loop.remove_reader(self._sock)
             self._server.peers.discard(self)
-            close_descriptors(list(self._received))
+            close_descriptors(self._received)
             self._sock.close()
 
     def _end(self) -> None:
@@ -128,7 +128,7 @@ class Peer(Generic[M]):
     def _read(self) -> bool:
         """Whether there was anything to read."""
         try:
-            data, fds = receive(self._sock, READ_BYTES, 0)
+            data, fds = receive(self._sock, READ_BYTES)
         except (BlockingIOError, InterruptedError):
             return False
         except OSError:  # reset: the process died with bytes unread

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ..comm import collective
+from ..comm.record import ALIKE
 from ..errors import WHOLE_STEP, Divergence, present
 from ..mirror.arena import SlotPair
 from ..transport import local
@@ -157,7 +158,7 @@ class Follow:
             raise Divergence(
                 f"this rehearsal of rank {self._rank} built a shard of layout {self._layout.digest}",
                 f"layout {self._expected_digest}, as the rank itself has it",
-                "both must run the same script, arguments and versions",
+                ALIKE,
             )
         took = time.monotonic() - self._began
         context.link.send(local.Rehearsed(self._rank, took))

@@ -145,7 +145,7 @@ class AgentLink:
             self._changed.wait_for(lambda: cancelled() or self._committed >= step)
             return not cancelled()
 
-    def wait_for_join(self, rank: int) -> local.Join:
+    def wait_for_join(self) -> local.Join:
         """Block until the agent hands over the plan of the newest announced generation, of which it hears that nothing
         is under way here any more. Raises: JobEnded."""
         told = self._joined
@@ -155,7 +155,7 @@ class AgentLink:
                     raise JobEnded
                 if self._aborted > told:
                     told = self._aborted
-                    self.send(local.Unwound(rank, told))
+                    self.send(local.Unwound(told))
                 if self._join is not None and self._join.generation >= max(self._aborted, self._joined + 1):
                     self._joined = self._join.generation
                     return self._join

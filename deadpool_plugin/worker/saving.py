@@ -148,7 +148,7 @@ class Saves:
     def written(self, path: str, began: float, step: int | None = None) -> None:
         """Tell the agent that the checkpoint at `path` is complete as far as this rank is concerned."""
         step = self.step if step is None else step
-        self._link.send(local.Saved(int(os.environ["RANK"]), step, path))
+        self._link.send(local.Saved(step, path))
         self._link.event("CheckpointSaved", step=step, path=path, duration_s=time.monotonic() - began)
 
     def wait_until(self, done: Callable[[], bool]) -> None:
@@ -194,7 +194,7 @@ class Saves:
     def abort(self, generation: int) -> None:
         """A swap begins: the main thread may be in a save, or be waiting for a writer."""
         if self._inside:
-            self._link.send(local.Saving(int(os.environ["RANK"]), generation))
+            self._link.send(local.Saving(generation))
         for flight in list(self._flights):
             flight.cancelled = True
             flight.stop()

@@ -104,7 +104,7 @@ class Swapping:
                 self._link.event(
                     "WorkerUnblocked", rank=self._rank, duration_s=time.monotonic() - self._link.aborted_at
                 )
-                join = self._link.wait_for_join(self._rank)
+                join = self._link.wait_for_join()
                 self._check_reach(join.restore_step)
                 self._context.saves.report_cancelled(cancelled, join.restore_step)
                 cancelled.clear()
@@ -124,7 +124,7 @@ class Swapping:
             f"its process was told to go back to step {restore_step}; expected step {self._log.oldest} or later, after "
             f"which it has kept its calls (it is at step {self.step}); another process takes the rank over at that step"
         )
-        self._link.send(local.OutOfReach(self._rank, reason))
+        self._link.send(local.OutOfReach(reason))
         raise SystemExit(self._context.wait_for_end())
 
     def enter(self, generation: int, store: str, restore_step: int) -> None:

@@ -188,7 +188,7 @@ class Rank:
 
     def _unwind(self, message: local.Abort, _: list[int]) -> None:
         self._trains = False
-        self._send(local.Unwound(self._rank, message.generation))
+        self._send(local.Unwound(message.generation))
 
     def _join(self, message: local.Join, _: list[int]) -> None:
         self._restore(message.generation, message.restore_step)

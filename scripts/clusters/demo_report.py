@@ -29,8 +29,8 @@ def swap(kill: Event, events: list[Event]) -> dict[str, Any]:
     plan_s from there to the first agent that acts on a plan; the others are the slowest rank's.
     """
     after = [event for event in events if event["time"] >= kill["time"]]
-    lost = next((e for e in after if e["event"] == "NodeLost" and kill["node"] in as_list(e["lost"])), None)
-    plan = next((e for e in after if e["event"] == "SwapPlanned" and kill["node"] in as_list(e["lost_nodes"])), None)
+    lost = next((e for e in after if e["event"] == "NodeLost" and kill["node"] in e["lost"]), None)
+    plan = next((e for e in after if e["event"] == "SwapPlanned" and kill["node"] in e["lost_nodes"]), None)
     generation = plan_generation(plan, after) if plan else None
     mine = first_of_each_rank([e for e in after if generation is not None and e["generation"] >= generation])
     unblocked = first_of_each_rank(after)
@@ -64,10 +64,6 @@ def first_of_each_rank(events: list[Event]) -> list[Event]:
         if "rank" in event:
             firsts.setdefault((event["event"], event["rank"]), event)
     return list(firsts.values())
-
-
-def as_list(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 def longest(events: list[Event], kind: str) -> float | None:

@@ -57,7 +57,7 @@ class Tail:
     def spares_ready(self) -> int:
         """How many hosts have said that they are ready and have not taken over, been lost or said so twice."""
         ready = {event["node"] for event in self.of("SpareReady")}
-        gone = {lost for event in self.of("NodeLost") for lost in as_list(event["lost"])}
+        gone = {lost for event in self.of("NodeLost") for lost in event["lost"]}
         takers = {taker for event in self.of("SwapPlanned") for taker in event["takers"].values()}
         return len(ready - gone - takers)
 
@@ -74,7 +74,3 @@ class Tail:
         """Steps that had been committed before the fault and were given up by the plans after it."""
         restored = [event["restore_step"] for event in self.of("SwapPlanned", since=fault_time)]
         return max(0, self.committed(fault_time) - min(restored)) if restored else None
-
-
-def as_list(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, (list, tuple)) else [value]

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import compare_runs
-from clusters.events import Tail, as_list
+from clusters.events import Tail
 from clusters.forked import Cluster, Node
 from clusters.launched import REPOSITORY, read_json_lines
 
@@ -210,7 +210,7 @@ class Job:
 
     def _heal(self) -> None:
         """A lost host comes back as another one as soon as training goes on, or earlier if the job waits for it."""
-        lost = {node for event in self.tail.of("NodeLost") for node in as_list(event["lost"])}
+        lost = {node for event in self.tail.of("NodeLost") for node in event["lost"]}
         swaps, waits = len(self.tail.of("SwapDone")), len(self.tail.of("WaitingForHost"))
         if self.heals and self.joined < len(lost) and max(swaps, waits) > self.joined:
             self.joined += 1

@@ -219,7 +219,7 @@ class Rank:
         while process.join is None or process.join.generation < process.aborted:
             if process.aborted > told:
                 told = process.aborted
-                process.connection.send(local.Unwound(self.rank, told))
+                process.connection.send(local.Unwound(told))
             process.listen()
         process.generation = process.join.generation
         process.committed = process.join.restore_step

@@ -240,7 +240,7 @@ class ScriptedAgent:
         spare.tell(local.History(lost.records[known : step + 1]))
         spare.records, spare.arena, spare.ready, spare.staged = lost.records[: step + 1], lost.arena, lost.ready, step
         ready = lost.ready
-        order = local.TakeOver(rank, self.generation, store, step, ready.header_bytes, ready.payload_bytes)
+        order = local.TakeOver(self.generation, store, step, ready.header_bytes, ready.payload_bytes)
         spare.tell(order, lost.arena.fd)
         spare.events = lost.events + [("TakenOver", {"rank": rank})]
         self.workers[rank] = spare

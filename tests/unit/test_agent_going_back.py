@@ -41,7 +41,7 @@ def test_what_was_committed_after_the_restore_step_is_not_told_to_newcomers(tmp_
     assert workers.committed == 7
     workers.commit(8)
     assert workers.committed == 8
-    workers.form(WORLD, 0)
+    workers.form(WORLD)
     assert workers.committed == NO_STEP
 
 
@@ -116,7 +116,7 @@ def test_a_process_that_cannot_go_back_so_far_is_ended_and_replaced_with_its_rea
         lives = Lives(0, "tag", [slot], Watch(10.0), fed.append)
         lives.on_lost = lost.append
         try:
-            lives.out_of_reach(slot, StandIn(LocalPeer), local.OutOfReach(3, "its calls begin later"))
+            lives.out_of_reach(slot, StandIn(LocalPeer), local.OutOfReach("its calls begin later"))
             assert child.wait(10) == -signal.SIGKILL
         finally:
             child.kill()

@@ -62,7 +62,7 @@ def test_hosts_that_see_different_directories_say_so(tmp_path, monkeypatch, thei
             (tmp_path / name).mkdir(exist_ok=True)
             its = Witness(tmp_path / name, lambda: "job", StandIn(Reports), lambda event: None)
             its.check(node == 0, lambda error, node=node: failures.append((node, str(error))))
-            await asyncio.gather(*its._tasks)
+            await asyncio.gather(*its._tasks._tasks)
 
     asyncio.run(scenario())
     if theirs == "a":
@@ -82,7 +82,7 @@ def test_storage_without_hard_links_is_no_witness(tmp_path, monkeypatch):
     async def scenario():
         its = Witness(tmp_path, lambda: "job", StandIn(Reports), lambda event: None)
         its.check(True, failures.append)
-        await asyncio.gather(*its._tasks)
+        await asyncio.gather(*its._tasks._tasks)
 
     asyncio.run(scenario())
     assert "cannot keep a hard link (Operation not permitted)" in str(failures[0])

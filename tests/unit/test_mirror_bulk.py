@@ -251,8 +251,7 @@ def test_a_fence_cuts_a_silent_sender_so_that_the_next_can_write(nodes: list[Nod
         assert digest is not None
         stale.send(wire.Push(0, 3, 0, (0,), HEADER, digest, "layout", True, PAYLOAD))
         stale.expect(wire.Ready)
-        for blob in wire.records_in_blobs([b""]):
-            stale.send_blob(blob)
+        stale.send_records([b""])
         stale.send_blob(pair.sealed(3).encoded)
         stale._send_exact(memoryview(bytes(FRAME_BYTES)))
         assert b.store.holdings() == ()

@@ -43,7 +43,7 @@ def serving(rank: int) -> Slot:
 
 
 def mirroring(store: SnapshotStore) -> Mirroring:
-    made = Mirroring(0, 1, store, Peers(), 10.0, lambda event: None)
+    made = Mirroring(0, 1, store, Peers(), lambda event: None)
     made.enter(World(0, (0, 0), ()))
     return made
 
@@ -116,7 +116,7 @@ def test_slots_that_are_being_made_when_the_script_begins_again_make_room_for_th
     slot = serving(0)
 
     async def scenario():
-        made = Mirroring(0, 1, store, Peers(), 10.0, fed.append)
+        made = Mirroring(0, 1, store, Peers(), fed.append)
         made.enter(World(0, (0, 0), ()))
         await made._prepare(slot, slot.serving, ready(0))
 

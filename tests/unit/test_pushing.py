@@ -24,6 +24,8 @@ PROFILE = Profile(header_bytes=0, payload_bytes=0, layout_hash="", replicas=(), 
 class Buddy:
     """Refuses one push with `error`, and takes what comes after it."""
 
+    patience_s = 0.0
+
     def __init__(self, error: DeadpoolError) -> None:
         self.errors: list[DeadpoolError | None] = [error]
 
@@ -38,7 +40,7 @@ class Buddy:
 def test_a_snapshot_that_cannot_be_read_here_is_no_fault_of_the_buddy(error: DeadpoolError) -> None:
     async def scenario(newest: int) -> list[io.Input]:
         said: list[io.Input] = []
-        pushes = Pushes(0, 1, SnapshotStore(), Buddy(error), 0.0, said.append)
+        pushes = Pushes(0, 1, SnapshotStore(), Buddy(error), said.append)
         pushes.enter(World(0, (0, 1), ()))
         for step in range(3, newest + 1):
             pushes.snapshot(0, step, 0, PROFILE, b"")
@@ -54,6 +56,8 @@ def test_a_snapshot_that_cannot_be_read_here_is_no_fault_of_the_buddy(error: Dea
 
 class Unreachable:
     """The buddy as this node sees it, which answers every attempt with `error` until it `heals`."""
+
+    patience_s = 0.05
 
     def __init__(self, error: DeadpoolError, heals: asyncio.Event) -> None:
         self.error, self.heals, self.done = error, heals, asyncio.Event()
@@ -79,7 +83,7 @@ def pushed(error: DeadpoolError, enough: Callable[[list[io.Input], int], bool]) 
         said: list[io.Input] = []
         heals = asyncio.Event()
         peers = Unreachable(error, heals)
-        pushes = Pushes(0, 1, SnapshotStore(), peers, 0.05, said.append)
+        pushes = Pushes(0, 1, SnapshotStore(), peers, said.append)
         pushes.enter(World(0, (0, 1), ()))
         pushes.snapshot(0, 3, 0, PROFILE, b"")
         while not enough(said, peers.attempts):

@@ -105,7 +105,7 @@ def test_a_survivor_that_ends_while_its_restore_step_is_fetched_is_not_told_to_j
         takeovers = TakeOvers(
             0, StandIn(agent_workers.Workers), mirroring, StandIn(Spares), fetches, store, StandIn(Pausing), 60.0, None
         )
-        takeovers._settle = lambda *arguments: None
+        takeovers._hold = lambda *arguments: None
         await takeovers._refill(PLAN, slot, Source(0, 2, 2, 0))
         return mirrored
 

@@ -46,8 +46,7 @@ async def gather(
     port: int, total: int, *joins: tuple[int, bytes, float], hellos: dict[int, Hello] | None = None
 ) -> list:
     meets = [
-        meet(node, total, "127.0.0.1", port, hello(node), Credentials(secret), timeout_s)
-        for node, secret, timeout_s in joins
+        meet(total, "127.0.0.1", port, hello(node), Credentials(secret), timeout_s) for node, secret, timeout_s in joins
     ]
     return await asyncio.wait_for(asyncio.gather(*meets, return_exceptions=True), 30)
 
@@ -96,9 +95,9 @@ def test_two_hosts_with_one_node_id_are_told() -> None:
     async def scenario() -> list:
         port = free_port()
         meets = [
-            meet(0, 3, "127.0.0.1", port, hello(0), Credentials(b"s"), 2),
-            meet(1, 3, "127.0.0.1", port, hello(1, "a"), Credentials(b"s"), 2),
-            meet(1, 3, "127.0.0.1", port, hello(1, "b"), Credentials(b"s"), 2),
+            meet(3, "127.0.0.1", port, hello(0), Credentials(b"s"), 2),
+            meet(3, "127.0.0.1", port, hello(1, "a"), Credentials(b"s"), 2),
+            meet(3, "127.0.0.1", port, hello(1, "b"), Credentials(b"s"), 2),
         ]
         return await asyncio.gather(*meets, return_exceptions=True)
 
@@ -164,7 +163,7 @@ def test_hosts_that_know_the_first_one_by_a_name_of_either_family_meet() -> None
     async def scenario() -> list:
         port = free_port()
         dialled = enumerate(["first", "127.0.0.1", "::1"])
-        meets = [meet(node, 3, host, port, hello(node), Credentials(b"s"), 10) for node, host in dialled]
+        meets = [meet(3, host, port, hello(node), Credentials(b"s"), 10) for node, host in dialled]
         return await asyncio.wait_for(asyncio.gather(*meets), 30)
 
     assert asyncio.run(scenario()) == [[hello(0), hello(1), hello(2)]] * 3

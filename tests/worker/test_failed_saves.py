@@ -238,7 +238,7 @@ def test_what_is_made_while_the_script_evaluates_can_be_trained(monkeypatch, mom
             Starting(context, 3, 4096)._become_live()
         elif moment == "taking over":
             following._layout = SimpleNamespace()
-            following._take_over(local.TakeOver(3, 1, "store", 0, 4096, 64), 0)
+            following._take_over(local.TakeOver(1, "store", 0, 4096, 64), 0)
         else:
             following._rehearsed()
     assert seen.value.args == (False,)

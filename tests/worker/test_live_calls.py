@@ -200,7 +200,7 @@ def test_a_rank_says_that_it_has_unwound_when_its_device_rests(monkeypatch, devi
         done.append(reason)
         raise Unwound
 
-    def wait_for_join(rank):
+    def wait_for_join():
         done.append("join")
         raise Unwound
 

@@ -126,7 +126,7 @@ def test_torch_save_replaces_a_file_only_when_the_new_one_is_whole(tmp_path, sav
     assert torch.load(path) == {"old": 1}
     file_saves.FileSave("torch.save", saves, torch.save, {"new": 2}, str(path))()
     assert torch.load(path) == {"new": 2} and os.listdir(tmp_path) == ["rank3.pt"]
-    assert saves._link.sent == [local.Saved(3, 7, str(path))]
+    assert saves._link.sent == [local.Saved(7, str(path))]
     plain = tmp_path / "plain" / "rank3.pt"
     plain.parent.mkdir()
     torch.save({"new": 2}, plain)
@@ -228,7 +228,7 @@ def test_a_swap_that_finds_the_main_thread_in_a_save_is_told_so(saves):
     with saves.under_way():
         saves.abort(2)
     saves.abort(3)
-    assert saves._link.sent == [local.Saving(3, 2)]
+    assert saves._link.sent == [local.Saving(2)]
 
     def announced():
         raise GenerationChanged(4)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from clusters import demo_report
-from clusters.events import Tail, as_list
+from clusters.events import Tail
 
 from bench.peers.jobs import NODES, Job, Setting, Strike
 
@@ -85,7 +85,7 @@ class DeadpoolJob(Job):
         if fault == "first":
             return nodes[0]
         rehearsed = {event["spare"]: event["ranks"] for event in self._tail.of("SpareReady")}
-        gone = {node for event in self._tail.of("NodeLost") for node in as_list(event["lost"])}
+        gone = {node for event in self._tail.of("NodeLost") for node in event["lost"]}
         known = {self._node_of()[rank] for spare in rehearsed.keys() - gone - {*nodes} for rank in rehearsed[spare]}
         wanted = [node for node in nodes[1:] if (node in known) == (self.variant == "tuned")]
         return wanted[len(wanted) // 2]

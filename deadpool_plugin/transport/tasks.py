@@ -1,0 +1,38 @@
+"""Work on an event loop that nobody awaits: kept until it is over, and begun from other threads.
+
+Rules of this file: whoever starts work minds its errors; none comes out of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+
+class Tasks:
+    """What somebody has started: the loop alone would not keep it alive. Thread: the event loop's only."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def cancel(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+
+    async def end(self) -> None:
+        """`cancel`, and wait until they have ended."""
+        self.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+def soon(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *arguments: object) -> None:
+    """Any thread: call `function` on the loop, unless that has ended."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(function, *arguments)
