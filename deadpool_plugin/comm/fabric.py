@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
+import torch.distributed as dist
 from torch._C._distributed_c10d import Backend, Store
 
 
@@ -37,6 +38,10 @@ class Fabric(Protocol):
 
     def unblock(self) -> None:
         """End whatever is in flight, with errors. Thread: any."""
+        ...
+
+    def failed(self, group: dist.ProcessGroup) -> None:
+        """An operation of `group` could not be issued by this thread: nothing of it may stay open there."""
         ...
 
     def await_rest(self, stop: Callable[[], bool]) -> bool:

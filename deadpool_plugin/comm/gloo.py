@@ -15,6 +15,7 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
+import torch.distributed as dist
 from torch._C._distributed_c10d import Backend, HashStore, ProcessGroupGloo, Store
 
 from ..errors import invariant
@@ -57,6 +58,9 @@ class GlooFabric:
         ours, theirs = set(self._listeners), set[Address]().union(*self._peers.values())
         for descriptor in _descriptors():
             _shut(descriptor, ours, theirs)
+
+    def failed(self, group: dist.ProcessGroup) -> None:
+        """Nothing is open between two operations."""
 
     def await_rest(self, stop: Callable[[], bool]) -> bool:
         return await_rest(self._loops, stop)

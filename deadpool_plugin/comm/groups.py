@@ -25,6 +25,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from ..errors import GenerationChanged, InvariantViolated, Unsupported, present
 from .collective import BATCH, BLOCKING, CompletedWork, outputs, tensors
+from .fabric import Fabric
 from .fence import Fence
 from .handle import Handle
 from .nccl import name_device
@@ -241,12 +242,12 @@ class Groups:
         try:
             self._fence.check()  # after the line before: who passes here is waited for
             if name == BATCH:
-                return self._issue_batch(handle, inner, args[0])
+                return self._issue_batch(handle, inner, network, args[0])
             backend = _backend_for(handle, args, kwargs)
             if name == "barrier" and backend == "nccl":
                 name_device(args, kwargs)
-            style = network.fabric(backend).wait_style(name)
-            return self._wrap(getattr(inner, name)(*args, **kwargs), handle, (name, args, kwargs), style)
+            work = _begun(inner, network.fabric(backend), name, args, kwargs)
+            return self._wrap(work, handle, (name, args, kwargs), network.fabric(backend).wait_style(name))
         finally:
             self._issuing.discard(thread)
 
@@ -258,14 +259,15 @@ class Groups:
             raise GenerationChanged(self._fence.announced) from None
         return CompletedWork()
 
-    def _issue_batch(self, handle: Handle, inner: dist.ProcessGroup, parts: list[Operation]) -> Any:
+    def _issue_batch(self, handle: Handle, inner: dist.ProcessGroup, network: Network, parts: list[Operation]) -> Any:
         _, *given = parts[0]
         device = tensors(given)[0].device
         if inner._get_backend(device).supports_coalescing:
+            fabric = network.fabric(handle.backends[device.type])
             inner._start_coalescing(device)
             try:
                 for name, args, kwargs in parts:
-                    getattr(inner, name)(*args, **kwargs)
+                    _begun(inner, fabric, name, args, kwargs)
             finally:  # left open, it would take in whatever this thread issues from here on
                 work = self._end_coalescing(inner, device)
             return self._wrap(work, handle, (BATCH, (parts,), {}), "direct")
@@ -282,6 +284,7 @@ class Groups:
 
     def _wrap(self, inner: Any, handle: Handle, operation: Operation, style: str) -> SwapWork | CompletedWork:
         if inner is None:  # NCCL's synchronous operations: whatever comes on the stream comes after them
+            self._fence.check()  # an abort ends them without an error: a barrier comes back though nobody came
             return CompletedWork(outputs(*operation))
         if len(self._unfinished) > _UNFINISHED_MAX:
             for work in [work for work in list(self._unfinished) if work.at_rest()]:
@@ -338,7 +341,16 @@ def _backend_for(handle: Handle, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     options = kwargs.get("opts", args[0] if args else None)
     given = tensors((args, kwargs))
     device = given[0].device if given else getattr(options, "device", None)
-    return handle.backends[device.type if device is not None else "cpu"]
+    return handle.default_backend if device is None else handle.backends[device.type]
+
+
+def _begun(inner: dist.ProcessGroup, fabric: Fabric, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """torch's Work of the operation `name`. Raises: RuntimeError if it cannot be issued."""
+    try:
+        return getattr(inner, name)(*args, **kwargs)
+    except RuntimeError:
+        fabric.failed(inner)
+        raise
 
 
 def _keep_for_ever(handle: Handle) -> bool:

@@ -46,7 +46,9 @@ class Handle(dist.ProcessGroup):
         self.index, self.key, self.ranks = index, key, ranks
         self.backends, self.timeout, self.options = backends, timeout, options
         names = set(backends.values())
-        self.only_backend: str | None = names.pop() if len(names) == 1 else None
+        self.only_backend: str | None = next(iter(names)) if len(names) == 1 else None
+        self.default_backend = "nccl" if "nccl" in names else next(iter(backends.values()))
+        """What torch takes for operations that name no device (ProcessGroup.hpp, barrier)."""
         self.inner: dist.ProcessGroup | None = None
         self.abandoned = False
         self.sequence = 0

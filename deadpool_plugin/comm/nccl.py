@@ -6,11 +6,13 @@ it gets in the way of one. An abort frees what a thread in the middle of issuing
 "make sure no thread is calling any NCCL operations"): Groups lets those leave first. Communicators connect at their
 first operation, in every generation as in the first: those that are used, and a pair's own for its sends and receives.
 A process whose abort does not return by the deadline, or whose thread is caught in connecting, must be killed and
-replaced: `unblock` raises in the first case, the agent sees that it does not unwind in the second.
+replaced: `unblock` raises in the first case, the agent sees that it does not unwind in the second. So is a process that
+issues a coalesced collective after NCCL has met the dead peer: torch's guard throws while it unwinds, which ends it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -92,6 +94,13 @@ class NcclFabric:
                 f"an end within {ABORT_DEADLINE_S} s",
                 "this process must be killed and its rank replaced",
             ) from (failed[0] if failed else None)
+
+    def failed(self, group: dist.ProcessGroup) -> None:
+        """Sends, receives and what is made of them open a group of NCCL's in the thread, and an error leaves it open:
+        communicators made there from then on are never connected (ProcessGroupNCCL.cpp, pointToPoint; nccl.cpp,
+        all2all_single_*). Where none is open NCCL says so."""
+        with contextlib.suppress(RuntimeError):
+            group._get_backend(torch.device("cuda"))._group_end()  # type: ignore[attr-defined]
 
     def await_rest(self, stop: Callable[[], bool]) -> bool:
         """An abort returns once its kernels have ended."""

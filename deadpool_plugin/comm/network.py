@@ -7,7 +7,6 @@ generation is over; the object is kept afterwards as long as an operation of it 
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -18,8 +17,6 @@ from .fabric import Fabric, GroupSpec
 from .gloo import GlooFabric
 from .handle import Handle
 from .nccl import NcclFabric
-
-GATHER_LIMIT = timedelta(days=30)
 
 
 class Network:
@@ -38,14 +35,14 @@ class Network:
         """
         if self.store.add("gathered", 1) == size:
             self.store.set("everybody", "")
-        self.store.wait(["everybody"], GATHER_LIMIT)
+        self.store.wait(["everybody"])
 
     def build(self, handle: Handle) -> dist.ProcessGroup:
         """A fresh inner group for `handle`. Blocks: until all its members build it."""
         store = PrefixStore(handle.key, self.store)
         group = dist.ProcessGroup(store, handle.rank(), handle.size())
         names = list(dict.fromkeys(handle.backends.values()))
-        group._set_default_backend(_backend_type("nccl" if "nccl" in names else names[0]))
+        group._set_default_backend(_backend_type(handle.default_backend))
         spec = GroupSpec(handle.key, handle.ranks, handle.rank(), handle.timeout, handle.options)
         for name in names:
             backend = self.fabric(name).build(spec, PrefixStore(name, store))

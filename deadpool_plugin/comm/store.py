@@ -19,6 +19,7 @@ from ..transport import sockets
 
 _SIOCGIFADDR = 0x8915
 _ANSWER_LIMIT = timedelta(seconds=300)
+_WAIT_LIMIT = timedelta(days=30)
 
 listening = threading.Lock()
 """Held by whoever opens a listener: gloo.py tells gloo's by what there is before and after."""
@@ -45,9 +46,12 @@ def host_store(host: str | None = None) -> tuple[TCPStore, str]:
 
 
 def connect(address: str) -> TCPStore:
-    """A client of the store at "host:port". Blocks: up to _ANSWER_LIMIT until it answers."""
+    """A client of the store at "host:port", which waits for a key as long as it takes: who was to set it and is lost,
+    or gets no further, is missed by the protocol. Blocks: up to _ANSWER_LIMIT until the store answers."""
     host, port = address.rsplit(":", 1)
-    return TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=_ANSWER_LIMIT)
+    client = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=_ANSWER_LIMIT)
+    client.set_timeout(_WAIT_LIMIT)
+    return client
 
 
 def _own_address() -> str:

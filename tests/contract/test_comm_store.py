@@ -16,8 +16,10 @@ def test_a_store_is_where_the_agent_says_its_node_is_reached(monkeypatch: pytest
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     server, address = store.host_store()
     assert address.startswith("127.0.0.2:")
-    store.connect(address).set("key", "value")
+    client = store.connect(address)
+    client.set("key", "value")
     assert server.get("key") == b"value"
+    assert client.timeout.days == 30, "whoever was to set a key may have a long way to it"
 
 
 def test_gloos_interface_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:

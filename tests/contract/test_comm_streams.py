@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import types
@@ -29,7 +30,7 @@ class Streams:
 
     def __init__(self) -> None:
         self._work = FakeProcessGroup._create_internal(0, 2)
-        self.open_batches = 0
+        self.open_groups = 0
 
     def allreduce(self, tensors: list[torch.Tensor], options: Any = None) -> Any:
         tensors[0].add_(1)
@@ -40,6 +41,7 @@ class Streams:
         return self._work.recv(tensors, srcRank, tag)
 
     def broadcast(self, tensors: list[torch.Tensor]) -> None:
+        self.open_groups += 1
         raise RuntimeError("NCCL communicator was aborted")
 
     def barrier(self, opts: Any = None) -> None:
@@ -49,16 +51,22 @@ class Streams:
         return self
 
     def _start_coalescing(self, device: torch.device) -> None:
-        self.open_batches += 1
+        self.open_groups += 1
 
     def _end_coalescing(self, device: torch.device) -> None:
-        self.open_batches -= 1
+        self._group_end()
+
+    def _group_end(self) -> None:
+        if not self.open_groups:
+            raise RuntimeError("ncclInvalidUsage")
+        self.open_groups -= 1
 
 
 def over(inner: Any) -> tuple[Groups, Handle]:
     groups = Groups(patience_s=0.0)
     handle = Handle(groups, index=0, key="", rank=0, ranks=(0, 1), backends={"cpu": "nccl"}, timeout=TIMEOUT)
-    fabric = types.SimpleNamespace(wait_style=lambda operation: "direct")
+    failed = functools.partial(nccl.NcclFabric.failed, None)
+    fabric = types.SimpleNamespace(wait_style=lambda operation: "direct", failed=failed)
     handle.inner, groups._network = inner, types.SimpleNamespace(fabric=lambda name: fabric)  # type: ignore[assignment]
     return groups, handle
 
@@ -107,7 +115,42 @@ def test_a_batch_that_is_interrupted_is_ended() -> None:
     _, handle = over(inner)
     with pytest.raises(RuntimeError, match="aborted"):
         handle.issue(BATCH, ([("allreduce", ([torch.zeros(1)],), {}), ("broadcast", ([torch.zeros(1)],), {})],))
-    assert inner.open_batches == 0
+    assert inner.open_groups == 0
+
+
+def test_an_operation_that_fails_leaves_no_group_open() -> None:
+    """What this thread connects later would only be queued."""
+    inner = Streams()
+    _, handle = over(inner)
+    for name in ("broadcast", "recv"):  # with a group of NCCL's, and with none
+        with pytest.raises((RuntimeError, AttributeError)):
+            handle.issue(name, ([torch.zeros(1)],) if name == "broadcast" else ([None], 1, 0))
+        assert inner.open_groups == 0
+
+
+def test_a_synchronous_operation_that_an_abort_has_ended_says_so() -> None:
+    """A barrier comes back though nobody came."""
+    groups, handle = over(Streams())
+    handle.inner.barrier = lambda: groups._fence.announce(1) and None  # type: ignore[union-attr, method-assign]
+    with pytest.raises(GenerationChanged):
+        handle.barrier()
+
+
+def test_so_does_a_wait_that_an_abort_has_ended() -> None:
+    groups, handle = over(Streams())
+    work = handle.allreduce([torch.zeros(1)], asynchronous())
+    work._inner = types.SimpleNamespace(wait=lambda: groups._fence.announce(1))
+    with pytest.raises(GenerationChanged):
+        work.wait()
+
+
+def test_an_operation_without_tensors_is_of_the_groups_default_backend() -> None:
+    both = {"cpu": "gloo", "cuda": "nccl"}
+    handle = Handle(Groups(), index=0, key="", rank=0, ranks=(0, 1), backends=both, timeout=TIMEOUT)
+    assert groups_module._backend_for(handle, (), {}) == "nccl"
+    on_host = dist.BarrierOptions()
+    on_host.device = torch.device("cpu")
+    assert groups_module._backend_for(handle, (on_host,), {}) == "gloo"
 
 
 class OnDevice(torch.Tensor):
@@ -255,7 +298,12 @@ def test_nothing_is_aborted_under_a_thread_that_issues_unless_it_is_caught_there
     groups, handle = over(Connecting())
     network: Any = groups._network
     network.has_nccl, network.unblock = True, lambda: found.append(not groups._issuing)
-    thread = threading.Thread(target=lambda: handle.allreduce([torch.zeros(2)]))
+
+    def issue() -> None:
+        with pytest.raises(GenerationChanged):
+            handle.allreduce([torch.zeros(2)])
+
+    thread = threading.Thread(target=issue)
     thread.start()
     assert inside.wait(60)
     if left:
