@@ -23,11 +23,11 @@ from typing import NoReturn
 
 import xxhash
 
-from deadpool_plugin.transport.linux import die_with_parent
 from deadpool_plugin.launch.standby import Order, Standby
 from deadpool_plugin.mirror.arena import SlotPair
 from deadpool_plugin.transport import local
 from deadpool_plugin.transport.framing import ConnectionClosed
+from deadpool_plugin.transport.linux import die_with_parent
 from deadpool_plugin.transport.local import LocalConnection
 
 HEADER_BYTES = 64 << 10

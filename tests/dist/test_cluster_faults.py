@@ -17,11 +17,11 @@ from support.zygote import in_zygote  # noqa: E402
 pytest.importorskip("megatron.core")
 
 from clusters import forked_node  # noqa: E402
+from clusters.references import reference  # noqa: E402
 from faults.job import Job  # noqa: E402
 from faults.pairs import during, node_lost  # noqa: E402
 from faults.plan import Kill  # noqa: E402
 from gpt.layouts import LAYOUTS  # noqa: E402
-from clusters.references import reference  # noqa: E402
 
 forked_node.import_all([name for name in forked_node.PRELOAD if name != "patches.cpu.applied"])  # for the forks
 

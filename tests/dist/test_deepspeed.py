@@ -18,11 +18,10 @@ from torch.utils import cpp_extension
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "scripts"), str(ROOT)]
 
+from faults import deepspeed_hooks  # noqa: E402
 from support.deepspeed_cpu import needs_deepspeed  # noqa: E402
 from support.killed_ranks import assert_alike, run_with_kills, undisturbed  # noqa: E402
 from support.zygote import in_zygote  # noqa: E402
-
-from faults import deepspeed_hooks  # noqa: E402
 
 pytestmark = needs_deepspeed
 STEPS = 12

@@ -1,4 +1,4 @@
-"""DeepSpeed jobs on whole emulated clusters, agents, supervisors and all: losses that must leave every bit as it was."""
+"""DeepSpeed jobs on whole emulated clusters, agents and supervisors included: losses that must leave no bit changed."""
 
 import os
 import sys

@@ -1,10 +1,11 @@
-"""Hosts join a running job: as spares, as the last resort of a job that waits, two at once; the right bytes go on. And a
-host that has the job's secret ends it."""
+"""Hosts join a running job: as spares, as the last resort of a job that waits, two at once; the right bytes go on.
+And a host that has the job's secret ends it."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -12,6 +13,7 @@ import pytest
 from stub_cluster import HERE, MARK, StubCluster
 
 from deadpool_plugin import events
+from deadpool_plugin.launch import carried
 
 STEPS, HOLD = 150, 5
 RUN = ("--steps", str(STEPS), "--step-s", "0.03", "--hold-at", str(HOLD))
@@ -61,6 +63,8 @@ def start(tmp_path):
     yield start_cluster
     for cluster in made:
         cluster.close()
+        for node in range(cluster.nodes):
+            shutil.rmtree(carried.folder_of(f"{cluster.run}.{node}"), ignore_errors=True)
 
 
 def test_a_host_joins_becomes_a_spare_and_takes_over(start):

@@ -7,11 +7,11 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import test_deepspeed  # noqa: E402
-from faults import deepspeed_hooks  # noqa: E402
-from support.killed_ranks import assert_alike, run_with_kills, undisturbed  # noqa: E402
-from support.zygote import in_zygote  # noqa: E402
-from test_deepspeed import arguments  # noqa: E402
+import test_deepspeed
+from faults import deepspeed_hooks
+from support.killed_ranks import assert_alike, run_with_kills, undisturbed
+from support.zygote import in_zygote
+from test_deepspeed import arguments
 
 pytestmark = getattr(test_deepspeed, "pytestmark", [])
 SCRIPT = str(Path(__file__).resolve().with_name("own_steps.py"))

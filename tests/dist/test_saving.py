@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "scripts"), str(ROOT)]
@@ -25,6 +24,7 @@ try:
     import megatron.core.distributed
     import megatron.core.models.gpt
     import megatron.core.optimizer.distrib_optimizer  # noqa: F401
+
     from patches.cpu import saving
 except ImportError:
     pytestmark += [pytest.mark.skip(reason="megatron-core is not installed")]

@@ -18,9 +18,9 @@ from support.killed_ranks import assert_alike, run_with_kills, undisturbed  # no
 from support.zygote import in_zygote  # noqa: E402
 
 try:
-    import megatron.core.datasets.blended_megatron_dataset_builder  # noqa: F401 - preloaded for the forks
-    import megatron.core.distributed  # noqa: F401
-    import megatron.core.models.gpt  # noqa: F401
+    import megatron.core.datasets.blended_megatron_dataset_builder
+    import megatron.core.distributed
+    import megatron.core.models.gpt
     import megatron.core.optimizer  # noqa: F401
 except ImportError:
     pytestmark = pytest.mark.skip(reason="megatron-core is not installed")
