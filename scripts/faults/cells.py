@@ -64,6 +64,8 @@ COLUMNS = {
 }
 MORE_KINDS = {"raise": ("forward", "optimizer", "evaluate"), "stop": ("backward", "between"), "silent": ("forward",)}
 """Kinds besides node and rank, and the columns they are tried in."""
+CANNOT_SAVE = ("overlap-pp2",)
+"""Without the plugin neither: torch's planner refuses what megatron-core 0.16.1 makes of its padded buckets."""
 
 
 @dataclass(frozen=True)
@@ -85,14 +87,15 @@ def cells(layouts: list[str], kinds: list[str]) -> list[Cell]:
     found = []
     for layout in layouts:
         for kind in kinds:
-            columns = [name for name in MORE_KINDS.get(kind, tuple(COLUMNS)) if has_place(LAYOUTS[layout], name)]
+            columns = [name for name in MORE_KINDS.get(kind, tuple(COLUMNS)) if has_place(layout, name)]
             found += [Cell(layout, column, kind) for column in columns]
     return found
 
 
-def has_place(layout: Layout, column: str) -> bool:
+def has_place(layout: str, column: str) -> bool:
     """The places in saves are those of megatron-core's."""
-    return layout.framework == "megatron" or COLUMNS[column].group == "main"
+    saves = LAYOUTS[layout].framework == "megatron" and layout not in CANNOT_SAVE
+    return saves or COLUMNS[column].group == "main"
 
 
 def jobs(wanted: list[Cell], node_faults_max: int) -> Iterator[list[Cell]]:
