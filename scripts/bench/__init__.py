@@ -1,1 +1,3 @@
-"""What scripts/bench_mirror.py is made of: its job, the floor it compares with, its figures."""
+"""What scripts/bench_control_plane.py (control_*) and scripts/bench_mirror.py (mirror_*) are made of: jobs, floors,
+figures.
+"""

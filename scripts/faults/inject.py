@@ -1,4 +1,4 @@
-"""Runs a Megatron training script and kills the whole emulated node it is on, at a chosen place in a chosen step.
+"""Runs a training script and kills the whole emulated node it is on, at a chosen place in a chosen step.
 
     python scripts/faults/inject.py --at 2@12:backward --marker kills.jsonl --observe DIR -- scripts/train_gpt.py ...
 
@@ -338,7 +338,7 @@ def halfway_node(output: Any) -> Any:
 def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--at", action="append", default=[], metavar="NODE@STEP:PHASE", help="/".join(PHASES))
-    parser.add_argument("--plan", type=Path, help="JSON file with faults (faults.Kill), for every process the same")
+    parser.add_argument("--plan", type=Path, help="JSON file of faults (faults.plan.Kill), for every process the same")
     parser.add_argument("--marker", type=Path, help="file that gets one JSON line per kill, before it happens")
     parser.add_argument("--observe", type=Path, help="folder for one JSON file per process")
     parser.add_argument("--samples-per-step", type=int, default=0, help="global batch size; needed with SGD only")

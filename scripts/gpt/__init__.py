@@ -1,1 +1,1 @@
-"""The small GPT that train_gpt.py trains: model, checkpoints, and the parallel layouts it is run in."""
+"""The small GPTs that train_gpt.py and train_deepspeed.py train: models, checkpoints, and the parallel layouts."""

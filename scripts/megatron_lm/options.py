@@ -1,6 +1,6 @@
 """Options of Megatron-LM's pretrain_gpt.py that people train with: by name, what is added to the base job.
 
-Rules of this file: standard library only. The base is what jobs.py says without a layout: 4 ranks, bf16, the
+Rules of this file: standard library only. The base is what base_job.py says without a layout: 4 ranks, bf16, the
 distributed optimizer, dropout, real text. An option is tried alone where it can stand alone.
 """
 

@@ -1,7 +1,7 @@
 """What the driver asks of a system, and what all systems have in common: faults, the clock, when a job is ready.
 
-    job = SomeJob(setting); job.start(); job.wait_until(step); kill = job.strike(fault, victim)
-    while not (figures := job.recovered(kill)) and not job.ended(): ...
+    job = SomeJob(setting, variant); job.start(); job.wait_until(step, limit_s); strike = job.strike(fault)
+    while not (figures := job.recovered(strike)) and not job.ended(): job.tend(strike)
     job.close()
 
 Rules of this file: standard library only. Every fault is made from outside, by the same function for every system, and
