@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import statistics
 import subprocess
 import sys
@@ -47,7 +48,7 @@ def run(args: argparse.Namespace, seed: int) -> dict[str, Any]:
     if ended.returncode:
         (args.out / f"seed{seed}.txt").write_text(ended.stdout)
     else:
-        subprocess.run(["rm", "-rf", str(folder)], check=True)
+        shutil.rmtree(folder)
     return {"seed": seed, "returncode": ended.returncode, "seconds": round(time.monotonic() - began, 1), **summary}
 
 

@@ -2,9 +2,9 @@
 
     (by bench_mirror.py)  mirror_floor.py PAYLOAD_BYTES     then orders on standard input, answers on its output
 
-Rules of this file: blocking sockets, whole payloads, no checksum, nothing else; the transfer at the priority at which
-the agents send and receive, the copy at the trainers'. Memory is as the plugin's: two slots
-per end, in a memfd, touched before, used in turn, so that caches help neither more nor less. An order is one JSON line
+Rules of this file: blocking sockets, whole payloads, no checksum, nothing else; copy and transfer at the trainers'
+priority (the agents' bulk threads run at nice 10). Memory is as the plugin's: two slots per end, in a memfd, touched
+before, used in turn, so that caches help neither more nor less. An order is one JSON line
 `{"count": n, "pause_s": p}`: n times a copy and a transfer, with a pause before each as long as a training step; the
 answer has the CPU time of each in nanoseconds.
 """
@@ -16,13 +16,10 @@ import mmap
 import os
 import socket
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
-
-NICE = 0
 
 
 def slots(payload_bytes: int) -> memoryview:
@@ -34,14 +31,9 @@ def slots(payload_bytes: int) -> memoryview:
     return view
 
 
-def lower_priority() -> None:
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
-
-
 def receive(sock: socket.socket, payload_bytes: int) -> None:
     """The other end: fill the slots in turn, tell the CPU time of each payload; until end of file."""
     view, turn = slots(payload_bytes), 0
-    lower_priority()
     while True:
         part, began = view[turn * payload_bytes : (turn + 1) * payload_bytes], time.thread_time_ns()
         start = 0
@@ -62,7 +54,7 @@ class Floor:
         self._view = slots(payload_bytes)
         self._live = torch.ones(payload_bytes, dtype=torch.uint8)
         whole = torch.frombuffer(self._view, dtype=torch.uint8)
-        self._sender = ThreadPoolExecutor(1, initializer=lower_priority)
+        self._sender = ThreadPoolExecutor(1)
         self._slots = [whole[:payload_bytes], whole[payload_bytes:]]
 
     def once(self, turn: int) -> dict[str, int]:

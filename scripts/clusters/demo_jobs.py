@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import run_plain
+
 from clusters.launched import REPOSITORY
 
 SCRIPTS = REPOSITORY / "scripts"
@@ -73,12 +75,7 @@ JOBS = {
     "megatron": DemoJob(
         SCRIPTS / "train_gpt.py",
         ("torch.distributed", "patches.cpu.applied", "megatron.core.models.gpt", "megatron.core.datasets.gpt_dataset"),
-        (
-            "megatron.core.models.gpt.gpt_layer_specs",
-            "megatron.core.datasets.gpt_dataset",
-            "megatron.core.optimizer",
-            "megatron.core.pipeline_parallel",
-        ),
+        run_plain.PRELOAD,
         ("torch", "megatron-core", "numpy"),
         _megatron,
         lambda args: args.tp * args.pp,

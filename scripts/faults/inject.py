@@ -50,11 +50,6 @@ AT = re.compile(rf"(\d+)@(\d+):({'|'.join(PHASES)})")
 # Killing
 
 
-def tagged_processes(job: str, node: int) -> list[int]:
-    """Every process of the emulated node, this one included, found by the environment it was started with."""
-    return [pid for pid, its in launched.tagged_processes(job) if its == node]
-
-
 def kill_node(job: str, node: int, before: Callable[[], None]) -> None:
     """SIGKILL every process of the node.
 
@@ -72,7 +67,7 @@ def kill_node(job: str, node: int, before: Callable[[], None]) -> None:
         while True:  # a worker dies with its supervisor, so it cannot be the one who kills them all
             signal.pause()
     stopped: set[int] = set()
-    while found := set(tagged_processes(job, node)) - stopped - {os.getpid()}:
+    while found := {pid for pid, its in launched.tagged_processes(job) if its == node} - stopped - {os.getpid()}:
         for pid in found:
             processes.send(pid, signal.SIGSTOP)
         stopped |= found

@@ -48,6 +48,7 @@ class Checkpoints:
 
     def __init__(self, args: argparse.Namespace, model: list[Any], optimizer: Any, scheduler: Any) -> None:
         self.args, self.model, self.optimizer, self.scheduler = args, model, optimizer, scheduler
+        self.parts: list[Any] = getattr(optimizer, "chained_optimizers", [optimizer])
         self.queue = AsyncCallsQueue()
         self.pending: tuple[int, Future[Any]] | None = None
         self.group = dist.new_group(backend="gloo") if args.save and args.async_save else None
@@ -166,12 +167,11 @@ class Checkpoints:
 
     def states(self) -> list[dict[str, Any]]:
         """What the inner optimizers keep of each parameter."""
-        parts = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
-        return [state for part in parts for state in part.optimizer.state.values()]
+        return [state for part in self.parts for state in part.optimizer.state.values()]
 
     def make_states(self) -> None:
         """As the first step would: there must be something to load into."""
-        for part in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+        for part in self.parts:
             part.init_state_fn(part.optimizer, part.config)
         for state in self.states():
             state.setdefault("step", torch.zeros(()))
@@ -179,20 +179,19 @@ class Checkpoints:
     @torch.no_grad()
     def rank_state(self, step: int) -> dict[str, Any]:
         """Everything of this rank as a plain dict; the tensors are the live ones."""
-        parts = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
         numbers = [{k: v for k, v in group.items() if k != "params"} for group in self.groups()]
         return {
             "iteration": step,
-            "tensors": dict(self.live_tensors(parts)),
+            "tensors": dict(self.live_tensors()),
             "groups": numbers,
             "scheduler": self.scheduler.state_dict(),
             "random": random_states(),
         }
 
-    def live_tensors(self, parts: list[Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    def live_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for number, chunk in enumerate(self.model):
             yield from ((f"model{number}.{name}", value.detach()) for name, value in chunk.module.named_parameters())
-        for number, part in enumerate(parts):
+        for number, part in enumerate(self.parts):
             parameters = [param for group in part.optimizer.param_groups for param in group["params"]]
             for index, param in enumerate(parameters):
                 yield f"optimizer{number}.{index}.parameter", param.detach()
@@ -200,8 +199,7 @@ class Checkpoints:
                     yield f"optimizer{number}.{index}.{name}", value
 
     def groups(self) -> list[dict[str, Any]]:
-        parts = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
-        return [group for part in parts for group in part.optimizer.param_groups]
+        return [group for part in self.parts for group in part.optimizer.param_groups]
 
 
 def random_states() -> dict[str, Any]:

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from clusters import demo_report
+from clusters.demo_jobs import JOBS
 from clusters.events import Tail
 
 from bench.peers.jobs import NODES, Job, Setting, Strike
 
 HERE = Path(__file__).resolve().parent
-PRELOAD = ["torch.distributed", "patches.cpu.applied", "megatron.core.models.gpt", "megatron.core.datasets.gpt_dataset"]
 PHASES = {
     "unblock": "WorkerUnblocked",
     "groups": "GroupsRebuilt",
@@ -37,7 +37,7 @@ class DeadpoolJob(Job):
     heals = True
     one_first = True
     script = "train_protected.py"
-    preload = PRELOAD
+    preload = list(JOBS["megatron"].preload)
     trains = "train_gpt"
     """What `script` runs."""
 

@@ -17,6 +17,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from faults.plan import is_rehearsal
 from megatron_lm import pretrain
 
 from bench.peers.marks import mark
@@ -28,13 +29,8 @@ class Life:
     number = 0
 
 
-def is_rehearsal() -> bool:
-    """A spare that follows runs this loop too, and its steps are nobody's steps."""
-    plugin = sys.modules.get("deadpool_plugin")
-    return plugin is not None and bool(plugin.is_rehearsal())
-
-
 def say(kind: str, step: int) -> None:
+    """Nothing in a spare that follows: it runs this loop too, and its steps are nobody's steps."""
     if not is_rehearsal():
         import torch.distributed as dist
 

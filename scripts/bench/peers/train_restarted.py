@@ -15,7 +15,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import torch
 import torch.distributed as dist
 import train_gpt
 from megatron.core import parallel_state
@@ -49,19 +48,9 @@ def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:
 
 def load(checkpoints: train_gpt.checkpoint.Checkpoints) -> int:
     """train_gpt.train calls it last before its first step."""
-    if checkpoints.saved:
-        have_step_counts(checkpoints)
     done = _load(checkpoints)
     mark("training", dist.get_rank(), done, life=Surroundings.life)
     return done
-
-
-def have_step_counts(checkpoints: Any) -> None:
-    """torch's Adam makes its step counts at its first step; a count that is not there is not loaded either."""
-    for part in getattr(checkpoints.optimizer, "chained_optimizers", [checkpoints.optimizer]):
-        part.init_state_fn(part.optimizer, part.config)
-        for state in part.optimizer.state.values():
-            state.setdefault("step", torch.zeros(()))
 
 
 def log_step(args: Any, step: int, duration_s: float, numbers: dict[str, float | None]) -> None:
