@@ -74,7 +74,8 @@ class Save(SaveCall):
         writer = self._arguments.get("storage_writer")
         path = self._arguments.get("checkpoint_id") or getattr(writer, "path", None)
         self.path = "" if path is None else str(path)
-        self._mark = CompleteMark(self.path, _rank(self._arguments.get("process_group")))
+        self._rank = _rank(self._arguments.get("process_group"))
+        self._mark = CompleteMark(self.path, self._rank)
 
     def __call__(self) -> Any:
         began = time.monotonic()
@@ -101,8 +102,8 @@ class AsyncSave(Save):
         self.future = SaveFuture(saves)
 
     def __call__(self) -> SaveFuture:
-        flight = ThreadFlight(self._saves, self.path, _rank(self._arguments.get("process_group")), self.future)
-        flight.mark, flight.keep_files = self._mark, self._mark.begin_attempt()
+        flight = ThreadFlight(self._saves, self.path, self._rank, self._mark, self.future)
+        flight.keep_files = self._mark.begin_attempt()
         self._saves.launch(flight)
         flight.start(lambda: self._original(**structure(self._arguments)))
         return self.future
@@ -126,10 +127,9 @@ class ThreadFlight(Flight):
 
     ends_by_itself = True
 
-    def __init__(self, saves: Saves, path: str, rank: int, future: SaveFuture) -> None:
+    def __init__(self, saves: Saves, path: str, rank: int, mark: CompleteMark, future: SaveFuture) -> None:
         super().__init__(saves, path)
-        self._generation, self._prefix, self.future = saves.generation, f"__{rank}_", future
-        self.mark = CompleteMark(path, rank)
+        self._generation, self._prefix, self._mark, self.future = saves.generation, f"__{rank}_", mark, future
         self._inner: Future[Any] | None = None
         self._thread = 0
 
@@ -179,7 +179,7 @@ class ThreadFlight(Flight):
         self.future.lose(f"{self.path or 'its writing'} was cancelled by a swap")
 
     def remove_files(self) -> None:
-        self.keep_files = self.keep_files or self.mark.is_there()
+        self.keep_files = self.keep_files or self._mark.is_there()
         self.files = self._written()
         super().remove_files()
 
@@ -238,7 +238,7 @@ class SaveFuture(Future[Any]):
         self._release()
 
     def skip(self) -> None:
-        """In a process that follows, where nothing is called back: when it was in the rank itself, nobody knows."""
+        """In a follower callbacks never run: nobody knows when they ran in the rank itself."""
         self._calls_back = False
         self.lose("this process took the rank over after the save began")
 
@@ -287,7 +287,6 @@ class Question(SaveCall):
 
     def __init__(self, saves: Saves, future: SaveFuture, answer: Callable[[], Any], waits: bool) -> None:
         self._saves, self._future, self._answer, self._waits = saves, future, answer, waits
-        self._given: list[Any] = []
 
     def __call__(self) -> Any:
         if self._waits:

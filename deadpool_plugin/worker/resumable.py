@@ -1,4 +1,4 @@
-"""What `deadpool_plugin.data.resumable` gives a script in a training process, and all of it that there is.
+"""The loaders that `deadpool_plugin.data.resumable` returns in a training process, and the registry of all of them.
 
 Rules of this file: to the script a `Resumable` is its loader; a pass is as good as the loader's own iterator. Every
 tape is part of every call, whoever reads from it: so a call is redone with the data it had although it was not given

@@ -26,7 +26,7 @@ import torch
 
 from deadpool_plugin.errors import CheckpointLost, GenerationChanged, Unsupported
 from deadpool_plugin.transport import local
-from deadpool_plugin.worker import calls, dcp, file_saves, processes, saving
+from deadpool_plugin.worker import calls, dcp, file_saves, saving, writers
 from deadpool_plugin.worker.adapter import CallKind
 from deadpool_plugin.worker.output import Mute
 
@@ -170,11 +170,16 @@ def test_a_save_that_is_done_again_is_not_complete_meanwhile_and_an_older_one_ke
     assert mark_seen == [False, False, True, True]
 
 
+def thread_flight(saves, folder):
+    mark = saving.CompleteMark(str(folder), 0)
+    return dcp.ThreadFlight(saves, str(folder), 0, mark, dcp.SaveFuture(saves))
+
+
 @pytest.mark.parametrize("completed_by_others", [False, True])
 def test_a_rank_that_gave_its_word_keeps_its_files(tmp_path, saves, completed_by_others):
     """The coordinator may have completed the checkpoint already, or do so yet."""
     file = tmp_path / "__0_0.distcp"
-    flight = dcp.ThreadFlight(saves, str(tmp_path), 0, dcp.SaveFuture(saves))
+    flight = thread_flight(saves, tmp_path)
     saves.launch(flight)
     flight.check()  # planning: nothing is written yet
     assert not flight.keep_files
@@ -269,7 +274,7 @@ def test_what_cannot_be_removed_is_said_and_the_rest_is(tmp_path, saves, monkeyp
             removed.append(self)
 
     (tmp_path / "__0_0.distcp").touch()
-    flight = dcp.ThreadFlight(saves, str(tmp_path), 0, dcp.SaveFuture(saves))
+    flight = thread_flight(saves, tmp_path)
     saves.launch(flight)
     saves.launch(Other(saves, ""))
     with monkeypatch.context() as patch:
@@ -281,14 +286,14 @@ def test_what_cannot_be_removed_is_said_and_the_rest_is(tmp_path, saves, monkeyp
 
 
 def test_a_folder_that_another_rank_has_removed_meanwhile_is_nothing_to_say(tmp_path, saves, monkeypatch):
-    saves.launch(dcp.ThreadFlight(saves, str(tmp_path / "gone"), 0, dcp.SaveFuture(saves)))
+    saves.launch(thread_flight(saves, tmp_path / "gone"))
     monkeypatch.setattr(os.path, "isdir", lambda path: True)
     saves.cancel()
     assert saves._link.events == []
 
 
 def test_a_rank_that_cannot_see_its_files_keeps_them(tmp_path, saves, monkeypatch):
-    flight = dcp.ThreadFlight(saves, str(tmp_path), 0, dcp.SaveFuture(saves))
+    flight = thread_flight(saves, tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(os, "listdir", cannot)
         flight.check()
@@ -444,13 +449,13 @@ def test_a_rehearsal_is_told_of_no_save_that_it_is_not_done(saves):
 def test_killing_a_writer_kills_what_it_has_forked(monkeypatch):
     if resource.getrlimit(resource.RLIMIT_NOFILE)[0] < 2048:
         pytest.skip("this machine lets a process have too few files open")
-    pidfd_open = processes.pidfd_open
+    pidfd_open = writers.pidfd_open
     high = lambda pid: fcntl.fcntl(pidfd_open(pid), fcntl.F_DUPFD, 1024)  # noqa: E731
-    monkeypatch.setattr(processes, "pidfd_open", high)  # as in a process that has very many files open
+    monkeypatch.setattr(writers, "pidfd_open", high)  # as in a process that has very many files open
     script = "import os,time\nif os.fork()==0: os.fork()\nos.write(1, b'%d\\n' % os.getpid())\ntime.sleep(600)"
     writer = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
     pids = [int(writer.stdout.readline()) for _ in range(3)]
-    processes.kill_tree(writer.pid)
+    writers.kill_tree(writer.pid)
     writer.wait()
     assert len(set(pids)) == 3 and not any(is_running(pid) for pid in pids)
 

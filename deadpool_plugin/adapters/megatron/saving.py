@@ -20,8 +20,8 @@ from typing import Any
 
 from ...errors import Unsupported
 from ...worker.adapter import CallHandler, CallKind, Followed
-from ...worker.processes import die_with_parent, kill_tree
 from ...worker.saving import CompleteMark, Flight, SaveCall, Saves, replace, structure
+from ...worker.writers import die_with_trainer, kill_tree
 
 WRITERS = ("write_preloaded_data", "write_preloaded_data_multiproc", "write_preloaded_data_multithread")
 """What runs in a writer's process; the second was replaced by the third in 0.17."""
@@ -90,7 +90,7 @@ def _die_with_trainer(owner: type, name: str) -> None:
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if multiprocessing.parent_process() is not None:
-            die_with_parent()
+            die_with_trainer()
         return original(*args, **kwargs)
 
     setattr(owner, name, staticmethod(wrapper))

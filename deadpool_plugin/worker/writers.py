@@ -20,7 +20,7 @@ _POLL_S = 0.001
 _AT_REST = {b"T", b"t", b"Z", b"X"}
 
 
-def die_with_parent() -> None:
+def die_with_trainer() -> None:
     """Let the kernel kill this process, one that multiprocessing has started, when its parent ends; at once if whoever
     started it has ended already: orphans have another parent."""
     parent, started_by = os.getppid(), multiprocessing.parent_process()
