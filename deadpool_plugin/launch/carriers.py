@@ -40,7 +40,8 @@ def kill_all(folder: Path) -> set[int]:
 
 
 def _carrying(folder: Path) -> Iterator[tuple[int, list[bytes]]]:
-    """(pid, its command line). Supervisors and those above name the folder there, those below in the environment."""
+    """(pid, command line). Supervisors and their ancestors name the folder on the command line, their descendants in
+    the environment."""
     wanted = os.fsencode(folder) + b"/"
     for pid, environment in proc.environments():
         try:

@@ -133,7 +133,7 @@ class Supervisor:
         self._watch(pidfd_open(self._agent), self._agent_ended)
 
     def _connect(self) -> LocalConnection:
-        """The agent's socket exists from the moment supervisor 0 has come so far; it may be slower than we are."""
+        """Supervisor 0 creates the agent's socket, and may be slower than we are."""
         deadline = time.monotonic() + CONNECT_S
         while True:
             try:

@@ -29,7 +29,7 @@ from .staging import Layout
 from .swap import Swapping
 
 PROGRESS_EVERY_S = 1.0
-"""Seconds between two words of this kind to the agent; `stall_timeout_s` is never less than some of them."""
+"""Shortest time between two Progress messages; `stall_timeout_s` is always several times this."""
 
 
 class Live(Swapping):
@@ -64,12 +64,13 @@ class Live(Swapping):
             kwargs["data_iterator"], found = self._log.iterators.wrap(kwargs["data_iterator"])
         else:
             found = []
-        call = Call(
-            name, kind, self.step, lambda: followed(*args, **kwargs), self._entry(args, kwargs),
-            self._places(found), check_inputs=followed.check,
-        )  # fmt: skip
-        if isinstance(followed, SaveCall):
-            call.run = functools.partial(self._save, followed, call.segment)
+        run: Callable[[], Any] = (
+            functools.partial(self._save, followed, self.step)
+            if isinstance(followed, SaveCall)
+            else lambda: followed(*args, **kwargs)
+        )
+        entry, places = self._entry(args, kwargs), self._places(found)
+        call = Call(name, kind, self.step, run, entry, places, check_inputs=followed.check)
         self._updated = False
         try:
             value = self._run(call)
@@ -128,14 +129,14 @@ class Live(Swapping):
         return collective.CompletedWork(written, source)
 
     def _tell_progress(self) -> None:
-        """Also of the longest step it is seen that it gets on."""
+        """So that even a very long step is seen to make progress."""
         now = time.monotonic()
         if now - self._told_at >= PROGRESS_EVERY_S:
             self._told_at = now
             self._link.send(local.Progress(self._rank))
 
     def _places(self, given: Sequence[RewindIterator] = ()) -> list[tuple[RewindIterator, int]]:
-        """Of all data a call may read, and (a redo must come back there, too) of what the script itself reads."""
+        """Of every iterator a call may read, and of those the script reads itself: a redo must return there, too."""
         return [(iterator, iterator.position) for iterator in (*given, *self._context.tapes)]
 
     def _entry(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], None]:

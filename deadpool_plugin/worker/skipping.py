@@ -50,10 +50,10 @@ def skip(iterator: Iterator[Any], count: int, draws: Sequence[Sequence[Any]] = (
             return
         reader = getattr(reader, attribute)
     known = type(reader) in _READERS and _is_known(reader)
-    if known and type(reader) is not _SingleProcessDataLoaderIter and not draws:
+    single = known and type(reader) is _SingleProcessDataLoaderIter
+    if known and not single and not draws:
         _Behind.fall(reader, count)
         return
-    single = known and type(reader) is _SingleProcessDataLoaderIter
     before = {number: states for number, states in draws}
     for number in range(count):
         if number in before:

@@ -22,7 +22,7 @@ from ..transport import local
 from .link import AgentLink
 
 SLOW_S, SLOW_STEPS = 1.0, 5
-"""Seconds that so many steps in a row must have waited for the gate, and most of their time, for that to be said."""
+"""`SLOW_STEPS` steps in a row that each wait longer than `SLOW_S`, and for more than half their time, are reported."""
 
 
 class Layout:
@@ -133,7 +133,8 @@ class Stager:
             raise self._error
 
     def _run(self) -> None:
-        if self._side_stream is not None:  # else this thread's is the first GPU, on which every rank would take memory
+        if self._side_stream is not None:
+            # a new thread's current device is GPU 0, on which every rank would then allocate memory
             torch.cuda.set_device(self._side_stream.device)
         while self._error is None:
             step, generation, scalars, records, cancel = self._queue.get()

@@ -55,8 +55,8 @@ class Swapping:
 
     @contextlib.contextmanager
     def _inside(self) -> Iterator[None]:
-        """An abort of NCCL ends kernels without an error; what a call makes of what they left, and be it an error,
-        means nothing. Raises: GenerationChanged in the place of such an error."""
+        """An NCCL abort ends kernels without an error, so whatever a call computes afterwards, even an exception, is
+        meaningless. Raises: GenerationChanged instead of such an exception."""
         self.inside = True
         try:
             yield
@@ -116,8 +116,8 @@ class Swapping:
                 forget(change)
 
     def _check_reach(self, restore_step: int) -> None:
-        """Redoing nothing but the calls that are kept would leave out some: a process that begins at `restore_step`
-        must take over then. Blocks: for ever if so, the agent ends this process."""
+        """The calls before step `oldest` are gone, so redoing the kept ones from `restore_step` would skip some:
+        another process must take the rank over. Blocks: for ever in that case; the agent ends this process."""
         if restore_step >= self._log.oldest:
             return
         reason = (
@@ -156,8 +156,7 @@ class Swapping:
         self._at_exit = rng.capture(self._adapter)
 
     def _restore(self, step: int) -> None:
-        newer = self._slots.open(step + 1)
-        if newer is not None:
+        if self._slots.open(step + 1) is not None:
             self._slots.invalidate(step + 1)
         state = self._state_of(step)
         self._layout.load(self._slots.payload(step))
