@@ -79,7 +79,8 @@ def spell_local_rank() -> None:
         words = list(sys.argv[1:] if args is None else args)
         known = self._option_string_actions
         if "--local-rank" in known and "--local_rank" not in known:
-            words = ["--local-rank=" + word[13:] if word.startswith("--local_rank=") else word for word in words]
+            given, meant = "--local_rank=", "--local-rank="
+            words = [meant + word.removeprefix(given) if word.startswith(given) else word for word in words]
         return original(self, words, namespace, **more)
 
     argparse.ArgumentParser.parse_known_args = parse_known_args  # type: ignore[method-assign]

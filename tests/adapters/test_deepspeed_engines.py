@@ -137,7 +137,9 @@ def test_what_a_script_reads_of_gradients_and_optimizer_state_is_told_to_followe
 
     engine = build(lambda: torch.nn.Linear(4, 1), zero_optimization={"stage": stage})
     weight = engine.module.weight
-    reading.install(Calls(handler, None), lambda: True)
+    calls = Calls(handler, None)
+    calls.is_training = True
+    reading.install(calls)
     engine.backward(engine(torch.ones(1, 4)).sum())
     gradient = safe_get_full_grad(weight)
     assert gradient.flatten().tolist() == [1.0] * 4

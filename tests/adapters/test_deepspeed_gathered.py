@@ -70,18 +70,17 @@ def test_a_follower_has_small_parameters_and_nothing_like_numbers_of_large_ones(
 
 
 def test_only_what_a_script_gathers_in_training_is_a_call(monkeypatch):
-    entered, handled, training = [], [], []
+    entered, handled = [], []
     for name in ("__enter__", "__exit__"):
         monkeypatch.setattr(GatheredParameters, name, lambda context, *exc: entered.append(context))
-    calls = SimpleNamespace(busy=False, handler=lambda name, *rest: handled.append(name))
-    gathered.install(calls, lambda: bool(training))
+    calls = SimpleNamespace(busy=False, is_training=False, handler=lambda name, *rest: handled.append(name))
+    gathered.install(calls)
     context = GatheredParameters([], enabled=False)
     with context:
         pass
     context.enabled, context.params, context.src_rank = True, [], None
     with context:
-        training.append(True)
-        calls.busy = True
+        calls.is_training = calls.busy = True
     with context:
         calls.busy = False
     with context:

@@ -26,8 +26,8 @@ def test_a_rehearsal_loads_what_the_job_began_with(tmp_path, at_start):
     groups = Groups()
     groups._recorder = Recorder(0)
     modes = [Starting(SimpleNamespace(groups=groups), 0, 0)]
-    calls = SimpleNamespace(busy=False, handler=lambda *call: modes[-1].call(*call))
-    loading.install(calls, Engine, lambda: False)
+    calls = SimpleNamespace(busy=False, is_training=False, handler=lambda *call: modes[-1].call(*call))
+    loading.install(calls, Engine)
     newest = tmp_path / "latest"
     if at_start:
         newest.write_text(f"{at_start}\n")

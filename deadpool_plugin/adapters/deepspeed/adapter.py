@@ -52,18 +52,15 @@ class DeepSpeedAdapter:
         self._calls = calls = Calls(handler, lambda engine: self.state)
         _after_init(DeepSpeedEngine, self._engine_made)
         calls.install(DeepSpeedEngine, PipelineEngine)
-        past_engine.refuse_parts(calls, self._is_training)
-        gathered.install(calls, self._is_training)
-        reading.install(calls, self._is_training)
-        loading.install(calls, DeepSpeedEngine, self._is_training)
-        refusals.install(DeepSpeedEngine, self._is_training)
+        past_engine.refuse_parts(calls)
+        gathered.install(calls)
+        reading.install(calls)
+        loading.install(calls, DeepSpeedEngine)
+        refusals.install(DeepSpeedEngine, lambda: calls.is_training)
 
     @property
     def calls(self) -> Calls:
         return present(self._calls, "install() comes first")
-
-    def _is_training(self) -> bool:
-        return self._state is not None
 
     def _engine_made(self, engine: Any) -> None:
         self._made.append(weakref.ref(engine))
@@ -98,6 +95,7 @@ class DeepSpeedAdapter:
         refusals.check_recurrent(engines[0].module)
         past_engine.watch(self.calls, engines[0])
         self._state = EngineState(engines[0])
+        self.calls.is_training = True
 
     @property
     def state(self) -> EngineState:

@@ -28,6 +28,8 @@ class Calls:
 
     def __init__(self, handler: CallHandler, state_of: Callable[[Any], EngineState]) -> None:
         self.handler, self.state_of = handler, state_of
+        self.is_training = False
+        """Whether the state is laid out: training has begun."""
         self._depth = 0
         self._collected: Parts | None = None
         self._direct: Parts = []

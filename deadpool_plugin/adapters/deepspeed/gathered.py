@@ -19,20 +19,20 @@ from ...worker.codec import TENSOR_LIMIT_BYTES
 from .calls import Calls
 
 
-def install(calls: Calls, is_training: Callable[[], bool]) -> None:
+def install(calls: Calls) -> None:
     """Wrap entering and leaving. Once, before the engine is built."""
     from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
     for name, kind in (("__enter__", Enter), ("__exit__", Exit)):
-        _wrap(calls, is_training, GatheredParameters, name, kind)
+        _wrap(calls, GatheredParameters, name, kind)
 
 
-def _wrap(calls: Calls, is_training: Callable[[], bool], owner: Any, name: str, kind: Callable[..., Followed]) -> None:
+def _wrap(calls: Calls, owner: Any, name: str, kind: Callable[..., Followed]) -> None:
     original = getattr(owner, name)
 
     @functools.wraps(original)
     def method(context: Any, *args: Any) -> Any:
-        if calls.busy or not is_training() or not context.enabled:
+        if calls.busy or not calls.is_training or not context.enabled:
             return original(context, *args)
         call = kind(calls, functools.partial(original, context), context, *args)
         return calls.handler(f"GatheredParameters.{name}", CallKind.PLAIN, call, (), {})

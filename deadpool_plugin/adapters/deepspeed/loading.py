@@ -8,7 +8,6 @@ checkpoint is the newest: a process that rehearses a rank later is told what the
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from .calls import Calls
 from .engine_calls import OfEngine
 
 
-def install(calls: Calls, engine_class: type, is_training: Callable[[], bool]) -> None:
+def install(calls: Calls, engine_class: type) -> None:
     """Wrap `load_checkpoint`. Once, before the engine is built."""
     owner: Any = engine_class
     original = owner.load_checkpoint
@@ -28,7 +27,7 @@ def install(calls: Calls, engine_class: type, is_training: Callable[[], bool]) -
     def load_checkpoint(engine: Any, load_dir: Any, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
         if calls.busy:
             return original(engine, load_dir, tag, *args, **kwargs)
-        if not is_training():
+        if not calls.is_training:
             newest = Path(load_dir) / ("latest_universal" if engine.load_universal_checkpoint() else "latest")
             if tag is None:
                 tag = calls.handler(f"the tag in {newest}", CallKind.FACT, _tag_in, (newest,), {})
@@ -51,9 +50,10 @@ class Load(OfEngine):
 
     def __call__(self) -> Any:
         state = self._calls.state_of(self._engine)
-        if adam.is_in_cpp(state.adam, state.masters):
+        optimizer = state.basic_optimizer
+        if adam.is_in_cpp(optimizer, state.masters):
             raise Unsupported(
-                f"engine.load_checkpoint was called during training with {type(state.adam).__name__} on the CPU, whose "
+                f"engine.load_checkpoint was called during training with {type(optimizer).__name__} on the CPU, whose "
                 "products of the betas a swap could not bring back then",
                 "it before the first forward",
                 "use torch's AdamW, or load in a job of its own",

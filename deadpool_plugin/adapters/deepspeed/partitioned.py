@@ -19,7 +19,7 @@ import torch
 
 from .rest import Attributes, Rest
 
-OF_MODULES = ("_external_params", "ds_recompute_parameters", "ds_grads_remaining")
+UNDER_WAY_OF_MODULES = ("_external_params", "ds_recompute_parameters", "ds_grads_remaining")
 
 
 class Partitioned:
@@ -29,7 +29,7 @@ class Partitioned:
         from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 
         self._optimizer, self._modules, self._parameters = optimizer, modules, parameters
-        self._of_modules = Attributes(modules, OF_MODULES)
+        self._of_modules = Attributes(modules, UNDER_WAY_OF_MODULES)
         self._rest = Rest([FWD_MODULE_STACK, *map(vars, parameters)])
 
     @property

@@ -42,8 +42,8 @@ def watch(calls: Calls, engine: Any) -> None:
         model._compiled_call_impl = ModelCall(calls, engine, inner)
 
 
-def refuse_parts(calls: Calls, is_training: Callable[[], bool]) -> None:
-    """Once `is_training`, gather parameters for nothing but calls."""
+def refuse_parts(calls: Calls) -> None:
+    """Once training has begun, gather parameters for nothing but calls."""
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
     owner: Any = PartitionedParameterCoordinator
@@ -51,7 +51,7 @@ def refuse_parts(calls: Calls, is_training: Callable[[], bool]) -> None:
 
     @functools.wraps(original)
     def fetch_sub_module(coordinator: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
-        if is_training() and not calls.busy:
+        if calls.is_training and not calls.busy:
             raise Unsupported(
                 f"a part of the engine's model ({type(module).__name__}) was called by itself, with ZeRO 3",
                 "the whole model to be called: engine(...), or engine.module(...)",

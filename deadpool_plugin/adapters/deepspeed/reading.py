@@ -20,20 +20,20 @@ NAMES = ("safe_get_full_grad", "safe_get_full_optimizer_state", "safe_get_full_f
          "safe_get_local_optimizer_state", "safe_get_local_fp32_param")  # fmt: skip
 
 
-def install(calls: Calls, is_training: Callable[[], bool]) -> None:
+def install(calls: Calls) -> None:
     """Once, before the engine is built."""
     from deepspeed import utils
 
     for name in NAMES:
-        _wrap(calls, is_training, getattr(utils, name))
+        _wrap(calls, getattr(utils, name))
 
 
-def _wrap(calls: Calls, is_training: Callable[[], bool], function: types.FunctionType) -> None:
+def _wrap(calls: Calls, function: types.FunctionType) -> None:
     name = function.__name__
     original = types.FunctionType(function.__code__, function.__globals__, name, function.__defaults__)
 
     def read(*args: Any, **kwargs: Any) -> Any:
-        if calls.busy or not is_training():
+        if calls.busy or not calls.is_training:
             return original(*args, **kwargs)
         call = Read(calls, functools.partial(original, *args, **kwargs))
         return calls.handler(name, CallKind.PLAIN, call, (), {})

@@ -10,6 +10,8 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
+
 from ...errors import Unsupported
 from ..options import REMEDY, Option, refuse
 
@@ -82,8 +84,6 @@ def check(engine: Any) -> None:
 def check_recurrent(model: Any) -> None:
     """cuDNN draws the masks from a state of its own, which every restore of torch's generator begins anew
     (ATen/native/cudnn/RNN.cpp, get_dropout_state). Raises: Unsupported for layers with dropout on a GPU."""
-    import torch
-
     for module in model.modules():
         draws = isinstance(module, torch.nn.RNNBase) and module.dropout > 0 and module.num_layers > 1
         if draws and any(parameter.is_cuda for parameter in module.parameters()):
@@ -107,8 +107,6 @@ def check_eight_bits(modules: Iterable[Any]) -> None:
 def check_hooks() -> None:
     """Raises: Unsupported for a forward whose activations go somewhere else by torch's saved-tensor hooks: a redo would
     keep them on the device, and who has put the hooks there would wait for those of the interrupted forward."""
-    import torch
-
     if torch._C._autograd._top_saved_tensors_default_hooks(True):
         raise Unsupported(
             "engine.forward is called within saved-tensor hooks (activation offloading)",

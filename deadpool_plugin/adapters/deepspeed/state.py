@@ -28,7 +28,7 @@ from .rest import Attributes, Rest
 
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps", "_step_applied", "_global_grad_norm",
             "_unmanaged_backward_count")  # fmt: skip
-OF_MODULE = ("micro_offset",)
+OF_PIPELINE_MODULE = ("micro_offset",)
 """Of a pipeline's: its layers are seeded by it (`seed_layers`)."""
 BETWEEN_CALLS = ("_is_gradient_accumulation_boundary", "inside_no_sync_ctxt", "_manual_backward_expected",
                  "data_iterator")  # fmt: skip
@@ -42,8 +42,8 @@ OF_PIPELINE = ("num_pipe_buffers", "pipe_buffers", "pipe_recv_buf", "grad_layer"
 """Activations on their way, and what neighbours have been told of their shapes: a newcomer knows nothing of it."""
 SCALERS = ("loss_scaler", "loss_scale_config")
 """Of ZeRO, and of fp16 without it."""
-OF_MODULES = frozenset({"_external_params", "all_parameters", "_original_parameters", "applied_pre_backward_ref_cnt",
-                        "pre_bwd_fn", "post_bwd_fn"})  # fmt: skip
+ZERO3_ATTRIBUTES = frozenset({"_external_params", "all_parameters", "_original_parameters",
+                              "applied_pre_backward_ref_cnt", "pre_bwd_fn", "post_bwd_fn"})  # fmt: skip
 """ZeRO 3's on each module of a model, beside what `_is_deepspeeds` knows."""
 OF_OPTIMIZER = ("overflow", "_global_grad_norm", "clip_grad", "custom_loss_scaler", "external_loss_scale")
 
@@ -57,7 +57,7 @@ def updated_parameters(optimizer: Any, groups: Sequence[dict[str, Any]]) -> list
 
 
 def _is_deepspeeds(attribute: str) -> bool:
-    return attribute in OF_MODULES or attribute.startswith(("ds_", "__"))  # ZeRO 3's, the flops profiler's
+    return attribute in ZERO3_ATTRIBUTES or attribute.startswith(("ds_", "__"))  # ZeRO 3's, the flops profiler's
 
 
 def _parameters_of(groups: Sequence[dict[str, Any]]) -> list[torch.Tensor]:
@@ -72,8 +72,8 @@ class EngineState:
     """
 
     def __init__(self, engine: Any) -> None:
-        self.engine, self.adam = engine, engine.basic_optimizer
-        self._groups = self.adam.param_groups
+        self.engine, self.basic_optimizer = engine, engine.basic_optimizer
+        self._groups = self.basic_optimizer.param_groups
         self._modules = list(engine.module.modules())
         self._values = Values(self._modules, _is_deepspeeds)
         self._eight_bits = [module for module in self._modules if hasattr(module, "fp8_initialized")]
@@ -83,12 +83,12 @@ class EngineState:
         if engine.zero_optimization_stage() == 3:
             self._partitioned = Partitioned(engine.optimizer, self._modules, self._parameters)
         self.masters = self._partitioned.masters if self._partitioned else _parameters_of(self._groups)
-        adam.check(self.adam, self.masters, engine.lr_scheduler)
+        adam.check(self.basic_optimizer, self.masters, engine.lr_scheduler)
         check_schedule(engine.lr_scheduler)
-        adam.complete(self.adam, self.masters)
-        self._steps_before = int(max(adam.steps(self.adam, self.masters)))
+        adam.complete(self.basic_optimizer, self.masters)
+        self._steps_before = int(max(adam.steps(self.basic_optimizer, self.masters)))
         self._parameter_ids = {id(parameter) for parameter in self._parameters}
-        self._moments = adam.moments(self.adam, self.masters)
+        self._moments = adam.moments(self.basic_optimizer, self.masters)
         self.buffers = Buffers(self._modules)
         frozen = self._not_updated()
         parts = [parameter.ds_tensor.data for parameter in frozen] if self._partitioned else []
@@ -130,7 +130,7 @@ class EngineState:
         return {
             "frozen": self.frozen.digest,
             "counters": some(self.engine, COUNTERS),
-            "module": some(self.engine.module, OF_MODULE),
+            "module": some(self.engine.module, OF_PIPELINE_MODULE),
             "values": self._values.changed(),
             "optimizer": some(optimizer, OF_OPTIMIZER),
             "groups": group_scalars(self._groups),
@@ -154,14 +154,15 @@ class EngineState:
         self.frozen.check_unchanged()
         check_eight_bits(self._eight_bits)
         self.buffers.follow()
-        steps, without = adam.steps(self.adam, self.masters), self._lasting.without() if self._lasting else []
+        steps = adam.steps(self.basic_optimizer, self.masters)
+        without = self._lasting.without() if self._lasting else []
         return {"visible": self.visible(), "steps": steps, "without_gradients": without}
 
     def load(self, scalars: Scalars) -> None:
         self.show(scalars["visible"])
         if self._lasting:
             self._lasting.load(scalars["without_gradients"])
-        adam.load_steps(self.adam, self.masters, scalars["steps"], self._steps_before)
+        adam.load_steps(self.basic_optimizer, self.masters, scalars["steps"], self._steps_before)
 
     def entry(self) -> Scalars:
         """What a call may read beside the shard."""
@@ -201,7 +202,7 @@ class EngineState:
         """
         from deepspeed.runtime.activation_checkpointing import checkpointing
 
-        self.adam.param_groups = self._groups  # ZeRO lends the optimizer one group at a time
+        self.basic_optimizer.param_groups = self._groups  # ZeRO lends the optimizer one group at a time
         self._rest.restore()
         self._pipeline.restore()
         if self._partitioned:
@@ -244,11 +245,11 @@ class EngineState:
 
     def take_back(self) -> None:
         """Something has put other groups and tensors into the optimizer: their values into ours, and ours back."""
-        for mine, theirs in zip(self._groups, self.adam.param_groups, strict=True):
+        for mine, theirs in zip(self._groups, self.basic_optimizer.param_groups, strict=True):
             if mine is not theirs:
                 mine.update(theirs)
-        self.adam.param_groups = self._groups
-        adam.replace_moments(self.adam, self.masters, self._moments)
+        self.basic_optimizer.param_groups = self._groups
+        adam.replace_moments(self.basic_optimizer, self.masters, self._moments)
 
     def has_parameter(self, tensor: torch.Tensor) -> bool:
         return id(tensor) in self._parameter_ids
