@@ -50,7 +50,7 @@ class Followed:
 
     @staticmethod
     def of(function: Callable[..., Any]) -> Followed:
-        return function if isinstance(function, Followed) else _Bare(function)
+        return function if isinstance(function, Followed) else Bare(function)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Execute it."""
@@ -76,7 +76,7 @@ class Followed:
         return adapter.loss_of(value)
 
 
-class _Bare(Followed):
+class Bare(Followed):
     """A function of the framework's as it is."""
 
     def __init__(self, function: Callable[..., Any]) -> None:

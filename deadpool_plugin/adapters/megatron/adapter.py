@@ -22,7 +22,7 @@ from ...worker.adapter import CallHandler, CallKind, Scalars
 from ...worker.saving import Saves
 from ..options import REMEDY
 from . import bookkeeping, cleanup, facts, losses, refusals, saving, wrapping
-from .state import OptimizerState, check_base, parts_of
+from .state import TrainingState, check_base, parts_of
 
 SCHEDULES = (
     "forward_backward_no_pipelining",
@@ -43,7 +43,7 @@ class MegatronAdapter:
         self._schedulers: list[Any] = []
         self._modules: list[torch.nn.Module] = []
         self._timers: list[Any] = []
-        self._state: OptimizerState | None = None
+        self._state: TrainingState | None = None
         self._depth = 0
         """How many calls (for the first time or again), or step functions of the script's, run within each other."""
 
@@ -88,7 +88,7 @@ class MegatronAdapter:
             if "zero_grad" in vars(cls):
                 wrap(cls, "zero_grad", CallKind.PLAIN)
             if "sharded_state_dict" in vars(cls):
-                saving.tell_nothing_gathered(cls, handler)
+                saving.wrap_sharded_state_dict(cls, handler)
         remedy = "set config.finalize_model_grads_func, which the schedule calls"
         wrapping.refuse_outside(DistributedDataParallel, "finish_grad_sync", self._is_outside, remedy)
         facts.install(handler)
@@ -132,10 +132,10 @@ class MegatronAdapter:
         self._optimizers[:] = outermost
         refusals.check(self._chunks, outermost[0].config)
         self._modules = [module for chunk in self._chunks for module in chunk.modules()]
-        self._state = OptimizerState(self._chunks, outermost[0])
+        self._state = TrainingState(self._chunks, outermost[0])
 
     @property
-    def state(self) -> OptimizerState:
+    def state(self) -> TrainingState:
         return present(self._state, "attach() comes first")
 
     def shard(self) -> Sequence[torch.Tensor]:
@@ -273,8 +273,6 @@ def _remember_instances(cls: type, instances: list[Any]) -> None:
 
 def _subclasses(cls: type) -> list[type]:
     """`cls` and everything below it that is imported by now."""
-    import megatron.core.optimizer  # noqa: F401  (defines the concrete optimizers)
-
     found: list[type] = [cls]
     children: list[type] = cls.__subclasses__()
     for child in children:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed.distributed_c10d as c10d
 
-from ...worker.adapter import Followed, Scalars
+from ...worker.adapter import Bare, Scalars
 
 Entry = dict[str, Any]
 
@@ -46,14 +46,8 @@ def reductions() -> list[tuple[Any, str]]:
     return found
 
 
-class Reduction(Followed):
-    """`original`, which reduces tracked losses."""
-
-    def __init__(self, original: Callable[..., Any]) -> None:
-        self._original = original
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._original(*args, **kwargs)
+class Reduction(Bare):
+    """A function that reduces tracked losses."""
 
     def outcome(self, value: Any) -> Scalars:
         return plain(noted())

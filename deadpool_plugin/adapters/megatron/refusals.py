@@ -1,6 +1,6 @@
 """What of Megatron-core a swap cannot bring back, refused by name before training.
 
-Rules of this file: an option is here because it keeps state or communicators where `OptimizerState` and the group
+Rules of this file: an option is here because it keeps state or communicators where `TrainingState` and the group
 handles do not reach, or works past the calls; a version of Megatron-core that lacks the option is fine.
 """
 

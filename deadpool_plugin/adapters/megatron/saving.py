@@ -45,7 +45,7 @@ def install(saves: Saves) -> None:
         _wrap(saves, owner, "save_parameter_state", SaveParameterState)
     for name in WRITERS:
         if hasattr(filesystem_async.FileSystemWriterAsync, name):
-            _die_with_trainer(filesystem_async.FileSystemWriterAsync, name)
+            _tie_to_trainer(filesystem_async.FileSystemWriterAsync, name)
     saves.on_cancel.append(_drain_results)
 
 
@@ -54,18 +54,18 @@ def _wrap(saves: Saves, owner: type, name: str, call: Callable[..., SaveCall]) -
     setattr(owner, name, saves.wrapped(original, lambda args, kwargs: call(saves, original, args[0], args[1:], kwargs)))
 
 
-def tell_nothing_gathered(owner: type, handler: CallHandler) -> None:
+def wrap_sharded_state_dict(owner: type, handler: CallHandler) -> None:
     """Make `owner.sharded_state_dict` one call: some kinds of it gather the whole state of the optimizer."""
     original = owner.sharded_state_dict  # type: ignore[attr-defined]
 
     @functools.wraps(original)
     def sharded_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return handler(original.__name__, CallKind.PLAIN, Gathered(original, self, args, kwargs), (), {})
+        return handler(original.__name__, CallKind.PLAIN, ShardedState(original, self, args, kwargs), (), {})
 
     owner.sharded_state_dict = sharded_state_dict  # type: ignore[attr-defined]
 
 
-class Gathered(Followed):
+class ShardedState(Followed):
     """A state that is made to be saved, which a follower does not do: it gets an empty one. The log keeps what it was
     given as it was, and nothing of what became of it."""
 
@@ -83,7 +83,7 @@ class Gathered(Followed):
         return {}
 
 
-def _die_with_trainer(owner: type, name: str) -> None:
+def _tie_to_trainer(owner: type, name: str) -> None:
     """A writer left behind would hold the dead rank's connections open, and its files."""
     original = getattr(owner, name)
 

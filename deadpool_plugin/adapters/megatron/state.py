@@ -1,6 +1,7 @@
-"""The optimizer's part of a rank's state: fp32 masters and moments in one flat buffer, and its plain values.
+"""What a rank's training state is in Megatron-core: fp32 masters and moments in one flat buffer, the model's buffers,
+plain values of optimizer and modules.
 
-Rules of this file: nothing is rebound after `OptimizerState` is built; restoring copies into the live tensors.
+Rules of this file: nothing is rebound after `TrainingState` is built; restoring copies into the live tensors.
 Masters that the optimizer owns, and all moments, become views of one flat buffer once, before the first step:
 training stays bitwise identical and a snapshot is one copy (facts: 19-68 us against 0.4-14 ms for torch.cat).
 Masters that live in model memory (fp32 parameters) stay where they are and are listed beside it.
@@ -30,8 +31,8 @@ OF_MODULES = frozenset(
 ALIGNMENT = 16  # elements: 64 bytes of fp32, so that a view is aligned as a tensor of its own would be
 
 
-class OptimizerState:
-    """State of one outermost Megatron optimizer (a ChainedOptimizer or a single one).
+class TrainingState:
+    """State of one outermost Megatron optimizer (a ChainedOptimizer or a single one) and of the model it trains.
 
     Raises:
         Unsupported: from the constructor, naming the optimizer or parameter that cannot be protected.
