@@ -34,7 +34,7 @@ def run_agent(place: Place, config: Config, secret: bytes, listener: socket.sock
     return loop.run_until_complete(Agent(place, config, secret, listener, job_tag, job).run())
 
 
-def start_live(connection: LocalConnection, config: Config, role: local.RunRank, local_rank: int) -> Context:
+def start_live(connection: LocalConnection, config: Config, order: local.RunRank, local_rank: int) -> Context:
     """An active rank's worker: waits until everyone's groups may be built, then is ready for the script.
 
     Raises: SystemExit once the agent ends a process whose world was over before its script began.
@@ -43,30 +43,28 @@ def start_live(connection: LocalConnection, config: Config, role: local.RunRank,
     from .worker.starting import Starting
 
     context = _worker_context(connection, config, local_rank)
-    context.offer_store()
     try:
         start, _ = context.link.receive(local.StartGroups)
         assert isinstance(start, local.StartGroups)
         context.groups.start(start.generation, start.store)
     except GenerationChanged:  # the world it was for is over, and another process will begin the script
         raise SystemExit(context.wait_for_end()) from None
-    context.mode = starting = Starting(context, role.rank, config.header_bytes)
+    context.mode = starting = Starting(context, order.rank, config.header_bytes)
     starting.refuse_wrappers()
     return context
 
 
 def start_following(
-    connection: LocalConnection, config: Config, order: local.Rehearsal, local_rank: int, mute: Mute
+    connection: LocalConnection, config: Config, rehearsal: local.Rehearsal, local_rank: int, mute: Mute
 ) -> Context:
     """A spare's rehearsal of one rank: the groups answer from the rank's recording."""
     from .worker import codec
     from .worker.follow import Follow
 
     context = _worker_context(connection, config, local_rank)
-    context.offer_store()  # at once: if every process of the job is lost, nobody else has one
-    recording, layout_digest = codec.decode(order.recording)
+    recording, layout_digest = codec.decode(rehearsal.recording)
     context.groups.rehearse(recording)
-    context.mode = Follow(context, order.rank, layout_digest, mute)
+    context.mode = Follow(context, rehearsal.rank, layout_digest, mute)
     return context
 
 
@@ -83,4 +81,5 @@ def _worker_context(connection: LocalConnection, config: Config, local_rank: int
     context = Context(AgentLink(connection), groups, adapters, local_rank=local_rank)
     context.install()
     context.link.start()
+    context.offer_store()  # at once: if every process of the job is lost, nobody else has one
     return context

@@ -71,7 +71,6 @@ def test_a_swap_while_groups_are_made_is_no_error_of_the_script(monkeypatch):
         raise GenerationChanged(generation + 1)
 
     context = SimpleNamespace(
-        offer_store=lambda: None,
         link=SimpleNamespace(receive=lambda kind: (local.StartGroups(0, "store"), [])),
         groups=SimpleNamespace(start=interrupted),
         wait_for_end=lambda: 3,
