@@ -17,7 +17,7 @@ from .errors import ConfigError
 from .launch import roles
 from .launch.argv import CommandLine, parse
 from .launch.secret import of_job
-from .launch.supervisor import supervise
+from .launch.supervisor import Supervisor
 
 _YIELD_S = 2.0
 
@@ -52,7 +52,7 @@ def main() -> NoReturn:
             time.sleep(_YIELD_S)  # local rank 0 says it, once: as soon as that ends, the launcher ends the others
         print(f"[deadpool] {error}", file=sys.stderr, flush=True)
         sys.exit(error.exit_code)
-    supervise(launch, line.command, line.config)
+    Supervisor(launch, line.command, line.config).run()
 
 
 if __name__ == "__main__":

@@ -242,14 +242,3 @@ class Supervisor:
             with contextlib.suppress(OSError):
                 print(f"[deadpool] the agent of {os.uname().nodename} was {how}", file=sys.stderr, flush=True)
         return exit_code
-
-
-def supervise(
-    launch: Launch,
-    command: Sequence[str],
-    config_path: str,
-    standby: Program = STANDBY,
-    agent: Callable[[int], Program] = agent_program,
-) -> NoReturn:
-    """Be one local rank's supervisor; never returns."""
-    Supervisor(launch, command, config_path, standby, agent).run()

@@ -174,16 +174,16 @@ class Host:
 
     def _supervise(self, local_rank: int) -> NoReturn:
         from deadpool_plugin.launch import argv, roles, standby
-        from deadpool_plugin.launch.supervisor import supervise
+        from deadpool_plugin.launch.supervisor import Supervisor
 
         try:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             words = [f"--local_rank={local_rank}", *self.script, argv.FLAG, str(self.config)]
             line = argv.parse(words)
-            supervise(
+            Supervisor(
                 roles.from_environment(), line.command, line.config,
                 standby=lambda: standby.main(line.command), agent=lambda fd: lambda: self._agent(fd),
-            )  # fmt: skip
+            ).run()  # fmt: skip
         except BaseException:
             traceback.print_exc()
         finally:

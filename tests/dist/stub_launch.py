@@ -17,9 +17,9 @@ STUB = Path(__file__).with_name("stub_worker.py")
 
 def supervise(config: str, arguments: list[str]) -> None:
     from deadpool_plugin.launch.roles import from_environment
-    from deadpool_plugin.launch.supervisor import supervise
+    from deadpool_plugin.launch.supervisor import Supervisor
 
-    supervise(from_environment(), arguments, config, standby=[sys.executable, "-u", str(STUB)])
+    Supervisor(from_environment(), arguments, config, standby=[sys.executable, "-u", str(STUB)]).run()
 
 
 def launch(config: str, arguments: list[str]) -> int:
