@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from .. import events
-from ..agent.reports import sentence as sentence
+from ..agent.reports import sentence
 from ..core.placement import rehearsals
 from ..core.types import NO_STEP, Generation, NodeId, Rank, Step, World
 from ..launch.outcome import TELLING, ended

@@ -52,7 +52,9 @@ def run(args: argparse.Namespace) -> int:
     if args.revert:
         print(f"{checkout.path}: there is nothing to take out")
         return EXIT_OK
-    patch = checkout.find(applied=False) or checkout.complain()
+    patch = checkout.find(applied=False)
+    if patch is None:
+        raise checkout.patches()[0].misfit()
     if not args.check:
         patch.apply()
     say(checkout, patch, "fits" if args.check else "put into")
@@ -104,7 +106,7 @@ class Patch:
             shutil.copymode(path, beside)
             os.replace(beside, path)
 
-    def complain(self) -> ConfigError:
+    def misfit(self) -> ConfigError:
         """Why it does not fit, and what of it is in."""
         try:
             self._changed(backwards=False)
@@ -140,11 +142,8 @@ class Checkout:
         """The first patch that is in (or fits), those of the nearest versions first."""
         return next((patch for patch in self.patches() if patch.fits(applied)), None)
 
-    def complain(self) -> Patch:
-        """Raises: ConfigError of the patch that should have fitted."""
-        raise self.patches()[0].complain()
-
     def patches(self) -> list[Patch]:
+        """The one that should fit first."""
         tags = sorted(known_tags(), key=lambda tag: distance(self.version, tag))
         return [Patch(tag, self.path, hunks.parse(read(patch_file(tag)))) for tag in tags]
 

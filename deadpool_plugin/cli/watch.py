@@ -105,7 +105,7 @@ def _nodes(view: JobView) -> Table:
     for name in ("generation", "newest step", "loss"):
         table.add_column(name, justify="right", no_wrap=True, min_width=7)
     for row in view.rows():
-        ranks = listed(row.ranks) or (f"stands in for {listed(row.stands_in_for)}" if row.stands_in_for else "-")
+        ranks = ranges(row.ranks) or (f"stands in for {ranges(row.stands_in_for)}" if row.stands_in_for else "-")
         table.add_row(
             str(row.node),
             escape(row.host) or "-",
@@ -128,7 +128,7 @@ def _swaps(view: JobView, now: float) -> Iterator[Text]:
 def described(swap: Swap, superseded: bool = False) -> str:
     """A swap in one line. `superseded`: another one came after it."""
     moves = ", ".join(f"node {lost} -> node {taker}" for lost, taker in swap.takers.items())
-    what = moves or f"lost node {listed(swap.lost)}, no rank moves"
+    what = moves or f"lost node {ranges(swap.lost)}, no rank moves"
     if swap.duration_s is None:
         took = "went into the next swap" if superseded else "under way"
     else:
@@ -184,7 +184,7 @@ class PlainLines:
 # Words
 
 
-def listed(numbers: tuple[int, ...]) -> str:
+def ranges(numbers: tuple[int, ...]) -> str:
     """`0-3, 6`."""
     runs: list[list[int]] = []
     for number in sorted(numbers):

@@ -18,14 +18,11 @@ from patches.cpu import attention, compiler, device, experts, norms, rng, stream
 _applied = False
 
 
-def apply() -> bool:
-    """Patch torch and megatron-core for this process, once, if there is no GPU. Returns whether they are patched."""
+def apply() -> None:
+    """Patch torch and megatron-core for this process, once, if there is no GPU."""
     global _applied
-    if _applied:
-        return True
-    if torch.cuda.is_available():
-        return False
+    if _applied or torch.cuda.is_available():
+        return
     for topic in (compiler, device, rng, streams, norms, attention, experts):
         topic.apply()
     _applied = True
-    return True

@@ -433,5 +433,5 @@ def test_on_a_terminal_the_last_picture_stays(tmp_path: Path) -> None:
 
 
 def test_numbers_are_listed_as_runs() -> None:
-    assert watch.listed((0, 1, 2, 5, 7, 8)) == "0-2, 5, 7-8"
-    assert watch.listed(()) == ""
+    assert watch.ranges((0, 1, 2, 5, 7, 8)) == "0-2, 5, 7-8"
+    assert watch.ranges(()) == ""
