@@ -39,6 +39,7 @@ from pathlib import Path
 from typing import Any
 
 import demo
+import make_corpus
 from bench import mirror_report as report
 from clusters.launched import REPOSITORY, Cluster
 
@@ -299,7 +300,7 @@ def main() -> int:
     args.saves_folder = args.saves_to / f"deadpool-bench-{os.getpid()}"
     facts, began = machine(), time.time()
     try:
-        demo.make_corpus()
+        make_corpus.ensure(demo.CACHE / "corpus")
         bench = Bench(args)
         bench.run()
     except demo.Failed as problem:

@@ -41,6 +41,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import make_corpus
 from bench.peers import report
 from bench.peers.job_nvrx import NvrxJob
 from bench.peers.job_pretrain import InprocessRestartJob, PretrainJob
@@ -243,8 +244,7 @@ def main() -> int:
         return 0
     args.out.mkdir(parents=True, exist_ok=True)
     make_peers_environment(args.peers_python)
-    if not (CACHE / "corpus.idx").exists():
-        subprocess.run([sys.executable, "-W", "ignore", SCRIPTS / "make_corpus.py", CACHE / "corpus"], check=True)
+    make_corpus.ensure(CACHE / "corpus")
     while todo:
         system, faults = todo.pop(0)
         faults = [fault for fault in faults if not is_hopeless(measurements, system, fault[0], args.tries)]

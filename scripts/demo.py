@@ -11,9 +11,7 @@ Rules of this file: standard library only, up to the pictures; it observes the j
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
-import platform
 import random
 import re
 import shutil
@@ -21,12 +19,12 @@ import signal
 import subprocess
 import sys
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import compare_runs
-from clusters import demo_report
+import make_corpus
+from clusters import demo_report, references
 from clusters.demo_jobs import CACHE, JOBS, SCRIPTS, DemoJob, add_arguments
 from clusters.launched import REPOSITORY, Cluster, folder_size, read_events, read_json_lines
 from faults.inject import PHASES
@@ -102,15 +100,10 @@ def script_and_arguments(args: argparse.Namespace) -> list[str]:
     return [str(job.script), *job.arguments(args)]
 
 
-def make_corpus() -> None:
-    if not (CACHE / "corpus.idx").exists():
-        tell("making the corpus out of Python's standard library (once)")
-        subprocess.run([sys.executable, "-W", "ignore", SCRIPTS / "make_corpus.py", CACHE / "corpus"], check=True)
-
-
 def reference_run(args: argparse.Namespace) -> Path:
     """Folder of the same training without plugin and without faults; run now, unless it was run before."""
-    folder = CACHE / "reference" / reference_key(args)
+    job = job_of(args)
+    folder = CACHE / "reference" / references.key(job.arguments(args), args.world, job.script)
     if folder.exists():
         tell(f"reference run: kept from an earlier demonstration ({folder.relative_to(REPOSITORY)})")
         return folder
@@ -120,7 +113,7 @@ def reference_run(args: argparse.Namespace) -> Path:
     cluster = Cluster(running, nodes=1, slots=args.world)
     try:
         run_plain = [str(SCRIPTS / "run_plain.py"), "--ranks", str(args.world), "--logs", str(running / "output")]
-        run_plain += ["--preload", ",".join(job_of(args).plain_preload)]
+        run_plain += ["--preload", ",".join(job.plain_preload)]
         cluster.start(0, [sys.executable, *run_plain, "--", *script_and_arguments(args)])
         watch(cluster, args)
     finally:
@@ -129,20 +122,6 @@ def reference_run(args: argparse.Namespace) -> Path:
         raise Failed(f"the reference run ended with {cluster.exit_codes()}; its output is in {running}")
     running.rename(folder)
     return folder
-
-
-def reference_key(args: argparse.Namespace) -> str:
-    """Names everything the numbers can depend on: configuration, code, library versions, processor."""
-    job = job_of(args)
-    code = [job.script, SCRIPTS / "make_corpus.py"]
-    code += [*sorted((SCRIPTS / "gpt").glob("*.py")), *sorted((REPOSITORY / "patches/cpu").glob("*.py"))]
-    processor = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[:1]
-    libraries = [version(name) for name in job.libraries]
-    parts = [job.arguments(args), args.world, libraries, platform.python_version(), processor]
-    state = hashlib.sha256(json.dumps(parts).encode())
-    for path in code:
-        state.update(path.read_bytes())
-    return state.hexdigest()[:16]
 
 
 def protected_run(args: argparse.Namespace) -> Cluster:
@@ -326,7 +305,7 @@ def main() -> int:
     summary: dict[str, Any] = {"bit_exact": False, "steps": 0, "swaps": [], "survivor_pids_kept": False}
     summary |= {"handles_kept": False, "storages_kept": False, "exit_code": 1}
     try:
-        make_corpus()
+        make_corpus.ensure(CACHE / "corpus")
         reference = reference_run(args)
         summary = report(args, reference, protected_run(args))
     except (Failed, subprocess.CalledProcessError) as problem:

@@ -16,14 +16,15 @@ Rules of this file: it only chooses and keeps; clusters/forked.py starts, faults
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import make_corpus
 from clusters import forked_node
-from clusters.launched import REPOSITORY, read_json_lines
+from clusters.launched import read_json_lines
+from clusters.references import CORPUS
 from faults import cells, table
 from gpt.layouts import DEEPSPEED, MEGATRON
 
@@ -55,13 +56,6 @@ def known(args: argparse.Namespace, name: str) -> dict[str, dict[str, Any]]:
     return {key: line for key, line in lines.items() if line["ok"] or line["refused"] or not args.again}
 
 
-def make_corpus() -> None:
-    prefix = REPOSITORY / ".cache" / "demo" / "corpus"
-    if not prefix.with_suffix(".idx").exists():
-        command = [sys.executable, "-W", "ignore", str(REPOSITORY / "scripts" / "make_corpus.py"), str(prefix)]
-        subprocess.run(command, check=True)
-
-
 def matrix(args: argparse.Namespace) -> int:
     done, results = known(args, "cells.jsonl"), args.out / "cells.jsonl"
     wanted = cells.selected(cells.cells(list(LAYOUTS[args.framework]), args.kinds), args.only)
@@ -85,7 +79,7 @@ def matrix(args: argparse.Namespace) -> int:
 def main() -> int:
     args = parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    make_corpus()
+    make_corpus.ensure(CORPUS)
     forked_node.preload(MODULES[args.framework])
     if args.double:
         from faults import pairs

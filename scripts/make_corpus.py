@@ -12,6 +12,8 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import subprocess
+import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,6 +63,12 @@ def write_corpus(prefix: Path, limit_bytes: int) -> int:
     os.replace(f"{temporary}.bin", f"{prefix}.bin")
     os.replace(f"{temporary}.idx", f"{prefix}.idx")
     return tokens_total
+
+
+def ensure(prefix: Path) -> None:
+    """Make it unless it is there, in a process of its own: whoever needs it may be about to fork."""
+    if not Path(f"{prefix}.idx").exists():
+        subprocess.run([sys.executable, "-W", "ignore", __file__, str(prefix)], check=True)
 
 
 def main() -> None:

@@ -18,13 +18,13 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from clusters.launched import REPOSITORY, read_json_lines
+import make_corpus
+from clusters.launched import read_json_lines
 from faults.job import Verdict
 from faults.plan import Kill
 from megatron_lm import base_job, jobs
@@ -117,10 +117,8 @@ def main() -> int:
         return 0
     missing = [n for n in args.only if n not in done or (args.again and done[n]["result"] == "failed")]
     corpus = args.out / "corpus"
-    if missing and not corpus.with_suffix(".idx").exists():
-        args.out.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-W", "ignore", str(REPOSITORY / "scripts" / "make_corpus.py"), str(corpus)]
-        subprocess.run(command, check=True)
+    if missing:
+        make_corpus.ensure(corpus)
     jobs.preload(args.checkout)
     for name in missing[: args.jobs]:
         began = time.monotonic()

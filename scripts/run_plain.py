@@ -11,16 +11,18 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import math
 import os
 import runpy
 import signal
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from clusters import card
+from clusters import card, processes
 from clusters.launched import free_port
 
 PRELOAD = (
@@ -29,15 +31,26 @@ PRELOAD = (
     "megatron.core.optimizer",
     "megatron.core.pipeline_parallel",
 )
+POLL_S = 0.02
 
 
 def preload(names: Sequence[str] = PRELOAD) -> None:
     warnings.filterwarnings("ignore")
     for name in names:
         importlib.import_module(name)
-    threads = len(os.listdir("/proc/self/task"))
-    if threads > 1:
-        raise RuntimeError(f"{threads} threads after the imports: forked ranks could hang; set OMP_NUM_THREADS=1")
+    processes.require_one_thread()
+
+
+def run_ranks(ranks: int, logs: Path, script: list[str], slots: int = 0, deadline_s: float = math.inf) -> int:
+    """Run the script as so many ranks, on hosts of `slots` (0: all on one). Returns the first exit code that is not 0,
+    whereupon the others are ended; all are killed at the deadline (-9)."""
+    port, pids = free_port(), set()
+    for rank in range(ranks):
+        pid = os.fork()
+        if pid == 0:
+            become_rank(rank, ranks, port, logs, script, slots)
+        pids.add(pid)
+    return wait(pids, time.monotonic() + deadline_s)
 
 
 def become_rank(rank: int, ranks: int, port: int, logs: Path, script: list[str], slots: int = 0) -> None:
@@ -64,17 +77,24 @@ def become_rank(rank: int, ranks: int, port: int, logs: Path, script: list[str],
     os._exit(code)
 
 
-def wait(pids: set[int]) -> int:
-    """Until all have ended. Returns the first exit code that is not 0."""
+def wait(pids: set[int], deadline: float) -> int:
     code = 0
     while pids:
-        pid, status = os.wait()
+        pid, status = os.waitpid(-1, os.WNOHANG)
         pids.discard(pid)
-        if status and not code:
+        if pid == 0:
+            if time.monotonic() > deadline:
+                end(pids, signal.SIGKILL)
+            time.sleep(POLL_S)
+        elif status and not code:
             code = os.waitstatus_to_exitcode(status)
-            for other in pids:
-                os.kill(other, signal.SIGTERM)
+            end(pids, signal.SIGTERM)
     return code
+
+
+def end(pids: set[int], number: int) -> None:
+    for pid in pids:
+        os.kill(pid, number)
 
 
 def main() -> int:
@@ -89,14 +109,7 @@ def main() -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     preload(args.preload.split(","))
-    port = free_port()
-    pids = set()
-    for rank in range(args.ranks):
-        pid = os.fork()
-        if pid == 0:
-            become_rank(rank, args.ranks, port, args.logs, script)
-        pids.add(pid)
-    return 1 if wait(pids) else 0
+    return 1 if run_ranks(args.ranks, args.logs, script) else 0
 
 
 if __name__ == "__main__":

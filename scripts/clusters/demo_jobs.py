@@ -29,7 +29,6 @@ class DemoJob:
     script: Path
     preload: tuple[str, ...]
     plain_preload: tuple[str, ...]
-    libraries: tuple[str, ...]
     words: Callable[[argparse.Namespace], list[str]]
     pipelines: Callable[[argparse.Namespace], int]
 
@@ -76,7 +75,6 @@ JOBS = {
         SCRIPTS / "train_gpt.py",
         ("torch.distributed", "patches.cpu.applied", "megatron.core.models.gpt", "megatron.core.datasets.gpt_dataset"),
         run_plain.PRELOAD,
-        ("torch", "megatron-core", "numpy"),
         _megatron,
         lambda args: args.tp * args.pp,
     ),
@@ -84,7 +82,6 @@ JOBS = {
         SCRIPTS / "train_deepspeed.py",
         ("torch.distributed", "deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer"),
         ("torch.distributed", "deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer"),
-        ("torch", "deepspeed", "numpy"),
         _deepspeed,
         lambda args: max(1, args.pipeline),
     ),

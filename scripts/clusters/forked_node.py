@@ -54,16 +54,27 @@ LAUNCHER_POLL_S = 0.1
 
 
 def preload(names: Sequence[str] = PRELOAD, device: str = "cpu") -> None:
-    """Import what all processes of a cluster need. Raises: RuntimeError if that has started a thread."""
+    """Import what all processes of a cluster need. Raises: RuntimeError if that has started a thread, or CUDA."""
     warnings.filterwarnings("ignore")
     os.environ.update(launcher_environment(device))
     if str(REPOSITORY) not in sys.path:
         sys.path.insert(1, str(REPOSITORY))
     import_all(names)
-    threads = len(os.listdir("/proc/self/task"))
-    if threads > 1:
-        raise RuntimeError(f"{threads} threads after the imports: forked processes could hang; set OMP_NUM_THREADS=1")
+    processes.require_one_thread()
+    if device == "cuda":
+        require_cuda_in_forks()
     processes.become_subreaper()
+
+
+def require_cuda_in_forks() -> None:
+    """Raises: RuntimeError if something has initialised CUDA in this process: no fork of it could use the card."""
+    import torch
+
+    pid = os.fork()
+    if pid == 0:
+        os._exit(torch.cuda._is_in_bad_fork())
+    if os.waitpid(pid, 0)[1]:
+        raise RuntimeError("CUDA was initialised by the imports: forked processes could not use the card")
 
 
 def import_all(names: Sequence[str] = PRELOAD) -> None:

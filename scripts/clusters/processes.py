@@ -22,6 +22,13 @@ def become_subreaper() -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 
 
+def require_one_thread() -> None:
+    """Raises: RuntimeError if this process, which is about to fork, has more; names them."""
+    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    if len(names) > 1:
+        raise RuntimeError(f"threads {names} after the imports: forked processes could hang; set OMP_NUM_THREADS=1")
+
+
 class Entry(NamedTuple):
     """One line of the process table."""
 

@@ -7,24 +7,29 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import platform
 import re
 import shutil
 from importlib.metadata import version
 from pathlib import Path
 
-from run_plain import become_rank, wait
+from run_plain import run_ranks
 
-from clusters.launched import REPOSITORY, free_port
+from clusters.launched import REPOSITORY
 
-SCRIPT = REPOSITORY / "scripts" / "train_gpt.py"
+SCRIPTS = REPOSITORY / "scripts"
+SCRIPT = SCRIPTS / "train_gpt.py"
+DATA = REPOSITORY / ".cache" / "demo"
+CORPUS = DATA / "corpus"
+DEADLINE_S = 1800.0
 
 
-def reference(cache: Path, training: list[str], world: int, script: Path = SCRIPT, slots: int = 0) -> Path:
-    """Folder with the output of the undisturbed run. Raises: RuntimeError if that run fails.
+def reference(
+    cache: Path, training: list[str], world: int, script: Path = SCRIPT, slots: int = 0, deadline_s: float = DEADLINE_S
+) -> Path:
+    """Folder with the output of the undisturbed run. Raises: RuntimeError if that run fails, or hangs.
 
-    `{folder}` in a word of `training` is the run's folder. `slots`: as of `become_rank`.
+    `{folder}` in a word of `training` is the run's folder. `slots`, `deadline_s`: as of `run_ranks`.
     """
     folder = cache / key(training, world, script)
     if folder.exists():
@@ -34,29 +39,22 @@ def reference(cache: Path, training: list[str], world: int, script: Path = SCRIP
     running.mkdir(parents=True)
     (running / "command.json").write_text(json.dumps([world, *training]))
     words = [word.replace("{folder}", str(running)) for word in training]
-    port, pids = free_port(), set()
-    for rank in range(world):
-        pid = os.fork()
-        if pid == 0:
-            become_rank(rank, world, port, running, [str(script), *words], slots)
-        pids.add(pid)
-    if wait(pids):
-        raise RuntimeError(f"the undisturbed run failed; its output is in {running}")
+    if code := run_ranks(world, running, [str(script), *words], slots, deadline_s):
+        raise RuntimeError(f"the undisturbed run ended with {code} (-9: after {deadline_s:g} s); see {running}")
     running.rename(folder)
     return folder
 
 
 def arguments_with_data(words: list[str], script: str = SCRIPT.name) -> list[str]:
     """`words` with the demonstration's corpus, and with everything printed that is compared."""
-    data = REPOSITORY / ".cache" / "demo"
-    indices = ["--data-cache-path", str(data / "indices")] if script == SCRIPT.name else []
-    return [*words, "--data-path", str(data / "corpus"), *indices, "--log-all-ranks", "--digest"]
+    indices = ["--data-cache-path", str(DATA / "indices")] if script == SCRIPT.name else []
+    return [*words, "--data-path", str(CORPUS), *indices, "--log-all-ranks", "--digest"]
 
 
 def key(training: list[str], world: int, script: Path) -> str:
-    """Names everything the numbers can depend on: configuration, code, library versions, processor."""
+    """Names everything the numbers can depend on: configuration, code, corpus, library versions, processor."""
     gpt = sorted(path for path in (script.parent / "gpt").glob("*.py") if path.stem != "layouts")
-    code = [*gpt, script, *sorted((REPOSITORY / "patches/cpu").glob("*.py"))]
+    code = [*gpt, script, SCRIPTS / "make_corpus.py", *sorted((REPOSITORY / "patches/cpu").glob("*.py"))]
     processor = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[:1]
     framework = "deepspeed" if "deepspeed" in script.stem else "megatron-core"
     libraries = [version(name) for name in ("torch", framework, "numpy")]

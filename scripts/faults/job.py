@@ -118,7 +118,7 @@ class Job:
                 self.plan.tell_leader(node.index, node.leader)
             for kill in self.kills:
                 self._pass(self.outcomes[kill.index])
-            self.until("the job's end", lambda: None not in self._codes(), self.patience_s * 2)
+            self.until("the job's end", self._all_ended, self.patience_s * 2)
         except Hang as hang:
             verdict.hang = str(hang)
             self.cluster.dump_stacks(self.folder / "stacks")
@@ -146,7 +146,7 @@ class Job:
         self.plan.release(kill.index)
         if kill.phase == "driver":
             self._strike(kill)
-        self.until(f"{kill.phase} of step {kill.step}", lambda: self._fired(outcome) or None not in self._codes())
+        self.until(f"{kill.phase} of step {kill.step}", lambda: self._fired(outcome) or self._all_ended())
         if outcome.fired is None:
             return
         if kill.kind in ("node", "silent"):
@@ -176,23 +176,22 @@ class Job:
             return
         if outcome.kill.phase == "rehearsal" and outcome.kill.after < 0:
             return  # nobody in training notices; that another rehearsal takes its place is seen by the next fault
-        everybody = functools.partial(self._everybody_is_back, generation, since)
-        self.until("everybody's return to training", lambda: everybody() or None not in self._codes())
+        self.until(
+            "everybody's return to training",
+            lambda: len(self.tail.resumed(generation, since)) == self.world or self._all_ended(),
+        )
         back = self.tail.resumed(generation, since)
         if len(back) == self.world:
             outcome.ready_s = round(max(back.values()) - since, 3)
             outcome.lost_steps = self.tail.lost_steps(since)
-
-    def _everybody_is_back(self, generation: int, since: float) -> bool:
-        return len(self.tail.resumed(generation, since)) == self.world
 
     def _fired(self, outcome: Outcome) -> bool:
         lines = read_json_lines(self.plan.marker) if self.plan.marker else []
         outcome.fired = next((line for line in lines if line["index"] == outcome.kill.index), None)
         return outcome.fired is not None
 
-    def _codes(self) -> list[int | None]:
-        return self.cluster.exit_codes()
+    def _all_ended(self) -> bool:
+        return None not in self.cluster.exit_codes()
 
     def until(self, what: str, done: Callable[[], object], patience_s: float | None = None) -> None:
         """Raises: Hang at the deadline."""
@@ -203,7 +202,7 @@ class Job:
                 return
             if time.monotonic() > deadline:
                 raise Hang(f"waited for {what} for {patience_s or self.patience_s:g} s")
-            if None not in self._codes():
+            if self._all_ended():
                 raise Hang(f"waited for {what}, but all hosts have ended")
             self._heal()
             time.sleep(POLL_S)

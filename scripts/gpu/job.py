@@ -23,9 +23,9 @@ from typing import Any
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])  # started by path
 
+import make_corpus
 from clusters import card, forked_node
-from clusters.references import arguments_with_data, reference
-from fault_matrix import make_corpus
+from clusters.references import CORPUS, arguments_with_data, reference
 from faults import cells
 from faults.job import Job, Outcome
 from faults.plan import Kill
@@ -136,7 +136,7 @@ def many(checks: Checks, device: str) -> Figures:
 def main() -> int:
     args = parse_args(__doc__)
     checks = Checks("job", args.out)
-    make_corpus()
+    make_corpus.ensure(CORPUS)
     forked_node.preload(device=args.device)
     for precision in PRECISIONS:
         checks.run(f"losses, {precision}", functools.partial(losses, checks, args.device, precision))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 from faults.job import Job, Verdict
 from faults.plan import INJECTED
 
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 LOST = "script of rank 3 ended with 1: "
 
 
@@ -34,3 +36,35 @@ def test_a_script_that_raises_by_itself_fails_the_job_although_its_process_is_re
     job._judge(verdict, None)
     assert verdict.holds is holds
     assert verdict.difference == ("" if holds else reason)
+
+
+RANK = """
+import os, signal, sys
+if os.environ["RANK"] == "1":
+    sys.exit(int(sys.argv[1]))
+if len(sys.argv) > 2:
+    signal.pause()
+"""
+RUN = """
+import sys
+from pathlib import Path
+from run_plain import run_ranks
+script, logs, deadline_s, *words = sys.argv[1:]
+sys.exit(run_ranks(2, Path(logs), [script, *words], deadline_s=float(deadline_s)) % 256)
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "deadline_s", "code"), [(["0"], 60.0, 0), (["3", "pauses"], 60.0, 3), (["0", "pauses"], 0.1, 256 - 9)]
+)
+def test_plain_ranks_end_with_the_first_that_fails_and_all_at_the_deadline(tmp_path, words, deadline_s, code):
+    (tmp_path / "rank.py").write_text(RANK)
+    command = [sys.executable, "-c", RUN, str(tmp_path / "rank.py"), str(tmp_path), str(deadline_s), *words]
+    assert subprocess.run(command, cwd=SCRIPTS).returncode == code
+
+
+def test_threads_that_make_forks_dangerous_are_named():
+    code = "import threading; from clusters import processes; processes.require_one_thread(); "
+    code += "threading.Thread(target=threading.Event().wait, daemon=True).start(); processes.require_one_thread()"
+    done = subprocess.run([sys.executable, "-c", code], cwd=SCRIPTS, capture_output=True, text=True)
+    assert "threads ['python" in done.stderr and "after the imports" in done.stderr
