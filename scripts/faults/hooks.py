@@ -5,6 +5,7 @@ Rules of this file: the plugin is not touched and need not be in use; nothing he
 In a worker:
   update     step s is updated, its snapshot not yet asked for
   staging    half of the tensors of step s are copied to the arena
+  unwinding  the worker's call has been interrupted by a loss, its device has not come to rest yet
   on:EVENT   the worker reports an event of the plugin (WorkerUnblocked, GroupsRebuilt, StateRestored, ...)
 In an agent:
   push       a snapshot of step s is under way to the buddy: announced, its bytes not sent yet
@@ -44,17 +45,19 @@ def around(owner: Any, name: str, before: Callable[..., Any] = _nothing, after: 
 def hook_worker(injector: Injector) -> None:
     if "deadpool_plugin.worker.link" not in sys.modules:  # a run without the plugin
         return
+    from deadpool_plugin.worker import swap
     from deadpool_plugin.worker.link import AgentLink
     from deadpool_plugin.worker.staging import Stager
 
     around(Stager, "stage", lambda self, step, *_: injector.reached("update", step))
     around(Stager, "_copy", lambda self, step: watch_copy(injector, self, step))
-    around(AgentLink, "event", lambda self, kind, **_: reported(injector, kind))
+    around(swap, "_let_device_rest", lambda: in_swap(injector, "unwinding"))
+    around(AgentLink, "event", lambda self, kind, **_: in_swap(injector, f"on:{kind}"))
 
 
-def reported(injector: Injector, kind: str) -> None:
-    """Also by a process that takes a rank over right now and has only rehearsed it so far."""
-    injector.strike_if_due(f"on:{kind}", 0, int(os.environ["RANK"]), os.getpid())
+def in_swap(injector: Injector, phase: str) -> None:
+    """Also in a process that takes a rank over right now and has only rehearsed it so far."""
+    injector.strike_if_due(phase, 0, int(os.environ["RANK"]), os.getpid())
 
 
 def watch_copy(injector: Injector, stager: Any, step: int) -> None:

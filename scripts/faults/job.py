@@ -245,7 +245,7 @@ class Job:
     def _raised(self) -> list[str]:
         """What scripts raised that no fault did, and take-overs that failed though their sources were there: such a
         rank is replaced in place, which hides that a redo or a replay failed."""
-        planned = (INJECTED, ASSERTED) if any(kill.kind == "assert" for kill in self.kills) else (INJECTED,)
+        planned = (INJECTED, *ASSERTED) if any(kill.kind == "assert" for kill in self.kills) else (INJECTED,)
         reasons = [event["reason"] for event in self.tail.of("RankLost")]
         reasons = [reason for reason in reasons if not any(text in reason for text in planned)]
         alone = all(kill.after < 0 and not kill.also for kill in self.kills)

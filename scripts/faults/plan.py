@@ -25,8 +25,8 @@ KINDS = ("node", "rank", "raise", "stop", "silent", "gil", "assert")
 of the worker; silent: SIGSTOP of every process of the host; gil: the worker sleeps for ever and holds the GIL;
 assert: a device-side assertion, of which the worker hears at one of its next CUDA calls; all of them fail then."""
 INJECTED = "a fault was planned here"
-ASSERTED = "device-side assert"
-"""What CUDA's error says of a fault of kind `assert`."""
+ASSERTED = ("device-side assert", "CUDA error", "unhandled cuda error")
+"""What is said of a fault of kind `assert`, which is met at some later call, of CUDA's or of NCCL's."""
 GIL_SLEEP_S = 3600
 HOLD_POLL_S = 0.005
 

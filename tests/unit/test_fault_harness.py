@@ -12,27 +12,30 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 from faults.job import Job, Verdict
-from faults.plan import INJECTED
+from faults.plan import INJECTED, Kill
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 LOST = "script of rank 3 ended with 1: "
 
 
 @pytest.mark.parametrize(
-    ("reason", "holds"),
+    ("reason", "kind", "holds"),
     [
-        (f"{LOST}AssertionError: not inside a step", False),
-        (f"{LOST}Injected: {INJECTED}", True),
-        ("process 7 killed by SIGKILL", True),
+        (f"{LOST}AssertionError: not inside a step", "rank", False),
+        (f"{LOST}Injected: {INJECTED}", "raise", True),
+        ("process 7 killed by SIGKILL", "rank", True),
+        (f"{LOST}AcceleratorError: CUDA error: device-side assert triggered", "assert", True),
+        (f"{LOST}DistBackendError: NCCL error: unhandled cuda error", "assert", True),
+        (f"{LOST}DistBackendError: NCCL error: unhandled cuda error", "rank", False),
     ],
 )
-def test_a_script_that_raises_by_itself_fails_the_job_although_its_process_is_replaced(tmp_path, reason, holds):
-    job = Job(tmp_path / "job", [], 4, 1, 0, [])
+def test_a_script_that_raises_by_itself_fails_the_job_although_its_process_is_replaced(tmp_path, reason, kind, holds):
+    job = Job(tmp_path / "job", [], 4, 1, 0, [Kill(0, -1, 1, "forward", kind)])
     job.cluster.output.mkdir()
     event = {"event": "RankLost", "rank": 3, "reason": reason, "time": 1.0, "node": 3, "generation": 1}
     (job.cluster.output / "events.3.jsonl").write_text(json.dumps(event) + "\n")
     job.tail.read()
-    verdict = Verdict([])
+    verdict = Verdict([])  # of the fault itself nothing is asked here
     job._judge(verdict, None)
     assert verdict.holds is holds
     assert verdict.difference == ("" if holds else reason)
