@@ -69,6 +69,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--data-cache-path", help="where the sample indices are kept; default: beside the data")
     parser.add_argument("--num-workers", type=int, default=0, help="processes of the training DataLoader")
     checkpoint.add_arguments(parser)
+    parser.add_argument("--backend", choices=("nccl", "gloo"), help="default: nccl where there is a GPU")
     parser.add_argument("--log-all-ranks", action="store_true", help="one exact `metrics` line per rank and step")
     parser.add_argument("--digest", action="store_true", help="one `digest` line per rank at the end")
     parser.add_argument("--local-rank", "--local_rank", type=int, default=int(os.environ.get("LOCAL_RANK", "0")))
@@ -86,7 +87,7 @@ def initialize(args: argparse.Namespace) -> None:
     else:
         torch.set_num_threads(1)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    backend = args.backend or ("nccl" if torch.cuda.is_available() else "gloo")
     dist.init_process_group(backend, rank=rank, world_size=world_size)
     parallel_state.initialize_model_parallel(
         args.tp,
@@ -102,7 +103,8 @@ def initialize(args: argparse.Namespace) -> None:
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
-    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    captures = args.cuda_graph_impl != "none"
+    tensor_parallel.model_parallel_cuda_manual_seed(seed, use_cudagraphable_rng=captures)
 
 
 # Data

@@ -31,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--dropout", type=float, default=0.1)
     model.add_argument("--dtype", choices=DTYPES, default="fp32")
     model.add_argument("--deterministic-mode", action="store_true", help="the same numbers in every run on a GPU, too")
+    model.add_argument("--cuda-graph-impl", choices=("none", "local"), default="none", help="capture each layer")
     model.add_argument("--recompute-granularity", choices=("full", "selective"))
     model.add_argument("--recompute-method", choices=("uniform", "block"))
     model.add_argument("--recompute-num-layers", type=int)
@@ -70,6 +71,7 @@ def virtual_stages(args: argparse.Namespace) -> int | None:
 
 
 def model_config(args: argparse.Namespace) -> TransformerConfig:
+    graphs = {} if args.cuda_graph_impl == "none" else {"cuda_graph_impl": args.cuda_graph_impl}  # older ones lack it
     return TransformerConfig(
         num_layers=args.layers,
         hidden_size=args.hidden,
@@ -104,6 +106,7 @@ def model_config(args: argparse.Namespace) -> TransformerConfig:
         bias_dropout_fusion=False,
         persist_layer_norm=False,
         deterministic_mode=args.deterministic_mode,
+        **graphs,
     )
 
 
