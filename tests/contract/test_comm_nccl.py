@@ -1,8 +1,10 @@
 """The same contract over NCCL: every operation gives what plain NCCL gives; an abort out of blocked ones of two groups
-whose other member was killed, or stopped; rebuilt groups, twenty times without more device memory in use.
+whose other member was killed outside or inside of them, or stopped; rebuilt groups, twenty times without more device
+memory in use.
 
 Rules of this file: needs one GPU per rank, or NCCL >= 2.30 where several ranks may share one (one NCCL_HOSTID each, no
-shared memory and no peer-to-peer, sockets on lo). The processes are forked before CUDA is initialised.
+shared memory and no peer-to-peer, sockets on lo). The processes are forked before CUDA is initialised. What is measured
+is recorded as properties of the test.
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ import os
 import signal
 import sys
 import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +42,9 @@ pytestmark = [
 NOT_OF_NCCL = {"barriers": "monitored_barrier", "point_to_point": "receiving from anybody"}
 """Collectives of the battery that have parts NCCL knows nothing of; `_battery` has the others."""
 BACKENDS = "cpu:gloo,cuda:nccl"
+DEADLINE_S, SWAPS_DEADLINE_S = 40.0, 90.0
+ROUNDS = 5
+"""Of operations in flight before the member of a group that is inside of them is killed."""
 SWAPS = 20
 LEAK_BYTES_MAX = 8 << 20
 """Of device memory per swap, over the second half of them."""
@@ -79,7 +86,7 @@ def _surface(rank: int, of_torch: bool, address: Cell) -> Any:
 
 @in_zygote
 def test_every_operation_equals_plain_nccl() -> None:
-    with Fleet(deadline_s=180) as fleet:
+    with Fleet(DEADLINE_S) as fleet:
         results = []
         for of_torch in (True, False):
             address = Cell()
@@ -147,7 +154,16 @@ class Cells:
         self.recording, self.entered, self.abort = Cell(), Cell(4096), Cell(4096)
 
 
-def _member(rank: int, cells: Cells) -> Any:
+def _in_flight(groups: list[Any], tensors: list[torch.Tensor], issued: Callable[[], None] = lambda: None) -> None:
+    """One operation of each group, on streams of their own, until both have ended or are aborted."""
+    dist.all_reduce(tensors[1], group=groups[1], async_op=True)
+    dist.all_reduce(tensors[0], group=groups[0])
+    issued()
+    torch.cuda.synchronize()
+
+
+def _member(rank: int, inside: bool, cells: Cells) -> Any:
+    """Results before and after the swap, and seconds from the abort to GenerationChanged. Rank 1 is the victim."""
     keep = []
     for index in (0, 1) if rank == 0 else ():
         server, text = host_store("127.0.0.1")
@@ -159,25 +175,36 @@ def _member(rank: int, cells: Cells) -> Any:
     both = _both()
     first = [_battery(group) for group in both]
     recording = groups.stop_recording()
+    tensors = [torch.ones(1 << 24, device="cuda") for _ in both]
     if rank == 1:
         cells.recording.set(recording)
+        while inside:
+            _in_flight(both, tensors)
         signal.pause()
-    abort = threading.Thread(target=lambda: (cells.abort.get(), groups.interrupt(1)), daemon=True)
-    abort.start()
-    stuck, stuck_too = (torch.ones(1 << 20, device="cuda") for _ in range(2))
+    aborted: list[float] = []
+
+    def abort() -> None:
+        cells.abort.get()
+        aborted.append(time.monotonic())
+        groups.interrupt(1)
+
+    aborter = threading.Thread(target=abort, daemon=True)
+    aborter.start()
     try:
-        dist.all_reduce(stuck_too, group=both[1], async_op=True)  # on a stream of its own, so both hang at once
-        dist.all_reduce(stuck)
-        cells.entered.set()
-        torch.cuda.synchronize()  # comes back when the communicator is aborted
-        abort.join()
-        dist.all_reduce(stuck)
+        for _ in range(ROUNDS if inside else 0):
+            _in_flight(both, tensors)
+        _in_flight(both, tensors, cells.entered.set)
+        while aborter.is_alive():
+            _in_flight(both, tensors)
+        dist.all_reduce(tensors[0])
         raise AssertionError("no GenerationChanged")
     except GenerationChanged as change:
+        changed = time.monotonic()
         assert change.generation == 1
+    aborter.join()
     groups.rebuild(1, cells.stores[1].get())
     assert dist.group.WORLD is handle
-    return first, [_battery(group) for group in both]
+    return first, [_battery(group) for group in both], changed - aborted[0]
 
 
 def _newcomer(cells: Cells) -> Any:
@@ -194,19 +221,30 @@ def _newcomer(cells: Cells) -> Any:
     return first, [_battery(group) for group in both]
 
 
+@pytest.fixture
+def figures(record_property: Any) -> Iterator[dict[str, Any]]:
+    """What a test puts into it is recorded, whether it passes or not."""
+    found: dict[str, Any] = {}
+    yield found
+    for name, value in found.items():
+        record_property(name, value)
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
 @in_zygote
-def test_a_rank_is_replaced(signum: int) -> None:
-    with Fleet(deadline_s=180) as fleet:
+def test_a_rank_is_replaced(signum: int, inside: bool, figures: dict[str, Any]) -> None:
+    with Fleet(DEADLINE_S) as fleet:
         cells = Cells()
-        members = [fleet.fork(_member, rank, cells) for rank in range(2)]
+        members = [fleet.fork(_member, rank, inside, cells) for rank in range(2)]
         newcomer = fleet.fork(_newcomer, cells)
         fleet.until(cells.recording, cells.entered)
         fleet.kill(members[1], signum)
         cells.abort.set()
-        zero, one = fleet.values([members[0], newcomer])
+        (*zero, seconds), one = fleet.values([members[0], newcomer])
+    figures["abort_to_generation_changed_s"] = seconds
     for rank, seen in enumerate((zero, one)):
-        assert seen == ([_expected(rank)] * 2,) * 2
+        assert list(seen) == [[_expected(rank)] * 2] * 2
 
 
 def _swapper(rank: int, stores: list[Cell]) -> Any:
@@ -232,11 +270,12 @@ def _swapper(rank: int, stores: list[Cell]) -> Any:
 
 
 @in_zygote
-def test_swaps_leave_no_device_memory_in_use() -> None:
-    with Fleet(deadline_s=240) as fleet:
+def test_swaps_leave_no_device_memory_in_use(figures: dict[str, Any]) -> None:
+    with Fleet(SWAPS_DEADLINE_S) as fleet:
         stores = [Cell(4096) for _ in range(SWAPS + 1)]
         outcomes = fleet.values([fleet.fork(_swapper, rank, stores) for rank in range(2)])
     for rank, (results, free) in enumerate(outcomes):
+        figures[f"free_bytes_of_rank_{rank}"] = free
         assert results == [_expected(rank)] * 2
         late = free[SWAPS // 2 :]
         assert late[0] - late[-1] <= LEAK_BYTES_MAX * len(late), free

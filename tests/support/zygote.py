@@ -1,7 +1,8 @@
 """Run test functions in forks of one preloaded process that has no threads, whatever the pytest process has.
 
 Rules of this file: the zygote imports torch and test modules but never uses them; it forks one process per test, which
-may fork ranks in turn (support.forked). Arguments and failures travel as pickles over pipes of our own.
+may fork ranks in turn (support.forked). Arguments and failures travel as pickles over pipes of our own, and so does
+what a test has put into its argument `figures`, if it has one.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ def in_zygote(function: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> None:
         path, bound = inspect.getfile(function), inspect.signature(function).bind(*args, **kwargs)
-        failure = _zygote().run(path, function.__qualname__, dict(bound.arguments))
+        failure, figures = _zygote().run(path, function.__qualname__, dict(bound.arguments))
+        bound.arguments.get("figures", {}).update(figures)
         if failure is not None:
             raise AssertionError(failure)
 
@@ -56,15 +58,15 @@ class _Zygote:
         self.process.kill()
         self.process.wait()
 
-    def run(self, path: str, name: str, arguments: dict[str, Any]) -> str | None:
-        """The failure's text, or None."""
+    def run(self, path: str, name: str, arguments: dict[str, Any]) -> tuple[str | None, dict[str, Any]]:
+        """The failure's text, or None; the test's figures."""
         assert self.process.stdin is not None and self.process.stdout is not None
         _write(self.process.stdin.fileno(), (path, name, arguments))
         ready, _, _ = select.select([self.process.stdout], [], [], DEADLINE_S)
         if not ready:
             self.close()
             _zygote.cache_clear()
-            return f"{name} did not end within {DEADLINE_S} s"
+            return f"{name} did not end within {DEADLINE_S} s", {}
         return _read(self.process.stdout.fileno())
 
 
@@ -118,20 +120,21 @@ def _serve(requests: int, answers: int) -> None:
             os._exit(0)
         os.close(write)
         try:
-            failure = _read(read)
+            answer = _read(read)
         except EOFError:
-            failure = f"the process that ran {name} died"
+            answer = f"the process that ran {name} died", {}
         os.close(read)
         os.wait()
-        _write(answers, failure)
+        _write(answers, answer)
 
 
-def _run(path: str, name: str, arguments: dict[str, Any]) -> str | None:
+def _run(path: str, name: str, arguments: dict[str, Any]) -> tuple[str | None, dict[str, Any]]:
+    failure = None
     try:
         inspect.unwrap(getattr(_module(path), name))(**arguments)
     except BaseException:
-        return traceback.format_exc()
-    return None
+        failure = traceback.format_exc()
+    return failure, arguments.get("figures", {})
 
 
 if __name__ == "__main__":
