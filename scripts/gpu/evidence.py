@@ -1,11 +1,11 @@
 """All that only an NVIDIA card can prove: runs the parts, each within its time, and makes one table of what they found.
 
-    ./scripts/gpu_evidence.sh --out gpu-out            what is not known yet (a part may be cut off: go on later)
-    ./scripts/gpu_evidence.sh --out gpu-out job        one part
+    ./scripts/gpu_evidence.sh --out gpu-out                    what is not known yet (a part cut off goes on later)
+    ./scripts/gpu_evidence.sh --out gpu-out --seconds 560 job  one part, with more time
 
 Parts: `tests` (pytest -m gpu: every operation over NCCL, abort, rebuild), `mirror` (snapshots from the card: whole, how
 fast, at what cost), `job` (a Megatron-core job that loses hosts, processes and CUDA contexts). OUT/evidence.json has
-hardware, versions and every check with its figures, OUT/evidence.md the table.
+hardware, versions and every check with its figures, OUT/evidence.md the table; both are written after every part.
 
 Rules of this file: standard library only; a part is a process group of its own, and nothing of it outlives its time.
 """
@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import importlib.util
 import json
 import os
 import platform
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,23 +28,27 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[1])  # started by path
+    sys.path[:1] = [str(Path(__file__).resolve().parents[number]) for number in (1, 2)]  # started by path
 
-from clusters.launched import REPOSITORY, read_json_lines
+from clusters.launched import REPOSITORY
 
-from gpu.checks import Checks
+from gpu.checks import NOT_RUN, Checks, Line, newest
 
-LIMITS_S = {"tests": 150, "mirror": 90, "job": 290}
+LIMITS_S = {"tests": 145, "mirror": 90, "job": 285}
+WHOLE = "(whole)"
+"""The check that a part got to its end."""
 NEEDED = (
-    "torch", "numpy", "megatron.core", "msgspec", "psutil", "pydantic", "yaml", "rich", "xxhash", "pytest",
-    "hypothesis",
+    "torch", "numpy", "megatron.core", "msgspec._core", "psutil", "pydantic_core._pydantic_core", "pydantic", "yaml",
+    "rich", "xxhash", "packaging", "pytest", "hypothesis", "deadpool_plugin.config",
 )  # fmt: skip
+"""Of what is compiled, the compiled part: a wheel for another Python lacks it."""
 LIBRARIES = ("torch", "megatron-core", "deepspeed", "numpy")
 FACTS = """
 import json, torch
 print(json.dumps({
     "available": torch.cuda.is_available(), "cuda": torch.version.cuda,
     "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else None,
+    "reconfigure": hasattr(torch.distributed.distributed_c10d, "_reconfigure"),
 }))
 """
 
@@ -51,34 +57,55 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="gpu_evidence.sh", description=__doc__.splitlines()[0])
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"default: {' '.join(LIMITS_S)}")
     parser.add_argument("--out", type=Path, default=Path("gpu-out"))
+    parser.add_argument("--commit", default="", help="what is tried here, where git cannot say it")
+    parser.add_argument("--seconds", type=float, help="of the one part that is named; default: " + str(LIMITS_S))
     args = parser.parse_args()
     if unknown := set(args.parts) - set(LIMITS_S):
         parser.error(f"no such part: {' '.join(sorted(unknown))}; there are {' '.join(LIMITS_S)}")
-    args.out = args.out.resolve()
+    if args.seconds and len(args.parts) != 1:
+        parser.error("--seconds is the time of one part: name it")
+    args.parts, args.out = args.parts or list(LIMITS_S), args.out.resolve()
     return args
 
 
-def surroundings() -> dict[str, Any]:
+def surroundings(commit: str) -> dict[str, Any]:
     """Hardware and versions. Raises: SystemExit if something is missing, with what."""
     if missing := [name for name in NEEDED if not there(name)]:
         sys.exit(f"{sys.executable} lacks {', '.join(missing)}; expected what pyproject.toml names, and megatron-core")
+    if not commit:
+        sys.exit("git does not say which commit this is; expected --commit ID")
+    if shutil.which("nvidia-smi") is None:
+        sys.exit("no nvidia-smi on PATH; expected one: it says which card this is, and how much of it is in use")
     asked = subprocess.run([sys.executable, "-c", FACTS], capture_output=True, text=True, check=True)
     facts: dict[str, Any] = json.loads(asked.stdout)
     if not facts.pop("available"):
         sys.exit(f"torch {version('torch')} sees no NVIDIA card here (its CUDA: {facts['cuda']})")
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     cards = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip().splitlines()
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True)
     facts |= {"cards": cards, "python": platform.python_version(), "kernel": platform.release()}
-    facts |= {"versions": versions(), "cores": os.cpu_count(), "commit": commit.stdout.strip()}
-    return facts
+    facts |= {"versions": versions(), "cores": os.cpu_count(), "commit": commit}
+    return facts | {"reconfigure": said_of_reconfigure(facts["reconfigure"], facts["versions"]["torch"])}
 
 
 def there(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:
+    except ImportError:
         return False
+
+
+def commit_here() -> str:
+    """Of this checkout; empty where git cannot say."""
+    words = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    try:
+        return subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True).stdout.strip()
+    except FileNotFoundError:
+        return ""
+
+
+def said_of_reconfigure(exists: bool, torch: str) -> str:
+    """Of torch's own way to give a group other members, beside which the plugin's would have to be measured."""
+    return f"torch {torch} has it; not tried" if exists else f"not tried: torch {torch} has none (2.15 brings it)"
 
 
 def versions() -> dict[str, str]:
@@ -89,25 +116,39 @@ def versions() -> dict[str, str]:
     return found
 
 
-def command(part: str, out: Path) -> list[str]:
-    return [sys.executable, str(REPOSITORY / "scripts" / "gpu" / f"{part}.py"), "--out", str(out)]
+def name_of(facts: dict[str, Any]) -> str:
+    """Of this machine and commit, for the lines that are about them."""
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def run(part: str, out: Path) -> None:
-    """Its output goes to OUT/<part>.txt and to the terminal's last lines; it ends within its time."""
-    print(f"{part}: at most {LIMITS_S[part]} s, output in {out / part}.txt", flush=True)
+def command(part: str, out: Path, of: str) -> list[str]:
+    return [sys.executable, str(REPOSITORY / "scripts" / "gpu" / f"{part}.py"), "--out", str(out), "--of", of]
+
+
+def run(part: str, out: Path, of: str, limit_s: float) -> None:
+    """Its output goes to OUT/<part>.txt; it ends within its time, and how it ended is kept as a check, too."""
+    print(f"{part}: at most {limit_s:g} s, output in {out / part}.txt", flush=True)
+    checks = Checks(part, out, of)
+    checks.begin(WHOLE)
     with open(out / f"{part}.txt", "ab") as output:
         process = subprocess.Popen(
-            command(part, out), cwd=REPOSITORY, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            command(part, out, of), cwd=REPOSITORY, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
-            process.wait(LIMITS_S[part])
+            process.wait(limit_s)
         except subprocess.TimeoutExpired:
-            say = f"the part was cut off after {LIMITS_S[part]} s; run it again: it goes on with what is missing"
-            Checks(part, out).keep({"part": part, "check": "(whole)", "ok": False, "problem": say, "figures": {}})
+            checks.end(WHOLE, f"cut off after {limit_s:g} s; run it again: it goes on with what is missing")
+        else:
+            checks.end(WHOLE, problem_of(process.returncode, part, checks))
         finally:
             end_session(process.pid)
             process.wait()
+
+
+def problem_of(code: int, part: str, checks: Checks) -> str:
+    """Of a part that has ended. 1 says that a check did not hold: it is none of its own if such a check is kept."""
+    told = any(not line["ok"] and line["problem"] != NOT_RUN for name, line in checks.known().items() if name != WHOLE)
+    return "" if code == 0 or (code == 1 and told) else f"ended with {code}, see {part}.txt"
 
 
 def end_session(leader: int) -> None:
@@ -116,18 +157,14 @@ def end_session(leader: int) -> None:
         os.killpg(leader, signal.SIGKILL)
 
 
-def newest(out: Path) -> list[dict[str, Any]]:
-    lines = {(line["part"], line["check"]): line for line in read_json_lines(out / "checks.jsonl")}
-    whole = {part for part in LIMITS_S if any(p == part and c != "(whole)" for p, c in lines)}
-    return [line for (part, check), line in lines.items() if not (check == "(whole)" and part in whole)]
-
-
-def table(facts: dict[str, Any], lines: list[dict[str, Any]]) -> str:
-    text = [f"{'; '.join(facts['cards'])}; NCCL {facts['nccl']}; {facts['versions']}", ""]
+def table(facts: dict[str, Any], lines: list[Line]) -> str:
+    text = [f"{'; '.join(facts['cards'])}; NCCL {facts['nccl']}; {facts['versions']}; commit {facts['commit']}"]
+    text += ["", f"torch's own _reconfigure: {facts['reconfigure']}", ""]
     text += ["| part | check | result | figures |", "|---|---|---|---|"]
     for line in lines:
         figures = ", ".join(f"{name} {shown(value)}" for name, value in line["figures"].items())
-        text.append(f"| {line['part']} | {line['check']} | {'held' if line['ok'] else line['problem']} | {figures} |")
+        result = "held" if line["ok"] else line["problem"].partition("\n")[0].replace("|", "\\|")
+        text.append(f"| {line['part']} | {line['check']} | {result} | {figures} |")
     return "\n".join(text) + "\n"
 
 
@@ -139,18 +176,26 @@ def shown(value: Any) -> str:
     return " to ".join(map(shown, value)) if isinstance(value, list) else str(value)
 
 
+def write(out: Path, facts: dict[str, Any], lines: list[Line]) -> str:
+    """Both files. Returns the table."""
+    text = table(facts, lines)
+    (out / "evidence.json").write_text(json.dumps({"machine": facts, "checks": lines}, indent=1))
+    (out / "evidence.md").write_text(text)
+    return text
+
+
 def main() -> int:
     args = parse_args()
-    facts = surroundings()
-    args.out.mkdir(parents=True, exist_ok=True)
-    for part in args.parts or LIMITS_S:
-        run(part, args.out)
-    lines = newest(args.out)
-    (args.out / "evidence.json").write_text(json.dumps({"machine": facts, "checks": lines}, indent=1))
-    text = table(facts, lines)
-    (args.out / "evidence.md").write_text(text)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the part under way is ended, too
+    facts = surroundings(args.commit or commit_here())
+    of = name_of(facts)
+    for part in args.parts:
+        Checks(part, args.out, of).plan([WHOLE])
+    for part in args.parts:
+        run(part, args.out, of, args.seconds or LIMITS_S[part])
+        text = write(args.out, facts, newest(args.out, of))
     print(text)
-    return int(not lines or not all(line["ok"] for line in lines))
+    return int(not all(line["ok"] for line in newest(args.out, of)))
 
 
 if __name__ == "__main__":

@@ -6,17 +6,22 @@
 Four emulated hosts of one rank each (PP 2, DP 2, distributed optimizer, deterministic kernels; once TP 2, DP 2 with
 overlapped communication) and a spare; real agents, real SIGKILLs; only the launcher is left out, as in fault_matrix.py.
 The undisturbed run beside which everything is compared runs on the same card. A survivor that an abort kills would be
-replaced on its host and change no bit: processes lost must be those that were struck.
+replaced on its host and change no bit: processes lost must be those that were struck. If NCCL does not take several
+ranks per card, all of it runs over gloo with CUDA tensors (TP 2 instead of PP 2: gloo sends none), and names say so.
 
-Rules of this file: it chooses jobs and what must hold of them; faults/job.py runs and judges them.
+Rules of this file: it chooses jobs and what must hold of them; faults/job.py runs and judges them. What is wanted most
+comes first.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import statistics
 import sys
+from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,123 +33,203 @@ from clusters import card, forked_node
 from clusters.references import CORPUS, arguments_with_data, reference
 from faults import cells
 from faults.job import Job, Outcome
+from faults.many import SURVIVORS, look
 from faults.plan import Kill
+from run_plain import run_ranks
 
 from gpu.checks import Checks, Figures, parse_args
 
 RANKS = 4
-SPACING = 4
-LAYOUTS = {
-    "PP 2": "--pp 2 --use-distributed-optimizer",
-    "TP 2, overlapped": "--tp 2 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
-}
-SIZES = "--hidden-size 64 --seq-length 64 --deterministic-mode --eval-interval 4"
-PRECISIONS = {
-    "bf16": "--dtype bf16",
-    "fp16": "--dtype fp16 --initial-loss-scale 65536 --loss-scale-window 2 --hysteresis 1",
-}
-SETTINGS = {"restarts_max": 100, "patience_s": 10.0}
-SWAPS = 20
+STEPS, SPACING = 20, 4
+"""Of a job, and from one of its faults to the next. Jobs with the same steps share their undisturbed run."""
+SIZES = "--hidden-size 64 --seq-length 64 --deterministic-mode --eval-interval 4 --use-distributed-optimizer"
+PIPELINE, TENSOR = "--pp 2", "--tp 2"
+OVERLAPPED = f"{TENSOR} --overlap-grad-reduce --overlap-param-gather"
+BF16, FP16 = "--dtype bf16", "--dtype fp16 --initial-loss-scale 65536 --loss-scale-window 2 --hysteresis 1"
+SETTINGS: dict[str, dict[str, Any]] = {"cuda": {"patience_s": 3.0}, "cpu": {"patience_s": 10.0}}
+PATIENCE_S, REFERENCE_S, PROBE_S = {"cuda": 30.0, "cpu": 120.0}, {"cuda": 90.0, "cpu": 600.0}, 40.0
+"""Deadlines: of every wait in a job, of an undisturbed run, of the probe."""
+DEAD_CONTEXT = {"cuda": "assert", "cpu": "rank"}
+SWAPS, SWAPS_SPACING = 20, 2
+STRUCK = [rank for rank in range(RANKS) if rank not in SURVIVORS]
+LEAKS_MAX = {"MiB": 8.0, "threads": 0.5, "descriptors": 0.5}
+"""Per swap, of the card and of a survivor, over the second half of the samples."""
+EXIT_CONFIG = 78
+PROBE = "several ranks on one card"
 Fault = tuple[str, str, int]
 """Kind, phase (as of faults/plan.py and faults/cells.py), rank."""
-LEAK_MIB_MAX = 8.0
-"""Of device memory per swap, by a straight line through the second half of the samples."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where jobs run. `over_gloo`: NCCL does not take several ranks per card."""
+
+    out: Path
+    device: str
+    over_gloo: bool = False
+
+    def named(self, check: str) -> str:
+        return f"{check}, gloo over CUDA tensors" if self.over_gloo else check
+
+    def training(self, layout: str, precision: str = BF16, steps: int = STEPS) -> list[str]:
+        words = f"{layout} {SIZES} {precision} --train-iters {steps}"
+        if self.over_gloo:
+            words = f"{words.replace(PIPELINE, TENSOR)} --backend gloo"
+        return arguments_with_data(words.split())
+
+    def undisturbed(self, training: list[str]) -> Path:
+        return reference(self.out / "references", training, RANKS, slots=1, deadline_s=REFERENCE_S[self.device])
+
+    def job(self, name: str, training: list[str], kills: list[Kill], stops: int = 0) -> CardJob:
+        settings = {"restarts_max": 100, **SETTINGS[self.device]}
+        patience_s = PATIENCE_S[self.device]
+        return CardJob(
+            self.device, self.out / name, training, RANKS, 1, 1, kills, settings, stops, patience_s, heals=True
+        )
 
 
 class CardJob(Job):
-    """Samples the card's memory before each fault, while all ranks wait."""
+    """Looks at the card's memory and at the survivors of all faults before each of them, while all ranks wait."""
 
     def __init__(self, device: str, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.device = device
-        self.used_mib: list[int] = []
+        self.in_use: dict[str, list[int]] = defaultdict(list)
 
     def before_fault(self, outcome: Outcome) -> None:
         if self.device == "cuda":
-            self.used_mib.append(card.used_mib())
+            self.in_use["MiB of the card"].append(card.used_mib())
+        for rank in SURVIVORS:
+            sample = look(self.plan.pid_of(rank)) or {}  # it may have ended
+            for quantity in sample.keys() & LEAKS_MAX.keys():
+                self.in_use[f"{quantity} of rank {rank}"].append(sample[quantity])
 
 
-def planned(faults: list[Fault], updates_by: list[int]) -> list[Kill]:
-    """One after the other, SPACING steps apart. `updates_by`: how many updates there have been after each step."""
+def planned(faults: list[Fault], updates_by: list[int], spacing: int = SPACING) -> list[Kill]:
+    """One after the other, `spacing` steps apart. `updates_by`: how many updates there have been after each step."""
     kills = []
     for index, (kind, phase, rank) in enumerate(faults):
-        kills.append(cells.fault_at(index, SPACING * (index + 1), phase, kind, rank, updates_by))
+        kills.append(cells.fault_at(index, spacing * (index + 1), phase, kind, rank, updates_by))
     return kills
 
 
 def train(
-    checks: Checks, device: str, name: str, faults: list[Fault], layout: str = "PP 2", precision: str = "bf16",
-    then: Sequence[Kill] = (),
-) -> tuple[CardJob, Figures]:  # fmt: skip
+    place: Place, figures: Figures, name: str, faults: list[Fault], layout: str = PIPELINE, precision: str = BF16,
+    spacing: int = SPACING, then: Sequence[Kill] = (),
+) -> CardJob:  # fmt: skip
     """Run one job with these faults, and `then` those. Raises: AssertionError if anything does not hold."""
-    steps = ["--train-iters", str(SPACING * (len(faults) + 2))]
-    training = arguments_with_data([*LAYOUTS[layout].split(), *SIZES.split(), *PRECISIONS[precision].split(), *steps])
-    undisturbed = reference(checks.out / "references", training, RANKS, slots=1)
-    kills = [*planned(faults, cells.updates(undisturbed)), *then]
-    job = CardJob(device, checks.out / name, training, RANKS, 1, 1, kills, SETTINGS, heals=True)
+    training = place.training(layout, precision, max(STEPS, spacing * (len(faults) + 1)))
+    undisturbed = place.undisturbed(training)
+    kills = [*planned(faults, cells.updates(undisturbed), spacing), *then]
+    job = place.job(name, training, kills)
     verdict = job.run(undisturbed)
     problems = [outcome.problem for outcome in verdict.outcomes if outcome.problem]
-    assert verdict.holds, verdict.hang or verdict.difference or verdict.left or problems
     lost, struck = job.tail.of("RankLost"), sum(kill.kind not in ("node", "silent") for kill in kills)
-    assert len(lost) == struck, f"{len(lost)} processes lost, {struck} struck: {[event['reason'] for event in lost]}"
     ready = [one.ready_s for one in verdict.outcomes if one.ready_s is not None]
-    undone = sum(one.lost_steps or 0 for one in verdict.outcomes)
-    figures = {"swaps": len(ready), "bit_exact": verdict.bit_exact, "steps_lost": undone, "ready_s": ready}
-    return job, figures | {"ready_median_s": statistics.median(ready), "job_s": verdict.seconds}
+    figures |= {"swaps": len(ready), "bit_exact": verdict.bit_exact, "ready_s": ready, "job_s": verdict.seconds}
+    figures |= job.in_use
+    figures |= {"steps_lost": sum(one.lost_steps or 0 for one in verdict.outcomes), "processes_lost": len(lost)}
+    assert verdict.holds, verdict.hang or verdict.difference or verdict.left or problems
+    assert len(lost) == struck, f"{len(lost)} processes lost, {struck} struck: {[event['reason'] for event in lost]}"
+    figures["ready_median_s"] = statistics.median(ready)
+    return job
 
 
-def losses(checks: Checks, device: str, precision: str) -> Figures:
-    """Hosts and processes, in every kind of phase; the first rank's and a last stage's among them."""
-    faults = [
-        ("node", "forward", 1), ("rank", "backward", 3), ("node", "optimizer", 2), ("stop", "between", 0),
-        ("rank", "update", 1), ("node", "push", 0), ("raise", "forward", 2),
-    ]  # fmt: skip
-    return train(checks, device, f"losses-{precision}", faults, precision=precision)[1]
+def probe(place: Place, figures: Figures) -> None:
+    """Ranks that pass for hosts of their own share the card; without that nothing else here can run over NCCL."""
+    logs = place.out / "probe"
+    logs.mkdir(parents=True, exist_ok=True)
+    script = Path(__file__).with_name("probe.py")
+    figures["exit_code"] = run_ranks(RANKS, logs, [str(script), place.device], slots=1, deadline_s=PROBE_S)
+    assert figures["exit_code"] == 0, f"{RANKS} ranks ended with {figures['exit_code']}, see {logs}"
 
 
-def overlapped(checks: Checks, device: str) -> Figures:
-    """Collectives of autograd's own threads are cut off, too."""
-    faults = [("rank", "backward", 3), ("node", "forward", 2), ("rank", "optimizer", 1)]
-    return train(checks, device, "overlapped", faults, layout="TP 2, overlapped")[1]
+def losses(place: Place, figures: Figures) -> None:
+    """A host, a process, a silent process and the host that mirrors for it; the first rank's among them."""
+    faults = [("node", "forward", 1), ("rank", "backward", 3), ("stop", "between", 0), ("node", "push", 2)]
+    train(place, figures, "losses", faults)
 
 
-def twice(checks: Checks, device: str) -> Figures:
+def dead_contexts(place: Place, figures: Figures) -> None:
+    """A device-side assertion leaves a process whose every further CUDA call fails."""
+    places = (("forward", 1), ("backward", 2), ("between", 0))
+    train(place, figures, "dead-contexts", [(DEAD_CONTEXT[place.device], phase, rank) for phase, rank in places])
+
+
+def dead_in_swap(place: Place, figures: Figures) -> None:
+    """The context of a survivor of one loss dies before its device has come to rest."""
+    second = Kill(1, -1, 0, "unwinding", DEAD_CONTEXT[place.device], 2, after=0)
+    train(place, figures, "dead-in-swap", [("rank", "backward", 1)], then=[second])
+
+
+def many(place: Place, figures: Figures) -> None:
+    """So many swaps of processes in one job: neither the card nor a process that survives all of them has more in use
+    with each."""
+    phases = ("forward", "backward", "optimizer", "update", "between")
+    faults = [("rank", phases[index % len(phases)], STRUCK[index % len(STRUCK)]) for index in range(SWAPS)]
+    job = train(place, figures, "many", faults, spacing=SWAPS_SPACING)
+    slopes = {name: slope(values[len(values) // 2 :]) for name, values in job.in_use.items()}
+    figures |= {f"{name}, per swap": value for name, value in slopes.items()}
+    leaks = {name: value for name, value in slopes.items() if value > LEAKS_MAX[name.partition(" of ")[0]]}
+    assert not leaks, f"more with every swap: {leaks}"
+
+
+def slope(values: list[int]) -> float:
+    """Median of those between any two samples: the odd one that meets a helper thread does not count."""
+    pairs = itertools.combinations(enumerate(values), 2)
+    return statistics.median((b - a) / (later - earlier) for (earlier, a), (later, b) in pairs)
+
+
+def twice(place: Place, figures: Figures) -> None:
     """A second process is lost while groups are built after the first loss: half-made communicators are cut off."""
     second = Kill(1, -1, 0, "on:GroupsRebuilt", "rank", 2, after=0)
-    return train(checks, device, "twice", [("rank", "backward", 1)], then=[second])[1]
+    train(place, figures, "twice", [("rank", "backward", 1)], then=[second])
 
 
-def dead_contexts(checks: Checks, device: str) -> Figures:
-    """A device-side assertion leaves a process whose every further CUDA call fails."""
-    faults = [("assert", "forward", 1), ("assert", "backward", 2), ("assert", "between", 0)]
-    return train(checks, device, "dead-contexts", faults)[1]
+def graphs_refused(place: Place, figures: Figures) -> None:
+    """What is captured keeps communicators that a swap replaces: such a job ends before it trains, and says why."""
+    training = place.training(f"{PIPELINE} --cuda-graph-impl local")
+    verdict = place.job("graphs", training, [], stops=EXIT_CONFIG).run(None)
+    figures |= {"exit_codes": verdict.exit_codes, "said": verdict.stopped}
+    assert verdict.holds, verdict.hang or verdict.difference or verdict.left
+    assert "cuda_graph_impl" in verdict.stopped, verdict.stopped
 
 
-def many(checks: Checks, device: str) -> Figures:
-    """So many swaps of processes in one job: what the card has in use does not grow."""
-    phases = ("forward", "backward", "optimizer", "update", "between")
-    faults = [("rank", phases[index % len(phases)], index % RANKS) for index in range(SWAPS)]
-    job, figures = train(checks, device, "many", faults)
-    late = job.used_mib[len(job.used_mib) // 2 :]
-    if late:
-        growth = statistics.linear_regression(range(len(late)), late).slope
-        figures |= {"used_mib": job.used_mib, "growth_mib_per_swap": round(growth, 2)}
-        assert growth <= LEAK_MIB_MAX, f"device memory grows by {growth:.1f} MiB a swap: {job.used_mib}"
-    return figures
+def overlapped(place: Place, figures: Figures) -> None:
+    """Collectives of autograd's own threads are cut off, too."""
+    faults = [("rank", "backward", 3), ("node", "forward", 2), ("rank", "optimizer", 1)]
+    train(place, figures, "overlapped", faults, OVERLAPPED)
+
+
+def scaled(place: Place, figures: Figures) -> None:
+    """Some steps are skipped."""
+    faults = [("node", "optimizer", 2), ("rank", "update", 1), ("raise", "forward", 2)]
+    train(place, figures, "losses-fp16", faults, precision=FP16)
+
+
+CHECKS = {
+    "losses, bf16": losses,
+    "dead CUDA contexts": dead_contexts,
+    "a CUDA context that dies in a swap": dead_in_swap,
+    f"{SWAPS} swaps in one job": many,
+    "a loss while groups are built": twice,
+    "CUDA graphs are refused by name": graphs_refused,
+    "losses, overlapped communication": overlapped,
+    "losses, fp16": scaled,
+}
+CARD_ONLY = {"CUDA graphs are refused by name"}
+"""Megatron-core itself takes no such option where there is no card."""
 
 
 def main() -> int:
     args = parse_args(__doc__)
-    checks = Checks("job", args.out)
+    checks, place = Checks("job", args.out, args.of), Place(args.out, args.device)
     make_corpus.ensure(CORPUS)
     forked_node.preload(device=args.device)
-    for precision in PRECISIONS:
-        checks.run(f"losses, {precision}", functools.partial(losses, checks, args.device, precision))
-    checks.run("losses, overlapped communication", lambda: overlapped(checks, args.device))
-    checks.run("a loss while groups are built", lambda: twice(checks, args.device))
-    if args.device == "cuda":
-        checks.run("dead CUDA contexts", lambda: dead_contexts(checks, args.device))
-    checks.run(f"{SWAPS} swaps in one job", lambda: many(checks, args.device))
+    several = checks.run({PROBE: functools.partial(probe, place)}) == 0
+    place = Place(args.out, args.device, over_gloo=args.device == "cuda" and not several)
+    wanted = {name: check for name, check in CHECKS.items() if args.device == "cuda" or name not in CARD_ONLY}
+    checks.run({place.named(name): functools.partial(check, place) for name, check in wanted.items()})
     return min(1, checks.failed)
 
 

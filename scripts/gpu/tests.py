@@ -2,24 +2,28 @@
 
     python scripts/gpu/tests.py --out DIR
 
-Rules of this file: which tests there are is pytest's to say; a skipped one has proven nothing.
+Rules of this file: which tests there are is pytest's to say; a skipped one has proven nothing. A test's figures are
+what it has recorded as properties.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
-from typing import Any
 
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[1])  # started by path
+    sys.path[:1] = [str(Path(__file__).resolve().parents[number]) for number in (1, 2)]  # started by path
 
 import pytest
 from clusters.launched import REPOSITORY
 
 from gpu.checks import Checks, parse_args
 
-COLLECTED = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED)
+COLLECTED = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+COLLECTION = "collection"
+NAMED_ERROR = re.compile(r"^(?:E +)?[A-Za-z_][\w.]*(?:Error|Exception|Changed|Violated|Unsupported|Exit): .*", re.M)
+"""The line of a traceback that says what went wrong."""
 
 
 class Outcomes:
@@ -27,27 +31,38 @@ class Outcomes:
 
     def __init__(self, checks: Checks) -> None:
         self._checks = checks
-        self._line: dict[str, Any] = {}
+        self._problem, self._seconds = "", 0.0
 
+    @pytest.hookimpl(trylast=True)  # those that -m deselects are gone
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        held = [item for item in items if self._checks.holds(item.name)]
-        items[:] = [item for item in items if item not in held]
+        wanted = self._checks.plan([item.name for item in items])
+        held = [item for item in items if item.name not in wanted]
+        items[:] = sorted((item for item in items if item not in held), key=lambda item: wanted.index(item.name))
         config.hook.pytest_deselected(items=held)
 
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.when == "setup" or not report.passed:
-            self._line = self._told(report)
-        if report.when == "teardown":
-            self._checks.keep(self._line)
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self._checks.begin(name_of(nodeid))
+        self._problem, self._seconds = "", 0.0
 
-    def _told(self, report: pytest.TestReport) -> dict[str, Any]:
-        crash = getattr(report.longrepr, "reprcrash", None)
-        said = (
-            report.longrepr[2] if isinstance(report.longrepr, tuple) else getattr(crash, "message", report.longreprtext)
-        )
-        problem = "" if report.passed else said.strip().partition("\n")[0]
-        line: dict[str, Any] = {"part": "tests", "check": report.nodeid.rpartition("::")[2], "ok": report.passed}
-        return line | {"problem": problem, "figures": {}}
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._seconds += report.duration
+        if not report.passed:
+            self._problem = self._problem or problem_of(report)
+        if report.when == "teardown":
+            self._checks.end(name_of(report.nodeid), self._problem, dict(report.user_properties), self._seconds)
+
+
+def name_of(nodeid: str) -> str:
+    return nodeid.rpartition("::")[2]
+
+
+def problem_of(report: pytest.TestReport) -> str:
+    """One line: the last that names an error (the first is of whoever waited for the process that met it), if any."""
+    if isinstance(report.longrepr, tuple):  # why it is skipped
+        return report.longrepr[2]
+    crash = getattr(report.longrepr, "reprcrash", None)
+    said = getattr(crash, "message", report.longreprtext).strip()
+    return (NAMED_ERROR.findall(said) or [said.partition("\n")[0]])[-1]
 
 
 def files() -> list[str]:
@@ -56,10 +71,12 @@ def files() -> list[str]:
 
 
 def main() -> int:
-    checks = Checks("tests", parse_args(__doc__).out)
+    args = parse_args(__doc__)
+    checks = Checks("tests", args.out, args.of)
+    checks.begin(COLLECTION)
     code = pytest.main(["-v", "-m", "gpu", "--rootdir", str(REPOSITORY), *files()], plugins=[Outcomes(checks)])
-    problem = "" if code in COLLECTED else f"pytest ended with {code!r}, see tests.txt"
-    checks.keep({"part": "tests", "check": "collection", "ok": not problem, "problem": problem, "figures": {}})
+    none_left = code == pytest.ExitCode.NO_TESTS_COLLECTED and len(checks.known()) > 1
+    checks.end(COLLECTION, "" if none_left or code in COLLECTED else f"pytest ended with {code!r}, see tests.txt")
     return min(1, checks.failed)
 
 
