@@ -13,7 +13,7 @@ import argparse
 import json
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ class Checks:
     def known(self) -> dict[str, Line]:
         return {line["check"]: line for line in newest(self.out, self.of) if line["part"] == self.part}
 
-    def plan(self, names: Iterable[str]) -> list[str]:
+    def plan(self, names: Collection[str]) -> list[str]:
         """Those of `names` that have not held yet, in the order to run them in: what was never run before what failed,
         what did not end last, for it may take the rest of the time again."""
         known = self.known()

@@ -173,7 +173,7 @@ def shown(value: Any) -> str:
         return f"{value:.4g}"
     if isinstance(value, list) and len(value) > 4:
         return f"{shown(min(value))} to {shown(max(value))}"
-    return " to ".join(map(shown, value)) if isinstance(value, list) else str(value)
+    return f"[{', '.join(map(shown, value))}]" if isinstance(value, list) else str(value)
 
 
 def write(out: Path, facts: dict[str, Any], lines: list[Line]) -> str:

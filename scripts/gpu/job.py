@@ -21,7 +21,7 @@ import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,8 @@ Fault = tuple[str, str, int]
 
 @dataclass(frozen=True)
 class Place:
-    """Where jobs run. `over_gloo`: NCCL does not take several ranks per card."""
+    """Where jobs run. `out`: of one machine and commit, as undisturbed runs are kept there, too. `over_gloo`: NCCL does
+    not take several ranks per card."""
 
     out: Path
     device: str
@@ -223,11 +224,11 @@ CARD_ONLY = {"CUDA graphs are refused by name"}
 
 def main() -> int:
     args = parse_args(__doc__)
-    checks, place = Checks("job", args.out, args.of), Place(args.out, args.device)
+    checks, place = Checks("job", args.out, args.of), Place(args.out / args.of, args.device)
     make_corpus.ensure(CORPUS)
     forked_node.preload(device=args.device)
     several = checks.run({PROBE: functools.partial(probe, place)}) == 0
-    place = Place(args.out, args.device, over_gloo=args.device == "cuda" and not several)
+    place = replace(place, over_gloo=args.device == "cuda" and not several)
     wanted = {name: check for name, check in CHECKS.items() if args.device == "cuda" or name not in CARD_ONLY}
     checks.run({place.named(name): functools.partial(check, place) for name, check in wanted.items()})
     return min(1, checks.failed)

@@ -231,7 +231,7 @@ def figures(record_property: Any) -> Iterator[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP], ids=["SIGKILL", "SIGSTOP"])
 @in_zygote
 def test_a_rank_is_replaced(signum: int, inside: bool, figures: dict[str, Any]) -> None:
     with Fleet(DEADLINE_S) as fleet:

@@ -6,11 +6,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
+from clusters.forked_node import require_cuda_in_forks
 from faults.job import Job, Verdict
 from faults.plan import INJECTED, Kill
 
@@ -71,3 +73,16 @@ def test_threads_that_make_forks_dangerous_are_named():
     code += "threading.Thread(target=threading.Event().wait, daemon=True).start(); processes.require_one_thread()"
     done = subprocess.run([sys.executable, "-c", code], cwd=SCRIPTS, capture_output=True, text=True)
     assert "threads ['python" in done.stderr and "after the imports" in done.stderr
+
+
+def test_a_card_that_forks_could_not_use_is_said(monkeypatch):
+    def initialised(by_imports):
+        monkeypatch.setitem(
+            sys.modules, "torch", SimpleNamespace(cuda=SimpleNamespace(_is_in_bad_fork=lambda: by_imports))
+        )
+
+    initialised(False)
+    require_cuda_in_forks()
+    initialised(True)
+    with pytest.raises(RuntimeError, match="initialised by the imports"):
+        require_cuda_in_forks()

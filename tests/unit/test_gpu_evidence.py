@@ -168,7 +168,7 @@ def test_the_table_names_the_card_and_every_figure():
     lines = [{"part": "mirror", "check": "rate", "ok": True, "problem": "", "figures": figures}]
     text = evidence.table(FACTS, lines)
     assert text.startswith("NVIDIA X, 1 MiB, 580; NCCL 2.28.9") and "_reconfigure: not tried: torch 2.11.0" in text
-    assert "| mirror | rate | held | ratio 0.9877, ready_s 0.5 to 4, ratio_95 0.9 to 1.1, label PCIe |" in text
+    assert "| mirror | rate | held | ratio 0.9877, ready_s 0.5 to 4, ratio_95 [0.9, 1.1], label PCIe |" in text
 
 
 @pytest.mark.parametrize("breaks", [False, True])
