@@ -81,14 +81,15 @@ def wait(pids: set[int], deadline: float) -> int:
     code = 0
     while pids:
         pid, status = os.waitpid(-1, os.WNOHANG)
-        pids.discard(pid)
         if pid == 0:
             if time.monotonic() > deadline:
                 end(pids, signal.SIGKILL)
             time.sleep(POLL_S)
-        elif status and not code:
-            code = os.waitstatus_to_exitcode(status)
-            end(pids, signal.SIGTERM)
+        elif pid in pids:  # else what a rank has left behind
+            pids.remove(pid)
+            if status and not code:
+                code = os.waitstatus_to_exitcode(status)
+                end(pids, signal.SIGTERM)
     return code
 
 

@@ -58,7 +58,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"default: {' '.join(LIMITS_S)}")
     parser.add_argument("--out", type=Path, default=Path("gpu-out"))
     parser.add_argument("--commit", default="", help="what is tried here, where git cannot say it")
-    parser.add_argument("--seconds", type=float, help="of the one part that is named; default: " + str(LIMITS_S))
+    limits = ", ".join(f"{part} {limit_s}" for part, limit_s in LIMITS_S.items())
+    parser.add_argument("--seconds", type=float, help=f"of the one part that is named; default: {limits}")
     args = parser.parse_args()
     if unknown := set(args.parts) - set(LIMITS_S):
         parser.error(f"no such part: {' '.join(sorted(unknown))}; there are {' '.join(LIMITS_S)}")
