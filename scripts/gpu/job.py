@@ -102,7 +102,7 @@ class CardJob(Job):
             self.in_use["MiB of the card"].append(card.used_mib())
         for rank in SURVIVORS:
             sample = look(self.plan.pid_of(rank)) or {}  # it may have ended
-            for quantity in sample.keys() & LEAKS_MAX.keys():
+            for quantity in (name for name in LEAKS_MAX if name in sample):
                 self.in_use[f"{quantity} of rank {rank}"].append(sample[quantity])
 
 
