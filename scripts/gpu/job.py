@@ -115,9 +115,13 @@ def planned(faults: list[Fault], updates_by: list[int], spacing: int = SPACING) 
 
 def train(
     place: Place, figures: Figures, name: str, faults: list[Fault], layout: str = PIPELINE, precision: str = BF16,
-    spacing: int = SPACING, then: Sequence[Kill] = (),
+    spacing: int = SPACING, then: Sequence[Kill] = (), may_cost_more: bool = False,
 ) -> CardJob:  # fmt: skip
-    """Run one job with these faults, and `then` those. Raises: AssertionError if anything does not hold."""
+    """Run one job with these faults, and `then` those. Raises: AssertionError if anything does not hold.
+
+    `may_cost_more`: over NCCL a process may be where only its end leads out (comm/nccl.py); it is replaced like those
+    that were struck.
+    """
     training = place.training(layout, precision, max(STEPS, spacing * (len(faults) + 1)))
     undisturbed = place.undisturbed(training)
     kills = [*planned(faults, cells.updates(undisturbed), spacing), *then]
@@ -130,7 +134,10 @@ def train(
     figures |= job.in_use
     figures |= {"steps_lost": sum(one.lost_steps or 0 for one in verdict.outcomes), "processes_lost": len(lost)}
     assert verdict.holds, verdict.hang or verdict.difference or verdict.left or problems
-    assert len(lost) == struck, f"{len(lost)} processes lost, {struck} struck: {[event['reason'] for event in lost]}"
+    more = may_cost_more and place.device == "cuda" and not place.over_gloo
+    assert len(lost) == struck or (more and len(lost) > struck), (
+        f"{len(lost)} processes lost, {struck} struck: {[event['reason'] for event in lost]}"
+    )
     figures["ready_median_s"] = statistics.median(ready)
     return job
 
@@ -184,7 +191,7 @@ def growth(values: list[int]) -> float:
 def twice(place: Place, figures: Figures) -> None:
     """A second process is lost while groups are built after the first loss: half-made communicators are cut off."""
     second = Kill(1, -1, 0, "on:GroupsRebuilt", "rank", 2, after=0)
-    train(place, figures, "twice", [("rank", "backward", 1)], then=[second])
+    train(place, figures, "twice", [("rank", "backward", 1)], then=[second], may_cost_more=True)
 
 
 def graphs_refused(place: Place, figures: Figures) -> None:
@@ -199,7 +206,7 @@ def graphs_refused(place: Place, figures: Figures) -> None:
 def overlapped(place: Place, figures: Figures) -> None:
     """Collectives of autograd's own threads are cut off, too."""
     faults = [("rank", "backward", 3), ("node", "forward", 2), ("rank", "optimizer", 1)]
-    train(place, figures, "overlapped", faults, OVERLAPPED)
+    train(place, figures, "overlapped", faults, OVERLAPPED, may_cost_more=True)
 
 
 def scaled(place: Place, figures: Figures) -> None:
