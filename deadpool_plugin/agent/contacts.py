@@ -21,13 +21,13 @@ FOLDER = "nodes"
 
 
 class Contact(msgspec.Struct, frozen=True):
-    """One node's file. `secret_file`: where the job's secret lies; `job`: the id of its job."""
+    """One node's file. `secret_files`: where the job's secret may lie; `job`: the id of its job."""
 
     node: NodeId
     host: str
     pid: int
     control: Address
-    secret_file: str
+    secret_files: tuple[str, ...]
     job: str
 
 
@@ -35,11 +35,11 @@ def path_of(output_dir: Path, node: NodeId) -> Path:
     return output_dir / FOLDER / f"{node}.json"
 
 
-def publish(output_dir: Path, hello: Hello, secret_file: str, job: str) -> None:
+def publish(output_dir: Path, hello: Hello, secret_files: tuple[str, ...], job: str) -> None:
     """Write this node's file. Raises: OSError."""
     path = path_of(output_dir, hello.node)
     path.parent.mkdir(parents=True, exist_ok=True)
-    contact = Contact(hello.node, hello.host, os.getpid(), hello.control, secret_file, job)
+    contact = Contact(hello.node, hello.host, os.getpid(), hello.control, secret_files, job)
     files.put(path, msgspec.json.encode(contact))
 
 

@@ -62,17 +62,19 @@ class Invitation(msgspec.Struct, frozen=True):
 
 
 class Job(msgspec.Struct, frozen=True):
-    """What this node's supervisors were started with. `config`: as `Config.told`. `invitation`: to the running job this
-    host shall join; None for a host that meets the others at the rendezvous."""
+    """What this node's supervisors were started with. `config`: as `Config.told`; `secret_files`: where the secret may
+    lie. `invitation`: to the running job this host shall join; None for a host that meets the others at the rendezvous.
+    """
 
     command: list[str]
     directory: str
     config: str
     environment: dict[str, str]
+    secret_files: tuple[str, ...] = ()
     invitation: Invitation | None = None
 
 
-def job_from(environ: Mapping[str, str], directory: str, config: str) -> Job:
+def job_from(environ: Mapping[str, str], directory: str, config: str, secret_files: tuple[str, ...]) -> Job:
     """What the supervisor and `deadpool join` say by the environment; both are ours."""
     named = deepspeed_env(environ, directory)
     exported = {
@@ -84,7 +86,7 @@ def job_from(environ: Mapping[str, str], directory: str, config: str) -> Job:
     }
     command = msgspec.json.decode(environ.get(COMMAND, "[]"), type=list[str])
     invitation = msgspec.json.decode(environ.get(INVITATION, "null"), type=Invitation | None)
-    return Job(command, directory, config, exported, invitation)
+    return Job(command, directory, config, exported, secret_files, invitation)
 
 
 def deepspeed_env(environ: Mapping[str, str], directory: str) -> dict[str, str]:

@@ -152,8 +152,7 @@ class Links:
 
     def publish(self, hello: Hello) -> None:
         """Name this node where hosts that want to join look for one. Raises: OSError."""
-        config = self._config
-        contacts.publish(config.output_dir, hello, config.told_secret_file, self._credentials.job)
+        contacts.publish(self._config.output_dir, hello, self._job.secret_files, self._credentials.job)
 
     def withdraw(self) -> None:
         """This node leaves in good order: nobody shall look for it."""

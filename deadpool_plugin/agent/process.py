@@ -15,7 +15,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, cast
 
 from .. import events
 from ..config import Config
@@ -319,9 +319,8 @@ class Agent:
         left = len(world.spares) if world is not None else 0
         beside = {"spares_left": left, "on_no_spare": self._config.on_no_spare} if action.kind == "Protected" else {}
         self._reports.emit(action.kind, **action.fields, **beside)
-        lost = action.fields.get("lost")
-        if action.kind == "NodeLost" and isinstance(lost, tuple):
-            self._links.roster.missed |= {*lost}
+        if action.kind == "NodeLost":
+            self._links.roster.missed |= {*cast("tuple[NodeId, ...]", action.fields["lost"])}
         if action.kind in ("WaitingForHost", "SwapDone"):
             self._reports.say(f"spares left: {left}; {self._links.how_to_join}")
 

@@ -41,7 +41,7 @@ class Fabric(Protocol):
         ...
 
     def failed(self, group: dist.ProcessGroup) -> None:
-        """An operation of `group` could not be issued by this thread: nothing of it may stay open there."""
+        """The library could not begin an operation of `group` in this thread: nothing of it may stay open there."""
         ...
 
     def await_rest(self, stop: Callable[[], bool]) -> bool:

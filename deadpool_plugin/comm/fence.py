@@ -35,6 +35,11 @@ class Fence:
         if self.announced > self.current:
             raise GenerationChanged(self.announced)
 
+    def check_since(self, generation: int) -> None:
+        """Raises: GenerationChanged if one newer than `generation` has been announced, entered or not."""
+        if self.announced > generation:
+            raise GenerationChanged(self.announced)
+
     def enter(self, generation: int) -> None:
         """Live in `generation` from here on.
 

@@ -246,7 +246,10 @@ class Groups:
             backend = _backend_for(handle, args, kwargs)
             if name == "barrier" and backend == "nccl":
                 name_device(args, kwargs)
+            generation = self._fence.current
             work = _begun(inner, network.fabric(backend), name, args, kwargs)
+            if work is None:  # it was synchronous; an abort ends it without an error, a barrier though nobody came
+                self._fence.check_since(generation)
             return self._wrap(work, handle, (name, args, kwargs), network.fabric(backend).wait_style(name))
         finally:
             self._issuing.discard(thread)
@@ -284,7 +287,6 @@ class Groups:
 
     def _wrap(self, inner: Any, handle: Handle, operation: Operation, style: str) -> SwapWork | CompletedWork:
         if inner is None:  # NCCL's synchronous operations: whatever comes on the stream comes after them
-            self._fence.check()  # an abort ends them without an error: a barrier comes back though nobody came
             return CompletedWork(outputs(*operation))
         if len(self._unfinished) > _UNFINISHED_MAX:
             for work in [work for work in list(self._unfinished) if work.at_rest()]:
@@ -348,7 +350,7 @@ def _begun(inner: dist.ProcessGroup, fabric: Fabric, name: str, args: tuple[Any,
     """torch's Work of the operation `name`. Raises: RuntimeError if it cannot be issued."""
     try:
         return getattr(inner, name)(*args, **kwargs)
-    except RuntimeError:
+    except dist.DistBackendError:
         fabric.failed(inner)
         raise
 

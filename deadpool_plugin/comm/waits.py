@@ -235,7 +235,7 @@ class SwapWork(dist.Work):
             self._inner.wait()
         else:
             self._inner.wait(timeout)
-        self._fence.check()  # an abort ends a wait for a barrier without an error
+        self._fence.check_since(self._generation)  # an abort ends a wait for a barrier without an error
 
     def _abandon(self) -> None:
         self._handle.abandoned = True

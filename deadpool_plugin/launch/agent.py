@@ -17,7 +17,7 @@ from ..config import load
 from ..errors import DeadpoolError
 from ..plugin import run_agent
 from . import carried, roles
-from .secret import of_job
+from .secret import of_job, secret_files
 
 
 def serve(fd: int) -> NoReturn:
@@ -34,7 +34,7 @@ def _serve(fd: int) -> int:
     try:
         launch = roles.from_environment()
         config = load(path := os.environ["DEADPOOL_CONFIG"])
-        job = job_from(os.environ, os.getcwd(), config.told())
+        job = job_from(os.environ, os.getcwd(), config.told(), secret_files(config, path))
         exit_code = run_agent(launch.place, config, of_job(config, path), listener, os.environ["DEADPOOL_JOB_TAG"], job)
     except DeadpoolError as error:
         print(f"[deadpool] {error}", file=sys.stderr, flush=True)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import msgspec
 
 from ..errors import ConfigError
+from .carried import is_carried
 from .deepspeed_config import agreed, named_config
 
 RUN = "deadpool_plugin.run"
@@ -42,7 +43,8 @@ def parse(arguments: Sequence[str]) -> CommandLine:
     if len(rest) < head or rest[head - 1].startswith("-"):
         found = f"{rest[0]} where the script should be" if rest else "no script on the command line"
         raise ConfigError(found, f"`{_USAGE}`", "name the training script")
-    config = agreed(config, named_config(rest[head:]))
+    if not is_carried(config):  # else it was agreed on where the job began
+        config = agreed(config, named_config(rest[head:]))
     return CommandLine(rest[:head] + launchers + rest[head:], config)
 
 

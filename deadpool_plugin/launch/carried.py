@@ -1,6 +1,7 @@
 """What a host is given for one job: configuration and secret in a folder of its memory, which goes with the job.
 
-Rules of this file: only our own user may read them; a folder of somebody else is refused.
+Rules of this file: only our own user may read them; a folder of somebody else is refused. Whoever is killed outright
+leaves the folder.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ def new_job() -> str:
 
 
 def folder_of(job: str) -> Path:
-    """In the host's memory, never on a disk, gone when it is switched off. The name is the same on all hosts, whoever
-    the user is there."""
+    """In the host's memory, never on a disk, gone when it is switched off. On all hosts of a launch the name is the
+    same, whoever the user is there."""
     return SHM / f"deadpool-{job}"
 
 
@@ -38,26 +39,34 @@ def is_carried(config: str) -> bool:
     return path.parent.parent == SHM and path.parent.name.startswith("deadpool-")
 
 
+def secret_of(config: str) -> Path | None:
+    """The secret that was put in place with the configuration `config`, if one was."""
+    beside = Path(config).with_name(SECRET)
+    return beside if is_carried(config) and beside.exists() else None
+
+
 def last_word(config: str, node: int) -> Path:
     """Where the agent of `node`, started with `config`, leaves its exit code: the event log's disk may be full."""
     return Path(config).with_name(f"exit_code.{node}")
 
 
 @contextlib.contextmanager
-def installed(job: str, config: str, secret: bytes) -> Iterator[Path]:
-    """The job's folder, as long as the block runs. Raises: ConfigError."""
+def installed(job: str, config: str, secret: bytes = b"") -> Iterator[Path]:
+    """The job's folder with its configuration and, if it is given, its secret, as long as the block runs.
+
+    Raises: ConfigError.
+    """
     folder = folder_of(job)
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
-        raise ConfigError(
-            f"{folder} cannot be made ({error.strerror})", "a folder of our own", "launch again"
-        ) from error
+        raise ConfigError(f"{folder} cannot be made ({error.strerror})", "a folder of our own", "try again") from error
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
-        raise ConfigError(f"{folder} is somebody else's", "a folder of our own", "launch again")
+        raise ConfigError(f"{folder} is somebody else's", "a folder of our own", "try again")
     try:
-        put(folder / SECRET, secret)
+        if secret:
+            put(folder / SECRET, secret)
         put(folder / CONFIG, config.encode())
         yield folder
     finally:

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
+import yaml
 
 from ..agent import contacts, joining
 from ..agent.meeting import versions
@@ -52,11 +53,13 @@ class Wish(msgspec.Struct, frozen=True):
 
 
 class FoundJob(msgspec.Struct, frozen=True):
-    """A job that was found. `config`: the user's file for it, "" for what its members have."""
+    """A job that was found. `config`: the user's file for it, "" for what its members have; `secret_file`: the job's
+    secret on this host."""
 
     description: JobDescription
     config: str
     secret: bytes
+    secret_file: Path
 
 
 def join(wish: Wish, program: Sequence[str] = (sys.executable, "-u", "-m", RUN)) -> int:
@@ -67,32 +70,36 @@ def join(wish: Wish, program: Sequence[str] = (sys.executable, "-u", "-m", RUN))
     for _ in range(ATTEMPTS_MAX):
         job = find(wish)
         with configured(job) as config:
-            exit_code = _join(job, config, wish.command, program)
+            exit_code = take_part(job, config, wish.command, program)
         if exit_code != EXIT_TAKEN:
             return exit_code
         wish = msgspec.structs.replace(wish, config=job.config, job_id=job.description.job)
     raise TransportError(f"{ATTEMPTS_MAX} node ids were taken by other hosts", remedy="deadpool join again")
 
 
-def _join(job: FoundJob, config: str, command: Sequence[str], program: Sequence[str]) -> int:
+def take_part(job: FoundJob, config: str, command: Sequence[str], program: Sequence[str]) -> int:
+    """Once, as one node; the exit code. Raises: as `join`."""
     description = job.description
     check(description, config, command)
     node = asyncio.run(reserve(job))
     print(f"[deadpool] joining the job of node {description.node} as node {node}", flush=True)
-    os.chdir(description.directory)
     slots = description.hellos[0].local_size
     commands = [supervisor_command(program, description, k, config) for k in range(slots)]
-    return play_launcher(commands, [environment(description, node, k, os.environ) for k in range(slots)])
+    environments = [environment(description, node, k, os.environ) for k in range(slots)]
+    return play_launcher(commands, environments, description.directory)
 
 
 @contextlib.contextmanager
 def configured(job: FoundJob) -> Iterator[str]:
-    """The configuration file this host takes part with: the user's, or the job's, put in place as on a host that
-    `deadpool launch` has started. Raises: ConfigError."""
+    """The configuration file this host takes part with: the user's, or the job's, with the secret where it lies here.
+
+    Raises: ConfigError.
+    """
     if job.config:
         yield job.config
         return
-    with carried.installed(carried.new_job(), job.description.config, job.secret) as folder:
+    told = {**yaml.safe_load(job.description.config), "secret_file": os.path.abspath(job.secret_file)}
+    with carried.installed(carried.new_job(), yaml.safe_dump(told)) as folder:
         yield str(folder / carried.CONFIG)
 
 
@@ -110,13 +117,18 @@ def find(wish: Wish) -> FoundJob:
             "name it by --job OUTPUT_DIR, or a member by --to HOST:PORT",
         )
     if found and not path:
-        config = Config(secret_file=Path(found[0].secret_file))
+        config = Config(secret_file=_nearest([Path(file) for contact in found for file in contact.secret_files]))
     secret = _secret(config)
     addresses = [(wish.to, wish.job_id)] if wish.to else [(contact.control, contact.job) for contact in found]
     described = asyncio.run(
         _described([one for one in addresses if wish.job_id in (ANY_JOB, one[1])], Credentials(secret))
     )
-    return FoundJob(described, path, secret)
+    return FoundJob(described, path, secret, config.secret_path)
+
+
+def _nearest(files: Sequence[Path]) -> Path:
+    """The first of them that is on this host, else the last: the members' own copies come before the user's file."""
+    return next((file for file in files if file.expanduser().exists()), files[-1])
 
 
 def _named(wish: Wish) -> tuple[Config, str]:
@@ -215,7 +227,7 @@ def supervisor_command(program: Sequence[str], description: JobDescription, loca
     """What launch.py runs for one slot, launcher's words included where the job has them."""
     plain = without_launcher_words(description.command)
     said = [f"--local_rank={local_rank}"] if len(plain) < len(description.command) else []
-    return [*program, *said, *plain, *([FLAG, config] if config else [])]
+    return [*program, *said, *plain, FLAG, config]
 
 
 def environment(
@@ -239,8 +251,9 @@ def environment(
     }
 
 
-def play_launcher(commands: Sequence[Sequence[str]], environments: Sequence[dict[str, str]]) -> int:
-    """Start one process per command and wait for all; the first that fails ends the others. The exit code.
+def play_launcher(commands: Sequence[Sequence[str]], environments: Sequence[dict[str, str]], directory: str) -> int:
+    """Start one process per command in `directory` and wait for all; the first that fails ends the others. The exit
+    code.
 
     Signals that should end us are passed on. Thread: the main one (the children live as long as it does).
     """
@@ -253,7 +266,7 @@ def play_launcher(commands: Sequence[Sequence[str]], environments: Sequence[dict
     before = {number: signal.signal(number, remember) for number in ending_signals()}
     try:
         for command, env in zip(commands, environments, strict=True):
-            child = subprocess.Popen(command, env=env)
+            child = subprocess.Popen(command, env=env, cwd=directory)
             children[child.pid] = child
         return _wait(children, told)
     finally:

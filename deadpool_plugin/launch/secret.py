@@ -22,9 +22,15 @@ BYTES_MIN = 16
 def of_job(config: Config, path: str) -> bytes:
     """The secret of the job whose configuration is the file `path`: the one that was put in place with it, else as
     `ensure`. Raises: ConfigError."""
-    if carried.is_carried(path):
-        config = config.model_copy(update={"secret_file": Path(path).with_name(carried.SECRET)})
-    return ensure(config)
+    found = carried.secret_of(path)
+    return ensure(config if found is None else config.model_copy(update={"secret_file": found}))
+
+
+def secret_files(config: Config, path: str) -> tuple[str, ...]:
+    """Where the secret of the job whose configuration is the file `path` lies for others: as long as the job runs on
+    this host, and where the user has it."""
+    found = carried.secret_of(path)
+    return (*([] if found is None else [str(found)]), config.told_secret_file)
 
 
 def ensure(config: Config) -> bytes:

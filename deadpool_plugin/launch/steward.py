@@ -167,7 +167,9 @@ def main() -> int:
     try:
         check(prepare)
         with carried.installed(prepare.job, prepare.config, prepare.secret) as folder:
-            steward = Steward(ear, folder, load(folder / carried.CONFIG), prepare.node)
+            config = load(folder / carried.CONFIG)
+            roles.check_directories(config)
+            steward = Steward(ear, folder, config, prepare.node)
             say(leash.Ready(os.uname().nodename))
             steward.serve()
             told = steward.told()

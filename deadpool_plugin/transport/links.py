@@ -1,7 +1,7 @@
 """How a control link begins: a handshake, and a word of who was dialled whether there is to be a link.
 
-Rules of this file: it keeps nothing and decides nothing; a connection that becomes no link is closed here, but that of
-a guest. Thread: the event loop's only.
+Rules of this file: it keeps nothing and decides nothing; whatever raises has closed the connection. Thread: the event
+loop's only.
 """
 
 from __future__ import annotations

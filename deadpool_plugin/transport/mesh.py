@@ -9,6 +9,7 @@ is made again (renewal.py); if only the smaller node has seen it end it dials, t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 from collections.abc import Callable, Mapping
@@ -197,7 +198,7 @@ class ControlMesh:
         self._addresses[node] = address
 
     def _is_wanted(self, node: NodeId) -> bool:
-        """Whether there is to be a link to `node`, as there has been one."""
+        """Whether there may be a link to `node` now."""
         return not self._closing and node not in self._gone
 
     def _is_new(self, node: NodeId) -> bool:
@@ -309,7 +310,7 @@ class ControlMesh:
     async def _dial(self, node: NodeId) -> None:
         """Makes a link to `node`, or asks it to, if it is larger. Raises: as `links.dial`."""
         address = self._addresses[node]
-        async with self._dials:
+        async with self._dials if node < self._node else contextlib.nullcontext():  # only asking costs little
             sock = await links.dial(node, address, self._node, self._credentials, self._silent_after_s)
             if node < self._node:
                 await self._attach(sock, node)

@@ -132,7 +132,7 @@ class Swapping:
         began = time.monotonic()
         self._stager.drop()
         self._groups.rebuild(generation, store)
-        _let_device_rest()  # gloo's threads copy results to the device
+        _let_device_rest()  # until `rebuild` had let them rest gloo's threads copied results to the device
         self._quietly(self._adapter.clean)  # after `rebuild`, which lets operations in flight write their last
         self._link.event(
             "GroupsRebuilt", rank=self._rank, groups=len(self._groups.handles), duration_s=time.monotonic() - began

@@ -42,7 +42,13 @@ class Streams:
 
     def broadcast(self, tensors: list[torch.Tensor]) -> None:
         self.open_groups += 1
-        raise RuntimeError("NCCL communicator was aborted")
+        raise dist.DistBackendError("NCCL communicator was aborted")
+
+    def scatter(self, tensors: list[torch.Tensor]) -> None:
+        raise dist.DistBackendError("refused before a group was open")
+
+    def reduce(self, tensors: list[torch.Tensor]) -> None:
+        raise RuntimeError("not NCCL's: no memory")
 
     def barrier(self, opts: Any = None) -> None:
         return None
@@ -118,14 +124,22 @@ def test_a_batch_that_is_interrupted_is_ended() -> None:
     assert inner.open_groups == 0
 
 
-def test_an_operation_that_fails_leaves_no_group_open() -> None:
+@pytest.mark.parametrize("name", ["broadcast", "scatter"])
+def test_an_operation_that_fails_leaves_no_group_open(name: str) -> None:
     """What this thread connects later would only be queued."""
     inner = Streams()
     _, handle = over(inner)
-    for name in ("broadcast", "recv"):  # with a group of NCCL's, and with none
-        with pytest.raises((RuntimeError, AttributeError)):
-            handle.issue(name, ([torch.zeros(1)],) if name == "broadcast" else ([None], 1, 0))
-        assert inner.open_groups == 0
+    with pytest.raises(dist.DistBackendError):
+        handle.issue(name, ([torch.zeros(1)],))
+    assert inner.open_groups == 0
+
+
+def test_an_error_that_is_not_of_the_library_ends_no_batch() -> None:
+    inner = Streams()
+    _, handle = over(inner)
+    with pytest.raises(RuntimeError, match="no memory"):
+        handle.issue(BATCH, ([("allreduce", ([torch.zeros(1)],), {}), ("reduce", ([torch.zeros(1)],), {})],))
+    assert inner.open_groups == 0
 
 
 def test_a_synchronous_operation_that_an_abort_has_ended_says_so() -> None:

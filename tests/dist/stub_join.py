@@ -32,7 +32,8 @@ def take_part(invitation: join.FoundJob, config: str) -> int:
     words = [word for word in job.command if not word.startswith("--local_rank=")]
     supervisor = [sys.executable, "-u", LAUNCH, "supervise", config]
     commands = [[*supervisor, f"--local_rank={local_rank}", *words] for local_rank in slots]
-    return join.play_launcher(commands, [join.environment(job, node, slot, os.environ) for slot in slots])
+    environments = [join.environment(job, node, slot, os.environ) for slot in slots]
+    return join.play_launcher(commands, environments, os.getcwd())
 
 
 if __name__ == "__main__":

@@ -112,6 +112,19 @@ def test_a_missing_file_is_named(tmp_path):
         load(tmp_path / "nowhere.yaml")
 
 
+@pytest.mark.parametrize(
+    ("interface", "told"), [("10.1.0.7", None), ("fe80::7", None), ("10.1.0.0/16", "10.1.0.0/16"), ("ib0", "ib0")]
+)
+def test_what_other_hosts_are_told(tmp_path, monkeypatch, interface, told):
+    """All that is set, but an address, which is one host's."""
+    monkeypatch.chdir(tmp_path)
+    ours = Config(secret_file="here/secret", interface_address=interface, patience_s=2.5, racks={"a": ["h0"]})
+    (tmp_path / "told.yaml").write_text(ours.told())
+    theirs = load(tmp_path / "told.yaml")
+    assert (theirs.secret_file, theirs.interface_address) == (tmp_path / "here/secret", told)
+    assert theirs.digest() == ours.digest() and "copies" not in ours.told()
+
+
 def test_the_digest_covers_what_nodes_must_agree_on():
     base = Config()
     assert base.digest() == Config(output_dir="elsewhere", interface_address="10.0.0.1").digest()

@@ -7,6 +7,7 @@ import pytest
 
 from deadpool_plugin.config import load
 from deadpool_plugin.errors import ConfigError
+from deadpool_plugin.launch import carried
 from deadpool_plugin.launch.argv import parse
 from deadpool_plugin.launch.deepspeed_config import named_config
 
@@ -55,6 +56,13 @@ def test_flag_and_section_may_not_disagree(configuration):
     words = ["train.py", "--deepspeed_config", configuration({"deadpool": {"config": "job.yaml"}})]
     with pytest.raises(ConfigError, match="job.yaml"):
         parse([*words, "--deadpool-config", "other.yaml"])
+
+
+def test_a_host_that_was_given_the_configuration_has_it_under_another_name(configuration):
+    """It was agreed on where the job was launched."""
+    words = ["--deepspeed_config", configuration({"deadpool": {"config": "job.yaml"}})]
+    put_in_place = str(carried.folder_of("0123") / carried.CONFIG)
+    assert parse(["train.py", *words, "--deadpool-config", put_in_place]).config == put_in_place
 
 
 def test_two_configurations_may_not_disagree(configuration):

@@ -126,15 +126,15 @@ def test_the_module_is_the_command_and_nothing_loads_torch():
 
 
 def test_a_nodes_file_appears_and_goes_with_its_own_process_only(tmp_path):
-    contacts.publish(tmp_path, hello(3), "/job/secret", "a job")
+    contacts.publish(tmp_path, hello(3), ("/job/secret",), "a job")
     (found,) = contacts.published(tmp_path)
-    assert found == contacts.Contact(3, "host3", os.getpid(), ("127.0.0.1", 1), "/job/secret", "a job")
+    assert found == contacts.Contact(3, "host3", os.getpid(), ("127.0.0.1", 1), ("/job/secret",), "a job")
     assert [path.name for path in (tmp_path / "nodes").iterdir()] == ["3.json"]
     path = contacts.path_of(tmp_path, 3)
     path.write_text(json.dumps({**json.loads(path.read_text()), "pid": os.getpid() + 1}))
     contacts.withdraw(tmp_path, 3)
     assert path.exists()
-    contacts.publish(tmp_path, hello(3), "", "a job")
+    contacts.publish(tmp_path, hello(3), (), "a job")
     contacts.withdraw(tmp_path, 3)
     contacts.withdraw(tmp_path, 3)
     assert not contacts.published(tmp_path)
@@ -142,7 +142,7 @@ def test_a_nodes_file_appears_and_goes_with_its_own_process_only(tmp_path):
 
 def test_files_are_read_youngest_first_and_damaged_ones_left_out(tmp_path):
     for age, node in enumerate((5, 2, 9)):
-        contacts.publish(tmp_path, hello(node), "", "a job")
+        contacts.publish(tmp_path, hello(node), (), "a job")
         os.utime(contacts.path_of(tmp_path, node), (1000 - age, 1000 - age))
     (tmp_path / "nodes" / "7.json").write_text("{")
     assert [contact.node for contact in contacts.published(tmp_path)] == [5, 2, 9]
@@ -171,7 +171,7 @@ class Member:
         self.hello = hello(4, control=await mesh.listen(), config_digest=self.config.digest())
         await mesh.connect({4: self.hello.control})
         roster.know(self.hello)
-        contacts.publish(self.folder / "logs", self.hello, self.config.told_secret_file, MEMBERS_JOB)
+        contacts.publish(self.folder / "logs", self.hello, (self.config.told_secret_file,), MEMBERS_JOB)
         self._up.set()
         await self._end.wait()
         await mesh.close()
@@ -195,7 +195,7 @@ def member(folder):
 
 def test_a_job_is_found_by_its_output_dir_and_its_secret_where_its_members_have_it(member, folder, monkeypatch):
     dead = hello(1, control=("127.0.0.1", 1))
-    contacts.publish(folder / "logs", dead, str(folder / "secret"), MEMBERS_JOB)
+    contacts.publish(folder / "logs", dead, (str(folder / "elsewhere"), str(folder / "secret")), MEMBERS_JOB)
     monkeypatch.chdir("/")
     found = join.find(join.Wish(job=folder / "logs"))
     assert found.description.hellos == [member.hello] and found.description.members == (4,)
@@ -210,14 +210,14 @@ def test_a_host_takes_part_with_the_configuration_the_job_has(member, folder, sa
     default.parent.mkdir()
     (folder / "secret").rename(default)
     if said == "job":
-        contacts.publish(folder / "logs", member.hello, str(default), MEMBERS_JOB)
+        contacts.publish(folder / "logs", member.hello, (str(folder / "gone"), str(default)), MEMBERS_JOB)
     monkeypatch.chdir("/")
     found = join.find(join.Wish(**{"to": {"to": member.hello.control}, "job": {"job": folder / "logs"}}[said]))
     with join.configured(found) as path:
         assert carried.is_carried(path) and not folder.samefile(os.path.dirname(path))
         ours = load(path)
-        assert ours == member.config.model_copy(update={"secret_file": folder / "secret"})
-        assert of_job(ours, path) == SECRET.encode() and ours.told_secret_file == str(folder / "secret")
+        assert ours == member.config.model_copy(update={"secret_file": default})
+        assert of_job(ours, path) == SECRET.encode() and ours.told_secret_file == str(default)
         join.check(found.description, path, [])
         assert {os.stat(entry).st_mode & 0o777 for entry in os.scandir(os.path.dirname(path))} == {0o600}
     assert not os.path.exists(os.path.dirname(path))
@@ -254,7 +254,7 @@ def test_a_job_is_found_by_the_address_of_a_member(member, folder):
 def test_another_job_at_the_address_of_a_member_that_is_gone_is_not_taken_for_it(member, folder):
     (folder / "logs" / "nodes" / "4.json").unlink()
     gone = hello(1, control=member.hello.control)
-    contacts.publish(folder / "logs", gone, str(folder / "secret"), "another job's id")
+    contacts.publish(folder / "logs", gone, (str(folder / "secret"),), "another job's id")
     with pytest.raises(join.PeerRefused, match=f"it is of job {MEMBERS_JOB}, this is job another job's id"):
         join.find(join.Wish(job=folder / "logs"))
 
@@ -273,7 +273,7 @@ def test_another_secret_is_said(member, folder):
         join.find(join.Wish(to=member.hello.control, config="d.yaml"))
 
 
-def test_the_whole_command_runs_the_jobs_command_for_every_slot(member, folder, capfd):
+def test_the_whole_command_runs_the_jobs_command_for_every_slot(member, folder, capfd, monkeypatch):
     seen = folder / "seen"
     seen.mkdir()
     program = folder / "program.py"
@@ -283,7 +283,7 @@ def test_the_whole_command_runs_the_jobs_command_for_every_slot(member, folder, 
         f"pathlib.Path({str(seen)!r}, os.environ['RANK']).write_text(json.dumps(told))\n"
     )
     (folder / "elsewhere").mkdir()
-    os.chdir(folder / "elsewhere")
+    monkeypatch.chdir(folder / "elsewhere")
     wish = join.Wish(job=folder / "logs", command=["s.py", "--lr", "1"])
     assert join.join(wish, [sys.executable, str(program)]) == 0
     for rank, local_rank in ((10, 0), (11, 1)):
@@ -294,16 +294,18 @@ def test_the_whole_command_runs_the_jobs_command_for_every_slot(member, folder, 
         assert carried.is_carried(told["argv"][-1])
         place = roles.from_environment(told["env"]).place
         assert (place.node, place.local_size, place.master_addr, place.master_port) == (5, 2, "m", 5)
-        assert joining.job_from(told["env"], "", "").invitation == joining.Invitation(
+        assert joining.job_from(told["env"], "", "", ()).invitation == joining.Invitation(
             MEMBERS_JOB, (tuple(member.hello.control),)
         )
     assert "joining the job of node 4 as node 5" in capfd.readouterr().out
 
 
-def test_a_taken_node_id_is_tried_again_with_another(member, folder, capfd):
+def test_a_taken_node_id_is_tried_again_with_another(member, folder, capfd, monkeypatch):
     program = folder / "program.py"
     program.write_text("import os, sys; sys.exit(0 if os.environ['CROSS_RANK'] == '7' else 75)")
-    assert join.join(join.Wish(job=folder / "logs"), [sys.executable, str(program)]) == 0
+    (folder / "elsewhere").mkdir()
+    monkeypatch.chdir(folder / "elsewhere")
+    assert join.join(join.Wish(job=Path("../logs")), [sys.executable, str(program)]) == 0
     assert "as node 7" in capfd.readouterr().out
 
 
@@ -352,15 +354,15 @@ def test_commands_and_environment_of_a_slot(folder):
         "run", "--local_rank=1", "s.py", "--lr", "1", "--deadpool-config", "/d.yaml"
     ]  # fmt: skip
     without = described(folder, command=["s.py"])
-    assert join.supervisor_command(["run"], without, 1, "") == ["run", "s.py"]
+    assert join.supervisor_command(["run"], without, 1, "/d.yaml") == ["run", "s.py", "--deadpool-config", "/d.yaml"]
     env = join.environment(job, 6, 1, {"OMP_NUM_THREADS": "4", "RANK": "99", "PATH": "p"})
     assert (env["NCCL_X"], env["OMP_NUM_THREADS"], env["PATH"], env["RANK"]) == ("job", "4", "p", "13")
     assert roles.from_environment(env).place.node == 6
 
 
 def test_what_the_job_exports_leaves_out_everything_else():
-    job = joining.job_from({"NCCL_DEBUG": "W", "AWS_SECRET": "x"}, "/here", "spares: 1")
-    assert job == Job([], "/here", "spares: 1", {"NCCL_DEBUG": "W"})
+    job = joining.job_from({"NCCL_DEBUG": "W", "AWS_SECRET": "x"}, "/here", "spares: 1", ("/secret",))
+    assert job == Job([], "/here", "spares: 1", {"NCCL_DEBUG": "W"}, ("/secret",))
 
 
 def test_what_deepspeed_is_told_to_export_is_exported_but_no_secret(tmp_path, monkeypatch):
@@ -368,7 +370,7 @@ def test_what_deepspeed_is_told_to_export_is_exported_but_no_secret(tmp_path, mo
     (tmp_path / ".deepspeed_env").write_text("LD_LIBRARY_PATH=/opt\nMY_SWITCH=1\nMY_API_KEY=2\n\n")
     exported = {"TORCH_NCCL_BLOCKING_WAIT": "1", "HF_HOME": "/hf", "CUDA_HOME": "/c", "MY_SWITCH": "1"}
     others = {"HF_TOKEN": "x", "MY_API_KEY": "2", "CUDA_VISIBLE_DEVICES": "3", "TORCHELASTIC_RUN_ID": "4", "LANG": "C"}
-    assert joining.job_from({**exported, **others}, str(tmp_path), "").environment == exported
+    assert joining.job_from({**exported, **others}, str(tmp_path), "", ()).environment == exported
 
 
 def test_ids_are_above_all_that_ever_were():
@@ -388,7 +390,7 @@ def run_launcher(*programs, hangup="SIG_DFL"):
         "import os, signal, sys; from deadpool_plugin.launch.join import play_launcher;"
         f"signal.signal(signal.SIGHUP, signal.{hangup});"  # the tests themselves may run under nohup
         "commands = [[sys.executable, '-c', text] for text in sys.argv[1:]];"
-        "sys.exit(play_launcher(commands, [dict(os.environ)] * len(commands)))"
+        "sys.exit(play_launcher(commands, [dict(os.environ)] * len(commands), os.getcwd()))"
     )
     return subprocess.Popen([sys.executable, "-c", code, *programs], stdout=subprocess.PIPE, text=True)
 
