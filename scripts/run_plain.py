@@ -4,7 +4,7 @@
 
 Rules of this file: torch and the framework are imported once, without being patched, and every rank is a fork of that
 process (a rank imports for 4 CPU seconds otherwise), so it must not start a thread. One output file per rank; the
-exit code is the first failed rank's, whereupon the others are ended.
+exit code is 1 if a rank fails, whereupon the others are ended.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def run(args: argparse.Namespace, seed: int) -> dict[str, Any]:
     if ended.returncode:
         (args.out / f"seed{seed}.txt").write_text(ended.stdout)
     else:
-        shutil.rmtree(folder)
+        shutil.rmtree(folder, ignore_errors=True)
     return {"seed": seed, "returncode": ended.returncode, "seconds": round(time.monotonic() - began, 1), **summary}
 
 

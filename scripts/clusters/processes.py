@@ -24,7 +24,10 @@ def become_subreaper() -> None:
 
 def require_one_thread() -> None:
     """Raises: RuntimeError if this process, which is about to fork, has more; names them."""
-    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    names = []
+    for path in Path("/proc/self/task").glob("*/comm"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            names.append(path.read_text().strip())
     if len(names) > 1:
         raise RuntimeError(f"threads {names} after the imports: forked processes could hang; set OMP_NUM_THREADS=1")
 

@@ -40,7 +40,9 @@ def reference(
     (running / "command.json").write_text(json.dumps([world, *training]))
     words = [word.replace("{folder}", str(running)) for word in training]
     if code := run_ranks(world, running, [str(script), *words], slots, deadline_s):
-        raise RuntimeError(f"the undisturbed run ended with {code} (-9: after {deadline_s:g} s); see {running}")
+        raise RuntimeError(
+            f"the undisturbed run ended with {code} (-9: killed, after {deadline_s:g} s at most); see {running}"
+        )
     running.rename(folder)
     return folder
 

@@ -23,6 +23,8 @@ Figures = dict[str, Any]
 Line = dict[str, Any]
 Check = Callable[[Figures], object]
 NOT_RUN, DID_NOT_END = "not run", "did not end"
+NOT_HELD = 3
+"""Exit code of a part of which some check did not hold: 1 is that of a Python that broke."""
 
 
 def newest(out: Path, of: str) -> list[Line]:
@@ -49,7 +51,11 @@ class Checks:
             if name not in known:
                 known[name] = self._keep(name, NOT_RUN)
         missing = [name for name in names if not known[name]["ok"]]
-        return sorted(missing, key=lambda name: (NOT_RUN, "", DID_NOT_END).index(_kind(known[name]["problem"])))
+        return sorted(missing, key=lambda name: {NOT_RUN: 0, DID_NOT_END: 2}.get(known[name]["problem"], 1))
+
+    @property
+    def exit_code(self) -> int:
+        return NOT_HELD if self.failed else 0
 
     def run(self, checks: dict[str, Check]) -> int:
         """All that have not held yet. Returns how many did not hold now."""
@@ -83,10 +89,6 @@ class Checks:
         with open(self.out / "checks.jsonl", "a") as output:
             output.write(json.dumps(line) + "\n")
         return line
-
-
-def _kind(problem: str) -> str:
-    return problem if problem in (NOT_RUN, DID_NOT_END) else ""
 
 
 def parse_args(text: str) -> argparse.Namespace:

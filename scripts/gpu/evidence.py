@@ -1,7 +1,7 @@
 """All that only an NVIDIA card can prove: runs the parts, each within its time, and makes one table of what they found.
 
     ./scripts/gpu_evidence.sh --out gpu-out                    what is not known yet (a part cut off goes on later)
-    ./scripts/gpu_evidence.sh --out gpu-out --seconds 560 job  one part, with more time
+    ./scripts/gpu_evidence.sh --out gpu-out --seconds 520 job  one part, with more time
 
 Parts: `tests` (pytest -m gpu: every operation over NCCL, abort, rebuild), `mirror` (snapshots from the card: whole, how
 fast, at what cost), `job` (a Megatron-core job that loses hosts, processes and CUDA contexts). OUT/evidence.json has
@@ -30,15 +30,16 @@ from typing import Any
 if __name__ == "__main__":
     sys.path[:1] = [str(Path(__file__).resolve().parents[number]) for number in (1, 2)]  # started by path
 
+from clusters import processes
 from clusters.launched import REPOSITORY
 
-from gpu.checks import NOT_RUN, Checks, Line, newest
+from gpu.checks import NOT_HELD, Checks, Line, newest
 
 LIMITS_S = {"tests": 145, "mirror": 90, "job": 285}
 WHOLE = "(whole)"
 """The check that a part got to its end."""
 NEEDED = (
-    "torch", "numpy", "megatron.core", "msgspec._core", "psutil", "pydantic_core._pydantic_core", "pydantic", "yaml",
+    "torch", "numpy", "megatron.core.datasets.helpers_cpp", "msgspec._core", "psutil", "pydantic_core._pydantic_core", "pydantic", "yaml",
     "rich", "xxhash", "packaging", "pytest", "hypothesis", "deadpool_plugin.config",
 )  # fmt: skip
 """Of what is compiled, the compiled part: a wheel for another Python lacks it."""
@@ -77,7 +78,7 @@ def surroundings(commit: str) -> dict[str, Any]:
         sys.exit("git does not say which commit this is; expected --commit ID")
     if shutil.which("nvidia-smi") is None:
         sys.exit("no nvidia-smi on PATH; expected one: it says which card this is, and how much of it is in use")
-    asked = subprocess.run([sys.executable, "-c", FACTS], capture_output=True, text=True, check=True)
+    asked = subprocess.run([sys.executable, "-c", FACTS], stdout=subprocess.PIPE, text=True, check=True)
     facts: dict[str, Any] = json.loads(asked.stdout)
     if not facts.pop("available"):
         sys.exit(f"torch {version('torch')} sees no NVIDIA card here (its CUDA: {facts['cuda']})")
@@ -140,20 +141,17 @@ def run(part: str, out: Path, of: str, limit_s: float) -> None:
         except subprocess.TimeoutExpired:
             checks.end(WHOLE, f"cut off after {limit_s:g} s; run it again: it goes on with what is missing")
         else:
-            checks.end(WHOLE, problem_of(process.returncode, part, checks))
+            code = process.returncode
+            checks.end(WHOLE, "" if code in (0, NOT_HELD) else f"ended with {code}, see {part}.txt")
         finally:
             end_session(process.pid)
             process.wait()
 
 
-def problem_of(code: int, part: str, checks: Checks) -> str:
-    """Of a part that has ended. 1 says that a check did not hold: it is none of its own if such a check is kept."""
-    told = any(not line["ok"] and line["problem"] != NOT_RUN for name, line in checks.known().items() if name != WHOLE)
-    return "" if code == 0 or (code == 1 and told) else f"ended with {code}, see {part}.txt"
-
-
 def end_session(leader: int) -> None:
-    """Kill what is left of the part: what has a process group of its own dies with its parent."""
+    """Kill what is left of the part; it adopts what loses its parent below it."""
+    for pid in processes.descendants({leader}, processes.table()):
+        processes.send(pid, signal.SIGKILL)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(leader, signal.SIGKILL)
 
@@ -164,9 +162,13 @@ def table(facts: dict[str, Any], lines: list[Line]) -> str:
     text += ["| part | check | result | figures |", "|---|---|---|---|"]
     for line in lines:
         figures = ", ".join(f"{name} {shown(value)}" for name, value in line["figures"].items())
-        result = "held" if line["ok"] else line["problem"].partition("\n")[0].replace("|", "\\|")
-        text.append(f"| {line['part']} | {line['check']} | {result} | {figures} |")
+        result = "held" if line["ok"] else line["problem"].partition("\n")[0]
+        text.append(f"| {line['part']} | {line['check']} | {cell(result)} | {cell(figures)} |")
     return "\n".join(text) + "\n"
+
+
+def cell(text: str) -> str:
+    return text.replace("\n", " ").replace("|", "\\|")
 
 
 def shown(value: Any) -> str:
@@ -187,7 +189,6 @@ def write(out: Path, facts: dict[str, Any], lines: list[Line]) -> str:
 
 def main() -> int:
     args = parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the part under way is ended, too
     facts = surroundings(args.commit or commit_here())
     of = name_of(facts)
     for part in args.parts:
@@ -200,4 +201,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the part under way is ended, too
     sys.exit(main())

@@ -251,7 +251,8 @@ def main() -> int:
         } | checks
     checks["step time with and without"] = step_time
     found = Checks("mirror", args.out, args.of)
-    return min(1, found.run({name: functools.partial(check, args.device) for name, check in checks.items()}))
+    found.run({name: functools.partial(check, args.device) for name, check in checks.items()})
+    return found.exit_code
 
 
 if __name__ == "__main__":

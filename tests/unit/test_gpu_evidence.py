@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 from faults.plan import Kill
 from gpu import evidence, job, tests
-from gpu.checks import Checks, newest
+from gpu.checks import NOT_HELD, Checks, newest
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 FACTS = {"cards": ["NVIDIA X, 1 MiB, 580"], "nccl": "2.28.9", "versions": {"torch": "2.11.0"}, "commit": "abc"}
@@ -117,6 +117,15 @@ def inner(tmp_path):
     return path
 
 
+def test_no_test_at_all_is_no_proof(tmp_path, monkeypatch):
+    monkeypatch.setattr(tests, "files", lambda: [])
+    monkeypatch.setattr(tests.pytest, "main", lambda *_, **__: pytest.ExitCode.NO_TESTS_COLLECTED)
+    monkeypatch.setattr(sys, "argv", ["tests.py", "--out", str(tmp_path)])
+    Checks("tests", tmp_path).plan([evidence.WHOLE])
+    assert tests.main() == NOT_HELD
+    assert "pytest ended with" in outcomes(tmp_path)[("tests", "collection")]
+
+
 def test_the_files_with_such_tests_are_found():
     assert [Path(path).name for path in tests.files()] == ["test_comm_nccl.py"]
 
@@ -130,7 +139,7 @@ def test_the_part_of_tests_finds_the_plugin_and_what_it_skips_is_not_proven(tmp_
     )
     found = outcomes(tmp_path / "out")
     assert found.pop(("tests", "collection")) == "", done.stdout + done.stderr
-    assert len(found) > 4 and set(found.values()) == {"Skipped: needs a GPU and NCCL"} and done.returncode == 1
+    assert len(found) > 4 and set(found.values()) == {"Skipped: needs a GPU and NCCL"} and done.returncode == NOT_HELD
 
 
 def ended(monkeypatch, out, code):
@@ -155,7 +164,8 @@ def test_how_a_part_ended_is_kept_although_all_it_told_of_held(tmp_path, monkeyp
 
 def test_a_part_whose_check_does_not_hold_has_ended_well(tmp_path, monkeypatch):
     Checks("mirror", tmp_path).run({"rate": fails})
-    assert ended(monkeypatch, tmp_path, "exit(1)") == ""
+    assert ended(monkeypatch, tmp_path, f"exit({NOT_HELD})") == ""
+    assert ended(monkeypatch, tmp_path, "raise RuntimeError") == "ended with 1, see mirror.txt", "this time it broke"
 
 
 def test_a_part_that_was_cut_off_and_got_through_later_is_whole(tmp_path, monkeypatch):
