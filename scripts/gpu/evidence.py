@@ -39,8 +39,8 @@ LIMITS_S = {"tests": 145, "mirror": 90, "job": 285}
 WHOLE = "(whole)"
 """The check that a part got to its end."""
 NEEDED = (
-    "torch", "numpy", "megatron.core.datasets.helpers_cpp", "msgspec._core", "psutil", "pydantic_core._pydantic_core", "pydantic", "yaml",
-    "rich", "xxhash", "packaging", "pytest", "hypothesis", "deadpool_plugin.config",
+    "torch", "numpy", "megatron.core.datasets.helpers_cpp", "msgspec._core", "psutil", "pydantic_core._pydantic_core",
+    "pydantic", "yaml", "rich", "xxhash", "packaging", "pytest", "hypothesis", "deadpool_plugin.config",
 )  # fmt: skip
 """Of what is compiled, the compiled part: a wheel for another Python lacks it."""
 LIBRARIES = ("torch", "megatron-core", "deepspeed", "numpy")
