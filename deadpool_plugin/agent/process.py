@@ -289,6 +289,7 @@ class Agent:
 
     def _abort(self, action: io.AbortWorkers) -> None:
         self._takeovers.cancel()
+        self._store.announce(action.generation)  # so that all can know before the first of them is cut off
         self._workers.abort(action.generation)
         if not self._pausing.active:
             self._unwinding.begin(action.generation)

@@ -27,6 +27,7 @@ from ..transport.linux import libc
 
 PAGE_BYTES = mmap.PAGESIZE
 _PREFIX = struct.Struct("<8sQQ")  # magic, length of the encoded header, its xxh3
+_GENERATION = struct.Struct("<Q")
 _MAGIC = b"deadpool"
 _SEALS = descriptors.F_SEAL_SHRINK | descriptors.F_SEAL_GROW | descriptors.F_SEAL_SEAL
 _MADV_DONTDUMP = 16
@@ -61,8 +62,12 @@ def _rounded_up(size: int) -> int:
 
 
 def arena_bytes(header_bytes: int, payload_bytes: int) -> int:
-    """Memory that one SlotPair takes."""
-    return 2 * (_rounded_up(header_bytes) + _rounded_up(payload_bytes))
+    """Memory that one SlotPair takes: two slots, and a page for what the agent announces."""
+    return 2 * _slot_bytes(header_bytes, payload_bytes) + PAGE_BYTES
+
+
+def _slot_bytes(header_bytes: int, payload_bytes: int) -> int:
+    return _rounded_up(header_bytes) + _rounded_up(payload_bytes)
 
 
 class SlotPair:
@@ -77,6 +82,7 @@ class SlotPair:
         self.rank = rank
         self.header_bytes = header_bytes
         self.payload_bytes = payload_bytes
+        self._slot_bytes = _slot_bytes(header_bytes, payload_bytes)
         self._map = mmap.mmap(fd, arena_bytes(header_bytes, payload_bytes), mmap.MAP_SHARED)
         self._map.madvise(_MADV_DONTDUMP)  # or every core dump, of a worker or of the agent, would have it all
         self._view = memoryview(self._map)
@@ -158,14 +164,22 @@ class SlotPair:
 
     def _header(self, step: int) -> memoryview:
         invariant(step >= 0, f"snapshots have steps from 0 on, got {step}")
-        start = step % 2 * (len(self._view) // 2)
+        start = step % 2 * self._slot_bytes
         return self._view[start : start + self.header_bytes]
 
     def payload(self, step: int) -> memoryview:
         """The bytes of the slot of `step`, writable, page-aligned; valid only if `open(step)` says so."""
         invariant(step >= 0, f"snapshots have steps from 0 on, got {step}")
-        start = step % 2 * (len(self._view) // 2) + _rounded_up(self.header_bytes)
+        start = step % 2 * self._slot_bytes + _rounded_up(self.header_bytes)
         return self._view[start : start + self.payload_bytes]
+
+    @property
+    def announced(self) -> int:
+        """The newest generation of which the agent has said here that it begins; 0 before it has."""
+        return int(_GENERATION.unpack_from(self._view, 2 * self._slot_bytes)[0])
+
+    def announce(self, generation: int) -> None:
+        _GENERATION.pack_into(self._view, 2 * self._slot_bytes, generation)
 
     def invalidate(self, step: int) -> None:
         """Empties the slot of `step`, whatever it holds; call before the first byte is written to its payload."""

@@ -48,6 +48,12 @@ class Holdings(Records):
     def own(self, rank: Rank) -> SlotPair | None:
         return self._own.get(rank)
 
+    def announce(self, generation: Generation) -> None:
+        """Lets the processes of own slots see that `generation` begins, whatever else they hear."""
+        with self._lock:
+            for pair in self._own.values():
+                pair.announce(generation)
+
     def holds(self, rank: Rank) -> bool:
         """Whether slots or a recording of `rank` take memory here."""
         return rank in self._own or rank in self._mirrored or rank in self._recordings

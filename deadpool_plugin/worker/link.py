@@ -114,6 +114,11 @@ class AgentLink:
         if self._aborted > self._joined:
             raise GenerationChanged(self._aborted)
 
+    def await_abort(self, generation: int) -> None:
+        """Block until the agent's word about `generation`, which it has announced otherwise already, has come."""
+        with self._changed:
+            self._changed.wait_for(lambda: max(self._aborted, self._joined) >= generation)
+
     def receive(self, *kinds: type[LocalMessage]) -> tuple[LocalMessage, list[int]]:
         """The oldest message of one of `kinds`; blocks until there is one."""
         with self._changed:

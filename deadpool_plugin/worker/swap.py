@@ -67,9 +67,14 @@ class Swapping:
             self.inside = False
 
     def _let_it_end(self) -> None:
-        """So that what a call returns means something. Raises: GenerationChanged."""
+        """So that what a call returns means something. Raises: GenerationChanged.
+
+        A kernel of NCCL's ends well, with garbage, if a neighbour on this host was aborted (prims_simple.h: an aborted
+        one posts its steps without their data), and that process may have heard of it before this one.
+        """
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.current_stream().synchronize()
+        self._link.await_abort(self._slots.announced)
         self._link.check()
 
     # ---- snapshots

@@ -38,6 +38,20 @@ def test_two_slots_hold_two_steps() -> None:
     pair.close()
 
 
+def test_what_is_announced_is_seen_by_who_has_the_same_slots() -> None:
+    agents = SlotPair.create(5, 4096, PAYLOAD)
+    workers = SlotPair.attach(os.dup(agents.fd), 5, 4096, PAYLOAD)
+    for step in (0, 1):
+        workers.payload(step)[:] = b"\xff" * PAYLOAD
+        workers.seal(step, 0, "layout", b"\xff" * 4000)
+    assert workers.announced == 0
+    agents.announce(3)
+    assert workers.announced == 3
+    assert all(bytes(agents.payload(step)) == b"\xff" * PAYLOAD and agents.open(step) for step in (0, 1))
+    agents.close()
+    workers.close()
+
+
 def test_too_large_scalars_name_the_setting() -> None:
     pair = SlotPair.create(0, 4096, 0)
     with pytest.raises(ConfigError, match="set header_kib to at least 5"):
@@ -100,7 +114,7 @@ def test_memory_that_is_refused_is_a_shortage(monkeypatch: pytest.MonkeyPatch, r
     else:
         monkeypatch.setattr(arena, "_MADV_POPULATE_WRITE", 9999)
         monkeypatch.setattr(os, "posix_fallocate", refused)
-    why = r"slots of 41951232 bytes for rank 0 .* after 8388608 bytes"
+    why = r"slots of 41955328 bytes for rank 0 .* after 8388608 bytes"
     with none_left_open(), pytest.raises(MemoryShortage, match=why) as caught:
         SlotPair.create(0, 4096, 20 << 20)
     assert calls == 2 and caught.value.exit_code == 78

@@ -29,10 +29,12 @@ class Rank(Live):
         self.inside, self.step, self._restored, self._rank = False, step, step, 3
         self._error, self._cannot_be_followed, self._loss, self._at_exit = "", False, None, None
         self._told_at = 0.0
+        self._slots = SimpleNamespace(announced=0)
         self._log, self.said = CallLog(step), []
         self._context = SimpleNamespace(tapes=[], saves=SimpleNamespace(step=0, under_way=contextlib.nullcontext))
         self._link = SimpleNamespace(
             check=lambda: None,
+            await_abort=lambda generation: None,
             committed=-1,
             wait_until=self._wait_until,
             wait_for_end=lambda: 0,

@@ -46,6 +46,7 @@ def test_a_good_end_in_the_midst_of_a_swap_ends_the_wait_for_its_plan():
             os._exit(code)
     theirs.close()
     agent = LocalConnection(ours)
+    assert agent.recv()[0] == local.Progress(3)
     agent.send(local.Abort(1))
     assert agent.recv()[0] == local.Unwound(1)
     agent.send(local.EndWorker(0))
@@ -55,6 +56,12 @@ def test_a_good_end_in_the_midst_of_a_swap_ends_the_wait_for_its_plan():
 
 def swapped(link: AgentLink) -> int:
     link.start()
+    link.await_abort(0)
+    link.check()
+    link.send(local.Progress(3))
+    link.await_abort(1)  # was announced to it otherwise
+    with pytest.raises(GenerationChanged):
+        link.check()
     with pytest.raises(GenerationChanged):
         link.wait_for_end()
     with pytest.raises(JobEnded):

@@ -28,10 +28,12 @@ class Rank(Live):
         self._cannot_be_followed, self._rank, self.notes = False, 3, []
         self._loss = self._at_exit = None
         self._told_at = 0.0
+        self._slots = types.SimpleNamespace(announced=0)
         self._log = CallLog()
         self._context = types.SimpleNamespace(tapes=[])
         self._link = types.SimpleNamespace(
             check=self._check,
+            await_abort=self._await_abort,
             send=lambda message: None,
             aborted_at=0.0,
             event=lambda kind, **fields: self.notes.append((kind, fields.get("text"))),
@@ -48,6 +50,9 @@ class Rank(Live):
     def _check(self) -> None:
         if self.aborted:
             raise GenerationChanged(1)
+
+    def _await_abort(self, generation: int) -> None:
+        self.aborted = self.aborted or generation > self.swaps
 
     def _swap(self) -> None:
         self.aborted = False
@@ -181,6 +186,19 @@ def test_a_collective_is_done_again_on_what_it_was_given_whatever_that_is_in(con
     rank._redo(call)
     rank._redo(call)
     assert given == [[0, 1]] * 3 and tensors == [1, 2]
+
+
+def test_nor_is_it_if_only_a_neighbour_has_heard_so_far():
+    """NCCL's kernels of this process end well, with garbage, once those of another one on the host were aborted."""
+    rank, values = Rank(), iter(["garbage", "whole"])
+
+    def forward():
+        value = next(values)
+        rank._slots.announced = 1
+        return value
+
+    assert rank.call("forward", CallKind.PLAIN, forward, (), {}) == "whole"
+    assert rank.swaps == 1
 
 
 class Unwound(Exception):
