@@ -4,7 +4,7 @@ Rules of this file: snapshot `step` lives in slot `step % 2`. A writer calls `in
 `payload(step)`, and calls `seal(step, ...)`: the header is written last, its digest makes a torn header invalid, so a
 writer killed at any point leaves the other slot whole and this one invalid. The payload carries no digest of its own
 (it would cost training time); its transfer does (wire.py). The gate of the ledger, not this file, decides when a slot
-may be overwritten.
+may be overwritten. Behind the slots the agent, and nobody else, writes which generation it has announced.
 """
 
 from __future__ import annotations
