@@ -47,6 +47,7 @@ def start_live(connection: LocalConnection, config: Config, order: local.RunRank
         start, _ = context.link.receive(local.StartGroups)
         assert isinstance(start, local.StartGroups)
         context.groups.start(start.generation, start.store)
+        context.link.joined(start.generation)
     except GenerationChanged:  # the world it was for is over, and another process will begin the script
         raise SystemExit(context.wait_for_end()) from None
     context.mode = starting = Starting(context, order.rank, config.header_bytes)

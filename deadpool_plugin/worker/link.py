@@ -167,7 +167,7 @@ class AgentLink:
                 self._changed.wait()
 
     def joined(self, generation: int) -> None:
-        """A newcomer has become part of `generation`."""
+        """A process that begins the script, or takes a rank over, has become part of `generation`."""
         with self._changed:
             self._joined = max(self._joined, generation)
 
