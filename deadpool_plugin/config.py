@@ -8,10 +8,8 @@ May import errors only.
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import hashlib
-import ipaddress
 import json
 import os
 import textwrap
@@ -187,14 +185,10 @@ class Config(BaseModel):
         return os.path.abspath(self.secret_path) if "secret_file" in self.model_fields_set else str(self.secret_file)
 
     def told(self) -> str:
-        """The same as a file for another host of the job: the fields that are set, but an address, which is this
-        host's."""
+        """The same as a file for another host of the job: the fields that are set."""
         fields = self.model_dump(mode="json", exclude_unset=True)
         if "secret_file" in fields:
             fields["secret_file"] = self.told_secret_file
-        with contextlib.suppress(ValueError):
-            ipaddress.ip_address(fields.get("interface_address") or "")
-            del fields["interface_address"]
         return str(yaml.safe_dump(fields))
 
     def digest(self) -> str:

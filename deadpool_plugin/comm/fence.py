@@ -32,8 +32,7 @@ class Fence:
 
     def check(self) -> None:
         """Raises: GenerationChanged while an announced generation has not been entered."""
-        if self.announced > self.current:
-            raise GenerationChanged(self.announced)
+        self.check_since(self.current)
 
     def check_since(self, generation: int) -> None:
         """Raises: GenerationChanged if one newer than `generation` has been announced, entered or not."""

@@ -246,11 +246,11 @@ class Groups:
             backend = _backend_for(handle, args, kwargs)
             if name == "barrier" and backend == "nccl":
                 name_device(args, kwargs)
-            generation = self._fence.current
-            work = _begun(inner, network.fabric(backend), name, args, kwargs)
+            generation, fabric = self._fence.current, network.fabric(backend)
+            work = _begun(inner, fabric, name, args, kwargs)
             if work is None:  # it was synchronous; an abort ends it without an error, a barrier though nobody came
                 self._fence.check_since(generation)
-            return self._wrap(work, handle, (name, args, kwargs), network.fabric(backend).wait_style(name))
+            return self._wrap(work, handle, (name, args, kwargs), fabric.wait_style(name))
         finally:
             self._issuing.discard(thread)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import os
 import signal
 import subprocess
@@ -91,14 +92,15 @@ def take_part(job: FoundJob, config: str, command: Sequence[str], program: Seque
 
 @contextlib.contextmanager
 def configured(job: FoundJob) -> Iterator[str]:
-    """The configuration file this host takes part with: the user's, or the job's, with the secret where it lies here.
-
-    Raises: ConfigError.
-    """
+    """The configuration file this host takes part with: the user's, or the job's, with the secret where it lies here
+    and without an address, which is another host's. Raises: ConfigError."""
     if job.config:
         yield job.config
         return
     told = {**yaml.safe_load(job.description.config), "secret_file": os.path.abspath(job.secret_file)}
+    with contextlib.suppress(ValueError):
+        ipaddress.ip_address(told.get("interface_address") or "")
+        del told["interface_address"]
     with carried.installed(carried.new_job(), yaml.safe_dump(told)) as folder:
         yield str(folder / carried.CONFIG)
 

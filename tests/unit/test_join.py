@@ -239,6 +239,17 @@ def test_a_host_may_have_a_configuration_of_its_own(member, folder, said):
         assert path == str(folder / "d.yaml")
 
 
+@pytest.mark.parametrize(
+    ("interface", "ours"), [("10.1.0.7", None), ("fe80::7", None), ("10.1.0.0/16", "10.1.0.0/16"), ("ib0", "ib0")]
+)
+def test_an_address_is_another_hosts(folder, interface, ours):
+    told = Config(interface_address=interface, patience_s=2.5)
+    found = join.FoundJob(described(folder, config=told.told()), "", b"", folder / "secret")
+    with join.configured(found) as path:
+        mine = load(path)
+    assert (mine.interface_address, mine.patience_s, mine.secret_file) == (ours, 2.5, folder / "secret")
+
+
 def test_only_the_job_that_was_found_before_is_asked_again(member, folder):
     found = join.Wish(job=folder / "logs", job_id=MEMBERS_JOB)
     assert join.find(found).description.job == MEMBERS_JOB
