@@ -38,7 +38,8 @@ def resumable(source: Source) -> Source:
         reads nothing of what training calls had read; batches that the script itself asks for it reads with the others.
         Any other iterable is skipped and replayed: whoever takes over, or follows to be able to, reads everything from
         the beginning, at the speed of reading: a data set may draw from generators of its own. Only a DataLoader over
-        Megatron-core's own data sets is spared that. The iterable must give the same items each time the script is run.
+        those of Megatron-core's data sets that surely draw nothing is spared that. The iterable must give the same
+        items each time the script is run.
 
     Args:
         source: an iterable.

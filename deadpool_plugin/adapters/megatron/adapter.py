@@ -93,7 +93,7 @@ class MegatronAdapter:
         wrapping.refuse_outside(DistributedDataParallel, "finish_grad_sync", self._is_outside, remedy)
         facts.install(handler)
         skipping.look_through(RerunDataIterator, "iterable", unless="replaying")
-        skipping.draws_nothing(_is_megatrons)
+        skipping.draws_nothing(_reads_by_index)
 
     def install_saving(self, saves: Saves) -> None:
         saving.install(saves)
@@ -297,7 +297,43 @@ def _scheduler_state(scheduler: Any) -> Scalars:
     return {name: value for name, value in vars(scheduler).items() if isinstance(value, plain)}
 
 
-def _is_megatrons(data_set: Any) -> bool:
-    """Megatron-core's own data sets draw from generators that they seed by the item's index, if at all."""
-    own = type(data_set).__module__.startswith("megatron.core.datasets.")
-    return own and all(map(_is_megatrons, getattr(data_set, "datasets", ())))
+_READ_BY_INDEX = frozenset({
+    "gpt_dataset.GPTDataset", "gpt_dataset.MockGPTDataset", "bert_dataset.BERTMaskedWordPieceDataset",
+    "t5_dataset.T5MaskedWordPieceDataset", "multimodal_dataset.MockMultimodalDataset",
+})  # fmt: skip
+"""Data sets whose items depend on nothing but their index, if `_reads_by_index` agrees with their configuration.
+
+Exactly these classes: a subclass may draw, also one of Megatron-LM's. They draw from generators seeded by the index.
+Source: megatron/core/datasets of core_v0.14.0, 0.15.3, 0.16.1, 0.17.1, 0.18.2, 0.19.0 and main.
+"""
+_BLEND = "blended_dataset.BlendedDataset"
+_LOW_LEVEL = ("indexed_dataset.IndexedDataset", "gpt_dataset.MockGPTLowLevelDataset")
+
+
+def _reads_by_index(data_set: Any) -> bool:
+    """Whether a data set is one of megatron-core's whose items surely depend on their index alone."""
+    name = _name_in_datasets(data_set)
+    if name == _BLEND:
+        return all(map(_reads_by_index, data_set.datasets))
+    if name not in _READ_BY_INDEX or _name_in_datasets(data_set.dataset) not in _LOW_LEVEL:
+        return False
+    config = data_set.config
+    if getattr(config, "masking_do_permutation", False):  # draws from numpy's global generator
+        return False
+    if hasattr(config, "preprocess_func") and config.preprocess_func is not type(config).preprocess_func:
+        return False
+    return not _keeps_masks(data_set)
+
+
+def _name_in_datasets(data_set: Any) -> str:
+    cls = type(data_set)
+    return f"{cls.__module__}.{cls.__qualname__}".removeprefix("megatron.core.datasets.")
+
+
+def _keeps_masks(data_set: Any) -> bool:
+    """Whether an item masks its padding in the mask of the items after it, as GPTDataset does before 0.15."""
+    from megatron.core.package_info import MAJOR, MINOR
+
+    if (MAJOR, MINOR) >= (0, 15) or not getattr(data_set, "masks_and_position_ids_are_cacheable", False):
+        return False
+    return bool(data_set._pad_token_id >= 0 or data_set.index_split.name == "valid")
