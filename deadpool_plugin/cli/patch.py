@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from .. import versions
 from ..errors import EXIT_OK, ConfigError
 from . import hunks
 from .hunks import Hunk, Misfit
@@ -65,6 +66,11 @@ def say(checkout: Checkout, patch: Patch, what: str) -> None:
     print(f"the patch for {patch.tag} {what} {checkout.path} (Megatron-LM {'.'.join(map(str, checkout.version))})")
     for hunk in patch.hunks:
         print(f"  {hunk.path}: {hunk.why}")
+    ran = [one.tag for one in versions.CHECKOUTS if one.held]
+    was = "was" if f"core_v{'.'.join(map(str, checkout.version))}" in ran else "was not"
+    print(
+        f"pretrain_gpt.py of this version {was} put through losses with this release; run: {', '.join(ran) or 'none'}"
+    )
 
 
 @dataclass(frozen=True)

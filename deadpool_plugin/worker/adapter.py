@@ -96,6 +96,9 @@ class Adapter(Protocol):
     framework: str
     """The module whose presence says that a script uses this framework."""
 
+    def package(self) -> tuple[str, str]:
+        """The name and version of the package that was imported. After `install`."""
+
     def install(self, handler: CallHandler) -> None:
         """Wrap the framework's calls so that each goes through `handler`. Once, before the framework is used."""
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from .. import versions
 from ..errors import WHOLE_STEP, Unsupported
 from ..mirror.arena import SlotPair
 from ..transport import local
@@ -87,6 +88,8 @@ class Starting:
     def _become_live(self) -> None:
         context = self._context
         context.adapter.attach()
+        if (unknown := versions.check(*context.adapter.package(), torch.__version__)) and self._rank == 0:
+            context.link.event("Note", text=unknown)
         layout = Layout(context.adapter.shard())
         recording = codec.encode([context.groups.stop_recording(), layout.digest])
         context.link.send(

@@ -19,11 +19,12 @@ import deadpool_plugin
 PACKAGE = "deadpool_plugin"
 ROOT = Path(deadpool_plugin.__file__).parent
 
-ANYWHERE_ABOVE_CORE = {"errors", "config", "events"}
+ANYWHERE_ABOVE_CORE = {"errors", "config", "events", "versions"}
 LAYERS: dict[str, set[str]] = {
     "errors": set(),
     "config": {"errors"},
     "events": {"errors"},
+    "versions": {"errors"},
     "core": set(),
     "transport": {"core"},
     "mirror": {"transport", "core"},
@@ -39,7 +40,7 @@ LAYERS: dict[str, set[str]] = {
     "data": set(),
     "__init__": {"launch", "plugin", "run"},
 }
-"""Layer -> the layers it may import; errors, config and events are open to everything above core."""
+"""Layer -> the layers it may import; errors, config, events and versions are open to everything above core."""
 
 IMPURE = {
     "asyncio", "concurrent", "ctypes", "datetime", "logging", "multiprocessing", "os", "pathlib", "queue", "random",
@@ -48,7 +49,7 @@ IMPURE = {
 }  # fmt: skip
 TORCH_FREE = {
     "core", "sim", "cli", "transport", "mirror", "agent", "launch", "run", "__init__", "data", "errors", "config",
-    "events",
+    "events", "versions",
 }  # fmt: skip
 MODULES = sorted(ROOT.rglob("*.py"))
 

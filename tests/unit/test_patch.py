@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from deadpool_plugin import versions
 from deadpool_plugin.cli import hunks, patch
 from deadpool_plugin.cli.main import main
 from deadpool_plugin.errors import EXIT_CONFIG
@@ -125,3 +126,12 @@ def test_the_real_files_of_each_tag_still_compile_with_it(tmp_path, tag):
     assert script.index(STATEMENT) < script.index("import ", script.index(STATEMENT) + len(STATEMENT))
     assert "import " not in script[: script.index(STATEMENT)]
     assert command(tmp_path, "--revert") == 0 and contents(tmp_path) == before
+
+
+def test_a_patch_that_fits_is_not_taken_for_a_version_that_was_run(tmp_path, capsys, monkeypatch):
+    row = versions.NEWEST
+    monkeypatch.setattr(versions, "CHECKOUTS", (versions.Checkout("core_v0.16.1", row, held=True),))
+    command(tree(tmp_path / "run", (0, 16, 1), "core_v0.16.1"), "--check")
+    assert "of this version was put through losses" in capsys.readouterr().out
+    command(tree(tmp_path / "not", (0, 15, 9), "core_v0.15.3"), "--check")
+    assert "was not put through losses with this release; run: core_v0.16.1" in capsys.readouterr().out

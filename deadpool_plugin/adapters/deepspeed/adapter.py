@@ -42,6 +42,11 @@ class DeepSpeedAdapter:
         self._state: EngineState | None = None
         self._calls: Calls | None = None
 
+    def package(self) -> tuple[str, str]:
+        import deepspeed
+
+        return "deepspeed", deepspeed.__version__
+
     # ---- calls
 
     def install(self, handler: CallHandler) -> None:

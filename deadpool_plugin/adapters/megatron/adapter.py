@@ -47,6 +47,11 @@ class MegatronAdapter:
         self._depth = 0
         """How many calls (for the first time or again), or step functions of the script's, run within each other."""
 
+    def package(self) -> tuple[str, str]:
+        import megatron.core  # a checkout's, if the script stands in one
+
+        return "megatron-core", megatron.core.__version__
+
     # ---- calls
 
     def install(self, handler: CallHandler) -> None:

@@ -1,0 +1,326 @@
+"""The versions people install: each combination in an environment of its own, put through the same faults.
+
+    python scripts/versions.py --rows newest --out OUT                     the newest Python, torch and frameworks
+    python scripts/versions.py --rows all --megatron-lm CLONE --out OUT    all of them, and pretrain_gpt.py of each tag
+    python scripts/versions.py --rows all --out OUT --table                what is known, as a table
+
+A row is held if every check of it held; the table of rows is deadpool_plugin/versions.py. Environments are made once
+and kept in `--envs`. Every check is one line of OUT/versions.jsonl as soon as it is known; a rerun goes on with what is
+missing (`--again`: also with what did not hold). The seed of random faults is drawn, printed and recorded. Without a
+clone of NVIDIA/Megatron-LM, or a Python of that version, a row says skipped, which is not held. The last line printed
+is one JSON object, {"rows": [{"name", "held", "detail"}], "exit_code"}; the exit code is 0 only if every row held or
+is refused by name.
+
+Rules of this file: standard library only; checks run in the row's own interpreter, never in this one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPOSITORY))
+
+from deadpool_plugin.versions import CHECKOUTS, NEWEST, ROWS, Row  # noqa: E402
+
+REQUIREMENTS = REPOSITORY / "scripts" / "requirements-cpu.txt"
+FOR_CHECKS_ONLY = ("mypy", "ruff")
+FOR_PRETRAIN = ("six", "regex")
+"""megatron.training's tokenizers import them."""
+DEADLINE_S = 2400.0
+EXIT_CONFIG = 78
+"""As in deadpool_plugin/errors.py."""
+MEGATRON_FAULTS, DEEPSPEED_FAULTS = "tp2-pp2-dp2", "zero[23]-bf16-adamw"
+GUARDS = (
+    "tests/contract/test_comm_surface.py",
+    "tests/adapters/test_megatron_state.py",
+    "tests/unit/test_hook_points.py",
+)
+
+Line = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One command of a row; it holds if its exit code is 0."""
+
+    name: str
+    words: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A row of the table of results: an environment, or pretrain_gpt.py of one tag in an environment."""
+
+    name: str
+    row: Row
+    tag: str = ""
+
+
+SUBJECTS = {
+    subject.name: subject
+    for subject in (
+        *(Subject(row.name, row) for row in ROWS),
+        *(Subject(f"pretrain_gpt.py-{one.tag}", one.row, one.tag) for one in CHECKOUTS),
+    )
+}
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", nargs="+", required=True, metavar="NAME", help=f"newest, all, {', '.join(SUBJECTS)}")
+    parser.add_argument("--out", type=Path, required=True, help="folder for results and broken jobs")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    parser.add_argument("--envs", type=Path, default=cache / "deadpool_plugin" / "envs", help="folder of environments")
+    parser.add_argument("--megatron-lm", type=Path, metavar="CLONE", help="a git repository of NVIDIA/Megatron-LM")
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6), help="of random faults")
+    parser.add_argument("--again", action="store_true", help="repeat checks that did not hold")
+    parser.add_argument("--table", action="store_true", help="print what is known, and end")
+    args = parser.parse_args()
+    known = {"newest": [NEWEST.name], "all": list(SUBJECTS)}
+    try:
+        names = [name for word in args.rows for name in known.get(word) or [SUBJECTS[word].name]]
+    except KeyError as unknown:
+        parser.error(f"--rows {unknown}: expected newest, all, or some of {', '.join(SUBJECTS)}")
+    args.subjects = [SUBJECTS[name] for name in dict.fromkeys(names)]
+    args.out = args.out.resolve()
+    return args
+
+
+# Environments
+
+
+class Unavailable(Exception):
+    """Something this machine does not have; the message says what."""
+
+
+def environment(row: Row, folder: Path, log: Path) -> Path:
+    """The interpreter of the row's environment, made now unless it is there.
+
+    Raises: Unavailable without a Python of that version; CalledProcessError if pip fails.
+    """
+    wanted = requirements(row)
+    place = folder / f"{row.name}-{hashlib.sha256(chr(10).join(wanted).encode()).hexdigest()[:8]}"
+    python, stamp = place / "bin" / "python", place / "complete"
+    if stamp.exists():
+        return python
+    tell(f"{row.name}: making {place} (gigabytes, some minutes)")
+    shutil.rmtree(place, ignore_errors=True)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    listed = place.with_suffix(".txt")
+    listed.write_text("".join(f"{line}\n" for line in wanted))
+    # torch comes first: DeepSpeed's build imports it
+    first = [line for line in wanted if line.startswith(("torch==", "numpy=="))]
+    install = [str(python), "-m", "pip", "install", "--quiet", "--constraint", str(listed)]
+    with open(log, "ab") as output:
+        for command in (
+            [interpreter(row.python), "-m", "venv", str(place)],
+            [*install, "setuptools", "wheel", "ninja", *first],
+            [*install, "--no-build-isolation", "--requirement", str(listed)],
+        ):
+            subprocess.run(command, stdout=output, stderr=output, check=True)
+    stamp.touch()
+    return python
+
+
+def requirements(row: Row) -> list[str]:
+    """The pins of requirements-cpu.txt with the row's own instead of theirs."""
+    own = [f"{name}=={version}" for name, version in row.packages.items()] + list(row.pins)
+    named = {line.split("==")[0] for line in own}
+    pins = [line for line in REQUIREMENTS.read_text().split() if re.fullmatch(r"[\w-]+==[\w.]+", line)]
+    kept = [line for line in pins if line.split("==")[0] not in named | set(FOR_CHECKS_ONLY)]
+    return [*own, *kept, *FOR_PRETRAIN]
+
+
+def interpreter(version: str) -> str:
+    """A Python of this version on PATH, or beside it under pyenv."""
+    root = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv")
+    beside = sorted((root / "versions").glob(f"{version}.*/bin/python"))
+    for candidate in (f"python{version}", *map(str, beside)):
+        with contextlib.suppress(OSError, subprocess.CalledProcessError):
+            subprocess.run([candidate, "-c", "import venv"], check=True, capture_output=True)
+            return candidate
+    raise Unavailable(f"no Python {version} on this machine")
+
+
+def checkout(tag: str, clone: Path | None, folder: Path) -> Path:
+    """A tree of `tag`, taken out of the clone (bare or not) into `folder`."""
+    if clone is None:
+        raise Unavailable("no clone of NVIDIA/Megatron-LM (--megatron-lm)")
+    git = ["git", "-C", str(clone)]
+    found = subprocess.run([*git, "rev-parse", "--short", f"{tag}^{{commit}}"], capture_output=True, text=True)
+    if found.returncode:
+        raise Unavailable(f"{clone} has no {tag}")
+    place = folder / f"{tag}-{found.stdout.strip()}"
+    if not place.exists():
+        unpacking = place.with_name(f"{place.name}.unpacking")
+        shutil.rmtree(unpacking, ignore_errors=True)
+        unpacking.mkdir(parents=True)
+        with subprocess.Popen([*git, "archive", tag], stdout=subprocess.PIPE) as archive:
+            subprocess.run(["tar", "x", "-C", str(unpacking)], stdin=archive.stdout, check=True)
+        unpacking.rename(place)
+    return place
+
+
+# Checks
+
+
+def checks(subject: Subject, args: argparse.Namespace, out: Path) -> Iterable[Check]:
+    """Raises: Unavailable without the checkout."""
+    if subject.tag:
+        place = checkout(subject.tag, args.megatron_lm, args.out / "checkouts")
+        words = ("scripts/megatron_lm_options.py", "--checkout", str(place), "--out", str(out / "pretrain"), "--again")
+        return [Check("pretrain_gpt", (*words, "--only", "base", "tp2-pp2", "replicated", "overlap"))]
+    demo = ("scripts/demo.py", "--seed", str(args.seed))
+    faults = ("scripts/fault_matrix.py", "--heal", "--group", "main", "--again", "--only")
+    return [
+        Check("guards", ("-m", "pytest", "-q", "-p", "no:cacheprovider", *GUARDS)),
+        Check("demo", (*demo, "--out", str(out / "demo"))),
+        Check("demo-zero2", (*demo, "--framework", "deepspeed", "--zero", "2", "--out", str(out / "demo-zero2"))),
+        Check("demo-zero3", (*demo, "--framework", "deepspeed", "--zero", "3", "--out", str(out / "demo-zero3"))),
+        Check("faults", (*faults, MEGATRON_FAULTS, "--out", str(out / "faults"))),
+        Check(
+            "faults-zero", (*faults, DEEPSPEED_FAULTS, "--framework", "deepspeed", "--out", str(out / "faults-zero"))
+        ),
+    ]
+
+
+def run_check(check: Check, python: Path, log: Path) -> tuple[str, str]:
+    """(held, failed or refused; the last line that says something)"""
+    environ = {**os.environ, "PATH": f"{python.parent}:{os.environ['PATH']}", "VIRTUAL_ENV": str(python.parent.parent)}
+    environ |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore"}
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with open(log, "wb") as output:
+        process = subprocess.Popen(
+            [str(python), *check.words],
+            cwd=REPOSITORY,
+            env=environ,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(timeout=DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            code = -signal.SIGKILL
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()] or [""]
+    if code == 0:
+        return "held", lines[-1][:300]
+    refused = [line for line in lines if "[deadpool]" in line and f"exit code {EXIT_CONFIG}" in line]
+    problems = [line for line in lines if "FAILED" in line or "Error" in line]
+    what = "refused" if refused else "failed"
+    return what, (refused or problems or lines)[-1][:300] + f" (exit code {code})"
+
+
+def run(subject: Subject, args: argparse.Namespace, known: dict[str, Line]) -> None:
+    """Run the checks of `subject` that are not known, and write each down."""
+    out = args.out / subject.name
+    out.mkdir(parents=True, exist_ok=True)
+    try:
+        wanted = list(checks(subject, args, out))
+        python = environment(subject.row, args.envs, out / "install.txt")
+    except (Unavailable, subprocess.CalledProcessError) as error:
+        keep(args, subject, "environment", "skipped" if isinstance(error, Unavailable) else "failed", str(error), 0.0)
+        return
+    for check in wanted:
+        before = known.get(f"{subject.name}:{check.name}")
+        if before and (before["result"] == "held" or not args.again):
+            continue
+        began = time.monotonic()
+        result, detail = run_check(check, python, out / f"{check.name}.txt")
+        keep(args, subject, check.name, result, detail, time.monotonic() - began)
+
+
+def keep(args: argparse.Namespace, subject: Subject, check: str, result: str, detail: str, seconds: float) -> None:
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True)
+    line = {"row": subject.name, "check": check, "result": result, "detail": detail, "seconds": round(seconds)}
+    line |= {"seed": args.seed, "commit": commit.stdout.strip(), "python": subject.row.python, **subject.row.packages}
+    with open(args.out / "versions.jsonl", "a") as file:
+        file.write(json.dumps(line) + "\n")
+    tell(f"{subject.name}: {check} {result} ({seconds:.0f} s) {detail}")
+
+
+# Results
+
+
+def known_lines(path: Path) -> dict[str, Line]:
+    """The newest line of each row and check."""
+    if not path.exists():
+        return {}
+    lines = map(json.loads, path.read_text().splitlines())
+    return {f"{line['row']}:{line['check']}": line for line in lines}
+
+
+def outcome(subject: Subject, known: dict[str, Line]) -> Line:
+    """The row's entry of the last line printed."""
+    own = [line for key, line in known.items() if key.startswith(f"{subject.name}:")]
+    if any(line["check"] != "environment" for line in own):  # what was missing at first is there now
+        own = [line for line in own if line["check"] != "environment"]
+    broken = [line for line in own if line["result"] != "held"]
+    held = bool(own) and not broken
+    detail = "; ".join(f"{line['check']} {line['result']}: {line['detail']}" for line in broken)
+    return {
+        "name": subject.name,
+        "held": held,
+        "detail": detail or ", ".join(line["check"] for line in own) or "not run",
+    }
+
+
+def is_refused(subject: Subject, known: dict[str, Line]) -> bool:
+    own = [line for key, line in known.items() if key.startswith(f"{subject.name}:") and line["result"] != "held"]
+    return bool(own) and all(line["result"] == "refused" for line in own) and bool(subject.row.refused)
+
+
+def table(subjects: Iterable[Subject], known: dict[str, Line]) -> str:
+    rows = ["| row | Python | torch | megatron-core | DeepSpeed | result |", "| --- | --- | --- | --- | --- | --- |"]
+    for subject in subjects:
+        found, row = outcome(subject, known), subject.row
+        core = f"that of {subject.tag}" if subject.tag else row.megatron_core
+        result = "held" if found["held"] else "refused" if is_refused(subject, known) else found["detail"]
+        rows.append(f"| {subject.name} | {row.python} | {row.torch} | {core} | {row.deepspeed} | {result} |")
+    return "\n".join(rows) + "\n"
+
+
+def tell(text: str) -> None:
+    print(text, flush=True)
+
+
+def main() -> int:
+    args = parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    args.out.mkdir(parents=True, exist_ok=True)
+    results = args.out / "versions.jsonl"
+    if args.table:
+        print(table(args.subjects, known_lines(results)), end="")
+        return 0
+    tell(f"seed {args.seed}")
+    for subject in args.subjects:
+        run(subject, args, known_lines(results))
+    known = known_lines(results)
+    rows = [outcome(subject, known) for subject in args.subjects]
+    refused = {subject.name for subject in args.subjects if is_refused(subject, known)}
+    code = int(not all(row["held"] or row["name"] in refused for row in rows))
+    print(json.dumps({"rows": rows, "exit_code": code}), flush=True)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,53 @@
+"""Versions: what is said of a combination, and that it is what was recorded."""
+
+import platform
+import sys
+from pathlib import Path
+
+import pytest
+
+from deadpool_plugin import versions
+from deadpool_plugin.errors import Unsupported
+
+ROOT = Path(__file__).resolve().parents[2]
+PYTHON = ".".join(platform.python_version_tuple()[:2])
+HELD = versions.Row(PYTHON, "2.13.0", "0.16.1", "0.19.8", held=True)
+BROKEN = versions.Row(PYTHON, "2.11.0", "0.15.3", "0.18.9", refused={"megatron-core": "its saves are torn"})
+
+
+@pytest.fixture
+def rows(monkeypatch):
+    monkeypatch.setattr(versions, "ROWS", (HELD, BROKEN))
+
+
+@pytest.mark.usefixtures("rows")
+def test_a_version_that_was_run_needs_no_word_nor_do_its_patch_levels():
+    assert versions.check("megatron-core", "0.16.1", "2.13.0+cpu") == ""
+    assert versions.check("megatron-core", "0.16.9", "2.13.1") == ""
+
+
+@pytest.mark.usefixtures("rows")
+def test_a_version_that_was_not_run_is_named_with_those_that_were():
+    said = versions.check("megatron-core", "0.20.0rc1", "2.13.0")
+    assert "megatron-core 0.20.0rc1 (run: 0.16.1)" in said
+    assert "torch" not in said
+
+
+@pytest.mark.usefixtures("rows")
+def test_a_combination_that_failed_is_refused_for_the_framework_it_failed_with_only():
+    with pytest.raises(Unsupported, match="its saves are torn.*torch 2.13.0 with megatron-core 0.16.1"):
+        versions.check("megatron-core", "0.15.3", "2.11.0")
+    assert "deepspeed" in versions.check("deepspeed", "0.18.9", "2.11.0")
+
+
+def test_every_row_that_held_has_a_record_of_each_check():
+    sys.path.insert(0, str(ROOT / "scripts"))
+    import versions as script
+
+    recorded = {}
+    for path in sorted((ROOT / "scripts" / "results").glob("*-versions.jsonl")):
+        recorded |= script.known_lines(path)
+    for row in versions.ROWS:
+        entry = script.outcome(script.SUBJECTS[row.name], recorded)
+        assert entry["held"] or not row.held, entry
+        assert not (row.held and row.refused)
