@@ -52,6 +52,7 @@ def start_live(connection: LocalConnection, config: Config, order: local.RunRank
         raise SystemExit(context.wait_for_end()) from None
     context.mode = starting = Starting(context, order.rank, config.header_bytes)
     starting.refuse_wrappers()
+    starting.watch_files()
     return context
 
 
@@ -60,12 +61,13 @@ def start_following(
 ) -> Context:
     """A spare's rehearsal of one rank: the groups answer from the rank's recording."""
     from .worker import codec
+    from .worker.file_view import FileView
     from .worker.follow import Follow
 
     context = _worker_context(connection, config, local_rank)
-    recording, layout_digest = codec.decode(rehearsal.recording)
+    recording, layout_digest, looks = codec.decode(rehearsal.recording)
     context.groups.rehearse(recording)
-    context.mode = Follow(context, rehearsal.rank, layout_digest, mute)
+    context.mode = Follow(context, rehearsal.rank, layout_digest, mute, FileView(looks))
     return context
 
 

@@ -23,6 +23,7 @@ from . import codec, raised, rng
 from .adapter import MAKES_STEP, RUNS_MODEL, CallKind, Followed
 from .calls import RANDOM_STATES
 from .context import Context
+from .file_view import FileView
 from .iterators import IteratorTable
 from .live import Live
 from .output import Mute
@@ -37,8 +38,11 @@ class Follow:
 
     inside = False
 
-    def __init__(self, context: Context, rank: int, layout_digest: str, mute: Mute) -> None:
+    def __init__(
+        self, context: Context, rank: int, layout_digest: str, mute: Mute, files: FileView | None = None
+    ) -> None:
         self._context, self._rank, self._expected_digest, self._mute = context, rank, layout_digest, mute
+        self._files = files
         self._layout: Layout | None = None
         self._segments: deque[bytes] = deque()
         """Records of whole steps, as they came; `_records`: those of the step under way. All of a long job's would not
@@ -163,6 +167,8 @@ class Follow:
         took = time.monotonic() - self._began
         context.link.send(local.Rehearsed(self._rank, took))
         context.on_built()
+        if self._files is not None:
+            self._files.lift()  # before what follows wraps `open`
         self._mute.keep_files()
 
     @torch.inference_mode(False)  # the script may be in it now, as in `Swapping._swap`

@@ -16,6 +16,7 @@ from ..transport import local
 from . import codec
 from .adapter import RUNS_MODEL, CallKind
 from .context import Context
+from .file_view import Looks
 from .imports import when_imported
 from .live import Live
 from .staging import Layout
@@ -31,6 +32,7 @@ class Starting:
 
     def __init__(self, context: Context, rank: int, header_bytes: int) -> None:
         self._context, self._rank, self._header_bytes = context, rank, header_bytes
+        self._looks: Looks | None = None
 
     def call(
         self, name: str, kind: CallKind, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -63,6 +65,10 @@ class Starting:
             f"{WHOLE_STEP}, or run this script without the plugin",
         )
 
+    def watch_files(self) -> None:
+        """Note which files the script looks for, from here to the first forward."""
+        self._looks = Looks()
+
     def refuse_wrappers(self) -> None:
         """Whoever wraps the model in what torch brings trains past us: say so there, not at the end of the script."""
         self._refuse_in(DistributedDataParallel, "__init__", "torch's DistributedDataParallel")
@@ -91,7 +97,8 @@ class Starting:
         if (unknown := versions.check(*context.adapter.package(), torch.__version__)) and self._rank == 0:
             context.link.event("Note", text=unknown)
         layout = Layout(context.adapter.shard())
-        recording = codec.encode([context.groups.stop_recording(), layout.digest])
+        looks = self._looks.finish() if self._looks is not None else []
+        recording = codec.encode([context.groups.stop_recording(), layout.digest, looks])
         context.link.send(
             local.RankReady(
                 self._rank,

@@ -1,0 +1,263 @@
+"""The files that a rank's script looks for in start-up, shown to a rehearsal of that rank as the rank itself saw them.
+
+A script that resumes from its newest checkpoint, or refuses a folder that is not empty, would otherwise find in a
+rehearsal what the job has written since.
+Rules of this file: a name is hidden only if the rank's script looked for it in start-up, if it was not there when that
+start-up ended, and if it lies in the same directory (the same inode: hosts have directories of their own under equal
+paths). What start-up itself makes, a cache of indices above all, stays visible: nobody builds it a second time.
+Standard library only. Not seen: what looks past Python (a subprocess, a C++ library).
+"""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import functools
+import glob
+import io
+import os
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+MISSING_MAX = 100_000
+"""Paths. A rank that misses more of them has not looked for a checkpoint."""
+ENTRIES_MAX = 10_000
+"""Of a directory; a longer listing is one of data."""
+Folder = list[Any]
+"""Plain data: path, inode, the names that were not there, and all that were there (None if nobody listed them)."""
+
+
+Patch = tuple[Any, str, Any, Any]
+"""Owner, name, original and wrapper."""
+# Python 3.13's Path.glob has copies of its own.
+_COPIES = [owner for name, owner in vars(glob).items() if isinstance(owner, type) and hasattr(owner, "scandir")]
+
+
+def _patch(wrappers: Iterable[tuple[Any, str, Callable[..., Any]]]) -> list[Patch]:
+    """Wrap each function, and the copies of it that Python's own glob keeps."""
+    done = []
+    for owner, name, wrap in wrappers:
+        original = getattr(owner, name)
+        wrapper = functools.wraps(original)(functools.partial(wrap, original))
+        for one in (owner, *_COPIES):
+            if getattr(one, name, None) is original:
+                setattr(one, name, staticmethod(wrapper) if isinstance(one, type) else wrapper)
+                done.append((one, name, original, wrapper))
+    return done
+
+
+def _unpatch(patches: list[Patch]) -> None:
+    for owner, name, original, wrapper in patches:
+        if getattr(owner, name) is wrapper:  # else somebody has wrapped ours, which does nothing from here on
+            setattr(owner, name, staticmethod(original) if isinstance(owner, type) else original)
+    patches.clear()
+
+
+def _path(path: Any, kwargs: dict[str, Any]) -> str | None:
+    """The absolute path; None for a descriptor, and for a path that is relative to one."""
+    if isinstance(path, int) or kwargs.get("dir_fd") is not None:
+        return None
+    try:
+        return os.path.abspath(os.fsdecode(path))
+    except (TypeError, ValueError, OSError):  # the original function says what is wrong with it
+        return None
+
+
+def _reads(mode: Any) -> bool:
+    return isinstance(mode, str) and not any(letter in mode for letter in "wax")
+
+
+class Looks:
+    """The looks of a rank in start-up. Thread: any."""
+
+    def __init__(self) -> None:
+        self._missing: set[str] = set()
+        self._listed: set[str] = set()
+        self._watches = True
+        self._listdir = os.listdir
+        self._patches = _patch(
+            [
+                *((os, name, self._look) for name in ("stat", "lstat", "listdir", "scandir")),
+                (os, "access", self._access),
+                *((module, "open", self._open) for module in (builtins, io)),
+            ]
+        )
+
+    def _look(self, original: Callable[..., Any], path: Any = ".", *args: Any, **kwargs: Any) -> Any:
+        try:
+            found = original(path, *args, **kwargs)
+        except (FileNotFoundError, NotADirectoryError):
+            self._miss(path, kwargs)
+            raise
+        if self._watches and original.__name__ in ("listdir", "scandir") and (folder := _path(path, kwargs)):
+            self._listed.add(folder)
+        return found
+
+    def _access(self, original: Callable[..., bool], path: Any, *args: Any, **kwargs: Any) -> bool:
+        if not (found := original(path, *args, **kwargs)):
+            self._miss(path, kwargs)
+        return found
+
+    def _open(self, original: Callable[..., Any], file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(file, mode, *args, **kwargs)
+        except (FileNotFoundError, NotADirectoryError):
+            if _reads(mode):
+                self._miss(file, {})
+            raise
+
+    def _miss(self, path: Any, kwargs: dict[str, Any]) -> None:
+        if self._watches and len(self._missing) < MISSING_MAX and (missing := _path(path, kwargs)):
+            self._missing.add(missing)
+
+    def finish(self) -> list[Folder]:
+        """Start-up is over: what of it a rehearsal has to know. Blocks: for a look at each place again."""
+        self._watches = False
+        _unpatch(self._patches)
+        missing: dict[str, set[str]] = {}
+        for path in self._missing:
+            folder, name = os.path.split(path)
+            while folder != path and not os.path.lexists(folder):
+                path = folder
+                folder, name = os.path.split(path)
+            if name and not os.path.lexists(path):
+                missing.setdefault(folder, set()).add(name)
+        found = (self._folder(path, missing.get(path, set())) for path in sorted(self._listed | missing.keys()))
+        return [folder for folder in found if folder is not None]
+
+    def _folder(self, path: str, missing: set[str]) -> Folder | None:
+        try:
+            inode = os.stat(path).st_ino
+            names = self._listdir(path) if path in self._listed else None
+        except OSError:  # gone since, or not to be read
+            return None
+        if names is not None and len(names) > ENTRIES_MAX:
+            names = None
+        if names is None and not missing:
+            return None
+        encoded = None if names is None else [os.fsencode(name) for name in sorted(names)]
+        return [os.fsencode(path), str(inode), [os.fsencode(name) for name in sorted(missing)], encoded]
+
+
+class FileView:
+    """Hides from a rehearsal's script what `looks`, from `Looks.finish`, says, until `lift`. Thread: any."""
+
+    def __init__(self, looks: list[Folder]) -> None:
+        self._hides = True
+        self._own: set[str] = set()
+        """What this process has made itself, as the rank may have done (and removed it again)."""
+        self._folders = {
+            os.fsdecode(path): (
+                int(inode),
+                {os.fsdecode(name) for name in missing},
+                None if names is None else {os.fsdecode(name) for name in names},
+            )
+            for path, inode, missing, names in looks
+        }
+        self._stat = os.stat
+        self._patches = _patch(
+            [
+                *((os, name, self._look) for name in ("stat", "lstat")),
+                (os, "listdir", self._listdir),
+                (os, "scandir", self._scandir),
+                (os, "access", self._access),
+                *((module, "open", self._open) for module in (builtins, io)),
+                *((os, name, self._make) for name in ("mkdir", "open")),
+                *((os, name, self._move) for name in ("rename", "replace", "link", "symlink")),
+            ]
+        )
+
+    def lift(self) -> None:
+        """The script is in its loop, where it sees files as they are."""
+        self._hides = False
+        _unpatch(self._patches)
+
+    def _hidden(self, path: Any, kwargs: dict[str, Any]) -> bool:
+        whole = _path(path, kwargs) if self._hides and self._folders else None
+        while whole is not None and whole not in self._own:
+            folder, name = os.path.split(whole)
+            if folder == whole:
+                break
+            if self._hides_in(folder, name):
+                return True
+            whole = folder
+        return False
+
+    def _hides_in(self, folder: str, name: str) -> bool:
+        inode, missing, names = self._folders.get(folder, (0, set(), None))
+        if name not in missing and (names is None or name in names):
+            return False
+        try:
+            return self._stat(folder).st_ino == inode
+        except OSError:
+            return False
+
+    def _refuse(self, path: Any, kwargs: dict[str, Any]) -> None:
+        if self._hidden(path, kwargs):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+
+    def _look(self, original: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
+        self._refuse(path, kwargs)
+        return original(path, *args, **kwargs)
+
+    def _access(self, original: Callable[..., bool], path: Any, *args: Any, **kwargs: Any) -> bool:
+        return not self._hidden(path, kwargs) and original(path, *args, **kwargs)
+
+    def _open(self, original: Callable[..., Any], file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        if _reads(mode):
+            self._refuse(file, {})
+            return original(file, mode, *args, **kwargs)
+        return self._make(original, file, mode, *args, **kwargs)
+
+    def _make(self, original: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
+        made = original(path, *args, **kwargs)
+        if self._hides and (own := _path(path, kwargs)):
+            self._own.add(own)
+        return made
+
+    def _move(self, original: Callable[..., Any], source: Any, target: Any, *args: Any, **kwargs: Any) -> None:
+        original(source, target, *args, **kwargs)
+        if self._hides and (own := _path(target, kwargs)):
+            self._own.add(own)
+
+    def _listdir(self, original: Callable[..., list[Any]], path: Any = ".") -> list[Any]:
+        self._refuse(path, {})
+        names = original(path)
+        folder = _path("." if path is None else path, {})
+        return [name for name in names if folder is None or not self._hidden_entry(folder, name)]
+
+    def _scandir(self, original: Callable[..., Any], path: Any = ".") -> Any:
+        self._refuse(path, {})
+        entries = original(path)
+        folder = _path("." if path is None else path, {})
+        return entries if folder is None or folder not in self._folders else _Entries(entries, folder, self)
+
+    def _hidden_entry(self, folder: str, name: Any) -> bool:
+        name = os.fsdecode(name)
+        known = self._hides and folder in self._folders and os.path.join(folder, name) not in self._own
+        return known and self._hides_in(folder, name)
+
+
+class _Entries:
+    """What `os.scandir` gives, without what is hidden."""
+
+    def __init__(self, entries: Any, folder: str, view: FileView) -> None:
+        self._entries, self._folder, self._view = entries, folder, view
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        while True:
+            entry = next(self._entries)
+            if not self._view._hidden_entry(self._folder, entry.name):
+                return entry
+
+    def __enter__(self) -> _Entries:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._entries.close()

@@ -1,0 +1,117 @@
+"""What a rehearsal's script sees of files that came to be after the start-up of the rank it rehearses."""
+
+import glob
+import os
+
+import pytest
+
+from deadpool_plugin.worker import codec
+from deadpool_plugin.worker.file_view import FileView, Looks
+
+
+@pytest.fixture
+def rehearsed(tmp_path):
+    """`rehearsed(start_up, training)`: a view of files after both, by what the first has looked for."""
+    views = []
+
+    def view(start_up, training):
+        looks = Looks()
+        try:
+            start_up()
+        finally:
+            recorded = codec.decode(codec.encode(looks.finish()))
+        training()
+        views.append(FileView(recorded))
+        return views[-1]
+
+    yield view
+    for one in views:
+        one.lift()
+
+
+LOOKS = {
+    "exists": lambda path: os.path.exists(path),
+    "isdir": lambda path: os.path.isdir(path / "below"),
+    "pathlib": lambda path: path.is_dir() or (path / "state.json").is_file(),
+    "link": lambda path: os.path.lexists(path),
+    "access": lambda path: os.access(path, os.R_OK),
+    "listdir": lambda path: path.name in os.listdir(path.parent),
+    "scandir": lambda path: path.name in [entry.name for entry in os.scandir(path.parent)],
+    "glob": lambda path: glob.glob(f"{path.parent}/ch*"),
+    "rglob": lambda path: [one for one in path.parent.rglob("*") if one.name != "was there"],
+    "walk": lambda path: [name for _, folders, _ in os.walk(path.parent) for name in folders],
+    "relative": lambda path: os.path.exists(os.path.relpath(path)),
+    "bytes": lambda path: os.fsencode(path.name) in os.listdir(os.fsencode(path.parent)),
+}
+
+
+def reads(path):
+    try:
+        return (path / "state.json").read_text()
+    except FileNotFoundError:
+        return ""
+
+
+LOOKS["open"] = reads
+
+
+def save(path):
+    (path / "below").mkdir(parents=True)
+    (path / "state.json").write_text("{}")
+
+
+@pytest.mark.parametrize("folder", ["", "runs/first"], ids=["in_a_folder", "in_none"])
+@pytest.mark.parametrize("look", LOOKS)
+def test_a_checkpoint_saved_since_is_hidden_until_the_loop_begins(tmp_path, rehearsed, look, folder):
+    path = tmp_path / folder / "checkpoint-4"
+    (tmp_path / "was there").touch()
+    sees = LOOKS[look]
+    if folder and look in ("listdir", "scandir", "bytes"):
+        pytest.skip("there is no folder to list")
+    view = rehearsed(lambda: sees(path), lambda: save(path))
+    assert not sees(path)
+    assert os.path.exists(tmp_path / "was there")
+    view.lift()
+    assert sees(path)
+
+
+def test_what_start_up_itself_made_is_seen_as_it_is(tmp_path, rehearsed):
+    """Else a rehearsal would build a cache again that others have mapped into memory."""
+    cache = tmp_path / "cache" / "index.npy"
+
+    def start_up():
+        if not cache.exists():
+            cache.parent.mkdir()
+            cache.write_text("built")
+
+    rehearsed(start_up, lambda: None)
+    assert cache.exists() and os.listdir(cache.parent) == ["index.npy"]
+
+
+def test_what_nobody_looked_for_is_seen_as_it_is(tmp_path, rehearsed):
+    rehearsed(lambda: os.path.exists(tmp_path / "other"), lambda: save(tmp_path / "checkpoint-4"))
+    assert (tmp_path / "checkpoint-4").is_dir() and os.listdir(tmp_path) == ["checkpoint-4"]
+
+
+def test_another_hosts_directory_of_the_same_name_is_seen_as_it_is(tmp_path, rehearsed):
+    local, other = tmp_path / "local", tmp_path / "other"
+    local.mkdir()
+
+    def replaced():
+        os.rename(local, other)
+        save(local / "checkpoint-4")
+
+    rehearsed(lambda: [os.listdir(local), os.path.exists(local / "checkpoint-4")], replaced)
+    assert os.listdir(local) == ["checkpoint-4"] and (local / "checkpoint-4").is_dir()
+
+
+def test_what_a_rehearsal_makes_itself_it_sees(tmp_path, rehearsed):
+    """A file that the rank made, and removed again before its start-up ended, above all."""
+    draft, folder, moved = tmp_path / "draft", tmp_path / "a" / "b", tmp_path / "moved"
+    rehearsed(lambda: [os.listdir(tmp_path), draft.exists(), folder.exists(), moved.exists()], lambda: None)
+    draft.write_text("of the rehearsal")
+    folder.mkdir(parents=True)
+    assert draft.read_text() and folder.is_dir() and sorted(os.listdir(tmp_path)) == ["a", "draft"]
+    draft.replace(moved)
+    os.close(os.open(draft, os.O_WRONLY | os.O_CREAT))
+    assert moved.exists() and draft.exists()
