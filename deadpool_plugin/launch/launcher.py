@@ -13,6 +13,7 @@ import os
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -22,7 +23,7 @@ from ..config import Config, load
 from ..errors import ConfigError, shell_code
 from ..transport.sockets import allow_many_files
 from . import carried, leash
-from .outcome import Outcome, outcome
+from .outcome import Outcome, outcome, settled
 from .processes import ending_signals
 from .remote import Stewards, keep_alive
 from .request import Request, understood
@@ -31,18 +32,20 @@ from .secret import ensure
 DEEPSPEED = (sys.executable, "-m", "deepspeed.launcher.runner")
 LAST_WORD_S = 10.0
 """How much longer than a steward's patience with the job's processes we wait for it."""
+POLL_S = 0.5
 
 
 def launch(words: Sequence[str]) -> int:
     """The exit code of the job. Raises: ConfigError, before anything was started."""
-    request = understood(words)
-    config = load(request.config)
-    if not request.hosts:
-        _become_deepspeed(request)
-    _check_this_host()
     try:
+        request = understood(words)
+        config = load(request.config)
+        if not request.hosts:
+            _become_deepspeed(request)
+        _check_this_host()
         return asyncio.run(Launcher(request, config).run())
-    except KeyboardInterrupt:  # nothing was started yet
+    except KeyboardInterrupt:
+        print("[deadpool] interrupted before anything was started", flush=True)
         return 128 + signal.SIGINT
 
 
@@ -69,8 +72,10 @@ class Launcher:
         self._tag = f"launch.{self._job}."
         self._stewards = Stewards(request, config)
         self._interrupted = 0
-        self._stopping = asyncio.Event()
-        self._patience_s = config.phase_timeout_s + LAST_WORD_S
+        self._settled: Outcome | None = None
+        self._deadline = float("inf")
+        """Until then hosts may end what is left of the job, and tell."""
+        self._changed = asyncio.Event()
 
     async def run(self) -> int:
         """Raises: ConfigError."""
@@ -79,10 +84,9 @@ class Launcher:
             await self._stewards.prepare(self._what_hosts_need())
             for number in ending_signals():
                 asyncio.get_running_loop().add_signal_handler(number, self._interrupt, number)
-            code = await self._deepspeed()
-            if self._config.on_launcher_loss == "stop":
-                self._stopping.set()
-            told = await self._stewards.told(self._stopping, self._patience_s)
+            launched = await self._deepspeed()
+            code = await self._follow(launched)
+            told = self._stewards.words
             for node, word in told.items():
                 if word.killed:
                     print(f"[deadpool] {self._request.hosts[node]}: {word.killed} process(es) had to be killed")
@@ -99,34 +103,85 @@ class Launcher:
 
     # ---- the real launcher
 
-    async def _deepspeed(self) -> int:
-        """Its exit code, 0 or more; an interrupted one is ended once the stewards have ended the job."""
+    async def _deepspeed(self) -> asyncio.subprocess.Process:
         words = [*DEEPSPEED, *self._request.deepspeed(str(carried.folder_of(self._job) / carried.CONFIG))]
         said = [os.environ.get("PDSH_SSH_ARGS_APPEND", ""), *keep_alive(self._config)]
         env = {**os.environ, proc.TAG: self._tag, "PDSH_SSH_ARGS_APPEND": " ".join(said).strip()}
-        process = await asyncio.create_subprocess_exec(
+        return await asyncio.create_subprocess_exec(
             *words, stdin=asyncio.subprocess.DEVNULL, env=env, start_new_session=True
         )
-        ended = asyncio.create_task(process.wait())
-        stopping = asyncio.create_task(self._stopping.wait())
-        await asyncio.wait([ended, stopping], return_when=asyncio.FIRST_COMPLETED)
-        if not ended.done():  # it may wait for a host that does not answer
-            await asyncio.wait([ended], timeout=self._patience_s)
-        stopping.cancel()
+
+    async def _follow(self, launched: asyncio.subprocess.Process) -> int:
+        """Wait for deepspeed and every steward, and no longer than `_deadline` once the others cannot change the
+        outcome; deepspeed's exit code, 0 or more.
+
+        A host whose processes stand still never returns, and its sshd keeps deepspeed's connection alive.
+        """
+        stewards, running = self._stewards, asyncio.create_task(launched.wait())
+        stewards.ask()
+        asked_all = False
+        while stewards.hearing or not running.done():
+            if running.done() and not asked_all:
+                asked_all = True
+                stewards.say(leash.Tell(even_if_unseen=True))
+                if self._config.on_launcher_loss == "stop":
+                    self._end(self._config.phase_timeout_s)
+            self._settle()
+            if time.monotonic() >= self._deadline:
+                self._give_up(running)
+                break
+            self._changed.clear()
+            changed = asyncio.create_task(self._changed.wait())
+            waits = {*stewards.hearing, changed, *([] if running.done() else [running])}
+            await asyncio.wait(waits, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
+            changed.cancel()
+        stewards.stop_asking()
         proc.sweep(self._tag)
-        return shell_code(await ended)
+        return shell_code(await running)
+
+    def _settle(self) -> None:
+        """Note the outcome once it is known, and end what is left of the job."""
+        told = {node: word.events for node, word in self._stewards.words.items()}
+        hosts = self._request.hosts
+        if self._settled is None and not self._interrupted and settled(told, self._stewards.running, len(hosts)):
+            self._settled = outcome(told, hosts, 0)
+            self._end(self._config.phase_timeout_s)
+
+    def _end(self, grace_s: float) -> None:
+        """The stewards end the job; they have LAST_WORD_S longer than its processes."""
+        self._stewards.say(leash.Stop(grace_s))
+        self._deadline = min(self._deadline, time.monotonic() + grace_s + LAST_WORD_S)
+        self._changed.set()
+
+    def _give_up(self, running: asyncio.Task[int]) -> None:
+        if self._stewards.untold:
+            left = ", ".join(self._stewards.untold)
+            print(f"[deadpool] the job's commands on {left} have not returned: those hosts are left as they are")
+        elif not running.done():
+            print("[deadpool] deepspeed has not returned although the job is over on every host: it is ended")
 
     def _interrupt(self, number: int) -> None:
-        """The stewards end the job; the second time, at once."""
-        grace_s = 0.0 if self._interrupted else self._config.phase_timeout_s
-        if self._interrupted:
+        """End the job: at once if it has not formed yet, or the second time. An outcome that is known stays."""
+        again, self._interrupted = bool(self._interrupted), self._interrupted or number
+        hosts, grace_s = len(self._request.hosts), self._config.phase_timeout_s
+        if self._settled is not None:
+            said, grace_s = f"interrupted; {self._settled.what} before: ending what is left of it", 0.0
+        elif again:
+            said, grace_s = "interrupted again: killing what is left of the job", 0.0
+        elif not self._stewards.formed:
+            said, grace_s = f"interrupted before the job has formed: ending it on {hosts} hosts", 0.0
+        else:
+            said = f"interrupted: ending the job on {hosts} hosts; what has not ended in {grace_s:g} s is killed"
+        print(f"[deadpool] {said}", flush=True)
+        if not grace_s:
             proc.sweep(self._tag)
-        self._interrupted = self._interrupted or number
-        self._stewards.say(leash.Stop(grace_s))
-        self._stopping.set()
+        self._end(grace_s)
 
     def _conclude(self, found: Outcome) -> int:
-        if self._interrupted:
+        """A signal does not change what became of a job that is over."""
+        if self._interrupted and self._settled is None and found.exit_code:
             found = Outcome(128 + self._interrupted, "interrupted", found.lost)
+        if self._settled is not None:
+            found = Outcome(self._settled.exit_code, self._settled.what, found.lost)
         print(f"[deadpool] {found}", flush=True)
         return found.exit_code

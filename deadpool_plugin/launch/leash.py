@@ -49,7 +49,17 @@ class Stop(Word, frozen=True):
 
 
 class Tell(Word, frozen=True):
-    """Launcher -> steward: when the job is over on this host, say what happened, and leave."""
+    """Launcher -> steward: once the job has been on this host and is over here, say what happened, and leave.
+    `even_if_unseen`: also if it has never been here."""
+
+    even_if_unseen: bool = False
+
+
+class Running(Word, frozen=True):
+    """Steward -> launcher, several times within `silent_after_s` while processes of the job run on this host: one that
+    stands still does not. `formed`: the job's first world has formed here."""
+
+    formed: bool
 
 
 class Told(Word, frozen=True):
@@ -59,7 +69,7 @@ class Told(Word, frozen=True):
     killed: int
 
 
-Said = Prepare | Ready | Alive | Stop | Tell | Told
+Said = Prepare | Ready | Alive | Stop | Tell | Running | Told
 _decoder: msgspec.json.Decoder[Said] = msgspec.json.Decoder(Said)
 
 

@@ -6,7 +6,7 @@ or has no last word is named, so that the scheduler can have it looked at.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -68,6 +68,25 @@ def ended(heard: Sequence[events.Event]) -> Verdict | None:
         heard: all nodes' events; kinds that are not TELLING may be left out.
     """
     return _finished(heard) or (None if _waits(heard) else _stopped(heard))
+
+
+def settled(told: Mapping[int, Sequence[events.Event]], running: Collection[int], nodes: int) -> bool:
+    """Whether the hosts that have not told cannot change what became of the job any more.
+
+    A host that is silent cannot, nor can one that the job went on without. After a verdict the others cannot if those
+    who gave it are more than half.
+
+    Args:
+        running: nodes whose hosts have said lately that the job's processes run there.
+        nodes: how many were launched.
+    """
+    heard = [event for said in told.values() for event in said]
+    if ended(heard) is None:
+        return False
+    left = set(range(nodes)) - told.keys() - _removed(heard)
+    if left.isdisjoint(running):
+        return True
+    return not _finished(heard) and len({event.node for event in _verdicts(heard)}) > len(left)
 
 
 def at_work(heard: Sequence[events.Event]) -> set[int]:

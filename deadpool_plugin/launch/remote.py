@@ -1,7 +1,8 @@
 """The launcher's end of its stewards: one ssh connection per host, kept for as long as the job lasts.
 
 Rules of this file: the secret goes over standard input only; every wait but that for a steward's last word ends with
-the connection, and ssh itself ends one whose other side is silent. Thread: the event loop's only.
+the connection, and ssh itself ends one whose other side is silent. A host whose processes stand still is silent
+although its sshd answers: so stewards say that the job runs. Thread: the event loop's only.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ import contextlib
 import os
 import shlex
 import sys
+import time
 from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from .. import events
 from ..agent.joining import deepspeed_env
 from ..config import Config
 from ..errors import ConfigError
@@ -27,6 +28,9 @@ READY_S = 120.0
 """For imports from a file system that all hosts read at once, too."""
 COMPLAINT_LINES = 3
 CLOSE_S = 5.0
+STANDING_STILL = 6
+"""A host that says nothing for so many times `silent_after_s` stands still. What a script does after the training is
+ended there, so that a short pause of the host must not count."""
 LINE_BYTES_MAX = 64 << 20
 
 
@@ -48,17 +52,18 @@ def shell_command(request: Request, environ: Mapping[str, str], directory: str) 
 
 
 class Connection:
-    """One host's steward."""
+    """One host's steward. `ran_at`: when it said last that the job's processes run there, and are `formed`."""
 
     def __init__(self, host: str, node: int) -> None:
         self.host, self.node = host, node
         self.problem = ""
+        self.ran_at, self.formed = float("-inf"), False
         self._ssh: asyncio.subprocess.Process | None = None
 
     async def prepare(self, ssh: Sequence[str], prepare: leash.Prepare) -> None:
         """Connect, hand over what the host needs; `problem` says why it is not ready."""
         self._ssh = connection = await asyncio.create_subprocess_exec(
-            *ssh[:-1], self.host, ssh[-1], stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+            *ssh[:-1], "--", self.host, ssh[-1], stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE, start_new_session=True, limit=LINE_BYTES_MAX,
         )  # fmt: skip
         self.say(prepare)
@@ -82,7 +87,7 @@ class Connection:
             self._ssh.stdin.write(leash.encode(word))
 
     async def told(self) -> leash.Told | None:
-        """The steward's last word, once the job is over there; None at the end of the connection."""
+        """The steward's last word, once the job has been there and is over; None at the end of the connection."""
         self.say(leash.Tell())
         word = await self._hear(leash.Told)
         return word if isinstance(word, leash.Told) else None
@@ -103,6 +108,8 @@ class Connection:
         assert self._ssh is not None and self._ssh.stdout is not None
         while line := await self._ssh.stdout.readline():
             word = leash.decode(line)
+            if isinstance(word, leash.Running):
+                self.ran_at, self.formed = time.monotonic(), self.formed or word.formed
             if isinstance(word, kind):
                 return word
         return None
@@ -134,6 +141,7 @@ class Stewards:
     def __init__(self, request: Request, config: Config) -> None:
         self._request, self._config = request, config
         self.connections = [Connection(host, node) for node, host in enumerate(request.hosts)]
+        self._hearing: dict[asyncio.Task[leash.Told | None], Connection] = {}
 
     async def prepare(self, word: leash.Prepare) -> None:
         """Raises: ConfigError that names every host that is not ready."""
@@ -158,36 +166,41 @@ class Stewards:
         for connection in self.connections:
             connection.say(word)
 
-    async def told(self, stopping: asyncio.Event, patience_s: float) -> dict[int, leash.Told]:
-        """Node -> its last word, of those that have one.
+    def ask(self) -> None:
+        """Begin to hear each steward: what it says last comes into `words`, node by node."""
+        for one in self.connections:
+            self._hearing[asyncio.create_task(one.told())] = one
 
-        A job that outlives the real launcher is waited for. Once it has finished somewhere, or `stopping` is set, hosts
-        have `patience_s` to end what is left of it.
-        """
-        asked = {asyncio.create_task(one.told()): one.node for one in self.connections}
-        hurry: asyncio.Task[object] = asyncio.create_task(stopping.wait())
-        words: dict[int, leash.Told] = {}
-        pending, limit_s = set(asked), None
-        while pending:
-            waits = {*pending, hurry} if limit_s is None else pending
-            done, _ = await asyncio.wait(waits, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
-            if not done:
-                break
-            for task in [one for one in pending if one in done]:
-                pending.discard(task)
-                if (word := task.result()) is not None:
-                    words[asked[task]] = word
-            if limit_s is None and (hurry.done() or any(map(_finished, words.values()))):
-                limit_s = patience_s
-                self.say(leash.Stop(self._config.phase_timeout_s))
-        hurry.cancel()
-        for left in pending:
-            left.cancel()
-        return words
+    @property
+    def hearing(self) -> set[asyncio.Task[leash.Told | None]]:
+        """Ends one by one, each with a steward's last word or its connection."""
+        return {task for task in self._hearing if not task.done()}
+
+    @property
+    def words(self) -> dict[int, leash.Told]:
+        """Node -> its last word, of those that have had one."""
+        ended = {one.node: task.result() for task, one in self._hearing.items() if task.done() and not task.cancelled()}
+        return {node: word for node, word in ended.items() if word is not None}
+
+    @property
+    def untold(self) -> list[str]:
+        """The hosts that are still asked."""
+        return [one.host for task, one in self._hearing.items() if not task.done()]
+
+    @property
+    def running(self) -> set[int]:
+        """Nodes whose hosts have said lately that the job's processes run there."""
+        since = time.monotonic() - STANDING_STILL * self._config.silent_after_s
+        return {one.node for one in self.connections if one.ran_at > since}
+
+    @property
+    def formed(self) -> bool:
+        """Whether any of them has seen the job's first world."""
+        return any(one.formed for one in self.connections)
+
+    def stop_asking(self) -> None:
+        for task in self._hearing:
+            task.cancel()
 
     async def close(self) -> None:
         await asyncio.gather(*(one.close() for one in self.connections))
-
-
-def _finished(told: leash.Told) -> bool:
-    return any(isinstance(event, events.JobFinished) for event in told.events)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -85,6 +86,10 @@ def hosts_of(args: argparse.Namespace, runner: object) -> list[str]:
         found = list(runner.parse_inclusion_exclusion(pool, args.include, args.exclude))  # type: ignore[attr-defined]
     except ValueError as error:
         raise ConfigError(f"{args.hostfile}: {error}", "lines of the form `host slots=8`", "correct it") from error
+    if options := [name for name in found if name.startswith("-")]:
+        raise ConfigError(
+            f"{args.hostfile}: {', '.join(options)}", "host names, which do not begin with `-`", "correct it"
+        )
     found = found[: args.num_nodes] if args.num_nodes > 0 else found
     return found if len(found) > 1 or args.force_multi else []
 
@@ -110,6 +115,8 @@ def main(words: Sequence[str]) -> int:
     except DeadpoolError as error:
         print(f"[deadpool] {error}", file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     sys.stdout.buffer.write(msgspec.json.encode(request))
     return 0
 

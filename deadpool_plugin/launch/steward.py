@@ -20,6 +20,7 @@ from typing import NoReturn
 import msgspec
 
 from .. import events
+from ..agent import proc
 from ..agent.meeting import versions
 from ..agent.world import first_difference
 from ..config import Config, load
@@ -67,7 +68,9 @@ class Steward:
         self._log_begins = self._log.stat().st_size if self._log.exists() else 0
         self._signal, self._deadline = 0, float("inf")
         self._signalled: set[int] = set()
-        self._asked = self._seen = False
+        self._asked = self._asked_unseen = self._seen = self._formed = False
+        self._known: dict[int, int] = {}
+        self._report_at = 0.0
         self._killed: set[int] = set()
 
     def serve(self) -> None:
@@ -75,18 +78,45 @@ class Steward:
         while True:
             alone = self._seen and self._launcher_is_gone() and not self._signal
             word = self._ear.next(ALONE_POLL_S if alone else POLL_S)
-            if not self._seen and carriers(self._folder):
+            if not self._seen and (self._is_here() or self._logged()):  # it may have been short
                 self._seen, self._ear.heard_at = True, time.monotonic()
             if isinstance(word, leash.Stop):
                 self._end(signal.SIGINT, word.grace_s)
             elif isinstance(word, leash.Tell):
-                self._asked = True
+                self._asked, self._asked_unseen = True, word.even_if_unseen
             elif self._launcher_is_gone() and self._config.on_launcher_loss == "stop" and not self._signal:
                 self._end(signal.SIGHUP, self._config.phase_timeout_s)
             if self._signal:
                 self._press()
-            if (self._asked or self._launcher_is_gone()) and not carriers(self._folder):
+            self._report()
+            asked = self._asked and (self._seen or self._asked_unseen)
+            if (asked or self._launcher_is_gone()) and not self._is_here():
                 return
+
+    def _is_here(self) -> bool:
+        """Whether a process of the job is on this host. All of the host's are looked at only if none that was found
+        before is left."""
+        looks = {pid: proc.look(pid) for pid in self._known}
+        there = {pid for pid, seen in looks.items() if seen is not None and not seen.ending}
+        self._known = {pid: began for pid, began in self._known.items() if pid in there and _began(pid) == began}
+        self._known = self._known or {pid: _began(pid) for pid in carriers(self._folder)}
+        return bool(self._known)
+
+    def _report(self) -> None:
+        """Tell the launcher that the job runs here. A launcher that is gone would let our words pile up until a write
+        blocks."""
+        if not self._seen or self._ear.closed or self._launcher_is_gone():
+            return
+        formed = self._formed or self._has_formed()
+        if formed is self._formed and time.monotonic() < self._report_at:
+            return
+        looks = [proc.look(pid) for pid in self._known]
+        if any(seen is not None and not seen.ending and not seen.stopped for seen in looks):
+            self._formed, self._report_at = formed, time.monotonic() + self._config.silent_after_s / 5
+            say(leash.Running(formed))
+
+    def _has_formed(self) -> bool:
+        return any(isinstance(event, events.NodeJoined) for event in self._logged())
 
     def _launcher_is_gone(self) -> bool:
         """One that is only silent, before anything was started, may be slow."""
@@ -107,7 +137,11 @@ class Steward:
 
     def told(self) -> leash.Told:
         """What the node's event log (it may hold earlier jobs too) and its agent's exit code say of this job's fate."""
-        found = self._last_word()
+        return leash.Told([*self._last_word(), *self._logged()], len(self._killed))
+
+    def _logged(self) -> list[leash.FateEvent]:
+        """What the node's event log says of this job's fate."""
+        found: list[leash.FateEvent] = []
         decoder: msgspec.json.Decoder[leash.FateEvent] = msgspec.json.Decoder(leash.FateEvent)
         if self._log.exists():
             with self._log.open("rb") as file:
@@ -116,7 +150,7 @@ class Steward:
                     with contextlib.suppress(msgspec.DecodeError):  # lines a full disk has cut off and joined
                         if _tells(line):
                             found.append(decoder.decode(line))
-        return leash.Told(found, len(self._killed))
+        return found
 
     def _last_word(self) -> list[leash.FateEvent]:
         """The exit code of an agent that has come to its end, as events; 0 is that of a job that has finished."""
@@ -126,6 +160,14 @@ class Steward:
             return []
         ended = events.NodeEnded(exit_code=exit_code, node=self._node)
         return [ended] if exit_code else [events.JobFinished(node=self._node), ended]
+
+
+def _began(pid: int) -> int:
+    """Its start time, 0 if it has gone."""
+    try:
+        return proc.start_time(pid)
+    except OSError:
+        return 0
 
 
 _KINDS = tuple(f'"event":"{kind.__name__}"'.encode() for kind in leash.FateEvent.__args__)

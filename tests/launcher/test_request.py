@@ -15,6 +15,7 @@ def read(tmp_path, monkeypatch):
     pytest.importorskip("deepspeed")
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "options").write_text("h1 slots=2\n-oProxyCommand=x slots=2\n")
     (tmp_path / "H").write_text("# three\nh1 slots=2\nh2 slots=2\nh3 slots=2\n")
     return lambda line: request.read(line.split())
 
@@ -60,6 +61,7 @@ def test_the_hosts_are_those_deepspeed_uses(read, line, hosts):
         ("--hostfile H --launcher OpenMPI s.py", "use pdsh"),
         ("--no_python s.sh", "leave it out"),
         ("--autotuning run s.py", "--autotuning"),
+        ("--hostfile options s.py", "-oProxyCommand=x; expected host names"),
         ("--hostfile H --include h9 s.py", "'h9' not found"),
         ("s.py --deadpool-config", "name the file"),
     ],

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -22,13 +24,13 @@ SECRET = "a secret that is long enough"
 SSH = """#!/bin/sh
 echo "$@" >> ssh.txt
 for word; do
-  case "$before$word" in -o*|-p*|-T) ;; *) [ "$host" ] || host=$word;; esac
+  case "$before$word" in -o*|-p*|-T|--) ;; *) [ "$host" ] || host=$word;; esac
   before=; case "$word" in -o|-p) before=$word;; esac
 done
 [ "$host" = slow ] && sleep 4
 [ "$host" = unreachable ] && { echo "ssh: no route to $host" >&2; exit 255; }
 echo "Welcome to $host"
-sh -c "$word"
+sh -c "echo \\$\\$ > $host.pid; $word"
 exit $?
 """
 DEEPSPEED = """
@@ -71,6 +73,9 @@ def job(tmp_path, monkeypatch):
     named = carried.new_job
     monkeypatch.setattr(carried, "new_job", lambda: jobs.append(named()) or jobs[-1])
     yield launch
+    for file in tmp_path.glob("*.pid"):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(file.read_text()), signal.SIGCONT)
     deadline = time.monotonic() + 30.0
     while left := [folder for folder in map(carried.folder_of, jobs) if folder.exists()]:
         assert time.monotonic() < deadline, f"{left} outlive their job"
@@ -167,6 +172,71 @@ def test_ctrl_c_ends_a_launcher_that_does_not_end_by_itself(job, capfd, monkeypa
     while (seen := proc.look(int(child))) is not None and not seen.ending:
         assert time.monotonic() < deadline, f"{child} lives"
         time.sleep(0.01)
+
+
+RUNS = """
+import subprocess, time
+env = {k: v for k, v in os.environ.items() if k != "DEADPOOL_TAG"}
+command = [sys.executable, "-c", "import sys; sys.stdin.read()", "-m", "deadpool_plugin.run", sys.argv[-1]]
+job = subprocess.Popen(command, env=env, start_new_session=True, stdin=subprocess.PIPE)
+"""
+"""A process of the job, which ends when its standard input does."""
+STANDS_STILL = "os.kill(int(Path('h2.pid').read_text()), signal.SIGSTOP)\n"
+"""Everything on h2; its sshd answers, so that deepspeed's connection there does not end."""
+JOINED = events.NodeJoined(host="h1", ranks=(0,), spare=False)
+
+
+@pytest.fixture
+def soon(monkeypatch):
+    monkeypatch.setattr(launcher, "LAST_WORD_S", 1.0)
+    monkeypatch.setattr(config.Config, "phase_timeout_s", property(lambda self: 0.5))
+
+
+@pytest.mark.parametrize(
+    ("fate", "code"),
+    [
+        ((events.SwapPlanned(restore_step=1, lost_nodes=(1,)), events.JobFinished()), 0),
+        ((events.SwapPlanned(restore_step=1, lost_nodes=(1,)), events.JobStopped(exit_code=86, reason="too much")), 86),
+    ],
+    ids=["finished", "stopped"],
+)
+def test_a_host_that_stands_still_does_not_keep_a_job_that_is_over(job, capfd, soon, fate, code):
+    ends = RUNS + STANDS_STILL + log(0, JOINED, *fate) + "job.communicate()\nsignal.pause()\n"
+    assert job(ends) == code
+    said = capfd.readouterr().out
+    assert "the job's commands on h2 have not returned" in said and f"exit code {code}; lost hosts: h2" in said
+
+
+def test_ctrl_c_does_not_change_what_became_of_a_job_that_is_over(job, capfd, soon, monkeypatch):
+    monkeypatch.setattr(launcher, "LAST_WORD_S", 600.0)
+    settle = launcher.Launcher._settle
+
+    def interrupted_then(self):
+        before = self._settled
+        settle(self)
+        if before is None and self._settled is not None:
+            monkeypatch.setattr(launcher, "LAST_WORD_S", 0.5)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(launcher.Launcher, "_settle", interrupted_then)
+    fate = (events.SwapPlanned(restore_step=1, lost_nodes=(1,)), events.JobFinished())
+    assert job(RUNS + STANDS_STILL + log(0, JOINED, *fate) + "job.communicate()\nsignal.pause()\n") == 0
+    said = capfd.readouterr().out
+    assert "interrupted; the job finished before" in said and "the job finished; exit code 0" in said
+
+
+def test_ctrl_c_before_the_job_has_formed_ends_it_at_once_and_says_so(job, capfd):
+    """By SIGKILL: with the time that a job has to end, it would be 12 s, and here none of it listens."""
+    deaf = RUNS.replace("import sys;", "import signal, sys; signal.signal(2, signal.SIG_IGN);")
+    assert job(deaf + f"os.kill({os.getpid()}, signal.SIGINT)\nsignal.pause()\n") == 130
+    said = capfd.readouterr().out
+    assert "interrupted before the job has formed: ending it on 2 hosts" in said
+    assert "interrupted; exit code 130" in said
+
+
+def test_a_host_is_never_an_option_of_ssh(job, tmp_path):
+    job(log(0, events.JobFinished()))
+    assert all(" -- h" in line for line in (tmp_path / "ssh.txt").read_text().splitlines())
 
 
 def test_one_host_is_deepspeeds_own_business(job, monkeypatch):

@@ -9,11 +9,13 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 
 import msgspec
 import pytest
 
 from deadpool_plugin import events
+from deadpool_plugin.agent import proc
 from deadpool_plugin.agent.meeting import versions
 from deadpool_plugin.config import Config
 from deadpool_plugin.errors import ConfigError
@@ -51,6 +53,18 @@ class Host:
 
     def hear(self):
         assert select.select([self.process.stdout], [], [], LIMIT_S)[0], "the steward says nothing"
+        self.process.stdout.readline()
+        word = leash.decode(self.process.stdout.readline())
+        return self.hear() if isinstance(word, leash.Running) else word
+
+    def hear_next(self, word=None, within_s=LIMIT_S):
+        """The next word, whatever it is; None if there is none. The launcher is not silent meanwhile."""
+        deadline = time.monotonic() + within_s
+        while not select.select([self.process.stdout], [], [], 0.1)[0]:
+            if time.monotonic() > deadline:
+                return None
+            if word is not None:
+                self.say(word)
         self.process.stdout.readline()
         return leash.decode(self.process.stdout.readline())
 
@@ -103,7 +117,7 @@ def test_only_the_owner_reads_what_it_puts_in_place_and_nothing_stays(host):
     }  # fmt: skip
     assert (one.folder / "secret").read_bytes() == SECRET
     assert (one.folder / "config.yaml").read_text() == one.word.config
-    one.say(leash.Tell())
+    one.say(leash.Tell(even_if_unseen=True))
     assert one.hear() == leash.Told([], 0)
     one.ended()
 
@@ -142,7 +156,7 @@ def test_it_tells_of_this_job_only(host, tmp_path):
     with log.open("ab") as file:
         file.write(b"".join(map(events.encode, said)))
         file.write(b'{"event":"JobStopped","exit{"event":"JobStopped"}\n{"event":"JobFin')
-    one.say(leash.Tell())
+    one.say(leash.Tell(even_if_unseen=True))
     assert one.hear() == leash.Told(fate, 0)
     one.ended()
 
@@ -151,7 +165,7 @@ def test_it_tells_of_this_job_only(host, tmp_path):
 def test_it_tells_how_the_agent_ended_though_no_log_could_be_written(host, exit_code):
     one = host()
     carried.last_word(f"{one.folder}/config.yaml", 1).write_text(str(exit_code))
-    one.say(leash.Tell())
+    one.say(leash.Tell(even_if_unseen=True))
     ended = events.NodeEnded(exit_code=exit_code, node=1)
     assert one.hear() == leash.Told([ended] if exit_code else [events.JobFinished(node=1), ended], 0)
     one.ended()
@@ -204,6 +218,21 @@ def test_asked_to_tell_it_waits_for_the_end_of_a_job_that_goes_on(host):
     one.ended()
 
 
+def test_it_says_that_the_job_runs_and_has_formed_and_not_that_it_stands_still(host, tmp_path):
+    one = host(patience_s=0.5)
+    job = one.start(SAYS_ITS_SIGNAL)
+    one.say(leash.Alive())
+    assert one.hear_next() == leash.Running(formed=False)
+    one.log.write_bytes(events.encode(events.NodeJoined(host="h", ranks=(0,), spare=False, node=1)))
+    while not (word := one.hear_next(leash.Alive())).formed:
+        assert word == leash.Running(formed=False)
+    job.send_signal(signal.SIGSTOP)
+    while one.hear_next(leash.Alive(), 2.0) is not None:  # those on their way
+        pass
+    job.send_signal(signal.SIGCONT)
+    assert one.hear_next(leash.Alive()) == leash.Running(formed=True)
+
+
 def test_the_launchers_own_tools_are_not_the_job(host, monkeypatch):
     """pdsh names the folder, too, where the launcher is on a host of the job."""
     one = host()
@@ -211,7 +240,7 @@ def test_the_launchers_own_tools_are_not_the_job(host, monkeypatch):
     tool = one.start(SAYS_ITS_SIGNAL)
     assert carriers(one.folder) == set()
     one.say(leash.Stop(0.0))
-    one.say(leash.Tell())
+    one.say(leash.Tell(even_if_unseen=True))
     assert one.hear() == leash.Told([], 0) and tool.poll() is None
     one.ended()
 
@@ -266,6 +295,7 @@ def test_without_a_launcher_all_processes_are_looked_at_less_often(monkeypatch, 
             asked.append(timeout_s)
 
     monkeypatch.setattr(steward, "carriers", lambda folder: job.pop(0))
+    monkeypatch.setattr(proc, "look", lambda pid: None)
     monkeypatch.setattr(steward, "supervisors", lambda folder: set())
     steward.Steward(Closed(), tmp_path, Config(on_launcher_loss=policy, output_dir=tmp_path), 0).serve()
     assert asked == pauses
@@ -300,6 +330,7 @@ def test_a_silence_before_the_job_starts_is_not_held_against_it(monkeypatch, tmp
             return words.pop(0)
 
     monkeypatch.setattr(steward, "carriers", lambda folder: job.pop(0))
+    monkeypatch.setattr(proc, "look", lambda pid: None)
     monkeypatch.setattr(steward, "supervisors", lambda folder: pytest.fail("it is told to end"))
     steward.Steward(Slow(), tmp_path, Config(on_launcher_loss="stop", output_dir=tmp_path), 0).serve()
     assert not words and not job
