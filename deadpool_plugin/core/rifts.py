@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from .context import Context
 from .messages import NodeFailed
-from .types import NodeId, Step
+from .types import Generation, NodeId, Step
 
 
 class _Complaint(NamedTuple):
@@ -31,13 +31,18 @@ class Rifts:
     def __init__(self, context: Context) -> None:
         self._ctx = context
         self._complaints: dict[tuple[NodeId, NodeId], _Complaint] = {}
+        self._asked_in: Generation | None = None
+        """In which generation somebody was last asked to leave."""
+        self._told: set[tuple[Generation, frozenset[NodeId]]] = set()
+        """Of which pairs people know."""
 
     def hear(self, sender: NodeId, node: NodeId) -> None:
         """`sender` does not hear `node`, which we do."""
         ctx, pair = self._ctx, (sender, node)
         before = self._complaints.get(pair)
-        if not ctx.leads or ctx.swapping:
+        if not ctx.leads or ctx.swapping or self._asked_in == ctx.world.generation:
             return
+        self._tell(pair)
         if before is None or before.committed != ctx.newest_committed:
             self._complaints[pair] = _Complaint(ctx.newest_committed, ctx.now)
         elif ctx.now - before.since >= ctx.timing.silent_after_s + ctx.step_s:
@@ -45,6 +50,16 @@ class Rifts:
             reason = f"nodes {sender} and {node} cannot reach each other, and no step is committed any more"
             ctx.emit("Note", text=f"node {goes} is asked to leave: {reason}")
             ctx.send(goes, NodeFailed(ctx.world.generation, goes, reason))
+            self._asked_in = ctx.world.generation
+            self._complaints.clear()  # without that node the others may reach each other: they complain anew if not
+
+    def _tell(self, pair: tuple[NodeId, NodeId]) -> None:
+        ctx = self._ctx
+        told = (ctx.world.generation, frozenset(pair))
+        if told not in self._told:
+            self._told.add(told)
+            text = f"nodes {pair[0]} and {pair[1]} cannot reach each other; one of them is asked to leave if no step is"
+            ctx.emit("Note", text=f"{text} committed for {ctx.timing.silent_after_s:g} s and the time of a step")
 
     def _how_dispensable(self, node: NodeId) -> tuple[bool, int]:
         """Whether it runs no rank; how many others it does not hear, or do not hear it, since the newest committed

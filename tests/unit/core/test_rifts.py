@@ -64,6 +64,27 @@ def test_a_spare_goes_before_who_runs_ranks():
     assert asked_to_leave(formed(0), (4, 1), (2, 1), (4, 1)) == [4]
 
 
+def test_people_are_told_of_a_broken_pair_once():
+    coordinator, notes = formed(0), []
+    for sender, node in [(1, 2), (2, 1), (1, 2)]:
+        for heard in (1, 2):
+            hear(coordinator, heard, Report(0), 1.0)
+        actions = hear(coordinator, sender, NodeFailed(0, node, "cannot mirror to it", silent=True), 1.0)
+        notes += [action.fields["text"] for action in actions if isinstance(action, io.Emit)]
+    assert len(notes) == 1 and notes[0].startswith("nodes 1 and 2 cannot reach each other")
+
+
+def test_both_ends_complain_and_one_of_them_goes():
+    """They are each other's buddies: without both of them nothing is left to go back to."""
+    assert asked_to_leave(formed(0), (1, 2), (2, 1), (1, 2), (2, 1), (1, 2), every_s=10.0) == [2]
+
+
+def test_when_two_racks_lose_each_other_one_node_goes_at_a_time():
+    """Their nodes may hold each other's snapshots, and a newcomer needs its time."""
+    pairs = [(1, 3), (1, 4), (2, 3), (2, 4)]
+    assert asked_to_leave(formed(0), *pairs, *pairs, *pairs, every_s=4.0) == [3]
+
+
 def test_as_long_as_steps_are_committed_both_stay():
     coordinator = formed(0)
     for step in range(4):
