@@ -132,10 +132,11 @@ class WorkerFailed(Input, frozen=True):
 
 
 class CheckpointSaved(Input, frozen=True):
-    """A rank of this node has finished saving a complete checkpoint."""
+    """A rank of this node has finished saving a checkpoint; `whole`: all of it, not a file that may be part of one."""
 
     step: Step
     path: str
+    whole: bool = True
 
 
 class SpareRehearsed(Input, frozen=True):

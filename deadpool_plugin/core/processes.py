@@ -76,7 +76,7 @@ class Processes:
 
     def saved(self, event: CheckpointSaved) -> None:
         ctx = self._ctx
-        newest = max(ctx.checkpoint, Checkpoint(event.step, event.path))
+        newest = max(ctx.checkpoint, Checkpoint(event.whole, event.step, event.path))
         ctx.note(newest != ctx.checkpoint)
         ctx.checkpoint = newest
 

@@ -116,8 +116,12 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Checkpoint(msgspec.Struct, frozen=True, array_like=True, order=True):
-    """A complete checkpoint on disk, as the script's own saving call left it."""
+    """A complete checkpoint on disk, as the script's own saving call left it. The newest is the largest.
 
+    `whole`: saved by all ranks as one. A file that a script writes beside those is never the newest checkpoint.
+    """
+
+    whole: bool = False
     step: Step = NO_STEP
     path: str = ""
 

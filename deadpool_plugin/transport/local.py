@@ -239,10 +239,11 @@ class OutOfReach(LocalMessage, frozen=True):
 
 
 class Saved(LocalMessage, frozen=True):
-    """Worker -> agent: its script has finished saving the checkpoint of `step`."""
+    """Worker -> agent: its script has finished saving the checkpoint of `step`. `whole`: not only a file of its own."""
 
     step: int
     path: str
+    whole: bool = True
 
 
 class Failing(LocalMessage, frozen=True):

@@ -79,10 +79,20 @@ class Save(SaveCall):
 
     def __call__(self) -> Any:
         began = time.monotonic()
+        self._agree()
         self._mark.begin_attempt()
         value = self._original(**structure(self._arguments))
         self._saves.written(self.path, began)
         return value
+
+    def _agree(self) -> None:
+        """All ranks save to one folder."""
+        if not self.path or self._arguments.get("no_dist"):
+            return
+        agreed = self._saves.one_folder(self.path, self._arguments.get("process_group"))
+        if agreed != self.path:
+            self._arguments["checkpoint_id"] = self.path = agreed
+            self._mark = CompleteMark(self.path, self._rank)
 
 
 class AsyncSave(Save):
@@ -102,6 +112,7 @@ class AsyncSave(Save):
         self.future = SaveFuture(saves)
 
     def __call__(self) -> SaveFuture:
+        self._agree()
         flight = ThreadFlight(self._saves, self.path, self._rank, self._mark, self.future)
         flight.keep_files = self._mark.begin_attempt()
         self._saves.launch(flight)

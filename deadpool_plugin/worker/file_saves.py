@@ -51,6 +51,9 @@ class FileSave(SaveCall):
             return
         obj, args, kwargs = self._given
         began = time.monotonic()
+        moved = Path(self._saves.moved(str(self._path)))
+        if moved.parent.is_dir():
+            self._path = moved
         if self._path.exists() and not self._path.is_file():  # a device or pipe is written to, not replaced
             self._original(obj, self._path, *args, **kwargs)
         else:
@@ -58,7 +61,7 @@ class FileSave(SaveCall):
                 Path(os.path.realpath(self._path)), lambda file: self._original(obj, file, *args, **kwargs)
             )
         self._given = None  # the call log would keep it for steps
-        self._saves.written(str(self._path), began)
+        self._saves.written(str(self._path), began, whole=False)
 
     def failed(self, error: BaseException) -> Any:
         self._given = None

@@ -182,6 +182,7 @@ class Follow:
         slots = SlotPair.attach(descriptor, self._rank, order.header_bytes, order.payload_bytes)
         live = Live(self._context, self._rank, layout, slots, step=order.restore_step)
         self._context.mode = live
+        self._context.saves.took_over = True
         self._mute.release_files()
         self._context.link.joined(order.generation)
         live.newcomer(order.generation, order.store, order.restore_step)

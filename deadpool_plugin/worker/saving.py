@@ -21,6 +21,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
+
+from ..core.types import listed
+from ..errors import Unsupported
 from ..transport import local
 from . import raised
 from .adapter import CallHandler, CallKind, Followed
@@ -116,6 +120,12 @@ class Saves:
         self.step = 0
         """The step whose state the save call under way saves."""
         self._inside = False
+        self.took_over = False
+        """This process has taken its rank over from another one, which may have named folders otherwise."""
+        self._agreed: set[str] = set()
+        """Folders to which this process has saved with all others."""
+        self._moved: dict[Path, Path] = {}
+        """Folders that this process's script names otherwise than the other ranks, and their names there."""
         self.on_cancel: list[Callable[[], None]] = []
         """What else must be forgotten when a swap begins, so that survivors are like a new process."""
 
@@ -145,10 +155,66 @@ class Saves:
 
         return save
 
-    def written(self, path: str, began: float, step: int | None = None) -> None:
-        """Tell the agent that the checkpoint at `path` is complete as far as this rank is concerned."""
+    def one_folder(self, given: str, group: Any = None) -> str:
+        """The folder in which all ranks of `group` save one checkpoint; `given` is what this rank's script names.
+
+        A script that names it by the clock gets another name in a process that starts later: that one saves where the
+        others do. Every rank of `group` calls this before it writes. Blocks: for all of them.
+        Raises: Unsupported if ranks name different folders, and no replacement is the reason: nobody could load that.
+        """
+        if not dist.is_initialized() or dist.get_world_size(group) < 2:
+            return given
+        mine = self.moved(given)
+        unsure = self.took_over and mine == given and given not in self._agreed  # which is given again in a redo
+        said: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(said, (mine, unsure), group)
+        if len({os.path.normpath(name) for name, _ in said}) == 1:
+            self._agreed.add(mine)
+            return mine
+        # Where every process is a replacement nothing was saved before it; the first one's name is as good as any.
+        settled = [name for name, unsure in said if not unsure] or [said[0][0]]
+        if len({os.path.normpath(name) for name in settled}) > 1:
+            ranks: dict[str, list[int]] = {}
+            for rank, (name, _) in zip(dist.get_process_group_ranks(group or dist.group.WORLD), said, strict=True):
+                ranks.setdefault(name, []).append(rank)
+            where = "; ".join(f"rank(s) {listed(numbers)} to {name}" for name, numbers in ranks.items())
+            raise Unsupported(
+                f"the ranks save one checkpoint to different folders, where it cannot be loaded: {where}",
+                "one folder for all of them",
+                "let rank 0 choose the name (a clock's is not the same everywhere) and broadcast it",
+            )
+        if os.path.normpath(mine) != os.path.normpath(settled[0]):
+            self._move(mine, settled[0])
+        self._agreed.add(settled[0])
+        return str(settled[0])
+
+    def _move(self, own: str, others: str) -> None:
+        here, there = list(Path(own).parts), list(Path(others).parts)
+        while here and there and here[-1] == there[-1]:  # what comes below has the same name in both
+            here.pop()
+            there.pop()
+        if not here:  # its whole name is the end of the others'
+            return
+        self._moved[Path(*here)] = Path(*there)
+        text = (
+            f"the replacement of rank {os.environ['RANK']} names the folder {Path(*here)} and saves to {Path(*there)}"
+        )
+        self._link.event("Note", text=f"{text}, where all others save: does the script name it by the clock?")
+
+    def moved(self, path: str) -> str:
+        """Where the other ranks save what this rank's script would save to `path`."""
+        for here, there in self._moved.items():
+            if Path(path).is_relative_to(here):
+                return str(there / Path(path).relative_to(here))
+        return path
+
+    def written(self, path: str, began: float, step: int | None = None, *, whole: bool = True) -> None:
+        """Tell the agent that the checkpoint at `path` is complete as far as this rank is concerned.
+
+        `whole`: it is all that a job needs to go on from there, as far as anybody can tell.
+        """
         step = self.step if step is None else step
-        self._link.send(local.Saved(step, path))
+        self._link.send(local.Saved(step, path, whole))
         self._link.event("CheckpointSaved", step=step, path=path, duration_s=time.monotonic() - began)
 
     def wait_until(self, done: Callable[[], bool]) -> None:

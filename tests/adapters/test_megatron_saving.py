@@ -18,7 +18,9 @@ from deadpool_plugin.worker.saving import Saves
 @pytest.fixture
 def saves(monkeypatch):
     monkeypatch.setenv("RANK", "0")
-    return SimpleNamespace(step=3, generation=1, launch=lambda flight: pytest.fail("nobody will complete it"))
+    return SimpleNamespace(
+        step=3, generation=1, one_folder=str, launch=lambda flight: pytest.fail("nobody will complete it")
+    )
 
 
 class Process:
@@ -189,3 +191,15 @@ def test_a_request_for_another_librarys_queue_is_refused(saves, tmp_path, train_
     call = saving.Save(saves, save, ({}, str(tmp_path / "new")), {"async_sharded_save": True})
     with pytest.raises(Unsupported, match="by types.*to do: save with async_strategy='mcore'"):
         call()
+
+
+def test_a_save_goes_to_the_folder_all_ranks_agree_on(saves, tmp_path):
+    saves.one_folder = lambda given: given.replace("tuesday", "monday")
+    saves.written = lambda path, began: folders.append(path)
+    folders = []
+
+    def save(sharded_state_dict, checkpoint_dir, sharded_strategy=None, async_sharded_save=False):
+        folders.append(checkpoint_dir)
+
+    saving.Save(saves, save, ({}, str(tmp_path / "tuesday")), {})()
+    assert folders == [str(tmp_path / "monday")] * 2

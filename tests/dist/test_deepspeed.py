@@ -138,16 +138,3 @@ def test_a_save_that_is_interrupted_is_done_again_as_a_whole(tmp_path, corpus, w
     assert len(want) >= 3 * 3 and want.keys() == have.keys()
     for name in want:
         assert same(want[name], have[name]), name
-
-
-@in_zygote
-def test_a_replacement_finds_the_folders_its_script_looks_into_as_they_were_at_the_start(tmp_path, corpus):
-    """Neither rank has been rehearsed when it is lost, and checkpoints have been saved by then."""
-    run = tmp_path / "run"
-    argv = [str(Path(__file__).with_name("auto_resume.py")), *arguments(corpus, "--zero 1 --save-interval 4")[1:]]
-    run_with_kills(run, [*argv, "--save", str(run / "out")], 2, [(1, 6, "backward"), (0, 9, "forward")], [],
-                   deepspeed_hooks.install)  # fmt: skip
-    assert sorted(path.name for path in (run / "out").glob("checkpoint-*")) == [
-        "checkpoint-12", "checkpoint-4", "checkpoint-8"
-    ]  # fmt: skip
-    assert torch.load(run / "out" / "last.pt") == {"step": 12}

@@ -126,7 +126,7 @@ def test_torch_save_replaces_a_file_only_when_the_new_one_is_whole(tmp_path, sav
     assert torch.load(path) == {"old": 1}
     file_saves.FileSave("torch.save", saves, torch.save, {"new": 2}, str(path))()
     assert torch.load(path) == {"new": 2} and os.listdir(tmp_path) == ["rank3.pt"]
-    assert saves._link.sent == [local.Saved(7, str(path))]
+    assert saves._link.sent == [local.Saved(7, str(path), whole=False)]
     plain = tmp_path / "plain" / "rank3.pt"
     plain.parent.mkdir()
     torch.save({"new": 2}, plain)
@@ -580,3 +580,64 @@ def test_the_log_of_one_segment_is_bounded(monkeypatch):
     with pytest.raises(Unsupported, match="at most 3 between two optimizer steps"):
         for _ in range(4):
             log.add(calls.Call("f", CallKind.PLAIN, 0, lambda: None, lambda: None), None)
+
+
+FOLDERS = [  # what this rank says, and whether it is a replacement; what the others say; where it saves
+    (("p", False), [("p", False)], "p"),
+    (("q", True), [("p", False), ("p", False)], "p"),
+    (("p", False), [("q", True), ("p", False)], "p"),
+    (("./p", True), [("p", False)], "./p"),
+    (("q", True), [("r", True), ("p", False)], "p"),
+]
+
+
+def others_say(monkeypatch, others):
+    """`dist` of a job in which all others say the same of every checkpoint."""
+    dist = SimpleNamespace(
+        is_initialized=lambda: True,
+        get_world_size=lambda group=None: len(others) + 1,
+        get_process_group_ranks=lambda group: list(range(len(others) + 1)),
+        group=SimpleNamespace(WORLD=None),
+    )
+    dist.all_gather_object = lambda said, mine, group: said.__setitem__(slice(None), [mine, *others])
+    monkeypatch.setattr(saving, "dist", dist)
+
+
+@pytest.mark.parametrize(("mine", "others", "folder"), FOLDERS)
+def test_a_replacement_saves_where_all_others_do(saves, monkeypatch, mine, others, folder):
+    others_say(monkeypatch, others)
+    given, saves.took_over = mine
+    assert saves.one_folder(given) == folder
+    said = [fields["text"] for kind, fields in saves._link.events]
+    assert len(said) == (folder != given) and all(given in text and folder in text for text in said)
+    assert saves.one_folder(folder) == folder
+
+
+def test_a_folder_that_is_named_otherwise_once_is_known_from_then_on(saves, monkeypatch):
+    saves.took_over = True
+    others_say(monkeypatch, [("/out/monday/step4", False)])
+    assert saves.one_folder("/out/tuesday/step4") == "/out/monday/step4"
+    assert saves.moved("/out/tuesday/step8/rank1.pt") == "/out/monday/step8/rank1.pt"
+    others_say(monkeypatch, [("/out/wednesday/step8", True)])  # the rank that was left has been replaced since
+    assert saves.one_folder("/out/tuesday/step8") == "/out/monday/step8"
+    assert len(saves._link.events) == 1
+
+
+def test_ranks_that_name_different_folders_from_the_start_are_refused_by_name(saves, monkeypatch):
+    others_say(monkeypatch, [("q", False), ("p", False), ("r", True)])
+    with pytest.raises(Unsupported, match=r"rank\(s\) 0, 2 to p; rank\(s\) 1 to q; rank\(s\) 3 to r"):
+        saves.one_folder("p")
+
+
+def test_a_save_of_torchs_own_goes_to_the_folder_all_agree_on(saves, monkeypatch, tmp_path):
+    others_say(monkeypatch, [(str(tmp_path / "p"), False)])
+    monkeypatch.setattr(dcp, "_rank", lambda group: 0)
+    saves.took_over, folders = True, []
+
+    def save(state_dict, *, checkpoint_id=None, storage_writer=None, process_group=None, no_dist=False):
+        folders.append(checkpoint_id)
+
+    for more in ({}, {"no_dist": True}):
+        dcp.Save(saves, save, (), {"state_dict": {}, "checkpoint_id": str(tmp_path / "q"), **more})()
+    assert folders == [str(tmp_path / "p"), str(tmp_path / "q")]
+    assert [message.path for message in saves._link.sent] == folders

@@ -24,47 +24,85 @@ from .calls import Calls
 
 def install(saves: Saves, calls: Calls, engine_class: type) -> None:
     """Wrap what saves. Once, before the engine is built."""
-    _wrap(saves, calls, engine_class, "save_checkpoint", "tag", lambda engine: f"global_step{engine.global_steps}")
+    _wrap(
+        saves, calls, engine_class, "save_checkpoint", "tag", lambda engine: f"global_step{engine.global_steps}", Save
+    )
     for name in ("save_16bit_model", "save_fp16_model"):
         if hasattr(engine_class, name):
-            _wrap(saves, calls, engine_class, name, "save_filename", lambda engine: "pytorch_model.bin")
+            _wrap(saves, calls, engine_class, name, "save_filename", lambda engine: "pytorch_model.bin", WeightsSave)
     for name in ("_zero3_consolidated_16bit_state_dict", "_consolidated_16bit_state_dict"):  # accelerate asks for them
         if hasattr(engine_class, name):
             _wrap_gathering(saves, calls, engine_class, name)
 
 
-def _wrap(saves: Saves, calls: Calls, owner: Any, name: str, last: str, otherwise: Callable[[Any], str]) -> None:
+def _wrap(
+    saves: Saves,
+    calls: Calls,
+    owner: Any,
+    name: str,
+    last: str,
+    otherwise: Callable[[Any], str],
+    kind: type[WeightsSave],
+) -> None:
     """`last`: the parameter that names what is saved within `save_dir`; `otherwise`: its name without one."""
     original = getattr(owner, name)
     signature = inspect.signature(original)
 
     def save(args: tuple[Any, ...], kwargs: dict[str, Any]) -> SaveCall:
-        arguments = signature.bind(*args, **kwargs).arguments
-        path = os.path.join(str(arguments["save_dir"]), str(arguments.get(last) or otherwise(args[0])))
-        return Save(saves, calls, functools.partial(original, **structure(dict(arguments))), name, path)
+        arguments = structure(dict(signature.bind(*args, **kwargs).arguments))
+        within = str(arguments.get(last) or otherwise(args[0]))
+        return kind(saves, calls, original, arguments, name, within)
 
     setattr(owner, name, saves.wrapped(original, save, lambda: calls.busy))
 
 
-class Save(SaveCall):
-    """One checkpoint of an engine."""
+class WeightsSave(SaveCall):
+    """The model's weights alone, by the ranks that have them. `within`: their name in `save_dir`."""
 
-    def __init__(self, saves: Saves, calls: Calls, function: Callable[[], Any], name: str, path: str) -> None:
-        self._saves, self._calls, self._function, self._path = saves, calls, function, path
-        self.name = f"engine.{name}"
+    whole = False
+
+    def __init__(
+        self,
+        saves: Saves,
+        calls: Calls,
+        function: Callable[..., Any],
+        arguments: dict[str, Any],
+        name: str,
+        within: str,
+    ) -> None:
+        self._saves, self._calls, self._function, self._arguments = saves, calls, function, arguments
+        self.name, self._within = f"engine.{name}", within
 
     def __call__(self) -> Any:
         began = time.monotonic()
         with self._calls.inside(), _plain_torch_save():
-            value = self._function()
-        self._saves.written(self._path, began)
+            self._agree()
+            value = self._function(**self._arguments)
+        path = os.path.join(str(self._arguments["save_dir"]), self._within)
+        self._saves.written(path, began, whole=self.whole)
         return value
+
+    def _agree(self) -> None:
+        """Not every rank need come here: what it saves where is its own affair."""
 
     def outcome(self, value: Any) -> Any:
         return value
 
     def skipped(self, outcome: Any) -> Any:
         return outcome
+
+
+class Save(WeightsSave):
+    """One checkpoint of an engine: all ranks save it, to one folder, but for one on each host's own storage."""
+
+    whole = True
+
+    def _agree(self) -> None:
+        _, engine = next(iter(self._arguments.items()))
+        if not engine.use_node_local_storage():
+            given = self._arguments["save_dir"]
+            if (agreed := self._saves.one_folder(str(given))) != str(given):
+                self._arguments["save_dir"] = agreed
 
 
 def _wrap_gathering(saves: Saves, calls: Calls, owner: Any, name: str) -> None:

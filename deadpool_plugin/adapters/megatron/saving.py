@@ -138,6 +138,7 @@ class Save(SaveCall):
     def __call__(self) -> Any:
         began = time.monotonic()
         _forget_plans(self._arguments.get("sharded_strategy"), self._saves.generation)
+        self._agree()
         overwrites = self._mark.begin_attempt()
         if self._is_redone:
             os.makedirs(self._path, exist_ok=True)  # the script made it, and a cancelled flight removed it
@@ -155,6 +156,13 @@ class Save(SaveCall):
         functions[: functions.own] = made.finalize_fns
         functions.own, functions.flight = len(made.finalize_fns), flight
         return self._request
+
+    def _agree(self) -> None:
+        """All ranks save to one folder."""
+        agreed = self._saves.one_folder(self._path)
+        if agreed != self._path:
+            self._arguments["checkpoint_dir"] = self._path = agreed
+            self._mark = CompleteMark(self._path, int(os.environ["RANK"]))
 
     def skipped(self, outcome: Any) -> Any:
         if not self._arguments.get("async_sharded_save"):

@@ -260,8 +260,9 @@ def test_a_rehearsal_is_started_once_and_announced():
 
 def test_verdicts_name_the_newest_checkpoint_wherever_it_was_saved():
     controller = formed(0)
-    hear(controller, 2, Report(0, checkpoint=Checkpoint(7, "/ckpt/7")))
-    hear(controller, 1, Report(0, checkpoint=Checkpoint(5, "/ckpt/5")))
+    hear(controller, 2, Report(0, checkpoint=Checkpoint(True, 7, "/ckpt/7")))
+    hear(controller, 1, Report(0, checkpoint=Checkpoint(True, 5, "/ckpt/5")))
+    controller.step(io.CheckpointSaved(9, "/ckpt/training_args.bin", whole=False), 0.2)
     actions = controller.step(io.StopRequested("operator", 143), 0.2)
     assert actions[-1] == io.Leave(143, "operator; newest checkpoint: step 7 in /ckpt/7")
     assert formed(0).step(io.StopRequested("operator", 143), 0.2)[-1].reason == "operator; no checkpoint was saved"
@@ -269,7 +270,7 @@ def test_verdicts_name_the_newest_checkpoint_wherever_it_was_saved():
 
 def test_a_checkpoint_is_reported_and_promised():
     controller = formed(3)
-    newest = Checkpoint(7, "/ckpt/7")
+    newest = Checkpoint(True, 7, "/ckpt/7")
     assert said(controller.step(io.CheckpointSaved(7, "/ckpt/7"), 0.1)) == [(0, Report(0, checkpoint=newest))]
     assert controller.step(io.CheckpointSaved(5, "/ckpt/5"), 0.2) == []
     ballot = Ballot(1, 1, 0)

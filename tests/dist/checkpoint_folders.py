@@ -1,6 +1,9 @@
-"""train_deepspeed.py with the block by which Hugging Face's examples look for their newest checkpoint.
+"""train_deepspeed.py with ways of scripts to find and to name checkpoint folders: `checkpoint_folders.py MODE ...`
 
-Not a test: a script of test_deepspeed.py, run with and without the plugin. It saves as the Trainer does.
+resume   looks for its newest checkpoint as Hugging Face's examples do, and saves as the Trainer does
+clock    names its folder by the time at which the process began
+apart    names a folder for every rank
+Not a test: the script of test_checkpoint_folders.py.
 """
 
 import json
@@ -9,11 +12,14 @@ import re
 import sys
 from pathlib import Path
 
+MODE = sys.argv.pop(1)
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
-import torch
-import torch.distributed as dist
-import train_deepspeed as script
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+import train_deepspeed as script  # noqa: E402
+
+import deadpool_plugin  # noqa: E402
 
 
 def newest(folder):
@@ -33,7 +39,7 @@ def refuse_what_is_there(folder):
         raise ValueError("there is a state to resume from")
 
 
-def save(args, engine):
+def save_as_trainer(args, engine):
     if args.save_interval and engine.global_steps % args.save_interval == 0:
         folder = args.save / f"checkpoint-{engine.global_steps}"
         engine.save_checkpoint(str(folder))
@@ -42,6 +48,18 @@ def save(args, engine):
             torch.save({"step": engine.global_steps}, args.save / "last.pt")
 
 
-script.save = save
-refuse_what_is_there(script.parse_args().save)
+BEGAN = "later" if deadpool_plugin.is_rehearsal() else "first"  # what a clock would say
+NAMES = {"clock": lambda: f"run.{BEGAN}", "apart": lambda: f"run.{dist.get_rank()}"}
+
+
+def save_by_name(args, engine):
+    if args.save_interval and engine.global_steps % args.save_interval == 0:
+        folder = args.save / NAMES[MODE]()
+        engine.save_checkpoint(str(folder))
+        torch.save({"step": engine.global_steps}, folder / f"rank{dist.get_rank()}.pt")
+
+
+if MODE == "resume":
+    refuse_what_is_there(script.parse_args().save)
+script.save = save_as_trainer if MODE == "resume" else save_by_name
 script.main()

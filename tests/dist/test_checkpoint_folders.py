@@ -1,0 +1,57 @@
+"""Scripts that look for their newest checkpoint, or name their folder by the clock: whole checkpoints in one place."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+
+import test_deepspeed  # noqa: E402
+from faults import deepspeed_hooks  # noqa: E402
+from support.killed_ranks import run_with_kills  # noqa: E402
+from support.zygote import in_zygote  # noqa: E402
+
+pytestmark = getattr(test_deepspeed, "pytestmark", [])
+KILLS = [(1, 6, "backward"), (0, 9, "forward")]
+
+
+def run(folder, corpus, mode, kills):
+    words = [*test_deepspeed.arguments(corpus, "--zero 1 --save-interval 4")[1:], "--save", str(folder / "out")]
+    argv = [str(HERE / "checkpoint_folders.py"), mode, *words]
+    return run_with_kills(folder, argv, 2, kills, [], deepspeed_hooks.install)
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+@in_zygote
+def test_a_replacement_finds_the_folders_its_script_looks_into_as_they_were_at_the_start(tmp_path, corpus):
+    """Neither rank has been rehearsed when it is lost, and checkpoints have been saved by then."""
+    run(tmp_path, corpus, "resume", KILLS)
+    out = tmp_path / "out"
+    assert names(out) == ["checkpoint-12", "checkpoint-4", "checkpoint-8", "last.pt"]
+    assert torch.load(out / "last.pt") == {"step": 12}
+
+
+@in_zygote
+def test_a_replacement_that_names_another_folder_saves_where_the_others_do(tmp_path, corpus):
+    outcome = run(tmp_path, corpus, "clock", KILLS)
+    (folder,) = (tmp_path / "out").iterdir()
+    assert {"global_step12", "global_step4", "global_step8", "rank0.pt", "rank1.pt"} <= set(names(folder))
+    assert (folder / "latest").read_text() == "global_step12"
+    assert names(folder / "global_step4") == names(folder / "global_step8") == names(folder / "global_step12")
+    assert len(names(folder / "global_step12")) == 3  # weights, and each rank's part of the optimizer
+    assert [torch.load(folder / f"rank{rank}.pt") for rank in (0, 1)] == [{"step": 12}] * 2
+    said = [fields["text"] for events in outcome.events.values() for kind, fields in events if kind == "Note"]
+    assert sum(f"saves to {folder}" in text for text in said) == 2, said
+
+
+@in_zygote
+def test_a_checkpoint_in_two_folders_ends_the_job_before_it_is_written(tmp_path, corpus):
+    with pytest.raises(AssertionError, match=r"cannot be loaded: rank\(s\) 0 to .*run.0; rank\(s\) 1 to .*run.1"):
+        run(tmp_path, corpus, "apart", [])
+    assert not (tmp_path / "out").exists()
