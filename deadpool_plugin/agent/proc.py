@@ -9,13 +9,17 @@ that has that does not go back to its program (kernel/signal.c, get_signal).
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
 import msgspec
 
+T = TypeVar("T")
 PF_EXITING = 0x4
 PF_SIGNALED = 0x400
 PF_KTHREAD = 0x200000
@@ -25,6 +29,42 @@ EXEC_LOOKS_MAX = 500
 EXEC_POLL_S = 0.001
 TAG = "DEADPOOL_TAG"
 """Environment variable every worker is started with: "<launcher pid>.<its start time>.<local rank>."."""
+
+
+class Reserve:
+    """A descriptor that is given up for a moment where there is no other one to look at /proc with.
+
+    Without it a process with too many open files is blind: it would take a living process for one that it cannot see.
+    """
+
+    def __init__(self) -> None:
+        self._fd = -1
+
+    def keep(self) -> None:
+        """Have one from now on. Raises: OSError."""
+        if self._fd < 0:
+            self._fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+
+    def call(self, work: Callable[[], T]) -> T:
+        """`work()`, for which there is a descriptor unless another thread is quicker. Raises: OSError."""
+        try:
+            return work()
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE) or self._fd < 0:
+                raise
+        with _reserve_lock:
+            if self._fd >= 0:
+                os.close(self._fd)
+                self._fd = -1
+            try:
+                return work()
+            finally:
+                with contextlib.suppress(OSError):  # the next look tries again
+                    self.keep()
+
+
+_reserve_lock = threading.RLock()
+reserve = Reserve()
 
 
 class Status(msgspec.Struct, frozen=True):
@@ -57,8 +97,12 @@ def look(pid: int, folder: str = "/proc") -> Status | None:
 
 def _stat(pid: int, folder: str = "/proc") -> list[bytes]:
     """The fields of proc_pid_stat(5) from the third on. Raises: OSError if there is no such process."""
-    with open(f"{folder}/{pid}/stat", "rb", buffering=0) as file:
-        return file.read(4096).rpartition(b") ")[2].split()
+
+    def read() -> bytes:
+        with open(f"{folder}/{pid}/stat", "rb", buffering=0) as file:
+            return file.read(4096)
+
+    return reserve.call(read).rpartition(b") ")[2].split()
 
 
 def _dumps_core(pid: int, folder: str) -> bool:
@@ -89,7 +133,7 @@ def children(pid: int) -> list[int]:
     """Every process whose parent is `pid`, whichever of its threads that is; ended ones that were not waited for, too.
     Costs some 10 us for each process of the host."""
     found = []
-    for name in os.listdir("/proc"):
+    for name in reserve.call(lambda: os.listdir("/proc")):
         if name.isdigit():
             with contextlib.suppress(OSError):  # gone meanwhile
                 if int(_stat(int(name))[1]) == pid:
@@ -135,7 +179,7 @@ def environments() -> Iterator[tuple[int, bytes]]:
     """(pid, its initial environment) of every process but this one. Costs some 10 us a process; waits for those within
     execve(2), by EXEC_LOOKS_MAX further looks in all."""
     looks = iter(range(EXEC_LOOKS_MAX))
-    for name in os.listdir("/proc"):
+    for name in reserve.call(lambda: os.listdir("/proc")):
         if name.isdigit() and int(name) != os.getpid():
             with contextlib.suppress(OSError):  # gone, or another user's
                 yield int(name), _environment(int(name), looks)
@@ -156,8 +200,11 @@ def _environment(pid: int, looks: Iterator[int]) -> bytes:
 
 
 def _read(path: str) -> bytes:
-    with open(path, "rb") as file:
-        return file.read()
+    def read() -> bytes:
+        with open(path, "rb") as file:
+            return file.read()
+
+    return reserve.call(read)
 
 
 def _within_exec(pid: int) -> bool:

@@ -7,6 +7,8 @@ told here, because the kernel shows 0 also while the status is not known yet; wh
 from __future__ import annotations
 
 import asyncio
+import errno
+import logging
 import os
 import signal
 import time
@@ -16,6 +18,7 @@ from dataclasses import dataclass
 from . import proc
 
 POLL_S = 0.03
+_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -38,8 +41,10 @@ class Watch:
         self._watched: dict[int, _Watched] = {}
         self._task: asyncio.Task[None] | None = None
         self._excused: frozenset[int] = frozenset()
+        self._said = False
 
     def start(self) -> None:
+        proc.reserve.keep()
         self._task = asyncio.get_running_loop().create_task(self._run())
         self._task.add_done_callback(_raise_again)
 
@@ -61,8 +66,19 @@ class Watch:
     async def _run(self) -> None:
         while True:
             for pid, watched in list(self._watched.items()):
-                self._look(pid, watched)
+                try:
+                    self._look(pid, watched)
+                except OSError as error:  # too many open files: the next look may have one
+                    self._cannot_look(error)
             await asyncio.sleep(POLL_S)
+
+    def _cannot_look(self, error: OSError) -> None:
+        """Raises: OSError, but for too many open files, which is said once."""
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise error
+        if not self._said:
+            self._said = True
+            _log.warning("cannot look at the processes of this host: %s; it is tried again and not said again", error)
 
     def _look(self, pid: int, watched: _Watched) -> None:
         status = proc.look(pid)

@@ -13,6 +13,8 @@ from .types import (
     NO_STEP,
     Ballot,
     Checkpoint,
+    Count,
+    ExitCode,
     Failure,
     Generation,
     Holding,
@@ -44,14 +46,14 @@ class Report(Message, frozen=True):
     generation: Generation
     holdings: tuple[Holding, ...] = ()
     ready: tuple[Rank, ...] = ()
-    rehearsed: tuple[tuple[int, Rank], ...] = ()
+    rehearsed: tuple[tuple[Count, Rank], ...] = ()
     finished: tuple[Rank, ...] = ()
     store: str = ""
     checkpoint: Checkpoint = Checkpoint()
     stuck: str = ""
     sent_at: float = NEVER
     heard: float = NEVER
-    moved: int = 0
+    moved: Count = 0
 
 
 class Status(Message, frozen=True):
@@ -82,7 +84,7 @@ class Rehearse(Message, frozen=True):
     """Coordinator -> spare: your worker in `local_slot` rehearses `rank`, whose recording its node holds."""
 
     generation: Generation
-    local_slot: int
+    local_slot: Count
     rank: Rank
 
 
@@ -164,7 +166,7 @@ class Verdict(Message, frozen=True):
     """Coordinator -> all: the job ends here. `exit_code` for every process; `cause` is None for an orderly end."""
 
     generation: Generation
-    exit_code: int
+    exit_code: ExitCode
     reason: str
     cause: Unrecoverable | None = None
 

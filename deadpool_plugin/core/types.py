@@ -9,13 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cached_property
+from typing import Annotated
 
 import msgspec
 
-NodeId = int
-Rank = int
-Step = int
-Generation = int
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]
+"""Bounds hold for what is decoded: nothing else may come from another process."""
+NodeId = Annotated[int, msgspec.Meta(ge=0, le=0xFFFFFFFF)]
+Rank = Annotated[int, msgspec.Meta(ge=0, le=1 << 24)]
+Step = Annotated[int, msgspec.Meta(ge=-1, le=1 << 48)]
+Generation = Count
+ExitCode = Annotated[int, msgspec.Meta(ge=-255, le=255)]
+"""Negative for a signal, as in subprocess."""
 
 NO_STEP: Step = -1
 NEVER = -1.0
@@ -111,7 +116,7 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
     error, -1 if something else ended it."""
 
     rank: Rank
-    exit_code: int
+    exit_code: ExitCode
     reason: str
 
 
@@ -155,7 +160,7 @@ class Ballot(msgspec.Struct, frozen=True, array_like=True, order=True):
     """Fencing token of one attempt to decide one generation's world; larger wins."""
 
     generation: Generation
-    round: int
+    round: Count
     node: NodeId
 
 

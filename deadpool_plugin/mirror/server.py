@@ -16,7 +16,7 @@ from collections.abc import Callable
 from ..core.types import Generation, Holding, Rank, Step
 from ..errors import DeadpoolError, PeerRefused, StaleGeneration, TransportError
 from ..transport.framing import ConnectionClosed
-from ..transport.handshake import Credentials, shake_hands
+from ..transport.handshake import Credentials, Unproven, shake_hands
 from ..transport.sockets import Address, bound_address, listen_tcp
 from . import wire
 from .fence import NotEntered
@@ -28,6 +28,9 @@ from .wire import BulkStream
 OnMirrored = Callable[[Rank, Step, Generation, Holding], None]
 _JOIN_S = 5.0
 _RETRY_S = 0.1
+UNPROVEN_MAX = 32
+"""Connections, and so threads, that have proved nothing yet."""
+REFUSED_HOSTS_MAX = 256
 _log = logging.getLogger(__name__)
 
 
@@ -64,6 +67,7 @@ class BulkServer:
         self._streams: dict[BulkStream, Generation | None] = {}
         self._threads: set[threading.Thread] = set()
         self._closing = threading.Event()
+        self._unproven = Unproven(UNPROVEN_MAX)
         self._listener = listen_tcp(bind_host, port_range)
         self.address: Address = bound_address(self._listener)
         store.on_fence(self._cut_older)
@@ -77,8 +81,11 @@ class BulkServer:
                 sock, _ = self._listener.accept()
             except OSError as error:
                 if not self._closing.wait(_RETRY_S):
-                    _log.warning("cannot accept a bulk connection: %s", error)
+                    self._unproven.cannot_accept("bulk", error)
                 continue
+            while not self._unproven.await_room(_RETRY_S) and not self._closing.is_set():
+                pass
+            self._unproven.enter(sock)
             thread = threading.Thread(target=self._serve, args=(sock,), name="bulk-serve", daemon=True)
             with self._lock:
                 self._threads.add(thread)
@@ -86,6 +93,7 @@ class BulkServer:
                 thread.start()
             except RuntimeError as error:  # no more threads now: whoever asked tries again
                 _log.warning("cannot serve a bulk connection: %s", error)
+                self._unproven.leave(sock)
                 sock.close()
                 with self._lock:
                     self._threads.discard(thread)
@@ -95,9 +103,13 @@ class BulkServer:
         stream: BulkStream | None = None
         try:
             with sock:
-                shake_hands(
-                    sock, self._credentials, wire.PURPOSE, self._node, dialling=False, timeout_s=self._silent_after_s
-                )
+                try:
+                    shake_hands(
+                        sock, self._credentials, wire.PURPOSE, self._node, dialling=False,
+                        timeout_s=self._silent_after_s,
+                    )  # fmt: skip
+                finally:
+                    self._unproven.leave(sock)
                 stream = BulkStream(sock, self._silent_after_s)
                 with self._lock:
                     self._streams[stream] = None
@@ -119,8 +131,9 @@ class BulkServer:
     def _tell_refused(self, error: PeerRefused) -> None:
         host = error.address.rpartition(":")[0]
         with self._lock:
-            news = host not in self._refused_hosts
-            self._refused_hosts.add(host)
+            news = host not in self._refused_hosts and len(self._refused_hosts) < REFUSED_HOSTS_MAX
+            if news:
+                self._refused_hosts.add(host)
         if news:
             self._on_refused(error)
 

@@ -12,17 +12,19 @@ import os
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, zip_longest
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import xxhash
 
+from ..core.types import Count, Generation, Rank, Step
 from ..errors import CorruptFrame, TransportError
-from ..transport.framing import ConnectionClosed
+from ..transport.framing import ConnectionClosed, why_unreadable
 from ..transport.sockets import remote_name, tune
-from .integrity import FRAME_BYTES, Sums, frame_sums
+from .integrity import FRAME_BYTES, Digest, Sums, frame_sums
 
 MESSAGE_BYTES_MAX = 16 << 20
 BLOB_BYTES_MAX = 1 << 30
@@ -31,10 +33,13 @@ PURPOSE = "bulk"
 _PREFIX = struct.Struct("!4sIQ")  # magic, length of the message, its xxh3
 _MAGIC = b"DPms"
 _PIECE_BYTES = 16 * FRAME_BYTES
+SLOWEST_BYTES_PER_S = 1 << 16
+"""Who sends or accepts less than this, for longer than its patience, holds a thread for nothing."""
 _records_decoder = msgspec.msgpack.Decoder(tuple[bool, list[bytes]])
 _SUSPECT = "they are not used; if it happens again, suspect the network card or memory of either host"
 _NICE = 10
 T = TypeVar("T")
+Size = Annotated[int, msgspec.Meta(ge=0, le=BLOB_BYTES_MAX)]
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -44,48 +49,48 @@ class Request(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class Push(Request, frozen=True):
     """Followed, if the answer is Ready, by records and header as blobs, the payload, and Sealed (or Abandoned)."""
 
-    rank: int
-    step: int
-    generation: int
-    replicas: tuple[int, ...]
-    header_bytes: int
-    header_digest: int
+    rank: Rank
+    step: Step
+    generation: Generation
+    replicas: tuple[Rank, ...]
+    header_bytes: Size
+    header_digest: Digest
     layout_hash: str
     with_payload: bool
-    payload_bytes: int
+    payload_bytes: Count
 
 
 class PushRecording(Request, frozen=True):
     """Followed by a blob."""
 
-    rank: int
-    generation: int
+    rank: Rank
+    generation: Generation
 
 
 class GetRecording(Request, frozen=True):
-    rank: int
+    rank: Rank
 
 
 class GetHistory(Request, frozen=True):
     """Answered by the records of first..last."""
 
-    rank: int
-    first: int
-    last: int
+    rank: Rank
+    first: Step
+    last: Step
 
 
 class GetHeader(Request, frozen=True):
-    rank: int
-    step: int
+    rank: Rank
+    step: Step
 
 
 class GetPayload(Request, frozen=True):
     """Answered by Ready, the payload, and Sealed (or Abandoned)."""
 
-    rank: int
-    step: int
+    rank: Rank
+    step: Step
     layout_hash: str
-    payload_bytes: int
+    payload_bytes: Count
 
 
 AnyRequest = Push | PushRecording | GetRecording | GetHistory | GetHeader | GetPayload
@@ -98,7 +103,7 @@ class Reply(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class Ready(Reply, frozen=True):
     """Go on. `history_last`: newest step before the pushed one whose records are held."""
 
-    history_last: int = -1
+    history_last: Step = -1
 
 
 class Wait(Reply, frozen=True):
@@ -131,8 +136,8 @@ class Abandoned(Reply, frozen=True):
 class Blob(Reply, frozen=True):
     """So many bytes follow, with this xxh3."""
 
-    size: int
-    digest: int
+    size: Size
+    digest: Digest
 
 
 AnyReply = Ready | Wait | Done | Refused | Sealed | Abandoned
@@ -171,9 +176,17 @@ class BulkStream:
 
     # ---- bytes
 
+    def _limit_s(self, size: int) -> float:
+        """How long `size` bytes may take: what counts is all of them, not each system call."""
+        return self._silent_after_s + size / SLOWEST_BYTES_PER_S
+
     def _recv_exact(self, view: memoryview, *, idle: bool = False) -> None:
-        start = 0
+        start, deadline = 0, None if idle else time.monotonic() + self._limit_s(len(view))
         while start < len(view):
+            if deadline is not None and time.monotonic() > deadline:
+                raise TransportError(
+                    f"{self.address} sent {start} of {len(view)} bytes in {self._limit_s(len(view)):g} s"
+                )
             try:
                 count = self._sock.recv_into(view[start:], 0, socket.MSG_WAITALL)
             except BlockingIOError as error:
@@ -185,12 +198,16 @@ class BulkStream:
             if not count:
                 raise ConnectionClosed(f"{self.address} closed the bulk connection")
             start += count
+            deadline = deadline or time.monotonic() + self._limit_s(len(view))
 
     def _send_exact(self, view: memoryview, *, more: bool = False) -> None:
         """`more`: something follows at once, do not wake the other end for this."""
         start, flags = 0, socket.MSG_MORE if more else 0
+        deadline = time.monotonic() + self._limit_s(len(view))
         try:
             while start < len(view):
+                if time.monotonic() > deadline:
+                    raise TransportError(f"{self.address} accepted {start} of {len(view)} bytes in time")
                 start += self._sock.send(view[start:], flags)
         except BlockingIOError as error:
             raise TransportError(f"{self.address} accepted nothing for {self._silent_after_s:g} s") from error
@@ -224,7 +241,7 @@ class BulkStream:
         try:
             message: T = msgspec.msgpack.decode(body, type=kind)
         except msgspec.MsgspecError as error:
-            raise CorruptFrame(f"a message from {self.address} cannot be read: {error}") from error
+            raise CorruptFrame(f"{self.address}: {why_unreadable(error, bytes(body), kind)}") from error
         return message
 
     def expect(self, *kinds: type[T]) -> T:
@@ -251,8 +268,6 @@ class BulkStream:
     def recv_blob(self) -> bytes:
         """Raises: CorruptFrame."""
         blob: Blob = self.recv(Blob)
-        if blob.size > BLOB_BYTES_MAX:
-            raise CorruptFrame(f"{blob.size} bytes from {self.address}", f"at most {BLOB_BYTES_MAX}")
         return bytes(self._recv_checked(blob.size, blob.digest))
 
     def send_records(self, records: Sequence[bytes], *, more: bool = False) -> None:

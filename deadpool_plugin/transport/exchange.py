@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from ..errors import CorruptFrame
-from .framing import CONTROL_FRAME_BYTES_MAX, LENGTH, checked_length, pack_frame
+from .framing import CONTROL_FRAME_BYTES_MAX, LENGTH, checked_length, pack_frame, why_unreadable
 from .sockets import remote_name
 
 
@@ -37,7 +37,7 @@ async def take(sock: socket.socket, kinds: Any) -> Any:
         return msgspec.msgpack.decode(body, type=kinds)
     except msgspec.MsgspecError as error:
         raise CorruptFrame(
-            f"{remote_name(sock)} sent what cannot be read here: {error}", remedy="use one version on all hosts"
+            f"{remote_name(sock)}: {why_unreadable(error, body, kinds)}", remedy="use one version on all hosts"
         ) from error
 
 

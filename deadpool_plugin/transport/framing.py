@@ -7,14 +7,31 @@ mean. A length beyond the limit ends the stream (`CorruptFrame`), because there 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import re
 import struct
 from collections.abc import Callable, Iterator
+from typing import Any, get_args
+
+import msgspec
 
 from ..errors import CorruptFrame, TransportError
 
 LENGTH = struct.Struct("!I")
 CONTROL_FRAME_BYTES_MAX = 16 << 20
 CONTROL_BACKLOG_BYTES_MAX = 64 << 20
+
+
+def why_unreadable(error: msgspec.MsgspecError, body: bytes, kinds: Any) -> str:
+    """What is wrong with a message, by its own name and its field's; `kinds`: the struct or union it should be."""
+    place = re.search(r"`\$\[(\d+)\]", str(error))
+    with contextlib.suppress(msgspec.MsgspecError, IndexError, KeyError, TypeError):
+        for kind in get_args(kinds) or (kinds,):
+            tag = kind.__struct_config__.tag
+            if place is not None and tag in (None, msgspec.msgpack.decode(body)[0]):
+                field = kind.__struct_fields__[int(place[1]) - (tag is not None)]
+                return f"{kind.__name__}.{field} cannot be read: {error}"
+    return f"a message of {len(body)} bytes cannot be read: {error}"
 
 
 class ConnectionClosed(TransportError):

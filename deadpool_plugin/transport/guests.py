@@ -21,7 +21,7 @@ from .exchange import put, take
 from .framing import ConnectionClosed
 from .handshake import HANDSHAKE_TIMEOUT_S, Credentials, shake_hands_async
 from .rendezvous import Hello
-from .sockets import Address, closed_on_error, connected, tune
+from .sockets import Address, Port, closed_on_error, connected, tune
 
 PURPOSE = "control"
 GUEST: NodeId = 0xFFFFFFFF
@@ -66,7 +66,7 @@ class JobDescription(Guest, frozen=True):
     config: str
     environment: dict[str, str]
     master_addr: str
-    master_port: int
+    master_port: Port
     generation: Generation
     members: tuple[NodeId, ...]
     hellos: list[Hello]

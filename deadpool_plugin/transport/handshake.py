@@ -10,11 +10,17 @@ secret or job by themselves. The secret is never sent.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
+import logging
 import os
+import resource
 import socket
 import struct
+import threading
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ..errors import PeerRefused
@@ -26,6 +32,9 @@ _GREETING = struct.Struct("!8s32sI16s")  # magic with the protocol's version, no
 _MAGIC = b"deadpl-3"
 _PROOF_BYTES = hashlib.sha256().digest_size
 HANDSHAKE_TIMEOUT_S = 10.0
+UNPROVEN_MIN, UNPROVEN_MAX, UNPROVEN_SHARE = 16, 512, 8
+"""How many connections of a listener may be unproven: this part of the files the process may open, within the two."""
+_log = logging.getLogger(__name__)
 ANY_JOB = "?"
 """The job of a host that wants to be told what job it has found."""
 
@@ -40,6 +49,67 @@ class Credentials:
     def of(self, job: str) -> Credentials:
         """The same secret, for `job`."""
         return Credentials(self.secret, job)
+
+
+class Unproven:
+    """The connections of one listener whose other end has proved nothing yet. Thread: any.
+
+    Anybody who reaches the port can open them, and leave them open. So there are at most `limit`: when one more comes,
+    the one that has waited longest is ended. An honest peer that is ended so tries again.
+    """
+
+    def __init__(self, limit: int = 0) -> None:
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0] % (1 << 63)  # -1: as many as it likes
+        self.limit = limit or max(UNPROVEN_MIN, min(UNPROVEN_MAX, files // UNPROVEN_SHARE))
+        self._waiting: dict[socket.socket, None] = {}
+        self._open = 0
+        self._changed = threading.Condition()
+        self._complained: set[int | None] = set()
+
+    @contextlib.contextmanager
+    def held(self, sock: socket.socket) -> Iterator[None]:
+        """While `sock` has proved nothing."""
+        self.enter(sock)
+        try:
+            yield
+        finally:
+            self.leave(sock)
+
+    def enter(self, sock: socket.socket) -> None:
+        with self._changed:
+            if len(self._waiting) >= self.limit:
+                self._end_oldest()
+            self._waiting[sock] = None
+            self._open += 1
+
+    def leave(self, sock: socket.socket) -> None:
+        with self._changed:
+            self._waiting.pop(sock, None)
+            self._open -= 1
+            self._changed.notify_all()
+
+    def await_room(self, timeout_s: float) -> bool:
+        """For a listener with a thread for each: whether there are fewer than `limit`. Blocks: so long."""
+        with self._changed:
+            if len(self._waiting) >= self.limit:
+                self._end_oldest()
+            return self._changed.wait_for(lambda: self._open < self.limit, timeout_s)
+
+    def cannot_accept(self, what: str, error: OSError) -> None:
+        """`accept` has failed: say so, once for each reason, and free what the oldest holds."""
+        if error.errno not in self._complained:
+            self._complained.add(error.errno)
+            _log.warning("cannot accept a %s connection: %s; it is tried again and not said again", what, error)
+        with self._changed:
+            self._end_oldest()
+
+    def _end_oldest(self) -> None:
+        """Whoever waits for its bytes meets their end, and closes it."""
+        oldest = next(iter(self._waiting), None)
+        if oldest is not None:
+            del self._waiting[oldest]
+            with contextlib.suppress(OSError):  # it has ended already
+                oldest.shutdown(socket.SHUT_RDWR)
 
 
 class Handshake:
@@ -112,25 +182,31 @@ def shake_hands(
 
     Raises: PeerRefused, with the address; ConnectionClosed if the other end hangs up, stays silent, or is to be tried
     again because not both have met their job.
-    Blocks: up to `timeout_s` per message.
+    Blocks: up to `timeout_s` for all of it, however its bytes come.
     """
     shake = Handshake(credentials, purpose, identity, dialling=dialling, address=remote_name(sock))
     sock.settimeout(timeout_s)
+    deadline = time.monotonic() + timeout_s
     try:
         sock.sendall(shake.greeting)
-        start = _recv_exact(sock, len(_MAGIC))
+        start = _recv_exact(sock, len(_MAGIC), deadline)
         shake.recognise(start)
-        sock.sendall(shake.answer(start + _recv_exact(sock, _GREETING.size - len(_MAGIC))))
-        peer = shake.check(_recv_exact(sock, _PROOF_BYTES))
+        sock.sendall(shake.answer(start + _recv_exact(sock, _GREETING.size - len(_MAGIC), deadline)))
+        peer = shake.check(_recv_exact(sock, _PROOF_BYTES, deadline))
     except (OSError, EOFError) as error:
         raise ConnectionClosed(f"the handshake with {remote_name(sock)} ended early: {error!r}") from error
     sock.settimeout(None)
     return peer
 
 
-def _recv_exact(sock: socket.socket, size: int) -> bytes:
+def _recv_exact(sock: socket.socket, size: int, deadline: float) -> bytes:
+    """Raises: OSError, TimeoutError among them; EOFError."""
     data = b""
     while len(data) < size:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("its time is up")
+        sock.settimeout(left_s)
         piece = sock.recv(size - len(data))
         if not piece:
             raise EOFError("the other end closed the connection")

@@ -13,6 +13,7 @@ from typing import ClassVar
 
 import msgspec
 
+from ..core.types import Count, ExitCode, Generation, Rank, Step
 from .unix import Connection, connect_unix
 from .unix_server import Peer, Server
 
@@ -28,27 +29,27 @@ class SupervisorHello(LocalMessage, frozen=True):
     """Supervisor -> agent, once. Carries the read end of the pipe that the slot's standby process and everything it
     forks write to."""
 
-    local_rank: int
-    standby_pid: int
+    local_rank: Count
+    standby_pid: Count
     descriptors: ClassVar[int] = 1
 
 
 class StandbyExited(LocalMessage, frozen=True):
     """Supervisor -> agent: `exit_code` is negative for a signal, as in subprocess."""
 
-    exit_code: int
+    exit_code: ExitCode
 
 
 class Leaving(LocalMessage, frozen=True):
     """Supervisor -> agent: it was told to end by `signal`."""
 
-    signal: int
+    signal: Count
 
 
 class EndSupervisor(LocalMessage, frozen=True):
     """Agent -> supervisor: kill what is left of your standby process and exit with `exit_code`."""
 
-    exit_code: int
+    exit_code: ExitCode
 
 
 # ---- standby <-> agent
@@ -57,7 +58,7 @@ class EndSupervisor(LocalMessage, frozen=True):
 class StandbyHello(LocalMessage, frozen=True):
     """The standby process of a slot: it imports once and forks a process for every rank it is told to run."""
 
-    local_rank: int
+    local_rank: Count
 
 
 class RunRank(LocalMessage, frozen=True):
@@ -65,24 +66,24 @@ class RunRank(LocalMessage, frozen=True):
 
     `env` is set before the user's script runs. `order` counts what this standby process was told to fork."""
 
-    rank: int
+    rank: Rank
     env: dict[str, str]
-    order: int = 0
+    order: Count = 0
 
 
 class RehearseRank(LocalMessage, frozen=True):
     """Agent -> standby: fork a process that rehearses `rank` (killing the one before). `order` as in RunRank."""
 
-    rank: int
+    rank: Rank
     env: dict[str, str]
-    order: int = 0
+    order: Count = 0
 
 
 class WorkerExited(LocalMessage, frozen=True):
     """Standby -> agent: the process forked for `order` has ended; `exit_code` as in subprocess."""
 
-    order: int
-    exit_code: int
+    order: Count
+    exit_code: ExitCode
 
 
 class CannotEnd(LocalMessage, frozen=True):
@@ -97,11 +98,11 @@ class CannotEnd(LocalMessage, frozen=True):
 class WorkerHello(LocalMessage, frozen=True):
     """A process forked by the standby process for `rank` introduces itself on a connection of its own."""
 
-    local_rank: int
-    pid: int
-    rank: int
+    local_rank: Count
+    pid: Count
+    rank: Rank
     rehearsing: bool
-    order: int = 0
+    order: Count = 0
 
 
 class StoreOffer(LocalMessage, frozen=True):
@@ -117,7 +118,7 @@ class HostStore(LocalMessage, frozen=True):
 class StartGroups(LocalMessage, frozen=True):
     """Agent -> worker that begins the script: build groups over this store."""
 
-    generation: int
+    generation: Generation
     store: str
 
 
@@ -125,61 +126,61 @@ class RankReady(LocalMessage, frozen=True):
     """Worker -> agent at its first call: sizes of its snapshots, who has the same payload, and the recording of its
     start-up collectives (opaque bytes) which a rehearsal replays."""
 
-    rank: int
-    header_bytes: int
-    payload_bytes: int
+    rank: Rank
+    header_bytes: Count
+    payload_bytes: Count
     layout_hash: str
-    replicas: tuple[int, ...]
+    replicas: tuple[Rank, ...]
     recording: bytes
 
 
 class ArenaHandOver(LocalMessage, frozen=True):
     """Agent -> worker: the memfd of its two own slots (mirror/arena.py maps it)."""
 
-    rank: int
-    header_bytes: int
-    payload_bytes: int
+    rank: Rank
+    header_bytes: Count
+    payload_bytes: Count
     descriptors: ClassVar[int] = 1
 
 
 class Staged(LocalMessage, frozen=True):
     """Worker -> agent: slot `step % 2` is complete. `records`: its call records (opaque)."""
 
-    rank: int
-    step: int
-    generation: int
+    rank: Rank
+    step: Step
+    generation: Generation
     records: bytes
 
 
 class Committed(LocalMessage, frozen=True):
     """Agent -> worker: opens the gate."""
 
-    step: int
+    step: Step
 
 
 class Abort(LocalMessage, frozen=True):
     """Agent -> worker: leave whatever you are in; generation - 1 is over."""
 
-    generation: int
+    generation: Generation
 
 
 class Join(LocalMessage, frozen=True):
     """Agent -> survivor: rebuild groups for `generation` over `store`, restore `restore_step`, redo, go on."""
 
-    generation: int
+    generation: Generation
     store: str
-    restore_step: int
+    restore_step: Step
 
 
 class Rehearsal(LocalMessage, frozen=True):
     """Agent -> rehearser, answer to its hello: the rank's recording."""
 
-    rank: int
+    rank: Rank
     recording: bytes
 
 
 class Rehearsed(LocalMessage, frozen=True):
-    rank: int
+    rank: Rank
     duration_s: float
 
 
@@ -193,43 +194,43 @@ class Moved(LocalMessage, frozen=True):
     """Rehearser -> agent: it has come as far as `step` on its way through `History` (now and then, while there is
     more)."""
 
-    rank: int
-    step: int
+    rank: Rank
+    step: Step
 
 
 class Progress(LocalMessage, frozen=True):
     """Worker in training -> agent, now and then: it has come to another collective."""
 
-    rank: int
+    rank: Rank
 
 
 class TakeOver(LocalMessage, frozen=True):
     """Agent -> rehearser: become the rank in `generation`. The arena (descriptor) holds the snapshot of `restore_step`;
     `History` up to it has been sent before."""
 
-    generation: int
+    generation: Generation
     store: str
-    restore_step: int
-    header_bytes: int
-    payload_bytes: int
+    restore_step: Step
+    header_bytes: Count
+    payload_bytes: Count
     descriptors: ClassVar[int] = 1
 
 
 class Unwound(LocalMessage, frozen=True):
     """Worker -> agent: its main thread has left the interrupted call and waits for `Join`."""
 
-    generation: int
+    generation: Generation
 
 
 class Saving(LocalMessage, frozen=True):
     """Worker -> agent, answer to Abort: its main thread is in a save, which may take long."""
 
-    generation: int
+    generation: Generation
 
 
 class Restored(LocalMessage, frozen=True):
-    rank: int
-    generation: int
+    rank: Rank
+    generation: Generation
 
 
 class OutOfReach(LocalMessage, frozen=True):
@@ -241,7 +242,7 @@ class OutOfReach(LocalMessage, frozen=True):
 class Saved(LocalMessage, frozen=True):
     """Worker -> agent: its script has finished saving the checkpoint of `step`. `whole`: not only a file of its own."""
 
-    step: int
+    step: Step
     path: str
     whole: bool = True
 
@@ -249,18 +250,18 @@ class Saved(LocalMessage, frozen=True):
 class Failing(LocalMessage, frozen=True):
     """Worker -> agent: its script has ended with an error (`reason`: the exception in a line); the process follows."""
 
-    rank: int
+    rank: Rank
     reason: str
 
 
 class Finished(LocalMessage, frozen=True):
     """Worker -> agent: the user's script ended well; waits for `EndWorker`, serves swaps meanwhile."""
 
-    rank: int
+    rank: Rank
 
 
 class EndWorker(LocalMessage, frozen=True):
-    exit_code: int
+    exit_code: ExitCode
 
 
 class WorkerEvent(LocalMessage, frozen=True):

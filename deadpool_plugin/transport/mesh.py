@@ -21,9 +21,9 @@ from ..core.types import NodeId
 from ..errors import CorruptFrame, PeerRefused, TransportError
 from . import guests, links
 from .exchange import put
-from .framing import ConnectionClosed, FrameProtocol
+from .framing import ConnectionClosed, FrameProtocol, why_unreadable
 from .guests import GUEST, Admitted, Answer, OnGuest
-from .handshake import Credentials
+from .handshake import Credentials, Unproven
 from .lines import Line
 from .rendezvous import Hello
 from .renewal import YOUNG_S, Renewals
@@ -32,6 +32,8 @@ from .tasks import Tasks
 
 _RETRY_S = 0.1
 _FLUSH_S = 1.0
+REFUSED_HOSTS_MAX = 256
+"""So many are told of: who can forge addresses has more of them than we have memory."""
 DIALS_MAX = 16
 """Links a node begins at a time. With hundreds of nodes on hosts that are busy starting, handshakes begun all at once
 wait for each other until their time is up; nodes that all begin with the same peer do so, too."""
@@ -97,6 +99,7 @@ class ControlMesh:
         self._dials = asyncio.Semaphore(DIALS_MAX)
         self._known: set[NodeId] | None = None  # None: anyone with the secret, before `connect` has said who
         self._tasks = Tasks()
+        self._unproven = Unproven()
         self._changed = asyncio.Event()
         self._connecting = False
         self._listener: socket.socket | None = None
@@ -123,10 +126,11 @@ class ControlMesh:
             try:
                 sock, _ = await loop.sock_accept(listener)
             except OSError as error:  # too many open files, or the peer gave up: neither ends the mesh
-                _log.warning("cannot accept a control connection: %s", error)
+                self._unproven.cannot_accept("control", error)
                 await asyncio.sleep(_RETRY_S)
                 continue
             self._tasks.start(self._welcome(sock))
+            await asyncio.sleep(0)  # accepting one that waits already does not let others run
 
     async def _welcome(self, sock: socket.socket) -> None:
         try:
@@ -138,13 +142,14 @@ class ControlMesh:
 
     def _tell_refused(self, error: PeerRefused) -> None:
         host = error.address.rpartition(":")[0]
-        if host not in self._refused_hosts:
+        if host not in self._refused_hosts and len(self._refused_hosts) < REFUSED_HOSTS_MAX:
             self._refused_hosts.add(host)
             self._on_refused(error)
 
     async def _let_in(self, sock: socket.socket) -> None:
         """Makes a link of a connection that was accepted, dials who is to be dialled, or answers a guest; or raises."""
-        peer = await links.greet(sock, self._node, self._credentials, self._silent_after_s)
+        with self._unproven.held(sock):
+            peer = await links.greet(sock, self._node, self._credentials, self._silent_after_s)
         if peer == GUEST:
             return await self._entertain(sock)
         if why := self._objection(peer):
@@ -237,7 +242,7 @@ class ControlMesh:
         try:
             message = _decoder.decode(body)
         except msgspec.MsgspecError as error:
-            raise CorruptFrame(f"node {peer} sent a message that cannot be read: {error}") from error
+            raise CorruptFrame(f"node {peer}: {why_unreadable(error, body, AnyMessage)}") from error
         if isinstance(message, Goodbye):
             self._gone.add(peer)
         self._on_message(peer, message)

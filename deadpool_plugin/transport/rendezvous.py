@@ -17,17 +17,19 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ..core.types import NodeId, listed
+from ..core.types import Count, NodeId, listed
 from ..errors import PeerRefused, TransportError
 from .exchange import packed, put, take
 from .framing import ConnectionClosed
-from .handshake import HANDSHAKE_TIMEOUT_S, Credentials, shake_hands_async
+from .handshake import HANDSHAKE_TIMEOUT_S, Credentials, Unproven, shake_hands_async
 from .sockets import Address, address_towards, closed_on_error, connected, listening, remote_name, tune
 from .tasks import Tasks
 
 PURPOSE = "rendezvous"
 SAY_AFTER_S = 10.0
 """Who waits for others so long says whom for, once."""
+REFUSED_HOSTS_MAX = 64
+"""So many are named: who can forge addresses has more of them than we have memory."""
 _RETRY_S = 0.2
 _log = logging.getLogger(__name__)
 
@@ -39,7 +41,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True):
     host: str
     control: Address
     bulk: Address
-    local_size: int
+    local_size: Count
     versions: dict[str, str]
     config_digest: str
     nonce: str = ""
@@ -57,6 +59,9 @@ class _Table(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 class _Failed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     reason: str
+
+
+AnyAnswer = _Table | _Failed
 
 
 async def meet(
@@ -96,6 +101,7 @@ class _Host:
         self._socks: dict[NodeId, socket.socket] = {}
         self._refused: dict[str, str] = {}
         self._changed = asyncio.Event()
+        self._unproven = Unproven()
         try:
             self._listener = listening("", port)
         except OSError as error:
@@ -152,10 +158,11 @@ class _Host:
             try:
                 sock, _ = await loop.sock_accept(self._listener)
             except OSError as error:  # too many open files, or the peer gave up: neither ends the meeting
-                _log.warning("cannot accept a rendezvous connection: %s", error)
+                self._unproven.cannot_accept("rendezvous", error)
                 await asyncio.sleep(_RETRY_S)
                 continue
             tasks.start(self._welcome(sock))
+            await asyncio.sleep(0)  # accepting one that waits already does not let others run
 
     async def _welcome(self, sock: socket.socket) -> None:
         try:
@@ -163,9 +170,10 @@ class _Host:
                 peer = await self._greet(sock)
         except PeerRefused as error:
             host = error.address.rpartition(":")[0]
-            if self._refused.setdefault(host, str(error)) == str(error):
+            if host not in self._refused and len(self._refused) < REFUSED_HOSTS_MAX:
+                self._refused[host] = str(error)
                 _log.warning("%s", error)
-        except (TransportError, OSError, EOFError):  # it hung up, and tries again
+        except (TransportError, OSError, EOFError, asyncio.TimeoutError):  # it hung up, and tries again
             pass
         else:
             if peer in self._socks:
@@ -177,8 +185,9 @@ class _Host:
         """Who has come, now in the table. Raises: PeerRefused, TransportError, OSError, EOFError."""
         address = remote_name(sock)
         tune(sock, HANDSHAKE_TIMEOUT_S)
-        peer = await shake_hands_async(sock, self._credentials, PURPOSE, 0, dialling=False)
-        hello = await take(sock, Hello)
+        with self._unproven.held(sock):
+            peer = await shake_hands_async(sock, self._credentials, PURPOSE, 0, dialling=False)
+        hello = await asyncio.wait_for(take(sock, Hello), HANDSHAKE_TIMEOUT_S)
         if hello.node != peer or not 0 < peer < self._nodes_total:
             raise PeerRefused(
                 f"refused {address}: it is node {hello.node}", f"1..{self._nodes_total - 1}", address=address
@@ -205,7 +214,7 @@ async def _join(master: Address, hello: Hello, credentials: Credentials) -> list
                 tune(sock, HANDSHAKE_TIMEOUT_S)
                 await shake_hands_async(sock, credentials, PURPOSE, hello.node, dialling=True)
                 await put(sock, hello)
-                answer = await take(sock, _Table | _Failed)
+                answer = await take(sock, AnyAnswer)
         except (ConnectionClosed, OSError, EOFError) as error:  # node 0 is not there yet, or was started again
             if say_at is not None and time.monotonic() >= say_at:
                 _log.warning(

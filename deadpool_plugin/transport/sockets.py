@@ -12,11 +12,14 @@ import errno
 import resource
 import socket
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from ..errors import ConfigError, TransportError
 
-Address = tuple[str, int]
+Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
+Address = tuple[str, Port]
 
 
 @contextlib.contextmanager

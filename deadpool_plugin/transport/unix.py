@@ -90,6 +90,18 @@ def take_descriptors(fds: list[int], message: object) -> list[int]:
     return taken
 
 
+def duplicates(fds: Sequence[int]) -> list[int]:
+    """All of them or none. Raises: OSError."""
+    copies: list[int] = []
+    try:
+        for fd in fds:
+            copies.append(os.dup(fd))
+    except OSError:
+        close_descriptors(copies)
+        raise
+    return copies
+
+
 def close_descriptors(fds: Sequence[int]) -> None:
     for fd in fds:
         os.close(fd)

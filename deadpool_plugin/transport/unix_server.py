@@ -7,7 +7,6 @@ backlog overflow, is cut off.
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -24,12 +23,17 @@ from .unix import (
     check_same_user,
     close_descriptors,
     decoded,
+    duplicates,
     receive,
     rights,
     take_descriptors,
 )
 
 LOCAL_BACKLOG_BYTES_MAX = 2 << 30
+UNHEARD_MAX = 64
+"""Connections that have said nothing yet; when one more comes, the oldest is ended."""
+REFUSALS_SAID = 8
+RETRY_S = 0.1
 
 
 class Peer(Generic[M]):
@@ -62,8 +66,14 @@ class Peer(Generic[M]):
         if self.closed:
             return
         frame = memoryview(pack_frame(msgspec.msgpack.encode(message), LOCAL_FRAME_BYTES_MAX))
+        try:
+            copies = duplicates(fds)
+        except OSError as error:  # too many open files: this process cannot be served, the others can
+            self._server.refused(f"process {self.pid}", f"cannot send a descriptor to process {self.pid}: {error}")
+            self._loop.call_soon(self._end)
+            return
         self._drained.clear()
-        self._queue.append((frame, [os.dup(fd) for fd in fds]))
+        self._queue.append((frame, copies))
         self._queued_bytes += len(frame)
         if self._queued_bytes > LOCAL_BACKLOG_BYTES_MAX:
             self._end()
@@ -81,6 +91,7 @@ class Peer(Generic[M]):
             self._drop_queue()
             self._loop.remove_reader(self._sock)
             self._server.peers.discard(self)
+            self._server.unheard.pop(self, None)
             close_descriptors(self._received)
             self._sock.close()
 
@@ -143,6 +154,7 @@ class Peer(Generic[M]):
         try:
             for body in self._buffer.feed(data):
                 message = decoded(self._server.decode, body)
+                self._server.unheard.pop(self, None)
                 self._server.on_message(self, message, take_descriptors(self._received, message))
                 if self.closed:
                     break
@@ -151,7 +163,7 @@ class Peer(Generic[M]):
         return True
 
     def _refuse(self, error: CorruptFrame) -> None:
-        self._server.on_refused(f"local connection of process {self.pid}: {error}")
+        self._server.refused(f"process {self.pid}", f"local connection of process {self.pid}: {error}")
         self._end()
 
 
@@ -175,23 +187,51 @@ class Server(Generic[M]):
     ) -> None:
         sock.setblocking(False)
         self.peers: set[Peer[M]] = set()
+        self.unheard: dict[Peer[M], None] = {}
+        """Those that have said nothing yet, the oldest first."""
+        self._refusals = 0
+        self._refused: set[str] = set()
         self.decode = decode
         self.on_message = on_message
         self.on_closed = on_closed
-        self.on_refused = on_refused
+        self._on_refused = on_refused
         self._sock = sock
-        asyncio.get_running_loop().add_reader(sock, self._accept)
+        self._listen()
+
+    def _listen(self) -> None:
+        if self._sock.fileno() >= 0:
+            asyncio.get_running_loop().add_reader(self._sock, self._accept)
 
     def _accept(self) -> None:
         try:
             sock, _ = self._sock.accept()
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
             return
+        except OSError as error:  # too many open files: the connection waits, and so do we
+            self.refused("", f"cannot accept a local connection: {error}; it is tried again")
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(self._sock)
+            loop.call_later(RETRY_S, self._listen)
+            return
         try:
             pid = check_same_user(sock, "the local socket")
         except PeerRefused as error:
             sock.close()
-            self.on_refused(str(error))
+            self.refused("another user", str(error))
             return
         sock.setblocking(False)
-        self.peers.add(Peer(sock, pid, self))
+        if len(self.unheard) >= UNHEARD_MAX:
+            next(iter(self.unheard)).close()
+        peer = Peer(sock, pid, self)
+        self.peers.add(peer)
+        self.unheard[peer] = None
+
+    def refused(self, peer: str, reason: str) -> None:
+        """Something was refused: said once for each of the first peers, and then at each power of ten."""
+        self._refusals += 1
+        is_new = peer not in self._refused and len(self._refused) < REFUSALS_SAID
+        if is_new:
+            self._refused.add(peer)
+            self._on_refused(reason)
+        elif self._refusals >= 10 and str(self._refusals).strip("0") == "1":
+            self._on_refused(f"{self._refusals} local connections were refused by now, the last: {reason}")

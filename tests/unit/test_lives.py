@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import signal
 import subprocess
 import sys
 
 import pytest
 
+from deadpool_plugin.agent import proc, watch
 from deadpool_plugin.agent.lives import Lives
 from deadpool_plugin.agent.slots import Process, Slot
 from deadpool_plugin.agent.watch import Watch
@@ -122,3 +124,49 @@ def test_the_end_of_what_rehearsed_another_rank_is_no_loss_of_the_slots_new_one(
     slot.rank, slot.process = -1, Process(order=3, rank=5, rehearses=True)
     lives.ended(slot, slot.process, -9)
     assert order == [io.SpareFailed(0, 5, order[0].reason)]
+
+
+def test_with_too_many_open_files_processes_are_still_seen():
+    """A process of its own, because its descriptors are used up."""
+    code = """
+import os, resource
+from deadpool_plugin.agent import proc
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+proc.reserve.keep()
+held = []
+try:
+    while True:
+        held.append(os.open(os.devnull, os.O_RDONLY))
+except OSError:
+    pass
+for _ in range(5):
+    assert proc.look(os.getpid()).state == "R"
+    assert os.getppid() in [pid for pid, _ in proc.environments()]
+    assert proc.children(os.getppid())
+print("seen")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "seen\n", done.stderr
+
+
+def test_a_watch_without_descriptors_looks_again_and_says_so_once(monkeypatch, caplog):
+    looks = iter([OSError(errno.EMFILE, "too many open files")] * 5 + [proc.Status("Z", True, 9)])
+
+    def look(pid):
+        found = next(looks)
+        if isinstance(found, OSError):
+            raise found
+        return found
+
+    async def scenario():
+        monkeypatch.setattr(proc, "look", look)
+        watching, seen = watch.Watch(1.0), asyncio.get_running_loop().create_future()
+        watching.add(1, seen.set_result, lambda seconds: None)
+        watching.start()
+        try:
+            return await asyncio.wait_for(seen, 30)
+        finally:
+            watching.close()
+
+    assert asyncio.run(scenario()) == -9
+    assert ["too many open files" in record.getMessage() for record in caplog.records] == [True]

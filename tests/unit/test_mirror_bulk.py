@@ -8,19 +8,22 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from support.stores import free
 
+from deadpool_plugin.core import messages
 from deadpool_plugin.core.types import Holding
 from deadpool_plugin.errors import DeadpoolError, PeerRefused, StaleGeneration, TransportError
 from deadpool_plugin.mirror import peer as peer_module
-from deadpool_plugin.mirror import wire
+from deadpool_plugin.mirror import server, wire
 from deadpool_plugin.mirror.arena import SlotPair, SnapshotHeader
 from deadpool_plugin.mirror.integrity import Sums
 from deadpool_plugin.mirror.peer import BulkPeer
 from deadpool_plugin.mirror.server import BulkServer
 from deadpool_plugin.mirror.store import SnapshotStore
 from deadpool_plugin.mirror.wire import FRAME_BYTES, BulkStream, InAnotherGeneration, RefusedByPeer
+from deadpool_plugin.transport import guests, local, rendezvous
 from deadpool_plugin.transport.framing import ConnectionClosed
 from deadpool_plugin.transport.handshake import Credentials, shake_hands
 from deadpool_plugin.transport.sockets import bound_address, listen_tcp
@@ -590,3 +593,106 @@ def test_a_server_without_a_thread_to_spare_serves_the_next_connection(
     monkeypatch.setattr(threading.Thread, "start", fails_once)
     assert not push(peer, 0, 3)[0] and failed
     assert push(peer, 0, 3) == (True, "")
+
+
+def test_threads_without_a_proof_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest connections go first, and an honest peer is served meanwhile."""
+    monkeypatch.setattr(server, "UNPROVEN_MAX", 4)
+    node = Node()
+    strangers = [socket.create_connection(node.server.address) for _ in range(20)]
+    most = 0
+    for stranger in strangers[:-4]:
+        with contextlib.suppress(ConnectionResetError):
+            while stranger.recv(4096):
+                most = max(most, node.server._unproven._open)
+    assert most <= 4
+    honest = Node()
+    honest.stage(0, 1)
+    assert push(honest.peer(node), 0, 1) == (True, "")
+    for stranger in strangers:
+        stranger.close()
+    for one in (honest, node):
+        one.close()
+
+
+class Drip:
+    """The socket of a peer that sends or accepts a byte every three seconds."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def recv_into(self, view: memoryview, size: int, flags: int) -> int:
+        self.now += 3.0
+        return 1
+
+    send = recv_into
+
+
+@pytest.mark.parametrize("does", ["sends", "accepts"])
+def test_a_message_has_its_time_however_its_bytes_come(monkeypatch: pytest.MonkeyPatch, does: str) -> None:
+    stream, sock = BulkStream.__new__(BulkStream), Drip()
+    stream.address, stream._sock, stream._silent_after_s = "127.0.0.1:1", sock, 10.0  # type: ignore[assignment]
+    monkeypatch.setattr(sock, "send", lambda view, flags: sock.recv_into(view, 0, flags))
+    monkeypatch.setattr(wire.time, "monotonic", lambda: sock.now)
+    with pytest.raises(TransportError, match="of 16 bytes|bytes in time"):
+        if does == "sends":
+            stream.recv(wire.AnyRequest, idle=True)
+        else:
+            stream.send(wire.Refused("x" * 1000))
+    assert sock.now <= 20.0
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("payload_bytes", -5), ("header_bytes", -1), ("header_bytes", 1 << 62), ("rank", -1), ("generation", -1),
+     ("step", -2), ("header_digest", -1)],
+)  # fmt: skip
+def test_an_absurd_push_is_refused_by_name(
+    nodes: list[Node], caplog: pytest.LogCaptureFixture, field: str, value: int
+) -> None:
+    asked = wire.Push(0, 1, 0, (0,), 100, 5, "layout", True, 100)
+    with socket.create_connection(nodes[0].server.address) as sock:
+        shake_hands(sock, SECRET, wire.PURPOSE, 1, dialling=True)
+        stream = BulkStream(sock, WAIT_S)
+        stream.send(msgspec.structs.replace(asked, **{field: value}))
+        with pytest.raises(ConnectionClosed):
+            stream.expect(wire.Ready)
+    for thread in list(nodes[0].server._threads):
+        thread.join(WAIT_S)
+    assert f"Push.{field} cannot be read" in caplog.text
+
+
+def integers(kind: msgspec.inspect.Type, path: str, seen: set[type]) -> Iterator[tuple[str, msgspec.inspect.IntType]]:
+    """Every integer in what is decoded, by its place."""
+    match kind:
+        case msgspec.inspect.IntType():
+            yield path, kind
+        case msgspec.inspect.StructType() if kind.cls not in seen:
+            for field in kind.fields:
+                yield from integers(field.type, f"{kind.cls.__name__}.{field.name}", seen | {kind.cls})
+        case msgspec.inspect.UnionType():
+            for one in kind.types:
+                yield from integers(one, path, seen)
+        case msgspec.inspect.VarTupleType() | msgspec.inspect.ListType():
+            yield from integers(kind.item_type, path, seen)
+        case msgspec.inspect.TupleType():
+            for one in kind.item_types:
+                yield from integers(one, path, seen)
+        case msgspec.inspect.DictType():
+            for one in (kind.key_type, kind.value_type):
+                yield from integers(one, path, seen)
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        wire.AnyRequest, wire.AnyReply, wire.Blob, messages.AnyMessage, local.AnyLocalMessage, rendezvous.Hello,
+        rendezvous.AnyAnswer, guests.Question, guests.Answer,
+    ],
+    ids=["request", "reply", "blob", "control", "local", "hello", "table", "question", "answer"],
+)  # fmt: skip
+def test_no_integer_from_a_wire_is_without_bounds(kinds: type) -> None:
+    found = dict(integers(msgspec.inspect.type_info(kinds), "", set()))
+    assert [place for place, kind in found.items() if kind.ge is None] == []
+    sums = {"Sealed.sums", "Blob.digest", "Push.header_digest"}
+    assert {place for place, kind in found.items() if kind.le is None} <= sums

@@ -1,16 +1,32 @@
 import asyncio
+import contextlib
+import errno
 import socket
+import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from deadpool_plugin.errors import PeerRefused
+from deadpool_plugin.transport import handshake
 from deadpool_plugin.transport.framing import ConnectionClosed
 from deadpool_plugin.transport.handshake import ANY_JOB, Credentials, Handshake, shake_hands, shake_hands_async
-from deadpool_plugin.transport.sockets import bound_address, listen_tcp
+from deadpool_plugin.transport.mesh import ControlMesh
+from deadpool_plugin.transport.rendezvous import Hello, meet
+from deadpool_plugin.transport.sockets import bound_address, connected, listen_tcp
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+from clusters.launched import free_port
 
 OURS, OTHERS = Credentials(b"secret"), Credentials(b"other")
+
+
+def hello(node: int) -> Hello:
+    return Hello(node, f"host{node}", ("127.0.0.1", 1), ("127.0.0.1", 2), 1, {}, "")
 
 
 def tcp_pair() -> tuple[socket.socket, socket.socket]:
@@ -117,3 +133,105 @@ def test_a_reflected_proof_is_refused() -> None:
     proof = mine.answer(mine.greeting)
     with pytest.raises(PeerRefused):
         mine.check(proof)
+
+
+class Trickle:
+    """A socket whose other end sends a byte whenever it is asked, each of which takes three seconds."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def recv(self, size: int) -> bytes:
+        self.now += 3.0
+        return b"deadpl-3"[:1] if self.now > 24.0 else b"deadpl-3"[int(self.now / 3.0) - 1 :][:1]
+
+    def getpeername(self) -> tuple[str, int]:
+        return "127.0.0.1", 1
+
+    def settimeout(self, _: float) -> None:
+        pass
+
+    sendall = settimeout
+
+
+def test_a_byte_now_and_then_is_no_handshake(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its time is up, although the other end is never silent for long."""
+    sock = Trickle()
+    monkeypatch.setattr(handshake.time, "monotonic", lambda: sock.now)
+    with pytest.raises(ConnectionClosed, match="its time is up"):
+        shake_hands(cast(socket.socket, sock), OURS, "x", 1, dialling=False, timeout_s=60.0)
+    assert 60.0 <= sock.now <= 63.0
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> int:
+    """How many connections may be unproven."""
+    monkeypatch.setattr(handshake, "UNPROVEN_MIN", 4)
+    monkeypatch.setattr(handshake, "UNPROVEN_MAX", 4)
+    return 4
+
+
+async def ended(sock: socket.socket) -> None:
+    """Returns when the other end has ended the connection."""
+    with contextlib.suppress(ConnectionResetError):
+        while await asyncio.get_running_loop().sock_recv(sock, 4096):
+            pass
+
+
+@pytest.mark.parametrize("where", ["control", "rendezvous"])
+def test_the_oldest_connections_without_a_proof_go_first(few: int, where: str) -> None:
+    """And a node of the job links up although strangers hold all the others."""
+
+    async def scenario() -> None:
+        listener: Any = ControlMesh(0, OURS, "127.0.0.1", None, lambda *_: None, lambda *_: None)
+        meeting: asyncio.Task[Any] | None = None
+        if where == "control":
+            address = await listener.listen()
+        else:
+            address = ("127.0.0.1", free_port())
+            meeting = asyncio.create_task(meet(2, *address, hello(0), OURS, 60))
+            await asyncio.sleep(0)
+        strangers = [await connected(address) for _ in range(5 * few)]
+        await asyncio.wait_for(asyncio.gather(*map(ended, strangers[:-few])), 30)
+        if meeting is None:
+            assert len(listener._unproven._waiting) <= few
+            async with asyncio.timeout(30):
+                sock = await connected(address)
+                assert await shake_hands_async(sock, OURS, "control", 1, dialling=True) == 0
+            sock.close()
+        else:
+            assert await asyncio.wait_for(meet(2, *address, hello(1), OURS, 30), 30) == await meeting
+        for stranger in strangers:
+            stranger.close()
+        await listener.close()
+
+    asyncio.run(scenario())
+
+
+def test_who_has_proved_itself_is_not_ended_for_a_stranger(few: int) -> None:
+    unproven = handshake.Unproven()
+    pairs = [socket.socketpair() for _ in range(few + 2)]
+    with unproven.held(pairs[0][0]):
+        pass
+    for ours, _ in pairs[1:]:
+        unproven.enter(ours)
+    assert pairs[1][1].recv(1) == b""
+    pairs[0][0].send(b"x")
+    assert pairs[0][1].recv(1) == b"x"
+    assert not unproven.await_room(0.0), "who was ended has not left yet"
+    for ours, _ in pairs[1:]:
+        unproven.leave(ours)
+    assert unproven.await_room(0.0)
+    for pair in pairs:
+        for sock in pair:
+            sock.close()
+
+
+def test_a_listener_without_descriptors_says_so_once(few: int, caplog: pytest.LogCaptureFixture) -> None:
+    unproven, (ours, theirs) = handshake.Unproven(), socket.socketpair()
+    unproven.enter(ours)
+    for _ in range(1000):
+        unproven.cannot_accept("control", OSError(errno.EMFILE, "too many open files"))
+    assert len(caplog.records) == 1 and theirs.recv(1) == b"", "the oldest one gives its descriptor back"
+    for sock in (ours, theirs):
+        sock.close()

@@ -1,4 +1,5 @@
 import asyncio
+import errno
 import os
 import socket
 import threading
@@ -8,6 +9,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from deadpool_plugin.transport import unix_server
 from deadpool_plugin.transport.framing import ConnectionClosed, pack_frame
 from deadpool_plugin.transport.local import (
     AnyLocalMessage,
@@ -224,3 +226,62 @@ def test_close_wakes_a_blocked_receiver() -> None:
     worker.close()
     assert ended.wait(WAIT_S)
     far.close()
+
+
+def test_a_refused_connection_is_a_line_once_and_then_a_count() -> None:
+    async def scenario() -> None:
+        agent = Agent()
+        for index in range(1000):
+            agent.server.refused(f"process {index % 3}", f"number {index}")
+        counted = [f"{n} local connections were refused by now, the last: number {n - 1}" for n in (10, 100, 1000)]
+        assert agent.refused == ["number 0", "number 1", "number 2", *counted]
+        for index in range(1000, 3000):
+            agent.server.refused(f"process {index}", f"number {index}")
+        assert len(agent.refused) == 6 + unix_server.REFUSALS_SAID - 3, "processes are many, too"
+        agent.close()
+
+    asyncio.run(scenario())
+
+
+def test_the_oldest_connections_that_say_nothing_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unix_server, "UNHEARD_MAX", 4)
+
+    async def scenario() -> None:
+        async with greeted() as (agent, worker, peer):
+            silent = [await asyncio.to_thread(connect_unix, agent.name) for _ in range(12)]
+            for one in silent[:-4]:
+                assert await asyncio.to_thread(one.recv, 1) == b""
+            assert len(agent.server.unheard) <= 4 and peer in agent.server.peers
+            worker.send(WorkerHello(0, 1, 3, False))
+            assert (await agent.next())[0] is peer
+            for one in silent:
+                one.close()
+
+    asyncio.run(scenario())
+
+
+def test_without_descriptors_an_agent_accepts_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as there is none it says so once, and does not run in circles."""
+    monkeypatch.setattr(unix_server, "RETRY_S", 0.0)
+
+    class Listener:
+        def __init__(self, sock: socket.socket) -> None:
+            self.fails, self._sock, self.fileno = 3, sock, sock.fileno
+
+        def accept(self) -> tuple[socket.socket, object]:
+            self.fails -= 1
+            if self.fails >= 0:
+                raise OSError(errno.EMFILE, "too many open files")
+            return self._sock.accept()
+
+    async def scenario() -> None:
+        agent = Agent()
+        agent.server._sock = typing.cast(socket.socket, Listener(agent.server._sock))
+        worker = await asyncio.to_thread(LocalConnection.to, agent.name)
+        worker.send(WorkerHello(0, 1, 3, False))
+        await agent.next()
+        assert [line for line in agent.refused if "too many" in line] == agent.refused[:1]
+        worker.close()
+        agent.close()
+
+    asyncio.run(scenario())
