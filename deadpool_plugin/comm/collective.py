@@ -28,6 +28,8 @@ OPERATIONS = (
     "all_gather_single",
     "all_gather_single_coalesced",
     "gather",
+    "gather_single",
+    "gather_into_tensor",
     "scatter",
     "reduce_scatter",
     "_reduce_scatter_base",

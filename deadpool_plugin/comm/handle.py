@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from ..errors import Unsupported
 from .collective import BATCH, available
 
 if TYPE_CHECKING:
@@ -105,6 +106,8 @@ class Handle(dist.ProcessGroup):
         """The communicator behind the handle; valid until the next swap. In a rehearsal, the handle itself."""
         return self if self.inner is None else self.inner._get_backend(device)
 
+    get_backend = _get_backend
+
     @property
     def _device_types(self) -> list[torch.device]:
         return [torch.device(device) for device in self.backends]
@@ -149,6 +152,22 @@ class Handle(dist.ProcessGroup):
     def supports_time_estimate(self) -> bool:
         return False
 
+    @property
+    def supports_abort_hooks(self) -> bool:
+        return False
+
+    @property
+    def supports_completion_hooks(self) -> bool:
+        return False
+
+    @property
+    def supports_reconfigure(self) -> bool:
+        return False
+
+    @property
+    def supports_window(self) -> bool:
+        return False
+
     # ---- what would end the group: it is not the framework's to end
 
     def abort(self) -> None:
@@ -167,6 +186,32 @@ class Handle(dist.ProcessGroup):
         return f"<Handle {self.index} {self.name()} ranks {list(self.ranks)}>"
 
 
+REFUSED = (
+    "get_reconfigure_handle",
+    "new_window",
+    "reconfigure",
+    "register_abort_hook",
+    "register_post_hook",
+    "register_pre_hook",
+    "unregister_abort_hook",
+    "unregister_post_hook",
+    "unregister_pre_hook",
+)
+"""Methods of torch 2.15 and later that would act on the handle's C++ side, where no communicator is."""
+
+
+def _refuse(name: str) -> Callable[..., Any]:
+    def refused(self: Handle, *args: Any, **kwargs: Any) -> Any:
+        raise Unsupported(
+            f"ProcessGroup.{name} was called on {self!r}",
+            "collectives and point-to-point operations only",
+            "leave the call out, or run without the plugin",
+        )
+
+    refused.__name__ = refused.__qualname__ = name
+    return refused
+
+
 def _forward(name: str) -> Callable[..., Any]:
     def operation(self: Handle, *args: Any, **kwargs: Any) -> Any:
         return self.operate(name, args, kwargs)
@@ -177,3 +222,5 @@ def _forward(name: str) -> Callable[..., Any]:
 
 for _name in available():
     setattr(Handle, _name, _forward(_name))
+for _name in REFUSED:
+    setattr(Handle, _name, _refuse(_name))

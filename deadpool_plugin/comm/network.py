@@ -6,10 +6,12 @@ generation is over; the object is kept afterwards as long as an operation of it 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from . import store as stores
@@ -50,6 +52,8 @@ class Network:
                 group._register_backend(torch.device(device), _backend_type(name), backend)
         group._set_group_name(handle.group_name)
         group._set_group_desc(handle.group_desc)
+        if os.environ.get("TORCH_DIST_NAN_CHECK") == "1" and hasattr(c10d, "NanCheckHook"):  # from torch 2.15 on
+            c10d.NanCheckHook.attach(group)  # torch has attached it to the handle, whose C++ side moves no data
         return group
 
     def fabric(self, name: str) -> Fabric:

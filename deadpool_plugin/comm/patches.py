@@ -49,6 +49,8 @@ class Patches:
         self._wrap("destroy_process_group", self._destroy_process_group)
         self._wrap("batch_isend_irecv", self._batch_isend_irecv)
         self._wrap("_set_pg_timeout", self._set_timeout)
+        if hasattr(c10d, "_maybe_attach_flight_recorder"):  # from torch 2.15 on
+            self._wrap("_maybe_attach_flight_recorder", self._attach_flight_recorder)
 
     def _wrap(self, name: str, replacement: Callable[..., Any]) -> None:
         """Put `replacement(original, arguments)` in the place of c10d's `name`, wherever torch exports it."""
@@ -73,6 +75,12 @@ class Patches:
         if getattr(c10d, "_use_torchcomms_enabled", bool)():
             raise Unsupported(
                 "torchcomms is enabled", "torch's own process groups", "unset TORCH_DISTRIBUTED_USE_TORCHCOMMS"
+            )
+        if arguments.get("enable_reconfigure"):
+            raise Unsupported(
+                "init_process_group(enable_reconfigure=True)",
+                "groups whose members stay the same ranks for the whole job",
+                "leave it out: a lost rank is replaced without it",
             )
         arguments.update(
             init_method=None,
@@ -117,6 +125,14 @@ class Patches:
         return self._groups.create(
             options.group_rank, ranks, request.backends, options.timeout, request.options, str(options.group_id)
         )
+
+    def _attach_flight_recorder(self, original: Callable[..., Any], arguments: dict[str, Any]) -> None:
+        """Attach the recorder to torch's own groups only: it asks C++ for a backend, and a handle has none there.
+
+        Gloo and NCCL, which are behind every handle, record their operations themselves.
+        """
+        if not isinstance(arguments["pg"], Handle):
+            original(**arguments)
 
     # ---- using and ending them
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from typing import Any
 
 import pytest
@@ -14,9 +15,10 @@ from support.forked import Cell, Fleet
 from support.zygote import in_zygote
 from torch.distributed.device_mesh import init_device_mesh
 
-from deadpool_plugin.comm import collective
+from deadpool_plugin.comm import collective, handle
 from deadpool_plugin.comm.handle import Handle
 from deadpool_plugin.comm.store import host_store
+from deadpool_plugin.errors import Unsupported
 
 
 def _plain(rank: int, size: int, address: Cell) -> Any:
@@ -119,7 +121,22 @@ def _other_ways(rank: int, size: int, address: Cell) -> Any:
     local, _ = dist.new_subgroups(1)
     dist.distributed_c10d._set_pg_timeout(TIMEOUT * 2)
     dist.barrier()
+    checks_nan = hasattr(dist.distributed_c10d, "NanCheckHook")
+    os.environ["TORCH_DIST_NAN_CHECK"] = "1"
+    checked, said = dist.new_group(), "NaN" * (not checks_nan)
+    try:
+        dist.all_reduce(torch.full((1,), float("nan")), group=checked)
+    except RuntimeError as error:
+        said = str(error)
+    refused = 0
+    for name in handle.REFUSED:
+        try:
+            getattr(checked, name)()
+        except Unsupported:
+            refused += 1
     return {
+        "nan": "NaN" in said,
+        "refused": refused == len(handle.REFUSED),
         "gradient": [parameter.grad.tolist() for parameter in model.parameters()],
         "functional": summed.tolist(),
         "handles": isinstance(mesh.get_group("inner"), Handle) and isinstance(local, Handle),
@@ -134,16 +151,19 @@ def test_torchs_own_layers_work_on_handles() -> None:
         address = Cell()
         for facts in fleet.values([fleet.fork(_other_ways, rank, 2, address) for rank in range(2)]):
             assert facts["gradient"] == [[[3.0, 3.0, 3.0]], [2.0]] and facts["functional"] == [3.0, 3.0]
-            assert facts["handles"] and facts["timeout"]
+            assert facts["handles"] and facts["timeout"] and facts["nan"] and facts["refused"]
 
 
 def test_no_data_moving_method_of_this_torch_is_missing() -> None:
     """A method that moves data and is not overridden would fall through to C++ and fail there."""
     known = {
         "BackendType", "CUSTOM", "GLOO", "MPI", "NCCL", "UCC", "UNDEFINED", "XCCL", "abort", "bound_device_id", "boxed",
-        "get_group_store", "group_desc", "group_name", "merge_remote_group", "name", "rank", "set_timeout", "shutdown",
-        "size", "split_group", "unbox", "use_pg_for_symm_mem_rendezvous",
+        "get_backend", "get_group_store", "group_desc", "group_name", "merge_remote_group", "name", "rank",
+        "set_timeout", "shutdown", "size", "split_group", "supports_abort_hooks", "supports_completion_hooks",
+        "supports_reconfigure", "supports_window", "unbox", "use_pg_for_symm_mem_rendezvous",
     }  # fmt: skip
     methods = {name for name in vars(dist.ProcessGroup) if not name.startswith("_")}
-    assert methods - known <= set(collective.OPERATIONS)
+    assert methods - known <= {*collective.OPERATIONS, *handle.REFUSED}
+    overridden = {name for name in methods if name.startswith(("get_backend", "supports_")) or name in handle.REFUSED}
+    assert overridden <= set(vars(Handle))
     assert all(name in vars(Handle) for name in collective.available())
