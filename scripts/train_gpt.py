@@ -20,6 +20,7 @@ import time
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterator
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,9 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank
+
+CP_OPTIONS = {"is_hybrid_cp": False} if "is_hybrid_cp" in signature(get_batch_on_this_cp_rank).parameters else {}
+"""megatron-core asks for it from 0.18 on."""
 
 
 def parse_args() -> argparse.Namespace:
@@ -191,7 +195,7 @@ def get_batch(data: Iterator[Any] | None) -> dict[str, torch.Tensor]:
     batch = next(data) if data is not None else None
     found = tensor_parallel.broadcast_data(["tokens", "labels", "position_ids"], batch, torch.int64)
     found |= tensor_parallel.broadcast_data(["loss_mask"], batch, torch.float32)
-    return get_batch_on_this_cp_rank(found)
+    return get_batch_on_this_cp_rank(found, **CP_OPTIONS)
 
 
 # Training

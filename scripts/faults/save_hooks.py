@@ -25,13 +25,14 @@ if TYPE_CHECKING:
     from faults.inject import Injector
 
 BEHIND = ("write", "waiting")
+PLAN = "save_state_dict_async_plan"
 PHASES = ("evaluate", "planned", *BEHIND, "finishing", "exit")
 
 
 def install(injector: Injector) -> None:
     import torch
     import torch.distributed as dist
-    from megatron.core.dist_checkpointing.strategies import async_utils, filesystem_async
+    from megatron.core.dist_checkpointing.strategies import async_utils, filesystem_async, state_dict_saver
     from megatron.core.dist_checkpointing.strategies import torch as strategy
     from megatron.core.transformer.transformer_block import TransformerBlock
     from torch.distributed.checkpoint import FileSystemWriter, filesystem, utils
@@ -39,7 +40,8 @@ def install(injector: Injector) -> None:
 
     reached = Reached(injector)
     around(TransformerBlock, "forward", before=lambda self, *_, **__: None if self.training else reached("evaluate"))
-    around(strategy, "save_state_dict_async_plan", after=lambda *_, **__: reached("planned"))
+    planner = strategy if hasattr(strategy, PLAN) else state_dict_saver  # from 0.17 on it is imported at every save
+    around(planner, PLAN, after=lambda *_, **__: reached("planned"))
     around(utils._DistWrapper, "reduce_scatter", after=lambda *_, **__: reached("planned"))
     around(filesystem_async, "_write_item", before=lambda *_, **__: reached("write"))
     around(filesystem, "_write_item", before=lambda *_, **__: reached("write"))
