@@ -113,6 +113,45 @@ def test_a_number_that_a_module_counts_comes_back_with_a_call_and_in_a_newcomer(
     assert newcomers.calls == 0
 
 
+@pytest.mark.parametrize("distributed", [False, True])
+@pytest.mark.parametrize("steps", [0, 1])
+def test_an_answer_the_optimizers_asked_all_ranks_for_is_known_to_all_or_to_none(train_gpt, steps, distributed):
+    """As megatron-core does from 0.19 on: the first update asks by a collective, and the answer is kept."""
+
+    def asking():
+        job = Job(train_gpt, arguments(train_gpt, distributed_optimizer=distributed))
+        asked = []
+        for one in state._with_inner(job.optimizer):
+
+            def answer(one=one):
+                if getattr(one, "_has_a_group_cache", None) is None:
+                    one._has_a_group_cache = {}
+                if "a" not in one._has_a_group_cache:
+                    asked.append(one)  # the collective
+                    one._has_a_group_cache["a"] = False
+
+            original = one.step
+            one.step = lambda original=original, answer=answer: (answer(), original())[1]
+        return job, asked, job.adapter()
+
+    (survivor, by_survivor, its), (newcomer, by_newcomer, theirs) = asking(), asking()
+    for _ in range(steps):
+        survivor.step()
+    saved = codec.decode(codec.encode(its.scalars()))
+    put_back = its.entry_state((), {})
+    survivor.step()
+    for adapter in (its, theirs):
+        adapter.load(saved)
+    by_survivor.clear()
+    survivor.step(), newcomer.step()
+    assert by_survivor == [] or steps == 0
+    assert len(by_survivor) == len(by_newcomer)
+    put_back()
+    by_survivor.clear()
+    survivor.step()
+    assert len(by_survivor) == len(by_newcomer)
+
+
 def test_generators_of_transformer_engines_tracker_go_on_where_they_were(monkeypatch):
     from megatron.core.tensor_parallel import random
 

@@ -200,6 +200,7 @@ class MegatronAdapter:
         groups, schedulers = self.state.group_scalars(), self._scheduler_states()
         tracked, put_books_back = losses.noted(), bookkeeping.noted(self._timers)
         buffers, values = self.state.buffers.entry(), self.state.values.changed()
+        learned = self.state.learned.changed()
 
         def restore() -> None:
             for module, flag in zip(self._modules, training, strict=True):
@@ -215,6 +216,7 @@ class MegatronAdapter:
             losses.put_back(tracked)
             put_books_back()
             self.state.values.load(values)
+            self.state.learned.load(learned)
             self.state.buffers.load_entry(buffers)
 
         return restore

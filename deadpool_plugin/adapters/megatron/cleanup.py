@@ -27,6 +27,7 @@ def reset_gradient_buckets(chunks: Iterable[Any]) -> None:
             group.param_gather_dispatched = False
             group.per_param_grad_ready_counts = {}
             group.is_last_microbatch = True
+            group.grad_reduce_finished = False  # from 0.18 on
             # As in a fresh process: a newcomer knows no order of gradients yet, and all ranks must reduce in one order.
             group.is_first_batch = True
             group.golden_per_param_grad_ready_counts = {}

@@ -9,6 +9,7 @@ Masters that live in model memory (fp32 parameters) stay where they are and are 
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from ...errors import Unsupported
 from ...worker.adapter import Scalars
 from ...worker.buffers import Buffers
-from ...worker.values import Values
+from ...worker.values import PLAIN, Values
 from ..base_optimizer import MOMENTS, group_scalars, load_group_scalars, refuse_third_moment
 from ..options import REMEDY, Option, refuse
 
@@ -47,6 +48,7 @@ class TrainingState:
         for module in [module for chunk in chunks for module in chunk.modules()]:
             if hasattr(module, "_maintain_float32_expert_bias"):  # the first forward would rebind a buffer (router.py)
                 module._maintain_float32_expert_bias()
+        self.learned = Learned(_with_inner(optimizer))
         modules = [module for chunk in chunks for module in chunk.module.modules()]
         self.buffers, self.values = Buffers(modules, CACHES), Values(modules, OF_MODULES.__contains__)
         self.tensors = self._flatten() + self.buffers.tensors
@@ -89,6 +91,7 @@ class TrainingState:
             "steps": [[_step(state) for _, state in _parameters(part)] for part in self._parts],
             "groups": self.group_scalars(),
             "scalers": [_scaler_state(part) for part in self._parts],
+            "learned": self.learned.changed(),
         }
 
     def group_scalars(self) -> list[list[Scalars]]:
@@ -101,6 +104,7 @@ class TrainingState:
 
     def load_scalars(self, scalars: Scalars) -> None:
         self.load_group_scalars(scalars["groups"])
+        self.learned.load(scalars["learned"])
         for part, steps, scaler in zip(self._parts, scalars["steps"], scalars["scalers"], strict=True):
             for (_, state), step in zip(_parameters(part), steps, strict=True):
                 if isinstance(state.get("step"), torch.Tensor):
@@ -117,6 +121,53 @@ class TrainingState:
         for part in self._parts:
             if hasattr(part, "_copy_main_params_to_model_params"):
                 part._copy_main_params_to_model_params()
+
+
+class Learned:
+    """Plain values that optimizer objects found out in training and keep, whatever their names.
+
+    From 0.19 on an optimizer asks all ranks, at its first update, which groups of gradient norms there are
+    (`has_grad_norm_group`). A rank that lacks an answer its peers have would issue a collective that they do not.
+    """
+
+    def __init__(self, optimizers: Sequence[Any]) -> None:
+        self._owners = [vars(optimizer) for optimizer in optimizers]
+        self._first = [_plain_values(owner) for owner in self._owners]
+
+    def changed(self) -> list[Scalars]:
+        """Per optimizer, the values that are new or different since training began."""
+        return [
+            {name: value for name, value in _plain_values(owner).items() if name not in first or first[name] != value}
+            for owner, first in zip(self._owners, self._first, strict=True)
+        ]
+
+    def load(self, saved: list[Scalars]) -> None:
+        """Make them what `changed` returned, on every rank alike."""
+        for owner, first, known, values in zip(self._owners, self._first, self.changed(), saved, strict=True):
+            for name in known.keys() - values.keys() - first.keys():
+                del owner[name]
+            again = {name: first[name] for name in known.keys() & first.keys()} | values
+            owner.update({name: _copied(value) for name, value in again.items()})
+
+
+def _plain_values(owner: dict[str, Any]) -> Scalars:
+    return {name: _copied(value) for name, value in owner.items() if _is_plain(value)}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(one, PLAIN) for item in value.items() for one in item)
+    return isinstance(value, PLAIN) and not isinstance(value, enum.Enum)
+
+
+def _copied(value: Any) -> Any:
+    return dict(value) if isinstance(value, dict) else value
+
+
+def _with_inner(optimizer: Any) -> list[Any]:
+    """An optimizer and, below it, all that are chained."""
+    inner = getattr(optimizer, "chained_optimizers", ())
+    return [optimizer, *(below for one in inner for below in _with_inner(one))]
 
 
 def _parameters(part: Any) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
