@@ -100,6 +100,7 @@ class Links:
         credentials: Credentials,
         received: Callable[[NodeId, AnyMessage], None],
         link_lost: Callable[[NodeId, str], None],
+        still_silent: Callable[[NodeId, str], None],
         refused: Callable[[PeerRefused], None],
         job: Job,
         where: tuple[str, str],
@@ -112,7 +113,7 @@ class Links:
         self._bind, self.address = where
         self.mesh = ControlMesh(
             place.node, credentials, self._bind, config.port_range, received, link_lost, config.silent_after_s, refused,
-            self.roster.answer,
+            self.roster.answer, still_silent,
         )  # fmt: skip
         self.bulk: BulkServer | None = None
 

@@ -145,8 +145,9 @@ class Agent:
         self._reports = Reports(node, self._writer, config.output_dir)
         credentials = Credentials(self._secret)
         self._links = Links(
-            place, config, credentials, self._received, self._link_lost, self._refused, self._job, where
-        )
+            place, config, credentials, self._received, self._link_lost, self._still_silent, self._refused, self._job,
+            where,
+        )  # fmt: skip
         self._store = SnapshotStore(config.history_limit_bytes, config.memory_headroom_bytes)
         self._peers = Peers(node, credentials, self._store, config.patience_s, self.feed)
         self._links.roster.members = lambda: self._controller.world
@@ -268,6 +269,9 @@ class Agent:
     def _link_lost(self, node: NodeId, reason: str) -> None:
         self._links.roster.gone(node)
         self.feed(io.LinkLost(node, reason, silent=node in self._links.mesh.silent))
+
+    def _still_silent(self, node: NodeId, reason: str) -> None:
+        self.feed(io.LinkLost(node, reason, silent=True, still=True))
 
     def _told_to_stop(self, host: str) -> None:
         self.feed(io.StopRequested(f"ended by `deadpool stop` on {host}", 128 + signal.SIGINT))

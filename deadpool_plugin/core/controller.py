@@ -224,6 +224,8 @@ class Controller:
             self._joining.link_lost(event.node, event.reason)
         self._candidates.forget(event.node)
         ctx = self._ctx
+        if event.still and not {ctx.node, event.node} <= set(ctx.world.active):
+            return  # a spare holds nobody up until it has to fetch something, and that says so itself
         counts_on_us = ctx.leads and event.node in ctx.world.members
         if event.silent and counts_on_us and ctx.watch.hears(event.node, ctx.now, ctx.timing):
             self._rifts.hear(ctx.node, event.node)  # its processes run until it is silent, too

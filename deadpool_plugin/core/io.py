@@ -46,6 +46,8 @@ class LinkLost(Input, frozen=True):
     reason: str
     silent: bool = False
     """It was not ended but given up, for nobody answered any more: no more evidence than any silence."""
+    still: bool = False
+    """That was said before: the node has been asked for a connection since, and did not answer."""
 
 
 class StoreOffered(Input, frozen=True):

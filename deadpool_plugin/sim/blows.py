@@ -51,6 +51,7 @@ class Blows:
             "oneway": self._partition,
             "part": self._partition,
             "rift": self._rift,
+            "pair": self._rift,
             "break": self._break,
             "loss": self._lossy,
             "delay": self._lossy,
@@ -184,10 +185,12 @@ class Blows:
 
     def _rift(self, fault: Fault, node: Node) -> bool:
         others = self._others_up(node)
-        if not others or any(rule.kind == "rift" for rule in self.rules):
+        if not others or any(rule.kind in ("rift", "pair") for rule in self.rules):
             return False
         ends = {node.number}, {others[fault.pick % len(others)]}
         self.blamed.update(*ends)
+        cluster, (one,), (other,) = self._cluster, *ends
+        cluster.timeline.after(cluster.timing.silent_after_s, cluster.network.keep_alive, one, other)
         return self._add([Cut(fault.kind, *pair, until=math.inf) for pair in (ends, ends[::-1])])
 
     def _lossy(self, fault: Fault, node: Node) -> bool:

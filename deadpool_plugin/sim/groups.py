@@ -7,6 +7,7 @@ by its number and completes when every rank has contributed, at each rank at ano
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..core.types import Generation, Rank
@@ -50,7 +51,7 @@ class Group:
     def _complete_join(self) -> None:
         if self._cluster.store_is_dead(self._store):
             return
-        if self._is_cut():
+        if self._is_cut(connecting=True):
             self._cluster.timeline.after(RETRY_S, self._complete_join)
             return
         for signal in self._joined.values():
@@ -77,14 +78,16 @@ class Group:
         for rank in sorted(one.waiting):
             self._cluster.timeline.after(self._cluster.network.latency(), one.waiting[rank].set, total)
 
-    def _is_cut(self) -> bool:
-        """Whether a neighbour in the ring of nodes cannot be heard now; a rift is between agents."""
+    def _is_cut(self, connecting: bool = False) -> bool:
+        """Whether a neighbour in the ring of nodes cannot be heard now (any other node, while all are `connecting`); a
+        rift is between agents."""
         ring = list(dict.fromkeys(self._members[rank].node for rank in sorted(self._members)))
         if len(ring) < 2:
             return False
         network, now = self._cluster.network, self._cluster.timeline.now
+        pairs = itertools.permutations(ring, 2) if connecting else zip(ring, [*ring[1:], ring[0]], strict=True)
         return any(
             not network.dark.isdisjoint((a.number, b.number))
             or network.rules.is_cut(now, a.number, b.number, but="rift")
-            for a, b in zip(ring, [*ring[1:], ring[0]], strict=True)
+            for a, b in pairs
         )

@@ -85,6 +85,12 @@ class Network:
             return False
         return self.rules.judge(self._timeline.now, source, target).copies > 0
 
+    def answers(self, source: NodeId, target: NodeId) -> bool:
+        """Whether `source` gets a connection to `target`, or a refusal."""
+        now = self._timeline.now
+        cut = self.rules.is_cut(now, source, target) or self.rules.is_cut(now, target, source)
+        return not cut and target not in self.dark
+
     # -- sending -----------------------------------------------------------------------------------------------
 
     def send(self, source: NodeId, target: NodeId, message: AnyMessage) -> bool:
@@ -201,6 +207,13 @@ class Network:
             self._cut_suffix(line)
             self._fly(source, target, line, End(reason), 0.0)
         return True
+
+    def keep_alive(self, a: NodeId, b: NodeId) -> None:
+        """Nothing has passed between `a` and `b` for the time-out: keep-alives find the end of an idle link, too."""
+        for source, target in ((a, b), (b, a)):
+            line = self._lines.get((source, target))
+            if line is not None and source not in self.dark:
+                self._give_up(source, target, line, UNANSWERED)
 
     def vanish(self, node: NodeId) -> None:
         """`node` has lost its power: nothing of what it said last and nothing of its end is heard."""

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from .cluster import Cluster
 
 
+ASKS = 2
+"""Within its patience a node that is silent is asked so often."""
+
+
 class Node:
     """`drift`: how much faster than the simulation's clock its own runs. A node that is not `up` answers with resets or
     not at all if it is dark (network.py). `exit` is (code, reason)."""
@@ -151,6 +155,19 @@ class Node:
     def link_lost(self, peer: NodeId, reason: str) -> None:
         if peer not in self.barred:
             self.feed(io.LinkLost(peer, reason, silent=reason == UNANSWERED))
+            if reason == UNANSWERED:
+                self._ask_later(peer)
+
+    def _ask_later(self, peer: NodeId) -> None:
+        self.timeline.after(self.timing.silent_after_s / ASKS, self.do, self._ask_still, peer)
+
+    def _ask_still(self, peer: NodeId) -> None:
+        """As transport/renewal.py: who was given up as silent is asked for a connection until it is lost to the job."""
+        if peer in self.barred or not self.up:
+            return
+        if not self.network.answers(self.number, peer):
+            self.feed(io.LinkLost(peer, UNANSWERED, silent=True, still=True))
+        self._ask_later(peer)
 
     def heard(self, process: Process, handle: Callable[..., object], *arguments: Any) -> None:
         """A process of this node says something; last words of one that was replaced mean nothing."""

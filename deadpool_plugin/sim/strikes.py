@@ -93,7 +93,7 @@ class Strikes:
     def _strike(self, fault: Fault, actor: Node | None) -> None:
         node = self._whom(fault, actor)
         if node is not None and self._cluster.blows.deal(fault, node):
-            if fault.kind not in ("loss", "delay", "duplicate", "flip", "partition", "oneway", "part", "rift"):
+            if fault.kind not in ("loss", "delay", "duplicate", "flip", "partition", "oneway", "part", "rift", "pair"):
                 self.struck[fault.kind] += 1
             self._cluster.note(f"fault: {fault.kind} strikes node {node.number}")
         self._cluster.timeline.after(fault.seconds, self._ended)

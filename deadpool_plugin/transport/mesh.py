@@ -45,6 +45,9 @@ OnMessage = Callable[[NodeId, AnyMessage], None]
 OnLost = Callable[[NodeId, str], None]
 
 
+def _not_said(node: NodeId, reason: str) -> None: ...
+
+
 class ControlMesh:
     """Small typed messages between all nodes of a job, in order and once per pair, over links that fail loudly.
 
@@ -64,6 +67,7 @@ class ControlMesh:
         silent_after_s: a peer whose kernel acknowledges nothing for so long is lost.
         on_refused: gets each refused peer, once per host; the default logs it.
         on_guest: answers hosts that are no members.
+        on_still_silent: called with a node that was lost for its silence, and why, whenever it has not answered since.
     """
 
     def __init__(
@@ -77,6 +81,7 @@ class ControlMesh:
         silent_after_s: float = 10.0,
         on_refused: Callable[[PeerRefused], None] = _log.warning,
         on_guest: OnGuest = guests.nobody_joins,
+        on_still_silent: OnLost = _not_said,
     ) -> None:
         self.silent: set[NodeId] = set()
         """Lost because they answer no more, or count us as lost: no sign that they are gone."""
@@ -94,7 +99,7 @@ class ControlMesh:
         self._gone: set[NodeId] = set()
         """There is no link with them any more, for good, or none to come: lost, dropped, or they have said Goodbye."""
         self._renewals = Renewals(
-            node, self._addresses, self._dial, self._is_wanted, self._lose, patience_s=silent_after_s
+            node, self._addresses, self._dial, self._is_wanted, self._lose, on_still_silent, patience_s=silent_after_s
         )
         self._dials = asyncio.Semaphore(DIALS_MAX)
         self._known: set[NodeId] | None = None  # None: anyone with the secret, before `connect` has said who

@@ -1,7 +1,8 @@
 """Links that have ended, made again: the larger node dials, the smaller one asks it to.
 
 Rules of this file: who is asked again and again is given up after the job's patience, as silent; where nobody listens
-any more, or somebody else does, or no link is wanted, at once. Thread: the event loop's only.
+any more, or somebody else does, or no link is wanted, at once. A node that was given up as silent gets no link again,
+but is asked for a connection until it is dropped, and that it gives none is said. Thread: the event loop's only.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ _UNASKED_S = 0.1
 """A node that has lost a link which the other end dials waits so long to be dialled before it asks."""
 YOUNG_S = 1.0
 """A link that was made no longer ago is not the one that the other end has lost: it has not seen this one yet."""
+_ASKS = 2
+"""Within its patience a node that is silent is asked so often."""
 _log = logging.getLogger(__name__)
 
 
@@ -34,6 +37,7 @@ class Renewals:
         dial: begins a link to a node, which a smaller one takes and a larger one answers by dialling itself.
         is_wanted: whether there is to be a link to a node any more.
         lose: there will be no link to a node: why, and whether that is only its silence.
+        still_silent: a node that was lost for its silence does not answer still: why it was lost.
         patience_s: for how long a node may answer nothing.
     """
 
@@ -44,11 +48,15 @@ class Renewals:
         dial: Callable[[NodeId], Awaitable[None]],
         is_wanted: Callable[[NodeId], bool],
         lose: Callable[[NodeId, str, bool], None],
+        still_silent: Callable[[NodeId, str], None],
         patience_s: float,
     ) -> None:
         self._node, self._addresses, self._dial = node, addresses, dial
         self._is_wanted, self._lose, self.patience_s = is_wanted, lose, patience_s
+        self._still_silent = still_silent
         self._tasks: dict[NodeId, asyncio.Task[None]] = {}
+        self._asking: dict[NodeId, asyncio.Task[None]] = {}
+        """After those that are lost for their silence."""
 
     @property
     def nodes(self) -> frozenset[NodeId]:
@@ -69,12 +77,13 @@ class Renewals:
             self.begin(peer, line, reason)
 
     def stop(self, peer: NodeId) -> None:
-        if (task := self._tasks.pop(peer, None)) is not None:
-            task.cancel()
+        for tasks in (self._tasks, self._asking):
+            if (task := tasks.pop(peer, None)) is not None:
+                task.cancel()
 
     async def close(self) -> None:
-        tasks = list(self._tasks.values())
-        for peer in self.nodes:
+        tasks = [*self._tasks.values(), *self._asking.values()]
+        for peer in self.nodes | self._asking.keys():
             self.stop(peer)
         await asyncio.gather(*tasks, return_exceptions=True)
 
@@ -97,6 +106,21 @@ class Renewals:
             _log.warning("the link to node %d had ended (%s) and was made again", peer, reason)
         elif self._is_wanted(peer):
             self._lose(peer, f"{reason}; no new link: {why}", silent)
+            if silent:
+                self._asking[peer] = loop.create_task(self._ask_still(peer, f"{reason}; no new link: {why}"))
+
+    async def _ask_still(self, peer: NodeId, reason: str) -> None:
+        """Says whenever `peer` gives no connection. One that refuses answers, too."""
+        loop, every_s = asyncio.get_running_loop(), self.patience_s / _ASKS
+        while True:
+            began = loop.time()
+            try:
+                (await asyncio.wait_for(connected(self._addresses[peer]), every_s)).close()
+            except ConnectionRefusedError:
+                pass
+            except (OSError, asyncio.TimeoutError):
+                self._still_silent(peer, reason)
+            await asyncio.sleep(max(0.0, began + every_s - loop.time()))
 
     async def _try(self, peer: NodeId, line: Line, within_s: float) -> None:
         """One attempt. Raises: ConnectionRefusedError if nobody listens there; TransportError if it is in vain."""

@@ -1,9 +1,11 @@
 """Links that end although both their ends live are made again; nothing is lost, and nobody is told."""
 
 import asyncio
+import contextlib
 import random
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+import socket
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import pytest
@@ -13,8 +15,11 @@ from deadpool_plugin.core.messages import AnyMessage, Status
 from deadpool_plugin.transport.handshake import Credentials
 from deadpool_plugin.transport.lines import SAY_SO_EVERY
 from deadpool_plugin.transport.mesh import ControlMesh
+from deadpool_plugin.transport.sockets import Address
 
 WAIT_S = 20.0
+QUEUE = 8
+"""Of connections nobody accepts: more than a listener with a backlog of none holds."""
 PATIENCE_S = 10 * WAIT_S
 """So that whoever is told within WAIT_S is told before the time is up in which a host may answer."""
 BOTH, DIALLER, ACCEPTOR = {}, {"target": False}, {"dialler": False}
@@ -24,6 +29,7 @@ class Node:
     def __init__(self, node: int, patience_s: float) -> None:
         self.heard: asyncio.Queue[int] = asyncio.Queue()
         self.lost: asyncio.Queue[str] = asyncio.Queue()
+        self.still_silent: asyncio.Queue[str] = asyncio.Queue()
         self.mesh = ControlMesh(
             node,
             Credentials(b"secret", "job"),
@@ -32,6 +38,7 @@ class Node:
             self._hear,
             lambda peer, reason: self.lost.put_nowait(reason),
             patience_s,
+            on_still_silent=lambda peer, reason: self.still_silent.put_nowait(reason),
         )
 
     def _hear(self, peer: int, message: AnyMessage) -> None:
@@ -59,6 +66,18 @@ async def two(patience_s: float = PATIENCE_S) -> AsyncIterator[tuple[Node, Node,
         await asyncio.gather(*(node.mesh.close() for node in nodes))
         await asyncio.gather(*(relay.close() for relay in relays))
     assert all(node.lost.empty() for node in nodes), "told twice"
+
+
+@contextmanager
+def unanswering() -> Iterator[Address]:
+    """A listener whose queue is full: its kernel drops whoever else comes, as a cut does."""
+    with contextlib.ExitStack() as open_now:
+        listener = open_now.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(QUEUE):
+            waits = open_now.enter_context(socket.socket())
+            waits.setblocking(False)
+            waits.connect_ex(listener.getsockname())
+        yield listener.getsockname()
 
 
 def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -174,6 +193,25 @@ def test_a_host_that_answers_no_more_is_lost_after_a_while() -> None:
             relay.cut()
             for node in (first, second):
                 assert "no answer" in await asyncio.wait_for(node.lost.get(), WAIT_S)
+
+    run(scenario)
+
+
+def test_a_host_that_answers_no_more_is_said_to_be_silent_until_it_is_dropped() -> None:
+    async def scenario() -> None:
+        async with two(patience_s=2.0) as (first, second, relay, other):
+            relay.is_deaf = other.is_deaf = True
+            relay.cut()
+            for node in (first, second):
+                await asyncio.wait_for(node.lost.get(), WAIT_S)
+            with unanswering() as address:
+                first.mesh._addresses[1] = address
+                for _ in range(3):
+                    assert "no answer" in await asyncio.wait_for(first.still_silent.get(), WAIT_S)
+                assert second.still_silent.empty(), "it gets a connection"
+                first.mesh.drop(1)
+                asking = first.mesh._renewals._asking
+                assert not asking
 
     run(scenario)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from deadpool_plugin.core import io
 from deadpool_plugin.core.controller import Controller
 from deadpool_plugin.core.messages import NodeFailed, Report, Status
@@ -117,3 +119,24 @@ def test_a_member_says_it_again_whenever_it_has_tried_in_vain_again():
     assert complaints(io.Ticked(), 1.2) == 0
     assert complaints(lost, 1.3) == 1
     assert complaints(io.LinkLost(2, "reset"), 1.4) == 0
+
+
+@pytest.mark.parametrize(("node", "other", "says"), [(1, 2, True), (2, 1, True), (1, 4, False), (4, 1, False)])
+def test_two_that_run_ranks_say_it_for_as_long_as_their_link_is_broken(node: int, other: int, says: bool):
+    """A job that stands still mirrors nothing that could fail; a spare stands in nobody's way."""
+    member = formed(node)
+    member.step(io.LinkLost(other, "timed out", silent=True), 1.0)
+    for now in (1.2, 1.4, 1.6):
+        hear(member, 0, Status(0, -1, True), now)
+        actions = member.step(io.LinkLost(other, "timed out", silent=True, still=True), now)
+        assert any(isinstance(message, NodeFailed) for _, message in said(actions)) == says
+
+
+def test_the_coordinator_counts_its_own_broken_links_alike():
+    coordinator = formed(0)
+    for now in (1.0, 6.0, 11.5):
+        for heard in (1, 2, 3, 4):
+            hear(coordinator, heard, Report(0), now)
+        actions = coordinator.step(io.LinkLost(2, "timed out", silent=True, still=now > 1.0), now)
+        asked = [message.node for to, message in said(actions) if isinstance(message, NodeFailed)]
+    assert asked == [2]
