@@ -63,7 +63,8 @@ class Invitation(msgspec.Struct, frozen=True):
 
 class Job(msgspec.Struct, frozen=True):
     """What this node's supervisors were started with. `config`: as `Config.told`; `secret_files`: where the secret may
-    lie. `invitation`: to the running job this host shall join; None for a host that meets the others at the rendezvous.
+    lie. `launch`: the name of the `deadpool launch` that started it, "" for another launcher. `invitation`: to the
+    running job this host shall join; None for a host that meets the others at the rendezvous.
     """
 
     command: list[str]
@@ -71,6 +72,7 @@ class Job(msgspec.Struct, frozen=True):
     config: str
     environment: dict[str, str]
     secret_files: tuple[str, ...] = ()
+    launch: str = ""
     invitation: Invitation | None = None
 
 
@@ -86,7 +88,7 @@ def job_from(environ: Mapping[str, str], directory: str, config: str, secret_fil
     }
     command = msgspec.json.decode(environ.get(COMMAND, "[]"), type=list[str])
     invitation = msgspec.json.decode(environ.get(INVITATION, "null"), type=Invitation | None)
-    return Job(command, directory, config, exported, secret_files, invitation)
+    return Job(command, directory, config, exported, secret_files, invitation=invitation)
 
 
 def deepspeed_env(environ: Mapping[str, str], directory: str) -> dict[str, str]:

@@ -128,7 +128,7 @@ class Links:
         )  # fmt: skip
         return Hello(
             self._node, os.uname().nodename, control, (self.address, self.bulk.address[1]), self._place.local_size,
-            versions(), config.digest(), os.urandom(8).hex(),
+            versions(), config.digest(), os.urandom(8).hex(), self._job.launch,
         )  # fmt: skip
 
     async def meet(self, hello: Hello) -> list[Hello]:

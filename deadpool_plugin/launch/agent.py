@@ -12,6 +12,8 @@ import socket
 import sys
 from typing import NoReturn
 
+import msgspec
+
 from ..agent.joining import job_from
 from ..config import load
 from ..errors import DeadpoolError
@@ -35,6 +37,7 @@ def _serve(fd: int) -> int:
         launch = roles.from_environment()
         config = load(path := os.environ["DEADPOOL_CONFIG"])
         job = job_from(os.environ, os.getcwd(), config.told(), secret_files(config, path))
+        job = msgspec.structs.replace(job, launch=carried.launch_of(path))
         exit_code = run_agent(launch.place, config, of_job(config, path), listener, os.environ["DEADPOOL_JOB_TAG"], job)
     except DeadpoolError as error:
         print(f"[deadpool] {error}", file=sys.stderr, flush=True)

@@ -11,6 +11,7 @@ import os
 import secrets
 import shutil
 import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,8 +24,8 @@ SECRET = "secret"
 
 
 def new_job() -> str:
-    """A name nobody guesses."""
-    return secrets.token_hex(8)
+    """A name nobody guesses, which is larger than that of any launch before (by this host's clock)."""
+    return f"{time.time_ns():016x}{secrets.token_hex(8)}"
 
 
 def folder_of(job: str) -> Path:
@@ -37,6 +38,11 @@ def is_carried(config: str) -> bool:
     """Whether a node's configuration file was put in place for one job: no other host need have it."""
     path = Path(config)
     return path.parent.parent == SHM and path.parent.name.startswith("deadpool-")
+
+
+def launch_of(config: str) -> str:
+    """The name of the launch that has put the configuration in place, "" if none has."""
+    return Path(config).parent.name.removeprefix("deadpool-") if is_carried(config) else ""
 
 
 def secret_of(config: str) -> Path | None:

@@ -21,9 +21,10 @@ from ..agent import proc
 from ..agent.meeting import versions
 from ..config import Config, load
 from ..errors import ConfigError, shell_code
+from ..events import JobFinished, NodeEnded, NodeJoined
 from ..transport.sockets import allow_many_files
 from . import carried, leash
-from .outcome import Outcome, outcome, settled
+from .outcome import FAILED, Outcome, outcome, settled
 from .processes import ending_signals
 from .remote import Stewards, keep_alive
 from .request import Request, understood
@@ -73,6 +74,7 @@ class Launcher:
         self._stewards = Stewards(request, config)
         self._interrupted = 0
         self._settled: Outcome | None = None
+        self._unformed: Outcome | None = None
         self._deadline = float("inf")
         """Until then hosts may end what is left of the job, and tell."""
         self._changed = asyncio.Event()
@@ -126,6 +128,8 @@ class Launcher:
                 stewards.say(leash.Tell(even_if_unseen=True))
                 if self._config.on_launcher_loss == "stop":
                     self._end(self._config.phase_timeout_s)
+            if not running.done():
+                self._end_unformed()
             self._settle()
             if time.monotonic() >= self._deadline:
                 self._give_up(running)
@@ -146,6 +150,20 @@ class Launcher:
         if self._settled is None and not self._interrupted and settled(told, self._stewards.running, len(hosts)):
             self._settled = outcome(told, hosts, 0)
             self._end(self._config.phase_timeout_s)
+
+    def _end_unformed(self) -> None:
+        """A host that has ended before the job formed keeps the others waiting for it: end them, too."""
+        told = self._stewards.words
+        heard = [event for word in told.values() for event in word.events]
+        formed = self._stewards.formed or any(isinstance(one, (NodeJoined, JobFinished)) for one in heard)
+        if self._unformed or formed or not told or self._interrupted:
+            return
+        codes = [event.exit_code for event in heard if isinstance(event, NodeEnded)]
+        hosts = ", ".join(self._request.hosts[node] for node in sorted(told))
+        self._unformed = Outcome(max(codes, default=0) or FAILED, f"{hosts} ended before the job formed", [])
+        print(f"[deadpool] {self._unformed.what}: ending it on the other hosts", flush=True)
+        proc.sweep(self._tag)
+        self._end(0.0)
 
     def _end(self, grace_s: float) -> None:
         """The stewards end the job; they have LAST_WORD_S longer than its processes."""
@@ -181,6 +199,8 @@ class Launcher:
         """A signal does not change what became of a job that is over."""
         if self._interrupted and self._settled is None and found.exit_code:
             found = Outcome(128 + self._interrupted, "interrupted", found.lost)
+        if self._unformed is not None:
+            found = self._unformed
         if self._settled is not None:
             found = Outcome(self._settled.exit_code, self._settled.what, found.lost)
         print(f"[deadpool] {found}", flush=True)

@@ -9,6 +9,8 @@ together (versions, configuration) is for the caller to judge.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import hashlib
 import logging
 import socket
@@ -31,6 +33,8 @@ SAY_AFTER_S = 10.0
 REFUSED_HOSTS_MAX = 64
 """So many are named: who can forge addresses has more of them than we have memory."""
 _RETRY_S = 0.2
+LISTEN_S = 5.0
+"""How long node 0 waits for a port that an earlier launch may hold, and is about to leave."""
 _log = logging.getLogger(__name__)
 
 
@@ -46,6 +50,8 @@ class Hello(msgspec.Struct, frozen=True, array_like=True):
     config_digest: str
     nonce: str = ""
     """Drawn anew by every process, so that no two jobs have the same hellos."""
+    launch: str = ""
+    """The launch that started it, "" if it has no name. A later launch has a larger one."""
 
 
 def job_id(hellos: Sequence[Hello]) -> str:
@@ -102,19 +108,41 @@ class _Host:
         self._refused: dict[str, str] = {}
         self._changed = asyncio.Event()
         self._unproven = Unproven()
-        try:
-            self._listener = listening("", port)
-        except OSError as error:
-            raise TransportError(
-                f"node 0 cannot listen at MASTER_PORT {port}: {error}", remedy="choose another --master_port"
-            ) from error
-        self._listener.setblocking(False)
+        self._address = (host, port)
+        self._superseded = ""
+        """The host of a later launch that has come here."""
+
+    async def _listen(self) -> socket.socket:
+        """Raises: TransportError if another program holds the port; one of an earlier launch is told to go."""
+        deadline = time.monotonic() + LISTEN_S
+        while True:
+            try:
+                return listening("", self._address[1])
+            except OSError as error:
+                is_taken = error.errno == errno.EADDRINUSE and self._hellos[0].launch
+                if not is_taken or time.monotonic() >= deadline:
+                    raise TransportError(
+                        f"node 0 cannot listen at MASTER_PORT {self._address[1]}: {error}",
+                        remedy="choose another --master_port",
+                    ) from error
+            with contextlib.suppress(TransportError, OSError, EOFError, asyncio.TimeoutError):
+                await asyncio.wait_for(_ask(self._address, self._hellos[0], self._credentials), _RETRY_S * 5)
+            await asyncio.sleep(_RETRY_S)
 
     async def wait(self, timeout_s: float) -> list[Hello]:
+        self._listener = await self._listen()
+        self._listener.setblocking(False)
         tasks = Tasks()
         tasks.start(self._accept(tasks))
         try:
             await asyncio.wait_for(self._all_here(), timeout_s)
+            if self._superseded:
+                failure = TransportError(
+                    f"a later launch of this job has come from {self._superseded}: this one ends, which still waited "
+                    f"for node {self._missing()}"
+                )
+                await self._tell_all(_Failed(str(failure)))
+                raise failure
             table = [self._hellos[node] for node in sorted(self._hellos)]
             await self._tell_all(_Table(table))
             return table
@@ -141,7 +169,7 @@ class _Host:
     async def _all_here(self) -> None:
         saying = asyncio.create_task(self._say_who_is_missing())
         try:
-            while len(self._hellos) < self._nodes_total:
+            while len(self._hellos) < self._nodes_total and not self._superseded:
                 self._changed.clear()
                 await self._changed.wait()
         finally:
@@ -188,6 +216,7 @@ class _Host:
         with self._unproven.held(sock):
             peer = await shake_hands_async(sock, self._credentials, PURPOSE, 0, dialling=False)
         hello = await asyncio.wait_for(take(sock, Hello), HANDSHAKE_TIMEOUT_S)
+        await self._compare(sock, hello)
         if hello.node != peer or not 0 < peer < self._nodes_total:
             raise PeerRefused(
                 f"refused {address}: it is node {hello.node}", f"1..{self._nodes_total - 1}", address=address
@@ -196,6 +225,21 @@ class _Host:
             other = self._hellos[peer].host
             raise PeerRefused(f"refused {address}: node {peer} is here already, from {other}", address=address)
         return peer
+
+    async def _compare(self, sock: socket.socket, hello: Hello) -> None:
+        """Let nobody of another launch in: of the two the earlier one ends. Raises: PeerRefused, ConnectionClosed."""
+        ours, address = self._hellos[0].launch, remote_name(sock)
+        if not (hello.launch and ours) or hello.launch == ours:
+            return
+        if hello.launch > ours:
+            self._superseded = hello.host
+            self._changed.set()
+            raise ConnectionClosed(f"{address} is of a later launch")
+        where = f"{hello.host} (node {hello.node})"
+        await put(sock, _Failed(f"{where} is of an earlier launch, and another one has begun"))
+        raise PeerRefused(
+            f"processes of an earlier launch still wait at {where}: they are told to end", address=address
+        )
 
     async def _tell_all(self, message: _Table | _Failed) -> None:
         frame = packed(message)
@@ -210,11 +254,7 @@ async def _join(master: Address, hello: Hello, credentials: Credentials) -> list
     say_at: float | None = time.monotonic() + SAY_AFTER_S
     while True:
         try:
-            with await connected(master) as sock:
-                tune(sock, HANDSHAKE_TIMEOUT_S)
-                await shake_hands_async(sock, credentials, PURPOSE, hello.node, dialling=True)
-                await put(sock, hello)
-                answer = await take(sock, AnyAnswer)
+            answer = await _ask(master, hello, credentials)
         except (ConnectionClosed, OSError, EOFError) as error:  # node 0 is not there yet, or was started again
             if say_at is not None and time.monotonic() >= say_at:
                 _log.warning(
@@ -226,6 +266,16 @@ async def _join(master: Address, hello: Hello, credentials: Credentials) -> list
         if isinstance(answer, _Failed):
             raise TransportError(f"node 0 gave up: {answer.reason}")
         return list(answer.hellos)
+
+
+async def _ask(master: Address, hello: Hello, credentials: Credentials) -> _Table | _Failed:
+    """What node 0 says to `hello`, once it says something. Raises: TransportError, OSError, EOFError."""
+    with await connected(master) as sock:
+        tune(sock, HANDSHAKE_TIMEOUT_S)
+        await shake_hands_async(sock, credentials, PURPOSE, hello.node, dialling=True)
+        await put(sock, hello)
+        answer: _Table | _Failed = await take(sock, AnyAnswer)
+        return answer
 
 
 def _hint(master: Address) -> str:

@@ -5,6 +5,7 @@ import socket
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from deadpool_plugin.errors import ConfigError, PeerRefused, TransportError
@@ -200,3 +201,51 @@ def test_a_host_without_ipv6_listens_all_the_same(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: refused)
     with listen_tcp("") as listener:
         assert listener.family == socket.AF_INET and bound_address(listener)[0] == "0.0.0.0"
+
+
+def of_launch(node: int, launch: str) -> Hello:
+    return msgspec.structs.replace(hello(node), launch=launch)
+
+
+def test_processes_of_an_earlier_launch_are_told_to_end(caplog: pytest.LogCaptureFixture) -> None:
+    """Node 0 of the earlier one failed; its node 1 waits for it, and meets the next one's node 0."""
+
+    async def scenario() -> tuple[object, object, object]:
+        port, secret = free_port(), Credentials(b"s")
+        first = asyncio.create_task(meet(2, "127.0.0.1", port, of_launch(1, "1"), secret, 60))
+        host = asyncio.create_task(meet(2, "127.0.0.1", port, of_launch(0, "2"), secret, 60))
+        ended = await asyncio.gather(first, return_exceptions=True)
+        second = await meet(2, "127.0.0.1", port, of_launch(1, "2"), secret, 60)
+        return ended[0], second, await host
+
+    ended, second, host = asyncio.run(asyncio.wait_for(scenario(), 60))
+    assert isinstance(ended, TransportError) and "is of an earlier launch" in str(ended)
+    assert host == second == [of_launch(0, "2"), of_launch(1, "2")]
+    assert "processes of an earlier launch still wait at host1 (node 1)" in caplog.text
+
+
+def test_an_earlier_launch_gives_its_port_to_a_later_one() -> None:
+    """Both node 0s are on one host; the earlier one waits for a node that never comes."""
+
+    async def scenario() -> tuple[list[object], object, object]:
+        port, secret = free_port(), Credentials(b"s")
+        older = [asyncio.create_task(meet(3, "127.0.0.1", port, of_launch(node, "1"), secret, 60)) for node in (0, 1)]
+        while not listens(port):
+            await asyncio.sleep(0)
+        later = [asyncio.create_task(meet(2, "127.0.0.1", port, of_launch(node, "2"), secret, 60)) for node in (0, 1)]
+        return await asyncio.gather(*older, return_exceptions=True), *await asyncio.gather(*later)
+
+    older, *later = asyncio.run(asyncio.wait_for(scenario(), 60))
+    assert all(isinstance(error, TransportError) and "launch" in str(error) for error in older), older
+    assert later == [[of_launch(0, "2"), of_launch(1, "2")]] * 2
+
+
+def listens(port: int) -> bool:
+    return f":{port:04X} " in "".join(Path(f"/proc/net/{name}").read_text() for name in ("tcp", "tcp6"))
+
+
+def test_a_port_of_another_program_is_said() -> None:
+    with socket.create_server(("", 0)) as taken:
+        port = bound_address(taken)[1]
+        (error,) = asyncio.run(gather(port, 2, (0, b"s", 10)))
+    assert isinstance(error, TransportError) and f"cannot listen at MASTER_PORT {port}" in str(error)
