@@ -15,6 +15,7 @@ import torch
 
 def apply() -> None:
     one_device()
+    no_accelerator()
     kernels_that_need_triton()
     helpers_are_compiled()
     nothing_to_warm_up()
@@ -43,6 +44,11 @@ def one_device() -> None:
     }
     for name, answer in answers.items():
         setattr(torch.cuda, name, lambda *args, answer=answer, **kwargs: answer)
+
+
+def no_accelerator() -> None:
+    """A torch built for CUDA would ask its driver: data loaders pin batches, optimizers look for a captured graph."""
+    torch.accelerator.is_available = lambda: False
 
 
 def kernels_that_need_triton() -> None:
@@ -79,7 +85,7 @@ def nothing_to_warm_up() -> None:
     """Fused kernels are built, and jitted functions run once, on the device."""
     import megatron.training.initialize as initialize
 
-    initialize._warmup_jit_function = lambda: None
+    initialize._warmup_jit_function = lambda **kwargs: None
     try:
         import megatron.legacy.fused_kernels as fused_kernels
     except ImportError:  # gone in later tags
