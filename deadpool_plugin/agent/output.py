@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 QUEUE_BYTES_MAX = 16 << 20
 SAID_EVERY_S = 3600.0
 """Between two words about files that cannot be written."""
+LOOK_EVERY_S = 10.0
+"""Between two looks whether a file that is written to is still there."""
 _CLOSE_S = 2.0
 _READ_BYTES = 1 << 16
 
@@ -35,15 +37,20 @@ def rank_file(output_dir: Path, rank: Rank, node: NodeId) -> Path:
 
 
 class Lane:
-    """Writes to descriptors, in order, on a thread of its own. Thread: any, also that of `on_drop`, which hears why."""
+    """Writes to descriptors, in order, on a thread of its own. Thread: any, also that of `on_drop`, which hears why.
 
-    def __init__(self, name: str, on_drop: Callable[[str], None] = lambda why: None) -> None:
+    Args: files: they are files, which may be removed meanwhile.
+    """
+
+    def __init__(self, name: str, on_drop: Callable[[str], None] = lambda why: None, *, files: bool = False) -> None:
         self._changed = threading.Condition()
         self._queue: deque[tuple[int, bytes]] = deque()
         self._queued_bytes = 0
         self._broken: set[int] = set()
         self._cut: set[int] = set()
         self._closing = False
+        self._files = files
+        self._looked_at: dict[int, float] = {}
         self.dropped_bytes = 0
         self._on_drop = on_drop
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -78,6 +85,7 @@ class Lane:
             if not data:
                 self._broken.discard(fd)
                 self._cut.discard(fd)
+                self._looked_at.pop(fd, None)
                 self._close(fd)
             elif fd not in self._broken:
                 self._put(fd, data)
@@ -107,6 +115,11 @@ class Lane:
                 return
             begun = True
         self._cut.discard(fd)
+        now = time.monotonic()
+        if self._files and now - self._looked_at.get(fd, -math.inf) >= LOOK_EVERY_S:
+            self._looked_at[fd] = now
+            if not os.fstat(fd).st_nlink:  # writing to it succeeds, and nobody can read it
+                self._drop(len(data), "a file was removed that is still written to")
 
     def _drop(self, size: int, why: str) -> None:
         self.dropped_bytes += size
@@ -125,7 +138,7 @@ class Writer:
 
     def __init__(self, launcher: int = 1) -> None:
         self._pipe, self._said_at = launcher, -math.inf
-        self._files, self._launcher = Lane("deadpool-files", self._not_kept), Lane("deadpool-launcher")
+        self._files, self._launcher = Lane("deadpool-files", self._not_kept, files=True), Lane("deadpool-launcher")
 
     @property
     def dropped_bytes(self) -> int:

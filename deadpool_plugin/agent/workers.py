@@ -20,6 +20,7 @@ from ..core.types import NO_STEP, Generation, Rank, Step, World
 from ..errors import invariant, present
 from ..transport import local
 from ..transport.local import LocalPeer
+from ..transport.tasks import Tasks
 from ..transport.unix import close_descriptors
 from .lives import Lives
 from .output import Pipe, Writer, rank_file
@@ -70,6 +71,7 @@ class Workers:
         self.world: World | None = None
         self.committed: Step = NO_STEP
         self._orders = 0
+        self._opening = Tasks()
         self._start: local.StartGroups | None = None
         self.handlers: dict[type[local.LocalMessage], Handler] = {
             local.StandbyExited: lives.standby_exited,
@@ -90,6 +92,9 @@ class Workers:
     def on_message(self, peer: LocalPeer, message: local.LocalMessage, descriptors: list[int]) -> None:
         if isinstance(message, local.SupervisorHello):
             self._supervisor(peer, message, descriptors)
+            return
+        if isinstance(message, local.RehearsalOutput) and isinstance(peer.tag, Slot):
+            self._keep_apart(peer.tag, peer, descriptors)
             return
         close_descriptors(descriptors)
         if isinstance(message, local.StandbyHello):
@@ -130,6 +135,21 @@ class Workers:
             self.handlers[local.WorkerHello](slot, peer, hello)
         elif self._start is not None:
             peer.send(self._start)
+
+    def _keep_apart(self, slot: Slot, peer: LocalPeer, descriptors: list[int]) -> None:
+        """What a process prints while it rehearses; until its file is open it stays in the pipe."""
+        process = slot.living
+        if process is None or process.peer is not peer:  # these are the last words of one that is known to be dead
+            close_descriptors(descriptors)
+            return
+        pipe = Pipe(descriptors[0], self._writer)
+        path = self._output_dir / "rehearsals" / f"rank{process.rank:04d}.{process.pid}.txt"
+
+        async def begin() -> None:
+            file = await in_time(lambda: FileIO(self._writer.open(path), "a"))
+            pipe.assign(path, False, Output(file, {}).opened)
+
+        self._opening.start(begin())
 
     def _store_offer(self, slot: Slot, peer: LocalPeer, message: local.StoreOffer) -> None:
         if slot.living is not None:  # else these are the last words of one that is known to be dead

@@ -53,8 +53,11 @@ def _rehearse(config: Config, local_rank: int, order: local.RehearseRank) -> tup
     from ..plugin import start_following
     from ..worker.output import Mute
 
-    mute = Mute(config.output_dir / "rehearsals" / f"rank{order.rank:04d}.{os.getpid()}.txt")
+    read_end, write_end = os.pipe()
+    mute = Mute(write_end)
     connection = _introduced(local_rank, order, rehearsing=True)
+    connection.send(local.RehearsalOutput(), [read_end])
+    os.close(read_end)
     rehearsal, _ = connection.recv()
     invariant(isinstance(rehearsal, local.Rehearsal), f"the agent answered {type(rehearsal).__name__}")
     assert isinstance(rehearsal, local.Rehearsal)

@@ -105,6 +105,12 @@ class WorkerHello(LocalMessage, frozen=True):
     order: Count = 0
 
 
+class RehearsalOutput(LocalMessage, frozen=True):
+    """Rehearser -> agent, right after its hello: the read end of the pipe it writes to until it takes over."""
+
+    descriptors: ClassVar[int] = 1
+
+
 class StoreOffer(LocalMessage, frozen=True):
     """Worker -> agent: a fresh TCPStore for the next group build listens at `address` ("host:port")."""
 
@@ -273,9 +279,9 @@ class WorkerEvent(LocalMessage, frozen=True):
 
 AnyLocalMessage = (
     SupervisorHello | StandbyExited | Leaving | EndSupervisor | StandbyHello | RunRank | RehearseRank | WorkerExited
-    | CannotEnd | WorkerHello | StoreOffer | HostStore | StartGroups | RankReady | ArenaHandOver | Staged | Committed
-    | Abort | Join | Rehearsal | Rehearsed | History | Moved | Progress | TakeOver | Unwound | Saving | Restored
-    | OutOfReach | Saved | Failing | Finished | EndWorker | WorkerEvent
+    | CannotEnd | WorkerHello | RehearsalOutput | StoreOffer | HostStore | StartGroups | RankReady | ArenaHandOver
+    | Staged | Committed | Abort | Join | Rehearsal | Rehearsed | History | Moved | Progress | TakeOver | Unwound
+    | Saving | Restored | OutOfReach | Saved | Failing | Finished | EndWorker | WorkerEvent
 )  # fmt: skip
 
 

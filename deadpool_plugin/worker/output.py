@@ -1,8 +1,8 @@
-"""A rehearsing process is not heard and leaves no files: it writes to a private file until it takes over.
+"""A rehearsing process is not heard and leaves no files: what it prints is kept apart until it takes over.
 
 Rules of this file: what the script writes in its loop has been written by the rank itself already, and what it writes
-of a step that is long over would be wrong now (the file that names the latest checkpoint). What the private file cannot
-take (a full disk) is dropped: it is not worth a process. Standard library only.
+of a step that is long over would be wrong now (the file that names the latest checkpoint). Descriptors 1 and 2 are a
+pipe to the agent, never a file: on a full disk the writes of C code and of children would fail. Standard library only.
 """
 
 from __future__ import annotations
@@ -48,18 +48,20 @@ class Lock:
 
 
 class Mute:
-    """Redirects file descriptors 1 and 2 into `path` until `lift`; works for everything below Python too."""
+    """Redirects file descriptors 1 and 2 into `private` until `lift`; works for everything below Python too.
+
+    Args: private: a descriptor, ours from now on.
+    """
 
     active = False
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, private: int) -> None:
         self._saved = [os.dup(fd) for fd in (1, 2)]
         self._originals: list[tuple[Any, str, Any]] = []
         self._silent: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         self._keeping = mmap.mmap(-1, 1)  # shared with what the script forks
         self._releasing = Lock()
         self._unsaid: list[str] = []
-        private = _opened(path)
         for fd in (1, 2):
             os.dup2(private, fd)
         os.close(private)
@@ -140,15 +142,6 @@ class _Unfailing(io.FileIO):
 def _unfailing(fd: int, stream: Any) -> io.TextIOWrapper:
     """A stream over `fd` as `stream` is, but unbuffered (so are ours: python -u)."""
     return io.TextIOWrapper(_Unfailing(fd, "w", closefd=False), stream.encoding, stream.errors, write_through=True)
-
-
-def _opened(path: Path) -> int:
-    """A descriptor to write to `path`; where that cannot be, to nowhere."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    except OSError:
-        return os.open(os.devnull, os.O_WRONLY)
 
 
 def flush() -> None:

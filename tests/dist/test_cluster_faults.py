@@ -55,6 +55,8 @@ def test_nodes_and_ranks_are_lost_one_after_the_other(tmp_path, corpus, referenc
     _, tail = run(tmp_path, corpus, references, kills)
     assert [(plan["lost_nodes"], plan["lost_ranks"]) for plan in tail.of("SwapPlanned")] == [
         ([0], []), ([], [2]), ([], [2])]  # fmt: skip
+    apart = [path for path in tmp_path.rglob("rehearsals/rank*.txt") if path.stat().st_size]
+    assert len(apart) >= len(kills), "what a rehearsal prints is kept"
 
 
 @in_zygote

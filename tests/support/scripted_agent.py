@@ -107,7 +107,7 @@ class ScriptedAgent:
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(self.world_size), LOCAL_RANK=str(rank), DEADPOOL_SOCKET="x")
         if spare:
             rehearsal, _ = connection.recv()
-            mute = Mute(self.output / f"rehearsal{rank}.log")
+            mute = Mute(os.open(self.output / f"rehearsal{rank}.log", os.O_WRONLY | os.O_CREAT, 0o644))
             context = plugin.start_following(connection, self.config, rehearsal, 0, mute)
         else:
             role = local.RunRank(rank, {})

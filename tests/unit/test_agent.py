@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -170,6 +171,20 @@ def test_a_full_disk_is_said_at_once_but_not_again_and_again(monkeypatch, every_
     expected = f"[deadpool] on {os.uname().nodename} not all that goes to output_dir is kept: No space left on device"
     assert words == [expected] * times and writer.dropped_bytes == 21
     for fd in (heard, said, full):
+        os.close(fd)
+
+
+def test_that_output_dir_was_removed_is_said_once(tmp_path):
+    heard, said = os.pipe()
+    writer = Writer(said)
+    removed = [writer.open(tmp_path / "logs" / name) for name in ("one", "other")]
+    shutil.rmtree(tmp_path / "logs")
+    for fd in removed:
+        writer.write(fd, b"a line\n")
+    writer.close()
+    (words,) = os.read(heard, 1 << 12).decode().splitlines()
+    assert "not all that goes to output_dir is kept: a file was removed" in words and writer.dropped_bytes == 14
+    for fd in (heard, said, *removed):
         os.close(fd)
 
 

@@ -99,3 +99,45 @@ def test_who_comes_when_its_generation_is_over_is_not_told_to_begin():
     workers.abort(1)
     workers.on_message(other, local.WorkerHello(1, 12, 1, False, 2), [])
     assert one == [local.StartGroups(0, "a store"), local.Abort(1)] and other == []
+
+
+@pytest.mark.parametrize("overtaken", [False, True])
+def test_what_a_rehearsal_prints_goes_to_a_file_of_its_own(tmp_path, overtaken):
+    writer = Writer(os.open(os.devnull, os.O_WRONLY))
+
+    async def scenario():
+        slot = Slot(0, rank=-1, process=Process(1, 5, rehearses=True))
+        workers = Workers(Place(2, 3, 1, "m", 5), "host", tmp_path, writer, [slot], StandIn(Lives), lambda event: None)
+        workers.handlers[local.WorkerHello] = lambda slot, peer, message: None
+        peer = Told()
+        workers.on_message(peer, local.WorkerHello(0, 11, 5, True, 1), [])
+        if overtaken:
+            slot.process = None
+        read_end, write_end = os.pipe()
+        os.write(write_end, b"a line\n")
+        workers.on_message(peer, local.RehearsalOutput(), [read_end])
+        if overtaken:
+            with pytest.raises(BrokenPipeError):
+                os.write(write_end, b"nobody reads this")
+        os.close(write_end)
+        while workers._opening._tasks:
+            await asyncio.gather(*workers._opening._tasks)
+        while not overtaken and _open_files(tmp_path) != []:
+            await asyncio.sleep(0)
+
+    asyncio.run(scenario())
+    writer.close()
+    found = {str(path.relative_to(tmp_path)): path.read_bytes() for path in tmp_path.rglob("*.txt")}
+    assert found == ({} if overtaken else {"rehearsals/rank0005.11.txt": b"a line\n"})
+
+
+def _open_files(folder):
+    """What this process has open below `folder`."""
+    return [path for fd in os.listdir("/proc/self/fd") if (path := _target(fd)).startswith(str(folder))]
+
+
+def _target(fd):
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}")
+    except FileNotFoundError:
+        return ""

@@ -3,7 +3,9 @@ of a follower before and after it takes over."""
 
 from __future__ import annotations
 
+import asyncio
 import builtins
+import errno
 import io
 import os
 import subprocess
@@ -16,17 +18,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from deadpool_plugin.agent.output import Pipe, Writer
 from deadpool_plugin.worker import file_saves
 from deadpool_plugin.worker.output import Mute
 
 REHEARSES = """
-import os, resource, sys
-from pathlib import Path
+import os, sys
 from deadpool_plugin.launch.script import run_script
 from deadpool_plugin.worker.output import Mute
 heard = os.dup(1)
-resource.setrlimit(resource.RLIMIT_FSIZE, (64, 64))
-mute = Mute(Path(sys.argv[1]))
+mute = Mute(int(sys.argv[1]))
 code = run_script(sys.argv[2:], None, lambda reason: os.write(heard, reason.encode() + b"\\n"))
 mute.lift()
 print("heard again", file=sys.__stdout__)
@@ -34,12 +35,16 @@ print("heard again", flush=True)
 os._exit(code)
 """
 PRINTS = """
-import subprocess, sys
+import ctypes, os, subprocess, sys
 for _ in range(100):
     print("a line of the script")
     print("another one", file=sys.stderr, flush=True)
 sys.stdout.buffer.write(b"bytes")
-subprocess.run(["echo", "of a child"])
+os.write(1, b"past Python's streams")
+os.write(2, b"-" * (1 << 18))
+subprocess.run(["sh", "-e", "-c", "echo of a child; echo and another >&2"], check=True)
+c = ctypes.CDLL(None)
+assert c.puts(b"of C") >= 0 and c.fflush(None) == 0
 """
 TEES = (
     PRINTS
@@ -50,23 +55,41 @@ sys.stderr = open("tee", "w", buffering=1)
 FAILS = "raise RuntimeError('of the script')"
 
 
+def is_not_there():
+    raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+
 @pytest.mark.parametrize("script", [PRINTS, TEES], ids=["streams", "a_stream_of_its_own"])
-@pytest.mark.parametrize("log", ["rehearsals/rank", "file/rank"], ids=["full", "not_to_be_made"])
-def test_a_rehearsal_fails_for_no_disk_and_its_own_reason_is_heard(tmp_path, script, log):
-    (tmp_path / "file").touch()
+@pytest.mark.parametrize("opened", [lambda: os.open("/dev/full", os.O_WRONLY), is_not_there], ids=["full", "read_only"])
+def test_no_disk_hinders_what_a_rehearsal_prints_and_its_own_reason_is_heard(tmp_path, script, opened):
     (tmp_path / "s.py").write_text(script + FAILS)
-    ran = subprocess.run(
-        [sys.executable, "-B", "-u", "-c", REHEARSES, str(tmp_path / log), "s.py"], cwd=tmp_path, capture_output=True,
-        text=True, check=False, env={"PYTHONPATH": str(Path(__file__).parents[2])},
+    ran, said = asyncio.run(rehearse(tmp_path, opened))
+    assert ran.splitlines() == ["RuntimeError: of the script", "heard again", "heard again"]
+    assert len(said) == 1 and ("No space left" in said[0] or "Read-only" in said[0]), said
+
+
+async def rehearse(folder, opened):
+    """A rehearsal of s.py whose output a real agent's pipe takes. Returns: what it printed, and what the agent said."""
+    read_end, write_end = os.pipe()
+    terminal = os.memfd_create("terminal")
+    writer = Writer(terminal)
+    pipe = Pipe(read_end, writer)
+    pipe.assign(folder / "out", False, opened)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-B", "-u", "-c", REHEARSES, str(write_end), "s.py", cwd=folder, pass_fds=[write_end],
+        stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
     )  # fmt: skip
-    assert ran.returncode == 1, ran.stderr
-    assert ran.stdout.splitlines() == ["RuntimeError: of the script", "heard again", "heard again"]
-    assert log.startswith("file") or (tmp_path / log).stat().st_size == 64
+    os.close(write_end)
+    out, _ = await process.communicate()
+    await pipe.ended.wait()
+    writer.close()
+    assert process.returncode == 1
+    return out.decode(), os.pread(terminal, 1 << 16, 0).decode().splitlines()
 
 
 def test_the_scripts_own_stream_stays_where_it_is(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "stdout", before := sys.stdout)
-    mute = Mute(tmp_path / "out")
+    mute = Mute(os.open(tmp_path / "out", os.O_WRONLY | os.O_CREAT))
     own = sys.stderr = open(tmp_path / "own", "w")  # noqa: SIM115
     try:
         print("private")
@@ -79,7 +102,7 @@ def test_the_scripts_own_stream_stays_where_it_is(tmp_path, monkeypatch):
 
 @pytest.fixture
 def mute(tmp_path):
-    mute = Mute(tmp_path / "private" / "out")
+    mute = Mute(os.open(tmp_path / "out", os.O_WRONLY | os.O_CREAT))
     try:
         yield mute
     finally:
@@ -102,7 +125,7 @@ def test_a_temporary_file_is_the_followers_own_before_and_after_it_takes_over(tm
 
 def test_a_file_that_cannot_be_gone_on_with_ends_no_take_over_and_is_said(tmp_path, capfd):
     log, replaced = tmp_path / "log", tmp_path / "replaced"
-    mute = Mute(tmp_path / "private" / "out")
+    mute = Mute(os.open(tmp_path / "out", os.O_WRONLY | os.O_CREAT))
     try:
         mute.keep_files()
         with open(replaced, "w") as lost, open(log, "w") as file:

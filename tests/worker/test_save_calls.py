@@ -471,7 +471,7 @@ def is_running(pid):
 def test_a_follower_leaves_files_as_they_are_until_it_takes_over(tmp_path):
     latest = tmp_path / "latest"
     latest.write_text("20")
-    mute = Mute(tmp_path / "private" / "out")
+    mute = Mute(os.open(tmp_path / "out", os.O_WRONLY | os.O_CREAT))
     try:
         mute.keep_files()
         with open(latest, "w") as file:
@@ -496,7 +496,7 @@ def test_a_follower_leaves_files_as_they_are_until_it_takes_over(tmp_path):
 def test_a_thread_that_a_follower_starts_removes_nothing_either_and_the_plugins_own_do(tmp_path):
     """Megatron-LM removes the checkpoint before the newest one in a thread (`--save-retain-interval`)."""
     folders = {"Thread-1": tmp_path / "newest", "deadpool-link": tmp_path / "ours"}
-    mute = Mute(tmp_path / "private" / "out")
+    mute = Mute(os.open(tmp_path / "out", os.O_WRONLY | os.O_CREAT))
     try:
         mute.keep_files()
         for name, folder in folders.items():
@@ -514,7 +514,7 @@ def test_a_thread_that_a_follower_starts_removes_nothing_either_and_the_plugins_
 def test_a_file_the_follower_holds_open_goes_on_where_the_rank_itself_has_stopped(tmp_path):
     log, gone = tmp_path / "log", tmp_path / "folder" / "gone"
     log.write_text("1\n2\n")
-    mute = Mute(tmp_path / "private" / "out")
+    mute = Mute(os.open(tmp_path / "out", os.O_WRONLY | os.O_CREAT))
     try:
         mute.keep_files()
         with open(log, "w") as file, open(gone, "w") as lost, open(log, "ab") as closed:
