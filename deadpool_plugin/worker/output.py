@@ -27,6 +27,8 @@ from .trackers import Trackers
 CHANGING = ((os, "rename"), (os, "replace"), (os, "remove"), (os, "unlink"), (os, "rmdir"), (shutil, "rmtree"),
             (os, "makedirs"), (Path, "mkdir"))  # fmt: skip
 """What makes one directory, `os.mkdir`, is left: Python's own temporary ones are made by it."""
+RELEASED, STARTS, LOOPS = range(3)
+"""What is kept as it is: nothing; logs; all files."""
 OPENER = 5
 """Place of that argument of `open` among those after the mode."""
 
@@ -68,6 +70,15 @@ class Mute:
         self._streams = sys.stdout, sys.stderr
         self._ours = sys.stdout, sys.stderr = _unfailing(1, sys.stdout), _unfailing(2, sys.stderr)
         self._trackers = Trackers()
+        self._keeping[0] = STARTS
+        self._own: set[str] = set()
+        """Files that this process has made, or written anew, in start-up."""
+        for module in (builtins, io):
+            self._replace(module, "open", _reading(module.open, self._silent, self._keeps_open, self._releasing))
+        for owner, name in CHANGING:
+            # Of `rmtree` one part (os.unlink) knows no path: it is nothing as a whole also in a compiler's cache.
+            keeps = self._keeps_all if name == "rmtree" else self._keeps
+            self._replace(owner, name, _doing_nothing(getattr(owner, name), keeps))
         Mute.active = True
 
     def keep_files(self) -> None:
@@ -78,22 +89,38 @@ class Mute:
         again), until `release_files`, which lets files that are still open go on at the end of what the rank itself has
         written. A file that is made by an `opener` is that one's affair (Python's own temporary ones are); compilers
         read from their caches what they have just written there.
+        Before it, in start-up, logs are left as they are: a file that is appended to (one that has something in it, and
+        that this process has not made), and the folders that TensorBoard logs to.
         What goes past Python's `open` and `os` is not caught: a script can ask `is_rehearsal()`.
         """
-        for module in (builtins, io):
-            self._replace(module, "open", _reading(module.open, self._silent, self._keeps, self._releasing))
-        for owner, name in CHANGING:
-            # Of `rmtree` one part (os.unlink) knows no path: it is nothing as a whole also in a compiler's cache.
-            keeps = self._keeps_all if name == "rmtree" else self._keeps
-            self._replace(owner, name, _doing_nothing(getattr(owner, name), keeps))
-        self._keeping[0] = True
+        self._keeping[0] = LOOPS
 
     def _keeps(self, path: Any) -> bool:
         """Whether the caller's file is left as it is: asked each time, as a script may hold on to `open`."""
         return self._keeps_all(path) and not _is_compilers(path)
 
     def _keeps_all(self, path: Any) -> bool:
-        return bool(self._keeping[0]) and not _is_ours() and not reads_data()
+        keeps = self._keeping[0] == LOOPS or (self._keeping[0] == STARTS and self._is_logs(path))
+        return keeps and not _is_ours() and not reads_data()
+
+    def _is_logs(self, path: Any) -> bool:
+        """Whether it lies in a folder that a writer logs to which waits for the take-over."""
+        folders = self._trackers.folders()
+        whole = os.path.abspath(os.fsdecode(path)) if folders else ""
+        return any(whole.startswith(os.path.abspath(folder) + os.sep) for folder in folders)
+
+    def _keeps_open(self, path: Any, mode: str) -> bool:
+        """Whether `open` is to give /dev/null for it."""
+        if self._keeps(path):
+            return True
+        if self._keeping[0] != STARTS or reads_data():
+            return False
+        whole = os.path.abspath(os.fsdecode(path))
+        appends = "a" in mode and "+" not in mode and whole not in self._own and not _is_compilers(path)
+        if appends and os.path.isfile(whole) and os.path.getsize(whole):
+            return True
+        self._own.add(whole)
+        return False
 
     def _replace(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
         self._originals.append((owner, name, getattr(owner, name)))
@@ -102,7 +129,7 @@ class Mute:
     def release_files(self) -> None:
         """The script's files are ours to write again. Of one that cannot be, `lift` says so."""
         with self._releasing.held():
-            self._keeping[0] = False
+            self._keeping[0] = RELEASED
         for owner, name, original in self._originals:
             setattr(owner, name, original)
         self._originals.clear()
@@ -191,7 +218,7 @@ def _go_on(file: Any, path: str) -> None:
 
 
 def _reading(
-    original: Callable[..., Any], silent: MutableMapping[Any, str], keeps: Callable[[Any], bool], releasing: Lock
+    original: Callable[..., Any], silent: MutableMapping[Any, str], keeps: Callable[[Any, str], bool], releasing: Lock
 ) -> Callable[..., Any]:
     @functools.wraps(original)
     def open_to_read(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
@@ -200,7 +227,7 @@ def _reading(
         if not writes or opener is not None:
             return original(file, mode, *args, **kwargs)
         with releasing.held():
-            if keeps(file):
+            if keeps(file, mode):
                 opened = original(os.devnull, mode.replace("x", "w"), *args, **kwargs)
                 silent[opened] = os.path.abspath(os.fsdecode(file))
                 return opened

@@ -51,6 +51,10 @@ class Trackers:
             except Exception as error:
                 print(f"[deadpool] {type(tracker).__name__} does not go on: {error!r}", file=sys.stderr, flush=True)
 
+    def folders(self) -> set[str]:
+        """Where writers that wait for `resume` will log to."""
+        return self._tensorboard.folders()
+
 
 class TensorBoard:
     """tensorboard's EventFileWriter, which torch's SummaryWriter writes through."""
@@ -59,6 +63,9 @@ class TensorBoard:
         self._rehearsing = True
         self._waiting: dict[Any, Callable[[], None]] = {}
         self._written: weakref.WeakKeyDictionary[Any, set[tuple[str, int]]] = weakref.WeakKeyDictionary()
+
+    def folders(self) -> set[str]:
+        return {str(file._logdir) for file in list(self._waiting)}
 
     def install(self, module: ModuleType) -> None:
         writer, self._event = module.EventFileWriter, module.event_pb2.Event

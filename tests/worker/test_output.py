@@ -191,7 +191,7 @@ def test_the_cache_that_a_followers_loader_fills_is_there_to_be_read(tmp_path, m
     assert [int(item) for item in loader] == [0, 2]
 
 
-def test_a_file_that_a_thread_opens_while_files_are_released_is_written(tmp_path, mute, monkeypatch):
+def test_a_file_that_a_thread_opens_while_files_are_released_is_written(tmp_path, monkeypatch):
     """A logger that rotates: it was about to be given /dev/null, and nobody would have let it go on."""
     opening, released = threading.Event(), threading.Event()
     plain = builtins.open
@@ -203,6 +203,7 @@ def test_a_file_that_a_thread_opens_while_files_are_released_is_written(tmp_path
         return plain(file, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "open", slow)
+    mute = Mute(os.open(tmp_path / "out", os.O_WRONLY | os.O_CREAT))
     mute.keep_files()
     kept = []
 
@@ -213,6 +214,7 @@ def test_a_file_that_a_thread_opens_while_files_are_released_is_written(tmp_path
     thread.start()
     assert opening.wait(20)
     mute.release_files()
+    mute.lift()
     released.set()
     thread.join()
     with kept[0] as file:
@@ -245,3 +247,40 @@ def test_a_compiler_reads_what_it_has_just_written_to_its_cache(tmp_path, mute, 
     assert (cache / "ab" / "kernel").read_text() == "compiled"
     (tmp_path / "elsewhere").write_text("of the script")
     assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_log_that_the_rank_appends_to_gets_nothing_from_start_up_and_goes_on_after_it(tmp_path, mute):
+    log, made = tmp_path / "progress.txt", tmp_path / "made"
+    mute.release_files()
+    log.write_text("of the rank\n")
+    (tmp_path / "lock").touch()
+    again = Mute(os.open(tmp_path / "private", os.O_WRONLY | os.O_CREAT))
+    try:
+        with open(log, "a") as once, open(log, "a") as handler, open(made, "a") as first, open(tmp_path / "lock", "a"):
+            once.write("Starting job\n")
+            first.write("of the ")
+            first.flush()
+            with open(made, "a") as second:
+                second.write("rehearsal")
+            again.keep_files()
+            handler.write("a line of the loop that the rank has written\n")
+            handler.flush()
+            again.release_files()
+            handler.write("of the replacement\n")
+    finally:
+        again.release_files()
+        again.lift()
+    assert log.read_text() == "of the rank\nof the replacement\n"
+    assert made.read_text() == "of the rehearsal"
+
+
+def test_a_folder_that_tensorboard_logs_to_is_left_alone_in_start_up(tmp_path, mute):
+    """accelerate's tracker makes one of its own in it, named by the time."""
+    mute._trackers._tensorboard.folders = lambda: {str(tmp_path / "logs")}
+    (tmp_path / "cache").mkdir()
+    os.mkdir(tmp_path / "logs")
+    os.makedirs(tmp_path / "logs" / "1763900000.0", exist_ok=True)
+    with open(tmp_path / "logs" / "1763900000.0" / "hparams.yml", "w") as file:
+        file.write("lr: 0.1")
+    (tmp_path / "cache" / "indices").write_text("built")
+    assert os.listdir(tmp_path / "logs") == [] and (tmp_path / "cache" / "indices").read_text() == "built"
