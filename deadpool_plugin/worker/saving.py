@@ -34,6 +34,12 @@ if TYPE_CHECKING:
     from .link import AgentLink
 
 
+MARK = ".metadata"
+"""The file that makes a folder of torch's or Megatron-core's a complete checkpoint."""
+LEFT = ("__*_*.distcp", "__*_*.distcp.tmp", "common.pt", f"{MARK}.tmp")
+"""What writers have written before it. Source: torch 2.13 filesystem.py; megatron-core 0.16.1 strategies/."""
+
+
 class SaveCall(Followed):
     """One call that saves; calling it does it (again).
 
@@ -283,6 +289,23 @@ class Saves:
             forget()
         return flights
 
+    def sweep(self, flights: Sequence[Flight], restore_step: int) -> None:
+        """Remove what a lost process has left of `flights` that are not done again: it cannot do so itself.
+
+        All survivors are in the new generation, so none of them writes any more. A flight whose files were to be
+        removed here cannot have been completed anywhere.
+        """
+        for flight in flights:
+            if flight.step >= restore_step or flight.keep_files or flight.complete or not flight.path:
+                continue
+            folder = Path(flight.path)
+            if (folder / MARK).exists():
+                continue
+            with contextlib.suppress(OSError):  # another rank is at it, too; without its mark it is no checkpoint
+                for file in (file for pattern in LEFT for file in folder.glob(pattern)):
+                    file.unlink(missing_ok=True)
+                folder.rmdir()
+
     def report_cancelled(self, flights: Sequence[Flight], restore_step: int) -> None:
         for flight in [flight for flight in flights if not flight.complete]:
             again = flight.step >= restore_step
@@ -294,7 +317,7 @@ class CompleteMark:
     """The files that make `folder` a complete checkpoint (of this rank): torch and Megatron write them last."""
 
     def __init__(self, folder: str, rank: int) -> None:
-        self._files = [Path(folder, name) for name in (".metadata", f"__{rank}.metadata")] if folder else []
+        self._files = [Path(folder, name) for name in (MARK, f"__{rank}.metadata")] if folder else []
         self._overwrites: bool | None = None
 
     def is_there(self) -> bool:

@@ -101,6 +101,7 @@ class Swapping:
     def _swap(self) -> None:
         """From an interrupted call to the state at that call's entry, in the newest generation."""
         cancelled: list[Flight] = []
+        gone: list[Flight] = []
         while True:
             try:
                 cancelled += self._context.saves.cancel()
@@ -112,8 +113,10 @@ class Swapping:
                 join = self._link.wait_for_join()
                 self._check_reach(join.restore_step)
                 self._context.saves.report_cancelled(cancelled, join.restore_step)
+                gone += cancelled
                 cancelled.clear()
                 self.enter(join.generation, join.store, join.restore_step)
+                self._context.saves.sweep(gone, join.restore_step)
                 for call in self._log.after_cut(join.restore_step):
                     self._redo(call)
                 return

@@ -136,3 +136,4 @@ def test_a_save_in_flight_is_cancelled_on_all_ranks_and_later_ones_work(tmp_path
     again = outcome.restore_steps[0] <= 3
     assert cancelled == {3} or (again and not cancelled), cancelled  # no survivor may have got as far as the writing
     assert is_complete(tmp_path / "checkpoints" / "iter_0000003") == again, outcome.restore_steps
+    assert again or not (tmp_path / "checkpoints" / "iter_0000003").exists(), "the killed rank's files stay"

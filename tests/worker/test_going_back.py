@@ -44,7 +44,7 @@ class Told(Swapping):
         for step in range(first + 1, first + steps + 1):
             self._log.prune(step)
         self.step, self._rank = first + steps, 3
-        saves = types.SimpleNamespace(cancel=lambda: [], report_cancelled=lambda cancelled, step: None)
+        saves = types.SimpleNamespace(cancel=lambda: [], report_cancelled=lambda *_: None, sweep=lambda *_: None)
         self._context = types.SimpleNamespace(saves=saves, wait_for_end=lambda: 86)
         self._link = types.SimpleNamespace(
             aborted_at=0.0,

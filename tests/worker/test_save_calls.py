@@ -641,3 +641,21 @@ def test_a_save_of_torchs_own_goes_to_the_folder_all_agree_on(saves, monkeypatch
         dcp.Save(saves, save, (), {"state_dict": {}, "checkpoint_id": str(tmp_path / "q"), **more})()
     assert folders == [str(tmp_path / "p"), str(tmp_path / "q")]
     assert [message.path for message in saves._link.sent] == folders
+
+
+@pytest.mark.parametrize(
+    ("case", "stays"), [("cancelled", False), ("done again", True), ("perhaps complete", True), ("complete", True)]
+)
+def test_what_a_lost_rank_has_left_of_a_cancelled_save_is_removed(saves, tmp_path, case, stays):
+    folder = tmp_path / "iter_0000003"
+    folder.mkdir()
+    left = [folder / name for name in ("__2_0.distcp", "__2_1.distcp", "common.pt")]
+    for file in left:
+        file.touch()
+    saves.step = 3
+    flight = saving.Flight(saves, str(folder))
+    flight.keep_files = case == "perhaps complete"
+    if case == "complete":
+        (folder / saving.MARK).touch()
+    saves.sweep([flight], 3 if case == "done again" else 4)
+    assert [file.exists() for file in [*left, folder]] == [stays] * 4
