@@ -30,7 +30,8 @@ _JOIN_S = 5.0
 _RETRY_S = 0.1
 UNPROVEN_MAX = 32
 """Connections, and so threads, that have proved nothing yet."""
-REFUSED_HOSTS_MAX = 256
+REFUSED_HOSTS_MAX = 32
+"""So many are told of, and so many that break the protocol."""
 _log = logging.getLogger(__name__)
 
 
@@ -63,6 +64,7 @@ class BulkServer:
         self._shortly_s = silent_after_s / 4  # whoever pushes must have an answer before it is out of patience
         self._on_refused = on_refused
         self._refused_hosts: set[str] = set()
+        self._broken = 0
         self._lock = threading.Lock()
         self._streams: dict[BulkStream, Generation | None] = {}
         self._threads: set[threading.Thread] = set()
@@ -120,7 +122,8 @@ class BulkServer:
         except PeerRefused as error:
             self._tell_refused(error)
         except (TransportError, OSError) as error:
-            if not self._closing.is_set():
+            if not self._closing.is_set() and self._broken < REFUSED_HOSTS_MAX:
+                self._broken += 1
                 _log.warning("bulk connection ended: %s", error)
         finally:
             with self._lock:

@@ -7,9 +7,11 @@ import ctypes
 import errno
 import itertools
 import os
+import resource
 import socket
 from typing import Any
 
+import hostile
 import psutil
 import pytest
 from stub_cluster import StubCluster
@@ -70,5 +72,33 @@ def test_connections_that_end_cost_nobody_its_place(tmp_path) -> None:
             assert cluster.wait_exit(node) == 0, cluster.all_output()
         assert cluster.finals() == cluster.expected_finals(STEPS)
         assert not cluster.events(events.SwapPlanned) and not cluster.events(events.NodeLost)
+    finally:
+        cluster.close()
+
+
+def test_strangers_and_absurd_numbers_cost_the_job_nothing(tmp_path) -> None:
+    """The short form of scripts/hostile.py: what agents hold is bounded, and every rank ends with the right bytes."""
+    cluster = StubCluster(tmp_path, 2, 1, "--steps", str(STEPS), "--step-s", "0.02", patience_s=20.0, spares=0)
+    try:
+        cluster.train()
+        cluster.wait_step(3)
+        agents = [cluster.pids(node, "agent")[0] for node in range(2)]
+        for pid in agents:
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, (hostile.FILES, hostile.FILES))
+        attack = hostile.Attack(hostile.targets_of(agents), b"a secret of the test cluster", seed=3)
+        most = dict.fromkeys(hostile.BOUNDS, 0.0)
+        for _ in range(8):
+            attack.run(50)
+            for pid in agents:
+                most = {name: max(most[name], now) for name, now in hostile.held_by(pid).items()}
+        attack.close()
+        assert set(attack.made) == {kind for _, kind, _ in attack._kinds}
+        assert all(most[name] <= hostile.BOUNDS[name] for name in ("threads", "descriptors")), most
+        cluster.finish()
+        for node in range(2):
+            assert cluster.wait_exit(node) == 0, cluster.all_output()
+        assert cluster.finals() == cluster.expected_finals(STEPS)
+        assert not cluster.events(events.SwapPlanned) and not cluster.events(events.NodeLost)
+        assert "Traceback" not in cluster.all_output()
     finally:
         cluster.close()
