@@ -117,6 +117,13 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, PLAIN) and not isinstance(value, enum.Enum)
 
 
+def is_plain(value: Any) -> bool:
+    """Tell whether `value` is a plain one, or a dictionary of nothing else."""
+    if isinstance(value, dict):
+        return all(_is_plain(one) for item in value.items() for one in item)
+    return _is_plain(value)
+
+
 def _is_value(value: Any, was_plain: bool) -> bool:
     """A number may become a tensor of one, as libraries let the longest sequence so far."""
     return _is_plain(value) or (was_plain and isinstance(value, torch.Tensor) and value.numel() == 1)

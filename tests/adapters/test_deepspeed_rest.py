@@ -40,6 +40,25 @@ def test_attributes_and_containers_are_put_back_in_place():
     assert outer.module.bias is None  # the model's own
 
 
+def test_what_was_found_out_once_and_kept_is_found_out_again():
+    """A newcomer, which has no such answer, would otherwise issue a collective that the others do not."""
+    optimizer, asked = runtime_class("Optimizer")(), []
+
+    def has_experts():
+        if getattr(optimizer, "_has_experts", None) is None:
+            asked.append("all_reduce")
+            optimizer._has_experts, optimizer._of_groups = False, {"experts": False}
+        return optimizer._has_experts
+
+    optimizer.known = None
+    rest = Rest(optimizer)
+    has_experts(), has_experts()
+    optimizer.buffer = torch.ones(2)
+    rest.restore()
+    has_experts()
+    assert asked == ["all_reduce"] * 2 and optimizer.buffer is not None
+
+
 def test_only_the_named_attributes_are_put_back():
     owner = runtime_class("Engine")()
     owner.buffers, owner.mine = {"inputs": []}, 1

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from ...worker.values import is_plain
+
 CONTAINERS = (dict, list, set, deque)
 
 
@@ -42,7 +44,15 @@ class Rest:
 
     def _note_object(self, value: Any) -> None:
         attributes = dict(vars(value))
-        self._restores.append(lambda: vars(value).update(attributes))
+
+        def restore() -> None:
+            # An answer found out once, perhaps by a collective, and kept under a name that was not there: no newcomer
+            # has it. What is not plain was allocated on the way, and every process makes it without the others.
+            for name in [name for name, found in vars(value).items() if name not in attributes and is_plain(found)]:
+                delattr(value, name)
+            vars(value).update(attributes)
+
+        self._restores.append(restore)
         for attribute in attributes.values():
             self._note(attribute)
 

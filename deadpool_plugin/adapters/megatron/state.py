@@ -9,7 +9,6 @@ Masters that live in model memory (fp32 parameters) stay where they are and are 
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 from ...errors import Unsupported
 from ...worker.adapter import Scalars
 from ...worker.buffers import Buffers
-from ...worker.values import PLAIN, Values
+from ...worker.values import Values, is_plain
 from ..base_optimizer import MOMENTS, group_scalars, load_group_scalars, refuse_third_moment
 from ..options import REMEDY, Option, refuse
 
@@ -151,13 +150,7 @@ class Learned:
 
 
 def _plain_values(owner: dict[str, Any]) -> Scalars:
-    return {name: _copied(value) for name, value in owner.items() if _is_plain(value)}
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(isinstance(one, PLAIN) for item in value.items() for one in item)
-    return isinstance(value, PLAIN) and not isinstance(value, enum.Enum)
+    return {name: _copied(value) for name, value in owner.items() if is_plain(value)}
 
 
 def _copied(value: Any) -> Any:
