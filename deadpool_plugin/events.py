@@ -180,13 +180,24 @@ class Unprotected(Event, frozen=True):
     reason: str = ""
 
 
+class Mirrored(Event, frozen=True):
+    """Every rank's state of `step` is on `copies` other hosts. `uncovered`: the nodes that no spare can take, and
+    `reason` why; while there are any the job is not protected. `spares_left`: how many hosts stand by, -1 if that is
+    not known. `on_no_spare`: what happens to a lost node's ranks that have nowhere to go."""
+
+    step: int = -1
+    uncovered: tuple[int, ...] = ()
+    reason: str = ""
+    spares_left: int = -1
+    on_no_spare: str = "stop"
+
+
 class Protected(Event, frozen=True):
-    """`spares_left`: how many hosts stand by, -1 if that is not known; without one the next lost node's ranks have
-    nowhere to go, and `on_no_spare` is what happens then."""
+    """Mirrored, and a spare that is able to take it stands by for every node; until Mirrored or Unprotected says
+    otherwise. `spares_left`: as in Mirrored."""
 
     step: int = -1
     spares_left: int = -1
-    on_no_spare: str = "stop"
 
 
 class Rehearsed(Event, frozen=True):

@@ -31,8 +31,8 @@ from faults.inject import PHASES
 
 MADE_HERE = "launcher output observe stacks hostfile secret deadpool.yaml kills.jsonl* *.png events.jsonl summary.json"
 TOLD = (
-    "WorldFormed", "TrainingStarted", "SpareReady", "Unprotected", "Protected", "NodeLost", "SwapPlanned", "SwapDone",
-    "RehearsalFailed", "PeerRefused", "NodeFenced", "JobStopped", "JobFinished",
+    "WorldFormed", "TrainingStarted", "SpareReady", "Unprotected", "Mirrored", "Protected", "NodeLost", "SwapPlanned",
+    "SwapDone", "RehearsalFailed", "PeerRefused", "NodeFenced", "JobStopped", "JobFinished",
 )  # fmt: skip
 
 

@@ -7,8 +7,9 @@ Rules of this file: every node says it once of its own ranks, not of each; it de
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from ..core import io
 from ..core.types import Rank, Step
 from ..mirror.store import SnapshotStore
 from .reports import Reports
@@ -20,8 +21,10 @@ LOOK_EVERY_STEPS = 64
 class Fullness:
     """Thread: the event loop's only."""
 
-    def __init__(self, store: SnapshotStore, reports: Reports, limit_bytes: int) -> None:
-        self._store, self._reports, self._limit_bytes = store, reports, limit_bytes
+    def __init__(
+        self, store: SnapshotStore, reports: Reports, limit_bytes: int, feed: Callable[[io.Input], None]
+    ) -> None:
+        self._store, self._reports, self._limit_bytes, self._feed = store, reports, limit_bytes, feed
         self._said: set[bool] = set()
 
     def look(self, ranks: Sequence[Rank], step: Step) -> None:
@@ -39,3 +42,5 @@ class Fullness:
         if full not in self._said:
             self._said.add(full)
             self._reports.emit("HistoryFilling", rank=rank, step=step, full=full)
+            if full:
+                self._feed(io.RecordsDropped())

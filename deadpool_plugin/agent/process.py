@@ -166,7 +166,7 @@ class Agent:
             node, self._workers, self._store, self._peers, self._reports, config.history_limit_bytes, self.feed
         )
         self._spares.check_memory = self._mirroring.check_memory
-        self._fullness = Fullness(self._store, self._reports, config.history_limit_bytes)
+        self._fullness = Fullness(self._store, self._reports, config.history_limit_bytes, self.feed)
         fetches = Fetches(node, self._store, self._peers, self._reports)
         self._takeovers = TakeOvers(
             node, self._workers, self._mirroring, self._spares, fetches, self._store, self._pausing,
@@ -322,7 +322,9 @@ class Agent:
         world = self._controller.world
         self._reports.leads = self._controller.leads
         left = len(world.spares) if world is not None else 0
-        beside = {"spares_left": left, "on_no_spare": self._config.on_no_spare} if action.kind == "Protected" else {}
+        beside: dict[str, object] = {"spares_left": left} if action.kind in ("Mirrored", "Protected") else {}
+        if action.kind == "Mirrored":
+            beside["on_no_spare"] = self._config.on_no_spare
         self._reports.emit(action.kind, **action.fields, **beside)
         if action.kind == "NodeLost":
             self._links.roster.missed |= {*cast("tuple[NodeId, ...]", action.fields["lost"])}

@@ -36,7 +36,7 @@ class Reports:
         event = events.make(kind, fields, node=self.node, generation=self.generation)
         self._writer.write(self._log, events.encode(event))
         line = sentence(event)
-        if isinstance(event, events.Note):
+        if isinstance(event, (events.Note, events.RehearsalFailed)):
             self._say_once(line)
         elif line and (self.leads or not isinstance(event, (events.JobStopped, events.JobFinished))):
             self.say(line)
@@ -99,8 +99,10 @@ def sentence(event: events.Event) -> str:
             return f"swap done, all ranks are in training again after {duration:.2f} s"
         case events.Unprotected(reason=reason):
             return f"unprotected: {reason}"
+        case events.Mirrored(reason=reason):
+            return _mirrored(event) if reason else ""
         case events.Protected(step=step):
-            return f"protected: step {step} {_next_loss(event)}"
+            return f"protected: step {step} survives the loss of any node"
         case events.HistoryFilling(rank=rank, step=step, full=full):
             return f"node {event.node}: rank {rank}'s records of past steps {_history(step, full)}"
         case events.NodeFenced(reason=reason):
@@ -129,13 +131,13 @@ def _moves(planned: events.SwapPlanned) -> str:
     return ", ".join(moves) or "no rank moves"
 
 
-def _next_loss(protected: events.Protected) -> str:
-    """What the next lost node means to the job."""
-    if protected.spares_left != 0:
-        return "survives the loss of any node"
-    then = "ends the job" if protected.on_no_spare == "stop" else "makes everybody wait for a host"
-    left = f"NO SPARE LEFT: the next lost node {then} (on_no_spare: {protected.on_no_spare})"
-    return f"is in other hosts' memory, too; {left}"
+def _mirrored(mirrored: events.Mirrored) -> str:
+    """What a job has that is mirrored but not protected, and what the next lost node means to it."""
+    missing = mirrored.reason
+    if mirrored.spares_left == 0:
+        then = "ends the job" if mirrored.on_no_spare == "stop" else "makes everybody wait for a host"
+        missing = f"NO SPARE LEFT, the next lost node {then} (on_no_spare: {mirrored.on_no_spare})"
+    return f"mirrored: step {mirrored.step} is in other hosts' memory; not protected: {missing}"
 
 
 def _history(step: int, full: bool) -> str:

@@ -145,9 +145,9 @@ class Spares:
         rehearsal.finished.set()
         self._reports.emit("Rehearsed", rank=message.rank, duration_s=message.duration_s)
         if slot.rank < 0:
-            self._feed(io.SpareRehearsed(slot.local_rank, message.rank))
             if all(other.finished.is_set() for other in self.rehearsals.values()):
-                self._check_memory(rehearsal)
+                self._check_memory(rehearsal)  # first: a spare that is short of memory is not to be called ready
+            self._feed(io.SpareRehearsed(slot.local_rank, message.rank))
             self._run(slot, self._prepare(rehearsal))
 
     def _moved(self, slot: Slot, peer: LocalPeer, message: local.Moved) -> None:
@@ -171,7 +171,12 @@ class Spares:
             self.check_memory(rehearsal.profile, rehearsal.source)
         except MemoryShortage as error:
             reason = f"memory here does not hold what node {rehearsal.source} runs and mirrors: {error}"
-            self._reports.emit("RehearsalFailed", rank=rehearsal.rank, reason=reason)
+            self._doubt(rehearsal, reason)
+
+    def _doubt(self, rehearsal: Rehearsal, reason: str) -> None:
+        """The rehearsal is of no use, and another attempt would be of none either."""
+        self._reports.emit("RehearsalFailed", rank=rehearsal.rank, reason=reason)
+        self._feed(io.SpareUnable(reason))
 
     async def _prepare(self, rehearsal: Rehearsal) -> None:
         """Make the arena a take-over will need, then follow."""
@@ -227,7 +232,7 @@ class Spares:
             refused = isinstance(error, (RefusedByPeer, HistoryPruned))
             if refused and rehearsal.told == NO_STEP and not rehearsal.doubted:
                 rehearsal.doubted = True  # what a process must begin with may have been dropped for good
-                self._reports.emit("RehearsalFailed", rank=rehearsal.rank, reason=str(error))
+                self._doubt(rehearsal, str(error))
 
     async def pull(self, rehearsal: Rehearsal, source: NodeId, last: Step) -> None:
         """Have the records up to `last`, from `source`. Raises: TransportError, HistoryPruned."""

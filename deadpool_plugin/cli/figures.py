@@ -17,7 +17,7 @@ Doing = Literal["unknown", "starting", "training", "swapping", "waiting", "endin
 
 def figures(view: JobView, now: float) -> dict[str, Any]:
     """`now` is in epoch seconds."""
-    unprotected = view.protection == "Unprotected"
+    unprotected = view.protection in ("Mirrored", "Unprotected")
     return {
         "time_s": now,
         "state": doing(view, now),
@@ -30,6 +30,8 @@ def figures(view: JobView, now: float) -> dict[str, Any]:
         "committed_step": _number(view.committed),
         "committed_age_s": _since(view.committed_at or None, now),
         "spares_left": len(view.world.spares) if view.world is not None else None,
+        "mirrored": view.protection in ("Mirrored", "Protected"),
+        "uncovered": view.uncovered,
         "protected": view.protection == "Protected",
         "unprotected_s": _since(view.protection_at, now) if unprotected else None,
         "swaps": len(view.swaps),

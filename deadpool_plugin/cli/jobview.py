@@ -34,7 +34,9 @@ class JobView:
     """When the newest committed step was (epoch seconds)."""
     protection: Protection = "not yet"
     protection_at: float = 0.0
-    """Since when (epoch seconds)."""
+    """Since when the job has been protected, or has not (epoch seconds)."""
+    uncovered: tuple[NodeId, ...] = ()
+    """The nodes that no spare can take."""
     history: History = "ok"
     """The fullest call records of any rank."""
     swaps: list[Swap] = field(default_factory=list)
@@ -144,6 +146,8 @@ class JobView:
             case events.StepCommitted():
                 if event.generation >= self.generation:  # else a plan has said since what of it counts
                     self.committed, self.committed_at = max(self.committed, event.step), event.time
+            case events.Mirrored():
+                self._protect("Mirrored", event, event.uncovered)
             case events.Protected():
                 self._protect("Protected", event)
             case events.Unprotected():
@@ -195,10 +199,12 @@ class JobView:
             node.training = True
         node.accusers = {who: said for who, said in node.accusers.items() if said[0] >= event.generation}
 
-    def _protect(self, protection: Protection, event: events.Event) -> None:
+    def _protect(self, protection: Protection, event: events.Event, uncovered: tuple[NodeId, ...] = ()) -> None:
         if event.generation >= self._protection_since:
-            if protection != self.protection:
+            if "Protected" in (protection, self.protection) and protection != self.protection:
                 self.protection_at = event.time
+            self.protection_at = self.protection_at or event.time
+            self.uncovered = uncovered
             self.protection, self._protection_since = protection, event.generation
 
     def _all_in_training(self) -> None:
@@ -209,6 +215,8 @@ class JobView:
     # ---- a swap
 
     def _node_lost(self, event: events.NodeLost) -> None:
+        if self.protection != "not yet":
+            self._protect("Unprotected", event)
         for number in event.lost:
             self.nodes.setdefault(number, Node()).accusers[event.node] = event.generation, event.time
 

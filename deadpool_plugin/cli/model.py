@@ -15,7 +15,8 @@ SILENT_S = 5 * ALIVE_S
 """A job that has not ended says so, whatever it does or waits for: without a word for so long it is gone."""
 
 State = Literal["joining", "active", "rehearsing", "spare", "lost", "fenced"]
-Protection = Literal["not yet", "Protected", "Unprotected"]
+Protection = Literal["not yet", "Mirrored", "Protected", "Unprotected"]
+"""What the job said last. Mirrored: state is safe, but no spare can take some node."""
 History = Literal["ok", "filling", "full"]
 
 

@@ -38,6 +38,7 @@ STYLES = {
     "joining": "yellow",
     "lost": "red",
     "fenced": "red",
+    "Mirrored": "yellow",
     "Protected": "green",
     "Unprotected": "red",
     "not yet": "yellow",
@@ -94,7 +95,7 @@ def _figures(view: JobView) -> Table:
     cells = [Text.assemble((f"{name} ", "dim"), (value, "bold")) for name, value in figures.items()]
     left = len(view.world.spares) if view.world is not None else -1
     spares = Text.assemble(("spares left ", "dim"), (_number(left), "bold red" if left == 0 else "bold"))
-    grid.add_row(*cells, spares, Text.assemble(("protection ", "dim"), (view.protection, STYLES[view.protection])))
+    grid.add_row(*cells, spares, Text.assemble(("protection ", "dim"), (protection(view), STYLES[view.protection])))
     return grid
 
 
@@ -168,7 +169,7 @@ class PlainLines:
             self._step, self._step_at = view.step, now
             lines.append(
                 f"{_clock(now)} generation {view.generation}, step {view.step}, committed {_number(view.committed)}, "
-                f"loss {_loss(view.loss)}, protection: {view.protection}"
+                f"loss {_loss(view.loss)}, protection: {protection(view)}"
             )
         silent = silence(view, now)
         if silent and not self._silent:
@@ -193,6 +194,11 @@ def ranges(numbers: tuple[int, ...]) -> str:
         else:
             runs.append([number])
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+
+
+def protection(view: JobView) -> str:
+    """What the job has, in a few words."""
+    return "Mirrored only" if view.protection == "Mirrored" else view.protection
 
 
 def _number(step: int) -> str:

@@ -36,8 +36,10 @@ from .io import (
     NodeGivenUp,
     Received,
     Reconfigure,
+    RecordsDropped,
     SpareFailed,
     SpareRehearsed,
+    SpareUnable,
     StopRequested,
     Ticked,
     WorldFormed,
@@ -246,6 +248,7 @@ class Controller:
             if node != ctx.node:
                 ctx.watch.accuse(node, reason, silent=True)
         self._swaps.tick()
+        ctx.note(self._rehearsing.tick())
         if not ctx.ended:
             self._coordination.tick()
         if not ctx.ended and (reason := self._coordination.stalled()):
@@ -341,6 +344,8 @@ _INPUTS: Mapping[type[Input], Callable[[Controller, Any], None]] = {
     NodeGivenUp: lambda self, event: self._failures.give_up(event.reason),
     SpareRehearsed: lambda self, event: self._ctx.note(self._rehearsing.done(event)),
     SpareFailed: lambda self, event: self._ctx.note(self._rehearsing.failed(event)),
+    SpareUnable: lambda self, event: self._ctx.note(self._rehearsing.unable(event.reason)),
+    RecordsDropped: lambda self, event: self._ctx.note(self._inventory.prune()),
     StopRequested: lambda self, event: self._ctx.stop(event.reason, event.exit_code),
     Claimed: lambda self, event: self._swaps.proposer.claimed(event.plan),
 }

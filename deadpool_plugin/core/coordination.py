@@ -10,6 +10,7 @@ import msgspec
 
 from .contact import Contact
 from .context import Context
+from .coverage import Coverage
 from .ledger import Ledger
 from .messages import Rehearse, Report, Start, Status, Verdict
 from .placement import rehearsals
@@ -26,6 +27,8 @@ class Coordination:
     def __init__(self, context: Context) -> None:
         self._ctx = context
         self._ledger = Ledger()
+        self._covers_anew = True
+        """A spare has said something since it was last looked which hosts are covered."""
         self._has_news = False
         """The ledger has changed since a step was last looked for that it shows to be committed."""
         self._reports: dict[NodeId, Report] = {}
@@ -34,7 +37,9 @@ class Coordination:
         self._store = ""
         self._committed: Step = NO_STEP
         self._committed_at = context.now
-        self._protected = False
+        self._coverage = Coverage(context.world)
+        self._uncovered: tuple[NodeId, ...] | None = None
+        """The hosts last said to be without a spare that can take them; None while nothing is mirrored."""
         self._said: Status | None = None
         self._said_at = self._beat_at = context.now
         self._contact = Contact(context.world, context.policy.witness)
@@ -60,6 +65,7 @@ class Coordination:
         self._reports[sender] = report
         self._ctx.checkpoint = max(self._ctx.checkpoint, report.checkpoint)
         self._has_news = self._ledger.replace(sender, report.holdings) or self._has_news
+        self._covers_anew = self._coverage.absorb(sender, report) or self._covers_anew
         if self._ctx.leads and not self._ctx.swapping:
             self._advance()
 
@@ -107,9 +113,9 @@ class Coordination:
         if self._has_news:
             self._has_news = False
             self._commit(self._ledger.committed(ctx.world, self._committed, ctx.policy.copies))
-        if not self._protected and self._committed >= self._floor and len(ctx.world.members) > 1:
-            self._protected = True
-            ctx.emit("Protected", step=self._committed)
+        if self._covers_anew and self._committed >= self._floor and len(ctx.world.members) > 1:
+            self._covers_anew = False
+            self._say_protection()
         self._say(on_change_only=True)
         if len(self._finished) == ranks and not ctx.cut_off:
             ctx.conclude(Verdict(ctx.world.generation, 0, "finished"))
@@ -120,6 +126,18 @@ class Coordination:
             self._committed, self._committed_at = step, self._ctx.now
             self._moved_at = self._ctx.now
             self._ctx.emit("StepCommitted", step=step)
+
+    def _say_protection(self) -> None:
+        """Every rank's state is mirrored: say so once, and whether the job is protected whenever that changes."""
+        uncovered = self._coverage.uncovered()
+        if uncovered == self._uncovered:
+            return
+        if uncovered or self._uncovered is None:
+            why = self._coverage.why(uncovered)
+            self._ctx.emit("Mirrored", step=self._committed, uncovered=uncovered, reason=why)
+        if not uncovered:
+            self._ctx.emit("Protected", step=self._committed)
+        self._uncovered = uncovered
 
     def _start(self) -> None:
         """From the top: all workers may build their groups as soon as rank 0's node offers a store."""

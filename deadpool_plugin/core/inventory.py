@@ -24,6 +24,12 @@ class Inventory:
         self._finished: set[Rank] = set()
         self._moves = 0
         self.rehearsed: dict[int, Rank] = {}
+        self.able = False
+        """All that this node was told to rehearse is rehearsed, and nothing has failed since."""
+        self.unable = ""
+        """Why it could not take over, "" if nothing speaks against it."""
+        self.pruned = False
+        """Records of the first steps of a rank of this node are dropped."""
         self._offers: dict[int, tuple[bool, str]] = {}
         """Each local slot's store, and whether its process runs a rank; the newest last."""
         self._lost_stores: set[str] = set()
@@ -69,6 +75,10 @@ class Inventory:
             return False
         self.rehearsed[local_slot] = rank
         return True
+
+    def prune(self) -> bool:
+        before, self.pruned = self.pruned, True
+        return not before
 
     @property
     def store(self) -> str:
@@ -122,6 +132,9 @@ class Inventory:
             finished=tuple(sorted(self._finished)),
             store=self.store,
             moved=self._moves,
+            able=self.able,
+            unable=self.unable,
+            pruned=self.pruned,
         )
 
 

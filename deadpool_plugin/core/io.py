@@ -154,6 +154,16 @@ class SpareFailed(Input, frozen=True):
     reason: str
 
 
+class SpareUnable(Input, frozen=True):
+    """What this node rehearses lives on, but it could not take over, and another attempt would change nothing."""
+
+    reason: str
+
+
+class RecordsDropped(Input, frozen=True):
+    """Records of the first steps of a rank of this node are dropped: only who has followed it can take it over."""
+
+
 class StopRequested(Input, frozen=True):
     """A person or the launcher asked the whole job to end."""
 

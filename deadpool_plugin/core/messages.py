@@ -40,7 +40,8 @@ class Report(Message, frozen=True):
     `checkpoint`: the newest one a rank of this node has finished saving. `stuck`: why this generation cannot go on as
     it is although nobody is lost, "" if it can. `sent_at`: now, by the sender's clock. `heard`: `sent_at` of the newest
     Status this node has heard of that coordinator in this generation (see contact.py for both). `moved`: grows while
-    processes of this node say that they get on.
+    processes of this node say that they get on. `able`: this spare has rehearsed what it was told to; `unable`: why it
+    could not take over all the same, "" if it could. `pruned`: records of first steps of this node's ranks are dropped.
     """
 
     generation: Generation
@@ -54,6 +55,9 @@ class Report(Message, frozen=True):
     sent_at: float = NEVER
     heard: float = NEVER
     moved: Count = 0
+    able: bool = False
+    unable: str = ""
+    pruned: bool = False
 
 
 class Status(Message, frozen=True):

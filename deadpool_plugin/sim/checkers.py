@@ -152,7 +152,7 @@ class Checkers:
             self._restarts.lost(node.number, rank, self._cluster.timeline.now)
         elif action.kind == "NodeFenced" and _is_for_restarts(str(action.fields["reason"])):
             self._restarts.gave_up(node.number, self._cluster.timeline.now, str(action.fields["reason"]))
-        elif action.kind == "Protected" and generation == max(self._cluster.plans, default=0):
+        elif action.kind == "Mirrored" and generation == max(self._cluster.plans, default=0):
             self.memory.arm(node.controller.world, generation)
 
     def memory_changed(self, node: NodeId, rank: Rank, step: Step) -> None:

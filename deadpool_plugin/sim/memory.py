@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Memory:
-    """RESTORABLE: while the job says it is protected, some step is held by so many nodes that `copies` may be lost.
+    """RESTORABLE: while the job says it is mirrored, some step is held by so many nodes that `copies` may be lost.
 
     A step counts for a rank by the nodes that hold its header, and by those that hold its payload (or a replica's); the
     fewer of both must be one more than the losses still to be survived.
@@ -62,7 +62,7 @@ class Memory:
             self.one_less()
 
     def arm(self, world: World | None, generation: Generation) -> None:
-        """The job is protected from now on."""
+        """The job is mirrored from now on."""
         assert world is not None
         self._world, self._generation = world, generation
         gone = sum(not self._cluster.nodes[node].up for node in world.members) + self._corrupt
@@ -72,7 +72,7 @@ class Memory:
         self._look_everywhere()
 
     def disarm(self, generation: Generation) -> None:
-        """The world changes: unprotected."""
+        """The world changes: no longer mirrored."""
         if generation > self._generation:
             self._world = None
 
@@ -109,7 +109,7 @@ class Memory:
             held = {step: f"all but rank(s) {sorted(ranks)[:8]}" for step, ranks in sorted(self._unsafe.items())}
             raise Violation(
                 "RESTORABLE",
-                f"generation {self._generation} is protected, but no step is held for all ranks on {self._needed} "
+                f"generation {self._generation} is mirrored, but no step is held for all ranks on {self._needed} "
                 f"nodes ({why}): {held}",
             )
 

@@ -45,7 +45,7 @@ LASTING = {"pause", "partition", "oneway", "part", "loss", "delay", "duplicate",
 MOMENTS = (
     "Send NodeFailed", "Send Prepare", "Send Promise", "Send Propose", "Send Accepted", "Send Decided", "Send Report",
     "Send Status", "Send Rehearse", "Send RankFailed", "Send JoinRequest", "Send Verdict", "AbortWorkers",
-    "Reconfigure", "StartRehearsal", "Commit", "Emit NodeLost", "Emit SwapPlanned", "Emit SwapDone", "Emit Protected",
+    "Reconfigure", "StartRehearsal", "Commit", "Emit NodeLost", "Emit SwapPlanned", "Emit SwapDone", "Emit Mirrored",
     "Emit Unprotected", "Emit WaitingForHost", "Got WorkerRestored", "Got SnapshotHeld", "Got StoreOffered",
     "Got SpareRehearsed", "Got WorkerLost", "Got LinkLost",
 )  # fmt: skip

@@ -35,7 +35,7 @@ _TIMES = {
     "SwapPlanned": "decided_ns",
     "TrainingStarted": "training_ns",
     "SwapDone": "training_ns",
-    "Protected": "protected_ns",
+    "Mirrored": "protected_ns",
 }
 _TROUBLES = ("ContactLost", "RankLost", "RehearsalFailed", "PeerRefused", "NodeFenced", "JobStopped")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 Event = dict[str, Any]
-_PROTECTION = ("Protected", "Unprotected", "SwapPlanned")
+_PROTECTION = ("Mirrored", "Protected", "Unprotected", "SwapPlanned")
 
 
 class Tail:
@@ -43,8 +43,15 @@ class Tail:
 
     @property
     def protected(self) -> bool:
+        """Mirrored, and a spare can take any node."""
         told = self.of(*_PROTECTION)
         return bool(told) and told[-1]["event"] == "Protected"
+
+    @property
+    def mirrored(self) -> bool:
+        """Every rank's state is in other hosts' memory, whether a spare is left or not."""
+        told = self.of(*_PROTECTION)
+        return bool(told) and told[-1]["event"] in ("Mirrored", "Protected")
 
     @property
     def ended(self) -> bool:

@@ -9,7 +9,7 @@ In a worker:
   on:EVENT   the worker reports an event of the plugin (WorkerUnblocked, GroupsRebuilt, StateRestored, ...)
 In an agent:
   push       a snapshot of step s is under way to the buddy: announced, its bytes not sent yet
-  on:EVENT   the agent reports an event (SwapPlanned, Unprotected, Protected, ...)
+  on:EVENT   the agent reports an event (SwapPlanned, Unprotected, Mirrored, ...)
 """
 
 from __future__ import annotations

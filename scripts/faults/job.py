@@ -136,7 +136,7 @@ class Job:
         """From the job's readiness for a fault to its being over it."""
         kill = outcome.kill
         if kill.hold:
-            self.until("protection", lambda: self.tail.in_training and self.tail.protected)
+            self.until("protection", lambda: self.tail.in_training and self.tail.mirrored)
             if kill.kind in ("node", "silent") and kill.index == 0 and self.spares:
                 self.until("ready spares", lambda: self.tail.spares_ready() == self.spares)
             self.until("hosts that join", lambda: len(self.tail.of("HostJoined")) >= self.joined)

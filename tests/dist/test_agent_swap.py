@@ -51,9 +51,9 @@ def test_a_lost_node_is_replaced(tmp_path, victim):
         assert planned.lost_nodes == (victim,) and planned.takers == {str(victim): 3}
         assert planned.restore_step >= 3
         assert {event.rank for event in cluster.events(events.SnapshotFetched)} == {2 * victim, 2 * victim + 1}
-        assert [event.spares_left for event in cluster.events(events.Protected)] == [1, 0]
+        assert [event.spares_left for event in cluster.events(events.Mirrored)] == [1, 0]
         said = cluster.all_output()
-        assert "NO SPARE LEFT: the next lost node ends the job (on_no_spare: stop)" in said
+        assert "NO SPARE LEFT, the next lost node ends the job (on_no_spare: stop)" in said
         assert "[deadpool] spares left: 0; to add a host: deadpool join --to " in said
     finally:
         cluster.close()
@@ -64,7 +64,7 @@ def test_two_losses_one_after_the_other(tmp_path):
     try:
         ready(cluster, spares=2)
         cluster.kill_node(1)
-        cluster.wait_for("protection again", lambda: len(cluster.events(events.Protected)) == 2)
+        cluster.wait_for("protection again", lambda: len(cluster.events(events.Mirrored)) == 2)
         cluster.kill_node(0)
         finishes(cluster, lost=[0, 1])
         assert [event.lost_nodes for event in cluster.events(events.SwapPlanned)] == [(1,), (0,)]
@@ -77,7 +77,7 @@ def test_the_newcomer_is_lost_too(tmp_path):
     try:
         ready(cluster, spares=2)
         cluster.kill_node(2)
-        cluster.wait_for("protection again", lambda: len(cluster.events(events.Protected)) == 2)
+        cluster.wait_for("protection again", lambda: len(cluster.events(events.Mirrored)) == 2)
         (planned,) = cluster.events(events.SwapPlanned)
         taker = planned.takers["2"]
         cluster.kill_node(taker)
@@ -132,7 +132,7 @@ def test_a_second_loss_after_the_last_spare_ends_with_86(tmp_path):
     try:
         ready(cluster)
         cluster.kill_node(1)
-        cluster.wait_for("protection again", lambda: len(cluster.events(events.Protected)) == 2)
+        cluster.wait_for("protection again", lambda: len(cluster.events(events.Mirrored)) == 2)
         cluster.kill_node(2)
         assert [cluster.wait_exit(node) for node in (0, 3)] == [86, 86]
     finally:

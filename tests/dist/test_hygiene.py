@@ -23,7 +23,7 @@ def lose_processes(cluster, count):
         cluster.kill(number % 2, "worker0")
         cluster.wait_for("the swap", lambda done=done: len(cluster.events(events.SwapDone)) == done)
         generation = cluster.events(events.SwapDone)[-1].generation
-        protected = lambda g=generation: any(event.generation == g for event in cluster.events(events.Protected))  # noqa: E731
+        protected = lambda g=generation: any(event.generation == g for event in cluster.events(events.Mirrored))  # noqa: E731
         cluster.wait_for("protection", protected)
 
 

@@ -60,7 +60,7 @@ def test_a_spare_whose_store_was_used_has_another_when_it_is_the_last(tmp_path):
         ready(cluster)
         cluster.kill(0, "worker0")
         swapped(cluster)
-        cluster.wait_for("protection again", lambda: len(cluster.events(events.Protected)) == 2)
+        cluster.wait_for("protection again", lambda: len(cluster.events(events.Mirrored)) == 2)
         cluster.kill_node(0)
         finishes(cluster, lost=[0])
     finally:
@@ -88,7 +88,7 @@ def test_the_budget_of_a_rank_is_its_nodes(tmp_path):
         ready(cluster)
         cluster.kill(1, "worker0")
         swapped(cluster)
-        cluster.wait_for("protection again", lambda: len(cluster.events(events.Protected)) == 2)
+        cluster.wait_for("protection again", lambda: len(cluster.events(events.Mirrored)) == 2)
         cluster.kill(1, "worker0")
         finishes(cluster, lost=[1])
         first, second = cluster.events(events.SwapPlanned)

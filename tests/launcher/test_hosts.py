@@ -98,7 +98,7 @@ class Launched:
         assert self.process.poll() is None, self.said.read_text()[-6000:]
 
     def _trains(self):
-        return self.events("Protected") and len(self.events("StepDone")) > 6
+        return self.events("Mirrored") and len(self.events("StepDone")) > 6
 
     def end(self, timeout_s=120.0):
         """Exit code and last line."""

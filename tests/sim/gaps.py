@@ -46,6 +46,7 @@ CANNOT = (
     Rule("SnapshotHeld", "JOINING", ANY, "nobody mirrors to a node before the generation has begun there"),
     Rule(OWN_RANKS, ANY, ("standing by",), "a spare runs no rank"),
     Rule("SpareRehearsed SpareFailed", ANY, ("member",), "who runs ranks rehearses none"),
+    Rule("SpareUnable RecordsDropped", ANY, ANY, "simulated hosts have memory enough, for call records too"),
     Rule("WorkerReady", "RESTORING", ANY, "scripts begin in generations that begin at the top"),
     Rule("WorkerReady WorkerRestored", "TRAINING", ANY, "a generation is in training when all ranks have said so"),
     Rule("WorkerRestored WorkerFinished CheckpointSaved", "STARTING", ANY,

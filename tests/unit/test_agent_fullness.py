@@ -11,6 +11,7 @@ from deadpool_plugin.agent.rehearsal import Rehearsal
 from deadpool_plugin.agent.reports import sentence
 from deadpool_plugin.agent.slots import Process, Slot
 from deadpool_plugin.agent.spares import Spares
+from deadpool_plugin.core import io
 from deadpool_plugin.mirror import wire
 from deadpool_plugin.mirror.history import History
 from deadpool_plugin.mirror.store import SnapshotStore
@@ -30,8 +31,8 @@ class Told:
 
 
 def test_it_is_said_once_at_four_fifths_and_once_when_it_is_full() -> None:
-    store, told = SnapshotStore(history_limit_bytes=1000), Told()
-    fullness = Fullness(store, told, 1000)
+    store, told, fed = SnapshotStore(history_limit_bytes=1000), Told(), []
+    fullness = Fullness(store, told, 1000, fed.append)
     for step in range(200):
         for rank in (4, 5):
             store.append(rank, step, bytes(10 if step < 20 else 7))
@@ -39,24 +40,27 @@ def test_it_is_said_once_at_four_fifths_and_once_when_it_is_full() -> None:
     filling, full = told.of(events.HistoryFilling)
     assert (filling.rank, filling.step, filling.full) == (4, 128, False)
     assert (full.rank, full.full) == (4, True) and full.step == 20 + 800 // 7
+    assert fed == [io.RecordsDropped()]
     assert "fill 80 % of history_limit_mib at step 128" in sentence(filling)
     assert "from now on only spares that have followed so far can take over" in sentence(full)
 
 
 def test_a_rank_without_records_is_passed_over() -> None:
     told = Told()
-    Fullness(SnapshotStore(history_limit_bytes=1000), told, 1000).look((0,), 64)
+    Fullness(SnapshotStore(history_limit_bytes=1000), told, 1000, None).look((0,), 64)
     assert not told.events
 
 
 def test_a_spare_that_comes_too_late_to_follow_says_so_once() -> None:
+    fed: list[io.Input] = []
+
     async def scenario() -> Told:
         slot, told, store = Slot(0), Told(), SnapshotStore(history_limit_bytes=100)
         for step in range(30):
             store.append(4, step, bytes(10))
         slot.process = Process(order=1, rank=4, rehearses=True, peer=object())
         workers = types.SimpleNamespace(slots=[slot], handlers={})
-        spares = Spares(3, workers, store, None, told, 100, lambda event: None)
+        spares = Spares(3, workers, store, None, told, 100, fed.append)
         spares.rehearsals[0] = rehearsal = Rehearsal(slot, slot.process, None, source=3, history=History(100))
         rehearsal.finished.set()
         for step in (29, 30):
@@ -65,6 +69,7 @@ def test_a_spare_that_comes_too_late_to_follow_says_so_once() -> None:
         return told
 
     (failed,) = asyncio.run(scenario()).of(events.RehearsalFailed)
+    assert fed == [io.SpareUnable(failed.reason)], "and the job is told that it is not covered"
     assert failed.rank == 4 and "held are 20 to 29" in failed.reason and "raise history_limit_mib" in failed.reason
 
 

@@ -80,7 +80,7 @@ def test_a_spare_that_could_not_hold_the_mirrors_that_come_with_its_ranks_says_s
     failed = [fields for kind, fields in told if kind == "RehearsalFailed"]
     reason = "memory here does not hold what node 3 runs and mirrors: snapshots need 96 GiB"
     assert failed == [{"rank": 7, "reason": reason}]
-    assert fed == [io.SpareRehearsed(0, 6), io.SpareRehearsed(1, 7)]
+    assert fed == [io.SpareRehearsed(0, 6), io.SpareUnable(reason), io.SpareRehearsed(1, 7)]
     assert prepared == [(6, 4096, 64), (7, 4096, 64)]
 
 

@@ -33,12 +33,13 @@ TRAINING = """
 {"event":"StepDone","rank":4,"step":1,"loss":1.0,"time":33.2793,"node":2,"generation":0}
 {"event":"StepDone","rank":2,"step":1,"loss":null,"time":33.2844,"node":1,"generation":0}
 {"event":"StepCommitted","step":0,"time":33.2872,"node":0,"generation":0}
-{"event":"Protected","step":0,"time":33.2875,"node":0,"generation":0}
+{"event":"Mirrored","step":0,"uncovered":[0,1,2],"reason":"no spare can","time":33.2875,"node":0,"generation":0}
 """
 READY = """
 {"event":"Rehearsed","rank":1,"duration_s":0.4,"time":33.7529,"node":3,"generation":0}
 {"event":"Rehearsed","rank":0,"duration_s":0.6,"time":33.9574,"node":3,"generation":0}
 {"event":"SpareReady","spare":3,"ranks":[0,1],"time":33.9575,"node":3,"generation":0}
+{"event":"Protected","step":20,"spares_left":1,"time":33.9576,"node":0,"generation":0}
 {"event":"StepDone","rank":0,"step":23,"loss":null,"time":34.0065,"node":0,"generation":0}
 {"event":"StepDone","rank":4,"step":24,"loss":0.0417,"time":34.0073,"node":2,"generation":0}
 {"event":"StepCommitted","step":22,"time":34.0081,"node":0,"generation":0}
@@ -54,7 +55,7 @@ PLANNED = """
 """
 OVER = """
 {"event":"SwapDone","duration_s":0.0407,"time":34.0582,"node":1,"generation":1}
-{"event":"Protected","step":23,"time":34.0626,"node":1,"generation":1}
+{"event":"Mirrored","step":23,"uncovered":[1,2,3],"reason":"none","spares_left":0,"time":34.0626,"node":1,"generation":1}
 {"event":"StepDone","rank":0,"step":24,"loss":null,"time":34.0700,"node":3,"generation":1}
 {"event":"FirstStepDone","rank":0,"step":24,"duration_s":0.03,"time":34.0701,"node":3,"generation":1}
 {"event":"FirstStepDone","rank":4,"step":24,"duration_s":0.06,"time":34.0702,"node":2,"generation":1}
@@ -115,7 +116,7 @@ def test_ranks_move_and_steps_go_back() -> None:
     assert (view.step, view.generation, view.protection) == (23, 1, "Unprotected")
     assert [row.ranks for row in view.rows()] == [(), (2, 3), (4, 5), (0, 1)]
     view = view_of(*ALL[:6])
-    assert (view.step, view.committed, view.protection) == (25, 24, "Protected")
+    assert (view.step, view.committed, view.protection) == (25, 24, "Mirrored")
     assert [row.generation for row in view.rows()] == [0, 1, 1, 1]
     (swap,) = view.swaps
     assert (swap.takers, swap.duration_s, swap.first_step_s, swap.began) == ({0: 3}, 0.0407, 0.06, 34.0176)
@@ -141,7 +142,8 @@ def test_the_table_at_the_end() -> None:
     shown = picture(view_of(*ALL, ENDED), now=40.0)
     assert "deadpool  the job finished; exit code 0" in shown
     figures = (
-        "generation 1   newest step 25   committed step 24   newest loss 0.0400   spares left 0   protection Protected"
+        "generation 1   newest step 25   committed step 24   newest loss 0.0400   spares left 0   "
+        "protection Mirrored only"
     )
     assert figures in shown
     assert "back to step 23: in training again after 0.04 s, first step done after 0.06 s" in shown
@@ -187,7 +189,7 @@ def test_late_lines_of_an_older_generation_change_nothing() -> None:
     view = view_of(*ALL[:6])
     view.apply(events.StepDone(time=99.0, node=2, generation=0, rank=4, step=99, loss=9.0))
     view.apply(events.Unprotected(time=99.0, node=1, generation=0, reason="late"))
-    assert (view.step, view.protection) == (25, "Protected")
+    assert (view.step, view.protection) == (25, "Mirrored")
 
 
 def test_a_swap_that_goes_behind_what_was_committed_takes_it_back() -> None:
@@ -242,15 +244,17 @@ def test_plain_lines_are_few() -> None:
         "node 0: 3 node(s) run 6 rank(s), 1 node(s) stand by",
         "node 0: all ranks are in training",
         "generation 0, step 1, committed -, loss 1.0000, protection: not yet",
-        "node 0: protected: step 0 survives the loss of any node",
+        "node 0: mirrored: step 0 is in other hosts' memory; not protected: no spare can",
         "node 3: spare node 3 is ready for rank(s) 0, 1",
+        "node 0: protected: step 20 survives the loss of any node",
         "node 1: node 0 was lost (link lost)",
         "node 1: swap: node 3 takes over from node 0; everyone goes back to step 23 (0.01 s)",
         "node 1: unprotected: step 23 is not mirrored again yet",
         "node 1: swap done, all ranks are in training again after 0.04 s",
-        "node 1: protected: step 23 survives the loss of any node",
+        "node 1: mirrored: step 23 is in other hosts' memory; not protected: NO SPARE LEFT, the next lost node "
+        "ends the job (on_no_spare: stop)",
         "node 2: finished",
-        "generation 1, step 25, committed 24, loss 0.0400, protection: Protected",
+        "generation 1, step 25, committed 24, loss 0.0400, protection: Mirrored only",
         "the job finished; some hosts are still at work",
         "the job finished; exit code 0",
     ]
@@ -368,8 +372,11 @@ def test_a_job_in_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     told = figures(view, now=35.0249)
     assert (told["state"], told["generation"], told["step"], told["committed_step"]) == ("swapping", 1, 23, 22)
     assert {name: round(told[name], 4) for name in ("committed_age_s", "unprotected_s", "swapping_s", "silent_s")} == {
-        "committed_age_s": 1.0168, "unprotected_s": 1.0, "swapping_s": 1.0073, "silent_s": 0.9717,
+        "committed_age_s": 1.0168, "unprotected_s": 1.0073, "swapping_s": 1.0073, "silent_s": 0.9717,
     }  # fmt: skip
+    assert (told["mirrored"], told["uncovered"]) == (False, ())
+    assert [figures(view_of(*ALL[:count]), 40.0)["protected"] for count in range(1, 7)] == [0, 0, 1, 0, 0, 0]
+    assert figures(view_of(*ALL[:6]), 40.0)["uncovered"] == (1, 2, 3)
     assert (told["protected"], told["spares_left"], told["swaps"], told["last_swap_s"]) == (False, 0, 1, None)
     assert (told["outcome"], told["exit_code"], told["history"]) == (None, None, "ok")
     assert told["members"][3] == {
@@ -387,7 +394,7 @@ def test_a_job_in_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     printed = json.loads(capsys.readouterr().out)
     assert printed.keys() == told.keys() == figures(JobView(), now=0.0).keys()
     assert (printed["state"], printed["exit_code"], printed["last_swap_s"]) == ("ended", 0, 0.0407)
-    assert (printed["protected"], printed["unprotected_s"], printed["swapping_s"]) == (True, None, None)
+    assert (printed["mirrored"], printed["protected"], printed["swapping_s"]) == (True, False, None)
 
 
 def test_every_figure_is_explained() -> None:

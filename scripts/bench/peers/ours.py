@@ -102,7 +102,7 @@ class DeadpoolJob(Job):
 
     def stands(self) -> bool:
         self._tail.read()
-        return self._tail.spares_ready() == self.spares and self._tail.protected
+        return self._tail.spares_ready() == self.spares and self._tail.mirrored
 
     def ended(self) -> bool:
         return bool(self._tail.of("JobStopped")) or super().ended()

@@ -51,7 +51,7 @@ def test_a_job_without_losses(seed):
     assert [e["step"] for e in cluster.said("StepCommitted")] == sorted(
         e["step"] for e in cluster.said("StepCommitted")
     )
-    assert len(cluster.said("Protected")) == 1
+    assert len(cluster.said("Mirrored")) == 1
     assert {e["spare"]: e["ranks"] for e in cluster.said("SpareReady")} == {3: (0, 1), 4: (2, 3)}
     assert not cluster.said("NodeLost")
 
@@ -63,7 +63,7 @@ def test_a_job_without_losses(seed):
 def test_one_loss_of_any_node(seed, lost, at, silent):
     cluster = Cluster(WORLD, seed=seed)
     cluster.form()
-    assert cluster.run(lambda: cluster.training() and cluster.at_step(at) and bool(cluster.said("Protected")))
+    assert cluster.run(lambda: cluster.training() and cluster.at_step(at) and bool(cluster.said("Mirrored")))
     if silent:
         cluster.nodes[lost].frozen = cluster.hold = True
         assert cluster.run(lambda: 1 in cluster.plans)
@@ -101,7 +101,7 @@ def test_a_stopped_node_that_wakes_up_leaves(lost):
 def test_a_cut_link_costs_one_of_its_two_nodes(seed, pair):
     cluster = Cluster(WORLD, seed=seed)
     cluster.form()
-    assert cluster.run(lambda: bool(cluster.said("Protected")) and cluster.training() and cluster.at_step(2))
+    assert cluster.run(lambda: bool(cluster.said("Mirrored")) and cluster.training() and cluster.at_step(2))
     cluster.cut(*pair)
     assert cluster.run()
     codes = cluster.exits()
@@ -113,7 +113,7 @@ def test_a_cut_link_costs_one_of_its_two_nodes(seed, pair):
 def test_a_second_coordinator_is_lost_during_the_swap(seed):
     cluster = Cluster(World(0, (0, 1, 2), (3, 4)), seed=seed, last_step=8)
     cluster.form()
-    assert cluster.run(lambda: bool(cluster.said("Protected")) and cluster.training() and cluster.at_step(3))
+    assert cluster.run(lambda: bool(cluster.said("Mirrored")) and cluster.training() and cluster.at_step(3))
     cluster.kill(0)
     assert cluster.run(lambda: any(node.fence > 0 for node in cluster.nodes.values()))
     cluster.kill(1)
@@ -126,11 +126,11 @@ def test_a_second_coordinator_is_lost_during_the_swap(seed):
 def test_losses_one_after_another_while_spares_last(seed):
     cluster = Cluster(WORLD, seed=seed, last_step=12)
     cluster.form()
-    assert cluster.run(lambda: bool(cluster.said("Protected")) and cluster.training() and cluster.at_step(2))
+    assert cluster.run(lambda: bool(cluster.said("Mirrored")) and cluster.training() and cluster.at_step(2))
     for generation, lost in enumerate((0, 2), start=1):
         cluster.kill(lost)
         assert cluster.run(
-            lambda n=generation: len(cluster.said("Protected")) > n and len(cluster.said("SwapDone")) == n
+            lambda n=generation: len(cluster.said("Mirrored")) > n and len(cluster.said("SwapDone")) == n
         )
     assert cluster.run()
     finished(cluster)
@@ -187,7 +187,7 @@ def test_a_loss_before_training_begins_the_script_again(lost):
     finished(cluster)
     assert cluster.plans[1].restore_step == NO_STEP
     assert all(n == lost or cluster.starts[n] >= 1 for n in cluster.starts)
-    assert len(cluster.said("TrainingStarted")) == 1 and len(cluster.said("Protected")) == 1
+    assert len(cluster.said("TrainingStarted")) == 1 and len(cluster.said("Mirrored")) == 1
 
 
 def test_a_loss_before_training_without_a_spare_is_a_verdict():
@@ -226,7 +226,7 @@ def hanging_cluster(seed=None):
     """In training, protected; all processes live and do nothing."""
     cluster = Cluster(WORLD, seed=seed)
     cluster.form()
-    assert cluster.run(lambda: bool(cluster.said("Protected")) and cluster.at_step(2))
+    assert cluster.run(lambda: bool(cluster.said("Mirrored")) and cluster.at_step(2))
     cluster.hold = True
     return cluster
 
@@ -308,7 +308,7 @@ def test_a_silence_of_the_coordinator_that_only_one_has_noticed_costs_nobody():
 def test_a_node_that_gives_up_costs_nobody_else(seed, number):
     cluster = Cluster(WORLD, seed=seed)
     cluster.form()
-    assert cluster.run(lambda: bool(cluster.said("Protected")) and cluster.at_step(2))
+    assert cluster.run(lambda: bool(cluster.said("Mirrored")) and cluster.at_step(2))
     cluster.nodes[number].inputs.append(io.NodeGivenUp("signal 11"))
     assert cluster.run()
     assert cluster.exits() == {n: 87 if n == number else 0 for n in range(5)}
@@ -329,7 +329,7 @@ def test_replicas_need_no_payload_mirrors(lost):
     replicas = {0: (0, 1), 1: (0, 1), 2: (2, 3), 3: (2, 3)}
     cluster = Cluster(World(0, (0, 1, 0, 1), (2,)), seed=lost, replicas=replicas)
     cluster.form()
-    assert cluster.run(lambda: cluster.at_step(3) and bool(cluster.said("Protected")))
+    assert cluster.run(lambda: cluster.at_step(3) and bool(cluster.said("Mirrored")))
     cluster.kill(lost)
     assert cluster.run()
     finished(cluster)
@@ -342,7 +342,7 @@ def test_losses_one_after_another_never_hang(seed, data):
     cluster = Cluster(World(0, (0, 0, 1, 2), (3, 4)), seed=seed, last_step=8)
     cluster.duplicates = data.draw(st.booleans())
     cluster.form()
-    assert cluster.run(lambda: bool(cluster.said("Protected")) and cluster.training())
+    assert cluster.run(lambda: bool(cluster.said("Mirrored")) and cluster.training())
     for _ in range(data.draw(st.integers(1, 3))):
         for _ in range(data.draw(st.integers(0, 300))):
             cluster.one_event()

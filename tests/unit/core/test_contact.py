@@ -31,7 +31,7 @@ SLOW, FAST = (1 - DRIFT, 100.0), (1 + DRIFT, 0.0)
 def trained(world: World, seed: int, **more) -> Cluster:
     cluster = Cluster(world, seed=seed, **more)
     cluster.form()
-    assert cluster.run(lambda: bool(cluster.said("Protected")) and cluster.knows_of_training())
+    assert cluster.run(lambda: bool(cluster.said("Mirrored")) and cluster.knows_of_training())
     cluster.hold = True
     cluster.idle(2 * TIMING.silent_after_s)
     assert not cluster.plans, "a job whose nodes hear each other goes on"
@@ -65,7 +65,7 @@ def test_whoever_is_cut_off_has_stopped_before_it_is_replaced(world, seed, rates
     cluster = Cluster(world, seed=seed, policy=Policy(restarts_max=9))
     cluster.clocks = dict(enumerate(rates))
     cluster.form()
-    assert cluster.run(lambda: bool(cluster.said("Protected")) and cluster.knows_of_training())
+    assert cluster.run(lambda: bool(cluster.said("Mirrored")) and cluster.knows_of_training())
     cluster.hold = True
     cluster.isolate(inside & cluster.nodes.keys(), both_ways)
     elapse(cluster, heals_after_s)

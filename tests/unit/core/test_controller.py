@@ -253,7 +253,7 @@ def test_a_rehearsal_is_started_once_and_announced():
     assert hear(controller, 0, task) == []
     actions = controller.step(io.SpareRehearsed(0, 1), 1.0)
     assert io.Emit("SpareReady", {"spare": 3, "ranks": (1,)}) in actions
-    assert (0, Report(0, rehearsed=((0, 1),))) in said(actions)
+    assert (0, Report(0, rehearsed=((0, 1),), able=True)) in said(actions)
     assert hear(controller, 0, Rehearse(0, 0, 1)) == [], "done is done, wherever the recording came from"
     assert hear(controller, 0, Rehearse(0, 0, 2))[0] == io.StartRehearsal(0, 2, 2)
 
@@ -283,25 +283,75 @@ def test_a_checkpoint_is_reported_and_promised():
     assert "step 7 in /ckpt/7" in actions[-1].reason and actions[-1].exit_code == 86
 
 
-def test_a_rehearsal_that_fails_is_ordered_again_within_the_budget():
-    controller = Controller(3, TIMING, Policy(restarts_max=2))
+def rehearses(policy: Policy) -> Controller:
+    """Node 3, a spare, which was told to rehearse rank 1."""
+    controller = Controller(3, TIMING, policy)
     controller.step(io.WorldFormed(WORLD), 0.0)
-    order, failure = io.StartRehearsal(0, 1, 1), io.SpareFailed(0, 1, "signal 9")
-    assert hear(controller, 0, Rehearse(0, 0, 1)) == [order]
-    assert order in controller.step(failure, 0.2)
+    assert hear(controller, 0, Rehearse(0, 0, 1)) == [ORDER]
+    return controller
+
+
+ORDER, FAILURE = io.StartRehearsal(0, 1, 1), io.SpareFailed(0, 1, "signal 9")
+
+
+def waited(controller: Controller, begin: float, seconds: float) -> list[io.Action]:
+    """What it says while the coordinator is heard and so much time passes, `seconds` a whole number."""
+    found: list[io.Action] = []
+    for second in range(1, int(seconds) + 1):
+        hear(controller, 0, Status(0, 0, True), begin + second)
+        found += controller.step(io.Ticked(), begin + second)
+    return found
+
+
+def test_a_rehearsal_that_fails_is_ordered_again_within_the_budget_after_pauses_that_double():
+    controller, pause_s = rehearses(Policy(restarts_max=4)), TIMING.silent_after_s
+    assert ORDER in controller.step(FAILURE, 0.2)
     assert controller.step(io.SpareFailed(0, 2, "of an order before"), 0.2) == []
-    assert order in controller.step(failure, 0.3)
-    assert controller.step(failure, 0.4)[-1].exit_code == 87
+    now = 1.0
+    for times in (1, 2, 4):
+        assert ORDER not in controller.step(FAILURE, now)
+        assert ORDER not in hear(controller, 0, Rehearse(0, 0, 1), now), "said again, it waits no less"
+        assert ORDER not in waited(controller, now, times * pause_s - 1)
+        now += times * pause_s
+        assert ORDER in controller.step(io.Ticked(), now)
+    assert controller.step(FAILURE, now)[-1].exit_code == 87
+
+
+def test_a_spare_that_failed_again_and_again_is_ready_once_it_has_not_for_as_long():
+    controller, pause_s = rehearses(Policy(restarts_max=9)), TIMING.silent_after_s
+    ready, rehearsed = io.Emit("SpareReady", {"spare": 3, "ranks": (1,)}), io.SpareRehearsed(0, 1)
+    assert ready in controller.step(rehearsed, 0.1)
+    assert (0, Report(0, unable="rank 1: signal 9")) in said(controller.step(FAILURE, 0.2))
+    assert ready in controller.step(rehearsed, 0.3), "one failure may be anything"
+    now = 1.0
+    for times in (1, 2):
+        controller.step(FAILURE, now)
+        assert ORDER in waited(controller, now, times * pause_s)
+        now += times * pause_s
+        actions = controller.step(rehearsed, now) + waited(controller, now, 3)
+        assert ready not in actions and not any(message.able for _, message in said(actions))
+        now += 3
+    controller.step(FAILURE, now)
+    waited(controller, now, 4 * pause_s)
+    now += 4 * pause_s
+    assert ready not in controller.step(rehearsed, now)
+    actions = waited(controller, now, 4 * pause_s)
+    assert ready in actions
+    assert (said(actions)[-1][1].able, said(actions)[-1][1].unable) == (True, "")
+
+
+def test_a_spare_whose_rehearsal_is_of_no_use_never_calls_itself_ready():
+    controller = rehearses(Policy())
+    assert (0, Report(0, unable="too little memory")) in said(controller.step(io.SpareUnable("too little memory"), 0.1))
+    actions = controller.step(io.SpareRehearsed(0, 1), 0.1)
+    assert actions == [io.Send(0, Report(0, rehearsed=((0, 1),), unable="too little memory", sent_at=0.1))]
 
 
 def test_rehearsals_that_failed_long_ago_do_not_count():
-    controller = Controller(3, TIMING, Policy(restarts_max=1, restarts_window_s=60.0))
-    controller.step(io.WorldFormed(WORLD), 0.0)
-    order, failure = io.StartRehearsal(0, 1, 1), io.SpareFailed(0, 1, "signal 9")
-    hear(controller, 0, Rehearse(0, 0, 1))
+    controller = rehearses(Policy(restarts_max=1, restarts_window_s=60.0))
     for now in (1.0, 61.0, 121.0):
-        assert order in controller.step(failure, now)
-    assert controller.step(failure, 180.0)[-1].exit_code == 87
+        assert ORDER in controller.step(FAILURE, now)
+    assert controller.step(FAILURE, 180.0)[-1].exit_code == 87
 
 
 def test_a_rehearsal_that_fails_during_a_swap_is_the_next_generations():

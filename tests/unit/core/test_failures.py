@@ -18,7 +18,7 @@ SEEDS = [None, 1, 2, 3]
 def started(seed=None, at: int = 2, world: World = WORLD, **options) -> Cluster:
     cluster = Cluster(world, seed=seed, **options)
     cluster.form()
-    assert cluster.run(lambda: bool(cluster.said("Protected")) and cluster.knows_of_training() and cluster.at_step(at))
+    assert cluster.run(lambda: bool(cluster.said("Mirrored")) and cluster.knows_of_training() and cluster.at_step(at))
     return cluster
 
 

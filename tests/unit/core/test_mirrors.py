@@ -157,7 +157,7 @@ def test_a_whole_rack_is_lost_and_the_job_goes_on(copies):
     world = with_racks(World(0, (0, 1, 2, 3), (4, 5)), dict(enumerate("aabbcc")), copies)
     cluster = Cluster(world, seed=copies, policy=Policy(copies=copies))
     cluster.form()
-    assert cluster.run(lambda: bool(cluster.said("Protected")) and cluster.knows_of_training())
+    assert cluster.run(lambda: bool(cluster.said("Mirrored")) and cluster.knows_of_training())
     cluster.kill(2)
     cluster.kill(3)
     assert cluster.run()

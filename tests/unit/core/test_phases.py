@@ -58,7 +58,7 @@ def losses(policy=Policy()) -> Watched:
 
 def during_training() -> Watched:
     cluster = losses()
-    assert cluster.run(lambda: bool(cluster.said("Protected")) and cluster.knows_of_training())
+    assert cluster.run(lambda: bool(cluster.said("Mirrored")) and cluster.knows_of_training())
     cluster.kill(0)
     assert cluster.run(lambda: 1 in cluster.plans)
     cluster.kill_rank(1, 1)
@@ -76,7 +76,7 @@ def while_nobody_stands_by(train: bool, stop: bool = False) -> Watched:
     cluster = Watched(World(0, (0, 1, 2)), seed=1, policy=WAIT)
     cluster.form()
     if train:
-        assert cluster.run(lambda: bool(cluster.said("Protected")) and cluster.knows_of_training())
+        assert cluster.run(lambda: bool(cluster.said("Mirrored")) and cluster.knows_of_training())
     cluster.kill(2)
     assert cluster.run(lambda: bool(cluster.said("WaitingForHost")))
     cluster.idle(5.0)

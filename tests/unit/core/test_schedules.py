@@ -58,7 +58,7 @@ def test_whatever_happens_the_job_ends_well_or_with_a_verdict(seed, copies, at_s
     cluster.duplicates = data.draw(st.booleans())
     cluster.form()
     if not at_start:
-        assert cluster.run(lambda: bool(cluster.said("Protected")) and cluster.training())
+        assert cluster.run(lambda: bool(cluster.said("Mirrored")) and cluster.training())
     for fault in data.draw(st.lists(st.sampled_from(FAULTS), min_size=1, max_size=5)):
         for _ in range(data.draw(st.integers(0, 250))):
             cluster.one_event()
@@ -74,7 +74,7 @@ def test_whoever_waits_goes_on_once_enough_hosts_have_joined(seed, data):
     policy = Policy(copies=2, wait_for_hosts=True, restarts_max=9)
     cluster = Cluster(World(0, (0, 1, 2, 3, 4)), seed=seed, last_step=8, policy=policy)
     cluster.form()
-    assert cluster.run(lambda: bool(cluster.said("Protected")) and cluster.knows_of_training())
+    assert cluster.run(lambda: bool(cluster.said("Mirrored")) and cluster.knows_of_training())
     victims = data.draw(st.permutations(range(5)))[:2]
     for what in data.draw(st.permutations(["lose", "lose", "join", "join", "process"])):
         for _ in range(data.draw(st.integers(0, 150))):

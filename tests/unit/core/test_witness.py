@@ -24,7 +24,7 @@ FOUR = World(0, (0, 1), (2, 3))
 def trained(world: World, seed: int = 1) -> Cluster:
     cluster = Cluster(world, seed=seed, policy=WITNESS, last_step=8)
     cluster.form()
-    assert cluster.run(lambda: bool(cluster.said("Protected")) and cluster.knows_of_training())
+    assert cluster.run(lambda: bool(cluster.said("Mirrored")) and cluster.knows_of_training())
     return cluster
 
 
@@ -101,7 +101,7 @@ def test_a_half_that_waits_for_a_host_finds_that_the_other_has_gone_on(half):
     policy = Policy(witness=True, wait_for_hosts=True, restarts_max=9)
     cluster = Cluster(World(0, (0, 1)), seed=1, policy=policy, last_step=8)
     cluster.form()
-    assert cluster.run(lambda: bool(cluster.said("Protected")) and cluster.knows_of_training())
+    assert cluster.run(lambda: bool(cluster.said("Mirrored")) and cluster.knows_of_training())
     cluster.cut(0, 1)
     assert cluster.run(lambda: len(cluster.said("WaitingForHost")) == 2)
     plan = SwapPlan(World(1, (half, 7)), 0, (1 - half,), (), "store", joined=(7,))
