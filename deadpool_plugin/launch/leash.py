@@ -10,8 +10,8 @@ import msgspec
 from .. import events
 
 FateEvent = (
-    events.NodeJoined | events.SwapPlanned | events.NodeFenced | events.NodeEnded | events.JobFinished
-    | events.JobStopped
+    events.NodeJoined | events.NodeLost | events.SwapPlanned | events.NodeFenced | events.NodeEnded
+    | events.JobFinished | events.JobStopped
 )  # fmt: skip
 """The events that say what became of a job."""
 

@@ -53,7 +53,7 @@ def outcome(told: Mapping[int, Sequence[events.Event]], hosts: Sequence[str], la
     for event in heard:
         if isinstance(event, events.NodeJoined):
             names.setdefault(event.node, event.host)
-    lost = sorted(_removed(heard) | (set(range(len(hosts))) - told.keys()))
+    lost = sorted(_removed(heard) | _named_by_the_verdict(heard) | (set(range(len(hosts))) - told.keys()))
     found = _finished(heard) or _stopped(heard)
     if found is None and not told.keys() - _removed(heard):
         return Outcome(EXIT_RUNNING, UNREACHABLE, [])
@@ -110,11 +110,24 @@ def _finished(heard: Sequence[events.Event]) -> Verdict | None:
 
 def _stopped(heard: Sequence[events.Event]) -> Verdict | None:
     """The first verdict of the newest generation; an older one, or a removed node's, is that of a part cut off."""
-    verdicts = _verdicts(heard)
-    if not verdicts:
-        return None
-    found = min(verdicts, key=lambda event: (-event.generation, event.time))
-    return Verdict(found.exit_code, f"the job stopped: {found.reason}")
+    found = _verdict(heard)
+    return None if found is None else Verdict(found.exit_code, f"the job stopped: {found.reason}")
+
+
+def _verdict(heard: Iterable[events.Event]) -> events.JobStopped | None:
+    return min(_verdicts(heard), key=lambda event: (-event.generation, event.time), default=None)
+
+
+def _named_by_the_verdict(heard: Sequence[events.Event]) -> set[int]:
+    """The nodes that no plan has removed because their loss has ended the job."""
+    found = _verdict(heard)
+    if found is None or _finished(heard) is not None:
+        return set()
+    speakers = {
+        event.node for event in _verdicts(heard) if (event.generation, event.reason) == (found.generation, found.reason)
+    }
+    losses = [event for event in heard if isinstance(event, events.NodeLost) and event.node in speakers]
+    return {node for event in losses if event.generation == found.generation for node in event.lost} - speakers
 
 
 def _verdicts(heard: Iterable[events.Event]) -> list[events.JobStopped]:

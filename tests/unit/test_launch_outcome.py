@@ -18,6 +18,7 @@ from deadpool_plugin.launch.outcome import UNREACHABLE, outcome
 
 HOSTS = ["h1", "h2", "h3"]
 FINISHED, CLEAN = events.JobFinished(), events.NodeEnded(exit_code=0)
+LOST_2 = events.NodeLost(node=0, lost=(2,))
 FINISHED_LATE = events.JobFinished(time=2.0)
 
 
@@ -52,6 +53,14 @@ def failed_late(node, code=3):
          "the job stopped: reason 3; exit code 3; lost hosts: h3"),
         ({0: [stopped(3, at=9.0, generation=2)], 1: [stopped(86, at=1.0, generation=1)], 2: []}, 255,
          "the job stopped: reason 3; exit code 3; lost hosts: none"),
+        ({0: [LOST_2, stopped(86, node=0)], 1: [stopped(86, node=1)], 2: []}, 255,
+         "the job stopped: reason 86; exit code 86; lost hosts: h3"),
+        ({0: [LOST_2, stopped(86, node=0, generation=1)], 1: [stopped(86, node=1, generation=1)], 2: []}, 255,
+         "the job stopped: reason 86; exit code 86; lost hosts: none"),
+        ({0: [LOST_2, stopped(86, node=0)], 1: [], 2: [stopped(86, node=2), events.NodeLost(node=2, lost=(0, 1))]}, 255,
+         "the job stopped: reason 86; exit code 86; lost hosts: h2"),
+        ({0: [LOST_2, FINISHED], 1: [stopped(86, node=1)], 2: []}, 255,
+         "the job finished; exit code 0; lost hosts: none"),
         ({0: [], 1: [], 2: []}, 78, "the job did not finish; exit code 78; lost hosts: none"),
         ({0: [], 1: [], 2: []}, 0, "the job did not finish; exit code 1; lost hosts: none"),
         ({}, 255, f"{UNREACHABLE}; exit code 75; lost hosts: none"),
