@@ -12,16 +12,18 @@ import difflib
 import hashlib
 import json
 import os
+import re
 import textwrap
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from .errors import ConfigError
 
 MIB = 1024 * 1024
+_VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})", re.ASCII)
 OF_A_HOST = ("secret_file", "output_dir", "interface_address", "memory_headroom_gib", "preload")
 """Fields that may differ from host to host."""
 
@@ -55,13 +57,14 @@ class Config(BaseModel):
 
     secret_file: Path = Path("~/.deadpool/secret")
     """File (mode 0600, the same content on every host) with the job's secret; who cannot prove it is refused. Jobs may
-    share one: once its hosts have met, a job is closed to the others. The default file is made when it is absent.
+    share one: once its hosts have met, a job is closed to the others. The default file is made when it is absent. `~`
+    and `$NAME` as in output_dir.
     Hazard: without a shared home directory each host would make a different one: copy it."""
 
     output_dir: Path = Path("deadpool-logs")
     """Folder for each rank's output and the event logs (events.<node>.jsonl), best on storage that all hosts see; made
-    if it is absent. Relative to the working directory; `~` is the home directory. Hazard: files are appended to, and
-    two jobs at once must not share a folder."""
+    if it is absent. Relative to the working directory; `~` is the home directory, `$NAME` what the environment says
+    (logs/$SLURM_JOB_ID). Hazard: files are appended to, and two jobs at once must not share a folder."""
 
     interface_address: str | None = None
     """What to bind to, where hosts have several networks: a network (10.1.0.0/16), the name of an interface that every
@@ -198,11 +201,20 @@ class Config(BaseModel):
 
     # ---- validation
 
-    @field_validator("output_dir", "witness")
+    @field_validator("output_dir", "witness", "secret_file")
     @classmethod
-    def _at_home(cls, path: Path | None) -> Path | None:
+    def _expanded(cls, path: Path | None, info: ValidationInfo) -> Path | None:
+        """`~`, `$NAME` and `${NAME}` are what a shell would make of them; what is not set is refused by name."""
+        if path is None:
+            return None
+        named = [plain or braced for plain, braced in _VARIABLE.findall(str(path))]
+        if unset := sorted({name for name in named if not os.environ.get(name)}):
+            said = ", ".join(f"${name}" for name in unset)
+            raise ValueError(f"{said} is not set in the environment of {os.uname().nodename}: set it, or write it out")
         try:
-            return path.expanduser() if path is not None else None
+            found = Path(os.path.expandvars(path))
+            at_home = found.expanduser()
+            return found if info.field_name == "secret_file" else at_home  # of each host's own user
         except RuntimeError as error:
             raise ValueError(str(error)) from error
 
@@ -287,7 +299,7 @@ def load(path: str | Path | None) -> Config:
             "check the path after --deadpool-config; it must exist on every host",
         ) from error
     try:
-        data = yaml.safe_load(text)
+        data = yaml.load(text, _Loader)
     except yaml.YAMLError as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"{path} is not YAML ({reason})", "lines of the form `field: value`", "correct it") from error
@@ -301,6 +313,20 @@ def load(path: str | Path | None) -> Config:
         raise ConfigError(
             f"{path}: {_describe(error)}", remedy="correct the file (`deadpool config` explains all fields)"
         ) from error
+
+
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]
+    """YAML in which a key that comes twice is a mistake: the last one would win without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            name, line = str(key.value), key.start_mark.line + 1
+            if name in lines and name != "<<":
+                raise yaml.YAMLError(f"`{name}` is set on line {lines[name]} and again on line {line}: remove one")
+            lines[name] = line
+        found: dict[Any, Any] = super().construct_mapping(node, deep)
+        return found
 
 
 def _describe(error: ValidationError) -> str:

@@ -63,6 +63,15 @@ def test_a_tilde_is_the_home_directory(tmp_path, monkeypatch):
     assert named == [Path("/home/me", name) for name in ("logs", "witness", "secret")]
 
 
+def test_variables_are_what_the_environment_says(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    text = "output_dir: $HOME/logs/${SLURM_JOB_ID}\nsecret_file: ~/s-$SLURM_JOB_ID\nwitness: /w/a$"
+    found = load(write(tmp_path, text))
+    assert found.output_dir == tmp_path / "logs/4711" and str(found.witness) == "/w/a$"
+    assert found.secret_path == tmp_path / "s-4711"
+
+
 def test_an_empty_file_is_valid(tmp_path):
     assert load(write(tmp_path, "# nothing\n")) == Config()
 
@@ -87,6 +96,11 @@ def test_an_empty_file_is_valid(tmp_path):
         ("racks: {a: x}", "`racks`: must be a list of hosts for each rack: write {a: [node0, node1], b:"),
         ("port_range: 20000-20100", "`port_range`: must be the first and the last port: write [20000, 20099] (found"),
         ("output_dir: ~nobody-of-that-name/logs", "`output_dir`: Could not determine home directory"),
+        ("secret_file: ~nobody-of-that-name/s", "`secret_file`: Could not determine home directory"),
+        ("output_dir: /logs/$NOT_SET/x", "`output_dir`: $NOT_SET is not set in the environment of"),
+        ("secret_file: ${NOT_SET}/s\nwitness: $NOR_THIS", "`witness`: $NOR_THIS is not set"),
+        ("patience_s: 3\nspares: 1\npatience_s: 4", "`patience_s` is set on line 1 and again on line 3"),
+        ("racks:\n  a: [x]\n  a: [y]", "`a` is set on line 2 and again on line 3"),
         ("- a\n- b", "holds a list"),
         ("a: [", "is not YAML"),
     ],
