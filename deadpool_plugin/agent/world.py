@@ -53,6 +53,33 @@ def check_count(hosts_total: int, spares: int) -> None:
         )
 
 
+def check_hosts(hosts_total: int, spares: int | Sequence[str], copies: int) -> None:
+    """What can be said before the hosts' own names are known. Raises: ConfigError."""
+    if isinstance(spares, int):
+        check_count(hosts_total, spares)
+    elif all(name.isdigit() for name in spares):
+        spare_nodes(spares, [f"host{node}" for node in range(hosts_total)])
+    else:
+        check_count(hosts_total, len(spares))
+    if copies > 1 and copies >= hosts_total:
+        raise ConfigError(
+            f"{hosts_total} host(s) and `copies: {copies}`",
+            f"at least {copies + 1} hosts, so that each snapshot is on {copies} others",
+            "add hosts to the hostfile or lower `copies`",
+        )
+
+
+def check_slots(hosts: Sequence[tuple[str, int]]) -> None:
+    """Args: hosts: name and slots. Raises: ConfigError unless all have the same number."""
+    other = next((host for host in hosts if host[1] != hosts[0][1]), None)
+    if other is not None:
+        raise ConfigError(
+            f"host {hosts[0][0]} has {hosts[0][1]} slots, host {other[0]} has {other[1]}",
+            "the same number on every host (a spare must be able to take any host's ranks)",
+            "correct `slots` in the hostfile",
+        )
+
+
 def _node_named(name: str, hosts: Sequence[str]) -> NodeId:
     if name.isdigit() and name not in hosts:
         if int(name) < len(hosts):
@@ -99,12 +126,7 @@ def check_alike(hellos: Sequence[Hello]) -> None:
     """Raises: ConfigError unless all nodes have the same slots, versions and configuration."""
     first = hellos[0]
     for other in hellos[1:]:
-        if other.local_size != first.local_size:
-            raise ConfigError(
-                f"host {first.host} has {first.local_size} slots, host {other.host} has {other.local_size}",
-                "the same number on every host (a spare must be able to take any host's ranks)",
-                "correct `slots` in the hostfile",
-            )
+        check_slots([(first.host, first.local_size), (other.host, other.local_size)])
         if differs := first_difference(first.versions, other.versions):
             package, here, there = differs
             raise ConfigError(

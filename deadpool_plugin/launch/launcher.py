@@ -19,6 +19,7 @@ from typing import NoReturn
 
 from ..agent import proc
 from ..agent.meeting import versions
+from ..agent.world import check_hosts, check_slots
 from ..config import Config, load
 from ..errors import ConfigError, shell_code
 from ..events import JobFinished, NodeEnded, NodeJoined
@@ -37,10 +38,15 @@ POLL_S = 0.5
 
 
 def launch(words: Sequence[str]) -> int:
-    """The exit code of the job. Raises: ConfigError, before anything was started."""
+    """The exit code of the job. Raises: ConfigError, before anything was started: all that can be checked on this host
+    is, for elsewhere it would be found after minutes, and by each host."""
     try:
         request = understood(words)
         config = load(request.config)
+        if request.slots:
+            check_slots(request.slots)
+            check_hosts(len(request.slots), config.spares, config.copies)
+        ensure(config)
         if not request.hosts:
             _become_deepspeed(request)
         _check_this_host()

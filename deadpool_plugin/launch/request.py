@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
+import re
 import signal
 import subprocess
 import sys
@@ -30,10 +32,14 @@ LAUNCHERS = {
 """deepspeed's launchers that a lost host would end -> what to do instead."""
 
 
+_HOSTFILE = re.compile(r"-H|--hostf(i|il|ile)?(=|$)")
+
+
 class Request(msgspec.Struct, frozen=True):
     """`options`: deepspeed's own arguments; `command`: what our supervisors run; `config`: the file, or "".
 
     `hosts`: those the launcher starts ranks on, in the order of their node ids; empty: this one only, without ssh.
+    `slots`: name and slots of each host of the job; empty without a hostfile.
     """
 
     options: list[str]
@@ -42,6 +48,7 @@ class Request(msgspec.Struct, frozen=True):
     hosts: list[str] = []
     ssh_port: int | None = None
     venv_script: str | None = None
+    slots: list[tuple[str, int]] = []
 
     def deepspeed(self, config: str) -> list[str]:
         """The arguments for deepspeed, our module in front of the script and `config` behind it."""
@@ -62,8 +69,10 @@ def read(words: Sequence[str]) -> Request:
         line = parse(["-m", *script] if args.module else script)
     if not args.module:
         options.append("--module")
-    hosts = [] if args.no_ssh else hosts_of(args, runner)
-    return Request(options, line.command, line.config, hosts, args.ssh_port, args.venv_script)
+    slots = slots_of(args, runner, is_named=any(_HOSTFILE.match(word) for word in options))
+    alone = args.no_ssh or not (len(slots) > 1 or (slots and args.force_multi))
+    hosts = [] if alone else [host for host, _ in slots]
+    return Request(options, line.command, line.config, hosts, args.ssh_port, args.venv_script, slots)
 
 
 def check(args: argparse.Namespace) -> None:
@@ -77,21 +86,31 @@ def check(args: argparse.Namespace) -> None:
         raise Unsupported("--autotuning", "one job", "tune with `deepspeed`, train with `deadpool launch`")
 
 
-def hosts_of(args: argparse.Namespace, runner: object) -> list[str]:
-    """The hosts that deepspeed will use, empty if it stays on this one. Raises: ConfigError."""
+def slots_of(args: argparse.Namespace, runner: object, is_named: bool) -> list[tuple[str, int]]:
+    """The hosts that deepspeed will use, each with its slots; empty without a hostfile.
+
+    Args: is_named: the command line names the hostfile.
+    Raises: ConfigError.
+    """
+    if is_named and not os.path.isfile(args.hostfile):
+        raise ConfigError(
+            f"there is no hostfile {args.hostfile}",
+            "a file with a line `host slots=8` for each host",
+            "correct --hostfile; deepspeed would train on this host alone",
+        )
     try:
         pool = runner.fetch_hostfile(args.hostfile)  # type: ignore[attr-defined]
         if not pool:
             return []
-        found = list(runner.parse_inclusion_exclusion(pool, args.include, args.exclude))  # type: ignore[attr-defined]
+        found = runner.parse_inclusion_exclusion(pool, args.include, args.exclude)  # type: ignore[attr-defined]
     except ValueError as error:
         raise ConfigError(f"{args.hostfile}: {error}", "lines of the form `host slots=8`", "correct it") from error
     if options := [name for name in found if name.startswith("-")]:
         raise ConfigError(
             f"{args.hostfile}: {', '.join(options)}", "host names, which do not begin with `-`", "correct it"
         )
-    found = found[: args.num_nodes] if args.num_nodes > 0 else found
-    return found if len(found) > 1 or args.force_multi else []
+    slots = [(host, args.num_gpus if args.num_gpus > 0 else len(numbers)) for host, numbers in found.items()]
+    return slots[: args.num_nodes] if args.num_nodes > 0 else slots
 
 
 def understood(words: Sequence[str]) -> Request:

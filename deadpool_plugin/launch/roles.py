@@ -15,7 +15,7 @@ from importlib import metadata
 import msgspec
 
 from ..agent.interfaces import address_of
-from ..agent.world import Place, check_count, spare_nodes
+from ..agent.world import Place, check_hosts
 from ..config import Config
 from ..errors import ConfigError
 from ..transport import descriptors
@@ -79,12 +79,7 @@ def _number(environ: Mapping[str, str], *names: str) -> int:
 
 def check_spares(place: Place, config: Config) -> None:
     """What can be said before the hosts' names are known. Raises: ConfigError."""
-    if isinstance(config.spares, int):
-        check_count(place.nodes_total, config.spares)
-    elif all(name.isdigit() for name in config.spares):
-        spare_nodes(config.spares, [f"host{node}" for node in range(place.nodes_total)])
-    else:
-        check_count(place.nodes_total, len(config.spares))
+    check_hosts(place.nodes_total, config.spares, config.copies)
 
 
 def check_ports(place: Place, config: Config) -> None:

@@ -47,7 +47,7 @@ def test_our_module_comes_in_front_of_the_script(read, line, options, command, c
         ("--hostfile H --include h2 s.py", []),
         ("--hostfile H --include h2 --force_multi s.py", ["h2"]),
         ("--hostfile H --no_ssh --node_rank 1 s.py", []),
-        ("--hostfile none s.py", []),
+        ("s.py --hostfile none", []),
     ],
 )
 def test_the_hosts_are_those_deepspeed_uses(read, line, hosts):
@@ -69,6 +69,25 @@ def test_the_hosts_are_those_deepspeed_uses(read, line, hosts):
 def test_what_cannot_work_is_refused_by_name(read, line, said):
     with pytest.raises(ConfigError, match=said):
         read(line)
+
+
+@pytest.mark.parametrize("words", ["--hostfile none", "--hostfile=none", "-H none", "-Hnone", "-H none --no_ssh"])
+def test_a_hostfile_that_is_not_there_is_refused_not_left_out(read, words):
+    with pytest.raises(ConfigError, match="there is no hostfile none; expected"):
+        read(f"{words} s.py")
+
+
+@pytest.mark.parametrize(
+    ("line", "slots"),
+    [
+        ("--hostfile H --include h3@h1:0 s.py", [("h1", 1), ("h3", 2)]),
+        ("--hostfile H --num_gpus 1 --num_nodes 1 s.py", [("h1", 1)]),
+        ("--hostfile H --no_ssh --node_rank 1 s.py", [("h1", 2), ("h2", 2), ("h3", 2)]),
+        ("s.py", []),
+    ],
+)
+def test_the_slots_are_those_deepspeed_uses(read, line, slots):
+    assert read(line).slots == slots
 
 
 def test_it_is_one_line_of_json_whatever_deepspeed_says_meanwhile(read, capfd):

@@ -62,10 +62,10 @@ def job(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{ssh.parent}:{os.environ['PATH']}")
     monkeypatch.setenv("PYTHONPATH", str(Path(launcher.__file__).parents[2]))
 
-    def launch(code="", hosts=("h1", "h2")):
+    def launch(code="", hosts=("h1", "h2"), slots=()):
         (tmp_path / "deepspeed.py").write_text(DEEPSPEED + code)
         monkeypatch.setattr(launcher, "DEEPSPEED", (sys.executable, str(tmp_path / "deepspeed.py")))
-        request = Request(["--module"], ["s.py", "--lr", "1"], "d.yaml", list(hosts))
+        request = Request(["--module"], ["s.py", "--lr", "1"], "d.yaml", list(hosts), slots=list(slots))
         monkeypatch.setattr(launcher, "understood", lambda words: request)
         return launcher.launch(["--hostfile", "H", "s.py"])
 
@@ -247,6 +247,26 @@ def test_a_host_that_ends_before_the_job_forms_ends_it_everywhere(job, capfd):
 def test_a_host_is_never_an_option_of_ssh(job, tmp_path):
     job(log(0, events.JobFinished()))
     assert all(" -- h" in line for line in (tmp_path / "ssh.txt").read_text().splitlines())
+
+
+@pytest.mark.parametrize(
+    ("more", "slots", "said"),
+    [
+        ("", [("h1", 2), ("h2", 1)], "host h1 has 2 slots, host h2 has 1; expected the same number on every host"),
+        ("spares: 2", [("h1", 1), ("h2", 1)], "2 host(s) and 2 spare(s)"),
+        ('spares: ["5"]', [("h1", 1), ("h2", 1)], "`spares` names 5"),
+        ("copies: 2", [("h1", 1), ("h2", 1)], "2 host(s) and `copies: 2`; expected at least 3 hosts"),
+        ("secret_file: /nowhere", [("h1", 1), ("h2", 1)], "secret_file /nowhere cannot be read"),
+    ],
+)
+def test_what_this_host_can_check_is_said_once_before_any_other_is_asked(job, tmp_path, more, slots, said):
+    text = (tmp_path / "d.yaml").read_text()
+    kept = [line for line in text.splitlines() if not more.startswith(line.partition(":")[0])]
+    (tmp_path / "d.yaml").write_text("\n".join([*kept, more]))
+    with pytest.raises(ConfigError) as caught:
+        job(slots=slots)
+    assert said in str(caught.value) and caught.value.exit_code == 78
+    assert not (tmp_path / "ssh.txt").exists()
 
 
 def test_one_host_is_deepspeeds_own_business(job, monkeypatch):
