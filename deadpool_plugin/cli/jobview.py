@@ -227,7 +227,9 @@ class JobView:
         takers = {int(lost): int(str(taker)) for lost, taker in event.takers.items()}
         began = self.swapping_since
         began = event.time - event.duration_s if began is None else began
-        self.swaps.append(Swap(generation, began, event.restore_step, event.lost_nodes, takers))
+        self.swaps.append(
+            Swap(generation, began, event.restore_step, event.lost_nodes, takers, event.joined, event.lost_ranks)
+        )
         self.generation, self.committed = max(self.generation, generation), min(self.committed, event.restore_step)
         for lost in event.lost_nodes:
             self.nodes.setdefault(lost, Node()).removed = True

@@ -9,9 +9,14 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
+import signal
 import sys
 
 from ..errors import DeadpoolError
+
+EXIT_PIPE = 128 + signal.SIGPIPE
+"""What a shell says of a command that wrote to nobody."""
 
 COMMANDS = {
     "config": "print a configuration file with all fields, their defaults and what they mean",
@@ -30,7 +35,12 @@ def main(arguments: list[str] | None = None) -> int:
     """Entry point; the exit code."""
     words = sys.argv[1:] if arguments is None else arguments
     try:
-        return _run(words)
+        exit_code = _run(words)
+        sys.stdout.flush()
+        return exit_code
+    except BrokenPipeError:  # whoever read it (`| head`) has had enough; nothing is left to flush at the end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_PIPE
     except DeadpoolError as error:
         print(f"[deadpool] {error}", file=sys.stderr, flush=True)
         return error.exit_code

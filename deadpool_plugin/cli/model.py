@@ -44,6 +44,9 @@ class Swap:
     restore_step: Step
     lost: tuple[NodeId, ...]
     takers: dict[NodeId, NodeId]
+    joined: tuple[NodeId, ...] = ()
+    renewed: tuple[Rank, ...] = ()
+    """The ranks that get new processes where they were."""
     duration_s: float | None = None
     first_step_s: float | None = None
     """Until the slowest rank so far had done its first step after the swap."""

@@ -23,10 +23,11 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from ..errors import ConfigError
 from .figures import figures
 from .follow import Follower
 from .jobview import JobView
-from .model import SILENT_S, Loss, Swap, span
+from .model import SILENT_S, Loss, Row, Swap, span
 
 POLL_S = 0.25
 LINES_SHOWN = 6
@@ -48,9 +49,13 @@ STYLES = {
 # The table
 
 
-def draw(view: JobView, now: float) -> RenderableType:
-    """The whole picture. `now` is in epoch seconds."""
-    return Group(Text(), _headline(view, now), _figures(view), _nodes(view), *_swaps(view, now), *_lines(view))
+def draw(view: JobView, now: float, height: int | None = None) -> RenderableType:
+    """The whole picture. `now` is in epoch seconds. `height`: the terminal's lines; hosts that do not fit are counted,
+    those in trouble last."""
+    beside = 4 + 4 + min(len(view.swaps), SWAPS_SHOWN) + min(len(view.lines), LINES_SHOWN) + 1
+    rows = view.rows()
+    room = len(rows) if height is None else max(1, height - beside)
+    return Group(Text(), _headline(view, now), _figures(view), *_nodes(rows, room), *_swaps(view, now), *_lines(view))
 
 
 def _headline(view: JobView, now: float) -> Text:
@@ -95,17 +100,26 @@ def _figures(view: JobView) -> Table:
     cells = [Text.assemble((f"{name} ", "dim"), (value, "bold")) for name, value in figures.items()]
     left = len(view.world.spares) if view.world is not None else -1
     spares = Text.assemble(("spares left ", "dim"), (_number(left), "bold red" if left == 0 else "bold"))
-    grid.add_row(*cells, spares, Text.assemble(("protection ", "dim"), (protection(view), STYLES[view.protection])))
+    grid.add_row(*cells, spares, Text.assemble(("protection ", "dim"), (protection(view), _style(view))))
     return grid
 
 
-def _nodes(view: JobView) -> Table:
+def _nodes(rows: list[Row], room: int) -> Iterator[RenderableType]:
+    """As many rows as there is room for: those that are not as they should be first, the others by number."""
+    shown = sorted(sorted(rows, key=lambda row: row.state in ("active", "spare"))[:room], key=lambda row: row.node)
+    yield _table(shown)
+    if left := [row for row in rows if row not in shown]:
+        states = [f"{sum(row.state == state for row in left)} {state}" for state in sorted({row.state for row in left})]
+        yield Text(f"and {len(left)} more node(s): {', '.join(states)}", "dim")
+
+
+def _table(rows: list[Row]) -> Table:
     table = Table(header_style="bold", expand=False)
     for name, width in (("node", 4), ("host", 4), ("state", 10), ("ranks", 17)):  # so that it does not jump about
         table.add_column(name, justify="right" if name == "node" else "left", no_wrap=True, min_width=width)
     for name in ("generation", "newest step", "loss"):
         table.add_column(name, justify="right", no_wrap=True, min_width=7)
-    for row in view.rows():
+    for row in rows:
         ranks = ranges(row.ranks) or (f"stands in for {ranges(row.stands_in_for)}" if row.stands_in_for else "-")
         table.add_row(
             str(row.node),
@@ -128,8 +142,14 @@ def _swaps(view: JobView, now: float) -> Iterator[Text]:
 
 def described(swap: Swap, superseded: bool = False) -> str:
     """A swap in one line. `superseded`: another one came after it."""
-    moves = ", ".join(f"node {lost} -> node {taker}" for lost, taker in swap.takers.items())
-    what = moves or f"lost node {ranges(swap.lost)}, no rank moves"
+    said = [f"node {lost} -> node {taker}" for lost, taker in swap.takers.items()]
+    if idle := tuple(node for node in swap.lost if node not in swap.takers):
+        said.append(f"lost node {ranges(idle)}")
+    if swap.joined:
+        said.append(f"node {ranges(swap.joined)} joined")
+    if swap.renewed:
+        said.append(f"new process for rank {ranges(swap.renewed)}")
+    what = ", ".join(said if swap.takers else [*said, "no rank moves"])
     if swap.duration_s is None:
         took = "went into the next swap" if superseded else "under way"
     else:
@@ -201,6 +221,12 @@ def protection(view: JobView) -> str:
     return "Mirrored only" if view.protection == "Mirrored" else view.protection
 
 
+def _style(view: JobView) -> str:
+    """Green only where a spare is left: a log of an older version may call a job without one protected."""
+    without = view.protection == "Protected" and view.world is not None and not view.world.spares
+    return STYLES["Mirrored" if without else view.protection]
+
+
 def _number(step: int) -> str:
     return str(step) if step >= 0 else "-"
 
@@ -210,7 +236,7 @@ def _loss(loss: Loss | None) -> str:
 
 
 def _clock(at: float) -> str:
-    return time.strftime("%H:%M:%S", time.localtime(at))
+    return time.strftime("%m-%d %H:%M:%S", time.localtime(at))
 
 
 # The command
@@ -230,7 +256,8 @@ def updates(follower: Follower, view: JobView, once: bool = False) -> Iterator[N
 def show_table(follower: Follower, view: JobView, console: Console, once: bool = False) -> None:
     with Live(console=console, auto_refresh=False) as live:
         for _ in updates(follower, view, once):
-            live.update(draw(view, time.time()), refresh=True)
+            height = None if once else console.size.height
+            live.update(draw(view, time.time(), height), refresh=True)
 
 
 def print_lines(follower: Follower, view: JobView, every_s: float, once: bool = False) -> None:
@@ -248,9 +275,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Until the job is over, or Ctrl-C, or once. The job's exit code; 0 while it has not ended."""
+    """Until the job is over, or Ctrl-C, or once. The job's exit code; 0 while it has not ended.
+
+    Raises: ConfigError if there is nothing to show once.
+    """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     follower, view, console = Follower(args.output_dir), JobView(), Console()
+    if not args.output_dir.is_dir():
+        missing = f"{args.output_dir} is not there"
+        if args.once or args.json:
+            raise ConfigError(missing, "the job's output_dir", "name the folder it writes to")
+        print(f"[deadpool] {missing} yet: waiting for a job that writes to it", file=sys.stderr, flush=True)
     try:
         if args.json:
             next(updates(follower, view))

@@ -239,7 +239,7 @@ def test_plain_lines_are_few() -> None:
     for part in (*ALL, ENDED):
         for event in decoded(part):
             view.apply(event)
-            said += [line.partition(" ")[2] for line in plain.update(view, now=event.time)]
+            said += [line.split(" ", 2)[2] for line in plain.update(view, now=event.time)]
     assert said == [
         "node 0: 3 node(s) run 6 rank(s), 1 node(s) stand by",
         "node 0: all ranks are in training",
@@ -300,7 +300,7 @@ def test_a_job_that_says_nothing_any_more_is_noticed() -> None:
     view, plain = view_of(*ALL[:6]), watch.PlainLines(every_s=10.0)
     assert "in training" in picture(view, now=300.0)
     assert "no event for 2 h" in picture(view, now=34.0 + 7300)
-    said = [line.partition(" ")[2] for now in (100.0, 400.0, 500.0) for line in plain.update(view, now)]
+    said = [line.split(" ", 2)[2] for now in (100.0, 400.0, 500.0) for line in plain.update(view, now)]
     assert [line for line in said if "no event" in line] == [
         "no event for 6 min: the job is gone, or its hosts cannot write to its output_dir"
     ]
@@ -365,6 +365,64 @@ def test_the_watcher_stays_until_the_last_word(tmp_path: Path, monkeypatch: pyte
     assert view.outcome == "the job finished"
     write(tmp_path, *(events.NodeEnded(time=now, node=node, exit_code=3 * (node == 2)) for node in (1, 2, 3)))
     assert len(list(turns)) == 1 and view.exit_code == 3
+
+
+@pytest.mark.parametrize(
+    ("planned", "said"),
+    [
+        ({"joined": (4,)}, "node 4 joined, no rank moves, back to step 23"),
+        ({"lost_nodes": (3,)}, "lost node 3, no rank moves, back"),
+        (
+            {"lost_nodes": (0, 3), "takers": {"0": 4}, "joined": (5,)},
+            "node 0 -> node 4, lost node 3, node 5 joined, back",
+        ),
+        ({"lost_ranks": (2,)}, "new process for rank 2, no rank moves, back"),
+        ({}, "no rank moves, back"),
+    ],
+)
+def test_a_swap_says_what_it_was_for(planned: dict[str, object], said: str) -> None:
+    view = view_of(START, TRAINING)
+    view.apply(events.make("SwapPlanned", {"restore_step": 23, **planned}, node=1, generation=0))
+    assert watch.described(view.swaps[-1]).startswith(said)
+
+
+def test_more_hosts_than_lines_are_counted_and_those_in_trouble_shown() -> None:
+    view = JobView()
+    view.apply(events.WorldFormed(node=0, node_of=tuple(range(31)), spares=(31,)))
+    for node in range(32):
+        view.apply(events.NodeJoined(node=node, host=f"h{node}", ranks=(node,) if node < 31 else (), spare=node == 31))
+    view.apply(events.TrainingStarted(node=0, time=1.0))
+    view.apply(events.NodeLost(node=0, lost=(30,), evidence="node 30 was lost", time=2.0))
+    for height in (14, 30, 100):
+        console = Console(record=True, width=120, height=height, file=io.StringIO())
+        console.print(watch.draw(view, 3.0, height))
+        shown = console.export_text()
+        assert "h30" in shown and "lost" in shown and len(shown.splitlines()) <= height
+        assert ("more node(s): " in shown) == (height < 40), shown
+    assert "h31" in shown, "with room for all of them nobody is left out"
+
+
+def test_without_a_spare_nothing_is_green() -> None:
+    view = view_of(*ALL[:5])
+    view.apply(events.Protected(time=35.0, node=1, generation=1, step=23))  # as versions before `Mirrored` said
+    assert watch._style(view) != watch.STYLES["Protected"]
+
+
+def test_a_folder_that_is_not_there_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["--once"], ["--json"], ["--once", "--json"]):
+        assert main(["watch", str(tmp_path / "nowhere"), *words]) == 78
+        assert "nowhere is not there; expected the job's output_dir" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["config"], ["watch", "{folder}"], ["watch", "{folder}", "--json"]])
+def test_whoever_reads_no_further_gets_no_traceback(tmp_path: Path, words: list[str]) -> None:
+    write_job(tmp_path)
+    command = [sys.executable, "-m", "deadpool_plugin.cli", *(word.format(folder=tmp_path) for word in words)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()  # nobody reads, whenever it comes to write
+    assert process.stderr.read() == b""
+    assert process.wait(timeout=60) == 141
 
 
 def test_a_job_in_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
