@@ -91,8 +91,9 @@ class Lives:
             self.on_lost(slot)
             self._feed(io.WorkerFailed(slot.rank, exit_code or 1, reason))
 
-    def lost(self, slot: Slot, process: Process, reason: str) -> None:
-        """The slot needs another process.
+    def lost(self, slot: Slot, process: Process, reason: str, exit_code: int = 0) -> None:
+        """The slot needs another process. `exit_code`: not 0 if it is the script's doing, which ends the job the second
+        time.
 
         `on_lost` comes first: where nobody else is to be asked the controller decides at once, and what it orders then
         replaces what is begun here.
@@ -103,10 +104,11 @@ class Lives:
             self._feed(io.SpareFailed(slot.local_rank, process.rank, reason))
         elif process.rank == slot.rank:  # else the slot has just been given another rank, whose process is on its way
             self.on_lost(slot)
-            self._feed(io.WorkerLost(slot.rank, reason))
+            lost = io.WorkerFailed(slot.rank, exit_code, reason) if exit_code else io.WorkerLost(slot.rank, reason)
+            self._feed(lost)
 
-    def kill(self, slot: Slot, process: Process, reason: str) -> None:
-        """End a process that does not serve any more."""
+    def kill(self, slot: Slot, process: Process, reason: str, exit_code: int = 0) -> None:
+        """End a process that does not serve any more. `exit_code`: as for `lost`."""
         if process.ended or self.ending:
             return
         process.ended = True
@@ -115,7 +117,7 @@ class Lives:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)
         self._withdraw(process)
-        self.lost(slot, process, reason)
+        self.lost(slot, process, reason, exit_code)
 
     def out_of_reach(self, slot: Slot, peer: LocalPeer, message: local.OutOfReach) -> None:
         """Its rank goes on here with another process, which goes by the records of the steps it need not redo."""

@@ -29,6 +29,8 @@ from .slots import Slot
 from .workers import Workers
 
 _RETRY_S = 0.2
+DIFFERS_CODE = 1
+"""Exit code of a job whose data cannot be read again."""
 SAY_MOVED_S = 10.0
 """Between two words about a newcomer on its way."""
 
@@ -190,11 +192,18 @@ class Spares:
         await self._follow(rehearsal)
 
     def _failing(self, slot: Slot, peer: LocalPeer, message: local.Failing) -> None:
-        """A script ends with an error: worth a word, and before it trains also the end of the rehearsal."""
+        """A script ends with an error: worth a word, and before it trains also the end of the rehearsal.
+
+        One that has read other data than the rank it takes over has failed as any script has: another process begins
+        anew, and if that reads other data, too, the job ends.
+        """
         if slot.process is not None:
             slot.process.failing = message.reason
         rehearsal = self.of(slot, message.rank)
-        if rehearsal is not None:
+        if message.differs and slot.rank == message.rank and slot.living is not None:
+            self._reports.emit("RehearsalFailed", rank=message.rank, reason=message.reason)
+            self._workers.lives.kill(slot, slot.living, message.reason, DIFFERS_CODE)
+        elif rehearsal is not None:
             self._fail(slot, message.rank, message.reason)
 
     def _fail(self, slot: Slot, rank: Rank, reason: str) -> None:

@@ -30,7 +30,11 @@ def become(
     else:
         connection, context = _begin(config, local_rank, order)
     context.on_built = lambda: tell_modules(tell, context.adapter.beforehand())
-    leave(run_script(script, context, lambda reason: connection.send(local.Failing(order.rank, reason))))
+
+    def failed(reason: str) -> None:
+        connection.send(local.Failing(order.rank, reason, context.reads.difference is not None))
+
+    leave(run_script(script, context, failed))
 
 
 def _introduced(local_rank: int, order: local.RunRank | local.RehearseRank, rehearsing: bool) -> LocalConnection:

@@ -254,10 +254,12 @@ class Saved(LocalMessage, frozen=True):
 
 
 class Failing(LocalMessage, frozen=True):
-    """Worker -> agent: its script has ended with an error (`reason`: the exception in a line); the process follows."""
+    """Worker -> agent: its script has ended with an error (`reason`: the exception in a line); the process follows.
+    `differs`: it has followed the rank, and read other data than the rank itself."""
 
     rank: Rank
     reason: str
+    differs: bool = False
 
 
 class Finished(LocalMessage, frozen=True):

@@ -168,3 +168,6 @@ class Adapter(Protocol):
 
     def loss_of(self, result: Any) -> float | None:
         """The loss in a call's result, if there is one, for people to look at."""
+
+    def guessed(self) -> str:
+        """In a follower: where the script first took a number that followers are not told; "" if it did not."""

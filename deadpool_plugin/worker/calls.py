@@ -73,8 +73,9 @@ class CallLog:
         self._records: dict[int, list[bytes]] = {}
         self._bytes: dict[int, int] = {}
 
-    def add(self, call: Call, outcome: Any) -> codec.TooLarge | None:
-        """`outcome`: what a rank that skips this call must find (its value, or the tensors it wrote).
+    def add(self, call: Call, outcome: Any, read: int = 0) -> codec.TooLarge | None:
+        """`outcome`: what a rank that skips this call must find (its value, or the tensors it wrote); `read`: digest of
+        what the script had read for it (proof.py).
 
         Encoded at once, before the script may change it. Returns: what of it such a rank cannot find, if anything.
         """
@@ -87,15 +88,15 @@ class CallLog:
                 f"at most {CALLS_MAX} between two optimizer steps",
                 f"evaluate less at a time, or {WHOLE_STEP}",
             )
-        if self._keep(call.segment, codec.encode([call.name, outcome, call.pulls()])):
+        if self._keep(call.segment, codec.encode([call.name, outcome, call.pulls(), read])):
             return codec.too_large(outcome)
         lacking = codec.TooLarge(f"results of more than {RECORDS_BYTES_MAX >> 20} MiB since the last step")
-        records.append(codec.encode([call.name, lacking, []]))
+        records.append(codec.encode([call.name, lacking, [], 0]))
         return lacking
 
     def drew(self, segment: int, at_exit: Any) -> None:
         """The script drew random numbers since the last call: who follows it draws from `at_exit` too."""
-        self._keep(segment, codec.encode([RANDOM_STATES, at_exit, []]))
+        self._keep(segment, codec.encode([RANDOM_STATES, at_exit, [], 0]))
 
     def _keep(self, segment: int, record: bytes) -> bool:
         """Whether `record` still fits. Nothing does after one that did not: whoever follows must not go past it."""
@@ -108,7 +109,7 @@ class CallLog:
         return [call for call in self._calls if call.segment >= step]
 
     def records(self, segment: int) -> bytes:
-        """The records of one segment as one blob: a list of encoded `[name, outcome, pulls]`."""
+        """The records of one segment as one blob: a list of encoded `[name, outcome, pulls, read]`."""
         return codec.encode(self._records.get(segment, []))
 
     def prune(self, step: int) -> None:

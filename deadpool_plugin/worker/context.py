@@ -17,6 +17,7 @@ from ..transport import local
 from . import file_saves
 from .adapter import RUNS_MODEL, Adapter, CallKind
 from .link import AgentLink, give_up
+from .proof import Reads
 from .resumable import Tapes
 from .saving import Saves, own_flight
 from .whole_step import WholeSteps
@@ -48,7 +49,7 @@ class Context:
         self.link, self.groups, self._adapters = link, groups, adapters
         self._adapter: Adapter | None = None
         self.saves = Saves(link, groups, lambda *call: self.mode.call(*call))
-        self.tapes = Tapes()
+        self.tapes, self.reads = Tapes(), Reads()
         self.steps = WholeSteps(adapters, self._call)
         self._offers_stores = local_rank == 0
         self._stores: list[Any] = []
@@ -62,7 +63,7 @@ class Context:
         self.link.on_abort = self._abort
         self.link.on_host_store = self.offer_store
         file_saves.install(self.saves)
-        self.tapes.install(lambda: self.mode.inside)
+        self.tapes.install(lambda: self.mode.inside, self.reads.note)
         self.steps.install()
         original = dist.init_process_group
 

@@ -16,20 +16,21 @@ from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from ..errors import GenerationChanged, Unsupported
-from . import rng
+from . import proof, rng
 from .inputs import COPIED_BYTES_MAX, Kept
-from .skipping import skip
+from .skipping import prove, skip
 
 POINTER = "wrap what it reads from: deadpool_plugin.data.resumable(...)"
 """The way out, for messages."""
 
 
 class Item(NamedTuple):
-    """What one pull gave, and the random states before and after it if it drew from them."""
+    """What one pull gave, its digest, and the random states before and after it if it drew from them."""
 
     kept: Kept
     before: dict[str, Any] | None
     after: dict[str, Any] | None
+    digest: int
 
     @property
     def value(self) -> Any:
@@ -94,7 +95,8 @@ class RewindIterator:
             raise
         after = rng.capture_host()
         drew = not rng.equal(before, after)
-        self._kept.append(Item(Kept(value), before if drew else None, after if drew else None))
+        read = proof.digest(value)
+        self._kept.append(Item(Kept(value), before if drew else None, after if drew else None, read))
         return value
 
     def __getattr__(self, name: str) -> Any:
@@ -105,14 +107,25 @@ class RewindIterator:
         self.position = position
 
     def pulled_since(self, position: int) -> list[Any]:
-        """How many items, and for each of those that were drawn for: its number, and the random states before it."""
+        """How many items, and for each of those that were drawn for: its number, and the random states before it; and
+        a digest of all items."""
         items = list(self._kept)[position - self._first_kept : self.position - self._first_kept]
-        return [len(items), [[number, item.before] for number, item in enumerate(items) if item.before is not None]]
+        drawn = [[number, item.before] for number, item in enumerate(items) if item.before is not None]
+        return [len(items), drawn, proof.combined([item.digest for item in items])]
 
-    def skip(self, count: int, draws: Sequence[Sequence[Any]] = ()) -> None:
-        """In a follower: move the user's iterator by what the rank itself pulled, as from `pulled_since`."""
+    def skip(self, count: int, draws: Sequence[Sequence[Any]] = (), digest: int = 0) -> int | None:
+        """In a follower: move the user's iterator by what the rank itself pulled, as from `pulled_since`.
+
+        Args: digest: that of the rank's own items; 0 if nobody will compare them.
+        Returns: the digest of what was read here, None if it was passed over: see `prove`.
+        """
         with reading():
-            skip(self.inner, count, draws)
+            return skip(self.inner, count, draws, read_first=digest != 0)
+
+    def prove(self, count: int) -> int | None:
+        """In a follower whose iterator was moved by `count` items, and passed over them: their digest."""
+        with reading():
+            return prove(self.inner, count)
 
     def check(self, first: int, end: int) -> None:
         """A redo reads items `first` to `end` (without it) again. Raises: Unsupported if one was changed since."""

@@ -71,12 +71,13 @@ class Live(Swapping):
         )
         entry, places = self._entry(args, kwargs), self._places(found)
         call = Call(name, kind, self.step, run, entry, places, check_inputs=followed.check)
+        read = self._context.reads.take()
         self._updated = False
         try:
             value = self._run(call)
         except BaseException as error:  # torch's CheckpointException is no Exception
             if (outcome := followed.failed(error)) is not None:
-                self._done(call, outcome)
+                self._done(call, outcome, read)
             raise
         if kind is CallKind.STEP and not self._updated:
             raise Unsupported(
@@ -84,7 +85,7 @@ class Live(Swapping):
                 "a whole iteration: all micro-batches that are accumulated, and the update",
                 "let one call of the function do all of it",
             )
-        self._done(call, followed.outcome(value))
+        self._done(call, followed.outcome(value), read)
         if kind is CallKind.SAVE:
             return value
         loss = followed.loss(value, self._adapter)
@@ -164,9 +165,9 @@ class Live(Swapping):
 
         return restore
 
-    def _done(self, call: Call, outcome: Any) -> None:
+    def _done(self, call: Call, outcome: Any, read: int = 0) -> None:
         """The script gets its value now; what it draws until its next call is seen by comparison with this moment."""
-        large = self._log.add(call, outcome)
+        large = self._log.add(call, outcome, read)
         if large and not self._cannot_be_followed:
             self._cannot_be_followed = True
             self._link.event(

@@ -104,8 +104,11 @@ class Tapes:
         for tape, state in zip(self._tapes, states, strict=True):
             tape.load(state)
 
-    def install(self, inside: Callable[[], bool]) -> None:
-        """From now on scripts find us, and what a call reads past us is refused. `inside`: whether one is under way."""
+    def install(self, inside: Callable[[], bool], note: Callable[[Any], None] = lambda batch: None) -> None:
+        """From now on scripts find us, and what a call reads past us is refused.
+
+        Args: inside: whether one is under way; note: told the batches that the script reads from a DataLoader itself.
+        """
         from torch.utils.data.dataloader import _BaseDataLoaderIter
 
         Tapes.installed = self
@@ -114,13 +117,16 @@ class Tapes:
 
         @functools.wraps(original)
         def following(iterator: Any) -> Any:
-            is_script = threading.current_thread() is threading.main_thread()
-            if is_script and not RewindIterator.reading and inside():
+            is_script = threading.current_thread() is threading.main_thread() and not RewindIterator.reading
+            if is_script and inside():
                 raise Unsupported(
                     "a training call reads from a DataLoader that it was not given: a swap could not rewind it",
                     "data that the call is given (`data_iterator`), or a resumable loader",
                     POINTER,
                 )
-            return original(iterator)
+            batch = original(iterator)
+            if is_script:
+                note(batch)
+            return batch
 
         owner.__next__ = following

@@ -10,6 +10,7 @@ Source: torch/utils/data/dataloader.py, alike from 2.9 to 2.13.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.utils.data import default_collate, default_convert
 from torch.utils.data.dataloader import _DatasetKind, _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
 
 from ..errors import Divergence
-from . import rng
+from . import proof, rng
 
 _WRAPPERS: dict[type, tuple[str, str]] = {}
 _DRAWS_NOTHING: list[Callable[[Any], bool]] = []
@@ -34,7 +35,9 @@ def draws_nothing(knows: Callable[[Any], bool]) -> None:
     _DRAWS_NOTHING.append(knows)
 
 
-def skip(iterator: Iterator[Any], count: int, draws: Sequence[Sequence[Any]] = ()) -> None:
+def skip(
+    iterator: Iterator[Any], count: int, draws: Sequence[Sequence[Any]] = (), read_first: bool = False
+) -> int | None:
     """Move `iterator` forward by `count` items.
 
     Of a DataLoader only the sampler is asked if an adapter knows its data set (which must be a map-style one) and it
@@ -42,26 +45,49 @@ def skip(iterator: Iterator[Any], count: int, draws: Sequence[Sequence[Any]] = (
 
     Args:
         draws: (number of an item, the random states before it) of each one that was drawn for.
+        read_first: read what an iterator gives first, so that it can be compared.
+
+    Returns: the digest of the items, None if they were passed over.
     """
     reader: Any = iterator
     while type(reader) in _WRAPPERS:
         attribute, unless = _WRAPPERS[type(reader)]
         if unless and getattr(reader, unless):
-            return
+            return None
         reader = getattr(reader, attribute)
-    known = type(reader) in _READERS and _is_known(reader)
+    known = type(reader) in _READERS and _is_known(reader) and not (read_first and reader._num_yielded == 0)
     single = known and type(reader) is _SingleProcessDataLoaderIter
     if known and not single and not draws:
         _Behind.fall(reader, count)
-        return
+        return None
     before = {number: states for number, states in draws}
+    indices, digests = deque[Any](maxlen=proof.ITEMS_MAX), []
     for number in range(count):
         if number in before:
             rng.restore_host(before[number])
         if single:
-            _pass_over(reader)
+            indices.append(_pass_over(reader))
         else:
-            next(iterator)
+            digests.append(proof.digest(next(iterator)))
+    if single:
+        reader.passed_over = indices
+        return None
+    return proof.combined(digests)
+
+
+def prove(iterator: Iterator[Any], count: int) -> int | None:
+    """The digest of the last `count` items that `skip` has passed over, without moving `iterator`; None of others.
+
+    They are read in this process, also if the loader has others: they depend on their indices alone.
+    """
+    reader: Any = iterator
+    while type(reader) in _WRAPPERS:
+        reader = getattr(reader, _WRAPPERS[type(reader)][0])
+    if type(reader) is _Behind:
+        return proof.combined(reader.catch_up(count))
+    if type(reader) is not _SingleProcessDataLoaderIter or not hasattr(reader, "passed_over"):
+        return None
+    return proof.combined([proof.digest(reader._dataset_fetcher.fetch(index)) for index in reader.passed_over])
 
 
 def _is_known(reader: Any) -> bool:
@@ -70,10 +96,11 @@ def _is_known(reader: Any) -> bool:
     return plain and any(knows(reader._dataset) for knows in _DRAWS_NOTHING)
 
 
-def _pass_over(reader: Any) -> None:
-    """As if a batch had been read that no worker process has been asked for yet."""
-    reader._next_index()
+def _pass_over(reader: Any) -> Any:
+    """As if a batch had been read that no worker process has been asked for yet. Returns: its indices."""
+    index = reader._next_index()
     reader._num_yielded += 1
+    return index
 
 
 class _Behind(_MultiProcessingDataLoaderIter):
@@ -96,20 +123,30 @@ class _Behind(_MultiProcessingDataLoaderIter):
         return self._behind
 
     def __next__(self) -> Any:
+        self.catch_up(0)
+        return next(self)
+
+    def catch_up(self, look_at: int) -> list[int]:
+        """Move forward by all that was missed. Returns: the digests of the last `look_at` items of it."""
         count = self._stand_up()
         asked_for = self._send_idx - self._rcvd_idx
+        indices, digests = deque[Any](maxlen=min(look_at, proof.ITEMS_MAX)), []
         try:
             for _ in range(count - asked_for):
-                _pass_over(self)
-            for _ in range(min(count, asked_for)):
-                next(self)
+                indices.append(_pass_over(self))
+            for number in range(min(count, asked_for)):
+                item = next(self)
+                if number >= count - look_at:
+                    digests.append(proof.digest(item))
         except StopIteration:
             raise Divergence(
                 f"a DataLoader over a {type(self._dataset).__name__} ended before {count} batches",
                 "as many as the process before this one read of it",
                 "give every process of the job the same data",
             ) from None
-        return next(self)
+        create: Any = _DatasetKind.create_fetcher
+        fetcher = create(self._dataset_kind, self._dataset, self._auto_collation, self._collate_fn, self._drop_last)
+        return [*digests, *(proof.digest(fetcher.fetch(index)) for index in indices)]
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         """It begins anew (`persistent_workers`): nothing is missed of that."""

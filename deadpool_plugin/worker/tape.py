@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..errors import Divergence, Unsupported, invariant
-from . import codec, rng
+from . import codec, proof, rng
 from .iterators import POINTER, RewindIterator, reading
 from .skipping import skip
 
@@ -43,15 +43,18 @@ class Source:
             self.items = None
             return ENDED
 
-    def skip(self, is_item: bool) -> None:
-        """The next event happens, and nobody sees it. Raises: Divergence if it is another one than the rank's own."""
+    def skip(self, is_item: bool, read_first: bool) -> int | None:
+        """The next event happens, and nobody sees it. Raises: Divergence if it is another one than the rank's own.
+
+        Returns: the digest of it, None of an item that was passed over.
+        """
         if not is_item:
             event = next(self)
             if event is not BEGUN and event is not ENDED:
                 raise self._other_length("went on longer")
-            return
+            return proof.digest(event)
         try:
-            skip(iter(()) if self.items is None else self.items, 1)
+            return skip(iter(()) if self.items is None else self.items, 1, read_first=read_first)
         except StopIteration:
             raise self._other_length("ended earlier") from None
 
@@ -136,31 +139,41 @@ class Tape(RewindIterator):
         passes = [
             [n, event.value is BEGUN] for n, event in enumerate(events) if event.value is BEGUN or event.value is ENDED
         ]
-        return [*super().pulled_since(position), passes]
+        *pulled, digest = super().pulled_since(position)
+        return [*pulled, passes, digest]
 
-    def skip(self, count: int, draws: Sequence[Sequence[Any]] = (), passes: Sequence[Sequence[Any]] = ()) -> None:
-        """In a follower. A source that tells its state is not read until the script itself asks for an item."""
+    def skip(  # type: ignore[override]
+        self,
+        count: int,
+        draws: Sequence[Sequence[Any]] = (),
+        passes: Sequence[Sequence[Any]] = (),
+        digest: int = 0,
+    ) -> int | None:
+        """In a follower. A source that tells its state is not read until the script itself asks for an item: the state
+        makes its items the rank's own."""
         self.forget()
         if count == 0:
-            return
+            return None
         self.position = self._first_kept = self.position + count
         self._draws.update({self._owed + number: states for number, states in draws})
         self._passes.update({self._owed + number: begins for number, begins in passes})
         self._owed += count
-        if not self.inner.is_stateful:
-            self._settle()
+        return None if self.inner.is_stateful else self._settle(read_first=digest != 0)
 
-    def _settle(self) -> None:
-        """Go over the events that a follower has skipped."""
+    def _settle(self, read_first: bool = False) -> int | None:
+        """Go over the events that a follower has skipped. Returns: their digest, None if some were passed over."""
         if self._owed == 0:
-            return
+            return None
+        digests: list[int | None] = []
         with rng.preserved(), reading():
             for number in range(self._owed):
                 if number in self._draws:
                     rng.restore_host(self._draws[number])
                 self.inner.begins = self._passes.get(number, False)
-                self.inner.skip(is_item=number not in self._passes)
+                digests.append(self.inner.skip(number not in self._passes, read_first))
         self._owe_nothing()
+        known = [one for one in digests if one is not None]
+        return proof.combined(known) if len(known) == len(digests) else None
 
     def _owe_nothing(self) -> None:
         self._owed = 0

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from deadpool_plugin.adapters.deepspeed import kept
-from deadpool_plugin.adapters.deepspeed.untold import untold
+from deadpool_plugin.adapters.deepspeed.cut import Graph, cut
+from deadpool_plugin.adapters.deepspeed.untold import Guess, untold
 from deadpool_plugin.errors import Divergence
 from deadpool_plugin.worker import codec
 
@@ -52,6 +53,47 @@ def test_what_is_computed_from_shapes_has_a_shape():
 def test_numbers_are_refused(use):
     with pytest.raises(Divergence, match="followers are not told"):
         use(logits())
+
+
+@pytest.fixture
+def large(monkeypatch):
+    """An output above 64 KiB that leads to a loss, as a follower's script gets it."""
+    monkeypatch.setattr(Guess, "first_taken", "")
+    record = codec.decode(codec.encode(kept.encode(torch.ones(4, 5000, requires_grad=True))))
+    value, requiring = kept.decode(record, CPU)
+    (behind,) = cut(Graph(0, None), lambda *arguments: None, requiring)
+    assert value.shape == behind.shape == (4, 5000) and behind.requires_grad
+    return behind
+
+
+LABELS = torch.arange(4)
+LOSSES = [
+    lambda logits: torch.nn.functional.cross_entropy(logits, LABELS),
+    lambda logits: torch.zeros(()).add_(logits.detach().float().mean()),
+    lambda logits: torch.isnan(logits[0]).any(),
+]
+
+
+@pytest.mark.parametrize("loss_of", LOSSES)
+@pytest.mark.parametrize("take", [torch.Tensor.item, bool, str, lambda loss: loss.tolist(), "{:.1f}".format])
+def test_it_is_noted_where_a_script_first_takes_a_number_of_an_output_it_does_not_know(large, loss_of, take):
+    loss = loss_of(large)
+    assert loss.shape == () and not Guess.first_taken
+    take(loss)
+    assert Guess.first_taken == f"{__file__}:{take.__code__.co_firstlineno}" if hasattr(take, "__code__") else True
+    assert Guess.first_taken.startswith(f"{__file__}:")
+
+
+def test_what_it_was_told_meanwhile_is_no_guess(large):
+    loss = LOSSES[0](large)
+    loss.backward()
+    with torch.no_grad():
+        loss.copy_(torch.tensor(5.0))
+    assert loss.item() == 5 and (loss / 2).detach().tolist() == 2.5 and type(loss / 2) is torch.Tensor
+    assert not Guess.first_taken
+    mean = LOSSES[0](large).detach()
+    mean.copy_(torch.tensor(3.0))  # as what a collective gave is
+    assert float(mean) == 3 and not Guess.first_taken
 
 
 def test_what_a_collective_gave_is_known():

@@ -3,6 +3,7 @@
 Not a test: the training script of test_other_loops.py, run with and without the plugin.
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -47,6 +48,8 @@ def train(args, model, optimizer, scheduler, train_data, valid_data, do_valid, c
             numbers["eval"] = None
             script.log_step(args, step, 0.0, numbers)
             continue
+        if MODE == "urandom" and step == 1:
+            train_data = [noisy(train_data[0])]
         if MODE == "shuffle" and step % 3 == 1:  # a new epoch: the permutation comes from the default generator
             train_data = [iter(shuffled(args, LOADED[0]))]
         model[0].zero_grad_buffer()
@@ -119,6 +122,12 @@ class Closed:
 
 def shuffled(args, dataset):
     return torch.utils.data.DataLoader(dataset, args.micro_batch_size, shuffle=True)
+
+
+def noisy(items):
+    """Batches that no process reads again."""
+    for item in items:
+        yield {**item, "loss_mask": item["loss_mask"] * (1 + os.urandom(1)[0] / 1e3)}
 
 
 class Stateful:

@@ -3,9 +3,11 @@
 edited     the script changes gradients between backward and step
 penalty    the loss uses parameters of the engine's model outside its forward
 gathered   the loss is computed with communication outside the engine
+urandom    batches that no process reads again
 Not a test: the training script of test_own_steps.py, run with and without the plugin, with and without the decorator.
 """
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -59,6 +61,11 @@ def iteration(args, engine, batches):
     return sum(losses) / len(losses)
 
 
+class Noisy(script.Windows):
+    def __getitem__(self, index):
+        return {name: value ^ (os.urandom(1)[0] & 1) for name, value in super().__getitem__(index).items()}
+
+
 def train(args, engine, schedule):
     step = deadpool_plugin.step(iteration) if DECORATED else iteration
     batches, valid = Batches(args), script.loader(args, engine, 16, 10**6, False)
@@ -73,5 +80,8 @@ def train(args, engine, schedule):
         script.log_step(args, engine.global_steps, time.perf_counter() - began, numbers)
 
 
-script.train = train
+if MODE == "urandom":  # with the loop of the script itself, which reads its batches between the calls
+    script.Windows = Noisy
+else:
+    script.train = train
 script.main()

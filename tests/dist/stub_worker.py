@@ -3,6 +3,7 @@
 Every step is a function of the step before, so a snapshot of wrong bytes shows in the final hash. Behaviours:
 --steps N, --step-s SECONDS, --payload BYTES, --same-state (all ranks train the same array), --replicas RANKS,
 --children (two grandchildren, one in a session of its own), --rehearse-s SECONDS, --refuse RANK (its rehearsal),
+--differs RANK:ORDERS (so many of its agent's orders take over with other data than the rank read),
 --exit-at RANK:STEP:CODE (RANK -1: every rank; CODE below 0: a signal; with --once only the rank's first process),
 --stuck-at RANK:STEP (deaf, the first process only), --killed-late RANK:SIGNAL (after the training),
 --fail-start RANK:CODE, --hold-at STEP with --hold-file FILE (goes on from there once the file exists; STEP -1: before
@@ -250,7 +251,7 @@ def begin(process: Process, order: local.RunRank) -> None:
     rank.train()
 
 
-def rehearse(process: Process, number: int) -> None:
+def rehearse(process: Process, number: int, ordered: int) -> None:
     order, _ = process.receive(local.Rehearsal)
     assert isinstance(order, local.Rehearsal)
     assert order.recording == b"recording of rank %d" % number
@@ -269,6 +270,10 @@ def rehearse(process: Process, number: int) -> None:
                 assert record == record_of(number, followed), (record, followed)
             continue
         assert isinstance(message, local.TakeOver)
+        if process.options.differs and number == process.options.differs[0] and ordered <= process.options.differs[1]:
+            reason = f"read other data than rank {number} in step {followed}"
+            process.connection.send(local.Failing(number, reason, differs=True))
+            os._exit(1)
         assert message.restore_step == followed, (message.restore_step, followed)
         slots = SlotPair.attach(descriptors[0], number, message.header_bytes, message.payload_bytes)
         rank = Rank(process, number, slots, message.generation)
@@ -288,7 +293,10 @@ def become(options: argparse.Namespace, order: Order, tell: int) -> NoReturn:
         subprocess.Popen(["sleep", "777"])
         subprocess.Popen(["sleep", "778"], start_new_session=True)
     try:
-        rehearse(process, order.rank) if isinstance(order, local.RehearseRank) else begin(process, order)
+        if isinstance(order, local.RehearseRank):
+            rehearse(process, order.rank, order.order)
+        else:
+            begin(process, order)
     except SystemExit as end:
         sys.stdout.flush()
         os._exit(int(end.code or 0))
@@ -309,6 +317,7 @@ def main() -> None:
     parser.add_argument("--hold-at", type=int)
     parser.add_argument("--hold-file", default="")
     parser.add_argument("--refuse", type=int, default=-1)
+    parser.add_argument("--differs", type=lambda text: tuple(map(int, text.split(":"))))
     parser.add_argument("--same-state", action="store_true")
     parser.add_argument("--exit-at", default="")
     parser.add_argument("--stuck-at", default="")

@@ -42,3 +42,16 @@ def test_what_a_script_does_between_calls_is_kept(tmp_path, corpus, mode, kill):
     expected, run = undisturbed(tmp_path / "plain", argv, 2), tmp_path / "run"
     run_with_kills(run, argv, 2, [kill], rehearse=[kill[0]])
     assert_alike(expected, run)
+
+
+@pytest.mark.parametrize("rehearsed", [True, False])
+@in_zygote
+def test_who_reads_other_data_is_refused_before_it_joins(tmp_path, corpus, rehearsed):
+    argv = [
+        SCRIPT, "urandom", "--data-path", corpus, "--layers", "1", "--hidden", "32", "--seq-length", "32",
+        "--train-iters", "12",
+    ]  # fmt: skip
+    with pytest.raises(
+        AssertionError, match="rank 1 read other data than the rank itself for forward_backward.* step "
+    ):
+        run_with_kills(tmp_path, argv, 2, [(1, 5, "forward")], rehearse=[1] if rehearsed else [])

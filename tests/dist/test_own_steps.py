@@ -35,6 +35,15 @@ def test_a_step_of_the_scripts_own_is_redone_as_a_whole(tmp_path, corpus, mode, 
     assert_alike(expected, run)
 
 
+@in_zygote
+def test_a_data_set_that_gives_other_items_to_a_newcomer_is_refused(tmp_path, corpus):
+    with pytest.raises(
+        AssertionError, match="rank 1 read other data than the rank itself for engine.forward of step 1"
+    ):
+        argv = [*command(corpus, "urandom", "--zero 1"), "--undecorated"]
+        run_with_kills(tmp_path, argv, 2, [(1, 4, "forward")], [1], deepspeed_hooks.install)
+
+
 @pytest.mark.parametrize("mode", ["penalty", "gathered"])
 @in_zygote
 def test_without_the_decorator_it_is_refused_with_a_pointer_to_it(tmp_path, corpus, mode):

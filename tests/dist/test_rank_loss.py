@@ -38,6 +38,26 @@ def test_a_killed_process_is_replaced_on_its_node(tmp_path):
         cluster.close()
 
 
+@pytest.mark.parametrize("times", [1, 9])
+def test_a_newcomer_that_reads_other_data_is_replaced_once_and_then_ends_the_job(tmp_path, times):
+    """The rank is the first order of its agent, its newcomers are the next ones."""
+    cluster = StubCluster(tmp_path, 3, 1, *RUN, "--differs", f"1:{1 + times}", spares=0)
+    try:
+        cluster.train()
+        cluster.wait_step(HOLD)
+        cluster.kill(1, "worker0")
+        if times == 1:
+            finishes(cluster, lost=())
+        else:
+            assert [cluster.wait_exit(node) for node in range(3)] == [1, 1, 1]
+            (verdict, *_) = cluster.events(events.JobStopped)
+            assert "read other data than rank 1 in step" in verdict.reason and "rank 1 ended with 1" in verdict.reason
+        refused = {event.reason for event in cluster.events(events.RehearsalFailed)}
+        assert len(cluster.events(events.RehearsalFailed)) == min(times, 2) and all("rank 1" in one for one in refused)
+    finally:
+        cluster.close()
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_node_that_is_alone_replaces_its_processes_too(tmp_path, rank):
     """Rank 0's offers the store, which nobody else could; without rank 1's the plan is decided at once."""

@@ -84,6 +84,20 @@ def test_a_spare_that_could_not_hold_the_mirrors_that_come_with_its_ranks_says_s
     assert prepared == [(6, 4096, 64), (7, 4096, 64)]
 
 
+def test_a_newcomer_that_read_other_data_has_failed_as_a_script_has_and_is_not_just_lost():
+    """So that another one begins anew, and the job ends with a verdict if that does the same (core/failures.py)."""
+    slot, killed, told = Slot(0, rank=6), [], []
+    spares, rehearsal = following(3, slot)
+    spares._reports.emit = lambda kind, **fields: told.append((kind, fields))
+    spares._workers.lives = SimpleNamespace(kill=lambda *arguments: killed.append(arguments))
+    spares._failing(slot, None, local.Failing(6, "other data", differs=True))
+    assert killed == [(slot, rehearsal.process, "other data", 1)]
+    assert told == [("RehearsalFailed", {"rank": 6, "reason": "other data"})]
+    slot.rank = -1  # a spare's is ordered again, and ends nothing
+    spares._failing(slot, None, local.Failing(6, "other data", differs=True))
+    assert killed[1:] == [(slot, rehearsal.process, "other data")]
+
+
 class Connection:
     """To a rehearsing process, which dies while it is told something."""
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from deadpool_plugin.errors import Unsupported
-from deadpool_plugin.worker import calls, codec
+from deadpool_plugin.worker import calls, codec, proof
 from deadpool_plugin.worker.adapter import CallKind
 from deadpool_plugin.worker.calls import Call, CallLog, forget
 from deadpool_plugin.worker.inputs import COPIED_BYTES_MAX
@@ -37,7 +37,9 @@ def test_calls_after_a_cut_are_redone_with_the_items_they_had():
 def test_records_say_name_outcome_and_pulls():
     log = CallLog()
     logged(log, 0, "forward", source=iter([7]))
-    assert [codec.decode(one) for one in codec.decode(log.records(0))] == [["forward", 7, [[1, []]]]]
+    assert [codec.decode(one) for one in codec.decode(log.records(0))] == [
+        ["forward", 7, [[1, [], proof.combined([proof.digest(7)])]], 0]
+    ]
     assert codec.decode(log.records(3)) == []
 
 
@@ -49,9 +51,9 @@ def test_results_above_the_limit_are_not_recorded_and_nothing_after_them_until_t
     log.drew(0, bytes(10))
     assert lacking[0] is None and "more than" in lacking[1].description and lacking[2] is not None
     first, *others = [codec.decode(one) for one in codec.decode(log.records(0))]
-    assert first == ["f0", bytes(1000), []]
+    assert first == ["f0", bytes(1000), [], 0]
     assert [name for name, *_ in others] == ["f1", "f2"], "nobody who follows may come past f1 unharmed"
-    assert all(codec.too_large(value) for _, value, _ in others)
+    assert all(codec.too_large(value) for _, value, *_ in others)
     assert log.add(Call("f", CallKind.PLAIN, 1, int, int), bytes(3000)) is None
     for step in range(1, 5):
         log.prune(step)

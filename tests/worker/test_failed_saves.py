@@ -19,6 +19,7 @@ from deadpool_plugin.worker.adapter import CallKind
 from deadpool_plugin.worker.calls import CallLog
 from deadpool_plugin.worker.follow import Follow
 from deadpool_plugin.worker.live import Live
+from deadpool_plugin.worker.proof import Reads
 from deadpool_plugin.worker.starting import Starting
 
 
@@ -31,7 +32,9 @@ class Rank(Live):
         self._told_at = 0.0
         self._slots = SimpleNamespace(announced=0)
         self._log, self.said = CallLog(step), []
-        self._context = SimpleNamespace(tapes=[], saves=SimpleNamespace(step=0, under_way=contextlib.nullcontext))
+        self._context = SimpleNamespace(
+            tapes=[], reads=Reads(), saves=SimpleNamespace(step=0, under_way=contextlib.nullcontext)
+        )
         self._link = SimpleNamespace(
             check=lambda: None,
             await_abort=lambda generation: None,
@@ -73,7 +76,7 @@ class Save(saving.SaveCall):
 
 def follower(rank: Rank) -> Follow:
     """One that has the records of `rank` since its last step."""
-    context = SimpleNamespace(tapes=[], adapter=rank._adapter, link=rank._link)
+    context = SimpleNamespace(tapes=[], reads=Reads(), adapter=rank._adapter, link=rank._link)
     one = Follow(context, 3, "", None)
     one._layout = SimpleNamespace()
     one._segments.append(rank._log.records(rank.step))
@@ -232,7 +235,9 @@ def see(*args, **kwargs):
 
 @pytest.mark.parametrize("moment", ["the first forward", "the first forward of a rehearsal", "taking over"])
 def test_what_is_made_while_the_script_evaluates_can_be_trained(monkeypatch, moment):
-    context = SimpleNamespace(adapter=SimpleNamespace(attach=see), groups=SimpleNamespace(finish_rehearsal=list))
+    context = SimpleNamespace(
+        reads=Reads(), adapter=SimpleNamespace(attach=see), groups=SimpleNamespace(finish_rehearsal=list)
+    )
     monkeypatch.setattr(follow, "SlotPair", SimpleNamespace(attach=see))
     following = Follow(context, 3, "", None)
     with torch.inference_mode(), pytest.raises(Seen) as seen:

@@ -16,6 +16,7 @@ from deadpool_plugin.worker.calls import CallLog
 from deadpool_plugin.worker.codec import TENSOR_LIMIT_BYTES
 from deadpool_plugin.worker.inputs import COPIED_BYTES_MAX, Inputs
 from deadpool_plugin.worker.live import Live
+from deadpool_plugin.worker.proof import Reads
 
 
 class Rank(Live):
@@ -30,7 +31,7 @@ class Rank(Live):
         self._told_at = 0.0
         self._slots = types.SimpleNamespace(announced=0)
         self._log = CallLog()
-        self._context = types.SimpleNamespace(tapes=[])
+        self._context = types.SimpleNamespace(tapes=[], reads=Reads())
         self._link = types.SimpleNamespace(
             check=self._check,
             await_abort=self._await_abort,

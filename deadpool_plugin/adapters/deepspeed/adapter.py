@@ -23,6 +23,7 @@ from ..options import REMEDY
 from . import extensions, gathered, loading, past_engine, reading, refusals, saving
 from .calls import Calls
 from .state import EngineState
+from .untold import Guess
 
 RNG_TRACKERS = (
     "deepspeed.runtime.activation_checkpointing.checkpointing",
@@ -149,6 +150,9 @@ class DeepSpeedAdapter:
         for name, tracker in _rng_trackers():
             if name in states:
                 tracker.set_states(dict(states[name]))
+
+    def guessed(self) -> str:
+        return Guess.first_taken
 
     def loss_of(self, result: Any) -> float | None:
         """Asked of a script's newest loss only where the optimizer's step has waited for it anyway."""

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from ...errors import WHOLE_STEP, Unsupported
 from ...worker.codec import TENSOR_LIMIT_BYTES
 from ...worker.inputs import Inputs
-from .untold import UntoldObject, untold
+from .untold import UntoldObject, guess, untold
 
 PLAIN = (bool, int, float, str, bytes, type(None))
 TOLD_BYTES_MAX = 1 << 16
@@ -93,7 +93,7 @@ def decode(record: list[Any], device: torch.device) -> tuple[Any, list[torch.Ten
             leaf = UntoldObject(form[0])
         elif form:
             dtype, shape = getattr(torch, form[0]), form[1]
-            leaf = torch.zeros(shape, dtype=dtype, device=device) if requires_grad else untold(dtype, shape, device)
+            leaf = (guess if requires_grad else untold)(dtype, shape, device)
         leaves.append(leaf)
         if requires_grad:
             requiring.append(leaf)

@@ -3,11 +3,14 @@
 Rules of this file: a script may pass such a tensor around, slice it, and compute with it, which gives further
 stand-ins. An object it may only pass around. Where it asks for values, or would put them into a tensor that has some,
 it cannot be followed, and is told so by name: there are never made-up numbers. What a recorded collective gave fills a
-stand-in with values.
+stand-in with values. Outputs that lead to a loss are an exception (`Guess`): zeros, of which it is noted where the
+script first took a number.
 """
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import Any
 
 import torch
@@ -82,6 +85,61 @@ class Untold(torch.Tensor):
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return repr(self.held)
+
+
+_TAKES = frozenset({
+    "item", "tolist", "numpy", "equal", "allclose", "is_nonzero", "__bool__", "__float__", "__int__", "__index__",
+    "__array__", "__format__", "__repr__",
+})  # fmt: skip
+"""Functions by which numbers leave a tensor."""
+_OURS = tuple(f"{os.path.dirname(module.__file__ or '')}{os.sep}" for module in (torch, sys.modules["deadpool_plugin"]))
+
+
+class Guess(torch.Tensor):
+    """A tensor of zeros in the place of an output that leads to a loss, or what the script computed of one.
+
+    `is_told`: it has the rank's own values: those of a collective, or of the loss once `engine.backward` was given it.
+    """
+
+    first_taken = ""
+    """Where the script first took a number from one that was not told."""
+    is_told = False
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        guesses = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, Guess)]
+        if all(one.is_told for one in guesses):
+            return cls._plainly(func, args, kwargs)
+        if name in _TAKES and not Guess.first_taken:
+            Guess.first_taken = _place()
+        if name in _TAKES:  # torch formats a number of a subclass otherwise
+            return cls._plainly(func, args, kwargs)
+        propagate: Any = super().__torch_function__
+        value = propagate(func, types, args, kwargs)
+        if name == "copy_" and isinstance(args[0], Guess) and len(guesses) == 1:
+            args[0].is_told = True
+        return value
+
+    @classmethod
+    def _plainly(cls, func: Any, args: Any, kwargs: Any) -> Any:
+        """As of tensors that are no subclass's."""
+        with torch._C.DisableTorchFunctionSubclass():
+            args, kwargs = pytree.tree_map_only(Guess, lambda one: one.as_subclass(torch.Tensor), (args, kwargs))
+            return func(*args, **kwargs)
+
+
+def _place() -> str:
+    """The line of the script that is being executed."""
+    frame: Any = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def guess(dtype: torch.dtype, shape: list[int], device: torch.device) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype, device=device).as_subclass(Guess)
 
 
 class UntoldObject:

@@ -265,6 +265,9 @@ class MegatronAdapter:
         known = [value for value in values if value is not None]
         return sum(known) / len(known) if len(known) == len(values) else None
 
+    def guessed(self) -> str:
+        return ""
+
 
 def _remember_instances(cls: type, instances: list[Any]) -> None:
     original = cls.__init__  # type: ignore[misc]

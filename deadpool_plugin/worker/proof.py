@@ -1,0 +1,150 @@
+"""Digests of the batches a rank read, with which the process that takes it over proves that it reads the same ones.
+
+Rules of this file: a digest is of what a batch has of numbers, strings and tensors in host memory; objects, and the
+values of tensors on a device, are left out. Of large arrays it is of blocks spread over them. It never raises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+import xxhash
+
+from ..errors import Divergence
+
+WHOLE_BYTES_MAX = 256 << 10
+"""Arrays above are digested by as much of them, in `_BLOCKS` blocks: some 20 microseconds, whatever their size."""
+_BLOCKS = 64
+_BLOCK_BYTES = WHOLE_BYTES_MAX // _BLOCKS
+_ITEMS_MAX = 4096
+"""Looked at in a batch's lists."""
+_DEPTH_MAX = 8
+ITEMS_MAX = 64
+"""The last micro-batches of a call count: a newcomer that has passed over them reads them again."""
+_PLAIN = {int, float, str, bool}
+
+
+def digest(value: Any) -> int:
+    """32 bits of `value`, never 0."""
+    state = xxhash.xxh3_64()
+    # A class of the script's may fail when it is looked at: in every process alike, and no job shall end by that.
+    with contextlib.suppress(Exception):
+        _feed(state, value, _ITEMS_MAX, 0)
+    return _cut(state.intdigest())
+
+
+def combined(digests: Sequence[int]) -> int:
+    """One of several, the last; 0 of none, and of one itself."""
+    many = digests[-ITEMS_MAX:]
+    if len(many) <= 1:
+        return many[0] if many else 0
+    return _cut(xxhash.xxh3_64_intdigest(np.array(many, dtype=np.uint64).tobytes()))
+
+
+def _cut(whole: int) -> int:
+    """The 32 bits of it that a record has room for."""
+    return whole & 0xFFFFFFFF or 1
+
+
+def _feed(state: Any, value: Any, items: int, depth: int) -> None:
+    kind = type(value)
+    if isinstance(value, torch.Tensor):
+        _feed_tensor(state, value)
+    elif isinstance(value, np.ndarray):
+        if value.dtype != object:
+            _feed_array(state, value)
+    elif kind in _PLAIN or isinstance(value, np.generic):
+        state.update(repr(value).encode(errors="backslashreplace"))
+    elif isinstance(value, (bytes, bytearray)):
+        _feed_array(state, np.frombuffer(value, dtype=np.uint8))
+    elif depth == _DEPTH_MAX:
+        return
+    elif isinstance(value, Mapping):  # HF's BatchEncoding among them; names may come from a set, whose order is random
+        for name in sorted(value, key=str):
+            _feed(state, value[name], max(1, items // len(value)), depth + 1)
+    elif isinstance(value, (list, tuple)):
+        _feed_items(state, value, items, depth)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            _feed(state, getattr(value, field.name, None), items, depth + 1)
+
+
+def _feed_items(state: Any, values: Any, items: int, depth: int) -> None:
+    looked_at = values[:: -(-len(values) // items)] if len(values) > items else values
+    if set(map(type, looked_at)) <= {float, str, bool, int}:
+        try:
+            state.update(msgspec.msgpack.encode(looked_at))
+            return
+        except (OverflowError, UnicodeEncodeError, msgspec.MsgspecError):  # a long integer, half a character
+            pass
+    state.update(b"%d" % len(values))
+    for item in looked_at:
+        _feed(state, item, max(1, items // max(1, len(looked_at))), depth + 1)
+
+
+def _feed_tensor(state: Any, tensor: torch.Tensor) -> None:
+    state.update(f"{tensor.dtype}{list(tensor.shape)}".encode())
+    if tensor.device.type != "cpu" or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+        return
+    plain = tensor.detach()
+    if not plain.is_contiguous() and plain.numel() * plain.element_size() > WHOLE_BYTES_MAX:
+        plain = torch.take(plain, torch.linspace(0, plain.numel() - 1, _ITEMS_MAX, dtype=torch.float64).long())
+    _feed_bytes(state, plain.contiguous().view(-1).view(torch.uint8).numpy())
+
+
+def _feed_array(state: Any, array: np.ndarray[Any, Any]) -> None:
+    state.update(f"{array.dtype}{array.shape}".encode())
+    if not array.flags.c_contiguous and array.nbytes > WHOLE_BYTES_MAX:
+        array = array.flat[:: -(-array.size // _ITEMS_MAX)]
+    _feed_bytes(state, np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+
+
+def _feed_bytes(state: Any, data: np.ndarray[Any, Any]) -> None:
+    if data.nbytes <= WHOLE_BYTES_MAX:
+        state.update(data)
+        return
+    apart = (data.nbytes - _BLOCK_BYTES) // (_BLOCKS - 1)
+    for number in range(_BLOCKS):
+        state.update(data[number * apart : number * apart + _BLOCK_BYTES])
+
+
+class Reads:
+    """Batches that the script itself reads between calls, in whatever mode its process is.
+
+    `difference`: that this process, which follows a rank, has been seen to read other data.
+    """
+
+    def __init__(self) -> None:
+        self._digests: deque[int] = deque(maxlen=ITEMS_MAX)
+        self.difference: Divergence | None = None
+
+    def note(self, batch: Any) -> None:
+        self._digests.append(digest(batch))
+
+    def take(self) -> int:
+        """The digest of what was read since the last call."""
+        taken = combined(list(self._digests))
+        self._digests.clear()
+        return taken
+
+    def compare(self, mine: int, recorded: int, rank: int, step: int, name: str) -> None:
+        """Raises: Divergence if this process reads other data than `rank` did."""
+        if mine == recorded:
+            return
+        self.difference = Divergence(
+            f"the process that follows rank {rank} read other data than the rank itself for {name} of step {step} "
+            f"(digest {mine:08x})",
+            f"the same batches, digest {recorded:08x}",
+            "a data set must give every process the same items: none that depend on the clock, os.urandom, the host or "
+            "the order in which a directory is listed",
+        )
+        raise self.difference
