@@ -82,6 +82,9 @@ class Workers:
             local.StoreOffer: self._store_offer,
             local.Finished: lambda slot, peer, message: self._feed(io.WorkerFinished(message.rank)),
             local.Progress: lambda slot, peer, message: self._feed(io.WorkerMoved(message.rank)),
+            local.ConnectionBroke: lambda slot, peer, message: self._feed(
+                io.ConnectionBroke(message.rank, message.generation, message.peers, message.reason)
+            ),
             local.Saved: lambda slot, peer, message: self._feed(
                 io.CheckpointSaved(message.step, message.path, message.whole)
             ),

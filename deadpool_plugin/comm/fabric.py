@@ -40,6 +40,10 @@ class Fabric(Protocol):
         """End whatever is in flight, with errors. Thread: any."""
         ...
 
+    def ranks_named(self, text: str) -> tuple[int, ...]:
+        """To which ranks the connection may have led that the library names in an error."""
+        ...
+
     def failed(self, group: dist.ProcessGroup) -> None:
         """The library could not begin an operation of `group` in this thread: nothing of it may stay open there."""
         ...

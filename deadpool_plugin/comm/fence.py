@@ -7,9 +7,31 @@ Rules of this file: `current` only grows, on the main thread; `announced` only g
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import NoReturn
 
+import torch.distributed as dist
+
 from ..errors import GenerationChanged
+
+_NCCL = ("ncclRemoteError", "ncclSystemError")
+_GLOO = (
+    "Connection closed by peer", "Connection reset by peer", "Connection timed out", "Connection refused",
+    "Broken pipe", "No route to host", "Network is unreachable", "Host is unreachable", "Socket is not connected",
+    "Transport endpoint is not connected", "Connection aborted", "Software caused connection abort",
+)  # fmt: skip
+
+
+def is_transports(error: BaseException) -> bool:
+    """Whether an error met in a collective comes from a connection to another process, whatever the script did.
+
+    Source: torch's NCCLUtils.cpp (getNcclErrorDetailStr), TCPStore's exceptions; gloo's transport/tcp (pair.cc,
+    error.cc), which says what strerror(3) says.
+    """
+    if isinstance(error, dist.DistNetworkError):
+        return True
+    text = str(error)
+    return any(name in text for name in (_NCCL if isinstance(error, dist.DistBackendError) else _GLOO))
 
 
 class Fence:
@@ -19,6 +41,8 @@ class Fence:
         self.current = 0
         self.announced = 0
         self.patience_s = patience_s
+        self.on_broken: Callable[[int, str], bool] = lambda generation, reason: False
+        """Told of a connection of that generation that broke; whether somebody will announce a new one."""
         self._changed = threading.Condition()
 
     def announce(self, generation: int) -> bool:
@@ -54,12 +78,16 @@ class Fence:
         """Raise what `error`, met in a collective (or while building generation `after`), turns out to mean.
 
         A dead peer is felt by its neighbours before anybody has decided anything, so this waits `patience_s` for
-        the announcement. Raises: GenerationChanged if it comes, else `error` itself.
+        the announcement. A connection that broke though nobody died is said then, and the new generation that comes of
+        it is waited for: it is not the script's error. Raises: GenerationChanged if one is announced, else `error`.
         """
         before = self.current if after is None else after
         if self.announced <= before:
             with self._changed:
-                self._changed.wait_for(lambda: self.announced > before, self.patience_s)
+                told = self._changed.wait_for(lambda: self.announced > before, self.patience_s)
+            if not told and is_transports(error) and self.on_broken(before, str(error)):
+                with self._changed:
+                    self._changed.wait_for(lambda: self.announced > before)
         if self.announced > before:
             raise GenerationChanged(self.announced) from error
         raise error

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -58,6 +59,17 @@ class GlooFabric:
         ours, theirs = set(self._listeners), set[Address]().union(*self._peers.values())
         for descriptor in _descriptors():
             _shut(descriptor, ours, theirs)
+
+    def ranks_named(self, text: str) -> tuple[int, ...]:
+        """The peers whose address gloo's error `text` names: by their listener, else all at that host."""
+        for host, port in re.findall(r"\[([0-9a-fA-F.:]+)\]:(\d+)", text):
+            # gloo prints ports in network byte order (measured: 9906 for 45606)
+            named = {_normal((host, number)) for number in (port, socket.htons(int(port) & 0xFFFF))}
+            at = [rank for rank, listeners in self._peers.items() if named & listeners]
+            at = at or [rank for rank, listeners in self._peers.items() if host in {one for one, _ in listeners}]
+            if at:
+                return tuple(sorted(at))
+        return ()
 
     def failed(self, group: dist.ProcessGroup) -> None:
         """Nothing is open between two operations."""

@@ -62,6 +62,9 @@ class Groups:
         self.give_up: Callable[[str], NoReturn] = sys.exit
         self._recording_limit_bytes = recording_limit_bytes
         self._fence = Fence(patience_s)
+        self._fence.on_broken = self._connection_broke
+        self.on_broken: Callable[[int, tuple[int, ...], str], bool] = lambda generation, peers, reason: False
+        """Told of a connection that broke: its generation, to which ranks it may have led, and what torch said."""
         self._lock = threading.Lock()
         self._network: Network | None = None
         self._recorder: Recorder | None = None
@@ -147,6 +150,12 @@ class Groups:
         deadline = time.monotonic() + _LEAVE_S
         while self._issuing and time.monotonic() < deadline:
             time.sleep(0.001)
+
+    def _connection_broke(self, generation: int, reason: str) -> bool:
+        network = self._network
+        known = network is not None and generation == self._fence.current
+        peers = network.ranks_named(reason) if network is not None and known else ()
+        return self.on_broken(generation, peers, reason.strip().partition("\n")[0])
 
     def rebuild(self, generation: int, store: str) -> None:
         """Connect every handle again, over the store of `generation`; a rehearsing process becomes live by this.

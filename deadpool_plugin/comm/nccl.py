@@ -95,6 +95,10 @@ class NcclFabric:
                 "this process must be killed and its rank replaced",
             ) from (failed[0] if failed else None)
 
+    def ranks_named(self, text: str) -> tuple[int, ...]:
+        """NCCL says in its log only which peer it was."""
+        return ()
+
     def failed(self, group: dist.ProcessGroup) -> None:
         """Sends, receives and what is made of them open a group of NCCL's in the thread, and an error leaves it open:
         communicators made there from then on are never connected (ProcessGroupNCCL.cpp, pointToPoint; nccl.cpp,

@@ -66,6 +66,10 @@ class Network:
     def has_nccl(self) -> bool:
         return "nccl" in self._fabrics
 
+    def ranks_named(self, text: str) -> tuple[int, ...]:
+        """To whom the connection may have led that an error's `text` names."""
+        return tuple(rank for fabric in list(self._fabrics.values()) for rank in fabric.ranks_named(text))
+
     def unblock(self) -> None:
         """End everything in flight in this generation. Thread: any."""
         for fabric in list(self._fabrics.values()):

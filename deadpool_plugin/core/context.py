@@ -98,6 +98,9 @@ class Context:
         """What was committed when this node, as coordinator, last saw nothing come of training for too long."""
         self.stuck = ""
         """Why this generation cannot go on as it is, as far as this node is concerned; "" if it can."""
+        self.broken: tuple[NodeId, ...] = ()
+        """The other end of the training connection that broke in this generation (this node itself if that is not
+        known); () if none did."""
         self.contact_at = 0.0
         """Until then, by our clock, a majority has been in contact with us for certain (contact.py)."""
         self.formed_at = NEVER

@@ -186,7 +186,7 @@ class Controller:
         ctx.changed = False
         self._reported_at = ctx.now
         of, heard = ctx.echo
-        report = Report(self.generation, stuck=ctx.stuck, sent_at=ctx.now, checkpoint=ctx.checkpoint)
+        report = Report(self.generation, stuck=ctx.stuck, sent_at=ctx.now, checkpoint=ctx.checkpoint, broken=ctx.broken)
         if of == ctx.coordinator:
             report = msgspec.structs.replace(report, heard=heard)
         ctx.send(ctx.coordinator, report if ctx.swapping else self._inventory.fill(report))
@@ -318,6 +318,7 @@ class Controller:
         ctx.echo = (ctx.node, NEVER)
         ctx.newest_committed = plan.restore_step  # what was committed after it is of a history that did not happen
         ctx.has_trained = ctx.has_trained or plan.restore_step != NO_STEP
+        ctx.broken = ()
         ctx.stuck = STORE_GONE if inventory.has_lost(plan.store) else ""
         inventory.begin_generation(plan.restore_step, plan.store)
         self._candidates.begin_generation(before)

@@ -45,7 +45,7 @@ class Hearing:
             self._coordination.hear(sender, message)
             if not ctx.swapping:
                 self._coordination.absorb(sender, message)
-                if message.stuck:
+                if message.stuck and not (message.broken and self._rifts.broke(sender, message.broken[0])):
                     self._swaps.stuck(sender, message.stuck)
 
     def _say_that_it_lives(self, sender: NodeId) -> None:

@@ -106,6 +106,17 @@ class WorkerRestored(Input, frozen=True):
     generation: Generation
 
 
+class ConnectionBroke(Input, frozen=True):
+    """A collective of `rank` failed because a connection to another process broke, though nobody is known to be lost.
+
+    `peers`: the ranks the connection may have led to. `generation`: the one whose groups it belongs to."""
+
+    rank: Rank
+    generation: Generation
+    peers: tuple[Rank, ...]
+    reason: str
+
+
 class WorkerFinished(Input, frozen=True):
     """The user's script of this rank ended well; the worker waits for everyone's end. Said again after a swap."""
 

@@ -42,6 +42,8 @@ class Report(Message, frozen=True):
     Status this node has heard of that coordinator in this generation (see contact.py for both). `moved`: grows while
     processes of this node say that they get on. `able`: this spare has rehearsed what it was told to; `unable`: why it
     could not take over all the same, "" if it could. `pruned`: records of first steps of this node's ranks are dropped.
+    `broken`: what is `stuck` is a training connection, whose other end is this node (the sender itself if it is not
+    known); () if it is something else.
     """
 
     generation: Generation
@@ -58,6 +60,7 @@ class Report(Message, frozen=True):
     able: bool = False
     unable: str = ""
     pruned: bool = False
+    broken: tuple[NodeId, ...] = ()
 
 
 class Status(Message, frozen=True):

@@ -14,6 +14,7 @@ from .failures import Failures
 from .inventory import Inventory
 from .io import (
     CheckpointSaved,
+    ConnectionBroke,
     HoldingsDropped,
     Input,
     SnapshotHeld,
@@ -54,6 +55,15 @@ class Processes:
 
     def moved(self, event: WorkerMoved) -> None:
         self._inventory.moved()
+
+    def connection_broke(self, event: ConnectionBroke) -> None:
+        """Never the script's error: the generation is stuck, and its processes are well."""
+        ctx = self._ctx
+        if event.generation != ctx.world.generation or ctx.swapping or ctx.broken:
+            return
+        ends = {ctx.world.node_of[rank] for rank in event.peers}
+        ctx.broken = tuple(ends) if len(ends) == 1 else (ctx.node,)
+        ctx.get_stuck(f"a training connection of rank {event.rank} broke, and nobody is lost: {event.reason}")
 
     def finished(self, event: WorkerFinished) -> None:
         self._ctx.note(self._inventory.finished(event.rank))
@@ -103,6 +113,7 @@ SAYS: Mapping[type[Input], Callable[[Processes, Any], None]] = {
     WorkerReady: Processes.ready,
     WorkerRestored: Processes.restored,
     WorkerMoved: Processes.moved,
+    ConnectionBroke: Processes.connection_broke,
     WorkerFinished: Processes.finished,
     WorkerLost: Processes.lost,
     WorkerFailed: Processes.failed,

@@ -6,6 +6,9 @@ broken as well, and a job that stands still mirrors nothing (the caller feeds Li
 `silent_after_s` and the time of a step apart with no step committed in between, it holds the job up, and nothing else
 would end that.
 
+A training connection that breaks though both its ends live is seen to in place: all are interrupted, and connect anew.
+If one breaks again before more than two steps were committed, the host that both have in common goes, as above.
+
 Rules of this file: the coordinator judges; a spare is asked to leave, or who does not hear the most others, which stops
 its workers before it is replaced. May import context, messages and types only.
 """
@@ -15,6 +18,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from .context import Context
+from .failures import AGAIN_WITHIN_STEPS
 from .messages import NodeFailed
 from .types import Generation, NodeId, Step
 
@@ -24,6 +28,13 @@ class _Complaint(NamedTuple):
 
     committed: Step
     since: float
+
+
+class _Broken(NamedTuple):
+    """Between which nodes a training connection broke, and what was committed then."""
+
+    ends: frozenset[NodeId]
+    committed: Step
 
 
 class Rifts:
@@ -37,6 +48,8 @@ class Rifts:
         """In which generation somebody was last asked to leave."""
         self._told: set[tuple[Generation, frozenset[NodeId]]] = set()
         """Of which pairs people know."""
+        self._broken: _Broken | None = None
+        """The training connection that broke last."""
 
     def hear(self, sender: NodeId, node: NodeId) -> None:
         """`sender` does not hear `node`, which we do."""
@@ -48,12 +61,34 @@ class Rifts:
         if before is None or before.committed != ctx.newest_committed:
             self._complaints[pair] = _Complaint(ctx.newest_committed, ctx.now)
         elif ctx.now - before.since >= ctx.timing.silent_after_s + ctx.step_s:
-            goes = max(node, sender, key=self._how_dispensable)  # of equals the one complained of
             reason = f"nodes {sender} and {node} cannot reach each other, and no step is committed any more"
-            ctx.emit("Note", text=f"node {goes} is asked to leave: {reason}")
-            ctx.send(goes, NodeFailed(ctx.world.generation, goes, reason))
-            self._asked_in = ctx.world.generation
-            self._complaints.clear()  # without that node the others may reach each other: they complain anew if not
+            self._ask(max(node, sender, key=self._how_dispensable), reason)  # of equals the one complained of
+
+    def broke(self, sender: NodeId, node: NodeId) -> bool:
+        """A training connection between `sender` and `node` broke (the same node twice: its other end is not known).
+
+        Returns: whether a node leaves for it; else all go on in place, as they are.
+        """
+        ctx, before = self._ctx, self._broken
+        if not ctx.leads or self._asked_in == ctx.world.generation:
+            return ctx.leads
+        node = node if node in ctx.world.members else sender
+        now = self._broken = _Broken(frozenset((sender, node)), ctx.newest_committed)
+        if before is None or now.committed - before.committed > AGAIN_WITHIN_STEPS:
+            return False
+        common = now.ends & before.ends
+        if now.committed > before.committed and not (common and ctx.world.spares):
+            return False  # it gets on, and nobody could take the place of who is at fault, or it is not known
+        goes = max(filter((common or now.ends).__contains__, (node, sender)), key=self._how_dispensable)
+        self._ask(goes, f"training connections of node {goes} broke again after step {before.committed} was committed")
+        return True
+
+    def _ask(self, goes: NodeId, reason: str) -> None:
+        ctx = self._ctx
+        ctx.emit("Note", text=f"node {goes} is asked to leave: {reason}")
+        ctx.send(goes, NodeFailed(ctx.world.generation, goes, reason))
+        self._asked_in = ctx.world.generation
+        self._complaints.clear()  # without that node the others may reach each other: they complain anew if not
 
     def _tell(self, pair: tuple[NodeId, NodeId]) -> None:
         ctx = self._ctx

@@ -52,6 +52,7 @@ class Blows:
             "part": self._partition,
             "rift": self._rift,
             "pair": self._rift,
+            "reset": self._reset,
             "break": self._break,
             "loss": self._lossy,
             "delay": self._lossy,
@@ -227,6 +228,15 @@ class Blows:
         other = others[fault.pick % len(others)]
         self.blamed |= {node.number, other}
         return self._cluster.network.break_link(node.number, other, "a frame failed its checksum")
+
+    def _reset(self, fault: Fault, node: Node) -> bool:
+        """With the next of the active hosts that are left, or the one `pick` says."""
+        others = [other for other in self._others_up(node) if other in self._cluster.newest_world.active]
+        if not others:
+            return False
+        other = others[fault.pick % len(others)]
+        self.blamed |= {node.number, other}
+        return self._cluster.reset_training(node.number, other)
 
     # -- memory ------------------------------------------------------------------------------------------------
 

@@ -114,6 +114,10 @@ class Cluster:
             self._groups[key] = Group(self, generation, store)
         return self._groups[key]
 
+    def reset_training(self, a: NodeId, b: NodeId) -> bool:
+        """The connections of the newest generation's group between two hosts are gone; False if there are none."""
+        return bool(self._groups) and self._groups[max(self._groups)].reset(a, b)
+
     def new_store(self, process: Process) -> str:
         address = f"node{process.node.number}:{len(self._hosts_of_stores) + 1}"
         self._hosts_of_stores[address] = process

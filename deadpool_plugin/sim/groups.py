@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..core.types import Generation, Rank
+from ..core.types import Generation, NodeId, Rank
 from .tasks import Signal
 from .training import summed
 
@@ -37,6 +37,8 @@ class Group:
         self._joined: dict[Rank, Signal] = {}
         self._rounds: dict[int, Round] = {}
         self._calls: dict[Rank, int] = {}
+        self._reset: frozenset[NodeId] = frozenset()
+        """The hosts between which connections were reset: nothing is summed any more."""
 
     def join(self, process: Process) -> Signal:
         """Set once all ranks are there. A rank that comes again (in a new process) finds what is left: nobody."""
@@ -63,12 +65,34 @@ class Group:
         self._calls[process.rank] = number + 1
         signal, one = Signal(), self._rounds.setdefault(number, Round({}, {}))
         one.gradients[process.rank], one.waiting[process.rank] = value, signal
+        self._fail(process)
         if len(one.gradients) == self._cluster.ranks:
             self._complete(number)
         return signal
 
+    def reset(self, a: NodeId, b: NodeId) -> bool:
+        """What their ranks are in fails, and what they begin from now on. Returns: whether there was a connection."""
+        numbers = {process.node.number for process in self._members.values() if process.alive}
+        if self._reset or len(self._members) < self._cluster.ranks or not {a, b} <= numbers:
+            return False
+        self._reset = frozenset((a, b))
+        for one in self._rounds.values():
+            for rank in sorted(one.waiting):
+                self._fail(self._members[rank])
+        return True
+
+    def _fail(self, process: Process) -> None:
+        """An error in a collective is the script's, or means that its connection broke, once nobody has said for the
+        job's patience that somebody is lost."""
+        number = process.node.number
+        if number not in self._reset:
+            return
+        peers = tuple(rank for rank, it in self._members.items() if it.node.number in self._reset - {number})
+        broke, cluster = process.node.processes.connection_broke, self._cluster
+        cluster.timeline.after(cluster.timing.silent_after_s, process.do, broke, process, self.generation, peers)
+
     def _complete(self, number: int) -> None:
-        if not all(process.alive for process in self._members.values()):
+        if self._reset or not all(process.alive for process in self._members.values()):
             return
         if self._is_cut():
             self._cluster.timeline.after(RETRY_S, self._complete, number)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..core.io import SpareFailed, StoreLost, StoreOffered, WorkerFailed, WorkerLost, WorkerRestored
+from ..core.io import ConnectionBroke, SpareFailed, StoreLost, StoreOffered, WorkerFailed, WorkerLost, WorkerRestored
 from ..core.types import NO_STEP, Generation, Rank, Step, World
 from .worker import Process
 
@@ -124,6 +124,12 @@ class Processes:
         asked = [(slot, process) for slot, process in serving if process.in_training]
         node = self._node
         node.timeline.after(node.timing.phase_timeout_s, node.do, self._expire, generation, asked)
+
+    def connection_broke(self, process: Process, generation: Generation, peers: tuple[Rank, ...]) -> None:
+        """`process` has met an error of the transport that nobody's loss explains."""
+        if process.alive and not self.is_forgotten(process) and process.unwound_for <= generation:
+            reason = "connection reset by peer"
+            self._node.feed(ConnectionBroke(process.rank, generation, peers, reason))
 
     def pause(self) -> None:
         """Whatever runs a rank stands still."""

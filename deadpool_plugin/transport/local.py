@@ -111,6 +111,16 @@ class RehearsalOutput(LocalMessage, frozen=True):
     descriptors: ClassVar[int] = 1
 
 
+class ConnectionBroke(LocalMessage, frozen=True):
+    """Worker -> agent: a collective of `generation` failed because a connection to one of the ranks `peers` (or to a
+    store) broke, and no new generation was announced within the patience. The process waits for one."""
+
+    rank: Rank
+    generation: Generation
+    peers: tuple[Rank, ...]
+    reason: str
+
+
 class StoreOffer(LocalMessage, frozen=True):
     """Worker -> agent: a fresh TCPStore for the next group build listens at `address` ("host:port")."""
 
@@ -282,8 +292,8 @@ class WorkerEvent(LocalMessage, frozen=True):
 AnyLocalMessage = (
     SupervisorHello | StandbyExited | Leaving | EndSupervisor | StandbyHello | RunRank | RehearseRank | WorkerExited
     | CannotEnd | WorkerHello | RehearsalOutput | StoreOffer | HostStore | StartGroups | RankReady | ArenaHandOver
-    | Staged | Committed | Abort | Join | Rehearsal | Rehearsed | History | Moved | Progress | TakeOver | Unwound
-    | Saving | Restored | OutOfReach | Saved | Failing | Finished | EndWorker | WorkerEvent
+    | Staged | Committed | Abort | Join | Rehearsal | Rehearsed | History | Moved | Progress | ConnectionBroke
+    | TakeOver | Unwound | Saving | Restored | OutOfReach | Saved | Failing | Finished | EndWorker | WorkerEvent
 )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -60,6 +61,7 @@ class Context:
         """Put ourselves between the script and torch.distributed, and (at its initialisation) the framework."""
         self.groups.install()
         self.groups.dispatch = self._dispatch
+        self.groups.on_broken = self._connection_broke
         self.link.on_abort = self._abort
         self.link.on_host_store = self.offer_store
         file_saves.install(self.saves)
@@ -103,6 +105,11 @@ class Context:
             return self.mode.collective(handle, name, args, kwargs)
         flight.check()
         return handle.issue(name, args, kwargs)
+
+    def _connection_broke(self, generation: int, peers: tuple[int, ...], reason: str) -> bool:
+        """Its agent answers with a new generation, or ends this process."""
+        self.link.send(local.ConnectionBroke(int(os.environ["RANK"]), generation, peers, reason))
+        return True
 
     def _abort(self, generation: int) -> None:
         """On the link's thread."""

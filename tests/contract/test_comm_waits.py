@@ -75,6 +75,55 @@ def test_an_error_is_explained_by_an_announcement() -> None:
     assert caught.value.__cause__ is error
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError(
+            "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:398. This is typically ..."
+        ),
+        RuntimeError("[gloo/transport/tcp/pair.cc:538] Read error [10.0.0.2]:398: Connection reset by peer"),
+        RuntimeError("[gloo/transport/tcp/pair.cc:588] Read error [10.0.0.2]:398: Connection timed out"),
+        RuntimeError("[gloo/transport/tcp/pair.cc:375] writev [10.0.0.2]:398: Broken pipe"),
+        dist.DistBackendError("NCCL error in: ...\nncclRemoteError: A call failed possibly due to a network error"),
+        dist.DistBackendError("NCCL error in: ...\nncclSystemError: System call (e.g. socket, malloc) failed."),
+        dist.DistNetworkError("The client socket has failed to connect"),
+    ],
+    ids=lambda error: str(error)[-30:],
+)
+def test_an_error_of_the_transport_is_never_the_scripts(error: RuntimeError) -> None:
+    """Nobody is lost and nothing was announced: it is said once, and what comes of it is waited for."""
+    fence, said = Fence(patience_s=0.0), []
+
+    def on_broken(generation: int, reason: str) -> bool:
+        said.append((generation, reason))
+        threading.Thread(target=fence.announce, args=(1,)).start()
+        return True
+
+    fence.on_broken = on_broken
+    with pytest.raises(GenerationChanged) as caught:
+        fence.explain(error)
+    assert caught.value.__cause__ is error and said == [(0, str(error))]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("Detected mismatch between collectives on ranks"),
+        RuntimeError(
+            "[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1000ms for recv operation to complete"
+        ),
+        dist.DistBackendError("NCCL error in: ...\nncclInvalidUsage: This usually reflects invalid usage of NCCL."),
+    ],
+    ids=["mismatch", "the group's time-out", "usage"],
+)
+def test_another_error_is_the_scripts(error: RuntimeError) -> None:
+    fence = Fence(patience_s=0.0)
+    fence.on_broken = lambda generation, reason: pytest.fail(reason)
+    with pytest.raises(type(error)) as caught:
+        fence.explain(error)
+    assert caught.value is error
+
+
 class _StuckWork:
     """gloo's race: the operation neither ends nor fails. `begun` is called by who waits."""
 
@@ -204,3 +253,39 @@ def test_an_interruption_cuts_gloos_connections_only() -> None:
     with Fleet() as fleet:
         address, ready, done = Cell(4096), [Cell(4096), Cell(4096)], [Cell(4096), Cell(4096)]
         assert fleet.values([fleet.fork(_cut, rank, address, ready, done) for rank in range(2)]) == [True, True]
+
+
+def _reset(rank: int, address: Cell, ready: list[Cell], said: list[Cell]) -> Any:
+    """Rank 0's connections to rank 1 end under a collective, and both live."""
+    server = None
+    if rank == 0:
+        server, text = host_store("127.0.0.1")
+        address.set(text)
+    groups = live(rank, 2, address.get(), patience_s=0.0)
+    dist.barrier()
+    broken: list[tuple[int, tuple[int, ...]]] = []
+
+    def on_broken(generation: int, peers: tuple[int, ...], reason: str) -> bool:
+        broken.append((generation, peers))
+        said[rank].set()
+        threading.Timer(0.0, groups.interrupt, args=(1,)).start()
+        return True
+
+    groups.on_broken = on_broken
+    ready[rank].set()
+    ready[1 - rank].get()
+    if rank == 0:
+        assert groups._network is not None
+        groups._network.unblock()
+    with pytest.raises(GenerationChanged):
+        dist.all_reduce(torch.ones(2))
+    said[1 - rank].get()  # rank 0 hosts the store
+    return broken
+
+
+@in_zygote
+def test_a_connection_that_is_reset_is_said_with_its_other_end() -> None:
+    with Fleet() as fleet:
+        address, ready, said = Cell(4096), [Cell(4096), Cell(4096)], [Cell(4096), Cell(4096)]
+        found = fleet.values([fleet.fork(_reset, rank, address, ready, said) for rank in range(2)])
+    assert found == [[(0, (1,))], [(0, (0,))]]

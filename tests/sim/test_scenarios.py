@@ -23,6 +23,7 @@ VERDICTS = {
     "isolated-coordinator": ("finished", 1),
     "node-and-buddy": ("stopped with 86", 0),
     "ordinary-swap": ("finished", 1),
+    "reset-connections": ("finished", 2),
     "rift": ("finished", 1),
     "stale-node-wakes": ("finished", 1),
     "swap-during-swap": ("finished", 2),

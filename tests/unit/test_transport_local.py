@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from deadpool_plugin.transport import unix_server
+from deadpool_plugin.transport import local, unix_server
 from deadpool_plugin.transport.framing import ConnectionClosed, pack_frame
 from deadpool_plugin.transport.local import (
     AnyLocalMessage,
@@ -285,3 +285,9 @@ def test_without_descriptors_an_agent_accepts_later(monkeypatch: pytest.MonkeyPa
         agent.close()
 
     asyncio.run(scenario())
+
+
+def test_every_message_can_be_read() -> None:
+    """One that is in no union is refused, and its connection with it: the process at its other end is lost."""
+    every = {kind for kind in vars(local).values() if isinstance(kind, type) and issubclass(kind, local.LocalMessage)}
+    assert every - {local.LocalMessage} == set(typing.get_args(local.AnyLocalMessage))

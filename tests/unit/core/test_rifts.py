@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from deadpool_plugin.core import io
 from deadpool_plugin.core.controller import Controller
-from deadpool_plugin.core.messages import NodeFailed, Report, Status
-from deadpool_plugin.core.types import Holding, World
+from deadpool_plugin.core.messages import Decided, NodeFailed, Report, Status
+from deadpool_plugin.core.types import Ballot, Holding, SwapPlan, World
 
 from .test_controller import TIMING, hear, said
 
@@ -140,3 +141,70 @@ def test_the_coordinator_counts_its_own_broken_links_alike():
         actions = coordinator.step(io.LinkLost(2, "timed out", silent=True, still=now > 1.0), now)
         asked = [message.node for to, message in said(actions) if isinstance(message, NodeFailed)]
     assert asked == [2]
+
+
+def broke(coordinator: Controller, sender: int, node: int, now: float) -> str:
+    """What becomes of a broken training connection that `sender` tells of: "in place", who is asked to leave, or ""."""
+    for heard in (1, 2, 3, 4):
+        hear(coordinator, heard, Report(coordinator.generation), now)
+    actions = hear(coordinator, sender, Report(coordinator.generation, stuck="it broke", broken=(node,)), now)
+    asked = [message.node for to, message in said(actions) if isinstance(message, NodeFailed) and message.node == to]
+    begun = any(isinstance(action, io.AbortWorkers) for action in actions)
+    assert len(asked) + begun <= 1
+    return "in place" if begun else str(asked[0]) if asked else ""
+
+
+def rejoined(coordinator: Controller, now: float, world: World = WORLD) -> None:
+    """The next generation, everybody as before, gone on from what was committed."""
+    generation = coordinator.generation + 1
+    plan = SwapPlan(
+        msgspec.structs.replace(world, generation=generation), max(coordinator._ctx.newest_committed, 0), (), (), "s"
+    )
+    hear(coordinator, 1, Decided(plan, Ballot(generation, 1, 1)), now)
+    assert coordinator.generation == generation
+
+
+def test_a_training_connection_that_breaks_is_seen_to_in_place_then_one_side_goes():
+    coordinator = formed(0)
+    assert broke(coordinator, 1, 2, 1.0) == "in place"
+    rejoined(coordinator, 2.0)
+    assert broke(coordinator, 3, 1, 3.0) == "1", "what both have in common"
+    assert broke(coordinator, 2, 3, 3.1) == "", "one at a time"
+
+
+def test_long_after_the_last_one_it_is_seen_to_in_place_again():
+    coordinator = formed(0)
+    assert broke(coordinator, 1, 2, 1.0) == "in place"
+    rejoined(coordinator, 2.0)
+    coordinator._ctx.newest_committed += 3
+    assert broke(coordinator, 1, 2, 3.0) == "in place"
+
+
+def test_without_a_spare_it_is_seen_to_in_place_for_as_long_as_steps_are_committed():
+    coordinator, alone = formed(0), World(0, (0, 1, 2, 3, 4))
+    coordinator._ctx.world = alone
+    assert broke(coordinator, 1, 2, 1.0) == "in place"
+    rejoined(coordinator, 2.0, alone)
+    coordinator._ctx.newest_committed += 1
+    assert broke(coordinator, 2, 1, 3.0) == "in place"
+    rejoined(coordinator, 4.0, alone)
+    assert broke(coordinator, 2, 1, 5.0) == "1", "nothing comes of it"
+
+
+def test_a_member_says_that_its_connection_broke_for_as_long_as_the_generation_lasts():
+    member = formed(1)
+    lost = io.ConnectionBroke(1, 0, (2,), "Connection reset by peer")
+
+    def reports(event: io.Input, now: float) -> list[Report]:
+        return [message for _, message in said(member.step(event, now)) if isinstance(message, Report)]
+
+    assert [one.broken for one in reports(lost, 1.0)] == [(2,)]
+    assert "Connection reset" in member._ctx.stuck
+    assert reports(io.ConnectionBroke(1, 0, (3,), "again"), 1.1) == [], "what follows from the first"
+    assert not any(isinstance(action, io.Leave) for action in member.step(io.Ticked(), 1.2))
+    other = formed(1)
+    (report,) = [
+        m for _, m in said(other.step(io.ConnectionBroke(1, 0, (2, 3), "reset"), 1.0)) if isinstance(m, Report)
+    ]
+    assert report.broken == (1,), "its other end is not known"
+    assert not other.step(io.ConnectionBroke(1, 7, (2,), "of another generation"), 1.1)
