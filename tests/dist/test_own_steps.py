@@ -10,8 +10,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import test_deepspeed
 from faults import deepspeed_hooks
 from support.killed_ranks import assert_alike, run_with_kills, undisturbed
+from support.scripted_agent import ScriptedAgent, Worker
 from support.zygote import in_zygote
 from test_deepspeed import arguments
+
+from deadpool_plugin.transport import local
 
 pytestmark = getattr(test_deepspeed, "pytestmark", [])
 SCRIPT = str(Path(__file__).resolve().with_name("own_steps.py"))
@@ -50,3 +53,14 @@ def test_without_the_decorator_it_is_refused_with_a_pointer_to_it(tmp_path, corp
     with pytest.raises(AssertionError, match=r"(be|out)side.*to do:.*@deadpool_plugin\.step"):
         argv = [*command(corpus, mode, "--zero 1"), "--undecorated"]
         run_with_kills(tmp_path, argv, 2, [], [], deepspeed_hooks.install)
+
+
+def test_a_rank_that_offers_its_store_late_takes_nothing_from_who_rehearses_it(tmp_path):
+    """A rehearsal offers one store only. Once it had, the offer of its rank could be heard, and die with the rank: the
+    loss after the next one found no store, and its swap never began."""
+    agent = ScriptedAgent(2, [], tmp_path)
+    agent.generation = 1
+    rank, rehearsal = Worker(100, None), Worker(200, None)
+    agent.handle(1, rehearsal, local.StoreOffer("of who rehearses"))
+    agent.handle(1, rank, local.StoreOffer("of the rank"))
+    assert {address for address, _ in agent.stores.values()} == {"of who rehearses", "of the rank"}

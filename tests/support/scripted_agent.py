@@ -68,7 +68,8 @@ class ScriptedAgent:
         self.workers: dict[int, Worker] = {}
         self.spares: dict[int, Worker] = {}
         self.incarnations = dict.fromkeys(range(world_size), 0)
-        self.stores: dict[int, tuple[str, Worker]] = {}
+        self.stores: dict[tuple[int, int], tuple[str, Worker]] = {}
+        """By rank and process: a rank and who rehearses it offer one each, in either order."""
         self.generation = self.swaps = 0
         self.committed = -1
         self.restore_steps: list[int] = []
@@ -160,9 +161,9 @@ class ScriptedAgent:
     def handle(self, rank: int, worker: Worker, message: local.LocalMessage) -> None:
         match message:
             case local.StoreOffer(address):  # of a spare, too, which offers one only
-                self.stores[rank] = address, worker
+                self.stores[rank, worker.pid] = address, worker
                 if self.generation == 0 and rank == 0 and self.workers[0].ready is None:
-                    store, _ = self.stores.pop(0)
+                    store, _ = self.stores.pop((0, worker.pid))
                     for other in self.workers.values():
                         other.tell(local.StartGroups(0, store))
                 self.continue_swap()
@@ -205,8 +206,7 @@ class ScriptedAgent:
         self.lost.add(rank)
         os.waitpid(self.workers[rank].pid, 0)
         self.generation += 1
-        if rank in self.stores and self.stores[rank][1] is self.workers[rank]:
-            del self.stores[rank]
+        self.stores.pop((rank, self.workers[rank].pid), None)
         for other, worker in self.workers.items():
             worker.finished = False
             if other not in self.lost:
