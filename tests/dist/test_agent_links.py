@@ -87,7 +87,7 @@ def test_strangers_and_absurd_numbers_cost_the_job_nothing(tmp_path) -> None:
             resource.prlimit(pid, resource.RLIMIT_NOFILE, (hostile.FILES, hostile.FILES))
         attack = hostile.Attack(hostile.targets_of(agents), b"a secret of the test cluster", seed=3)
         most = dict.fromkeys(hostile.BOUNDS, 0.0)
-        for _ in range(8):
+        for _ in range(24):
             attack.run(50)
             for pid in agents:
                 most = {name: max(most[name], now) for name, now in hostile.held_by(pid).items()}
