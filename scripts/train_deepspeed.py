@@ -11,6 +11,7 @@ DeepSpeed run without one.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import random
@@ -71,6 +72,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--data-path", required=True, help="prefix of an indexed data set (.bin)")
     parser.add_argument("--save", type=Path, help="folder for checkpoints")
     parser.add_argument("--save-interval", type=int, default=0, help="steps between checkpoints; 0: none")
+    parser.add_argument("--monitor", type=Path, help="folder for what DeepSpeed's own monitors write")
     parser.add_argument("--log-all-ranks", action="store_true", help="one exact `metrics` line per rank and step")
     parser.add_argument("--digest", action="store_true", help="one `digest` line per rank at the end")
     parser.add_argument("--local-rank", "--local_rank", type=int, default=int(os.environ.get("LOCAL_RANK", "0")))
@@ -126,6 +128,11 @@ def configuration(args: argparse.Namespace) -> dict[str, Any]:
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 10**9,
     }
+    if args.monitor:
+        names = ["csv_monitor", *(["tensorboard"] if importlib.util.find_spec("tensorboard") else [])]
+        config |= {name: {"enabled": True, "output_path": str(args.monitor), "job_name": name} for name in names}
+        if importlib.util.find_spec("wandb") and "WANDB_MODE" in os.environ:
+            config["wandb"] = {"enabled": True, "project": "test"}
     if args.pipeline and args.recompute:
         config["pipeline"] = {"activation_checkpoint_interval": 1, "use_reentrant": False}
     if args.offload:

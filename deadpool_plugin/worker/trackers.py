@@ -1,7 +1,9 @@
-"""TensorBoard and Weights & Biases in a process that rehearses a rank: nothing until it takes over, then the same run.
+"""TensorBoard, Weights & Biases and DeepSpeed's CSV files in a process that rehearses a rank: nothing until it takes
+over, then the same run.
 
 What a rehearsing process logs has been logged by the rank itself. Once it has taken over, its TensorBoard events go to
-a file of its own, without those the rank had written already; its W&B run is the rank's, resumed.
+a file of its own, without those the rank had written already; its W&B run is the rank's, resumed; its CSV files are
+the rank's, continued.
 
 Rules of this file: a rank in training from the start is left alone. What the rank wrote is looked for where it writes,
 so on a file system that both hosts share; where there is none, the last step's events come twice and the run is a new
@@ -10,6 +12,7 @@ one. Standard library only: both packages are the script's, used as they are whe
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import mmap
 import os
@@ -25,9 +28,12 @@ from typing import Any
 
 from .imports import when_imported
 
+CSV_MONITOR = "deepspeed.monitor.csv_monitor"
 EVENTS = "tensorboard.summary.writer.event_file_writer"
 FILES_MAX, RECORDS_MAX = 8, 4096
 """Where a rank's last step is looked for: in so many newest files, in so many last records of each."""
+LINES_BYTES_MAX = 65536
+"""Where a rank's last step is looked for in a CSV file: at its end."""
 _HEAD, _FOOT = struct.Struct("<QI"), 4
 _RUN = re.compile(r"(?:offline-)?run-\d+_\d+-(.+)")
 
@@ -36,7 +42,8 @@ class Trackers:
     """Of a rehearsing process, from before its script begins. Thread: main."""
 
     def __init__(self) -> None:
-        self._tensorboard, self._wandb = TensorBoard(), WandB()
+        self._tensorboard, self._wandb, self._csv = TensorBoard(), WandB(), Csv()
+        when_imported(CSV_MONITOR, self._csv.install)
         when_imported(EVENTS, self._tensorboard.install)
         when_imported("wandb", self._wandb.install)
 
@@ -45,7 +52,7 @@ class Trackers:
 
         What fails is said: training does not end for it.
         """
-        for tracker in (self._tensorboard, self._wandb):
+        for tracker in (self._tensorboard, self._wandb, self._csv):
             try:
                 tracker.resume()
             except Exception as error:
@@ -133,6 +140,48 @@ def last_records(path: Path) -> Iterator[bytes]:
             if at <= len(data):
                 found.append((begin, begin + size))
         yield from (data[begin:end] for begin, end in found)
+
+
+class Csv:
+    """DeepSpeed's csvMonitor: a file for each name, a line for each value, a heading where it begins."""
+
+    def __init__(self) -> None:
+        self._rehearsing = True
+        self._written: dict[str, set[str]] = {}
+
+    def install(self, module: ModuleType) -> None:
+        owner: Any = module.csvMonitor
+        original = owner.write_events
+
+        @functools.wraps(original)
+        def write_events(monitor: Any, events: Any) -> None:
+            if not self._rehearsing:
+                original(monitor, [event for event in events if self._is_new(monitor, *event[:3])])
+
+        owner.write_events = write_events
+
+    def _is_new(self, monitor: Any, name: str, value: Any, step: Any) -> bool:
+        """Whether the rank has not written the line before it was lost."""
+        file = name.replace("/", "_").replace(" ", "_")  # as csvMonitor calls it
+        if file not in self._written:
+            self._written[file] = last_steps(Path(monitor.log_dir, f"{file}.csv"))
+            if self._written[file]:
+                monitor.filenames.append(file)  # it has its heading
+        return str(step) not in self._written[file]
+
+    def resume(self) -> None:
+        self._rehearsing = False
+
+
+def last_steps(path: Path) -> set[str]:
+    """What the last lines of a CSV file begin with. Half a line at the end, of a writer that was killed, is removed."""
+    with contextlib.suppress(FileNotFoundError), open(path, "r+b") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - LINES_BYTES_MAX))
+        whole, newline, half = file.read().rpartition(b"\n")
+        file.truncate(size - len(half))
+        return {line.partition(b",")[0].decode() for line in (whole + newline).splitlines()}
+    return set()
 
 
 class WandB:

@@ -23,6 +23,8 @@ from support.deepspeed_cpu import needs_deepspeed  # noqa: E402
 from support.killed_ranks import assert_alike, run_with_kills, undisturbed  # noqa: E402
 from support.zygote import in_zygote  # noqa: E402
 
+from deadpool_plugin.worker.trackers import last_records  # noqa: E402
+
 pytestmark = needs_deepspeed
 STEPS = 12
 
@@ -107,9 +109,26 @@ def test_two_losses_in_a_pipeline(tmp_path, corpus, references, words, kills):
 
 
 def saved(folder):
-    """Every file of every checkpoint: what is in it."""
+    """Every file of every checkpoint: what is in it, but for the configuration, which names the run's folders."""
     files = sorted(path.relative_to(folder) for path in folder.rglob("*.pt"))
-    return {str(path): torch.load(folder / path, weights_only=False) for path in files}
+    found = {str(path): torch.load(folder / path, weights_only=False) for path in files}
+    for content in found.values():
+        content.pop("ds_config", None)
+    return found
+
+
+def written(folder):
+    """What DeepSpeed's monitors have: the CSV files, and every value in TensorBoard's, however many files it has."""
+    found = {path.name: path.read_text() for path in folder.rglob("*.csv")}
+    events = sorted(folder.rglob("events.*"))
+    if events:
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        values = [
+            value for path in events for data in last_records(path) for value in Event.FromString(data).summary.value
+        ]
+        found["tensorboard"] = sorted(value.SerializeToString() for value in values)
+    return found
 
 
 def same(left, right):
@@ -126,13 +145,15 @@ def same(left, right):
 
 @pytest.mark.parametrize("words", ["--zero 1", "--zero 3 --dtype bf16"])
 @in_zygote
-def test_a_save_that_is_interrupted_is_done_again_as_a_whole(tmp_path, corpus, words):
+def test_a_save_that_is_interrupted_is_done_again_as_a_whole_and_monitors_write_once(tmp_path, corpus, words):
     argv = arguments(corpus, f"{words} --save-interval 4 --save")
     expected, run = tmp_path / "plain", tmp_path / "run"
-    undisturbed(expected, [*argv, str(expected / "saved")], 2)
-    kills = [(1, 4, "write"), (0, 9, "forward")]
-    run_with_kills(run, [*argv, str(run / "saved")], 2, kills, [1], deepspeed_hooks.install)
+    undisturbed(expected, [*argv, str(expected / "saved"), "--monitor", str(expected / "monitor")], 2)
+    kills = [(1, 4, "write"), (0, 9, "mirror")]
+    more = [str(run / "saved"), "--monitor", str(run / "monitor")]
+    run_with_kills(run, [*argv, *more], 2, kills, [1], deepspeed_hooks.install)
     assert_alike(expected, run)
+    assert written(run / "monitor") == written(expected / "monitor") and written(run / "monitor")
     assert (run / "saved" / "latest").read_text() == "global_step12"
     want, have = saved(expected / "saved"), saved(run / "saved")
     assert len(want) >= 3 * 3 and want.keys() == have.keys()

@@ -108,6 +108,41 @@ def test_only_the_last_records_of_a_long_file_are_read(tmp_path, monkeypatch):
     assert list(trackers.last_records(path)) == []
 
 
+# DeepSpeed's CSV files
+
+
+def test_a_newcomer_goes_on_with_a_csv_file_at_its_first_new_line(tmp_path):
+    class CsvMonitor:
+        """As deepspeed.monitor.csv_monitor.csvMonitor."""
+
+        def __init__(self):
+            self.log_dir, self.filenames = str(tmp_path), []
+
+        def write_events(self, events):
+            for name, value, step in events:
+                with open(tmp_path / f"{name.replace('/', '_')}.csv", "a") as file:
+                    if (key := name.replace("/", "_")) not in self.filenames:
+                        self.filenames.append(key)
+                        file.write("step,lr\n")
+                    file.write(f"{step},{value}\n")
+
+    lost = CsvMonitor()
+    for step in (8, 16, 24):
+        lost.write_events([("Train/lr", 0.5, step)])
+    path = tmp_path / "Train_lr.csv"
+    path.write_bytes(path.read_bytes() + b"32,0")  # it was killed there
+    ours = trackers.Csv()
+    ours.install(SimpleNamespace(csvMonitor=CsvMonitor))
+    newcomer = CsvMonitor()
+    newcomer.write_events([("Train/lr", 0.5, 16)])
+    assert path.read_text().endswith("\n32,0")
+    ours.resume()
+    for step in (24, 32, 40):
+        newcomer.write_events([("Train/lr", 0.5, step), ("Train/loss", 1.5, step)])
+    assert path.read_text().split() == ["step,lr", "8,0.5", "16,0.5", "24,0.5", "32,0.5", "40,0.5"]
+    assert (tmp_path / "Train_loss.csv").read_text().split() == ["step,lr", "24,1.5", "32,1.5", "40,1.5"]
+
+
 # W&B
 
 

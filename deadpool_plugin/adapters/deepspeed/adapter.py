@@ -20,7 +20,7 @@ from ...errors import Unsupported, present
 from ...worker.adapter import CallHandler, Scalars
 from ...worker.saving import Saves
 from ..options import REMEDY
-from . import extensions, gathered, loading, past_engine, reading, refusals, saving
+from . import extensions, gathered, loading, monitors, past_engine, reading, refusals, saving
 from .calls import Calls
 from .state import EngineState
 from .untold import Guess
@@ -62,6 +62,7 @@ class DeepSpeedAdapter:
         gathered.install(calls)
         reading.install(calls)
         loading.install(calls, DeepSpeedEngine)
+        monitors.install(calls)
         refusals.install(DeepSpeedEngine, lambda: calls.is_training)
 
     @property

@@ -66,8 +66,8 @@ OPTIONS = (
            "use bfloat16, or DeepSpeed's fp16", called="torch_autocast in float16"),
     Option("optimizer.torch_autocast_gradscaler", "keeps a GradScaler that is not mirrored",
            "use bfloat16, or DeepSpeed's fp16", called="torch_autocast in float16"),
-    Option("monitor.enabled", "opens another run in every rehearsal", "log from the script",
-           called="a monitor (TensorBoard, W&B, Comet)"),
+    Option("_config.monitor_config.comet.enabled", "opens another run in every rehearsal",
+           "use TensorBoard, W&B or CSV files", called="Comet's monitor"),
     Option("checkpoint_engine.is_decoupled", "writes behind the script's back", "use the default one",
            called="a decoupled checkpoint engine"),
 )  # fmt: skip
