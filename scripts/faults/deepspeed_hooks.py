@@ -49,7 +49,7 @@ def hook_engine(injector: Injector, engine: Any) -> None:
     injector.completed = lambda: int(engine.global_steps)
     injector.reached("startup", 0)
     injector.reached("rehearsal", 0)
-    blocks = [module for module in engine.module.modules() if type(module).__name__.endswith("Block")]
+    blocks = blocks_of(engine.module)
     blocks[len(blocks) // 2].register_forward_hook(functools.partial(forward_done, injector, Microbatches(engine)))
 
     def updated(optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -64,6 +64,14 @@ def hook_engine(injector: Injector, engine: Any) -> None:
     else:
         hook_return(injector, engine, "step", lambda: None)
         hooks.around(_BaseDataLoaderIter, "__next__", lambda *_: between(injector))
+
+
+def blocks_of(model: Any) -> list[Any]:
+    """The model's blocks; of a model that has none, the layers that are trained."""
+    modules = list(model.modules())
+    blocks = [module for module in modules if type(module).__name__.endswith("Block")]
+    trained = [one for one in modules if any(each.requires_grad for each in one.parameters(recurse=False))]
+    return blocks or trained
 
 
 def hook_return(injector: Injector, engine: Any, name: str, then: Callable[[], None]) -> None:

@@ -1,0 +1,159 @@
+"""Rows of strangers.py: whose script, with which arguments, what it needs.
+
+Rules of this file: standard library and data only. `{folder}` in a word is the run's own folder. Sizes are those of a
+test; options are what the script's own documentation has people pass, as far as a CPU allows it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from clusters import forked_node
+
+STAGE = Path(__file__).resolve().with_name("stage.py")
+PROJECTS = ("megatron-lm", "deepspeed-examples", "transformers", "accelerate", "trl")
+IN_DEEPSPEED = ("forward", "backward", "before", "optimizer", "mirror", "between")
+HUGGING_FACE = ("transformers", "accelerate", "datasets", "evaluate")
+
+
+def _nothing(_: Path) -> dict[str, str]:
+    return {}
+
+
+@dataclass(frozen=True)
+class Row:
+    """Args:
+    steps: updates the script makes.
+    words, environment: of the folder with the material.
+    packages: distributions that must be installed.
+    local_rank: whether the script takes the deepspeed launcher's --local_rank.
+    unfit: why the packages that are installed are not the script's; "" if they are.
+    """
+
+    name: str
+    project: str
+    script: str
+    words: Callable[[Path], list[str]]
+    meant: str
+    steps: int = 12
+    must_hold: bool = False
+    packages: tuple[str, ...] = ("deepspeed",)
+    preload: tuple[str, ...] = forked_node.DEEPSPEED
+    environment: Callable[[Path], dict[str, str]] = _nothing
+    framework: str = "deepspeed"
+    phases: tuple[str, ...] = IN_DEEPSPEED
+    wrapper: Path = STAGE
+    local_rank: bool = True
+    unfit: Callable[[], str] = field(default=lambda: "")
+
+    def script_in(self, folder: Path) -> Path | None:
+        """The script of that name in `folder`, or the first below it that ends with it."""
+        if (folder / self.script).is_file():
+            return folder / self.script
+        found = sorted(path for path in folder.rglob(Path(self.script).name) if str(path).endswith(self.script))
+        return found[0] if found else None
+
+
+def _file(material: Path, name: str, content: dict[str, object]) -> str:
+    """A configuration file beside the material."""
+    path = material / name
+    path.write_text(json.dumps(content))
+    return str(path)
+
+
+def _trainers(material: Path, stage: int) -> str:
+    automatic = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+    return _file(material, f"trainer{stage}.json", {**dict.fromkeys(automatic, "auto"), **_zero(stage)})
+
+
+def _zero(stage: int) -> dict[str, object]:
+    return {"zero_optimization": {"stage": stage}, "zero_allow_untested_optimizer": True}
+
+
+# DeepSpeedExamples
+
+
+def _hello(material: Path) -> list[str]:
+    sizes = "--num_layers 2 --num_heads 2 --ff_dim 64 --h_dim 32 --max_seq_length 32 --batch_size 2"
+    return [*f"{sizes} --num_iterations 13 --checkpoint_every 5 --log_every 5".split(), "--checkpoint_dir", "{folder}"]
+
+
+def _cifar(material: Path) -> list[str]:
+    words = "--deepspeed --epochs 1 --dtype fp32 --stage 1 --log-interval 4"
+    return words.split()
+
+
+def _pipeline(material: Path) -> list[str]:
+    adam = {"type": "Adam", "params": {"lr": 0.001, "betas": [0.9, 0.999], "eps": 1e-8}}
+    config = {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 2, "optimizer": adam, "steps_per_print": 10}
+    words = "-p 2 -s 12 --backend gloo --deepspeed --deepspeed_config"
+    return [*words.split(), _file(material, "pipe.json", config)]
+
+
+# Hugging Face
+
+
+def _accelerate(material: Path) -> dict[str, str]:
+    """As `accelerate launch --use_deepspeed --deepspeed_config_file` sets them."""
+    config = {"train_micro_batch_size_per_gpu": 16, "gradient_accumulation_steps": 1, **_zero(2)}
+    return {
+        "ACCELERATE_USE_DEEPSPEED": "true",
+        "ACCELERATE_DEEPSPEED_CONFIG_FILE": _file(material, "accelerate.json", config),
+        "ACCELERATE_MIXED_PRECISION": "no",
+    }
+
+
+TRAINER = "--max_steps 12 --logging_steps 1 --report_to none --per_device_train_batch_size 2 --save_steps 4"
+
+
+def _clm(material: Path) -> list[str]:
+    size = "n_embd=32,n_layer=2,n_head=2,n_positions=64,vocab_size=64"
+    words = f"--model_type gpt2 --config_overrides {size} --do_train --do_eval --block_size 32 {TRAINER}".split()
+    files = ["--tokenizer_name", str(material / "qwen"), "--train_file", str(material / "text.txt")]
+    return [*words, *files, "--output_dir", "{folder}/out", "--deepspeed", _trainers(material, 2)]
+
+
+def _of_transformers_4() -> str:
+    import dataclasses
+
+    from transformers import TrainingArguments
+
+    names = {one.name for one in dataclasses.fields(TrainingArguments)}
+    return "" if "overwrite_output_dir" in names else "the script is of transformers 4: a later one is installed"
+
+
+def _sft(material: Path) -> list[str]:
+    words = f"--use_peft --lora_r 4 --lora_alpha 8 --learning_rate 2.0e-4 {TRAINER} --bf16 False".split()
+    names = ["--model_name_or_path", str(material / "qwen"), "--dataset_name", str(material / "chats")]
+    return [*names, *words, "--output_dir", "{folder}/out", "--deepspeed", _trainers(material, 2)]
+
+
+LOADED = (*forked_node.DEEPSPEED, "transformers.trainer", "datasets", "evaluate")
+ROWS = {
+    row.name: row
+    for row in (
+        Row("hello-deepspeed", "deepspeed-examples", "HelloDeepSpeed/train_bert_ds.py", _hello,
+            "DeepSpeedExamples HelloDeepSpeed (ZeRO 1, bf16, offloaded Adam, saves)", must_hold=True,
+            packages=("deepspeed", "transformers", "datasets", "fire", "loguru", "pytz", "sh", "tensorboard"),
+            preload=(*LOADED, "torch.utils.tensorboard", "fire", "loguru", "pytz", "sh")),
+        Row("cifar", "deepspeed-examples", "cifar/cifar10_deepspeed.py", _cifar,
+            "DeepSpeedExamples cifar (ZeRO 1, a loss outside the model)"),
+        Row("pipeline", "deepspeed-examples", "pipeline_parallelism/train.py", _pipeline,
+            "DeepSpeedExamples pipeline_parallelism (two stages, two replicas)"),
+        Row("run-clm", "transformers", "run_clm.py", _clm,
+            "transformers' run_clm.py with its auto-resume (ZeRO 2, saves, evaluation)", must_hold=True,
+            local_rank=False, packages=("deepspeed", *HUGGING_FACE), preload=LOADED, unfit=_of_transformers_4),
+        Row("nlp-example", "accelerate", "examples/nlp_example.py", lambda _: [],
+            "accelerate's nlp_example.py with a DeepSpeed configuration (ZeRO 2)", must_hold=True,
+            local_rank=False, packages=("deepspeed", *HUGGING_FACE), preload=LOADED, environment=_accelerate),
+        Row("complete-nlp-example", "accelerate", "examples/complete_nlp_example.py",
+            lambda _: ["--checkpointing_steps", "epoch", "--output_dir", "{folder}/out"],
+            "accelerate's complete_nlp_example.py, a checkpoint an epoch (ZeRO 2)",
+            local_rank=False, packages=("deepspeed", *HUGGING_FACE), preload=LOADED, environment=_accelerate),
+        Row("sft", "trl", "trl/scripts/sft.py", _sft, "TRL's sft.py with LoRA (ZeRO 2)", must_hold=True,
+            local_rank=False, packages=("deepspeed", "trl", "peft", *HUGGING_FACE), preload=(*LOADED, "trl", "peft")),
+    )
+}  # fmt: skip

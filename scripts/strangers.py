@@ -1,0 +1,217 @@
+"""Other people's training scripts, unedited, under the plugin: each loses a node nobody rehearsed, then a process.
+
+    python scripts/strangers.py --out OUT --megatron-lm PATH --deepspeed-examples PATH --transformers PATH \\
+        --accelerate PATH --trl PATH [--only cifar sft] [--seed 7] [--again]
+    python scripts/strangers.py --out OUT --table                               what is known, as a table
+
+Each PATH is a folder that has the script in it or below it. A job has 4 ranks on 4 emulated nodes and a spare, on CPUs.
+Phases, steps and victims are drawn at random from `--seed`, the row's name and the number of its attempt. Every attempt
+is one line of OUT/strangers.jsonl, failures too: `held` (losses, gradient norms, learning rates and the final states of
+all ranks equal those of the script without the plugin), `refused` (by the plugin, by name, before training), `not here`
+(the script does not run on a CPU without the plugin either), `failed`, or `skipped` (no checkout, or no package). A
+rerun goes on with the rows that have not held; `--again` repeats all. The last line that is printed is one JSON object;
+the exit code is 0 only if every row that was asked for held or was refused by name.
+
+Rules of this file: it chooses, draws and keeps; foreign/rows.py says what the scripts are, foreign/stage.py what they
+find around them, faults/job.py judges. Each row runs in a process of its own: rows import what others must not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.metadata
+import json
+import os
+import random
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from clusters import forked_node
+from clusters.launched import read_json_lines
+from clusters.references import reference
+from faults.job import Job, Verdict
+from faults.plan import Kill
+from foreign import material
+from foreign.rows import PROJECTS, ROWS, Row
+
+WORLD = 4
+EXIT_CONFIG = 78
+"""As in deadpool_plugin/errors.py."""
+VERSIONS = ("torch", "megatron-core", "deepspeed", "transformers", "accelerate", "datasets", "trl", "peft")
+FINE = ("held", "refused")
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder for results, references and broken jobs")
+    for project in PROJECTS:
+        parser.add_argument(f"--{project}", type=Path, help="folder with its scripts")
+    parser.add_argument("--only", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW", help=" ".join(ROWS))
+    parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--again", action="store_true", help="also what has held")
+    parser.add_argument("--table", action="store_true", help="print what is known, and end")
+    args = parser.parse_args()
+    args.out = args.out.resolve()
+    return args
+
+
+def missing(row: Row, args: argparse.Namespace) -> str:
+    """What the row cannot run without; "" if all is there."""
+    folder = getattr(args, row.project.replace("-", "_"))
+    if folder is None:
+        return f"no checkout: give --{row.project}"
+    if row.script_in(folder) is None:
+        return f"--{row.project} {folder}: there is no {row.script} in it or below it"
+    lacks = [name for name in row.packages if not _installed(name)]
+    if lacks:
+        return f"not installed: {', '.join(lacks)} (scripts/requirements-strangers.txt)"
+    return row.unfit()
+
+
+def present(script: Path | None) -> Path:
+    assert script is not None, "asked after `missing`"
+    return script
+
+
+def _installed(name: str) -> bool:
+    try:
+        importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def draw(row: Row, seed: str) -> list[Kill]:
+    """A node that no spare rehearses (the only one rehearses the first), and later one process."""
+    random_ = random.Random(seed)
+    first = random_.randint(2, row.steps - 5)
+    second = random_.randint(first + 2, row.steps - 1)
+    node, rank = random_.randint(1, WORLD - 1), random_.randrange(WORLD)
+    phases = [random_.choice(row.phases) for _ in range(2)]
+    return [
+        Kill(0, node, first, phases[0], hold=first - 1),
+        Kill(1, -1, second, phases[1], "rank", rank=rank, hold=second - 1),
+    ]
+
+
+def play(row: Row, folder: Path, out: Path, kills: list[Kill]) -> dict[str, Any]:
+    """The row's outcome. In a process of its own."""
+    in_a_child(lambda: material.make(out / "material"))  # it starts threads
+    os.environ.update(material.environment(out / "material") | row.environment(out / "material"))
+    script = present(row.script_in(folder))
+    command = [*([] if row.local_rank else ["--no_local_rank"]), str(script), *row.words(out / "material")]
+    sys.path[:0] = [str(script.parent), str(folder)]
+    forked_node.preload((*row.preload, *forked_node.OURS))
+    try:
+        expected = reference(out / "references", command, WORLD, row.wrapper, slots=1, deadline_s=600)
+    except RuntimeError as problem:
+        return {"result": "not here", "detail": f"{problem}"}
+    at = out / "jobs" / row.name
+    words = [word.replace("{folder}", str(at)) for word in command]
+    job = Job(at, words, WORLD, 1, 1, kills, script=row.wrapper, framework=row.framework)
+    verdict = job.run(expected)
+    return {**judged(verdict), "seconds": verdict.seconds}
+
+
+def in_a_child(act: Callable[[], None]) -> None:
+    """Let `act` run, and end, in a process of its own."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            act()
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+
+
+def judged(verdict: Verdict) -> dict[str, Any]:
+    if verdict.holds and verdict.bit_exact:
+        figures = {"ready_s": [one.ready_s for one in verdict.outcomes]}
+        return {"result": "held", **figures, "lost_steps": [one.lost_steps for one in verdict.outcomes]}
+    if set(verdict.exit_codes) == {EXIT_CONFIG}:
+        return {"result": "refused", "detail": verdict.stopped}
+    problems = [one.problem for one in verdict.outcomes if one.problem]
+    detail = [verdict.stopped, verdict.hang, verdict.difference, *problems, *(verdict.left and ["processes left"])]
+    return {"result": "failed", "detail": "; ".join(dict.fromkeys(filter(None, detail)))}
+
+
+def attempt(row: Row, args: argparse.Namespace, number: int) -> dict[str, Any]:
+    """The row's next line."""
+    line: dict[str, Any] = {"row": row.name, "must_hold": row.must_hold}
+    if reason := missing(row, args):
+        return {**line, "result": "skipped", "detail": reason}
+    folder = getattr(args, row.project.replace("-", "_")).resolve()
+    script, seed = present(row.script_in(folder)), f"{args.seed} {row.name} {number}"
+    kills = draw(row, seed)
+    drawn = [{"kind": k.kind, "node": k.node, "rank": k.rank, "step": k.step, "phase": k.phase} for k in kills]
+    line |= {"seed": seed, "faults": drawn, "script": hashlib.sha256(script.read_bytes()).hexdigest()[:16]}
+    line |= {"versions": {name: importlib.metadata.version(name) for name in VERSIONS if _installed(name)}}
+    answer = args.out / f"{row.name}.answer.json"
+    answer.unlink(missing_ok=True)
+    in_a_child(lambda: _write(answer, played(row, folder, args.out, kills)))
+    found = json.loads(answer.read_text()) if answer.exists() else {"result": "failed", "detail": "the row's process"}
+    answer.unlink(missing_ok=True)
+    return {**line, **found}
+
+
+def _write(path: Path, found: dict[str, Any]) -> None:
+    path.write_text(json.dumps(found))
+
+
+def played(row: Row, folder: Path, out: Path, kills: list[Kill]) -> dict[str, Any]:
+    try:
+        return play(row, folder, out, kills)
+    except Exception as problem:
+        traceback.print_exc()
+        return {"result": "failed", "detail": f"the row could not be run: {problem!r}"}
+
+
+def newest(out: Path) -> dict[str, dict[str, Any]]:
+    lines = {line["row"]: line for line in read_json_lines(out / "strangers.jsonl")}
+    return {name: lines[name] for name in ROWS if name in lines}
+
+
+def table(lines: dict[str, dict[str, Any]]) -> str:
+    rows = ["| script | faults | result |", "| --- | --- | --- |"]
+    for name, line in lines.items():
+        faults = ", ".join(f"{one['kind']} at {one['phase']} of {one['step']}" for one in line.get("faults", []))
+        detail = f": {line['detail']}" if line.get("detail") else ""
+        rows.append(f"| {ROWS[name].meant} | {faults} | {line['result']}{detail} |")
+    return "\n".join(rows) + "\n"
+
+
+def main() -> int:
+    args = parse_args()
+    if args.table:
+        print(table(newest(args.out)), end="")
+        return 0
+    args.out.mkdir(parents=True, exist_ok=True)
+    for name in args.only:
+        if newest(args.out).get(name, {}).get("result") in FINE and not args.again:
+            continue
+        number = sum(line["row"] == name and "seed" in line for line in read_json_lines(args.out / "strangers.jsonl"))
+        began = time.monotonic()
+        line = attempt(ROWS[name], args, number)
+        with open(args.out / "strangers.jsonl", "a") as file:
+            file.write(json.dumps(line) + "\n")
+        print(f"{name}: {line['result']} ({time.monotonic() - began:.0f} s) {line.get('detail', '')}", flush=True)
+    known = newest(args.out)
+    rows = [
+        {"name": name, "held": known[name]["result"] == "held", "detail": known[name].get("detail", "")}
+        | {"result": known[name]["result"]}
+        for name in args.only
+    ]
+    exit_code = int(any(row["result"] not in FINE for row in rows))
+    print(json.dumps({"rows": rows, "exit_code": exit_code}))
+    return exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
