@@ -31,6 +31,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import make_corpus
 from clusters import forked_node
 from clusters.launched import read_json_lines
 from clusters.references import reference
@@ -38,6 +39,7 @@ from faults.job import Job, Verdict
 from faults.plan import Kill
 from foreign import material
 from foreign.rows import PROJECTS, ROWS, Row
+from megatron_lm import jobs
 
 WORLD = 4
 EXIT_CONFIG = 78
@@ -67,7 +69,7 @@ def missing(row: Row, args: argparse.Namespace) -> str:
         return f"no checkout: give --{row.project}"
     if row.script_in(folder) is None:
         return f"--{row.project} {folder}: there is no {row.script} in it or below it"
-    lacks = [name for name in row.packages if not _installed(name)]
+    lacks = [name for name in row.packages if not installed(name)]
     if lacks:
         return f"not installed: {', '.join(lacks)} (scripts/requirements-strangers.txt)"
     return row.unfit()
@@ -78,12 +80,12 @@ def present(script: Path | None) -> Path:
     return script
 
 
-def _installed(name: str) -> bool:
+def installed(name: str) -> str:
+    """The version; "" if it is not."""
     try:
-        importlib.metadata.version(name)
+        return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+        return ""
 
 
 def draw(row: Row, seed: str) -> list[Kill]:
@@ -101,19 +103,24 @@ def draw(row: Row, seed: str) -> list[Kill]:
 
 def play(row: Row, folder: Path, out: Path, kills: list[Kill]) -> dict[str, Any]:
     """The row's outcome. In a process of its own."""
-    in_a_child(lambda: material.make(out / "material"))  # it starts threads
-    os.environ.update(material.environment(out / "material") | row.environment(out / "material"))
+    at = out / f"material-{installed('transformers').partition('.')[0] or 'plain'}"
+    in_a_child(lambda: material.make(at))  # it starts threads
+    os.environ.update(material.environment(at) | row.environment(at))
     script = present(row.script_in(folder))
-    command = [*([] if row.local_rank else ["--no_local_rank"]), str(script), *row.words(out / "material")]
+    command = [*([] if row.local_rank else ["--no_local_rank"]), str(script), *row.words(at)]
     sys.path[:0] = [str(script.parent), str(folder)]
-    forked_node.preload((*row.preload, *forked_node.OURS))
+    if row.framework == "megatron":
+        make_corpus.ensure(out / "corpus")
+        jobs.preload(script.parent)
+    else:
+        forked_node.preload((*row.preload, *forked_node.OURS))
     try:
         expected = reference(out / "references", command, WORLD, row.wrapper, slots=1, deadline_s=600)
     except RuntimeError as problem:
         return {"result": "not here", "detail": f"{problem}"}
-    at = out / "jobs" / row.name
-    words = [word.replace("{folder}", str(at)) for word in command]
-    job = Job(at, words, WORLD, 1, 1, kills, script=row.wrapper, framework=row.framework)
+    run = out / "jobs" / row.name
+    words = [word.replace("{folder}", str(run)) for word in command]
+    job = Job(run, words, WORLD, 1, 1, kills, script=row.wrapper, framework=row.framework)
     verdict = job.run(expected)
     return {**judged(verdict), "seconds": verdict.seconds}
 
@@ -152,7 +159,7 @@ def attempt(row: Row, args: argparse.Namespace, number: int) -> dict[str, Any]:
     kills = draw(row, seed)
     drawn = [{"kind": k.kind, "node": k.node, "rank": k.rank, "step": k.step, "phase": k.phase} for k in kills]
     line |= {"seed": seed, "faults": drawn, "script": hashlib.sha256(script.read_bytes()).hexdigest()[:16]}
-    line |= {"versions": {name: importlib.metadata.version(name) for name in VERSIONS if _installed(name)}}
+    line |= {"versions": {name: installed(name) for name in VERSIONS if installed(name)}}
     answer = args.out / f"{row.name}.answer.json"
     answer.unlink(missing_ok=True)
     in_a_child(lambda: _write(answer, played(row, folder, args.out, kills)))

@@ -12,10 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from clusters import forked_node
+from megatron_lm import base_job, jobs
 
 STAGE = Path(__file__).resolve().with_name("stage.py")
 PROJECTS = ("megatron-lm", "deepspeed-examples", "transformers", "accelerate", "trl")
 IN_DEEPSPEED = ("forward", "backward", "before", "optimizer", "mirror", "between")
+IN_MEGATRON = ("forward", "backward", "optimizer", "mirror", "between")
 HUGGING_FACE = ("transformers", "accelerate", "datasets", "evaluate")
 
 
@@ -131,10 +133,20 @@ def _sft(material: Path) -> list[str]:
     return [*names, *words, "--output_dir", "{folder}/out", "--deepspeed", _trainers(material, 2)]
 
 
+# Megatron-LM
+
+
+def _gpt(material: Path) -> list[str]:
+    return base_job.arguments(str(material.parent / "corpus"), 12)
+
+
 LOADED = (*forked_node.DEEPSPEED, "transformers.trainer", "datasets", "evaluate")
 ROWS = {
     row.name: row
     for row in (
+        Row("pretrain-gpt", "megatron-lm", "pretrain_gpt.py", _gpt,
+            "Megatron-LM's pretrain_gpt.py (TP 2, PP 2, bf16, distributed optimizer)", must_hold=True,
+            packages=("megatron-core",), framework="megatron", phases=IN_MEGATRON, wrapper=jobs.PRETRAIN),
         Row("hello-deepspeed", "deepspeed-examples", "HelloDeepSpeed/train_bert_ds.py", _hello,
             "DeepSpeedExamples HelloDeepSpeed (ZeRO 1, bf16, offloaded Adam, saves)", must_hold=True,
             packages=("deepspeed", "transformers", "datasets", "fire", "loguru", "pytz", "sh", "tensorboard"),
