@@ -121,6 +121,7 @@ def forward_done(injector: Injector, microbatches: Microbatches, module: Any, in
     elif microbatches.count():
         step = injector.completed() + 1
         injector.reached("forward", step)
+        output = output[0] if isinstance(output, tuple) else output
         if output.requires_grad:
             output.register_hook(lambda gradient: injector.reached("backward", step))
 

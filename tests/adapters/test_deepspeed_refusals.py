@@ -10,7 +10,8 @@ deepspeed = pytest.importorskip("deepspeed")
 from deepspeed.runtime.config import DeepSpeedConfig  # noqa: E402
 from deepspeed.runtime.engine import DeepSpeedEngine  # noqa: E402
 
-from deadpool_plugin.adapters.deepspeed import adam, kept, refusals  # noqa: E402
+from deadpool_plugin.adapters.deepspeed import adam, kept, past_engine, refusals  # noqa: E402
+from deadpool_plugin.adapters.deepspeed.adapter import DeepSpeedAdapter  # noqa: E402
 from deadpool_plugin.errors import Unsupported  # noqa: E402
 from deadpool_plugin.worker.inputs import COPIED_BYTES_MAX  # noqa: E402
 
@@ -68,6 +69,29 @@ def test_other_engines_are_refused():
 
     with pytest.raises(Unsupported, match="HybridEngine"):
         refusals.check(HybridEngine())
+
+
+class Engine:
+    """One that the script keeps."""
+
+
+@pytest.mark.parametrize("engines", [2, 3])
+def test_a_script_with_a_teacher_or_a_discriminator_is_told_the_way_out_before_training(engines, monkeypatch):
+    monkeypatch.setattr(past_engine, "watch", lambda calls, engine: None)
+    script, adapter = [Engine() for _ in range(engines)], DeepSpeedAdapter()
+    adapter._calls = SimpleNamespace(is_training=False)
+    for engine in script:
+        adapter._engine_made(engine)
+    with pytest.raises(Unsupported, match=rf"{engines} DeepSpeed engines.* torch\.no_grad"):
+        adapter.attach()
+
+
+def test_an_engine_made_during_training_is_refused_and_not_taken_for_the_first(monkeypatch):
+    monkeypatch.setattr(past_engine, "watch", lambda calls, engine: None)
+    adapter = DeepSpeedAdapter()
+    adapter._calls = SimpleNamespace(is_training=True)
+    with pytest.raises(Unsupported, match=r"another DeepSpeed engine during training.* torch\.no_grad"):
+        adapter._engine_made(Engine())
 
 
 def test_the_methods_of_an_engine_that_are_asked_exist():

@@ -31,6 +31,10 @@ RNG_TRACKERS = (
     "megatron.mpu.random",  # that of older ones, and of GPT-NeoX
 )
 """Modules that have a random generator of the model's beside torch's, if a script imports them."""
+ONE_ENGINE = (
+    "call deepspeed.initialize once: a teacher or a reference model, which is not trained, needs no engine (call it "
+    f"under torch.no_grad()); models that are trained together can be parts of one; {REMEDY}"
+)
 
 
 class DeepSpeedAdapter:
@@ -70,6 +74,8 @@ class DeepSpeedAdapter:
         return present(self._calls, "install() comes first")
 
     def _engine_made(self, engine: Any) -> None:
+        if self.calls.is_training:
+            raise Unsupported("the script makes another DeepSpeed engine during training", "exactly one", ONE_ENGINE)
         self._made.append(weakref.ref(engine))
         past_engine.watch(self.calls, engine)
 
@@ -93,11 +99,7 @@ class DeepSpeedAdapter:
         gc.collect()  # engines that the script has let go of are full of cycles
         engines = [engine for engine in (made() for made in self._made) if engine is not None]
         if len(engines) != 1:
-            raise Unsupported(
-                f"the script has {len(engines)} DeepSpeed engines",
-                "exactly one",
-                f"call deepspeed.initialize once, {REMEDY}",
-            )
+            raise Unsupported(f"the script has {len(engines)} DeepSpeed engines", "exactly one", ONE_ENGINE)
         refusals.check(engines[0])
         refusals.check_recurrent(engines[0].module)
         past_engine.watch(self.calls, engines[0])
