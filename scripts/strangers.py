@@ -117,7 +117,7 @@ def play(row: Row, folder: Path, out: Path, kills: list[Kill]) -> dict[str, Any]
     try:
         expected = reference(out / "references", command, WORLD, row.wrapper, slots=1, deadline_s=600)
     except RuntimeError as problem:
-        return {"result": "not here", "detail": f"{problem}"}
+        return {"result": "not here", "detail": str(problem).replace(str(out), "OUT")}
     run = out / "jobs" / row.name
     words = [word.replace("{folder}", str(run)) for word in command]
     job = Job(run, words, WORLD, 1, 1, kills, script=row.wrapper, framework=row.framework)
