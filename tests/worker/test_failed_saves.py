@@ -45,6 +45,7 @@ class Rank(Live):
             event=lambda kind, **fields: self.said.append((kind, fields["text"])),
         )
         self._adapter = SimpleNamespace(
+            guessed=lambda: "",
             entry_state=lambda args, kwargs: lambda: None,
             left=lambda: None,
             rng_states=dict,
