@@ -43,6 +43,9 @@ FOR_CHECKS_ONLY = ("mypy", "ruff")
 FOR_PRETRAIN = ("six", "regex")
 """megatron.training's tokenizers import them."""
 DEADLINE_S = 2400.0
+LEAVE_S = 60.0
+TAIL = 40
+"""Lines of a check that did not hold, which are printed."""
 EXIT_CONFIG = 78
 """As in deadpool_plugin/errors.py."""
 MEGATRON_FAULTS, DEEPSPEED_FAULTS = "tp2-pp2-dp2", "zero[23]-bf16-adamw"
@@ -219,15 +222,27 @@ def run_check(check: Check, python: Path, log: Path) -> tuple[str, str]:
         except subprocess.TimeoutExpired:
             code = -signal.SIGKILL
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            end(process)
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()] or [""]
+    for line in lines:
+        if line.startswith("SKIPPED"):
+            tell(f"  {line}")
     if code == 0:
         return "held", lines[-1][:300]
+    tell("\n".join(f"  {line[:300]}" for line in lines[-TAIL:]))
     refused = [line for line in lines if "[deadpool]" in line and f"exit code {EXIT_CONFIG}" in line]
     problems = [line for line in lines if "FAILED" in line or "Error" in line]
     what = "refused" if refused else "failed"
     return what, (refused or problems or lines)[-1][:300] + f" (exit code {code})"
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """A check ends the job that it started when it is told to end; what is left of it is killed."""
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=LEAVE_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def run(subject: Subject, args: argparse.Namespace, known: dict[str, Line]) -> None:
