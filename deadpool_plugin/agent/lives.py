@@ -119,6 +119,12 @@ class Lives:
         self._withdraw(process)
         self.lost(slot, process, reason, exit_code)
 
+    def end_rank(self, rank: Rank, reason: str) -> None:
+        """What runs `rank` here must not go on."""
+        for slot in self._slots:
+            if slot.rank == rank and slot.living is not None:
+                self.kill(slot, slot.living, reason)
+
     def out_of_reach(self, slot: Slot, peer: LocalPeer, message: local.OutOfReach) -> None:
         """Its rank goes on here with another process, which goes by the records of the steps it need not redo."""
         if slot.process is not None:

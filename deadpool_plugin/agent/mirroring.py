@@ -150,7 +150,8 @@ class Mirroring:
         """After a swap: the buddies shall hold the restore step and the recording (they say so if they do)."""
         profile = self.profiles[rank]
         records = self._store.get(rank, step, step)[0]
-        self._feed(io.SnapshotHeld(Holding(rank, step, True, profile.replicas), generation))
+        holding = Holding(rank, step, True, profile.replicas, self._store.paired(rank, step))
+        self._feed(io.SnapshotHeld(holding, generation))
         self._pushes.recording(rank, profile)
         self._pushes.snapshot(rank, step, generation, profile, records)
 

@@ -21,11 +21,11 @@ from .. import events
 from ..config import Config
 from ..core import io
 from ..core.controller import Controller
-from ..core.messages import AnyMessage, Goodbye
+from ..core.messages import AnyMessage, Goodbye, RankCalls
 from ..core.types import NodeId, World, listed
 from ..errors import EXIT_CONFIG, EXIT_FENCED, EXIT_OK, DeadpoolError, InvariantViolated, PeerRefused
 from ..mirror.store import SnapshotStore
-from ..transport import local
+from ..transport import calls, local
 from ..transport.handshake import Credentials
 from ..transport.local import LocalPeer, LocalServer
 from ..transport.rendezvous import Hello
@@ -84,6 +84,8 @@ class Agent:
             io.AbortWorkers: self._abort,
             io.PauseWorkers: self._pause,
             io.ResumeWorkers: self._resume,
+            io.ReadCalls: self._read_calls,
+            io.EndRank: lambda action: self._lives.end_rank(action.rank, action.reason),
             io.Claim: lambda action: self._witness.claim(action),
             io.Look: lambda action: self._witness.look(action),
             io.Reconfigure: self._reconfigure,
@@ -298,6 +300,11 @@ class Agent:
         if not self._pausing.active:
             self._unwinding.begin(action.generation)
         self._store.fence(action.generation)
+
+    def _read_calls(self, action: io.ReadCalls) -> None:
+        own = ((slot.rank, self._store.own(slot.rank)) for slot in self._workers.slots if slot.rank >= 0)
+        ranks = [RankCalls(rank, calls.read(pair.calls, action.generation)) for rank, pair in own if pair is not None]
+        self.feed(io.CallsRead(action.generation, tuple(ranks)))
 
     def _pause(self, action: io.PauseWorkers) -> None:
         self._pausing.pause()

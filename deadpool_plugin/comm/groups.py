@@ -24,12 +24,14 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from ..errors import GenerationChanged, InvariantViolated, Unsupported, present
+from ..transport.calls import CallBooks
 from .collective import BATCH, BLOCKING, CompletedWork, outputs, tensors
 from .fabric import Fabric
 from .fence import Fence
 from .handle import Handle
 from .nccl import name_device
 from .network import Network
+from .pairing import is_inline, note
 from .patches import Patches
 from .record import Recorder, Replay, user_frame
 from .waits import ABANDON_S, Abandoned, BatchWork, Operation, SwapWork, in_helper
@@ -70,6 +72,9 @@ class Groups:
         self._recorder: Recorder | None = None
         self._replay: Replay | None = None
         self._training = False
+        self._books: CallBooks | None = None
+        self.calls_area = memoryview(b"")
+        """Where this rank's agent looks for what the rank issues, as soon as it has an arena."""
         self._created: list[tuple[int, ...]] = []
         self._unfinished: set[SwapWork] = set()
         self._issuing: set[int] = set()
@@ -188,8 +193,21 @@ class Groups:
                 handle.inner, handle.abandoned = inner, False
                 handle.drop_coalescing()
             self._network, self._replay, self._recorder, self._training = network, None, None, True
+            self._note_calls(generation, handles)
         self._refresh_stores(network.store)
         _retire(retired)
+
+    def _note_calls(self, generation: int, handles: list[Handle]) -> None:
+        """All members of a group begin to count in it here: its communicator is new on all of them."""
+        counted = [handle for handle in handles if handle.size() > 1]
+        described = [(handle.key, handle.rank(), handle.size()) for handle in counted]
+        self._books = CallBooks(self.calls_area, generation, described)
+        for handle, book in zip(counted, self._books.books, strict=True):
+            handle.calls = book
+
+    def cut(self, step: int) -> int:
+        """`step` is complete: what this rank's collectives since the newest swap come to; 0 before the first one."""
+        return self._books.cut(step) if self._books is not None else 0
 
     def _attempt(self, function: Callable[[], Any], generation: int) -> Any:
         """`function` in a helper thread; left behind there when a generation after `generation` is announced."""
@@ -231,6 +249,8 @@ class Groups:
             sequence, handle.sequence = handle.sequence, handle.sequence + 1
             return CompletedWork(written, self._replay.answer(handle.index, sequence, name, written))
         self._fence.check()
+        if handle.calls is not None and is_inline():
+            note(handle.calls, name, args, kwargs)
         try:
             work = self._issue_live(handle, name, args, kwargs)
         except RuntimeError as error:

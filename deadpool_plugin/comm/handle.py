@@ -19,6 +19,7 @@ from ..errors import Unsupported
 from .collective import BATCH, available
 
 if TYPE_CHECKING:
+    from ..transport.calls import CallBook
     from .groups import Groups
 
 
@@ -53,6 +54,8 @@ class Handle(dist.ProcessGroup):
         self.inner: dist.ProcessGroup | None = None
         self.abandoned = False
         self.sequence = 0
+        self.calls: CallBook | None = None
+        """What this rank has issued here since the newest swap."""
         self._name, self._desc = name, "undefined"
         self._parts: dict[int, list[tuple[str, tuple[Any, ...], dict[str, Any]]]] = {}
         """Of each thread that coalesces: a save's may use the same group meanwhile."""

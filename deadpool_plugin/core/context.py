@@ -96,6 +96,10 @@ class Context:
         """The coordinator (perhaps one before it) waits for a host to join."""
         self.stalled_at: Step | None = None
         """What was committed when this node, as coordinator, last saw nothing come of training for too long."""
+        self.unproven: frozenset[Rank] = frozenset()
+        """Ranks run by other processes than before, of which too few steps are committed yet to trust them."""
+        self.mispaired: frozenset[Rank] = frozenset()
+        """Those of them that this node, as coordinator, has had replaced for the collectives they issued."""
         self.stuck = ""
         """Why this generation cannot go on as it is, as far as this node is concerned; "" if it can."""
         self.broken: tuple[NodeId, ...] = ()

@@ -29,6 +29,7 @@ from .inventory import Inventory
 from .io import (
     AbortWorkers,
     Action,
+    CallsRead,
     Claimed,
     Input,
     Joining,
@@ -46,6 +47,8 @@ from .io import (
 )
 from .messages import (
     Accepted,
+    Calls,
+    Compare,
     Decided,
     Goodbye,
     JoinRequest,
@@ -56,12 +59,14 @@ from .messages import (
     RankFailed,
     Refused,
     Rehearse,
+    Replace,
     Report,
     Start,
     Status,
     Verdict,
     generation_of,
 )
+from .pairing import Pairing
 from .pausing import Pausing
 from .phases import IllegalMove, Phase, moved, phase_of
 from .policy import Policy
@@ -71,8 +76,10 @@ from .rifts import Rifts
 from .suspicion import suspects as suspects_at
 from .swaps import Swaps
 from .timing import Timing
-from .types import NEVER, NO_STEP, Generation, NodeId, Step, World
+from .types import NEVER, NO_STEP, Generation, NodeId, Step, SwapPlan, World
 
+PROVED_AFTER = 3
+"""Steps committed in a generation."""
 _NEED_NO_QUESTION = (Decided, Verdict, Goodbye)
 
 
@@ -312,6 +319,7 @@ class Controller:
         asked_at = self._swaps.voter.promised_at(decided.ballot)
         if self._joining is not None:
             asked_at = ctx.formed_at = self._joining.first_asked_at
+        self._judge_newcomers(plan)
         ctx.world, ctx.decided, ctx.hearsay = plan.world, decided, Hearsay(ctx.node)
         ctx.committed, ctx.training, ctx.waiting = NO_STEP, False, False
         ctx.contact_at = max(ctx.contact_at, asked_at)
@@ -327,11 +335,21 @@ class Controller:
         self._begin_generation()
         self._joining, ctx.changed = None, True
 
+    def _judge_newcomers(self, plan: SwapPlan) -> None:
+        """Who has come through PROVED_AFTER steps of the generation that ends is as good as any."""
+        ctx, floor = self._ctx, self._ctx.plan.restore_step if self._ctx.plan else 0
+        if ctx.committed >= floor + PROVED_AFTER:
+            ctx.unproven = ctx.mispaired = frozenset()
+        before = ctx.world.node_of or (-1,) * len(plan.world.node_of)
+        moved = (rank for rank, (old, new) in enumerate(zip(before, plan.world.node_of, strict=True)) if old != new)
+        ctx.unproven |= {*moved, *plan.lost_ranks}
+
     def _begin_generation(self) -> None:
         """What lives no longer than a generation."""
         ctx, inventory, failures = self._ctx, self._inventory, self._failures
-        self._coordination = Coordination(ctx)
-        self._swaps = Swaps(ctx, inventory, failures)
+        self._pairing = Pairing(ctx)
+        self._coordination = Coordination(ctx, self._pairing)
+        self._swaps = Swaps(ctx, inventory, failures, self._pairing)
         self._processes = Processes(ctx, inventory, failures, self._swaps)
         self._hearing = Hearing(ctx, inventory, failures, self._rifts, self._coordination, self._swaps)
 
@@ -348,6 +366,7 @@ _INPUTS: Mapping[type[Input], Callable[[Controller, Any], None]] = {
     SpareUnable: lambda self, event: self._ctx.note(self._rehearsing.unable(event.reason)),
     RecordsDropped: lambda self, event: self._ctx.note(self._inventory.prune()),
     StopRequested: lambda self, event: self._ctx.stop(event.reason, event.exit_code),
+    CallsRead: lambda self, event: self._hearing.read(event.generation, event.ranks),
     Claimed: lambda self, event: self._swaps.proposer.claimed(event.plan),
 }
 
@@ -358,6 +377,9 @@ _MESSAGES: Mapping[type[Any], Callable[[Controller, NodeId, Any], None]] = {
     Rehearse: lambda self, sender, message: self._rehearsing.ordered(sender, message),
     NodeFailed: lambda self, sender, message: self._hearing.node_failed(sender, message),
     RankFailed: lambda self, sender, message: self._hearing.rank_failed(sender, message),
+    Compare: lambda self, sender, message: self._hearing.compare(message),
+    Calls: lambda self, sender, message: self._pairing.hear(sender, message),
+    Replace: lambda self, sender, message: self._hearing.replace(message),
     Prepare: lambda self, sender, message: self._swaps.voter.prepare(sender, message),
     Promise: lambda self, sender, message: self._swaps.proposer.promise(sender, message),
     Propose: lambda self, sender, message: self._swaps.voter.propose(sender, message),

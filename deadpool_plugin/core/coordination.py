@@ -13,6 +13,7 @@ from .context import Context
 from .coverage import Coverage
 from .ledger import Ledger
 from .messages import Rehearse, Report, Start, Status, Verdict
+from .pairing import Pairing
 from .placement import rehearsals
 from .types import NO_STEP, NodeId, Rank, Step, listed
 
@@ -24,7 +25,7 @@ members are certain of would lag as much more."""
 class Coordination:
     """The book of one generation, and what the coordinator says from it."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, pairing: Pairing) -> None:
         self._ctx = context
         self._ledger = Ledger()
         self._covers_anew = True
@@ -46,6 +47,7 @@ class Coordination:
         self._moved_at = context.now
         """When a rank was ready, a process got on or a step was committed, the last time."""
         self._stalled = False
+        self._pairing = pairing
         self._floor: Step = max(context.plan.restore_step, 0) if context.plan else 0
 
     def hear(self, sender: NodeId, report: Report) -> None:
@@ -76,6 +78,9 @@ class Coordination:
             return
         if ctx.now - self._said_at >= ctx.timing.heartbeat_interval_s:
             self._say()
+        self._pairing.judge()
+        if ctx.ended:
+            return
         waited_s = ctx.now - self._moved_at
         if not (ctx.training or ctx.swapping) and waited_s >= ctx.timing.start_timeout_s:
             missing = sorted(set(range(len(ctx.world.node_of))) - self._ready)
@@ -91,6 +96,12 @@ class Coordination:
         ctx, limit_s = self._ctx, self._ctx.timing.stall_timeout_s
         waited_s = ctx.now - self._moved_at
         if self._stalled or not (ctx.leads and ctx.training) or ctx.swapping or self._finished or waited_s < limit_s:
+            return ""
+        if ctx.plan is not None and not self._pairing.answered:
+            self._pairing.ask()
+            return ""
+        self._pairing.judge()
+        if self._pairing.found:
             return ""
         self._stalled = True
         newest = ctx.newest_committed
@@ -113,6 +124,8 @@ class Coordination:
         if self._has_news:
             self._has_news = False
             self._commit(self._ledger.committed(ctx.world, self._committed, ctx.policy.copies))
+            if self._ledger.unpaired > self._committed:
+                self._pairing.ask(f"what the ranks had issued by step {self._ledger.unpaired} does not pair")
         if self._covers_anew and self._committed >= self._floor and len(ctx.world.members) > 1:
             self._covers_anew = False
             self._say_protection()

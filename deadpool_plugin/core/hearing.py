@@ -11,11 +11,23 @@ from .context import Context
 from .coordination import Coordination
 from .failures import Failures
 from .inventory import Inventory
-from .io import Commit, StartWorkers
-from .messages import Goodbye, NodeFailed, RankFailed, Report, Start, Status, Verdict
+from .io import Commit, EndRank, ReadCalls, StartWorkers
+from .messages import (
+    Calls,
+    Compare,
+    Goodbye,
+    NodeFailed,
+    RankCalls,
+    RankFailed,
+    Replace,
+    Report,
+    Start,
+    Status,
+    Verdict,
+)
 from .rifts import Rifts
 from .swaps import Swaps
-from .types import EXIT_SIGNALLED, NodeId
+from .types import EXIT_SIGNALLED, Generation, NodeId
 
 
 class Hearing:
@@ -106,6 +118,20 @@ class Hearing:
         if message.generation < self._ctx.world.generation:
             self._swaps.bring_up_to_date(sender)
         self._failures.hear(sender, message)
+
+    def compare(self, message: Compare) -> None:
+        if message.generation == self._ctx.world.generation:
+            self._ctx.act(ReadCalls(message.generation))
+
+    def read(self, generation: Generation, ranks: tuple[RankCalls, ...]) -> None:
+        ctx = self._ctx
+        if generation == ctx.world.generation:
+            ctx.send(ctx.coordinator, Calls(generation, ranks))
+
+    def replace(self, message: Replace) -> None:
+        ctx = self._ctx
+        if message.generation == ctx.world.generation and message.rank in ctx.world.ranks_of(ctx.node):
+            ctx.act(EndRank(message.rank, message.reason))
 
     def verdict(self, sender: NodeId, message: Verdict) -> None:
         ctx = self._ctx

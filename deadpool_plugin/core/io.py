@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from .messages import AnyMessage
+from .messages import AnyMessage, RankCalls
 from .types import Generation, Holding, NodeId, Rank, Step, SwapPlan, World
 
 
@@ -144,6 +144,13 @@ class WorkerFailed(Input, frozen=True):
     reason: str
 
 
+class CallsRead(Input, frozen=True):
+    """What the ranks of this node had issued in `generation` when ReadCalls was carried out."""
+
+    generation: Generation
+    ranks: tuple[RankCalls, ...]
+
+
 class CheckpointSaved(Input, frozen=True):
     """A rank of this node has finished saving a checkpoint; `whole`: all of it, not a file that may be part of one."""
 
@@ -220,6 +227,19 @@ class AbortWorkers(Action, frozen=True):
     """Fence `generation - 1`: interrupt the workers, stop mirroring, accept no byte of an older generation."""
 
     generation: Generation
+
+
+class ReadCalls(Action, frozen=True):
+    """Read what the ranks of this node have issued, without asking their processes, and feed CallsRead."""
+
+    generation: Generation
+
+
+class EndRank(Action, frozen=True):
+    """End the process of `rank` as one that can be brought back no more, and feed WorkerLost."""
+
+    rank: Rank
+    reason: str
 
 
 class PauseWorkers(Action, frozen=True):

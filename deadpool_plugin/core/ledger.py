@@ -14,7 +14,7 @@ from itertools import chain
 import msgspec
 
 from .placement import buddies_of, copies_needed, needs_payload
-from .types import NO_STEP, Holding, NodeId, Rank, Source, Step, World, listed
+from .types import MASK, NO_STEP, Holding, NodeId, Rank, Source, Step, World, listed
 
 
 class RestorePoint(msgspec.Struct, frozen=True):
@@ -38,6 +38,8 @@ class Ledger:
         self._blocking: dict[Step, Rank] = {}
         """A rank that was not safe when a step was last looked at: the next look begins there, so that all the looks at
         one step together cost a few per rank."""
+        self.unpaired: Step = NO_STEP
+        """The newest step that would be committed if all ranks had issued the same collectives up to it."""
         for node, held in (holdings or {}).items():
             self.replace(node, held)
 
@@ -79,8 +81,19 @@ class Ledger:
             if not self._is_safe(world, rank, step, copies):
                 self._blocking[step] = rank
                 return False
+        if not self._is_paired(world, step, set(world.active)):
+            self.unpaired = max(self.unpaired, step)
+            return False
         self._blocking = {later: rank for later, rank in self._blocking.items() if later > step}
         return True
+
+    def _is_paired(self, world: World, step: Step, nodes: Collection[NodeId]) -> bool:
+        """Whether the collectives of all ranks paired up to `step`, which `nodes` hold of each (pairing.py)."""
+        total = 0
+        for rank in range(len(world.node_of)):
+            copies = self._copies.get((rank, step), {})
+            total += next((copy.paired for node, copy in copies.items() if node in nodes), 0)
+        return total & MASK == 0
 
     def _is_safe(self, world: World, rank: Rank, step: Step, copies: int) -> bool:
         home, held = world.node_of[rank], self._copies.get((rank, step), {})
@@ -113,7 +126,8 @@ class Ledger:
         points = {}
         for step in self._steps_of(0, alive):
             sources = self._sources(world, step, alive)
-            if sources is not None:
+            # A committed step was compared when it was; its numbers may be of a generation before this one.
+            if sources is not None and (step <= committed or self._is_paired(world, step, alive)):
                 points[step] = RestorePoint(step, sources)
         allowed = [step for step in points if step >= committed] or list(points)
         if not allowed:

@@ -114,6 +114,45 @@ class RankFailed(Message, frozen=True):
     failure: Failure
 
 
+class GroupCalls(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank has issued in a group in this generation: how many collectives, their digest, the codes of the last
+    ones, the newest last; and number and digest at the cuts of its newest steps (pairing.py)."""
+
+    key: str
+    count: int
+    digest: int
+    recent: tuple[int, ...]
+    cuts: tuple[tuple[Step, int, int], ...] = ()
+
+
+class RankCalls(msgspec.Struct, frozen=True, array_like=True):
+    """Of one rank, group by group."""
+
+    rank: Rank
+    groups: tuple[GroupCalls, ...]
+
+
+class Compare(Message, frozen=True):
+    """Coordinator -> every active node: say what your ranks have issued."""
+
+    generation: Generation
+
+
+class Calls(Message, frozen=True):
+    """The answer to Compare."""
+
+    generation: Generation
+    ranks: tuple[RankCalls, ...]
+
+
+class Replace(Message, frozen=True):
+    """Coordinator -> the node of `rank`: its process has issued other collectives than the others; end it."""
+
+    generation: Generation
+    rank: Rank
+    reason: str
+
+
 class JoinRequest(Message, frozen=True):
     """A host that is no member -> every member, until a decided plan has it in its world. `rack`: "" if it has none."""
 
@@ -185,8 +224,8 @@ class Goodbye(Message, frozen=True):
 
 
 AnyMessage = (
-    Report | Status | Start | Rehearse | NodeFailed | RankFailed | JoinRequest | Prepare | Promise | Propose | Accepted
-    | Refused | Decided | Verdict | Goodbye
+    Report | Status | Start | Rehearse | NodeFailed | RankFailed | Compare | Calls | Replace | JoinRequest | Prepare
+    | Promise | Propose | Accepted | Refused | Decided | Verdict | Goodbye
 )  # fmt: skip
 
 

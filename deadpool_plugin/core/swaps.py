@@ -14,6 +14,7 @@ from .context import Context
 from .failures import Failures
 from .inventory import Inventory
 from .messages import NodeFailed, Report
+from .pairing import Pairing
 from .proposer import Proposer, described
 from .types import NEVER, NodeId
 from .voter import Voter
@@ -22,8 +23,8 @@ from .voter import Voter
 class Swaps:
     """The swap out of one generation, if there is one; a new object for each generation."""
 
-    def __init__(self, context: Context, inventory: Inventory, failures: Failures) -> None:
-        self._ctx, self._failures = context, failures
+    def __init__(self, context: Context, inventory: Inventory, failures: Failures, pairing: Pairing) -> None:
+        self._ctx, self._failures, self._pairing = context, failures, pairing
         self.voter = Voter(context, inventory, failures)
         self.proposer = Proposer(context, self.voter.acceptor)
         self._announced: set[NodeId] = set()
@@ -56,6 +57,8 @@ class Swaps:
         if not self._is_due(suspects):
             return self.proposer.reconsider()
         self._announce(suspects)
+        if ctx.unproven:  # a process that complains may have been answered by one that issues something else
+            self._pairing.ask()
         self.proposer.begin_round(suspects)
         return True
 

@@ -23,6 +23,8 @@ ExitCode = Annotated[int, msgspec.Meta(ge=-255, le=255)]
 """Negative for a signal, as in subprocess."""
 
 NO_STEP: Step = -1
+MASK = (1 << 64) - 1
+"""Digests are of 64 bits."""
 NEVER = -1.0
 """Before any time of any clock."""
 
@@ -92,13 +94,14 @@ class Holding(msgspec.Struct, frozen=True, array_like=True):
 
     `payload` is False where only the header (scalars, call records) is held because another rank of
     `replicas` on another node keeps the same payload. `replicas` names every rank whose payload is identical,
-    the rank itself included.
+    the rank itself included. `paired`: what the rank's collectives up to this step come to (pairing.py).
     """
 
     rank: Rank
     step: Step
     payload: bool
     replicas: tuple[Rank, ...]
+    paired: int = 0
 
 
 class Source(msgspec.Struct, frozen=True, array_like=True):

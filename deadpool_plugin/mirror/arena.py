@@ -4,7 +4,8 @@ Rules of this file: snapshot `step` lives in slot `step % 2`. A writer calls `in
 `payload(step)`, and calls `seal(step, ...)`: the header is written last, its digest makes a torn header invalid, so a
 writer killed at any point leaves the other slot whole and this one invalid. The payload carries no digest of its own
 (it would cost training time); its transfer does (wire.py). The gate of the ledger, not this file, decides when a slot
-may be overwritten. Behind the slots the agent, and nobody else, writes which generation it has announced.
+may be overwritten. Behind the slots the agent writes which generation it has announced,
+and the rank's process what it issues (transport/calls.py).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import xxhash
 
 from ..errors import ConfigError, MemoryShortage, TransportError, invariant
 from ..transport import descriptors
+from ..transport.calls import AREA_BYTES
 from ..transport.linux import libc
 
 PAGE_BYTES = mmap.PAGESIZE
@@ -44,6 +46,8 @@ class SnapshotHeader(msgspec.Struct, frozen=True, array_like=True):
     layout_hash: str
     payload_bytes: int
     scalars: bytes
+    paired: int = 0
+    """What the rank's collectives in that generation come to (transport/calls.py); 0 in the first."""
 
 
 class SealedHeader(NamedTuple):
@@ -62,8 +66,8 @@ def _rounded_up(size: int) -> int:
 
 
 def arena_bytes(header_bytes: int, payload_bytes: int) -> int:
-    """Memory that one SlotPair takes: two slots, and a page for what the agent announces."""
-    return 2 * _slot_bytes(header_bytes, payload_bytes) + PAGE_BYTES
+    """Memory that one SlotPair takes: two slots, a page for what the agent announces, and what the rank issues."""
+    return 2 * _slot_bytes(header_bytes, payload_bytes) + PAGE_BYTES + AREA_BYTES
 
 
 def _slot_bytes(header_bytes: int, payload_bytes: int) -> int:
@@ -181,16 +185,22 @@ class SlotPair:
     def announce(self, generation: int) -> None:
         _GENERATION.pack_into(self._view, 2 * self._slot_bytes, generation)
 
+    @property
+    def calls(self) -> memoryview:
+        """What the rank issues in its groups (transport/calls.py); its process writes there."""
+        start = 2 * self._slot_bytes + PAGE_BYTES
+        return self._view[start : start + AREA_BYTES]
+
     def invalidate(self, step: int) -> None:
         """Empties the slot of `step`, whatever it holds; call before the first byte is written to its payload."""
         self._header(step)[: _PREFIX.size] = bytes(_PREFIX.size)
 
-    def seal(self, step: int, generation: int, layout_hash: str, scalars: bytes) -> None:
+    def seal(self, step: int, generation: int, layout_hash: str, scalars: bytes, paired: int = 0) -> None:
         """Declares the slot's payload complete as snapshot `step`. `scalars` are plain data of the caller's.
 
         Raises: ConfigError if they do not fit into the header.
         """
-        header = SnapshotHeader(self.rank, step, generation, layout_hash, self.payload_bytes, scalars)
+        header = SnapshotHeader(self.rank, step, generation, layout_hash, self.payload_bytes, scalars, paired)
         self.seal_encoded(step, msgspec.msgpack.encode(header))
 
     def seal_encoded(self, step: int, encoded: bytes) -> None:

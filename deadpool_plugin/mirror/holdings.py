@@ -54,6 +54,13 @@ class Holdings(Records):
             for pair in self._own.values():
                 pair.announce(generation)
 
+    def paired(self, rank: Rank, step: Step) -> int:
+        """What the rank's collectives up to `step` come to, as its snapshot says; 0 if that is not here."""
+        with self._lock:
+            pair = self._pair(rank)
+            header = pair.open(step) if pair is not None else None
+            return header.paired if header is not None else 0
+
     def holds(self, rank: Rank) -> bool:
         """Whether slots or a recording of `rank` take memory here."""
         return rank in self._own or rank in self._mirrored or rank in self._recordings
@@ -71,9 +78,10 @@ class Holdings(Records):
         with self._lock:
             self.check_generation(generation)
             pair = self._own.get(rank)
-            if pair is None or pair.open(step) is None:
+            header = pair.open(step) if pair is not None else None
+            if header is None:
                 raise TransportError(f"rank {rank} says it staged step {step}, but its slot does not hold it")
-            return self._hold(Holding(rank, step, True, replicas))
+            return self._hold(Holding(rank, step, True, replicas, header.paired))
 
     def _hold(self, holding: Holding) -> Holding:
         for rank, step in list(self._holdings):

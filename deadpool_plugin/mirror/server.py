@@ -19,6 +19,7 @@ from ..transport.framing import ConnectionClosed
 from ..transport.handshake import Credentials, Unproven, shake_hands
 from ..transport.sockets import Address, bound_address, listen_tcp
 from . import wire
+from .arena import decode_header
 from .fence import NotEntered
 from .integrity import CorruptSnapshot
 from .records import NotHeld
@@ -229,7 +230,7 @@ class BulkServer:
             records = stream.recv_records()
             header = stream.recv_blob()
             sums = stream.recv_payload(pair.payload(push.step)[:size], lambda: store.check_generation(push.generation))
-            holding = Holding(push.rank, push.step, push.with_payload, push.replicas)
+            holding = Holding(push.rank, push.step, push.with_payload, push.replicas, decode_header(header).paired)
             store.finish_mirror(pair, header, push.generation, holding, records, sums)
             return holding
         except wire.RefusedByPeer as error:

@@ -120,10 +120,10 @@ class SnapshotStore(Holdings):
         """
         with self._lock:
             self.check_generation(generation)
-            if pair.open(step) is None:
+            if (header := pair.open(step)) is None:
                 raise TransportError(f"these slots of rank {pair.rank} do not hold step {step}")
             old = self._become_own(pair)
-            holding = self._hold(Holding(pair.rank, step, True, replicas))
+            holding = self._hold(Holding(pair.rank, step, True, replicas, header.paired))
         close(old)
         return holding
 

@@ -64,6 +64,8 @@ class Node:
             io.PauseWorkers: lambda action: self.processes.pause(),
             io.ResumeWorkers: lambda action: self.processes.resume(self.store.fence, self._acted_on),
             io.Reconfigure: self._reconfigure,
+            io.ReadCalls: lambda action: self.feed(io.CallsRead(action.generation, self.processes.calls())),
+            io.EndRank: lambda action: self.processes.end_rank(action.rank, action.reason),
             io.Claim: lambda action: cluster.claim(self, action.plan),
             io.Look: lambda action: cluster.look(self, action.generation),
             io.Emit: lambda action: cluster.said(self, action),

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..core.io import ConnectionBroke, SpareFailed, StoreLost, StoreOffered, WorkerFailed, WorkerLost, WorkerRestored
+from ..core.messages import RankCalls
 from ..core.types import NO_STEP, Generation, Rank, Step, World
 from .worker import Process
 
@@ -173,6 +174,15 @@ class Processes:
         self.unwound(process, generation)
         process.in_training = True
         self._node.feed(WorkerRestored(process.rank, generation))
+
+    def calls(self) -> tuple[RankCalls, ...]:
+        """What every rank of this node has issued in this generation."""
+        return tuple(RankCalls(slot.rank, slot.serving.calls) for slot in self.slots if slot.serving is not None)
+
+    def end_rank(self, rank: Rank, reason: str) -> None:
+        for slot in self.slots:
+            if slot.rank == rank and slot.living is not None:
+                self.kill(slot, slot.living, reason)
 
     def out_of_reach(self, process: Process, restore_step: Step) -> None:
         self.kill(self.slots[process.slot], process, f"cannot go back to step {restore_step}")

@@ -62,6 +62,9 @@ def grouped(actions: Sequence[io.Action]) -> list[str]:
     return [f"-> {','.join(map(str, lines[what]))}: {what}" if what in lines else what for what in found]
 
 
+_NOTHING = (("moved", 0), ("paired", 0))
+
+
 def described(thing: msgspec.Struct) -> str:
     """The value without what is empty in it."""
     if isinstance(thing, io.Received):
@@ -71,7 +74,7 @@ def described(thing: msgspec.Struct) -> str:
         return f"{thing.kind}({fields})"
     shown = []
     for field, value in msgspec.structs.asdict(thing).items():
-        if field in BESIDES or (isinstance(value, Checkpoint) and not value.path) or (field, value) == ("moved", 0):
+        if field in BESIDES or (isinstance(value, Checkpoint) and not value.path) or (field, value) in _NOTHING:
             continue
         if isinstance(value, tuple) and value and isinstance(value[0], Holding):
             value = f"{len(value)} snapshots"

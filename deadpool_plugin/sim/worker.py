@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ..core.ledger import may_stage
+from ..core.messages import GroupCalls
 from ..core.types import NO_STEP, Generation, Rank, Step
 from .clock import Timeline
 from .groups import Group
@@ -50,6 +51,7 @@ class Process:
         self._joined: Generation = 0
         self._join: tuple[Generation, str, Step] | None = None
         self._entered: Step = 0
+        self.calls: tuple[GroupCalls, ...] = ()
         self.slots: Pair | None = None
         self._group: Group | None = None
         self._start, self._arena, self._gate = Signal(), Signal(), Signal()

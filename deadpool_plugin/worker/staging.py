@@ -78,7 +78,7 @@ class Stager:
         self._views = [layout.views(slots.payload(step)) for step in (0, 1)]
         on_device = any(tensor.is_cuda for tensor in layout.tensors)
         self._side_stream = torch.cuda.Stream() if on_device else None  # type: ignore[no-untyped-call]
-        self._queue: queue.SimpleQueue[tuple[int, int, bytes, bytes, threading.Event]] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[int, int, bytes, bytes, int, threading.Event]] = queue.SimpleQueue()
         self._changing = {id(tensor): torch.empty_like(tensor) for tensor in changing}
         self._pending = False
         self._waited_at, self._slow_steps = time.monotonic(), 0
@@ -88,8 +88,11 @@ class Stager:
             _pin(slots, link)
         threading.Thread(target=self._run, name="deadpool-stager", daemon=True).start()
 
-    def stage(self, step: int, generation: int, scalars: bytes, records: bytes) -> None:
-        """Copy the shard as it is now into the slot of `step` once the gate is open."""
+    def stage(self, step: int, generation: int, scalars: bytes, records: bytes, paired: int = 0) -> None:
+        """Copy the shard as it is now into the slot of `step` once the gate is open.
+
+        Args: paired: what the collectives up to this cut come to (transport/calls.py).
+        """
         self._layout.check()
         self._pending = True
         for tensor in self._layout.tensors:
@@ -97,7 +100,7 @@ class Stager:
                 self._changing[id(tensor)].copy_(tensor)
         if self._side_stream is not None:
             self._side_stream.wait_stream(torch.cuda.current_stream())
-        self._queue.put((step, generation, scalars, records, self._cancel))
+        self._queue.put((step, generation, scalars, records, paired, self._cancel))
 
     def wait(self) -> None:
         """Block until nothing is being staged; the shard may change afterwards. Raises: GenerationChanged."""
@@ -137,11 +140,11 @@ class Stager:
             # a new thread's current device is GPU 0, on which every rank would then allocate memory
             torch.cuda.set_device(self._side_stream.device)
         while self._error is None:
-            step, generation, scalars, records, cancel = self._queue.get()
+            step, generation, scalars, records, paired, cancel = self._queue.get()
             try:
                 if step < 2 or self._link.wait_for_commit(step - 1, cancel.is_set):
                     self._copy(step)
-                    self._slots.seal(step, generation, self._layout.digest, scalars)
+                    self._slots.seal(step, generation, self._layout.digest, scalars, paired)
                     self._link.send(local.Staged(self._rank, step, generation, records))
             except BaseException as error:  # raised again by the main thread
                 self._error = error

@@ -36,6 +36,7 @@ class Swapping:
         self._adapter = context.adapter
         self._rank, self._layout, self._slots = rank, layout, slots
         self._stager = Stager(rank, layout, self._adapter.changing(), slots, context.link)
+        self._groups.calls_area = slots.calls
         self._log = CallLog(step)
         self.step = step
         self._restored = -1
@@ -89,7 +90,8 @@ class Swapping:
         scalars, data = self._adapter.scalars(), self._context.tapes.states()
         state = {"rng": rng.capture(self._adapter), "scalars": scalars, "data": data}
         records = self._log.records(step - 1) if step > 0 else codec.encode([])
-        self._stager.stage(step, self._groups.generation, codec.encode(state), records)
+        paired = self._groups.cut(step)
+        self._stager.stage(step, self._groups.generation, codec.encode(state), records, paired)
 
     def begin(self) -> None:
         """Stage the state before the first step."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from deadpool_plugin.core import io
 from deadpool_plugin.core.controller import Controller
 from deadpool_plugin.core.ledger import may_stage
-from deadpool_plugin.core.messages import Goodbye, Propose
+from deadpool_plugin.core.messages import Goodbye, Propose, RankCalls
 from deadpool_plugin.core.placement import buddies_of, needs_payload
 from deadpool_plugin.core.policy import Policy
 from deadpool_plugin.core.timing import Timing
@@ -106,6 +106,11 @@ class Cluster:
         """Each node's own clock: its rate and what it showed in the beginning."""
         self.hold = False
         """Workers do nothing (time can pass without the job ending)."""
+        self.calls: dict[NodeId, tuple[RankCalls, ...]] = {}
+        """What each node's ranks have issued, where a test says so; `ended`: whose process was ended for it."""
+        self.paired: dict[Rank, int] = {}
+        """What a rank's snapshots of steps after the newest restore say of its collectives."""
+        self.ended: list[tuple[NodeId, Rank, str]] = []
         self.starts = {n: 0 for n in self.nodes}
 
     # -- running -----------------------------------------------------------------------------------------------
@@ -285,6 +290,11 @@ class Cluster:
             for worker in node.workers.values():
                 worker.live = False
             self.offer(node)
+        elif isinstance(action, io.ReadCalls):
+            node.inputs.append(io.CallsRead(action.generation, self.calls.get(node.number, ())))
+        elif isinstance(action, io.EndRank):
+            self.ended.append((node.number, action.rank, action.reason))
+            self.kill_rank(node.number, action.rank)
         elif isinstance(action, (io.PauseWorkers, io.ResumeWorkers)):
             assert node.paused is isinstance(action, io.ResumeWorkers)
             node.paused = not node.paused
@@ -377,7 +387,9 @@ class Cluster:
         node.inputs.append(self.held(source.rank, step, True, plan.world.generation))
 
     def held(self, rank: Rank, step: Step, payload: bool, generation: int) -> io.SnapshotHeld:
-        return io.SnapshotHeld(Holding(rank, step, payload, self.replicas[rank]), generation)
+        restored = generation == 0 or step <= self.plans[generation].restore_step
+        paired = 0 if restored else self.paired.get(rank, 0)
+        return io.SnapshotHeld(Holding(rank, step, payload, self.replicas[rank], paired), generation)
 
     def push(self, node: Node, rank: Rank, step: Step) -> None:
         copies = self.policy.copies

@@ -1,0 +1,215 @@
+"""Collectives that pair: whether all members of a group have issued the same ones, and who differs if not.
+
+A rank numbers the collectives that it issues in each of its groups in a generation, and keeps a digest of them; the
+n-th of one member pairs with the n-th of every other. Two comparisons follow from that.
+- At equal numbers, at any time: the n-th collective is the same on every member, however far apart they are.
+- At the cut of a step: numbers and digests are the same. A swap goes back to a cut, and each rank does again by itself
+  what came after it, so nobody could go back to a cut that a collective straddles. Before the first swap nobody has,
+  and how a script's ranks are ordered there is its own affair: generation 0 is not compared.
+A rank's sum over its groups (`Holding.paired`) is made so that those of all ranks add up to 0 if all digests agree.
+
+Rules of this file: a difference is believed only where both sides are known. May import context, messages and types.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from typing import NamedTuple
+
+from .context import Context
+from .messages import Calls, Compare, GroupCalls, RankCalls, Replace
+from .types import MASK, NEVER, NodeId, Rank, listed
+
+FACTOR = 0x9E3779B97F4A7C15
+"""Odd, so that the newest collective can be taken off a digest again."""
+_INVERSE = pow(FACTOR, -1, 1 << 64)
+
+OPERATIONS = (
+    "?", "all_reduce", "all_reduce_coalesced", "broadcast", "reduce", "all_gather", "gather", "scatter",
+    "reduce_scatter", "all_to_all", "barrier",
+)  # fmt: skip
+DTYPES = (
+    "", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64", "complex64",
+    "complex128", "bool", "float8",
+)  # fmt: skip
+REDUCTIONS = ("", "sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum")
+
+
+class Call(NamedTuple):
+    """What all members of a group have in common in one collective. `size`: elements of `dtype`, bytes if that is "".
+
+    Left at 0 or "" is what may differ by rank: sizes in a gather, a scatter and an all_to_all."""
+
+    operation: str
+    dtype: str = ""
+    size: int = 0
+    reduction: str = ""
+    root: int = -1
+
+    def encoded(self) -> int:
+        """In 64 bits, of which the lowest is always set: no collective leaves a digest as it is."""
+        place = (self.root + 1) & 0xFFF
+        size = min(self.size, (1 << 38) - 1)
+        fields = (OPERATIONS.index(self.operation), DTYPES.index(self.dtype), REDUCTIONS.index(self.reduction))
+        return (size << 26 | place << 14 | fields[2] << 10 | fields[1] << 6 | fields[0] << 1 | 1) & MASK
+
+    def __str__(self) -> str:
+        unit = f"{self.dtype} x {self.size}" if self.dtype else f"{self.size} bytes" if self.size else ""
+        root = f"root {self.root}" if self.root >= 0 else ""
+        return " ".join(part for part in (self.operation, unit, self.reduction, root) if part)
+
+
+def decoded(code: int) -> Call:
+    """The inverse of `Call.encoded`."""
+    operation, dtype, reduction = code >> 1 & 31, code >> 6 & 15, code >> 10 & 15
+    return Call(OPERATIONS[operation], DTYPES[dtype], code >> 26, REDUCTIONS[reduction], (code >> 14 & 0xFFF) - 1)
+
+
+def extended(digest: int, code: int) -> int:
+    """The digest of one collective more."""
+    return (digest * FACTOR + code) & MASK
+
+
+def share(place: int, size: int, key: int) -> int:
+    """The odd number by which the member at `place` of a group of `size` multiplies its digest; those of all members
+    add up to 0. `key`: tells groups apart."""
+    if place:
+        return _scattered(place ^ key) | 1
+    return -sum(_scattered(other ^ key) | 1 for other in range(1, size)) & MASK
+
+
+def _scattered(value: int) -> int:
+    """splitmix64."""
+    value = (value * FACTOR + FACTOR) & MASK
+    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & MASK
+    value = (value ^ value >> 27) * 0x94D049BB133111EB & MASK
+    return value ^ value >> 31
+
+
+class Difference(NamedTuple):
+    """Two members of a group that have issued different collectives."""
+
+    key: str
+    ranks: tuple[Rank, Rank]
+    what: str
+
+    def __str__(self) -> str:
+        return f"group {self.key}: {self.what}"
+
+
+def _known(calls: GroupCalls) -> Iterator[tuple[int, int, int]]:
+    """Number, digest after it, and code of each collective still known, the newest first; at last the digest before."""
+    digest = calls.digest
+    for back, code in enumerate(reversed(calls.recent)):
+        yield calls.count - back, digest, code
+        digest = (digest - code) * _INVERSE & MASK
+    yield calls.count - len(calls.recent), digest, 0
+
+
+def first_difference(one: tuple[Rank, GroupCalls], other: tuple[Rank, GroupCalls]) -> Difference | None:
+    """Of two members; None if what is known of both agrees."""
+    (rank, calls), (peer, its) = one, other
+    known = {number: (digest, code) for number, digest, code in _known(calls)}
+    found = ""
+    for number, digest, code in _known(its):
+        if number not in known:
+            continue
+        if known[number][0] == digest:
+            break
+        # `_known` ends with a digest whose collective is known no more.
+        mine, yours = (str(decoded(each)) if each else "one no longer known" for each in (known[number][1], code))
+        found = f"collective {number} of rank {rank} was {mine}, of rank {peer} {yours}"
+    if not found:
+        found = _at_cuts(one, other)
+    return Difference(calls.key, (rank, peer), found) if found else None
+
+
+def _at_cuts(one: tuple[Rank, GroupCalls], other: tuple[Rank, GroupCalls]) -> str:
+    """What differed at the cut of a step: one of all alike too many, perhaps."""
+    (rank, calls), (peer, its) = one, other
+    cuts = {step: (count, digest) for step, count, digest in calls.cuts}
+    for step, count, digest in sorted(its.cuts):
+        if step in cuts and cuts[step] != (count, digest):
+            more = calls if cuts[step][0] > count else its
+            newest = f"; the newest was {decoded(more.recent[-1])}" if more.recent else ""
+            return f"rank {rank} had issued {cuts[step][0]} collectives by step {step}, rank {peer} {count}{newest}"
+    return ""
+
+
+def differences(ranks: Iterable[RankCalls], unproven: Collection[Rank]) -> list[Difference]:
+    """Between the members of each group; `ranks[0]` of each is one that has proved itself, if there is one."""
+    groups: dict[str, list[tuple[Rank, GroupCalls]]] = {}
+    for one in ranks:
+        for calls in one.groups:
+            groups.setdefault(calls.key, []).append((one.rank, calls))
+    found = []
+    for members in groups.values():
+        members.sort(key=lambda member: (member[0] in unproven, member[0]))
+        found += [difference for one in members[1:] if (difference := first_difference(members[0], one)) is not None]
+    return found
+
+
+class Pairing:
+    """The comparison in one generation, as its coordinator makes it: all are asked once, and whoever differs goes."""
+
+    def __init__(self, context: Context) -> None:
+        self._ctx = context
+        self._asked_at = NEVER
+        self._why = ""
+        self._judged = False
+        self._calls: dict[NodeId, tuple[RankCalls, ...]] = {}
+        self.found = False
+        """Somebody differs, and is on its way out; or the job is."""
+
+    def ask(self, why: str = "") -> None:
+        """Args: why: what is known to differ already, "" if it is only suspected."""
+        ctx = self._ctx
+        self._why = self._why or why
+        if self._asked_at == NEVER:
+            self._asked_at = ctx.now
+            for node in ctx.world.active:
+                ctx.send(node, Compare(ctx.world.generation))
+
+    @property
+    def answered(self) -> bool:
+        """Whether nothing more is to be expected of those who were asked."""
+        ctx = self._ctx
+        if self._asked_at == NEVER:
+            return False
+        living = set(ctx.living) & set(ctx.world.active)
+        return living <= self._calls.keys() or ctx.now - self._asked_at >= ctx.timing.silent_after_s
+
+    def hear(self, sender: NodeId, message: Calls) -> None:
+        ctx = self._ctx
+        if ctx.leads and message.generation == ctx.world.generation:
+            self._calls[sender] = message.ranks
+            self.judge()
+
+    def judge(self) -> None:
+        """Once all that is to be known is: replace the newcomers that differ, or end the job if that came to
+        nothing before."""
+        ctx = self._ctx
+        if self._judged or not self.answered:
+            return
+        self._judged = True
+        unproven = ctx.unproven
+        found = differences((one for ranks in self._calls.values() for one in ranks), unproven)
+        blamed = {rank for each in found for rank in each.ranks if rank in unproven}
+        if not found and not self._why:
+            return
+        self.found = True
+        shown = next((each for each in found if blamed & set(each.ranks)), found[0] if found else None)
+        what = f"members of a group issue different collectives: {shown or self._why}"
+        if not blamed and not found:
+            blamed = set(unproven)
+        if not blamed or ctx.mispaired:
+            again = f", as before rank(s) {listed(sorted(ctx.mispaired))} were replaced" if ctx.mispaired else ""
+            ctx.stop(
+                f"{what}{again}; no step since {ctx.newest_committed} is kept. A new process must issue the same "
+                "collectives as the others: look for what the script finds out once and keeps"
+            )
+            return
+        ctx.mispaired = frozenset(blamed)
+        ctx.emit("Note", text=what)
+        for rank in sorted(blamed):
+            ctx.send(ctx.world.node_of[rank], Replace(ctx.world.generation, rank, what))

@@ -1,0 +1,160 @@
+"""Ranks that have issued other collectives: nothing is committed or restored, newcomers go, and at last the job."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import msgspec
+import pytest
+
+from deadpool_plugin.core.ledger import Ledger
+from deadpool_plugin.core.messages import RankCalls
+from deadpool_plugin.core.pairing import Call, decoded, first_difference, share
+from deadpool_plugin.core.types import MASK, Holding, World
+from deadpool_plugin.transport.calls import AREA_BYTES, RECENT, CallBooks, read
+
+from .cluster import TIMING, Cluster
+
+WORLD = World(0, (0, 1), (2,))
+SUM, MORE = Call("all_reduce", "float32", 1, "sum"), Call("all_reduce", "int32", 1, "sum")
+
+
+def issued(codes, place=0, size=2, cuts=()):
+    """One member's calls, as its agent reads them, and its part of the sum at the end."""
+    area = memoryview(bytearray(AREA_BYTES))
+    books = CallBooks(area, 1, [("0+2", place, size)])
+    for number, code in enumerate(codes):
+        if number in cuts:
+            books.cut(cuts.index(number))
+        books.books[0].note(code)
+    total = books.cut(9)
+    (calls,) = read(area, 1)
+    return calls, total
+
+
+@pytest.mark.parametrize(
+    "call",
+    [SUM, MORE, Call("broadcast", "", 1 << 33, "", 4000), Call("barrier"), Call("reduce", "bfloat16", 7, "max", 0)],
+)
+def test_a_call_is_what_its_code_says(call):
+    assert decoded(call.encoded()) == call and call.encoded() <= MASK
+
+
+def test_the_sums_of_a_group_add_up_to_nothing_if_its_members_agree_and_only_then():
+    chance = random.Random(5)
+    for size in (2, 3, 8):
+        codes = [Call("all_reduce", "float32", chance.randrange(1 << 20), "sum").encoded() for _ in range(50)]
+        sums = [issued(codes, place, size)[1] for place in range(size)]
+        assert sum(sums) & MASK == 0
+        for place, other in itertools.product(range(size), (codes[:-1], [*codes, codes[-1]], codes[1:] + codes[:1])):
+            assert (sum(sums) - sums[place] + issued(other, place, size)[1]) & MASK
+    assert sum(share(place, 5, 77) for place in range(5)) & MASK == 0
+
+
+def test_the_first_difference_is_found_as_long_as_it_is_known():
+    codes = [Call("all_reduce", "float32", size, "sum").encoded() for size in range(3 * RECENT)]
+    at = 2 * RECENT + 20
+    mine, _ = issued(codes)
+    wrong, _ = issued([*codes[:at], MORE.encoded(), *codes[at:]])
+    found = first_difference((0, mine), (1, wrong))
+    assert found.what == f"collective {at + 1} of rank 0 was {decoded(codes[at])}, of rank 1 {MORE}"
+    behind = msgspec.structs.replace(issued(codes[:-40])[0], cuts=())
+    assert first_difference((0, mine), (1, behind)) is None, "a member that is behind differs in nothing"
+    long_ago, _ = issued([MORE.encoded(), *codes[1:]])
+    assert "one no longer known" in first_difference((0, mine), (1, long_ago)).what
+
+
+def test_a_group_of_another_generation_is_not_read():
+    area = memoryview(bytearray(AREA_BYTES))
+    CallBooks(area, 4, [("0+2", 0, 2)])
+    assert read(area, 4) and not read(area, 5)
+    many = [(f"{number}+2", 0, 2) for number in range(200)]
+    assert CallBooks(area, 5, many).cut(1) and len(read(area, 5)) < 200, "more groups than can be named are compared"
+
+
+def holdings(step, sums):
+    held = {node: [] for node in (0, 1, 2)}
+    for rank, paired in enumerate(sums):
+        for node in (rank, 1 - rank):
+            held[node].append(Holding(rank, step, True, (rank,), paired))
+    return held
+
+
+def test_a_step_that_does_not_pair_is_neither_committed_nor_restored():
+    before, after = holdings(4, (7, -7 & MASK)), holdings(5, (7, 8))
+    ledger = Ledger({node: before[node] + after[node] for node in before})
+    assert ledger.committed(WORLD) == 4 and ledger.unpaired == 5
+    for lost in ((), (1,)):
+        point = ledger.restore_point(WORLD, [node for node in (0, 1, 2) if node not in lost], committed=4)
+        assert point.step == 4, "the copy of a lost node says what its rank had issued"
+
+
+def after_a_swap(calls):
+    """A job whose node 1 was lost to its spare; `calls` of each rank are what its agent would read."""
+    cluster = Cluster(World(0, (0, 1, 2), (3, 4)), last_step=60)
+    cluster.form()
+    assert cluster.run(lambda: bool(cluster.said("Protected")) and cluster.at_step(2))
+    cluster.kill(1)
+    assert cluster.run(lambda: list(cluster.plans) == [1] and cluster.generation_protected())
+    cluster.hold = True
+    homes = {rank: home for rank, home in enumerate(cluster.newest().world.node_of)}
+    cluster.calls = {homes[rank]: (RankCalls(rank, (mine,)),) for rank, mine in calls.items()}
+    return cluster
+
+
+def three(newcomers, others=(SUM, SUM)):
+    """Of ranks 0 and 2, and of the newcomer 1."""
+    issues = {0: others, 1: newcomers, 2: others}
+    read_now = {rank: issued([call.encoded() for call in calls], rank, 3)[0] for rank, calls in issues.items()}
+    return {rank: msgspec.structs.replace(calls, cuts=()) for rank, calls in read_now.items()}
+
+
+def test_a_newcomer_that_hangs_with_another_call_is_replaced_and_then_the_job_ends():
+    cluster = after_a_swap(three([MORE, SUM]))
+    cluster.idle(1.1 * TIMING.stall_timeout_s)
+    said = f"collective 1 of rank 0 was {SUM}, of rank 1 {MORE}"
+    assert [(node, rank) for node, rank, reason in cluster.ended if said in reason] == [
+        (cluster.plans[1].world.node_of[1], 1)
+    ]
+    assert list(cluster.plans) == [1, 2] and cluster.newest().lost_ranks == (1,)
+    assert cluster.run(events=400_000)
+    living = {number: node.exit for number, node in cluster.nodes.items() if not node.killed}
+    assert {code for code, _ in living.values()} == {86}
+    assert all(said in reason and "rank(s) 1 were replaced" in reason for _, reason in living.values())
+
+
+def test_a_stall_of_ranks_that_pair_is_a_stall():
+    cluster = after_a_swap(three([SUM]))
+    cluster.idle(1.1 * TIMING.stall_timeout_s)
+    assert not cluster.ended and list(cluster.plans) == [1, 2]
+    cluster.hold = False
+    assert cluster.run(events=400_000)
+    assert {node.exit[0] for node in cluster.nodes.values() if not node.killed} == {0}
+
+
+def test_an_error_after_a_swap_may_be_the_newcomers():
+    """Rank 0 is answered with what it cannot read, and raises: rank 1 goes, too."""
+    cluster = after_a_swap(three([MORE, SUM]))
+    cluster.kill_rank(0, 0, exit_code=1)
+    assert cluster.run(lambda: 2 in cluster.plans and cluster.generation_protected())
+    assert [(node, rank) for node, rank, _ in cluster.ended] == [(cluster.plans[1].world.node_of[1], 1)]
+    cluster.calls = {}
+    cluster.hold = False
+    assert cluster.run(events=400_000)
+    assert {node.exit[0] for node in cluster.nodes.values() if not node.killed} == {0}
+
+
+def test_a_step_that_does_not_pair_has_its_newcomer_replaced():
+    """All calls look alike from outside: what the snapshots say is enough."""
+    cluster = after_a_swap(three([SUM, SUM]))
+    cluster.paired = {1: 5}
+    cluster.hold = False
+    assert cluster.run(lambda: bool(cluster.ended), events=400_000)
+    floor = cluster.plans[1].restore_step
+    assert cluster.committed[1] == floor and [(node, rank) for node, rank, _ in cluster.ended] == [
+        (cluster.plans[1].world.node_of[1], 1)
+    ]
+    cluster.paired = {}
+    assert cluster.run(events=400_000)
+    assert {node.exit[0] for node in cluster.nodes.values() if not node.killed} == {0}
