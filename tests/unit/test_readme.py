@@ -14,7 +14,11 @@ README = (ROOT / "README.md").read_text()
 def source_files():
     folders = ("deadpool_plugin", "patches", "scripts", "configs")
     for path in sorted(path for folder in folders for path in (ROOT / folder).rglob("*")):
-        if path.suffix in (".py", ".sh", ".yaml", ".txt", ".sbatch") and path.name != "__init__.py":
+        if (
+            path.suffix in (".py", ".sh", ".yaml", ".txt", ".sbatch")
+            and path.name != "__init__.py"
+            and path.parent.name != "results"
+        ):
             yield path.relative_to(ROOT).as_posix()
 
 
