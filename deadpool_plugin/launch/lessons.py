@@ -21,6 +21,8 @@ NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 """Set, it lets `torch.cuda.is_available()`, which many modules ask as they are imported, leave CUDA alone."""
 _CUDA_DEVICE = "/dev/nvidia-uvm"
 """Open in a process that has initialised CUDA; NVML does not open it."""
+_CUDA_CONTROL = "/dev/nvidiactl"
+"""There on every host with an NVIDIA driver."""
 _NICE = 10
 _END = "\0"
 """Said, because the end of file may never come: what the script forked before (a DataLoader) holds the pipe too."""
@@ -37,8 +39,9 @@ def preload(names: Iterable[str]) -> None:
 
 def cuda_is_lost() -> bool:
     """In a forked process: CUDA was initialised in one before it, and cannot be initialised again."""
-    if "torch" in sys.modules and sys.modules["torch"].cuda._is_in_bad_fork():
-        return True
+    if "torch" in sys.modules and (cuda := sys.modules["torch"].cuda)._is_in_bad_fork():
+        # A torch built for CUDA says so on a host without a device too, where there is nothing to lose.
+        return os.path.exists(_CUDA_CONTROL) or cuda.device_count() > 0
     opened = []
     for descriptor in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # closed since it was listed

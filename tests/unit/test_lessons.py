@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -99,3 +101,11 @@ def test_what_can_be_done_beforehand_is_done_after_the_imports_and_may_fail(monk
         lessons.resume()
         lessons.pause()
     assert done == ["a=/b:c"]
+
+
+@pytest.mark.parametrize(("devices", "lost"), [(0, False), (1, True)])
+def test_a_torch_for_cuda_loses_nothing_in_a_fork_on_a_host_without_a_device(monkeypatch, devices, lost):
+    monkeypatch.setattr(lessons_module, "_CUDA_CONTROL", "/nowhere")
+    cuda = SimpleNamespace(_is_in_bad_fork=lambda: True, device_count=lambda: devices)
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+    assert lessons_module.cuda_is_lost() is lost
