@@ -55,8 +55,8 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank
 
-CP_OPTIONS = {"is_hybrid_cp": False} if "is_hybrid_cp" in signature(get_batch_on_this_cp_rank).parameters else {}
-"""megatron-core asks for it from 0.18 on."""
+ASKED_BY_CP_RANK = signature(get_batch_on_this_cp_rank).parameters
+"""From 0.18 on megatron-core takes all ranks for the context-parallel group, unless it is told which one is."""
 
 
 def parse_args() -> argparse.Namespace:
@@ -195,7 +195,9 @@ def get_batch(data: Iterator[Any] | None) -> dict[str, torch.Tensor]:
     batch = next(data) if data is not None else None
     found = tensor_parallel.broadcast_data(["tokens", "labels", "position_ids"], batch, torch.int64)
     found |= tensor_parallel.broadcast_data(["loss_mask"], batch, torch.float32)
-    return get_batch_on_this_cp_rank(found, **CP_OPTIONS)
+    options = {"is_hybrid_cp": False, "cp_group": parallel_state.get_context_parallel_group()}
+    asked = {name: value for name, value in options.items() if name in ASKED_BY_CP_RANK}
+    return get_batch_on_this_cp_rank(found, **asked)
 
 
 # Training
