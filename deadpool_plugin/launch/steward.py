@@ -78,7 +78,7 @@ class Steward:
         while True:
             alone = self._seen and self._launcher_is_gone() and not self._signal
             word = self._ear.next(ALONE_POLL_S if alone else POLL_S)
-            if not self._seen and (self._is_here() or self._logged()):  # it may have been short
+            if not self._seen and (self._is_here() or self._logged() or self._last_word()):  # it may have been short
                 self._seen, self._ear.heard_at = True, time.monotonic()
             if isinstance(word, leash.Stop):
                 self._end(signal.SIGINT, word.grace_s)
