@@ -71,7 +71,8 @@ def test_a_newcomer_reads_the_batches_of_a_masked_data_set_that_the_rank_would_r
     ours, newcomers = (RewindIterator(loader(data_set)) for _ in range(2))
     for _ in range(9):
         next(ours)
-    newcomers.skip(*ours.pulled_since(0))
+    count, draws, *_ = ours.pulled_since(0)
+    newcomers.skip(count, draws)  # nobody compares, so nothing is read to be proven
     assert (type(newcomers.inner) is skipping._Behind) is not permute
     for _ in range(3):
         mine, expected = next(newcomers), next(ours)

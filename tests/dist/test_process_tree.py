@@ -75,6 +75,7 @@ def without_reader(tmp_path, policy, *nodes):
     """Started, and then nobody reads what these nodes say."""
     more = f"memory_headroom_gib: 0\non_launcher_loss: {policy}\n"
     cluster = started(tmp_path, piped=nodes, more=more)
+    cluster.wait_for("a committed step", lambda: cluster.events(events.StepCommitted))  # else a loss is the end
     for node in nodes:
         cluster.launchers[node].stdout.close()
     return cluster
