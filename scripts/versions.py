@@ -36,6 +36,8 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
+from clusters.launched import read_json_lines  # noqa: E402
+
 from deadpool_plugin.versions import CHECKOUTS, NEWEST, ROWS, Row  # noqa: E402
 
 REQUIREMENTS = REPOSITORY / "scripts" / "requirements-cpu.txt"
@@ -125,7 +127,7 @@ def environment(row: Row, folder: Path, log: Path) -> Path:
     tell(f"{row.name}: making {place} (gigabytes, some minutes)")
     shutil.rmtree(place, ignore_errors=True)
     place.parent.mkdir(parents=True, exist_ok=True)
-    listed = place.with_suffix(".txt")
+    listed = place.with_name(f"{place.name}.txt")  # a version ends like a suffix
     listed.write_text("".join(f"{line}\n" for line in wanted))
     # torch comes first: DeepSpeed's build imports it
     first = [line for line in wanted if line.startswith(("torch==", "numpy=="))]
@@ -278,10 +280,7 @@ def keep(args: argparse.Namespace, subject: Subject, check: str, result: str, de
 
 def known_lines(path: Path) -> dict[str, Line]:
     """The newest line of each row and check."""
-    if not path.exists():
-        return {}
-    lines = map(json.loads, path.read_text().splitlines())
-    return {f"{line['row']}:{line['check']}": line for line in lines}
+    return {f"{line['row']}:{line['check']}": line for line in read_json_lines(path)}
 
 
 def outcome(subject: Subject, known: dict[str, Line]) -> Line:

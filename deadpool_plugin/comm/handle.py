@@ -143,34 +143,6 @@ class Handle(dist.ProcessGroup):
 
     _set_default_timeout = set_timeout
 
-    @property
-    def supports_splitting(self) -> bool:
-        return False
-
-    @property
-    def supports_coalescing(self) -> bool:
-        return False
-
-    @property
-    def supports_time_estimate(self) -> bool:
-        return False
-
-    @property
-    def supports_abort_hooks(self) -> bool:
-        return False
-
-    @property
-    def supports_completion_hooks(self) -> bool:
-        return False
-
-    @property
-    def supports_reconfigure(self) -> bool:
-        return False
-
-    @property
-    def supports_window(self) -> bool:
-        return False
-
     # ---- what would end the group: it is not the framework's to end
 
     def abort(self) -> None:
@@ -189,6 +161,16 @@ class Handle(dist.ProcessGroup):
         return f"<Handle {self.index} {self.name()} ranks {list(self.ranks)}>"
 
 
+LACKING = (
+    "supports_splitting",
+    "supports_coalescing",
+    "supports_time_estimate",
+    "supports_abort_hooks",
+    "supports_completion_hooks",
+    "supports_reconfigure",
+    "supports_window",
+)
+"""Properties by which torch asks what else a group can do; a handle can do none of it."""
 REFUSED = (
     "get_reconfigure_handle",
     "new_window",
@@ -225,5 +207,7 @@ def _forward(name: str) -> Callable[..., Any]:
 
 for _name in available():
     setattr(Handle, _name, _forward(_name))
+for _name in LACKING:
+    setattr(Handle, _name, property(lambda self: False))
 for _name in REFUSED:
     setattr(Handle, _name, _refuse(_name))

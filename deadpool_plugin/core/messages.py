@@ -14,6 +14,7 @@ from .types import (
     Ballot,
     Checkpoint,
     Count,
+    Digest,
     ExitCode,
     Failure,
     Generation,
@@ -119,10 +120,10 @@ class GroupCalls(msgspec.Struct, frozen=True, array_like=True):
     ones, the newest last; and number and digest at the cuts of its newest steps (pairing.py)."""
 
     key: str
-    count: int
-    digest: int
-    recent: tuple[int, ...]
-    cuts: tuple[tuple[Step, int, int], ...] = ()
+    count: Count
+    digest: Digest
+    recent: tuple[Digest, ...]
+    cuts: tuple[tuple[Step, Count, Digest], ...] = ()
 
 
 class RankCalls(msgspec.Struct, frozen=True, array_like=True):

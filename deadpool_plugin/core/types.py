@@ -22,9 +22,12 @@ Generation = Count
 ExitCode = Annotated[int, msgspec.Meta(ge=-255, le=255)]
 """Negative for a signal, as in subprocess."""
 
+Digest = Annotated[int, msgspec.Meta(ge=0)]
+"""Of 64 bits: what is decoded holds no more, and msgspec takes no bound above 63."""
+
 NO_STEP: Step = -1
 MASK = (1 << 64) - 1
-"""Digests are of 64 bits."""
+"""The largest digest."""
 NEVER = -1.0
 """Before any time of any clock."""
 
@@ -101,7 +104,7 @@ class Holding(msgspec.Struct, frozen=True, array_like=True):
     step: Step
     payload: bool
     replicas: tuple[Rank, ...]
-    paired: int = 0
+    paired: Digest = 0
 
 
 class Source(msgspec.Struct, frozen=True, array_like=True):

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import msgspec
 import xxhash
 
+from ..core.types import Count, Digest, Generation, Rank, Step
 from ..errors import ConfigError, MemoryShortage, TransportError, invariant
 from ..transport import descriptors
 from ..transport.calls import AREA_BYTES
@@ -40,13 +41,13 @@ TOUCH_BYTES = 8 << 20  # some 5 ms, ten times that on a loaded host
 class SnapshotHeader(msgspec.Struct, frozen=True, array_like=True):
     """What a sealed slot says about its content. `payload_bytes` is the rank's, also where only the header is held."""
 
-    rank: int
-    step: int
-    generation: int
+    rank: Rank
+    step: Step
+    generation: Generation
     layout_hash: str
-    payload_bytes: int
+    payload_bytes: Count
     scalars: bytes
-    paired: int = 0
+    paired: Digest = 0
     """What the rank's collectives in that generation come to (transport/calls.py); 0 in the first."""
 
 

@@ -7,16 +7,13 @@ it has two slots; they belong to one header (by its digest), so a slot that is w
 from __future__ import annotations
 
 import os
-from typing import Annotated
 
-import msgspec
 import xxhash
 
-from ..core.types import Rank, Step
+from ..core.types import Digest, Rank, Step
 from ..errors import DeadpoolError
 
 FRAME_BYTES = 4 << 20
-Digest = Annotated[int, msgspec.Meta(ge=0)]
 Sums = tuple[Digest, ...]
 """xxh3 of every frame of a payload, in order; none where only the header is held."""
 

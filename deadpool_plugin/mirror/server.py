@@ -19,7 +19,6 @@ from ..transport.framing import ConnectionClosed
 from ..transport.handshake import Credentials, Unproven, shake_hands
 from ..transport.sockets import Address, bound_address, listen_tcp
 from . import wire
-from .arena import decode_header
 from .fence import NotEntered
 from .integrity import CorruptSnapshot
 from .records import NotHeld
@@ -230,9 +229,8 @@ class BulkServer:
             records = stream.recv_records()
             header = stream.recv_blob()
             sums = stream.recv_payload(pair.payload(push.step)[:size], lambda: store.check_generation(push.generation))
-            holding = Holding(push.rank, push.step, push.with_payload, push.replicas, decode_header(header).paired)
-            store.finish_mirror(pair, header, push.generation, holding, records, sums)
-            return holding
+            holding = Holding(push.rank, push.step, push.with_payload, push.replicas)
+            return store.finish_mirror(pair, header, push.generation, holding, records, sums)
         except wire.RefusedByPeer as error:
             _log.debug("abandoned: %s", error)
             return None

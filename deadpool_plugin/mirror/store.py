@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import msgspec
 import xxhash
 
 from ..core.types import Generation, Holding, Rank, Step
@@ -248,17 +249,19 @@ class SnapshotStore(Holdings):
         holding: Holding,
         records: list[bytes],
         sums: Sums = (),
-    ) -> None:
+    ) -> Holding:
         """Seals the slot with the encoded header, lists the holding, and appends call records that end at its step.
 
         Args:
             sums: checksums of the payload's frames as it arrived, empty where only the header is held.
 
+        Returns: the holding, with what the header says of the rank's collectives.
         Raises: StaleGeneration; TransportError if the header is another snapshot's, or the rank was released.
         """
         header, rank, step = decode_header(encoded), holding.rank, holding.step
         if (header.rank, header.step) != (rank, step):
             raise TransportError(f"the header of rank {header.rank}, step {header.step}", f"rank {rank}, step {step}")
+        holding = msgspec.structs.replace(holding, paired=header.paired)
         with self._lock:
             self.check_generation(generation)
             if self._mirrored.get(rank) is not pair:
@@ -268,6 +271,7 @@ class SnapshotStore(Holdings):
             self._sums.put(rank, step, xxhash.xxh3_64_intdigest(encoded), sums)
             for past, record in enumerate(records, step - len(records) + 1):
                 self._history(rank).append(past, record)
+        return holding
 
     def already_mirrored(self, rank: Rank, step: Step, digest: int, payload: bool) -> Holding | None:
         """The holding, if just this snapshot (by its header's digest) is mirrored here already."""

@@ -20,11 +20,11 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 import xxhash
 
-from ..core.types import Count, Generation, Rank, Step
+from ..core.types import Count, Digest, Generation, Rank, Step
 from ..errors import CorruptFrame, TransportError
 from ..transport.framing import ConnectionClosed, why_unreadable
 from ..transport.sockets import remote_name, tune
-from .integrity import FRAME_BYTES, Digest, Sums, frame_sums
+from .integrity import FRAME_BYTES, Sums, frame_sums
 
 MESSAGE_BYTES_MAX = 16 << 20
 BLOB_BYTES_MAX = 1 << 30

@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Sequence
 
 from ..core.messages import GroupCalls
-from ..core.pairing import FACTOR, share
+from ..core.pairing import extended, share
 from ..core.types import MASK, Generation, Step
 
 RECENT = 96
@@ -53,7 +53,7 @@ class CallBook:
         count = self.count
         _CODE.pack_into(self._entry, _RING_AT + count % RECENT * 8, code)
         self.count = count = count + 1
-        self.digest = digest = (self.digest * FACTOR + code) & MASK
+        self.digest = digest = extended(self.digest, code)
         _NOW.pack_into(self._entry, _NOW_AT, count, digest, count ^ digest)
 
     def cut(self, step: Step) -> int:

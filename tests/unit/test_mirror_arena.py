@@ -114,7 +114,7 @@ def test_memory_that_is_refused_is_a_shortage(monkeypatch: pytest.MonkeyPatch, r
     else:
         monkeypatch.setattr(arena, "_MADV_POPULATE_WRITE", 9999)
         monkeypatch.setattr(os, "posix_fallocate", refused)
-    why = r"slots of 41955328 bytes for rank 0 .* after 8388608 bytes"
+    why = rf"slots of {arena.arena_bytes(4096, 20 << 20)} bytes for rank 0 .* after 8388608 bytes"
     with none_left_open(), pytest.raises(MemoryShortage, match=why) as caught:
         SlotPair.create(0, 4096, 20 << 20)
     assert calls == 2 and caught.value.exit_code == 78

@@ -687,12 +687,15 @@ def integers(kind: msgspec.inspect.Type, path: str, seen: set[type]) -> Iterator
     "kinds",
     [
         wire.AnyRequest, wire.AnyReply, wire.Blob, messages.AnyMessage, local.AnyLocalMessage, rendezvous.Hello,
-        rendezvous.AnyAnswer, guests.Question, guests.Answer,
+        rendezvous.AnyAnswer, guests.Question, guests.Answer, SnapshotHeader,
     ],
-    ids=["request", "reply", "blob", "control", "local", "hello", "table", "question", "answer"],
+    ids=["request", "reply", "blob", "control", "local", "hello", "table", "question", "answer", "header"],
 )  # fmt: skip
 def test_no_integer_from_a_wire_is_without_bounds(kinds: type) -> None:
     found = dict(integers(msgspec.inspect.type_info(kinds), "", set()))
     assert [place for place, kind in found.items() if kind.ge is None] == []
-    sums = {"Sealed.sums", "Blob.digest", "Push.header_digest"}
-    assert {place for place, kind in found.items() if kind.le is None} <= sums
+    digests = {
+        "Sealed.sums", "Blob.digest", "Push.header_digest", "Holding.paired", "SnapshotHeader.paired",
+        "GroupCalls.digest", "GroupCalls.recent", "GroupCalls.cuts",
+    }  # fmt: skip
+    assert {place for place, kind in found.items() if kind.le is None} <= digests
