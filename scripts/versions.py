@@ -51,6 +51,8 @@ TAIL = 40
 EXIT_CONFIG = 78
 """As in deadpool_plugin/errors.py."""
 MEGATRON_FAULTS, DEEPSPEED_FAULTS = "tp2-pp2-dp2", "zero[23]-bf16-adamw"
+CHECKS = ("guards", "demo", "demo-zero2", "demo-zero3", "faults", "faults-zero")
+CHECKS_OF_CHECKOUT = ("pretrain_gpt",)
 GUARDS = (
     "tests/contract/test_comm_surface.py",
     "tests/adapters/test_megatron_state.py",
@@ -58,14 +60,6 @@ GUARDS = (
 )
 
 Line = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Check:
-    """One command of a row; it holds if its exit code is 0."""
-
-    name: str
-    words: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -185,34 +179,35 @@ def checkout(tag: str, clone: Path | None, folder: Path) -> Path:
 # Checks
 
 
-def checks(subject: Subject, args: argparse.Namespace, out: Path) -> Iterable[Check]:
-    """Raises: Unavailable without the checkout."""
+def checks(subject: Subject, args: argparse.Namespace, out: Path) -> dict[str, tuple[str, ...]]:
+    """What each check has Python run; it holds if the exit code is 0. Raises: Unavailable without the checkout."""
     if subject.tag:
         place = checkout(subject.tag, args.megatron_lm, args.out / "checkouts")
-        words = ("scripts/megatron_lm_options.py", "--checkout", str(place), "--out", str(out / "pretrain"), "--again")
-        return [Check("pretrain_gpt", (*words, "--only", "base", "tp2-pp2", "replicated", "overlap"))]
+        script = ("scripts/megatron_lm_options.py", "--checkout", str(place), "--out", str(out / "pretrain"), "--again")
+        return dict.fromkeys(CHECKS_OF_CHECKOUT, (*script, "--only", "base", "tp2-pp2", "replicated", "overlap"))
     demo = ("scripts/demo.py", "--seed", str(args.seed))
     faults = ("scripts/fault_matrix.py", "--heal", "--group", "main", "--again", "--only")
-    return [
-        Check("guards", ("-m", "pytest", "-q", "-p", "no:cacheprovider", *GUARDS)),
-        Check("demo", (*demo, "--out", str(out / "demo"))),
-        Check("demo-zero2", (*demo, "--framework", "deepspeed", "--zero", "2", "--out", str(out / "demo-zero2"))),
-        Check("demo-zero3", (*demo, "--framework", "deepspeed", "--zero", "3", "--out", str(out / "demo-zero3"))),
-        Check("faults", (*faults, MEGATRON_FAULTS, "--out", str(out / "faults"))),
-        Check(
-            "faults-zero", (*faults, DEEPSPEED_FAULTS, "--framework", "deepspeed", "--out", str(out / "faults-zero"))
-        ),
+    words: list[tuple[str, ...]] = [
+        ("-m", "pytest", "-q", "-p", "no:cacheprovider", *GUARDS),
+        (*demo, "--out", str(out / "demo")),
+        (*demo, "--framework", "deepspeed", "--zero", "2", "--out", str(out / "demo-zero2")),
+        (*demo, "--framework", "deepspeed", "--zero", "3", "--out", str(out / "demo-zero3")),
+        (*faults, MEGATRON_FAULTS, "--out", str(out / "faults")),
+        (*faults, DEEPSPEED_FAULTS, "--framework", "deepspeed", "--out", str(out / "faults-zero")),
     ]
+    return dict(zip(CHECKS, words, strict=True))
 
 
-def run_check(check: Check, python: Path, log: Path) -> tuple[str, str]:
+def run_check(words: tuple[str, ...], python: Path, log: Path, clone: Path | None) -> tuple[str, str]:
     """(held, failed or refused; the last line that says something)"""
     environ = {**os.environ, "PATH": f"{python.parent}:{os.environ['PATH']}", "VIRTUAL_ENV": str(python.parent.parent)}
     environ |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore"}
+    if clone is not None:
+        environ["MEGATRON_LM_GIT"] = str(clone)  # tests of the guards look for hook points in its tags
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "wb") as output:
         process = subprocess.Popen(
-            [str(python), *check.words],
+            [str(python), *words],
             cwd=REPOSITORY,
             env=environ,
             stdout=output,
@@ -252,18 +247,18 @@ def run(subject: Subject, args: argparse.Namespace, known: dict[str, Line]) -> N
     out = args.out / subject.name
     out.mkdir(parents=True, exist_ok=True)
     try:
-        wanted = list(checks(subject, args, out))
+        wanted = checks(subject, args, out)
         python = environment(subject.row, args.envs, out / "install.txt")
     except (Unavailable, subprocess.CalledProcessError) as error:
         keep(args, subject, "environment", "skipped" if isinstance(error, Unavailable) else "failed", str(error), 0.0)
         return
-    for check in wanted:
-        before = known.get(f"{subject.name}:{check.name}")
+    for check, words in wanted.items():
+        before = known.get(f"{subject.name}:{check}")
         if before and (before["result"] == "held" or not args.again):
             continue
         began = time.monotonic()
-        result, detail = run_check(check, python, out / f"{check.name}.txt")
-        keep(args, subject, check.name, result, detail, time.monotonic() - began)
+        result, detail = run_check(words, python, out / f"{check}.txt", args.megatron_lm)
+        keep(args, subject, check, result, detail, time.monotonic() - began)
 
 
 def keep(args: argparse.Namespace, subject: Subject, check: str, result: str, detail: str, seconds: float) -> None:
@@ -285,16 +280,16 @@ def known_lines(path: Path) -> dict[str, Line]:
 
 def outcome(subject: Subject, known: dict[str, Line]) -> Line:
     """The row's entry of the last line printed."""
-    own = [line for key, line in known.items() if key.startswith(f"{subject.name}:")]
-    if any(line["check"] != "environment" for line in own):  # what was missing at first is there now
-        own = [line for line in own if line["check"] != "environment"]
-    broken = [line for line in own if line["result"] != "held"]
-    held = bool(own) and not broken
-    detail = "; ".join(f"{line['check']} {line['result']}: {line['detail']}" for line in broken)
+    names = CHECKS_OF_CHECKOUT if subject.tag else CHECKS
+    own = [known[key] for name in names if (key := f"{subject.name}:{name}") in known]
+    if not own and (nothing := known.get(f"{subject.name}:environment")):
+        own = [nothing]
+    broken = [f"{line['check']} {line['result']}: {line['detail']}" for line in own if line["result"] != "held"]
+    missing = [f"{name} not run" for name in names if f"{subject.name}:{name}" not in known]
     return {
         "name": subject.name,
-        "held": held,
-        "detail": detail or ", ".join(line["check"] for line in own) or "not run",
+        "held": not broken and not missing,
+        "detail": "; ".join(broken or missing) or ", ".join(names),
     }
 
 
