@@ -4,7 +4,9 @@ A script that resumes from its newest checkpoint, or refuses a folder that is no
 rehearsal what the job has written since.
 Rules of this file: a name is hidden only if the rank's script looked for it in start-up, if it was not there when that
 start-up ended, and if it lies in the same directory (the same inode: hosts have directories of their own under equal
-paths). What start-up itself makes, a cache of indices above all, stays visible: nobody builds it a second time.
+paths). What start-up itself makes, a cache of indices above all, stays visible to a look by name: nobody builds it a
+second time. A listing shows what the rank's own listings showed: a folder that was empty, or not there, when the script
+asked is not full because start-up went on to log into it.
 Standard library only. Not seen: what looks past Python (a subprocess, a C++ library).
 """
 
@@ -24,7 +26,8 @@ MISSING_MAX = 100_000
 ENTRIES_MAX = 10_000
 """Of a directory; a longer listing is one of data."""
 Folder = list[Any]
-"""Plain data: path, inode, the names that were not there, and all that were there (None if nobody listed them)."""
+"""Plain data: path, inode, the names that were not there, all that were there and those that the rank's listings
+showed (both None if the script neither listed the folder nor missed it)."""
 
 
 Patch = tuple[Any, str, Any, Any]
@@ -72,26 +75,52 @@ class Looks:
 
     def __init__(self) -> None:
         self._missing: set[str] = set()
-        self._listed: set[str] = set()
+        self._listed: dict[str, set[str]] = {}
+        """What the listings of each folder have shown, up to one name more than ENTRIES_MAX."""
         self._watches = True
         self._listdir = os.listdir
         self._patches = _patch(
             [
-                *((os, name, self._look) for name in ("stat", "lstat", "listdir", "scandir")),
+                *((os, name, self._look) for name in ("stat", "lstat")),
+                (os, "listdir", self._list),
+                (os, "scandir", self._scan),
                 (os, "access", self._access),
                 *((module, "open", self._open) for module in (builtins, io)),
             ]
         )
 
-    def _look(self, original: Callable[..., Any], path: Any = ".", *args: Any, **kwargs: Any) -> Any:
+    def _look(self, original: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            found = original(path, *args, **kwargs)
+            return original(path, *args, **kwargs)
         except (FileNotFoundError, NotADirectoryError):
             self._miss(path, kwargs)
             raise
-        if self._watches and original.__name__ in ("listdir", "scandir") and (folder := _path(path, kwargs)):
-            self._listed.add(folder)
-        return found
+
+    def _list(self, original: Callable[..., list[Any]], path: Any = ".") -> list[Any]:
+        names: list[Any] = self._look(original, path)
+        if shows := self._shows(path):
+            for name in names:
+                shows(name)
+        return names
+
+    def _scan(self, original: Callable[..., Any], path: Any = ".") -> Any:
+        entries = self._look(original, path)
+        shows = self._shows(path)
+        return _Entries(entries, shows) if shows else entries
+
+    def _shows(self, path: Any) -> Callable[[Any], bool] | None:
+        """What keeps each name that a listing of `path` shows, which it goes on to show."""
+        folder = _path("." if path is None else path, {})
+        if not self._watches or folder is None:
+            return None
+        names = self._listed.setdefault(folder, set())
+
+        def shows(name: Any) -> bool:
+            if self._watches and len(names) <= ENTRIES_MAX:
+                names.add(os.fsdecode(name))
+            return True
+
+        return shows
 
     def _access(self, original: Callable[..., bool], path: Any, *args: Any, **kwargs: Any) -> bool:
         if not (found := original(path, *args, **kwargs)):
@@ -116,13 +145,15 @@ class Looks:
         _unpatch(self._patches)
         missing: dict[str, set[str]] = {}
         for path in self._missing:
+            if os.path.isdir(path):  # made since; what the script would have listed was nothing
+                self._listed.setdefault(path, set())
             folder, name = os.path.split(path)
             while folder != path and not os.path.lexists(folder):
                 path = folder
                 folder, name = os.path.split(path)
             if name and not os.path.lexists(path):
                 missing.setdefault(folder, set()).add(name)
-        found = (self._folder(path, missing.get(path, set())) for path in sorted(self._listed | missing.keys()))
+        found = (self._folder(path, missing.get(path, set())) for path in sorted(self._listed.keys() | missing.keys()))
         return [folder for folder in found if folder is not None]
 
     def _folder(self, path: str, missing: set[str]) -> Folder | None:
@@ -131,12 +162,21 @@ class Looks:
             names = self._listdir(path) if path in self._listed else None
         except OSError:  # gone since, or not to be read
             return None
-        if names is not None and len(names) > ENTRIES_MAX:
+        listed = self._listed.get(path, set())
+        if names is not None and max(len(names), len(listed)) > ENTRIES_MAX:
             names = None
         if names is None and not missing:
             return None
-        encoded = None if names is None else [os.fsencode(name) for name in sorted(names)]
-        return [os.fsencode(path), str(inode), [os.fsencode(name) for name in sorted(missing)], encoded]
+        there = [None, None] if names is None else [_encoded(names), _encoded(listed)]
+        return [os.fsencode(path), str(inode), _encoded(missing), *there]
+
+
+def _encoded(names: Iterable[str]) -> list[bytes]:
+    return [os.fsencode(name) for name in sorted(names)]
+
+
+def _decoded(names: Iterable[bytes]) -> set[str]:
+    return {os.fsdecode(name) for name in names}
 
 
 class FileView:
@@ -149,10 +189,11 @@ class FileView:
         self._folders = {
             os.fsdecode(path): (
                 int(inode),
-                {os.fsdecode(name) for name in missing},
-                None if names is None else {os.fsdecode(name) for name in names},
+                _decoded(missing),
+                None if names is None else _decoded(names),
+                None if listed is None else _decoded(listed),
             )
-            for path, inode, missing, names in looks
+            for path, inode, missing, names, listed in looks
         }
         self._stat = os.stat
         self._patches = _patch(
@@ -183,10 +224,12 @@ class FileView:
             whole = folder
         return False
 
-    def _hides_in(self, folder: str, name: str) -> bool:
-        inode, missing, names = self._folders.get(folder, (0, set(), None))
-        if name not in missing and (names is None or name in names):
-            return False
+    def _hides_in(self, folder: str, name: str, *, listing: bool = False) -> bool:
+        inode, missing, names, listed = self._folders.get(folder, (0, set(), None, None))
+        if name not in missing:
+            shown = listed if listing else names
+            if shown is None or name in shown:
+                return False
         try:
             return self._stat(folder).st_ino == inode
         except OSError:
@@ -223,26 +266,34 @@ class FileView:
     def _listdir(self, original: Callable[..., list[Any]], path: Any = ".") -> list[Any]:
         self._refuse(path, {})
         names = original(path)
-        folder = _path("." if path is None else path, {})
-        return [name for name in names if folder is None or not self._hidden_entry(folder, name)]
+        shows = self._shows(path)
+        return [name for name in names if shows(name)] if shows else names
 
     def _scandir(self, original: Callable[..., Any], path: Any = ".") -> Any:
         self._refuse(path, {})
         entries = original(path)
-        folder = _path("." if path is None else path, {})
-        return entries if folder is None or folder not in self._folders else _Entries(entries, folder, self)
+        shows = self._shows(path)
+        return _Entries(entries, shows) if shows else entries
 
-    def _hidden_entry(self, folder: str, name: Any) -> bool:
-        name = os.fsdecode(name)
-        known = self._hides and folder in self._folders and os.path.join(folder, name) not in self._own
-        return known and self._hides_in(folder, name)
+    def _shows(self, path: Any) -> Callable[[Any], bool] | None:
+        """Tells which names a listing of `path` shows; None if it shows all."""
+        folder = _path("." if path is None else path, {})
+        if folder is None or folder not in self._folders:
+            return None
+
+        def shows(name: Any) -> bool:
+            name = os.fsdecode(name)
+            own = not self._hides or os.path.join(folder, name) in self._own
+            return own or not self._hides_in(folder, name, listing=True)
+
+        return shows
 
 
 class _Entries:
-    """What `os.scandir` gives, without what is hidden."""
+    """What `os.scandir` gives, as far as `shows` says yes to the name."""
 
-    def __init__(self, entries: Any, folder: str, view: FileView) -> None:
-        self._entries, self._folder, self._view = entries, folder, view
+    def __init__(self, entries: Any, shows: Callable[[Any], bool]) -> None:
+        self._entries, self._shows = entries, shows
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -250,7 +301,7 @@ class _Entries:
     def __next__(self) -> Any:
         while True:
             entry = next(self._entries)
-            if not self._view._hidden_entry(self._folder, entry.name):
+            if self._shows(entry.name):
                 return entry
 
     def __enter__(self) -> _Entries:

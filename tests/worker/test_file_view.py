@@ -115,3 +115,42 @@ def test_what_a_rehearsal_makes_itself_it_sees(tmp_path, rehearsed):
     draft.replace(moved)
     os.close(os.open(draft, os.O_WRONLY | os.O_CREAT))
     assert moved.exists() and draft.exists()
+
+
+def last_checkpoint(output):
+    """As most training scripts of transformers 4 resume."""
+    if not os.path.isdir(output):
+        return None
+    found = [name for name in os.listdir(output) if name.startswith("checkpoint-")]
+    if not found and any(os.scandir(output)):
+        raise ValueError("the output folder is not empty")
+    return max(found, default=None)
+
+
+@pytest.mark.parametrize("was_there", [True, False], ids=["empty_before", "not_there_before"])
+@pytest.mark.parametrize("logs", [True, False], ids=["logs", "no_logs"])
+def test_a_folder_that_start_up_makes_or_fills_looks_empty_as_it_did(tmp_path, rehearsed, was_there, logs):
+    output, index = tmp_path / "out", tmp_path / "out" / "index.npy"
+    if was_there:
+        output.mkdir()
+
+    def start_up():
+        assert last_checkpoint(output) is None
+        output.mkdir(exist_ok=True)
+        index.touch()
+        if logs:  # as a monitor does once training begins
+            (output / "runs").mkdir()
+
+    rehearsed(start_up, lambda: save(output / "checkpoint-4"))
+    assert last_checkpoint(output) is None
+    assert not glob.glob(f"{output}/checkpoint-*/state.json") and not (output / "checkpoint-4").exists()
+    assert index.exists(), "what start-up made is there for whoever knows its name"
+    (output / "checkpoint-0").mkdir()
+    assert last_checkpoint(output) == "checkpoint-0"
+
+
+def test_a_checkpoint_that_start_up_found_in_a_listing_is_found_again(tmp_path, rehearsed):
+    for before in ("checkpoint-4", "notes"):
+        (tmp_path / before).mkdir()
+    rehearsed(lambda: last_checkpoint(tmp_path), lambda: save(tmp_path / "checkpoint-8"))
+    assert last_checkpoint(tmp_path) == "checkpoint-4" and sorted(os.listdir(tmp_path)) == ["checkpoint-4", "notes"]
