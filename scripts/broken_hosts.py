@@ -234,6 +234,7 @@ def main() -> int:
     if lacks := netns_host.missing():
         print(f"[broken_hosts] no hosts can be made here: {'; '.join(lacks)}", file=sys.stderr)
         return EXIT_UNAVAILABLE
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # hosts and mounts are taken away, too
     args.out.mkdir(parents=True, exist_ok=True)
     make_corpus.ensure(args.out / "corpus")
     for name in args.scenarios:
