@@ -1,5 +1,8 @@
 """What happened, for people and programs: one JSON object a line in `output_dir/events.<node>.jsonl`.
 
+What recurs with every step or minute stands apart, in `events.<node>.recent0.jsonl` and `events.<node>.recent1.jsonl`,
+which keep the newest only.
+
 Rules of this file: events are frozen plain data, names in the past tense, units last; every event says when (epoch
 seconds), on which node and in which generation. Durations are measured with a monotonic clock by whoever reports
 them. May import errors only.
@@ -8,6 +11,7 @@ them. May import errors only.
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Union
 
 import msgspec
@@ -49,12 +53,11 @@ class SpareReady(Event, frozen=True):
 
 
 class StepDone(Event, frozen=True):
-    """`output`: bytes in the rank's file of this node that were printed before the cut; -1 if that is not known."""
+    """`rank` is the first on its node to have done `step`, or the first there that knows its loss."""
 
     rank: int
     step: int
     loss: float | None = None
-    output: int = -1
 
 
 class StepCommitted(Event, frozen=True):
@@ -158,12 +161,9 @@ class StateRestored(Event, frozen=True):
 
 
 class WorkerResumed(Event, frozen=True):
-    """`output`: as in StepDone."""
-
     rank: int
     step: int
     duration_s: float = 0.0
-    output: int = -1
 
 
 class FirstStepDone(Event, frozen=True):
@@ -256,6 +256,26 @@ class Note(Event, frozen=True):
     """Anything else worth keeping: text for people."""
 
     text: str = ""
+
+
+RECURRING = (StepDone, StepCommitted, CheckpointSaved, Alive)
+"""The kinds of events that come with every step, checkpoint or minute: only the newest are kept."""
+
+FATE = (
+    NodeJoined, WorldFormed, NodeLost, SwapPlanned, SwapDone, WaitingForHost, NodeFenced, NodeEnded, JobFinished,
+    JobStopped,
+)  # fmt: skip
+"""The kinds of events that are kept however much else has happened."""
+
+
+def log_of(folder: Path, node: int) -> Path:
+    """The log of `node`."""
+    return folder / f"events.{node}.jsonl"
+
+
+def recent_of(folder: Path, node: int) -> tuple[Path, Path]:
+    """The two files of the newest recurring events of `node`, written in turns."""
+    return folder / f"events.{node}.recent0.jsonl", folder / f"events.{node}.recent1.jsonl"
 
 
 KINDS: dict[str, type[Event]] = {kind.__name__: kind for kind in Event.__subclasses__()}

@@ -198,13 +198,13 @@ def watch(cluster: Cluster, args: argparse.Namespace, table: subprocess.Popen[by
     Raises: Failed on a hang, with all stacks dumped.
     """
     told, size, changed = 0, -1, time.monotonic()
-    every = max(1, args.steps // 6)
+    steps = {*range(0, args.steps + 1, max(1, args.steps // 6))}
     while None in cluster.exit_codes():
         time.sleep(0.2)
         events = read_events(cluster.folder / "output")
         if table is None or table.poll():
             for event in events[told:]:
-                tell_event(event, every)
+                tell_event(event, steps)
         told = len(events)
         if (now_size := folder_size(cluster.folder)) != size:
             size, changed = now_size, time.monotonic()
@@ -213,7 +213,7 @@ def watch(cluster: Cluster, args: argparse.Namespace, table: subprocess.Popen[by
             raise Failed(f"nothing was written for {args.stall:.0f} s; stacks are in {cluster.folder / 'stacks'}")
     if table is None or table.poll():
         for event in read_events(cluster.folder / "output")[told:]:
-            tell_event(event, every)
+            tell_event(event, steps)
 
 
 # The verdict
@@ -277,10 +277,11 @@ def tell(text: str) -> None:
     print(f"[{time.monotonic() - STARTED:6.1f} s] {text}", flush=True)
 
 
-def tell_event(event: dict[str, Any], every: int) -> None:
-    """One line for what a person wants to know of."""
+def tell_event(event: dict[str, Any], steps: set[int]) -> None:
+    """One line for what a person wants to know of: of `steps` the first word of each, which is taken out."""
     kind = event["event"]
-    if kind == "StepDone" and event["rank"] == 0 and event["step"] % every == 0:
+    if kind == "StepDone" and event["step"] in steps:
+        steps.remove(event["step"])
         tell(f"  step {event['step']}")
     elif kind in TOLD:
         fields = {

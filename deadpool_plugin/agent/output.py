@@ -44,7 +44,7 @@ class Lane:
 
     def __init__(self, name: str, on_drop: Callable[[str], None] = lambda why: None, *, files: bool = False) -> None:
         self._changed = threading.Condition()
-        self._queue: deque[tuple[int, bytes]] = deque()
+        self._queue: deque[tuple[int, bytes | None]] = deque()
         self._queued_bytes = 0
         self._broken: set[int] = set()
         self._cut: set[int] = set()
@@ -60,6 +60,12 @@ class Lane:
         """Close `fd` once what is queued for it has been written."""
         with self._changed:
             self._queue.append((fd, b""))
+            self._changed.notify()
+
+    def empty(self, fd: int) -> None:
+        """Make the file `fd` empty once what is queued for it has been written."""
+        with self._changed:
+            self._queue.append((fd, None))
             self._changed.notify()
 
     def write(self, fd: int, data: bytes) -> None:
@@ -82,6 +88,9 @@ class Lane:
                 if not self._queue:
                     return
                 fd, data = self._queue.popleft()
+            if data is None:
+                self._empty(fd)
+                continue
             if not data:
                 self._broken.discard(fd)
                 self._cut.discard(fd)
@@ -91,6 +100,13 @@ class Lane:
                 self._put(fd, data)
             with self._changed:
                 self._queued_bytes -= len(data)
+
+    def _empty(self, fd: int) -> None:
+        try:
+            os.ftruncate(fd, 0)
+            self._cut.discard(fd)
+        except OSError as error:
+            self._on_drop(error.strerror or str(error))
 
     def _close(self, fd: int) -> None:
         """A shared file system may say only now that what was written is not kept."""
@@ -157,6 +173,10 @@ class Writer:
         """Into the file `fd`, of `open`. Blocks: never."""
         self._files.write(fd, data)
 
+    def empty(self, fd: int) -> None:
+        """Make the file `fd`, of `open`, empty once what is queued for it has been written. Blocks: never."""
+        self._files.empty(fd)
+
     def forward(self, data: bytes) -> None:
         """To our own standard output. Blocks: never."""
         self._launcher.write(self._pipe, data)
@@ -173,6 +193,29 @@ class Writer:
         """Write what is queued: the files first (a launcher that does not read must not hold us)."""
         self._files.close()
         self._launcher.close()
+
+
+class Ring:
+    """Two files that are written in turns: where one is full, the other begins anew. At least the newest `bytes_max`
+    of what this process wrote are always there, and never more than twice as much. Thread: one.
+
+    Blocks: making it, for the file system. Raises: OSError.
+    """
+
+    def __init__(self, writer: Writer, paths: tuple[Path, Path], bytes_max: int) -> None:
+        self._writer, self._bytes_max, self._size = writer, bytes_max, 0
+        self._fds = [writer.open(path) for path in paths]
+        for fd in self._fds:  # what is in them is of an earlier job
+            writer.empty(fd)
+
+    def write(self, data: bytes) -> None:
+        """Append `data`, whole lines. Blocks: never."""
+        if self._size + len(data) > self._bytes_max:
+            self._fds.reverse()
+            self._writer.empty(self._fds[0])
+            self._size = 0
+        self._size += len(data)
+        self._writer.write(self._fds[0], data)
 
 
 class LineBuffer:

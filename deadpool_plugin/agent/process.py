@@ -42,7 +42,7 @@ from .notice import Notice
 from .output import Writer
 from .pausing import Pausing
 from .peers import Peers
-from .repeats import marked
+from .repeats import Cuts
 from .reports import Reports
 from .settings import policy_of, timing_of
 from .slots import Slot
@@ -145,6 +145,7 @@ class Agent:
         allow_many_files()
         self._writer = Writer()
         self._reports = Reports(node, self._writer, config.output_dir)
+        self._cuts = Cuts(node, self._writer, config.output_dir)
         credentials = Credentials(self._secret)
         self._links = Links(
             place, config, credentials, self._received, self._link_lost, self._still_silent, self._refused, self._job,
@@ -184,9 +185,7 @@ class Agent:
             local.Restored: self._restored,
             local.RankReady: self._mirroring.rank_ready,
             local.Staged: self._mirroring.staged,
-            local.WorkerEvent: lambda slot, peer, event: self._reports.worker_event(
-                event.kind, marked(slot.pipe, event.kind, event.fields)
-            ),
+            local.WorkerEvent: self._worker_event,
         }
         self._controller = Controller(node, timing_of(config), policy_of(config))
         self._witness = Witness(config.witness, lambda: credentials.job, self._reports, self.feed)
@@ -284,6 +283,10 @@ class Agent:
     def _restored(self, slot: Slot, peer: LocalPeer, message: local.Restored) -> None:
         self._unwinding.unwound(slot, peer, message)
         self._workers.restored(slot, message)
+
+    def _worker_event(self, slot: Slot, peer: LocalPeer, event: local.WorkerEvent) -> None:
+        self._cuts.heard(slot.pipe, event.kind, event.fields)
+        self._reports.worker_event(event.kind, event.fields)
 
     # ---- actions
 

@@ -1,8 +1,8 @@
 """Lines that a lost process had printed and that its replacement prints again are dropped, once each.
 
 A replacement's script goes on right behind the cut of the restore step; what the lost process printed behind that cut
-is in its rank's file, wherever it ran, and the event log beside it says where the cut is. A line counts as the same if
-its words are, whatever its numbers (times differ), and only within the same step.
+is in its rank's file, wherever it ran, and the files of cuts beside it say where the cut is. A line counts as the same
+if its words are, whatever its numbers (times differ), and only within the same step.
 
 Rules of this file: a repeated line is better than a lost one, so whatever cannot be read drops nothing (`output_dir`
 may be a folder of each host's own).
@@ -11,7 +11,6 @@ may be a folder of each host's own).
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 from collections import Counter
 from pathlib import Path
@@ -20,8 +19,8 @@ from typing import Any
 import msgspec
 
 from .. import events
-from ..core.types import Rank, Step
-from .output import LineBuffer, Pipe
+from ..core.types import NodeId, Rank, Step
+from .output import LineBuffer, Pipe, Ring, Writer
 
 Printed = dict[Step, Counter[bytes]]
 """Step -> the words of the lines printed behind its cut, up to the next one, and how often."""
@@ -29,25 +28,38 @@ Printed = dict[Step, Counter[bytes]]
 READ_S = 1.0
 """How long a take-over waits for the file system."""
 CUTS = (events.StepDone.__name__, events.WorkerResumed.__name__)
-_TAIL_BYTES = 1 << 18
+CUTS_BYTES = 1 << 16
+"""Of each of the two files of cuts: more than 1,000, and a take-over asks for those of the last two steps."""
 _NUMBERS = re.compile(rb"[0-9]+([.:,][0-9]+)*([eE][+-]?[0-9]+)?")
 
 
-class _Mark(msgspec.Struct):
-    event: str
-    rank: int = -1
-    step: int = -1
-    output: int = -1
+class Cut(msgspec.Struct, frozen=True):
+    """`output`: bytes in the rank's file of this node that were printed before the cut."""
+
+    rank: Rank
+    step: Step
+    output: int
 
 
-_decoder = msgspec.json.Decoder(_Mark)
+_decoder = msgspec.json.Decoder(Cut)
 
 
-def marked(pipe: Pipe | None, kind: str, fields: dict[str, Any]) -> dict[str, Any]:
-    """`fields` of a worker's event; at a cut, with how much the rank has printed before it."""
-    if pipe is None or kind not in CUTS:
-        return fields
-    return {**fields, "output": pipe.cut(int(fields["step"]))}
+def cuts_of(folder: Path, node: int | str) -> tuple[Path, Path]:
+    """The two files of the newest cuts on `node`, written in turns."""
+    return folder / f"cuts.{node}.0.jsonl", folder / f"cuts.{node}.1.jsonl"
+
+
+class Cuts:
+    """Writes down how much each rank on this node has printed before its newest cuts. Thread: the event loop's only."""
+
+    def __init__(self, node: NodeId, writer: Writer, output_dir: Path) -> None:
+        self._files = Ring(writer, cuts_of(output_dir, node), CUTS_BYTES)
+
+    def heard(self, pipe: Pipe | None, kind: str, fields: dict[str, Any]) -> None:
+        """Take in a worker's event, which may be that of a cut; `pipe` is its output's."""
+        if pipe is not None and kind in CUTS:
+            cut = Cut(int(fields["rank"]), int(fields["step"]), pipe.cut(int(fields["step"])))
+            self._files.write(msgspec.json.encode(cut) + b"\n")
 
 
 def printed_since(output_dir: Path, rank: Rank, step: Step) -> Printed:
@@ -55,27 +67,23 @@ def printed_since(output_dir: Path, rank: Rank, step: Step) -> Printed:
     found: Printed = {}
     for path in sorted(output_dir.glob(f"rank{rank:04d}.node*.log")):
         with contextlib.suppress(OSError):
-            marks = _marks(output_dir / f"events.{path.name.split('.')[1].removeprefix('node')}.jsonl", rank, step)
-            for (cut, begin), end in zip(marks.items(), [*list(marks.values())[1:], None], strict=False):
+            cuts = _cuts(cuts_of(output_dir, path.name.split(".")[1].removeprefix("node")), rank, step)
+            for (cut, begin), end in zip(cuts.items(), [*list(cuts.values())[1:], None], strict=False):
                 found[cut] = found.get(cut, Counter()) + _words(path, begin, end)
     return found
 
 
-def _marks(log: Path, rank: Rank, step: Step) -> dict[Step, int]:
-    """Step -> how much had been printed when its cut was made here, from `step` on, in this order."""
-    marks: dict[Step, int] = {}
-    with open(log, "rb") as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
-        for line in file.read().splitlines():
-            try:
-                mark = _decoder.decode(line)
-            except msgspec.DecodeError:  # cut off by where reading began, or by a crash
-                continue
-            if mark.event == events.NodeJoined.__name__:
-                marks.clear()  # what was before is of an earlier job in this folder
-            if mark.event in CUTS and mark.rank == rank and mark.step >= step and mark.output >= 0:
-                marks.setdefault(mark.step, mark.output)
-    return marks
+def _cuts(files: tuple[Path, Path], rank: Rank, step: Step) -> dict[Step, int]:
+    """Step -> how much had been printed when its cut was first made here, from `step` on, in this order."""
+    found: list[Cut] = []
+    for line in b"".join(file.read_bytes() for file in files).splitlines():
+        with contextlib.suppress(msgspec.DecodeError):  # cut off by a crash
+            found.append(_decoder.decode(line))
+    cuts: dict[Step, int] = {}
+    for cut in sorted(found, key=lambda cut: cut.output):  # what a rank has printed here never gets less
+        if cut.rank == rank and cut.step >= step:
+            cuts.setdefault(cut.step, cut.output)
+    return cuts
 
 
 def _words(path: Path, begin: int, end: int | None) -> Counter[bytes]:

@@ -1,7 +1,8 @@
 """What people and programs are told: the event log of this node, and a few plain lines on standard output.
 
 Rules of this file: one line for what changes a person's picture of the job, nothing per step; only the coordinator
-speaks for the job, a node speaks for itself.
+speaks for the job, a node speaks for itself. However long a job takes, a node's files stay within a bound: what recurs
+goes where only the newest is kept, and so does, once there is too much of it, all but what says what became of the job.
 """
 
 from __future__ import annotations
@@ -14,10 +15,14 @@ import msgspec
 from .. import events
 from ..core.types import Generation, NodeId, listed
 from ..errors import InvariantViolated
-from .output import Writer
+from .output import Ring, Writer
 
 NOTES_MAX = 20
 """That a node says on its terminal in one generation; the log has all of them."""
+LOG_BYTES_MAX = 16 << 20
+"""Of the log of one job; beyond it only events.FATE goes there."""
+RECENT_BYTES = 2 << 20
+"""Of each of the two files for what recurs: some 10,000 steps."""
 
 
 class Reports:
@@ -25,7 +30,9 @@ class Reports:
 
     def __init__(self, node: NodeId, writer: Writer, output_dir: Path) -> None:
         self.node, self._writer = node, writer
-        self._log = writer.open(output_dir / f"events.{node}.jsonl")
+        self._log, self._log_bytes = writer.open(events.log_of(output_dir, node)), 0
+        self._recent = Ring(writer, events.recent_of(output_dir, node), RECENT_BYTES)
+        self._newest_step = {True: (-1, -1), False: (-1, -1)}
         self.generation: Generation = 0
         self.leads = False
         self._cancelled = (-1, "")
@@ -34,7 +41,7 @@ class Reports:
     def emit(self, kind: str, **fields: object) -> None:
         """Log an event, and say it if it is one for people."""
         event = events.make(kind, fields, node=self.node, generation=self.generation)
-        self._writer.write(self._log, events.encode(event))
+        self._keep(event)
         line = sentence(event)
         if isinstance(event, (events.Note, events.RehearsalFailed)):
             self._say_once(line)
@@ -48,12 +55,31 @@ class Reports:
         except (msgspec.ValidationError, InvariantViolated) as error:
             text = f"unreadable worker event {kind} {fields}: {error}"
             event = events.make("Note", {"text": text}, node=self.node, generation=self.generation)
-        self._writer.write(self._log, events.encode(event))
+        if not isinstance(event, events.StepDone) or self._is_news(event):
+            self._keep(event)
         if isinstance(event, events.CheckpointCancelled) and self.leads and (event.step, event.path) != self._cancelled:
             self._cancelled = (event.step, event.path)  # every rank says so
             self.say(sentence(event))
         elif isinstance(event, events.Note):
             self._say_once(sentence(event))
+
+    def _is_news(self, done: events.StepDone) -> bool:
+        """Whether a rank is the first on this node to have done the step, or the first that knows its loss: what is
+        written for a step does not grow with the ranks."""
+        has_loss, step = done.loss is not None, (done.generation, done.step)
+        if step <= self._newest_step[True] or (not has_loss and step <= self._newest_step[False]):
+            return False
+        self._newest_step[has_loss] = step
+        return True
+
+    def _keep(self, event: events.Event) -> None:
+        line = events.encode(event)
+        full = self._log_bytes + len(line) > LOG_BYTES_MAX and not isinstance(event, events.FATE)
+        if full or isinstance(event, events.RECURRING):
+            self._recent.write(line)
+        else:
+            self._log_bytes += len(line)
+            self._writer.write(self._log, line)
 
     def _say_once(self, line: str) -> None:
         """In a generation: every rank says the same, and what fails is tried again."""

@@ -1,31 +1,27 @@
 """Follows the event logs of a job while they are written.
 
 Rules of this file: reads, never writes; whole lines only; what it cannot read is counted, never an error, because
-the writer may be newer than this reader. Nearly all lines are about steps: of those of a long past, which are not worth
-decoding, only the last ones are read, and logs may be larger than memory.
+the writer may be newer than this reader. How much is read does not grow with the job: logs stay within a bound, and of
+what recurs with every step only the newest says something.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from pathlib import Path
 
 import msgspec
 
 from .. import events
 
-_STEPS = tuple(f'{{"event":"{kind.__name__}"'.encode() for kind in (events.StepDone, events.StepCommitted))
+RECENT_BYTES = 1 << 16
+"""Read at a time of each file of what recurs: hundreds of steps."""
 
 
 class Follower:
-    """The new events of `folder/events.*.jsonl`; folder and files may appear later. Thread: one.
+    """The new events of `folder/events.*.jsonl`; folder and files may appear later. Thread: one."""
 
-    Args:
-        steps_kept: of what is written between two calls, so many last lines of a file are read even if they are steps.
-    """
-
-    def __init__(self, folder: Path, steps_kept: int = 1000) -> None:
-        self.folder, self._steps_kept = folder, steps_kept
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self.unreadable = 0
         self._offsets: dict[Path, int] = {}
 
@@ -41,21 +37,20 @@ class Follower:
         return sorted(found, key=lambda event: event.time)
 
     def _new_lines(self, path: Path) -> list[bytes]:
-        """The lines completed since the last call, without older ones about steps; a file that shrank is read again
-        from its beginning."""
-        offset = self._offsets.get(path, 0)
-        newest: deque[bytes] = deque()
-        kept: list[bytes] = []
+        """The lines completed since the last call; of what recurs the last ones. A file that shrank is read again from
+        its beginning."""
+        lines: list[bytes] = []
         with path.open("rb") as file:
-            if file.seek(0, 2) < offset:
-                offset = 0
+            size = file.seek(0, 2)
+            offset = self._offsets.get(path, 0) if self._offsets.get(path, 0) <= size else 0
             file.seek(offset)
+            if path.match("events.*.recent?.jsonl") and size - offset > RECENT_BYTES:
+                file.seek(size - RECENT_BYTES)
+                offset = size - RECENT_BYTES + len(file.readline())  # the rest of a line
             for line in file:
                 if not line.endswith(b"\n"):
                     break
                 offset += len(line)
-                newest.append(line)
-                if len(newest) > self._steps_kept and not (oldest := newest.popleft()).startswith(_STEPS):
-                    kept.append(oldest)
+                lines.append(line)
         self._offsets[path] = offset
-        return [*kept, *newest]
+        return lines

@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """The exit code of the job. Raises: ConfigError."""
-    told = of_last_job(Follower(args.output_dir, steps_kept=1).poll())
+    told = of_last_job(Follower(args.output_dir).poll())
     if not told:
         raise ConfigError(
             f"no event log of a job in {args.output_dir}", "its output_dir", "name the folder it wrote to"

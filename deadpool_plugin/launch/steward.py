@@ -64,7 +64,7 @@ class Steward:
 
     def __init__(self, ear: Ear, folder: Path, config: Config, node: int) -> None:
         self._ear, self._folder, self._config, self._node = ear, folder, config, node
-        self._log = config.output_dir / f"events.{node}.jsonl"
+        self._log = events.log_of(config.output_dir, node)
         self._log_begins = self._log.stat().st_size if self._log.exists() else 0
         self._signal, self._deadline = 0, float("inf")
         self._signalled: set[int] = set()

@@ -26,9 +26,11 @@ class Tail:
         new: list[Event] = []
         for path in self._folder.glob("events.*.jsonl"):
             with open(path, "rb") as file:
-                file.seek(self._read.get(path, 0))
+                begun = self._read.get(path, 0)
+                begun = begun if begun <= file.seek(0, 2) else 0  # what recurs is written in turns into two files
+                file.seek(begun)
                 whole, newline, _ = file.read().rpartition(b"\n")
-            self._read[path] = self._read.get(path, 0) + len(whole) + len(newline)
+            self._read[path] = begun + len(whole) + len(newline)
             new += [json.loads(line) for line in whole.splitlines()]
         if new:
             self.events = sorted(self.events + new, key=lambda event: event["time"])

@@ -124,7 +124,7 @@ class StubCluster:
         return "".join(f"--- node {node}\n{self.output(node)}" for node in range(self.nodes))
 
     def events(self, kind: type[events.Event] = events.Event) -> list[events.Event]:
-        follower = Follower(self.directory / "logs", steps_kept=sys.maxsize)
+        follower = Follower(self.directory / "logs")
         found = [event for event in follower.poll() if isinstance(event, kind)]
         assert not follower.unreadable
         return found

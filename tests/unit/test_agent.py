@@ -15,6 +15,7 @@ import pytest
 
 from deadpool_plugin import events
 from deadpool_plugin.agent import proc
+from deadpool_plugin.agent import reports as reports_module
 from deadpool_plugin.agent.interfaces import address_of, addresses_here
 from deadpool_plugin.agent.output import LineBuffer, Pipe, Writer
 from deadpool_plugin.agent.reports import Reports
@@ -236,9 +237,54 @@ def test_reports_log_everything_and_keep_what_they_cannot_read(tmp_path):
     reports.worker_event("StepDone", {"rank": 1, "step": 4, "time": 5.0})
     reports.worker_event("Nonsense", {})
     writer.close()
-    found = [events.decoder.decode(line) for line in (tmp_path / "events.2.jsonl").read_bytes().splitlines()]
+    found = written(tmp_path, 2)
     assert [type(event) for event in found].count(events.StepDone) == 1
     assert any(isinstance(event, events.Note) and "Nonsense" in event.text for event in found)
+
+
+def written(folder, node):
+    paths = [events.log_of(folder, node), *events.recent_of(folder, node)]
+    return [events.decoder.decode(line) for path in paths for line in path.read_bytes().splitlines()]
+
+
+@pytest.mark.parametrize("ranks", [8, 256])
+def test_a_step_takes_two_lines_at_most_however_many_ranks_a_node_has(tmp_path, ranks):
+    writer = Writer()
+    reports = Reports(0, writer, tmp_path)
+    for generation, steps in ((0, (1, 2, 3)), (1, (3, 4))):
+        reports.generation = generation
+        for step in steps:
+            for rank in range(ranks):
+                fields = {"rank": rank, "step": step, "loss": 0.5 if rank >= ranks // 2 else None}
+                reports.worker_event("StepDone", fields)
+    reports.worker_event("StepDone", {"rank": 0, "step": 3, "loss": None})
+    writer.close()
+    said = [(event.generation, event.step, event.rank, event.loss) for event in written(tmp_path, 0)]
+    steps = [(0, 1), (0, 2), (0, 3), (1, 3), (1, 4)]
+    assert said == [line for step in steps for line in ((*step, 0, None), (*step, ranks // 2, 0.5))]
+
+
+def test_a_jobs_files_stay_within_a_bound_and_nothing_of_its_fate_is_lost(tmp_path, monkeypatch):
+    monkeypatch.setattr(reports_module, "LOG_BYTES_MAX", 1 << 15)
+    monkeypatch.setattr(reports_module, "RECENT_BYTES", 1 << 14)
+    events.recent_of(tmp_path, 0)[0].write_bytes(b"of an earlier job\n" * 10_000)
+    writer = Writer()
+    reports = Reports(0, writer, tmp_path)
+    for step in range(2000):
+        reports.worker_event("StepDone", {"rank": 0, "step": step, "loss": 1.0})
+        reports.emit("StepCommitted", step=step)
+        reports.worker_event("Note", {"text": f"anything in step {step}"})
+        if step % 100 == 0:
+            reports.emit("SwapPlanned", restore_step=step)
+    reports.emit("JobStopped", exit_code=86, reason="no spare")
+    writer.close()
+    found = written(tmp_path, 0)
+    assert events.log_of(tmp_path, 0).stat().st_size < (1 << 15) + 21 * 300
+    assert all(path.stat().st_size <= 1 << 14 for path in events.recent_of(tmp_path, 0))
+    planned = [event.restore_step for event in found if isinstance(event, events.SwapPlanned)]
+    assert planned == [*range(0, 2000, 100)] and any(isinstance(event, events.JobStopped) for event in found)
+    assert max(event.step for event in found if isinstance(event, events.StepDone)) == 1999
+    assert max(event.step for event in found if isinstance(event, events.StepCommitted)) == 1999
 
 
 def test_notes_are_said_once_in_a_generation_whoever_says_them_again(tmp_path, capfdbinary):

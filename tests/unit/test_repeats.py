@@ -4,9 +4,8 @@ import asyncio
 import os
 from collections import Counter
 
-from deadpool_plugin import events
 from deadpool_plugin.agent.output import Pipe, Writer, rank_file
-from deadpool_plugin.agent.repeats import Repeats, marked, printed_since, words
+from deadpool_plugin.agent.repeats import CUTS_BYTES, Cuts, Repeats, cuts_of, printed_since, words
 
 
 def test_numbers_do_not_make_a_line_another_one():
@@ -44,18 +43,21 @@ def pipe_into(writer, path):
     return pipe, write_end
 
 
-def step_done(writer, log, pipe, node, step, kind="StepDone"):
-    fields = marked(pipe, kind, {"rank": 7, "step": step})
-    writer.write(log, events.encode(events.make(kind, fields, node=node, generation=0)))
+def step_done(cuts, pipe, step, kind="StepDone"):
+    cuts.heard(pipe, kind, {"rank": 7, "step": step, "loss": None})
+
+
+def cut(rank, step, output):
+    return f'{{"rank":{rank},"step":{step},"output":{output}}}\n'.encode()
 
 
 def test_what_a_lost_process_has_printed_is_found_and_dropped_from_its_replacements_file(tmp_path):
     async def lost(writer):
         """Prints of steps 3, 4 and the beginning of 5 on node 3, and dies in the middle of a line."""
         pipe, end = pipe_into(writer, rank_file(tmp_path, 7, 3))
-        log = writer.open(tmp_path / "events.3.jsonl")
+        cuts = Cuts(3, writer, tmp_path)
         for step in (3, 4, 5):
-            step_done(writer, log, pipe, 3, step)
+            step_done(cuts, pipe, step)
             os.write(end, f"iteration {step} took 1.5 s\n".encode())
         os.write(end, b"half a li")
         os.close(end)
@@ -63,12 +65,12 @@ def test_what_a_lost_process_has_printed_is_found_and_dropped_from_its_replaceme
 
     async def replacement(writer, printed, step):
         pipe, end = pipe_into(writer, rank_file(tmp_path, 7, 4))
-        log = writer.open(tmp_path / "events.4.jsonl")
-        step_done(writer, log, pipe, 4, step, "WorkerResumed")
+        cuts = Cuts(4, writer, tmp_path)
+        step_done(cuts, pipe, step, "WorkerResumed")
         pipe.repeats = Repeats(printed, step)
         for later in (4, 5, 6):
             if later > step:
-                step_done(writer, log, pipe, 4, later)
+                step_done(cuts, pipe, later)
             os.write(end, f"iteration {later} took 11.25 s\n".encode())
         os.close(end)
         await asyncio.wait_for(pipe.ended.wait(), 60)
@@ -86,26 +88,61 @@ def test_what_a_lost_process_has_printed_is_found_and_dropped_from_its_replaceme
     assert printed_since(tmp_path, 7, 6)[6] == Counter([b"iteration # took # s"])  # for whoever replaces that one
 
 
-def test_a_log_that_is_cut_off_says_what_it_can(tmp_path):
+def test_cuts_that_are_cut_off_say_what_they_can(tmp_path):
     rank_file(tmp_path, 0, 1).write_bytes(b"old\nnew\n")
-    line = events.encode(events.make("StepDone", {"rank": 0, "step": 2, "output": 4}, node=1, generation=0))
-    (tmp_path / "events.1.jsonl").write_bytes(b'cut off"}\n' + line + line[:20])
-    (tmp_path / "events.all.jsonl").write_bytes(line)  # a person's own
+    first, second = cuts_of(tmp_path, 1)
+    first.write_bytes(b'cut off"}\n' + cut(0, 2, 4) + cut(0, 2, 4)[:20])
+    second.touch()
     assert printed_since(tmp_path, 0, 2) == {2: Counter([b"new"])}
 
 
 def test_an_earlier_job_in_the_same_folder_has_printed_nothing(tmp_path):
     rank_file(tmp_path, 0, 1).write_bytes(b"of the first job\nof the second\n")
-    first = events.encode(events.make("StepDone", {"rank": 0, "step": 2, "output": 0}, node=1, generation=0))
-    joined = events.encode(events.make("NodeJoined", {"host": "h", "ranks": (), "spare": False}, node=1, generation=0))
-    second = events.encode(events.make("StepDone", {"rank": 0, "step": 2, "output": 17}, node=1, generation=0))
-    (tmp_path / "events.1.jsonl").write_bytes(first + joined + second)
+    first, second = cuts_of(tmp_path, 1)
+    first.write_bytes(cut(0, 2, 0))
+    second.write_bytes(cut(0, 3, 0))
+
+    async def job():
+        writer = Writer()
+        read_end, write_end = os.pipe()
+        pipe = Pipe(read_end, writer)
+        pipe.assign(tmp_path / "other", forward=False)
+        cuts = Cuts(1, writer, tmp_path)
+        pipe._file_bytes = 17
+        cuts.heard(pipe, "StepDone", {"rank": 0, "step": 2})
+        os.close(write_end)
+        await asyncio.wait_for(pipe.ended.wait(), 60)
+        writer.close()
+
+    asyncio.run(job())
     assert printed_since(tmp_path, 0, 2) == {2: Counter([b"of the second"])}
 
 
 def test_one_log_that_cannot_be_read_hides_no_other(tmp_path):
     for node in (1, 2):
         rank_file(tmp_path, 0, node).write_bytes(b"new\n")
-    line = events.encode(events.make("StepDone", {"rank": 0, "step": 2, "output": 0}, node=2, generation=0))
-    (tmp_path / "events.2.jsonl").write_bytes(line)
+    for path in cuts_of(tmp_path, 2):
+        path.write_bytes(cut(0, 2, 0))
     assert printed_since(tmp_path, 0, 2) == {2: Counter([b"new"])}
+
+
+def test_cuts_take_no_more_room_in_a_longer_job_and_the_newest_are_there_at_any_time(tmp_path):
+    async def job():
+        writer = Writer()
+        read_end, write_end = os.pipe()
+        pipe = Pipe(read_end, writer)
+        pipe.assign(rank_file(tmp_path, 7, 3), forward=False)
+        cuts = Cuts(3, writer, tmp_path)
+        for step in range(5000):
+            os.write(write_end, b"a line\n")
+            step_done(cuts, pipe, step)
+        os.write(write_end, b"the last one\n")
+        os.close(write_end)
+        await asyncio.wait_for(pipe.ended.wait(), 60)
+        writer.close()
+
+    asyncio.run(job())
+    sizes = [path.stat().st_size for path in cuts_of(tmp_path, 3)]
+    assert sum(sizes) <= 2 * CUTS_BYTES and max(sizes) > CUTS_BYTES // 2
+    found = printed_since(tmp_path, 7, 4997)
+    assert found == {4997: Counter([b"a line"]), 4998: Counter([b"a line"]), 4999: Counter([b"the last one"])}

@@ -16,7 +16,7 @@ from rich.console import Console
 from deadpool_plugin import events
 from deadpool_plugin.cli import watch
 from deadpool_plugin.cli.figures import figures
-from deadpool_plugin.cli.follow import Follower
+from deadpool_plugin.cli.follow import RECENT_BYTES, Follower
 from deadpool_plugin.cli.jobview import JobView
 from deadpool_plugin.cli.main import main
 
@@ -286,14 +286,23 @@ def test_unknown_events_are_counted_and_left_out(tmp_path: Path) -> None:
     assert follower.unreadable == 2
 
 
-def test_steps_of_a_long_past_are_passed_over_but_for_the_last_ones(tmp_path: Path) -> None:
-    steps = [events.StepDone(time=float(step), rank=0, step=step) for step in range(10)]
-    ends = [events.SpareReady(time=4.5, spare=1), events.StepCommitted(time=9.5, step=9)]
-    lines = [events.encode(event) for event in sorted([*steps, *ends], key=lambda event: event.time)]
-    (tmp_path / "events.0.jsonl").write_bytes(b"".join(lines))
-    assert Follower(tmp_path, steps_kept=2).poll() == [ends[0], steps[9], ends[1]]
-    assert Follower(tmp_path, steps_kept=1).poll() == [*ends]
-    assert len(Follower(tmp_path).poll()) == 12
+def test_of_what_recurs_only_the_newest_is_read_and_of_all_else_everything(tmp_path: Path) -> None:
+    steps = [events.StepDone(time=float(step), rank=0, step=step) for step in range(20_000)]
+    lines = [events.encode(step) for step in steps]
+    ready = [events.SpareReady(time=float(number), spare=1) for number in range(2000)]
+    for path, part in zip(events.recent_of(tmp_path, 0), (lines[:10_000], lines[10_000:]), strict=True):
+        path.write_bytes(b"".join(part))
+    events.log_of(tmp_path, 0).write_bytes(b"".join(map(events.encode, ready)))
+    follower = Follower(tmp_path)
+    found = follower.poll()
+    done = [event for event in found if isinstance(event, events.StepDone)]
+    assert [event for event in found if isinstance(event, events.SpareReady)] == ready
+    assert done[-1] == steps[-1] and len(done) * len(lines[0]) <= 2 * RECENT_BYTES and not follower.unreadable
+    with events.recent_of(tmp_path, 0)[1].open("ab") as file:
+        file.writelines(lines)
+    assert steps[-1] in (again := follower.poll()) and len(again) * len(lines[-1]) <= RECENT_BYTES
+    events.recent_of(tmp_path, 0)[1].write_bytes(lines[7])
+    assert follower.poll() == [steps[7]], "it began anew"
 
 
 def test_a_job_that_says_nothing_any_more_is_noticed() -> None:
