@@ -76,8 +76,8 @@ CHECKOUTS = (
 
 
 def ran(package: str) -> tuple[str, ...]:
-    """The versions of `package` in rows that held, the newest first."""
-    found = {row.packages[package] for row in ROWS if row.held}
+    """The versions of `package` ("Python" is one) in rows that held, the newest first."""
+    found = {{"Python": row.python, **row.packages}[package] for row in ROWS if row.held}
     return tuple(sorted(found, key=_numbers, reverse=True))
 
 
@@ -98,7 +98,7 @@ def check(framework: str, version: str, torch: str) -> str:
             )
     unknown = [
         f"{package} {installed} (run: {', '.join(ran(package)) or 'none'})"
-        for package, installed in ((framework, version), ("torch", torch))
+        for package, installed in ((framework, version), ("torch", torch), ("Python", found[0]))
         if _minor(installed) not in map(_minor, ran(package))
     ]
     return f"versions that this release was not run with: {'; '.join(unknown)}" if unknown else ""

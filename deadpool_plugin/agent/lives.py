@@ -261,7 +261,7 @@ class Lives:
             self.changed.clear()
             try:
                 await asyncio.wait_for(self.changed.wait(), deadline - asyncio.get_running_loop().time())
-            except asyncio.TimeoutError:
+            except TimeoutError:
                 return done()
         return True
 

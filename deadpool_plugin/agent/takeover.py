@@ -115,7 +115,7 @@ class TakeOvers:
             self._mirroring.mirror_again(rank, plan.restore_step, plan.world.generation)
             await asyncio.wait_for(rehearsal.finished.wait(), self._start_timeout_s)
             await rehearsal.tell()
-        except (DeadpoolError, asyncio.TimeoutError) as error:
+        except (TimeoutError, DeadpoolError) as error:
             reason = str(error) or f"its rehearsal took more than {self._start_timeout_s:g} s"
             self._spares.give_up(slot, rank, f"could not be taken over: {reason}")
             return

@@ -69,7 +69,7 @@ class Connection:
         self.say(prepare)
         try:
             ready = await asyncio.wait_for(self._hear(leash.Ready), READY_S)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             self.problem = ": ".join(filter(None, [f"no answer within {READY_S:g} s", await self._complaint()]))
             return
         if isinstance(ready, leash.Ready):

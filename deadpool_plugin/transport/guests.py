@@ -120,7 +120,7 @@ async def ask(
     """
     try:
         return await asyncio.wait_for(_ask(address, credentials, question), timeout_s)
-    except (OSError, EOFError, asyncio.TimeoutError) as error:
+    except (OSError, EOFError) as error:
         raise ConnectionClosed(f"nobody answers at {address[0]}:{address[1]} ({error or 'time-out'})") from error
 
 
@@ -164,7 +164,7 @@ async def serve(
         while True:
             try:
                 question = await asyncio.wait_for(take(sock, Question), HANDSHAKE_TIMEOUT_S)
-            except (OSError, EOFError, asyncio.TimeoutError):
+            except (OSError, EOFError):
                 sock.close()
                 return None
             if isinstance(question, Announce) and not may_link(question.hello.node):

@@ -236,5 +236,5 @@ async def shake_hands_async(
 
     try:
         return await asyncio.wait_for(exchange(), HANDSHAKE_TIMEOUT_S)
-    except (OSError, EOFError, asyncio.TimeoutError) as error:
+    except (OSError, EOFError) as error:
         raise ConnectionClosed(f"the handshake with {remote_name(sock)} ended early: {error!r}") from error

@@ -39,7 +39,7 @@ async def dial(
             raise PeerRefused(f"{where} says it is node {found}", f"node {peer}", address=where)
         try:
             word = await asyncio.wait_for(take_frame(sock), HANDSHAKE_TIMEOUT_S)
-        except (EOFError, asyncio.TimeoutError) as error:
+        except (TimeoutError, EOFError) as error:
             raise ConnectionClosed(f"node {peer} did not let us in: {error!r}") from error
         if word != _WELCOME:
             raise NotWanted(f"node {peer} at {where} wants no link with node {node}", address=where)

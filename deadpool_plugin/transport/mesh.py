@@ -222,7 +222,7 @@ class ControlMesh:
         announcing = guests.announce(node, address, hello, self._credentials, self._silent_after_s)
         try:
             sock, answer = await asyncio.wait_for(announcing, timeout_s)
-        except (OSError, EOFError, asyncio.TimeoutError) as error:
+        except (OSError, EOFError) as error:
             raise ConnectionClosed(f"node {node} at {address[0]}:{address[1]} does not answer: {error!r}") from error
         if isinstance(answer, Admitted):
             self._expect(node, address)
@@ -288,7 +288,7 @@ class ControlMesh:
         dials = [asyncio.create_task(self._dial_until_linked(node)) for node in older]
         try:
             await asyncio.wait_for(self._all_linked(others, dials), timeout_s)
-        except asyncio.TimeoutError as error:
+        except TimeoutError as error:
             missing = ", ".join(f"{node} at {table[node]}" for node in sorted(others - self.linked))
             raise TransportError(
                 f"node {self._node} has no control link to node {missing} after {timeout_s:g} s",
@@ -357,7 +357,7 @@ class ControlMesh:
             link.close()
         try:
             await asyncio.wait_for(self._all_ended(), _FLUSH_S)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             for link in self._links().values():
                 link.abort("it does not read our last words")
             await self._all_ended()

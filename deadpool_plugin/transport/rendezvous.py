@@ -88,7 +88,7 @@ async def meet(
     joining = _join((master_addr, master_port), hello, credentials)
     try:
         return await asyncio.wait_for(joining, timeout_s * 1.05 + 1.0)
-    except asyncio.TimeoutError as error:
+    except TimeoutError as error:
         raise TransportError(
             f"node {hello.node} was not given the address table by node 0 at {master_addr}:{master_port} in "
             f"{timeout_s:g} s",
@@ -146,7 +146,7 @@ class _Host:
             table = [self._hellos[node] for node in sorted(self._hellos)]
             await self._tell_all(_Table(table))
             return table
-        except asyncio.TimeoutError as error:
+        except TimeoutError as error:
             failure = self._absence(timeout_s)
             await self._tell_all(_Failed(str(failure)))
             raise failure from error
@@ -201,7 +201,7 @@ class _Host:
             if host not in self._refused and len(self._refused) < REFUSED_HOSTS_MAX:
                 self._refused[host] = str(error)
                 _log.warning("%s", error)
-        except (TransportError, OSError, EOFError, asyncio.TimeoutError):  # it hung up, and tries again
+        except (TransportError, OSError, EOFError):  # it hung up, and tries again
             pass
         else:
             if peer in self._socks:

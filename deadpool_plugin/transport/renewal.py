@@ -118,7 +118,7 @@ class Renewals:
                 (await asyncio.wait_for(connected(self._addresses[peer]), every_s)).close()
             except ConnectionRefusedError:
                 pass
-            except (OSError, asyncio.TimeoutError):
+            except OSError:
                 self._still_silent(peer, reason)
             await asyncio.sleep(max(0.0, began + every_s - loop.time()))
 
@@ -128,7 +128,7 @@ class Renewals:
             await asyncio.wait_for(self._ask(peer, line), within_s)
         except ConnectionRefusedError:
             raise
-        except (ConnectionClosed, OSError, asyncio.TimeoutError) as error:  # who is being ended may still listen
+        except (ConnectionClosed, OSError) as error:  # who is being ended may still listen
             _log.info("node %d does not answer now: %r", peer, error)
             await asyncio.sleep(_AGAIN_S)
 

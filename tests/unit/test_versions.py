@@ -30,7 +30,13 @@ def test_a_version_that_was_run_needs_no_word_nor_do_its_patch_levels():
 def test_a_version_that_was_not_run_is_named_with_those_that_were():
     said = versions.check("megatron-core", "0.20.0rc1", "2.13.0")
     assert "megatron-core 0.20.0rc1 (run: 0.16.1)" in said
-    assert "torch" not in said
+    assert "torch" not in said and "Python" not in said
+
+
+@pytest.mark.usefixtures("rows")
+def test_a_python_that_was_not_run_is_named(monkeypatch):
+    monkeypatch.setattr(platform, "python_version", lambda: "3.14.1")
+    assert f"Python 3.14.1 (run: {PYTHON})" in versions.check("megatron-core", "0.16.1", "2.13.0")
 
 
 @pytest.mark.usefixtures("rows")
