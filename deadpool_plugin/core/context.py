@@ -97,9 +97,10 @@ class Context:
         self.stalled_at: Step | None = None
         """What was committed when this node, as coordinator, last saw nothing come of training for too long."""
         self.unproven: frozenset[Rank] = frozenset()
-        """Ranks run by other processes than before, of which too few steps are committed yet to trust them."""
-        self.mispaired: frozenset[Rank] = frozenset()
-        """Those of them that this node, as coordinator, has had replaced for the collectives they issued."""
+        """Ranks run by other processes than before, of which too few steps are committed yet to trust them. Each node
+        is right about its own; a host that has joined takes all for new."""
+        self.replaced: dict[Rank, Generation] = {}
+        """Those of this node whose process was ended for the collectives it had issued, and in which generation."""
         self.stuck = ""
         """Why this generation cannot go on as it is, as far as this node is concerned; "" if it can."""
         self.broken: tuple[NodeId, ...] = ()

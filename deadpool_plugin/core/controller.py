@@ -336,13 +336,17 @@ class Controller:
         self._joining, ctx.changed = None, True
 
     def _judge_newcomers(self, plan: SwapPlan) -> None:
-        """Who has come through PROVED_AFTER steps of the generation that ends is as good as any."""
+        """Who has come through PROVED_AFTER steps of the generation that ends is as good as any. A process of this node
+        that ended after its promise is replaced, too, although the plan does not say so."""
         ctx, floor = self._ctx, self._ctx.plan.restore_step if self._ctx.plan else 0
-        if ctx.committed >= floor + PROVED_AFTER:
-            ctx.unproven = ctx.mispaired = frozenset()
+        proved, own = ctx.committed >= floor + PROVED_AFTER, plan.world.ranks_of(ctx.node)
+        since = self.generation if proved else 0
+        ctx.replaced = {rank: when for rank, when in ctx.replaced.items() if rank in own and when >= since}
+        if proved:
+            ctx.unproven = frozenset()
         before = ctx.world.node_of or (-1,) * len(plan.world.node_of)
         moved = (rank for rank, (old, new) in enumerate(zip(before, plan.world.node_of, strict=True)) if old != new)
-        ctx.unproven |= {*moved, *plan.lost_ranks}
+        ctx.unproven |= {*moved, *plan.lost_ranks, *(failure.rank for failure in self._failures.own)}
 
     def _begin_generation(self) -> None:
         """What lives no longer than a generation."""

@@ -7,6 +7,8 @@ controller.
 
 from __future__ import annotations
 
+import msgspec
+
 from .context import Context
 from .coordination import Coordination
 from .failures import Failures
@@ -126,12 +128,19 @@ class Hearing:
     def read(self, generation: Generation, ranks: tuple[RankCalls, ...]) -> None:
         ctx = self._ctx
         if generation == ctx.world.generation:
-            ctx.send(ctx.coordinator, Calls(generation, ranks))
+            before = {rank for rank, ended_in in ctx.replaced.items() if ended_in < generation}
+            told = (
+                msgspec.structs.replace(one, newcomer=one.rank in ctx.unproven, again=one.rank in before)
+                for one in ranks
+            )
+            ctx.send(ctx.coordinator, Calls(generation, tuple(told)))
 
     def replace(self, message: Replace) -> None:
         ctx = self._ctx
         if message.generation == ctx.world.generation and message.rank in ctx.world.ranks_of(ctx.node):
-            ctx.act(EndRank(message.rank, message.reason))
+            ctx.replaced[message.rank] = message.generation
+            if message.rank not in {failure.rank for failure in self._failures.own}:
+                ctx.act(EndRank(message.rank, message.reason))
 
     def verdict(self, sender: NodeId, message: Verdict) -> None:
         ctx = self._ctx

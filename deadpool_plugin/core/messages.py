@@ -127,10 +127,13 @@ class GroupCalls(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RankCalls(msgspec.Struct, frozen=True, array_like=True):
-    """Of one rank, group by group."""
+    """Of one rank, group by group. `newcomer`: its process has yet to come through enough steps to be trusted. `again`:
+    the process before it was ended for what it had issued."""
 
     rank: Rank
     groups: tuple[GroupCalls, ...]
+    newcomer: bool = False
+    again: bool = False
 
 
 class Compare(Message, frozen=True):

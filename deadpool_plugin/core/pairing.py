@@ -4,8 +4,10 @@ A rank numbers the collectives that it issues in each of its groups in a generat
 n-th of one member pairs with the n-th of every other. Two comparisons follow from that.
 - At equal numbers, at any time: the n-th collective is the same on every member, however far apart they are.
 - At the cut of a step: numbers and digests are the same. A swap goes back to a cut, and each rank does again by itself
-  what came after it, so nobody could go back to a cut that a collective straddles. Before the first swap nobody has,
-  and how a script's ranks are ordered there is its own affair: generation 0 is not compared.
+  what came after it, so nobody could go back to a cut that a collective straddles.
+Generation 0 is not compared. Nobody has gone back to a cut there, no process is new, and to keep a digest would cost
+each collective of an undisturbed job some microseconds. If it hangs by its script's own fault, all go on in generation
+1 (coordination.py, `stalled`); if it hangs there again, the verdict names the first call.
 A rank's sum over its groups (`Holding.paired`) is made so that those of all ranks add up to 0 if all digests agree.
 
 Rules of this file: a difference is believed only where both sides are known. May import context, messages and types.
@@ -21,7 +23,8 @@ from .messages import Calls, Compare, GroupCalls, RankCalls, Replace
 from .types import MASK, NEVER, NodeId, Rank, listed
 
 FACTOR = 0x9E3779B97F4A7C15
-"""Odd, so that the newest collective can be taken off a digest again."""
+"""A collective makes `digest * FACTOR + code` of a digest (transport/calls.py). Odd, so that the newest one can be
+taken off again."""
 _INVERSE = pow(FACTOR, -1, 1 << 64)
 
 OPERATIONS = (
@@ -65,11 +68,6 @@ def decoded(code: int) -> Call:
     return Call(OPERATIONS[operation], DTYPES[dtype], code >> 26, REDUCTIONS[reduction], (code >> 14 & 0xFFF) - 1)
 
 
-def extended(digest: int, code: int) -> int:
-    """The digest of one collective more."""
-    return (digest * FACTOR + code) & MASK
-
-
 def share(place: int, size: int, key: int) -> int:
     """The odd number by which the member at `place` of a group of `size` multiplies its digest; those of all members
     add up to 0. `key`: tells groups apart."""
@@ -84,6 +82,15 @@ def _scattered(value: int) -> int:
     value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & MASK
     value = (value ^ value >> 27) * 0x94D049BB133111EB & MASK
     return value ^ value >> 31
+
+
+_ADVICE = {
+    True: "A new process must issue the same collectives as the others: look for what the script finds out once and "
+    "keeps",
+    False: "All ranks of a group must issue the same collectives in the same order: correct the script",
+}
+"""By whether a newcomer differs."""
+MISPAIRS = "members of a group issue different collectives"
 
 
 class Difference(NamedTuple):
@@ -150,7 +157,10 @@ def differences(ranks: Iterable[RankCalls], unproven: Collection[Rank]) -> list[
 
 
 class Pairing:
-    """The comparison in one generation, as its coordinator makes it: all are asked once, and whoever differs goes."""
+    """The comparison in one generation, as its coordinator makes it: all are asked once, and whoever differs goes.
+
+    Nothing of it need outlive its coordinator: each node knows which of its processes follow one that was ended for
+    this. A node that is lost takes that with it, and costs a host."""
 
     def __init__(self, context: Context) -> None:
         self._ctx = context
@@ -192,24 +202,22 @@ class Pairing:
         if self._judged or not self.answered:
             return
         self._judged = True
-        unproven = ctx.unproven
-        found = differences((one for ranks in self._calls.values() for one in ranks), unproven)
-        blamed = {rank for each in found for rank in each.ranks if rank in unproven}
+        answers = {one.rank: one for ranks in self._calls.values() for one in ranks}
+        newcomers = {rank for rank, one in answers.items() if one.newcomer}
+        found = differences(answers.values(), newcomers)
         if not found and not self._why:
             return
         self.found = True
+        blamed = {rank for each in found for rank in each.ranks if rank in newcomers}
         shown = next((each for each in found if blamed & set(each.ranks)), found[0] if found else None)
-        what = f"members of a group issue different collectives: {shown or self._why}"
-        if not blamed and not found:
-            blamed = set(unproven)
-        if not blamed or ctx.mispaired:
-            again = f", as before rank(s) {listed(sorted(ctx.mispaired))} were replaced" if ctx.mispaired else ""
-            ctx.stop(
-                f"{what}{again}; no step since {ctx.newest_committed} is kept. A new process must issue the same "
-                "collectives as the others: look for what the script finds out once and keeps"
-            )
+        if not found:  # whoever has not answered has issued it; its node may be about to be lost
+            blamed = {*ctx.unproven} - answers.keys() or newcomers
+        again = sorted(rank for rank in blamed & answers.keys() if answers[rank].again)
+        what = f"{MISPAIRS}: {shown or self._why}"
+        if not blamed or again:
+            before = f", as before rank(s) {listed(again)} were replaced" if again else ""
+            ctx.stop(f"{what}{before}; no step since {ctx.newest_committed} is kept. {_ADVICE[bool(blamed)]}")
             return
-        ctx.mispaired = frozenset(blamed)
         ctx.emit("Note", text=what)
         for rank in sorted(blamed):
             ctx.send(ctx.world.node_of[rank], Replace(ctx.world.generation, rank, what))

@@ -133,6 +133,38 @@ def test_a_stall_of_ranks_that_pair_is_a_stall():
     assert {node.exit[0] for node in cluster.nodes.values() if not node.killed} == {0}
 
 
+def test_a_script_whose_own_ranks_differ_is_told_so_when_it_stalls_again():
+    """Generation 0 is not compared: all go on in generation 1, where the same happens, and no process is new."""
+    cluster = Cluster(World(0, (0, 1, 2), (3, 4)), last_step=60)
+    cluster.form()
+    assert cluster.run(lambda: bool(cluster.said("Protected")) and cluster.at_step(2))
+    cluster.hold = True
+    cluster.calls = {rank: (RankCalls(rank, (mine,)),) for rank, mine in three([MORE, SUM]).items()}
+    cluster.idle(1.1 * TIMING.stall_timeout_s)
+    assert list(cluster.plans) == [1] and not cluster.ended
+    assert cluster.run(events=400_000)
+    said = f"collective 1 of rank 0 was {SUM}, of rank 1 {MORE}"
+    assert {node.exit[0] for node in cluster.nodes.values()} == {86} and not cluster.ended
+    assert all(said in node.exit[1] and "correct the script" in node.exit[1] for node in cluster.nodes.values())
+
+
+def test_who_was_replaced_is_not_forgotten_with_the_coordinator():
+    """The first one dies when it has asked for the newcomer's end; the next one learns of that from its node."""
+    cluster = after_a_swap(three([MORE, SUM]))
+    homes = cluster.plans[1].world.node_of
+    cluster.idle(1.05 * TIMING.stall_timeout_s)
+    assert [(node, rank) for node, rank, _ in cluster.ended] == [(homes[1], 1)]
+    cluster.kill(0)
+    assert cluster.run(lambda: max(cluster.plans) >= 2 and cluster.generation_protected())
+    newest = cluster.newest().world.node_of
+    for rank in (0, 1, 2):
+        cluster.calls[newest[rank]] = (RankCalls(rank, (three([MORE, SUM])[rank],)),)
+    assert cluster.run(events=400_000)
+    living = {node.exit for node in cluster.nodes.values() if not node.killed}
+    assert {code for code, _ in living} == {86} and len(cluster.ended) == 1
+    assert all("as before rank(s) 1 were replaced" in reason for _, reason in living)
+
+
 def test_an_error_after_a_swap_may_be_the_newcomers():
     """Rank 0 is answered with what it cannot read, and raises: rank 1 goes, too."""
     cluster = after_a_swap(three([MORE, SUM]))
