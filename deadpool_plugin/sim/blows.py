@@ -7,21 +7,34 @@ counted as lost.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..core import io
-from ..core.types import NodeId
+from ..core.types import NodeId, Rank
+from .groups import ODD, Group, Odd
 from .rules import Cut, Delay, Duplicate, Loss, Rule
 from .schedule import Fault
 
 if TYPE_CHECKING:
     from .cluster import Cluster
     from .node import Node
+    from .worker import Process
 
 NOTICE_S = 0.05
 PARTS = 3
 """One of so many of the others hear a host that is cut off in part."""
+
+
+@dataclass(eq=False)
+class Mispairing:
+    """The newcomers that are to issue what their peers do not: so many of one `rank`, one after the other."""
+
+    odd: Odd
+    left: int
+    rank: Rank = -1
 
 
 class Flip(Loss):
@@ -37,6 +50,9 @@ class Blows:
         self.blamed: set[NodeId] = set()
         self._blamed_all_until = 0.0
         self.flips: list[Flip] = []
+        self._mispairing: list[Mispairing] = []
+        self.mispaired: Counter[Rank] = Counter()
+        """How many processes of each rank have issued what their peers had not."""
         self._kinds: dict[str, Callable[[Fault, Node], bool]] = {
             "crash": lambda fault, node: self.crash(node),
             "kill": lambda fault, node: self.kill(node),
@@ -59,6 +75,7 @@ class Blows:
             "duplicate": self._lossy,
             "flip": self._flip,
             "corrupt": self._corrupt,
+            "mispair": self._mispair,
             "stop": lambda fault, node: self._stop(node),
             "join": lambda fault, node: self._cluster.arrivals.add_host(),
         }
@@ -68,7 +85,7 @@ class Blows:
         return self._kinds[fault.kind](fault, node)
 
     def stop(self) -> None:
-        """Everything passes, but where there is a rift."""
+        """Everything passes, but where there is a rift; newcomers that are to mispair still do."""
         self._blamed_all_until = 0.0
         self.flips.clear()
         self._cluster.network.rules.clear()
@@ -151,6 +168,28 @@ class Blows:
         process.hangs, process.is_deaf = True, fault.pick % 2 == 1
         self.blamed.add(node.number)
         return True
+
+    def _mispair(self, fault: Fault, node: Node) -> bool:
+        """It strikes whoever takes a rank over from now on."""
+        self._mispairing.append(Mispairing(ODD[fault.pick % len(ODD)], fault.count))
+        return False
+
+    def odd_of(self, rank: Rank) -> Odd | None:
+        """What a process that takes `rank` over issues in its first step that its peers do not."""
+        found = next((one for one in self._mispairing if one.rank in (-1, rank) and one.left), None)
+        if found is None:
+            return None
+        found.rank, found.left = rank, found.left - 1
+        return found.odd
+
+    def mispairs(self, process: Process, group: Group, odd: Odd) -> None:
+        """`process` issues `odd` in `group`. Its end may be one too many for its node."""
+        group.odd = odd
+        process.mispaired = True
+        self.mispaired[process.rank] += 1
+        self.blamed.add(process.node.number)
+        self._cluster.strikes.struck["mispair"] += 1
+        self._cluster.note(f"fault: rank {process.rank} on node {process.node.number} issues what its peers do not")
 
     # -- the network -------------------------------------------------------------------------------------------
 

@@ -151,7 +151,7 @@ class Bulk:
                 self._verified(self._node, there)
             except Refused as error:
                 raise Unreadable(str(error)) from error
-            holding = Holding(rank, step, snapshot.payload is not None, replicas)
+            holding = Holding(rank, step, snapshot.payload is not None, replicas, snapshot.paired)
             target.store.finish_mirror(pair, snapshot, holding)
             return holding
         finally:
@@ -194,7 +194,7 @@ class Bulk:
         generation = node.store.fence
         header_at, payload_at = nodes[source.header_node], nodes[source.payload_node]
         yield from self._cross(node, header_at)
-        header = header_at.store.readable(source.rank, step, payload=False).header
+        header = header_at.store.readable(source.rank, step, payload=False)
         yield from self._cross(header_at, node)
         yield from self._cross(node, payload_at)
         payload_at.store.readable(source.payload_rank, step, payload=True)
@@ -203,7 +203,7 @@ class Bulk:
         there = payload_at.store.readable(source.payload_rank, step, payload=True)
         self._verified(payload_at, there)
         node.store.check(generation)
-        arrived(Snapshot(source.rank, step, generation, header, there.payload, there.sum))
+        arrived(replace(header, generation=generation, payload=there.payload, sum=there.sum))
 
 
 __all__ = ["Broken", "Bulk", "Refused", "Signal"]

@@ -50,6 +50,8 @@ class Checkers:
                     raise Violation("NO_STALE_WRITE", f"node {node.number} votes before it is fenced: {action.message}")
             elif isinstance(action, io.AbortWorkers):
                 fence = max(fence, action.generation)
+            elif isinstance(action, io.EndRank):
+                self._blamed_rightly(node, action)
             elif not isinstance(action, io.Emit):
                 continue
             elif action.kind == "SwapPlanned":
@@ -97,6 +99,15 @@ class Checkers:
         oracle.judge_plan(self._cluster, plan)
         self.memory.disarm(generation)
 
+    def _blamed_rightly(self, node: Node, action: io.EndRank) -> None:
+        """Nobody is ended who issues what its peers do. Of newcomers alone nobody can say which of them is right."""
+        ended, world = node.processes.of(action.rank), self._cluster.newest_world
+        ranks = (self._cluster.nodes[home].processes.of(rank) for rank, home in enumerate(world.node_of))
+        some_survive = any(process is not None and not process.took_over for process in ranks)
+        if ended is not None and not ended.mispaired and (some_survive or not ended.took_over):
+            where = f"the process of rank {action.rank} on node {node.number}"
+            raise Violation("RIGHT_VERDICT", f"{where} is ended, which issues what its peers do: {action.reason}")
+
     def _world_before(self, generation: Generation) -> World:
         return self._cluster.plans[generation - 1].world if generation > 1 else self._cluster.world
 
@@ -111,9 +122,10 @@ class Checkers:
     # -- BIT_EXACT -----------------------------------------------------------------------------------------------
 
     def updated(self, process: Process) -> None:
-        """A rank has made a step."""
+        """A rank has made a step: a wrong one only together with who issues other collectives."""
         expected = self._cluster.reference.state(process.rank, process.step)
-        if process.state is None or process.state.numbers != expected.numbers:
+        pairs = process._group is not None and process._group.odd is None
+        if process.state is None or (process.state.numbers != expected.numbers and pairs):
             raise Violation(
                 "BIT_EXACT", f"rank {process.rank} is at {process.state} after step {process.step}, not at {expected}"
             )
@@ -146,6 +158,7 @@ class Checkers:
             step = action.fields["step"]
             assert isinstance(step, int)
             self.committed[generation] = max(self.committed.get(generation, NO_STEP), step)
+            self._is_right(node.controller.world, step)
         elif action.kind == "RankLost":
             rank = action.fields["rank"]
             assert isinstance(rank, int)
@@ -154,6 +167,15 @@ class Checkers:
             self._restarts.gave_up(node.number, self._cluster.timeline.now, str(action.fields["reason"]))
         elif action.kind == "Mirrored" and generation == max(self._cluster.plans, default=0):
             self.memory.arm(node.controller.world, generation)
+
+    def _is_right(self, world: World | None, step: Step) -> None:
+        """No rank's committed step has been made of collectives that did not pair."""
+        for rank, home in enumerate(world.node_of if world is not None else ()):
+            pair = self._cluster.nodes[home].store.own.get(rank)
+            held = pair.get(step) if pair is not None else None
+            state = held.state if held is not None and held.is_whole else None
+            if state is not None and state.numbers != self._cluster.reference.state(rank, step).numbers:
+                raise Violation("BIT_EXACT", f"step {step} is committed, which rank {rank} has made to be {state}")
 
     def memory_changed(self, node: NodeId, rank: Rank, step: Step) -> None:
         self.memory.changed(node, rank, step)

@@ -2,7 +2,8 @@
 
 Rules of this file: a group is made once all ranks have joined and while its store's host lives; a collective matches
 by its number and completes when every rank has contributed, at each rank at another moment, never if one is missing
-(a lost peer blocks the others until they are interrupted from outside, as gloo does at worst).
+(a lost peer blocks the others until they are interrupted from outside, as gloo does at worst). Ranks that issue
+different collectives all get a wrong number, or hang.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING, NamedTuple
 
+from ..core.pairing import Call
 from ..core.types import Generation, NodeId, Rank
 from .tasks import Signal
 from .training import summed
@@ -19,13 +21,31 @@ if TYPE_CHECKING:
     from .worker import Process
 
 RETRY_S = 0.2
+SUM = Call("all_reduce", "float32", 1, "sum").encoded()
+"""What every step issues."""
+MORE = Call("all_reduce", "int32", 1, "sum").encoded()
+WRONG = 1e6
+"""What a collective adds to the sum whose members have not all issued the same."""
+
+
+class Odd(NamedTuple):
+    """What a process issues that its peers do not, once: a collective of `code`, `instead` of its own next one or
+    before it. Members of different collectives hang, or else get wrong numbers."""
+
+    code: int
+    instead: bool
+    hangs: bool
+
+
+ODD = (Odd(SUM, False, False), Odd(MORE, False, False), Odd(MORE, False, True), Odd(MORE, True, False))
 
 
 class Round(NamedTuple):
-    """One collective: who has contributed what, and who waits for the sum."""
+    """One collective: who has contributed what, who waits for the sum, and what each has called it."""
 
     gradients: dict[Rank, float]
     waiting: dict[Rank, Signal]
+    codes: set[int]
 
 
 class Group:
@@ -39,6 +59,8 @@ class Group:
         self._calls: dict[Rank, int] = {}
         self._reset: frozenset[NodeId] = frozenset()
         """The hosts between which connections were reset: nothing is summed any more."""
+        self.odd: Odd | None = None
+        """What one of the members has issued that the others have not."""
 
     def join(self, process: Process) -> Signal:
         """Set once all ranks are there. A rank that comes again (in a new process) finds what is left: nobody."""
@@ -59,11 +81,12 @@ class Group:
         for signal in self._joined.values():
             self._cluster.timeline.after(self._cluster.network.latency(), signal.set)
 
-    def all_reduce(self, process: Process, value: float) -> Signal:
+    def all_reduce(self, process: Process, value: float, code: int = SUM) -> Signal:
         """The sum of all ranks' gradients of this call, as the signal's value."""
         number = self._calls.get(process.rank, 0)
         self._calls[process.rank] = number + 1
-        signal, one = Signal(), self._rounds.setdefault(number, Round({}, {}))
+        signal, one = Signal(), self._rounds.setdefault(number, Round({}, {}, set()))
+        one.codes.add(code)
         one.gradients[process.rank], one.waiting[process.rank] = value, signal
         self._fail(process)
         if len(one.gradients) == self._cluster.ranks:
@@ -99,6 +122,10 @@ class Group:
             return
         one = self._rounds.pop(number)
         total = summed([one.gradients[rank] for rank in sorted(one.gradients)])
+        if len(one.codes) > 1:
+            if self.odd is not None and self.odd.hangs:
+                return
+            total += WRONG
         for rank in sorted(one.waiting):
             self._cluster.timeline.after(self._cluster.network.latency(), one.waiting[rank].set, total)
 

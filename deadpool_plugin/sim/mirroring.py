@@ -135,7 +135,9 @@ class Mirroring:
     # -- a swap ------------------------------------------------------------------------------------------------
 
     def mirror_again(self, rank: Rank, step: Step, generation: Generation) -> None:
-        self._node.feed(SnapshotHeld(Holding(rank, step, True, self._replicas(rank)), generation))
+        held = self._node.store.own[rank].get(step)
+        paired = held.paired if held is not None else 0
+        self._node.feed(SnapshotHeld(Holding(rank, step, True, self._replicas(rank), paired), generation))
         self._push_recordings(rank)
         self._snapshot(rank, step, generation)
 

@@ -64,7 +64,7 @@ class Node:
             io.PauseWorkers: lambda action: self.processes.pause(),
             io.ResumeWorkers: lambda action: self.processes.resume(self.store.fence, self._acted_on),
             io.Reconfigure: self._reconfigure,
-            io.ReadCalls: lambda action: self.feed(io.CallsRead(action.generation, self.processes.calls())),
+            io.ReadCalls: self._read_calls,
             io.EndRank: lambda action: self.processes.end_rank(action.rank, action.reason),
             io.Claim: lambda action: cluster.claim(self, action.plan),
             io.Look: lambda action: cluster.look(self, action.generation),
@@ -184,6 +184,9 @@ class Node:
         self.feed(io.CheckpointSaved(step, f"checkpoints/{step}"))
 
     # -- actions -----------------------------------------------------------------------------------------------
+
+    def _read_calls(self, action: io.ReadCalls) -> None:
+        self.feed(io.CallsRead(action.generation, self.processes.calls(action.generation)))
 
     def _commit(self, action: io.Commit) -> None:
         self.processes.commit(action.step)

@@ -11,6 +11,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from ..core import io
+from ..core.pairing import MISPAIRS
 from ..core.types import EXIT_FENCED, EXIT_UNRECOVERABLE, NO_STEP, NodeId, Step, SwapPlan, World
 from .memory import serves
 from .violation import Violation
@@ -78,6 +79,10 @@ def judge_verdict(cluster: Cluster, node: Node, stopped: io.Emit) -> None:
         return
     if cluster.strikes.struck["hang"] > 1 and "got any further" in reason:
         return  # of two processes that hang one after the other in one step the second ends the job
+    if reason.startswith(MISPAIRS):
+        if max(cluster.blows.mispaired.values(), default=0) < 2:
+            raise Violation("RIGHT_VERDICT", f"no rank has mispaired twice, and node {node.number} says: {reason}")
+        return
     world, lost = context.world, tuple(context.suspects)
     if node.number not in cluster.newest_world.members:
         return  # the others have gone on without it, so it speaks for itself only

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from ..core.io import ConnectionBroke, SpareFailed, StoreLost, StoreOffered, WorkerFailed, WorkerLost, WorkerRestored
 from ..core.messages import RankCalls
 from ..core.types import NO_STEP, Generation, Rank, Step, World
+from ..transport.calls import read
 from .worker import Process
 
 if TYPE_CHECKING:
@@ -175,9 +176,11 @@ class Processes:
         process.in_training = True
         self._node.feed(WorkerRestored(process.rank, generation))
 
-    def calls(self) -> tuple[RankCalls, ...]:
-        """What every rank of this node has issued in this generation."""
-        return tuple(RankCalls(slot.rank, slot.serving.calls) for slot in self.slots if slot.serving is not None)
+    def calls(self, generation: Generation) -> tuple[RankCalls, ...]:
+        """What every rank of this node has issued in `generation`, ended by now or not."""
+        own = self._node.store.own
+        ranks = sorted(slot.rank for slot in self.slots if slot.rank in own)
+        return tuple(RankCalls(rank, read(own[rank].calls, generation)) for rank in ranks)
 
     def end_rank(self, rank: Rank, reason: str) -> None:
         for slot in self.slots:

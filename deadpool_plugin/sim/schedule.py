@@ -37,6 +37,7 @@ KINDS = {
     "duplicate": "messages from a host arrive twice",
     "flip": "bytes on the way to and from a host are changed",
     "corrupt": "a snapshot in a host's memory is changed",
+    "mispair": "a process that takes a rank over issues a collective that its peers do not",
     "join": "a host joins the job",
     "stop": "a person ends the job",
 }
@@ -48,7 +49,7 @@ MOMENTS = (
     "Send Status", "Send Rehearse", "Send RankFailed", "Send JoinRequest", "Send Verdict", "AbortWorkers",
     "Reconfigure", "StartRehearsal", "Commit", "Emit NodeLost", "Emit SwapPlanned", "Emit SwapDone", "Emit Mirrored",
     "Emit Unprotected", "Emit WaitingForHost", "Got WorkerRestored", "Got SnapshotHeld", "Got StoreOffered",
-    "Got SpareRehearsed", "Got WorkerLost", "Got LinkLost",
+    "Got SpareRehearsed", "Got WorkerLost", "Got LinkLost", "Send Compare", "Send Calls", "Send Replace",
 )  # fmt: skip
 """Where in the protocol a fault may strike: an action a node has just carried out, or an input it has just had."""
 WHO = ("actor", "leader", "active", "spare", "any", "buddy")
@@ -59,8 +60,8 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
 
     It is armed when some rank has made `at_step` steps (0: from the start), and strikes then, or at the `nth` `moment`
     after that, `delay_s` later. `who` is struck: `actor` is the node the moment belongs to; `pick` chooses among
-    several. `count` hosts at once (rack); for so many `seconds` (what lasts); with what `strength` (a probability, or
-    the seconds of a delay).
+    several. `count`: hosts at once (rack), processes of a rank one after the other (mispair). For so many `seconds`
+    (what lasts); with what `strength` (a probability, or the seconds of a delay).
     """
 
     kind: str
@@ -181,7 +182,7 @@ def as_file(found: Scenario) -> dict[str, Any]:
 _WEIGHTS = {
     "crash": 3, "kill": 4, "rack": 1, "process": 4, "error": 1, "stuck": 1, "hang": 0.5, "give_up": 1, "pause": 3,
     "partition": 2, "oneway": 1, "part": 0, "rift": 0.5, "pair": 0.5, "reset": 1, "break": 2, "loss": 2, "delay": 3,
-    "duplicate": 2, "flip": 1, "corrupt": 1, "join": 2, "stop": 0.2,
+    "duplicate": 2, "flip": 1, "corrupt": 1, "mispair": 1.5, "join": 2, "stop": 0.2,
 }  # fmt: skip
 """`part` is in scenarios only: who hears too few of the others leaves, though most of them are there, and the checkers
 count that as a wrong verdict."""
@@ -198,7 +199,7 @@ def draw_fault(rng: random.Random, steps: int) -> Fault:
         delay_s=rng.choice((0.0, 0.0, 0.01, 0.5, 5.0)) * rng.random(),
         who=rng.choice(WHO if moment else WHO[1:]),
         pick=rng.randrange(1000),
-        count=rng.randint(2, 3) if kind == "rack" else 1,
+        count=rng.randint(2, 3) if kind == "rack" else rng.choice((1, 1, 2)) if kind == "mispair" else 1,
         seconds=rng.choice((0.3, 3.0, 12.0, 45.0)) * (0.5 + rng.random()) if kind in LASTING else 0.0,
         strength=rng.choice((0.1, 0.5, 2.0)) if kind == "delay" else rng.choice((0.05, 0.3, 0.6)),
     )

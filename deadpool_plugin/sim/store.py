@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from ..core.types import Generation, Holding, Rank, Step
+from ..transport.calls import area_bytes
 from .training import State, restored
 
 
@@ -35,6 +36,8 @@ class Snapshot(msgspec.Struct, frozen=True):
     header: bytes
     payload: bytes | None
     sum: int
+    paired: int = 0
+    """What the rank's collectives up to the step come to."""
 
     @property
     def is_whole(self) -> bool:
@@ -46,16 +49,17 @@ class Snapshot(msgspec.Struct, frozen=True):
         return restored(self.payload, self.header) if self.payload is not None else None
 
 
-def sealed(rank: Rank, step: Step, generation: Generation, state: State) -> Snapshot:
+def sealed(rank: Rank, step: Step, generation: Generation, state: State, paired: int = 0) -> Snapshot:
     payload = state.payload
-    return Snapshot(rank, step, generation, state.header, payload, zlib.crc32(payload))
+    return Snapshot(rank, step, generation, state.header, payload, zlib.crc32(payload), paired)
 
 
 @dataclass
 class Pair:
-    """A rank's two slots; its worker and the agent share it."""
+    """A rank's two slots, and what it issues in its one group; its worker and the agent share it."""
 
     slots: list[Snapshot | None] = field(default_factory=lambda: [None, None])
+    calls: memoryview = field(default_factory=lambda: memoryview(bytearray(area_bytes(groups=1))))
 
     def get(self, step: Step) -> Snapshot | None:
         found = self.slots[step % 2]
@@ -107,11 +111,11 @@ class Store:
     def adopt_own(self, pair: Pair, rank: Rank, step: Step, generation: Generation, replicas: tuple[Rank, ...]) -> None:
         """Slots with `step` in them become the rank's own. At no time is neither they nor a mirror held."""
         self.check(generation)
-        if pair.get(step) is None:
+        if (held := pair.get(step)) is None:
             raise Refused(f"these slots of rank {rank} do not hold step {step}")
         self.mirrored.pop(rank, None)
         self.own[rank] = pair
-        self._list(Holding(rank, step, True, replicas))
+        self._list(Holding(rank, step, True, replicas, held.paired))
         for key in [key for key in self.listed if key[0] == rank and key[1] != step]:
             del self.listed[key]
             self._changed(*key)
@@ -120,9 +124,9 @@ class Store:
         """The own slot of `step` was sealed."""
         self.check(generation)
         pair = self.own.get(rank)
-        if pair is None or pair.get(step) is None:
+        if pair is None or (held := pair.get(step)) is None:
             raise Refused(f"rank {rank} says it staged step {step}, but its slot does not hold it")
-        return self._list(Holding(rank, step, True, replicas))
+        return self._list(Holding(rank, step, True, replicas, held.paired))
 
     def begin_mirror(self, rank: Rank, step: Step, generation: Generation) -> Pair:
         self.check(generation)
@@ -148,7 +152,8 @@ class Store:
         there = pair.get(snapshot.step) if pair is not None else None
         if holding is None or there is None or (snapshot.payload is not None and not holding.payload):
             return None
-        return holding if (there.header, there.sum) == (snapshot.header, snapshot.sum) else None
+        same = (there.header, there.sum, there.paired) == (snapshot.header, snapshot.sum, snapshot.paired)
+        return holding if same else None
 
     def _list(self, holding: Holding) -> Holding:
         for rank, step in list(self.listed):

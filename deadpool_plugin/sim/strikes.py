@@ -1,7 +1,8 @@
 """When each fault of a simulated job strikes, and whom.
 
 Rules of this file: a strike that finds nothing to strike has no effect and is not counted; network faults count once
-they have held up or changed something. What is done to whoever is struck: blows.py.
+they have held up or changed something, newcomers that mispair once they have. What is done to whoever is struck:
+blows.py.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 PATIENCES, STEPS = 3, 3
 """After so many times the job's patience, or so many steps, a fault whose moment has not come strikes anyway."""
+COUNTED_LATER = {"loss", "delay", "duplicate", "flip", "partition", "oneway", "part", "rift", "pair", "mispair"}
 
 
 @dataclass(eq=False)
@@ -93,7 +95,7 @@ class Strikes:
     def _strike(self, fault: Fault, actor: Node | None) -> None:
         node = self._whom(fault, actor)
         if node is not None and self._cluster.blows.deal(fault, node):
-            if fault.kind not in ("loss", "delay", "duplicate", "flip", "partition", "oneway", "part", "rift", "pair"):
+            if fault.kind not in COUNTED_LATER:
                 self.struck[fault.kind] += 1
             self._cluster.note(f"fault: {fault.kind} strikes node {node.number}")
         self._cluster.timeline.after(fault.seconds, self._ended)

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import msgspec
 
 from ..core import io
-from ..core.messages import Report, Status
+from ..core.messages import GroupCalls, Report, Status
+from ..core.pairing import decoded
 from ..core.types import Checkpoint, Holding, NodeId
 
 BESIDES = ("sent_at", "heard", "certain")
@@ -69,6 +70,8 @@ def described(thing: msgspec.Struct) -> str:
     """The value without what is empty in it."""
     if isinstance(thing, io.Received):
         return f"{thing.sender}: {described(thing.message)}"
+    if isinstance(thing, GroupCalls):
+        return f"{thing.key}: {thing.count}, {'; '.join(str(decoded(code)) for code in thing.recent[-2:])}"
     if isinstance(thing, io.Emit):
         fields = ", ".join(f"{key}={value!r}" for key, value in thing.fields.items() if key != "duration_s")
         return f"{thing.kind}({fields})"

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ..core.ledger import may_stage
-from ..core.messages import GroupCalls
 from ..core.types import NO_STEP, Generation, Rank, Step
+from ..transport.calls import CallBooks
 from .clock import Timeline
-from .groups import Group
+from .groups import SUM, Group, Odd
 from .store import Pair, sealed
 from .tasks import Signal, Task, Work
 from .training import State, first_state, gradient, updated
@@ -51,7 +51,11 @@ class Process:
         self._joined: Generation = 0
         self._join: tuple[Generation, str, Step] | None = None
         self._entered: Step = 0
-        self.calls: tuple[GroupCalls, ...] = ()
+        self.odd: Odd | None = None
+        """What it issues in its first step that its peers do not."""
+        self.mispaired = False
+        self._books: CallBooks | None = None
+        """What it issues in this generation; None before the first swap."""
         self.slots: Pair | None = None
         self._group: Group | None = None
         self._start, self._arena, self._gate = Signal(), Signal(), Signal()
@@ -166,7 +170,12 @@ class Process:
             if self.hangs:
                 yield Signal()  # until it is interrupted
             assert self.state is not None and self._group is not None
-            total = yield self._group.all_reduce(self, gradient(self.state))
+            odd, self.odd = self.odd, None
+            if odd is not None:
+                self._cluster.blows.mispairs(self, self._group, odd)
+                if not odd.instead:
+                    yield self._issue(0.0, odd.code)
+            total = yield self._issue(gradient(self.state), odd.code if odd is not None and odd.instead else SUM)
             yield self._staged
             self.state, self.step = updated(self.state, total, self._shard, self._group.generation), self.step + 1
             self._cluster.checkers.updated(self)
@@ -175,18 +184,25 @@ class Process:
         self.finished = True
         self._tell(self.node.finished)
 
+    def _issue(self, value: float, code: int) -> Signal:
+        assert self._group is not None
+        if self._books is not None:
+            self._books.books[0].note(code)
+        return self._group.all_reduce(self, value, code)
+
     def _stage(self) -> None:
         self._staged = Signal()
-        self._staging = Task(self, self._stage_one(self.step, self.state, self._joined))
+        paired = self._books.cut(self.step) if self._books is not None else 0
+        self._staging = Task(self, self._stage_one(self.step, self.state, self._joined, paired))
 
-    def _stage_one(self, step: Step, state: State | None, generation: Generation) -> Work:
+    def _stage_one(self, step: Step, state: State | None, generation: Generation, paired: int) -> Work:
         assert self.slots is not None and state is not None
         while not may_stage(step, self._committed):
             yield self._gate
         store, pair = self.node.store, self.slots
         store.empty(pair, self.rank, step)
         yield self._cluster.copy_s()
-        store.seal(pair, sealed(self.rank, step, generation, state))
+        store.seal(pair, sealed(self.rank, step, generation, state, paired))
         self._tell(self.node.mirroring.staged, step, generation)
         self._staged.set()
 
@@ -238,6 +254,7 @@ class Process:
     def _enter(self, generation: Generation, store: str, restore_step: Step) -> Work:
         yield from self._build(generation, store)
         assert self.slots is not None
+        self._books = CallBooks(self.slots.calls, generation, [("all", self.rank, self._cluster.ranks)])
         snapshot = self.slots.get(restore_step)
         self._cluster.checkers.restored(self, restore_step, snapshot)
         assert snapshot is not None
@@ -264,4 +281,5 @@ class Process:
         self.slots, self._entered, self.step = pair, restore_step, restore_step
         self._staged.set()
         self._joined = generation
+        self.odd = self._cluster.blows.odd_of(self.rank)
         self._main = Task(self, self._enter(generation, store, restore_step))

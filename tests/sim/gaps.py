@@ -53,7 +53,8 @@ CANNOT = (
          "nothing is to be restored, and the gate lets no rank past its second step before all are in training"),
     Rule("HoldingsDropped", "STARTING", ANY, "nothing is held that a later world could drop"),
     Rule("Rehearse", "TRAINING", ("leading",), "spares rehearse"),
-    Rule("Replace", ANY, ANY, "simulated newcomers issue the collectives that their peers issue"),
+    Rule("Replace", OUTSIDE, ANY, "before a node is in a world it runs no rank"),
+    Rule("Replace", ANY, ("standing by",), "a spare runs no rank"),
     Rule("Calls CallsRead Compare ConnectionBroke", OUTSIDE, ANY, "before a node is in a world it runs no rank"),
     Rule("ConnectionBroke CallsRead", ANY, ("standing by",), "a spare runs no rank"),
 )  # fmt: skip
@@ -69,7 +70,7 @@ RARE = (
     Rule("Decided", ANY, ANY, "without having been asked: who was thought lost, or was cut off while others agreed"),
     Rule("Goodbye Verdict LinkLost NodeFailed NodeGivenUp StopRequested", ANY, ANY,
          "an end at a moment that lasts milliseconds of many simulated seconds, and which any state takes alike"),
-    Rule("ConnectionBroke Compare CallsRead Calls", ANY, ANY,
+    Rule("ConnectionBroke Compare CallsRead Calls Replace", ANY, ANY,
          "a connection that breaks, or calls that are compared, in a moment between a fence and a plan"),
     Rule("Rehearse", ANY, ANY, "an order that comes later than the loss that made another plan of its spare"),
     Rule("Start", ANY, ANY, "the word of a coordinator that was lost before its order was heard by all"),

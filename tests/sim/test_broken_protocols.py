@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deadpool_plugin.core import proposer, voter
+from deadpool_plugin.core import ledger, proposer, voter
 from deadpool_plugin.sim import worker
 from deadpool_plugin.sim.campaign import outcomes
 from deadpool_plugin.sim.schedule import Ranges
@@ -24,12 +24,17 @@ def promised_before_the_fence(patch) -> None:
     patch.setattr(voter.Voter, "fence_generation", lambda self: None)
 
 
+def committed_unpaired(patch) -> None:
+    patch.setattr(ledger.Ledger, "_is_paired", lambda self, world, step, nodes: True)
+
+
 @pytest.mark.parametrize(
     ("bug", "invariant"),
     [
         (without_the_gate, "RESTORABLE"),
         (decided_by_one_acceptance, "ONE_WORLD_PER_GENERATION"),
         (promised_before_the_fence, "NO_STALE_WRITE"),
+        (committed_unpaired, "BIT_EXACT"),
     ],
 )
 def test_a_broken_protocol_is_caught(bug, invariant, monkeypatch):

@@ -8,7 +8,10 @@ from deadpool_plugin.sim import run
 from deadpool_plugin.sim.cluster import Cluster
 from deadpool_plugin.sim.schedule import scenario
 
-QUIET = {"faults": (), "drift": 0.0, "active": 4, "spares": 2, "slots": 1, "shards": 4, "copies": 1, "racks": 0}
+QUIET = {
+    "faults": (), "drift": 0.0, "active": 4, "spares": 2, "slots": 1, "shards": 4, "copies": 1, "racks": 0,
+    "latency_s": 0.02,
+}  # fmt: skip
 LOST = 0
 """The rank whose node is lost together with the newest committed copy on its buddy."""
 
