@@ -51,12 +51,20 @@ TAIL = 40
 EXIT_CONFIG = 78
 """As in deadpool_plugin/errors.py."""
 MEGATRON_FAULTS = "tp2-pp2-dp2"
+PRETRAIN = ("base", "tp2-pp2", "replicated", "overlap", "save-async")
+"""Options of pretrain_gpt.py, by their names in megatron_lm_options.py."""
 ZERO_3_ONLY = ("0.18.9",)
 """DeepSpeed whose ZeRO 1 and 2 do not train over gloo, with the plugin or without: they gather into views."""
 GUARDS = (
-    "tests/contract/test_comm_surface.py",
-    "tests/adapters/test_megatron_state.py",
     "tests/unit/test_hook_points.py",
+    "tests/contract/test_comm_surface.py",
+    "tests/contract/test_comm_pairing.py",
+    "tests/adapters/test_megatron_state.py",
+    "tests/adapters/test_megatron_saving.py",
+    "tests/worker/test_proof.py",
+    "tests/worker/test_save_calls.py",
+    "tests/dist/test_pairing.py",
+    "tests/dist/test_checkpoint_folders.py",
 )
 
 Line = dict[str, Any]
@@ -196,7 +204,7 @@ def checks(subject: Subject, args: argparse.Namespace, out: Path) -> dict[str, t
     if subject.tag:
         place = checkout(subject.tag, args.megatron_lm, args.out / "checkouts")
         script = ("scripts/megatron_lm_options.py", "--checkout", str(place), "--out", str(out / "pretrain"), "--again")
-        return dict.fromkeys(names(subject), (*script, "--only", "base", "tp2-pp2", "replicated", "overlap"))
+        return dict.fromkeys(names(subject), (*script, "--only", *PRETRAIN))
     demo = ("scripts/demo.py", "--seed", str(args.seed))
     faults = ("scripts/fault_matrix.py", "--heal", "--group", "main", "--again", "--only")
     stage, stages = zero(subject.row)

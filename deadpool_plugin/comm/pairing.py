@@ -157,6 +157,8 @@ _KINDS: dict[str, Callable[[Sequence[Any], dict[str, Any]], int]] = {
     "all_gather_single": _gathering,
     "all_gather_single_coalesced": _gathering,
     "gather": _rooted("gather"),
+    "gather_single": _rooted("gather"),
+    "gather_into_tensor": _rooted("gather"),
     "scatter": _rooted("scatter"),
     "reduce_scatter": _reduce_scatter,
     "_reduce_scatter_base": _reduce_scatter,

@@ -115,7 +115,7 @@ def waiting(monkeypatch, train_gpt):
         saving._wrap(saves, Calls, name, call)
     calls, writer, seen = Calls(persistent=True), Writer(), []
     caller = calls._get_async_caller()
-    caller.process, caller.comp_q = writer, writer
+    caller.process = caller.comp_q = caller._persistent_comp_q = writer  # the last is of 0.17 and later
     monkeypatch.setattr(caller, "sync_all_async_calls", lambda is_alive: seen.append(is_alive) or not is_alive)
     monkeypatch.setattr(caller, "close", lambda abort=False: setattr(caller, "process", None))
     calls.schedule_async_request(async_utils.AsyncRequest(print, (), []))
@@ -135,7 +135,7 @@ def test_who_waits_for_a_writer_that_a_swap_has_killed_can_be_interrupted(waitin
             raise GenerationChanged(2)
         return False
 
-    monkeypatch.setattr(calls.persistent_caller, "sync_all_async_calls", look)
+    monkeypatch.setattr(calls._get_async_caller(), "sync_all_async_calls", look)
     with pytest.raises(GenerationChanged):
         getattr(calls, how)(*arguments)
     assert seen == [True] * 3 and len(calls.async_calls) == 1
