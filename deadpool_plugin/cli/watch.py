@@ -281,11 +281,13 @@ def run(args: argparse.Namespace) -> int:
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     follower, view, console = Follower(args.output_dir), JobView(), Console()
-    if not args.output_dir.is_dir():
-        missing = f"{args.output_dir} is not there"
-        if args.once or args.json:
+    is_there = args.output_dir.is_dir()
+    if not any(args.output_dir.glob("events.*.jsonl")):
+        missing = f"no event log of a job in {args.output_dir}" if is_there else f"{args.output_dir} is not there"
+        if (args.once and not args.json) or (args.json and not is_there):  # as JSON it is a state
             raise ConfigError(missing, "the job's output_dir", "name the folder it writes to")
-        print(f"[deadpool] {missing} yet: waiting for a job that writes to it", file=sys.stderr, flush=True)
+        if not args.json:
+            print(f"[deadpool] {missing} yet: waiting for a job that writes to it", file=sys.stderr, flush=True)
     try:
         if args.json:
             next(updates(follower, view))

@@ -423,6 +423,13 @@ def test_a_folder_that_is_not_there_is_said(tmp_path: Path, capsys: pytest.Captu
         assert "nowhere is not there; expected the job's output_dir" in capsys.readouterr().err
 
 
+def test_a_folder_without_a_job_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["watch", str(tmp_path), "--once"]) == 78
+    assert f"no event log of a job in {tmp_path}; expected the job's output_dir" in capsys.readouterr().err
+    assert main(["watch", str(tmp_path), "--json"]) == 0, "its monitoring may begin before a job does"
+    assert json.loads(capsys.readouterr().out)["state"] == "unknown"
+
+
 @pytest.mark.parametrize("words", [["config"], ["watch", "{folder}"], ["watch", "{folder}", "--json"]])
 def test_whoever_reads_no_further_gets_no_traceback(tmp_path: Path, words: list[str]) -> None:
     write_job(tmp_path)
