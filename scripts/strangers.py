@@ -8,9 +8,11 @@ Each PATH is a folder that has the script in it or below it. A job has 4 ranks o
 Phases, steps and victims are drawn at random from `--seed`, the row's name and the number of its attempt. Every attempt
 is one line of OUT/strangers.jsonl, failures too: `held` (losses, gradient norms, learning rates and the final states of
 all ranks equal those of the script without the plugin), `refused` (by the plugin, by name, before training), `not here`
-(the script does not run on a CPU without the plugin either), `failed`, or `skipped` (no checkout, or no package). A
-rerun goes on with the rows that have not held; `--again` repeats all. The last line that is printed is one JSON object;
-the exit code is 0 only if every row that was asked for held or was refused by name.
+(the script does not run on a CPU without the plugin either), `failed`, or `skipped` (no checkout, or no package). What
+keeps this runner itself from an attempt (a thread before a fork, a machine that is too slow) is printed as `not run`,
+and is no line. `stand_ins` names all that a script found instead of what it asked for. A rerun goes on with the rows
+that have not held; `--again` repeats all. The last line that is printed is one JSON object; the exit code is 0 only if
+every row that was asked for held or was refused by name.
 
 Rules of this file: it chooses, draws and keeps; foreign/rows.py says what the scripts are, foreign/stage.py what they
 find around them, faults/job.py judges. Each row runs in a process of its own: rows import what others must not.
@@ -24,6 +26,7 @@ import importlib.metadata
 import json
 import os
 import random
+import re
 import sys
 import time
 import traceback
@@ -42,10 +45,15 @@ from foreign.rows import PROJECTS, ROWS, Row
 from megatron_lm import jobs
 
 WORLD = 4
+FOREIGN = Path(material.__file__).parent
 EXIT_CONFIG = 78
 """As in deadpool_plugin/errors.py."""
 VERSIONS = ("torch", "megatron-core", "deepspeed", "transformers", "accelerate", "datasets", "trl", "peft")
 FINE = ("held", "refused")
+NOT_RUN = "not run"
+PATIENCE_S = 240.0
+"""Of a wait. Four ranks of others' scripts and their rehearsals start up on as few CPUs as there are."""
+UNDISTURBED_S = 600
 
 
 def parse_args() -> argparse.Namespace:
@@ -104,7 +112,7 @@ def draw(row: Row, seed: str) -> list[Kill]:
 def play(row: Row, folder: Path, out: Path, kills: list[Kill]) -> dict[str, Any]:
     """The row's outcome. In a process of its own."""
     at = out / f"material-{installed('transformers').partition('.')[0] or 'plain'}"
-    in_a_child(lambda: material.make(at))  # it starts threads
+    in_a_child(lambda: made(row, at))  # it starts threads
     os.environ.update(material.environment(at) | row.environment(at))
     script = present(row.script_in(folder))
     command = [*([] if row.local_rank else ["--no_local_rank"]), str(script), *row.words(at)]
@@ -114,15 +122,46 @@ def play(row: Row, folder: Path, out: Path, kills: list[Kill]) -> dict[str, Any]
         jobs.preload(script.parent)
     else:
         forked_node.preload((*row.preload, *forked_node.OURS))
+    cache = out / "references" / digest(script, *sorted(FOREIGN.glob("*.py")))
     try:
-        expected = reference(out / "references", command, WORLD, row.wrapper, slots=1, deadline_s=600)
+        expected = reference(cache, command, WORLD, row.wrapper, slots=1, deadline_s=UNDISTURBED_S)
     except RuntimeError as problem:
-        return {"result": "not here", "detail": str(problem).replace(str(out), "OUT")}
+        return undisturbed_failed(str(problem))
     run = out / "jobs" / row.name
     words = [word.replace("{folder}", str(run)) for word in command]
-    job = Job(run, words, WORLD, 1, 1, kills, script=row.wrapper, framework=row.framework)
+    job = Job(run, words, WORLD, 1, 1, kills, script=row.wrapper, framework=row.framework, patience_s=PATIENCE_S)
     verdict = job.run(expected)
-    return {**judged(verdict), "seconds": verdict.seconds}
+    return {**judged(verdict), "stand_ins": stand_ins(row, run), "seconds": verdict.seconds}
+
+
+def undisturbed_failed(problem: str) -> dict[str, Any]:
+    """What is known of a run without the plugin that failed. Raises: RuntimeError if it was only too slow."""
+    if "ended with -9" in problem:
+        raise RuntimeError(problem)
+    raised = re.compile(r"[\w.]*(Error|Exception)\b.*")
+    lines = [line for log in logs(Path(problem.rpartition("see ")[2])) for line in log.read_text().splitlines()]
+    return {"result": "not here", "detail": next(filter(raised.fullmatch, lines), problem)}
+
+
+def stand_ins(row: Row, run: Path) -> list[str]:
+    """What the ranks of a job found instead of what they asked for, as they say."""
+    lines = {line for log in logs(run) for line in log.read_text(errors="replace").splitlines()}
+    said = {line.removeprefix(material.STAND_IN) for line in lines if line.startswith(material.STAND_IN)}
+    return sorted(said | set(row.models))
+
+
+def logs(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("rank*.log"))
+
+
+def digest(*files: Path) -> str:
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
+
+
+def made(row: Row, at: Path) -> None:
+    material.make(at)
+    if row.framework == "megatron":
+        material.make_masked(at)
 
 
 def in_a_child(act: Callable[[], None]) -> None:
@@ -158,14 +197,21 @@ def attempt(row: Row, args: argparse.Namespace, number: int) -> dict[str, Any]:
     script, seed = present(row.script_in(folder)), f"{args.seed} {row.name} {number}"
     kills = draw(row, seed)
     drawn = [{"kind": k.kind, "node": k.node, "rank": k.rank, "step": k.step, "phase": k.phase} for k in kills]
-    line |= {"seed": seed, "faults": drawn, "script": hashlib.sha256(script.read_bytes()).hexdigest()[:16]}
+    line |= {"seed": seed, "faults": drawn, "script": digest(script)}
     line |= {"versions": {name: installed(name) for name in VERSIONS if installed(name)}}
     answer = args.out / f"{row.name}.answer.json"
     answer.unlink(missing_ok=True)
     in_a_child(lambda: _write(answer, played(row, folder, args.out, kills)))
-    found = json.loads(answer.read_text()) if answer.exists() else {"result": "failed", "detail": "the row's process"}
+    found = json.loads(answer.read_text()) if answer.exists() else not_run("the row's process ended")
     answer.unlink(missing_ok=True)
+    places = {str(args.out): "OUT", str(folder): row.project.upper(), sys.prefix: "VENV"}
+    for place, name in places.items():
+        found = json.loads(json.dumps(found).replace(place, name))
     return {**line, **found}
+
+
+def not_run(reason: str) -> dict[str, Any]:
+    return {"result": NOT_RUN, "detail": f"{reason}: the row says nothing about the plugin"}
 
 
 def _write(path: Path, found: dict[str, Any]) -> None:
@@ -177,7 +223,7 @@ def played(row: Row, folder: Path, out: Path, kills: list[Kill]) -> dict[str, An
         return play(row, folder, out, kills)
     except Exception as problem:
         traceback.print_exc()
-        return {"result": "failed", "detail": f"the row could not be run: {problem!r}"}
+        return not_run(f"the row could not be run: {problem!r}")
 
 
 def newest(out: Path) -> dict[str, dict[str, Any]]:
@@ -185,12 +231,17 @@ def newest(out: Path) -> dict[str, dict[str, Any]]:
     return {name: lines[name] for name in ROWS if name in lines}
 
 
+def said(line: dict[str, Any]) -> str:
+    """What there is to say of a line beside its result."""
+    found = ", ".join(line.get("stand_ins", []))
+    return "; ".join(filter(None, (line.get("detail"), found and f"stand-ins: {found}")))
+
+
 def table(lines: dict[str, dict[str, Any]]) -> str:
     rows = ["| script | faults | result |", "| --- | --- | --- |"]
     for name, line in lines.items():
         faults = ", ".join(f"{one['kind']} at {one['phase']} of {one['step']}" for one in line.get("faults", []))
-        detail = f": {line['detail']}" if line.get("detail") else ""
-        rows.append(f"| {ROWS[name].meant} | {faults} | {line['result']}{detail} |")
+        rows.append(f"| {ROWS[name].meant} | {faults} | {': '.join(filter(None, (line['result'], said(line))))} |")
     return "\n".join(rows) + "\n"
 
 
@@ -200,18 +251,22 @@ def main() -> int:
         print(table(newest(args.out)), end="")
         return 0
     args.out.mkdir(parents=True, exist_ok=True)
+    not_runs: dict[str, dict[str, Any]] = {}
     for name in args.only:
         if newest(args.out).get(name, {}).get("result") in FINE and not args.again:
             continue
         number = sum(line["row"] == name and "seed" in line for line in read_json_lines(args.out / "strangers.jsonl"))
         began = time.monotonic()
         line = attempt(ROWS[name], args, number)
-        with open(args.out / "strangers.jsonl", "a") as file:
-            file.write(json.dumps(line) + "\n")
+        if line["result"] == NOT_RUN:
+            not_runs[name] = line
+        else:
+            with open(args.out / "strangers.jsonl", "a") as file:
+                file.write(json.dumps(line) + "\n")
         print(f"{name}: {line['result']} ({time.monotonic() - began:.0f} s) {line.get('detail', '')}", flush=True)
-    known = newest(args.out)
+    known = newest(args.out) | not_runs
     rows = [
-        {"name": name, "held": known[name]["result"] == "held", "detail": known[name].get("detail", "")}
+        {"name": name, "held": known[name]["result"] == "held", "detail": said(known[name])}
         | {"result": known[name]["result"]}
         for name in args.only
     ]

@@ -19,6 +19,7 @@ def apply() -> None:
     kernels_that_need_triton()
     helpers_are_compiled()
     nothing_to_warm_up()
+    names_of_transformer_engine()
 
 
 class _Properties:
@@ -91,3 +92,13 @@ def nothing_to_warm_up() -> None:
     except ImportError:  # gone in later tags
         return
     fused_kernels.load = lambda args: None
+
+
+def names_of_transformer_engine() -> None:
+    """pretrain_bert.py imports both of BERT's layer specs, whichever it is to use; one needs Transformer Engine."""
+    import importlib.util
+
+    import megatron.core.models.bert.bert_layer_specs as specs
+
+    if importlib.util.find_spec("transformer_engine") is None:
+        specs.bert_layer_with_transformer_engine_spec = None  # type: ignore[attr-defined]

@@ -22,6 +22,8 @@ import torch
 TEXT = "a node of the job dies and it goes on with one more from last step bit for equal numbers"
 WORDS = TEXT.split()
 SENTENCES, REVISION = 2048, "0" * 40
+STAND_IN = "stand-in "
+"""Before the name of what a rank found instead of what its script asked for, in its output."""
 
 
 def sentences(seed: int, count: int) -> list[str]:
@@ -57,6 +59,26 @@ def environment(folder: Path) -> dict[str, str]:
         "WANDB_MODE": "offline",
         "WANDB_SILENT": "true",
     }
+
+
+def make_masked(folder: Path) -> None:
+    """A vocabulary of word pieces and sentences of them, as Megatron-LM's preprocess_data.py would write them, if they
+    are not there."""
+    if (folder / "sentences.idx").exists():
+        return
+    import numpy
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *dict.fromkeys(WORDS), "##s", "##ed"]
+    (folder / "vocab.txt").write_text("\n".join(pieces) + "\n")
+    number = {piece: index for index, piece in enumerate(pieces)}
+    builder = IndexedDatasetBuilder(str(folder / "sentences.bin"), dtype=numpy.uint16)
+    lines = [[number[word] for word in line.split()] for line in sentences(8, SENTENCES)]
+    for first in range(0, len(lines), 8):
+        document = lines[first : first + 8]
+        tokens = numpy.array([token for line in document for token in line], dtype=numpy.uint16)
+        builder.add_document(tokens, [len(line) for line in document])
+    builder.finalize(str(folder / "sentences.idx"))
 
 
 def _said(role: str, content: str) -> dict[str, str]:
@@ -117,6 +139,10 @@ def _tokenizer(kind: str) -> Any:
 # Answers
 
 
+def _tell(what: str) -> None:
+    print(f"{STAND_IN}{what}", flush=True)
+
+
 def stand_in() -> None:
     """In a rank's process, before its script begins."""
     if not torch.cuda.is_available():
@@ -139,7 +165,10 @@ def stand_in() -> None:
 
 def _instead(original: Callable[..., Any], answers: dict[str, Callable[[], Any]]) -> Callable[..., Any]:
     def load(path: str, *args: Any, **kwargs: Any) -> Any:
-        return answers[path]() if path in answers else original(path, *args, **kwargs)
+        if path not in answers:
+            return original(path, *args, **kwargs)
+        _tell(f"{path} of {original.__module__.partition('.')[0]} (made here)")
+        return answers[path]()
 
     return load
 
@@ -185,6 +214,7 @@ class Cifar(torch.utils.data.Dataset[Any]):
     """Noise in CIFAR-10's shape: 192 pictures to train on, 40 to test."""
 
     def __init__(self, root: str, train: bool = True, download: bool = False, transform: Any = None) -> None:
+        _tell("CIFAR-10 and transforms of torchvision (noise)")
         draw = torch.Generator().manual_seed(7 + train)
         self._pictures = torch.rand(192 if train else 40, 3, 32, 32, generator=draw)
         self._transform = transform
@@ -223,6 +253,7 @@ class AlexNet(torch.nn.Module):
 
     def __init__(self, num_classes: int) -> None:
         super().__init__()
+        _tell("AlexNet of torchvision (a small one)")
         conv, relu, linear = torch.nn.Conv2d, torch.nn.ReLU, torch.nn.Linear
         self.features = torch.nn.Sequential(
             conv(3, 8, 3, padding=1), relu(), torch.nn.MaxPool2d(2), conv(8, 16, 3, padding=1), relu(),

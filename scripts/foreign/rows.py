@@ -32,6 +32,7 @@ class Row:
     words, environment: of the folder with the material.
     packages: distributions that must be installed.
     local_rank: whether the script takes the deepspeed launcher's --local_rank.
+    models: what it finds under names of the hub.
     unfit: why the packages that are installed are not the script's; "" if they are.
     """
 
@@ -49,6 +50,7 @@ class Row:
     phases: tuple[str, ...] = IN_DEEPSPEED
     wrapper: Path = STAGE
     local_rank: bool = True
+    models: tuple[str, ...] = ()
     unfit: Callable[[], str] = field(default=lambda: "")
 
     def script_in(self, folder: Path) -> Path | None:
@@ -140,6 +142,35 @@ def _gpt(material: Path) -> list[str]:
     return base_job.arguments(str(material.parent / "corpus"), 12)
 
 
+MASKED = """
+    --hidden-size 64 --num-attention-heads 4 --max-position-embeddings 64 --legacy-tokenizer --vocab-extra-ids 100
+    --tokenizer-type BertWordPieceLowerCase --transformer-impl local --no-gradient-accumulation-fusion
+    --no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion --no-persist-layer-norm
+    --use-cpu-initialization --distributed-backend gloo --bf16 --use-distributed-optimizer
+    --tensor-model-parallel-size 2 --train-iters 12
+"""
+
+
+def _masked(material: Path, more: str) -> list[str]:
+    words = f"{MASKED} {base_job.TRAINING} {more}".split()
+    data = ["--data-path", str(material / "sentences"), "--vocab-file", str(material / "vocab.txt")]
+    return [*words, *data, "--data-cache-path", str(material / "sentences.indices")]
+
+
+def _t5(material: Path) -> list[str]:
+    return _masked(material, "--encoder-num-layers 2 --encoder-seq-length 64 --decoder-seq-length 32")
+
+
+def _bert(material: Path) -> list[str]:
+    layout = "--num-layers 2 --seq-length 64 --pipeline-model-parallel-size 2"
+    return _masked(material, f"{layout} --spec local --short-seq-prob 0")  # short samples without a mask give NaN
+
+
+def _mamba(material: Path) -> list[str]:
+    spec = "--spec megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec --hybrid-override-pattern M*"
+    return [*_gpt(material), *spec.split()]
+
+
 LOADED = (*forked_node.DEEPSPEED, "transformers.trainer", "datasets", "evaluate")
 ROWS = {
     row.name: row
@@ -147,10 +178,20 @@ ROWS = {
         Row("pretrain-gpt", "megatron-lm", "pretrain_gpt.py", _gpt,
             "Megatron-LM's pretrain_gpt.py (TP 2, PP 2, bf16, distributed optimizer)", must_hold=True,
             packages=("megatron-core",), framework="megatron", phases=IN_MEGATRON, wrapper=jobs.PRETRAIN),
+        Row("pretrain-t5", "megatron-lm", "pretrain_t5.py", _t5,
+            "Megatron-LM's pretrain_t5.py (TP 2, DP 2, bf16, distributed optimizer)", must_hold=True,
+            packages=("megatron-core",), framework="megatron", phases=IN_MEGATRON, wrapper=jobs.PRETRAIN),
+        Row("pretrain-bert", "megatron-lm", "pretrain_bert.py", _bert,
+            "Megatron-LM's pretrain_bert.py (TP 2, PP 2, bf16, distributed optimizer)",
+            packages=("megatron-core",), framework="megatron", phases=IN_MEGATRON, wrapper=jobs.PRETRAIN),
+        Row("pretrain-mamba", "megatron-lm", "pretrain_mamba.py", _mamba,
+            "Megatron-LM's pretrain_mamba.py (a Mamba and an attention layer, TP 2, PP 2)",
+            packages=("megatron-core",), framework="megatron", phases=IN_MEGATRON, wrapper=jobs.PRETRAIN),
         Row("hello-deepspeed", "deepspeed-examples", "HelloDeepSpeed/train_bert_ds.py", _hello,
             "DeepSpeedExamples HelloDeepSpeed (ZeRO 1, bf16, offloaded Adam, saves)", must_hold=True,
             packages=("deepspeed", "transformers", "datasets", "fire", "loguru", "pytz", "sh", "tensorboard"),
-            preload=(*LOADED, "torch.utils.tensorboard", "fire", "loguru", "pytz", "sh")),
+            preload=(*LOADED, "torch.utils.tensorboard", "fire", "loguru", "pytz", "sh"),
+            models=("roberta-base's tokenizer (of a few words)",)),
         Row("cifar", "deepspeed-examples", "cifar/cifar10_deepspeed.py", _cifar,
             "DeepSpeedExamples cifar (ZeRO 1, a loss outside the model)"),
         Row("pipeline", "deepspeed-examples", "pipeline_parallelism/train.py", _pipeline,
@@ -160,11 +201,13 @@ ROWS = {
             local_rank=False, packages=("deepspeed", *HUGGING_FACE), preload=LOADED, unfit=_of_transformers_4),
         Row("nlp-example", "accelerate", "examples/nlp_example.py", lambda _: [],
             "accelerate's nlp_example.py with a DeepSpeed configuration (ZeRO 2)", must_hold=True,
-            local_rank=False, packages=("deepspeed", *HUGGING_FACE), preload=LOADED, environment=_accelerate),
+            local_rank=False, packages=("deepspeed", *HUGGING_FACE), preload=LOADED, environment=_accelerate,
+            models=("bert-base-cased (tiny, random)",)),
         Row("complete-nlp-example", "accelerate", "examples/complete_nlp_example.py",
             lambda _: ["--checkpointing_steps", "epoch", "--output_dir", "{folder}/out"],
             "accelerate's complete_nlp_example.py, a checkpoint an epoch (ZeRO 2)",
-            local_rank=False, packages=("deepspeed", *HUGGING_FACE), preload=LOADED, environment=_accelerate),
+            local_rank=False, packages=("deepspeed", *HUGGING_FACE), preload=LOADED, environment=_accelerate,
+            models=("bert-base-cased (tiny, random)",)),
         Row("sft", "trl", "trl/scripts/sft.py", _sft, "TRL's sft.py with LoRA (ZeRO 2)", must_hold=True,
             local_rank=False, packages=("deepspeed", "trl", "peft", *HUGGING_FACE), preload=(*LOADED, "trl", "peft")),
     )
