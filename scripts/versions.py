@@ -309,7 +309,7 @@ def outcome(subject: Subject, known: dict[str, Line]) -> Line:
     return {
         "name": subject.name,
         "held": not broken and not missing,
-        "detail": "; ".join(broken or missing) or ", ".join(wanted),
+        "detail": "; ".join(broken or (missing if own else ["not run"])) if broken or missing else ", ".join(wanted),
     }
 
 
