@@ -25,6 +25,8 @@ MISSING_MAX = 100_000
 """Paths. A rank that misses more of them has not looked for a checkpoint."""
 ENTRIES_MAX = 10_000
 """Of a directory; a longer listing is one of data."""
+LISTED_MAX = 200_000
+"""Names in all listings. Beyond it the longest are taken for listings of data, until half of the names are left."""
 Folder = list[Any]
 """Plain data: path, inode, the names that were not there, all that were there and those that the rank's listings
 showed (both None if the script neither listed the folder nor missed it)."""
@@ -76,7 +78,8 @@ class Looks:
     def __init__(self) -> None:
         self._missing: set[str] = set()
         self._listed: dict[str, set[str]] = {}
-        """What the listings of each folder have shown, up to one name more than ENTRIES_MAX."""
+        """What the listings of each folder have shown, up to one name more than `_entries_max`."""
+        self._names, self._entries_max = 0, ENTRIES_MAX
         self._watches = True
         self._listdir = os.listdir
         self._patches = _patch(
@@ -116,11 +119,22 @@ class Looks:
         names = self._listed.setdefault(folder, set())
 
         def shows(name: Any) -> bool:
-            if self._watches and len(names) <= ENTRIES_MAX:
+            if self._watches and len(names) <= self._entries_max:
                 names.add(os.fsdecode(name))
+                self._names += 1
+                if self._names > LISTED_MAX:
+                    self._forget_data()
             return True
 
         return shows
+
+    def _forget_data(self) -> None:
+        self._names = sum(map(len, list(self._listed.values())))  # copies: other threads go on to list
+        while self._names > LISTED_MAX // 2:
+            self._entries_max //= 2
+            listed = list(self._listed.items())
+            kept = {folder: names for folder, names in listed if len(names) <= self._entries_max}
+            self._listed, self._names = kept, sum(map(len, kept.values()))
 
     def _access(self, original: Callable[..., bool], path: Any, *args: Any, **kwargs: Any) -> bool:
         if not (found := original(path, *args, **kwargs)):
@@ -144,7 +158,7 @@ class Looks:
         self._watches = False
         _unpatch(self._patches)
         missing: dict[str, set[str]] = {}
-        for path in self._missing:
+        for path in list(self._missing):
             if os.path.isdir(path):  # made since; what the script would have listed was nothing
                 self._listed.setdefault(path, set())
             folder, name = os.path.split(path)
@@ -162,8 +176,8 @@ class Looks:
             names = self._listdir(path) if path in self._listed else None
         except OSError:  # gone since, or not to be read
             return None
-        listed = self._listed.get(path, set())
-        if names is not None and max(len(names), len(listed)) > ENTRIES_MAX:
+        listed = set(self._listed.get(path, ()))
+        if names is not None and max(len(names), len(listed)) > self._entries_max:
             names = None
         if names is None and not missing:
             return None

@@ -154,3 +154,24 @@ def test_a_checkpoint_that_start_up_found_in_a_listing_is_found_again(tmp_path, 
         (tmp_path / before).mkdir()
     rehearsed(lambda: last_checkpoint(tmp_path), lambda: save(tmp_path / "checkpoint-8"))
     assert last_checkpoint(tmp_path) == "checkpoint-4" and sorted(os.listdir(tmp_path)) == ["checkpoint-4", "notes"]
+
+
+def test_a_walk_through_data_is_forgotten_and_the_short_listings_are_not(tmp_path, rehearsed, monkeypatch):
+    """A tree of a million files costs the rank, and all who rehearse it, no memory."""
+    monkeypatch.setattr("deadpool_plugin.worker.file_view.LISTED_MAX", 40)
+    output, later = tmp_path / "out", tmp_path / "logs"
+    data = [tmp_path / "data" / str(number) for number in range(20)]
+    for folder in (output, later, *data):
+        folder.mkdir(parents=True)
+    for folder in data:
+        for name in "abcdefgh":
+            (folder / name).touch()
+
+    def start_up():
+        assert os.listdir(output) == []
+        assert sum(len(files) for _, _, files in os.walk(tmp_path / "data")) == 160
+        assert os.listdir(later) == []
+
+    view = rehearsed(start_up, lambda: [save(folder / "checkpoint-4") for folder in (output, later)])
+    assert sum(len(listed or ()) for *_, listed in view._folders.values()) <= 40
+    assert os.listdir(output) == os.listdir(later) == [] and len(os.listdir(data[0])) == 8
