@@ -51,7 +51,7 @@ def run_with_kills(
         plan = [Kill(index, *kill, kind="rank") for index, kill in enumerate(kills)]
         hook(inject.Injector(plan, marker, None, 0))
 
-    outcome = ScriptedAgent(world_size, argv, folder, before_script, rehearse).run(timeout_s=120)
+    outcome = ScriptedAgent(world_size, argv, folder, before_script, rehearse).run()
     assert len(marker.read_text().splitlines()) == len(kills), "a fault did not fire"
     assert outcome.swaps == len(kills)
     assert set(outcome.exit_codes.values()) == {0}

@@ -23,8 +23,8 @@ from collections.abc import Callable
 from typing import Any
 
 TESTS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-DEADLINE_S = 300.0
-"""A last resort; a test's own deadline (support.forked.Fleet) comes first and says more."""
+DEADLINE_S = 900.0
+"""A last resort; a test's own deadline (support.forked.Fleet, support.scripted_agent) comes first and says more."""
 
 
 def in_zygote(function: Callable[..., None]) -> Callable[..., None]:
