@@ -9,6 +9,9 @@ launcher and the plugin, two nodes of one rank. Variants, in an order drawn anew
   floor             the script alone; beside it one memcpy and one loopback transfer of a payload per step
   save-thread       the script alone, torch.distributed.checkpoint.async_save of its optimizer state every step
   save-process      the same with the checkpointer in a process of its own
+and with --guards, compared with `plugin` beside them:
+  counted           the plugin, which counts each collective as it does after a swap
+  undigested        the plugin, which takes no digests of the batches that are read
 
 With `--idle` the host sleeps that long in every step, as it does while a GPU computes; with 0 training takes all CPUs
 there are, and whatever mirroring costs is taken from it. Every payload has to have arrived before the next turn begins.
@@ -48,6 +51,7 @@ RANKS = 2
 MICROBATCHES = 2
 MODELS = {"tiny": (64, 2), "16": (192, 6), "32": (256, 7), "64": (384, 6), "128": (512, 7)}
 """--payload -> (hidden size, layers): some MiB of optimizer state per rank, with the distributed optimizer."""
+GUARDS = ("counted", "undigested")
 MESSAGE_BYTES_MAX = 1 << 20
 QUIET_S = 0.06
 BULK_NICE = 10
@@ -61,6 +65,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=6, help="per turn; the first of a turn is no sample")
     parser.add_argument("--idle", type=float, nargs="+", default=[0.0, 100.0], help="ms a step the host sleeps")
     parser.add_argument("--saves", nargs="*", choices=("thread", "process"), default=["process", "thread"])
+    parser.add_argument("--guards", nargs="*", choices=GUARDS, default=[])
     parser.add_argument("--saves-to", type=Path, default=Path("/dev/shm"), help="where async_save writes")
     parser.add_argument("--seed", type=int, default=0, help="for the order of the turns")
     parser.add_argument("--out", type=Path, default=Path("bench-out"))
@@ -171,7 +176,7 @@ class Bench:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
-        self.variants = ["plain", "plugin", "floor", *(f"save-{kind}" for kind in args.saves)]
+        self.variants = ["plain", "plugin", "floor", *(f"save-{kind}" for kind in args.saves), *args.guards]
         self.blocks: list[dict[str, Any]] = []
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._turns = args.out / "turns"
@@ -236,7 +241,7 @@ class Bench:
         return [str(word) for word in (SCRIPTS / "bench/mirror_job.py", *ours, *training)]
 
     def _job_of(self, variant: str) -> str:
-        return "plugin" if variant == "plugin" else "plain"
+        return "plugin" if variant in ("plugin", *GUARDS) else "plain"
 
     def _round(self, number: int, floor: Floor) -> None:
         for device_ms in self.args.idle:
@@ -260,7 +265,7 @@ class Bench:
         block["load"], block["began"] = os.getloadavg(), time.time()
         threads, cpu_s = job.threads_ns(), job.cpu_s()
         save = variant.removeprefix("save-") if variant.startswith("save-") else None
-        job.order(steps=steps, device_ms=device_ms / MICROBATCHES, save=save)
+        job.order(steps=steps, device_ms=device_ms / MICROBATCHES, save=save, guard=variant)
         if variant == "floor":
             floor.order(max(1, steps - 2), step_s)
             block["floor"] = floor.answer()
@@ -270,6 +275,7 @@ class Bench:
         block["threads_ns"] = {name: ns - threads[name] for name, ns in job.threads_ns().items()}
         block["samples_ns"] = [answer["samples_ns"] for answer in answers]
         block["calls"] = [answer["calls"] for answer in answers]
+        block["counted"] = [answer["counted"] for answer in answers]
         return block
 
 
@@ -286,8 +292,9 @@ def machine() -> dict[str, Any]:
 
 
 def summary(args: argparse.Namespace, bench: Bench) -> dict[str, Any]:
-    shown = [variant for variant in bench.variants if variant != "floor"]
+    shown = [variant for variant in bench.variants if variant not in ("floor", *GUARDS)]
     rows = [report.compare(bench.blocks, variant, idle) for idle in args.idle for variant in shown]
+    rows += [report.compare(bench.blocks, guard, idle, "plugin") for idle in args.idle for guard in args.guards]
     costs = [report.cost(bench.blocks, idle, bench.payload_bytes) for idle in args.idle]
     return {"step_times": rows, "costs": costs}
 

@@ -115,11 +115,39 @@ class Saver:
             self._response = None
 
 
+class Guards:
+    """The plugin's guards in this process, switched between turns: all ranks are at the end of the same step then."""
+
+    def __init__(self) -> None:
+        from deadpool_plugin.worker import proof
+
+        self._proof, self._digest = proof, proof.digest
+
+    def set(self, variant: str) -> None:
+        """Count collectives (as after a swap) if it is `counted`; take no digests of batches if it is `undigested`."""
+        import torch.distributed as dist
+
+        self._proof.digest = (lambda value: 1) if variant == "undigested" else self._digest
+        groups = dist.group.WORLD._groups  # type: ignore[union-attr]
+        groups._note_calls(groups.generation, groups.handles)
+        if variant != "counted":
+            groups._books = None
+            for handle in groups.handles:
+                handle.calls = None
+
+    def counted(self) -> int:
+        """The collectives since they are counted."""
+        import torch.distributed as dist
+
+        books = dist.group.WORLD._groups._books  # type: ignore[union-attr]
+        return sum(book.count for book in books.books) if books is not None else 0
+
+
 class Turns:
     """This rank's line to the driver, and the block it is in."""
 
-    def __init__(self, args: argparse.Namespace, calls: Calls) -> None:
-        self._args, self._calls = args, calls
+    def __init__(self, args: argparse.Namespace, calls: Calls, guards: Guards | None) -> None:
+        self._args, self._calls, self._guards = args, calls, guards
         self._line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._line.connect(args.turns)
         self._samples: list[int] = []
@@ -161,6 +189,8 @@ class Turns:
         self._left, self.device_s, self._samples = order["steps"], order["device_ms"] / 1000, []
         self._saver = self._saver_of(order["save"]) if order["save"] else None
         self._called = self._calls.numbers()
+        if self._guards is not None:
+            self._guards.set(order.get("guard", ""))
 
     def _saver_of(self, kind: str) -> Saver:
         if kind not in self._savers:
@@ -171,7 +201,8 @@ class Turns:
         if self._saver is not None:
             self._saver.wait()
         calls = {name: number - self._called[name] for name, number in self._calls.numbers().items()}
-        self._send(samples_ns=self._samples, calls=calls)
+        counted = self._guards.counted() if self._guards is not None else 0
+        self._send(samples_ns=self._samples, calls=calls, counted=counted)
 
 
 def hook(train_gpt: Any, turns: Turns) -> None:
@@ -215,12 +246,13 @@ def main() -> None:
     parser.add_argument("script", nargs=argparse.REMAINDER)
     args = parser.parse_args([word for word in sys.argv[1:] if not word.startswith("--local")])
     sys.argv = ["train_gpt.py", *(args.script[1:] if args.script[:1] == ["--"] else args.script)]
-    calls = Calls()
+    calls, guards = Calls(), None
     if "deadpool_plugin" in sys.modules:
         calls.install()
+        guards = Guards()
     import train_gpt
 
-    hook(train_gpt, Turns(args, calls))
+    hook(train_gpt, Turns(args, calls, guards))
     train_gpt.main()
 
 

@@ -33,16 +33,17 @@ def interval(values: list[float], seed: int = 0) -> tuple[float, float]:
     return means[int(0.025 * RESAMPLES)], means[int(0.975 * RESAMPLES) - 1]
 
 
-def compare(blocks: list[dict[str, Any]], variant: str, device_ms: float) -> dict[str, Any]:
-    """Step time of `variant`, and how much more it is than that of the plain blocks beside it."""
-    mine, plain = of(blocks, variant, device_ms), of(blocks, "plain", device_ms)
+def compare(blocks: list[dict[str, Any]], variant: str, device_ms: float, beside: str = "plain") -> dict[str, Any]:
+    """Step time of `variant`, and how much more it is than that of the blocks of `beside` in the same rounds."""
+    mine, others = of(blocks, variant, device_ms), of(blocks, beside, device_ms)
     times = [time for block in mine for time in steps_s(block)]
-    found: dict[str, Any] = {"variant": variant, "device_ms": device_ms, "steps": len(times)}
+    found: dict[str, Any] = {"variant": variant, "device_ms": device_ms, "steps": len(times), "beside": beside}
+    found["collectives_per_step"] = statistics.fmean(max(block.get("counted", [0])) / block["steps"] for block in mine)
     found |= {"median_s": statistics.median(times), "mean_s": statistics.fmean(times)}
     found["cpu_per_step_s"] = statistics.fmean(block["job_cpu_s"] / block["steps"] for block in mine)
-    if variant != "plain":
-        base = statistics.fmean(time for block in plain for time in steps_s(block))
-        more = [statistics.fmean(steps_s(a)) - statistics.fmean(steps_s(b)) for a, b in zip(mine, plain, strict=True)]
+    if variant != beside:
+        base = statistics.fmean(time for block in others for time in steps_s(block))
+        more = [statistics.fmean(steps_s(a)) - statistics.fmean(steps_s(b)) for a, b in zip(mine, others, strict=True)]
         low, high = interval(more)
         found |= {"more_s": statistics.fmean(more), "more_low_s": low, "more_high_s": high}
         found |= {f"{name}_percent": 100 * found[f"{name}_s"] / base for name in ("more", "more_low", "more_high")}
@@ -90,14 +91,14 @@ def calls(mine: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def markdown(summary: dict[str, Any]) -> str:
-    """Two tables: step times, and costs."""
-    lines = ["| host idle a step | variant | steps | median step | mean difference to plain (95 % CI) | CPU a step |"]
+    """Two tables: step times, each but those of `plain` beside others of its rounds, and costs."""
+    lines = ["| host idle a step | variant | steps | median step | more than beside it (95 % CI) | CPU a step |"]
     lines += ["|---|---|---|---|---|---|"]
     for row in summary["step_times"]:
         more = "-"
         if "more_s" in row:
             more = f"{1e3 * row['more_s']:+.1f} ms, {row['more_percent']:+.1f} % "
-            more += f"({row['more_low_percent']:+.1f} .. {row['more_high_percent']:+.1f} %)"
+            more += f"({row['more_low_percent']:+.1f} .. {row['more_high_percent']:+.1f} %) than {row['beside']}"
         lines.append(
             f"| {row['device_ms']:g} ms | {row['variant']} | {row['steps']} | {1e3 * row['median_s']:.1f} ms "
             f"| {more} | {1e3 * row['cpu_per_step_s']:.0f} ms |"
