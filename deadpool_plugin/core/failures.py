@@ -21,7 +21,7 @@ from __future__ import annotations
 from .budget import Budget
 from .context import Context
 from .messages import NodeFailed, RankFailed
-from .types import Failure, NodeId, Rank, Step
+from .types import Failure, NodeId, Rank, Step, listed
 
 AGAIN_WITHIN_STEPS = 2
 """An error that comes back before more than so many steps were committed is the script's own."""
@@ -63,7 +63,9 @@ class Failures:
             ctx.stop(what, code)
             return False
         if not ctx.swapping and before is not None and ctx.newest_committed - before <= AGAIN_WITHIN_STEPS:
-            ctx.stop(f"{what} (as it did after step {before} was committed)", code)
+            others = listed(sorted(ctx.unproven - {rank}))
+            new = f"; rank(s) {others} run in new processes: do these issue other collectives?" if others else ""
+            ctx.stop(f"{what} (as it did after step {before} was committed{new})", code)
             return False
         self._raised_at[rank] = ctx.newest_committed
         return self._record(Failure(rank, code, what))

@@ -126,6 +126,21 @@ def test_an_error_that_comes_back_ends_the_job():
     assert cluster.run()
     assert set(cluster.exits().values()) == {3}
     assert all("rank 2" in node.exit[1] and "ValueError" in node.exit[1] for node in cluster.nodes.values())
+    assert not any("new processes" in node.exit[1] for node in cluster.nodes.values()), "its own is the only one"
+
+
+def test_an_error_that_comes_back_beside_a_newcomer_may_be_the_newcomers():
+    """A collective that a newcomer issues and the others do not is an error in who reads its answer."""
+    cluster = started(9, last_step=30)
+    cluster.kill(2)
+    assert cluster.run(lambda: len(cluster.said("SwapDone")) == 1)
+    cluster.kill_rank(1, 2, 3)
+    assert cluster.run(lambda: len(cluster.said("SwapDone")) == 2)
+    cluster.kill_rank(1, 2, 3)
+    assert cluster.run()
+    exits = [node.exit for node in cluster.nodes.values() if not node.killed]
+    assert {code for code, _ in exits} == {3}
+    assert all("rank(s) 4, 5 run in new processes" in reason for _, reason in exits)
 
 
 def test_an_error_long_after_another_is_another():
