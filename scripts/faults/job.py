@@ -233,8 +233,11 @@ class Job:
             elif outcome.lost_steps:
                 outcome.problem = f"{outcome.lost_steps} committed steps lost"
         expected = {87, -9, 137} if self.stops == 0 else {self.stops, -9, 137}
+        resets = any(kill.kind == "reset" for kill in self.kills)  # which host leaves for it is the job's choice
+        left = {event["node"] for event in self.tail.of("NodeFenced")} if resets else set()
         for node, code in zip(self.cluster.nodes, verdict.exit_codes, strict=True):
-            if code not in (expected if node.killed else {self.stops}) and not verdict.hang:
+            gone = node.killed or node.index in left
+            if code not in (expected if gone else {self.stops}) and not verdict.hang:
                 verdict.difference = f"node {node.index} ended with {code}: {verdict.stopped or 'see its output'}"
         verdict.difference = verdict.difference or "; ".join(self._raised())
         if reference is not None and not verdict.hang and not self.stops:

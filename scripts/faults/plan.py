@@ -7,10 +7,13 @@ creates the fault's own file first, so a fault fires once per job however often 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
 import signal
+import socket
+import stat
 import sys
 import time
 from collections.abc import Callable
@@ -20,10 +23,11 @@ from typing import Any
 
 from clusters import processes
 
-KINDS = ("node", "rank", "raise", "stop", "silent", "gil", "assert")
+KINDS = ("node", "rank", "raise", "stop", "silent", "gil", "assert", "reset")
 """node: SIGKILL of every process of the host; rank: of the worker; raise: an exception in the worker; stop: SIGSTOP
 of the worker; silent: SIGSTOP of every process of the host; gil: the worker sleeps for ever and holds the GIL;
-assert: a device-side assertion, of which the worker hears at one of its next CUDA calls; all of them fail then."""
+assert: a device-side assertion, of which the worker hears at one of its next CUDA calls; all of them fail then;
+reset: the worker's connections to other processes end, and nobody dies."""
 INJECTED = "a fault was planned here"
 ASSERTED = ("device-side assert", "CUDA error", "unhandled cuda error")
 """What is said of a fault of kind `assert`, which is met at some later call, of CUDA's or of NCCL's."""
@@ -177,8 +181,21 @@ def _strike_worker(kind: str, pid: int) -> None:
     elif kind == "assert":
         torch = sys.modules["torch"]
         torch._assert_async(torch.zeros(1, device="cuda"))
+    elif kind == "reset":
+        end_connections()
     else:
         raise Injected
+
+
+def end_connections() -> None:
+    """Shut down every internet connection of this process, as a device on the way does that forgets them."""
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):
+            if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                with socket.socket(fileno=os.dup(descriptor)) as connection:
+                    if connection.family in (socket.AF_INET, socket.AF_INET6):
+                        connection.getpeername()  # a listener has none, and stays
+                        connection.shutdown(socket.SHUT_RDWR)
 
 
 def is_rehearsal() -> bool:

@@ -84,6 +84,17 @@ def test_without_a_spare_the_job_waits_for_a_host_that_joins(tmp_path, corpus, r
 
 
 @in_zygote
+def test_training_connections_that_end_twice_are_no_error_of_the_script(tmp_path, corpus, references):
+    """Nobody dies: the first time all go on in place, and the job goes on the second time too, two steps later."""
+    kills = [Kill(index, -1, step, "backward", "reset", 1, hold=step - 1) for index, step in ((0, 4), (1, 6))]
+    verdict, tail = run(tmp_path, corpus, references, kills)
+    first, *later = tail.of("SwapPlanned")
+    assert later and (first["lost_nodes"], first["lost_ranks"]) == ([], [])
+    assert len({node for plan in later for node in plan["lost_nodes"]}) <= 1, "the one that both have in common"
+    assert not verdict.stopped and not tail.of("RankLost")
+
+
+@in_zygote
 def test_an_exception_of_one_rank_is_survived(tmp_path, corpus, references):
     _, tail = run(tmp_path, corpus, references, [Kill(0, -1, 4, "forward", "raise", 3, hold=3)])
     assert not tail.of("NodeLost")
