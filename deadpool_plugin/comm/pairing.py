@@ -85,17 +85,24 @@ def _root(options: Any, kwargs: dict[str, Any]) -> int:
     return int(root if root is not None else kwargs.get("root", options if isinstance(options, int) else 0))
 
 
+def _only(given: Any) -> Any:
+    """What is in a list of one. Whether a list is a tensor takes torch a microsecond to say no."""
+    return given[0] if type(given) is list and len(given) == 1 else given
+
+
 def _size(given: Any) -> tuple[str, int]:
     """Dtype and elements; of an unknown dtype bytes, of no tensor nothing."""
+    given = _only(given)
     if isinstance(given, torch.Tensor):
         return _dtypes.get(given.dtype, ""), given.numel()
-    found = given if type(given) is list and len(given) == 1 and type(given[0]) is torch.Tensor else tensors(given)
+    found = tensors(given)
     if not found:
         return "", 0
     return _dtypes.get(found[0].dtype, ""), sum(tensor.numel() for tensor in found)
 
 
 def _bytes(given: Any) -> int:
+    given = _only(given)
     if isinstance(given, torch.Tensor):
         return given.numel() * given.element_size()
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors(given))
