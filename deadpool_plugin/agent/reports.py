@@ -22,7 +22,7 @@ NOTES_MAX = 20
 LOG_BYTES_MAX = 16 << 20
 """Of the log of one job; beyond it only events.FATE goes there."""
 RECENT_BYTES = 2 << 20
-"""Of each of the two files for what recurs: some 10,000 steps."""
+"""Of each of the two files for what recurs: 6,000 steps and more."""
 
 
 class Reports:
