@@ -21,12 +21,14 @@ find around them, faults/job.py judges. Each row runs in a process of its own: r
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import importlib.metadata
 import json
 import os
 import random
 import re
+import shutil
 import sys
 import time
 import traceback
@@ -99,7 +101,7 @@ def installed(name: str) -> str:
 def draw(row: Row, seed: str) -> list[Kill]:
     """A node that no spare rehearses (the only one rehearses the first), and later one process."""
     random_ = random.Random(seed)
-    first = random_.randint(2, row.steps - 5)
+    first = random_.randint(row.begins + 2, row.steps - 5)
     second = random_.randint(first + 2, row.steps - 1)
     node, rank = random_.randint(1, WORLD - 1), random_.randrange(WORLD)
     phases = [random_.choice(row.phases) for _ in range(2)]
@@ -115,7 +117,8 @@ def play(row: Row, folder: Path, out: Path, kills: list[Kill]) -> dict[str, Any]
     in_a_child(lambda: made(row, at))  # it starts threads
     os.environ.update(material.environment(at) | row.environment(at))
     script = present(row.script_in(folder))
-    command = [*([] if row.local_rank else ["--no_local_rank"]), str(script), *row.words(at)]
+    resumed = out / "jobs" / f"{row.name}.resumed"
+    command = [word.replace("{resumed}", str(resumed)) for word in command_of(row, script, at)]
     sys.path[:0] = [str(script.parent), str(folder)]
     if row.framework == "megatron":
         make_corpus.ensure(out / "corpus")
@@ -123,15 +126,33 @@ def play(row: Row, folder: Path, out: Path, kills: list[Kill]) -> dict[str, Any]
     else:
         forked_node.preload((*row.preload, *forked_node.OURS))
     cache = out / "references" / digest(script, *sorted(FOREIGN.glob("*.py")))
+    undisturbed = functools.partial(reference, cache, world=WORLD, slots=1, deadline_s=UNDISTURBED_S)
+    checkpoint = None
     try:
-        expected = reference(cache, command, WORLD, row.wrapper, slots=1, deadline_s=UNDISTURBED_S)
+        if row.resumes:
+            earlier = undisturbed(command_of(ROWS[row.resumes], script, at), script=ROWS[row.resumes].wrapper)
+            checkpoint = earlier / "out" / f"checkpoint-{row.begins}"
+        lay(checkpoint, resumed)
+        expected = undisturbed(command, script=row.wrapper)
     except RuntimeError as problem:
         return undisturbed_failed(str(problem))
+    lay(checkpoint, resumed)
     run = out / "jobs" / row.name
     words = [word.replace("{folder}", str(run)) for word in command]
     job = Job(run, words, WORLD, 1, 1, kills, script=row.wrapper, framework=row.framework, patience_s=PATIENCE_S)
     verdict = job.run(expected)
     return {**judged(verdict), "stand_ins": stand_ins(row, run), "seconds": verdict.seconds}
+
+
+def command_of(row: Row, script: Path, at: Path) -> list[str]:
+    return [*([] if row.local_rank else ["--no_local_rank"]), str(script), *row.words(at)]
+
+
+def lay(checkpoint: Path | None, folder: Path) -> None:
+    """Make `folder` hold the checkpoint, if there is one, and nothing else."""
+    shutil.rmtree(folder, ignore_errors=True)
+    if checkpoint:
+        shutil.copytree(checkpoint, folder / checkpoint.name)
 
 
 def undisturbed_failed(problem: str) -> dict[str, Any]:

@@ -33,6 +33,7 @@ class Row:
     packages: distributions that must be installed.
     local_rank: whether the script takes the deepspeed launcher's --local_rank.
     models: what it finds under names of the hub.
+    resumes: the row whose checkpoint of step `begins` lies in `{resumed}` when the script begins; "" for none.
     unfit: why the packages that are installed are not the script's; "" if they are.
     """
 
@@ -51,6 +52,8 @@ class Row:
     wrapper: Path = STAGE
     local_rank: bool = True
     models: tuple[str, ...] = ()
+    resumes: str = ""
+    begins: int = 0
     unfit: Callable[[], str] = field(default=lambda: "")
 
     def script_in(self, folder: Path) -> Path | None:
@@ -113,11 +116,11 @@ def _accelerate(material: Path) -> dict[str, str]:
 TRAINER = "--max_steps 12 --logging_steps 1 --report_to none --per_device_train_batch_size 2 --save_steps 4"
 
 
-def _clm(material: Path) -> list[str]:
+def _clm(material: Path, output: str = "{folder}/out") -> list[str]:
     size = "n_embd=32,n_layer=2,n_head=2,n_positions=64,vocab_size=64"
     words = f"--model_type gpt2 --config_overrides {size} --do_train --do_eval --block_size 32 {TRAINER}".split()
     files = ["--tokenizer_name", str(material / "qwen"), "--train_file", str(material / "text.txt")]
-    return [*words, *files, "--output_dir", "{folder}/out", "--deepspeed", _trainers(material, 2)]
+    return [*words, *files, "--output_dir", output, "--deepspeed", _trainers(material, 2)]
 
 
 def _of_transformers_4() -> str:
@@ -199,6 +202,10 @@ ROWS = {
         Row("run-clm", "transformers", "run_clm.py", _clm,
             "transformers' run_clm.py with its auto-resume (ZeRO 2, saves, evaluation)", must_hold=True,
             local_rank=False, packages=("deepspeed", *HUGGING_FACE), preload=LOADED, unfit=_of_transformers_4),
+        Row("run-clm-resumed", "transformers", "run_clm.py", lambda material: _clm(material, "{resumed}"),
+            "transformers' run_clm.py, which finds a checkpoint of step 4 in its folder and goes on from it",
+            local_rank=False, packages=("deepspeed", *HUGGING_FACE), preload=LOADED, unfit=_of_transformers_4,
+            resumes="run-clm", begins=4),
         Row("nlp-example", "accelerate", "examples/nlp_example.py", lambda _: [],
             "accelerate's nlp_example.py with a DeepSpeed configuration (ZeRO 2)", must_hold=True,
             local_rank=False, packages=("deepspeed", *HUGGING_FACE), preload=LOADED, environment=_accelerate,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import os
+import random
 import runpy
 import sys
 from collections.abc import Callable
@@ -89,6 +90,8 @@ def main() -> None:
         words = [word for word in words[1:] if not word.startswith("--local_rank")]
     script = Path(words[0]).resolve()
     torch.set_num_threads(1)
+    torch.manual_seed(7)  # TRL draws the first weights of LoRA before it seeds, and torch begins at random
+    random.seed(7)
     material.stand_in()
     watch = Watch()
     sys.argv = words
