@@ -65,6 +65,22 @@ def test_the_first_difference_is_found_as_long_as_it_is_known():
     assert "one no longer known" in first_difference((0, mine), (1, long_ago)).what
 
 
+def test_members_differ_if_and_only_if_what_both_have_issued_does():
+    chance = random.Random(6)
+    known = [call.encoded() for call in (SUM, MORE, Call("barrier"))]
+    for _ in range(300):
+        codes = chance.choices(known, k=chance.randrange(1, 2 * RECENT))
+        other, place = list(codes), chance.randrange(len(codes))
+        other[place : place + chance.randrange(2)] = chance.choices(known, k=chance.randrange(3))
+        other = other[: len(other) - chance.randrange(min(len(other), RECENT // 2) + 1)]
+        (mine, _), (its, _) = issued(codes), issued(other)
+        found = first_difference(
+            (0, msgspec.structs.replace(mine, cuts=())), (1, msgspec.structs.replace(its, cuts=()))
+        )
+        both = min(len(codes), len(other))
+        assert (found is None) == (codes[:both] == other[:both]), (codes, other)
+
+
 def test_a_group_of_another_generation_is_not_read():
     area = memoryview(bytearray(AREA_BYTES))
     CallBooks(area, 4, [("0+2", 0, 2)])
