@@ -69,7 +69,7 @@ class Job:
 
     def __init__(self, network: netns.Network, folder: Path, args: argparse.Namespace, transcript: Transcript) -> None:
         self.network, self.folder, self.output, self.transcript = network, folder, folder / "output", transcript
-        self.tree, draw = args.tree, random.Random(args.seed)
+        draw = random.Random(args.seed)
         running = sorted(network.hosts)[: HOSTS - SPARES]
         self.one, self.other = draw.sample(running[1:], 2)  # the launcher is on the first
         secret = network.folder / "h1" / "secret"
@@ -82,11 +82,11 @@ class Job:
         self.config, hostfile = folder / "deadpool.yaml", folder / "hostfile"
         self.config.write_text("".join(f"{name}: {json.dumps(value)}\n" for name, value in fields.items()))
         hostfile.write_text("".join(f"{name} slots=1\n" for name in sorted(network.hosts)))
-        script = [str(self.tree / "scripts/train_gpt.py"), "--data-path", str(args.out / "corpus")]
+        script = [str(args.tree / "scripts/train_gpt.py"), "--data-path", str(args.out / "corpus")]
         words = ["launch", "--hostfile", str(hostfile), *script, "--train-iters", str(args.steps)]
         self.process = subprocess.Popen(
             self._deadpool(*words, "--deadpool-config", str(self.config)),
-            cwd=self.tree, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             start_new_session=True,
         )  # fmt: skip
         threading.Thread(target=self._copy, daemon=True).start()
@@ -103,7 +103,7 @@ class Job:
     def stop(self) -> None:
         self.transcript.say("==== deadpool stop")
         words = self._deadpool("stop", "--deadpool-config", str(self.config))
-        done = subprocess.run(words, cwd=self.tree, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(words, capture_output=True, text=True, timeout=60)
         self.transcript.say(f"==== it says: {(done.stdout + done.stderr).strip()[-300:]} ({done.returncode})")
 
     def committed(self) -> int:
@@ -237,6 +237,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # hosts and mounts are taken away, too
     args.out.mkdir(parents=True, exist_ok=True)
     make_corpus.ensure(args.out / "corpus")
+    os.chdir(args.tree)  # commands on hosts begin where we are, and Python finds the plugin there
     for name in args.scenarios:
         play(name, args)
     return 0
