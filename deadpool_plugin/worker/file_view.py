@@ -27,6 +27,8 @@ ENTRIES_MAX = 10_000
 """Of a directory; a longer listing is one of data."""
 LISTED_MAX = 200_000
 """Names in all listings. Beyond it the longest are taken for listings of data, until half of the names are left."""
+GONE_MAX = 3
+"""Names of a folder, for people."""
 Folder = list[Any]
 """Plain data: path, inode, the names that were not there, all that were there and those that the rank's listings
 showed (both None if the script neither listed the folder nor missed it)."""
@@ -198,6 +200,8 @@ class FileView:
 
     def __init__(self, looks: list[Folder]) -> None:
         self._hides = True
+        self.gone: list[str] = []
+        """What the rank's listings showed and those of this process do not: it has been deleted since."""
         self._own: set[str] = set()
         """What this process has made itself, as the rank may have done (and removed it again)."""
         self._folders = {
@@ -209,7 +213,7 @@ class FileView:
             )
             for path, inode, missing, names, listed in looks
         }
-        self._stat = os.stat
+        self._stat, self._names_in = os.stat, os.listdir
         self._patches = _patch(
             [
                 *((os, name, self._look) for name in ("stat", "lstat")),
@@ -294,6 +298,7 @@ class FileView:
         folder = _path("." if path is None else path, {})
         if folder is None or folder not in self._folders:
             return None
+        self._note_gone(folder)
 
         def shows(name: Any) -> bool:
             name = os.fsdecode(name)
@@ -301,6 +306,12 @@ class FileView:
             return own or not self._hides_in(folder, name, listing=True)
 
         return shows
+
+    def _note_gone(self, folder: str) -> None:
+        inode, _, _, listed = self._folders[folder]
+        if listed and self._hides and self._stat(folder).st_ino == inode:
+            lost = sorted(listed.difference(self._names_in(folder)))
+            self.gone += [path for name in lost[:GONE_MAX] if (path := os.path.join(folder, name)) not in self.gone]
 
 
 class _Entries:

@@ -7,10 +7,11 @@ of the restore step is loaded at that very call, and the process is `Live` from 
 
 from __future__ import annotations
 
+import contextlib
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +31,7 @@ from .live import Live
 from .output import Mute
 from .staging import Layout
 
+_KEEP = "keep what a job has loaded when it began, a checkpoint above all, until the job has ended (save_total_limit)"
 _INSTEAD = f"take it after engine.backward(loss), compute the loss inside the model, or {WHOLE_STEP}"
 MOVED_EVERY_S = 1.0
 """How often a process on its way through past steps says how far it has come, at most."""
@@ -69,6 +71,12 @@ class Follow:
     def call(
         self, name: str, kind: CallKind, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        with self._explained():
+            return self._call(name, kind, function, args, kwargs)
+
+    def _call(
+        self, name: str, kind: CallKind, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         followed = Followed.of(function)
         if self._layout is None and kind is CallKind.SAVE:
             return followed.skipped(None)
@@ -98,6 +106,17 @@ class Follow:
         self._draw_alike()
         return value
 
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Name the files that are gone where the script did something else than the rank itself."""
+        try:
+            yield
+        except Divergence as error:
+            if self._files is None or not self._files.gone or self._context.mode is not self:
+                raise
+            gone = ", ".join(self._files.gone)
+            raise Divergence(f"{error.found}, after it missed {gone}, deleted since", error.expected, _KEEP) from error
+
     def _move(self, iterator: RewindIterator, pulled: list[Any], name: str) -> None:
         count, digest = pulled[0], pulled[-1]
         mine = iterator.skip(*pulled)
@@ -122,7 +141,8 @@ class Follow:
 
     def collective(self, handle: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._layout is None:
-            return handle.issue(name, args, kwargs)
+            with self._explained():
+                return handle.issue(name, args, kwargs)
         record = self._next_record(name)
         if record is None:
             return self._context.mode.collective(handle, name, args, kwargs)

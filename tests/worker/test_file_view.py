@@ -2,11 +2,16 @@
 
 import glob
 import os
+import shutil
+from types import SimpleNamespace
 
 import pytest
 
+from deadpool_plugin.errors import Divergence
 from deadpool_plugin.worker import codec
+from deadpool_plugin.worker.adapter import CallKind
 from deadpool_plugin.worker.file_view import FileView, Looks
+from deadpool_plugin.worker.follow import Follow
 
 
 @pytest.fixture
@@ -175,3 +180,22 @@ def test_a_walk_through_data_is_forgotten_and_the_short_listings_are_not(tmp_pat
     view = rehearsed(start_up, lambda: [save(folder / "checkpoint-4") for folder in (output, later)])
     assert sum(len(listed or ()) for *_, listed in view._folders.values()) <= 40
     assert os.listdir(output) == os.listdir(later) == [] and len(os.listdir(data[0])) == 8
+
+
+def test_a_rehearsal_that_misses_a_deleted_checkpoint_says_so(tmp_path, rehearsed):
+    """Scripts delete old checkpoints (save_total_limit), also the one that they went on from."""
+
+    def differs(*_):
+        raise Divergence("it read other data", "the same batches", "make no random data")
+
+    def rotate():
+        shutil.rmtree(tmp_path / "checkpoint-4")
+        save(tmp_path / "checkpoint-8")
+
+    (tmp_path / "checkpoint-4").mkdir()
+    view = rehearsed(lambda: last_checkpoint(tmp_path), rotate)
+    following = Follow(SimpleNamespace(groups=SimpleNamespace(fact=differs)), 2, "", None, view)
+    following._context.mode = following
+    assert last_checkpoint(tmp_path) is None and view.gone == [str(tmp_path / "checkpoint-4")]
+    with pytest.raises(Divergence, match="missed .*/checkpoint-4, deleted since.*save_total_limit"):
+        following.call("a fact", CallKind.FACT, last_checkpoint, (tmp_path,), {})
