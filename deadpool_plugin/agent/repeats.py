@@ -80,7 +80,7 @@ def _cuts(files: tuple[Path, Path], rank: Rank, step: Step) -> dict[Step, int]:
         with contextlib.suppress(msgspec.DecodeError):  # cut off by a crash
             found.append(_decoder.decode(line))
     cuts: dict[Step, int] = {}
-    for cut in sorted(found, key=lambda cut: cut.output):  # what a rank has printed here never gets less
+    for cut in sorted(found, key=lambda cut: (cut.output, cut.step)):  # what a rank has printed here never gets less
         if cut.rank == rank and cut.step >= step:
             cuts.setdefault(cut.step, cut.output)
     return cuts

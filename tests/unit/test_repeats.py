@@ -96,6 +96,14 @@ def test_cuts_that_are_cut_off_say_what_they_can(tmp_path):
     assert printed_since(tmp_path, 0, 2) == {2: Counter([b"new"])}
 
 
+def test_a_line_counts_for_the_newest_of_the_cuts_before_it_in_whichever_file_they_are(tmp_path):
+    rank_file(tmp_path, 0, 1).write_bytes(b"of step 4\n")
+    first, second = cuts_of(tmp_path, 1)
+    first.write_bytes(cut(0, 4, 0))
+    second.write_bytes(cut(0, 2, 0) + cut(0, 3, 0))
+    assert {step for step, lines in printed_since(tmp_path, 0, 2).items() if lines} == {4}
+
+
 def test_an_earlier_job_in_the_same_folder_has_printed_nothing(tmp_path):
     rank_file(tmp_path, 0, 1).write_bytes(b"of the first job\nof the second\n")
     first, second = cuts_of(tmp_path, 1)
