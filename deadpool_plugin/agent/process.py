@@ -145,8 +145,8 @@ class Agent:
         allow_many_files()
         self._writer = Writer()
         self._reports = Reports(node, self._writer, config.output_dir)
-        self._cuts = Cuts(node, self._writer, config.output_dir)
         credentials = Credentials(self._secret)
+        self._cuts = Cuts(node, self._writer, config.output_dir, lambda: credentials.job)
         self._links = Links(
             place, config, credentials, self._received, self._link_lost, self._still_silent, self._refused, self._job,
             where,
@@ -163,8 +163,9 @@ class Agent:
         self._pausing = Pausing(self._job_tag, slots, self._watch)
         self._lives = Lives(node, self._job_tag, slots, self._watch, self.feed)
         self._workers = Workers(
-            place, self._links.address, config.output_dir, self._writer, slots, self._lives, self.feed
-        )
+            place, self._links.address, config.output_dir, self._writer, slots, self._lives, self.feed,
+            lambda: credentials.job,
+        )  # fmt: skip
         self._spares = Spares(
             node, self._workers, self._store, self._peers, self._reports, config.history_limit_bytes, self.feed
         )

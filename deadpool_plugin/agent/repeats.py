@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +30,14 @@ READ_S = 1.0
 """How long a take-over waits for the file system."""
 CUTS = (events.StepDone.__name__, events.WorkerResumed.__name__)
 CUTS_BYTES = 1 << 16
-"""Of each of the two files of cuts: more than 1,000, and a take-over asks for those of the last two steps."""
+"""Of each of the two files of cuts: some 900, and a take-over asks for those of the last two steps."""
 _NUMBERS = re.compile(rb"[0-9]+([.:,][0-9]+)*([eE][+-]?[0-9]+)?")
 
 
 class Cut(msgspec.Struct, frozen=True):
-    """`output`: bytes in the rank's file of this node that were printed before the cut."""
+    """`output`: bytes in the rank's file of this node that were printed before the cut. `job`: as in Credentials."""
 
+    job: str
     rank: Rank
     step: Step
     output: int
@@ -50,30 +52,34 @@ def cuts_of(folder: Path, node: int | str) -> tuple[Path, Path]:
 
 
 class Cuts:
-    """Writes down how much each rank on this node has printed before its newest cuts. Thread: the event loop's only."""
+    """Writes down how much each rank on this node has printed before its newest cuts. Thread: the event loop's only.
 
-    def __init__(self, node: NodeId, writer: Writer, output_dir: Path) -> None:
-        self._files = Ring(writer, cuts_of(output_dir, node), CUTS_BYTES)
+    Args: job: its name, known once training begins.
+    """
+
+    def __init__(self, node: NodeId, writer: Writer, output_dir: Path, job: Callable[[], str]) -> None:
+        self._job, self._files = job, Ring(writer, cuts_of(output_dir, node), CUTS_BYTES)
 
     def heard(self, pipe: Pipe | None, kind: str, fields: dict[str, Any]) -> None:
         """Take in a worker's event, which may be that of a cut; `pipe` is its output's."""
         if pipe is not None and kind in CUTS:
-            cut = Cut(int(fields["rank"]), int(fields["step"]), pipe.cut(int(fields["step"])))
+            cut = Cut(self._job(), int(fields["rank"]), int(fields["step"]), pipe.cut(int(fields["step"])))
             self._files.write(msgspec.json.encode(cut) + b"\n")
 
 
-def printed_since(output_dir: Path, rank: Rank, step: Step) -> Printed:
-    """What processes of `rank` had printed behind the cut of `step`, on whichever nodes. Blocks: for the files."""
+def printed_since(output_dir: Path, job: str, rank: Rank, step: Step) -> Printed:
+    """What processes of `rank` had printed behind the cut of `step`, on whichever nodes of `job`: an earlier one in the
+    folder may have had more. Blocks: for the files."""
     found: Printed = {}
     for path in sorted(output_dir.glob(f"rank{rank:04d}.node*.log")):
         with contextlib.suppress(OSError):
-            cuts = _cuts(cuts_of(output_dir, path.name.split(".")[1].removeprefix("node")), rank, step)
+            cuts = _cuts(cuts_of(output_dir, path.name.split(".")[1].removeprefix("node")), job, rank, step)
             for (cut, begin), end in zip(cuts.items(), [*list(cuts.values())[1:], None], strict=False):
                 found[cut] = found.get(cut, Counter()) + _words(path, begin, end)
     return found
 
 
-def _cuts(files: tuple[Path, Path], rank: Rank, step: Step) -> dict[Step, int]:
+def _cuts(files: tuple[Path, Path], job: str, rank: Rank, step: Step) -> dict[Step, int]:
     """Step -> how much had been printed when its cut was first made here, from `step` on, in this order."""
     found: list[Cut] = []
     for line in b"".join(file.read_bytes() for file in files).splitlines():
@@ -81,7 +87,7 @@ def _cuts(files: tuple[Path, Path], rank: Rank, step: Step) -> dict[Step, int]:
             found.append(_decoder.decode(line))
     cuts: dict[Step, int] = {}
     for cut in sorted(found, key=lambda cut: (cut.output, cut.step)):  # what a rank has printed here never gets less
-        if cut.rank == rank and cut.step >= step:
+        if (cut.job, cut.rank) == (job, rank) and cut.step >= step:
             cuts.setdefault(cut.step, cut.output)
     return cuts
 

@@ -65,9 +65,10 @@ class Workers:
         slots: list[Slot],
         lives: Lives,
         feed: Callable[[io.Input], None],
+        job: Callable[[], str],
     ) -> None:
         self._place, self.address, self._output_dir, self._writer = place, address, output_dir, writer
-        self.slots, self.lives, self._feed = slots, lives, feed
+        self.slots, self.lives, self._feed, self._job = slots, lives, feed, job
         self.world: World | None = None
         self.committed: Step = NO_STEP
         self._orders = 0
@@ -238,7 +239,7 @@ class Workers:
         path = rank_file(self._output_dir, rank, self._place.node)
         file, printed = await asyncio.gather(
             in_time(lambda: FileIO(self._writer.open(path), "a")),  # which nobody need close
-            in_time(lambda: printed_since(self._output_dir, rank, step)),
+            in_time(lambda: printed_since(self._output_dir, self._job(), rank, step)),
         )
         return Output(file, printed or {})
 

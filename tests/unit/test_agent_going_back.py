@@ -33,7 +33,9 @@ WORLD = World(1, (0, 1), (2,))
 
 
 def test_what_was_committed_after_the_restore_step_is_not_told_to_newcomers(tmp_path):
-    workers = Workers(Place(0, 3, 1, "m", 5), "host", tmp_path, StandIn(Writer), [], StandIn(Lives), lambda event: None)
+    workers = Workers(
+        Place(0, 3, 1, "m", 5), "host", tmp_path, StandIn(Writer), [], StandIn(Lives), lambda event: None, str
+    )
     workers.commit(9)
     workers.enter(WORLD, 10)
     assert workers.committed == 9

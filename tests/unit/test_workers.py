@@ -37,7 +37,7 @@ def taken_over(writer: Writer, output_dir) -> None:
         read_end, write_end = os.pipe()
         slot = Slot(0, rank=5, process=Process(1, 5, rehearses=True), pipe=Pipe(read_end, writer))
         workers = Workers(
-            Place(2, 3, 1, "m", 5), "host", output_dir, writer, [slot], StandIn(Lives), lambda event: None
+            Place(2, 3, 1, "m", 5), "host", output_dir, writer, [slot], StandIn(Lives), lambda event: None, str
         )
         workers.take(slot, await workers.output_of(5, 7), 7)
         os.write(write_end, b"a line\n")
@@ -92,7 +92,9 @@ def test_who_comes_when_its_generation_is_over_is_not_told_to_begin():
     """The store it would look for may be gone with its host; a job that waits for a host would end for that."""
     first, late = Process(1, 0, rehearses=False), Process(2, 1, rehearses=False)
     slots = [Slot(0, rank=0, process=first), Slot(1, rank=1, process=late)]
-    workers = Workers(Place(0, 2, 2, "m", 5), "host", None, StandIn(Writer), slots, StandIn(Lives), lambda event: None)
+    workers = Workers(
+        Place(0, 2, 2, "m", 5), "host", None, StandIn(Writer), slots, StandIn(Lives), lambda event: None, str
+    )
     one, other = Told(), Told()
     workers.start_groups(0, "a store")
     workers.on_message(one, local.WorkerHello(0, 11, 0, False, 1), [])
@@ -107,7 +109,9 @@ def test_what_a_rehearsal_prints_goes_to_a_file_of_its_own(tmp_path, overtaken):
 
     async def scenario():
         slot = Slot(0, rank=-1, process=Process(1, 5, rehearses=True))
-        workers = Workers(Place(2, 3, 1, "m", 5), "host", tmp_path, writer, [slot], StandIn(Lives), lambda event: None)
+        workers = Workers(
+            Place(2, 3, 1, "m", 5), "host", tmp_path, writer, [slot], StandIn(Lives), lambda event: None, str
+        )
         workers.handlers[local.WorkerHello] = lambda slot, peer, message: None
         peer = Told()
         workers.on_message(peer, local.WorkerHello(0, 11, 5, True, 1), [])
