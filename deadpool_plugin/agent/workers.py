@@ -48,7 +48,7 @@ class Output(NamedTuple):
 
 async def in_time(look: Callable[[], T]) -> T | None:
     """What `look` says in a thread; None if it fails, or has not said it in time."""
-    with contextlib.suppress(OSError, asyncio.TimeoutError):
+    with contextlib.suppress(OSError):
         return await asyncio.wait_for(asyncio.get_running_loop().run_in_executor(None, look), READ_S)
     return None
 

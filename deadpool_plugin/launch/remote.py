@@ -100,7 +100,7 @@ class Connection:
         self._ssh.stdin.close()
         with contextlib.suppress(ProcessLookupError):
             self._ssh.kill()
-        with contextlib.suppress(asyncio.TimeoutError):  # a shared ssh connection may keep the pipes open
+        with contextlib.suppress(TimeoutError):  # a shared ssh connection may keep the pipes open
             await asyncio.wait_for(self._ssh.wait(), CLOSE_S)
 
     async def _hear(self, kind: type[leash.Word]) -> leash.Word | None:
@@ -125,7 +125,7 @@ class Connection:
             await ssh.wait()
 
         assert self._ssh is not None
-        with contextlib.suppress(asyncio.TimeoutError):
+        with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(listen(self._ssh), CLOSE_S)
         return " / ".join([line for line in said if line][-COMPLAINT_LINES:])
 

@@ -125,7 +125,7 @@ class _Host:
                         f"node 0 cannot listen at MASTER_PORT {self._address[1]}: {error}",
                         remedy="choose another --master_port",
                     ) from error
-            with contextlib.suppress(TransportError, OSError, EOFError, asyncio.TimeoutError):
+            with contextlib.suppress(TransportError, OSError, EOFError):
                 await asyncio.wait_for(_ask(self._address, self._hellos[0], self._credentials), _RETRY_S * 5)
             await asyncio.sleep(_RETRY_S)
 

@@ -142,6 +142,6 @@ class Renewals:
 
 
 async def _is_set_within(event: asyncio.Event, limit_s: float) -> bool:
-    with contextlib.suppress(asyncio.TimeoutError):
+    with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(event.wait(), limit_s)
     return event.is_set()
