@@ -174,7 +174,7 @@ _KINDS = tuple(f'"event":"{kind.__name__}"'.encode() for kind in leash.FateEvent
 
 
 def _tells(line: bytes) -> bool:
-    """Whole lines only: most are about steps, and are not worth decoding."""
+    """Whole lines only: most say nothing of the job's fate, and are not worth decoding."""
     return line.endswith(b"\n") and any(kind in line for kind in _KINDS)
 
 
