@@ -13,6 +13,7 @@ Standard library only. Not seen: what looks past Python (a subprocess, a C++ lib
 from __future__ import annotations
 
 import builtins
+import contextlib
 import errno
 import functools
 import glob
@@ -201,7 +202,8 @@ class FileView:
     def __init__(self, looks: list[Folder]) -> None:
         self._hides = True
         self.gone: list[str] = []
-        """What the rank's listings showed and those of this process do not: it has been deleted since."""
+        """What the rank's listings showed and its start-up left there, and those of this process do not show: it has
+        been deleted since."""
         self._own: set[str] = set()
         """What this process has made itself, as the rank may have done (and removed it again)."""
         self._folders = {
@@ -308,9 +310,12 @@ class FileView:
         return shows
 
     def _note_gone(self, folder: str) -> None:
-        inode, _, _, listed = self._folders[folder]
-        if listed and self._hides and self._stat(folder).st_ino == inode:
-            lost = sorted(listed.difference(self._names_in(folder)))
+        inode, _, names, listed = self._folders[folder]
+        if not (names and listed and self._hides):
+            return
+        with contextlib.suppress(OSError):  # the folder itself is gone since it was listed
+            here = self._names_in(folder) if self._stat(folder).st_ino == inode else names
+            lost = sorted(names & listed - {*here})
             self.gone += [path for name in lost[:GONE_MAX] if (path := os.path.join(folder, name)) not in self.gone]
 
 

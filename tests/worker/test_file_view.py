@@ -192,8 +192,13 @@ def test_a_rehearsal_that_misses_a_deleted_checkpoint_says_so(tmp_path, rehearse
         shutil.rmtree(tmp_path / "checkpoint-4")
         save(tmp_path / "checkpoint-8")
 
+    def start_up():
+        last_checkpoint(tmp_path)
+        (tmp_path / "of start-up only").unlink()
+
     (tmp_path / "checkpoint-4").mkdir()
-    view = rehearsed(lambda: last_checkpoint(tmp_path), rotate)
+    (tmp_path / "of start-up only").touch()
+    view = rehearsed(start_up, rotate)
     following = Follow(SimpleNamespace(groups=SimpleNamespace(fact=differs)), 2, "", None, view)
     following._context.mode = following
     assert last_checkpoint(tmp_path) is None and view.gone == [str(tmp_path / "checkpoint-4")]
