@@ -23,6 +23,7 @@ import ctypes
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -208,6 +209,7 @@ def parse_args() -> argparse.Namespace:
 def play(name: str, args: argparse.Namespace) -> None:
     folder = args.out / name
     output = folder / "output"
+    shutil.rmtree(folder, ignore_errors=True)  # events of an earlier job would be taken for this one's
     output.mkdir(parents=True, exist_ok=True)
     if name == "full-disk":
         subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={FULL_MIB}m", "deadpool", str(output)], check=True)
