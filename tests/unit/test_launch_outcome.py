@@ -14,12 +14,17 @@ import pytest
 
 from deadpool_plugin import events
 from deadpool_plugin.cli.main import main
-from deadpool_plugin.launch.outcome import UNREACHABLE, outcome
+from deadpool_plugin.launch import leash
+from deadpool_plugin.launch.outcome import TELLING, UNREACHABLE, outcome
 
 HOSTS = ["h1", "h2", "h3"]
 FINISHED, CLEAN = events.JobFinished(), events.NodeEnded(exit_code=0)
 LOST_2 = events.NodeLost(node=0, lost=(2,))
 FINISHED_LATE = events.JobFinished(time=2.0)
+
+
+def test_what_an_outcome_is_made_of_is_kept_however_long_a_log_is():
+    assert {*TELLING, *leash.FateEvent.__args__} <= {*events.FATE}
 
 
 def lost(*nodes, at=0.0):
