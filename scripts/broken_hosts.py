@@ -97,9 +97,11 @@ class Job:
 
     def _copy(self) -> None:
         assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if "[deadpool]" in line:
-                self.transcript.say(line.rstrip()[:400])
+        with (self.folder / "terminal.txt").open("w", buffering=1) as terminal:
+            for line in self.process.stdout:
+                terminal.write(line)
+                if "[deadpool]" in line:
+                    self.transcript.say(line.rstrip()[:400])
 
     def stop(self) -> None:
         self.transcript.say("==== deadpool stop")
