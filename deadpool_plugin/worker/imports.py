@@ -24,7 +24,7 @@ class _Finder(importlib.abc.MetaPathFinder):
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
-        if spec is not None and spec.loader is not None:
+        if spec is not None and spec.loader is not None and not _is_folder(spec):
             self._follow(spec)
         return spec
 
@@ -39,9 +39,16 @@ class _Finder(importlib.abc.MetaPathFinder):
         loader.exec_module = exec_module
 
 
+def _is_folder(spec: ModuleSpec | None) -> bool:
+    """Whether what is imported is no package but a folder of its name, such as the `wandb` that runs are kept in."""
+    return spec is not None and spec.origin is None and spec.submodule_search_locations is not None
+
+
 def when_imported(name: str, act: Act) -> None:
-    """Call `act` with the module `name` right after it is imported; now, if it has been already."""
+    """Call `act` with the module `name` right after it is imported; now, if it has been already. Never with a folder
+    that happens to have its name."""
     if name in sys.modules:
-        act(sys.modules[name])
+        if not _is_folder(getattr(sys.modules[name], "__spec__", None)):
+            act(sys.modules[name])
     else:
         sys.meta_path.insert(0, _Finder(name, act))

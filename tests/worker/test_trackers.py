@@ -1,5 +1,6 @@
 """What a rehearsing process logs to TensorBoard and W&B goes nowhere until it takes over; then nothing comes twice."""
 
+import importlib
 import struct
 import sys
 from types import ModuleType, SimpleNamespace
@@ -173,3 +174,15 @@ def test_without_a_run_to_be_found_a_new_one_begins(tmp_path):
     (tmp_path / "wandb").mkdir()
     (tmp_path / "wandb" / "latest-run").symlink_to("run-20261121_075012-xyz")
     assert trackers.latest_run(tmp_path) == "xyz"
+
+
+@pytest.mark.parametrize("imported", [False, True])
+def test_a_folder_of_old_runs_is_not_taken_for_the_package(tmp_path, monkeypatch, imported):
+    """Without the package, `import wandb` finds the folder that runs were kept in."""
+    (tmp_path / "wandb_of_a_test" / "run-20261121_075012-xyz").mkdir(parents=True)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    if imported:
+        importlib.import_module("wandb_of_a_test")
+    when_imported("wandb_of_a_test", trackers.WandB().install)
+    assert importlib.import_module("wandb_of_a_test").__file__ is None
+    del sys.modules["wandb_of_a_test"]
