@@ -51,7 +51,7 @@ TAIL = 40
 EXIT_CONFIG = 78
 """As in deadpool_plugin/errors.py."""
 MEGATRON_FAULTS = "tp2-pp2-dp2"
-PRETRAIN = ("base", "tp2-pp2", "replicated", "overlap", "save-async")
+PRETRAIN = ("base", "tp2-pp2", "replicated", "overlap")
 """Options of pretrain_gpt.py, by their names in megatron_lm_options.py."""
 ZERO_3_ONLY = ("0.18.9",)
 """DeepSpeed whose ZeRO 1 and 2 do not train over gloo, with the plugin or without: they gather into views."""
