@@ -75,33 +75,28 @@ CHECKOUTS = (
 )
 
 
-def ran(package: str) -> tuple[str, ...]:
-    """The versions of `package` ("Python" is one) in rows that held, the newest first."""
-    found = {{"Python": row.python, **row.packages}[package] for row in ROWS if row.held}
-    return tuple(sorted(found, key=_numbers, reverse=True))
-
-
 def check(framework: str, version: str, torch: str) -> str:
     """Refuse a combination that was run and failed. `framework`: "megatron-core" or "deepspeed".
 
-    Returns: a sentence if the versions (patch levels aside) are in no row that held, else "".
+    Returns: a sentence if no row that held has these versions together (patch levels aside), else "".
     Raises: Unsupported, naming the combination and those that held.
     """
-    found = (platform.python_version(), torch, version)
+    python = platform.python_version()
+    series = tuple(map(_minor, (python, torch, version)))
+    found = _said(python, torch, framework, version)
+    ran = "; ".join(_said(row.python, row.torch, framework, row.packages[framework]) for row in ROWS if row.held)
     for row in ROWS:
-        if framework in row.refused and _series(row, framework) == tuple(_minor(one) for one in found):
-            held = [f"torch {other.torch} with {framework} {other.packages[framework]}" for other in ROWS if other.held]
+        if framework in row.refused and _series(row, framework) == series:
             raise Unsupported(
-                f"torch {torch} with {framework} {version} on Python {found[0]}: {row.refused[framework]}",
-                " or ".join(held),
-                "install one of these combinations on every host",
+                f"{found}: {row.refused[framework]}", ran, "install one of these combinations on every host"
             )
-    unknown = [
-        f"{package} {installed} (run: {', '.join(ran(package)) or 'none'})"
-        for package, installed in ((framework, version), ("torch", torch), ("Python", found[0]))
-        if _minor(installed) not in map(_minor, ran(package))
-    ]
-    return f"versions that this release was not run with: {'; '.join(unknown)}" if unknown else ""
+    if any(row.held and _series(row, framework) == series for row in ROWS):
+        return ""
+    return f"versions that this release was not run with: {found} (run: {ran or 'none'})"
+
+
+def _said(python: str, torch: str, framework: str, version: str) -> str:
+    return f"Python {python} with torch {torch} and {framework} {version}"
 
 
 def _series(row: Row, framework: str) -> tuple[tuple[int, ...], ...]:

@@ -27,21 +27,20 @@ def test_a_version_that_was_run_needs_no_word_nor_do_its_patch_levels():
 
 
 @pytest.mark.usefixtures("rows")
-def test_a_version_that_was_not_run_is_named_with_those_that_were():
-    said = versions.check("megatron-core", "0.20.0rc1", "2.13.0")
-    assert "megatron-core 0.20.0rc1 (run: 0.16.1)" in said
-    assert "torch" not in said and "Python" not in said
-
-
-@pytest.mark.usefixtures("rows")
-def test_a_python_that_was_not_run_is_named(monkeypatch):
-    monkeypatch.setattr(platform, "python_version", lambda: "3.14.1")
-    assert f"Python 3.14.1 (run: {PYTHON})" in versions.check("megatron-core", "0.16.1", "2.13.0")
+@pytest.mark.parametrize(
+    ("python", "torch", "core"),
+    [(PYTHON, "2.13.0", "0.20.0rc1"), (PYTHON, "2.11.0", "0.16.1"), ("3.14.1", "2.13.0", "0.16.1")],
+)
+def test_what_was_not_run_together_is_named_with_what_was(monkeypatch, python, torch, core):
+    monkeypatch.setattr(platform, "python_version", lambda: python)
+    said = versions.check("megatron-core", core, torch)
+    assert f"Python {python} with torch {torch} and megatron-core {core} (run: " in said
+    assert f"(run: Python {PYTHON} with torch 2.13.0 and megatron-core 0.16.1)" in said
 
 
 @pytest.mark.usefixtures("rows")
 def test_a_combination_that_failed_is_refused_for_the_framework_it_failed_with_only():
-    with pytest.raises(Unsupported, match="its saves are torn.*torch 2.13.0 with megatron-core 0.16.1"):
+    with pytest.raises(Unsupported, match="its saves are torn.*torch 2.13.0 and megatron-core 0.16.1"):
         versions.check("megatron-core", "0.15.3", "2.11.0")
     assert "deepspeed" in versions.check("deepspeed", "0.18.9", "2.11.0")
 
