@@ -65,8 +65,8 @@ class Checkout:
 
 
 CHECKOUTS = (
-    Checkout("main", NEWEST),
-    Checkout("core_v0.19.0", NEWEST),
+    Checkout("main", NEWEST, held=True),
+    Checkout("core_v0.19.0", NEWEST, held=True),
     Checkout("core_v0.18.2", ROWS[1]),
     Checkout("core_v0.17.1", ROWS[3]),
     Checkout("core_v0.16.1", ROWS[2]),
