@@ -58,10 +58,10 @@ def _rehearse(config: Config, local_rank: int, order: local.RehearseRank) -> tup
     from ..worker.output import Mute
 
     read_end, write_end = os.pipe()
-    mute = Mute(write_end)
     connection = _introduced(local_rank, order, rehearsing=True)
     connection.send(local.RehearsalOutput(), [read_end])
     os.close(read_end)
+    mute = Mute(write_end)  # only now: what goes wrong in there is said into the pipe, which somebody must read
     rehearsal, _ = connection.recv()
     invariant(isinstance(rehearsal, local.Rehearsal), f"the agent answered {type(rehearsal).__name__}")
     assert isinstance(rehearsal, local.Rehearsal)
