@@ -69,7 +69,7 @@ CHECKOUTS = (
     Checkout("core_v0.19.0", NEWEST, held=True),
     Checkout("core_v0.18.2", ROWS[1]),
     Checkout("core_v0.17.1", ROWS[3]),
-    Checkout("core_v0.16.1", ROWS[2]),
+    Checkout("core_v0.16.1", ROWS[2], held=True),
     Checkout("core_v0.15.3", ROWS[4]),
     Checkout("core_v0.14.0", ROWS[5]),
 )
