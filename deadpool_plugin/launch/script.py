@@ -53,8 +53,13 @@ def run_script(argv: list[str], context: Context, failed: Callable[[str], None] 
     except BaseException as error:
         with contextlib.suppress(OSError):
             traceback.print_exc()
-        failed(f"{type(error).__name__}: {error}".partition("\n")[0])
+        failed(in_a_line(error))
         return 1
+
+
+def in_a_line(error: BaseException) -> str:
+    """What an agent is told of an exception."""
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 def _run(argv: list[str]) -> None:

@@ -10,11 +10,10 @@ import os
 from typing import TYPE_CHECKING, NoReturn
 
 from ..config import Config
-from ..errors import invariant
 from ..transport import local
 from ..transport.local import LocalConnection
 from .lessons import tell_modules
-from .script import leave, run_script
+from .script import in_a_line, leave, run_script
 
 if TYPE_CHECKING:
     from ..worker.context import Context
@@ -25,10 +24,17 @@ def become(
 ) -> NoReturn:
     """Carry out `order`; never returns. `tell`: where to say what was imported, -1 if nobody asks."""
     os.environ.update(order.env)
-    if isinstance(order, local.RehearseRank):
-        connection, context = _rehearse(config, local_rank, order)
-    else:
-        connection, context = _begin(config, local_rank, order)
+    connection = LocalConnection.to(os.environ["DEADPOOL_SOCKET"])
+    rehearsing = isinstance(order, local.RehearseRank)
+    connection.send(local.WorkerHello(local_rank, os.getpid(), order.rank, rehearsing, order.order))
+    try:
+        if isinstance(order, local.RehearseRank):
+            context = _rehearse(connection, config, local_rank)
+        else:
+            context = _begin(connection, config, local_rank, order)
+    except Exception as error:  # nobody may see its traceback: that goes to a file, which may be on a full disk
+        connection.send(local.Failing(order.rank, in_a_line(error)))
+        raise
     context.on_built = lambda: tell_modules(tell, context.adapter.beforehand())
 
     def failed(reason: str) -> None:
@@ -37,32 +43,23 @@ def become(
     leave(run_script(script, context, failed))
 
 
-def _introduced(local_rank: int, order: local.RunRank | local.RehearseRank, rehearsing: bool) -> LocalConnection:
-    connection = LocalConnection.to(os.environ["DEADPOOL_SOCKET"])
-    connection.send(local.WorkerHello(local_rank, os.getpid(), order.rank, rehearsing, order.order))
-    return connection
-
-
-def _begin(config: Config, local_rank: int, order: local.RunRank) -> tuple[LocalConnection, Context]:
+def _begin(connection: LocalConnection, config: Config, local_rank: int, order: local.RunRank) -> Context:
     from ..plugin import start_live
 
-    connection = _introduced(local_rank, order, rehearsing=False)
     try:
-        return connection, start_live(connection, config, order, local_rank)
+        return start_live(connection, config, order, local_rank)
     except SystemExit as end:
         leave(int(end.code or 0))
 
 
-def _rehearse(config: Config, local_rank: int, order: local.RehearseRank) -> tuple[LocalConnection, Context]:
+def _rehearse(connection: LocalConnection, config: Config, local_rank: int) -> Context:
     from ..plugin import start_following
     from ..worker.output import Mute
 
     read_end, write_end = os.pipe()
-    connection = _introduced(local_rank, order, rehearsing=True)
     connection.send(local.RehearsalOutput(), [read_end])
     os.close(read_end)
     mute = Mute(write_end)  # only now: what goes wrong in there is said into the pipe, which somebody must read
     rehearsal, _ = connection.recv()
-    invariant(isinstance(rehearsal, local.Rehearsal), f"the agent answered {type(rehearsal).__name__}")
-    assert isinstance(rehearsal, local.Rehearsal)
-    return connection, start_following(connection, config, rehearsal, local_rank, mute)
+    assert isinstance(rehearsal, local.Rehearsal), f"the agent answered {type(rehearsal).__name__}"
+    return start_following(connection, config, rehearsal, local_rank, mute)

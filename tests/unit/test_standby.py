@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import select
 import signal
@@ -10,9 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from deadpool_plugin import plugin
+from deadpool_plugin.config import Config
 from deadpool_plugin.launch import processes
 from deadpool_plugin.launch.processes import spawn
 from deadpool_plugin.launch.standby import Standby
+from deadpool_plugin.launch.worker import become
 from deadpool_plugin.transport import local
 from deadpool_plugin.transport.local import LocalConnection
 from deadpool_plugin.transport.unix import listen_unix
@@ -29,11 +33,13 @@ def started(tmp_path):
         listener = listen_unix(name)
 
         def main():
+            os.environ["DEADPOOL_SOCKET"] = name
             prepare()
             Standby(LocalConnection.to(name), 0, run, (), ending_s=ending_s).serve()
 
         pids.append(spawn(main, dict(os.environ), signal.SIGKILL))
-        agent = LocalConnection(listener.accept()[0])
+        start.accepted = lambda: LocalConnection(listener.accept()[0])
+        agent = start.accepted()
         assert heard(agent) == local.StandbyHello(0)
         return agent, pids[-1]
 
@@ -92,3 +98,28 @@ def test_an_order_replaces_the_process_of_the_one_before(started, tmp_path):
     agent.send(order(2))
     second = int(found.read_text())
     assert first != second and not os.path.exists(f"/proc/{first}")
+
+
+@pytest.mark.parametrize("order", [local.RunRank(3, {}, 1), local.RehearseRank(3, {}, 1)], ids=["runs", "rehearses"])
+def test_the_agent_hears_why_a_process_ends_before_its_script_begins(started, order):
+    """What it prints goes to files, and their disk may be full."""
+
+    def breaks():
+        def start(*_):
+            raise OSError(28, "No space left on device\nand more")
+
+        plugin.start_live = plugin.start_following = start
+
+    agent, _ = started(functools.partial(become, Config(), 0, ["script.py"]), breaks)
+    agent.send(order)
+    worker = started.accepted()
+    assert isinstance(heard(worker), local.WorkerHello)
+    if isinstance(order, local.RehearseRank):
+        output, (pipe,) = worker.recv()
+        assert isinstance(output, local.RehearsalOutput)
+        worker.send(local.Rehearsal(3, b""))
+    assert heard(worker) == local.Failing(3, "OSError: [Errno 28] No space left on device")
+    assert heard(agent) == local.WorkerExited(1, 1)
+    if isinstance(order, local.RehearseRank):
+        assert b"Traceback" in os.read(pipe, 1 << 16)
+        os.close(pipe)
