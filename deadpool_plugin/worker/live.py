@@ -216,7 +216,9 @@ class Live(Swapping):
         self._stage(self.step)
         self._log.prune(self.step)
         flush()
-        self._link.event("StepDone", rank=self._rank, step=self.step, loss=self._loss)
+        # The agent may have gone on to the next generation before it hears of this step.
+        generation = self._groups.generation
+        self._link.event("StepDone", generation=generation, rank=self._rank, step=self.step, loss=self._loss)
         self._report_first_step(self.step)
 
 
