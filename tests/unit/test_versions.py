@@ -1,6 +1,8 @@
 """Versions: what is said of a combination, and that it is what was recorded."""
 
 import platform
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -69,3 +71,15 @@ def test_what_held_is_what_was_recorded(script, recorded):
 
 def test_the_readme_has_the_table_of_what_was_recorded(script, recorded):
     assert script.table(script.SUBJECTS.values(), recorded) in (ROOT / "README.md").read_text()
+
+
+def test_ci_counts_nothing_that_held_in_an_earlier_run(tmp_path):
+    for name in (".ci", "scripts", ".venv/bin"):
+        (tmp_path / name).mkdir(parents=True)
+    shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci" / "run")
+    python = 'while [ "$1" != --out ]; do shift; done; mkdir -p "$2"; test ! -e "$2/known"; touch "$2/known"'
+    for name, script in (("scripts/test.sh", "true"), (".venv/bin/python", f"set -e; {python}")):
+        (tmp_path / name).write_text(f"#!/bin/bash\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    codes = [subprocess.run([tmp_path / ".ci" / "run"], check=False).returncode for _ in range(2)]
+    assert codes == [0, 0], "a second run of CI found what the first one had recorded"
