@@ -62,10 +62,16 @@ class Checkout:
     tag: str
     row: Row
     held: bool = False
+    commit: str = ""
+    """The commit that was run, of a branch; "" for a tag, which stays where it is."""
+
+    @property
+    def said(self) -> str:
+        return f"{self.tag} at {self.commit[:12]}" if self.commit else self.tag
 
 
 CHECKOUTS = (
-    Checkout("main", NEWEST, held=True),
+    Checkout("main", NEWEST, held=True, commit="d98e8a64ddf34856e74b24714e3bedb2f5a39553"),
     Checkout("core_v0.19.0", NEWEST, held=True),
     Checkout("core_v0.18.2", ROWS[1]),
     Checkout("core_v0.17.1", ROWS[3]),

@@ -10,6 +10,7 @@ import argparse
 import os
 import re
 import shutil
+import subprocess
 import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -66,11 +67,10 @@ def say(checkout: Checkout, patch: Patch, what: str) -> None:
     print(f"the patch for {patch.tag} {what} {checkout.path} (Megatron-LM {'.'.join(map(str, checkout.version))})")
     for hunk in patch.hunks:
         print(f"  {hunk.path}: {hunk.why}")
-    ran = [one.tag for one in versions.CHECKOUTS if one.held]
-    was = "was" if f"core_v{'.'.join(map(str, checkout.version))}" in ran else "was not"
-    print(
-        f"pretrain_gpt.py of this version {was} put through losses with this release; run: {', '.join(ran) or 'none'}"
-    )
+    ran = [one for one in versions.CHECKOUTS if one.held]
+    was = "was" if any(map(checkout.is_of, ran)) else "was not"
+    said = ", ".join(one.said for one in ran) or "none"
+    print(f"pretrain_gpt.py of this version {was} put through losses with this release; run: {said}")
 
 
 @dataclass(frozen=True)
@@ -143,6 +143,18 @@ class Checkout:
             )
         numbers = dict(re.findall(r"^(MAJOR|MINOR|PATCH)\s*=\s*(\d+)", read(path / _VERSION), re.MULTILINE))
         return Checkout(path, tuple(int(numbers.get(name, 0)) for name in ("MAJOR", "MINOR", "PATCH")))
+
+    def is_of(self, run: versions.Checkout) -> bool:
+        """Whether it is the version, or the commit of a branch, that was run."""
+        return self.commit() == run.commit if run.commit else run.tag == f"core_v{'.'.join(map(str, self.version))}"
+
+    def commit(self) -> str:
+        """The commit that is checked out; "" of a folder without git."""
+        try:
+            git = ["git", "-C", str(self.path), "rev-parse", "HEAD"]
+            return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+        except OSError:
+            return ""
 
     def find(self, *, applied: bool) -> Patch | None:
         """The first patch that is in (or fits), those of the nearest versions first."""

@@ -135,3 +135,24 @@ def test_a_patch_that_fits_is_not_taken_for_a_version_that_was_run(tmp_path, cap
     assert "of this version was put through losses" in capsys.readouterr().out
     command(tree(tmp_path / "not", (0, 15, 9), "core_v0.15.3"), "--check")
     assert "was not put through losses with this release; run: core_v0.16.1" in capsys.readouterr().out
+
+
+def test_a_checkout_of_a_branch_was_run_only_at_the_commit_that_was(tmp_path, capsys, monkeypatch):
+    checkout = tree(tmp_path, VERSIONS["main"], "main")
+    git = ["git", "-C", str(checkout), "-c", "user.name=n", "-c", "user.email=e"]
+    for words in (["init", "-q"], ["add", "-A"], ["commit", "-q", "-m", "first"]):
+        subprocess.run([*git, *words], check=True)
+    commit = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    main_ = versions.Checkout("main", versions.NEWEST, held=True, commit=commit)
+    monkeypatch.setattr(versions, "CHECKOUTS", (main_,))
+    command(checkout, "--check")
+    assert "of this version was put through losses" in capsys.readouterr().out
+    subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "later"], check=True)
+    command(checkout, "--check")
+    said = f"of this version was not put through losses with this release; run: main at {commit[:12]}"
+    assert said in capsys.readouterr().out
+
+
+def test_every_branch_that_held_names_the_commit_that_was_run():
+    held = [one for one in versions.CHECKOUTS if one.held]
+    assert {one.tag: bool(one.commit) for one in held} == {one.tag: not one.tag.startswith("core_v") for one in held}
