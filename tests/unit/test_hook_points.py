@@ -10,7 +10,7 @@ import subprocess
 
 import pytest
 
-TAGS = ("core_v0.14.0", "core_v0.15.3", "core_v0.16.1", "core_v0.17.1", "core_v0.19.0", "HEAD")
+TAGS = ("core_v0.14.0", "core_v0.15.3", "core_v0.16.1", "core_v0.17.1", "core_v0.18.2", "core_v0.19.0", "HEAD")
 CORE = "megatron/core/"
 HELD = {
     "distributed/distributed_data_parallel.py": [
