@@ -3,11 +3,12 @@
 Rounds follow each other until there were `--connections`: each is a job of the demonstration (two nodes of one rank, a
 spare) whose processes may open 1,024 files, and a seed from which every connection to its agents is drawn: ones that
 say nothing, or a byte now and then, or rubbish, or a greeting without a proof; ones that know the secret and send
-numbers that cannot be; on the TCP ports and on the node's local socket. Losses, norms and final state are compared with
-an undisturbed run; memory, threads and descriptors of each agent are sampled.
+numbers that cannot be; on the TCP ports and on the node's local socket. A connection counts only while the job trains.
+Losses, norms and final state are compared with an undisturbed run; memory, threads and descriptors of each agent are
+sampled, and hosts and ranks that are lost are counted.
 
 Rules of this file: 127.0.0.0/8 and this host's own sockets only. What is done is kept in `--out` and not done again.
-The last line is one JSON object; exit code 0 only if every round was bit-exact and nothing grew without bound.
+The last line is one JSON object; exit code 0 only if every round was bit-exact and nothing was lost or grew unbounded.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -220,18 +221,20 @@ def one_round(args: argparse.Namespace, number: int, left: int) -> dict[str, Any
         )
     samples: dict[int, list[dict[str, float]]] = {}
     attack: Attack | None = None
+    attacked: list[int] = []
+    """The newest step done, before each burst."""
     try:
         while process.poll() is None:
             if attack is None:
                 attack = attack_on(folder, args.seed + number, samples)
                 time.sleep(0.2)
                 continue
-            before = sum(attack.made.values())
-            if before < left:
-                attack.run(min(100, left - before))
-            if sum(attack.made.values()) == before:  # enough, or the job has ended
+            before, step = sum(attack.made.values()), newest_step(folder)
+            if before >= left or step >= args.steps:  # enough, or the job is at its end
                 time.sleep(0.2)
                 continue
+            attacked.append(step)
+            attack.run(min(100, left - before))
             for pid, found in samples.items():
                 with contextlib.suppress(OSError, KeyError):  # the job has ended
                     found.append(held_by(pid))
@@ -239,14 +242,18 @@ def one_round(args: argparse.Namespace, number: int, left: int) -> dict[str, Any
         if attack is not None:
             attack.close()
     summary = json.loads((args.out / f"round{number}.txt").read_text().splitlines()[-1])
-    lines = sum(len(path.read_text(errors="replace").splitlines()) for path in (folder / "launcher").iterdir())
+    lines = [line for path in (folder / "launcher").iterdir() for line in path.read_text(errors="replace").splitlines()]
     return {
         "seed": args.seed + number,
+        "attacked_from_step": min(attacked, default=-1),
+        "attacked_until_step": max(attacked, default=-1),
+        "lost": sum(event["event"] in ("NodeLost", "RankLost") for event in events(folder)),
         "connections": dict(attack.made) if attack is not None else {},
         "bit_exact": summary["bit_exact"],
         "steps": summary["steps"],
         "exit_code": process.returncode,
-        "lines_printed": lines,
+        "lines_printed": len(lines),
+        "lines_of_ours": sum("[deadpool]" in line for line in lines),
         "agents": [
             {"first": found[0], "most": {name: max(one[name] for one in found) for name in found[0]}, "last": found[-1]}
             for found in samples.values()
@@ -256,11 +263,22 @@ def one_round(args: argparse.Namespace, number: int, left: int) -> dict[str, Any
     }  # fmt: skip
 
 
+def events(folder: Path) -> Iterator[dict[str, Any]]:
+    """What the job's nodes have logged so far."""
+    for path in (folder / "output").glob("events.*.jsonl"):
+        for line in path.read_text(errors="replace").splitlines():
+            with contextlib.suppress(json.JSONDecodeError):  # being written
+                yield json.loads(line)
+
+
+def newest_step(folder: Path) -> int:
+    return max((event["step"] for event in events(folder) if event["event"] == "StepDone"), default=-1)
+
+
 def attack_on(folder: Path, seed: int, samples: dict[int, list[dict[str, float]]]) -> Attack | None:
     """Once the job trains and every agent can be found; `samples` gets their processes."""
     found = [path for path in (folder / "output" / "nodes").glob("*.json")]
-    steps = (folder / "output").glob("events.*.jsonl")
-    if len(found) < 3 or not any("SpareReady" in path.read_text(errors="replace") for path in steps):
+    if len(found) < 3 or not any(event["event"] == "SpareReady" for event in events(folder)):
         return None
     pids = [json.loads(path.read_text())["pid"] for path in found]
     samples |= {pid: [held_by(pid)] for pid in pids}
@@ -275,6 +293,8 @@ def judged(rounds: list[dict[str, Any]]) -> tuple[dict[str, Any], list[str]]:
         made.update(one["connections"])
         if not one["bit_exact"] or one["exit_code"]:
             problems.append(f"seed {one['seed']}: bit_exact {one['bit_exact']}, exit code {one['exit_code']}")
+        if one["lost"]:
+            problems.append(f"seed {one['seed']}: {one['lost']} hosts or ranks lost")
         for agent in one["agents"]:
             grown = agent["most"]["rss_mib"] - agent["first"]["rss_mib"]
             found = {**agent["most"], "rss_mib": grown}
@@ -290,6 +310,9 @@ def judged(rounds: list[dict[str, Any]]) -> tuple[dict[str, Any], list[str]]:
     }
     total |= {
         "steps": sum(one["steps"] for one in rounds),
+        "steps_attacked": [[one["attacked_from_step"], one["attacked_until_step"]] for one in rounds],
+        "lost": sum(one["lost"] for one in rounds),
+        "lines_of_ours": sum(one["lines_of_ours"] for one in rounds),
         "lines_printed": sum(one["lines_printed"] for one in rounds),
     }
     return total | {"bit_exact": all(one["bit_exact"] for one in rounds), "problems": problems}, problems
