@@ -2,7 +2,7 @@
 
 Rules of this file: one line for what changes a person's picture of the job, nothing per step; only the coordinator
 speaks for the job, a node speaks for itself. However long a job takes, a node's files stay within a bound: what recurs
-goes where only the newest is kept, and so does, once there is too much of it, all but what says what became of the job.
+goes where only the newest is kept, and so does, once there is too much of it, all but how the job stands and ends.
 """
 
 from __future__ import annotations

@@ -276,15 +276,23 @@ def test_a_jobs_files_stay_within_a_bound_and_nothing_of_its_fate_is_lost(tmp_pa
         reports.worker_event("Note", {"text": f"anything in step {step}"})
         if step % 100 == 0:
             reports.emit("SwapPlanned", restore_step=step)
+            reports.emit("Unprotected", reason="a swap")
+    for step in range(2000):
+        reports.worker_event("StepDone", {"rank": 0, "step": 2000 + step, "loss": 1.0})
+        reports.emit("StepCommitted", step=2000 + step)
+        if step == 0:
+            reports.emit("Protected", step=2000)
     reports.emit("JobStopped", exit_code=86, reason="no spare")
     writer.close()
     found = written(tmp_path, 0)
-    assert events.log_of(tmp_path, 0).stat().st_size < (1 << 15) + 21 * 300
+    assert events.log_of(tmp_path, 0).stat().st_size < (1 << 15) + 42 * 300
     assert all(path.stat().st_size <= 1 << 14 for path in events.recent_of(tmp_path, 0))
     planned = [event.restore_step for event in found if isinstance(event, events.SwapPlanned)]
     assert planned == [*range(0, 2000, 100)] and any(isinstance(event, events.JobStopped) for event in found)
-    assert max(event.step for event in found if isinstance(event, events.StepDone)) == 1999
-    assert max(event.step for event in found if isinstance(event, events.StepCommitted)) == 1999
+    stands = [event for event in found if isinstance(event, (events.Protected, events.Unprotected))]
+    assert isinstance(max(stands, key=lambda event: event.time), events.Protected)
+    assert max(event.step for event in found if isinstance(event, events.StepDone)) == 3999
+    assert max(event.step for event in found if isinstance(event, events.StepCommitted)) == 3999
 
 
 def test_notes_are_said_once_in_a_generation_whoever_says_them_again(tmp_path, capfdbinary):
