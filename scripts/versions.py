@@ -7,9 +7,10 @@
 A row is held if every check of it held; the table of rows is deadpool_plugin/versions.py. Environments are made once
 and kept in `--envs`. Every check is one line of OUT/versions.jsonl as soon as it is known; a rerun goes on with what is
 missing (`--again`: also with what did not hold). The seed of random faults is drawn, printed and recorded. Without a
-clone of NVIDIA/Megatron-LM, or a Python of that version, a row says skipped, which is not held. The last line printed
-is one JSON object, {"rows": [{"name", "held", "detail"}], "exit_code"}; the exit code is 0 only if every row held or
-is refused by name.
+clone of NVIDIA/Megatron-LM, or a Python of that version, a row says skipped, which is not held; so does a check all of
+whose tests are skipped. Tests that a check skipped are in its line, and in the last line printed, with their reasons.
+That last line is one JSON object, {"rows": [{"name", "held", "detail"}], "exit_code"}; the exit code is 0 only if every
+row held or is refused by name.
 
 Rules of this file: standard library only; checks run in the row's own interpreter, never in this one.
 """
@@ -209,7 +210,7 @@ def checks(subject: Subject, args: argparse.Namespace, out: Path) -> dict[str, t
     faults = ("scripts/fault_matrix.py", "--heal", "--group", "main", "--again", "--only")
     stage, stages = zero(subject.row)
     words: list[tuple[str, ...]] = [
-        ("-m", "pytest", "-q", "-p", "no:cacheprovider", *GUARDS),
+        ("-m", "pytest", "-q", "-rfEs", "-p", "no:cacheprovider", *GUARDS),
         (*demo, "--out", str(out / "demo")),
         (*demo, "--framework", "deepspeed", "--zero", stage, "--out", str(out / f"demo-zero{stage}")),
         (*faults, MEGATRON_FAULTS, "--out", str(out / "faults")),
@@ -219,7 +220,7 @@ def checks(subject: Subject, args: argparse.Namespace, out: Path) -> dict[str, t
 
 
 def run_check(words: tuple[str, ...], python: Path, log: Path, clone: Path | None) -> tuple[str, str]:
-    """(held, failed or refused; the last line that says something)"""
+    """The check's result and what there is to say of it, as `judge` has them."""
     environ = {**os.environ, "PATH": f"{python.parent}:{os.environ['PATH']}", "VIRTUAL_ENV": str(python.parent.parent)}
     environ |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore"}
     if clone is not None:
@@ -241,16 +242,22 @@ def run_check(words: tuple[str, ...], python: Path, log: Path, clone: Path | Non
         finally:
             end(process)
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()] or [""]
-    for line in lines:
-        if line.startswith("SKIPPED"):
-            tell(f"  {line}")
+    result, detail = judge(code, lines)
+    if code:
+        tell("\n".join(f"  {line[:300]}" for line in lines[-TAIL:]))
+    return result, detail
+
+
+def judge(code: int, lines: list[str]) -> tuple[str, str]:
+    """(held, skipped, failed or refused; the line that says most, then what was skipped, with reasons)"""
+    skipped = "".join(f"; {line}" for line in lines if line.startswith("SKIPPED"))
     if code == 0:
-        return "held", lines[-1][:300]
-    tell("\n".join(f"  {line[:300]}" for line in lines[-TAIL:]))
+        nothing = re.match(r"\d+ skipped\b(?!.*\bpassed\b)", lines[-1].strip("= "))
+        return "skipped" if nothing else "held", lines[-1][:300] + skipped
     refused = [line for line in lines if "[deadpool]" in line and f"exit code {EXIT_CONFIG}" in line]
     problems = [line for line in lines if "FAILED" in line or "Error" in line]
     what = "refused" if refused else "failed"
-    return what, (refused or problems or lines)[-1][:300] + f" (exit code {code})"
+    return what, (refused or problems or lines)[-1][:300] + f" (exit code {code}){skipped}"
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
@@ -306,11 +313,15 @@ def outcome(subject: Subject, known: dict[str, Line]) -> Line:
         own = [nothing]
     broken = [f"{line['check']} {line['result']}: {line['detail']}" for line in own if line["result"] != "held"]
     missing = [f"{name} not run" for name in wanted if f"{subject.name}:{name}" not in known]
-    return {
-        "name": subject.name,
-        "held": not broken and not missing,
-        "detail": "; ".join(broken or (missing if own else ["not run"])) if broken or missing else ", ".join(wanted),
-    }
+    if broken or missing:
+        return {"name": subject.name, "held": False, "detail": "; ".join(broken or (missing if own else ["not run"]))}
+    return {"name": subject.name, "held": True, "detail": ", ".join(map(what_held, own))}
+
+
+def what_held(line: Line) -> str:
+    """The check's name, with what of it was skipped."""
+    _, found, skipped = line.get("detail", "").partition("; SKIPPED")
+    return f"{line['check']} (SKIPPED{skipped})" if found else line["check"]
 
 
 def is_refused(subject: Subject, known: dict[str, Line]) -> bool:

@@ -1,4 +1,4 @@
-"""What the Megatron adapter takes hold of is there in every tag that has a patch, also in those this Python cannot run.
+"""What the Megatron adapter takes hold of is there in every tag that is run, also in those this Python cannot run.
 
 MEGATRON_LM_GIT: a clone of NVIDIA/Megatron-LM with its tags, whose newest commit stands for main.
 """
@@ -10,7 +10,9 @@ import subprocess
 
 import pytest
 
-TAGS = ("core_v0.14.0", "core_v0.15.3", "core_v0.16.1", "core_v0.17.1", "core_v0.18.2", "core_v0.19.0", "HEAD")
+from deadpool_plugin import versions
+
+TAGS = tuple("HEAD" if one.tag == "main" else one.tag for one in versions.CHECKOUTS)
 CORE = "megatron/core/"
 HELD = {
     "distributed/distributed_data_parallel.py": [

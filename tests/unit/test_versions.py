@@ -73,6 +73,34 @@ def test_the_readme_has_the_table_of_what_was_recorded(script, recorded):
     assert script.table(script.SUBJECTS.values(), recorded) in (ROOT / "README.md").read_text()
 
 
+SKIPPED = "SKIPPED [7] tests/unit/test_hook_points.py:50: MEGATRON_LM_GIT is not set"
+
+
+def test_what_a_check_skipped_is_in_its_line_with_the_reason(script):
+    assert script.judge(0, ["...ss", SKIPPED, "35 passed, 7 skipped in 28.18s"]) == (
+        "held",
+        f"35 passed, 7 skipped in 28.18s; {SKIPPED}",
+    )
+    result, detail = script.judge(1, [SKIPPED, "FAILED tests/unit/test_x.py::test_y", "1 failed, 7 skipped in 3.1s"])
+    assert result == "failed" and detail.endswith(SKIPPED)
+
+
+@pytest.mark.parametrize(
+    "last", ["7 skipped in 0.12s", "7 skipped, 2 deselected in 0.12s", "=== 7 skipped in 1.0s ==="]
+)
+def test_a_check_that_skipped_everything_has_not_held(script, last):
+    assert script.judge(0, [SKIPPED, last])[0] == "skipped"
+
+
+def test_a_row_that_held_says_what_was_skipped(script):
+    subject = script.SUBJECTS[versions.NEWEST.name]
+    known = {f"{subject.name}:{name}": {"check": name, "result": "held"} for name in script.names(subject)}
+    assert script.outcome(subject, known)["detail"] == ", ".join(script.names(subject))
+    known[f"{subject.name}:guards"]["detail"] = f"1 passed, 7 skipped in 1s; {SKIPPED}"
+    found = script.outcome(subject, known)
+    assert found["held"] and f"guards ({SKIPPED})" in found["detail"]
+
+
 def test_ci_counts_nothing_that_held_in_an_earlier_run(tmp_path):
     for name in (".ci", "scripts", ".venv/bin"):
         (tmp_path / name).mkdir(parents=True)
