@@ -6,11 +6,12 @@
 
 A row is held if every check of it held; the table of rows is deadpool_plugin/versions.py. Environments are made once
 and kept in `--envs`. Every check is one line of OUT/versions.jsonl as soon as it is known; a rerun goes on with what is
-missing (`--again`: also with what did not hold). The seed of random faults is drawn, printed and recorded. Without a
-clone of NVIDIA/Megatron-LM, or a Python of that version, a row says skipped, which is not held; so does a check all of
-whose tests are skipped. Tests that a check skipped are in its line, and in the last line printed, with their reasons.
-That last line is one JSON object, {"rows": [{"name", "held", "detail"}], "exit_code"}; the exit code is 0 only if every
-row held or is refused by name.
+missing (`--again`: also with what did not hold). The demonstrations draw their faults from a seed, which is drawn,
+printed and recorded; the other checks' faults are always the same. A line names our commit and, of a tag or main, that
+of Megatron-LM (`checkout`): main is run again when it has moved. Without a clone of NVIDIA/Megatron-LM, or a Python of
+that version, a row says skipped, which is not held; so does a check all of whose tests are skipped. Tests that a check
+skipped are in its line, and in the last line printed, with their reasons. That last line is one JSON object, {"rows":
+[{"name", "held", "detail"}], "exit_code"}; the exit code is 0 only if every row held or is refused by name.
 
 Rules of this file: standard library only; checks run in the row's own interpreter, never in this one.
 """
@@ -166,20 +167,25 @@ def interpreter(version: str) -> str:
     raise Unavailable(f"no Python {version} on this machine")
 
 
-def checkout(tag: str, clone: Path | None, folder: Path) -> Path:
-    """A tree of `tag`, taken out of the clone (bare or not) into `folder`."""
+def commit_of(tag: str, clone: Path | None) -> str:
+    """The commit that `tag`, or a branch of that name, is in the clone (bare or not). Raises: Unavailable."""
     if clone is None:
         raise Unavailable("no clone of NVIDIA/Megatron-LM (--megatron-lm)")
-    git = ["git", "-C", str(clone)]
-    found = subprocess.run([*git, "rev-parse", "--short", f"{tag}^{{commit}}"], capture_output=True, text=True)
+    words = ["git", "-C", str(clone), "rev-parse", "--verify", "--quiet", f"{tag}^{{commit}}"]
+    found = subprocess.run(words, capture_output=True, text=True)
     if found.returncode:
         raise Unavailable(f"{clone} has no {tag}")
-    place = folder / f"{tag}-{found.stdout.strip()}"
+    return found.stdout.strip()
+
+
+def checkout(tag: str, commit: str, clone: Path, folder: Path) -> Path:
+    """A tree of `commit`, taken out of the clone into `folder`."""
+    place = folder / f"{tag}-{commit[:10]}"
     if not place.exists():
         unpacking = place.with_name(f"{place.name}.unpacking")
         shutil.rmtree(unpacking, ignore_errors=True)
         unpacking.mkdir(parents=True)
-        with subprocess.Popen([*git, "archive", tag], stdout=subprocess.PIPE) as archive:
+        with subprocess.Popen(["git", "-C", str(clone), "archive", commit], stdout=subprocess.PIPE) as archive:
             subprocess.run(["tar", "x", "-C", str(unpacking)], stdin=archive.stdout, check=True)
         unpacking.rename(place)
     return place
@@ -200,11 +206,12 @@ def zero(row: Row) -> tuple[str, str]:
     return ("3", "3") if row.deepspeed in ZERO_3_ONLY else ("2", "23")
 
 
-def checks(subject: Subject, args: argparse.Namespace, out: Path) -> dict[str, tuple[str, ...]]:
-    """What each check has Python run; it holds if the exit code is 0. Raises: Unavailable without the checkout."""
+def checks(subject: Subject, args: argparse.Namespace, out: Path, commit: str) -> dict[str, tuple[str, ...]]:
+    """What each check has Python run; it holds if the exit code is 0. `commit`: of the checkout of a tag."""
     if subject.tag:
-        place = checkout(subject.tag, args.megatron_lm, args.out / "checkouts")
-        script = ("scripts/megatron_lm_options.py", "--checkout", str(place), "--out", str(out / "pretrain"), "--again")
+        place = checkout(subject.tag, commit, args.megatron_lm, args.out / "checkouts")
+        tried = out / f"pretrain-{commit[:10]}"
+        script = ("scripts/megatron_lm_options.py", "--checkout", str(place), "--out", str(tried), "--again")
         return dict.fromkeys(names(subject), (*script, "--only", *PRETRAIN))
     demo = ("scripts/demo.py", "--seed", str(args.seed))
     faults = ("scripts/fault_matrix.py", "--heal", "--group", "main", "--again", "--only")
@@ -273,25 +280,33 @@ def run(subject: Subject, args: argparse.Namespace, known: dict[str, Line]) -> N
     """Run the checks of `subject` that are not known, and write each down."""
     out = args.out / subject.name
     out.mkdir(parents=True, exist_ok=True)
+    commit = ""
     try:
-        wanted = checks(subject, args, out)
+        commit = commit_of(subject.tag, args.megatron_lm) if subject.tag else ""
+        wanted = checks(subject, args, out, commit)
         python = environment(subject.row, args.envs, out / "install.txt")
     except (Unavailable, subprocess.CalledProcessError) as error:
-        keep(args, subject, "environment", "skipped" if isinstance(error, Unavailable) else "failed", str(error), 0.0)
+        result = "skipped" if isinstance(error, Unavailable) else "failed"
+        keep(args, subject, commit, "environment", result, str(error), 0.0)
         return
     for name, words in wanted.items():
         before = known.get(f"{subject.name}:{name}")
-        if before and (before["result"] == "held" or not args.again):
+        same = before is not None and before.get("checkout", commit) == commit  # a branch moves
+        if before and same and (before["result"] == "held" or not args.again):
             continue
         began = time.monotonic()
         result, detail = run_check(words, python, out / f"{name}.txt", args.megatron_lm)
-        keep(args, subject, name, result, detail, time.monotonic() - began)
+        keep(args, subject, commit, name, result, detail, time.monotonic() - began)
 
 
-def keep(args: argparse.Namespace, subject: Subject, check: str, result: str, detail: str, seconds: float) -> None:
+def keep(
+    args: argparse.Namespace, subject: Subject, checkout: str, check: str, result: str, detail: str, seconds: float
+) -> None:
+    """Write the line of a check down. `checkout`: Megatron-LM's commit, "" without one; `commit` in it is ours."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True)
     line = {"row": subject.name, "check": check, "result": result, "detail": detail, "seconds": round(seconds)}
     line |= {"seed": args.seed, "commit": commit.stdout.strip(), "python": subject.row.python, **subject.row.packages}
+    line |= {"checkout": checkout} if checkout else {}
     with open(args.out / "versions.jsonl", "a") as file:
         file.write(json.dumps(line) + "\n")
     tell(f"{subject.name}: {check} {result} ({seconds:.0f} s) {detail}")

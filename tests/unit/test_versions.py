@@ -1,5 +1,6 @@
 """Versions: what is said of a combination, and that it is what was recorded."""
 
+import argparse
 import platform
 import shutil
 import subprocess
@@ -71,6 +72,30 @@ def test_what_held_is_what_was_recorded(script, recorded):
 
 def test_the_readme_has_the_table_of_what_was_recorded(script, recorded):
     assert script.table(script.SUBJECTS.values(), recorded) in (ROOT / "README.md").read_text()
+
+
+def test_a_branch_of_megatron_lm_is_run_again_when_it_has_moved_and_its_commit_is_recorded(
+    script, tmp_path, monkeypatch
+):
+    git = ["git", "-C", str(tmp_path / "clone"), "-c", "user.name=n", "-c", "user.email=e"]
+    subprocess.run(["git", "init", "-q", "-b", "main", tmp_path / "clone"], check=True)
+    monkeypatch.setattr(script, "environment", lambda *_: Path(sys.executable))
+    monkeypatch.setattr(script, "run_check", lambda *_: ("held", "overlap: held"))
+    args = argparse.Namespace(out=tmp_path / "out", envs=tmp_path, megatron_lm=tmp_path / "clone", again=False, seed=1)
+    subject, results = script.SUBJECTS["pretrain_gpt.py-main"], args.out / "versions.jsonl"
+    commits = []
+    for word in ("first", "second"):
+        subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", word], check=True)
+        commits.append(script.commit_of("main", args.megatron_lm))
+        for _ in range(2):
+            script.run(subject, args, script.known_lines(results))
+    assert [line["checkout"] for line in script.read_json_lines(results)] == commits
+
+
+def test_what_is_said_of_a_checkout_is_said_of_the_commit_that_was_recorded(recorded):
+    for one in versions.CHECKOUTS:
+        line = recorded.get(f"pretrain_gpt.py-{one.tag}:pretrain_gpt", {})
+        assert not one.commit or line.get("checkout", one.commit) == one.commit
 
 
 SKIPPED = "SKIPPED [7] tests/unit/test_hook_points.py:50: MEGATRON_LM_GIT is not set"
