@@ -132,6 +132,7 @@ class Saves:
         """Folders to which this process has saved with all others."""
         self._moved: dict[Path, Path] = {}
         """Folders that this process's script names otherwise than the other ranks, and their names there."""
+        self._tag_said = False
         self.on_cancel: list[Callable[[], None]] = []
         """What else must be forgotten when a swap begins, so that survivors are like a new process."""
 
@@ -172,8 +173,7 @@ class Saves:
             return given
         mine = self.moved(given)
         unsure = self.took_over and mine == given and given not in self._agreed  # which is given again in a redo
-        said: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(said, (mine, unsure), group)
+        said = _gathered((mine, unsure), group)
         if len({os.path.normpath(name) for name, _ in said}) == 1:
             self._agreed.add(mine)
             return mine
@@ -194,7 +194,30 @@ class Saves:
         self._agreed.add(settled[0])
         return str(settled[0])
 
-    def _move(self, own: str, others: str) -> None:
+    def one_tag(self, folder: str, given: str) -> str:
+        """The name of one checkpoint in `folder`, the same folder on all ranks; `given` is what this rank names it.
+
+        As `one_folder`, but ranks that differ from the start do not end the job: a clock's name differs now and then
+        between ranks that ask at the same moment. The first one's name is used then, and that is said.
+        """
+        if not dist.is_initialized() or dist.get_world_size() < 2:
+            return given
+        own = os.path.join(folder, given)
+        said = _gathered((given, self.took_over and own not in self._agreed), None)
+        agreed = next((name for name, unsure in said if not unsure), said[0][0])
+        others = [rank for rank, (name, _) in enumerate(said) if name != agreed]
+        if others and dist.get_rank() == others[0] and not self._tag_said:
+            self._tag_said = True
+            text = (
+                f"rank(s) {listed(others)} name a checkpoint in {folder} otherwise ({given}) than the job, which saves"
+            )
+            self._link.event("Note", text=f"{text} it as {agreed}: does the script name it by the clock?")
+        if given != agreed:
+            self._move(own, os.path.join(folder, agreed), says=False)
+        self._agreed.add(os.path.join(folder, agreed))
+        return str(agreed)
+
+    def _move(self, own: str, others: str, *, says: bool = True) -> None:
         here, there = list(Path(own).parts), list(Path(others).parts)
         while here and there and here[-1] == there[-1]:  # what comes below has the same name in both
             here.pop()
@@ -202,6 +225,8 @@ class Saves:
         if not here:  # its whole name is the end of the others'
             return
         self._moved[Path(*here)] = Path(*there)
+        if not says:
+            return
         text = (
             f"the replacement of rank {os.environ['RANK']} names the folder {Path(*here)} and saves to {Path(*there)}"
         )
@@ -311,6 +336,13 @@ class Saves:
             again = flight.step >= restore_step
             reason = "it is done again" if again else f"training goes on from step {restore_step}, behind it"
             self._link.event("CheckpointCancelled", step=flight.step, path=flight.path, reason=reason)
+
+
+def _gathered(mine: tuple[str, bool], group: Any) -> list[tuple[str, bool]]:
+    """What each rank of `group` says. Blocks: for all of them."""
+    said: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(said, mine, group)
+    return said
 
 
 class CompleteMark:

@@ -1,7 +1,7 @@
 """train_deepspeed.py with ways of scripts to find and to name checkpoint folders: `checkpoint_folders.py MODE ...`
 
 resume   looks for its newest checkpoint as Hugging Face's examples do, and saves as the Trainer does
-clock    names its folder by the time at which the process began
+clock    names its folder, and each checkpoint in it, by the time at which the process began
 apart    names a folder for every rank
 Not a test: the script of test_checkpoint_folders.py.
 """
@@ -55,7 +55,7 @@ NAMES = {"clock": lambda: f"run.{BEGAN}", "apart": lambda: f"run.{dist.get_rank(
 def save_by_name(args, engine):
     if args.save_interval and engine.global_steps % args.save_interval == 0:
         folder = args.save / NAMES[MODE]()
-        engine.save_checkpoint(str(folder))
+        engine.save_checkpoint(str(folder), tag=f"{BEGAN}-{engine.global_steps}")
         torch.save({"step": engine.global_steps}, folder / f"rank{dist.get_rank()}.pt")
 
 

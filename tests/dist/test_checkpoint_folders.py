@@ -38,16 +38,27 @@ def test_a_replacement_finds_the_folders_its_script_looks_into_as_they_were_at_t
 
 
 @in_zygote
-def test_a_replacement_that_names_another_folder_saves_where_the_others_do(tmp_path, corpus):
-    outcome = run(tmp_path, corpus, "clock", KILLS)
+def test_a_replacement_that_names_another_folder_or_checkpoint_saves_where_the_others_do(tmp_path, corpus):
+    """The second one is lost in the middle of a save, which is done again: no process from the start is left then."""
+    outcome = run(tmp_path, corpus, "clock", [(1, 6, "backward"), (0, 12, "write")])
     (folder,) = (tmp_path / "out").iterdir()
-    assert {"global_step12", "global_step4", "global_step8", "rank0.pt", "rank1.pt"} <= set(names(folder))
-    assert (folder / "latest").read_text() == "global_step12"
-    assert names(folder / "global_step4") == names(folder / "global_step8") == names(folder / "global_step12")
-    assert len(names(folder / "global_step12")) == 3  # weights, and each rank's part of the optimizer
+    tags = ["first-12", "first-4", "first-8"]
+    assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == tags
+    assert {"rank0.pt", "rank1.pt"} <= set(names(folder)) and (folder / "latest").read_text() == "first-12"
+    assert names(folder / "first-4") == names(folder / "first-8") == names(folder / "first-12")
+    assert len(names(folder / "first-12")) == 3  # weights, and each rank's part of the optimizer
+    assert [len(whole(folder, tag)) for tag in tags] == [len(whole(folder, tags[0]))] * 3
     assert [torch.load(folder / f"rank{rank}.pt") for rank in (0, 1)] == [{"step": 12}] * 2
     said = [fields["text"] for events in outcome.events.values() for kind, fields in events if kind == "Note"]
     assert sum(f"saves to {folder}" in text for text in said) == 2, said
+    assert sum("rank(s) 1 name a checkpoint" in text and "it as first-8" in text for text in said) == 1, said
+
+
+def whole(folder, tag):
+    """The weights in it, put together from every rank's part."""
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    return get_fp32_state_dict_from_zero_checkpoint(str(folder), tag)
 
 
 @in_zygote

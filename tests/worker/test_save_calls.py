@@ -595,6 +595,7 @@ def others_say(monkeypatch, others):
     """`dist` of a job in which all others say the same of every checkpoint."""
     dist = SimpleNamespace(
         is_initialized=lambda: True,
+        get_rank=lambda: 0,
         get_world_size=lambda group=None: len(others) + 1,
         get_process_group_ranks=lambda group: list(range(len(others) + 1)),
         group=SimpleNamespace(WORLD=None),
@@ -627,6 +628,33 @@ def test_ranks_that_name_different_folders_from_the_start_are_refused_by_name(sa
     others_say(monkeypatch, [("q", False), ("p", False), ("r", True)])
     with pytest.raises(Unsupported, match=r"rank\(s\) 0, 2 to p; rank\(s\) 1 to q; rank\(s\) 3 to r"):
         saves.one_folder("p")
+
+
+TAGS = [
+    (("new-8", True), [("old-8", False)], "old-8"),
+    (("old-8", False), [("new-8", True)], "old-8"),
+    (("new-8", True), [("newer-8", True)], "new-8"),
+    (("17:01:02", False), [("17:01:03", False), ("17:01:02", False)], "17:01:02"),
+]
+
+
+@pytest.mark.parametrize(("mine", "others", "tag"), TAGS)
+def test_one_checkpoint_has_one_name_on_all_ranks_also_where_each_asks_the_clock(saves, monkeypatch, mine, others, tag):
+    others_say(monkeypatch, others)
+    given, saves.took_over = mine
+    assert saves.one_tag("/out", given) == tag
+    assert saves.moved(f"/out/{given}/rank1.pt") == f"/out/{tag}/rank1.pt"
+    others_say(monkeypatch, [("newest-8", True)])
+    assert saves.one_tag("/out", tag) == tag, "what is done again has the name it had"
+
+
+def test_ranks_whose_names_of_checkpoints_differ_are_named_once_by_the_first_of_them(saves, monkeypatch):
+    saves.took_over = True
+    for step in (4, 8):
+        others_say(monkeypatch, [(f"old-{step}", False), (f"later-{step}", True)])
+        saves.one_tag("/out", f"new-{step}")
+    ((kind, fields),) = saves._link.events
+    assert kind == "Note" and "rank(s) 0, 2 name a checkpoint in /out" in fields["text"] and "old-4" in fields["text"]
 
 
 def test_a_save_of_torchs_own_goes_to_the_folder_all_agree_on(saves, monkeypatch, tmp_path):

@@ -50,7 +50,8 @@ def _wrap(
 
     def save(args: tuple[Any, ...], kwargs: dict[str, Any]) -> SaveCall:
         arguments = structure(dict(signature.bind(*args, **kwargs).arguments))
-        within = str(arguments.get(last) or otherwise(args[0]))
+        given = arguments.get(last)
+        within = otherwise(args[0]) if given is None else str(given)
         return kind(saves, calls, original, arguments, name, within)
 
     setattr(owner, name, saves.wrapped(original, save, lambda: calls.busy))
@@ -93,7 +94,9 @@ class WeightsSave(SaveCall):
 
 
 class Save(WeightsSave):
-    """One checkpoint of an engine: all ranks save it, to one folder, but for one on each host's own storage."""
+    """One checkpoint of an engine: all ranks save it, to one folder under one name (its tag).
+
+    One that goes to each host's own storage has the name alone in common."""
 
     whole = True
 
@@ -103,6 +106,9 @@ class Save(WeightsSave):
             given = self._arguments["save_dir"]
             if (agreed := self._saves.one_folder(str(given))) != str(given):
                 self._arguments["save_dir"] = agreed
+        tag = self._saves.one_tag(str(self._arguments["save_dir"]), self._within)
+        if tag != self._within:
+            self._arguments["tag"] = self._within = tag
 
 
 def _wrap_gathering(saves: Saves, calls: Calls, owner: Any, name: str) -> None:
