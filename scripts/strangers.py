@@ -2,17 +2,18 @@
 
     python scripts/strangers.py --out OUT --megatron-lm PATH --deepspeed-examples PATH --transformers PATH \\
         --accelerate PATH --trl PATH [--only cifar sft] [--seed 7] [--again]
-    python scripts/strangers.py --out OUT --table                               what is known, as a table
+    python scripts/strangers.py --out OUT --table                               what is known, as a page of tables
 
 Each PATH is a folder that has the script in it or below it. A job has 4 ranks on 4 emulated nodes and a spare, on CPUs.
 Phases, steps and victims are drawn at random from `--seed`, the row's name and the number of its attempt. Every attempt
-is one line of OUT/strangers.jsonl, failures too: `held` (losses, gradient norms, learning rates and the final states of
-all ranks equal those of the script without the plugin), `refused` (by the plugin, by name, before training), `not here`
-(the script does not run on a CPU without the plugin either), `failed`, or `skipped` (no checkout, or no package). What
-keeps this runner itself from an attempt (a thread before a fork, a machine that is too slow) is printed as `not run`,
-and is no line. `stand_ins` names all that a script found instead of what it asked for. A rerun goes on with the rows
-that have not held; `--again` repeats all. The last line that is printed is one JSON object; the exit code is 0 only if
-every row that was asked for held or was refused by name.
+is one line of OUT/strangers.jsonl with its seed, its faults, the versions and our commit, whatever came of it: `held`
+(losses, gradient norms, learning rates and the final states of all ranks equal those of the script without the plugin),
+`refused` (by the plugin, by name, before training), `not here` (the script does not run on a CPU without the plugin
+either), `failed`, `skipped` (no checkout, or no package), or `not run` (something kept this runner itself from the
+attempt: a thread before a fork, a machine that is too slow; nothing has held, and nothing is said of the plugin).
+`stand_ins` names all that a script found instead of what it asked for. A rerun goes on with the rows that have not
+held; `--again` repeats all. The last line that is printed is one JSON object; the exit code is 0 only if every row that
+was asked for held or was refused by name.
 
 Rules of this file: it chooses, draws and keeps; foreign/rows.py says what the scripts are, foreign/stage.py what they
 find around them, faults/job.py judges. Each row runs in a process of its own: rows import what others must not.
@@ -29,6 +30,7 @@ import os
 import random
 import re
 import shutil
+import subprocess
 import sys
 import time
 import traceback
@@ -53,9 +55,31 @@ EXIT_CONFIG = 78
 VERSIONS = ("torch", "megatron-core", "deepspeed", "transformers", "accelerate", "datasets", "trl", "peft")
 FINE = ("held", "refused")
 NOT_RUN = "not run"
+PAGE = """# Other people's scripts that were run
+
+The output of `strangers.py --table`. Each script is unedited; it has 4 ranks on 4 emulated nodes and a spare, on CPUs,
+and loses a node nobody rehearsed, then a process. Held: losses, gradient norms, learning rates and the final states of
+all ranks equal those of the script without the plugin. Not here: it does not run on a CPU without the plugin either.
+Stand-ins, where they were recorded: what it found instead of what it would have downloaded.
+
+| script | must hold | attempts that held | the newest attempt |
+| --- | --- | --- | --- |
+{rows}
+
+## Every attempt
+
+In the order they were made. {before} attempts were made before `commit` was recorded, and before an attempt that this
+runner itself kept from being one (`not run`) was.
+
+| row | seed | faults | commit | outcome |
+| --- | --- | --- | --- | --- |
+{attempts}
+"""
 PATIENCE_S = 240.0
 """Of a wait. Four ranks of others' scripts and their rehearsals start up on as few CPUs as there are."""
 UNDISTURBED_S = 600
+CELL = 300
+"""Characters of a cell of the page."""
 
 
 def parse_args() -> argparse.Namespace:
@@ -66,7 +90,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW", help=" ".join(ROWS))
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--again", action="store_true", help="also what has held")
-    parser.add_argument("--table", action="store_true", help="print what is known, and end")
+    parser.add_argument("--table", action="store_true", help="print what is known, as a page, and end")
     args = parser.parse_args()
     args.out = args.out.resolve()
     return args
@@ -211,7 +235,7 @@ def judged(verdict: Verdict) -> dict[str, Any]:
 
 def attempt(row: Row, args: argparse.Namespace, number: int) -> dict[str, Any]:
     """The row's next line."""
-    line: dict[str, Any] = {"row": row.name, "must_hold": row.must_hold}
+    line: dict[str, Any] = {"row": row.name, "must_hold": row.must_hold, "commit": our_commit()}
     if reason := missing(row, args):
         return {**line, "result": "skipped", "detail": reason}
     folder = getattr(args, row.project.replace("-", "_")).resolve()
@@ -229,6 +253,11 @@ def attempt(row: Row, args: argparse.Namespace, number: int) -> dict[str, Any]:
     for place, name in places.items():
         found = json.loads(json.dumps(found).replace(place, name))
     return {**line, **found}
+
+
+def our_commit() -> str:
+    words = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(words, cwd=FOREIGN, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def not_run(reason: str) -> dict[str, Any]:
@@ -258,34 +287,49 @@ def said(line: dict[str, Any]) -> str:
     return "; ".join(filter(None, (line.get("detail"), found and f"stand-ins: {found}")))
 
 
-def table(lines: dict[str, dict[str, Any]]) -> str:
-    rows = ["| script | faults | result |", "| --- | --- | --- |"]
-    for name, line in lines.items():
-        faults = ", ".join(f"{one['kind']} at {one['phase']} of {one['step']}" for one in line.get("faults", []))
-        rows.append(f"| {ROWS[name].meant} | {faults} | {': '.join(filter(None, (line['result'], said(line))))} |")
-    return "\n".join(rows) + "\n"
+def page(lines: list[dict[str, Any]]) -> str:
+    """What became of each row, and every attempt."""
+    attempts = [line for line in lines if "seed" in line]
+    rows: list[str] = []
+    for row in ROWS.values():
+        own = [line for line in lines if line["row"] == row.name]
+        tried = [line["result"] for line in own if "seed" in line and line["result"] != NOT_RUN]
+        held = f"{tried.count('held')} of {len(tried)}"
+        outcome = outcome_of(own[-1]) if own else NOT_RUN
+        rows.append(f"| {row.meant} | {'yes' if row.must_hold else ''} | {held} | {outcome} |")
+    every = [f"| {one['row']} | {one['seed']} | {drawn(one)} | {one.get('commit', '')} | {outcome_of(one)} |"
+             for one in attempts]  # fmt: skip
+    before = sum("commit" not in one for one in attempts)
+    return PAGE.format(rows="\n".join(rows), before=before or "No", attempts="\n".join(every))
+
+
+def outcome_of(line: dict[str, Any]) -> str:
+    return "; ".join(filter(None, (line["result"], said(line)[:CELL]))).replace("|", "/")
+
+
+def drawn(line: dict[str, Any]) -> str:
+    victims = [f"node {one['node']}" if one["kind"] == "node" else f"rank {one['rank']}" for one in line["faults"]]
+    return ", ".join(
+        f"{who}: {one['phase']} of {one['step']}" for who, one in zip(victims, line["faults"], strict=True)
+    )
 
 
 def main() -> int:
     args = parse_args()
     if args.table:
-        print(table(newest(args.out)), end="")
+        print(page(list(read_json_lines(args.out / "strangers.jsonl"))), end="")
         return 0
     args.out.mkdir(parents=True, exist_ok=True)
-    not_runs: dict[str, dict[str, Any]] = {}
     for name in args.only:
         if newest(args.out).get(name, {}).get("result") in FINE and not args.again:
             continue
         number = sum(line["row"] == name and "seed" in line for line in read_json_lines(args.out / "strangers.jsonl"))
         began = time.monotonic()
         line = attempt(ROWS[name], args, number)
-        if line["result"] == NOT_RUN:
-            not_runs[name] = line
-        else:
-            with open(args.out / "strangers.jsonl", "a") as file:
-                file.write(json.dumps(line) + "\n")
+        with open(args.out / "strangers.jsonl", "a") as file:
+            file.write(json.dumps(line) + "\n")
         print(f"{name}: {line['result']} ({time.monotonic() - began:.0f} s) {line.get('detail', '')}", flush=True)
-    known = newest(args.out) | not_runs
+    known = newest(args.out)
     rows = [
         {"name": name, "held": known[name]["result"] == "held", "detail": said(known[name])}
         | {"result": known[name]["result"]}
