@@ -25,10 +25,13 @@ def torch_generators() -> None:
     def set_rng_state(state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         torch.set_rng_state(state)
 
+    def manual_seed(seed: int) -> None:
+        torch.manual_seed(seed)  # not that function itself: torch's compiler wants to know one from the other
+
     for module in (torch.cuda, torch.cuda.random):
         module.get_rng_state = get_rng_state  # type: ignore[assignment]
         module.set_rng_state = set_rng_state  # type: ignore[assignment]
-        module.manual_seed = torch.manual_seed  # type: ignore[assignment]
+        module.manual_seed = manual_seed
 
 
 def megatron_tracker() -> None:
