@@ -81,6 +81,10 @@ OPTIONS: dict[str, Option] = {
     "rerun": Option("rerun state machine off", "--rerun-mode disabled"),
     "hashes": Option("comparing hashes of parameters", "--check-weight-hash-across-dp-replicas-interval 3"),
     "save-async": Option("asynchronous checkpoints", f"{_SAVED} --async-save --use-persistent-ckpt-worker"),
+    "save-async-mcore": Option(
+        "asynchronous checkpoints without NVRx (0.17 and later)",
+        f"{_SAVED} --async-save --use-persistent-ckpt-worker --async-strategy mcore",
+    ),
     "save-torch": Option("checkpoints of format torch", f"{_SAVED} --ckpt-format torch"),
     "save-gathered": Option(
         "checkpoints with a gathered optimizer", f"{_SAVED} --dist-ckpt-optim-fully-reshardable --no-load-optim"
