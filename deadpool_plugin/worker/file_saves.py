@@ -54,12 +54,7 @@ class FileSave(SaveCall):
         moved = Path(self._saves.moved(str(self._path)))
         if moved.parent.is_dir():
             self._path = moved
-        if self._path.exists() and not self._path.is_file():  # a device or pipe is written to, not replaced
-            self._original(obj, self._path, *args, **kwargs)
-        else:
-            self._write_beside(
-                Path(os.path.realpath(self._path)), lambda file: self._original(obj, file, *args, **kwargs)
-            )
+        write_beside(self._path, lambda file: self._original(obj, file, *args, **kwargs))
         self._given = None  # the call log would keep it for steps
         self._saves.written(str(self._path), began, whole=False)
 
@@ -67,15 +62,21 @@ class FileSave(SaveCall):
         self._given = None
         return super().failed(error)
 
-    def _write_beside(self, path: Path, write: Callable[[Path], Any]) -> None:
-        beside = path.parent / f".{path.name}.{os.environ['RANK']}.writing"
-        shutil.rmtree(beside, ignore_errors=True)  # of a process that was killed while it wrote
-        beside.mkdir()
-        try:  # the file's name is part of what torch writes, so it has its own from the start
-            write(beside / self._path.name)
-            os.replace(beside / self._path.name, path)
-        finally:
-            shutil.rmtree(beside, ignore_errors=True)
+
+def write_beside(path: Path, write: Callable[[Path], Any]) -> None:
+    """Let `write` make the file at `path` as a whole: until it is done, what was there stays."""
+    if path.exists() and not path.is_file():  # a device or pipe is written to, not replaced
+        write(path)
+        return
+    real = Path(os.path.realpath(path))
+    beside = real.parent / f".{real.name}.{os.environ['RANK']}.writing"
+    shutil.rmtree(beside, ignore_errors=True)  # of a process that was killed while it wrote
+    beside.mkdir()
+    try:  # the file's name is part of what torch writes, so it has its own from the start
+        write(beside / path.name)
+        os.replace(beside / path.name, real)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
 
 
 def install(saves: Saves) -> None:

@@ -1,10 +1,12 @@
-"""Weights that ZeRO 3 gathers for a script to save: what a follower is told of them."""
+"""Saves of an engine: `latest` comes last, and files stay whole while they are written again; followers are told."""
 
 import contextlib
 from types import SimpleNamespace
 
+import pytest
 import torch
 
+from deadpool_plugin.adapters.deepspeed import saving
 from deadpool_plugin.adapters.deepspeed.saving import Gathering
 from deadpool_plugin.worker import codec
 
@@ -25,3 +27,58 @@ def test_a_follower_gets_zeros_of_the_same_shapes_under_the_same_names():
 def test_on_other_ranks_there_are_none():
     gathering = Gathering(SimpleNamespace(inside=contextlib.nullcontext), lambda: None, "gather")
     assert gathering() is None and gathering.skipped(gathering.outcome(None)) is None
+
+
+@pytest.fixture
+def save(monkeypatch, tmp_path):
+    """Makes a save of rank `rank`, whose part is `part`; `seen` has what `latest` said whenever all ranks met."""
+    saves = SimpleNamespace(one_folder=str, one_tag=lambda folder, tag: f"agreed-{tag}", written=lambda *_, **__: None)
+    calls = SimpleNamespace(inside=contextlib.nullcontext)
+    engine = SimpleNamespace(use_node_local_storage=lambda: False)
+    latest = tmp_path / "latest"
+
+    def meet():
+        seen.append(latest.read_text() if latest.exists() else "")
+
+    def make(rank, part, **more):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setattr(saving, "dist", SimpleNamespace(get_rank=lambda: rank, barrier=meet))
+
+        def save_checkpoint(self, save_dir, tag=None, save_latest=True):
+            """As DeepSpeed's, which names the checkpoint before all ranks meet."""
+            (tmp_path / tag).mkdir(exist_ok=True)
+            torch.save(part, f"{save_dir}/{tag}/part{rank}.pt", _use_new_zipfile_serialization=False)
+            if save_latest and rank == 0:
+                latest.write_text(tag)
+            meet()
+            return True
+
+        arguments = {"self": engine, "save_dir": str(tmp_path), "tag": "8", **more}
+        return saving.Save(saves, calls, save_checkpoint, arguments, "save_checkpoint", "8")
+
+    seen = make.seen = []
+    return make
+
+
+@pytest.mark.parametrize(("rank", "said"), [(0, ["", "agreed-8"]), (1, ["", ""])])
+def test_a_checkpoint_is_named_the_latest_when_all_ranks_have_written_it(save, tmp_path, rank, said):
+    plain = torch.save
+    assert save(rank, 1)() is True and save.seen == said and torch.save is plain
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["agreed-8", *(["latest"] if rank == 0 else [])]
+
+
+def test_a_script_that_names_the_latest_itself_may(save, tmp_path):
+    assert save(0, 1, save_latest=False)() is True and save.seen == [""] and not (tmp_path / "latest").exists()
+
+
+class Unwritable:
+    def __reduce__(self):
+        raise RuntimeError("the process is killed here")
+
+
+def test_a_complete_checkpoint_stays_whole_while_it_is_saved_again(save, tmp_path):
+    save(0, {"step": 8})()
+    with pytest.raises(RuntimeError, match="killed here"):
+        save(0, {"step": 8, "state": Unwritable()})()
+    assert torch.load(tmp_path / "agreed-8" / "part0.pt") == {"step": 8}
+    assert (tmp_path / "latest").read_text() == "agreed-8"

@@ -1,7 +1,8 @@
 """An engine's ways of saving as calls: begun when their step is committed, done again as a whole.
 
 Rules of this file: all files of a checkpoint are one save, told when the last of them is there; what DeepSpeed writes
-through `torch.save` on the way is no save of its own. DeepSpeed names the newest checkpoint (`latest`) last.
+through `torch.save` on the way is no save of its own. `latest` names a checkpoint only when every rank has written its
+part, and each file is replaced as a whole, so that a save done again never breaks one that is complete.
 Weights that ZeRO 3 gathers for the script to save are gathered again in a redo, and a follower gets zeros: it saves
 nothing.
 """
@@ -14,10 +15,13 @@ import inspect
 import os
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from ...worker.file_saves import write_beside
 from ...worker.saving import SaveCall, Saves, structure
 from .calls import Calls
 
@@ -76,15 +80,18 @@ class WeightsSave(SaveCall):
 
     def __call__(self) -> Any:
         began = time.monotonic()
-        with self._calls.inside(), _plain_torch_save():
+        with self._calls.inside(), _saving_beside():
             self._agree()
-            value = self._function(**self._arguments)
+            value = self._write()
         path = os.path.join(str(self._arguments["save_dir"]), self._within)
         self._saves.written(path, began, whole=self.whole)
         return value
 
     def _agree(self) -> None:
         """Not every rank need come here: what it saves where is its own affair."""
+
+    def _write(self) -> Any:
+        return self._function(**self._arguments)
 
     def outcome(self, value: Any) -> Any:
         return value
@@ -109,6 +116,16 @@ class Save(WeightsSave):
         tag = self._saves.one_tag(str(self._arguments["save_dir"]), self._within)
         if tag != self._within:
             self._arguments["tag"] = self._within = tag
+
+    def _write(self) -> Any:
+        """DeepSpeed's rank 0 names the newest checkpoint when its own part is written, whatever the others have."""
+        value = self._function(**{**self._arguments, "save_latest": False})  # it ends with a barrier
+        if self._arguments.get("save_latest", True):
+            if dist.get_rank() == 0:
+                latest = Path(str(self._arguments["save_dir"]), "latest")
+                write_beside(latest, lambda file: file.write_text(self._within))
+            dist.barrier()
+        return value
 
 
 def _wrap_gathering(saves: Saves, calls: Calls, owner: Any, name: str) -> None:
@@ -151,9 +168,18 @@ class Gathering(SaveCall):
 
 
 @contextlib.contextmanager
-def _plain_torch_save() -> Iterator[None]:
+def _saving_beside() -> Iterator[None]:
     wrapped = torch.save
-    torch.save = inspect.unwrap(wrapped)
+    plain = inspect.unwrap(wrapped)
+
+    @functools.wraps(plain)
+    def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(f, (str, os.PathLike)):
+            write_beside(Path(os.fspath(f)), lambda file: plain(obj, file, *args, **kwargs))
+        else:
+            plain(obj, f, *args, **kwargs)
+
+    torch.save = save
     try:
         yield
     finally:
