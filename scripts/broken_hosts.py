@@ -9,8 +9,9 @@ hosts that run ranks lose:
 - standstill: all processes of one but sshd stand still (SIGSTOP), for good; the job goes on to its end;
 - stopped: the same, and `deadpool stop` is called 30 s later;
 - full-disk: the room in output_dir, and then one host its power.
-OUT/SCENARIO.txt has each line of the terminal with its second, and how the command ended; it is ended by force if that
-takes longer than `--patience`. `--tree`: a checkout of this repository whose plugin and script are used instead.
+OUT/SCENARIO.txt has each line of the terminal with its second, and how the command ended. Ctrl-C is pressed if that
+takes longer than `--patience`, and it is ended by force if that does not help. `--tree`: a checkout of this repository
+whose plugin and script are used instead.
 
 Rules of this file: it breaks and writes down, and judges nothing. Root, sshd, pdsh and iproute2 are needed.
 """
@@ -43,8 +44,7 @@ FULL_MIB = 16
 START_S = 400.0
 AGAIN_S = 0.2
 STOP_AFTER_S = 30.0
-NOWHERE = "02:00:00:00:00:99"
-"""A link address that no host has."""
+INTERRUPTED_S = 90.0
 STANDBY = "deadpool_plugin.launch.standby"
 """Module of the process from which ranks are forked."""
 SYS_PIDFD_OPEN, SYS_PIDFD_GETFD = 434, 438
@@ -84,7 +84,8 @@ class Job:
         self.config.write_text("".join(f"{name}: {json.dumps(value)}\n" for name, value in fields.items()))
         hostfile.write_text("".join(f"{name} slots=1\n" for name in sorted(network.hosts)))
         script = [str(args.tree / "scripts/train_gpt.py"), "--data-path", str(args.out / "corpus")]
-        words = ["launch", "--hostfile", str(hostfile), *script, "--train-iters", str(args.steps)]
+        script += ["--train-iters", str(args.steps), "--log-all-ranks"]  # which is printed by os.write, past Python
+        words = ["launch", "--hostfile", str(hostfile), *script]
         self.process = subprocess.Popen(
             self._deadpool(*words, "--deadpool-config", str(self.config)),
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -108,6 +109,22 @@ class Job:
         words = self._deadpool("stop", "--deadpool-config", str(self.config))
         done = subprocess.run(words, capture_output=True, text=True, timeout=60)
         self.transcript.say(f"==== it says: {(done.stdout + done.stderr).strip()[-300:]} ({done.returncode})")
+
+    def see_it_end(self, patience_s: float) -> None:
+        """Or press Ctrl-C, and see what that does."""
+        if not self._ends_in(patience_s):
+            self.transcript.say("==== Ctrl-C")
+            [command] = netns_host.children(self.process.pid)  # between it and us is nsenter
+            os.kill(command, signal.SIGINT)
+            self._ends_in(INTERRUPTED_S)
+
+    def _ends_in(self, seconds: float) -> bool:
+        try:
+            said = f"ends with {self.process.wait(seconds)}"
+        except subprocess.TimeoutExpired:
+            said = f"does not end in {seconds:g} s, newest step {self.committed()}"
+        self.transcript.say(f"==== deadpool launch {said}")
+        return self.process.poll() is not None
 
     def committed(self) -> int:
         """The newest step that any event names."""
@@ -135,10 +152,7 @@ class Job:
     # ---- what breaks
 
     def cut_pair(self) -> None:
-        for here, there in ((self.one, self.other), (self.other, self.one)):
-            address = self.network.hosts[there].address
-            inside = ["nsenter", f"--target={self.network.hosts[here].pid}", "--net", "ip", "neigh", "replace", address]
-            subprocess.run([*inside, "lladdr", NOWHERE, "dev", "eth0", "nud", "permanent"], check=True)
+        self.network.cut_pair(self.one, self.other)
         self.transcript.say(f"==== nothing passes between {self.one} and {self.other} any more")
 
     def reset(self) -> None:
@@ -226,11 +240,7 @@ def play(name: str, args: argparse.Namespace) -> None:
             job = Job(network, folder, args, transcript)
             job.wait_until_trained(args.after)
             SCENARIOS[name](job)
-            try:
-                transcript.say(f"==== deadpool launch ends with {job.process.wait(args.patience)}")
-            except subprocess.TimeoutExpired:
-                said = f"deadpool launch does not end in {args.patience:g} s, newest step {job.committed()}"
-                transcript.say(f"==== {said}")
+            job.see_it_end(args.patience)
     finally:
         if name == "full-disk":
             subprocess.run(["umount", "--lazy", str(output)], check=True)

@@ -26,6 +26,8 @@ BRIDGE = "bridge0"
 START_S = 30.0
 NO_TRAFFIC = ["tbf", "rate", "8bit", "burst", "1", "limit", "1"]
 """A queue no packet is small enough for."""
+NOWHERE = "02:00:00:00:00:99"
+"""A link address that no host has."""
 
 
 class Network:
@@ -164,13 +166,20 @@ class Network:
         else:
             self._on_switch("ip", "link", "set", self.hosts[host].port, "down")
 
+    def cut_pair(self, one: str, other: str) -> None:
+        """Lose all that two hosts send each other; all others hear both of them."""
+        for here, there in ((one, other), (other, one)):
+            words = ["replace", self.hosts[there].address, "lladdr", NOWHERE, "dev", "eth0", "nud", "permanent"]
+            self._neighbours(here, *words)
+
     def degrade(self, host: str, loss_percent: float, delay_ms: float) -> None:
         """Lose and delay packets in both directions. Raises: RuntimeError if this kernel has no netem."""
         for direction in ("out", "in"):
             self._queue(host, direction, ["netem", "loss", f"{loss_percent}%", "delay", f"{delay_ms}ms"])
 
     def heal(self, host: str) -> None:
-        """As new."""
+        """As new; of a pair that is cut, both are to be healed."""
+        self._neighbours(host, "flush", "dev", "eth0", "nud", "permanent")
         for direction in ("out", "in"):
             subprocess.run(self._tc(host, direction, "del"), capture_output=True)  # there may be none
         self._on_switch("ip", "link", "set", self.hosts[host].port, "up")
@@ -185,6 +194,11 @@ class Network:
         """A host's outgoing queue is at its own end of the link, the incoming one at the bridge's."""
         pid, device = (self.hosts[host].pid, "eth0") if direction == "out" else (self.switch, self.hosts[host].port)
         return ["nsenter", f"--target={pid}", "--net", "tc", "qdisc", verb, "dev", device, "root"]
+
+    def _neighbours(self, host: str, *words: str) -> None:
+        """Change which link addresses the host sends to."""
+        inside = ["nsenter", f"--target={self.hosts[host].pid}", "--net", "ip", "neigh"]
+        subprocess.run([*inside, *words], check=True)
 
     def _on_switch(self, *words: str) -> None:
         subprocess.run(["nsenter", f"--target={self.switch}", "--net", *words], check=True)

@@ -49,6 +49,18 @@ def test_a_link_is_cut_and_healed(network, only):
     assert reachable(network)
 
 
+def test_a_pair_that_is_cut_is_heard_by_all_others_and_healed(tmp_path):
+    if lacking := netns_host.missing():
+        pytest.skip("; ".join(lacking))
+    with netns.Network(tmp_path / "net", 3) as network:
+        network.cut_pair("h1", "h2")
+        assert not reachable(network)
+        assert on(network, "h3", "ssh h1 true && ssh h2 true").returncode == 0
+        for host in ("h1", "h2"):
+            network.heal(host)
+        assert reachable(network)
+
+
 def test_a_killed_host_is_gone_and_so_is_everything_at_the_end(network):
     host = os.pidfd_open(network.hosts["h2"].pid)
     network.kill("h2")
