@@ -1,8 +1,10 @@
 """`deadpool launch` and plain `deepspeed` over pdsh and ssh, on emulated hosts: four of one rank, and a spare.
 
-A minute each; they need root, sshd and pdsh. The first runs with all others, the rest by `pytest -m hosts`.
+A minute each or two; they need root, sshd and pdsh. The first runs with all others, the rest by `pytest -m hosts`.
 """
 
+import contextlib
+import fcntl
 import json
 import os
 import signal
@@ -34,12 +36,45 @@ SSHD = ("sshd:", "sshd-session:", "sshd-auth:")
 """How its processes call themselves: the first until OpenSSH 9.8, the others since."""
 MEGATRON = ("train_gpt.py", "--tp", "2")
 DEEPSPEED = ("train_deepspeed.py", "--zero", "2", "--dtype", "bf16")
+HELD_AT = (20, 40)
+"""Steps after which a held script waits: no job is over before a test has broken what it is to break."""
+HELD = f"""
+import fcntl, runpy, sys
+
+sys.argv[0], sys.path[0] = "{ROOT}/scripts/train_gpt.py", "{ROOT}/scripts"
+from gpt import output
+
+log = output.log_step
+
+
+def log_step(args, step, *more):
+    log(args, step, *more)
+    if step in {HELD_AT}:
+        with open(f"{{__file__}}-{{step}}") as gate:
+            fcntl.flock(gate, fcntl.LOCK_SH)
+
+
+output.log_step = log_step
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 
 
 def training(script, corpus, steps):
     name, *words = script
     common = ["--data-path", corpus, "--train-iters", str(steps), "--log-all-ranks", "--digest"]
     return [str(ROOT / "scripts" / name), *words, *common]
+
+
+@pytest.fixture
+def held(tmp_path):
+    """A script that waits after each step of HELD_AT in train_gpt.py, and what lets it go on."""
+    script = tmp_path / "held.py"
+    script.write_text(HELD)
+    with contextlib.ExitStack() as stack:
+        gates = {step: stack.enter_context(open(f"{script}-{step}", "w")) for step in HELD_AT}
+        for gate in gates.values():
+            fcntl.flock(gate, fcntl.LOCK_EX)
+        yield str(script), lambda step: gates[step].close()
 
 
 @pytest.fixture(scope="session")
@@ -62,11 +97,12 @@ class Launched:
     """A job on MEMBERS, launched on `launcher`."""
 
     def __init__(
-        self, network, folder, corpus, launcher="h1", command="deadpool", steps=4000, script=MEGATRON, **settings
-    ):
+        self, network, folder, corpus, launcher="h1", command="deadpool", steps=4000, script=MEGATRON, members=MEMBERS,
+        **settings
+    ):  # fmt: skip
         self.network, self.output, self.said, self.script = network, folder / "output", folder / "said.txt", script
         hostfile, config, secret = folder / "hostfile", folder / "deadpool.yaml", network.folder / launcher / "secret"
-        hostfile.write_text("".join(f"{name} slots=1\n" for name in MEMBERS))
+        hostfile.write_text("".join(f"{name} slots=1\n" for name in members))
         secret.touch(mode=0o600)
         secret.write_text(SECRET)
         fields = {"patience_s": 4.0, "memory_headroom_gib": 0.1, "secret_file": str(secret), **settings}
@@ -105,9 +141,9 @@ class Launched:
         self.wait_for("end", lambda: self.process.poll() is not None, timeout_s)
         return self.process.returncode, self.said.read_text().strip().splitlines()[-1]
 
-    def equals(self, undisturbed):
+    def equals(self, undisturbed, script=None):
         """Every rank's losses, gradient norms and final state, bit for bit."""
-        found = compare(undisturbed(self.script), self.output)
+        found = compare(undisturbed(script or self.script), self.output)
         assert found["bit_exact"] and found["steps"] == STEPS, found
 
     def signal(self, number):
@@ -150,9 +186,32 @@ def launch(network, tmp_path, corpus):
             job.process.wait()
 
 
-@pytest.mark.parametrize("script", [MEGATRON, pytest.param(DEEPSPEED, marks=more)], ids=["megatron", "deepspeed"])
-def test_a_killed_host_is_named_and_the_job_ends_well(launch, network, undisturbed, script):
-    job = launch(steps=STEPS, script=script)
+def test_one_of_two_hosts_cut_from_each_other_goes_and_then_a_killed_host_does(launch, network, undisturbed, held):
+    """h3 and h4 run ranks 2 and 3, one tensor-parallel group: no step is done without a word between the two.
+
+    Which of them goes depends on who complains first. OUTSIDE is a second spare.
+    """
+    script, go_on = held
+    job = launch(steps=STEPS, script=(script, *MEGATRON[1:]), members=(*MEMBERS, OUTSIDE), spares=2)
+    job.in_training()
+    network.cut_pair("h3", "h4")
+    go_on(HELD_AT[0])
+    job.wait_for("swap", lambda: job.events("SwapDone"))
+    job.wait_for("mirrors", lambda: any(event["generation"] == 1 for event in job.events("Mirrored")))
+    [left] = job.events("NodeFenced")
+    assert left["node"] in (2, 3) and "cannot reach each other" in left["reason"]
+    network.kill("h2")
+    go_on(HELD_AT[1])
+    lost = f"h2,h{left['node'] + 1}"
+    assert job.end() == (0, f"[deadpool] the job finished; exit code 0; lost hosts: {lost}")
+    assert len(job.events("SwapDone")) == 2 and SECRET not in job.said.read_text()
+    job.wait_gone(*{*MEMBERS, OUTSIDE} - {"h2"})
+    job.equals(undisturbed, MEGATRON)
+
+
+@more
+def test_a_killed_host_is_named_and_the_job_ends_well(launch, network, undisturbed):
+    job = launch(steps=STEPS, script=DEEPSPEED)
     job.in_training()
     network.kill("h2")
     assert job.end() == (0, "[deadpool] the job finished; exit code 0; lost hosts: h2")
