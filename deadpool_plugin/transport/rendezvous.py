@@ -51,7 +51,9 @@ class Hello(msgspec.Struct, frozen=True, array_like=True):
     nonce: str = ""
     """Drawn anew by every process, so that no two jobs have the same hellos."""
     launch: str = ""
-    """The launch that started it, "" if it has no name. A later launch has a larger one."""
+    """The launch that started it, "" if it has no name: plain `deepspeed` gives its hosts nothing that differs from one
+    start to the next, and Slurm's job and step may differ between hosts of one start. A later launch has a larger one.
+    """
 
 
 def job_id(hellos: Sequence[Hello]) -> str:
@@ -223,7 +225,12 @@ class _Host:
             )
         if self._hellos.setdefault(peer, hello) != hello:
             other = self._hellos[peer].host
-            raise PeerRefused(f"refused {address}: node {peer} is here already, from {other}", address=address)
+            raise PeerRefused(
+                f"refused {address}: node {peer} is here already, from {other}",
+                remedy="give every host its own --node_rank; if processes of an earlier start still wait on "
+                f"{other}, end them or choose another --master_port",
+                address=address,
+            )
         return peer
 
     async def _compare(self, sock: socket.socket, hello: Hello) -> None:

@@ -102,7 +102,9 @@ def test_two_hosts_with_one_node_id_are_told() -> None:
         ]
         return await asyncio.gather(*meets, return_exceptions=True)
 
-    assert "node 1 is here already" in str(asyncio.run(scenario())[0])
+    said = str(asyncio.run(scenario())[0])
+    assert "node 1 is here already, from " in said
+    assert "an earlier start still wait on " in said and "another --master_port" in said
 
 
 def test_too_many_open_files_end_no_meeting() -> None:
