@@ -98,6 +98,26 @@ def test_what_is_said_of_a_checkout_is_said_of_the_commit_that_was_recorded(reco
         assert not one.commit or line.get("checkout", one.commit) == one.commit
 
 
+@pytest.mark.parametrize(("result", "held"), [("", True), ("held", True), ("failed", False)])
+def test_a_check_that_was_added_counts_where_it_was_run(script, result, held):
+    subject = script.SUBJECTS[versions.NEWEST.name]
+    known = {f"{subject.name}:{name}": {"check": name, "result": "held"} for name in script.names(subject)}
+    (added,) = script.ADDED
+    known[f"{subject.name}:{added}"] = {"check": added, "result": result, "detail": "a cell did not hold"}
+    if not result:
+        del known[f"{subject.name}:{added}"]
+    found = script.outcome(subject, known)
+    assert found["held"] is held and (added in found["detail"]) is bool(result)
+
+
+def test_every_check_of_a_row_is_a_command(script, tmp_path):
+    for row in versions.ROWS:
+        subject = script.SUBJECTS[row.name]
+        commands = script.checks(subject, argparse.Namespace(seed=1), tmp_path, "")
+        assert tuple(commands) == script.names(subject)
+        assert all((ROOT / words[0]).is_file() or words[:2] == ("-m", "pytest") for words in commands.values())
+
+
 SKIPPED = "SKIPPED [7] tests/unit/test_hook_points.py:50: MEGATRON_LM_GIT is not set"
 
 
