@@ -90,7 +90,11 @@ def check(framework: str, version: str, torch: str) -> str:
     python = platform.python_version()
     series = tuple(map(_minor, (python, torch, version)))
     found = _said(python, torch, framework, version)
-    ran = "; ".join(_said(row.python, row.torch, framework, row.packages[framework]) for row in ROWS if row.held)
+    held = [_said(row.python, row.torch, framework, row.packages[framework]) for row in ROWS if row.held]
+    if framework == "megatron-core":
+        branches = [one for one in CHECKOUTS if one.held and one.commit]
+        held += [_said(one.row.python, one.row.torch, "a checkout of", one.said) for one in branches]
+    ran = "; ".join(held)
     for row in ROWS:
         if framework in row.refused and _series(row, framework) == series:
             raise Unsupported(

@@ -21,6 +21,7 @@ BROKEN = versions.Row(PYTHON, "2.11.0", "0.15.3", "0.18.9", refused={"megatron-c
 @pytest.fixture
 def rows(monkeypatch):
     monkeypatch.setattr(versions, "ROWS", (HELD, BROKEN))
+    monkeypatch.setattr(versions, "CHECKOUTS", (versions.Checkout("main", HELD, held=True, commit="abc123"),))
 
 
 @pytest.mark.usefixtures("rows")
@@ -38,14 +39,16 @@ def test_what_was_not_run_together_is_named_with_what_was(monkeypatch, python, t
     monkeypatch.setattr(platform, "python_version", lambda: python)
     said = versions.check("megatron-core", core, torch)
     assert f"Python {python} with torch {torch} and megatron-core {core} (run: " in said
-    assert f"(run: Python {PYTHON} with torch 2.13.0 and megatron-core 0.16.1)" in said
+    run = f"Python {PYTHON} with torch 2.13.0 and"
+    assert f"(run: {run} megatron-core 0.16.1; {run} a checkout of main at abc123)" in said
 
 
 @pytest.mark.usefixtures("rows")
 def test_a_combination_that_failed_is_refused_for_the_framework_it_failed_with_only():
     with pytest.raises(Unsupported, match="its saves are torn.*torch 2.13.0 and megatron-core 0.16.1"):
         versions.check("megatron-core", "0.15.3", "2.11.0")
-    assert "deepspeed" in versions.check("deepspeed", "0.18.9", "2.11.0")
+    said = versions.check("deepspeed", "0.18.9", "2.11.0")
+    assert "deepspeed" in said and "checkout" not in said
 
 
 @pytest.fixture(scope="module")
