@@ -122,7 +122,7 @@ class Launched:
     def events(self, kind):
         return [event for event in read_events(self.output) if event["event"] == kind]
 
-    def wait_for(self, what, done, timeout_s=150.0):
+    def wait_for(self, what, done, timeout_s=400.0):
         deadline = time.monotonic() + timeout_s
         while not done():
             assert time.monotonic() < deadline, f"no {what}\n{self.said.read_text()[-6000:]}"
@@ -136,9 +136,9 @@ class Launched:
     def _trains(self):
         return self.events("Mirrored") and len(self.events("StepDone")) > 6
 
-    def end(self, timeout_s=120.0):
+    def end(self):
         """Exit code and last line."""
-        self.wait_for("end", lambda: self.process.poll() is not None, timeout_s)
+        self.wait_for("end", lambda: self.process.poll() is not None)
         return self.process.returncode, self.said.read_text().strip().splitlines()[-1]
 
     def equals(self, undisturbed, script=None):
