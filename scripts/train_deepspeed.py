@@ -132,6 +132,8 @@ def configuration(args: argparse.Namespace) -> dict[str, Any]:
         names = ["csv_monitor", *(["tensorboard"] if importlib.util.find_spec("tensorboard") else [])]
         config |= {name: {"enabled": True, "output_path": str(args.monitor), "job_name": name} for name in names}
         if importlib.util.find_spec("wandb") and "WANDB_MODE" in os.environ:
+            args.monitor.mkdir(parents=True, exist_ok=True)
+            os.environ["WANDB_DIR"] = str(args.monitor)
             config["wandb"] = {"enabled": True, "project": "test"}
     if args.pipeline and args.recompute:
         config["pipeline"] = {"activation_checkpoint_interval": 1, "use_reentrant": False}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.abc
-import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
@@ -20,10 +19,11 @@ class _Finder(importlib.abc.MetaPathFinder):
         self._name, self._act = name, act
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> Any:
+        """Also asked by who only wants to know whether there is such a module: the one that is imported comes later."""
         if name != self._name:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        others: list[Any] = [other for other in sys.meta_path if other is not self and hasattr(other, "find_spec")]
+        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
         if spec is not None and spec.loader is not None and not _is_folder(spec):
             self._follow(spec)
         return spec
@@ -34,6 +34,8 @@ class _Finder(importlib.abc.MetaPathFinder):
 
         def exec_module(module: ModuleType) -> None:
             execute(module)
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
             self._act(module)
 
         loader.exec_module = exec_module

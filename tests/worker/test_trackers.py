@@ -1,6 +1,7 @@
 """What a rehearsing process logs to TensorBoard and W&B goes nowhere until it takes over; then nothing comes twice."""
 
 import importlib
+import importlib.util
 import struct
 import sys
 from types import ModuleType, SimpleNamespace
@@ -174,6 +175,22 @@ def test_without_a_run_to_be_found_a_new_one_begins(tmp_path):
     (tmp_path / "wandb").mkdir()
     (tmp_path / "wandb" / "latest-run").symlink_to("run-20261121_075012-xyz")
     assert trackers.latest_run(tmp_path) == "xyz"
+
+
+def test_a_module_that_was_looked_for_first_is_acted_on_when_it_is_imported(tmp_path, monkeypatch):
+    """Libraries ask `find_spec` whether wandb is installed before they import it."""
+    (tmp_path / "package_of_a_test").mkdir()
+    (tmp_path / "package_of_a_test" / "__init__.py").write_text("value = 1")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    acted, finders = [], list(sys.meta_path)
+    when_imported("package_of_a_test", lambda module: acted.append(module.value))
+    for _ in range(2):
+        assert importlib.util.find_spec("package_of_a_test").origin.endswith("__init__.py")
+    assert not acted
+    for _ in range(2):
+        importlib.import_module("package_of_a_test")
+    assert acted == [1] and sys.meta_path == finders
+    del sys.modules["package_of_a_test"]
 
 
 @pytest.mark.parametrize("imported", [False, True])
