@@ -51,12 +51,18 @@ class FileSave(SaveCall):
             return
         obj, args, kwargs = self._given
         began = time.monotonic()
-        moved = Path(self._saves.moved(str(self._path)))
-        if moved.parent.is_dir():
-            self._path = moved
+        self._path = Path(self._saves.file(str(self._path)))
         write_beside(self._path, lambda file: self._original(obj, file, *args, **kwargs))
         self._given = None  # the call log would keep it for steps
         self._saves.written(str(self._path), began, whole=False)
+
+    def outcome(self, value: Any) -> bytes:
+        """Where it is."""
+        return os.fsencode(self._path)
+
+    def skipped(self, outcome: bytes | None) -> None:
+        if outcome is not None:  # else it comes before the first forward
+            self._saves.follow(str(self._path), os.fsdecode(outcome))
 
     def failed(self, error: BaseException) -> Any:
         self._given = None

@@ -6,7 +6,8 @@ Rules of this file: a name is hidden only if the rank's script looked for it in 
 start-up ended, and if it lies in the same directory (the same inode: hosts have directories of their own under equal
 paths). What start-up itself makes, a cache of indices above all, stays visible to a look by name: nobody builds it a
 second time. A listing shows what the rank's own listings showed: a folder that was empty, or not there, when the script
-asked is not full because start-up went on to log into it.
+asked is not full because start-up went on to log into it. A replacement whose script names a folder otherwise than the
+job finds the job's under its own name.
 Standard library only. Not seen: what looks past Python (a subprocess, a C++ library).
 """
 
@@ -204,7 +205,7 @@ class FileView:
         self.gone: list[str] = []
         """What the rank's listings showed and its start-up left there, and those of this process do not show: it has
         been deleted since."""
-        self._own: set[str] = set()
+        self.own: set[str] = set()
         """What this process has made itself, as the rank may have done (and removed it again)."""
         self._folders = {
             os.fsdecode(path): (
@@ -235,7 +236,7 @@ class FileView:
 
     def _hidden(self, path: Any, kwargs: dict[str, Any]) -> bool:
         whole = _path(path, kwargs) if self._hides and self._folders else None
-        while whole is not None and whole not in self._own:
+        while whole is not None and whole not in self.own:
             folder, name = os.path.split(whole)
             if folder == whole:
                 break
@@ -275,13 +276,13 @@ class FileView:
     def _make(self, original: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
         made = original(path, *args, **kwargs)
         if self._hides and (own := _path(path, kwargs)):
-            self._own.add(own)
+            self.own.add(own)
         return made
 
-    def _move(self, original: Callable[..., Any], source: Any, target: Any, *args: Any, **kwargs: Any) -> None:
-        original(source, target, *args, **kwargs)
-        if self._hides and (own := _path(target, kwargs)):
-            self._own.add(own)
+    def _move(self, original: Callable[..., Any], src: Any, dst: Any, *args: Any, **kwargs: Any) -> None:
+        original(src, dst, *args, **kwargs)
+        if self._hides and (own := _path(dst, kwargs)):
+            self.own.add(own)
 
     def _listdir(self, original: Callable[..., list[Any]], path: Any = ".") -> list[Any]:
         self._refuse(path, {})
@@ -304,7 +305,7 @@ class FileView:
 
         def shows(name: Any) -> bool:
             name = os.fsdecode(name)
-            own = not self._hides or os.path.join(folder, name) in self._own
+            own = not self._hides or os.path.join(folder, name) in self.own
             return own or not self._hides_in(folder, name, listing=True)
 
         return shows
@@ -317,6 +318,47 @@ class FileView:
             here = self._names_in(folder) if self._stat(folder).st_ino == inode else names
             lost = sorted(names & listed - {*here})
             self.gone += [path for name in lost[:GONE_MAX] if (path := os.path.join(folder, name)) not in self.gone]
+
+
+class Elsewhere:
+    """Lets Python's file functions use other names than the script's, from `begin` on. Thread: any.
+
+    Args: name: the other name of an absolute path, or the path itself.
+    """
+
+    def __init__(self, name: Callable[[str], str]) -> None:
+        self._name = name
+        self._patches: list[Patch] = []
+
+    def begin(self) -> None:
+        if not self._patches:
+            one = ("stat", "lstat", "listdir", "scandir", "access", "open", "mkdir", "rmdir", "remove", "unlink")
+            self._patches = _patch(
+                [
+                    *((os, name, self._one) for name in one),
+                    *((os, name, self._two) for name in ("rename", "replace", "link")),
+                    *((module, "open", self._open) for module in (builtins, io)),
+                ]
+            )
+
+    def end(self) -> None:
+        _unpatch(self._patches)
+
+    def _at(self, path: Any, kwargs: dict[str, Any]) -> Any:
+        whole = _path(path, kwargs)
+        other = whole if whole is None else self._name(whole)
+        if other is None or other == whole:
+            return path
+        return os.fsencode(other) if isinstance(path, bytes) else other
+
+    def _one(self, original: Callable[..., Any], path: Any = ".", *args: Any, **kwargs: Any) -> Any:
+        return original(self._at(path, kwargs), *args, **kwargs)
+
+    def _two(self, original: Callable[..., Any], src: Any, dst: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(self._at(src, kwargs), self._at(dst, kwargs), *args, **kwargs)
+
+    def _open(self, original: Callable[..., Any], file: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(self._at(file, {}), *args, **kwargs)
 
 
 class _Entries:

@@ -239,6 +239,7 @@ class Follow:
         context.link.send(local.Rehearsed(self._rank, took))
         context.on_built()
         if self._files is not None:
+            context.saves.made = self._files.own
             self._files.lift()  # before what follows wraps `open`
         self._mute.keep_files()
 
@@ -254,8 +255,8 @@ class Follow:
         slots = SlotPair.attach(descriptor, self._rank, order.header_bytes, order.payload_bytes)
         live = Live(self._context, self._rank, layout, slots, step=order.restore_step)
         self._context.mode = live
-        self._context.saves.took_over = True
         self._mute.release_files()
+        self._context.saves.take_over()
         self._context.link.joined(order.generation)
         live.newcomer(order.generation, order.store, order.restore_step)
         self._mute.lift()

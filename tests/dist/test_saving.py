@@ -57,6 +57,22 @@ def prepared(injector):
     inject.install(injector)
 
 
+def prepared_by_the_clock(injector):
+    """The script names its folder by the time at which its process began."""
+    from gpt import checkpoint
+
+    from deadpool_plugin import is_rehearsal
+
+    prepared(injector)
+    original = checkpoint.Checkpoints.__init__
+
+    def init(self, args, *others):
+        args.save = args.save / ("later" if is_rehearsal() else "first")
+        original(self, args, *others)
+
+    checkpoint.Checkpoints.__init__ = init
+
+
 def reference(references, corpus, kind):
     """A run without the plugin; formats do not change what is computed or saved, only how."""
     name = kind.partition("+")[0]
@@ -64,8 +80,8 @@ def reference(references, corpus, kind):
     return undisturbed(folder, arguments(corpus, folder, name), 4, prepare)
 
 
-def run_with_kill(tmp_path, argv, rank, step, phase):
-    return run_with_kills(tmp_path, argv, 4, [(rank, step, phase)], [], prepared)
+def run_with_kill(tmp_path, argv, rank, step, phase, hook=prepared):
+    return run_with_kills(tmp_path, argv, 4, [(rank, step, phase)], [], hook)
 
 
 # What is on disk
@@ -80,17 +96,18 @@ def is_complete(folder):
     return (folder / ".metadata").exists() or len(list(folder.glob("*.pt"))) == 4
 
 
-def check_checkpoints(expected, run, may_lack=()):
+def check_checkpoints(expected, run, may_lack=(), where="checkpoints"):
+    saved = run / where
     wanted = sorted(path.name for path in (expected / "checkpoints").glob("iter_*"))
-    complete = sorted(path.name for path in (run / "checkpoints").glob("iter_*") if is_complete(path))
+    complete = sorted(path.name for path in saved.glob("iter_*") if is_complete(path))
     assert [name for name in wanted if name not in may_lack] == [name for name in complete if name not in may_lack]
     for name in complete:
-        left, right = expected_content(expected / "checkpoints" / name), content(run / "checkpoints" / name)
+        left, right = expected_content(expected / "checkpoints" / name), content(saved / name)
         assert left.keys() == right.keys() and len(left) >= 4, f"{name}: {left.keys() ^ right.keys()}"
         differing = [key for key in left if not equal(left[key], right[key])]
         assert not differing, f"{name} differs in {differing[:3]}"
-    assert (run / "checkpoints" / LATEST).read_text() == str(STEPS)
-    left_over = [str(path) for path in (run / "checkpoints").rglob("*.writing")]
+    assert (saved / LATEST).read_text() == str(STEPS)
+    left_over = [str(path) for path in saved.rglob("*.writing")]
     assert not left_over, left_over
 
 
@@ -137,3 +154,23 @@ def test_a_save_in_flight_is_cancelled_on_all_ranks_and_later_ones_work(tmp_path
     assert cancelled == {3} or (again and not cancelled), cancelled  # no survivor may have got as far as the writing
     assert is_complete(tmp_path / "checkpoints" / "iter_0000003") == again, outcome.restore_steps
     assert again or not (tmp_path / "checkpoints" / "iter_0000003").exists(), "the killed rank's files stay"
+
+
+@pytest.mark.parametrize(("kind", "step", "phase"), [("torch_dist", 6, "finishing"), ("torch", 8, "write")])
+@in_zygote
+def test_checkpoints_in_a_folder_named_by_the_clock_are_whole_and_named(
+    tmp_path, corpus, references, kind, step, phase
+):
+    """Rank 0, which names the newest one with `open`, is lost in a save: what replaces it names another folder."""
+    expected = reference(references, corpus, kind)
+    outcome = run_with_kill(tmp_path, arguments(corpus, tmp_path, kind), 0, step, phase, prepared_by_the_clock)
+    assert_alike(expected, tmp_path)
+    check_checkpoints(expected, tmp_path, where="checkpoints/first")
+    assert not [path for path in (tmp_path / "checkpoints" / "later").rglob("*") if path.is_file()]
+    for rank in (1, 2, 3) if kind == "torch_dist" else ():  # a file of one rank's own is no checkpoint
+        seen = [
+            name for name, fields in outcome.events[rank] if fields.get("step") == step or name == "WorkerUnblocked"
+        ]
+        assert seen.index("WorkerUnblocked") < seen.index("CheckpointSaved"), seen
+    said = [fields["text"] for fields in lines(outcome, "Note")]
+    assert sum("rank 0 saves to" in text and "checkpoints/first" in text for text in said) == 1, said

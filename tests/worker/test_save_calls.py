@@ -26,7 +26,7 @@ import torch
 
 from deadpool_plugin.errors import CheckpointLost, GenerationChanged, Unsupported
 from deadpool_plugin.transport import local
-from deadpool_plugin.worker import calls, dcp, file_saves, saving, writers
+from deadpool_plugin.worker import calls, codec, dcp, file_saves, saving, writers
 from deadpool_plugin.worker.adapter import CallKind
 from deadpool_plugin.worker.output import Mute
 
@@ -58,7 +58,9 @@ class Link:
 @pytest.fixture
 def saves(monkeypatch):
     monkeypatch.setenv("RANK", "3")
-    return saving.Saves(Link(), SimpleNamespace(generation=0), lambda name, kind, call, args, kwargs: call())
+    saves = saving.Saves(Link(), SimpleNamespace(generation=0), lambda name, kind, call, args, kwargs: call())
+    yield saves
+    saves._elsewhere.end()
 
 
 @dataclasses.dataclass
@@ -592,7 +594,8 @@ FOLDERS = [  # what this rank says, and whether it is a replacement; what the ot
 
 
 def others_say(monkeypatch, others):
-    """`dist` of a job in which all others say the same of every checkpoint."""
+    """`dist` of a job in which all others say the same: a name of a checkpoint, and whether a later clock said it."""
+    others = [(name, 2 * doubts) for name, doubts in others]
     dist = SimpleNamespace(
         is_initialized=lambda: True,
         get_rank=lambda: 0,
@@ -622,6 +625,101 @@ def test_a_folder_that_is_named_otherwise_once_is_known_from_then_on(saves, monk
     others_say(monkeypatch, [("/out/wednesday/step8", True)])  # the rank that was left has been replaced since
     assert saves.one_folder("/out/tuesday/step8") == "/out/monday/step8"
     assert len(saves._link.events) == 1
+
+
+def test_a_name_that_was_another_ranks_at_one_save_may_be_everybodys_at_the_next(saves, monkeypatch):
+    """By the minute, say: a replacement saved at 17:02 what the others had begun to save at 17:01."""
+    saves.took_over = True
+    others_say(monkeypatch, [("/out/17:01", False)])
+    assert saves.one_folder("/out/17:02") == "/out/17:01"
+    others_say(monkeypatch, [("/out/17:02", False)])
+    assert saves.one_folder("/out/17:02") == saves.moved("/out/17:02") == "/out/17:02"
+    assert saves.moved("/out/17:01") == "/out/17:01"
+
+
+def file_save(saves, path):
+    return file_saves.FileSave("torch.save", saves, torch.save, {"at": str(path)}, str(path))
+
+
+@pytest.fixture
+def clock(saves, tmp_path):
+    """A replacement that names `later` what the rank itself named `first`, and has followed a save of the rank's."""
+    first, later = tmp_path / "first", tmp_path / "later"
+    (first / "iter_8").mkdir(parents=True)
+    later.mkdir()
+    for name in ("iter_2", "iter_4"):
+        save = file_save(saves, first / name / "rank3.pt")
+        file_save(saves, later / name / "rank3.pt").skipped(codec.decode(codec.encode(save.outcome(None))))
+    return first, later
+
+
+@pytest.mark.parametrize(
+    ("recorded", "made", "known"),
+    [
+        (["17:01"], [], False),
+        (["17:01"], ["18:00"], True),
+        (["17:01", "17:01"], [], True),
+        (["17:01", "17:02"], [], False),
+    ],
+)
+def test_only_a_name_that_stays_is_a_replacements_to_use(saves, tmp_path, recorded, made, known):
+    """Else a folder that the script names by the minute at every save would be taken for one of an older checkpoint."""
+    saves.made = {str(tmp_path / name) for name in made}
+    for name in recorded:
+        file_save(saves, tmp_path / "18:00" / "rank3.pt").skipped(os.fsencode(tmp_path / name / "rank3.pt"))
+    saves.take_over()
+    assert saves.moved(str(tmp_path / "18:00")) == str(tmp_path / ("17:01" if known else "18:00"))
+
+
+def test_files_of_a_replacement_lie_where_the_ranks_own_lay(saves, clock):
+    """A checkpoint of format `torch`: each rank's own file, and a tracker that rank 0 writes with `open`."""
+    first, later = clock
+    (later / "before").write_text("")
+    saves.take_over()
+    os.makedirs(later / "iter_12")
+    save = file_save(saves, later / "iter_8" / "rank3.pt")
+    save()
+    (later / "tracker.tmp").write_text("8")
+    os.replace(src=later / "tracker.tmp", dst=later / "latest")
+    with open(later / "log", "a") as log:
+        log.write("saved")
+    assert (later / "latest").read_text() == "8" and os.path.exists(later / "iter_12")
+    assert os.fsdecode(save.outcome(None)) == str(first / "iter_8" / "rank3.pt")
+    saves._elsewhere.end()
+    assert os.listdir(later) == ["before"]
+    assert sorted(os.listdir(first)) == ["iter_12", "iter_8", "latest", "log"]
+    assert os.listdir(first / "iter_8") == ["rank3.pt"]
+    ((_, fields),) = saves._link.events[:1]
+    assert str(first) in fields["text"] and str(later) in fields["text"]
+
+
+def test_a_folder_that_another_host_has_not_is_the_scripts_own(saves, clock):
+    first, later = clock
+    shutil.rmtree(first)
+    (later / "iter_8").mkdir()
+    saves.take_over()
+    file_save(saves, later / "iter_8" / "rank3.pt")()
+    (later / "latest").write_text("8")
+    saves._elsewhere.end()
+    assert sorted(os.listdir(later)) == ["iter_8", "latest"] and os.listdir(later / "iter_8") == ["rank3.pt"]
+
+
+def test_temporary_folders_differ_as_they_should(saves, tmp_path):
+    own, its = (tempfile.mkdtemp(dir=tmp_path) for _ in range(2))
+    file_save(saves, f"{own}/rank3.pt").skipped(os.fsencode(f"{its}/rank3.pt"))
+    saves.take_over()
+    file_save(saves, f"{own}/rank3.pt")()
+    assert os.listdir(own) == ["rank3.pt"] and os.listdir(its) == []
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_replacement_says_once_that_it_saves_where_nobody_did(saves, tmp_path, is_new):
+    saves.made = {str(tmp_path)} if is_new else ()
+    saves.take_over()
+    for step in (4, 8):
+        file_save(saves, tmp_path / f"{step}.pt")()
+    said = [fields["text"] for kind, fields in saves._link.events if kind == "Note"]
+    assert len(said) == is_new and all(str(tmp_path) in text and "rank 3" in text for text in said)
 
 
 def test_ranks_that_name_different_folders_from_the_start_are_refused_by_name(saves, monkeypatch):
