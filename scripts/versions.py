@@ -53,10 +53,13 @@ TAIL = 40
 EXIT_CONFIG = 78
 """As in deadpool_plugin/errors.py."""
 MEGATRON_FAULTS = "tp2-pp2-dp2"
-ADDED = ("faults-save",)
+ADDED = ("faults-save", "saves")
 """Checks that are younger than some records: a row that held without them stays held, and nothing is said of them."""
 PRETRAIN = ("base", "tp2-pp2", "replicated", "overlap")
 """Options of pretrain_gpt.py, by their names in megatron_lm_options.py."""
+SAVES = dict.fromkeys(("core_v0.14.0", "core_v0.15.3", "core_v0.16.1"), "save-async")
+"""The same for saves, of tags that cannot choose who saves in the background. All others are told to do it themselves:
+they would ask for NVRx, which no row has."""
 ZERO_3_ONLY = ("0.18.9",)
 """DeepSpeed whose ZeRO 1 and 2 do not train over gloo, with the plugin or without: they gather into views."""
 GUARDS = (
@@ -199,7 +202,7 @@ def checkout(tag: str, commit: str, clone: Path, folder: Path) -> Path:
 def names(subject: Subject) -> tuple[str, ...]:
     """The checks of `subject`, in their order."""
     if subject.tag:
-        return ("pretrain_gpt",)
+        return "pretrain_gpt", "saves"
     own = ("guards", "demo", f"demo-zero{zero(subject.row)[0]}", "faults", "faults-zero")
     return (*own, "faults-save") if subject.row == NEWEST else own
 
@@ -213,9 +216,11 @@ def checks(subject: Subject, args: argparse.Namespace, out: Path, commit: str) -
     """What each check has Python run; it holds if the exit code is 0. `commit`: of the checkout of a tag."""
     if subject.tag:
         place = checkout(subject.tag, commit, args.megatron_lm, args.out / "checkouts")
-        tried = out / f"pretrain-{commit[:10]}"
-        script = ("scripts/megatron_lm_options.py", "--checkout", str(place), "--out", str(tried), "--again")
-        return dict.fromkeys(names(subject), (*script, "--only", *PRETRAIN))
+        script = ("scripts/megatron_lm_options.py", "--checkout", str(place), "--again", "--only")
+        options = dict(zip(names(subject), (PRETRAIN, (SAVES.get(subject.tag, "save-async-mcore"),)), strict=True))
+        return {
+            name: (*script, *chosen, "--out", str(out / f"{name}-{commit[:10]}")) for name, chosen in options.items()
+        }
     demo = ("scripts/demo.py", "--seed", str(args.seed))
     faults = ("scripts/fault_matrix.py", "--heal", "--again", "--group")
     stage, stages = zero(subject.row)
