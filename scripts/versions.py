@@ -62,6 +62,10 @@ SAVES = dict.fromkeys(("core_v0.14.0", "core_v0.15.3", "core_v0.16.1"), "save-as
 they would ask for NVRx, which no row has."""
 ZERO_3_ONLY = ("0.18.9",)
 """DeepSpeed whose ZeRO 1 and 2 do not train over gloo, with the plugin or without: they gather into views."""
+BUILDS_AT_IMPORT = ("0.15.3",)
+"""megatron-core that builds an allocator for CUDA as it is imported, and does without where that fails. Without a card,
+but with a compiler for one, it ends its import; so it finds no folder to build in."""
+NOWHERE = {"TORCH_EXTENSIONS_DIR": os.devnull}
 GUARDS = (
     "tests/unit/test_hook_points.py",
     "tests/contract/test_comm_surface.py",
@@ -245,10 +249,11 @@ def checks(subject: Subject, args: argparse.Namespace, out: Path, commit: str) -
     return dict(zip(names(subject), words, strict=True))
 
 
-def run_check(words: tuple[str, ...], python: Path, log: Path, clone: Path | None) -> tuple[str, str]:
+def run_check(row: Row, words: tuple[str, ...], python: Path, log: Path, clone: Path | None) -> tuple[str, str]:
     """The check's result and what there is to say of it, as `judge` has them."""
     environ = {**os.environ, "PATH": f"{python.parent}:{os.environ['PATH']}", "VIRTUAL_ENV": str(python.parent.parent)}
     environ |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore"}
+    environ |= NOWHERE if row.megatron_core in BUILDS_AT_IMPORT else {}
     if clone is not None:
         environ["MEGATRON_LM_GIT"] = str(clone)  # tests of the guards look for hook points in its tags
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -314,7 +319,7 @@ def run(subject: Subject, args: argparse.Namespace, known: dict[str, Line]) -> N
         if before and same and (before["result"] == "held" or not args.again):
             continue
         began = time.monotonic()
-        result, detail = run_check(words, python, out / f"{name}.txt", args.megatron_lm)
+        result, detail = run_check(subject.row, words, python, out / f"{name}.txt", args.megatron_lm)
         keep(args, subject, commit, name, result, detail, time.monotonic() - began)
 
 
