@@ -20,9 +20,11 @@ class _Finder(importlib.abc.MetaPathFinder):
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> Any:
         """Also asked by who only wants to know whether there is such a module: the one that is imported comes later."""
-        if name != self._name:
+        finders = list(sys.meta_path)
+        if name != self._name or self not in finders:
             return None
-        others: list[Any] = [other for other in sys.meta_path if other is not self and hasattr(other, "find_spec")]
+        behind = finders[finders.index(self) + 1 :]  # another of these may be in front, and asks this one
+        others: list[Any] = [other for other in behind if hasattr(other, "find_spec")]
         spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
         if spec is not None and spec.loader is not None and not _is_folder(spec):
             self._follow(spec)

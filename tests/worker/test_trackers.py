@@ -32,6 +32,17 @@ def test_a_module_is_acted_on_when_it_is_imported_and_not_before(tmp_path, monke
 # TensorBoard, in miniature: an event is a step and its tags, a file one record per event
 
 
+def test_a_module_that_several_wait_for_is_imported_for_all_of_them(tmp_path, monkeypatch):
+    (tmp_path / "waited_for.py").write_text("VALUE = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    acted = []
+    for number in (1, 2, 3):
+        when_imported("waited_for", lambda module, number=number: acted.append((number, module.VALUE)))
+    assert importlib.util.find_spec("waited_for") is not None and not acted
+    importlib.import_module("waited_for")
+    assert sorted(acted) == [(1, 1), (2, 1), (3, 1)]
+
+
 def event(step, *tags):
     return SimpleNamespace(step=step, summary=SimpleNamespace(value=[SimpleNamespace(tag=tag) for tag in tags]))
 
