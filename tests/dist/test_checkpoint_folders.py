@@ -1,6 +1,7 @@
 """Scripts that look for their newest checkpoint, or name their folder by the clock: whole checkpoints in one place."""
 
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,14 @@ from support.killed_ranks import run_with_kills  # noqa: E402
 from support.zygote import in_zygote  # noqa: E402
 
 pytestmark = getattr(test_deepspeed, "pytestmark", [])
+INSTALLED = {each.version for each in metadata.distributions(name="deepspeed")}
+STAGE = 3 if "0.18.9" in INSTALLED else 1
+"""ZeRO 1 and 2 of 0.18.9 do not train over gloo, with the plugin or without."""
 KILLS = [(1, 6, "backward"), (0, 9, "forward")]
 
 
 def run(folder, corpus, mode, kills):
-    words = [*test_deepspeed.arguments(corpus, "--zero 1 --save-interval 4")[1:], "--save", str(folder / "out")]
+    words = [*test_deepspeed.arguments(corpus, f"--zero {STAGE} --save-interval 4")[1:], "--save", str(folder / "out")]
     argv = [str(HERE / "checkpoint_folders.py"), mode, *words]
     return run_with_kills(folder, argv, 2, kills, [], deepspeed_hooks.install)
 
@@ -46,7 +50,8 @@ def test_a_replacement_that_names_another_folder_or_checkpoint_saves_where_the_o
     assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == tags
     assert {"rank0.pt", "rank1.pt"} <= set(names(folder)) and (folder / "latest").read_text() == "first-12"
     assert names(folder / "first-4") == names(folder / "first-8") == names(folder / "first-12")
-    assert len(names(folder / "first-12")) == 3  # weights, and each rank's part of the optimizer
+    # The weights (each rank's part of them in ZeRO 3), and each rank's part of the optimizer.
+    assert len(names(folder / "first-12")) == {1: 3, 3: 4}[STAGE]
     assert [len(whole(folder, tag)) for tag in tags] == [len(whole(folder, tags[0]))] * 3
     assert [torch.load(folder / f"rank{rank}.pt") for rank in (0, 1)] == [{"step": 12}] * 2
     said = [fields["text"] for events in outcome.events.values() for kind, fields in events if kind == "Note"]
