@@ -15,6 +15,7 @@ import functools
 import os
 import stat
 import sys
+import tempfile
 import threading
 import time
 from collections import OrderedDict
@@ -429,6 +430,8 @@ def _gathered(mine: tuple[str, int], group: Any) -> list[tuple[str, int]]:
 
 def _is_temporary(folder: str) -> bool:
     """Whether `tempfile` has made it, for this process alone."""
+    if not _lies_in(folder, os.path.abspath(tempfile.gettempdir())):
+        return False
     try:
         return stat.S_IMODE(os.stat(folder).st_mode) == stat.S_IRWXU
     except OSError:
