@@ -2,7 +2,7 @@
 
     python scripts/versions.py --rows newest --out OUT                     the newest Python, torch and frameworks
     python scripts/versions.py --rows all --megatron-lm CLONE --out OUT    all of them, and pretrain_gpt.py of each tag
-    python scripts/versions.py --rows all --out OUT --table                what is known, as a table
+    python scripts/versions.py --rows all --out OUT --table                what is known, as a page
 
 A row is held if every check of it held; the table of rows is deadpool_plugin/versions.py. Environments are made once
 and kept in `--envs`. Every check is one line of OUT/versions.jsonl as soon as it is known; a rerun goes on with what is
@@ -108,7 +108,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--megatron-lm", type=Path, metavar="CLONE", help="a git repository of NVIDIA/Megatron-LM")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6), help="of random faults")
     parser.add_argument("--again", action="store_true", help="repeat checks that did not hold")
-    parser.add_argument("--table", action="store_true", help="print what is known, and end")
+    parser.add_argument("--table", action="store_true", help="print what is known as a page, and end")
     args = parser.parse_args()
     known = {"newest": [NEWEST.name], "all": list(SUBJECTS)}
     try:
@@ -368,6 +368,15 @@ def is_refused(subject: Subject, known: dict[str, Line]) -> bool:
     return bool(own) and all(line["result"] == "refused" for line in own) and bool(subject.row.refused)
 
 
+def briefly(subject: Subject, known: dict[str, Line]) -> str:
+    """Which checks of a row did not hold, and not why."""
+    results = {name: known.get(f"{subject.name}:{name}", {}).get("result", "not run") for name in names(subject)}
+    if {*results.values()} == {"not run"}:
+        return str(known.get(f"{subject.name}:environment", {}).get("result", "not run"))
+    fine = [("held", name) for name in results] + [("not run", name) for name in ADDED]
+    return "; ".join(f"{name} {result}" for name, result in results.items() if (result, name) not in fine)
+
+
 def table(subjects: Iterable[Subject], known: dict[str, Line]) -> str:
     rows = ["| Python | torch | megatron-core | DeepSpeed | result |", "| --- | --- | --- | --- | --- |"]
     for subject in subjects:
@@ -377,9 +386,51 @@ def table(subjects: Iterable[Subject], known: dict[str, Line]) -> str:
         else:
             frameworks = f"{row.megatron_core} | {row.deepspeed}"
             held = "held; ZeRO 1 and 2 do not train over gloo" if row.deepspeed in ZERO_3_ONLY else "held"
-        result = held if found["held"] else "refused" if is_refused(subject, known) else found["detail"]
+        result = held if found["held"] else "refused" if is_refused(subject, known) else briefly(subject, known)
         rows.append(f"| {row.python} | {row.torch} | {frameworks} | {result} |")
     return "\n".join(rows) + "\n"
+
+
+PAGE = """# Versions that were run
+
+The output of `versions.py --rows all --table`. A row is an environment of its own; it held if every check of it did.
+
+- guards: tests of collectives that pair, of what a newcomer is compared in, of saves and of hook points
+- demo: `demo.py`, eight ranks (TP 2, PP 2, DP 2) on four nodes, one of them killed at a drawn place; demo-zero the same
+  with DeepSpeed, the stage of ZeRO beside it
+- faults: `fault_matrix.py`, a node and a process lost at each of 12 places, TP 2, PP 2, DP 2; faults-zero the same with
+  ZeRO 2 and 3; faults-save at 8 places of a save
+- pretrain_gpt: Megatron-LM's own script, unedited, with four sets of options: {pretrain}; saves: asynchronous ones
+
+{table}
+Without the plugin these do not run here either: ZeRO 1 and 2 of DeepSpeed {zero_3_only} over gloo (what they gather are
+views, which may not be changed in place), so that its rows use ZeRO 3; `--async-save` of core_v0.17.1 and later in the
+way it is without `--async-strategy mcore`, which asks for an nvidia-resiliency-ext that no row has.
+
+## Every check
+
+In the order they were made; the newest of a row and check counts.
+
+| row | check | result | seconds | seed | commit | what it said |
+| --- | --- | --- | --- | --- | --- | --- |
+{checks}
+"""
+
+
+def page(lines: list[Line]) -> str:
+    """What became of each row, and every check."""
+    known = {f"{line['row']}:{line['check']}": line for line in lines}
+    fields = ("row", "check", "result", "seconds", "seed", "commit")
+    checks = [
+        f"| {' | '.join(str(line[field]) for field in fields)} | {line['detail'][:160].replace('|', '/')} |"
+        for line in lines
+    ]
+    return PAGE.format(
+        table=table(SUBJECTS.values(), known),
+        pretrain=", ".join(PRETRAIN),
+        zero_3_only=", ".join(ZERO_3_ONLY),
+        checks="\n".join(checks),
+    )
 
 
 def tell(text: str) -> None:
@@ -392,7 +443,7 @@ def main() -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     results = args.out / "versions.jsonl"
     if args.table:
-        print(table(args.subjects, known_lines(results)), end="")
+        print(page(list(read_json_lines(results))), end="")
         return 0
     tell(f"seed {args.seed}")
     for subject in args.subjects:

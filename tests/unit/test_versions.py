@@ -73,6 +73,19 @@ def test_what_held_is_what_was_recorded(script, recorded):
     assert not [row for row in versions.ROWS if row.held and row.refused]
 
 
+def test_the_page_of_results_is_that_of_the_record(script):
+    for path in (ROOT / "scripts" / "results").glob("*-versions.jsonl"):
+        assert path.with_suffix(".md").read_text() == script.page(list(script.read_json_lines(path)))
+
+
+def test_the_table_says_which_checks_failed_and_not_why(script):
+    subject = script.SUBJECTS[versions.NEWEST.name]
+    known = {f"{subject.name}:{name}": {"check": name, "result": "held"} for name in script.names(subject)}
+    for name in ("guards", "demo"):
+        known[f"{subject.name}:{name}"] = {"check": name, "result": "failed", "detail": "FAILED: a; b: c | d"}
+    assert "| guards failed; demo failed |" in script.table([subject], known)
+
+
 def test_the_readme_has_the_table_of_what_was_recorded(script, recorded):
     assert script.table(script.SUBJECTS.values(), recorded) in (ROOT / "README.md").read_text()
 
