@@ -26,6 +26,15 @@ def steps_s(block: dict[str, Any]) -> list[float]:
     return [statistics.fmean(step) / 1e9 for step in zip(*block["samples_ns"], strict=True)][1:]
 
 
+def step_s(block: dict[str, Any]) -> float:
+    return statistics.fmean(steps_s(block))
+
+
+def cpu_s(block: dict[str, Any]) -> float:
+    """CPU time of the whole job, agents included, per step: other work on the machine hardly changes it."""
+    return float(block["job_cpu_s"] / block["steps"])
+
+
 def interval(values: list[float], seed: int = 0) -> tuple[float, float]:
     """95 % percentile bootstrap confidence interval of the mean of `values`."""
     draw = random.Random(seed)
@@ -34,19 +43,20 @@ def interval(values: list[float], seed: int = 0) -> tuple[float, float]:
 
 
 def compare(blocks: list[dict[str, Any]], variant: str, device_ms: float, beside: str = "plain") -> dict[str, Any]:
-    """Step time of `variant`, and how much more it is than that of the blocks of `beside` in the same rounds."""
+    """Step time and CPU time of `variant`, and how much more than those of `beside` in the same rounds."""
     mine, others = of(blocks, variant, device_ms), of(blocks, beside, device_ms)
     times = [time for block in mine for time in steps_s(block)]
     found: dict[str, Any] = {"variant": variant, "device_ms": device_ms, "steps": len(times), "beside": beside}
     found["collectives_per_step"] = statistics.fmean(max(block.get("counted", [0])) / block["steps"] for block in mine)
     found |= {"median_s": statistics.median(times), "mean_s": statistics.fmean(times)}
-    found["cpu_per_step_s"] = statistics.fmean(block["job_cpu_s"] / block["steps"] for block in mine)
-    if variant != beside:
-        base = statistics.fmean(time for block in others for time in steps_s(block))
-        more = [statistics.fmean(steps_s(a)) - statistics.fmean(steps_s(b)) for a, b in zip(mine, others, strict=True)]
+    found["cpu_per_step_s"] = statistics.fmean(map(cpu_s, mine))
+    for name, value in (("more", step_s), ("cpu_more", cpu_s)) if variant != beside else ():
+        base = statistics.fmean(map(value, others))
+        more = [value(a) - value(b) for a, b in zip(mine, others, strict=True)]
         low, high = interval(more)
-        found |= {"more_s": statistics.fmean(more), "more_low_s": low, "more_high_s": high}
-        found |= {f"{name}_percent": 100 * found[f"{name}_s"] / base for name in ("more", "more_low", "more_high")}
+        seconds = {name: statistics.fmean(more), f"{name}_low": low, f"{name}_high": high}
+        found |= {f"{key}_s": each for key, each in seconds.items()}
+        found |= {f"{key}_percent": 100 * each / base for key, each in seconds.items()}
     return found
 
 
@@ -92,16 +102,18 @@ def calls(mine: list[dict[str, Any]]) -> dict[str, float]:
 
 def markdown(summary: dict[str, Any]) -> str:
     """Two tables: step times, each but those of `plain` beside others of its rounds, and costs."""
-    lines = ["| host idle a step | variant | steps | median step | more than beside it (95 % CI) | CPU a step |"]
-    lines += ["|---|---|---|---|---|---|"]
+    lines = ["| host idle a step | variant | steps | median step | more than beside it (95 % CI) | CPU a step | more |"]
+    lines += ["|---|---|---|---|---|---|---|"]
     for row in summary["step_times"]:
-        more = "-"
+        more = cpu = "-"
         if "more_s" in row:
+            cpu = f"{row['cpu_more_percent']:+.1f} % "
+            cpu += f"({row['cpu_more_low_percent']:+.1f} .. {row['cpu_more_high_percent']:+.1f} %)"
             more = f"{1e3 * row['more_s']:+.1f} ms, {row['more_percent']:+.1f} % "
             more += f"({row['more_low_percent']:+.1f} .. {row['more_high_percent']:+.1f} %) than {row['beside']}"
         lines.append(
             f"| {row['device_ms']:g} ms | {row['variant']} | {row['steps']} | {1e3 * row['median_s']:.1f} ms "
-            f"| {more} | {1e3 * row['cpu_per_step_s']:.0f} ms |"
+            f"| {more} | {1e3 * row['cpu_per_step_s']:.0f} ms | {cpu} |"
         )
     lines += ["", "| per mirrored GB, CPU-s | plugin | floor beside it (quiet) | ratio |", "|---|---|---|---|"]
     for row in summary["costs"]:

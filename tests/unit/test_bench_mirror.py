@@ -22,7 +22,7 @@ def block(variant: str, number: int, step_ms: float, **more: Any) -> dict[str, A
 def plugin(number: int) -> dict[str, Any]:
     threads = {"stager": int(0.88e9), "link": 8000, "bulk": int(2.4e9), "agents": int(3.2e9)}
     calls = [{"count": 20, "cpu_ns": 40_000, "wall_ns": 80_000}] * 2
-    return block("plugin", number, 110 + number, threads_ns=threads, calls=calls)
+    return block("plugin", number, 110 + number, threads_ns=threads, calls=calls, job_cpu_s=2.1)
 
 
 def floor(number: int) -> dict[str, Any]:
@@ -40,6 +40,7 @@ def test_a_difference_is_between_blocks_of_one_round(blocks: list[dict[str, Any]
     assert found["steps"] == 9 and found["median_s"] == pytest.approx(0.111)
     assert found["more_s"] == pytest.approx(0.011) and found["more_percent"] == pytest.approx(11)
     assert 0.0099 < found["more_low_s"] < found["more_s"] < found["more_high_s"] < 0.0121
+    assert found["cpu_more_s"] == pytest.approx(0.025) and found["cpu_more_percent"] == pytest.approx(5)
     assert "more_s" not in report.compare(blocks, "plain", 0.0)
 
 
