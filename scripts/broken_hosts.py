@@ -94,7 +94,8 @@ class Job:
         threading.Thread(target=self._copy, daemon=True).start()
 
     def _deadpool(self, *words: str) -> list[str]:
-        return self.network.command("h1", [sys.executable, "-m", "deadpool_plugin.cli", *words])
+        command = "import sys; from deadpool_plugin.cli.main import main; sys.exit(main())"  # of older trees, too
+        return self.network.command("h1", [sys.executable, "-c", command, *words])
 
     def _copy(self) -> None:
         assert self.process.stdout is not None

@@ -179,7 +179,7 @@ def start_table(output: Path) -> subprocess.Popen[bytes] | None:
     """The plugin's own live table of the nodes on our terminal; None where standard output is none."""
     if not sys.stdout.isatty():
         return None
-    return subprocess.Popen([sys.executable, "-m", "deadpool_plugin.cli", "watch", str(output)], cwd=REPOSITORY)
+    return subprocess.Popen([sys.executable, "-m", "deadpool_plugin", "watch", str(output)], cwd=REPOSITORY)
 
 
 def end_table(table: subprocess.Popen[bytes] | None) -> None:

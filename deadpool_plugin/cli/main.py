@@ -1,4 +1,4 @@
-"""`deadpool COMMAND ...`, also as `python -m deadpool_plugin.cli COMMAND ...`: what people do about a job from outside.
+"""`deadpool COMMAND ...`, also as `python -m deadpool_plugin COMMAND ...`: what people do about a job from outside.
 
 Rules of this file: a command is a module with `add_arguments(parser)` and `run(args) -> exit code`, imported when it is
 asked for; one that is VERBATIM gets all words as they are; what goes wrong with a reason (DeadpoolError) is one line on

@@ -108,7 +108,7 @@ class Launched:
         fields = {"patience_s": 4.0, "memory_headroom_gib": 0.1, "secret_file": str(secret), **settings}
         fields["output_dir"] = str(self.output)
         config.write_text("".join(f"{name}: {json.dumps(value)}\n" for name, value in fields.items()))
-        start = [sys.executable, "-m", "deadpool_plugin.cli", "launch"]
+        start = [sys.executable, "-m", "deadpool_plugin", "launch"]
         if command == "deepspeed":
             start = [sys.executable, "-m", "deepspeed.launcher.runner"]
         options = ["--hostfile", str(hostfile)] + ["--module", "deadpool_plugin.run"] * (command == "deepspeed")

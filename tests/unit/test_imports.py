@@ -39,6 +39,7 @@ LAYERS: dict[str, set[str]] = {
     "run": {"launch", "plugin"},
     "data": set(),
     "__init__": {"launch", "plugin", "run"},
+    "__main__": {"cli"},
 }
 """Layer -> the layers it may import; errors, config, events and versions are open to everything above core."""
 
@@ -48,8 +49,8 @@ IMPURE = {
     "uuid",
 }  # fmt: skip
 TORCH_FREE = {
-    "core", "sim", "cli", "transport", "mirror", "agent", "launch", "run", "__init__", "data", "errors", "config",
-    "events", "versions",
+    "core", "sim", "cli", "transport", "mirror", "agent", "launch", "run", "__init__", "__main__", "data", "errors",
+    "config", "events", "versions",
 }  # fmt: skip
 MODULES = sorted(ROOT.rglob("*.py"))
 

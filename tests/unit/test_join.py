@@ -115,7 +115,7 @@ def test_the_command_says_its_version(capsys):
 
 
 def test_the_module_is_the_command_and_nothing_loads_torch():
-    command = [sys.executable, "-m", "deadpool_plugin.cli", "watch", "--help"]
+    command = [sys.executable, "-m", "deadpool_plugin", "watch", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and "output_dir" in done.stdout
     code = "import sys, deadpool_plugin.cli.main, deadpool_plugin.cli.join; assert 'torch' not in sys.modules"

@@ -186,7 +186,7 @@ def test_under_slurm_every_node_has_a_launcher_of_its_own(tmp_path):
         "deepspeed": "#!/bin/sh\ncat \"$2\" >> hosts.txt; echo \"$@\" >> deepspeed.txt\n"
         "cat \"$config\" >> config.txt\n",
         "python": f"#!/bin/sh\nexec {sys.executable} \"$@\"\n",
-        "deadpool": f"#!/bin/sh\nexec {sys.executable} -m deadpool_plugin.cli \"$@\"\n",
+        "deadpool": f"#!/bin/sh\nexec {sys.executable} -m deadpool_plugin \"$@\"\n",
     }  # fmt: skip
     for name, text in programs.items():
         (tmp_path / name).write_text(text)

@@ -433,7 +433,7 @@ def test_a_folder_without_a_job_is_said(tmp_path: Path, capsys: pytest.CaptureFi
 @pytest.mark.parametrize("words", [["config"], ["watch", "{folder}"], ["watch", "{folder}", "--json"]])
 def test_whoever_reads_no_further_gets_no_traceback(tmp_path: Path, words: list[str]) -> None:
     write_job(tmp_path)
-    command = [sys.executable, "-m", "deadpool_plugin.cli", *(word.format(folder=tmp_path) for word in words)]
+    command = [sys.executable, "-m", "deadpool_plugin", *(word.format(folder=tmp_path) for word in words)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None and process.stderr is not None
     process.stdout.close()  # nobody reads, whenever it comes to write

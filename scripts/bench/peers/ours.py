@@ -75,7 +75,7 @@ class DeadpoolJob(Job):
             return
         for pid in self.of_node(strike.node):  # of a node that was only silent
             os.kill(pid, signal.SIGKILL)
-        words = [sys.executable, "-m", "deadpool_plugin.cli", "join", "--job", str(self._output)]
+        words = [sys.executable, "-m", "deadpool_plugin", "join", "--job", str(self._output)]
         self.cluster.start(self.nodes, [*words, "--deadpool-config", str(self._config)])
         self.nodes += 1
 
