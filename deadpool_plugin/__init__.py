@@ -14,7 +14,7 @@ from typing import ParamSpec, TypeVar
 Arguments = ParamSpec("Arguments")
 Value = TypeVar("Value")
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.2.0"
 
 
 def activate() -> None:

@@ -11,7 +11,6 @@ import os
 import re
 import shutil
 import subprocess
-import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from pathlib import Path
 from .. import versions
 from ..errors import EXIT_OK, ConfigError
 from . import hunks
+from .config import shipped
 from .hunks import Hunk, Misfit
 
 FRAMEWORKS = ("megatron-lm",)
@@ -26,11 +26,7 @@ EXIT_ABSENT = 1
 """Of --check: the patch is not in, and fits."""
 _NEWEST = "main"
 _VERSION = Path("megatron/core/package_info.py")
-_PLACES = (
-    Path(__file__).resolve().parents[2] / "patches",
-    Path(sysconfig.get_path("data")) / "share/deadpool_plugin/patches",
-)
-"""Of the patches: a checkout of this package, or an installation of it."""
+_PATCHES = "patches/megatron-lm"
 
 Version = tuple[int, ...]
 
@@ -167,18 +163,11 @@ class Checkout:
 
 
 def patch_file(tag: str) -> Path:
-    return _folder() / tag / "deadpool.patch"
+    return shipped(_PATCHES) / tag / "deadpool.patch"
 
 
 def known_tags() -> list[str]:
-    return [path.parent.name for path in _folder().glob("*/deadpool.patch")]
-
-
-def _folder() -> Path:
-    found = next((place for place in _PLACES if (place / FRAMEWORKS[0]).is_dir()), None)
-    if found is None:
-        raise ConfigError(f"no patches in {' or '.join(map(str, _PLACES))}", remedy="install deadpool_plugin again")
-    return found / FRAMEWORKS[0]
+    return [path.parent.name for path in shipped(_PATCHES).glob("*/deadpool.patch")]
 
 
 def distance(version: Version, tag: str) -> tuple[int, ...]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from pathlib import Path
 
 import pytest
 import yaml
 
+from deadpool_plugin.cli import config as config_command
 from deadpool_plugin.cli.main import main
 from deadpool_plugin.config import Config, load
 from deadpool_plugin.errors import ConfigError
@@ -54,6 +56,37 @@ def test_the_full_example_is_what_the_command_prints(capsys):
     assert capsys.readouterr().out == (CONFIGS / "full.yaml").read_text(), "deadpool config > configs/full.yaml"
     assert yaml.safe_load((CONFIGS / "full.yaml").read_text()).keys() == Config.model_fields.keys()
     assert load(CONFIGS / "full.yaml").model_dump() == Config().model_dump()
+
+
+def test_the_examples_are_listed(capsys):
+    assert main(["config", "--examples"]) == 0
+    listed = [Path(line) for line in capsys.readouterr().out.splitlines()]
+    assert {path.name for path in listed} == {path.name for path in CONFIGS.iterdir()}
+    assert all(path.exists() for path in listed)
+
+
+def test_a_wheel_has_every_example_and_every_patch():
+    root = CONFIGS.parent
+    table = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["data-files"]
+    carried = {
+        (folder.removeprefix("share/deadpool_plugin/"), path.relative_to(root).as_posix())
+        for folder, patterns in table.items()
+        for pattern in patterns
+        for path in root.glob(pattern)
+    }
+    files = [*CONFIGS.iterdir(), *(root / "patches" / "megatron-lm").glob("*/*")]
+    wanted = [path.relative_to(root) for path in files]
+    assert carried == {(path.parent.as_posix(), path.as_posix()) for path in wanted}
+
+
+def test_what_a_wheel_carries_is_found_where_pip_puts_it(tmp_path, monkeypatch):
+    shares = [tmp_path / name / "share/deadpool_plugin" for name in ("target", "prefix")]
+    monkeypatch.setattr(config_command, "_PLACES", (tmp_path / "checkout", *shares))
+    with pytest.raises(ConfigError, match="no configs/minimal.yaml in .*install deadpool_plugin again"):
+        config_command.shipped("configs/minimal.yaml")
+    (shares[1] / "configs").mkdir(parents=True)
+    (shares[1] / "configs/minimal.yaml").touch()
+    assert config_command.shipped("configs/minimal.yaml") == shares[1] / "configs/minimal.yaml"
 
 
 def test_a_tilde_is_the_home_directory(tmp_path, monkeypatch):
