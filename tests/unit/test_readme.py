@@ -3,6 +3,7 @@
 import json
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -62,10 +63,17 @@ def test_every_script_it_names_exists():
 
 
 def test_the_option_table_is_that_of_the_record():
-    record = (ROOT / "scripts/results/2026-11-21-megatron-lm-options.jsonl").read_text()
-    newest = {line["meant"]: line["result"] for line in map(json.loads, record.splitlines())}
-    table = README.split("option by option\n")[1]
-    assert dict(re.findall(r"^\| (.+?) \| .*\| (held|not here).*\|$", table, re.MULTILINE)) == newest
+    record = ROOT / "scripts/results/2026-11-21-megatron-lm-options.jsonl"
+    newest = {line["meant"]: line["result"] for line in map(json.loads, record.read_text().splitlines())}
+    page = record.with_suffix(".md").read_text()
+    assert dict(re.findall(r"^\| (.+?) \| .*\| (held|not here).*\|$", page, re.MULTILINE)) == newest
+    held = sum(result == "held" for result in newest.values())
+    assert f"{held} of {len(newest)} options held; {len(newest) - held} do not run on a CPU." in page
+
+
+def test_the_page_of_the_fault_matrices_is_that_of_their_records():
+    made = subprocess.check_output([sys.executable, ROOT / "scripts/faults/table.py"], text=True)
+    assert (ROOT / "scripts/results/2026-11-23-fault-matrices.md").read_text() == made
 
 
 @pytest.mark.parametrize("forbidden", ["@@", "TODO", "FIXME"])
