@@ -394,13 +394,15 @@ def table(subjects: Iterable[Subject], known: dict[str, Line]) -> str:
 PAGE = """# Versions that were run
 
 The output of `versions.py --rows all --table`. A row is an environment of its own; it held if every check of it did.
+A job holds if it ends with the bits of an undisturbed run.
 
 - guards: tests of collectives that pair, of what a newcomer is compared in, of saves and of hook points
 - demo: `demo.py`, eight ranks (TP 2, PP 2, DP 2) on four nodes, one of them killed at a drawn place; demo-zero the same
   with DeepSpeed, the stage of ZeRO beside it
 - faults: `fault_matrix.py`, a node and a process lost at each of 12 places, TP 2, PP 2, DP 2; faults-zero the same with
   ZeRO 2 and 3; faults-save at 8 places of a save
-- pretrain_gpt: Megatron-LM's own script, unedited, with four sets of options: {pretrain}; saves: asynchronous ones
+- pretrain_gpt: Megatron-LM's own script, unedited, loses a node and then a process, with four sets of
+  options: {pretrain}; saves: asynchronous ones
 
 {table}
 Without the plugin these do not run here either: ZeRO 1 and 2 of DeepSpeed {zero_3_only} over gloo (what they gather are

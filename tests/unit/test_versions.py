@@ -2,6 +2,7 @@
 
 import argparse
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -86,8 +87,13 @@ def test_the_table_says_which_checks_failed_and_not_why(script):
     assert "| guards failed; demo failed |" in script.table([subject], known)
 
 
-def test_the_readme_has_the_table_of_what_was_recorded(script, recorded):
-    assert script.table(script.SUBJECTS.values(), recorded) in (ROOT / "README.md").read_text()
+def test_the_readme_links_the_table_of_what_was_recorded_and_names_a_row_that_held(script, recorded):
+    readme = (ROOT / "README.md").read_text()
+    page = re.findall(r"\]\((scripts/results/\S+-versions\.md)\)", readme)
+    assert page and script.table(script.SUBJECTS.values(), recorded) in (ROOT / page[0]).read_text()
+    named = re.findall(r"Python (\S+), torch (\S+), megatron-core (\S+), DeepSpeed ([\d.]+\d)", readme)
+    held = {(row.python, row.torch, row.megatron_core, row.deepspeed) for row in versions.ROWS if row.held}
+    assert named and set(named) <= held
 
 
 def test_a_branch_of_megatron_lm_is_run_again_when_it_has_moved_and_its_commit_is_recorded(
