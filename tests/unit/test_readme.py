@@ -76,6 +76,12 @@ def test_the_page_of_the_fault_matrices_is_that_of_their_records():
     assert (ROOT / "scripts/results/2026-11-23-fault-matrices.md").read_text() == made
 
 
+def test_the_picture_of_a_swap_is_that_of_its_events():
+    record = ROOT / "scripts/results/2026-11-23-swap.jsonl"
+    made = subprocess.check_output([sys.executable, ROOT / "scripts/draw_swap.py", record], text=True)
+    assert record.with_suffix(".svg").read_text() == made
+
+
 @pytest.mark.parametrize("forbidden", ["@@", "TODO", "FIXME"])
 def test_nothing_unfinished_is_left_in_it(forbidden):
     assert forbidden not in README
