@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from deadpool_plugin import __version__
+
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 
@@ -85,6 +87,15 @@ def test_the_picture_of_a_swap_is_that_of_its_events():
 @pytest.mark.parametrize("forbidden", ["@@", "TODO", "FIXME"])
 def test_nothing_unfinished_is_left_in_it(forbidden):
     assert forbidden not in README
+
+
+def test_the_changelog_is_headed_by_the_version_and_says_nothing_twice():
+    text = (ROOT / "CHANGELOG.md").read_text()
+    versions = re.findall(r"^## (.+)$", text, re.MULTILINE)
+    assert re.fullmatch(rf"\[{re.escape(__version__)}\] - (unreleased|\d{{4}}-\d\d-\d\d)", versions[0])
+    assert all(re.fullmatch(r"\[\d[\w.]*\] - \d{4}-\d\d-\d\d", version) for version in versions[1:])
+    lines = [line for line in text.splitlines() if line and not line.startswith("### ")]
+    assert len(lines) == len(set(lines))
 
 
 def test_the_two_commands_are_executable():
