@@ -1,5 +1,7 @@
-"""The pages say what is there: every source file is in the file map; tables, links and commands lead somewhere."""
+"""Pages say what is there: the file map has every source file; links lead somewhere; programs take the commands."""
 
+import argparse
+import importlib
 import json
 import re
 import subprocess
@@ -12,6 +14,15 @@ from deadpool_plugin import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
+SCRIPTS = ROOT / "scripts"
+READ_BY = {
+    "demo.sh": [SCRIPTS / "demo.py"],
+    "soak.py": [SCRIPTS / "demo.py"],
+    "gpu_evidence.sh": [SCRIPTS / "gpu" / "evidence.py"],
+    "mirror.py": [SCRIPTS / "gpu" / "checks.py"],
+    "job.py": [SCRIPTS / "gpu" / "checks.py"],
+}
+"""Script -> where else its options are read."""
 
 
 def source_files():
@@ -57,6 +68,41 @@ def test_links_lead_somewhere(page):
         found = (page.parent / target).resolve() if target else page
         assert found.exists(), target
         assert not anchor or anchor in anchors(found), f"{target}#{anchor}"
+
+
+def printed_commands(page):
+    """The words of each command of ours on a page: in a code span, or a line of a block."""
+    entry = r"(?:deadpool|python -m deadpool_plugin|(?:python |\./)scripts/[\w/]+\.(?:py|sh))"
+    span, line = rf"`((?:{entry}|\w+\.py) [^`]+)`", rf"^[ +]*(?:nohup |sudo )?({entry} .+)$"
+    for found in re.findall(f"{span}|{line}", page.read_text(), re.MULTILINE):
+        command = "".join(found).removeprefix("python ").replace("-m deadpool_plugin ", "deadpool ")
+        yield re.split(r" [>&#] ", command)[0].split()
+
+
+def unknown_options(words):
+    """Those that the program of a command does not take. Raises: argparse.ArgumentError for other mistakes."""
+    options = {word.strip("[]").split("=")[0] for word in words if re.match(r"\[?--\w", word)}
+    if words[0] != "deadpool":
+        scripts = [path for path in SCRIPTS.rglob("*.*") if path.match(words[0].removeprefix("./"))]
+        assert scripts, words[0]
+        text = "".join(path.read_text() for path in [*scripts, *READ_BY.get(scripts[0].name, ())])
+        return {option for option in options if f'"{option}"' not in text}
+    if words[1] == "COMMAND":
+        return set()
+    module = importlib.import_module(f"deadpool_plugin.cli.{words[1]}")
+    if getattr(module, "VERBATIM", False):
+        return set()  # they are deepspeed's
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    module.add_arguments(parser)
+    if words[2:] and not set("[]|") & set("".join(words)):
+        parser.parse_args(words[2:])
+    return options - set(parser._option_string_actions)
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_its_commands_are_ones_that_their_programs_take(page):
+    wrong = [words for words in printed_commands(page) if page.name != "CHANGELOG.md" and unknown_options(words)]
+    assert wrong == []
 
 
 def test_every_script_it_names_exists():
