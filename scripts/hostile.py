@@ -25,11 +25,12 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from clusters.events import Tail
 from clusters.launched import REPOSITORY, read_json_lines
 
 sys.path.insert(0, str(REPOSITORY))
@@ -221,15 +222,15 @@ def one_round(args: argparse.Namespace, number: int, left: int) -> dict[str, Any
         )
     samples: dict[int, list[dict[str, float]]] = {}
     attack: Attack | None = None
-    attacked: list[int] = []
-    """The newest step done, before each burst."""
+    told, attacked = Tail(folder / "output"), list[int]()
     try:
         while process.poll() is None:
+            told.read()
             if attack is None:
-                attack = attack_on(folder, args.seed + number, samples)
+                attack = attack_on(folder, told, args.seed + number, samples)
                 time.sleep(0.2)
                 continue
-            before, step = sum(attack.made.values()), newest_step(folder)
+            before, step = sum(attack.made.values()), max((done["step"] for done in told.of("StepDone")), default=-1)
             if before >= left or step >= args.steps:  # enough, or the job is at its end
                 time.sleep(0.2)
                 continue
@@ -241,13 +242,14 @@ def one_round(args: argparse.Namespace, number: int, left: int) -> dict[str, Any
     finally:
         if attack is not None:
             attack.close()
+    told.read()
     summary = json.loads((args.out / f"round{number}.txt").read_text().splitlines()[-1])
     lines = [line for path in (folder / "launcher").iterdir() for line in path.read_text(errors="replace").splitlines()]
     return {
         "seed": args.seed + number,
         "attacked_from_step": min(attacked, default=-1),
         "attacked_until_step": max(attacked, default=-1),
-        "lost": sum(event["event"] in ("NodeLost", "RankLost") for event in events(folder)),
+        "lost": len(told.of("NodeLost", "RankLost")),
         "connections": dict(attack.made) if attack is not None else {},
         "bit_exact": summary["bit_exact"],
         "steps": summary["steps"],
@@ -263,22 +265,10 @@ def one_round(args: argparse.Namespace, number: int, left: int) -> dict[str, Any
     }  # fmt: skip
 
 
-def events(folder: Path) -> Iterator[dict[str, Any]]:
-    """What the job's nodes have logged so far."""
-    for path in (folder / "output").glob("events.*.jsonl"):
-        for line in path.read_text(errors="replace").splitlines():
-            with contextlib.suppress(json.JSONDecodeError):  # being written
-                yield json.loads(line)
-
-
-def newest_step(folder: Path) -> int:
-    return max((event["step"] for event in events(folder) if event["event"] == "StepDone"), default=-1)
-
-
-def attack_on(folder: Path, seed: int, samples: dict[int, list[dict[str, float]]]) -> Attack | None:
+def attack_on(folder: Path, told: Tail, seed: int, samples: dict[int, list[dict[str, float]]]) -> Attack | None:
     """Once the job trains and every agent can be found; `samples` gets their processes."""
     found = [path for path in (folder / "output" / "nodes").glob("*.json")]
-    if len(found) < 3 or not any(event["event"] == "SpareReady" for event in events(folder)):
+    if len(found) < 3 or not told.of("SpareReady"):
         return None
     pids = [json.loads(path.read_text())["pid"] for path in found]
     samples |= {pid: [held_by(pid)] for pid in pids}
