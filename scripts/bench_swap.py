@@ -49,7 +49,7 @@ from bench.peers.job_relaunch import RelaunchJob
 from bench.peers.job_torchft import TorchftJob
 from bench.peers.jobs import FAULTS, PRETRAIN, Job, Setting
 from bench.peers.ours import DeadpoolJob, EngineJob
-from clusters.launched import REPOSITORY, read_json_lines
+from clusters.launched import REPOSITORY, commit_of, read_json_lines
 
 SCRIPTS = REPOSITORY / "scripts"
 CACHE = REPOSITORY / ".cache" / "demo"
@@ -195,7 +195,6 @@ def surroundings(args: argparse.Namespace) -> dict[str, Any]:
     versions = {"project": versions_of(Path(sys.executable)), "peers": versions_of(args.peers_python)}
     processor = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     memory = Path("/proc/meminfo").read_text().splitlines()[0].split()[1]
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True)
     return {
         "processor": processor[:1],
         "cores": os.cpu_count(),
@@ -203,7 +202,7 @@ def surroundings(args: argparse.Namespace) -> dict[str, Any]:
         "kernel": platform.release(),
         "python": platform.python_version(),
         "versions": versions,
-        "commit": commit.stdout.strip(),
+        "commit": commit_of(),
     }
 
 

@@ -36,7 +36,7 @@ from pathlib import Path
 
 import make_corpus
 from clusters import netns, netns_host
-from clusters.launched import REPOSITORY, read_events
+from clusters.launched import REPOSITORY, commit_of, read_events
 from netcluster import ENVIRONMENT, EXIT_UNAVAILABLE
 
 HOSTS, SPARES = 6, 2
@@ -234,8 +234,7 @@ def play(name: str, args: argparse.Namespace) -> None:
     if name == "full-disk":
         subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={FULL_MIB}m", "deadpool", str(output)], check=True)
     transcript = Transcript(args.out / f"{name}.txt")
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=args.tree, capture_output=True, text=True)
-    transcript.say(f"==== {name}, seed {args.seed}, commit {commit.stdout.strip()}, load {os.getloadavg()[0]:.0f}")
+    transcript.say(f"==== {name}, seed {args.seed}, commit {commit_of(args.tree)}, load {os.getloadavg()[0]:.0f}")
     try:
         with netns.Network(folder / "hosts", HOSTS, ENVIRONMENT) as network:
             job = Job(network, folder, args, transcript)

@@ -30,7 +30,6 @@ import os
 import random
 import re
 import shutil
-import subprocess
 import sys
 import time
 import traceback
@@ -40,7 +39,7 @@ from typing import Any
 
 import make_corpus
 from clusters import forked_node
-from clusters.launched import read_json_lines
+from clusters.launched import commit_of, read_json_lines
 from clusters.references import reference
 from faults.job import Job, Verdict
 from faults.plan import Kill
@@ -235,7 +234,7 @@ def judged(verdict: Verdict) -> dict[str, Any]:
 
 def attempt(row: Row, args: argparse.Namespace, number: int) -> dict[str, Any]:
     """The row's next line."""
-    line: dict[str, Any] = {"row": row.name, "must_hold": row.must_hold, "commit": our_commit()}
+    line: dict[str, Any] = {"row": row.name, "must_hold": row.must_hold, "commit": commit_of()}
     if reason := missing(row, args):
         return {**line, "result": "skipped", "detail": reason}
     folder = getattr(args, row.project.replace("-", "_")).resolve()
@@ -253,11 +252,6 @@ def attempt(row: Row, args: argparse.Namespace, number: int) -> dict[str, Any]:
     for place, name in places.items():
         found = json.loads(json.dumps(found).replace(place, name))
     return {**line, **found}
-
-
-def our_commit() -> str:
-    words = ["git", "rev-parse", "--short", "HEAD"]
-    return subprocess.run(words, cwd=FOREIGN, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def not_run(reason: str) -> dict[str, Any]:

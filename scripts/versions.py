@@ -38,6 +38,7 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
+from clusters import launched  # noqa: E402
 from clusters.launched import read_json_lines  # noqa: E402
 
 from deadpool_plugin.versions import CHECKOUTS, NEWEST, ROWS, Row  # noqa: E402
@@ -327,9 +328,8 @@ def keep(
     args: argparse.Namespace, subject: Subject, checkout: str, check: str, result: str, detail: str, seconds: float
 ) -> None:
     """Write the line of a check down. `checkout`: Megatron-LM's commit, "" without one; `commit` in it is ours."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True)
     line = {"row": subject.name, "check": check, "result": result, "detail": detail, "seconds": round(seconds)}
-    line |= {"seed": args.seed, "commit": commit.stdout.strip(), "python": subject.row.python, **subject.row.packages}
+    line |= {"seed": args.seed, "commit": launched.commit_of(), "python": subject.row.python, **subject.row.packages}
     line |= {"checkout": checkout} if checkout else {}
     with open(args.out / "versions.jsonl", "a") as file:
         file.write(json.dumps(line) + "\n")

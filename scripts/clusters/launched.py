@@ -145,6 +145,12 @@ def free_port() -> int:
     raise OSError(f"100 ports below {first_given}, drawn by lot, are all taken")
 
 
+def commit_of(tree: Path = REPOSITORY) -> str:
+    """The commit that is checked out there, short; "" of a folder without git."""
+    words = ["git", "-C", str(tree), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip()
+
+
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """The complete lines of a file that may still be written to, or that a killed process left half a line in."""
     found = []
