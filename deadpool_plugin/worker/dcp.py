@@ -89,7 +89,7 @@ class Save(SaveCall):
         """All ranks save to one folder."""
         if not self.path or self._arguments.get("no_dist"):
             return
-        agreed = self._saves.one_folder(self.path, self._arguments.get("process_group"))
+        agreed = self._saves.folders.one_folder(self.path, self._arguments.get("process_group"))
         if agreed != self.path:
             self._arguments["checkpoint_id"] = self.path = agreed
             self._mark = CompleteMark(self.path, self._rank)

@@ -51,7 +51,7 @@ class FileSave(SaveCall):
             return
         obj, args, kwargs = self._given
         began = time.monotonic()
-        self._path = Path(self._saves.file(str(self._path)))
+        self._path = Path(self._saves.folders.file(str(self._path)))
         write_beside(self._path, lambda file: self._original(obj, file, *args, **kwargs))
         self._given = None  # the call log would keep it for steps
         self._saves.written(str(self._path), began, whole=False)
@@ -62,7 +62,7 @@ class FileSave(SaveCall):
 
     def skipped(self, outcome: bytes | None) -> None:
         if outcome is not None:  # else it comes before the first forward
-            self._saves.follow(str(self._path), os.fsdecode(outcome))
+            self._saves.folders.follow(str(self._path), os.fsdecode(outcome))
 
     def failed(self, error: BaseException) -> Any:
         self._given = None

@@ -239,7 +239,7 @@ class Follow:
         context.link.send(local.Rehearsed(self._rank, took))
         context.on_built()
         if self._files is not None:
-            context.saves.made = self._files.own
+            context.saves.folders.made = self._files.own
             self._files.lift()  # before what follows wraps `open`
         self._mute.keep_files()
 
@@ -256,7 +256,7 @@ class Follow:
         live = Live(self._context, self._rank, layout, slots, step=order.restore_step)
         self._context.mode = live
         self._mute.release_files()
-        self._context.saves.take_over()
+        self._context.saves.folders.take_over()
         self._context.link.joined(order.generation)
         live.newcomer(order.generation, order.store, order.restore_step)
         self._mute.lift()

@@ -13,24 +13,18 @@ import contextlib
 import dataclasses
 import functools
 import os
-import stat
 import sys
-import tempfile
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
-
-from ..core.types import listed
-from ..errors import Unsupported
 from ..transport import local
 from . import raised
 from .adapter import CallHandler, CallKind, Followed
-from .file_view import Elsewhere
+from .folders import Folders
 
 if TYPE_CHECKING:
     from ..comm.groups import Groups
@@ -39,8 +33,6 @@ if TYPE_CHECKING:
 
 MARK = ".metadata"
 """The file that makes a folder of torch's or Megatron-core's a complete checkpoint."""
-MOVED_MAX = 64
-"""Folders named otherwise that are kept in mind: a script may name a new one at every save."""
 LEFT = ("__*_*.distcp", "__*_*.distcp.tmp", "common.pt", f"{MARK}.tmp")
 """What writers have written before it. Source: torch 2.13 filesystem.py; megatron-core 0.16.1 strategies/."""
 
@@ -131,19 +123,7 @@ class Saves:
         self.step = 0
         """The step whose state the save call under way saves."""
         self._inside = False
-        self.took_over = False
-        """This process has taken its rank over from another one, which may have named folders otherwise."""
-        self._agreed: set[str] = set()
-        """Folders to which this process has saved with all others."""
-        self._moved: dict[str, Path] = {}
-        """Folders that this process's script names otherwise than the job (absolute), and their names there."""
-        self._elsewhere = Elsewhere(self._existing)
-        self._followed: dict[str, tuple[str, int]] = {}
-        """Folders that a follower's script names otherwise than the rank did, the rank's name ("": it has changed), and
-        at how many saves."""
-        self.made: Container[str] = ()
-        """What this process has made in start-up: the rank had started up long before it."""
-        self._move_said = self._tag_said = False
+        self.folders = Folders(link)
         self.on_cancel: list[Callable[[], None]] = []
         """What else must be forgotten when a swap begins, so that survivors are like a new process."""
 
@@ -172,137 +152,6 @@ class Saves:
             return original(*args, **kwargs) if unless() or self.foreign() else self.do(make(args, kwargs))
 
         return save
-
-    def one_folder(self, given: str, group: Any = None) -> str:
-        """The folder in which all ranks of `group` save one checkpoint; `given` is what this rank's script names.
-
-        A script that names it by the clock gets another name in a process that starts later: that one saves where the
-        others do. Every rank of `group` calls this before it writes. Blocks: for all of them.
-        Raises: Unsupported if ranks name different folders, and no replacement is the reason: nobody could load that.
-        """
-        if not dist.is_initialized() or dist.get_world_size(group) < 2:
-            return given
-        mine = self.moved(given)
-        said = _gathered((mine, self._doubt(given, mine, given)), group)
-        if len({os.path.normpath(name) for name, _ in said}) == 1:
-            self._agreed.add(mine)
-            return mine
-        # Where every process is a replacement nothing was saved before it; the first one's name is as good as any.
-        least = min(doubt for _, doubt in said)
-        settled = [name for name, doubt in said if doubt == least]
-        if not least and len({os.path.normpath(name) for name in settled}) > 1:
-            ranks: dict[str, list[int]] = {}
-            for rank, (name, _) in zip(dist.get_process_group_ranks(group or dist.group.WORLD), said, strict=True):
-                ranks.setdefault(name, []).append(rank)
-            where = "; ".join(f"rank(s) {listed(numbers)} to {name}" for name, numbers in ranks.items())
-            raise Unsupported(
-                f"the ranks save one checkpoint to different folders, where it cannot be loaded: {where}",
-                "one folder for all of them",
-                "let rank 0 choose the name (a clock's is not the same everywhere) and broadcast it",
-            )
-        if os.path.normpath(mine) != os.path.normpath(settled[0]):
-            self._move(given, settled[0])
-            self.moved(given)  # says so
-        self._agreed.add(settled[0])
-        return str(settled[0])
-
-    def one_tag(self, folder: str, given: str) -> str:
-        """The name of one checkpoint in `folder`, the same folder on all ranks; `given` is what this rank names it.
-
-        As `one_folder`, but ranks that differ from the start do not end the job: a clock's name differs now and then
-        between ranks that ask at the same moment. The first one's name is used then, and that is said.
-        """
-        if not dist.is_initialized() or dist.get_world_size() < 2:
-            return given
-        own = os.path.join(folder, given)
-        said = _gathered((given, self._doubt(own, given, given)), None)
-        agreed = min(said, key=lambda one: one[1])[0]
-        others = [rank for rank, (name, _) in enumerate(said) if name != agreed]
-        if others and dist.get_rank() == others[0] and not self._tag_said:
-            self._tag_said = True
-            text = (
-                f"rank(s) {listed(others)} name a checkpoint in {folder} otherwise ({given}) than the job, which saves"
-            )
-            self._link.event("Note", text=f"{text} it as {agreed}: does the script name it by the clock?")
-        self._move(own, os.path.join(folder, agreed))
-        self._agreed.add(os.path.join(folder, agreed))
-        return str(agreed)
-
-    def _doubt(self, path: str, mine: str, given: str) -> int:
-        """The lower, the more others go by it. 0: this process was there from the start, or has saved to `path` with
-        all others (as in a redo). 1: `mine` was agreed on for another checkpoint. 2: a later clock may have said it."""
-        if not self.took_over or path in self._agreed:
-            return 0
-        return 1 if mine != given else 2
-
-    def follow(self, given: str, recorded: str) -> None:
-        """In a follower: its script saves to `given` what the rank itself has saved to `recorded`."""
-        folder, its = os.path.dirname(os.path.abspath(given)), os.path.dirname(os.path.abspath(recorded))
-        if folder == its or _is_temporary(folder):
-            return
-        here, there = _parted(folder, its)
-        before, times = self._followed.pop(here, (there, 0))
-        self._followed[here] = (there if before == there else "", times + 1)
-        _bound(self._followed)
-
-    def take_over(self) -> None:
-        """This process is the rank from here on: its script's files go where the rank's own went.
-
-        Only by a name that stays: one that the script makes at every save may be anything by the next one.
-        """
-        self.took_over = True
-        for here, (there, times) in self._followed.items():
-            if there and (times > 1 or here in self.made):
-                self._move(here, there)
-
-    def _move(self, own: str, others: str) -> None:
-        """What the script calls `own` is `others` from here on, which may be the same again."""
-        here, there = _parted(own, others)
-        self._moved = {one: its for one, its in self._moved.items() if not _lies_in(os.path.abspath(own), one)}
-        if not here or os.path.abspath(own) == os.path.abspath(others):
-            return
-        self._moved[os.path.abspath(here)] = Path(there)
-        _bound(self._moved)
-        self._elsewhere.begin()
-
-    def _found(self, path: str) -> tuple[Path, Path] | None:
-        """The job's name of the folder that `path` lies in, and of `path` itself, if the script has others."""
-        whole = os.path.abspath(path)
-        for here, there in self._moved.items():
-            if _lies_in(whole, here) and not _lies_in(whole, os.path.abspath(there)):
-                return there, there / os.path.relpath(whole, here)
-        return None
-
-    def _existing(self, path: str) -> str:
-        """As `moved`, where the job's folder is there: another host may have one of its own."""
-        found = self._found(path)
-        return str(found[1]) if found and os.path.isdir(found[0]) else path
-
-    def moved(self, path: str) -> str:
-        """Where the job saves what this rank's script would save to `path`. What is not there is said once."""
-        found = self._found(path)
-        return path if found is None else self._say_moved(path, str(found[1]))
-
-    def file(self, path: str) -> str:
-        """As `moved`, for a file of this rank's own: there is no other rank to ask, and the folder may not be here."""
-        found = self._found(path)
-        if found is not None and found[1].parent.is_dir():
-            return self._say_moved(path, str(found[1]))
-        if self.took_over and any(str(one) in self.made for one in Path(os.path.abspath(path)).parents):
-            text = f"saves {path}, in a folder that its script made anew, and the other ranks' files may lie elsewhere"
-            self._say_once(f"{text}: does the script name it by the clock? Let rank 0 choose a name and broadcast it")
-        return path
-
-    def _say_moved(self, path: str, moved: str) -> str:
-        text = f"saves to {moved}, where the job does, and not to {path}, as its script says"
-        self._say_once(f"{text}: does the script name it by the clock?")
-        return moved
-
-    def _say_once(self, what: str) -> None:
-        if not self._move_said:
-            self._move_said = True
-            who = f"{'the replacement of ' if self.took_over else ''}rank {os.environ['RANK']}"
-            self._link.event("Note", text=f"{who} {what}")
 
     def written(self, path: str, began: float, step: int | None = None, *, whole: bool = True) -> None:
         """Tell the agent that the checkpoint at `path` is complete as far as this rank is concerned.
@@ -401,41 +250,6 @@ class Saves:
             again = flight.step >= restore_step
             reason = "it is done again" if again else f"training goes on from step {restore_step}, behind it"
             self._link.event("CheckpointCancelled", step=flight.step, path=flight.path, reason=reason)
-
-
-def _parted(own: str, others: str) -> tuple[str, str]:
-    """Both without the names at their ends that are the same."""
-    here, there = list(Path(own).parts), list(Path(others).parts)
-    while here and there and here[-1] == there[-1]:
-        here.pop()
-        there.pop()
-    return (str(Path(*here)) if here else "", str(Path(*there)))
-
-
-def _lies_in(path: str, folder: str) -> bool:
-    return path == folder or path.startswith(os.path.join(folder, ""))
-
-
-def _bound(folders: dict[str, Any]) -> None:
-    while len(folders) > MOVED_MAX:
-        del folders[next(iter(folders))]
-
-
-def _gathered(mine: tuple[str, int], group: Any) -> list[tuple[str, int]]:
-    """What each rank of `group` says, and how much it doubts that. Blocks: for all of them."""
-    said: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(said, mine, group)
-    return said
-
-
-def _is_temporary(folder: str) -> bool:
-    """Whether `tempfile` has made it, for this process alone."""
-    if not _lies_in(folder, os.path.abspath(tempfile.gettempdir())):
-        return False
-    try:
-        return stat.S_IMODE(os.stat(folder).st_mode) == stat.S_IRWXU
-    except OSError:
-        return False
 
 
 class CompleteMark:

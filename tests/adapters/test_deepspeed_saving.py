@@ -32,7 +32,8 @@ def test_on_other_ranks_there_are_none():
 @pytest.fixture
 def save(monkeypatch, tmp_path):
     """Makes a save of rank `rank`, whose part is `part`; `seen` has what `latest` said whenever all ranks met."""
-    saves = SimpleNamespace(one_folder=str, one_tag=lambda folder, tag: f"agreed-{tag}", written=lambda *_, **__: None)
+    folders = SimpleNamespace(one_folder=str, one_tag=lambda folder, tag: f"agreed-{tag}")
+    saves = SimpleNamespace(folders=folders, written=lambda *_, **__: None)
     calls = SimpleNamespace(inside=contextlib.nullcontext)
     engine = SimpleNamespace(use_node_local_storage=lambda: False)
     latest = tmp_path / "latest"

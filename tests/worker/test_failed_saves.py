@@ -195,7 +195,7 @@ def test_a_file_whose_save_failed_is_not_written_in_a_redo(tmp_path, monkeypatch
         f.write_bytes(b"whole")
 
     rank = Rank()
-    saves = SimpleNamespace(file=str, written=lambda path, began, whole: None)
+    saves = SimpleNamespace(folders=SimpleNamespace(file=str), written=lambda path, began, whole: None)
     with pytest.raises(OSError):
         rank.save(file_saves.FileSave("torch.save", saves, original, {}, str(tmp_path / "one.pt")))
     for call in rank._log.after_cut(0):

@@ -60,7 +60,7 @@ def saves(monkeypatch):
     monkeypatch.setenv("RANK", "3")
     saves = saving.Saves(Link(), SimpleNamespace(generation=0), lambda name, kind, call, args, kwargs: call())
     yield saves
-    saves._elsewhere.end()
+    saves.folders._elsewhere.end()
 
 
 @dataclasses.dataclass
@@ -604,37 +604,37 @@ def others_say(monkeypatch, others):
         group=SimpleNamespace(WORLD=None),
     )
     dist.all_gather_object = lambda said, mine, group: said.__setitem__(slice(None), [mine, *others])
-    monkeypatch.setattr(saving, "dist", dist)
+    monkeypatch.setattr("deadpool_plugin.worker.folders.dist", dist)
 
 
 @pytest.mark.parametrize(("mine", "others", "folder"), FOLDERS)
 def test_a_replacement_saves_where_all_others_do(saves, monkeypatch, mine, others, folder):
     others_say(monkeypatch, others)
-    given, saves.took_over = mine
-    assert saves.one_folder(given) == folder
+    given, saves.folders.took_over = mine
+    assert saves.folders.one_folder(given) == folder
     said = [fields["text"] for kind, fields in saves._link.events]
     assert len(said) == (folder != given) and all(given in text and folder in text for text in said)
-    assert saves.one_folder(folder) == folder
+    assert saves.folders.one_folder(folder) == folder
 
 
 def test_a_folder_that_is_named_otherwise_once_is_known_from_then_on(saves, monkeypatch):
-    saves.took_over = True
+    saves.folders.took_over = True
     others_say(monkeypatch, [("/out/monday/step4", False)])
-    assert saves.one_folder("/out/tuesday/step4") == "/out/monday/step4"
-    assert saves.moved("/out/tuesday/step8/rank1.pt") == "/out/monday/step8/rank1.pt"
+    assert saves.folders.one_folder("/out/tuesday/step4") == "/out/monday/step4"
+    assert saves.folders.moved("/out/tuesday/step8/rank1.pt") == "/out/monday/step8/rank1.pt"
     others_say(monkeypatch, [("/out/wednesday/step8", True)])  # the rank that was left has been replaced since
-    assert saves.one_folder("/out/tuesday/step8") == "/out/monday/step8"
+    assert saves.folders.one_folder("/out/tuesday/step8") == "/out/monday/step8"
     assert len(saves._link.events) == 1
 
 
 def test_a_name_that_was_another_ranks_at_one_save_may_be_everybodys_at_the_next(saves, monkeypatch):
     """By the minute, say: a replacement saved at 17:02 what the others had begun to save at 17:01."""
-    saves.took_over = True
+    saves.folders.took_over = True
     others_say(monkeypatch, [("/out/17:01", False)])
-    assert saves.one_folder("/out/17:02") == "/out/17:01"
+    assert saves.folders.one_folder("/out/17:02") == "/out/17:01"
     others_say(monkeypatch, [("/out/17:02", False)])
-    assert saves.one_folder("/out/17:02") == saves.moved("/out/17:02") == "/out/17:02"
-    assert saves.moved("/out/17:01") == "/out/17:01"
+    assert saves.folders.one_folder("/out/17:02") == saves.folders.moved("/out/17:02") == "/out/17:02"
+    assert saves.folders.moved("/out/17:01") == "/out/17:01"
 
 
 def file_save(saves, path):
@@ -664,18 +664,18 @@ def clock(saves, tmp_path):
 )
 def test_only_a_name_that_stays_is_a_replacements_to_use(saves, tmp_path, recorded, made, known):
     """Else a folder that the script names by the minute at every save would be taken for one of an older checkpoint."""
-    saves.made = {str(tmp_path / name) for name in made}
+    saves.folders.made = {str(tmp_path / name) for name in made}
     for name in recorded:
         file_save(saves, tmp_path / "18:00" / "rank3.pt").skipped(os.fsencode(tmp_path / name / "rank3.pt"))
-    saves.take_over()
-    assert saves.moved(str(tmp_path / "18:00")) == str(tmp_path / ("17:01" if known else "18:00"))
+    saves.folders.take_over()
+    assert saves.folders.moved(str(tmp_path / "18:00")) == str(tmp_path / ("17:01" if known else "18:00"))
 
 
 def test_files_of_a_replacement_lie_where_the_ranks_own_lay(saves, clock):
     """A checkpoint of format `torch`: each rank's own file, and a tracker that rank 0 writes with `open`."""
     first, later = clock
     (later / "before").write_text("")
-    saves.take_over()
+    saves.folders.take_over()
     os.makedirs(later / "iter_12")
     save = file_save(saves, later / "iter_8" / "rank3.pt")
     save()
@@ -685,7 +685,7 @@ def test_files_of_a_replacement_lie_where_the_ranks_own_lay(saves, clock):
         log.write("saved")
     assert (later / "latest").read_text() == "8" and os.path.exists(later / "iter_12")
     assert os.fsdecode(save.outcome(None)) == str(first / "iter_8" / "rank3.pt")
-    saves._elsewhere.end()
+    saves.folders._elsewhere.end()
     assert os.listdir(later) == ["before"]
     assert sorted(os.listdir(first)) == ["iter_12", "iter_8", "latest", "log"]
     assert os.listdir(first / "iter_8") == ["rank3.pt"]
@@ -697,25 +697,25 @@ def test_a_folder_that_another_host_has_not_is_the_scripts_own(saves, clock):
     first, later = clock
     shutil.rmtree(first)
     (later / "iter_8").mkdir()
-    saves.take_over()
+    saves.folders.take_over()
     file_save(saves, later / "iter_8" / "rank3.pt")()
     (later / "latest").write_text("8")
-    saves._elsewhere.end()
+    saves.folders._elsewhere.end()
     assert sorted(os.listdir(later)) == ["iter_8", "latest"] and os.listdir(later / "iter_8") == ["rank3.pt"]
 
 
 def test_temporary_folders_differ_as_they_should(saves, tmp_path):
     own, its = (tempfile.mkdtemp(dir=tmp_path) for _ in range(2))
     file_save(saves, f"{own}/rank3.pt").skipped(os.fsencode(f"{its}/rank3.pt"))
-    saves.take_over()
+    saves.folders.take_over()
     file_save(saves, f"{own}/rank3.pt")()
     assert os.listdir(own) == ["rank3.pt"] and os.listdir(its) == []
 
 
 @pytest.mark.parametrize("is_new", [True, False])
 def test_a_replacement_says_once_that_it_saves_where_nobody_did(saves, tmp_path, is_new):
-    saves.made = {str(tmp_path)} if is_new else ()
-    saves.take_over()
+    saves.folders.made = {str(tmp_path)} if is_new else ()
+    saves.folders.take_over()
     for step in (4, 8):
         file_save(saves, tmp_path / f"{step}.pt")()
     said = [fields["text"] for kind, fields in saves._link.events if kind == "Note"]
@@ -725,7 +725,7 @@ def test_a_replacement_says_once_that_it_saves_where_nobody_did(saves, tmp_path,
 def test_ranks_that_name_different_folders_from_the_start_are_refused_by_name(saves, monkeypatch):
     others_say(monkeypatch, [("q", False), ("p", False), ("r", True)])
     with pytest.raises(Unsupported, match=r"rank\(s\) 0, 2 to p; rank\(s\) 1 to q; rank\(s\) 3 to r"):
-        saves.one_folder("p")
+        saves.folders.one_folder("p")
 
 
 TAGS = [
@@ -739,18 +739,18 @@ TAGS = [
 @pytest.mark.parametrize(("mine", "others", "tag"), TAGS)
 def test_one_checkpoint_has_one_name_on_all_ranks_also_where_each_asks_the_clock(saves, monkeypatch, mine, others, tag):
     others_say(monkeypatch, others)
-    given, saves.took_over = mine
-    assert saves.one_tag("/out", given) == tag
-    assert saves.moved(f"/out/{given}/rank1.pt") == f"/out/{tag}/rank1.pt"
+    given, saves.folders.took_over = mine
+    assert saves.folders.one_tag("/out", given) == tag
+    assert saves.folders.moved(f"/out/{given}/rank1.pt") == f"/out/{tag}/rank1.pt"
     others_say(monkeypatch, [("newest-8", True)])
-    assert saves.one_tag("/out", tag) == tag, "what is done again has the name it had"
+    assert saves.folders.one_tag("/out", tag) == tag, "what is done again has the name it had"
 
 
 def test_ranks_whose_names_of_checkpoints_differ_are_named_once_by_the_first_of_them(saves, monkeypatch):
-    saves.took_over = True
+    saves.folders.took_over = True
     for step in (4, 8):
         others_say(monkeypatch, [(f"old-{step}", False), (f"later-{step}", True)])
-        saves.one_tag("/out", f"new-{step}")
+        saves.folders.one_tag("/out", f"new-{step}")
     ((kind, fields),) = saves._link.events
     assert kind == "Note" and "rank(s) 0, 2 name a checkpoint in /out" in fields["text"] and "old-4" in fields["text"]
 
@@ -758,7 +758,7 @@ def test_ranks_whose_names_of_checkpoints_differ_are_named_once_by_the_first_of_
 def test_a_save_of_torchs_own_goes_to_the_folder_all_agree_on(saves, monkeypatch, tmp_path):
     others_say(monkeypatch, [(str(tmp_path / "p"), False)])
     monkeypatch.setattr(dcp, "_rank", lambda group: 0)
-    saves.took_over, folders = True, []
+    saves.folders.took_over, folders = True, []
 
     def save(state_dict, *, checkpoint_id=None, storage_writer=None, process_group=None, no_dist=False):
         folders.append(checkpoint_id)

@@ -111,9 +111,9 @@ class Save(WeightsSave):
         _, engine = next(iter(self._arguments.items()))
         if not engine.use_node_local_storage():
             given = self._arguments["save_dir"]
-            if (agreed := self._saves.one_folder(str(given))) != str(given):
+            if (agreed := self._saves.folders.one_folder(str(given))) != str(given):
                 self._arguments["save_dir"] = agreed
-        tag = self._saves.one_tag(str(self._arguments["save_dir"]), self._within)
+        tag = self._saves.folders.one_tag(str(self._arguments["save_dir"]), self._within)
         if tag != self._within:
             self._arguments["tag"] = self._within = tag
 

@@ -159,7 +159,7 @@ class Save(SaveCall):
 
     def _agree(self) -> None:
         """All ranks save to one folder."""
-        agreed = self._saves.one_folder(self._path)
+        agreed = self._saves.folders.one_folder(self._path)
         if agreed != self._path:
             self._arguments["checkpoint_dir"] = self._path = agreed
             self._mark = CompleteMark(self._path, int(os.environ["RANK"]))
