@@ -22,8 +22,8 @@ def test_the_readme_shows_the_time_outs_in_their_order():
     expected = {
         "tick": config.tick_s,
         "heartbeat interval": timing.heartbeat_interval_s,
-        "a pause of one's own": PAUSE_INTERVALS * timing.heartbeat_interval_s,
-        "a refused proposer waits for its rival": RIVAL_INTERVALS * timing.heartbeat_interval_s,
+        "own pause": PAUSE_INTERVALS * timing.heartbeat_interval_s,
+        "wait for a rival": RIVAL_INTERVALS * timing.heartbeat_interval_s,
         "`lease_s`": timing.lease_s,
         "`silent_after_s`": timing.silent_after_s,
         "`phase_timeout_s`": timing.phase_timeout_s,
