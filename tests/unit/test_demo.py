@@ -1,4 +1,4 @@
-"""The demonstration says how far it is, and what failed: its setup with a stand-in for Python, its lines and pictures."""
+"""The demonstration says how far it is and what failed: its setup (with a stand-in for Python), lines, pictures."""
 
 import os
 import pty
