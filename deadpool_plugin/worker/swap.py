@@ -82,8 +82,8 @@ class Swapping:
 
     def _report_first_step(self, step: int) -> None:
         if self._swap_began is not None:
-            took = time.monotonic() - self._swap_began
-            self._link.event("FirstStepDone", rank=self._rank, step=step, duration_s=took)
+            took, generation = time.monotonic() - self._swap_began, self._groups.generation
+            self._link.event("FirstStepDone", generation=generation, rank=self._rank, step=step, duration_s=took)
             self._swap_began = None
 
     def _stage(self, step: int) -> None:

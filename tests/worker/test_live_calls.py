@@ -123,12 +123,12 @@ def test_a_result_that_followers_cannot_have_is_said_once_where_it_is_made():
 def test_a_step_is_told_as_one_of_the_generation_it_was_done_in():
     """Its agent may hear of it after it has gone on to the next one."""
     rank, told = Rank(), []
-    rank._stage, rank._swap_began = lambda step: None, None
+    rank._stage, rank._swap_began = lambda step: None, 0.0
     rank._stager = types.SimpleNamespace(wait=lambda: None)
     rank._groups.generation = 4
     rank._link.event = lambda kind, **fields: told.append((kind, fields["generation"], fields["step"]))
     rank.call("step", CallKind.UPDATE, int, (), {})
-    assert told == [("StepDone", 4, 1)]
+    assert told == [("StepDone", 4, 1), ("FirstStepDone", 4, 1)]
 
 
 def test_too_many_results_for_followers_in_one_step_are_said_once_and_the_job_goes_on(monkeypatch):
