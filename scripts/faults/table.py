@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 Line = dict[str, Any]
-KINDS = ("node", "rank")
+KINDS = {"node": "a node killed", "rank": "one process killed"}
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 RECORDS = {
@@ -54,53 +55,43 @@ def keep(path: Path, line: dict[str, Any]) -> None:
     """Append a result, and say it."""
     with open(path, "a") as file:
         file.write(json.dumps(line) + "\n")
-    state = "ok" if line["ok"] else f"refused: {line['refused']}" if line["refused"] else f"FAILED: {line['problem']}"
-    print(f"{line['cell']:45s} {state} ({line['ready_s']} s)", flush=True)
+    print(f"{line['cell']:45s} {outcome(line)} ({line['ready_s']} s)", flush=True)
+
+
+def outcome(line: Line) -> str:
+    """One word, and the reason if the fault was not survived."""
+    if line["ok"]:
+        return "held"
+    return f"refused ({line['refused']})" if line["refused"] else f"FAILED ({line['problem']})"
 
 
 def table(lines: list[Line]) -> str:
-    """Rows layouts, columns places; a cell has a word for a lost node and one for a lost rank."""
-    by_cell = {(line["layout"], line["column"], line["kind"]): line for line in lines}
-    layouts = list(dict.fromkeys(line["layout"] for line in lines))
-    columns = list(dict.fromkeys(line["column"] for line in lines if line["kind"] in KINDS))
-    notes: list[str] = []
-    rows = [["layout", *columns], ["---"] * (len(columns) + 1)]
-    for layout in layouts:
-        words = [" / ".join(word(by_cell.get((layout, column, kind)), notes) for kind in KINDS) for column in columns]
-        rows.append([layout, *words])
-    text = "".join(f"| {' | '.join(row)} |\n" for row in rows)
-    others = [line for line in lines if line["kind"] not in KINDS]
-    text += "".join(f"\n- {line['cell']}: {word(line, notes)}" for line in others)
-    remarks = "".join(f"\n[{number}] {note}\n" for number, note in enumerate(notes, 1))
-    return f"Each cell: a node killed / a rank killed.\n\n{text}\n{remarks}\n{summary(lines)}\n"
-
-
-def grouped(lines: list[Line]) -> str:
-    """One row for all layouts in which the same faults were tried, with the same outcome."""
+    """A summary, and one row for all layouts in which the same faults were tried, with the same outcome."""
     tried: dict[str, dict[tuple[str, str], str]] = {}
     for line in lines:
-        outcome = "held" if line["ok"] else "refused" if line["refused"] else f"FAILED ({line['problem']})"
-        tried.setdefault(line["layout"], {})[line["column"], line["kind"]] = outcome
+        tried.setdefault(line["layout"], {})[line["column"], line["kind"]] = outcome(line)
     columns = list(dict.fromkeys(line["column"] for line in lines))
+    kinds = {**KINDS, **{line["kind"]: line["kind"] for line in lines if line["kind"] not in KINDS}}
     groups: dict[tuple[tuple[str, str, str], ...], list[str]] = {}
     for layout, cells in tried.items():
         by_place = (
-            (column, kind, cells[column, kind]) for column in columns for kind in KINDS if (column, kind) in cells
+            (column, kind, cells[column, kind]) for column in columns for kind in kinds if (column, kind) in cells
         )
         groups.setdefault(tuple(by_place), []).append(layout)
-    rows = "".join(f"| {', '.join(layouts)} | {' | '.join(places(cells))} |\n" for cells, layouts in groups.items())
-    return f"| layouts | a node killed | one process killed |\n| --- | --- | --- |\n{rows}"
+    rows = [["layouts", *kinds.values()], ["---"] * (len(kinds) + 1)]
+    rows += [[", ".join(layouts), *places(cells, kinds)] for cells, layouts in groups.items()]
+    return f"{summary(lines)}.\n\n" + "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
-def places(cells: tuple[tuple[str, str, str], ...]) -> list[str]:
+def places(cells: tuple[tuple[str, str, str], ...], kinds: Iterable[str]) -> list[str]:
     """For each kind of fault, the places of each outcome."""
     said = []
-    for kind in KINDS:
-        outcomes: dict[str, list[str]] = {}
-        for column, of, outcome in cells:
+    for kind in kinds:
+        became: dict[str, list[str]] = {}
+        for column, of, found in cells:
             if of == kind:
-                outcomes.setdefault(outcome, []).append(column)
-        said.append("; ".join(f"{outcome}: {', '.join(columns)}" for outcome, columns in outcomes.items()))
+                became.setdefault(found, []).append(column)
+        said.append("; ".join(f"{found}: {', '.join(columns)}" for found, columns in became.items()))
     return said
 
 
@@ -109,19 +100,8 @@ def page() -> str:
     text = HEAD
     for name, heading in RECORDS.items():
         lines = [json.loads(line) for line in (RESULTS / name).read_text().splitlines()]
-        text += f"\n## {heading}\n\n`{name}`: {summary(lines)}.\n\n{grouped(lines)}"
+        text += f"\n## {heading}\n\n`{name}`: {table(lines)}"
     return text
-
-
-def word(line: Line | None, notes: list[str]) -> str:
-    if line is None:
-        return "."
-    if line["ok"]:
-        return "ok"
-    note = line["refused"] or line["problem"]
-    if note not in notes:
-        notes.append(note)
-    return f"{'refused' if line['refused'] else 'FAILED'} [{notes.index(note) + 1}]"
 
 
 def summary(lines: list[Line]) -> str:
