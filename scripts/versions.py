@@ -344,17 +344,22 @@ def known_lines(path: Path) -> dict[str, Line]:
     return {f"{line['row']}:{line['check']}": line for line in read_json_lines(path)}
 
 
+def results(subject: Subject, known: dict[str, Line]) -> dict[str, Line]:
+    """The newest line of each check of `subject`, or of its environment if that could not be made."""
+    lines = {name: known.get(f"{subject.name}:{name}", {"check": name, "result": "not run"}) for name in names(subject)}
+    ran = {name: line for name, line in lines.items() if line["result"] != "not run"}
+    if not ran:
+        return {"environment": known.get(f"{subject.name}:environment", {"result": "not run"})}
+    return {name: line for name, line in lines.items() if name in ran or name not in ADDED}
+
+
 def outcome(subject: Subject, known: dict[str, Line]) -> Line:
     """The row's entry of the last line printed."""
-    wanted = names(subject)
-    own = [known[key] for name in wanted if (key := f"{subject.name}:{name}") in known]
-    if not own and (nothing := known.get(f"{subject.name}:environment")):
-        own = [nothing]
-    broken = [f"{line['check']} {line['result']}: {line['detail']}" for line in own if line["result"] != "held"]
-    missing = [f"{name} not run" for name in wanted if f"{subject.name}:{name}" not in known and name not in ADDED]
-    if broken or missing:
-        return {"name": subject.name, "held": False, "detail": "; ".join(broken or (missing if own else ["not run"]))}
-    return {"name": subject.name, "held": True, "detail": ", ".join(map(what_held, own))}
+    found = results(subject, known)
+    broken = [f"{name} {line['result']}" + (f": {line['detail']}" if line.get("detail") else "")
+              for name, line in found.items() if line["result"] != "held"]  # fmt: skip
+    detail = "; ".join(broken) or ", ".join(map(what_held, found.values()))
+    return {"name": subject.name, "held": not broken, "detail": detail}
 
 
 def what_held(line: Line) -> str:
@@ -364,29 +369,22 @@ def what_held(line: Line) -> str:
 
 
 def is_refused(subject: Subject, known: dict[str, Line]) -> bool:
-    own = [line for key, line in known.items() if key.startswith(f"{subject.name}:") and line["result"] != "held"]
-    return bool(own) and all(line["result"] == "refused" for line in own) and bool(subject.row.refused)
-
-
-def briefly(subject: Subject, known: dict[str, Line]) -> str:
-    """Which checks of a row did not hold, and not why."""
-    results = {name: known.get(f"{subject.name}:{name}", {}).get("result", "not run") for name in names(subject)}
-    if {*results.values()} == {"not run"}:
-        return str(known.get(f"{subject.name}:environment", {}).get("result", "not run"))
-    fine = [("held", name) for name in results] + [("not run", name) for name in ADDED]
-    return "; ".join(f"{name} {result}" for name, result in results.items() if (result, name) not in fine)
+    """Whether what did not hold was refused, each time, by name."""
+    broken = {line["result"] for line in results(subject, known).values()} - {"held"}
+    return broken == {"refused"} and bool(subject.row.refused)
 
 
 def table(subjects: Iterable[Subject], known: dict[str, Line]) -> str:
     rows = ["| Python | torch | megatron-core | DeepSpeed | result |", "| --- | --- | --- | --- | --- |"]
     for subject in subjects:
-        found, row = outcome(subject, known), subject.row
+        found, row = results(subject, known), subject.row
         if subject.tag:
             frameworks, held = f"`pretrain_gpt.py` of {subject.tag} | ", "held"
         else:
             frameworks = f"{row.megatron_core} | {row.deepspeed}"
             held = "held; ZeRO 1 and 2 do not train over gloo" if row.deepspeed in ZERO_3_ONLY else "held"
-        result = held if found["held"] else "refused" if is_refused(subject, known) else briefly(subject, known)
+        broken = [f"{name} {line['result']}" for name, line in found.items() if line["result"] != "held"]
+        result = held if not broken else "refused" if is_refused(subject, known) else "; ".join(broken)
         rows.append(f"| {row.python} | {row.torch} | {frameworks} | {result} |")
     return "\n".join(rows) + "\n"
 
