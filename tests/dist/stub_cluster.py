@@ -1,4 +1,7 @@
-"""Emulated nodes as plain process trees on one machine, told apart by an environment variable."""
+"""Emulated nodes as plain process trees on one machine, told apart by an environment variable.
+
+The processes of a node are forks of its launcher, unless a cluster is told to execute each of them (stub_launch.py).
+"""
 
 from __future__ import annotations
 
@@ -40,6 +43,7 @@ class StubCluster:
         more: str = "memory_headroom_gib: 0\n",
         wrong_secret: int = -1,
         piped: Sequence[int] = (),
+        executes: bool = False,
     ) -> None:
         self.directory, self.nodes, self.local_size = directory, nodes, local_size
         self.active = nodes - spares
@@ -72,9 +76,10 @@ class StubCluster:
                 "LOCAL_SIZE": str(local_size),
                 "CROSS_RANK": str(node),
                 "CROSS_SIZE": str(nodes),
+                **({"DEADPOOL_TEST_EXECUTES": "1"} if executes else {}),
             }
             chosen = other_config if node == wrong_secret else config
-            command = [sys.executable, str(HERE / "stub_launch.py"), str(chosen), *arguments]
+            command = [sys.executable, "-u", str(HERE / "stub_launch.py"), str(chosen), *arguments]
             with (directory / f"out.{node}").open("wb") as out:
                 output = subprocess.PIPE if node in piped else out
                 self.launchers.append(
@@ -92,27 +97,13 @@ class StubCluster:
             try:
                 environment = Path(f"/proc/{name}/environ").read_bytes()
                 command = Path(f"/proc/{name}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-                state, parent = Path(f"/proc/{name}/stat").read_text().rpartition(") ")[2].split()[:2]
-                above = Path(f"/proc/{parent}/cmdline").read_bytes()
+                called = Path(f"/proc/{name}/comm").read_text().strip()
+                state = Path(f"/proc/{name}/stat").read_text().rpartition(") ")[2][0]
             except OSError:
                 continue
             if state not in "ZX" and f"{MARK}={self.run}.{node}".encode() + b"\0" in environment:
-                found[int(name)] = self._role(command, environment, forked=b"stub_worker.py" in above)
+                found[int(name)] = "agent" if "launch.agent" in command else called
         return found
-
-    @staticmethod
-    def _role(command: str, environment: bytes, forked: bool) -> str:
-        local_rank = re.search(rb"\0LOCAL_RANK=(\d+)", environment)
-        number = local_rank[1].decode() if local_rank else ""
-        if "launch.agent" in command:
-            return "agent"
-        if "stub_launch.py supervise" in command:
-            return f"supervisor{number}"
-        if "stub_launch.py" in command:
-            return "launcher"
-        if "stub_worker.py" in command:
-            return f"worker{number}" if forked else f"standby{number}"
-        return command.strip()
 
     def pids(self, node: int, role: str) -> list[int]:
         return [pid for pid, found in self.processes(node).items() if found == role]

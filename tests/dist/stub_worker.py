@@ -23,6 +23,7 @@ import traceback
 from typing import NoReturn
 
 import xxhash
+from stub_launch import be_called
 
 from deadpool_plugin.launch.standby import Order, Standby
 from deadpool_plugin.mirror.arena import SlotPair
@@ -284,6 +285,7 @@ def rehearse(process: Process, number: int, ordered: int) -> None:
 
 def become(options: argparse.Namespace, order: Order, tell: int) -> NoReturn:
     """The forked process."""
+    be_called(f"worker{os.environ['LOCAL_RANK']}")
     os.environ.update(order.env)
     process = Process(options)
     rehearsing = isinstance(order, local.RehearseRank)
@@ -307,7 +309,8 @@ def become(options: argparse.Namespace, order: Order, tell: int) -> NoReturn:
     os._exit(1)
 
 
-def main() -> None:
+def main(words: list[str]) -> None:
+    be_called(f"standby{os.environ['LOCAL_RANK']}")
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--step-s", type=float, default=0.05)
@@ -325,11 +328,11 @@ def main() -> None:
     parser.add_argument("--fail-start", default="")
     parser.add_argument("--once", action="store_true")
     parser.add_argument("--children", action="store_true")
-    options = parser.parse_args([word for word in sys.argv[1:] if not word.startswith("--local_rank")])
+    options = parser.parse_args([word for word in words if not word.startswith("--local_rank")])
     die_with_parent()
     connection = LocalConnection.to(os.environ["DEADPOOL_SOCKET"])
     Standby(connection, int(os.environ["LOCAL_RANK"]), functools.partial(become, options), ()).serve()
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -61,7 +61,8 @@ def least(cluster):
 
 
 def test_twenty_swaps_leave_nothing_behind(tmp_path):
-    cluster = StubCluster(tmp_path, 3, 1, *ALWAYS, more="memory_headroom_gib: 0\nrestarts_max: 100\n")
+    more = "memory_headroom_gib: 0\nrestarts_max: 100\n"
+    cluster = StubCluster(tmp_path, 3, 1, *ALWAYS, more=more, executes=True)
     try:
         ready(cluster)
         lose_processes(cluster, 4)

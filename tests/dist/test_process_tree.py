@@ -14,7 +14,7 @@ ALWAYS = ("--steps", "100000", "--children")
 
 
 def started(directory, *arguments, **options):
-    cluster = StubCluster(directory, 3, 2, *ALWAYS, *arguments, **options)
+    cluster = StubCluster(directory, 3, 2, *ALWAYS, *arguments, executes=True, **options)
     cluster.wait_for("a ready spare", lambda: cluster.events(events.SpareReady))
     cluster.wait_for("grandchildren", lambda: len(sleepers(cluster, 1)) == 4)
     return cluster
