@@ -174,6 +174,13 @@ def _mamba(material: Path) -> list[str]:
     return [*_gpt(material), *spec.split()]
 
 
+def _hybrid(material: Path) -> list[str]:
+    layers = "--spec foreign.hybrid_layers stack --hybrid-layer-pattern *-|*-"
+    words = _gpt(material)
+    number = words.index("--num-layers")  # the pattern says it
+    return [*words[:number], *words[number + 2 :], *layers.split()]
+
+
 LOADED = (*forked_node.DEEPSPEED, "transformers.trainer", "datasets", "evaluate")
 ROWS = {
     row.name: row
@@ -189,6 +196,9 @@ ROWS = {
             packages=("megatron-core",), framework="megatron", phases=IN_MEGATRON, wrapper=jobs.PRETRAIN),
         Row("pretrain-mamba", "megatron-lm", "pretrain_mamba.py", _mamba,
             "Megatron-LM's pretrain_mamba.py (a Mamba and an attention layer, TP 2, PP 2)",
+            packages=("megatron-core",), framework="megatron", phases=IN_MEGATRON, wrapper=jobs.PRETRAIN),
+        Row("pretrain-hybrid", "megatron-lm", "pretrain_hybrid.py", _hybrid,
+            "Megatron-LM's pretrain_hybrid.py (attention and MLP layers, TP 2, PP 2)",
             packages=("megatron-core",), framework="megatron", phases=IN_MEGATRON, wrapper=jobs.PRETRAIN),
         Row("hello-deepspeed", "deepspeed-examples", "HelloDeepSpeed/train_bert_ds.py", _hello,
             "DeepSpeedExamples HelloDeepSpeed (ZeRO 1, bf16, offloaded Adam, saves)", must_hold=True,
