@@ -11,6 +11,7 @@ Rules of this file: standard library only; it draws what the events say, in seco
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,17 @@ def line(at_s: float, nodes: int, said: str, height: int) -> str:
     return shape + text(x(at_s) - 4, height, said)
 
 
+def axis(nodes: int) -> str:
+    """The seconds since the kill, below the lanes."""
+    ticks = [tenth / 10 for tenth in range(math.ceil(10 * FROM_S), math.ceil(10 * UNTIL_S)) if tenth % 5 == 0]
+    height = y(nodes) - 8
+    drawn = f'<path d="M{LEFT} {height}H{WIDTH - 12}" stroke="#444"/>'
+    for at_s in ticks:
+        drawn += f'<path d="M{x(at_s):.1f} {height}v5" stroke="#444"/>'
+        drawn += text(x(at_s), height + 18, f"{at_s:g}", 'text-anchor="middle"')
+    return drawn + text((LEFT + WIDTH) / 2, height + 36, "time since the kill (s)", 'text-anchor="middle"')
+
+
 def lane(node: int, events: list[Event], plan_s: float, taker: int) -> str:
     """What a node did: the events' own spans, or between two of its events."""
     found = {name: [e for e in events if e["node"] == node and e["event"] == name] for name in SPANS}
@@ -72,7 +84,7 @@ def lane(node: int, events: list[Event], plan_s: float, taker: int) -> str:
 SPANS = {
     "Rehearsed": ("", ""),
     "WorkerResumed": ("", ""),
-    "GroupsRebuilt": (GROUPS, "waits for node {taker}, then groups are rebuilt"),
+    "GroupsRebuilt": (GROUPS, "waits for node{taker}, then groups are rebuilt"),
     "FirstStepDone": (STEP, "first step"),
     "StateRestored": (RESTORED, ""),
     "SnapshotFetched": (FETCHED, ""),
@@ -87,22 +99,25 @@ def svg(kill: Event, events: list[Event]) -> str:
     plan = next(event for event in events if event["event"] == "SwapPlanned")
     taker = plan["takers"][str(kill["node"])]
     nodes = 1 + max(event["node"] for event in events)
-    height = y(nodes) + 26
-    title = f"Node {kill['node']} is killed in step {kill['step']}; node {taker} takes over its ranks"
+    height = y(nodes) + 56
+    title = f"node{kill['node']} is killed in step {kill['step']}; node{taker} takes over its ranks"
     title += ", which nobody had rehearsed" if "Rehearsed" in when else ""
     parts = [f'<rect width="{WIDTH}" height="{height}" fill="white"/>', text(12, 18, title, 'font-weight="bold"')]
     for node in range(nodes):
-        parts.append(text(12, y(node) + 4, f"node {node}" + (" (spare)" if node == taker else "")))
+        parts.append(text(12, y(node) + 4, f"node{node}" + (" (spare)" if node == taker else "")))
         parts.append(f'<path d="M{LEFT} {y(node)}H{WIDTH - 12}" stroke="#ddd"/>')
         parts.append(lane(node, events, plan["at_s"], taker))
     parts.append(f'<rect x="{x(0):.1f}" y="{y(kill["node"]) - 11}" width="{WIDTH}" height="22" fill="white"/>')
-    parts.append(text(x(0), y(kill["node"]) + 5, "&#10007; lost", 'fill="#c0392b" font-weight="bold"'))
+    parts.append(text(x(0), y(kill["node"]) + 5, "&#10007;", 'fill="#c0392b" font-weight="bold"'))
     done_s = max(event["at_s"] for event in events if event["event"] == "FirstStepDone")
-    said = {0.0: "killed", plan["at_s"]: f"noticed; plan: {plan['at_s']:.2f} s", done_s: f"step done: {done_s:.2f} s"}
+    said = {0.0: f"node{kill['node']} killed", plan["at_s"]: f"node{taker} takes over: {plan['at_s']:.2f} s"}
+    said[done_s] = f"step done: {done_s:.2f} s"
     said[when["WorkerResumed"]] = f"all train again: {when['WorkerResumed']:.2f} s"
     for index, (at_s, words) in enumerate(sorted(said.items())):
         parts.append(line(at_s, nodes, words, 38 + 15 * (index % 2)))
-    legend = "black: a rank has done a step; purple: lost shards fetched; green: state restored; on two busy CPU cores"
+    parts.append(axis(nodes))
+    legend = "A black mark is a step that a rank has done, purple is the fetch of the lost shards, "
+    legend += "green the restoring of the state (two busy CPU cores)."
     parts.append(text(LEFT, height - 10, legend, 'fill="#555"'))
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}">'
     return "\n".join([head, *parts, "</svg>\n"])
