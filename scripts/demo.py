@@ -5,7 +5,8 @@ get SIGKILL; a spare takes over. Afterwards every rank's loss, gradient norm and
 a run of the same script that never failed and knew no plugin. The last line printed is one JSON object; the exit
 code is 0 only if everything promised holds.
 
-Rules of this file: standard library only, up to the pictures; it observes the job and never steers it.
+Rules of this file: it observes the job and never steers it. Progress is shown with the plugin's own reader of event
+logs; the verdict uses no code of the plugin. A terminal gets a bar below the lines, anything else lines only.
 """
 
 from __future__ import annotations
@@ -19,21 +20,33 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import compare_runs
 import make_corpus
 from clusters import demo_report, references
-from clusters.demo_jobs import CACHE, JOBS, SCRIPTS, DemoJob, add_arguments
+from clusters.demo_jobs import CACHE, JOBS, SCRIPTS, DemoJob, add_arguments, plan_kills
+from clusters.demo_report import WHEN, host, listed
 from clusters.launched import REPOSITORY, Cluster, folder_size, read_events, read_json_lines
 from faults.inject import PHASES
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+sys.path.insert(0, str(REPOSITORY))
+
+from deadpool_plugin import events as job_events
+from deadpool_plugin.agent.reports import sentence
+from deadpool_plugin.cli.follow import Follower
+from deadpool_plugin.cli.jobview import JobView
+from deadpool_plugin.cli.watch import STYLES
 
 MADE_HERE = "launcher output observe stacks hostfile secret deadpool.yaml kills.jsonl* *.png events.jsonl summary.json"
-TOLD = (
-    "WorldFormed", "TrainingStarted", "SpareReady", "Unprotected", "Mirrored", "Protected", "NodeLost", "SwapPlanned",
-    "SwapDone", "RehearsalFailed", "PeerRefused", "NodeFenced", "JobStopped", "JobFinished",
-)  # fmt: skip
+CONSOLE = Console(force_terminal=sys.stdout.isatty(), highlight=False, soft_wrap=True)
+LOOK_S = 0.2
+STARTING = "starting: each process imports torch and its framework"
 
 
 class Failed(Exception):
@@ -72,26 +85,6 @@ def job_of(args: argparse.Namespace) -> DemoJob:
     return JOBS[args.framework]
 
 
-def plan_kills(args: argparse.Namespace) -> list[tuple[int, int, str]]:
-    """(node, step, phase) of every kill, the random ones drawn from the seed; random nodes are all different."""
-    draw = random.Random(args.seed)
-    nodes = list(range(args.nodes))
-    draw.shuffle(nodes)
-    first, last = max(2, args.steps // 4), max(2, args.steps - 6)
-    kills = []
-    for text in args.kill or ["random@random:random"]:
-        match = re.fullmatch(r"(\d+|random)@(\d+|random)(?::(\w+))?", text)
-        if not match or (match[3] or "random") not in (*PHASES, "random"):
-            raise ValueError(f"--kill {text}: expected NODE@STEP[:PHASE], PHASE one of {' '.join(PHASES)} random")
-        node = nodes.pop() if match[1] == "random" else int(match[1])
-        step = draw.randint(min(first, last), last) if match[2] == "random" else int(match[2])
-        phase = draw.choice(PHASES) if match[3] in (None, "random") else match[3]
-        if node >= args.nodes + args.spares or not 1 <= step <= args.steps:
-            raise ValueError(f"--kill {text}: there are nodes 0..{args.nodes + args.spares - 1}, steps 1..{args.steps}")
-        kills.append((node, step, phase))
-    return kills
-
-
 # The two runs
 
 
@@ -105,9 +98,9 @@ def reference_run(args: argparse.Namespace) -> Path:
     job = job_of(args)
     folder = CACHE / "reference" / references.key(job.arguments(args), args.world, job.script)
     if folder.exists():
-        tell(f"reference run: kept from an earlier demonstration ({folder.relative_to(REPOSITORY)})")
+        tell(f"undisturbed run: kept from an earlier demonstration ({folder.relative_to(REPOSITORY)})")
         return folder
-    tell(f"reference run: {args.world} ranks, {args.steps} steps, without the plugin")
+    tell(f"undisturbed run: {args.world} ranks train for {args.steps} steps without the plugin; nothing is killed")
     running = folder.with_name(f"{folder.name}.running")
     shutil.rmtree(running, ignore_errors=True)
     cluster = Cluster(running, nodes=1, slots=args.world)
@@ -115,11 +108,13 @@ def reference_run(args: argparse.Namespace) -> Path:
         run_plain = [str(SCRIPTS / "run_plain.py"), "--ranks", str(args.world), "--logs", str(running / "output")]
         run_plain += ["--preload", ",".join(job.plain_preload)]
         cluster.start(0, [sys.executable, *run_plain, "--", *script_and_arguments(args)])
-        watch(cluster, args)
+        with Bar("undisturbed run", args.steps) as bar:
+            watch(cluster, args, lambda: bar.show(*newest_step(running / "output")))
     finally:
         cluster.close()
     if cluster.exit_codes() != [0]:
-        raise Failed(f"the reference run ended with {cluster.exit_codes()}; its output is in {running}")
+        said = demo_report.last_error(running)
+        raise Failed(f"the undisturbed run ended with exit code {cluster.exit_codes()[0]}{said}; logs: {running}")
     running.rename(folder)
     return folder
 
@@ -141,17 +136,17 @@ def protected_run(args: argparse.Namespace) -> Cluster:
     command = ["deadpool_plugin.run", str(SCRIPTS / "faults" / "inject.py"), *injector]
     command += ["--", *script_and_arguments(args)]
     command += ["--deadpool-config", str(args.out / "deadpool.yaml")]
-    tell(f"protected run: {args.nodes} nodes of {args.ranks_per_node} ranks, {args.spares} spare")
+    size = f"{args.nodes} hosts of {args.ranks_per_node} ranks, {args.spares} spare"
+    tell(f"protected run: the same training with the plugin; {size}")
     for node, step, phase in args.kills:
-        tell(f"  planned: node {node} is killed in step {step}, {phase}")
-    table = start_table(args.out / "output")
+        tell(f"  planned: {host(node)} is killed in step {step}, {WHEN[phase]}")
     try:
         cluster.launch(["--module", *command])
-        watch(cluster, args, table)
+        with Bar("protected run", args.steps) as bar:
+            watch(cluster, args, Story(args, bar).look)
         left = cluster.close(grace_s=5.0)
     finally:
         cluster.close()
-        end_table(table)
     if left:
         raise Failed(f"{len(left)} processes were still there after the job's end and had to be killed")
     return cluster
@@ -175,45 +170,138 @@ def write_config(args: argparse.Namespace) -> None:
     (args.out / "deadpool.yaml").write_text("".join(lines))
 
 
-def start_table(output: Path) -> subprocess.Popen[bytes] | None:
-    """The plugin's own live table of the nodes on our terminal; None where standard output is none."""
-    if not sys.stdout.isatty():
-        return None
-    return subprocess.Popen([sys.executable, "-m", "deadpool_plugin", "watch", str(output)], cwd=REPOSITORY)
-
-
-def end_table(table: subprocess.Popen[bytes] | None) -> None:
-    """It ends with the job; if the job had no proper end, it is told to."""
-    if table is not None:
-        try:
-            table.wait(timeout=2.0)
-        except subprocess.TimeoutExpired:
-            table.terminate()
-            table.wait()
-
-
-def watch(cluster: Cluster, args: argparse.Namespace, table: subprocess.Popen[bytes] | None = None) -> None:
-    """Wait for every launcher's end and say what happens meanwhile, unless `table` shows it.
+def watch(cluster: Cluster, args: argparse.Namespace, look: Callable[[], None]) -> None:
+    """Wait for every launcher's end; `look` shows what happens meanwhile.
 
     Raises: Failed on a hang, with all stacks dumped.
     """
-    told, size, changed = 0, -1, time.monotonic()
-    steps = {*range(0, args.steps + 1, max(1, args.steps // 6))}
+    size, changed = -1, time.monotonic()
     while None in cluster.exit_codes():
-        time.sleep(0.2)
-        events = read_events(cluster.folder / "output")
-        if table is None or table.poll():
-            for event in events[told:]:
-                tell_event(event, steps)
-        told = len(events)
+        time.sleep(LOOK_S)
+        look()
         if (now_size := folder_size(cluster.folder)) != size:
             size, changed = now_size, time.monotonic()
         if time.monotonic() - changed > args.stall:
             cluster.dump_stacks(cluster.folder / "stacks")
-            raise Failed(f"nothing was written for {args.stall:.0f} s; stacks are in {cluster.folder / 'stacks'}")
-    if table is None or table.poll():
-        for event in read_events(cluster.folder / "output")[told:]:
-            tell_event(event, steps)
+            raise Failed(f"nothing was written for {args.stall:.0f} s; stacks: {cluster.folder / 'stacks'}")
+    look()
+
+
+# Progress
+
+
+class Bar(Progress):
+    """How far a run is: on a terminal a bar with step and loss below all lines, elsewhere a line now and then."""
+
+    def __init__(self, run: str, steps: int) -> None:
+        self.steps, self.every, self.said, self.hosts = steps, max(1, steps // 6), 0, Text()
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(30),
+            TextColumn("{task.fields[done]}"),
+            TimeElapsedColumn(),
+        )
+        super().__init__(*columns, console=CONSOLE, refresh_per_second=4, disable=not is_live())
+        self.run = self.add_task(run, total=steps, done=STARTING)
+        if self.disable:
+            tell(f"  {STARTING}")
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield from super().get_renderables()
+        if self.hosts:
+            yield self.hosts
+
+    def show(self, step: int, loss: float | None) -> None:
+        if step < 1:
+            return
+        done = f"step {step}/{self.steps}" + (f", loss {loss:.4f}" if loss is not None else "")
+        self.update(self.run, completed=step, done=done)
+        if self.disable and step > self.said and (step == self.steps or step // self.every > self.said // self.every):
+            self.said = step
+            tell(f"  {done}")
+
+
+def hosts(numbers: str) -> str:
+    """`0, 2` as `node0, node2`."""
+    return listed(map(host, numbers.split(", ")))
+
+
+def is_live() -> bool:
+    return CONSOLE.is_terminal and not CONSOLE.is_dumb_terminal
+
+
+def newest_step(output: Path) -> tuple[int, float | None]:
+    """Step and loss of the newest line for people, which rank 0 prints wherever it runs; (0, None) before the first."""
+    text = "".join(log.read_text(errors="replace") for log in output.glob("rank0000*.log"))
+    lines = re.findall(r"^step +(\d+)/\d+ \| (?:loss (\S+))?", text, re.MULTILINE)
+    step, loss = max(lines, key=lambda line: int(line[0]), default=(0, ""))
+    return int(step), float(loss) if loss else None
+
+
+class Story:
+    """What happens to the protected run: a line for each kill and event that a person wants to know of."""
+
+    def __init__(self, args: argparse.Namespace, bar: Bar) -> None:
+        self.marker, self.world, self.bar = args.out / "kills.jsonl", args.world, bar
+        self.follower, self.view = Follower(args.out / "output"), JobView()
+        self.kills: list[dict[str, Any]] = []
+        self.reached: dict[tuple[str, int], set[int]] = {}
+        self.said: list[str] = []
+
+    def look(self) -> None:
+        """Tell what is new and bring the bar up to date."""
+        kills = read_json_lines(self.marker)
+        for kill in kills[len(self.kills) :]:
+            tell(f"  {host(kill['node'])} is killed in step {kill['step']}, {WHEN[kill['phase']]} (SIGKILL)")
+        self.kills = kills
+        for event in self.follower.poll():
+            for line in self.lines(event):
+                if line not in self.said[-1:]:  # every host says that the job has ended
+                    self.said.append(line)
+                    tell(f"  {line}")
+            self.view.apply(event)
+        self.bar.show(*newest_step(self.follower.folder))
+        rows = ((f"{host(row.node)} {row.state}   ", STYLES[row.state]) for row in self.view.rows())
+        self.bar.hosts = Text.assemble(*rows)
+
+    def lines(self, event: job_events.Event) -> Iterator[str]:
+        """At most one line; `view` does not know the event yet."""
+        match event:
+            case job_events.WorldFormed(node_of=node_of, spares=spares):
+                standing = f"{listed(map(host, spares))} stands by" if spares else "no spare stands by"
+                yield f"{listed(map(host, sorted(set(node_of))))} run {len(node_of)} ranks, {standing}"
+            case job_events.SpareReady(spare=spare, ranks=ranks) if self.view.world is not None:
+                owners = sorted({self.view.world.node_of[rank] for rank in ranks})
+                yield f"{host(spare)} has rehearsed ranks {listed(ranks)} of {listed(map(host, owners))}"
+            case job_events.SwapPlanned(restore_step=step, takers=takers) if takers:
+                for lost, taker in takers.items():
+                    moved = listed(self.view.world.ranks_of(int(lost)) if self.view.world is not None else ())
+                    yield f"{host(str(taker))} takes over ranks {moved} of {host(lost)}; all go back to step {step}"
+            case job_events.StateRestored(step=step) if self.is_last(event):
+                yield f"the state of step {step} is restored on all {self.world} ranks"
+            case job_events.SwapDone(duration_s=duration):
+                yield f"training goes on, {duration:.2f} s after the loss was noticed"
+            case job_events.FirstStepDone(step=step) if self.is_last(event):
+                yield f"step {step} is done by all {self.world} ranks"
+            case job_events.Unprotected():
+                pass
+            case _:
+                named = re.sub(r"\bnode (\d+(?:, \d+)*)", lambda them: hosts(them[1]), sentence(event))
+                yield from filter(None, [named])
+
+    def is_last(self, event: job_events.StateRestored | job_events.FirstStepDone) -> bool:
+        """Whether the event's rank is the last of all in its generation."""
+        ranks = self.reached.setdefault((type(event).__name__, event.generation), set())
+        before = len(ranks)
+        ranks.add(event.rank)
+        return before < len(ranks) == self.world
+
+
+STARTED = time.monotonic()
+
+
+def tell(text: str) -> None:
+    CONSOLE.print(f"[{time.monotonic() - STARTED:6.1f} s] {text}", markup=False)
 
 
 # The verdict
@@ -237,11 +325,18 @@ def judge(args: argparse.Namespace, reference: Path, cluster: Cluster) -> tuple[
     problems += [
         f"{name} is false" for name in ("survivor_pids_kept", "handles_kept", "storages_kept") if not summary[name]
     ]
-    problems += [f"planned kill did not happen: {kill}" for kill in args.kills if kill not in fired(kills)]
+    missed = [kill for kill in args.kills if kill not in fired(kills)]
+    problems += [
+        f"{host(node)} was not killed in step {step}, {WHEN[phase]}, as planned" for node, step, phase in missed
+    ]
     for swap in summary["swaps"]:
-        problems += [f"node {swap['node']}: {name} unknown" for name, value in swap.items() if value is None]
+        problems += [f"swap of {host(swap['node'])}: {name} unknown" for name, value in swap.items() if value is None]
     codes = {node: code for node, code in enumerate(cluster.exit_codes()) if node not in killed}
-    problems += [f"launcher of node {node} ended with {code}" for node, code in codes.items() if code]
+    for node, code in codes.items():
+        log = args.out / "launcher" / f"node{node}.txt"
+        problems += (
+            [f"launcher of {host(node)} ended with {code}{demo_report.last_error(log)}; log: {log}"] if code else []
+        )
     summary["exit_code"] = next((code for code in codes.values() if code), 1 if problems else 0)
     return summary, problems
 
@@ -251,7 +346,8 @@ def fired(kills: list[dict[str, Any]]) -> set[tuple[int, int, str]]:
 
 
 def report(args: argparse.Namespace, reference: Path, cluster: Cluster) -> dict[str, Any]:
-    """Write everything into the output folder. Returns the summary."""
+    """Write everything into the output folder and tell it. Returns the summary."""
+    tell("comparing every rank's losses, gradient norms and final state with the undisturbed run's")
     summary, problems = judge(args, reference, cluster)
     events, kills = read_events(args.out / "output"), read_json_lines(args.out / "kills.jsonl")
     (args.out / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
@@ -262,33 +358,35 @@ def report(args: argparse.Namespace, reference: Path, cluster: Cluster) -> dict[
         demo_report.draw_losses(args.out / "loss.png", expected, found, kills)
     except compare_runs.Malformed as error:
         tell(f"no loss.png: {error}")
-    nodes = args.nodes + args.spares
-    demo_report.draw_timeline(args.out / "timeline.png", summary["swaps"], kills, events, nodes)
-    for problem in problems:
-        tell(f"FAILED: {problem}")
-    tell(f"loss.png, timeline.png, events.jsonl, summary.json are in {args.out}")
+    if kills:
+        nodes = args.nodes + args.spares
+        demo_report.draw_timeline(args.out / "timeline.png", summary["swaps"], kills, events, nodes)
+    say_summary(args, summary, problems, demo_report.moves(events))
     return summary
 
 
-STARTED = time.monotonic()
-
-
-def tell(text: str) -> None:
-    print(f"[{time.monotonic() - STARTED:6.1f} s] {text}", flush=True)
-
-
-def tell_event(event: dict[str, Any], steps: set[int]) -> None:
-    """One line for what a person wants to know of: of `steps` the first word of each, which is taken out."""
-    kind = event["event"]
-    if kind == "StepDone" and event["step"] in steps:
-        steps.remove(event["step"])
-        tell(f"  step {event['step']}")
-    elif kind in TOLD:
-        fields = {
-            k: v for k, v in event.items() if k not in ("event", "time", "node", "generation") and v not in ((), [])
-        }
-        words = " ".join(f"{name}={value}" for name, value in fields.items())
-        tell(f"  node {event['node']} generation {event['generation']}: {kind} {words}")
+def say_summary(
+    args: argparse.Namespace, summary: dict[str, Any], problems: list[str], moves: dict[int, demo_report.Move]
+) -> None:
+    """The result for people: a name and a value a line."""
+    result = [f"FAILED: {problem}" for problem in problems] or [
+        f"{summary['steps']} steps on {args.world} ranks equal those of the undisturbed run bit for bit:",
+        "every loss, gradient norm and learning rate, the final parameters and optimizer state",
+    ]
+    said = [("result", line) for line in result]
+    for swap in summary["swaps"]:
+        said += [(host(swap["node"]), line) for line in demo_report.swap_in_words(swap, moves.get(swap["node"]))]
+    if not problems and summary["swaps"]:
+        said.append(("survivors", "kept their processes, communicators and memory"))
+    pictures = {"loss.png": "the loss of both runs", "timeline.png": "each host around the kill"}
+    said += [("picture", f"{args.out / name}: {what}") for name, what in pictures.items() if (args.out / name).exists()]
+    said.append(("logs", f"{args.out}: launcher/ (each host's terminal), output/ (ranks, events), summary.json"))
+    before = ""
+    CONSOLE.print()
+    for name, line in said:
+        CONSOLE.print(f"  {'' if name == before else name:10s} {line}", markup=False)
+        before = name
+    CONSOLE.print()
 
 
 def prepare_folder(folder: Path) -> None:
@@ -309,9 +407,12 @@ def main() -> int:
         make_corpus.ensure(CACHE / "corpus")
         reference = reference_run(args)
         summary = report(args, reference, protected_run(args))
-    except (Failed, subprocess.CalledProcessError) as problem:
-        tell(f"FAILED: {problem}")
-        (args.out / "summary.json").write_text(json.dumps(summary | {"problems": [str(problem)]}, indent=1))
+    except (Failed, OSError, subprocess.CalledProcessError, KeyboardInterrupt) as problem:
+        ended = isinstance(problem, KeyboardInterrupt)
+        summary["exit_code"] = 130 if ended else 1
+        said = "ended by Ctrl-C" if ended else str(problem)
+        (args.out / "summary.json").write_text(json.dumps(summary | {"problems": [said]}, indent=1))
+        say_summary(args, summary, [said], {})
     print(json.dumps(summary), flush=True)
     return int(summary["exit_code"])
 

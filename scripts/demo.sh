@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Kills a node of a running training job and shows what the plugin makes of it. `scripts/demo.sh --help` lists all.
-# The first run sets up .venv (some minutes); the last line printed is one JSON object, exit code 0 if all of it holds.
+# The first run sets up .venv (some minutes). It shows how far it is, and ends with a summary for people and one line of
+# JSON. Exit code 0: everything promised holds.
 set -euo pipefail
 scripts=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 "$scripts/setup_env.sh"

@@ -1,4 +1,6 @@
-"""What the demonstration runs, for each framework: the script, its arguments, and what its processes import first.
+"""What the demonstration runs, for each framework, and where nodes are killed.
+
+A framework's job: the script, its arguments, and what its processes import first.
 
 Rules of this file: standard library only.
 """
@@ -6,11 +8,14 @@ Rules of this file: standard library only.
 from __future__ import annotations
 
 import argparse
+import random
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import run_plain
+from faults.inject import PHASES
 
 from clusters.launched import REPOSITORY
 
@@ -56,6 +61,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     deepspeed.add_argument("--pipeline", type=int, default=0, help="stages of a pipeline; 0: none")
     deepspeed.add_argument("--offload", action="store_true", help="masters, moments and the update on the CPU")
     deepspeed.add_argument("--optimizer", choices=("adamw", "fused", "cpu"), default="adamw")
+
+
+def plan_kills(args: argparse.Namespace) -> list[tuple[int, int, str]]:
+    """(node, step, phase) of every kill, the random ones drawn from the seed; random nodes are all different."""
+    draw = random.Random(args.seed)
+    nodes = list(range(args.nodes))
+    draw.shuffle(nodes)
+    first, last = max(2, args.steps // 4), max(2, args.steps - 6)
+    kills = []
+    for text in args.kill or ["random@random:random"]:
+        match = re.fullmatch(r"(\d+|random)@(\d+|random)(?::(\w+))?", text)
+        if not match or (match[3] or "random") not in (*PHASES, "random"):
+            raise ValueError(f"--kill {text}: expected NODE@STEP[:PHASE], PHASE one of {' '.join(PHASES)} random")
+        node = nodes.pop() if match[1] == "random" else int(match[1])
+        step = draw.randint(min(first, last), last) if match[2] == "random" else int(match[2])
+        phase = draw.choice(PHASES) if match[3] in (None, "random") else match[3]
+        if node >= args.nodes + args.spares or not 1 <= step <= args.steps:
+            raise ValueError(f"--kill {text}: there are nodes 0..{args.nodes + args.spares - 1}, steps 1..{args.steps}")
+        kills.append((node, step, phase))
+    return kills
 
 
 def _megatron(args: argparse.Namespace) -> list[str]:

@@ -8,12 +8,21 @@ imported only when the pictures are drawn.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 Event = dict[str, Any]
 
+WHEN = {
+    "forward": "in its forward pass",
+    "backward": "in its backward pass",
+    "optimizer": "in the optimizer's update",
+    "mirror": "while its state goes to the buddies",
+    "between": "after the update",
+}
+"""Where in a step a kill strikes, for people."""
 TIMES = ("detect_s", "plan_s", "unblock_s", "groups_s", "restore_s", "ready_s", "first_step_s")
 
 
@@ -96,6 +105,56 @@ def kept(folder: Path, ranks: list[int], steps: int) -> dict[str, bool]:
         handles &= bool(first["groups"]) and first["groups"] == last["groups"]
         storages &= all(first["storages"].values()) and first["storages"] == last["storages"]
     return {"survivor_pids_kept": True, "handles_kept": handles, "storages_kept": storages}
+
+
+class Move(NamedTuple):
+    """A node's ranks go to another node."""
+
+    taker: int
+    ranks: list[int]
+    time: float
+
+
+def moves(events: list[Event]) -> dict[int, Move]:
+    """Lost node -> who took its ranks over."""
+    node_of: list[int] = next((event["node_of"] for event in events if event["event"] == "WorldFormed"), [])
+    found: dict[int, Move] = {}
+    for plan in (event for event in events if event["event"] == "SwapPlanned"):
+        takers = {int(lost): taker for lost, taker in plan["takers"].items() if int(lost) not in found}
+        for lost, taker in takers.items():
+            found[lost] = Move(taker, [rank for rank, owner in enumerate(node_of) if owner == lost], plan["time"])
+        node_of = [takers.get(owner, owner) for owner in node_of]
+    return found
+
+
+def host(node: int | str) -> str:
+    """The node's name in the hostfile."""
+    return f"node{node}"
+
+
+def listed(things: Iterable[object]) -> str:
+    return ", ".join(map(str, things))
+
+
+def swap_in_words(swap: dict[str, Any], move: Move | None) -> list[str]:
+    """The figures of a swap as sentences; a figure that is not known is left out."""
+    then = f"{host(move.taker)} took over its ranks {listed(move.ranks)}" if move else "nobody took over a rank of it"
+    told = {"detect_s": "noticed", "ready_s": "all ranks in training again", "first_step_s": "their first step done"}
+    times = [f"{words} after {swap[name]:.2f} s" for name, words in told.items() if swap[name] is not None]
+    lines = [f"was killed in step {swap['at_step']}, {WHEN[swap['phase']]}; {then}", listed(times)]
+    if swap["lost_steps"] is not None:
+        lines.append(f"committed steps that had to be done again: {swap['lost_steps'] or 'none'}")
+    return [line for line in lines if line]
+
+
+def last_error(logs: Path) -> str:
+    """` (FILE: LINE)`: the last line of a log, or of the logs in a folder, that names an error; "" without one."""
+    files = sorted(path for path in logs.rglob("*") if path.suffix in (".log", ".txt")) if logs.is_dir() else [logs]
+    for path in files:
+        text = path.read_text(errors="replace") if path.exists() else ""
+        if found := re.findall(r"^.*\b\w*(?:Error|Exception|exit code)\b.*$", text, re.MULTILINE):
+            return f" ({path.name}: {found[-1].strip()[:200]})"
+    return ""
 
 
 def draw_losses(

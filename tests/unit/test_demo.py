@@ -1,9 +1,12 @@
 """The demonstration says how far it is and what failed: its setup (with a stand-in for Python), lines, pictures."""
 
+import json
 import os
 import pty
+import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -78,3 +81,91 @@ def test_setup_on_a_terminal_says_in_one_changing_line_what_pip_does(setup, tmp_
     os.close(ours)
     assert process.wait() == 0
     assert said.count(b"\r\x1b[K") >= 2 and said.endswith(b"setup: done\r\n")
+
+
+SHOW = """
+import argparse, pathlib, sys
+import demo
+args = argparse.Namespace(out=pathlib.Path(sys.argv[1]), world=8)
+with demo.Bar("protected run", 24) as bar:
+    demo.Story(args, bar).look()
+"""
+
+
+@pytest.fixture
+def swapped(tmp_path):
+    """The folder of a run in which node 2 was lost in step 22 and node 4 took over: a recorded swap."""
+    record = ROOT / "scripts" / "results" / "2026-11-23-swap.jsonl"
+    kill, *events = map(json.loads, record.read_text().splitlines())
+    began = {"time": events[0]["time"] - 1, "generation": 0}
+    events[:0] = [{"event": "NodeJoined", "node": node, **began} for node in range(5)]
+    formed = {"event": "WorldFormed", "node_of": [0, 0, 1, 1, 2, 2, 3, 3], "spares": [4]}
+    events.insert(0, {**formed, **began, "node": 0})
+    (tmp_path / "output").mkdir()
+    (tmp_path / "kills.jsonl").write_text(json.dumps(kill) + "\n")
+    (tmp_path / "output" / "events.0.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    (tmp_path / "output" / "rank0000.node0.log").write_text("step   23/24 | loss 3.5 | lr 0.1 | 9 ms\n")
+    return tmp_path, kill, events
+
+
+def test_into_a_file_a_swap_is_told_in_plain_lines_with_host_names(swapped, tmp_path):
+    with (tmp_path / "said.txt").open("wb") as said:
+        command = [sys.executable, "-c", SHOW, tmp_path]
+        environ = os.environ | {"PYTHONPATH": str(ROOT / "scripts"), "FORCE_COLOR": "1", "TERM": "xterm"}
+        subprocess.run(command, stdout=said, env=environ, check=True)
+    told = (tmp_path / "said.txt").read_text()
+    assert "\r" not in told and "\x1b" not in told
+    wanted = (
+        "node2 is killed in step 22, in the optimizer's update (SIGKILL)",
+        "node0, node1, node2, node3 run 8 ranks, node4 stands by",
+        "node2 was lost (",
+        "node4 takes over ranks 4, 5 of node2; all go back to step 21",
+        "the state of step 21 is restored on all 8 ranks",
+        "training goes on, ",
+        "step 22 is done by all 8 ranks",
+        "step 23/24, loss 3.5000",
+    )
+    places = [told.find(line) for line in wanted]
+    assert -1 not in places and places == sorted(places), told
+
+
+def test_on_a_terminal_a_bar_with_step_and_loss_stays_below_the_lines(swapped, tmp_path):
+    ours, theirs = pty.openpty()
+    environ = os.environ | {"PYTHONPATH": str(ROOT / "scripts"), "TERM": "xterm"}
+    process = subprocess.Popen([sys.executable, "-c", SHOW, tmp_path], stdout=theirs, env=environ)
+    os.close(theirs)
+    said = b""
+    try:
+        while more := os.read(ours, 4096):
+            said += more
+    except OSError:  # the terminal's other end is closed
+        pass
+    os.close(ours)
+    assert process.wait() == 0
+    bar = said.decode().rsplit("step 22 is done by all 8 ranks", 1)[1]
+    assert "protected run" in bar and "step 23/24, loss 3.5" in bar and "node2 lost" in bar and "node4 active" in bar
+
+
+FAILING = """
+import dataclasses, pathlib, sys
+import demo
+folder = pathlib.Path(sys.argv[1])
+(folder / "train.py").write_text("raise ValueError('no data here')")
+demo.CACHE, demo.make_corpus.ensure = folder / "cache", lambda path: None
+job = dataclasses.replace(demo.JOBS["megatron"], script=folder / "train.py", plain_preload=("json",))
+demo.JOBS["megatron"] = job
+sys.argv[1:] = ["--out", str(folder / "out")]
+sys.exit(demo.main())
+"""
+
+
+def test_a_demonstration_that_fails_says_what_failed_and_where_its_logs_are_before_its_json_line(tmp_path):
+    environ = os.environ | {"PYTHONPATH": str(ROOT / "scripts")}
+    command = [sys.executable, "-c", FAILING, tmp_path]
+    ended = subprocess.run(command, stdout=subprocess.PIPE, env=environ, text=True)
+    *told, last = ended.stdout.splitlines()
+    summary = json.loads(last)
+    assert (ended.returncode, summary["exit_code"], summary["bit_exact"]) == (1, 1, False)
+    failed = next(line for line in told if "FAILED" in line)
+    said = re.search(r"the undisturbed run ended with exit code 1 \((rank\d+.log): ValueError: no data here\)", failed)
+    assert said and (Path(failed.rsplit("logs: ", 1)[1]) / "output" / said[1]).exists()
