@@ -355,7 +355,7 @@ def report(args: argparse.Namespace, reference: Path, cluster: Cluster) -> dict[
     (args.out / "summary.json").write_text(json.dumps(summary | {"problems": problems, "settings": settings}, indent=1))
     try:
         expected, found = (compare_runs.read_run(folder).losses() for folder in (reference, args.out / "output"))
-        demo_report.draw_losses(args.out / "loss.png", expected, found, kills)
+        demo_report.draw_losses(args.out / "loss.png", expected, found, kills, events)
     except compare_runs.Malformed as error:
         tell(f"no loss.png: {error}")
     if kills:

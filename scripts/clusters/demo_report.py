@@ -158,68 +158,111 @@ def last_error(logs: Path) -> str:
 
 
 def draw_losses(
-    path: Path, reference: list[tuple[int, float]], run: list[tuple[int, float]], kills: list[Event]
+    path: Path,
+    reference: list[tuple[int, float]],
+    run: list[tuple[int, float]],
+    kills: list[Event],
+    events: list[Event],
 ) -> None:
     """Both runs' loss curves; one lies exactly on the other, or the difference shows."""
     plt = pyplot()
-    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
-    axes.plot(*split(reference), color="#9aa5b1", linewidth=5, label="never failed (no plugin)")
-    axes.plot(*split(run), color="#c0392b", linewidth=1.3, label="with the plugin")
+    figure, axes = plt.subplots(figsize=(9, 5.2), layout="constrained")
+    axes.plot(*split(reference), color="#9aa5b1", linewidth=6, label="undisturbed run, without the plugin")
+    axes.plot(*split(run), color="#c0392b", linewidth=1.3, label="protected run, with the plugin")
+    moved = moves(events)
     for index, kill in enumerate(kills):
         axes.axvline(kill["step"], color="black", linestyle=":", linewidth=1)
         axes.annotate(
-            f"node {kill['node']} killed\n{kill['phase']}",
-            (kill["step"], 0.96 - 0.14 * (index % 3)),
+            in_short(kill, moved, "\n"),
+            (kill["step"], 0.97 - 0.17 * (index % 4)),
             xycoords=("data", "axes fraction"),
-            xytext=(4, 0),
+            xytext=(-4 if kill["step"] > 0.7 * len(reference) else 4, 0),
             textcoords="offset points",
-            fontsize=8,
+            fontsize=9,
             va="top",
+            ha="right" if kill["step"] > 0.7 * len(reference) else "left",
         )
-    axes.set(xlabel="step", ylabel="training loss")
+    lost = listed(dict.fromkeys(host(kill["node"]) for kill in kills)) or "no host"
+    axes.set(xlabel="training step", ylabel="training loss (cross entropy, nats a token)")
+    axes.set_title(f"Training loss, undisturbed and with {lost} killed", fontsize=12, fontweight="bold")
     axes.legend(loc="lower left", frameon=False)
+    parts = next((f"in step {a[0]}" for a, b in zip(reference, run, strict=False) if a != b), None)
+    if parts or len(reference) != len(run):
+        below = f"The losses of the two runs differ for the first time {parts or 'in their number of steps'}."
+    else:
+        below = "The red curve lies on the grey one: the losses of all steps are equal to the last bit."
+    figure.supxlabel(below, fontsize=10)
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
 
+def in_short(kill: Event, moved: dict[int, Move], between: str = "; ") -> str:
+    """`node3 killed in step 15; node4 takes over ranks 6, 7`."""
+    move = moved.get(kill["node"])
+    then = f"{between}{host(move.taker)} takes over ranks {listed(move.ranks)}" if move and move.ranks else ""
+    return f"{host(kill['node'])} killed in step {kill['step']}{then}"
+
+
 SPANS = {
-    "WorkerUnblocked": ("unblocked", "#e67e22"),
-    "GroupsRebuilt": ("groups rebuilt", "#2980b9"),
-    "SnapshotFetched": ("snapshot fetched", "#8e44ad"),
-    "StateRestored": ("state restored", "#27ae60"),
+    "WorkerUnblocked": ("stops its collectives", "#e67e22"),
+    "GroupsRebuilt": ("waits for all, rebuilds groups", "#2980b9"),
+    "SnapshotFetched": ("fetches the lost state", "#8e44ad"),
+    "StateRestored": ("restores its state", "#27ae60"),
 }
+STARTING = ("starts the script", "#f5c38b")
 FIRST_STEP = ("first step", "#bdc3c7")
-MARKS = {"NodeLost": ("loss noticed", "x"), "SwapPlanned": ("plan", "D"), "WorkerResumed": ("resumed", "^")}
+MARKS = {"NodeLost": ("loss noticed", "x"), "WorkerResumed": ("in training again", "^"), "StepDone": ("step done", "|")}
 
 
 def draw_timeline(path: Path, found: list[dict[str, Any]], kills: list[Event], events: list[Event], nodes: int) -> None:
     """One panel per swap: what each node did from just before the kill to everybody's first step."""
     plt = pyplot()
-    count = max(1, len(found))
+    count, moved = len(found), moves(events)
     figure, panels = plt.subplots(
-        count, 1, figsize=(9, 1.4 + (0.5 * nodes + 0.9) * count), layout="constrained", squeeze=False
+        count, 1, figsize=(10, 1.8 + (0.5 * nodes + 1.1) * count), layout="constrained", squeeze=False
     )
-    for panel, entry, kill in zip(panels[:, 0], found, sorted(kills, key=lambda kill: kill["time"]), strict=False):
-        end_s = entry["first_step_s"] or 5.0
-        for event in events:
-            at_s = event["time"] - kill["time"]
-            if not -0.15 * end_s <= at_s <= 1.1 * end_s:
-                continue
-            draw_event(panel, event, at_s)
-        for node, start_s, span_s in first_steps(kill, events):
-            panel.barh(node, span_s, left=start_s, height=0.34, color=FIRST_STEP[1], alpha=0.5, zorder=0)
-        panel.axvline(0, color="black", linestyle=":", linewidth=1)
-        panel.plot([0], [kill["node"]], marker="$\\times$", color="black", markersize=13)
-        panel.set_xlim(-0.15 * end_s, 1.1 * end_s)
-        panel.set_yticks(range(nodes), [f"node {node}" for node in range(nodes)])
+    for panel, entry, kill in zip(panels[:, 0], found, sorted(kills, key=lambda kill: kill["time"]), strict=True):
+        draw_swap(panel, entry, kill, moved.get(kill["node"]), events)
+        names = {node: f"{host(node)}\n(spare)" for node in (move.taker for move in moved.values())}
+        panel.set_yticks(range(nodes), [names.get(node, host(node)) for node in range(nodes)])
         panel.set_ylim(nodes - 0.4, -0.6)
-        panel.set_title(f"node {kill['node']} killed in step {kill['step']} ({kill['phase']})", fontsize=9, loc="left")
-    panels[-1, 0].set_xlabel("seconds since the kill")
-    entries = [plt.Rectangle((0, 0), 1, 1, color=color, label=label) for label, color in [*SPANS.values(), FIRST_STEP]]
+        panel.set_title(in_short(kill, moved), fontsize=12, fontweight="bold")
+        panel.set_ylabel("host")
+    panels[-1, 0].set_xlabel("time since the kill (s)")
+    bars = [*SPANS.values(), STARTING, FIRST_STEP]
+    entries = [plt.Rectangle((0, 0), 1, 1, color=color, label=label) for label, color in bars]
     entries += [plt.Line2D([], [], marker=m, linestyle="", color="black", label=label) for label, m in MARKS.values()]
-    figure.legend(handles=entries, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+    figure.legend(handles=entries, loc="outside upper center", ncols=5, fontsize=8, frameon=False)
+    trained = [f"{entry['ready_s']:.2f} s" for entry in found if entry["ready_s"] is not None]
+    after = f"All ranks trained again {' and '.join(trained)} after the kill" if trained else "Training did not go on"
+    figure.supxlabel(f"{after}; the bars show what each host's ranks did until then.", fontsize=10)
     figure.savefig(path, dpi=130)
     plt.close(figure)
+
+
+def draw_swap(panel: Any, entry: dict[str, Any], kill: Event, move: Move | None, events: list[Event]) -> None:
+    """Every node's bars and marks around one kill; an arrow leads to the taker."""
+    end_s = entry["first_step_s"] or 5.0
+    for event in events:
+        at_s = event["time"] - kill["time"]
+        if -0.15 * end_s <= at_s <= 1.1 * end_s:
+            draw_event(panel, event, at_s)
+    for node, start_s, span_s in first_steps(kill, events):
+        panel.barh(node, span_s, left=start_s, height=0.34, color=FIRST_STEP[1], alpha=0.5, zorder=0)
+    panel.axvline(0, color="black", linestyle=":", linewidth=1)
+    panel.plot([0], [kill["node"]], marker="$\\times$", color="#c0392b", markersize=13)
+    said = "killed"
+    if move is not None:
+        plan_s = move.time - kill["time"]
+        said += f"; after {plan_s:.2f} s {host(move.taker)} takes over"
+        rehearsed = [e["time"] for e in events if e["event"] == "Rehearsed" and e["node"] == move.taker]
+        if ready := [at - kill["time"] for at in rehearsed if move.time < at < kill["time"] + end_s]:
+            panel.barh(move.taker, max(ready) - plan_s, left=plan_s, height=0.6, color=STARTING[1], zorder=0)
+        below_text = kill["node"] + (0.25 if move.taker > kill["node"] else -0.25)
+        arrow = {"arrowstyle": "->", "color": "#c0392b", "shrinkA": 0, "shrinkB": 9}
+        panel.annotate("", (plan_s, move.taker), xytext=(plan_s, below_text), arrowprops=arrow)
+    panel.annotate(said, (0, kill["node"]), xytext=(10, 0), textcoords="offset points", color="#c0392b", va="center")
+    panel.set_xlim(-0.15 * end_s, 1.1 * end_s)
 
 
 def first_steps(kill: Event, events: list[Event]) -> Iterator[tuple[int, float, float]]:
@@ -240,9 +283,8 @@ def draw_event(panel: Any, event: Event, at_s: float) -> None:
         duration_s = max(event["duration_s"], 0.0)
         panel.barh(node, duration_s, left=at_s - duration_s, height=0.6, color=color, alpha=0.6, edgecolor=color)
     elif kind in MARKS:
-        panel.plot([at_s], [node], marker=MARKS[kind][1], color="black", markersize=5)
-    elif kind == "StepDone":
-        panel.plot([at_s, at_s], [node - 0.35, node + 0.35], color="#7f8c8d", linewidth=0.6)
+        size = 16 if kind == "StepDone" else 5
+        panel.plot([at_s], [node], marker=MARKS[kind][1], color="black", markersize=size, markeredgewidth=0.8)
 
 
 def split(points: list[tuple[int, float]]) -> tuple[list[int], list[float]]:

@@ -11,6 +11,10 @@ from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+from clusters import demo_report
+
 ROOT = Path(__file__).resolve().parents[2]
 STAND_IN = """#!/usr/bin/env bash
 case $* in
@@ -144,6 +148,30 @@ def test_on_a_terminal_a_bar_with_step_and_loss_stays_below_the_lines(swapped, t
     assert process.wait() == 0
     bar = said.decode().rsplit("step 22 is done by all 8 ranks", 1)[1]
     assert "protected run" in bar and "step 23/24, loss 3.5" in bar and "node2 lost" in bar and "node4 active" in bar
+
+
+def words_of(figure):
+    import matplotlib.text
+
+    return "\n".join(text.get_text() for text in figure.findobj(matplotlib.text.Text))
+
+
+def test_a_picture_has_a_title_axes_with_units_both_hosts_and_a_sentence(swapped, monkeypatch):
+    folder, kill, events = swapped
+    plt, drawn = demo_report.pyplot(), []
+    monkeypatch.setattr(plt, "close", lambda figure: drawn.append(words_of(figure)))
+    found = demo_report.swaps([kill], events)
+    losses = [(step, 5 / step) for step in range(1, 25)]
+    demo_report.draw_losses(folder / "loss.png", losses, losses, [kill], events)
+    demo_report.draw_losses(folder / "loss.png", losses, [*losses[:22], (23, 1.0)], [kill], events)
+    demo_report.draw_timeline(folder / "timeline.png", found, [kill], events, nodes=5)
+    equal, apart, timeline = drawn
+    for words in (equal, timeline):
+        assert "node2 killed in step 22" in words and "node4 takes over ranks 4, 5" in words
+    assert "training step" in equal and "nats a token" in equal and "equal to the last bit" in equal
+    assert "differ for the first time in step 23" in apart
+    assert "time since the kill (s)" in timeline and "node4\n(spare)" in timeline
+    assert f"All ranks trained again {found[0]['ready_s']:.2f} s after the kill" in timeline
 
 
 FAILING = """
