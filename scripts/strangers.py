@@ -56,10 +56,12 @@ FINE = ("held", "refused")
 NOT_RUN = "not run"
 PAGE = """# Other people's scripts that were run
 
-The output of `strangers.py --table`. Each script is unedited; it has 4 ranks on 4 emulated nodes and a spare, on CPUs,
-and loses a node nobody rehearsed, then a process. Held: losses, gradient norms, learning rates and the final states of
-all ranks equal those of the script without the plugin. Not here: it does not run on a CPU without the plugin either.
-Stand-ins, where they were recorded: what it found instead of what it would have downloaded.
+`strangers.py --table` prints this page. Each script is unedited. It has 4 ranks on 4 emulated nodes and a spare, on
+CPUs. It loses a node that nobody rehearsed, then a process.
+
+- held: losses, gradient norms, learning rates and the final states of all ranks equal those without the plugin
+- not here: the script does not run on a CPU without the plugin either
+- stand-ins, where they were recorded: what the script found instead of its downloads
 
 | script | must hold | attempts that held | the newest attempt |
 | --- | --- | --- | --- |
@@ -67,8 +69,8 @@ Stand-ins, where they were recorded: what it found instead of what it would have
 
 ## Every attempt
 
-In the order they were made. {before} attempts were made before `commit` was recorded, and before an attempt that this
-runner itself kept from being one (`not run`) was.
+The attempts are in the order in which they were made. The first {before} are older than two parts of the record: the
+`commit`, and lines for attempts that the runner itself prevented (`not run`).
 
 | row | seed | faults | commit | outcome |
 | --- | --- | --- | --- | --- |

@@ -391,25 +391,31 @@ def table(subjects: Iterable[Subject], known: dict[str, Line]) -> str:
 
 PAGE = """# Versions that were run
 
-The output of `versions.py --rows all --table`. A row is an environment of its own; it held if every check of it did.
-A job holds if it ends with the bits of an undisturbed run.
+`versions.py --rows all --table` prints this page. A row is an environment of its own. A row held if all its checks
+held. A job held if it ended with the bits of an undisturbed run.
 
-- guards: tests of collectives that pair, of what a newcomer is compared in, of saves and of hook points
-- demo: `demo.py`, eight ranks (TP 2, PP 2, DP 2) on four nodes, one of them killed at a drawn place; demo-zero the same
-  with DeepSpeed, the stage of ZeRO beside it
-- faults: `fault_matrix.py`, a node and a process lost at each of 12 places, TP 2, PP 2, DP 2; faults-zero the same with
-  ZeRO 2 and 3; faults-save at 8 places of a save
-- pretrain_gpt: Megatron-LM's own script, unedited, loses a node and then a process, with four sets of
-  options: {pretrain}; saves: asynchronous ones
+| check | what it runs |
+| --- | --- |
+| guards | tests of collectives that pair, of a replacement's data, of saves and of hook points |
+| demo | `demo.py`: eight ranks (TP 2, PP 2, DP 2) on four nodes. One node is killed at a random place |
+| demo-zero | the same with DeepSpeed; the number is the stage of ZeRO |
+| faults | `fault_matrix.py`: a node and a process are lost at each of 12 places (TP 2, PP 2, DP 2) |
+| faults-zero | the same with ZeRO 2 and 3 |
+| faults-save | the same at 8 places of a save |
+| pretrain_gpt | Megatron-LM's own script, unedited, loses a node and then a process. Sets of options: {pretrain} |
+| saves | the same in asynchronous saves |
 
 {table}
-Without the plugin these do not run here either: ZeRO 1 and 2 of DeepSpeed {zero_3_only} over gloo (what they gather are
-views, which may not be changed in place), so that its rows use ZeRO 3; `--async-save` of core_v0.17.1 and later in the
-way it is without `--async-strategy mcore`, which asks for an nvidia-resiliency-ext that no row has.
+These do not run here without the plugin either:
+
+- ZeRO 1 and 2 of DeepSpeed {zero_3_only} over gloo: they gather views, which may not be changed in place. Its rows use
+  ZeRO 3.
+- `--async-save` of core_v0.17.1 and later without `--async-strategy mcore`: it needs an nvidia-resiliency-ext that no
+  row has.
 
 ## Every check
 
-In the order they were made; the newest of a row and check counts.
+The checks are in the order in which they were made. The newest of a row and check counts.
 
 | row | check | result | seconds | seed | commit | what it said |
 | --- | --- | --- | --- | --- | --- | --- |

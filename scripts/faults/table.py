@@ -35,17 +35,23 @@ with those of an undisturbed run. Lost hosts come back by `deadpool join` as new
 ranks on two hosts, or eight on four. DeepSpeed runs four ranks on two hosts; `pipeline2` has two stages with two
 replicas each.
 
-The place is where the fault strikes:
+The fault strikes at one of these places:
 
-- `startup`, `rehearsal`: before the first step; while a spare rehearses
-- `forward`, `backward`: inside of them
-- `before`, `optimizer`, `update`: inside the optimizer's step, before any rank updated, when some have, and when
-  all have
-- `staging`, `push`: while a snapshot is copied into host memory; while it is mirrored
-- `between`, `evaluate`, `last`: between two steps; in an evaluation; inside the optimizer's last step
-- `planned`, `write`, `finishing`, `exit`: while a save is planned, while its files are written, while it is
-  finished, and in the job's last save. `tests/dist/test_saving.py` judges what lies on disk afterwards
-- `async-training`: in a forward that runs beside an asynchronous save; `async-write` and the others: as above
+- `startup`: before the first step
+- `rehearsal`: while a spare rehearses
+- `forward`, `backward`: inside them
+- `before`, `optimizer`, `update`: inside the optimizer's step. No rank, some ranks or all ranks have updated
+- `staging`: while a snapshot is copied into host memory
+- `push`: while a snapshot is mirrored
+- `between`: between two steps
+- `evaluate`: in an evaluation
+- `last`: inside the optimizer's last step
+- `planned`, `write`, `finishing`: while a save is planned, written, finished
+- `exit`: in the job's last save
+- `async-training`: in a forward that runs beside an asynchronous save
+- `async-write`, `async-finishing`, `async-exit`: as above, in an asynchronous save
+
+`tests/dist/test_saving.py` judges the files on disk after a fault in a save.
 
 Second faults during a swap have a record of their own, `2026-11-21-second-losses.jsonl`: 43 of 43 pairs held.
 """
