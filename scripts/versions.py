@@ -44,7 +44,7 @@ from clusters.launched import read_json_lines  # noqa: E402
 from deadpool_plugin.versions import CHECKOUTS, NEWEST, ROWS, Row  # noqa: E402
 
 REQUIREMENTS = REPOSITORY / "scripts" / "requirements-cpu.txt"
-FOR_CHECKS_ONLY = ("mypy", "ruff")
+FOR_CHECKS_ONLY = ("mypy", "ruff", "pytest-xdist", "execnet")
 FOR_PRETRAIN = ("six", "regex")
 """megatron.training's tokenizers import them."""
 DEADLINE_S = 2400.0

@@ -1,12 +1,52 @@
-"""What holds for every test: no time is asserted anywhere."""
+"""What holds for every test: no time is asserted anywhere; `--quick` leaves out what is marked slow, and lists it."""
 
+from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import settings
 
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
+LEFT_OUT = pytest.StashKey[Counter[str]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--quick", action="store_true", help="leave out tests marked slow, and list their files at the end"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[LEFT_OUT] = Counter()
+
+
+@pytest.hookimpl(trylast=True)  # other options have left out theirs
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("quick") and not any("::" in argument for argument in config.args):  # who names one wants it
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        config.stash[LEFT_OUT].update(item.nodeid.partition("::")[0] for item in slow)
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """In a process of xdist's, what it left out goes to the one that reports; both have left out the same."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_out"] = dict(session.config.stash[LEFT_OUT])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    node.config.stash[LEFT_OUT] |= Counter(getattr(node, "workeroutput", {}).get("left_out", {}))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if left_out := config.stash[LEFT_OUT]:
+        terminalreporter.section(f"{left_out.total()} tests are run by --all only")
+        for file, tests in sorted(left_out.items()):
+            terminalreporter.line(f"{file}: {tests}")
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,7 @@ import signal
 
 import pytest
 from stub_cluster import StubCluster
+from support import slow_but
 
 from deadpool_plugin import events
 
@@ -29,6 +30,7 @@ def finishes(cluster, lost):
     assert cluster.finals() == cluster.expected_finals(STEPS)
 
 
+@pytest.mark.slow
 def test_undisturbed(tmp_path):
     cluster = StubCluster(tmp_path, 4, 2, *RUN)
     try:
@@ -40,7 +42,7 @@ def test_undisturbed(tmp_path):
         cluster.close()
 
 
-@pytest.mark.parametrize("victim", [0, 1, 2], ids=["coordinator_rehearsed", "not_rehearsed", "last"])
+@pytest.mark.parametrize("victim", slow_but([0, 1, 2], 0, 1), ids=["coordinator_rehearsed", "not_rehearsed", "last"])
 def test_a_lost_node_is_replaced(tmp_path, victim):
     cluster = StubCluster(tmp_path, 4, 2, *RUN)
     try:
@@ -72,6 +74,7 @@ def test_two_losses_one_after_the_other(tmp_path):
         cluster.close()
 
 
+@pytest.mark.slow
 def test_the_newcomer_is_lost_too(tmp_path):
     cluster = StubCluster(tmp_path, 5, 1, *RUN, spares=2)
     try:
@@ -127,6 +130,7 @@ def test_no_spare_ends_with_86_and_says_so(tmp_path):
         cluster.close()
 
 
+@pytest.mark.slow
 def test_a_second_loss_after_the_last_spare_ends_with_86(tmp_path):
     cluster = StubCluster(tmp_path, 4, 1, *RUN)
     try:

@@ -32,6 +32,7 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
+@pytest.mark.slow
 @in_zygote
 def test_a_replacement_finds_the_folders_its_script_looks_into_as_they_were_at_the_start(tmp_path, corpus):
     """Neither rank has been rehearsed when it is lost, and checkpoints have been saved by then."""
@@ -66,6 +67,7 @@ def whole(folder, tag):
     return get_fp32_state_dict_from_zero_checkpoint(str(folder), tag)
 
 
+@pytest.mark.slow
 @in_zygote
 def test_a_checkpoint_in_two_folders_ends_the_job_before_it_is_written(tmp_path, corpus):
     with pytest.raises(AssertionError, match=r"cannot be loaded: rank\(s\) 0 to .*run.0; rank\(s\) 1 to .*run.1"):

@@ -65,24 +65,28 @@ def test_a_second_node_is_lost_in_the_middle_of_the_swap(tmp_path, corpus, refer
     assert {node for event in tail.of("NodeLost") for node in event["lost"]} == {1, 3}
 
 
+@pytest.mark.slow
 @in_zygote
 def test_a_node_and_its_buddy_end_the_job_with_a_verdict(tmp_path, corpus, references):
     verdict, _ = run(tmp_path, corpus, references, [node_lost(1, also=(2,))], stops=86, spares=2)
     assert re.search("newest checkpoint|no checkpoint was saved", verdict.stopped)
 
 
+@pytest.mark.slow
 @in_zygote
 def test_two_copies_survive_a_node_and_its_buddy(tmp_path, corpus, references):
     _, tail = run(tmp_path, corpus, references, [node_lost(1, also=(2,))], spares=2, copies=2)
     assert {node for event in tail.of("NodeLost") for node in event["lost"]} == {1, 2}
 
 
+@pytest.mark.slow
 @in_zygote
 def test_without_a_spare_the_job_waits_for_a_host_that_joins(tmp_path, corpus, references):
     _, tail = run(tmp_path, corpus, references, [node_lost(1)], spares=0, heals=True, on_no_spare="wait")
     assert tail.of("WaitingForHost") and tail.of("HostJoined")
 
 
+@pytest.mark.slow
 @in_zygote
 def test_training_connections_that_end_twice_are_no_error_of_the_script(tmp_path, corpus, references):
     """Nobody dies: the first time all go on in place, and the job goes on the second time too, two steps later."""
@@ -94,6 +98,7 @@ def test_training_connections_that_end_twice_are_no_error_of_the_script(tmp_path
     assert not verdict.stopped and not tail.of("RankLost")
 
 
+@pytest.mark.slow
 @in_zygote
 def test_an_exception_of_one_rank_is_survived(tmp_path, corpus, references):
     _, tail = run(tmp_path, corpus, references, [Kill(0, -1, 4, "forward", "raise", 3, hold=3)])

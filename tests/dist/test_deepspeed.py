@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "scripts"), str(ROOT)]
 
 from faults import deepspeed_hooks  # noqa: E402
+from support import slow_but  # noqa: E402
 from support.deepspeed_cpu import needs_deepspeed  # noqa: E402
 from support.killed_ranks import assert_alike, run_with_kills, undisturbed  # noqa: E402
 from support.zygote import in_zygote  # noqa: E402
@@ -68,7 +69,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("words", "kills"), CASES, ids=[case[0].partition(" {")[0] for case in CASES])
+@pytest.mark.parametrize(
+    ("words", "kills"), slow_but(CASES, 3, 6, 8), ids=[case[0].partition(" {")[0] for case in CASES]
+)
 @in_zygote
 def test_two_losses_in_a_row(tmp_path, corpus, references, words, kills):
     survives(tmp_path, corpus, references, words, kills)
@@ -88,6 +91,7 @@ IN_CPP = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "words", "kills"), IN_CPP, ids=[case[1] for case in IN_CPP])
 def test_two_losses_with_an_optimizer_in_cpp(tmp_path, corpus, references, name, words, kills):
     if not built(name):
@@ -102,7 +106,7 @@ PIPELINES = [
 ]
 
 
-@pytest.mark.parametrize(("words", "kills"), PIPELINES, ids=[case[0] for case in PIPELINES])
+@pytest.mark.parametrize(("words", "kills"), slow_but(PIPELINES, 1), ids=[case[0] for case in PIPELINES])
 @in_zygote
 def test_two_losses_in_a_pipeline(tmp_path, corpus, references, words, kills):
     """Two stages with a tied embedding, two replicas of each."""
@@ -144,7 +148,7 @@ def same(left, right):
     )
 
 
-@pytest.mark.parametrize("words", ["--zero 1", "--zero 3 --dtype bf16"])
+@pytest.mark.parametrize("words", slow_but(["--zero 1", "--zero 3 --dtype bf16"], 0))
 @in_zygote
 def test_a_save_that_is_interrupted_is_done_again_as_a_whole_and_monitors_write_once(tmp_path, corpus, words):
     os.environ["WANDB_MODE"] = "offline"  # where it is installed

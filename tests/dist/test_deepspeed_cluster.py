@@ -41,6 +41,7 @@ def test_a_node_and_then_a_process_are_lost(tmp_path, corpus, references):
     run(tmp_path, corpus, references, "--zero 2 --dtype bf16", 4, 2, kills)
 
 
+@pytest.mark.slow
 @in_zygote
 def test_a_process_and_then_a_node_of_a_pipeline_are_lost(tmp_path, corpus, references):
     kills = [Kill(0, -1, 4, "forward", "rank", 3, hold=3), Kill(1, 1, 8, "backward", hold=7)]
@@ -60,6 +61,7 @@ script.main()
 """
 
 
+@pytest.mark.slow
 @in_zygote
 def test_a_script_with_two_engines_is_told_the_way_out_before_its_first_step(tmp_path, corpus):
     forked_node.preload(forked_node.DEEPSPEED)

@@ -10,6 +10,7 @@ ROOT = HERE.parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "scripts"), str(ROOT)]
 
 from faults import deepspeed_hooks  # noqa: E402
+from support import slow_but  # noqa: E402
 from support.deepspeed_cpu import needs_deepspeed  # noqa: E402
 from support.killed_ranks import assert_alike, run_with_kills, undisturbed  # noqa: E402
 from support.zygote import in_zygote  # noqa: E402
@@ -17,7 +18,7 @@ from support.zygote import in_zygote  # noqa: E402
 pytestmark = needs_deepspeed
 
 
-@pytest.mark.parametrize("hidden", [32, 160], ids=["told", "too large to be told"])
+@pytest.mark.parametrize("hidden", slow_but([32, 160], 0), ids=["told", "too large to be told"])
 @in_zygote
 def test_two_losses_while_others_evaluate(tmp_path, corpus, hidden):
     """While some are gathered, and while they are changed."""

@@ -8,6 +8,7 @@ from collections import Counter
 from functools import reduce
 from pathlib import Path
 
+import pytest
 from stub_cluster import StubCluster
 from test_agent_swap import HOLD, ready
 
@@ -60,6 +61,7 @@ def least(cluster):
     return reduce(lambda one, other: {who: one[who] & other[who] for who in one}, samples(cluster))
 
 
+@pytest.mark.slow
 def test_twenty_swaps_leave_nothing_behind(tmp_path):
     more = "memory_headroom_gib: 0\nrestarts_max: 100\n"
     cluster = StubCluster(tmp_path, 3, 1, *ALWAYS, more=more, executes=True)

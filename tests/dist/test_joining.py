@@ -11,6 +11,7 @@ import sys
 
 import pytest
 from stub_cluster import HERE, MARK, StubCluster
+from support import slow_but
 
 from deadpool_plugin import events
 from deadpool_plugin.launch import carried
@@ -97,6 +98,7 @@ def test_a_job_that_waits_goes_on_when_a_host_joins(start):
     assert planned.takers == {"1": node} and planned.joined == (node,)
 
 
+@pytest.mark.slow
 def test_two_hosts_at_once_are_both_taken_in(start):
     cluster = start(2, 1, *RUN, spares=0)
     in_training(cluster)
@@ -121,7 +123,7 @@ def stop(cluster):
     return subprocess.run(words, cwd=HERE.parent.parent, capture_output=True, text=True, timeout=200, check=False)
 
 
-@pytest.mark.parametrize("waits", [False, True], ids=["in-training", "waiting-for-a-host"])
+@pytest.mark.parametrize("waits", slow_but([False, True], 0), ids=["in-training", "waiting-for-a-host"])
 def test_a_job_is_ended_from_outside_on_all_hosts(start, waits):
     cluster = start(3, 2, *RUN, spares=0 if waits else 1, more=WAIT)
     in_training(cluster)

@@ -17,6 +17,7 @@ sys.path[:0] = [str(ROOT / "tests" / "dist"), str(ROOT / "tests"), str(ROOT / "s
 
 import test_worker_swap  # noqa: E402, F401 - imports megatron-core for the forks
 from gpt import layouts  # noqa: E402
+from support import slow_but  # noqa: E402
 from support.killed_ranks import assert_alike, run_with_kills, undisturbed  # noqa: E402
 from support.zygote import in_zygote  # noqa: E402
 
@@ -53,12 +54,13 @@ def survives(tmp_path, corpus, references, name, first, second):
     return expected
 
 
-@pytest.mark.parametrize(("name", "first", "second"), CASES, ids=[case[0] for case in CASES])
+@pytest.mark.parametrize(("name", "first", "second"), slow_but(CASES, 2, 5), ids=[case[0] for case in CASES])
 @in_zygote
 def test_a_layout_survives_two_losses_bit_for_bit(tmp_path, corpus, references, name, first, second):
     survives(tmp_path, corpus, references, name, first, second)
 
 
+@pytest.mark.slow
 @in_zygote
 def test_losses_in_steps_that_the_loss_scaler_skips(tmp_path, corpus, references):
     """Faults count updates: the forward of update n + 1 is first reached in the step after update n, skipped or not."""

@@ -9,6 +9,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import test_deepspeed
 from faults import deepspeed_hooks
+from support import slow_but
 from support.killed_ranks import assert_alike, run_with_kills, undisturbed
 from support.scripted_agent import ScriptedAgent, Worker
 from support.zygote import in_zygote
@@ -29,7 +30,7 @@ def command(corpus, mode, words):
     return [SCRIPT, mode, *arguments(corpus, words)[1:]]
 
 
-@pytest.mark.parametrize(("mode", "words", "kills"), CASES, ids=[case[0] for case in CASES])
+@pytest.mark.parametrize(("mode", "words", "kills"), slow_but(CASES, 1), ids=[case[0] for case in CASES])
 @in_zygote
 def test_a_step_of_the_scripts_own_is_redone_as_a_whole(tmp_path, corpus, mode, words, kills):
     argv = command(corpus, mode, words)
@@ -38,6 +39,7 @@ def test_a_step_of_the_scripts_own_is_redone_as_a_whole(tmp_path, corpus, mode, 
     assert_alike(expected, run)
 
 
+@pytest.mark.slow
 @in_zygote
 def test_a_data_set_that_gives_other_items_to_a_newcomer_is_refused(tmp_path, corpus):
     with pytest.raises(
@@ -47,7 +49,7 @@ def test_a_data_set_that_gives_other_items_to_a_newcomer_is_refused(tmp_path, co
         run_with_kills(tmp_path, argv, 2, [(1, 4, "forward")], [1], deepspeed_hooks.install)
 
 
-@pytest.mark.parametrize("mode", ["penalty", "gathered"])
+@pytest.mark.parametrize("mode", slow_but(["penalty", "gathered"], 0))
 @in_zygote
 def test_without_the_decorator_it_is_refused_with_a_pointer_to_it(tmp_path, corpus, mode):
     with pytest.raises(AssertionError, match=r"(be|out)side.*to do:.*@deadpool_plugin\.step"):

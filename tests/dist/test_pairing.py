@@ -8,6 +8,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "scripts"), str(ROOT)]
 
+from support import slow_but  # noqa: E402
 from support.zygote import in_zygote  # noqa: E402
 
 pytest.importorskip("megatron.core")
@@ -25,7 +26,7 @@ NAMED = {
 }
 
 
-@pytest.mark.parametrize("dtype", NAMED)
+@pytest.mark.parametrize("dtype", slow_but(list(NAMED), 0))
 @in_zygote
 def test_a_newcomer_that_issues_more_than_the_others_is_named(tmp_path, corpus, dtype):
     forked_node.preload()

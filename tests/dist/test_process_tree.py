@@ -7,14 +7,15 @@ import signal
 
 import pytest
 from stub_cluster import StubCluster
+from support import slow_but
 
 from deadpool_plugin import events
 
 ALWAYS = ("--steps", "100000", "--children")
 
 
-def started(directory, *arguments, **options):
-    cluster = StubCluster(directory, 3, 2, *ALWAYS, *arguments, executes=True, **options)
+def started(directory, **options):
+    cluster = StubCluster(directory, 3, 2, *ALWAYS, **options)
     cluster.wait_for("a ready spare", lambda: cluster.events(events.SpareReady))
     cluster.wait_for("grandchildren", lambda: len(sleepers(cluster, 1)) == 4)
     return cluster
@@ -25,13 +26,13 @@ def sleepers(cluster, node):
 
 
 ENDED = itertools.product(
-    ["standby1", "supervisor0", "supervisor1", "agent", "launcher"], [signal.SIGKILL, signal.SIGTERM]
+    [signal.SIGKILL, signal.SIGTERM], ["standby1", "supervisor0", "agent", "launcher", "supervisor1"]
 )
 
 
-@pytest.mark.parametrize(("role", "number"), [*ENDED, ("standby1", signal.SIGSTOP)])
+@pytest.mark.parametrize(("number", "role"), slow_but([*ENDED, (signal.SIGSTOP, "standby1")], 0, 1, 2, 3))
 def test_nothing_is_left_of_the_node_and_its_ranks_move(tmp_path, role, number):
-    cluster = started(tmp_path)
+    cluster = started(tmp_path, executes=True)
     try:
         before = cluster.processes(0)
         cluster.kill(1, role, number)
@@ -56,9 +57,9 @@ def test_sigterm_of_every_launcher_ends_everything(tmp_path):
         cluster.close()
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("number", slow_but([signal.SIGKILL, signal.SIGTERM], 0))
 def test_a_process_leaves_nothing_behind_when_it_is_replaced(tmp_path, number):
-    cluster = started(tmp_path)
+    cluster = started(tmp_path, executes=True)
     try:
         before = sleepers(cluster, 1)
         cluster.kill(1, "worker1", number)
@@ -91,6 +92,7 @@ def test_a_job_goes_on_without_its_launcher(tmp_path):
         cluster.close()
 
 
+@pytest.mark.slow
 def test_a_job_stops_without_its_launcher_if_it_shall(tmp_path):
     cluster = without_reader(tmp_path, "stop", 0, 1, 2)
     try:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 from stub_cluster import StubCluster
 from test_agent_swap import RUN, finishes, ready
 
 from deadpool_plugin import events
 
 
+@pytest.mark.slow
 def test_a_rack_is_lost_at_once(tmp_path):
     """Along the ring node 1 would hold node 0's mirrors."""
     racks = "memory_headroom_gib: 0\nracks: {a: ['0', '1'], b: ['2', '3'], c: ['4', '5']}\n"

@@ -6,6 +6,7 @@ import signal
 
 import pytest
 from stub_cluster import StubCluster
+from support import slow_but
 from test_agent_swap import HOLD, RUN, STEPS, finishes, ready
 
 from deadpool_plugin import events
@@ -38,7 +39,7 @@ def test_a_killed_process_is_replaced_on_its_node(tmp_path):
         cluster.close()
 
 
-@pytest.mark.parametrize("times", [1, 9])
+@pytest.mark.parametrize("times", slow_but([1, 9], 1))
 def test_a_newcomer_that_reads_other_data_is_replaced_once_and_then_ends_the_job(tmp_path, times):
     """The rank is the first order of its agent, its newcomers are the next ones."""
     cluster = StubCluster(tmp_path, 3, 1, *RUN, "--differs", f"1:{1 + times}", spares=0)
@@ -192,6 +193,7 @@ def test_a_process_that_hangs_is_seen_when_nothing_comes_of_training_any_more(tm
         cluster.close()
 
 
+@pytest.mark.slow
 def test_two_nodes_at_once_with_two_copies(tmp_path):
     cluster = StubCluster(tmp_path, 6, 1, *RUN, spares=2, more="memory_headroom_gib: 0\ncopies: 2\n")
     try:

@@ -41,6 +41,7 @@ def test_a_script_that_handles_it_saves_and_ends_the_job(tmp_path, corpus):
     assert not job.tail.of("NodeLost") and not job.tail.of("RankLost")
 
 
+@pytest.mark.slow
 @in_zygote
 def test_any_other_script_goes_on_without_the_host(tmp_path, corpus):
     job = job_of(tmp_path / "job", corpus, ROOT / "scripts" / "train_gpt.py")

@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "scripts")]
 
 from faults import inject  # noqa: E402
+from support import slow_but  # noqa: E402
 from support.killed_ranks import assert_alike, run_with_kills, undisturbed  # noqa: E402
 from support.zygote import in_zygote  # noqa: E402
 
@@ -54,7 +55,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("dtype", "distributed", "kill", "rehearsed"), CASES)
+@pytest.mark.parametrize(("dtype", "distributed", "kill", "rehearsed"), slow_but(CASES, 1, 4))
 @in_zygote
 def test_a_killed_rank_is_replaced_bit_for_bit(tmp_path, corpus, references, dtype, distributed, kill, rehearsed):
     expected = reference(references, corpus, dtype, distributed)
@@ -63,6 +64,7 @@ def test_a_killed_rank_is_replaced_bit_for_bit(tmp_path, corpus, references, dty
     assert_alike(expected, tmp_path)
 
 
+@pytest.mark.slow
 @in_zygote
 def test_ranks_whose_loaders_have_worker_processes(tmp_path, corpus, references):
     """Ranks 0 and 2 read the data; their newcomers' loaders are moved without reading."""
@@ -77,6 +79,7 @@ def always_says(injector):
     inject.install(injector)
 
 
+@pytest.mark.slow
 @in_zygote
 def test_a_process_says_how_far_it_has_come_through_past_steps(tmp_path, corpus, references):
     expected = reference(references, corpus, "bf16", True)

@@ -9,11 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from support import slow_but
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.launcher
 
 
+@pytest.mark.slow
 def test_two_nodes_are_replaced_bit_for_bit(tmp_path):
     """The first node (rehearsed), then one nobody had rehearsed, by the demonstration itself."""
     kills = ["--kill", "0@8:optimizer", "--kill", "2@14:backward", "--spares", "2", "--steps", "20"]
@@ -28,6 +30,7 @@ def test_two_nodes_are_replaced_bit_for_bit(tmp_path):
         assert (tmp_path / picture).stat().st_size > 0
 
 
+@pytest.mark.slow
 def test_without_a_spare_the_job_ends_with_a_verdict(start):
     job = start(2, 1, 0, 200, "--tp", "2", faults=["1@6:forward"])
     codes = job.end()
@@ -41,7 +44,9 @@ def test_without_a_spare_the_job_ends_with_a_verdict(start):
 
 
 @pytest.mark.parametrize(
-    "victim", ["deadpool_plugin.launch.agent", "deadpool_plugin.run", "deepspeed.launcher.launch"], ids=str
+    "victim",
+    slow_but(["deadpool_plugin.launch.agent", "deadpool_plugin.run", "deepspeed.launcher.launch"], 0),
+    ids=["agent", "supervisor", "launcher"],
 )
 def test_a_killed_part_of_a_node_costs_that_node_only(start, victim):
     """SIGKILL of an agent, a supervisor or launch.py alone: no orphan there, a swap elsewhere, the job finishes."""
@@ -55,6 +60,7 @@ def test_a_killed_part_of_a_node_costs_that_node_only(start, victim):
     assert not job.leftovers()
 
 
+@pytest.mark.slow
 def test_an_unsupported_optimizer_is_one_clear_error(start):
     job = start(1, 2, 0, 5, "--optimizer", "sgd")
     codes = job.end()
