@@ -222,7 +222,7 @@ class Bar(Progress):
 
 
 def hosts(numbers: str) -> str:
-    """`0, 2` as `node0, node2`."""
+    """Write `0, 2` as `node0, node2`."""
     return listed(map(host, numbers.split(", ")))
 
 
@@ -231,7 +231,7 @@ def is_live() -> bool:
 
 
 def newest_step(output: Path) -> tuple[int, float | None]:
-    """Step and loss of the newest line for people, which rank 0 prints wherever it runs; (0, None) before the first."""
+    """Read step and loss from the newest line of rank 0, wherever it runs; (0, None) before the first."""
     text = "".join(log.read_text(errors="replace") for log in output.glob("rank0000*.log"))
     lines = re.findall(r"^step +(\d+)/\d+ \| (?:loss (\S+))?", text, re.MULTILINE)
     step, loss = max(lines, key=lambda line: int(line[0]), default=(0, ""))
@@ -265,7 +265,7 @@ class Story:
         self.bar.hosts = Text.assemble(*rows)
 
     def lines(self, event: job_events.Event) -> Iterator[str]:
-        """At most one line; `view` does not know the event yet."""
+        """Yield at most one line; `view` does not know the event yet."""
         match event:
             case job_events.WorldFormed(node_of=node_of, spares=spares):
                 standing = f"{listed(map(host, spares))} stands by" if spares else "no spare stands by"
@@ -290,7 +290,7 @@ class Story:
                 yield from filter(None, [named])
 
     def is_last(self, event: job_events.StateRestored | job_events.FirstStepDone) -> bool:
-        """Whether the event's rank is the last of all in its generation."""
+        """Tell whether the event's rank is the last of all in its generation."""
         ranks = self.reached.setdefault((type(event).__name__, event.generation), set())
         before = len(ranks)
         ranks.add(event.rank)
@@ -368,7 +368,7 @@ def report(args: argparse.Namespace, reference: Path, cluster: Cluster) -> dict[
 def say_summary(
     args: argparse.Namespace, summary: dict[str, Any], problems: list[str], moves: dict[int, demo_report.Move]
 ) -> None:
-    """The result for people: a name and a value a line."""
+    """Print the result for people: a name and a value a line."""
     result = [f"FAILED: {problem}" for problem in problems] or [
         f"{summary['steps']} steps on {args.world} ranks equal those of the undisturbed run bit for bit:",
         "every loss, gradient norm and learning rate, the final parameters and optimizer state",

@@ -116,7 +116,7 @@ class Move(NamedTuple):
 
 
 def moves(events: list[Event]) -> dict[int, Move]:
-    """Lost node -> who took its ranks over."""
+    """Find out who took over the ranks of each lost node."""
     node_of: list[int] = next((event["node_of"] for event in events if event["event"] == "WorldFormed"), [])
     found: dict[int, Move] = {}
     for plan in (event for event in events if event["event"] == "SwapPlanned"):
@@ -128,7 +128,7 @@ def moves(events: list[Event]) -> dict[int, Move]:
 
 
 def host(node: int | str) -> str:
-    """The node's name in the hostfile."""
+    """Name a node as the hostfile does."""
     return f"node{node}"
 
 
@@ -137,7 +137,7 @@ def listed(things: Iterable[object]) -> str:
 
 
 def swap_in_words(swap: dict[str, Any], move: Move | None) -> list[str]:
-    """The figures of a swap as sentences; a figure that is not known is left out."""
+    """Put the figures of a swap into sentences; a figure that is not known is left out."""
     then = f"{host(move.taker)} took over its ranks {listed(move.ranks)}" if move else "nobody took over a rank of it"
     told = {"detect_s": "noticed", "ready_s": "all ranks in training again", "first_step_s": "their first step done"}
     times = [f"{words} after {swap[name]:.2f} s" for name, words in told.items() if swap[name] is not None]
@@ -148,7 +148,7 @@ def swap_in_words(swap: dict[str, Any], move: Move | None) -> list[str]:
 
 
 def last_error(logs: Path) -> str:
-    """` (FILE: LINE)`: the last line of a log, or of the logs in a folder, that names an error; "" without one."""
+    """Quote the last line that names an error, of a log or of the logs in a folder: ` (FILE: LINE)`, or ""."""
     files = sorted(path for path in logs.rglob("*") if path.suffix in (".log", ".txt")) if logs.is_dir() else [logs]
     for path in files:
         text = path.read_text(errors="replace") if path.exists() else ""
@@ -197,7 +197,7 @@ def draw_losses(
 
 
 def in_short(kill: Event, moved: dict[int, Move], between: str = "; ") -> str:
-    """`node3 killed in step 15; node4 takes over ranks 6, 7`."""
+    """Say `node3 killed in step 15; node4 takes over ranks 6, 7`."""
     move = moved.get(kill["node"])
     then = f"{between}{host(move.taker)} takes over ranks {listed(move.ranks)}" if move and move.ranks else ""
     return f"{host(kill['node'])} killed in step {kill['step']}{then}"
@@ -241,7 +241,7 @@ def draw_timeline(path: Path, found: list[dict[str, Any]], kills: list[Event], e
 
 
 def draw_swap(panel: Any, entry: dict[str, Any], kill: Event, move: Move | None, events: list[Event]) -> None:
-    """Every node's bars and marks around one kill; an arrow leads to the taker."""
+    """Draw every node's bars and marks around one kill; an arrow leads to the taker."""
     end_s = entry["first_step_s"] or 5.0
     for event in events:
         at_s = event["time"] - kill["time"]
