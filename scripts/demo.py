@@ -46,7 +46,7 @@ from deadpool_plugin.cli.watch import STYLES
 MADE_HERE = "launcher output observe stacks hostfile secret deadpool.yaml kills.jsonl* *.png events.jsonl summary.json"
 CONSOLE = Console(force_terminal=sys.stdout.isatty(), highlight=False, soft_wrap=True)
 LOOK_S = 0.2
-STARTING = "starting: each process imports torch and its framework"
+STARTING = "starting: imports torch"
 
 
 class Failed(Exception):
