@@ -82,7 +82,7 @@ class Lives:
                 self.late_exit_code = max(shell_code(exit_code), self.late_exit_code)
             self._end_standby(slot)
         elif self._standby_is_gone(slot):
-            self._standby_ended(slot, "was ended, and what it had forked with it")
+            self._standby_ended(slot, "was ended, together with the processes that it had forked")
         elif exit_code < 0 or slot.rank < 0 or (process.rehearses and not process.in_training):
             self.lost(slot, process, process.failing or what)
         else:
@@ -159,7 +159,7 @@ class Lives:
         self._standby_ended(slot, described_exit(message.exit_code))
 
     def cannot_end(self, slot: Slot, peer: LocalPeer, message: local.CannotEnd) -> None:
-        self.give_up(f"local rank {slot.local_rank} can have no other process: {message.reason}")
+        self.give_up(f"local rank {slot.local_rank} cannot get a new process: {message.reason}")
 
     def _standby_is_gone(self, slot: Slot) -> bool:
         return _is_gone(slot.standby_pid)

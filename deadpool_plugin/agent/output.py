@@ -186,7 +186,7 @@ class Writer:
         now = time.monotonic()
         if now - self._said_at >= SAID_EVERY_S:
             self._said_at = now
-            lost = f"on {os.uname().nodename} not all that goes to output_dir is kept"
+            lost = f"{os.uname().nodename} cannot write everything to output_dir"
             self.forward(f"[deadpool] {lost}: {why}\n".encode())
 
     def close(self) -> None:
@@ -282,7 +282,7 @@ class Pipe:
             self._file_bytes = os.fstat(self._file).st_size
         except OSError as error:  # what is printed is not worth a node
             self._file_bytes = 0
-            self._writer.forward(f"[deadpool] what goes to {path} is not kept: {error.strerror}\n".encode())
+            self._writer.forward(f"[deadpool] cannot write {path}, its output is lost: {error.strerror}\n".encode())
 
     def _release(self) -> None:
         if self._file >= 0:

@@ -392,7 +392,7 @@ class Agent:
         if await lives.wait(lambda: lives.workers_gone, patience_s) or not (held := lives.unended):
             return lives.late_exit_code
         ranks = listed(sorted(held))
-        self._reports.say(f"node {self._node}: what ran rank(s) {ranks} does not come to its end; it is killed")
+        self._reports.say(f"node {self._node}: the process(es) of rank(s) {ranks} did not end and are killed")
         return lives.late_exit_code or 1
 
     async def _drain(self) -> None:

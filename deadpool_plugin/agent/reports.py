@@ -104,19 +104,19 @@ def sentence(event: events.Event) -> str:
         case events.NodeLost(evidence=evidence):
             return evidence
         case events.RankLost(rank=rank, reason=reason):
-            return f"rank {rank} was lost and gets a new process on its node {event.node}: {reason}"
+            return f"rank {rank} was lost; its node {event.node} starts a new process: {reason}"
         case events.ContactLost(reason=reason):
-            return f"node {event.node}: {reason}; its processes stand still meanwhile"
+            return f"node {event.node}: {reason}; its processes are paused"
         case events.ContactRegained(duration_s=duration):
-            return f"node {event.node}: contact again, its processes go on after {duration:.2f} s"
+            return f"node {event.node} has contact again; its processes continue after {duration:.2f} s"
         case events.HostJoined(joined=joined):
             return f"node {joined} has joined the job"
         case events.WaitingForHost(reason=reason):
-            return f"waiting for a host to join, nothing is lost meanwhile (`deadpool join`): {reason}"
+            return f"waiting for a host to join (`deadpool join`); all state stays in memory: {reason}"
         case events.CheckpointCancelled(step=step, path=path, reason=reason):
-            return f"saving the checkpoint of step {step} in {path} was cut off: {reason or 'it is done again'}"
+            return f"the save of step {step} in {path} was interrupted: {reason or 'it is done again'}"
         case events.SwapPlanned(restore_step=step, duration_s=duration):
-            back = f"everyone goes back to step {step}" if step >= 0 else "every rank begins its script again"
+            back = f"all ranks go back to step {step}" if step >= 0 else "every rank begins its script again"
             return f"swap: {_moves(event)}; {back} ({duration:.2f} s)"
         case events.StepsUndone(first=first, last=last, reason=reason):
             which, are = (f"step {last}", "is") if first == last else (f"steps {first} to {last}", "are")
@@ -141,7 +141,7 @@ def sentence(event: events.Event) -> str:
         case events.PeerRefused(reason=reason):
             return reason
         case events.CatchingUp(rank=rank, step=step):
-            return f"rank {rank}'s new process has come as far as step {step} on its way through past steps"
+            return f"rank {rank}'s new process replays past steps: step {step} is reached"
         case events.RehearsalFailed(rank=rank, reason=reason):
             return f"node {event.node} cannot stand in for rank {rank}: {reason}"
         case events.Note(text=text):
@@ -161,7 +161,7 @@ def _mirrored(mirrored: events.Mirrored) -> str:
     """What a job has that is mirrored but not protected, and what the next lost node means to it."""
     missing = mirrored.reason
     if mirrored.spares_left == 0:
-        then = "ends the job" if mirrored.on_no_spare == "stop" else "makes everybody wait for a host"
+        then = "ends the job" if mirrored.on_no_spare == "stop" else "makes the job wait for a host"
         missing = f"NO SPARE LEFT, the next lost node {then} (on_no_spare: {mirrored.on_no_spare})"
     return f"mirrored: step {mirrored.step} is in other hosts' memory; not protected: {missing}"
 
@@ -171,6 +171,6 @@ def _history(step: int, full: bool) -> str:
     if full:
         return (
             f"no longer fit into history_limit_mib at step {step}: from now on only spares that have followed so far "
-            "can take over, no host that joins; start the job again with a larger one"
+            "can take over, and no host that joins; restart the job with a larger limit"
         )
     return f"fill 80 % of history_limit_mib at step {step}; once it is full no further host can take over"

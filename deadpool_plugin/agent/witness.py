@@ -108,7 +108,7 @@ class Witness:
                 if await asyncio.to_thread(is_shared, directory, self._job()):
                     return
         found = f"the witness {directory} on {os.uname().nodename} is not the directory that the first host has there"
-        fail(ConfigError(found, "one on storage that all hosts share", "name such a one, or mount it on this host"))
+        fail(ConfigError(found, "a directory on storage that all hosts share", "name one, or mount it on this host"))
 
     async def _look(self, generation: Generation) -> None:
         """Once: who waits looks again."""

@@ -74,7 +74,7 @@ def headline(view: JobView, now: float) -> str:
         return "waiting for a host to join (`deadpool join`)"
     if view.swapping_since is not None:
         open_swap = next((swap for swap in reversed(view.swaps) if swap.duration_s is None), None)
-        back = f"everyone goes back to step {open_swap.restore_step}" if open_swap else "agreeing on who takes over"
+        back = f"all ranks go back to step {open_swap.restore_step}" if open_swap else "agreeing on who takes over"
         return f"swap for {max(0.0, now - view.swapping_since):.1f} s: {back}"
     if view.training:
         return "in training"

@@ -231,7 +231,7 @@ class Groups:
         if self._network is not None and not self._network.await_rest(stop):
             if self._fence.announced > generation:
                 raise GenerationChanged(self._fence.announced)
-            self.give_up(f"what was in flight has not come to rest within {_REST_S:g} s, and may still write")
+            self.give_up(f"operations in flight have not ended within {_REST_S:g} s and may still write")
 
     def _refresh_stores(self, store: Store) -> None:
         """Whoever asks torch for a group's store gets one that lives."""
@@ -312,7 +312,7 @@ class Groups:
         try:
             return inner._end_coalescing(device)
         except RuntimeError as error:
-            self.give_up(f"a batch of sends and receives could not be ended, and no other can begin here: {error}")
+            self.give_up(f"a batch of sends and receives did not end, so this process can begin no other: {error}")
 
     def _wrap(self, inner: Any, handle: Handle, operation: Operation, style: str) -> SwapWork | CompletedWork:
         if inner is None:  # NCCL's synchronous operations: whatever comes on the stream comes after them

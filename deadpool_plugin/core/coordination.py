@@ -85,8 +85,8 @@ class Coordination:
         if not (ctx.training or ctx.swapping) and waited_s >= ctx.timing.start_timeout_s:
             missing = sorted(set(range(len(ctx.world.node_of))) - self._ready)
             ctx.stop(
-                f"rank(s) {listed(missing)} not in training in generation {ctx.world.generation}, and no nearer to it "
-                f"for {waited_s:.0f} s; raise start_timeout_s if the script needs more"
+                f"rank(s) {listed(missing)} have not reached training in generation {ctx.world.generation}; no "
+                f"progress for {waited_s:.0f} s; raise start_timeout_s if the script needs more"
             )
 
     def stalled(self) -> str:

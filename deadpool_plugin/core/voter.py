@@ -71,7 +71,7 @@ class Voter:
         """`sender` counts this node as lost. Of two that do not hear each other the one goes that no majority hears."""
         ctx = self._ctx
         if silent and ctx.in_contact and ctx.contact_at > ctx.formed_at:
-            ctx.watch.accuse(sender, "it does not hear this node, which a majority does")
+            ctx.watch.accuse(sender, "it does not hear this node, but a majority does")
         else:
             ctx.fence(reason)
 

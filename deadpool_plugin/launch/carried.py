@@ -69,7 +69,9 @@ def installed(job: str, config: str, secret: bytes = b"") -> Iterator[Path]:
         raise ConfigError(f"{folder} cannot be made ({error.strerror})", "a folder of our own", "try again") from error
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
-        raise ConfigError(f"{folder} is somebody else's", "a folder of our own", "try again")
+        raise ConfigError(
+            f"{folder} belongs to another user, or others can read it", "a folder of our own", "try again"
+        )
     try:
         if secret:
             put(folder / SECRET, secret)

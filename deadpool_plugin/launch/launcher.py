@@ -66,7 +66,7 @@ def _check_this_host() -> None:
     for name in ("ssh", "pdsh"):
         if shutil.which(name) is None:
             raise ConfigError(
-                f"there is no `{name}` on this host", "what deepspeed starts jobs with", f"install {name}"
+                f"there is no `{name}` on this host", "a program that deepspeed needs to start jobs", f"install {name}"
             )
     allow_many_files()  # some for every host, here and in pdsh
 
@@ -180,9 +180,9 @@ class Launcher:
     def _give_up(self, running: asyncio.Task[int]) -> None:
         if self._stewards.untold:
             left = ", ".join(self._stewards.untold)
-            print(f"[deadpool] the job's commands on {left} have not returned: those hosts are left as they are")
+            print(f"[deadpool] the job's commands on {left} have not returned: those hosts are not cleaned up")
         elif not running.done():
-            print("[deadpool] deepspeed has not returned although the job is over on every host: it is ended")
+            print("[deadpool] the job is over on every host, but deepspeed has not returned: ending it")
 
     def _interrupt(self, number: int) -> None:
         """End the job: at once if it has not formed yet, or the second time. An outcome that is known stays."""
@@ -195,7 +195,7 @@ class Launcher:
         elif not self._stewards.formed:
             said, grace_s = f"interrupted before the job has formed: ending it on {hosts} hosts", 0.0
         else:
-            said = f"interrupted: ending the job on {hosts} hosts; what has not ended in {grace_s:g} s is killed"
+            said = f"interrupted: ending the job on {hosts} hosts; processes left after {grace_s:g} s are killed"
         print(f"[deadpool] {said}", flush=True)
         if not grace_s:
             proc.sweep(self._tag)

@@ -153,7 +153,7 @@ class Stewards:
         await asyncio.gather(*(one.prepare(words, its_own) for one, its_own in each))
         wrong = [f"{one.host}: {one.problem}" for one in self.connections if one.problem]
         if wrong:
-            expected, remedy = "all hosts of the hostfile ready", "mend them, or leave them out of it"
+            expected, remedy = "all hosts of the hostfile ready", "mend these hosts, or remove them from the hostfile"
             raise ConfigError("; ".join(wrong), expected, remedy)
 
     async def keep(self) -> None:

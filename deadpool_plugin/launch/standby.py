@@ -180,7 +180,11 @@ def main(script: list[str]) -> NoReturn:
 
 def _execute(script: list[str], order: Order) -> NoReturn:
     """In a forked process: carry out `order` without anything that was imported before the fork."""
-    print("[deadpool] a module initialised CUDA in its import: this process imports anew", file=sys.stderr, flush=True)
+    print(
+        "[deadpool] the import of a module initialised CUDA: this process imports everything again",
+        file=sys.stderr,
+        flush=True,
+    )
     os.environ[_ORDER] = msgspec.json.encode(order).decode()
     os.execv(sys.executable, [sys.executable, "-u", "-m", "deadpool_plugin.launch.standby", *script])
 

@@ -27,7 +27,7 @@ class Presence(Enum):
 
     THERE = "it ends the job"
     SILENT = "it does not answer"
-    GONE = "nobody, or somebody else, is there"
+    GONE = "no agent of this job answers there"
 
 
 def stop(wish: Wish) -> list[str]:

@@ -161,7 +161,7 @@ class Handshake:
             raise ConnectionClosed(f"{self._address} is to try again: {who} not met the other nodes of the job yet")
         raise self.refusal(
             f"it is of job {theirs}, this is job {ours} with the same secret",
-            "end what is left there of a job that should be over; if both run, nothing: each has its own nodes",
+            "if that job should be over, end its processes there; if both run, do nothing: each has its own nodes",
         )
 
     def refusal(self, reason: str, remedy: str = "") -> PeerRefused:

@@ -234,7 +234,7 @@ class ControlMesh:
     def _made(self, peer: NodeId, link: FrameProtocol) -> None:
         line = self._lines.get(peer)
         if not self._is_wanted(peer) or (line is not None and peer not in self._addresses):
-            link.abort("lost meanwhile, or a second link of the same node")
+            link.abort("the node was lost, or this is its second link")
             return
         self._lines.setdefault(peer, Line()).carry(link, "made again")
         self._changed.set()
@@ -301,7 +301,7 @@ class ControlMesh:
             await asyncio.gather(*dials, return_exceptions=True)
         for node, line in self._lines.items():
             if line.link is None:
-                self._renewals.begin(node, line, "it ended while others were awaited")
+                self._renewals.begin(node, line, "it ended while this node waited for others")
 
     async def _all_linked(self, others: set[NodeId], dials: list[asyncio.Task[None]]) -> None:
         await asyncio.gather(*dials)

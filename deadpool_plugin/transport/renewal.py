@@ -70,7 +70,7 @@ class Renewals:
 
     def asked(self, peer: NodeId, line: Line | None) -> None:
         """`peer`, which is smaller, asks to be dialled: it has no link, even if we still have one."""
-        reason = "the other end has lost it"
+        reason = "the other end has lost the link"
         if line is not None and line.link is not None and line.age_s >= YOUNG_S:
             line.carry(None, reason)
         if line is not None and line.link is None:

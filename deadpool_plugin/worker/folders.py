@@ -95,9 +95,7 @@ class Folders:
         others = [rank for rank, (name, _) in enumerate(said) if name != agreed]
         if others and dist.get_rank() == others[0] and not self._tag_said:
             self._tag_said = True
-            text = (
-                f"rank(s) {listed(others)} name a checkpoint in {folder} otherwise ({given}) than the job, which saves"
-            )
+            text = f"rank(s) {listed(others)} name a checkpoint in {folder} {given}; the job saves"
             self._link.event("Note", text=f"{text} it as {agreed}: does the script name it by the clock?")
         self._move(own, os.path.join(folder, agreed))
         self._agreed.add(os.path.join(folder, agreed))

@@ -184,7 +184,7 @@ class Follow:
                 f"the script took a number at {place} from an output of the engine's model above 64 KiB, which "
                 "followers are not told before engine.backward"
             )
-            text = f"{self._guessed}: what it prints or keeps of it is wrong after a take-over; to do: {_INSTEAD}"
+            text = f"{self._guessed}: after a takeover, what it makes of that is wrong; to do: {_INSTEAD}"
             self._context.link.event("Note", text=f"rank {self._rank}: {text}")
 
     def _check_complete(self, name: str, value: Any) -> None:

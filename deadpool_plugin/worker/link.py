@@ -72,7 +72,7 @@ class AgentLink:
             os._exit(EXIT_FENCED)
         except BaseException as error:  # a deaf worker would hang the others
             traceback.print_exc()
-            give_up(f"what its agent said could not be done: {error}")
+            give_up(f"it could not carry out its agent's order: {error}")
 
     def _read_on(self) -> None:
         while True:

@@ -138,7 +138,7 @@ class Mute:
                 if not file.closed:
                     _go_on(file, path)
             except OSError as error:
-                self._unsaid.append(f"what the script writes to {path}, which it has opened before, is lost: {error}")
+                self._unsaid.append(f"the script's output to {path}, which it opened before, is lost: {error}")
             except ValueError:  # a thread of the script's has closed it meanwhile
                 continue
         self._silent.clear()

@@ -141,7 +141,7 @@ class _Behind(_MultiProcessingDataLoaderIter):
         except StopIteration:
             raise Divergence(
                 f"a DataLoader over a {type(self._dataset).__name__} ended before {count} batches",
-                "as many as the process before this one read of it",
+                "as many batches as the process before this one read",
                 "give every process of the job the same data",
             ) from None
         create: Any = _DatasetKind.create_fetcher

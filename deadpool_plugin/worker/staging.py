@@ -117,8 +117,8 @@ class Stager:
         self._slow_steps = self._slow_steps + 1 if waited_s > SLOW_S and 2 * waited_s > step_s else 0
         if self._slow_steps == SLOW_STEPS:
             text = (
-                f"training waits for mirroring: {waited_s:.1f} of {step_s:.1f} s of a step; what a step changes must "
-                "go to the buddy within the next one (is it the right network? see interface_address)"
+                f"training waits for mirroring: {waited_s:.1f} of {step_s:.1f} s of a step; the buddy must get "
+                "the changes of a step within the next one (is it the right network? see interface_address)"
             )
             self._link.event("Note", text=text)
 

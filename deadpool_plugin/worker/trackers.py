@@ -56,7 +56,11 @@ class Trackers:
             try:
                 tracker.resume()
             except Exception as error:
-                print(f"[deadpool] {type(tracker).__name__} does not go on: {error!r}", file=sys.stderr, flush=True)
+                print(
+                    f"[deadpool] {type(tracker).__name__} cannot continue its log: {error!r}",
+                    file=sys.stderr,
+                    flush=True,
+                )
 
     def folders(self) -> set[str]:
         """Where writers that wait for `resume` will log to."""

@@ -122,7 +122,7 @@ def test_a_file_that_cannot_be_closed_well_costs_no_other(tmp_path, monkeypatch,
     writer.write(good, b"kept")
     writer.close()
     assert (tmp_path / "good").read_bytes() == b"kept"
-    assert "is kept: Disk quota exceeded" in capfd.readouterr().out
+    assert "to output_dir: Disk quota exceeded" in capfd.readouterr().out
 
 
 def test_a_launcher_that_does_not_read_blocks_nothing_and_no_file(tmp_path, monkeypatch):
@@ -169,7 +169,7 @@ def test_a_full_disk_is_said_at_once_but_not_again_and_again(monkeypatch, every_
         writer.write(full, b"a line\n")
     writer.close()
     words = os.read(heard, 1 << 12).decode().splitlines()
-    expected = f"[deadpool] on {os.uname().nodename} not all that goes to output_dir is kept: No space left on device"
+    expected = f"[deadpool] {os.uname().nodename} cannot write everything to output_dir: No space left on device"
     assert words == [expected] * times and writer.dropped_bytes == 21
     for fd in (heard, said, full):
         os.close(fd)
@@ -184,7 +184,7 @@ def test_that_output_dir_was_removed_is_said_once(tmp_path):
         writer.write(fd, b"a line\n")
     writer.close()
     (words,) = os.read(heard, 1 << 12).decode().splitlines()
-    assert "not all that goes to output_dir is kept: a file was removed" in words and writer.dropped_bytes == 14
+    assert "cannot write everything to output_dir: a file was removed" in words and writer.dropped_bytes == 14
     for fd in (heard, said, *removed):
         os.close(fd)
 
@@ -208,7 +208,7 @@ def test_a_file_that_cannot_be_opened_costs_its_lines_only(tmp_path):
 
     asyncio.run(scenario())
     words = os.read(heard, 1 << 12).decode().splitlines()
-    assert words[1:] == ["forwarded", "kept"] and f"{tmp_path}/file/rank is not kept: " in words[0]
+    assert words[1:] == ["forwarded", "kept"] and f"{tmp_path}/file/rank, its output is lost: " in words[0]
     assert (tmp_path / "rank").read_bytes() == b"kept\n"
     os.close(heard)
     os.close(said)

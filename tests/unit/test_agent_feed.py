@@ -100,7 +100,7 @@ def test_a_process_that_hangs_in_its_end_is_said_and_no_success(ending):
     agent, _, slot, said = ending
     slot.process.pid = 0
     assert asyncio.run(asyncio.wait_for(agent._last_work(), 30)) == 1
-    assert said == ["node 1: what ran rank(s) 3 does not come to its end; it is killed"]
+    assert said == ["node 1: the process(es) of rank(s) 3 did not end and are killed"]
 
 
 def test_a_spares_processes_that_are_killed_at_the_end_are_no_failure(ending):

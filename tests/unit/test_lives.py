@@ -89,7 +89,7 @@ def test_what_a_supervisor_was_told_to_end_by(heard, number, said):
 def test_a_standby_process_that_can_fork_no_more_is_the_nodes_end(heard):
     lives, slot, order = heard
     lives.cannot_end(slot, None, local.CannotEnd("process 7 was killed and does not end (state D)"))
-    reason = "local rank 0 can have no other process: process 7 was killed and does not end (state D)"
+    reason = "local rank 0 cannot get a new process: process 7 was killed and does not end (state D)"
     assert order == [io.NodeGivenUp(reason)]
 
 

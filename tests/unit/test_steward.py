@@ -140,7 +140,7 @@ def test_a_folder_of_somebody_else_is_not_used(host, tmp_path):
     carried.folder_of(job).symlink_to(tmp_path)
     try:
         one = host(job=job)
-        assert "cannot be written" in one.ready.problem or "somebody else" in one.ready.problem
+        assert "cannot be written" in one.ready.problem or "belongs to another user" in one.ready.problem
         assert not (tmp_path / "secret").exists()
     finally:
         carried.folder_of(job).unlink()

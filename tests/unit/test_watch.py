@@ -125,7 +125,7 @@ def test_ranks_move_and_steps_go_back() -> None:
 
 def test_the_table_during_a_swap() -> None:
     shown = picture(view_of(*ALL[:5]), now=35.5176)
-    assert "swap for 1.5 s: everyone goes back to step 23" in shown
+    assert "swap for 1.5 s: all ranks go back to step 23" in shown
     rows = [line.split("│")[1:-1] for line in shown.splitlines() if line.startswith("│")]
     assert [[cell.strip() for cell in row] for row in rows] == [
         ["0", "alpha0", "lost", "-", "0", "-", "-"],
@@ -248,7 +248,7 @@ def test_plain_lines_are_few() -> None:
         "node 3: spare node 3 is ready for rank(s) 0, 1",
         "node 0: protected: step 20 survives the loss of any node",
         "node 1: node 0 was lost (link lost)",
-        "node 1: swap: node 3 takes over from node 0; everyone goes back to step 23 (0.01 s)",
+        "node 1: swap: node 3 takes over from node 0; all ranks go back to step 23 (0.01 s)",
         "node 1: unprotected: step 23 is not mirrored again yet",
         "node 1: swap done, all ranks are in training again after 0.04 s",
         "node 1: mirrored: step 23 is in other hosts' memory; not protected: NO SPARE LEFT, the next lost node "

@@ -65,7 +65,7 @@ def test_a_file_system_that_stands_still_holds_no_take_over_up(tmp_path, monkeyp
     heard, said = os.pipe()
     taken_over(Stalled(said), tmp_path)
     words = os.read(heard, 1 << 12).decode().splitlines()
-    assert "is not kept: Connection timed out" in words[0] and words[1:] == ["a line"]
+    assert "its output is lost: Connection timed out" in words[0] and words[1:] == ["a line"]
     os.close(heard)
     os.close(said)
 
