@@ -32,6 +32,7 @@ def one_device() -> None:
     answers: dict[str, Any] = {
         "is_available": True,
         "device_count": 1,
+        "is_current_stream_capturing": False,  # optimizers of torch 2.11 and older ask
         "_is_in_bad_fork": False,  # a torch built for CUDA may have looked for a device; a fork loses none
         "get_device_capability": (9, 0),
         "get_device_properties": _Properties(),
