@@ -8,7 +8,8 @@ Every job has 4 ranks on 4 nodes and a spare and loses a node, whose ranks the s
 process on a healthy host. An option is one line of OUT/options.jsonl as soon as it is known: `held` (all losses,
 gradient norms, learning rates and final states of all ranks equal those of the job without the plugin, and no script
 raised anything), `refused` (by the plugin, by name, before training), `not here` (the job does not run on a CPU without
-the plugin either), or `failed`. A rerun goes on with those that are missing (`--again`: also with those that failed).
+the plugin either), or `failed`. A rerun goes on with those that are missing (`--again`: with all that have not held).
+The last line printed counts the results of those asked for; the exit code is 0 only if all of them held.
 
 Rules of this file: it only chooses and keeps; megatron_lm/jobs.py runs, faults/job.py judges.
 """
@@ -20,6 +21,7 @@ import json
 import re
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +45,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="folder for results, references and broken jobs")
     parser.add_argument("--only", nargs="+", choices=OPTIONS, default=list(OPTIONS))
     parser.add_argument("--jobs", type=int, default=len(OPTIONS), help="at most so many now")
-    parser.add_argument("--again", action="store_true", help="repeat what failed")
+    parser.add_argument("--again", action="store_true", help="repeat what has not held")
     parser.add_argument("--table", action="store_true", help="print what is known, and end")
     args = parser.parse_args()
     if not args.table and not (args.checkout and (args.checkout / "pretrain_gpt.py").is_file()):
@@ -115,7 +117,7 @@ def main() -> int:
     if args.table:
         print(table(done), end="")
         return 0
-    missing = [n for n in args.only if n not in done or (args.again and done[n]["result"] == "failed")]
+    missing = [n for n in args.only if n not in done or (args.again and done[n]["result"] != "held")]
     corpus = args.out / "corpus"
     if missing:
         make_corpus.ensure(corpus)
@@ -126,7 +128,10 @@ def main() -> int:
         with open(args.out / "options.jsonl", "a") as file:
             file.write(json.dumps(line) + "\n")
         print(f"{name}: {line['result']} ({time.monotonic() - began:.0f} s) {line.get('detail', '')}", flush=True)
-    return int(any(line["result"] == "failed" for line in known(args.out).values()))
+    lines = known(args.out)
+    results = Counter(lines[name]["result"] if name in lines else "not run" for name in args.only)
+    print(", ".join(f"{number} {result}" for result, number in results.items()), flush=True)
+    return int(set(results) != {"held"})
 
 
 if __name__ == "__main__":

@@ -281,14 +281,15 @@ def run_check(row: Row, words: tuple[str, ...], python: Path, log: Path, clone: 
 
 
 def judge(code: int, lines: list[str]) -> tuple[str, str]:
-    """(held, skipped, failed or refused; the line that says most, then what was skipped, with reasons)"""
+    """(held, skipped, not here, refused or failed; the line that says most, then what was skipped, with reasons)"""
     skipped = "".join(f"; {line}" for line in lines if line.startswith("SKIPPED"))
     if code == 0:
         nothing = re.match(r"\d+ skipped\b(?!.*\bpassed\b)", lines[-1].strip("= "))
         return "skipped" if nothing else "held", lines[-1][:300] + skipped
     refused = [line for line in lines if "[deadpool]" in line and f"exit code {EXIT_CONFIG}" in line]
     problems = [line for line in lines if "FAILED" in line or "Error" in line]
-    what = "refused" if refused else "failed"
+    options = {found[1] for line in lines if (found := re.match(r"[\w-]+: (not here|refused|failed) \(", line))}
+    what = "refused" if refused else options.pop() if len(options) == 1 else "failed"
     return what, (refused or problems or lines)[-1][:300] + f" (exit code {code}){skipped}"
 
 

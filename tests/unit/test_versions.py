@@ -169,6 +169,38 @@ def test_a_row_that_held_says_what_was_skipped(script):
     assert found["held"] and f"guards ({SKIPPED})" in found["detail"]
 
 
+def test_options_that_did_not_run_have_not_held(script, tmp_path, monkeypatch, capsys):
+    import megatron_lm_options as options
+
+    (tmp_path / "pretrain_gpt.py").touch()
+    for name in ("make_corpus.ensure", "jobs.preload"):
+        monkeypatch.setattr(f"megatron_lm_options.{name}", lambda *_: None)
+    results = {"base": "held", "tp2-pp2": "not here"}
+    monkeypatch.setattr(options, "tried", lambda name, *_: {"option": name, "result": results[name]})
+    words = ["x", "--checkout", str(tmp_path), "--out", str(tmp_path), "--again", "--only", *results]
+    monkeypatch.setattr("sys.argv", words)
+    for _ in range(2):  # what is known counts like what was run now
+        code = options.main()
+        lines = capsys.readouterr().out.splitlines()
+        assert script.judge(code, lines)[0] == "not here"
+        assert lines[-1] == "1 held, 1 not here"
+    results["tp2-pp2"] = "held"
+    code = options.main()
+    assert script.judge(code, capsys.readouterr().out.splitlines()) == ("held", "2 held")
+
+
+@pytest.mark.parametrize(
+    ("lines", "result"),
+    [
+        (["base: not here (6 s) no driver", "1 not here"], "not here"),
+        (["base: refused (6 s) fp8", "1 refused"], "refused"),
+        (["base: not here (6 s) no driver", "save: failed (9 s) nan", "1 not here, 1 failed"], "failed"),
+    ],
+)
+def test_a_check_of_options_says_what_became_of_them(script, lines, result):
+    assert script.judge(1, lines)[0] == result
+
+
 def test_ci_counts_nothing_that_held_in_an_earlier_run(tmp_path):
     for name in (".ci", "scripts", ".venv/bin"):
         (tmp_path / name).mkdir(parents=True)
