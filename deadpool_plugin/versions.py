@@ -45,7 +45,7 @@ ROWS = (
     Row("3.12", "2.15.0", "0.19.2", "0.19.8", held=True),
     Row("3.12", "2.13.0", "0.18.2", "0.19.8", held=True),
     Row("3.11", "2.13.0", "0.16.1", "0.19.8", held=True),
-    Row("3.12", "2.11.0", "0.17.1", "0.18.9"),
+    Row("3.12", "2.11.0", "0.17.1", "0.18.9", held=True),
     Row("3.11", "2.11.0", "0.15.3", "0.19.8", held=True, pins=OLD_NUMPY),
     Row("3.11", "2.9.1", "0.14.0", "0.18.9", held=True, pins=OLD_NUMPY),
     Row("3.13", "2.15.0", "0.19.2", "0.19.8", held=True),
@@ -73,7 +73,7 @@ class Checkout:
 CHECKOUTS = (
     Checkout("main", NEWEST, held=True, commit="d98e8a64ddf34856e74b24714e3bedb2f5a39553"),
     Checkout("core_v0.19.0", NEWEST, held=True),
-    Checkout("core_v0.18.2", ROWS[1]),
+    Checkout("core_v0.18.2", ROWS[1], held=True),
     Checkout("core_v0.17.1", ROWS[3]),
     Checkout("core_v0.16.1", ROWS[2], held=True),
     Checkout("core_v0.15.3", ROWS[4]),
