@@ -1,4 +1,4 @@
-"""The bugs of scripts/faults/mutants.py can be put into the protocol as it is now."""
+"""The bugs of scripts/faults/mutants.py and of draw_bugs.py can be put into the package as it is now."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
+import draw_bugs
 from faults.mutants import MUTANTS
 
 PACKAGE = Path(__file__).resolve().parents[2] / "deadpool_plugin"
@@ -24,3 +25,15 @@ def test_the_place_is_there_once_and_the_program_is_one_still(mutant):
 
 def test_every_bug_has_a_name_of_its_own():
     assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
+
+
+def test_drawn_bugs_change_one_line_and_are_the_same_for_the_same_seed():
+    bugs = draw_bugs.drawn(21, 200)
+    assert bugs == draw_bugs.drawn(21, 200) and len(set(bugs)) == 200
+    assert {Path(bug.file).parts[1] for bug in bugs} == set(draw_bugs.FOLDERS)
+    for bug in bugs:
+        lines = (PACKAGE.parent / bug.file).read_text(encoding="utf-8").splitlines()
+        assert lines[bug.line - 1] == bug.before
+        was = ast.dump(ast.parse("\n".join(lines)))
+        lines[bug.line - 1] = bug.after
+        assert ast.dump(ast.parse("\n".join(lines))) != was, bug
