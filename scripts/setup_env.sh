@@ -29,12 +29,14 @@ find_python() {
 # Says every so often what pip does: on a terminal in one line that changes, elsewhere a line every 20 seconds.
 # Measured is the size of .venv, where pip's downloads are, too: pip has no bar where its output goes to a file.
 show() {
-    local part=$1 began=$SECONDS line every=20
-    if [[ -t 2 ]]; then every=1; fi
+    local part=$1 began=$SECONDS line every=20 width
+    set +e # files vanish while du looks
+    if [[ -t 2 ]]; then every=2; fi
     while sleep "$every" >/dev/null 2>&1; do
         line="setup: $part: $((SECONDS - began)) s, $(du -sm "$venv" 2>/dev/null | cut -f1) MB; $(tail -n 1 "$log")"
         if [[ -t 2 ]]; then
-            printf '\r\033[K%.*s' "$(($(tput cols 2>/dev/null || echo 80) - 1))" "$line" >&2
+            width=$(stty size <&2 2>/dev/null | cut -d' ' -f2)
+            printf '\r\033[K%.*s' "$((${width:-0} > 0 ? width - 1 : 79))" "$line" >&2
         else
             echo "$line" >&2
         fi
