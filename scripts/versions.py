@@ -58,9 +58,9 @@ ADDED = ("faults-save", "saves")
 """Checks that are younger than some records: a row that held without them stays held, and nothing is said of them."""
 PRETRAIN = ("base", "tp2-pp2", "replicated", "overlap")
 """Options of pretrain_gpt.py, by their names in megatron_lm_options.py."""
-SAVES = dict.fromkeys(("core_v0.14.0", "core_v0.15.3", "core_v0.16.1"), "save-async")
+SAVES = {"core_v0.14.0": "save-async", "core_v0.15.3": "save-async-gathered", "core_v0.16.1": "save-async"}
 """The same for saves, of tags that cannot choose who saves in the background. All others are told to do it themselves:
-they would ask for NVRx, which no row has."""
+they would ask for NVRx, which no row has. 0.15.3 saves torch's AdamW only when gathered: its step is a tensor."""
 ZERO_3_ONLY = ("0.18.9",)
 """DeepSpeed whose ZeRO 1 and 2 do not train over gloo, with the plugin or without: they gather into views."""
 BUILDS_AT_IMPORT = ("0.15.3",)

@@ -85,6 +85,10 @@ OPTIONS: dict[str, Option] = {
         "asynchronous checkpoints without NVRx (0.17 and later)",
         f"{_SAVED} --async-save --use-persistent-ckpt-worker --async-strategy mcore",
     ),
+    "save-async-gathered": Option(
+        "asynchronous checkpoints with a gathered optimizer",
+        f"{_SAVED} --async-save --use-persistent-ckpt-worker --dist-ckpt-optim-fully-reshardable --no-load-optim",
+    ),
     "save-torch": Option("checkpoints of format torch", f"{_SAVED} --ckpt-format torch"),
     "save-gathered": Option(
         "checkpoints with a gathered optimizer", f"{_SAVED} --dist-ckpt-optim-fully-reshardable --no-load-optim"
