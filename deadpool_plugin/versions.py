@@ -74,10 +74,10 @@ CHECKOUTS = (
     Checkout("main", NEWEST, held=True, commit="d98e8a64ddf34856e74b24714e3bedb2f5a39553"),
     Checkout("core_v0.19.0", NEWEST, held=True),
     Checkout("core_v0.18.2", ROWS[1], held=True),
-    Checkout("core_v0.17.1", ROWS[3]),
+    Checkout("core_v0.17.1", ROWS[3], held=True),
     Checkout("core_v0.16.1", ROWS[2], held=True),
-    Checkout("core_v0.15.3", ROWS[4]),
-    Checkout("core_v0.14.0", ROWS[5]),
+    Checkout("core_v0.15.3", ROWS[4], held=True),
+    Checkout("core_v0.14.0", ROWS[5], held=True),
 )
 
 
