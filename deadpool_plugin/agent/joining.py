@@ -119,6 +119,8 @@ class Roster:
     def __init__(self, node: NodeId, job: Job, master: Address, credentials: Credentials) -> None:
         self._node, self._job, self._master, self._credentials = node, job, master, credentials
         self._hellos: dict[NodeId, Hello] = {}
+        self.hosts: dict[NodeId, str] = {}
+        """The host name of every node that was ever known here; lost ones stay, for messages."""
         self._largest = node
         self._arriving: NodeId | None = None
         self._arriving_since = 0.0
@@ -134,6 +136,7 @@ class Roster:
 
     def know(self, hello: Hello) -> None:
         self._hellos[hello.node] = hello
+        self.hosts[hello.node] = hello.host
         self._largest = max(self._largest, hello.node)
 
     def gone(self, node: NodeId) -> None:

@@ -154,6 +154,7 @@ class Agent:
         self._store = SnapshotStore(config.history_limit_bytes, config.memory_headroom_bytes)
         self._peers = Peers(node, credentials, self._store, config.patience_s, self.feed)
         self._links.roster.members = lambda: self._controller.world
+        self._reports.hosts = self._links.roster.hosts
         self._links.roster.on_admitted = lambda hello: self._peers.add(hello.node, hello.bulk)
         self._links.roster.on_stop = self._told_to_stop
         self._mirroring = Mirroring(node, config.copies, self._store, self._peers, self.feed)

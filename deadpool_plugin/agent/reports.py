@@ -8,6 +8,7 @@ goes where only the newest is kept, and so does, once there is too much of it, a
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -35,6 +36,8 @@ class Reports:
         self._newest_step = {True: (-1, -1), False: (-1, -1)}
         self.generation: Generation = 0
         self.leads = False
+        self.hosts: Mapping[NodeId, str] = {}
+        """Host names, which stand beside the numbers of nodes on the terminal."""
         self._cancelled = (-1, "")
         self._noted_in, self._noted = 0, set[str]()
 
@@ -46,7 +49,7 @@ class Reports:
         if isinstance(event, (events.Note, events.RehearsalFailed)):
             self._say_once(line)
         elif line and (self.leads or not isinstance(event, (events.JobStopped, events.JobFinished))):
-            self.say(line)
+            self.say(named(line, self.hosts))
 
     def worker_event(self, kind: str, fields: dict[str, object]) -> None:
         """An event of one of our workers; one we cannot read is kept as a note."""
@@ -59,7 +62,7 @@ class Reports:
             self._keep(event)
         if isinstance(event, events.CheckpointCancelled) and self.leads and (event.step, event.path) != self._cancelled:
             self._cancelled = (event.step, event.path)  # every rank says so
-            self.say(sentence(event))
+            self.say(named(sentence(event), self.hosts))
         elif isinstance(event, events.Note):
             self._say_once(sentence(event))
 
@@ -88,7 +91,7 @@ class Reports:
         known = re.sub(r"\d+", "", line)
         if known not in self._noted and len(self._noted) < NOTES_MAX:
             self._noted.add(known)
-            self.say(line)
+            self.say(named(line, self.hosts))
 
     def say(self, line: str) -> None:
         self._writer.forward(f"[deadpool] {line}\n".encode())
@@ -147,6 +150,22 @@ def sentence(event: events.Event) -> str:
         case events.Note(text=text):
             return text if text.startswith("node ") else f"node {event.node}: {text}"
     return ""
+
+
+def named(line: str, hosts: Mapping[NodeId, str]) -> str:
+    """Put the host behind the first mention of each node, unless all nodes are on one host (emulated clusters)."""
+    told: set[str] = set()
+
+    def with_host(found: re.Match[str]) -> str:
+        number, host = found[0].split()[-1], hosts.get(int(found[0].split()[-1]))
+        if host is None or number in told:
+            return found[0]
+        told.add(number)
+        return f"{found[0]} ({host})"
+
+    if len({*hosts.values()}) < 2:
+        return line
+    return re.sub(r"\bnodes? \d+\b(?!, \d)|(?<= and )\d+(?= cannot reach each other)", with_host, line)
 
 
 def _moves(planned: events.SwapPlanned) -> str:

@@ -17,11 +17,13 @@ from deadpool_plugin import events
 from deadpool_plugin.agent import proc
 from deadpool_plugin.agent import reports as reports_module
 from deadpool_plugin.agent.interfaces import address_of, addresses_here
+from deadpool_plugin.agent.joining import Job, Roster
 from deadpool_plugin.agent.output import LineBuffer, Pipe, Writer
-from deadpool_plugin.agent.reports import Reports
+from deadpool_plugin.agent.reports import Reports, named
 from deadpool_plugin.agent.watch import Watch, described_exit
 from deadpool_plugin.agent.world import Place, described, form_world, rack_named, spare_nodes, worker_env
 from deadpool_plugin.errors import ConfigError
+from deadpool_plugin.transport.handshake import Credentials
 from deadpool_plugin.transport.rendezvous import Hello
 
 HOSTS = ["a.lan", "b.lan", "c.lan", "d.lan"]
@@ -293,6 +295,35 @@ def test_a_jobs_files_stay_within_a_bound_and_nothing_of_its_fate_is_lost(tmp_pa
     assert isinstance(max(stands, key=lambda event: event.time), events.Protected)
     assert max(event.step for event in found if isinstance(event, events.StepDone)) == 3999
     assert max(event.step for event in found if isinstance(event, events.StepCommitted)) == 3999
+
+
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        ("node 0 was lost (link lost)", "node 0 (h1) was lost (link lost)"),
+        ("swap: node 4 takes over from node 0; node 4 is", "swap: node 4 (h5) takes over from node 0 (h1); node 4 is"),
+        ("nodes 0 and 4 cannot reach each other", "nodes 0 (h1) and 4 (h5) cannot reach each other"),
+        ("no spare can take node 0, 4 (spare node 4 waits)", "no spare can take node 0, 4 (spare node 4 (h5) waits)"),
+        ("node 7 has joined; rank 0 was lost", "node 7 has joined; rank 0 was lost"),
+    ],
+)
+def test_host_names_stand_beside_the_numbers_of_nodes(line, shown):
+    assert named(line, {0: "h1", 4: "h5"}) == shown
+    assert named(line, {0: "vm", 4: "vm"}) == line
+
+
+def test_the_host_of_a_lost_node_is_still_named_on_the_terminal_and_not_in_the_log(tmp_path, capfdbinary):
+    roster = Roster(1, Job([], "", "", {}), ("127.0.0.1", 1), Credentials(b"secret"))
+    writer = Writer()
+    reports = Reports(1, writer, tmp_path)
+    reports.hosts = roster.hosts
+    for node in (0, 1):
+        roster.know(hello(node))
+    roster.gone(0)
+    reports.emit("NodeLost", lost=(0,), evidence="node 0 was lost (link lost)")
+    writer.close()
+    assert capfdbinary.readouterr().out == b"[deadpool] node 0 (a.lan) was lost (link lost)\n"
+    assert "node 0 was lost" in (tmp_path / "events.1.jsonl").read_text()
 
 
 def test_notes_are_said_once_in_a_generation_whoever_says_them_again(tmp_path, capfdbinary):
