@@ -10,7 +10,10 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
 
+from support.deepspeed_cpu import needs_deepspeed  # noqa: E402
 from support.zygote import in_zygote  # noqa: E402
+
+pytestmark = needs_deepspeed
 
 CONFIGS = sorted((ROOT / "configs").glob("deepspeed_*.json"))
 
@@ -34,10 +37,6 @@ def build(options):
 @pytest.mark.parametrize("name", [path.name for path in CONFIGS])
 @in_zygote
 def test_an_engine_built_from_it_can_be_protected(name):
-    pytest.importorskip("deepspeed")
-    from patches.cpu import deepspeed as on_cpu
-
-    on_cpu.apply()
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
     import deepspeed
     import torch.distributed as dist

@@ -9,14 +9,14 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
 
+from support.deepspeed_cpu import needs_deepspeed  # noqa: E402
 from support.zygote import in_zygote  # noqa: E402
+
+pytestmark = needs_deepspeed
 
 
 def build(model, **options):
     """An engine of one rank around `model()`, with torch's AdamW."""
-    from patches.cpu import deepspeed as on_cpu
-
-    on_cpu.apply()
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
     import deepspeed
     import torch
@@ -38,7 +38,6 @@ def build(model, **options):
 
 @in_zygote
 def test_a_pipeline_that_seeds_its_layers_counts_from_where_it_was():
-    pytest.importorskip("deepspeed")
     import torch
     from deepspeed.pipe import PipelineModule
 
@@ -85,7 +84,6 @@ OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
 def test_a_parameter_that_has_gradients_now_and_then_is_refused_where_old_ones_would_be_used(zero, steps, refused):
     """Steps of two backwards, each through head 0 or 1. A head that never takes part is no matter. What a newcomer
     has been told is as good as what a rank has seen."""
-    pytest.importorskip("deepspeed")
     import torch
 
     from deadpool_plugin.adapters.deepspeed.state import EngineState
@@ -120,7 +118,6 @@ def test_a_parameter_that_has_gradients_now_and_then_is_refused_where_old_ones_w
 @in_zygote
 def test_what_a_script_reads_of_gradients_and_optimizer_state_is_told_to_followers(stage):
     """Also by functions that it imported before anything was installed."""
-    pytest.importorskip("deepspeed")
     import torch
     from deepspeed.utils import safe_get_full_grad, safe_get_full_optimizer_state
 
@@ -156,7 +153,6 @@ def test_what_a_script_reads_of_gradients_and_optimizer_state_is_told_to_followe
 
 @in_zygote
 def test_taking_the_hooks_of_zero_3_off_for_a_while_is_refused_before_they_are():
-    pytest.importorskip("deepspeed")
     import torch
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.runtime.zero import unwrap_model_for_generation
