@@ -136,7 +136,7 @@ def protected_run(args: argparse.Namespace) -> Cluster:
     command = ["deadpool_plugin.run", str(SCRIPTS / "faults" / "inject.py"), *injector]
     command += ["--", *script_and_arguments(args)]
     command += ["--deadpool-config", str(args.out / "deadpool.yaml")]
-    size = f"{args.nodes} hosts of {args.ranks_per_node} ranks, {args.spares} spare"
+    size = f"{args.nodes} hosts, {args.ranks_per_node} ranks a host; spare hosts: {args.spares}"
     tell(f"protected run: the same training with the plugin; {size}")
     for node, step, phase in args.kills:
         tell(f"  planned: {host(node)} is killed in step {step}, {WHEN[phase]}")
