@@ -322,15 +322,16 @@ def judge(args: argparse.Namespace, reference: Path, cluster: Cluster) -> tuple[
     summary |= demo_report.kept(args.out / "observe", survivors, args.steps)
     problems = [] if compared["bit_exact"] else [f"not bitwise equal: {compared['difference']}"]
     problems += [f"{compared['steps']} steps, {args.steps} expected"] if compared["steps"] != args.steps else []
-    problems += [
-        f"{name} is false" for name in ("survivor_pids_kept", "handles_kept", "storages_kept") if not summary[name]
-    ]
+    proofs = {"survivor_pids_kept": "processes", "handles_kept": "communicators", "storages_kept": "memory"}
+    if gone := [what for name, what in proofs.items() if not summary[name]]:
+        problems.append(f"the survivors did not keep their {listed(gone)} to the end")
     missed = [kill for kill in args.kills if kill not in fired(kills)]
     problems += [
         f"{host(node)} was not killed in step {step}, {WHEN[phase]}, as planned" for node, step, phase in missed
     ]
     for swap in summary["swaps"]:
-        problems += [f"swap of {host(swap['node'])}: {name} unknown" for name, value in swap.items() if value is None]
+        if unknown := [name for name, value in swap.items() if value is None]:
+            problems.append(f"swap of {host(swap['node'])}: no event tells {listed(unknown)}")
     codes = {node: code for node, code in enumerate(cluster.exit_codes()) if node not in killed}
     for node, code in codes.items():
         log = args.out / "launcher" / f"node{node}.txt"

@@ -153,7 +153,7 @@ def last_error(logs: Path) -> str:
     for path in files:
         text = path.read_text(errors="replace") if path.exists() else ""
         if found := re.findall(r"^.*\b\w*(?:Error|Exception|exit code)\b.*$", text, re.MULTILINE):
-            return f" ({path.name}: {found[-1].strip()[:200]})"
+            return f" ({path.name}: {found[-1].strip()[:300]})"
     return ""
 
 

@@ -8,11 +8,13 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
+import demo
 from clusters import demo_report
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -172,6 +174,24 @@ def test_a_picture_has_a_title_axes_with_units_both_hosts_and_a_sentence(swapped
     assert "differ for the first time in step 23" in apart
     assert "time since the kill (s)" in timeline and "node4\n(spare)" in timeline
     assert f"All ranks trained again {found[0]['ready_s']:.2f} s after the kill" in timeline
+
+
+def test_a_job_that_stops_is_one_problem_a_line_and_the_job_s_own_words_come_last(tmp_path):
+    kill = {"node": 1, "step": 6, "phase": "forward", "time": 10.0}
+    lost = {"event": "NodeLost", "lost": [1], "time": 10.5, "node": 0, "generation": 0}
+    for name, line in (("kills.jsonl", kill), ("output/events.0.jsonl", lost)):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(json.dumps(line) + "\n")
+    (tmp_path / "launcher").mkdir()
+    said = "[deadpool] job stopped (exit code 86): node 1 was lost"
+    (tmp_path / "launcher" / "node0.txt").write_text(f"{said}\nlauncher: leaving\n")
+    args = SimpleNamespace(out=tmp_path, ranks_per_node=1, nodes=2, steps=10, kills=[(1, 6, "forward")])
+    cluster = SimpleNamespace(exit_codes=lambda: [86, -9])
+    summary, problems = demo.judge(args, tmp_path / "undisturbed", cluster)
+    assert summary["exit_code"] == 86
+    assert sum("swap of node1: no event tells generation, plan_s" in problem for problem in problems) == 1
+    assert "the survivors did not keep their processes, communicators, memory to the end" in problems
+    assert problems[-1] == f"launcher of node0 ended with 86 (node0.txt: {said}); log: {tmp_path}/launcher/node0.txt"
 
 
 FAILING = """
