@@ -186,9 +186,11 @@ def draw_losses(
     axes.set(xlabel="training step", ylabel="training loss (cross entropy, nats a token)")
     axes.set_title(f"Training loss, undisturbed and with {lost} killed", fontsize=12, fontweight="bold")
     axes.legend(loc="lower left", frameon=False)
-    parts = next((f"in step {a[0]}" for a, b in zip(reference, run, strict=False) if a != b), None)
-    if parts or len(reference) != len(run):
-        below = f"The losses of the two runs differ for the first time {parts or 'in their number of steps'}."
+    parts = next((expected[0] for expected, found in zip(reference, run, strict=False) if expected != found), None)
+    if parts is not None:
+        below = f"The losses of the two runs differ for the first time in step {parts}."
+    elif len(run) < len(reference):
+        below = f"The protected run ended after step {len(run)}; until then the losses are equal to the last bit."
     else:
         below = "The red curve lies on the grey one: the losses of all steps are equal to the last bit."
     figure.supxlabel(below, fontsize=10)
@@ -235,7 +237,8 @@ def draw_timeline(path: Path, found: list[dict[str, Any]], kills: list[Event], e
     figure.legend(handles=entries, loc="outside upper center", ncols=5, fontsize=8, frameon=False)
     trained = [f"{entry['ready_s']:.2f} s" for entry in found if entry["ready_s"] is not None]
     after = f"All ranks trained again {' and '.join(trained)} after the kill" if trained else "Training did not go on"
-    figure.supxlabel(f"{after}; the bars show what each host's ranks did until then.", fontsize=10)
+    did = "did until then" if trained else "still did"
+    figure.supxlabel(f"{after}; the bars show what each host's ranks {did}.", fontsize=10)
     figure.savefig(path, dpi=130)
     plt.close(figure)
 

@@ -166,12 +166,13 @@ def test_a_picture_has_a_title_axes_with_units_both_hosts_and_a_sentence(swapped
     losses = [(step, 5 / step) for step in range(1, 25)]
     demo_report.draw_losses(folder / "loss.png", losses, losses, [kill], events)
     demo_report.draw_losses(folder / "loss.png", losses, [*losses[:22], (23, 1.0)], [kill], events)
+    demo_report.draw_losses(folder / "loss.png", losses, losses[:21], [kill], events)
     demo_report.draw_timeline(folder / "timeline.png", found, [kill], events, nodes=5)
-    equal, apart, timeline = drawn
+    equal, apart, short, timeline = drawn
     for words in (equal, timeline):
         assert "node2 killed in step 22" in words and "node4 takes over ranks 4, 5" in words
     assert "training step" in equal and "nats a token" in equal and "equal to the last bit" in equal
-    assert "differ for the first time in step 23" in apart
+    assert "differ for the first time in step 23" in apart and "ended after step 21; until then" in short
     assert "time since the kill (s)" in timeline and "node4\n(spare)" in timeline
     assert f"All ranks trained again {found[0]['ready_s']:.2f} s after the kill" in timeline
 
