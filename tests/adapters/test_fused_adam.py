@@ -12,8 +12,8 @@ import torch
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
 
+from adapters.test_megatron_state import Job, arguments  # noqa: E402
 from support import fused  # noqa: E402
-from test_megatron_state import Job, arguments  # noqa: E402
 
 from deadpool_plugin.errors import Unsupported  # noqa: E402
 from deadpool_plugin.worker import codec, rng  # noqa: E402

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_megatron_state import Job, arguments
+from adapters.test_megatron_state import Job, arguments
 
 from deadpool_plugin.adapters.megatron import MegatronAdapter, cleanup, losses
 from deadpool_plugin.errors import Unsupported

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from clusters.launched import free_port
-from stub_worker import digest, state_at
+from dist.stub_worker import digest, state_at
 
 from deadpool_plugin import events
 from deadpool_plugin.cli.follow import Follower
@@ -68,7 +68,7 @@ class StubCluster:
         for node in range(nodes):
             env = {
                 **os.environ,
-                "PYTHONPATH": str(root),
+                "PYTHONPATH": f"{root}:{root / 'tests'}",
                 MARK: f"{self.run}.{node}",
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),

@@ -31,7 +31,7 @@ def supervise(config: str, arguments: list[str]) -> NoReturn:
     be_called(f"supervisor{launch.local_rank}")
     if EXECUTES:
         Supervisor(launch, arguments, config, standby=[sys.executable, "-u", str(STUB)]).run()
-    import stub_worker
+    from dist import stub_worker
 
     Supervisor(launch, arguments, config, lambda: stub_worker.main(arguments), lambda fd: lambda: agent(fd)).run()
 
@@ -45,7 +45,7 @@ def agent(descriptor: int) -> NoReturn:
 
 def launch(config: str, arguments: list[str]) -> int:
     if not EXECUTES:
-        import stub_worker  # noqa: F401 - imported for the forks
+        import dist.stub_worker  # noqa: F401 - imported for the forks
 
         import deadpool_plugin.agent.process
         import deadpool_plugin.launch.agent

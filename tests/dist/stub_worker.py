@@ -23,7 +23,7 @@ import traceback
 from typing import NoReturn
 
 import xxhash
-from stub_launch import be_called
+from dist.stub_launch import be_called
 
 from deadpool_plugin.launch.standby import Order, Standby
 from deadpool_plugin.mirror.arena import SlotPair

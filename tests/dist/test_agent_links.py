@@ -14,7 +14,7 @@ from typing import Any
 import hostile
 import psutil
 import pytest
-from stub_cluster import StubCluster
+from dist.stub_cluster import StubCluster
 
 from deadpool_plugin import events
 from deadpool_plugin.transport.descriptors import pidfd_open

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 
 import pytest
-from stub_cluster import StubCluster
+from dist.stub_cluster import StubCluster
 from support import slow_but
 
 from deadpool_plugin import events

@@ -10,7 +10,7 @@ import torch
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
-import test_deepspeed  # noqa: E402
+from dist import test_deepspeed  # noqa: E402
 from faults import deepspeed_hooks  # noqa: E402
 from support.killed_ranks import run_with_kills  # noqa: E402
 from support.zygote import in_zygote  # noqa: E402

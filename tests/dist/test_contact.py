@@ -5,8 +5,8 @@ from __future__ import annotations
 import signal
 import time
 
-from stub_cluster import StubCluster
-from test_agent_swap import RUN, finishes, ready
+from dist.stub_cluster import StubCluster
+from dist.test_agent_swap import RUN, finishes, ready
 
 from deadpool_plugin import events
 

@@ -9,8 +9,8 @@ from functools import reduce
 from pathlib import Path
 
 import pytest
-from stub_cluster import StubCluster
-from test_agent_swap import HOLD, ready
+from dist.stub_cluster import StubCluster
+from dist.test_agent_swap import HOLD, ready
 
 from deadpool_plugin import events
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 
 import pytest
-from stub_cluster import HERE, MARK, StubCluster
+from dist.stub_cluster import HERE, MARK, StubCluster
 from support import slow_but
 
 from deadpool_plugin import events
@@ -26,7 +26,7 @@ def join(cluster, to=""):
     node, logs = cluster.nodes, cluster.directory / "logs"
     where = [str(cluster.directory / "deadpool.yaml"), to] if to else [str(logs)]
     words = [str(HERE / "stub_join.py"), *where]
-    env = {**os.environ, "PYTHONPATH": str(HERE.parent.parent), MARK: f"{cluster.run}.{node}"}
+    env = {**os.environ, "PYTHONPATH": f"{HERE.parent.parent}:{HERE.parent}", MARK: f"{cluster.run}.{node}"}
     with (cluster.directory / f"out.{node}").open("wb") as out:
         started = subprocess.Popen(
             [sys.executable, *words], env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True

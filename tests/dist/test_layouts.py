@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests" / "dist"), str(ROOT / "tests"), str(ROOT / "scripts")]
 
-import test_worker_swap  # noqa: E402, F401 - imports megatron-core for the forks
+import dist.test_worker_swap  # noqa: E402, F401 - imports megatron-core for the forks
 from gpt import layouts  # noqa: E402
 from support import slow_but  # noqa: E402
 from support.killed_ranks import assert_alike, run_with_kills, undisturbed  # noqa: E402

@@ -8,7 +8,7 @@ import pytest
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
-import test_worker_swap  # noqa: E402, F401 - imports megatron-core for the forks
+import dist.test_worker_swap  # noqa: E402, F401 - imports megatron-core for the forks
 from support.killed_ranks import assert_alike, run_with_kills, undisturbed  # noqa: E402
 from support.zygote import in_zygote  # noqa: E402
 

@@ -7,13 +7,13 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import test_deepspeed
+from dist import test_deepspeed
+from dist.test_deepspeed import arguments
 from faults import deepspeed_hooks
 from support import slow_but
 from support.killed_ranks import assert_alike, run_with_kills, undisturbed
 from support.scripted_agent import ScriptedAgent, Worker
 from support.zygote import in_zygote
-from test_deepspeed import arguments
 
 from deadpool_plugin.transport import local
 

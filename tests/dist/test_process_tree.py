@@ -6,7 +6,7 @@ import itertools
 import signal
 
 import pytest
-from stub_cluster import StubCluster
+from dist.stub_cluster import StubCluster
 from support import slow_but
 
 from deadpool_plugin import events

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from stub_cluster import StubCluster
-from test_agent_swap import RUN, finishes, ready
+from dist.stub_cluster import StubCluster
+from dist.test_agent_swap import RUN, finishes, ready
 
 from deadpool_plugin import events
 

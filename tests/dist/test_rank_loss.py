@@ -5,9 +5,9 @@ from __future__ import annotations
 import signal
 
 import pytest
-from stub_cluster import StubCluster
+from dist.stub_cluster import StubCluster
+from dist.test_agent_swap import HOLD, RUN, STEPS, finishes, ready
 from support import slow_but
-from test_agent_swap import HOLD, RUN, STEPS, finishes, ready
 
 from deadpool_plugin import events
 

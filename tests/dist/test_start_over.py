@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from stub_cluster import StubCluster
+from dist.stub_cluster import StubCluster
+from dist.test_agent_swap import RUN, finishes
 from support import slow_but
-from test_agent_swap import RUN, finishes
 
 from deadpool_plugin import events
 

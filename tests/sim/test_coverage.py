@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from gaps import CANNOT, RARE, all_pairs, first_that_fits
+from sim.gaps import CANNOT, RARE, all_pairs, first_that_fits
 
 from deadpool_plugin.sim.campaign import campaign
 from deadpool_plugin.sim.coverage import named
