@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict, deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
+
+from support import expect
 
 from deadpool_plugin.core import io
 from deadpool_plugin.core.controller import Controller
 from deadpool_plugin.core.ledger import may_stage
-from deadpool_plugin.core.messages import Goodbye, Propose, RankCalls
+from deadpool_plugin.core.messages import AnyMessage, Goodbye, Propose, RankCalls
 from deadpool_plugin.core.placement import buddies_of, needs_payload
 from deadpool_plugin.core.policy import Policy
 from deadpool_plugin.core.timing import Timing
@@ -65,6 +68,18 @@ class Node:
     def up(self) -> bool:
         return not self.killed and self.exit is None
 
+    @property
+    def left(self) -> tuple[int, str]:
+        """The exit code and the reason of a node that has left the job."""
+        assert self.exit is not None, f"node {self.number} has not left"
+        return self.exit
+
+    @property
+    def joined(self) -> World:
+        """The world of a node that is in one."""
+        assert self.world is not None, f"node {self.number} is in no world"
+        return self.world
+
     def holds(self, rank: Rank, step: Step) -> tuple[Step, tuple[int, ...], bool] | None:
         found = self.slots.get((rank, step % 2))
         return found if found is not None and found[0] == step else None
@@ -78,7 +93,7 @@ class Cluster:
         world: World,
         last_step: Step = 6,
         seed: int | None = None,
-        replicas: dict[Rank, tuple[Rank, ...]] | None = None,
+        replicas: Mapping[Rank, tuple[Rank, ...]] | None = None,
         policy: Policy = Policy(),
     ):
         self.world = world
@@ -88,7 +103,7 @@ class Cluster:
         self.now = 0.0
         self.policy = policy
         self.nodes = {n: Node(n, Controller(n, TIMING, policy)) for n in sorted(world.members)}
-        self.links: dict[tuple[NodeId, NodeId], deque[object]] = defaultdict(deque)
+        self.links: dict[tuple[NodeId, NodeId], deque[AnyMessage | io.LinkLost]] = defaultdict(deque)
         self.dead_stores: set[str] = set()
         self.committed: dict[int, Step] = {}
         """The newest step that was committed in each generation."""
@@ -153,7 +168,9 @@ class Cluster:
         return False
 
     def one_event(self) -> None:
-        choices = [("input", n) for n, node in self.nodes.items() if node.up and not node.frozen and node.inputs]
+        choices: list[tuple[str, Any]] = [
+            ("input", n) for n, node in self.nodes.items() if node.up and not node.frozen and node.inputs
+        ]
         choices += [
             ("link", pair)
             for pair, queue in self.links.items()
@@ -310,7 +327,9 @@ class Cluster:
             node.events.append(action)
             if action.kind == "StepCommitted":
                 generation = node.controller.generation
-                self.committed[generation] = max(self.committed.get(generation, NO_STEP), action.fields["step"])
+                self.committed[generation] = max(
+                    self.committed.get(generation, NO_STEP), expect(int, action.fields["step"])
+                )
         elif isinstance(action, io.Leave):
             node.exit = (action.exit_code, action.reason)
             for other in self.nodes:
@@ -393,11 +412,11 @@ class Cluster:
 
     def push(self, node: Node, rank: Rank, step: Step) -> None:
         copies = self.policy.copies
-        for buddy in buddies_of(node.world, node.number, copies):
+        for buddy in buddies_of(node.joined, node.number, copies):
             if self.nodes[buddy].up:
-                payload = needs_payload(node.world, rank, self.replicas[rank], copies)
+                payload = needs_payload(node.joined, rank, self.replicas[rank], copies)
                 state = node.slots[rank, step % 2][1]
-                self.bulk.append((node.number, buddy, node.world.generation, rank, step, state, payload))
+                self.bulk.append((node.number, buddy, node.joined.generation, rank, step, state, payload))
 
     def deliver_bulk(self) -> None:
         if self.rng is not None:
@@ -445,10 +464,10 @@ class Cluster:
             peer is not None and peer.live and peer.step >= worker.step for peer in self.peers(node)
         )
 
-    def peers(self, node: Node):
-        for rank, home in enumerate(node.world.node_of):
+    def peers(self, node: Node) -> Iterator[Worker | None]:
+        for rank, home in enumerate(node.joined.node_of):
             other = self.nodes[home]
-            same = other.up and not other.frozen and other.controller.generation == node.world.generation
+            same = other.up and not other.frozen and other.controller.generation == node.joined.generation
             yield other.workers.get(rank) if same else None
 
     def work(self, node: Node, rank: Rank) -> None:
@@ -457,14 +476,14 @@ class Cluster:
             self.stage(node, worker)
         elif worker.step < self.last_step:
             worker.step += 1
-            worker.state += (node.world.generation,)
+            worker.state += (node.joined.generation,)
         else:
             worker.finished = True
             node.inputs.append(io.WorkerFinished(rank))
 
     def stage(self, node: Node, worker: Worker) -> None:
         node.slots[worker.rank, worker.step % 2] = (worker.step, worker.state, True)
-        node.inputs.append(self.held(worker.rank, worker.step, True, node.world.generation))
+        node.inputs.append(self.held(worker.rank, worker.step, True, node.joined.generation))
         self.push(node, worker.rank, worker.step)
 
     # -- what tests look at ------------------------------------------------------------------------------------

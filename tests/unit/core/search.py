@@ -22,7 +22,7 @@ import msgspec
 from deadpool_plugin.core import io
 from deadpool_plugin.core.controller import Controller
 from deadpool_plugin.core.ledger import Ledger
-from deadpool_plugin.core.messages import Rehearse, Report, Status
+from deadpool_plugin.core.messages import AnyMessage, Rehearse, Report, Status
 from deadpool_plugin.core.placement import buddies_of, world_after
 from deadpool_plugin.core.policy import Policy
 from deadpool_plugin.core.timing import Timing
@@ -79,10 +79,10 @@ class Controllers:
         self._numbers: dict[object, int] = {}
         self._steps: dict[tuple[int, int, float], tuple[int, tuple[io.Action, ...]]] = {}
         self.views: list[View] = []
-        self.items: list[object] = []
+        self.items: list[AnyMessage | io.Input] = []
         self._items: dict[object, int] = {}
 
-    def item(self, what: object) -> int:
+    def item(self, what: AnyMessage | io.Input) -> int:
         """A number for a message, or an input."""
         if what not in self._items:
             self._items[what] = len(self.items)
@@ -237,7 +237,7 @@ class Search:
         happening = Happening(self, state._replace(last=pair[1] if faults else ANYBODY))
         happening.links[self.pairs[pair]] = tuple(rest)
         what = self.controllers.items[item]
-        happening.feed(pair[1], what if isinstance(what, io.LinkLost) else io.Received(pair[0], what))
+        happening.feed(pair[1], what if isinstance(what, io.Input) else io.Received(pair[0], what))
         return f"{pair[0]} -> {pair[1]}: {what}", happening.state()
 
     def _end_of(self, node: NodeId) -> int:

@@ -10,7 +10,8 @@ from deadpool_plugin.core.budget import Budget
 
 @given(most=st.integers(0, 4), window_s=st.integers(1, 20), gaps=st.lists(st.tuples(st.booleans(), st.integers(0, 12))))
 def test_a_budget_is_so_many_within_any_window(most, window_s, gaps):
-    budget, granted, now = Budget(most, window_s), {True: [], False: []}, 0
+    budget, now = Budget(most, window_s), 0
+    granted: dict[bool, list[int]] = {True: [], False: []}
     for key, gap in gaps:
         now += gap
         recent = [when for when in granted[key] if now - when < window_s]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from itertools import combinations
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import expect
 
 from deadpool_plugin import events
 from deadpool_plugin.core import io
@@ -18,7 +20,7 @@ WORLD = World(0, (0, 0, 1, 1, 2, 2), (3, 4))
 SEEDS = [None, 1, 2, 3]
 
 
-def finished(cluster: Cluster, lost: set[int] = frozenset()) -> None:
+def finished(cluster: Cluster, lost: Collection[int] = ()) -> None:
     """Everybody who was not lost has ended well, at the last step, in one history."""
     assert cluster.exits() == {n: (None if cluster.nodes[n].killed else 0) for n in cluster.nodes if n not in lost} | {
         n: cluster.exits()[n] for n in lost
@@ -48,9 +50,8 @@ def test_a_job_without_losses(seed):
     finished(cluster)
     assert cluster.starts == {n: 1 for n in range(5)}
     assert len(cluster.said("TrainingStarted")) == 1
-    assert [e["step"] for e in cluster.said("StepCommitted")] == sorted(
-        e["step"] for e in cluster.said("StepCommitted")
-    )
+    steps = [expect(int, event["step"]) for event in cluster.said("StepCommitted")]
+    assert steps == sorted(steps)
     assert len(cluster.said("Mirrored")) == 1
     assert {e["spare"]: e["ranks"] for e in cluster.said("SpareReady")} == {3: (0, 1), 4: (2, 3)}
     assert not cluster.said("NodeLost")
@@ -147,11 +148,11 @@ def test_no_spare_is_a_verdict_known_to_all(seed, lost):
     assert cluster.run()
     for number, node in cluster.nodes.items():
         if number != lost:
-            code, reason = node.exit
+            code, reason = node.left
             assert code == 86 and "no spare" in reason and f"node {lost}" in reason
             (stopped,) = [e.fields for e in node.events if e.kind == "JobStopped"]
             assert stopped["lost_ranks"] == cluster.world.ranks_of(lost)
-            assert stopped["newest_committed"] >= 1
+            assert expect(int, stopped["newest_committed"]) >= 1
     check_events(cluster)
 
 
@@ -162,7 +163,7 @@ def test_two_nodes_without_spare(lost):
     assert cluster.run(lambda: cluster.at_step(3))
     cluster.kill(lost)
     assert cluster.run()
-    assert cluster.nodes[1 - lost].exit[0] == 86
+    assert cluster.nodes[1 - lost].left[0] == 86
 
 
 @pytest.mark.parametrize("lost", range(2))
@@ -173,7 +174,7 @@ def test_one_active_node_and_a_spare(lost):
     assert cluster.run(lambda: cluster.at_step(3))
     cluster.kill(lost)
     assert cluster.run()
-    assert cluster.nodes[1 - lost].exit[0] == (86 if lost == 0 else 0)
+    assert cluster.nodes[1 - lost].left[0] == (86 if lost == 0 else 0)
 
 
 @pytest.mark.parametrize("lost", range(5))
@@ -195,8 +196,8 @@ def test_a_loss_before_training_without_a_spare_is_a_verdict():
     cluster.form()
     cluster.kill(1)
     assert cluster.run()
-    assert [cluster.nodes[n].exit[0] for n in (0, 2)] == [86, 86]
-    assert "no spare is left" in cluster.nodes[2].exit[1] and "no checkpoint was saved" in cluster.nodes[2].exit[1]
+    assert [cluster.nodes[n].left[0] for n in (0, 2)] == [86, 86]
+    assert "no spare is left" in cluster.nodes[2].left[1] and "no checkpoint was saved" in cluster.nodes[2].left[1]
 
 
 def test_a_rank_that_never_gets_ready_is_a_verdict():
@@ -205,7 +206,7 @@ def test_a_rank_that_never_gets_ready_is_a_verdict():
     cluster.nodes[0].inputs.pop()  # no store is ever offered
     assert cluster.run()
     assert set(cluster.exits().values()) == {86}
-    assert "not in training" in cluster.nodes[4].exit[1]
+    assert "not in training" in cluster.nodes[4].left[1]
 
 
 def test_a_newcomer_on_its_way_through_past_steps_is_waited_for_while_it_gets_on():
@@ -219,7 +220,7 @@ def test_a_newcomer_on_its_way_through_past_steps_is_waited_for_while_it_gets_on
     assert set(cluster.exits().values()) == {None}
     assert cluster.run()
     assert set(cluster.exits().values()) == {86}
-    assert "start_timeout_s" in cluster.nodes[4].exit[1]
+    assert "start_timeout_s" in cluster.nodes[4].left[1]
 
 
 def hanging_cluster(seed=None):
@@ -249,7 +250,7 @@ def test_when_nothing_comes_of_that_either_the_job_ends():
     assert cluster.run(events=400_000)
     assert list(cluster.plans) == [1]
     assert set(cluster.exits().values()) == {86}
-    assert "stall_timeout_s" in cluster.nodes[4].exit[1] and "again" in cluster.nodes[4].exit[1]
+    assert "stall_timeout_s" in cluster.nodes[4].left[1] and "again" in cluster.nodes[4].left[1]
 
 
 def test_whoever_goes_on_after_a_stall_may_stall_again():

@@ -198,7 +198,7 @@ def test_one_node_that_does_not_hear_a_healthy_coordinator_goes_itself():
     cluster.hold = False
     cluster.last_step = 10**6
     assert cluster.run(lambda: bool(cluster.plans) and not cluster.nodes[1].up)
-    assert cluster.plans[1].lost_nodes == (1,) and cluster.nodes[1].exit[0] == 87
+    assert cluster.plans[1].lost_nodes == (1,) and cluster.nodes[1].left[0] == 87
 
 
 @given(world=worlds(), data=st.data())

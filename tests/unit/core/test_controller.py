@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from support import expect, present
 
 from deadpool_plugin.core import io
 from deadpool_plugin.core.controller import Controller
 from deadpool_plugin.core.messages import (
     Accepted,
+    AnyMessage,
     Decided,
     Goodbye,
     NodeFailed,
@@ -41,12 +43,12 @@ def formed(node: int, world: World = WORLD) -> Controller:
     return controller
 
 
-def said(actions: list[io.Action]) -> list[tuple[int, object]]:
+def said(actions: list[io.Action]) -> list[tuple[int, AnyMessage]]:
     """What goes to whom; the times of reports are test_contact.py's."""
     return [(action.to, untimed(action.message)) for action in actions if isinstance(action, io.Send)]
 
 
-def untimed(message):
+def untimed(message: AnyMessage) -> AnyMessage:
     return msgspec.structs.replace(message, sent_at=NEVER) if isinstance(message, (Report, Status)) else message
 
 
@@ -143,7 +145,7 @@ def test_who_is_counted_as_lost_leaves():
         Propose(Ballot(1, 1, 0), PLAN),
     ):
         controller = formed(2)
-        assert hear(controller, 0, message)[-1].exit_code == 87
+        assert expect(io.Leave, hear(controller, 0, message)[-1]).exit_code == 87
         assert controller.ended and controller.step(io.Ticked(), 99.0) == []
 
 
@@ -151,7 +153,7 @@ def test_who_was_lost_in_a_newer_generation_leaves_whoever_says_so():
     controller = formed(2)
     controller.step(io.LinkLost(1, "gone"), 0.1)
     assert said(hear(controller, 1, NodeFailed(0, 2, "you are"))) == []  # each counts the other as lost
-    assert hear(controller, 1, YOU_ARE_OUT)[-1].exit_code == 87
+    assert expect(io.Leave, hear(controller, 1, YOU_ARE_OUT)[-1]).exit_code == 87
 
 
 def test_a_rival_of_the_coordinator_is_told_that_this_node_lives_and_is_not_followed():
@@ -161,7 +163,7 @@ def test_a_rival_of_the_coordinator_is_told_that_this_node_lives_and_is_not_foll
     hear(controller, 1, Status(0, -1, True, True, 6.0, 4.0), 1.1)
     hear(controller, 0, Status(0, -1, True, True, 7.0, 4.0), 1.2)
     (report,) = [message for to, message in said(controller.step(io.Ticked(), 2.2)) if to == 1]
-    assert report.heard == 6.0
+    assert expect(Report, report).heard == 6.0
 
 
 def test_a_silence_that_ends_within_the_swap_is_over_unless_the_swap_goes_on_without_that_node():
@@ -241,7 +243,7 @@ def test_going_behind_a_committed_step_is_said_and_believed(held_by_a_spare, und
     told += [action for action in hear(controller, 3, Accepted(ballot)) if isinstance(action, io.Emit)]
     reason = "no node that is left holds the snapshot of step 5 of rank(s) 2"
     event = io.Emit("StepsUndone", {"first": 5, "last": 5, "reason": reason})
-    assert controller.world.node_of == (0, 1, 3) and (event in told) is undone
+    assert present(controller.world).node_of == (0, 1, 3) and (event in told) is undone
     (stopped,) = [a for a in controller.step(io.StopRequested("operator", 1), 0.4) if isinstance(a, io.Emit)]
     assert stopped.fields["newest_committed"] == held_by_a_spare
 
@@ -265,7 +267,10 @@ def test_verdicts_name_the_newest_checkpoint_wherever_it_was_saved():
     controller.step(io.CheckpointSaved(9, "/ckpt/training_args.bin", whole=False), 0.2)
     actions = controller.step(io.StopRequested("operator", 143), 0.2)
     assert actions[-1] == io.Leave(143, "operator; newest checkpoint: step 7 in /ckpt/7")
-    assert formed(0).step(io.StopRequested("operator", 143), 0.2)[-1].reason == "operator; no checkpoint was saved"
+    assert (
+        expect(io.Leave, formed(0).step(io.StopRequested("operator", 143), 0.2)[-1]).reason
+        == "operator; no checkpoint was saved"
+    )
 
 
 def test_a_checkpoint_is_reported_and_promised():
@@ -280,7 +285,8 @@ def test_a_checkpoint_is_reported_and_promised():
     hear(proposer, 1, NodeFailed(0, 2, "gone"))
     for node in (1, 3):
         actions = hear(proposer, node, Promise(ballot, None, (), "", training=True, checkpoint=newest))
-    assert "step 7 in /ckpt/7" in actions[-1].reason and actions[-1].exit_code == 86
+    left = expect(io.Leave, actions[-1])
+    assert "step 7 in /ckpt/7" in left.reason and left.exit_code == 86
 
 
 def rehearses(policy: Policy) -> Controller:
@@ -314,7 +320,7 @@ def test_a_rehearsal_that_fails_is_ordered_again_within_the_budget_after_pauses_
         assert ORDER not in waited(controller, now, times * pause_s - 1)
         now += times * pause_s
         assert ORDER in controller.step(io.Ticked(), now)
-    assert controller.step(FAILURE, now)[-1].exit_code == 87
+    assert expect(io.Leave, controller.step(FAILURE, now)[-1]).exit_code == 87
 
 
 def test_a_spare_that_failed_again_and_again_is_ready_once_it_has_not_for_as_long():
@@ -329,7 +335,7 @@ def test_a_spare_that_failed_again_and_again_is_ready_once_it_has_not_for_as_lon
         assert ORDER in waited(controller, now, times * pause_s)
         now += times * pause_s
         actions = controller.step(rehearsed, now) + waited(controller, now, 3)
-        assert ready not in actions and not any(message.able for _, message in said(actions))
+        assert ready not in actions and not any(expect(Report, message).able for _, message in said(actions))
         now += 3
     controller.step(FAILURE, now)
     waited(controller, now, 4 * pause_s)
@@ -337,7 +343,8 @@ def test_a_spare_that_failed_again_and_again_is_ready_once_it_has_not_for_as_lon
     assert ready not in controller.step(rehearsed, now)
     actions = waited(controller, now, 4 * pause_s)
     assert ready in actions
-    assert (said(actions)[-1][1].able, said(actions)[-1][1].unable) == (True, "")
+    report = expect(Report, said(actions)[-1][1])
+    assert (report.able, report.unable) == (True, "")
 
 
 def test_a_spare_whose_rehearsal_is_of_no_use_never_calls_itself_ready():
@@ -351,7 +358,7 @@ def test_rehearsals_that_failed_long_ago_do_not_count():
     controller = rehearses(Policy(restarts_max=1, restarts_window_s=60.0))
     for now in (1.0, 61.0, 121.0):
         assert ORDER in controller.step(FAILURE, now)
-    assert controller.step(FAILURE, 180.0)[-1].exit_code == 87
+    assert expect(io.Leave, controller.step(FAILURE, 180.0)[-1]).exit_code == 87
 
 
 def test_a_rehearsal_that_fails_during_a_swap_is_the_next_generations():
@@ -397,7 +404,7 @@ def test_without_the_store_it_builds_upon_a_generation_is_stuck(node, when):
     prepared = said(hear(coordinator, node, report))
     assert (1, Prepare(Ballot(2, 1, 0), ())) in prepared
     hear(controller, 0, decided(SwapPlan(World(2, (0, 1, 2), (3,)), 4, (), (), "another")), 0.4)
-    assert not said(controller.step(io.Ticked(), 2.0))[0][1].stuck
+    assert not expect(Report, said(controller.step(io.Ticked(), 2.0))[0][1]).stuck
 
 
 def test_a_store_that_is_gone_after_the_groups_were_built_is_missed_by_nobody():
@@ -413,16 +420,18 @@ def test_a_part_of_a_step_is_no_news():
     for rank in (4, 2, 5):
         assert controller.step(io.SnapshotHeld(Holding(rank, 0, True, (rank,)), 0), 0.1) == []
     ((to, report),) = said(controller.step(io.SnapshotHeld(Holding(3, 0, True, (3,)), 0), 0.2))
-    assert to == 0 and {holding.rank for holding in report.holdings} == {2, 3, 4, 5}
+    assert to == 0 and {holding.rank for holding in expect(Report, report).holdings} == {2, 3, 4, 5}
     controller.step(io.SnapshotHeld(Holding(4, 1, True, (4,)), 0), 0.3)
-    assert len(said(controller.step(io.Ticked(), 1.3))[0][1].holdings) == 5, "a heartbeat says what there is"
+    assert len(expect(Report, said(controller.step(io.Ticked(), 1.3))[0][1]).holdings) == 5, (
+        "a heartbeat says what there is"
+    )
 
 
 def test_the_newest_store_of_a_process_that_runs_a_rank_is_offered():
     controller = formed(2, World(0, (0, 0, 1, 1, 2, 2), (3,)))
 
     def store() -> str:
-        return said(controller.step(io.Ticked(), controller._ctx.now + 1.5))[0][1].store
+        return expect(Report, said(controller.step(io.Ticked(), controller._ctx.now + 1.5))[0][1]).store
 
     controller.step(io.StoreOffered("a", 0), 0.1)
     controller.step(io.StoreOffered("b", 1), 0.1)
@@ -453,7 +462,7 @@ def test_a_rehearsal_is_ordered_again_from_who_runs_the_rank_now():
     hear(controller, 0, decided(SwapPlan(World(1, (0, 3), (2, 4)), 4, (1,), (), "store")), 0.3)
     assert hear(controller, 0, Rehearse(1, 0, 1), 0.4) == []
     assert controller.step(io.SpareFailed(0, 1, "signal 9"), 0.5)[0] == io.StartRehearsal(0, 1, 3)
-    assert controller.step(io.SpareFailed(0, 1, "signal 9"), 0.6)[-1].exit_code == 87
+    assert expect(io.Leave, controller.step(io.SpareFailed(0, 1, "signal 9"), 0.6)[-1]).exit_code == 87
 
 
 def test_who_is_fenced_and_cut_off_stands_still_too():

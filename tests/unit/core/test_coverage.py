@@ -14,7 +14,7 @@ READY_FOR = {3: ((0, 0),), 4: ((0, 1),)}
 SHORT = "too little memory"
 
 
-def coverage(world: World = WORLD, **reports: Report) -> Coverage:
+def coverage(world: World = WORLD, /, **reports: Report) -> Coverage:
     """As the nodes' reports (`n3=...`) tell it."""
     found = Coverage(world)
     for name, report in reports.items():

@@ -91,7 +91,7 @@ def test_the_budget_is_the_nodes_and_a_spare_takes_over_then():
     cluster.kill_rank(1, 2)
     assert cluster.run()
     finished(cluster, {1})
-    assert cluster.exits()[1] == 87 and "restarts_max" in cluster.nodes[1].exit[1]
+    assert cluster.exits()[1] == 87 and "restarts_max" in cluster.nodes[1].left[1]
     assert cluster.plans[4].lost_nodes == (1,) and cluster.plans[4].world.node_of == (0, 0, 3, 3, 2, 2)
 
 
@@ -125,8 +125,8 @@ def test_an_error_that_comes_back_ends_the_job():
     cluster.kill_rank(1, 2, 3)
     assert cluster.run()
     assert set(cluster.exits().values()) == {3}
-    assert all("rank 2" in node.exit[1] and "ValueError" in node.exit[1] for node in cluster.nodes.values())
-    assert not any("new processes" in node.exit[1] for node in cluster.nodes.values()), "its own is the only one"
+    assert all("rank 2" in node.left[1] and "ValueError" in node.left[1] for node in cluster.nodes.values())
+    assert not any("new processes" in node.left[1] for node in cluster.nodes.values()), "its own is the only one"
 
 
 def test_an_error_that_comes_back_beside_a_newcomer_may_be_the_newcomers():
@@ -138,7 +138,7 @@ def test_an_error_that_comes_back_beside_a_newcomer_may_be_the_newcomers():
     assert cluster.run(lambda: len(cluster.said("SwapDone")) == 2)
     cluster.kill_rank(1, 2, 3)
     assert cluster.run()
-    exits = [node.exit for node in cluster.nodes.values() if not node.killed]
+    exits = [node.left for node in cluster.nodes.values() if not node.killed]
     assert {code for code, _ in exits} == {3}
     assert all("rank(s) 4, 5 run in new processes" in reason for _, reason in exits)
 
@@ -157,14 +157,14 @@ def test_an_error_long_after_another_is_another():
 @pytest.mark.parametrize("seed", SEEDS)
 def test_an_error_of_every_rank_ends_the_job_at_once(seed):
     cluster = started(seed)
-    for rank, node in enumerate(WORLD.node_of):
-        cluster.kill_rank(node, rank, 3 + rank)
+    for rank, home in enumerate(WORLD.node_of):
+        cluster.kill_rank(home, rank, 3 + rank)
     for node in cluster.nodes.values():
         while node.deaths and node.up:
             cluster.notice(node)
     assert cluster.run()
     assert set(cluster.exits().values()) == {3}
-    assert "rank 0" in cluster.nodes[3].exit[1]
+    assert "rank 0" in cluster.nodes[3].left[1]
 
 
 @pytest.mark.parametrize("seed", SEEDS)

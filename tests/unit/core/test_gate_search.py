@@ -7,6 +7,7 @@ single loss is tried. With the gate no state is lost; without it the search find
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from functools import cache
 
 from deadpool_plugin.core.ledger import Ledger, may_stage
@@ -37,7 +38,7 @@ def put(slots: tuple[int | None, ...], step: int, value: int | None) -> tuple[in
     return tuple(value if index == step % 2 else old for index, old in enumerate(slots))
 
 
-def moves(state: State, gated: bool):
+def moves(state: State, gated: bool) -> Iterator[tuple[str, State]]:
     """Every next state, with the name of the event that leads there."""
     committed = view(tuple(rank[1:4:2] for rank in state))[0]
     for rank, (step, own, staging, mirrored, mirroring) in enumerate(state):
@@ -72,7 +73,8 @@ def view(slots: tuple[tuple[tuple[int | None, ...], ...], ...]) -> tuple[int, in
 def search(gated: bool) -> tuple[tuple[str, ...] | None, int, int]:
     """(the shortest trace to a fatal loss or None, states seen, newest step committed anywhere)."""
     start: State = tuple((0, (0, EMPTY), None, (0, EMPTY), None) for _ in WORLD.node_of)
-    seen, queue, newest = {start}, deque([(start, ())]), 0
+    seen, newest = {start}, 0
+    queue: deque[tuple[State, tuple[str, ...]]] = deque([(start, ())])
     while queue:
         state, trace = queue.popleft()
         committed, fatal = view(tuple(rank[1:4:2] for rank in state))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from support import expect
 
 from deadpool_plugin.core import io
 from deadpool_plugin.core.controller import Controller
@@ -132,7 +133,7 @@ def test_nobody_waits_for_what_cannot_be_had_back():
     cluster.kill(4)  # the buddy
     assert cluster.run()
     assert {cluster.exits()[n] for n in (0, 1, 2)} == {86}
-    assert "rank(s) 3" in cluster.nodes[0].exit[1]
+    assert "rank(s) 3" in cluster.nodes[0].left[1]
 
 
 # -- the host's own controller ---------------------------------------------------------------------------------
@@ -175,7 +176,7 @@ def test_it_becomes_a_member_by_the_plan_that_has_it():
 )
 def test_what_ends_the_attempt(event, code):
     controller, _ = joining((0,))
-    assert controller.step(event, 0.2)[-1].exit_code == code
+    assert expect(io.Leave, controller.step(event, 0.2)[-1]).exit_code == code
     assert controller.ended
 
 

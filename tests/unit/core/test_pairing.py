@@ -7,8 +7,9 @@ import random
 
 import msgspec
 import pytest
+from support import expect, present
 
-from deadpool_plugin.core.ledger import Ledger
+from deadpool_plugin.core.ledger import Ledger, RestorePoint
 from deadpool_plugin.core.messages import RankCalls
 from deadpool_plugin.core.pairing import Call, decoded, first_difference, share
 from deadpool_plugin.core.types import MASK, Holding, World
@@ -58,11 +59,11 @@ def test_the_first_difference_is_found_as_long_as_it_is_known():
     mine, _ = issued(codes)
     wrong, _ = issued([*codes[:at], MORE.encoded(), *codes[at:]])
     found = first_difference((0, mine), (1, wrong))
-    assert found.what == f"collective {at + 1} of rank 0 was {decoded(codes[at])}, of rank 1 {MORE}"
+    assert present(found).what == f"collective {at + 1} of rank 0 was {decoded(codes[at])}, of rank 1 {MORE}"
     behind = msgspec.structs.replace(issued(codes[:-40])[0], cuts=())
     assert first_difference((0, mine), (1, behind)) is None, "a member that is behind differs in nothing"
     long_ago, _ = issued([MORE.encoded(), *codes[1:]])
-    assert "one no longer known" in first_difference((0, mine), (1, long_ago)).what
+    assert "one no longer known" in present(first_difference((0, mine), (1, long_ago))).what
 
 
 def test_members_differ_if_and_only_if_what_both_have_issued_does():
@@ -90,7 +91,7 @@ def test_a_group_of_another_generation_is_not_read():
 
 
 def holdings(step, sums):
-    held = {node: [] for node in (0, 1, 2)}
+    held: dict[int, list[Holding]] = {node: [] for node in (0, 1, 2)}
     for rank, paired in enumerate(sums):
         for node in (rank, 1 - rank):
             held[node].append(Holding(rank, step, True, (rank,), paired))
@@ -103,7 +104,7 @@ def test_a_step_that_does_not_pair_is_neither_committed_nor_restored():
     assert ledger.committed(WORLD) == 4 and ledger.unpaired == 5
     for lost in ((), (1,)):
         point = ledger.restore_point(WORLD, [node for node in (0, 1, 2) if node not in lost], committed=4)
-        assert point.step == 4, "the copy of a lost node says what its rank had issued"
+        assert expect(RestorePoint, point).step == 4, "the copy of a lost node says what its rank had issued"
 
 
 def after_a_swap(calls):
@@ -146,7 +147,7 @@ def test_a_stall_of_ranks_that_pair_is_a_stall():
     assert not cluster.ended and list(cluster.plans) == [1, 2]
     cluster.hold = False
     assert cluster.run(events=400_000)
-    assert {node.exit[0] for node in cluster.nodes.values() if not node.killed} == {0}
+    assert {node.left[0] for node in cluster.nodes.values() if not node.killed} == {0}
 
 
 def test_a_script_whose_own_ranks_differ_is_told_so_when_it_stalls_again():
@@ -160,8 +161,8 @@ def test_a_script_whose_own_ranks_differ_is_told_so_when_it_stalls_again():
     assert list(cluster.plans) == [1] and not cluster.ended
     assert cluster.run(events=400_000)
     said = f"collective 1 of rank 0 was {SUM}, of rank 1 {MORE}"
-    assert {node.exit[0] for node in cluster.nodes.values()} == {86} and not cluster.ended
-    assert all(said in node.exit[1] and "correct the script" in node.exit[1] for node in cluster.nodes.values())
+    assert {node.left[0] for node in cluster.nodes.values()} == {86} and not cluster.ended
+    assert all(said in node.left[1] and "correct the script" in node.left[1] for node in cluster.nodes.values())
 
 
 def test_who_was_replaced_is_not_forgotten_with_the_coordinator():
@@ -190,7 +191,7 @@ def test_an_error_after_a_swap_may_be_the_newcomers():
     cluster.calls = {}
     cluster.hold = False
     assert cluster.run(events=400_000)
-    assert {node.exit[0] for node in cluster.nodes.values() if not node.killed} == {0}
+    assert {node.left[0] for node in cluster.nodes.values() if not node.killed} == {0}
 
 
 def test_a_step_that_does_not_pair_has_its_newcomer_replaced():
@@ -205,4 +206,4 @@ def test_a_step_that_does_not_pair_has_its_newcomer_replaced():
     ]
     cluster.paired = {}
     assert cluster.run(events=400_000)
-    assert {node.exit[0] for node in cluster.nodes.values() if not node.killed} == {0}
+    assert {node.left[0] for node in cluster.nodes.values() if not node.killed} == {0}

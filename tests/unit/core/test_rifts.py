@@ -74,7 +74,7 @@ def test_people_are_told_of_a_broken_pair_once():
             hear(coordinator, heard, Report(0), 1.0)
         actions = hear(coordinator, sender, NodeFailed(0, node, "cannot mirror to it", silent=True), 1.0)
         notes += [action.fields["text"] for action in actions if isinstance(action, io.Emit)]
-    assert len(notes) == 1 and notes[0].startswith("nodes 1 and 2 cannot reach each other")
+    assert len(notes) == 1 and str(notes[0]).startswith("nodes 1 and 2 cannot reach each other")
 
 
 def test_both_ends_complain_and_one_of_them_goes():

@@ -44,10 +44,10 @@ def everybody_is_done(cluster: Cluster) -> bool:
 
 def check_the_end(cluster: Cluster) -> None:
     moving = [node for node in cluster.nodes.values() if node.exit and not node.frozen]
-    codes = {node.exit[0] for node in moving}
+    codes = {node.left[0] for node in moving}
     assert codes <= {0, 3, 86, 87}
     if 0 in codes:
-        assert len({worker.state for node in moving if node.exit[0] == 0 for worker in node.workers.values()}) <= 1
+        assert len({worker.state for node in moving if node.left[0] == 0 for worker in node.workers.values()}) <= 1
     check_events(cluster)
 
 
@@ -90,4 +90,4 @@ def test_whoever_waits_goes_on_once_enough_hosts_have_joined(seed, data):
             strike(cluster, what, data.draw)
     assert cluster.run(lambda: everybody_is_done(cluster)), "LIVENESS"
     check_the_end(cluster)
-    assert {node.exit[0] for number, node in cluster.nodes.items() if number < 5 and not node.killed} == {0}
+    assert {node.left[0] for number, node in cluster.nodes.items() if number < 5 and not node.killed} == {0}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from support import expect
 
 from deadpool_plugin import errors
 from deadpool_plugin.core import types
@@ -65,7 +66,7 @@ def test_a_spare_is_lost_and_nobody_takes_over():
 
 
 def test_no_store_yet_is_a_plan_without_store():
-    assert plan_swap(Situation(WORLD, Ledger(FULL), {4}, {}, 4)).store == ""
+    assert expect(SwapPlan, plan_swap(Situation(WORLD, Ledger(FULL), {4}, {}, 4))).store == ""
 
 
 @pytest.mark.parametrize(
@@ -101,6 +102,7 @@ def test_the_script_begins_again_only_if_nothing_can_be_gone_back_to(held, may_s
     if step is None:
         assert isinstance(plan, Unrecoverable)
     else:
+        assert isinstance(plan, SwapPlan)
         assert (plan.restore_step, plan.store) == (step, "" if step == NO_STEP else "zero")
         assert plan.world.node_of == (0, 4, 2)
 

@@ -68,11 +68,11 @@ def test_a_half_that_gets_no_answer_leaves():
     cluster.nodes[1].inputs.clear()
     cluster.witness = {}
     assert cluster.run()
-    assert cluster.nodes[1].exit[0] == 86 and "witness has not answered" in cluster.nodes[1].exit[1]
+    assert cluster.nodes[1].left[0] == 86 and "witness has not answered" in cluster.nodes[1].left[1]
 
 
-class Unreachable(dict):
-    def setdefault(self, generation, plan):
+class Unreachable(dict[int, SwapPlan]):
+    def setdefault(self, generation, plan, /):
         raise OSError("stale file handle")
 
 
@@ -110,4 +110,4 @@ def test_a_half_that_waits_for_a_host_finds_that_the_other_has_gone_on(half):
     cluster.witness[1] = plan
     cluster.kill(half)
     assert cluster.run(), "it leaves"
-    assert cluster.nodes[1 - half].exit[0] == EXIT_FENCED
+    assert cluster.nodes[1 - half].left[0] == EXIT_FENCED
