@@ -257,13 +257,13 @@ def test_a_step_takes_two_lines_at_most_however_many_ranks_a_node_has(tmp_path, 
         reports.generation = generation
         for step in steps:
             for rank in range(ranks):
-                fields = {"rank": rank, "step": step, "loss": 0.5 if rank >= ranks // 2 else None}
+                fields: dict[str, object] = {"rank": rank, "step": step, "loss": 0.5 if rank >= ranks // 2 else None}
                 reports.worker_event("StepDone", fields)
     reports.worker_event("StepDone", {"rank": 0, "step": 3, "loss": None})
     writer.close()
     said = [(event.generation, event.step, event.rank, event.loss) for event in written(tmp_path, 0)]
-    steps = [(0, 1), (0, 2), (0, 3), (1, 3), (1, 4)]
-    assert said == [line for step in steps for line in ((*step, 0, None), (*step, ranks // 2, 0.5))]
+    generations = [(0, 1), (0, 2), (0, 3), (1, 3), (1, 4)]
+    assert said == [line for step in generations for line in ((*step, 0, None), (*step, ranks // 2, 0.5))]
 
 
 def test_a_jobs_files_stay_within_a_bound_and_nothing_of_its_fate_is_lost(tmp_path, monkeypatch):
@@ -396,7 +396,7 @@ def sleeper(**environment):
 
 def test_the_watch_sees_a_kill_and_a_stop():
     async def scenario():
-        seen = []
+        seen: list[int | float | str] = []
         watch = Watch(silent_after_s=0.2)
         watch.start()
         killed, stopped = sleeper(), sleeper()
@@ -421,11 +421,14 @@ def test_the_watch_sees_a_kill_and_a_stop():
 
 def test_a_watch_that_fails_is_heard_of():
     async def scenario():
-        failures = asyncio.Queue()
+        def fails(code: int) -> None:
+            raise ZeroDivisionError
+
+        failures: asyncio.Queue[Exception] = asyncio.Queue()
         asyncio.get_running_loop().set_exception_handler(lambda _, context: failures.put_nowait(context["exception"]))
         watch, child = Watch(silent_after_s=10.0), sleeper()
         watch.start()
-        watch.add(child.pid, lambda code: 1 // 0, lambda seconds: None)
+        watch.add(child.pid, fails, lambda seconds: None)
         child.kill()
         try:
             return await asyncio.wait_for(failures.get(), 10)
@@ -451,7 +454,7 @@ def test_who_has_no_environment_costs_nobody_a_further_look(monkeypatch):
     """Threads of the kernel, whom /proc names first, and processes that have ended."""
     monkeypatch.setattr(proc, "EXEC_LOOKS_MAX", 3)
     answers = {"7": [b"", b"", b"TAG=x"]}
-    monkeypatch.setattr(proc.os, "listdir", lambda path: ["1", "2", "3", "4", "5", "6", "7"])
+    monkeypatch.setattr(os, "listdir", lambda path: ["1", "2", "3", "4", "5", "6", "7"])
     monkeypatch.setattr(proc, "_read", lambda path: answers.get(path.split("/")[2], [b""] * 2).pop(0))
     monkeypatch.setattr(proc, "_within_exec", lambda pid: pid == 7)
     assert dict(proc.environments()) == {**dict.fromkeys(range(1, 7), b""), 7: b"TAG=x"}

@@ -8,29 +8,37 @@ import os
 import threading
 import types
 from collections import deque
+from typing import Any, cast
 
 import pytest
+from support.stand_in import stand_in
 
 from deadpool_plugin import events, plugin
 from deadpool_plugin.agent.lives import Lives
 from deadpool_plugin.agent.process import Agent
+from deadpool_plugin.agent.reports import Reports
 from deadpool_plugin.agent.slots import Process, Slot
 from deadpool_plugin.agent.watch import Watch
+from deadpool_plugin.config import Config
 from deadpool_plugin.core import io
+from deadpool_plugin.core.controller import Controller
 from deadpool_plugin.core.types import World
+from deadpool_plugin.transport.local import LocalPeer
 
 
 @pytest.mark.parametrize("error", [OSError("no more descriptors"), ValueError("a bug")])
-def test_an_action_that_fails_ends_this_node_and_not_the_link_whose_message_asked_for_it(error, capsys):
+def test_an_action_that_fails_ends_this_node_and_not_the_link_whose_message_asked_for_it(error, capsys, monkeypatch):
     def fails(event, now):
         raise error
 
-    agent, left, said = Agent.__new__(Agent), [], []
+    left: list[io.Leave] = []
+    said: list[tuple[str, str]] = []
+    agent = Agent.__new__(Agent)
     agent._inputs, agent._stepping, agent._node = deque(), False, 3
-    agent._controller = types.SimpleNamespace(step=fails, world=World(0, (0, 3), ()))
-    agent._left = types.SimpleNamespace(done=lambda: False)
-    agent._reports = types.SimpleNamespace(emit=lambda kind, reason: said.append((kind, reason)))
-    agent._leave = left.append
+    agent._controller = cast(Controller, types.SimpleNamespace(step=fails, world=World(0, (0, 3), ())))
+    agent._left = cast("asyncio.Future[int]", types.SimpleNamespace(done=lambda: False))
+    agent._reports = cast(Reports, types.SimpleNamespace(emit=lambda kind, reason: said.append((kind, reason))))
+    monkeypatch.setattr(agent, "_leave", left.append)
     agent.feed(io.Ticked())
     assert [action.reason for action in left] == [str(error)] and not agent._stepping
     assert said == [("NodeFenced", f"its agent failed: {error!r}")]
@@ -38,13 +46,14 @@ def test_an_action_that_fails_ends_this_node_and_not_the_link_whose_message_aske
 
 def test_the_node_that_coordinates_says_again_and_again_that_the_job_has_not_ended(monkeypatch):
     monkeypatch.setattr(events, "ALIVE_S", 0.0)
-    said = []
+    said: list[str] = []
     agent = Agent.__new__(Agent)
-    agent._controller = types.SimpleNamespace(world=None, leads=True)
-    agent._lives, agent._reports = types.SimpleNamespace(ending=False), types.SimpleNamespace(emit=said.append)
+    controller, lives = types.SimpleNamespace(world=None, leads=True), types.SimpleNamespace(ending=False)
+    agent._controller, agent._lives = cast(Controller, controller), cast(Lives, lives)
+    agent._reports = cast(Reports, types.SimpleNamespace(emit=said.append))
 
     async def says(world, leads, ending=False):
-        agent._controller.world, agent._controller.leads, agent._lives.ending = world, leads, ending
+        controller.world, controller.leads, lives.ending = world, leads, ending
         said.clear()
         for _ in range(8):
             await asyncio.sleep(0)
@@ -66,11 +75,12 @@ def test_the_node_that_coordinates_says_again_and_again_that_the_job_has_not_end
 def ending(monkeypatch):
     """(agent, lives, slot, what it says): its job has ended well; rank 3 is at work (its pid is ours)."""
     monkeypatch.setattr(Lives, "_standby_is_gone", lambda self, slot: False)
-    slot, said = Slot(0, rank=3, supervisor=object()), []
+    said: list[Any] = []
+    slot = Slot(0, rank=3, supervisor=stand_in(LocalPeer))
     slot.process = Process(order=1, rank=3, rehearses=False, in_training=True, pid=os.getpid())
     agent = Agent.__new__(Agent)
-    agent._node, agent._config = 1, types.SimpleNamespace(decision_timeout_s=0.01)
-    agent._reports = types.SimpleNamespace(say=said.append)
+    agent._node, agent._config = 1, cast(Config, types.SimpleNamespace(decision_timeout_s=0.01))
+    agent._reports = cast(Reports, types.SimpleNamespace(say=said.append))
     agent._lives = lives = Lives(1, "tag.", [slot], Watch(10.0), said.append)
     lives.ending = True
     return agent, lives, slot, said
@@ -122,7 +132,7 @@ def test_a_thread_that_a_file_system_holds_does_not_hold_the_agent(monkeypatch):
     timer = threading.Timer(20.0, let_go.set)
     timer.start()
     try:
-        assert plugin.run_agent(None, None, b"", None, "", None) == 86 and not let_go.is_set()
+        assert plugin.run_agent(*cast(Any, (None, None, b"", None, "", None))) == 86 and not let_go.is_set()
     finally:
         timer.cancel()
         let_go.set()

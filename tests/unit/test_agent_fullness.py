@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import types
+from typing import TypeVar, cast
+
+from support.stand_in import stand_in
 
 from deadpool_plugin import events
 from deadpool_plugin.agent.fullness import Fullness
+from deadpool_plugin.agent.peers import Peers
+from deadpool_plugin.agent.profile import Profile
 from deadpool_plugin.agent.rehearsal import Rehearsal
-from deadpool_plugin.agent.reports import sentence
+from deadpool_plugin.agent.reports import Reports, sentence
 from deadpool_plugin.agent.slots import Process, Slot
 from deadpool_plugin.agent.spares import Spares
+from deadpool_plugin.agent.workers import Workers
 from deadpool_plugin.core import io
 from deadpool_plugin.mirror import wire
 from deadpool_plugin.mirror.history import History
 from deadpool_plugin.mirror.store import SnapshotStore
+from deadpool_plugin.transport.local import LocalPeer
+
+E = TypeVar("E", bound=events.Event)
 
 
 class Told:
@@ -26,13 +35,14 @@ class Told:
     def emit(self, kind: str, **fields: object) -> None:
         self.events.append(events.make(kind, fields, node=3, generation=0))
 
-    def of(self, kind: type[events.Event]) -> list[events.Event]:
+    def of(self, kind: type[E]) -> list[E]:
         return [event for event in self.events if isinstance(event, kind)]
 
 
 def test_it_is_said_once_at_four_fifths_and_once_when_it_is_full() -> None:
-    store, told, fed = SnapshotStore(history_limit_bytes=1000), Told(), []
-    fullness = Fullness(store, told, 1000, fed.append)
+    fed: list[io.Input] = []
+    store, told = SnapshotStore(history_limit_bytes=1000), Told()
+    fullness = Fullness(store, cast(Reports, told), 1000, fed.append)
     for step in range(200):
         for rank in (4, 5):
             store.append(rank, step, bytes(10 if step < 20 else 7))
@@ -47,7 +57,8 @@ def test_it_is_said_once_at_four_fifths_and_once_when_it_is_full() -> None:
 
 def test_a_rank_without_records_is_passed_over() -> None:
     told = Told()
-    Fullness(SnapshotStore(history_limit_bytes=1000), told, 1000, None).look((0,), 64)
+    fullness = Fullness(SnapshotStore(history_limit_bytes=1000), cast(Reports, told), 1000, lambda event: None)
+    fullness.look((0,), 64)
     assert not told.events
 
 
@@ -58,10 +69,12 @@ def test_a_spare_that_comes_too_late_to_follow_says_so_once() -> None:
         slot, told, store = Slot(0), Told(), SnapshotStore(history_limit_bytes=100)
         for step in range(30):
             store.append(4, step, bytes(10))
-        slot.process = Process(order=1, rank=4, rehearses=True, peer=object())
+        slot.process = Process(order=1, rank=4, rehearses=True, peer=stand_in(LocalPeer))
         workers = types.SimpleNamespace(slots=[slot], handlers={})
-        spares = Spares(3, workers, store, None, told, 100, fed.append)
-        spares.rehearsals[0] = rehearsal = Rehearsal(slot, slot.process, None, source=3, history=History(100))
+        spares = Spares(3, cast(Workers, workers), store, stand_in(Peers), cast(Reports, told), 100, fed.append)
+        spares.rehearsals[0] = rehearsal = Rehearsal(
+            slot, slot.process, stand_in(Profile), source=3, history=History(100)
+        )
         rehearsal.finished.set()
         for step in (29, 30):
             spares.committed(step)
@@ -83,10 +96,10 @@ def test_a_process_is_told_no_more_at_once_than_one_message_takes(monkeypatch) -
 
         slot, history = Slot(0), History(1 << 20)
         peer = types.SimpleNamespace(send=lambda message: sent.append(message.records), drained=drained)
-        slot.process = Process(order=1, rank=4, rehearses=True, peer=peer)
+        slot.process = Process(order=1, rank=4, rehearses=True, peer=cast(LocalPeer, peer))
         for step, size in enumerate((40, 40, 40, 500, 10)):
             history.append(step, bytes(size))
-        rehearsal = Rehearsal(slot, slot.process, None, source=3, history=history)
+        rehearsal = Rehearsal(slot, slot.process, stand_in(Profile), source=3, history=history)
         await rehearsal.tell()
         assert rehearsal.told == 4
 

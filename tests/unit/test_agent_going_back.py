@@ -7,8 +7,9 @@ import signal
 import subprocess
 import sys
 import types
+from typing import cast
 
-from support.stand_in import StandIn
+from support.stand_in import stand_in
 
 from deadpool_plugin import events
 from deadpool_plugin.agent.lives import Lives
@@ -34,7 +35,7 @@ WORLD = World(1, (0, 1), (2,))
 
 def test_what_was_committed_after_the_restore_step_is_not_told_to_newcomers(tmp_path):
     workers = Workers(
-        Place(0, 3, 1, "m", 5), "host", tmp_path, StandIn(Writer), [], StandIn(Lives), lambda event: None, str
+        Place(0, 3, 1, "m", 5), "host", tmp_path, stand_in(Writer), [], stand_in(Lives), lambda event: None, str
     )
     workers.commit(9)
     workers.enter(WORLD, 10)
@@ -52,14 +53,22 @@ def rehearsing(slot: Slot, rank: int, told: int) -> Rehearsal:
     history = History(100_000)
     for step in range(told + 1):
         history.append(step, b"records of %d" % step)
-    return Rehearsal(slot, slot.process, StandIn(Profile), source=0, history=history, told=told)
+    return Rehearsal(slot, slot.process, stand_in(Profile), source=0, history=history, told=told)
 
 
 def test_a_stand_in_that_followed_too_far_begins_again_from_the_new_source():
     async def scenario():
         slots = [Slot(0), Slot(1)]
         workers = types.SimpleNamespace(slots=slots, handlers={}, world=WORLD)
-        spares = Spares(2, workers, StandIn(SnapshotStore), StandIn(Peers), StandIn(Reports), 1000, lambda event: None)
+        spares = Spares(
+            2,
+            cast(Workers, workers),
+            stand_in(SnapshotStore),
+            stand_in(Peers),
+            stand_in(Reports),
+            1000,
+            lambda event: None,
+        )
         begun = []
 
         async def begin(slot, rank, source):
@@ -93,7 +102,7 @@ def test_a_long_past_is_told_piece_by_piece_as_it_is_read():
     async def scenario():
         slot, reader = Slot(0), Reader()
         rehearsal = rehearsing(slot, 0, told=2 * CHUNK_STEPS + 4)
-        rehearsal.told, slot.process.peer = 4, reader
+        rehearsal.told, rehearsal.process.peer = 4, cast(LocalPeer, reader)
         telling = asyncio.create_task(rehearsal.tell())
         told = []
         for _ in range(2):
@@ -114,11 +123,12 @@ def test_a_process_that_cannot_go_back_so_far_is_ended_and_replaced_with_its_rea
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
         slot = Slot(0, rank=3)
         slot.process = Process(order=1, rank=3, rehearses=False, pid=child.pid)
-        fed, lost = [], []
+        fed: list[io.Input] = []
+        lost: list[Slot] = []
         lives = Lives(0, "tag", [slot], Watch(10.0), fed.append)
         lives.on_lost = lost.append
         try:
-            lives.out_of_reach(slot, StandIn(LocalPeer), local.OutOfReach("its calls begin later"))
+            lives.out_of_reach(slot, stand_in(LocalPeer), local.OutOfReach("its calls begin later"))
             assert child.wait(10) == -signal.SIGKILL
         finally:
             child.kill()

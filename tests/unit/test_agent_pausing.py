@@ -9,11 +9,14 @@ import sys
 import time
 
 import pytest
+from support import present
+from support.stand_in import stand_in
 
 from deadpool_plugin.agent import proc
 from deadpool_plugin.agent.pausing import Pausing
 from deadpool_plugin.agent.slots import Process, Slot
 from deadpool_plugin.agent.watch import POLL_S, Watch
+from deadpool_plugin.transport.local import LocalPeer
 
 PARENT = """
 import subprocess, sys
@@ -33,12 +36,12 @@ def families():
         standby = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], env=env)
         worker = subprocess.Popen([sys.executable, "-c", PARENT], env=env, stdout=subprocess.PIPE, text=True)
         made.append((standby, worker))
-        return standby, worker, int(worker.stdout.readline())
+        return standby, worker, int(present(worker.stdout).readline())
 
     yield tag, make
     proc.sweep(tag)
     for standby, worker in made:
-        worker.stdout.close()
+        present(worker.stdout).close()
         standby.wait()
         worker.wait()
 
@@ -62,7 +65,7 @@ def wait_until(done, timeout_s: float = 10.0) -> None:
 
 
 def slot_of(standby, worker, rehearses: bool = False, number: int = 0) -> Slot:
-    process = Process(order=1, rank=number, rehearses=rehearses, pid=worker.pid, peer=object())
+    process = Process(order=1, rank=number, rehearses=rehearses, pid=worker.pid, peer=stand_in(LocalPeer))
     return Slot(number, rank=number, standby_pid=standby.pid, process=process)
 
 
@@ -126,7 +129,7 @@ def test_who_takes_a_rank_over_meanwhile_stands_still_too(family):
     pausing = Pausing(tag, [slot], Watch(10.0))
     pausing.keep()
     pausing.pause()
-    slot.process.took_over = True
+    present(slot.process).took_over = True
     assert stopped(worker.pid, child) == [False, False]
     pausing.keep()
     wait_until(lambda: stopped(worker.pid, child) == [True, True])

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from support.stand_in import StandIn
+from support.stand_in import stand_in
 
 from deadpool_plugin.agent import witness
 from deadpool_plugin.agent.reports import Reports
 from deadpool_plugin.agent.witness import Witness, keep, look
 from deadpool_plugin.core.types import SwapPlan, World
+from deadpool_plugin.errors import ConfigError
 from deadpool_plugin.transport.rendezvous import Hello, job_id
 
 
@@ -55,13 +57,17 @@ def test_every_start_is_a_job_of_its_own():
 @pytest.mark.parametrize("theirs", ["a", "b"], ids=["shared", "each-host-its-own"])
 def test_hosts_that_see_different_directories_say_so(tmp_path, monkeypatch, theirs):
     monkeypatch.setattr(witness, "SHARED_S", 1)
-    failures = []
+    failures: list[tuple[int, str]] = []
 
     async def scenario():
         for node, name in enumerate(("a", theirs)):
             (tmp_path / name).mkdir(exist_ok=True)
-            its = Witness(tmp_path / name, lambda: "job", StandIn(Reports), lambda event: None)
-            its.check(node == 0, lambda error, node=node: failures.append((node, str(error))))
+            its = Witness(tmp_path / name, lambda: "job", stand_in(Reports), lambda event: None)
+
+            def failed(error: ConfigError, node: int = node) -> None:
+                failures.append((node, str(error)))
+
+            its.check(node == 0, failed)
             await asyncio.gather(*its._tasks._tasks)
 
     asyncio.run(scenario())
@@ -76,11 +82,11 @@ def test_storage_without_hard_links_is_no_witness(tmp_path, monkeypatch):
     def link(*_):
         raise OSError(errno.EPERM, "Operation not permitted")
 
-    monkeypatch.setattr(witness.os, "link", link)
-    failures = []
+    monkeypatch.setattr(os, "link", link)
+    failures: list[ConfigError] = []
 
     async def scenario():
-        its = Witness(tmp_path, lambda: "job", StandIn(Reports), lambda event: None)
+        its = Witness(tmp_path, lambda: "job", stand_in(Reports), lambda event: None)
         its.check(True, failures.append)
         await asyncio.gather(*its._tasks._tasks)
 

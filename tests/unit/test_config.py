@@ -162,7 +162,7 @@ def test_a_missing_file_is_named(tmp_path):
 def test_what_other_hosts_are_told(tmp_path, monkeypatch):
     """All that is set; an address, too, which they refuse if it is none of theirs."""
     monkeypatch.chdir(tmp_path)
-    ours = Config(secret_file="here/secret", interface_address="10.1.0.7", patience_s=2.5, racks={"a": ["h0"]})
+    ours = Config(secret_file=Path("here/secret"), interface_address="10.1.0.7", patience_s=2.5, racks={"a": ["h0"]})
     (tmp_path / "told.yaml").write_text(ours.told())
     theirs = load(tmp_path / "told.yaml")
     assert (theirs.secret_file, theirs.interface_address) == (tmp_path / "here/secret", "10.1.0.7")
@@ -171,5 +171,5 @@ def test_what_other_hosts_are_told(tmp_path, monkeypatch):
 
 def test_the_digest_covers_what_nodes_must_agree_on():
     base = Config()
-    assert base.digest() == Config(output_dir="elsewhere", interface_address="10.0.0.1").digest()
+    assert base.digest() == Config(output_dir=Path("elsewhere"), interface_address="10.0.0.1").digest()
     assert base.digest() != Config(patience_s=11).digest() != Config(spares=2).digest()

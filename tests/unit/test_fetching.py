@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from typing import cast
 
 import pytest
+from support.stand_in import stand_in
 from support.stores import free
 
 from deadpool_plugin.agent.fetching import Fetches
+from deadpool_plugin.agent.peers import Peers
 from deadpool_plugin.agent.profile import Profile
+from deadpool_plugin.agent.reports import Reports
 from deadpool_plugin.core.types import Source
 from deadpool_plugin.errors import StaleGeneration, TransportError
 from deadpool_plugin.mirror.arena import SlotPair
@@ -48,15 +52,10 @@ class Swapped(Holder):
         return work()
 
 
-class Silent:
-    def emit(self, kind, **fields):
-        pass
-
-
 def test_a_fetch_that_failed_leaves_its_slots_to_the_next_one():
     store, holder = SnapshotStore(), Holder()
     store.prepare_own(0, 4096, 64)
-    fetches = Fetches(1, store, holder, Silent())
+    fetches = Fetches(1, store, cast(Peers, holder), stand_in(Reports))
     with pytest.raises(TransportError, match="broke off"):
         asyncio.run(fetches.bring(Source(0, 0, 0, 0), 3, PROFILE))
     assert store.own(0) is None and holder.filled[0].open(3) is None
@@ -69,6 +68,7 @@ def test_no_slots_are_made_for_a_generation_that_is_over():
     store = SnapshotStore()
     holder = Swapped(store)
     with pytest.raises(StaleGeneration):
-        asyncio.run(Fetches(1, store, holder, Silent()).bring(Source(0, 0, 0, 0), 3, PROFILE))
+        fetches = Fetches(1, store, cast(Peers, holder), stand_in(Reports))
+        asyncio.run(fetches.bring(Source(0, 0, 0, 0), 3, PROFILE))
     assert not holder.filled and not store.has_slots(0)
     free(store)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -16,7 +17,7 @@ def test_a_file_is_replaced_and_nothing_left_beside_it(tmp_path, monkeypatch, mo
     umask = os.umask(0o022)
     try:
         with monkeypatch.context() as patch:
-            patch.setattr(files.Path, "replace", lambda draft, target: None)  # killed here
+            patch.setattr(Path, "replace", lambda draft, target: None)  # killed here
             files.put(path, b"half")
         assert path.read_text() == "before" and len(list(tmp_path.iterdir())) == 2
         files.put(path, b"after", mode)

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -68,7 +69,11 @@ def test_what_did_not_end_is_tried_last(tmp_path):
     checks.begin("hangs")
     checks.end("failed", "it did not hold")
     names = ("hangs", "failed", "new")
-    Checks("job", tmp_path).run({name: lambda figures, name=name: order.append(name) for name in names})
+
+    def check(name, figures):
+        order.append(name)
+
+    Checks("job", tmp_path).run({name: partial(check, name) for name in names})
     assert order == ["new", "failed", "hangs"]
 
 
@@ -119,7 +124,7 @@ def inner(tmp_path):
 
 def test_no_test_at_all_is_no_proof(tmp_path, monkeypatch):
     monkeypatch.setattr(tests, "files", lambda: [])
-    monkeypatch.setattr(tests.pytest, "main", lambda *_, **__: pytest.ExitCode.NO_TESTS_COLLECTED)
+    monkeypatch.setattr(pytest, "main", lambda *_, **__: pytest.ExitCode.NO_TESTS_COLLECTED)
     monkeypatch.setattr(sys, "argv", ["tests.py", "--out", str(tmp_path)])
     Checks("tests", tmp_path).plan([evidence.WHOLE])
     assert tests.main() == NOT_HELD

@@ -22,7 +22,7 @@ from deadpool_plugin.cli.join import address
 from deadpool_plugin.cli.main import COMMANDS, main
 from deadpool_plugin.config import Config, load
 from deadpool_plugin.core.types import World
-from deadpool_plugin.errors import ConfigError
+from deadpool_plugin.errors import ConfigError, PeerRefused, TransportError
 from deadpool_plugin.launch import carried, join, roles
 from deadpool_plugin.launch.secret import of_job
 from deadpool_plugin.transport.guests import JobDescription, Reserve, Reserved
@@ -253,7 +253,7 @@ def test_an_address_is_another_hosts(folder, interface, ours):
 def test_only_the_job_that_was_found_before_is_asked_again(member, folder):
     found = join.Wish(job=folder / "logs", job_id=MEMBERS_JOB)
     assert join.find(found).description.job == MEMBERS_JOB
-    with pytest.raises(join.TransportError, match="no member of a running job was found"):
+    with pytest.raises(TransportError, match="no member of a running job was found"):
         join.find(msgspec.structs.replace(found, job_id="another job's id"))
 
 
@@ -266,7 +266,7 @@ def test_another_job_at_the_address_of_a_member_that_is_gone_is_not_taken_for_it
     (folder / "logs" / "nodes" / "4.json").unlink()
     gone = hello(1, control=member.hello.control)
     contacts.publish(folder / "logs", gone, (str(folder / "secret"),), "another job's id")
-    with pytest.raises(join.PeerRefused, match=f"it is of job {MEMBERS_JOB}, this is job another job's id"):
+    with pytest.raises(PeerRefused, match=f"it is of job {MEMBERS_JOB}, this is job another job's id"):
         join.find(join.Wish(job=folder / "logs"))
 
 
@@ -274,13 +274,13 @@ def test_a_node_id_is_not_asked_of_another_job(member, folder):
     found = join.find(join.Wish(to=member.hello.control, config="d.yaml"))
     assert found.description.job == MEMBERS_JOB
     other = msgspec.structs.replace(found.description, job="another job's id")
-    with pytest.raises(join.PeerRefused, match="it is of job"):
+    with pytest.raises(PeerRefused, match="it is of job"):
         asyncio.run(join.reserve(msgspec.structs.replace(found, description=other)))
 
 
 def test_another_secret_is_said(member, folder):
     (folder / "secret").write_text("another secret of that length")
-    with pytest.raises(join.PeerRefused, match="does not prove the job's secret"):
+    with pytest.raises(PeerRefused, match="does not prove the job's secret"):
         join.find(join.Wish(to=member.hello.control, config="d.yaml"))
 
 

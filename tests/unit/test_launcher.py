@@ -69,9 +69,14 @@ def job(tmp_path, monkeypatch):
         monkeypatch.setattr(launcher, "understood", lambda words: request)
         return launcher.launch(["--hostfile", "H", "s.py"])
 
-    jobs = []
+    jobs: list[str] = []
     named = carried.new_job
-    monkeypatch.setattr(carried, "new_job", lambda: jobs.append(named()) or jobs[-1])
+
+    def new_job() -> str:
+        jobs.append(named())
+        return jobs[-1]
+
+    monkeypatch.setattr(carried, "new_job", new_job)
     yield launch
     for file in tmp_path.glob("*.pid"):
         with contextlib.suppress(ProcessLookupError):

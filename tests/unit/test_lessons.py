@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from support import expect
 
 from deadpool_plugin.launch import lessons as lessons_module
 from deadpool_plugin.launch import standby
@@ -70,7 +71,7 @@ def hello_of_a_forked_process(monkeypatch, tmp_path, lost):
         assert isinstance(agent.recv()[0], local.StandbyHello)
         agent.send(local.RunRank(rank=0, env={}, order=5))
         worker = LocalConnection(listener.accept()[0])
-        hello, _ = worker.recv()
+        hello = expect(local.WorkerHello, worker.recv()[0])
         command = Path(f"/proc/{hello.pid}/cmdline").read_text().split("\0")
         return hello.order, command[-2:]
     finally:
@@ -88,7 +89,7 @@ def test_a_process_that_inherits_an_initialised_cuda_is_executed_anew(monkeypatc
 
 
 def test_what_can_be_done_beforehand_is_done_after_the_imports_and_may_fail(monkeypatch):
-    done = []
+    done: list[object] = []
     monkeypatch.setattr(lessons_module, "learned", done.append, raising=False)
     lessons = Lessons()
     tell = lessons.ask(trains=False)

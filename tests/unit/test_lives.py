@@ -22,9 +22,10 @@ from deadpool_plugin.transport import local
 def heard(monkeypatch):
     """(lives, slot, what was heard in its order): rank 3 runs in the only slot."""
     monkeypatch.setattr(Lives, "_standby_is_gone", lambda self, slot: False)
-    slot, order = Slot(0, rank=3), []
+    order: list[io.Input | Slot] = []
+    slot = Slot(0, rank=3)
     lives = Lives(1, "tag.", [slot], Watch(10.0), order.append)
-    lives.on_lost = lambda lost: order.append(lost)
+    lives.on_lost = order.append
     slot.process = Process(order=1, rank=3, rehearses=False, in_training=True)
     return lives, slot, order
 

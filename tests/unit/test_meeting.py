@@ -6,6 +6,7 @@ import asyncio
 import socket
 
 import pytest
+from support.stand_in import stand_in
 
 from deadpool_plugin.agent import interfaces, meeting
 from deadpool_plugin.agent.joining import Job
@@ -13,6 +14,8 @@ from deadpool_plugin.agent.meeting import Links, addresses, reachable
 from deadpool_plugin.agent.world import Place
 from deadpool_plugin.config import Config
 from deadpool_plugin.errors import ConfigError, TransportError
+from deadpool_plugin.transport.handshake import Credentials
+from deadpool_plugin.transport.rendezvous import Hello
 
 
 class Met(Exception):
@@ -27,9 +30,9 @@ def test_little_patience_with_a_lost_host_is_not_little_with_one_that_starts(mon
     monkeypatch.setattr(meeting, "meet", meet)
     links = Links.__new__(Links)
     links._node, links._place, links._config = 1, Place(1, 2, 1, "m", 5), Config(patience_s=patience_s)
-    links._credentials = None
+    links._credentials = stand_in(Credentials)
     with pytest.raises(Met) as met:
-        asyncio.run(links.meet(None))
+        asyncio.run(links.meet(stand_in(Hello)))
     assert met.value.args == (waits_s,)
 
 

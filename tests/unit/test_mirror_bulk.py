@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from support import present
 from support.stores import free
 
 from deadpool_plugin.core import messages
@@ -18,11 +19,11 @@ from deadpool_plugin.errors import DeadpoolError, PeerRefused, StaleGeneration, 
 from deadpool_plugin.mirror import peer as peer_module
 from deadpool_plugin.mirror import server, wire
 from deadpool_plugin.mirror.arena import SlotPair, SnapshotHeader
-from deadpool_plugin.mirror.integrity import Sums
+from deadpool_plugin.mirror.integrity import FRAME_BYTES, Sums
 from deadpool_plugin.mirror.peer import BulkPeer
 from deadpool_plugin.mirror.server import BulkServer
 from deadpool_plugin.mirror.store import SnapshotStore
-from deadpool_plugin.mirror.wire import FRAME_BYTES, BulkStream, InAnotherGeneration, RefusedByPeer
+from deadpool_plugin.mirror.wire import BulkStream, InAnotherGeneration, RefusedByPeer
 from deadpool_plugin.transport import guests, local, rendezvous
 from deadpool_plugin.transport.framing import ConnectionClosed
 from deadpool_plugin.transport.handshake import Credentials, shake_hands
@@ -255,7 +256,7 @@ def test_a_fence_cuts_a_silent_sender_so_that_the_next_can_write(nodes: list[Nod
         stale.send(wire.Push(0, 3, 0, (0,), HEADER, digest, "layout", True, PAYLOAD))
         stale.expect(wire.Ready)
         stale.send_records([b""])
-        stale.send_blob(pair.sealed(3).encoded)
+        stale.send_blob(present(pair.sealed(3)).encoded)
         stale._send_exact(memoryview(bytes(FRAME_BYTES)))
         assert b.store.holdings() == ()
         with pytest.raises(TransportError, match="sent nothing"):  # it is waited for, nothing has been refused
@@ -581,7 +582,8 @@ def test_a_server_without_a_thread_to_spare_serves_the_next_connection(
     nodes: list[Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a, b, _ = nodes
-    peer, start, failed = a.peer(b), threading.Thread.start, []
+    failed: list[threading.Thread] = []
+    peer, start = a.peer(b), threading.Thread.start
     a.stage(0, 3)
 
     def fails_once(thread: threading.Thread) -> None:
@@ -633,7 +635,7 @@ def test_a_message_has_its_time_however_its_bytes_come(monkeypatch: pytest.Monke
     stream, sock = BulkStream.__new__(BulkStream), Drip()
     stream.address, stream._sock, stream._silent_after_s = "127.0.0.1:1", sock, 10.0  # type: ignore[assignment]
     monkeypatch.setattr(sock, "send", lambda view, flags: sock.recv_into(view, 0, flags))
-    monkeypatch.setattr(wire.time, "monotonic", lambda: sock.now)
+    monkeypatch.setattr(time, "monotonic", lambda: sock.now)
     with pytest.raises(TransportError, match="of 16 bytes|bytes in time"):
         if does == "sends":
             stream.recv(wire.AnyRequest, idle=True)

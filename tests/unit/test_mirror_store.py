@@ -4,6 +4,7 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support import present
 from support.stores import free
 
 from deadpool_plugin.core.types import Holding
@@ -67,7 +68,8 @@ def test_only_ranks_of_which_something_is_here_take_part_in_a_roll_back() -> Non
 
 
 def test_the_fence_never_goes_back_and_is_told_once() -> None:
-    store, told = SnapshotStore(), []
+    told: list[int] = []
+    store = SnapshotStore()
     store.on_fence(told.append)
     for generation in (2, 1, 2, 3):
         store.fence(generation)
@@ -79,7 +81,7 @@ def test_a_mirror_keeps_headers_when_it_needs_room_for_payloads() -> None:
     staged(origin, 0, 4)
     source = origin.own(0)
     assert source is not None
-    encoded = source.sealed(4).encoded
+    encoded = present(source.sealed(4)).encoded
     small = store.begin_mirror(0, 4, 0, 4096, 0)
     store.finish_mirror(small, encoded, 0, Holding(0, 4, False, (0, 1)), [b"a", b"b"])
     assert store.get(0, 3, 4) == [b"a", b"b"]
@@ -149,7 +151,8 @@ def test_recordings() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 6))), st.integers(0, 12), st.integers(0, 12))
 def test_history_against_an_oracle(writes: list[tuple[int, int]], first: int, last: int) -> None:
-    history, oracle = History(12), {}
+    oracle: dict[int, int] = {}
+    history = History(12)
     for step, size in writes:
         history.append(step, bytes(size))
         oracle = {past: size for past, size in oracle.items() if past < step}
@@ -292,7 +295,7 @@ def test_own_slots_replace_a_mirror_only_with_their_step_in_them() -> None:
     """A take-over that is cut off half-way must leave what was held, or what replaces it."""
     store, origin = SnapshotStore(), SnapshotStore()
     staged(origin, 0, 4)
-    encoded = origin.own(0).sealed(4).encoded
+    encoded = present(present(origin.own(0)).sealed(4)).encoded
     mirror = store.begin_mirror(0, 4, 0, 4096, 64)
     store.finish_mirror(mirror, encoded, 0, Holding(0, 4, True, (0,)), [b"records"])
     pair = store.make_own(0, 4096, 64)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from typing import cast
 
 import pytest
+from support import present
 from support.stores import free
 
+from deadpool_plugin.agent import peers
 from deadpool_plugin.agent.mirroring import Mirroring
 from deadpool_plugin.agent.profile import Profile
 from deadpool_plugin.agent.slots import Process, Slot
+from deadpool_plugin.core import io
 from deadpool_plugin.core.types import World
 from deadpool_plugin.mirror.arena import SlotPair, arena_bytes
 from deadpool_plugin.mirror.store import SnapshotStore
@@ -39,11 +43,11 @@ def ready(rank: int) -> local.RankReady:
 
 
 def serving(rank: int) -> Slot:
-    return Slot(rank, rank=rank, process=Process(1, rank, rehearses=False, peer=Peer()))
+    return Slot(rank, rank=rank, process=Process(1, rank, rehearses=False, peer=cast(local.LocalPeer, Peer())))
 
 
 def mirroring(store: SnapshotStore) -> Mirroring:
-    made = Mirroring(0, 1, store, Peers(), lambda event: None)
+    made = Mirroring(0, 1, store, cast(peers.Peers, Peers()), lambda event: None)
     made.enter(World(0, (0, 0), ()))
     return made
 
@@ -69,7 +73,7 @@ def test_slots_that_are_being_made_are_not_asked_for_again(store, monkeypatch):
 
         monkeypatch.setattr(SlotPair, "create", meanwhile)
         for slot in slots:
-            await made._prepare(slot, slot.serving, ready(slot.rank))
+            await made._prepare(slot, present(slot.serving), ready(slot.rank))
 
     asyncio.run(scenario())
     each = arena_bytes(4096, 64)
@@ -96,8 +100,8 @@ def test_a_spare_needs_what_the_node_it_would_replace_runs_and_mirrors(store, mo
 def test_slots_of_a_process_that_was_replaced_meanwhile_are_not_kept(store):
     async def scenario():
         slot = serving(0)
-        asked = slot.serving
-        slot.process = Process(2, 0, rehearses=False, peer=Peer())
+        asked = present(slot.serving)
+        slot.process = Process(2, 0, rehearses=False, peer=cast(local.LocalPeer, Peer()))
         await mirroring(store)._prepare(slot, asked, ready(0))
 
     asyncio.run(scenario())
@@ -106,7 +110,8 @@ def test_slots_of_a_process_that_was_replaced_meanwhile_are_not_kept(store):
 
 def test_slots_that_are_being_made_when_the_script_begins_again_make_room_for_the_next(store, monkeypatch):
     """Both at once may be more than there is, which would have ended the job."""
-    touch, fed = SlotPair._touch, []
+    fed: list[io.Input] = []
+    touch = SlotPair._touch
 
     def fenced_meanwhile(self, going_on):
         store.fence(1)
@@ -116,9 +121,9 @@ def test_slots_that_are_being_made_when_the_script_begins_again_make_room_for_th
     slot = serving(0)
 
     async def scenario():
-        made = Mirroring(0, 1, store, Peers(), fed.append)
+        made = Mirroring(0, 1, store, cast(peers.Peers, Peers()), fed.append)
         made.enter(World(0, (0, 0), ()))
-        await made._prepare(slot, slot.serving, ready(0))
+        await made._prepare(slot, present(slot.serving), ready(0))
 
     asyncio.run(scenario())
-    assert not fed and not store.has_slots(0) and not slot.process.in_training
+    assert not fed and not store.has_slots(0) and not present(slot.process).in_training

@@ -8,10 +8,13 @@ import subprocess
 import sys
 
 import pytest
+from support import present
+from support.stand_in import stand_in
 
 from deadpool_plugin.agent import notice, proc
 from deadpool_plugin.agent.notice import Notice
 from deadpool_plugin.agent.slots import Process, Slot
+from deadpool_plugin.transport.local import LocalPeer
 
 HANDLES = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: None); print(flush=True); signal.pause()"
 DOES_NOT = "import signal, sys; print(flush=True); signal.pause()"
@@ -25,14 +28,16 @@ def running():
     def start(code: str, rehearses: bool = False) -> Slot:
         process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
         started.append(process)
-        process.stdout.readline()
-        return Slot(0, rank=3, process=Process(order=1, rank=3, rehearses=rehearses, pid=process.pid, peer=object()))
+        present(process.stdout).readline()
+        return Slot(
+            0, rank=3, process=Process(order=1, rank=3, rehearses=rehearses, pid=process.pid, peer=stand_in(LocalPeer))
+        )
 
     yield start
     for process in started:
         process.kill()
         process.wait()
-        process.stdout.close()
+        present(process.stdout).close()
 
 
 def course(monkeypatch, slots, tell, seconds):

@@ -35,8 +35,9 @@ def asked(error: TransportError, *nodes: int) -> list[io.Input]:
 
 def test_who_cannot_be_asked_for_the_patience_is_not_heard():
     said = asked(TransportError("no route to host"), 2, 0, 2)
-    assert [(event.node, event.silent) for event in said] == [(2, True)], "and nothing of this node itself"
-    assert "no route to host" in said[0].reason
+    (lost,) = said  # and nothing of this node itself
+    assert isinstance(lost, io.LinkLost) and (lost.node, lost.silent) == (2, True)
+    assert "no route to host" in lost.reason
 
 
 def test_who_answers_no_is_heard():

@@ -44,7 +44,7 @@ def test_a_child_that_does_not_end_is_not_waited_for_for_ever(monkeypatch):
     try:
         with monkeypatch.context() as patch:
             patch.setattr(proc, "children", lambda pid: [stuck.pid])
-            patch.setattr(processes.os, "kill", lambda pid, number: None)
+            patch.setattr(os, "kill", lambda pid, number: None)
             said = rf"process {stuck.pid} was killed and does not end \(state [RSD]\)"
             with pytest.raises(TimeoutError, match=said):
                 processes.end_children(0.01)

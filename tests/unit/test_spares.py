@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from types import SimpleNamespace
+from typing import cast
 
-from support.stand_in import StandIn
+from support import present
+from support.stand_in import StandIn, stand_in
 
+from deadpool_plugin.agent.lives import Lives
 from deadpool_plugin.agent.peers import Peers
 from deadpool_plugin.agent.profile import Profile
 from deadpool_plugin.agent.rehearsal import Rehearsal
@@ -21,14 +24,16 @@ from deadpool_plugin.mirror.store import SnapshotStore
 from deadpool_plugin.mirror.wire import RefusedByPeer
 from deadpool_plugin.transport import local
 
+PEER = stand_in(local.LocalPeer)
+
 
 def asked(error: DeadpoolError, patience_s: float, succeeds_at: int) -> tuple[int, bool]:
     """How often a recording was asked for that cannot be had for `error` before, and whether that was the end of it."""
 
-    async def scenario():
-        workers, peers, failed = StandIn(Workers), StandIn(Peers), []
+    async def scenario() -> tuple[int, bool]:
+        workers, peers, failed = stand_in(Workers), stand_in(Peers), []
         workers.handlers, peers.patience_s = {}, patience_s
-        spares = Spares(2, workers, StandIn(SnapshotStore), peers, StandIn(Reports), 1000, lambda event: None)
+        spares = Spares(2, workers, stand_in(SnapshotStore), peers, stand_in(Reports), 1000, lambda event: None)
         attempts = 0
 
         async def begin(slot, rank, source):
@@ -52,19 +57,21 @@ def test_who_runs_the_rank_since_a_moment_is_asked_again(monkeypatch):
 
 
 def test_a_spare_that_could_not_hold_the_mirrors_that_come_with_its_ranks_says_so_once_and_stays():
-    told, fed, prepared, asked = [], [], [], []
+    fed: list[io.Input] = []
+    told, prepared, asked = [], [], []
 
     def check(profile: Profile, node: int) -> None:
         asked.append((profile, node))
         raise MemoryShortage("snapshots need 96 GiB")
 
     async def scenario():
-        workers, peers, reports = StandIn(Workers), StandIn(Peers), StandIn(Reports)
+        workers, peers, reports, store = stand_in(Workers), StandIn(Peers), StandIn(Reports), StandIn(SnapshotStore)
         workers.handlers = {}
         peers.in_thread = lambda work: asyncio.sleep(0, work())
-        store = SimpleNamespace(prepare_own=lambda *arguments: prepared.append(arguments))
+        store.prepare_own = lambda *arguments: prepared.append(arguments)
         reports.emit = lambda kind, **fields: told.append((kind, fields))
-        spares = Spares(5, workers, store, peers, reports, 1000, fed.append)
+        asks, says = cast(Peers, peers), cast(Reports, reports)
+        spares = Spares(5, workers, cast(SnapshotStore, store), asks, says, 1000, fed.append)
         spares.check_memory = check
         for number in range(2):
             slot = Slot(number)
@@ -72,7 +79,7 @@ def test_a_spare_that_could_not_hold_the_mirrors_that_come_with_its_ranks_says_s
             profile = Profile(4096, 64, "", (6 + number,), b"")
             spares.rehearsals[number] = Rehearsal(slot, slot.process, profile, source=3, history=History(1000))
         for number, rehearsal in spares.rehearsals.items():
-            spares._rehearsed(rehearsal.slot, None, local.Rehearsed(6 + number, 1.0))
+            spares._rehearsed(rehearsal.slot, PEER, local.Rehearsed(6 + number, 1.0))
         await asyncio.gather(*spares._tasks.values())
 
     asyncio.run(asyncio.wait_for(scenario(), timeout=30))
@@ -89,12 +96,12 @@ def test_a_newcomer_that_read_other_data_has_failed_as_a_script_has_and_is_not_j
     slot, killed, told = Slot(0, rank=6), [], []
     spares, rehearsal = following(3, slot)
     spares._reports.emit = lambda kind, **fields: told.append((kind, fields))
-    spares._workers.lives = SimpleNamespace(kill=lambda *arguments: killed.append(arguments))
-    spares._failing(slot, None, local.Failing(6, "other data", differs=True))
+    spares._workers.lives = cast(Lives, SimpleNamespace(kill=lambda *arguments: killed.append(arguments)))
+    spares._failing(slot, PEER, local.Failing(6, "other data", differs=True))
     assert killed == [(slot, rehearsal.process, "other data", 1)]
     assert told == [("RehearsalFailed", {"rank": 6, "reason": "other data"})]
     slot.rank = -1  # a spare's is ordered again, and ends nothing
-    spares._failing(slot, None, local.Failing(6, "other data", differs=True))
+    spares._failing(slot, PEER, local.Failing(6, "other data", differs=True))
     assert killed[1:] == [(slot, rehearsal.process, "other data")]
 
 
@@ -112,9 +119,9 @@ class Connection:
 
 
 def following(told: int, slot: Slot) -> tuple[Spares, Rehearsal]:
-    workers, peers = StandIn(Workers), StandIn(Peers)
+    workers, peers = stand_in(Workers), stand_in(Peers)
     workers.handlers = {}
-    spares = Spares(5, workers, StandIn(SnapshotStore), peers, StandIn(Reports), 1 << 20, lambda event: None)
+    spares = Spares(5, workers, stand_in(SnapshotStore), peers, stand_in(Reports), 1 << 20, lambda event: None)
     slot.process = Process(order=1, rank=6, rehearses=True)
     rehearsal = Rehearsal(slot, slot.process, Profile(4096, 64, "", (6,), b""), 3, History(1 << 20), told=told)
     rehearsal.finished.set()
@@ -149,7 +156,7 @@ def test_who_follows_for_a_process_that_dies_meanwhile_comes_to_an_end():
 
     async def scenario():
         spares, rehearsal = following(0, Slot(0))
-        rehearsal.process.peer = Connection(rehearsal.process)
+        rehearsal.process.peer = cast(local.LocalPeer, Connection(rehearsal.process))
         rehearsal.history.append(0, b"records")
         spares.pull = pull
         spares._committed = 200
@@ -165,7 +172,7 @@ def test_a_swap_does_not_take_a_rehearsal_that_begins_for_the_one_before_it():
     async def scenario():
         spares, _ = following(7, Slot(0))
         slot = spares.rehearsals[0].slot
-        slot.process.ended = True
+        present(slot.process).ended = True
         spares._workers.slots = [slot]
         begun, asked = asyncio.Event(), []
 

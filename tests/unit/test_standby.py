@@ -13,7 +13,6 @@ import pytest
 
 from deadpool_plugin import plugin
 from deadpool_plugin.config import Config
-from deadpool_plugin.launch import processes
 from deadpool_plugin.launch.processes import spawn
 from deadpool_plugin.launch.standby import Standby
 from deadpool_plugin.launch.worker import become
@@ -26,7 +25,8 @@ LIMIT_S = 60.0
 
 @pytest.fixture
 def started(tmp_path):
-    """`started(run, prepare)`: the agent's end of a standby process whose forked processes do `run`, and its pid."""
+    """`started(run, prepare)`: the agent's end of a standby process whose forked processes do `run`, its pid, and where
+    they connect to."""
     pids, name = [], f"deadpool/test/{os.getpid()}/{tmp_path}"
 
     def start(run, prepare=lambda: None, ending_s=LIMIT_S):
@@ -38,10 +38,9 @@ def started(tmp_path):
             Standby(LocalConnection.to(name), 0, run, (), ending_s=ending_s).serve()
 
         pids.append(spawn(main, dict(os.environ), signal.SIGKILL))
-        start.accepted = lambda: LocalConnection(listener.accept()[0])
-        agent = start.accepted()
+        agent = LocalConnection(listener.accept()[0])
         assert heard(agent) == local.StandbyHello(0)
-        return agent, pids[-1]
+        return agent, pids[-1], listener
 
     yield start
     for pid in pids:
@@ -65,7 +64,7 @@ def test_when_memory_is_short_a_worker_goes_and_not_its_agent(started, tmp_path)
     def says_its_score(order, tell):
         found.write_text(Path("/proc/self/oom_score_adj").read_text())
 
-    agent, _ = started(says_its_score)
+    agent, *_ = started(says_its_score)
     agent.send(order(1))
     assert int(found.read_text()) == 1000 >= int(Path("/proc/self/oom_score_adj").read_text())
 
@@ -74,9 +73,9 @@ def test_a_process_that_cannot_be_ended_is_named_and_the_standby_process_ends(st
     """As one that a driver holds; here, nobody is killed."""
 
     def nobody_is_killed():
-        processes.os.kill = lambda pid, number: None
+        pytest.MonkeyPatch().setattr(os, "kill", lambda pid, number: None)
 
-    agent, pid = started(lambda order, tell: threading.Event().wait(), nobody_is_killed, ending_s=0.05)
+    agent, pid, _ = started(lambda order, tell: threading.Event().wait(), nobody_is_killed, ending_s=0.05)
     agent.send(order(1))
     agent.send(order(2))
     told = heard(agent)
@@ -92,7 +91,7 @@ def test_an_order_replaces_the_process_of_the_one_before(started, tmp_path):
         found.write_text(str(os.getpid()))
         threading.Event().wait()
 
-    agent, _ = started(says_who_it_is)
+    agent, *_ = started(says_who_it_is)
     agent.send(order(1))
     first = int(found.read_text())
     agent.send(order(2))
@@ -110,9 +109,9 @@ def test_the_agent_hears_why_a_process_ends_before_its_script_begins(started, or
 
         plugin.start_live = plugin.start_following = start
 
-    agent, _ = started(functools.partial(become, Config(), 0, ["script.py"]), breaks)
+    agent, _, listener = started(functools.partial(become, Config(), 0, ["script.py"]), breaks)
     agent.send(order)
-    worker = started.accepted()
+    worker = LocalConnection(listener.accept()[0])
     assert isinstance(heard(worker), local.WorkerHello)
     if isinstance(order, local.RehearseRank):
         output, (pipe,) = worker.recv()

@@ -10,9 +10,11 @@ import socket
 import subprocess
 import sys
 import time
+from typing import cast
 
 import msgspec
 import pytest
+from support import present
 
 from deadpool_plugin import events
 from deadpool_plugin.agent import proc
@@ -43,30 +45,31 @@ class Host:
             [sys.executable, "-m", "deadpool_plugin.launch.steward"], cwd=directory, env=environment(),
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
-        self.jobs = []
+        self.stdin, self.stdout = present(self.process.stdin), present(self.process.stdout)
+        self.jobs: list[subprocess.Popen[str]] = []
         self.say(self.word)
         self.ready = self.hear()
 
     def say(self, word):
-        self.process.stdin.write(leash.encode(word))
-        self.process.stdin.flush()
+        self.stdin.write(leash.encode(word))
+        self.stdin.flush()
 
     def hear(self):
-        assert select.select([self.process.stdout], [], [], LIMIT_S)[0], "the steward says nothing"
-        self.process.stdout.readline()
-        word = leash.decode(self.process.stdout.readline())
+        assert select.select([self.stdout], [], [], LIMIT_S)[0], "the steward says nothing"
+        self.stdout.readline()
+        word = leash.decode(self.stdout.readline())
         return self.hear() if isinstance(word, leash.Running) else word
 
     def hear_next(self, word=None, within_s=LIMIT_S):
         """The next word, whatever it is; None if there is none. The launcher is not silent meanwhile."""
         deadline = time.monotonic() + within_s
-        while not select.select([self.process.stdout], [], [], 0.1)[0]:
+        while not select.select([self.stdout], [], [], 0.1)[0]:
             if time.monotonic() > deadline:
                 return None
             if word is not None:
                 self.say(word)
-        self.process.stdout.readline()
-        return leash.decode(self.process.stdout.readline())
+        self.stdout.readline()
+        return leash.decode(self.stdout.readline())
 
     def start(self, code, *words):
         """A process of the job, known by the configuration it is given."""
@@ -77,7 +80,7 @@ class Host:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self.jobs.append(job)
-        assert job.stdout.readline() == "up\n"
+        assert present(job.stdout).readline() == "up\n"
         return job
 
     def ended(self):
@@ -85,7 +88,8 @@ class Host:
         assert not self.folder.exists()
 
     def close(self):
-        for process in (*self.jobs, self.process):
+        processes: list[subprocess.Popen[str] | subprocess.Popen[bytes]] = [*self.jobs, self.process]
+        for process in processes:
             process.kill()
             process.wait()
 
@@ -151,7 +155,10 @@ def test_it_tells_of_this_job_only(host, tmp_path):
     log = tmp_path / "logs" / "events.1.jsonl"
     log.write_bytes(events.encode(events.JobStopped(exit_code=86, node=1)))
     one = host()
-    fate = [events.SwapPlanned(restore_step=3, lost_nodes=(0,), node=1), events.JobFinished(node=1)]
+    fate: list[leash.FateEvent] = [
+        events.SwapPlanned(restore_step=3, lost_nodes=(0,), node=1),
+        events.JobFinished(node=1),
+    ]
     said = (fate[0], events.StepDone(rank=0, step=4), events.StepCommitted(step=4), events.Alive(), fate[1])
     with log.open("ab") as file:
         file.write(b"".join(map(events.encode, said)))
@@ -297,7 +304,9 @@ def test_without_a_launcher_all_processes_are_looked_at_less_often(monkeypatch, 
     monkeypatch.setattr(steward, "carriers", lambda folder: job.pop(0))
     monkeypatch.setattr(proc, "look", lambda pid: None)
     monkeypatch.setattr(steward, "supervisors", lambda folder: set())
-    steward.Steward(Closed(), tmp_path, Config(on_launcher_loss=policy, output_dir=tmp_path), 0).serve()
+    steward.Steward(
+        cast(steward.Ear, Closed()), tmp_path, Config(on_launcher_loss=policy, output_dir=tmp_path), 0
+    ).serve()
     assert asked == pauses
 
 
@@ -332,7 +341,9 @@ def test_a_silence_before_the_job_starts_is_not_held_against_it(monkeypatch, tmp
     monkeypatch.setattr(steward, "carriers", lambda folder: job.pop(0))
     monkeypatch.setattr(proc, "look", lambda pid: None)
     monkeypatch.setattr(steward, "supervisors", lambda folder: pytest.fail("it is told to end"))
-    steward.Steward(Slow(), tmp_path, Config(on_launcher_loss="stop", output_dir=tmp_path), 0).serve()
+    steward.Steward(
+        cast(steward.Ear, Slow()), tmp_path, Config(on_launcher_loss="stop", output_dir=tmp_path), 0
+    ).serve()
     assert not words and not job
 
 

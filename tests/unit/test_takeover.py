@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import types
+from typing import cast
 
-from support.stand_in import StandIn
+from support.stand_in import StandIn, stand_in
 from support.stores import free
 
 from deadpool_plugin.agent import workers as agent_workers
@@ -18,6 +19,7 @@ from deadpool_plugin.agent.slots import Process, Slot
 from deadpool_plugin.agent.spares import Spares
 from deadpool_plugin.agent.takeover import TakeOvers
 from deadpool_plugin.core.types import Source, SwapPlan, World
+from deadpool_plugin.mirror.history import History
 from deadpool_plugin.mirror.store import SnapshotStore
 from deadpool_plugin.transport import local
 
@@ -28,7 +30,8 @@ class Peer:
     """A process's connection, which ends with the first message."""
 
     def __init__(self, process: Process) -> None:
-        self.process, self.told = process, []
+        self.process = process
+        self.told: list[local.LocalMessage] = []
 
     def send(self, message, fds=()):
         self.told.append(message)
@@ -55,18 +58,18 @@ def handed_over(meanwhile) -> list[local.LocalMessage]:
     """What a process is told that has rehearsed rank 0; `meanwhile` gets its slot and the store."""
 
     async def scenario():
-        slot = Slot(0, rank=0, process=Process(1, 0, rehearses=True))
-        peer = slot.process.peer = Peer(slot.process)
-        rehearsal = Rehearsal(slot, slot.process, StandIn(Profile), 0, types.SimpleNamespace(last=-1))
+        process = Process(1, 0, rehearses=True)
+        slot, peer = Slot(0, rank=0, process=process), Peer(process)
+        process.peer = cast(local.LocalPeer, peer)
+        rehearsal = Rehearsal(slot, process, stand_in(Profile), 0, cast(History, types.SimpleNamespace(last=-1)))
         rehearsal.finished.set()
-        store, spares = SnapshotStore(), StandIn(Spares)
+        store, spares = SnapshotStore(), stand_in(Spares)
         spares.of = lambda slot, rank: rehearsal
         store.fence(PLAN.world.generation)
         store.create_own(0, 4096, 0)
-        workers = Workers(slot, lambda: meanwhile(slot, store))
-        takeovers = TakeOvers(
-            0, workers, StandIn(Mirroring), spares, StandIn(Fetches), store, StandIn(Pausing), 60.0, lambda event: None
-        )
+        workers = cast(agent_workers.Workers, Workers(slot, lambda: meanwhile(slot, store)))
+        mirroring, fetches, pausing = stand_in(Mirroring), stand_in(Fetches), stand_in(Pausing)
+        takeovers = TakeOvers(0, workers, mirroring, spares, fetches, store, pausing, 60.0, lambda event: None)
 
         async def bring(*arguments):
             pass
@@ -94,17 +97,17 @@ def test_an_order_of_an_older_plan_is_not_handed_out():
 
 def test_a_survivor_that_ends_while_its_restore_step_is_fetched_is_not_told_to_join():
     async def scenario():
-        slot, mirrored = Slot(0, rank=0, process=Process(1, 0, rehearses=False)), []
-        slot.process.peer = Peer(slot.process)
-        fetches, mirroring, store = StandIn(Fetches), StandIn(Mirroring), SnapshotStore()
+        process, mirrored = Process(1, 0, rehearses=False), []
+        slot = Slot(0, rank=0, process=process)
+        process.peer = cast(local.LocalPeer, Peer(process))
+        fetches, mirroring, store = stand_in(Fetches), stand_in(Mirroring), SnapshotStore()
+        workers, spares, pausing = stand_in(agent_workers.Workers), stand_in(Spares), stand_in(Pausing)
 
         async def refill(source, step):
-            slot.process.peer = None
+            process.peer = None
 
         fetches.refill, mirroring.mirror_again = refill, lambda *arguments: mirrored.append(arguments)
-        takeovers = TakeOvers(
-            0, StandIn(agent_workers.Workers), mirroring, StandIn(Spares), fetches, store, StandIn(Pausing), 60.0, None
-        )
+        takeovers = TakeOvers(0, workers, mirroring, spares, fetches, store, pausing, 60.0, lambda event: None)
         takeovers._hold = lambda *arguments: None
         await takeovers._refill(PLAN, slot, Source(0, 2, 2, 0))
         return mirrored

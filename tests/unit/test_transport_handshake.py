@@ -4,6 +4,7 @@ import errno
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -111,7 +112,7 @@ def test_async_and_blocking_sides_agree_and_refuse() -> None:
         dialler, listener = tcp_pair()
         with dialler, listener:
             blocking = asyncio.to_thread(shake_hands, dialler, OURS, "x", 3, dialling=True)
-            return await asyncio.gather(blocking, listen(listener, credentials), return_exceptions=True)
+            return list(await asyncio.gather(blocking, listen(listener, credentials), return_exceptions=True))
 
     assert asyncio.run(both(OURS)) == [7, 3]
     assert all(isinstance(error, PeerRefused) for error in asyncio.run(both(OTHERS)))
@@ -157,7 +158,7 @@ class Trickle:
 def test_a_byte_now_and_then_is_no_handshake(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its time is up, although the other end is never silent for long."""
     sock = Trickle()
-    monkeypatch.setattr(handshake.time, "monotonic", lambda: sock.now)
+    monkeypatch.setattr(time, "monotonic", lambda: sock.now)
     with pytest.raises(ConnectionClosed, match="its time is up"):
         shake_hands(cast(socket.socket, sock), OURS, "x", 1, dialling=False, timeout_s=60.0)
     assert 60.0 <= sock.now <= 63.0
@@ -189,7 +190,7 @@ def test_the_oldest_connections_without_a_proof_go_first(few: int, where: str) -
             address = await listener.listen()
         else:
             address = ("127.0.0.1", free_port())
-            meeting = asyncio.create_task(meet(2, *address, hello(0), OURS, 60))
+            meeting = asyncio.create_task(meet(2, address[0], address[1], hello(0), OURS, 60))
             await asyncio.sleep(0)
         strangers = [await connected(address) for _ in range(5 * few)]
         await asyncio.wait_for(asyncio.gather(*map(ended, strangers[:-few])), 30)
@@ -200,7 +201,7 @@ def test_the_oldest_connections_without_a_proof_go_first(few: int, where: str) -
                 assert await shake_hands_async(sock, OURS, "control", 1, dialling=True) == 0
             sock.close()
         else:
-            assert await asyncio.wait_for(meet(2, *address, hello(1), OURS, 30), 30) == await meeting
+            assert await asyncio.wait_for(meet(2, address[0], address[1], hello(1), OURS, 30), 30) == await meeting
         for stranger in strangers:
             stranger.close()
         await listener.close()

@@ -4,6 +4,7 @@ import resource
 import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -45,7 +46,7 @@ def hello(node: int, host: str = "") -> Hello:
 
 async def gather(
     port: int, total: int, *joins: tuple[int, bytes, float], hellos: dict[int, Hello] | None = None
-) -> list:
+) -> list[Any]:
     meets = [
         meet(total, "127.0.0.1", port, hello(node), Credentials(secret), timeout_s) for node, secret, timeout_s in joins
     ]
@@ -93,7 +94,7 @@ def test_a_host_that_is_not_there_is_named() -> None:
 
 
 def test_two_hosts_with_one_node_id_are_told() -> None:
-    async def scenario() -> list:
+    async def scenario() -> list[Any]:
         port = free_port()
         meets = [
             meet(3, "127.0.0.1", port, hello(0), Credentials(b"s"), 2),
@@ -108,11 +109,12 @@ def test_two_hosts_with_one_node_id_are_told() -> None:
 
 
 def test_too_many_open_files_end_no_meeting() -> None:
-    async def scenario() -> list:
+    async def scenario() -> list[Any]:
         loop, port = asyncio.get_running_loop(), free_port()
-        accept, failed = loop.sock_accept, []
+        failed: list[OSError] = []
+        accept = loop.sock_accept
 
-        async def fails_once(sock: socket.socket) -> object:
+        async def fails_once(sock: socket.socket) -> tuple[socket.socket, Any]:
             if not failed:
                 failed.append(OSError(errno.EMFILE, "Too many open files"))
                 raise failed[0]
@@ -131,7 +133,7 @@ def test_every_address_of_a_name_is_tried() -> None:
         with listen_tcp("127.0.0.1") as there:
             targets = [("127.0.0.1", free_port()), bound_address(there)]
 
-            async def resolved(*name: object, **options: object) -> list:
+            async def resolved(*name: object, **options: object) -> list[Any]:
                 return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", target) for target in targets]
 
             asyncio.get_running_loop().getaddrinfo = resolved
@@ -163,7 +165,7 @@ def test_the_address_towards_a_host() -> None:
 
 @both_families
 def test_hosts_that_know_the_first_one_by_a_name_of_either_family_meet() -> None:
-    async def scenario() -> list:
+    async def scenario() -> list[Any]:
         port = free_port()
         dialled = enumerate(["first", "127.0.0.1", "::1"])
         meets = [meet(3, host, port, hello(node), Credentials(b"s"), 10) for node, host in dialled]
@@ -194,7 +196,7 @@ def test_a_port_that_is_taken_in_one_family_is_taken() -> None:
 def test_a_host_without_ipv6_listens_all_the_same(monkeypatch: pytest.MonkeyPatch, refused: bool) -> None:
     create = socket.create_server
 
-    def without(address: tuple[str, int], *, family: int = socket.AF_INET, **options: object) -> socket.socket:
+    def without(address: tuple[str, int], *, family: int = socket.AF_INET, **options: Any) -> socket.socket:
         if family == socket.AF_INET6:
             raise OSError(errno.EADDRNOTAVAIL, "Cannot assign requested address")
         return create(address, family=family, **options)
@@ -229,15 +231,15 @@ def test_processes_of_an_earlier_launch_are_told_to_end(caplog: pytest.LogCaptur
 def test_an_earlier_launch_gives_its_port_to_a_later_one() -> None:
     """Both node 0s are on one host; the earlier one waits for a node that never comes."""
 
-    async def scenario() -> tuple[list[object], object, object]:
+    async def scenario() -> tuple[list[Any], list[Any]]:
         port, secret = free_port(), Credentials(b"s")
         older = [asyncio.create_task(meet(3, "127.0.0.1", port, of_launch(node, "1"), secret, 60)) for node in (0, 1)]
         while not listens(port):
             await asyncio.sleep(0)
         later = [asyncio.create_task(meet(2, "127.0.0.1", port, of_launch(node, "2"), secret, 60)) for node in (0, 1)]
-        return await asyncio.gather(*older, return_exceptions=True), *await asyncio.gather(*later)
+        return await asyncio.gather(*older, return_exceptions=True), await asyncio.gather(*later)
 
-    older, *later = asyncio.run(asyncio.wait_for(scenario(), 60))
+    older, later = asyncio.run(asyncio.wait_for(scenario(), 60))
     assert all(isinstance(error, TransportError) and "launch" in str(error) for error in older), older
     assert later == [[of_launch(0, "2"), of_launch(1, "2")]] * 2
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from rich.console import Console
+from support import present
 
 from deadpool_plugin import events
 from deadpool_plugin.cli import watch
@@ -170,11 +172,11 @@ def test_a_decision_carried_out_twice_is_one_swap() -> None:
 
 def test_a_host_that_joins_is_a_spare_that_is_left() -> None:
     view = view_of(*ALL[:6])
-    assert view.world is not None and view.world.spares == ()
+    assert present(view.world).spares == ()
     view.apply(events.SwapPlanned(time=36.0, node=1, generation=1, restore_step=24, joined=(4,)))
-    assert view.world.spares == (4,) and "spares left 1" in picture(view, now=36.0)
+    assert present(view.world).spares == (4,) and "spares left 1" in picture(view, now=36.0)
     view.apply(events.SwapPlanned(time=37.0, node=1, generation=2, restore_step=24, lost_nodes=(4,)))
-    assert view.world.spares == () and "spares left 0" in picture(view, now=37.0)
+    assert present(view.world).spares == () and "spares left 0" in picture(view, now=37.0)
 
 
 def test_a_loss_during_a_swap_continues_it() -> None:
@@ -351,7 +353,7 @@ def test_it_is_over_when_every_living_node_has_said_how_its_scripts_ended() -> N
 
 
 def test_the_watchers_exit_code_is_the_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch.signal, "signal", lambda *arguments: None)
+    monkeypatch.setattr(signal, "signal", lambda *arguments: None)
     write_job(tmp_path)
     assert main(["watch", str(tmp_path)]) == 0
     with (tmp_path / "events.1.jsonl").open("ab") as file:

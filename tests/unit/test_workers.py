@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+from typing import cast
 
 import pytest
-from support.stand_in import StandIn
+from support import present
+from support.stand_in import stand_in
 
 from deadpool_plugin.agent import workers as workers_module
 from deadpool_plugin.agent.lives import Lives
@@ -16,6 +18,7 @@ from deadpool_plugin.agent.slots import Process, Slot
 from deadpool_plugin.agent.workers import Workers
 from deadpool_plugin.agent.world import Place
 from deadpool_plugin.transport import local
+from deadpool_plugin.transport.local import LocalPeer
 
 
 class Stalled(Writer):
@@ -37,12 +40,12 @@ def taken_over(writer: Writer, output_dir) -> None:
         read_end, write_end = os.pipe()
         slot = Slot(0, rank=5, process=Process(1, 5, rehearses=True), pipe=Pipe(read_end, writer))
         workers = Workers(
-            Place(2, 3, 1, "m", 5), "host", output_dir, writer, [slot], StandIn(Lives), lambda event: None, str
+            Place(2, 3, 1, "m", 5), "host", output_dir, writer, [slot], stand_in(Lives), lambda event: None, str
         )
         workers.take(slot, await workers.output_of(5, 7), 7)
         os.write(write_end, b"a line\n")
         os.close(write_end)
-        await asyncio.wait_for(slot.pipe.ended.wait(), 60)
+        await asyncio.wait_for(present(slot.pipe).ended.wait(), 60)
         if isinstance(writer, Stalled):
             writer.may_open.set()
 
@@ -79,7 +82,7 @@ def test_logs_that_are_slow_to_read_do_not_cost_the_rank_its_file(tmp_path, monk
     assert rank_file(tmp_path, 5, 2).read_bytes() == b"a line\n"
 
 
-class Told(list):
+class Told(list[local.LocalMessage]):
     """A worker's connection."""
 
     tag = None
@@ -88,18 +91,18 @@ class Told(list):
         self.append(message)
 
 
-def test_who_comes_when_its_generation_is_over_is_not_told_to_begin():
+def test_who_comes_when_its_generation_is_over_is_not_told_to_begin(tmp_path):
     """The store it would look for may be gone with its host; a job that waits for a host would end for that."""
     first, late = Process(1, 0, rehearses=False), Process(2, 1, rehearses=False)
     slots = [Slot(0, rank=0, process=first), Slot(1, rank=1, process=late)]
     workers = Workers(
-        Place(0, 2, 2, "m", 5), "host", None, StandIn(Writer), slots, StandIn(Lives), lambda event: None, str
+        Place(0, 2, 2, "m", 5), "host", tmp_path, stand_in(Writer), slots, stand_in(Lives), lambda event: None, str
     )
     one, other = Told(), Told()
     workers.start_groups(0, "a store")
-    workers.on_message(one, local.WorkerHello(0, 11, 0, False, 1), [])
+    workers.on_message(cast(LocalPeer, one), local.WorkerHello(0, 11, 0, False, 1), [])
     workers.abort(1)
-    workers.on_message(other, local.WorkerHello(1, 12, 1, False, 2), [])
+    workers.on_message(cast(LocalPeer, other), local.WorkerHello(1, 12, 1, False, 2), [])
     assert one == [local.StartGroups(0, "a store"), local.Abort(1)] and other == []
 
 
@@ -110,16 +113,16 @@ def test_what_a_rehearsal_prints_goes_to_a_file_of_its_own(tmp_path, overtaken):
     async def scenario():
         slot = Slot(0, rank=-1, process=Process(1, 5, rehearses=True))
         workers = Workers(
-            Place(2, 3, 1, "m", 5), "host", tmp_path, writer, [slot], StandIn(Lives), lambda event: None, str
+            Place(2, 3, 1, "m", 5), "host", tmp_path, writer, [slot], stand_in(Lives), lambda event: None, str
         )
         workers.handlers[local.WorkerHello] = lambda slot, peer, message: None
         peer = Told()
-        workers.on_message(peer, local.WorkerHello(0, 11, 5, True, 1), [])
+        workers.on_message(cast(LocalPeer, peer), local.WorkerHello(0, 11, 5, True, 1), [])
         if overtaken:
             slot.process = None
         read_end, write_end = os.pipe()
         os.write(write_end, b"a line\n")
-        workers.on_message(peer, local.RehearsalOutput(), [read_end])
+        workers.on_message(cast(LocalPeer, peer), local.RehearsalOutput(), [read_end])
         if overtaken:
             with pytest.raises(BrokenPipeError):
                 os.write(write_end, b"nobody reads this")
