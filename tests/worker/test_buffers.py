@@ -10,6 +10,11 @@ from deadpool_plugin.worker.buffers import Buffers
 class Means(torch.nn.Module):
     """One running mean that each forward replaces, one that it changes in place."""
 
+    replaced: torch.Tensor
+    changed: torch.Tensor
+    mask: torch.Tensor
+    temperature: torch.Tensor
+
     def __init__(self):
         super().__init__()
         self.register_buffer("replaced", torch.zeros(3))

@@ -37,7 +37,12 @@ def test_tensors_come_back_to_the_device_they_were_on(monkeypatch):
     """Of the process that decodes: its first and only one may have another number."""
     moved, loss = [], torch.tensor([1.5, 2.0]).as_subclass(OnDevice)
     data = codec.encode([{"loss": loss, "empty": loss[:0], "count": torch.ones(1)}])
-    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, device: moved.append(device) or tensor)
+
+    def to(tensor, device):
+        moved.append(device)
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "to", to)
     (back,) = codec.decode(data)
     assert moved == ["cuda", "cuda"] and back["loss"].tolist() == [1.5, 2.0] and back["count"].tolist() == [1.0]
 

@@ -6,10 +6,11 @@ import builtins
 import contextlib
 import errno
 import os
-from types import SimpleNamespace
+from traceback import StackSummary
 
 import pytest
 import torch
+from support.stand_in import fake
 from torch.distributed.checkpoint.api import CheckpointException
 
 from deadpool_plugin.errors import GenerationChanged
@@ -30,12 +31,11 @@ class Rank(Live):
         self.inside, self.step, self._restored, self._rank = False, step, step, 3
         self._error, self._cannot_be_followed, self._loss, self._at_exit = "", False, None, None
         self._told_at = 0.0
-        self._slots = SimpleNamespace(announced=0)
-        self._log, self.said = CallLog(step), []
-        self._context = SimpleNamespace(
-            tapes=[], reads=Reads(), saves=SimpleNamespace(step=0, under_way=contextlib.nullcontext)
-        )
-        self._link = SimpleNamespace(
+        self._slots = fake(announced=0)
+        self.said: list[tuple[str, str]] = []
+        self._log = CallLog(step)
+        self._context = fake(tapes=[], reads=Reads(), saves=fake(step=0, under_way=contextlib.nullcontext))
+        self._link = fake(
             check=lambda: None,
             await_abort=lambda generation: None,
             committed=-1,
@@ -44,7 +44,7 @@ class Rank(Live):
             send=lambda message: None,
             event=lambda kind, **fields: self.said.append((kind, fields["text"])),
         )
-        self._adapter = SimpleNamespace(
+        self._adapter = fake(
             guessed=lambda: "",
             entry_state=lambda args, kwargs: lambda: None,
             left=lambda: None,
@@ -77,9 +77,9 @@ class Save(saving.SaveCall):
 
 def follower(rank: Rank) -> Follow:
     """One that has the records of `rank` since its last step."""
-    context = SimpleNamespace(tapes=[], reads=Reads(), adapter=rank._adapter, link=rank._link)
-    one = Follow(context, 3, "", None)
-    one._layout = SimpleNamespace()
+    context = fake(tapes=[], reads=Reads(), adapter=rank._adapter, link=rank._link)
+    one = Follow(context, 3, "", fake())
+    one._layout = fake()
     one._segments.append(rank._log.records(rank.step))
     return one
 
@@ -87,8 +87,8 @@ def follower(rank: Rank) -> Follow:
 def test_who_follows_goes_on_after_a_save_that_failed_in_the_rank_itself():
     full = OSError(errno.ENOSPC, "No space left on device", "/checkpoints/one.pt")
     rank = Rank()
-    for one in (rank, follower):
-        one = rank if one is rank else follower(rank)
+    for is_follower in (False, True):
+        one = follower(rank) if is_follower else rank
         with pytest.raises(OSError) as failed:
             one.call("save", CallKind.SAVE, Save(full), (), {})
         assert failed.value.errno == errno.ENOSPC and str(failed.value) == str(full)
@@ -97,7 +97,7 @@ def test_who_follows_goes_on_after_a_save_that_failed_in_the_rank_itself():
 
 def test_a_failure_that_is_no_exception_of_the_common_kind_is_recorded_too():
     """What torch.distributed.checkpoint raises is below BaseException."""
-    rank, failure = Rank(), CheckpointException("write", {1: (OSError("disk full"), None)})
+    rank, failure = Rank(), CheckpointException("write", {1: (OSError("disk full"), StackSummary())})
     with pytest.raises(CheckpointException):
         rank.call("save", CallKind.SAVE, Save(failure), (), {})
     with pytest.raises(CheckpointException, match="disk full"):
@@ -195,7 +195,7 @@ def test_a_file_whose_save_failed_is_not_written_in_a_redo(tmp_path, monkeypatch
         f.write_bytes(b"whole")
 
     rank = Rank()
-    saves = SimpleNamespace(folders=SimpleNamespace(file=str), written=lambda path, began, whole: None)
+    saves = fake(folders=fake(file=str), written=lambda path, began, whole: None)
     with pytest.raises(OSError):
         rank.save(file_saves.FileSave("torch.save", saves, original, {}, str(tmp_path / "one.pt")))
     for call in rank._log.after_cut(0):
@@ -213,7 +213,7 @@ def test_a_save_after_the_end_of_the_groups_waits_for_no_commit():
 
 
 def test_who_follows_is_told_from_whom_a_message_came():
-    work = SimpleNamespace(wait=lambda: True, source_rank=lambda: 5)
+    work = fake(wait=lambda: True, source_rank=lambda: 5)
 
     def issue(name, args, kwargs):
         args[0][0].fill_(9)
@@ -222,7 +222,7 @@ def test_who_follows_is_told_from_whom_a_message_came():
     rank = Rank()
     for one in (rank, None):
         received = torch.zeros(2)
-        done = (one or follower(rank)).collective(SimpleNamespace(issue=issue), "recv_anysource", ([received], 0), {})
+        done = (one or follower(rank)).collective(fake(issue=issue), "recv_anysource", ([received], 0), {})
         assert done.source_rank() == 5 and received.tolist() == [9, 9]
 
 
@@ -236,16 +236,14 @@ def see(*args, **kwargs):
 
 @pytest.mark.parametrize("moment", ["the first forward", "the first forward of a rehearsal", "taking over"])
 def test_what_is_made_while_the_script_evaluates_can_be_trained(monkeypatch, moment):
-    context = SimpleNamespace(
-        reads=Reads(), adapter=SimpleNamespace(attach=see), groups=SimpleNamespace(finish_rehearsal=list)
-    )
-    monkeypatch.setattr(follow, "SlotPair", SimpleNamespace(attach=see))
-    following = Follow(context, 3, "", None)
+    context = fake(reads=Reads(), adapter=fake(attach=see), groups=fake(finish_rehearsal=list))
+    monkeypatch.setattr(follow, "SlotPair", fake(attach=see))
+    following = Follow(context, 3, "", fake())
     with torch.inference_mode(), pytest.raises(Seen) as seen:
         if moment == "the first forward":
             Starting(context, 3, 4096)._become_live()
         elif moment == "taking over":
-            following._layout = SimpleNamespace()
+            following._layout = fake()
             following._take_over(local.TakeOver(1, "store", 0, 4096, 64), 0)
         else:
             following._rehearsed()

@@ -1,9 +1,10 @@
 """Which adapters are put in place, and which one a job turns out to need."""
 
 import sys
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
+from support.stand_in import fake
 
 from deadpool_plugin.errors import InvariantViolated, Unsupported
 from deadpool_plugin.worker.adapter import CallKind
@@ -11,7 +12,7 @@ from deadpool_plugin.worker.context import Context, available
 
 
 def adapter(framework):
-    return SimpleNamespace(framework=framework)
+    return fake(framework=framework)
 
 
 def test_what_the_script_has_imported_counts(monkeypatch):
@@ -35,8 +36,8 @@ def test_without_any_it_is_said_which_are_known():
 def test_the_first_that_runs_a_model_is_the_jobs():
     made = []
     one, other = adapter("one"), adapter("other")
-    context = Context(SimpleNamespace(), SimpleNamespace(), [one, other], local_rank=0)
-    context.mode = SimpleNamespace(call=lambda *call: made.append(call[0]))
+    context = Context(fake(), fake(), [one, other], local_rank=0)
+    context.mode = fake(call=lambda *call: made.append(call[0]))
     context._call(one, "zero_grad", CallKind.PLAIN, lambda: None, (), {})
     with pytest.raises(InvariantViolated, match="nobody knows before the first forward .*this is a bug"):
         _ = context.adapter

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import types
-
 import pytest
+from support.stand_in import fake
 
 from deadpool_plugin.transport import local
 from deadpool_plugin.worker.calls import CallLog
@@ -14,17 +13,17 @@ from deadpool_plugin.worker.swap import Swapping
 
 def told(*messages: local.LocalMessage) -> AgentLink:
     """A link that has heard `messages` (its thread would end this process together with the connection)."""
-    link = AgentLink(types.SimpleNamespace())
+    link = AgentLink(fake())
     for message in messages:
         link._note(message, [])
     return link
 
 
-def test_a_plan_that_goes_behind_a_committed_step_closes_the_gate_again():
+def test_a_plan_that_goes_behind_a_committed_step_closes_the_gate_again(monkeypatch):
     link = told(local.Committed(9), local.Abort(1), local.Join(1, "store", 7))
     assert link.committed == 7
     looks = iter([False, True, True])  # the staging thread would wait: it looks again only when something has changed
-    link._changed.wait_for = lambda done: done() or done()
+    monkeypatch.setattr(link._changed, "wait_for", lambda done: done() or done())
     assert not link.wait_for_commit(8, lambda: next(looks))
     link._note(local.Committed(8), [])
     assert link.wait_for_commit(8, lambda: False)
@@ -44,9 +43,9 @@ class Told(Swapping):
         for step in range(first + 1, first + steps + 1):
             self._log.prune(step)
         self.step, self._rank = first + steps, 3
-        saves = types.SimpleNamespace(cancel=lambda: [], report_cancelled=lambda *_: None, sweep=lambda *_: None)
-        self._context = types.SimpleNamespace(saves=saves, wait_for_end=lambda: 86)
-        self._link = types.SimpleNamespace(
+        saves = fake(cancel=lambda: [], report_cancelled=lambda *_: None, sweep=lambda *_: None)
+        self._context = fake(saves=saves, wait_for_end=lambda: 86)
+        self._link = fake(
             aborted_at=0.0,
             event=lambda kind, **fields: None,
             wait_for_join=lambda: local.Join(2, "store", restore_step),

@@ -1,6 +1,8 @@
 """Iterators are rewound on survivors and moved forward without reading on newcomers."""
 
 import random
+from collections.abc import Iterator
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,9 +15,20 @@ from deadpool_plugin.worker.iterators import IteratorTable, RewindIterator
 from deadpool_plugin.worker.skipping import skip
 
 
+def counted(count: int) -> Dataset[Any]:
+    """A tensor: torch takes it for a data set."""
+    return cast("Dataset[Any]", torch.arange(count))
+
+
 def test_rewound_items_are_the_same_objects_and_the_source_is_read_once():
     read = []
-    source = (read.append(i) or object() for i in range(10))
+
+    def numbers():
+        for i in range(10):
+            read.append(i)
+            yield object()
+
+    source = numbers()
     it = RewindIterator(source)
     first = [next(it) for _ in range(4)]
     it.rewind(1)
@@ -110,7 +123,7 @@ def test_a_loader_that_shuffles_draws_alike_when_it_is_rewound_and_when_it_is_fo
     """An endless loader over six items: the order of each epoch comes from the default generator."""
 
     def endless():
-        loader = DataLoader(torch.arange(6), batch_size=2, shuffle=True)
+        loader = DataLoader(counted(6), batch_size=2, shuffle=True)
         while True:
             yield from loader
 
@@ -133,7 +146,7 @@ def test_a_loader_that_shuffles_draws_alike_when_it_is_rewound_and_when_it_is_fo
     assert next(it).tolist() == follows
 
 
-class Shared(Dataset):
+class Shared(Dataset[Any]):
     """Says how often it was read, in whatever process; item i is i."""
 
     def __init__(self, length=4000):
@@ -161,7 +174,7 @@ def test_a_single_process_loader_over_a_known_data_set_is_moved_without_reading(
     assert next(loader).tolist() == [6, 7]
 
 
-class Augmenting(Dataset):
+class Augmenting(Dataset[Any]):
     """Draws from a generator that nobody else sees, in the data set or where samples are collated."""
 
     def __init__(self):
@@ -227,7 +240,9 @@ def test_one_that_begins_anew_has_missed_nothing(known):
 
 
 def test_what_wraps_a_loader_is_looked_through(known, monkeypatch):
-    class Wrapper:
+    class Wrapper(Iterator[Any]):
+        repeats: bool
+
         def __init__(self, inner):
             self.inner = inner
 

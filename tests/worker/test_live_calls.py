@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import types
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from support.stand_in import fake
 
 from deadpool_plugin.comm import collective
 from deadpool_plugin.errors import GenerationChanged, Unsupported
@@ -22,25 +22,29 @@ from deadpool_plugin.worker.proof import Reads
 class Rank(Live):
     """One that can be aborted, and whose swap does nothing."""
 
+    _slots: Any
+    _groups: Any
+
     def __init__(self) -> None:
         self.inside = self.aborted = False
         self.step = self.swaps = 0
         self._error = ""
-        self._cannot_be_followed, self._rank, self.notes = False, 3, []
+        self.notes: list[tuple[str, Any]] = []
+        self._cannot_be_followed, self._rank = False, 3
         self._loss = self._at_exit = None
         self._told_at = 0.0
-        self._slots = types.SimpleNamespace(announced=0)
-        self._groups = types.SimpleNamespace(generation=0)
+        self._slots = fake(announced=0)
+        self._groups = fake(generation=0)
         self._log = CallLog()
-        self._context = types.SimpleNamespace(tapes=[], reads=Reads())
-        self._link = types.SimpleNamespace(
+        self._context = fake(tapes=[], reads=Reads())
+        self._link = fake(
             check=self._check,
             await_abort=self._await_abort,
             send=lambda message: None,
             aborted_at=0.0,
             event=lambda kind, **fields: self.notes.append((kind, fields.get("text"))),
         )
-        self._adapter = types.SimpleNamespace(
+        self._adapter = fake(
             entry_state=lambda args, kwargs: lambda: None,
             left=lambda: None,
             rng_states=dict,
@@ -124,7 +128,7 @@ def test_a_step_is_told_as_one_of_the_generation_it_was_done_in():
     """Its agent may hear of it after it has gone on to the next one."""
     rank, told = Rank(), []
     rank._stage, rank._swap_began = lambda step: None, 0.0
-    rank._stager = types.SimpleNamespace(wait=lambda: None)
+    rank._stager = fake(wait=lambda: None)
     rank._groups.generation = 4
     rank._link.event = lambda kind, **fields: told.append((kind, fields["generation"], fields["step"]))
     rank.call("step", CallKind.UPDATE, int, (), {})
@@ -160,7 +164,7 @@ class Forward(Followed):
 def test_an_input_that_the_script_fills_anew_each_step_is_refused_before_anything_is_lost():
     rank, buffer = Rank(), torch.zeros(COPIED_BYTES_MAX)
     rank._stage, rank._swap_began = lambda step: None, None
-    rank._stager = types.SimpleNamespace(wait=lambda: None)
+    rank._stager = fake(wait=lambda: None)
     for step in range(2):
         rank.call("forward", CallKind.FORWARD, Forward(buffer.fill_(step)), (), {})
         if step == 0:
@@ -193,7 +197,7 @@ def test_a_collective_is_done_again_on_what_it_was_given_whatever_that_is_in(con
         return collective.CompletedWork(tensors)
 
     tensors = [torch.zeros(1), torch.ones(1)]
-    rank.collective(types.SimpleNamespace(issue=issue), "allreduce", (container(tensors),), {})
+    rank.collective(fake(issue=issue), "allreduce", (container(tensors),), {})
     assert tensors == [1, 2]
     (call,) = rank._log.after_cut(0)
     rank._redo(call)
@@ -239,7 +243,7 @@ def test_a_rank_says_that_it_has_unwound_when_its_device_rests(monkeypatch, devi
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
     monkeypatch.setattr(swap, "give_up", give_up)
     rank = Rank()
-    rank._context.saves = types.SimpleNamespace(cancel=list)
+    rank._context.saves = fake(cancel=list)
     rank._link.wait_for_join = wait_for_join
     with pytest.raises(Unwound):
         Live._swap(rank)

@@ -12,11 +12,12 @@ import subprocess
 import sys
 import tempfile
 import threading
-import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from support.stand_in import fake
 
 from deadpool_plugin.agent.output import Pipe, Writer
 from deadpool_plugin.worker import file_saves
@@ -168,7 +169,7 @@ def test_who_holds_on_to_what_a_follower_was_given_writes_after_it_has_taken_ove
     assert (tmp_path / "of a child").read_text() == "forked in the loop"
 
 
-class Cached(torch.utils.data.Dataset):
+class Cached(torch.utils.data.Dataset[Any]):
     def __init__(self, folder):
         self.folder = folder
 
@@ -184,7 +185,7 @@ class Cached(torch.utils.data.Dataset):
 
 
 def test_the_cache_that_a_followers_loader_fills_is_there_to_be_read(tmp_path, mute, monkeypatch):
-    saves = types.SimpleNamespace(foreign=lambda: True)
+    saves = fake(foreign=lambda: True)
     monkeypatch.setattr(torch, "save", file_saves._saving_by_torch(saves))
     mute.keep_files()
     loader = torch.utils.data.DataLoader(Cached(tmp_path), num_workers=1)

@@ -3,11 +3,12 @@
 import collections
 import dataclasses
 import os
-from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from support.stand_in import fake
 from torch.utils.data import DataLoader, Dataset
 
 from deadpool_plugin.errors import Divergence
@@ -21,6 +22,10 @@ from deadpool_plugin.worker.proof import WHOLE_BYTES_MAX, Reads, digest
 LARGE = torch.arange(WHOLE_BYTES_MAX, dtype=torch.int32)
 
 
+def nothing() -> None:
+    pass
+
+
 @dataclasses.dataclass
 class Sample:
     tokens: torch.Tensor
@@ -30,7 +35,7 @@ class Sample:
 class Strange:
     """What cannot even be looked at."""
 
-    @property
+    @property  # type: ignore[misc]  # object's can be set, this one need not be
     def __class__(self):
         raise RuntimeError("do not touch")
 
@@ -68,12 +73,12 @@ def test_objects_and_the_order_of_names_do_not_count_and_nothing_raises():
     assert digest({"a": 1, "b": 2}) == digest({"b": 2, "a": 1})
     assert digest([Strange()]) and digest(object()) and digest({1: 2, "x": Strange()})
     assert digest(torch.ones(2, device="meta")) != digest(torch.ones(3, device="meta"))
-    endless = []
+    endless: list[object] = []
     endless.append(endless)
     assert digest(endless)
 
 
-class Table(Dataset):
+class Table(Dataset[Any]):
     """Item i is `i`, from `changed` on something else."""
 
     def __init__(self, changed=10**9):
@@ -124,10 +129,10 @@ def test_a_data_set_that_changed_later_on_is_found_out(known, workers):
 
 
 def follower_of(log, reads, **more):
-    adapter = SimpleNamespace(guessed=lambda: "")
-    context = SimpleNamespace(**{**dict(tapes=[], reads=reads, link=None, mode=None, adapter=adapter), **more})
-    one = Follow(context, 3, "", None)
-    one._layout = SimpleNamespace()
+    adapter = fake(guessed=lambda: "")
+    context = fake(**{**dict(tapes=[], reads=reads, link=None, mode=None, adapter=adapter), **more})
+    one = Follow(context, 3, "", fake())
+    one._layout = fake()
     one._segments.append(log.records(0))
     return one
 
@@ -136,7 +141,7 @@ def test_a_script_that_reads_its_batches_itself_is_compared_at_its_next_call():
     log, ours, reads = CallLog(), Reads(), Reads()
     for number in range(2):
         ours.note([number, os.urandom(0)])
-        log.add(Call("engine.forward", CallKind.FORWARD, 0, int, int), 0.5, ours.take())
+        log.add(Call("engine.forward", CallKind.FORWARD, 0, int, nothing), 0.5, ours.take())
     follower = follower_of(log, reads)
     reads.note([0, b""])
     assert follower.call("engine.forward", CallKind.FORWARD, int, (), {}) == 0.5
@@ -153,9 +158,9 @@ def test_a_number_that_followers_are_not_told_is_said_once_and_again_where_it_de
     log, ours, reads, said = CallLog(), Reads(), Reads(), []
     for number in range(2):
         ours.note(number)
-        log.add(Call("engine.forward", CallKind.FORWARD, 0, int, int), 0.5, ours.take())
-    adapter = SimpleNamespace(guessed=lambda: "train.py:57")
-    link = SimpleNamespace(event=lambda kind, text: said.append(text))
+        log.add(Call("engine.forward", CallKind.FORWARD, 0, int, nothing), 0.5, ours.take())
+    adapter = fake(guessed=lambda: "train.py:57")
+    link = fake(event=lambda kind, text: said.append(text))
     follower = follower_of(log, reads, adapter=adapter, link=link)
     reads.note(0)
     follower.call("engine.forward", CallKind.FORWARD, int, (), {})

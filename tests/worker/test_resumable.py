@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -15,6 +16,15 @@ from deadpool_plugin.worker.iterators import IteratorTable
 from deadpool_plugin.worker.resumable import TAPES_MAX, Tapes
 
 
+def counted(count: int) -> Dataset[Any]:
+    """A tensor: torch takes it for a data set."""
+    return cast("Dataset[Any]", torch.arange(count))
+
+
+class ToldOfCalls(Tapes):
+    call = False
+
+
 @pytest.fixture
 def tapes(monkeypatch):
     """Those of a training process; `tapes.call` says whether a call is under way."""
@@ -22,8 +32,7 @@ def tapes(monkeypatch):
 
     monkeypatch.setattr(_BaseDataLoaderIter, "__next__", _BaseDataLoaderIter.__next__)
     monkeypatch.setattr(Tapes, "installed", None)
-    made = Tapes()
-    made.call = False
+    made = ToldOfCalls()
     made.install(lambda: made.call)
     return made
 
@@ -53,7 +62,7 @@ class Stateful:
             yield self.order[self.place - 1]
 
 
-class Numbers(Dataset):
+class Numbers(Dataset[Any]):
     def __init__(self, size):
         self.size, self.reads = size, 0
 
@@ -81,7 +90,7 @@ def test_without_the_plugin_a_loader_comes_back_as_it_is():
 
 
 def test_a_loader_is_itself_to_the_script(tapes):
-    loader = DataLoader(torch.arange(6), batch_size=2, shuffle=True)
+    loader = DataLoader(counted(6), batch_size=2, shuffle=True)
     torch.manual_seed(3)
     plain = [[batch.tolist() for batch in loader] for _ in range(3)], torch.rand(1).item()
     torch.manual_seed(3)
@@ -140,7 +149,7 @@ def follow(source_of, calls, tapes):
 def test_a_plain_source_is_skipped_to_the_same_place(tapes):
     torch.manual_seed(5)
     items, follower, followed, _, state = follow(
-        lambda: DataLoader(torch.arange(8), batch_size=2, shuffle=True), [3, 0, 2, 4], tapes
+        lambda: DataLoader(counted(8), batch_size=2, shuffle=True), [3, 0, 2, 4], tapes
     )
     assert state is None
     draws = torch.get_rng_state()
@@ -212,7 +221,7 @@ def test_a_source_that_gives_more_than_the_ranks_own_is_found_out(tapes):
 def test_a_stream_without_a_length_is_skipped_and_has_a_truth_value(tapes):
     """An iterator of torch's DataLoader over an IterableDataset says it has a length, and raises if asked for it."""
 
-    class Stream(IterableDataset):
+    class Stream(IterableDataset[Any]):
         def __iter__(self):
             return iter(range(6))
 
@@ -296,7 +305,7 @@ def test_two_passes_at_a_time_are_refused(tapes):
 
 def test_what_is_no_loader_or_one_too_many_is_refused(tapes):
     with pytest.raises(Unsupported, match="something of type int was to be made resumable"):
-        resumable(3)
+        resumable(cast(Any, 3))
     for _ in range(TAPES_MAX):
         resumable([1])
     with pytest.raises(Unsupported, match="wrap each loader once"):

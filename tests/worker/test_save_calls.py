@@ -19,15 +19,19 @@ import weakref
 from collections import OrderedDict
 from concurrent.futures import Future, wait
 from queue import SimpleQueue
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
+from typing import Any, cast
 
 import pytest
 import torch
+from support import present
+from support.stand_in import fake
 
 from deadpool_plugin.errors import CheckpointLost, GenerationChanged, Unsupported
-from deadpool_plugin.transport import local
+from deadpool_plugin.transport import descriptors, local
 from deadpool_plugin.worker import calls, codec, dcp, file_saves, saving, writers
 from deadpool_plugin.worker.adapter import CallKind
+from deadpool_plugin.worker.link import AgentLink
 from deadpool_plugin.worker.output import Mute
 
 
@@ -58,7 +62,7 @@ class Link:
 @pytest.fixture
 def saves(monkeypatch):
     monkeypatch.setenv("RANK", "3")
-    saves = saving.Saves(Link(), SimpleNamespace(generation=0), lambda name, kind, call, args, kwargs: call())
+    saves = saving.Saves(cast(AgentLink, Link()), fake(generation=0), lambda name, kind, call, args, kwargs: call())
     yield saves
     saves.folders._elsewhere.end()
 
@@ -67,12 +71,12 @@ def saves(monkeypatch):
 class Shard:
     data: torch.Tensor
     replica: int
-    parts: list
+    parts: list[int]
 
 
 def test_what_a_save_was_given_survives_what_saving_does_to_it():
     tensor = torch.ones(2)
-    given = {"a": [Shard(tensor, 1, [1])], "b": (tensor, {"c": 1})}
+    given: dict[str, Any] = {"a": [Shard(tensor, 1, [1])], "b": (tensor, {"c": 1})}
     kept = saving.structure(given)
     given["a"][0].replica, given["b"][1]["c"] = 9, 9
     given["a"][0].parts.append(2)
@@ -81,18 +85,19 @@ def test_what_a_save_was_given_survives_what_saving_does_to_it():
     assert kept["a"][0].data is tensor and kept["b"][0] is tensor
 
 
-class OfTheScript(dict):
+class OfTheScript(dict[str, Any]):
     """Such as EasyDict, or Lightning's AttributeDict."""
 
 
 def test_what_a_save_was_given_keeps_its_types_its_attributes_and_what_is_shared():
-    metadata = torch.nn.BatchNorm1d(2).state_dict()
-    cycle = {"own": OfTheScript(a=1), "state": metadata, "again": metadata}
+    metadata: Any = torch.nn.BatchNorm1d(2).state_dict()
+    cycle: dict[str, Any] = {"own": OfTheScript(a=1), "state": metadata, "again": metadata}
     cycle["itself"] = [cycle, (cycle,)]
     kept = saving.structure(cycle)
     assert kept is not cycle and kept["itself"][0] is kept and kept["itself"][1] == (kept,)
     assert type(kept["own"]) is OfTheScript and kept["state"] is kept["again"] is not metadata
-    assert type(kept["state"]) is OrderedDict and kept["state"]._metadata == metadata._metadata
+    assert type(kept["state"]) is OrderedDict
+    assert vars(kept["state"])["_metadata"] == metadata._metadata
 
 
 def test_what_a_script_saves_is_what_it_would_save_without_us(tmp_path, saves):
@@ -325,7 +330,8 @@ def test_the_future_of_a_lost_save_is_done_and_says_why(saves):
 
 def test_what_ended_a_cancelled_save_is_no_failure_of_it(saves):
     """Without collectives torch passes the interruption on wrapped in an error of its own."""
-    future, inner, flight = dcp.SaveFuture(saves), Future(), saving.Flight(saves, "")
+    inner: Future[None] = Future()
+    future, flight = dcp.SaveFuture(saves), saving.Flight(saves, "")
     future.follow(inner, flight)
     flight.cancelled = True
     inner.set_exception(RuntimeError("wrapped"))
@@ -333,14 +339,11 @@ def test_what_ended_a_cancelled_save_is_no_failure_of_it(saves):
     assert isinstance(future.exception(), CheckpointLost)
 
 
-def test_a_writing_thread_ends_at_its_next_collective_or_in_its_writing(tmp_path, saves):
+def test_a_writing_thread_ends_at_its_next_collective_or_in_its_writing(tmp_path, saves, monkeypatch):
     writing = threading.Event()
 
     def original(state_dict, checkpoint_id):
-        from torch.distributed.checkpoint import _async_thread_executor as executor
-
-        def save_wrapper():
-            return executor.save_wrapper()
+        executor: Any = importlib.import_module("torch.distributed.checkpoint._async_thread_executor")
 
         pool = executor.ThreadPoolExecutor(1)
         return pool.submit(executor.save_wrapper)
@@ -350,23 +353,20 @@ def test_a_writing_thread_ends_at_its_next_collective_or_in_its_writing(tmp_path
         while True:
             pass
 
-    from torch.distributed.checkpoint import _async_thread_executor as executor
+    executor: Any = importlib.import_module("torch.distributed.checkpoint._async_thread_executor")
 
-    before, executor.save_wrapper = executor.save_wrapper, endless
-    try:
-        call = dcp.AsyncSave(saves, original, (), {"state_dict": {}, "checkpoint_id": str(tmp_path / "none")})
-        future = call()
-        assert writing.wait(20)
-        saves.cancel()
-        assert isinstance(future.exception(), CheckpointLost)
-    finally:
-        executor.save_wrapper = before
+    monkeypatch.setattr(executor, "save_wrapper", endless)
+    call = dcp.AsyncSave(saves, original, (), {"state_dict": {}, "checkpoint_id": str(tmp_path / "none")})
+    future = call()
+    assert writing.wait(20)
+    saves.cancel()
+    assert isinstance(future.exception(), CheckpointLost)
 
 
 @pytest.fixture
 def async_save(saves, tmp_path, monkeypatch):
     """`async_save(write)`: as torch's, `write` being what its thread does; the call and its future."""
-    from torch.distributed.checkpoint import _async_thread_executor as executor
+    executor: Any = importlib.import_module("torch.distributed.checkpoint._async_thread_executor")
 
     def make(write, staged=lambda: None):
         def original(state_dict, checkpoint_id):
@@ -404,7 +404,8 @@ def test_an_asynchronous_save_that_cannot_even_begin_is_over(saves, async_save):
 
 @pytest.mark.parametrize("end", ["succeeded", "failed", "cancelled"])
 def test_however_a_save_ends_who_waits_or_is_called_back_can_ask(saves, async_save, end):
-    heard, go_on = SimpleQueue(), threading.Event()
+    heard: SimpleQueue[Any] = SimpleQueue()
+    go_on = threading.Event()
 
     def write():
         while not go_on.is_set():  # an interruption within the lock of `wait` would leave it locked
@@ -451,12 +452,12 @@ def test_a_rehearsal_is_told_of_no_save_that_it_is_not_done(saves):
 def test_killing_a_writer_kills_what_it_has_forked(monkeypatch):
     if resource.getrlimit(resource.RLIMIT_NOFILE)[0] < 2048:
         pytest.skip("this machine lets a process have too few files open")
-    pidfd_open = writers.pidfd_open
+    pidfd_open = descriptors.pidfd_open
     high = lambda pid: fcntl.fcntl(pidfd_open(pid), fcntl.F_DUPFD, 1024)  # noqa: E731
     monkeypatch.setattr(writers, "pidfd_open", high)  # as in a process that has very many files open
     script = "import os,time\nif os.fork()==0: os.fork()\nos.write(1, b'%d\\n' % os.getpid())\ntime.sleep(600)"
     writer = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
-    pids = [int(writer.stdout.readline()) for _ in range(3)]
+    pids = [int(present(writer.stdout).readline()) for _ in range(3)]
     writers.kill_tree(writer.pid)
     writer.wait()
     assert len(set(pids)) == 3 and not any(is_running(pid) for pid in pids)
@@ -557,11 +558,11 @@ def test_safetensors_saves_as_torch_does(tmp_path, saves, monkeypatch):
     original = torch.save
     try:
         file_saves.install(saves)
-        late = importlib.import_module("safetensors.torch")
+        late: Any = importlib.import_module("safetensors.torch")
         late.save_file({"a": 1}, tmp_path / "late", metadata={"b": "2"})
         assert (tmp_path / "late").read_text() == "{'a': 1} {'b': '2'}"
         late.save_file = inspect.unwrap(late.save_file)
-        early = ModuleType("of_the_script")
+        early: Any = ModuleType("of_the_script")
         early.save = late.save_file
         monkeypatch.setitem(sys.modules, "of_the_script", early)
         saving.replace({torch.save: original})
@@ -596,12 +597,12 @@ FOLDERS = [  # what this rank says, and whether it is a replacement; what the ot
 def others_say(monkeypatch, others):
     """`dist` of a job in which all others say the same: a name of a checkpoint, and whether a later clock said it."""
     others = [(name, 2 * doubts) for name, doubts in others]
-    dist = SimpleNamespace(
+    dist = fake(
         is_initialized=lambda: True,
         get_rank=lambda: 0,
         get_world_size=lambda group=None: len(others) + 1,
         get_process_group_ranks=lambda group: list(range(len(others) + 1)),
-        group=SimpleNamespace(WORLD=None),
+        group=fake(WORLD=None),
     )
     dist.all_gather_object = lambda said, mine, group: said.__setitem__(slice(None), [mine, *others])
     monkeypatch.setattr("deadpool_plugin.worker.folders.dist", dist)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-import types
+from typing import Any
 
 import torch
+from support.stand_in import fake
 
 from deadpool_plugin.mirror.arena import SlotPair
 from deadpool_plugin.transport import local
@@ -30,7 +31,8 @@ class Stream:
 
 
 def test_a_snapshot_is_copied_on_a_ranks_own_gpu_through_whatever_memory(monkeypatch):
-    chosen, notes, sent, launches = [], [], queue.SimpleQueue(), []
+    sent: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    chosen, notes, launches = [], [], []
 
     def check_error(code):
         raise RuntimeError("out of memory (2)")
@@ -44,15 +46,15 @@ def test_a_snapshot_is_copied_on_a_ranks_own_gpu_through_whatever_memory(monkeyp
         "set_device": lambda device: chosen.append((device, threading.current_thread().name)),
         "current_stream": lambda: None,
         "stream": contextlib.nullcontext,
-        "cudart": lambda: types.SimpleNamespace(cudaHostRegister=lambda address, size, flags: 2),
+        "cudart": lambda: fake(cudaHostRegister=lambda address, size, flags: 2),
         "check_error": check_error,
     }
-    for name, fake in fakes.items():
-        monkeypatch.setattr(torch.cuda, name, fake)
+    for name, attribute in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, attribute)
     tensors = [torch.ones(3), torch.full((2,), 7.0).as_subclass(OnDevice)]
     layout = Layout(tensors)
     slots = SlotPair.create(0, 4096, layout.payload_bytes)
-    link = types.SimpleNamespace(event=lambda kind, text: notes.append((kind, text)), send=sent.put, wake=lambda: None)
+    link = fake(event=lambda kind, text: notes.append((kind, text)), send=sent.put, wake=lambda: None)
     with monkeypatch.context() as patched:
         patched.setattr(torch, "zeros", launch)
         stager = Stager(0, layout, [], slots, link)
@@ -67,8 +69,8 @@ def test_a_snapshot_is_copied_on_a_ranks_own_gpu_through_whatever_memory(monkeyp
 
 def test_training_that_waits_for_mirroring_is_said_once_and_short_waits_are_not(monkeypatch):
     said, clock = [], iter([0.0])
-    monkeypatch.setattr(staging, "time", types.SimpleNamespace(monotonic=lambda: next(clock)))
-    link = types.SimpleNamespace(event=lambda kind, text: said.append(text), wait_until=lambda done: None)
+    monkeypatch.setattr(staging, "time", fake(monotonic=lambda: next(clock)))
+    link = fake(event=lambda kind, text: said.append(text), wait_until=lambda done: None)
     layout = Layout([torch.ones(3)])
     stager = Stager(0, layout, [], SlotPair.create(0, 4096, layout.payload_bytes), link)
 

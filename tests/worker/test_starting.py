@@ -1,10 +1,10 @@
 """Start-up of a rank: what trains past every framework that is known is refused where the script says so."""
 
 import contextlib
-from types import SimpleNamespace
 
 import pytest
 import torch
+from support.stand_in import fake
 from torch.distributed import fsdp
 from torch.nn.parallel import DistributedDataParallel
 
@@ -21,7 +21,7 @@ def context(monkeypatch):
     for owner, name in ((DistributedDataParallel, "__init__"), (fsdp.FullyShardedDataParallel, "__init__")):
         monkeypatch.setattr(owner, name, getattr(owner, name))  # so that the original comes back afterwards
     monkeypatch.setattr(fsdp, "fully_shard", fsdp.fully_shard)
-    context = SimpleNamespace()
+    context = fake()
     context.mode = Starting(context, 0, 4096)
     context.mode.refuse_wrappers()
     return context
@@ -56,9 +56,9 @@ def test_nothing_of_a_save_before_the_first_forward_is_recorded_nor_what_its_thr
         yield
         order.append("on")
 
-    context = SimpleNamespace(
-        groups=SimpleNamespace(unrecorded=unrecorded),
-        saves=SimpleNamespace(wait_for_threads=lambda: order.append("its thread")),
+    context = fake(
+        groups=fake(unrecorded=unrecorded),
+        saves=fake(wait_for_threads=lambda: order.append("its thread")),
     )
     Starting(context, 0, 4096).call("save", CallKind.SAVE, lambda: order.append("save"), (), {})
     assert order == ["off", "save", "its thread", "on"]
@@ -70,12 +70,12 @@ def test_a_swap_while_groups_are_made_is_no_error_of_the_script(monkeypatch):
     def interrupted(generation, store):
         raise GenerationChanged(generation + 1)
 
-    context = SimpleNamespace(
-        link=SimpleNamespace(receive=lambda kind: (local.StartGroups(0, "store"), [])),
-        groups=SimpleNamespace(start=interrupted),
+    context = fake(
+        link=fake(receive=lambda kind: (local.StartGroups(0, "store"), [])),
+        groups=fake(start=interrupted),
         wait_for_end=lambda: 3,
     )
     monkeypatch.setattr(plugin, "_worker_context", lambda *_: context)
     with pytest.raises(SystemExit) as ended:
-        plugin.start_live(None, Config(), local.RunRank(0, {}), 0)
+        plugin.start_live(fake(), Config(), local.RunRank(0, {}), 0)
     assert ended.value.code == 3

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import socket
 import threading
-import types
+from typing import cast
+
+from support import expect, present
+from support.stand_in import fake
 
 from deadpool_plugin.agent.slots import Process, Slot
 from deadpool_plugin.agent.workers import Workers
@@ -45,14 +48,20 @@ class Peer:
 
 
 def slot_with(number: int, rehearses: bool, *stores: str) -> Slot:
-    process = Process(order=1, rank=0, rehearses=rehearses, pid=1, peer=Peer(), stores=list(stores))
+    process = Process(
+        order=1, rank=0, rehearses=rehearses, pid=1, peer=cast(local.LocalPeer, Peer()), stores=list(stores)
+    )
     return Slot(number, rank=-1 if rehearses else 0, process=process)
+
+
+def told(slot: Slot) -> list[local.LocalMessage]:
+    return expect(Peer, present(slot.process).peer).told
 
 
 def test_whoever_hosts_it_is_told_also_one_that_stands_by():
     slots = [slot_with(0, False, "a:1"), slot_with(1, True, "a:2", "a:3"), slot_with(2, True, "a:4"), Slot(3)]
-    Workers.replace_store(types.SimpleNamespace(slots=slots), "a:3")
-    assert [slot.process.peer.told for slot in slots[:3]] == [[], [local.HostStore()], []]
-    slots[1].process.ended = True
-    Workers.replace_store(types.SimpleNamespace(slots=slots), "a:2")
-    assert slots[1].process.peer.told == [local.HostStore()]
+    Workers.replace_store(fake(slots=slots), "a:3")
+    assert [told(slot) for slot in slots[:3]] == [[], [local.HostStore()], []]
+    present(slots[1].process).ended = True
+    Workers.replace_store(fake(slots=slots), "a:2")
+    assert told(slots[1]) == [local.HostStore()]

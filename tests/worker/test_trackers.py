@@ -4,9 +4,11 @@ import importlib
 import importlib.util
 import struct
 import sys
-from types import ModuleType, SimpleNamespace
+from functools import partial
 
 import pytest
+from support import present
+from support.stand_in import fake
 
 from deadpool_plugin.worker import trackers
 from deadpool_plugin.worker.imports import when_imported
@@ -36,15 +38,19 @@ def test_a_module_that_several_wait_for_is_imported_for_all_of_them(tmp_path, mo
     (tmp_path / "waited_for.py").write_text("VALUE = 1\n")
     monkeypatch.syspath_prepend(tmp_path)
     acted = []
+
+    def act(number, module):
+        acted.append((number, module.VALUE))
+
     for number in (1, 2, 3):
-        when_imported("waited_for", lambda module, number=number: acted.append((number, module.VALUE)))
+        when_imported("waited_for", partial(act, number))
     assert importlib.util.find_spec("waited_for") is not None and not acted
     importlib.import_module("waited_for")
     assert sorted(acted) == [(1, 1), (2, 1), (3, 1)]
 
 
 def event(step, *tags):
-    return SimpleNamespace(step=step, summary=SimpleNamespace(value=[SimpleNamespace(tag=tag) for tag in tags]))
+    return fake(step=step, summary=fake(value=[fake(tag=tag) for tag in tags]))
 
 
 def record(data):
@@ -80,10 +86,11 @@ def tensorboard():
             step, *tags = data.decode().split()
             return event(int(step), *tags)
 
-    module = ModuleType("event_file_writer")
-    module.EventFileWriter = type("EventFileWriter", (Writer,), dict(vars(Writer)))
-    module.event_pb2 = SimpleNamespace(Event=Event)
-    return module
+    return fake(
+        __name__="event_file_writer",
+        EventFileWriter=type("EventFileWriter", (Writer,), dict(vars(Writer))),
+        event_pb2=fake(Event=Event),
+    )
 
 
 def logged(folder):
@@ -145,7 +152,7 @@ def test_a_newcomer_goes_on_with_a_csv_file_at_its_first_new_line(tmp_path):
     path = tmp_path / "Train_lr.csv"
     path.write_bytes(path.read_bytes() + b"32,0")  # it was killed there
     ours = trackers.Csv()
-    ours.install(SimpleNamespace(csvMonitor=CsvMonitor))
+    ours.install(fake(csvMonitor=CsvMonitor))
     newcomer = CsvMonitor()
     newcomer.write_events([("Train/lr", 0.5, 16)])
     assert path.read_text().endswith("\n32,0")
@@ -164,9 +171,9 @@ def test_a_run_is_resumed_by_the_process_that_takes_over(tmp_path):
 
     def init(**kwargs):
         begun.append(kwargs)
-        return SimpleNamespace(log=lambda *_, **__: kwargs["mode"], mode=kwargs.get("mode", "offline"))
+        return fake(log=lambda *_, **__: kwargs["mode"], mode=kwargs.get("mode", "offline"))
 
-    module = SimpleNamespace(init=init)
+    module = fake(init=init)
     ours = trackers.WandB()
     ours.install(module)
     run = module.init(dir=str(tmp_path), project="p")
@@ -196,7 +203,8 @@ def test_a_module_that_was_looked_for_first_is_acted_on_when_it_is_imported(tmp_
     acted, finders = [], list(sys.meta_path)
     when_imported("package_of_a_test", lambda module: acted.append(module.value))
     for _ in range(2):
-        assert importlib.util.find_spec("package_of_a_test").origin.endswith("__init__.py")
+        spec = present(importlib.util.find_spec("package_of_a_test"))
+        assert spec.origin is not None and spec.origin.endswith("__init__.py")
     assert not acted
     for _ in range(2):
         importlib.import_module("package_of_a_test")

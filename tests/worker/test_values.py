@@ -9,6 +9,13 @@ from deadpool_plugin.worker.values import Values
 
 
 class Annealed(torch.nn.Module):
+    tau: float
+    longest: int | torch.Tensor
+    late: int
+    shapes: dict[int, torch.Tensor]
+    ds_grads_remaining: int
+    ds_external: object
+
     def __init__(self, host="here"):
         super().__init__()
         self.tau, self.calls, self.is_warm, self.longest, self.host = 1.0, 0, False, 2, host

@@ -2,6 +2,7 @@
 
 import contextlib
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -35,6 +36,10 @@ class FakeAdapter:
         self.shown = visible
 
 
+def fake_adapter(used=True) -> Any:
+    return FakeAdapter(used)
+
+
 @deadpool_plugin.step
 def train_step(batch, adapter=None, scale=1):
     """Doubles."""
@@ -49,13 +54,13 @@ def test_without_the_plugin_the_function_is_called_as_it_is(monkeypatch):
 
 
 def test_with_it_the_function_is_one_call_of_the_framework_that_is_used(monkeypatch):
-    made, adapter = [], FakeAdapter()
+    made, adapter = [], fake_adapter()
 
     def call(*given):
         made.append(given)
         return given[3]()
 
-    monkeypatch.setattr(WholeSteps, "installed", WholeSteps([FakeAdapter(used=False), adapter], call))
+    monkeypatch.setattr(WholeSteps, "installed", WholeSteps([fake_adapter(used=False), adapter], call))
     value = train_step(torch.ones(3), adapter, scale=4)
     assert value["loss"] == 12 and adapter.depth == 0
     ((owner, name, kind, function, args, kwargs),) = made
@@ -67,7 +72,7 @@ def test_it_is_redone_with_the_arguments_it_had():
     seen = []
     small, large, own = torch.ones(2), torch.zeros(COPIED_BYTES_MAX), torch.nn.Parameter(torch.zeros(2))
     holder = SimpleNamespace(count=0)
-    step = WholeStep(FakeAdapter(), lambda *given: seen.append(given), ([small, large], own, holder), {})
+    step = WholeStep(fake_adapter(), lambda *given: seen.append(given), ([small, large], own, holder), {})
     step()
     assert seen[0][0][0] is small
     small.zero_()
@@ -85,7 +90,7 @@ def test_it_is_redone_with_the_arguments_it_had():
 
 
 def test_a_follower_is_told_the_value_and_what_the_script_can_see():
-    adapter = FakeAdapter()
+    adapter = fake_adapter()
     step = WholeStep(adapter, lambda: pytest.fail("a follower runs nothing"), (), {})
     value = {"loss": torch.tensor(2.5, requires_grad=True) * 2, "norms": [1.0, (torch.arange(3), None)]}
     told = codec.decode(codec.encode(step.outcome(value)))
@@ -98,10 +103,10 @@ def test_a_follower_is_told_the_value_and_what_the_script_can_see():
 def test_an_iterator_is_no_argument_unless_it_is_rewound(tmp_path):
     """A redo would go on with the next batch, unnoticed."""
     with pytest.raises(Unsupported, match=r"given a generator to read data from.*deadpool_plugin\.data\.resumable"):
-        WholeStep(FakeAdapter(), train_step, ({"data": (one for one in [1, 2])},), {})
+        WholeStep(fake_adapter(), train_step, ({"data": (one for one in [1, 2])},), {})
     tapes = Tapes()
     with (tmp_path / "log").open("w") as log:
-        WholeStep(FakeAdapter(), train_step, ([1, 2], iter(tapes.wrap([1, 2])), log), {})
+        WholeStep(fake_adapter(), train_step, ([1, 2], iter(tapes.wrap([1, 2])), log), {})
 
 
 @pytest.mark.parametrize(
@@ -112,11 +117,11 @@ def test_an_iterator_is_no_argument_unless_it_is_rewound(tmp_path):
     ],
 )  # fmt: skip
 def test_the_loss_is_found_in_what_it_returns(value, loss):
-    assert WholeStep(FakeAdapter(), train_step, (), {}).loss(value, FakeAdapter()) == loss
+    assert WholeStep(fake_adapter(), train_step, (), {}).loss(value, fake_adapter()) == loss
 
 
 def test_with_nothing_to_train_or_a_graph_from_outside_it_is_refused():
     with pytest.raises(Unsupported, match="train_step, which is under @deadpool_plugin.step, was called with nothing"):
-        WholeSteps([FakeAdapter(used=False)], lambda *given: None).call(train_step, (), {})
+        WholeSteps([fake_adapter(used=False)], lambda *given: None).call(train_step, (), {})
     with pytest.raises(Unsupported, match="begins outside"):
-        WholeStep(FakeAdapter(), train_step, (torch.ones(2, requires_grad=True) * 2,), {})
+        WholeStep(fake_adapter(), train_step, (torch.ones(2, requires_grad=True) * 2,), {})
