@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from support import present
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import pytest
@@ -116,11 +118,11 @@ def _battery(group: Any) -> list[Any]:
     if rank == 0:
         dist.send(mine, 1, group=group)
         assert dist.recv(alone, 1, group=group) == 1
-        dist.isend(mine, 1, group=group).wait()
+        present(dist.isend(mine, 1, group=group)).wait()
     else:
         assert dist.recv(alone, 0, group=group) == 0
         dist.send(mine, 0, group=group)
-        dist.irecv(unwaited, 0, group=group).wait()
+        present(dist.irecv(unwaited, 0, group=group)).wait()
     operations = [
         dist.P2POp(dist.isend, mine, 1 - rank, group),
         dist.P2POp(dist.irecv, batched, 1 - rank, group),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import socket
 import threading
+from typing import Any, cast
 
 import pytest
+import torch.distributed as dist
 
 from deadpool_plugin.comm import gloo, store
 
@@ -19,7 +21,7 @@ def test_a_store_is_where_the_agent_says_its_node_is_reached(monkeypatch: pytest
     client = store.connect(address)
     client.set("key", "value")
     assert server.get("key") == b"value"
-    assert client.timeout.days == 30, "whoever was to set a key may have a long way to it"
+    assert cast(Any, client).timeout.days == 30, "whoever was to set a key may have a long way to it"
 
 
 def test_gloos_interface_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,9 +85,9 @@ def test_a_store_is_not_hosted_while_gloos_listeners_are_told_from_others(monkey
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
     monkeypatch.setenv("DEADPOOL_ADDRESS", "127.0.0.1")
     turnstile, hosted = Turnstile(), []
-    create_device, create_server = gloo.ProcessGroupGloo.create_default_device, socket.create_server
+    create_device, create_server = dist.ProcessGroupGloo.create_default_device, socket.create_server
 
-    def open_listener(*arguments: object, **named: object) -> socket.socket:
+    def open_listener(*arguments: Any, **named: Any) -> socket.socket:
         listener = create_server(*arguments, **named)
         hosted.append(listener.getsockname())
         turnstile.came.set()
@@ -100,7 +102,7 @@ def test_a_store_is_not_hosted_while_gloos_listeners_are_told_from_others(monkey
     for module in (store, gloo):
         monkeypatch.setattr(module, "listening", turnstile)
     monkeypatch.setattr(socket, "create_server", open_listener)
-    monkeypatch.setattr(gloo.ProcessGroupGloo, "create_default_device", staticmethod(create_while_a_store_is_hosted))
+    monkeypatch.setattr(dist.ProcessGroupGloo, "create_default_device", staticmethod(create_while_a_store_is_hosted))
     kept: list[object] = []
     hosting = threading.Thread(target=lambda: kept.append(store.host_store()))
     devices, listeners, loops = gloo._create_devices()

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.comm import TIMEOUT
+from support.stand_in import stand_in
 from torch._C._distributed_c10d import FakeProcessGroup
 
 from deadpool_plugin.comm import groups as groups_module
@@ -29,7 +30,7 @@ class Streams:
     supports_coalescing = True
 
     def __init__(self) -> None:
-        self._work = FakeProcessGroup._create_internal(0, 2)
+        self._work: Any = FakeProcessGroup._create_internal(0, 2)
         self.open_groups = 0
 
     def allreduce(self, tensors: list[torch.Tensor], options: Any = None) -> Any:
@@ -71,7 +72,7 @@ class Streams:
 def over(inner: Any) -> tuple[Groups, Handle]:
     groups = Groups(patience_s=0.0)
     handle = Handle(groups, index=0, key="", rank=0, ranks=(0, 1), backends={"cpu": "nccl"}, timeout=TIMEOUT)
-    failed = functools.partial(nccl.NcclFabric.failed, None)
+    failed = functools.partial(nccl.NcclFabric.failed, stand_in(nccl.NcclFabric))
     fabric = types.SimpleNamespace(wait_style=lambda operation: "direct", failed=failed)
     handle.inner, groups._network = inner, types.SimpleNamespace(fabric=lambda name: fabric)  # type: ignore[assignment]
     return groups, handle
@@ -146,7 +147,7 @@ def test_a_synchronous_operation_that_an_abort_has_ended_says_so() -> None:
 
 def test_so_does_a_wait_that_an_abort_has_ended() -> None:
     groups, handle = over(Streams())
-    work = handle.allreduce([torch.zeros(1)], asynchronous())
+    work: Any = handle.allreduce([torch.zeros(1)], asynchronous())
     work._inner = types.SimpleNamespace(wait=lambda: groups._fence.announce(1))
     with pytest.raises(GenerationChanged):
         work.wait()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from support import present
 from support.comm import TIMEOUT, battery, live, plain
 from support.forked import Cell, Fleet
 from support.zygote import in_zygote
@@ -73,8 +75,14 @@ def _identity(rank: int, size: int, address: Cell) -> Any:
     default = dist.group.WORLD
     mine = [group for group in (default, *made) if group is not dist.GroupMember.NON_GROUP_MEMBER]
     world = dist.distributed_c10d._world
-    tables = [world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config, world.pg_to_tag]
-    held = [group for table in tables for group in table] + [pg for pgs in world.tags_to_pg.values() for pg in pgs]
+    tables: list[Iterable[Any]] = [
+        world.pg_map,
+        world.pg_names,
+        world.pg_group_ranks,
+        world.pg_backend_config,
+        world.pg_to_tag,
+    ]
+    held = [group for table in (*tables, *world.tags_to_pg.values()) for group in table]
     held = [group for group in held if group is not dist.GroupMember.NON_GROUP_MEMBER]
     facts: dict[str, Any] = {
         "all handles": all(isinstance(group, Handle) for group in mine + held),
@@ -116,7 +124,7 @@ def _other_ways(rank: int, size: int, address: Cell) -> Any:
     torch.manual_seed(0)
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 1))
     model(torch.full((2, 3), rank + 1.0)).sum().backward()
-    summed = functional.all_reduce(torch.full((2,), rank + 1.0), "sum", dist.group.WORLD)
+    summed = functional.all_reduce(torch.full((2,), rank + 1.0), "sum", present(dist.group.WORLD))
     mesh = init_device_mesh("cpu", (1, size), mesh_dim_names=("outer", "inner"))
     local, _ = dist.new_subgroups(1)
     dist.distributed_c10d._set_pg_timeout(TIMEOUT * 2)
@@ -137,7 +145,7 @@ def _other_ways(rank: int, size: int, address: Cell) -> Any:
     return {
         "nan": "NaN" in said,
         "refused": refused == len(handle.REFUSED),
-        "gradient": [parameter.grad.tolist() for parameter in model.parameters()],
+        "gradient": [present(parameter.grad).tolist() for parameter in model.parameters()],
         "functional": summed.tolist(),
         "handles": isinstance(mesh.get_group("inner"), Handle) and isinstance(local, Handle),
         "timeout": groups.handles[0].timeout == TIMEOUT * 2,

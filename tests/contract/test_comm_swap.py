@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support import present
 from support.comm import battery, become, live
 from support.forked import Cell, Fleet
 from support.zygote import in_zygote
@@ -46,7 +47,7 @@ class Cells:
 
 def _big_isend(group: Any) -> None:
     tensor = torch.ones(16 << 20)
-    dist.isend(tensor, VICTIM, group=group).wait()
+    present(dist.isend(tensor, VICTIM, group=group)).wait()
 
 
 OPERATIONS: dict[str, Callable[[Any], Any]] = {

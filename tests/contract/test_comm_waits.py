@@ -23,8 +23,9 @@ from deadpool_plugin.errors import GenerationChanged, StaleGeneration
 
 def test_a_helper_hands_over_value_and_error() -> None:
     assert in_helper(lambda: 7, lambda: False) == 7
+    nothing: dict[str, int] = {}
     with pytest.raises(KeyError):
-        in_helper(lambda: {}["missing"], lambda: False)
+        in_helper(lambda: nothing["missing"], lambda: False)
     assert in_helper(threading.get_ident, lambda: False) != threading.get_ident()
 
 
@@ -197,7 +198,7 @@ def _wait_alone(rank: int, name: str, address: Cell, over: Cell) -> Any:
         over.get()
         return True
     assert groups._network is not None
-    groups._network.unblock = lambda: 0  # type: ignore[method-assign]  # gloo's race: cut, it still does not end
+    groups._network.unblock = lambda: None  # gloo's race: cut, it still does not end
     threading.Timer(0.5, groups.interrupt, args=(1,)).start()
     with pytest.raises(GenerationChanged):
         NEVER_JOINED[name]()
@@ -214,7 +215,8 @@ def test_every_real_operation_that_does_not_end_is_abandoned(name: str) -> None:
 
 
 def test_a_time_out_of_the_callers_own_is_kept() -> None:
-    fence, operation = Fence(patience_s=0.0), ("allreduce", ([torch.ones(1)],), {})
+    operation: tuple[str, tuple[Any, ...], dict[str, Any]] = ("allreduce", ([torch.ones(1)],), {})
+    fence = Fence(patience_s=0.0)
     work = SwapWork(_StuckWork(), _Group(), fence, operation, style="slices", registry=set())  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="timed out"):
         work.wait(timedelta(milliseconds=1))

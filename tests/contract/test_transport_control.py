@@ -4,9 +4,10 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
+from support import expect
 
 from deadpool_plugin.core.messages import AnyMessage, Goodbye, Status
 from deadpool_plugin.errors import PeerRefused, TransportError
@@ -19,9 +20,11 @@ from deadpool_plugin.transport.sockets import Address, connected, tune
 
 WAIT_S = 20.0
 
+T = TypeVar("T")
+
 
 class Node:
-    def __init__(self, node: int, secret: bytes = b"secret", job: str = "", **options: object) -> None:
+    def __init__(self, node: int, secret: bytes = b"secret", job: str = "", **options: Any) -> None:
         self.messages: asyncio.Queue[tuple[int, AnyMessage]] = asyncio.Queue()
         self.lost: asyncio.Queue[tuple[int, str]] = asyncio.Queue()
         self.credentials = Credentials(secret, job)
@@ -51,7 +54,7 @@ async def mesh(size: int) -> AsyncIterator[list[Node]]:
         await asyncio.gather(*(node.transport.close() for node in nodes))
 
 
-async def soon(queue: asyncio.Queue[tuple[int, object]]) -> tuple[int, object]:
+async def soon(queue: asyncio.Queue[T]) -> T:
     return await asyncio.wait_for(queue.get(), WAIT_S)
 
 
@@ -65,7 +68,7 @@ def test_everyone_hears_everyone_in_order() -> None:
             for receiver in range(3):
                 heard = [await soon(nodes[receiver].messages) for _ in range(100)]
                 for sender in {0, 1, 2} - {receiver}:
-                    steps = [message.committed for peer, message in heard if peer == sender]
+                    steps = [expect(Status, message).committed for peer, message in heard if peer == sender]
                     assert steps == [100 * sender + step for step in range(50)]
 
     asyncio.run(scenario())

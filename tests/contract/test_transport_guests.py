@@ -4,9 +4,11 @@ import asyncio
 import gc
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import msgspec
 import pytest
+from support import expect
 
 from deadpool_plugin.agent import joining
 from deadpool_plugin.agent.joining import Arrival, Job, Newcomer, Roster
@@ -20,6 +22,7 @@ from deadpool_plugin.transport.guests import (
     Admitted,
     Busy,
     Describe,
+    JobDescription,
     Refused,
     Reserve,
     Reserved,
@@ -113,7 +116,7 @@ def run(scenario: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(asyncio.wait_for(scenario(), 2 * WAIT_S))
 
 
-async def soon(queue: asyncio.Queue) -> object:
+async def soon(queue: asyncio.Queue[Any]) -> object:
     return await asyncio.wait_for(queue.get(), WAIT_S)
 
 
@@ -121,7 +124,7 @@ def test_a_member_describes_its_job_and_gives_every_id_once() -> None:
     async def scenario() -> None:
         async with job(2) as members:
             where = members[1].hello.control
-            told = await ask(where, SECRET, Describe())
+            told = expect(JobDescription, await ask(where, SECRET, Describe()))
             assert (told.node, told.command, told.directory, told.config) == (1, JOB.command, "/job", "/job/d.yaml")
             assert (told.master_addr, told.master_port, told.environment) == ("master", 29500, JOB.environment)
             assert (told.generation, told.members) == (3, (0, 1))

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import pytest
+from support import present
 from support.relay import Relay
 
 from deadpool_plugin.core.messages import AnyMessage, Status
@@ -22,7 +23,8 @@ QUEUE = 8
 """Of connections nobody accepts: more than a listener with a backlog of none holds."""
 PATIENCE_S = 10 * WAIT_S
 """So that whoever is told within WAIT_S is told before the time is up in which a host may answer."""
-BOTH, DIALLER, ACCEPTOR = {}, {"target": False}, {"dialler": False}
+BOTH: dict[str, bool] = {}
+DIALLER, ACCEPTOR = {"target": False}, {"dialler": False}
 
 
 class Node:
@@ -165,7 +167,7 @@ def test_nobody_listens_where_a_node_has_gone(leaves: int) -> None:
     async def scenario() -> None:
         async with two() as (first, second, _, _):
             goes, stays = (first, second) if leaves == 0 else (second, first)
-            stays.mesh._addresses[leaves] = goes.mesh._listener.getsockname()
+            stays.mesh._addresses[leaves] = present(goes.mesh._listener).getsockname()
             await goes.mesh.close()
             assert "nobody listens there" in await asyncio.wait_for(stays.lost.get(), WAIT_S)
             assert stays.mesh.linked == set() and goes.lost.empty()
@@ -266,7 +268,7 @@ def test_who_dies_while_its_link_is_made_again_is_lost(leaves: int) -> None:
         async with two() as (first, second, relay, other):
             goes, stays = (first, second) if leaves == 0 else (second, first)
             await reset_and_unanswered(first, second, relay, other)
-            stays.mesh._addresses[leaves] = goes.mesh._listener.getsockname()
+            stays.mesh._addresses[leaves] = present(goes.mesh._listener).getsockname()
             await goes.mesh.close()
             relay.cut()
             other.cut()
