@@ -1,4 +1,4 @@
-"""What the parts of one node's controller share: the world, what is known of the others, and the ways to speak.
+"""State that the parts of one node's controller share: the world, the view of the others, and the ways to speak.
 
 Rules of this file: a message to oneself goes through `loopback` and is handled like any other, in the same step; after
 `conclude` or `fence` nothing is said any more. May import everything of core but the controller's other parts.
@@ -51,7 +51,7 @@ class Standing(msgspec.Struct, frozen=True):
 
 
 def standing_of(node: NodeId, world: World, evidence: Mapping[NodeId, str], hearsay: Hearsay) -> Standing:
-    """What `evidence` of its own and `hearsay` tell `node`. Costs what evidence there is, in a world of any size."""
+    """Derive the standing of `node` from its `evidence` and `hearsay`. The cost grows with the evidence only."""
     known = evidence if hearsay.proposer in evidence else {**hearsay.lost, **evidence}
     places = world.positions
     suspects = {node: known[node] for node in sorted(known.keys() & places.keys(), key=places.__getitem__)}
@@ -69,7 +69,7 @@ class Context:
         self.now = 0.0
         self.world = World(generation=0, node_of=())
         self.decided: Decided | None = None
-        """What this generation was decided by; None in generation 0."""
+        """The decision that began this generation; None in generation 0."""
         self.watch = Watch()
         self.hearsay = Hearsay(node)
         """Void if its proposer is lost itself: of two nodes that have lost each other only one shall go."""
@@ -81,7 +81,7 @@ class Context:
         self.committed: Step = NO_STEP
         """In this generation."""
         self.newest_committed: Step = NO_STEP
-        """Of this history: `committed`, or what the newest plan goes back to until something is committed after it."""
+        """In this history: `committed`, or the restore step of the newest plan until a step is committed after it."""
         self.step_s = 0.0
         """The time between the two newest commits, where this node coordinates."""
         self.training = False
@@ -95,7 +95,7 @@ class Context:
         self.waiting = False
         """The coordinator (perhaps one before it) waits for a host to join."""
         self.stalled_at: Step | None = None
-        """What was committed when this node, as coordinator, last saw nothing come of training for too long."""
+        """The committed step when this node, as coordinator, last saw training stall."""
         self.unproven: frozenset[Rank] = frozenset()
         """Ranks run by other processes than before, of which too few steps are committed yet to trust them. Each node
         is right about its own; a host that has joined takes all for new."""
@@ -142,7 +142,7 @@ class Context:
 
     @property
     def standing(self) -> Standing:
-        """Who is lost and who coordinates, by what is known now: worked out again only when that has changed."""
+        """Find the lost nodes and the coordinator. Computed again only when the evidence has changed."""
         known = (self.world, self.hearsay, self.watch.findings)
         if known != self._known:
             self._known = known
@@ -209,7 +209,7 @@ class Context:
         self.changed, self.stuck = True, reason
 
     def learn(self, promise: Promise) -> None:
-        """What another member knows of the job's past."""
+        """Take over what another member knows of the job's past."""
         self.newest_committed = max(self.newest_committed, promise.committed)
         self.has_trained = self.has_trained or promise.training
         self.checkpoint = max(self.checkpoint, promise.checkpoint)

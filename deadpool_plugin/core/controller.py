@@ -213,7 +213,7 @@ class Controller:
         self._hear_early()
 
     def _hear_early(self) -> None:
-        """What was said to this node before it knew the world."""
+        """Handle the messages that came before this node knew the world."""
         early, self._early = self._early, []
         for received in early:
             self._mark()
@@ -336,7 +336,7 @@ class Controller:
         self._joining, ctx.changed = None, True
 
     def _judge_newcomers(self, plan: SwapPlan) -> None:
-        """Who has come through PROVED_AFTER steps of the generation that ends is as good as any. A process of this node
+        """Trust newcomers after PROVED_AFTER committed steps of the generation that ends. A process of this node
         that ended after its promise is replaced, too, although the plan does not say so."""
         ctx, floor = self._ctx, self._ctx.plan.restore_step if self._ctx.plan else 0
         proved, own = ctx.committed >= floor + PROVED_AFTER, plan.world.ranks_of(ctx.node)
@@ -349,7 +349,7 @@ class Controller:
         ctx.unproven |= {*moved, *plan.lost_ranks, *(failure.rank for failure in self._failures.own)}
 
     def _begin_generation(self) -> None:
-        """What lives no longer than a generation."""
+        """Make anew the parts that live no longer than a generation."""
         ctx, inventory, failures = self._ctx, self._inventory, self._failures
         self._pairing = Pairing(ctx)
         self._coordination = Coordination(ctx, self._pairing)

@@ -55,7 +55,7 @@ class Coordination:
         self._contact.hear(sender, report.sent_at, report.heard)
 
     def absorb(self, sender: NodeId, report: Report) -> None:
-        """What a report of this generation says, before that is fenced. Costs the same in a job of any size, but for
+        """Take in a report of this generation, before that is fenced. Costs the same in a job of any size, but for
         steps committed by it."""
         own = self._ctx.world.ranks_of(sender)
         fresh = {rank for rank in report.ready if rank in own} - self._ready

@@ -1,4 +1,4 @@
-"""What members say to each other in one generation, the votes of a swap aside.
+"""Handlers of the messages of one generation, the votes of a swap aside.
 
 Rules of this file: whoever speaks of an older generation is told the newest, and nothing else comes of it (but that
 it gives itself up); a word of a node that is counted as lost does not count. May import everything of core but the

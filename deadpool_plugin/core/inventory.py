@@ -1,4 +1,4 @@
-"""What this node itself holds and has reached: the contents of its Reports and Promises.
+"""The holdings and progress of this node: the contents of its Reports and Promises.
 
 Rules of this file: changed by inputs of this node and by decided plans only; every method answers whether anything
 changed, so that a Report is sent on change and not otherwise. May import messages and types only.

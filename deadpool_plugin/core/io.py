@@ -1,4 +1,4 @@
-"""What goes into the controller (inputs, past tense) and what comes out of it (actions, imperative).
+"""The inputs of the controller (past tense) and its actions (imperative).
 
 The agent translates the world into inputs, calls `Controller.step(input, now)` for each, and carries out the
 returned actions in their order before it feeds the next input. The simulator does the same.
@@ -145,7 +145,7 @@ class WorkerFailed(Input, frozen=True):
 
 
 class CallsRead(Input, frozen=True):
-    """What the ranks of this node had issued in `generation` when ReadCalls was carried out."""
+    """The collectives that this node's ranks had issued in `generation` when ReadCalls was carried out."""
 
     generation: Generation
     ranks: tuple[RankCalls, ...]
@@ -173,7 +173,7 @@ class SpareFailed(Input, frozen=True):
 
 
 class SpareUnable(Input, frozen=True):
-    """What this node rehearses lives on, but it could not take over, and another attempt would change nothing."""
+    """This node's rehearsal lives on but could not take over, and another attempt would change nothing."""
 
     reason: str
 

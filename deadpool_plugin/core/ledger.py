@@ -1,4 +1,4 @@
-"""Who holds which snapshot: what is committed, and to which step a world can go back.
+"""The holders of each snapshot, and from them: the committed step, and the step a world can go back to.
 
 Rules of this file: the ledger believes verified holdings only and draws conclusions from nothing else; functions
 return a reason for people where there is no answer. Two slots per rank are enough because of `may_stage`

@@ -93,7 +93,7 @@ class Proposal:
     plan: SwapPlan | None = None
     accepted: set[NodeId] = field(default_factory=set)
     claim: SwapPlan | None = None
-    """What the witness has been asked to keep."""
+    """The plan that the witness was asked to keep."""
     claimed: bool = False
     waits_with: tuple[NodeId, ...] | None = None
     """Set while it waits for hosts: the candidates that are too few."""

@@ -1,4 +1,4 @@
-"""What agents say to each other (control connections), as msgspec structs.
+"""The messages between agents (control connections), as msgspec structs.
 
 Rules of this file: plain data, no pickle; every message but a JoinRequest carries the generation or ballot that
 fences it. A message of an older generation is ignored by its receiver (invariant NO_STALE_WRITE).
@@ -116,7 +116,7 @@ class RankFailed(Message, frozen=True):
 
 
 class GroupCalls(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank has issued in a group in this generation: how many collectives, their digest, the codes of the last
+    """The collectives of a rank in a group in this generation: their number, their digest, the codes of the last
     ones, the newest last; and number and digest at the cuts of its newest steps (pairing.py)."""
 
     key: str
@@ -127,8 +127,10 @@ class GroupCalls(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RankCalls(msgspec.Struct, frozen=True, array_like=True):
-    """Of one rank, group by group. `newcomer`: its process has yet to come through enough steps to be trusted. `again`:
-    the process before it was ended for what it had issued."""
+    """The collectives of one rank, group by group.
+
+    `newcomer`: its process has yet to come through enough steps to be trusted. `again`: the process before it was ended
+    for what it had issued."""
 
     rank: Rank
     groups: tuple[GroupCalls, ...]

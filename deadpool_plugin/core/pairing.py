@@ -39,7 +39,7 @@ REDUCTIONS = ("", "sum", "avg", "product", "min", "max", "band", "bor", "bxor", 
 
 
 class Call(NamedTuple):
-    """What all members of a group have in common in one collective. `size`: elements of `dtype`, bytes if that is "".
+    """The part of a collective that all members have in common. `size`: elements of `dtype`, bytes if that is "".
 
     Left at 0 or "" is what may differ by rank: sizes in a gather, a scatter and an all_to_all."""
 
@@ -125,7 +125,7 @@ def _agree(one: GroupCalls, other: GroupCalls) -> bool:
 
 
 def first_difference(one: tuple[Rank, GroupCalls], other: tuple[Rank, GroupCalls]) -> Difference | None:
-    """Of two members; None if what is known of both agrees."""
+    """Find the first difference between two members; None if the known calls of both agree."""
     (rank, calls), (peer, its) = one, other
     agree = _agree(calls, its)  # nearly always: thousands of ranks are compared before a swap
     known = {} if agree else {number: (digest, code) for number, digest, code in _known(calls)}
@@ -144,7 +144,7 @@ def first_difference(one: tuple[Rank, GroupCalls], other: tuple[Rank, GroupCalls
 
 
 def _at_cuts(one: tuple[Rank, GroupCalls], other: tuple[Rank, GroupCalls]) -> str:
-    """What differed at the cut of a step: one of all alike too many, perhaps."""
+    """Describe a difference at the cut of a step, such as one collective too many of the same kind."""
     (rank, calls), (peer, its) = one, other
     cuts = {step: (count, digest) for step, count, digest in calls.cuts}
     for step, count, digest in sorted(its.cuts):

@@ -1,4 +1,4 @@
-"""Who mirrors whom, who takes over from whom, and which rank a spare rehearses: functions of the world alone.
+"""Placement of mirrors, of takeovers and of rehearsals: functions of the world alone.
 
 Rules of this file: pure functions; every node computes the same answer from the same world, so none of it is ever
 sent (but where racks matter). May import mirrors and types only.
@@ -68,7 +68,7 @@ def copies_needed(world: World, copies: int) -> int:
 
 
 def rehearsals(world: World) -> tuple[Rehearsal, ...]:
-    """What every spare rehearses: spare i the ranks of the i-th active node, modulo their number, one a local slot."""
+    """Give every spare its rehearsals: spare i the ranks of active node i (modulo their number), one a local slot."""
     ring = world.active
     return tuple(
         Rehearsal(spare, slot, rank, source=ring[index % len(ring)])

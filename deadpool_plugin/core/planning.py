@@ -16,7 +16,7 @@ from .types import NO_STEP, NodeId, Rank, Step, SwapPlan, Unrecoverable, World, 
 
 @dataclass(frozen=True)
 class Situation:
-    """What a proposer knows when all promises are there.
+    """The knowledge of a proposer when all promises are there.
 
     Args: ledger: the survivors' holdings, taken after they fenced this generation. stores: what they offer.
         newest_committed: the newest step somebody knows to be committed and no plan has undone.

@@ -1,4 +1,4 @@
-"""What the user decides about losses.
+"""The user's decisions about losses.
 
 Rules of this file: one frozen value, the same on every node. May import nothing.
 """
@@ -20,6 +20,6 @@ class Policy:
     wait_for_hosts: bool = False
     """Without a spare: wait, holding everything, until a host joins (instead of ending the job)."""
     witness: bool = False
-    """Of a tie the half decides whose plan the witness has, instead of the one with the first active node."""
+    """In a tie the half whose plan the witness keeps decides, instead of the half with the first active node."""
     restarts_window_s: float = 3600.0
     """Losses longer ago than this do not count."""

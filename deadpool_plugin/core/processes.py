@@ -1,4 +1,4 @@
-"""What this node's own processes say and leave behind: ranks that are ready, snapshots, stores, deaths.
+"""Inputs from this node's own processes: ranks that are ready, snapshots, stores, deaths.
 
 Rules of this file: what the coordinator must hear of is noted in the context; what a plan depends on goes into the
 promise if it is too late for a report. May import everything of core but the controller and coordination.

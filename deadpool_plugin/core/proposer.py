@@ -136,7 +136,7 @@ class Proposer:
     def _plan(self, proposal: Proposal, failed: Mapping[int, Failure]) -> SwapPlan | NoSpare | Unrecoverable:
         ctx = self._ctx
         promises = {node: promise for node, promise in proposal.promises.items() if node not in proposal.lost}
-        # Who took over at the last restore step has no calls from before it, so nothing older can be gone back to.
+        # A replacement of the last swap has no calls from before its restore step: the job can go back no further.
         oldest = ctx.plan.restore_step if ctx.plan is not None else 0
         case = Situation(
             world=ctx.world,

@@ -1,4 +1,4 @@
-"""What a spare has been told to rehearse, and how far that is.
+"""The rehearsals that a spare was told to make, and their progress.
 
 Rules of this file: one task a local slot, the newest counts; a rehearsal that fails is ordered again, at once and then
 after pauses that double, as often within the same time as a lost process is replaced; then the node gives up. What
@@ -42,7 +42,7 @@ class Rehearsing:
         self._able_at: float | None = None
         """A spare that has failed before is able only if it has not failed again until then."""
         self._doubted = False
-        """What is rehearsed now is of no use."""
+        """The current rehearsal is of no use."""
 
     def ordered(self, sender: NodeId, message: Rehearse) -> None:
         ctx = self._ctx
@@ -100,7 +100,7 @@ class Rehearsing:
         return True
 
     def unable(self, reason: str) -> bool:
-        """What is rehearsed is of no use, and would be of none a second time."""
+        """Note that the rehearsal is of no use, and that another attempt would be of none either."""
         self._inventory.able, self._inventory.unable = False, reason[:REASON_MAX]
         self._doubted = True
         return True

@@ -24,7 +24,7 @@ from .types import Generation, NodeId, Step
 
 
 class _Complaint(NamedTuple):
-    """What was committed when one was made, and since when it is made with no step more."""
+    """The committed step when a complaint was made, and since when it is repeated without a newer one."""
 
     committed: Step
     since: float
@@ -47,7 +47,7 @@ class Rifts:
         self._asked_in: Generation | None = None
         """In which generation somebody was last asked to leave."""
         self._told: set[tuple[Generation, frozenset[NodeId]]] = set()
-        """Of which pairs people know."""
+        """The pairs that people were told of."""
         self._broken: _Broken | None = None
         """The training connection that broke last."""
 

@@ -1,4 +1,4 @@
-"""Who is lost, and why: fast evidence at once, silence at its deadline.
+"""The lost nodes, each with its reason: fast evidence counts at once, silence at its deadline.
 
 Rules of this file: `(now, state, config) -> (result, reason)`, nothing is remembered here but what the caller puts in;
 one's own pause is no evidence about others. May import timing and types only.
@@ -18,7 +18,7 @@ PAUSE_INTERVALS = 3
 
 @dataclass
 class Watch:
-    """What one node knows of the others: `evidence`, of whom there is none but its silence (`silent`; only that is ever
+    """One node's view of the others: `evidence`, of whom there is none but its silence (`silent`; only that is ever
     taken back from a member), and when it last `heard` of them. `findings` grows with every change of the evidence."""
 
     evidence: dict[NodeId, str] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class Watch:
             self.findings += 1
 
     def pardon(self, node: NodeId) -> None:
-        """What is known of `node` does not count: of an earlier connection, by one that is no member and asks anew; or
+        """Drop the evidence about `node`: it is of an earlier connection, of one that is no member and asks anew; or
         a silence that is over."""
         if self.evidence.pop(node, None) is not None:
             self.findings += 1

@@ -88,7 +88,7 @@ class Swaps:
             ctx.give_up(f"{what} (a tie)", ctx.lost_ranks())
 
     def _who_may_know(self, living: tuple[NodeId, ...]) -> list[NodeId]:
-        """Of a newer generation: living members, and hosts that the plan we have accepted takes in."""
+        """List who may know a newer generation: living members, and hosts that our accepted plan takes in."""
         accepted = self.voter.acceptor.accepted
         joined = accepted[1].joined if accepted is not None else ()
         evidence = self._ctx.watch.evidence

@@ -17,7 +17,7 @@ class Timing:
     silent_after_s: float = 10.0
     """A member not heard of for this long is lost."""
     phase_timeout_s: float = 20.0
-    """Who has not answered a phase of a swap by then is lost, and the phase is repeated without it."""
+    """A node that has not answered a phase of a swap by then is lost, and the phase is repeated without it."""
     decision_timeout_s: float = 300.0
     """Whoever has waited so long for a decision about the next generation, or to be taken in, leaves."""
     start_timeout_s: float = 1800.0
@@ -29,7 +29,7 @@ class Timing:
 
     @property
     def lease_s(self) -> float:
-        """So long after the sending of its newest certain report a node's workers stand still (contact.py).
+        """Seconds from the sending of its newest certain report until a node's workers stand still (contact.py).
 
         Shorter than `silent_after_s`, after which it may be replaced, by more than what clocks that run four percent
         fast and slow and a tick (a quarter of a heartbeat interval) can make up for: 0.9 / 0.96 + 1 / 80 < 1 / 1.04.

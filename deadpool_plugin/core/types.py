@@ -23,7 +23,7 @@ ExitCode = Annotated[int, msgspec.Meta(ge=-255, le=255)]
 """Negative for a signal, as in subprocess."""
 
 Digest = Annotated[int, msgspec.Meta(ge=0)]
-"""Of 64 bits: what is decoded holds no more, and msgspec takes no bound above 63."""
+"""Mask of 64 bits: decoded numbers hold no more, and msgspec takes no bound above 63."""
 
 NO_STEP: Step = -1
 MASK = (1 << 64) - 1
@@ -84,7 +84,7 @@ class World(msgspec.Struct, frozen=True, array_like=True, dict=True):
         return self._ranks.get(node, ())
 
     def rack_of(self, node: NodeId) -> str:
-        """What may fail together with `node` as a whole: its rack, or itself alone."""
+        """Name the unit that may fail as a whole with `node`: its rack, or itself alone."""
         return self._rack_of.get(node, f"node {node}")
 
     @cached_property
@@ -138,7 +138,7 @@ class Checkpoint(msgspec.Struct, frozen=True, array_like=True, order=True):
 
 
 class SwapPlan(msgspec.Struct, frozen=True, array_like=True):
-    """What everyone does once a majority has accepted it.
+    """The plan that every node carries out once a majority has accepted it.
 
     `restore_step` is NO_STEP where nothing was lost because training had not begun: every rank then begins its script
     again in a new process, and `store` is "" until one of them offers one. `lost_ranks` lived on nodes that survive:
