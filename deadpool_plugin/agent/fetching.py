@@ -44,7 +44,7 @@ class Fetches:
         self._reports.emit("SnapshotFetched", rank=source.rank, step=step, nbytes=pair.payload_bytes, duration_s=took)
 
     def _fetcher(self, source: Source, step: Step, generation: Generation) -> Callable[[SlotPair], SnapshotHeader]:
-        """What fills a pair of slots with the restore step, in a thread, by when `generation` may be over."""
+        """Make the function that fills a pair of slots, in a thread; `generation` may be over by then."""
         header_peer, payload_peer = self._peers.to(source.header_node), self._peers.to(source.payload_node)
         return lambda pair: header_peer.fetch(source.rank, step, source.payload_rank, pair, payload_peer, generation)
 

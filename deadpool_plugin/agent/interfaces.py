@@ -48,7 +48,7 @@ def address_of(said: str, found: Found | None = None) -> str:
 
 
 def other_network(ours: str, environ: Mapping[str, str], found: Found | None = None) -> str:
-    """What to know where the frameworks use another interface than that of `ours`; "" if they were not told to.
+    """Warn if the frameworks use another interface than that of `ours`; "" if they were not told to.
 
     Args:
         found: as for `address_of`.

@@ -48,7 +48,7 @@ _EXPORTED = (
 )  # fmt: skip
 _HOSTS_OWN = "CUDA_VISIBLE_DEVICES"
 _SECRETS = ("TOKEN", "KEY", "SECRET", "PASSWORD", "CREDENTIAL")
-"""What is told to guests is not encrypted on its way: a host that joins has its own of variables named like these."""
+"""Answers to guests are not encrypted on their way: a joining host must have variables of such names itself."""
 _RETRY_S = 0.2
 _ARRIVAL_S = 10.0
 """A newcomer that has not spoken by then keeps the next one waiting no longer."""
@@ -62,7 +62,7 @@ class Invitation(msgspec.Struct, frozen=True):
 
 
 class Job(msgspec.Struct, frozen=True):
-    """What this node's supervisors were started with. `config`: as `Config.told`; `secret_files`: where the secret may
+    """The start of this node's supervisors. `config`: as `Config.told`; `secret_files`: where the secret may
     lie. `launch`: the name of the `deadpool launch` that started it, "" for another launcher. `invitation`: to the
     running job this host shall join; None for a host that meets the others at the rendezvous.
     """
@@ -77,7 +77,7 @@ class Job(msgspec.Struct, frozen=True):
 
 
 def job_from(environ: Mapping[str, str], directory: str, config: str, secret_files: tuple[str, ...]) -> Job:
-    """What the supervisor and `deadpool join` say by the environment; both are ours."""
+    """Read what the supervisor and `deadpool join` put into the environment; both are ours."""
     named = deepspeed_env(environ, directory)
     exported = {
         name: value
@@ -108,7 +108,7 @@ def how_to_join(address: Address) -> str:
 
 
 class Roster:
-    """Who is known here, and the answers to guests. Thread: the event loop's only.
+    """The nodes known here, and the answers to guests. Thread: the event loop's only.
 
     `members`: the world, None before there is one. `on_admitted`: a newcomer is about to be linked; its bulk address
     is in its hello. `on_stop`: somebody on that host wants the job to end. `missed`: who is taken for lost while no
@@ -145,7 +145,7 @@ class Roster:
         self._seen(node)
 
     def heard(self, node: NodeId, message: AnyMessage) -> None:
-        """What `node` says tells who is there."""
+        """Learn from a message of `node` which nodes are there."""
         self._seen(node)
         if isinstance(message, Goodbye):
             self.gone(node)
@@ -159,7 +159,7 @@ class Roster:
             self._arriving = None
 
     def answer(self, question: guests.Question) -> Answer:
-        """What a guest is told."""
+        """Describe the job to a guest."""
         if not self._hellos:
             return Busy("the job is starting", arrives=True)
         if isinstance(question, Describe):
@@ -253,7 +253,7 @@ class Newcomer:
         )
 
     async def _described(self, addresses: list[Address]) -> JobDescription | None:
-        """What the first that answers says. Raises: PeerRefused if some refuse and none answers: another job may have
+        """Return the first answer. Raises: PeerRefused if some refuse and none answers: another job may have
         the port of a member that is gone."""
         refused: PeerRefused | None = None
         for address in addresses:

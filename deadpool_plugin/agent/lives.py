@@ -120,7 +120,7 @@ class Lives:
         self.lost(slot, process, reason, exit_code)
 
     def end_rank(self, rank: Rank, reason: str) -> None:
-        """What runs `rank` here must not go on."""
+        """End the process that runs `rank` here."""
         for slot in self._slots:
             if slot.rank == rank and slot.living is not None:
                 self.kill(slot, slot.living, reason)

@@ -80,7 +80,7 @@ def addresses(config: Config, target: Address) -> tuple[str, str]:
 
 
 def versions() -> dict[str, str]:
-    """What must be the same on all hosts."""
+    """Read the versions of the packages that must be alike on all hosts."""
     found = {}
     for package in PACKAGES:
         try:

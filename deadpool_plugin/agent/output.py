@@ -227,7 +227,7 @@ class LineBuffer:
         self._rest = b""
 
     def feed(self, data: bytes) -> bytes:
-        """What may be forwarded now."""
+        """Take in `data`; return the whole lines that may be forwarded now."""
         data = self._rest + data
         end = data.rfind(b"\n") + 1
         if end == 0 and len(data) > self.LINE_BYTES_MAX:
@@ -254,7 +254,7 @@ class Pipe:
         self._path: Path | None = None
         self._file_bytes = 0
         self.repeats: Repeats | None = None
-        """What a lost process has printed already."""
+        """The lines that a lost process has printed already."""
         self._forward = False
         self._lines = LineBuffer()
         self._loop = asyncio.get_running_loop()

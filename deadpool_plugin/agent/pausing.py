@@ -41,7 +41,7 @@ class Pausing:
         self._watch.excuse(self._stopped)
 
     def _started(self, running: Collection[int]) -> set[int]:
-        """What belongs to these local ranks, but for who looks after them. The look at all of /proc is what takes long:
+        """Find the processes of these local ranks, without their supervisors. The scan of all of /proc takes long:
         a second one is for a slot that runs no rank now."""
         found = {*proc.tagged(self._job_tag)} - {slot.standby_pid for slot in self._slots}
         for slot in self._slots:

@@ -1,4 +1,4 @@
-"""What /proc says about processes: start time, state, exit, and the end of whatever belongs to a job.
+"""Facts from /proc about processes: start time, state, exit, and the end of a job's processes.
 
 Rules of this file: reads only, but for `sweep` and `kill_all`; a process that has gone is an answer, not an error.
 Source: proc_pid_stat(5); PF_EXITING shows 1.5-5 ms after SIGKILL, while a pidfd or an end of file come only after

@@ -1,4 +1,4 @@
-"""What one must know of a rank to stand in for it: it travels between nodes as the rank's "recording"."""
+"""The profile that a stand-in needs of a rank. It travels between nodes as the rank's "recording"."""
 
 from __future__ import annotations
 

@@ -19,9 +19,9 @@ from .profile import Profile
 from .slots import Process, Slot
 
 PULL_STEPS = 1024
-"""So many steps' records are asked for at a time at most: each time on a connection of its own."""
+"""The most steps whose records one request asks for. Each request has a connection of its own."""
 CHUNK_STEPS = 64
-"""So many are told to the process at a time."""
+"""Records that one message to the process holds."""
 
 
 @dataclass(eq=False)

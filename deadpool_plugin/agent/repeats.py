@@ -30,7 +30,7 @@ READ_S = 1.0
 """How long a take-over waits for the file system."""
 CUTS = (events.StepDone.__name__, events.WorkerResumed.__name__)
 CUTS_BYTES = 1 << 16
-"""Of each of the two files of cuts: some 900, and a take-over asks for those of the last two steps."""
+"""Size of each of the two files of cuts: about 900 cuts. A takeover needs those of the last two steps."""
 _NUMBERS = re.compile(rb"[0-9]+([.:,][0-9]+)*([eE][+-]?[0-9]+)?")
 
 
@@ -68,7 +68,7 @@ class Cuts:
 
 
 def printed_since(output_dir: Path, job: str, rank: Rank, step: Step) -> Printed:
-    """What processes of `rank` had printed behind the cut of `step`, on whichever nodes of `job`: an earlier one in the
+    """Read what processes of `rank` printed after the cut of `step`, on any node of `job`: an earlier one in the
     folder may have had more. Blocks: for the files."""
     found: Printed = {}
     for path in sorted(output_dir.glob(f"rank{rank:04d}.node*.log")):
@@ -100,7 +100,7 @@ def _words(path: Path, begin: int, end: int | None) -> Counter[bytes]:
 
 
 def words(line: bytes) -> bytes:
-    """What stays the same if the line is printed again."""
+    """Reduce a line to the part that stays the same if it is printed again."""
     return b" ".join(_NUMBERS.sub(b"#", line).split())
 
 
@@ -115,7 +115,7 @@ class Repeats:
         return not any(self._printed[step] for step in self._printed if step >= self._step)
 
     def reached(self, step: Step) -> None:
-        """What comes from here on is printed behind the cut of `step` (a swap may go back to one before)."""
+        """Note that later output is after the cut of `step` (a swap may go back to an earlier one)."""
         self._step = max(self._step, step)
 
     def without(self, data: bytes) -> bytes:

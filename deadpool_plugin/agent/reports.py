@@ -1,4 +1,4 @@
-"""What people and programs are told: the event log of this node, and a few plain lines on standard output.
+"""Reports for people and programs: the event log of this node, and a few plain lines on standard output.
 
 Rules of this file: one line for what changes a person's picture of the job, nothing per step; only the coordinator
 speaks for the job, a node speaks for itself. However long a job takes, a node's files stay within a bound: what recurs
@@ -21,9 +21,9 @@ from .output import Ring, Writer
 NOTES_MAX = 20
 """That a node says on its terminal in one generation; the log has all of them."""
 LOG_BYTES_MAX = 16 << 20
-"""Of the log of one job; beyond it only events.FATE goes there."""
+"""Limit of the log of one job; beyond it only events.FATE goes there."""
 RECENT_BYTES = 2 << 20
-"""Of each of the two files for what recurs: 6,000 steps and more."""
+"""Size of each of the two files for events that recur: 6,000 steps and more."""
 
 
 class Reports:
@@ -169,7 +169,7 @@ def named(line: str, hosts: Mapping[NodeId, str]) -> str:
 
 
 def _moves(planned: events.SwapPlanned) -> str:
-    """Who runs what from now on."""
+    """Describe the moves of ranks."""
     moves = [f"node {taker} takes over from node {lost}" for lost, taker in planned.takers.items()]
     if planned.lost_ranks:
         moves.append(f"rank(s) {listed(planned.lost_ranks)} get new processes where they were")
@@ -177,7 +177,7 @@ def _moves(planned: events.SwapPlanned) -> str:
 
 
 def _mirrored(mirrored: events.Mirrored) -> str:
-    """What a job has that is mirrored but not protected, and what the next lost node means to it."""
+    """Describe a job that is mirrored but not protected, and the effect of the next lost node."""
     missing = mirrored.reason
     if mirrored.spares_left == 0:
         then = "ends the job" if mirrored.on_no_spare == "stop" else "makes the job wait for a host"
@@ -186,7 +186,7 @@ def _mirrored(mirrored: events.Mirrored) -> str:
 
 
 def _history(step: int, full: bool) -> str:
-    """What has become of a rank's records at `step`."""
+    """Describe the state of a rank's records at `step`."""
     if full:
         return (
             f"no longer fit into history_limit_mib at step {step}: from now on only spares that have followed so far "

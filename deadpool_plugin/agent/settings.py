@@ -1,4 +1,4 @@
-"""What the protocol is told of the configuration: how long it waits, and what the user decides about losses."""
+"""The configuration's part for the protocol: its time-outs, and the user's decisions about losses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the agent knows of its node's processes: one slot per local rank, each with a standby process and its worker.
+"""The agent's view of its node's processes: one slot per local rank, each with a standby process and its worker.
 
 Rules of this file: values only. An active node's slots and a spare's differ in nothing but `rank`.
 """

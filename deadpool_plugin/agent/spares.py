@@ -57,7 +57,7 @@ class Spares:
         self._said_at = 0.0
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._ordered: dict[int, Rank] = {}
-        """What each slot is to rehearse next, until that has begun."""
+        """The next rehearsal of each slot, until it has begun."""
         self.rehearsals: dict[int, Rehearsal] = {}
         self.check_memory: Callable[[Profile, NodeId], None] = lambda profile, node: None
         workers.handlers[local.WorkerHello] = self._introduced

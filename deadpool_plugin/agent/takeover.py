@@ -101,7 +101,7 @@ class TakeOvers:
     # ---- newcomers
 
     async def _take_over(self, plan: SwapPlan, slot: Slot, source: Source | None) -> None:
-        """What the rank needs is brought here and safe again before its process is ready (that may take long).
+        """Fetch the state of the rank, and make it safe again, before its process is ready (that may take long).
 
         Args:
             source: None if it is here already: the rank has lost its process only, or a take-over was cut off.

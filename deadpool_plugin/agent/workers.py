@@ -47,7 +47,7 @@ class Output(NamedTuple):
 
 
 async def in_time(look: Callable[[], T]) -> T | None:
-    """What `look` says in a thread; None if it fails, or has not said it in time."""
+    """Run `look` in a thread and return its answer; None if it fails or is late."""
     with contextlib.suppress(OSError):
         return await asyncio.wait_for(asyncio.get_running_loop().run_in_executor(None, look), READ_S)
     return None
@@ -141,7 +141,7 @@ class Workers:
             peer.send(self._start)
 
     def _keep_apart(self, slot: Slot, peer: LocalPeer, descriptors: list[int]) -> None:
-        """What a process prints while it rehearses; until its file is open it stays in the pipe."""
+        """Assign the file for the output of a rehearsal; until it is open, output stays in the pipe."""
         process = slot.living
         if process is None or process.peer is not peer:  # these are the last words of one that is known to be dead
             close_descriptors(descriptors)
@@ -228,7 +228,7 @@ class Workers:
             slot.pipe.assign(self._output_dir / f"spare{slot.local_rank}.node{node}.log", forward=False)
 
     def hear_unnamed(self) -> None:
-        """What was written before anybody knew which rank this slot is, if that is all there ever was."""
+        """Keep the output from before this slot had a rank, if there never was more."""
         for slot in self.slots:
             if slot.pipe is not None and self.world is None:
                 name = f"standby{slot.local_rank}.node{self._place.node}.log"

@@ -54,7 +54,7 @@ def check_count(hosts_total: int, spares: int) -> None:
 
 
 def check_hosts(hosts_total: int, spares: int | Sequence[str], copies: int) -> None:
-    """What can be said before the hosts' own names are known. Raises: ConfigError."""
+    """Check what does not need the hosts' own names. Raises: ConfigError."""
     if isinstance(spares, int):
         check_count(hosts_total, spares)
     elif all(name.isdigit() for name in spares):
@@ -152,7 +152,7 @@ def first_difference(here: Mapping[str, str], there: Mapping[str, str]) -> tuple
 
 
 def worker_env(place: Place, world: World, rank: Rank, node: NodeId, local_rank: int, address: str) -> dict[str, str]:
-    """What the process of `rank` shall find in its environment: the active world as any launcher would say it."""
+    """Make the environment of the process of `rank`: the active world as any launcher would describe it."""
     ring = world.active
     return {
         "RANK": str(rank),
