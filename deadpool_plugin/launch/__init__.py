@@ -1,1 +1,1 @@
-"""What the launcher starts: the supervisor of each local rank, the agent of each node, the training process."""
+"""Programs of the launcher: the supervisor of each local rank, the agent of each node, the training process."""

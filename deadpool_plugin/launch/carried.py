@@ -1,4 +1,4 @@
-"""What a host is given for one job: configuration and secret in a folder of its memory, which goes with the job.
+"""Files that a host gets for one job: configuration and secret in a folder of its memory, which goes with the job.
 
 Rules of this file: only our own user may read them; a folder of somebody else is refused. Whoever is killed outright
 leaves the folder.

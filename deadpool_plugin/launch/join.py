@@ -43,7 +43,7 @@ ATTEMPTS_MAX = 5
 
 
 class Wish(msgspec.Struct, frozen=True):
-    """What the user said: where the job is (`to`, else `job`, else the configuration's output_dir), the configuration's
+    """The user's wish: where the job is (`to`, else `job`, else the configuration's output_dir), the configuration's
     file ("": the job's own) and, to be sure, the job's command. `job_id`: that of the job that was found before."""
 
     to: Address | None = None
@@ -226,7 +226,7 @@ def without_launcher_words(command: Sequence[str]) -> list[str]:
 
 
 def supervisor_command(program: Sequence[str], description: JobDescription, local_rank: int, config: str) -> list[str]:
-    """What launch.py runs for one slot, launcher's words included where the job has them."""
+    """Make the command that launch.py runs for one slot, launcher's words included where the job has them."""
     plain = without_launcher_words(description.command)
     said = [f"--local_rank={local_rank}"] if len(plain) < len(description.command) else []
     return [*program, *said, *plain, FLAG, config]

@@ -1,4 +1,4 @@
-"""What `deadpool launch` and its stewards say to each other: JSON lines over ssh's standard input and output.
+"""Messages between `deadpool launch` and its stewards: JSON lines over ssh's standard input and output.
 
 Rules of this file: plain data; a line that is not one of ours (a login script's greeting) is passed over.
 """

@@ -1,4 +1,4 @@
-"""What the first forked process turned out to import, or says can be done beforehand, is in the standby process too, so
+"""Lessons of the first forked process: its imports, and work it names, are done in the standby process too, so
 that the next fork starts warm.
 
 Rules of this file: never in the way of training (where a rank runs, the importing thread stands behind everything else;
@@ -85,7 +85,7 @@ class Lessons:
 
     @property
     def pipes(self) -> list[int]:
-        """What becomes readable when `begin` should be called."""
+        """The descriptors that become readable when `begin` should be called."""
         return [self._pipe] if self._pipe >= 0 else []
 
     def ask(self, trains: bool) -> int:
@@ -140,7 +140,7 @@ class Lessons:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         while self._names and not self._pausing.is_set():
             name, *call = self._names.popleft().split(":", 2)
-            # What cannot be imported here (off the main thread, say) costs a later process its import, no more.
+            # An import that fails here (off the main thread, say) costs a later process its import, no more.
             with contextlib.suppress(Exception):
                 module = importlib.import_module(name)
                 if call:

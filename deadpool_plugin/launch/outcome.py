@@ -1,4 +1,4 @@
-"""What became of a job, from what its nodes' event logs say: exit code and the line for people and schedulers.
+"""The outcome of a job, from its nodes' event logs: exit code and the line for people and schedulers.
 
 Rules of this file: pure. A job has finished if any node says so, however many were lost on the way; a host that is lost
 or has no last word is named, so that the scheduler can have it looked at.
@@ -41,7 +41,7 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 def outcome(told: Mapping[int, Sequence[events.Event]], hosts: Sequence[str], launcher_code: int) -> Outcome:
-    """What became of a job that is over.
+    """Find the outcome of a job that is over.
 
     Args:
         told: node -> its events; nodes that do not answer are left out.

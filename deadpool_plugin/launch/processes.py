@@ -20,13 +20,13 @@ from ..transport.descriptors import await_end, pidfd_open
 from ..transport.linux import PR_SET_CHILD_SUBREAPER, die_with_parent, prctl
 
 Program = Sequence[str] | Callable[[], object]
-"""What a child runs: a command line, or (tests, from a process that has imported everything once) a function."""
+"""The program of a child: a command line, or (tests, from a process that has imported everything once) a function."""
 
 OOM_SCORE_ADJ_MAX = "1000"
 
 
 def ending_signals() -> list[signal.Signals]:
-    """What ends a process from outside; the end of its terminal does not where somebody (nohup) has that ignored."""
+    """List the signals that end a process from outside; SIGHUP is not among them where it is ignored (nohup)."""
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return [signal.SIGTERM, signal.SIGINT] + ([] if ignored else [signal.SIGHUP])
 
@@ -75,7 +75,7 @@ def spawn(
 
 
 def become_subreaper() -> None:
-    """What our descendants leave behind when they end becomes our child, not that of the host's process 1.
+    """Adopt the orphans of our descendants, in the place of the host's process 1.
 
     Raises: OSError
     """

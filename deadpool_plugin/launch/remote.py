@@ -40,7 +40,7 @@ def keep_alive(config: Config) -> list[str]:
 
 
 def shell_command(request: Request, environ: Mapping[str, str], directory: str) -> str:
-    """What the host's shell runs: the interpreter, the directory and the variables deepspeed exports there, too."""
+    """Make the host's command: the interpreter, the directory and the variables deepspeed exports there, too."""
     path = os.pathsep.join([directory, *filter(None, [environ.get("PYTHONPATH")])])
     exports = {name: value for name, value in environ.items() if name.startswith("PYTHON")} | {"PYTHONPATH": path}
     said = "".join(f"export {name}={shlex.quote(value)}; " for name, value in exports.items())

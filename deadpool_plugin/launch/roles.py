@@ -1,4 +1,4 @@
-"""What the launcher's environment says and this host has, checked before anything is started.
+"""Checks of the launcher's environment and of this host, before anything is started.
 
 Rules of this file: every mistake a user can make here gives a ConfigError that says what was found, what was expected
 and what to do; which rank runs where is worked out in agent/world.py once all hosts are known.
@@ -78,7 +78,7 @@ def _number(environ: Mapping[str, str], *names: str) -> int:
 
 
 def check_spares(place: Place, config: Config) -> None:
-    """What can be said before the hosts' names are known. Raises: ConfigError."""
+    """Check what does not need the hosts' names. Raises: ConfigError."""
     check_hosts(place.nodes_total, config.spares, config.copies)
 
 
@@ -132,7 +132,7 @@ def check_versions(version_of: Callable[[str], str] = metadata.version) -> None:
 
 
 def _check_kernel() -> None:
-    """What our processes watch each other by and share memory through works here. Raises: ConfigError."""
+    """Check that processes can watch each other and share memory here. Raises: ConfigError."""
     calls: dict[str, Callable[[], int]] = {
         "pidfd_open": lambda: descriptors.pidfd_open(os.getpid()),
         "memfd_create": lambda: descriptors.memfd_create("deadpool-check", descriptors.MFD_CLOEXEC),

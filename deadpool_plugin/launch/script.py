@@ -58,7 +58,7 @@ def run_script(argv: list[str], context: Context, failed: Callable[[str], None] 
 
 
 def in_a_line(error: BaseException) -> str:
-    """What an agent is told of an exception."""
+    """Describe an exception to the agent, in one line."""
     return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 

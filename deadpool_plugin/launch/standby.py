@@ -35,7 +35,7 @@ ENDING_S = 60.0
 _ORDER = "DEADPOOL_ORDER"
 Order = local.RunRank | local.RehearseRank
 Run = Callable[[Order, int], object]
-"""What a forked process does: gets the order, and a descriptor to tell what it has imported (-1: nobody asks)."""
+"""The work of a forked process: gets the order, and a descriptor to tell what it has imported (-1: nobody asks)."""
 
 
 class Standby:
@@ -103,7 +103,7 @@ class Standby:
         self._end_children()
 
     def _end_children(self) -> None:
-        """What a driver, or a file system, does not let go of would hold the slot for ever: the node is left."""
+        """End our children. One that a driver or file system does not let go would hold the slot: leave the node."""
         try:
             end_children(self._ending_s)
         except TimeoutError as error:

@@ -136,11 +136,11 @@ class Steward:
                 os.kill(pid, self._signal)
 
     def told(self) -> leash.Told:
-        """What the node's event log (it may hold earlier jobs too) and its agent's exit code say of this job's fate."""
+        """Gather this job's fate from the node's event log (it may hold earlier jobs too) and its agent's exit code."""
         return leash.Told([*self._last_word(), *self._logged()], len(self._killed))
 
     def _logged(self) -> list[leash.FateEvent]:
-        """What the node's event log says of this job's fate."""
+        """Read this job's fate from the node's event log."""
         found: list[leash.FateEvent] = []
         decoder: msgspec.json.Decoder[leash.FateEvent] = msgspec.json.Decoder(leash.FateEvent)
         if self._log.exists():
@@ -179,7 +179,7 @@ def _tells(line: bytes) -> bool:
 
 
 def check(prepare: leash.Prepare) -> None:
-    """What would stop the job on this host, found before it starts anywhere. Raises: ConfigError."""
+    """Check, before the job starts anywhere, that nothing would stop it on this host. Raises: ConfigError."""
     if differs := first_difference(versions(), prepare.versions):
         package, here, there = differs
         raise ConfigError(f"{package} is {here} here and {there} where it was launched", "the same", "install it alike")

@@ -23,7 +23,7 @@ POLL_S = 0.2
 
 
 class Presence(Enum):
-    """What asking a member to end the job has shown."""
+    """Answer of a member that was asked to end the job."""
 
     THERE = "it ends the job"
     SILENT = "it does not answer"
