@@ -23,7 +23,7 @@ Scalars = dict[str, Any]
 
 
 class CallKind(enum.Enum):
-    """What a call means to the protocol."""
+    """The meaning of a call to the protocol."""
 
     PLAIN = "plain"
     FORWARD = "forward"
@@ -60,11 +60,11 @@ class Followed:
         """Raises: Unsupported if what it was given is not what it was, so that it cannot be executed again."""
 
     def outcome(self, value: Any) -> Any:
-        """What is recorded of `value`, right after the call."""
+        """Make the record of `value`, right after the call."""
         return value
 
     def failed(self, error: BaseException) -> Any:
-        """What is recorded of `error`, which it has raised, if the script may go on then; else None."""
+        """Make the record of `error`, which it has raised, if the script may go on then; else None."""
         return None
 
     def skipped(self, outcome: Any) -> Any:
@@ -91,7 +91,7 @@ CallHandler = Callable[[str, CallKind, Callable[..., Any], tuple[Any, ...], dict
 
 
 class Adapter(Protocol):
-    """What the worker runtime needs from a framework. Order: install, attach, then the rest as often as needed."""
+    """The framework, as the worker runtime needs it. Order: install, attach, then the rest as often as needed."""
 
     framework: str
     """The module whose presence says that a script uses this framework."""
@@ -109,7 +109,7 @@ class Adapter(Protocol):
         """Whether the script has built something by now that this framework trains."""
 
     def beforehand(self) -> Sequence[str]:
-        """What later processes of this slot need not do again if its standby process does it, for `launch.lessons`:
+        """Name the work that the standby process can do for later processes of this slot, for `launch.lessons`:
         `module:function:argument` each. After `attach`."""
 
     def inside_step(self) -> AbstractContextManager[None]:
@@ -138,7 +138,7 @@ class Adapter(Protocol):
         """Everything else a rollback needs beside RNG and data position: schedules, scaler, step counters."""
 
     def visible(self) -> Scalars:
-        """What of `scalars()` a script can see, for those who follow it."""
+        """Select the part of `scalars()` that a script can see, for processes that follow it."""
 
     def show(self, visible: Scalars) -> None:
         """In a follower: let the script see what it would have seen."""

@@ -130,7 +130,7 @@ class Buffers:
 
 
 def _mark(buffer: torch.Tensor | None) -> tuple[torch.Tensor, int] | None:
-    """What is another one once the buffer is, or has been written to; None if it is gone, or torch does not count."""
+    """Make a mark that changes with the buffer and with each write; None if it is gone, or torch does not count."""
     return None if buffer is None or buffer.is_inference() else (buffer, buffer._version)
 
 

@@ -34,7 +34,7 @@ class TooLarge:
 
 
 def too_large(value: Any) -> TooLarge | None:
-    """What stands, or would stand in a record, for the first tensor in `value` above the limit."""
+    """Find the stand-in, in a record, for the first tensor in `value` above the limit."""
     if isinstance(value, TooLarge):
         return value
     if isinstance(value, torch.Tensor):

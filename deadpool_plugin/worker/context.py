@@ -1,4 +1,4 @@
-"""What one worker process has exactly one of, and the switch that decides where a call goes."""
+"""The single objects of one worker process, and the switch that decides where a call goes."""
 
 from __future__ import annotations
 

@@ -208,7 +208,7 @@ def _interrupt(thread: int) -> bool:
 
 
 class SaveFuture(Future[Any]):
-    """What a script gets from `async_save`: stays the same object when the save is cancelled and done again.
+    """The future that a script gets from `async_save`: stays the same object when the save is cancelled and done again.
 
     On the script's main thread `result`, `exception` and `done` are calls. A time-out is not heeded there. Who waits in
     another way (`concurrent.futures.wait`, a callback) waits until the save has ended in whatever way, and asks then.

@@ -26,7 +26,7 @@ from typing import Any
 MISSING_MAX = 100_000
 """Paths. A rank that misses more of them has not looked for a checkpoint."""
 ENTRIES_MAX = 10_000
-"""Of a directory; a longer listing is one of data."""
+"""Entries of a directory that are kept; a longer listing is one of data."""
 LISTED_MAX = 200_000
 """Names in all listings. Beyond it the longest are taken for listings of data, until half of the names are left."""
 GONE_MAX = 3
@@ -82,7 +82,7 @@ class Looks:
     def __init__(self) -> None:
         self._missing: set[str] = set()
         self._listed: dict[str, set[str]] = {}
-        """What the listings of each folder have shown, up to one name more than `_entries_max`."""
+        """The names that the listings of each folder have shown, up to one name more than `_entries_max`."""
         self._names, self._entries_max = 0, ENTRIES_MAX
         self._watches = True
         self._listdir = os.listdir
@@ -116,7 +116,7 @@ class Looks:
         return _Entries(entries, shows) if shows else entries
 
     def _shows(self, path: Any) -> Callable[[Any], bool] | None:
-        """What keeps each name that a listing of `path` shows, which it goes on to show."""
+        """Make the filter that notes each name a listing of `path` shows."""
         folder = _path("." if path is None else path, {})
         if not self._watches or folder is None:
             return None
@@ -203,10 +203,10 @@ class FileView:
     def __init__(self, looks: list[Folder]) -> None:
         self._hides = True
         self.gone: list[str] = []
-        """What the rank's listings showed and its start-up left there, and those of this process do not show: it has
+        """Names that the rank's listings showed and its start-up left there, and this process does not find: each has
         been deleted since."""
         self.own: set[str] = set()
-        """What this process has made itself, as the rank may have done (and removed it again)."""
+        """The paths that this process has made itself, as the rank may have done (and removed it again)."""
         self._folders = {
             os.fsdecode(path): (
                 int(inode),
@@ -362,7 +362,7 @@ class Elsewhere:
 
 
 class _Entries:
-    """What `os.scandir` gives, as far as `shows` says yes to the name."""
+    """The entries of `os.scandir` whose names `shows` accepts."""
 
     def __init__(self, entries: Any, shows: Callable[[Any], bool]) -> None:
         self._entries, self._shows = entries, shows

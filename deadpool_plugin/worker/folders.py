@@ -197,7 +197,7 @@ def _bound(folders: dict[str, Any]) -> None:
 
 
 def _gathered(mine: tuple[str, int], group: Any) -> list[tuple[str, int]]:
-    """What each rank of `group` says, and how much it doubts that. Blocks: for all of them."""
+    """Gather what each rank of `group` says, and how much it doubts that. Blocks: for all of them."""
     said: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(said, mine, group)
     return said

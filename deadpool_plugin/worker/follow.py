@@ -65,7 +65,7 @@ class Follow:
         self._passed_over: weakref.WeakKeyDictionary[Any, _Passed] = weakref.WeakKeyDictionary()
         """By iterator: the newest call that moved it without reading."""
         self._guessed = ""
-        """What people have been told of numbers that the script took here and this process does not know."""
+        """The message to people about numbers that the script took here and this process does not know."""
         self._began = self._told_at = time.monotonic()
 
     def call(

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from ..errors import Unsupported
 
 COPIED_BYTES_MAX = 1 << 20
-"""Of a tensor."""
+"""Size up to which a tensor is copied."""
 
 
 class Kept:

@@ -25,7 +25,7 @@ POINTER = "wrap what it reads from: deadpool_plugin.data.resumable(...)"
 
 
 class Item(NamedTuple):
-    """What one pull gave, its digest, and the random states before and after it if it drew from them."""
+    """The item of one pull, its digest, and the random states before and after it if it drew from them."""
 
     kept: Kept
     before: dict[str, Any] | None

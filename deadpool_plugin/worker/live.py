@@ -41,7 +41,7 @@ class Live(Swapping):
         """Whether the call under way has made an update."""
         self._loss: float | None = None
         self._error = ""
-        """What the script was told by a call that failed, after which it must not go on."""
+        """The error that a failed call gave the script, which must not go on after it."""
         self._cannot_be_followed = False
         self._at_entry: dict[str, Any] = {}
         """Random states when the newest call began; `_at_exit`: when it was done."""
@@ -52,7 +52,7 @@ class Live(Swapping):
     def call(
         self, name: str, kind: CallKind, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """What the adapter puts around every call of the framework."""
+        """Make a call of the framework; the adapter puts this around each."""
         if self.inside:
             if kind is CallKind.UPDATE:
                 self._updated = True
@@ -130,14 +130,14 @@ class Live(Swapping):
         return collective.CompletedWork(written, source)
 
     def _tell_progress(self) -> None:
-        """So that even a very long step is seen to make progress."""
+        """Report progress, so that even a very long step is seen to make some."""
         now = time.monotonic()
         if now - self._told_at >= PROGRESS_EVERY_S:
             self._told_at = now
             self._link.send(local.Progress(self._rank))
 
     def _places(self, given: Sequence[RewindIterator] = ()) -> list[tuple[RewindIterator, int]]:
-        """Of every iterator a call may read, and of those the script reads itself: a redo must return there, too."""
+        """List the place in each iterator that a call or the script reads: a redo must return there, too."""
         return [(iterator, iterator.position) for iterator in (*given, *self._context.tapes)]
 
     def _entry(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], None]:

@@ -26,9 +26,9 @@ from .trackers import Trackers
 
 CHANGING = ((os, "rename"), (os, "replace"), (os, "remove"), (os, "unlink"), (os, "rmdir"), (shutil, "rmtree"),
             (os, "makedirs"), (Path, "mkdir"))  # fmt: skip
-"""What makes one directory, `os.mkdir`, is left: Python's own temporary ones are made by it."""
+"""The functions that a rehearsal may not call. `os.mkdir` is left: it makes Python's own temporary folders."""
 RELEASED, STARTS, LOOPS = range(3)
-"""What is kept as it is: nothing; logs; all files."""
+"""Stages of a rehearsal: it may change any file; all but logs; none."""
 OPENER = 5
 """Place of that argument of `open` among those after the mode."""
 
@@ -76,7 +76,7 @@ class Mute:
         for module in (builtins, io):
             self._replace(module, "open", _reading(module.open, self._silent, self._keeps_open, self._releasing))
         for owner, name in CHANGING:
-            # Of `rmtree` one part (os.unlink) knows no path: it is nothing as a whole also in a compiler's cache.
+            # One part of `rmtree` (os.unlink) knows no path: it is nothing as a whole also in a compiler's cache.
             keeps = self._keeps_all if name == "rmtree" else self._keeps
             self._replace(owner, name, _doing_nothing(getattr(owner, name), keeps))
         Mute.active = True
@@ -208,7 +208,7 @@ def reads_data() -> bool:
 
 
 def _go_on(file: Any, path: str) -> None:
-    """What is written to `file`, silent so far, goes to the end of `path` from here on. Raises: OSError."""
+    """Append to `path` from here on what is written to `file`, which was silent so far. Raises: OSError."""
     file.flush()
     access = fcntl.fcntl(file.fileno(), fcntl.F_GETFL) & os.O_ACCMODE
     with contextlib.suppress(FileNotFoundError):  # its folder was removed: nobody would see what the rank writes either

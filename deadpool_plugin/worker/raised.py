@@ -1,4 +1,4 @@
-"""What a save raised, as plain data, and raised again in a process that follows.
+"""Exceptions of saves as plain data, raised again in a process that follows.
 
 Rules of this file: no pickle, no import. What is raised again has the text of the original and is of a class made here,
 below the nearest one of the original's that the process knows: `except` catches it as it caught the original, and
@@ -24,7 +24,7 @@ def encode(error: BaseException) -> dict[str, Any]:
 
 
 def decode(outcome: Any) -> BaseException | None:
-    """What `encode` was given; None if `outcome` is that of a call that returned."""
+    """Make the exception that `encode` was given; None if `outcome` is that of a call that returned."""
     if not isinstance(outcome, dict) or RAISED not in outcome:
         return None
     kinds, text, arguments = outcome[RAISED]

@@ -48,7 +48,7 @@ def restore_host(state: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def preserved() -> Iterator[None]:
-    """What runs in this block draws nothing, as far as the script can tell."""
+    """Hide from the script that anything in this block draws random numbers."""
     before = capture_host()
     try:
         yield
@@ -73,6 +73,6 @@ def equal(left: Any, right: Any) -> bool:
 
 
 def _has_device() -> bool:
-    """Of NVIDIA's or AMD's."""
+    """Whether a device of NVIDIA's or AMD's is in use."""
     is_built = torch.version.cuda is not None or torch.version.hip is not None
     return is_built and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]

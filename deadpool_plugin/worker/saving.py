@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 MARK = ".metadata"
 """The file that makes a folder of torch's or Megatron-core's a complete checkpoint."""
 LEFT = ("__*_*.distcp", "__*_*.distcp.tmp", "common.pt", f"{MARK}.tmp")
-"""What writers have written before it. Source: torch 2.13 filesystem.py; megatron-core 0.16.1 strategies/."""
+"""The files that writers have written before it. Source: torch 2.13 filesystem.py; megatron-core 0.16.1 strategies/."""
 
 
 class SaveCall(Followed):
@@ -70,7 +70,7 @@ class Flight:
         self.step, self.path, self.files, self._saves = saves.step, path, list(files), saves
         self.began = time.monotonic()
         self.keep_files = False
-        """What it leaves is not to be removed: the checkpoint may be complete, or overwrites an older one."""
+        """Its files are not to be removed: the checkpoint may be complete, or overwrites an older one."""
         self.cancelled = self.complete = False
 
     def check(self) -> None:
@@ -125,7 +125,7 @@ class Saves:
         self._inside = False
         self.folders = Folders(link)
         self.on_cancel: list[Callable[[], None]] = []
-        """What else must be forgotten when a swap begins, so that survivors are like a new process."""
+        """Further things to forget when a swap begins, so that survivors are like a new process."""
 
     @property
     def generation(self) -> int:

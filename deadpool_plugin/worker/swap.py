@@ -68,7 +68,7 @@ class Swapping:
             self.inside = False
 
     def _let_it_end(self) -> None:
-        """So that what a call returns means something. Raises: GenerationChanged.
+        """Wait until the results of a call are sure to be valid. Raises: GenerationChanged.
 
         A kernel of NCCL's ends well, with garbage, if a neighbour on this host was aborted (prims_simple.h: an aborted
         one posts its steps without their data), and that process may have heard of it before this one.

@@ -21,7 +21,7 @@ BEGUN, ENDED = object(), object()
 
 
 class Source:
-    """What the script has, as an endless iterator over events; `begins`: the next one shall be BEGUN."""
+    """The script's loader as an endless iterator over events; `begins`: the next one shall be BEGUN."""
 
     def __init__(self, given: Any) -> None:
         self.given = given

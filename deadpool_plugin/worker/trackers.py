@@ -39,7 +39,7 @@ _RUN = re.compile(r"(?:offline-)?run-\d+_\d+-(.+)")
 
 
 class Trackers:
-    """Of a rehearsing process, from before its script begins. Thread: main."""
+    """The trackers of a rehearsing process, from before its script begins. Thread: main."""
 
     def __init__(self) -> None:
         self._tensorboard, self._wandb, self._csv = TensorBoard(), WandB(), Csv()
@@ -178,7 +178,7 @@ class Csv:
 
 
 def last_steps(path: Path) -> set[str]:
-    """What the last lines of a CSV file begin with. Half a line at the end, of a writer that was killed, is removed."""
+    """Read the first cells of the last lines of a CSV file. Removes half a line of a killed writer at the end."""
     with contextlib.suppress(FileNotFoundError), open(path, "r+b") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - LINES_BYTES_MAX))
@@ -222,7 +222,7 @@ class WandB:
 
 
 class Run:
-    """What the script holds: the run that does nothing, later the real one."""
+    """The script's run: one that does nothing, later the real one."""
 
     def __init__(self, run: Any) -> None:
         self._run = run

@@ -65,7 +65,7 @@ class WholeStep(Followed):
         return value
 
     def loss(self, value: Any, adapter: Adapter) -> float | None:
-        """Of what the function returned: a number, the first, or the one so called."""
+        """Find the loss in the function's result: a number, the first, or the one so called."""
         if isinstance(value, dict):
             value = value.get("loss")
         elif isinstance(value, (list, tuple)):

@@ -66,5 +66,5 @@ def _children(pid: int) -> list[int]:
 
 
 def _of_threads(pid: int, name: str) -> list[bytes]:
-    """What this file in /proc says of each thread of `pid` that says something."""
+    """Read this file in /proc of each thread of `pid`; empty ones are left out."""
     return [said for thread in linux.threads(pid) if (said := linux.of_thread(thread, name, pid))]
