@@ -1,4 +1,4 @@
-"""What a rank has issued in each of its groups, in memory that its agent reads while the process hangs or is dead.
+"""The collectives of a rank in each group, in memory that its agent reads while the process hangs or is dead.
 
 Rules of this file: the rank's process writes, the agent reads, nobody waits. One collective is one code (core/pairing)
 in a ring and three words before it, of which the third tells a reader that it has met the writer half-way. An area
@@ -44,7 +44,7 @@ _TRIES = 8
 
 
 class CallBook:
-    """What one rank issues in one group in one generation. Thread: one at a time."""
+    """The collectives of one rank in one group in one generation. Thread: one at a time."""
 
     __slots__ = ("_entry", "_factor", "count", "digest")
 
@@ -86,12 +86,12 @@ class CallBooks:
             _HEAD.pack_into(area, 0, generation, min(len(groups), len(area) // _ENTRY_BYTES - 1))
 
     def cut(self, step: Step) -> int:
-        """What this rank's collectives up to `step` come to: the sums of all ranks add up to 0 if they pair."""
+        """Sum this rank's collectives up to `step`: the sums of all ranks add up to 0 if they pair."""
         return sum(book.cut(step) for book in self.books) & MASK
 
 
 def read(area: memoryview, generation: Generation) -> tuple[GroupCalls, ...]:
-    """What is in `area`, in which a process may be writing just now; nothing if it is of another generation."""
+    """Read `area`, which a process may be writing just now; nothing if it is of another generation."""
     found, groups = _HEAD.unpack_from(area)
     if found != generation:
         return ()

@@ -18,7 +18,7 @@ from .sockets import remote_name
 
 
 def packed(message: msgspec.Struct) -> bytes:
-    """What `put` sends, for who sends it to many. Raises: TransportError if it is too long."""
+    """Encode what `put` sends, to send it to many. Raises: TransportError if it is too long."""
     return pack_frame(msgspec.msgpack.encode(message), CONTROL_FRAME_BYTES_MAX)
 
 

@@ -23,7 +23,7 @@ CONTROL_BACKLOG_BYTES_MAX = 64 << 20
 
 
 def why_unreadable(error: msgspec.MsgspecError, body: bytes, kinds: Any) -> str:
-    """What is wrong with a message, by its own name and its field's; `kinds`: the struct or union it should be."""
+    """Describe a wrong message, by its own name and its field's; `kinds`: the struct or union it should be."""
     place = re.search(r"`\$\[(\d+)\]", str(error))
     with contextlib.suppress(msgspec.MsgspecError, IndexError, KeyError, TypeError):
         for kind in get_args(kinds) or (kinds,):

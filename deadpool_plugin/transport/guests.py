@@ -1,4 +1,4 @@
-"""What a host that is no member may ask at a member's control port, once it has proven the job's secret.
+"""Questions of a host that is no member, at a member's control port, once it has proven the job's secret.
 
 Rules of this file: a guest's connection begins with the handshake of any other, its identity being `GUEST`; then it
 asks and is answered, one frame each; nothing of it reaches the controller but the wish that the job ends. Only an
@@ -33,7 +33,7 @@ class Guest(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Describe(Guest, frozen=True):
-    """What job is this?"""
+    """Question: which job is this?"""
 
 
 class Reserve(Guest, frozen=True):

@@ -41,7 +41,7 @@ ANY_JOB = "?"
 
 @dataclass
 class Credentials:
-    """What a node says and proves of itself. `job`: at most 16 characters; "" until its nodes have met."""
+    """The identity that a node proves. `job`: at most 16 characters; "" until its nodes have met."""
 
     secret: bytes = field(repr=False)
     job: str = ""

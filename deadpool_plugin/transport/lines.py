@@ -1,4 +1,4 @@
-"""What two nodes say to each other, in order and once, over one connection after another.
+"""Messages between two nodes, in order and once, over one connection after another.
 
 A connection may end although both its ends live: something between them forgets it, a network is set up anew, a kernel
 gives up too early. What was under way is lost with it. So messages are numbered, and kept until the other end has said
@@ -18,7 +18,7 @@ from .framing import CONTROL_FRAME_BYTES_MAX, FrameProtocol, check_size
 
 _HEADER = struct.Struct("!QQ")  # this message's number, 0 for none; the number of the newest one that was heard
 SAY_SO_EVERY = 64
-"""So many messages are heard without a word before that is said; else it goes along with what is said anyway."""
+"""Messages that are heard before an acknowledgement of its own is sent; else it goes along with what is said anyway."""
 
 
 class Line:

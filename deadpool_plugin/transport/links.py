@@ -47,7 +47,7 @@ async def dial(
 
 
 async def greet(sock: socket.socket, node: NodeId, credentials: Credentials, silent_after_s: float) -> NodeId:
-    """Who has dialled `node` and is at the other end of `sock`, GUEST included.
+    """Identify the peer that has dialled `node` over `sock`, GUEST included.
 
     Raises: PeerRefused, ConnectionClosed, OSError.
     """

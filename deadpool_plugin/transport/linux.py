@@ -1,4 +1,4 @@
-"""What a process of ours asks of Linux that Python has no call for.
+"""Calls to Linux that Python lacks.
 
 Rules of this file: standard library only, as the smallest of our processes load it; a thread or process that has ended
 is an answer, not an error. Source: prctl(2), proc(5).
@@ -46,7 +46,7 @@ def threads(pid: int | str = "self") -> list[str]:
 
 
 def of_thread(thread: str, name: str, pid: int | str = "self") -> bytes:
-    """What /proc says of a thread in its file `name` (stat, comm, children); nothing of one that has ended."""
+    """Read the file `name` of a thread in /proc (stat, comm, children); empty for a thread that has ended."""
     path = f"/proc/{pid}/task/{thread}/{name}"
     with contextlib.suppress(FileNotFoundError, ProcessLookupError), open(path, "rb", buffering=0) as file:
         return file.read()

@@ -33,7 +33,7 @@ from .tasks import Tasks
 _RETRY_S = 0.1
 _FLUSH_S = 1.0
 REFUSED_HOSTS_MAX = 32
-"""So many are told of: who can forge addresses has more of them than we have memory."""
+"""Refusals that are told of: a host that can forge addresses has more of them than we have memory."""
 DIALS_MAX = 16
 """Links a node begins at a time. With hundreds of nodes on hosts that are busy starting, handshakes begun all at once
 wait for each other until their time is up; nodes that all begin with the same peer do so, too."""

@@ -29,9 +29,9 @@ from .tasks import Tasks
 
 PURPOSE = "rendezvous"
 SAY_AFTER_S = 10.0
-"""Who waits for others so long says whom for, once."""
+"""A host that waits for others this long says for whom, once."""
 REFUSED_HOSTS_MAX = 64
-"""So many are named: who can forge addresses has more of them than we have memory."""
+"""Refusals that are named: a host that can forge addresses has more of them than we have memory."""
 _RETRY_S = 0.2
 LISTEN_S = 5.0
 """How long node 0 waits for a port that an earlier launch may hold, and is about to leave."""
@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True):
-    """What a node tells the others about itself. `control` and `bulk` are addresses they can reach."""
+    """The description that a node gives of itself. `control` and `bulk` are addresses they can reach."""
 
     node: NodeId
     host: str
@@ -57,7 +57,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True):
 
 
 def job_id(hellos: Sequence[Hello]) -> str:
-    """What tells this job from every other, also from one with the same command on the same hosts."""
+    """Make the id that tells this job from every other, also from one with the same command on the same hosts."""
     return hashlib.sha256(msgspec.msgpack.encode([(one.node, one.nonce) for one in hellos])).hexdigest()[:16]
 
 
@@ -212,7 +212,7 @@ class _Host:
             self._changed.set()
 
     async def _greet(self, sock: socket.socket) -> NodeId:
-        """Who has come, now in the table. Raises: PeerRefused, TransportError, OSError, EOFError."""
+        """Take in the host that has come. Raises: PeerRefused, TransportError, OSError, EOFError."""
         address = remote_name(sock)
         tune(sock, HANDSHAKE_TIMEOUT_S)
         with self._unproven.held(sock):
@@ -276,7 +276,7 @@ async def _join(master: Address, hello: Hello, credentials: Credentials) -> list
 
 
 async def _ask(master: Address, hello: Hello, credentials: Credentials) -> _Table | _Failed:
-    """What node 0 says to `hello`, once it says something. Raises: TransportError, OSError, EOFError."""
+    """Wait for node 0's answer to `hello`. Raises: TransportError, OSError, EOFError."""
     with await connected(master) as sock:
         tune(sock, HANDSHAKE_TIMEOUT_S)
         await shake_hands_async(sock, credentials, PURPOSE, hello.node, dialling=True)

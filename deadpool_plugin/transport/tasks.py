@@ -12,7 +12,7 @@ from typing import Any
 
 
 class Tasks:
-    """What somebody has started: the loop alone would not keep it alive. Thread: the event loop's only."""
+    """Running tasks: the loop alone would not keep them alive. Thread: the event loop's only."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
