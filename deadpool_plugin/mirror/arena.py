@@ -39,7 +39,7 @@ TOUCH_BYTES = 8 << 20  # some 5 ms, ten times that on a loaded host
 
 
 class SnapshotHeader(msgspec.Struct, frozen=True, array_like=True):
-    """What a sealed slot says about its content. `payload_bytes` is the rank's, also where only the header is held."""
+    """The header of a sealed slot. `payload_bytes` is the rank's, also where only the header is held."""
 
     rank: Rank
     step: Step
@@ -48,7 +48,7 @@ class SnapshotHeader(msgspec.Struct, frozen=True, array_like=True):
     payload_bytes: Count
     scalars: bytes
     paired: Digest = 0
-    """What the rank's collectives in that generation come to (transport/calls.py); 0 in the first."""
+    """The sum of the rank's collectives in that generation (transport/calls.py); 0 in the first."""
 
 
 class SealedHeader(NamedTuple):
@@ -188,7 +188,7 @@ class SlotPair:
 
     @property
     def calls(self) -> memoryview:
-        """What the rank issues in its groups (transport/calls.py); its process writes there."""
+        """The area for the rank's collectives (transport/calls.py); its process writes there."""
         start = 2 * self._slot_bytes + PAGE_BYTES
         return self._view[start : start + AREA_BYTES]
 

@@ -52,7 +52,7 @@ class Fence:
             raise StaleGeneration(f"a write of generation {generation}", f"generation {self._generation} or newer")
 
     def enter(self, generation: Generation) -> None:
-        """What is newer than where `generation` begins has been dropped: from now on others may mirror in it."""
+        """Let others mirror in `generation`; snapshots newer than its restore step were dropped before."""
         with self._lock:
             self._entered = max(self._entered, generation)
             self._moved.notify_all()

@@ -55,7 +55,7 @@ class Holdings(Records):
                 pair.announce(generation)
 
     def paired(self, rank: Rank, step: Step) -> int:
-        """What the rank's collectives up to `step` come to, as its snapshot says; 0 if that is not here."""
+        """Return the sum of the rank's collectives up to `step`, of its snapshot; 0 if that is not here."""
         with self._lock:
             pair = self._pair(rank)
             header = pair.open(step) if pair is not None else None

@@ -17,7 +17,7 @@ _GIB = 1 << 30
 
 
 class MemoryBudget(msgspec.Struct, frozen=True):
-    """What one authority leaves: `name` is the file that says so, `detail` its numbers for people."""
+    """The memory that one authority leaves: `name` is the file that says so, `detail` its numbers for people."""
 
     name: str
     available_bytes: int

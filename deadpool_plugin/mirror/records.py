@@ -1,4 +1,4 @@
-"""What of a rank's calls this node holds: the recording of its start-up, and the records of its steps.
+"""The records of a rank's calls on this node: the recording of its start-up, and the records of its steps.
 
 Rules of this file: any thread; what another node sends is of a generation, and refused once that is over.
 """
@@ -74,7 +74,7 @@ class Records(Fence):
             return history.first, history.last
 
     def history_bytes(self, rank: Rank) -> int:
-        """What the records that are held take."""
+        """The size of the records that are held."""
         with self._lock:
             return self._histories.get(rank, _NOTHING).held_bytes
 

@@ -31,7 +31,7 @@ _RETRY_S = 0.1
 UNPROVEN_MAX = 32
 """Connections, and so threads, that have proved nothing yet."""
 REFUSED_HOSTS_MAX = 32
-"""So many are told of, and so many that break the protocol."""
+"""Refused hosts that are told of, and hosts that break the protocol that are."""
 _log = logging.getLogger(__name__)
 
 

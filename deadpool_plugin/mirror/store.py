@@ -1,4 +1,4 @@
-"""What this node holds: its own ranks' slots, other ranks' mirrors, recordings, histories; and the generation fence.
+"""The store of this node: its own ranks' slots, other ranks' mirrors, recordings, histories; and the generation fence.
 
 Rules of this file: the agent's event loop and the bulk threads share it, every public method may be called from any
 thread. How slots come to hold something is here; that it is held, whole and readable, is in holdings.py, what belongs
@@ -109,7 +109,7 @@ class SnapshotStore(Holdings):
             )
 
     def _maker(self, rank: Rank) -> threading.Lock:
-        """Who has it makes own slots of `rank`, which would take their memory twice if two did."""
+        """The lock for making own slots of `rank`: two makers would take their memory twice."""
         with self._lock:
             return self._makers.setdefault(rank, threading.Lock())
 

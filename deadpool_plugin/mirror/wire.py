@@ -34,7 +34,7 @@ _PREFIX = struct.Struct("!4sIQ")  # magic, length of the message, its xxh3
 _MAGIC = b"DPms"
 _PIECE_BYTES = 16 * FRAME_BYTES
 SLOWEST_BYTES_PER_S = 1 << 16
-"""Who sends or accepts less than this, for longer than its patience, holds a thread for nothing."""
+"""A peer that sends or accepts less than this, for longer than its patience, holds a thread for nothing."""
 _records_decoder = msgspec.msgpack.Decoder(tuple[bool, list[bytes]])
 _SUSPECT = "they are not used; if it happens again, suspect the network card or memory of either host"
 _NICE = 10
@@ -134,7 +134,7 @@ class Abandoned(Reply, frozen=True):
 
 
 class Blob(Reply, frozen=True):
-    """So many bytes follow, with this xxh3."""
+    """Announcement of so many bytes, with their xxh3."""
 
     size: Size
     digest: Digest
@@ -278,7 +278,7 @@ class BulkStream:
         self.send_blob(msgspec.msgpack.encode((False, records)), more=more)
 
     def recv_records(self) -> list[bytes]:
-        """What the other end sends by `send_records`. Raises: CorruptFrame."""
+        """Receive what the other end sends by `send_records`. Raises: CorruptFrame."""
         records: list[bytes] = []
         more = True
         while more:
@@ -342,5 +342,5 @@ def how_many_fit(records: Sequence[bytes]) -> int:
 
 
 def _pieces(view: memoryview) -> Iterator[memoryview]:
-    """What is sent and received by one system call each."""
+    """Split into parts that one system call each sends or receives."""
     return (view[start : start + _PIECE_BYTES] for start in range(0, len(view), _PIECE_BYTES))
