@@ -1,4 +1,4 @@
-"""What each collective of torch's ProcessGroup writes, and a Work that is already done.
+"""The outputs of each collective of torch's ProcessGroup, and a Work that is already done.
 
 Rules of this file: every method name of ProcessGroup that moves data appears in `OPERATIONS`; a name a torch
 version lacks is simply never called. No state.

@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import Backend, Store
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """What a communicator of one group is built from.
+    """The parts that a communicator of one group is built from.
 
     `ranks` are global, in group order; `key` is the same on every member, and unique; `options` is the backend's own.
     """

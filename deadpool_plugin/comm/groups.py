@@ -113,7 +113,7 @@ class Groups:
         return recorder.finish(self._created)
 
     def fact(self, question: str, ask: Callable[[], Any]) -> Any:
-        """What `ask` finds out and a rehearsal would not, as plain data: who rehearses is told what the rank itself
+        """Run `ask`, which a rehearsal could not answer, for plain data: a rehearsal is told what the rank itself
         found. Raises: Divergence if that has not asked `question` in start-up."""
         if self._replay is not None:
             return self._replay.fact(question)
@@ -125,7 +125,7 @@ class Groups:
 
     @contextlib.contextmanager
     def unrecorded(self) -> Iterator[None]:
-        """What is issued inside is not recorded: a rehearsal does not issue it."""
+        """Leave collectives inside unrecorded: a rehearsal does not issue them."""
         recorder, self._recorder = self._recorder, None
         try:
             yield

@@ -50,15 +50,15 @@ class Handle(dist.ProcessGroup):
         names = set(backends.values())
         self.only_backend: str | None = next(iter(names)) if len(names) == 1 else None
         self.default_backend = "nccl" if "nccl" in names else next(iter(backends.values()))
-        """What torch takes for operations that name no device (ProcessGroup.hpp, barrier)."""
+        """The device that torch takes for operations that name none (ProcessGroup.hpp, barrier)."""
         self.inner: dist.ProcessGroup | None = None
         self.abandoned = False
         self.sequence = 0
         self.calls: CallBook | None = None
-        """What this rank has issued here since the newest swap."""
+        """The collectives that this rank has issued here since the newest swap."""
         self._name, self._desc = name, "undefined"
         self._parts: dict[int, list[tuple[str, tuple[Any, ...], dict[str, Any]]]] = {}
-        """Of each thread that coalesces: a save's may use the same group meanwhile."""
+        """The state of each thread that coalesces: a save's may use the same group meanwhile."""
 
     # ---- operations
 
@@ -70,7 +70,7 @@ class Handle(dist.ProcessGroup):
         return self._groups.issue(self, name, args, kwargs or {})
 
     def operate(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What every overridden method calls: collect while coalescing, else hand to the runtime."""
+        """Collect an operation while coalescing, else hand it to the runtime. Every overridden method calls it."""
         parts = self._parts.get(threading.get_ident())
         if parts is not None:
             parts.append((name, args, kwargs))

@@ -40,7 +40,7 @@ ENVIRONMENT = {
     "TORCH_NCCL_USE_COMM_NONBLOCKING": "0",  # else an abort waits for whoever waits for the communicator
     "NCCL_NVLS_ENABLE": "0",
 }
-"""What NCCL and its watchdog read when a communicator is made."""
+"""Variables that NCCL and its watchdog read when a communicator is made."""
 
 
 def prepare_environment() -> None:

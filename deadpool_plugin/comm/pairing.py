@@ -1,4 +1,4 @@
-"""What of a collective must be alike on all members of its group.
+"""The part of a collective that must be alike on all members of its group.
 
 No legal program may be told that it pairs wrongly, so whatever may differ by rank is left out:
 - sends and receives pair with one peer, and are not counted;
@@ -28,7 +28,7 @@ _dtypes = {getattr(torch, name): name for name in DTYPES if hasattr(torch, name)
 _reductions = {int(getattr(dist.ReduceOp.RedOpType, name.upper())): name for name in REDUCTIONS if name}
 _codes: dict[tuple[Any, ...], int] = {}
 _CODES_MAX = 65536
-"""So many different collectives are remembered: a size that is new each time must not fill the memory."""
+"""Different collectives that are remembered: a size that is new each time must not fill the memory."""
 
 
 def is_inline() -> bool:
@@ -86,7 +86,7 @@ def _root(options: Any, kwargs: dict[str, Any]) -> int:
 
 
 def _only(given: Any) -> Any:
-    """What is in a list of one. Whether a list is a tensor takes torch a microsecond to say no."""
+    """Unpack a list of one. Whether a list is a tensor takes torch a microsecond to say no."""
     return given[0] if type(given) is list and len(given) == 1 else given
 
 

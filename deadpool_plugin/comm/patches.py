@@ -1,4 +1,4 @@
-"""What changes in torch.distributed so that every group it makes is a Handle.
+"""Changes to torch.distributed that make every group a Handle.
 
 Rules of this file: one waist, `_new_process_group_helper`, through which every way of making a group goes; torch's own
 tables keep the backend's real name, so `get_backend` needs no patch. Signatures are bound by name, not by position.
@@ -29,7 +29,7 @@ BACKENDS = ("gloo", "nccl")
 
 @dataclass(frozen=True)
 class _Request:
-    """What the waist hands to our backend's creator, in the place of backend options."""
+    """The options that the waist hands to our backend's creator, in the place of backend options."""
 
     backends: dict[str, str]
     options: Any

@@ -20,7 +20,7 @@ from ..transport import linux
 
 _RUN_LOOP = b"pt_gloo_runloop"
 _TURNS_S = 0.05
-"""Of CPU time: some thousand turns of a loop."""
+"""CPU time of about a thousand turns of a loop."""
 _LOOK_S = 0.001
 
 
