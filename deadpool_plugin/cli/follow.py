@@ -26,7 +26,7 @@ class Follower:
         self._offsets: dict[Path, int] = {}
 
     def poll(self) -> list[events.Event]:
-        """What was written since the last call, in the order of time. Blocks: as long as the file system does."""
+        """Read what was written since the last call, in the order of time. Blocks: as long as the file system does."""
         found: list[events.Event] = []
         for path in sorted(self.folder.glob("events.*.jsonl")):
             for line in self._new_lines(path):

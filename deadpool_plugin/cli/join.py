@@ -28,7 +28,7 @@ def add_place(parser: argparse.ArgumentParser) -> None:
 
 
 def place(args: argparse.Namespace) -> Wish:
-    """What `add_place` was told. Raises: ConfigError."""
+    """Read the options of `add_place`. Raises: ConfigError."""
     return Wish(address(args.to) if args.to is not None else None, args.job, args.config)
 
 

@@ -16,7 +16,7 @@ import sys
 from ..errors import DeadpoolError
 
 EXIT_PIPE = 128 + signal.SIGPIPE
-"""What a shell says of a command that wrote to nobody."""
+"""The exit code of a command whose reader has gone, as a shell has it."""
 
 COMMANDS = {
     "config": "print a configuration file with all fields, their defaults and what they mean",

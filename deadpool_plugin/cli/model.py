@@ -16,7 +16,7 @@ SILENT_S = 5 * ALIVE_S
 
 State = Literal["joining", "active", "rehearsing", "spare", "lost", "fenced"]
 Protection = Literal["not yet", "Mirrored", "Protected", "Unprotected"]
-"""What the job said last. Mirrored: state is safe, but no spare can take some node."""
+"""The last state of protection. Mirrored: state is safe, but no spare can take some node."""
 History = Literal["ok", "filling", "full"]
 
 
@@ -65,7 +65,7 @@ class Node:
     ended: bool = False
     generation: Generation = 0
     accusers: dict[NodeId, tuple[Generation, float]] = field(default_factory=dict)
-    """Who counts this node as lost, in which generation and since when; it is decided only when a swap is."""
+    """The nodes that count this node as lost, in which generation and since when; it is decided only when a swap is."""
 
 
 @dataclass(frozen=True)

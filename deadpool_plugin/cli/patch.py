@@ -23,7 +23,7 @@ from .hunks import Hunk, Misfit
 
 FRAMEWORKS = ("megatron-lm",)
 EXIT_ABSENT = 1
-"""Of --check: the patch is not in, and fits."""
+"""Exit code of --check: the patch is not in, and fits."""
 _NEWEST = "main"
 _VERSION = Path("megatron/core/package_info.py")
 _PATCHES = "patches/megatron-lm"

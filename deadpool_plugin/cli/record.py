@@ -26,7 +26,7 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 class Record(msgspec.Struct, frozen=True):
-    """What the seeds from `first` up to `last` - 1 came to, on `jobs` processes of `cpus` CPUs, and in what time."""
+    """The result of the seeds from `first` up to `last` - 1, on `jobs` processes of `cpus` CPUs, and in what time."""
 
     first: int
     last: int
@@ -101,5 +101,5 @@ def go_on(path: Path, record: Record, last: int, piece: int, progress: Callable[
 
 
 def _cpu_s() -> float:
-    """Of this process and of those it has waited for."""
+    """CPU time of this process and of those it has waited for."""
     return sum(sum(resource.getrusage(whose)[:2]) for whose in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))

@@ -28,7 +28,7 @@ from .record import go_on, opened
 
 PROGRESS_S = 5.0
 SHRUNK_MAX = 3
-"""So many failing seeds are made smaller."""
+"""Failing seeds that are made smaller."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -65,7 +65,7 @@ def _headline(view: JobView, now: float) -> Text:
 
 
 def headline(view: JobView, now: float) -> str:
-    """What the job is doing, in a few words."""
+    """Describe what the job is doing, in a few words."""
     if view.outcome:
         return f"{view.outcome}; {f'exit code {view.exit_code}' if view.over(now) else 'some hosts are still at work'}"
     if said := silence(view, now):
@@ -82,7 +82,7 @@ def headline(view: JobView, now: float) -> str:
 
 
 def silence(view: JobView, now: float) -> str:
-    """What there is to say of a job that has not ended and says nothing any more; "" of any other."""
+    """Describe the silence of a job that has not ended; "" for any other."""
     silent_s = now - view.heard_at
     if view.outcome or not view.nodes or silent_s < SILENT_S:
         return ""
@@ -168,7 +168,7 @@ def _lines(view: JobView) -> Iterator[Text]:
 
 
 class PlainLines:
-    """What to print where there is no terminal: every new sentence, and the steps at most every `every_s` seconds."""
+    """Lines for where there is no terminal: every new sentence, and the steps at most every `every_s` seconds."""
 
     def __init__(self, every_s: float) -> None:
         self._every_s = every_s
@@ -217,7 +217,7 @@ def ranges(numbers: tuple[int, ...]) -> str:
 
 
 def protection(view: JobView) -> str:
-    """What the job has, in a few words."""
+    """Describe the job's protection, in a few words."""
     return "Mirrored only" if view.protection == "Mirrored" else view.protection
 
 
