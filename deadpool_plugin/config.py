@@ -29,7 +29,7 @@ OF_A_HOST = ("secret_file", "output_dir", "interface_address", "memory_headroom_
 
 
 class Config(BaseModel):
-    """What a user may set. Every field has a default: an empty file is a valid configuration."""
+    """The configuration that a user may set. Every field has a default: an empty file is a valid configuration."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
@@ -67,7 +67,7 @@ class Config(BaseModel):
     (logs/$SLURM_JOB_ID). Hazard: files are appended to, and two jobs at once must not share a folder."""
 
     interface_address: str | None = None
-    """What to bind to, where hosts have several networks: a network (10.1.0.0/16), the name of an interface that every
+    """The network to use, where hosts have several: a network (10.1.0.0/16), the name of an interface that every
     host has (ib0), or this host's address. null: the address that reaches the first host. The chosen addresses are
     printed at the start. The frameworks' own connections (gloo, NCCL) follow GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME.
     Hazard: an address is one host's; in a file that all hosts share only a network or a name makes sense."""
@@ -155,7 +155,7 @@ class Config(BaseModel):
 
     @property
     def saving_timeout_s(self) -> float:
-        """Of a process that a swap finds in a save. Whoever replaces it then needs time before the job gives up."""
+        """The time-out of a process that a swap finds in a save. Its replacement then needs time, too."""
         return max(self.phase_timeout_s, min(self.decision_timeout_s, self.start_timeout_s / 2))
 
     @property

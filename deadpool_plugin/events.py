@@ -1,4 +1,4 @@
-"""What happened, for people and programs: one JSON object a line in `output_dir/events.<node>.jsonl`.
+"""Events of a job, for people and programs: one JSON object a line in `output_dir/events.<node>.jsonl`.
 
 What recurs with every step or minute stands apart, in `events.<node>.recent0.jsonl` and `events.<node>.recent1.jsonl`,
 which keep the newest only.
