@@ -1,12 +1,14 @@
 """The cut through the graph: gradients are those without it, and the engine's side can be gone through again."""
 
 import collections
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.nn
+from support import present
+from support.stand_in import fake
 from torch.utils import _pytree as pytree
 
 from deadpool_plugin.adapters.deepspeed import cut as cut_module
@@ -57,10 +59,10 @@ def test_gradients_are_divided_by_the_micro_batches_once(in_hooks):
             output.register_hook(lambda gradient: gradient / 2)
         return output
 
-    engine = SimpleNamespace(global_steps=0, optimizer=None, gradient_accumulation_steps=lambda: 2)
+    engine = fake(global_steps=0, optimizer=None, gradient_accumulation_steps=lambda: 2)
     if in_hooks:
         engine._scale_wrt_gas = True
-    calls = Calls(None, lambda engine: SimpleNamespace(has_parameter=lambda leaf: False))
+    calls = Calls(lambda *call: None, lambda engine: fake(has_parameter=lambda leaf: False))
     loss = script(Forward(calls, forward, engine, (data,), {})())
     value = Backward(calls, lambda engine, loss, **_: loss.backward(), engine, loss, False, True)()
     assert torch.equal(value, loss / 2)
@@ -70,10 +72,10 @@ def test_gradients_are_divided_by_the_micro_batches_once(in_hooks):
 
 def test_calls_done_again_before_the_script_got_their_values_have_them_again():
     ours, data = model(), torch.linspace(-1, 1, 12).view(3, 4)
-    engine = SimpleNamespace(global_steps=0, optimizer=None, gradient_accumulation_steps=lambda: 2)
-    calls = Calls(None, lambda engine: SimpleNamespace(has_parameter=lambda leaf: False))
+    engine = fake(global_steps=0, optimizer=None, gradient_accumulation_steps=lambda: 2)
+    calls = Calls(lambda *call: None, lambda engine: fake(has_parameter=lambda leaf: False))
     forward = Forward(calls, lambda engine, batch: ours(batch), engine, (data,), {})
-    backward = None
+    backward: Backward | None = None
     gradients = []
     for _ in range(2):
         output = forward()
@@ -84,6 +86,7 @@ def test_calls_done_again_before_the_script_got_their_values_have_them_again():
         assert value.item() == (script(output) / 2).item()
         gradients.append([parameter.grad for parameter in ours.parameters()])
     assert all(map(torch.equal, *gradients)) and all(gradient.any() for gradient in gradients[0])
+    assert backward is not None
     backward.outcome(value)
     forward()
     assert backward() is None
@@ -93,14 +96,14 @@ def test_large_gradients_wait_for_a_redo_in_host_memory(monkeypatch):
     ours, data, moved = model(), torch.linspace(-1, 1, 12).view(3, 4), []
     monkeypatch.setattr(cut_module, "_is_far", lambda gradient: gradient.numel() == 6)
     monkeypatch.setattr(cut_module, "_in_host_memory", lambda gradient: moved.append(gradient) or gradient.clone())
-    engine = SimpleNamespace(global_steps=0, optimizer=None, gradient_accumulation_steps=lambda: 1)
-    calls = Calls(None, lambda engine: SimpleNamespace(has_parameter=lambda leaf: False))
+    engine = fake(global_steps=0, optimizer=None, gradient_accumulation_steps=lambda: 1)
+    calls = Calls(lambda *call: None, lambda engine: fake(has_parameter=lambda leaf: False))
     forward = Forward(calls, lambda engine, batch: ours(batch), engine, (data,), {})
     backward = Backward(calls, lambda engine, loss, **_: loss.backward(), engine, script(forward()), False, True)
     backward()
     first = [parameter.grad.clone() for parameter in ours.parameters()]
     ((_, (kept_gradient,)),) = backward._parts
-    assert len(moved) == 1 and kept_gradient is not moved[0] and torch.equal(kept_gradient, moved[0])
+    assert len(moved) == 1 and kept_gradient is not moved[0] and torch.equal(present(kept_gradient), moved[0])
     moved[0].zero_()
     ours.zero_grad()
     forward(), backward()
@@ -127,9 +130,7 @@ def behind_cut(output):
 def test_a_backward_of_the_scripts_own_that_failed_leaves_nothing_to_the_next(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "backward", torch.Tensor.backward)  # put back afterwards
     handled = []
-    calls = Calls(
-        lambda *call: handled.append(call[2]), lambda engine: SimpleNamespace(has_parameter=lambda leaf: False)
-    )
+    calls = Calls(lambda *call: handled.append(call[2]), lambda engine: fake(has_parameter=lambda leaf: False))
     calls._wrap_tensor_backward()
 
     def given():
@@ -156,13 +157,14 @@ class OnDevice(torch.Tensor):
 
 def test_a_backward_of_the_scripts_own_on_a_gpu_is_refused_before_it_begins(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "backward", torch.Tensor.backward)  # put back afterwards
-    Calls(None, lambda engine: None)._wrap_tensor_backward()
-    own = torch.nn.Parameter(torch.ones(3))
+    Calls(lambda *call: None, lambda engine: fake())._wrap_tensor_backward()
+    own: Any = torch.nn.Parameter(torch.ones(3))
     with pytest.raises(Unsupported, match=r"expected engine\.backward\(loss\)"):
         (behind_cut(own * 2).sum() + own.sum()).as_subclass(OnDevice).backward()
     assert own.grad is None
     own.sum().as_subclass(OnDevice).backward()
-    assert own.grad.tolist() == [1.0] * 3
+    gradient: Any = own.grad
+    assert gradient.tolist() == [1.0] * 3
 
 
 def test_a_loss_that_a_redo_would_leave_out_is_refused():
@@ -199,7 +201,7 @@ def test_inputs_made_in_inference_mode_are_kept():
 
 def test_outputs_that_followers_could_not_be_told_are_refused():
     Pair = collections.namedtuple("Pair", "loss logits")
-    for value in (Pair(torch.ones(1), torch.ones(2)), {"made": SimpleNamespace(loss=torch.ones(1)), "rest": None}):
+    for value in (Pair(torch.ones(1), torch.ones(2)), {"made": fake(loss=torch.ones(1)), "rest": None}):
         with pytest.raises(Unsupported, match="return a dict"):
             kept.encode(value)
 

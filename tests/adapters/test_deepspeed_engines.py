@@ -5,6 +5,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.stand_in import stand_in
+
+from deadpool_plugin.adapters.deepspeed.state import EngineState
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
@@ -134,7 +137,7 @@ def test_what_a_script_reads_of_gradients_and_optimizer_state_is_told_to_followe
 
     engine = build(lambda: torch.nn.Linear(4, 1), zero_optimization={"stage": stage})
     weight = engine.module.weight
-    calls = Calls(handler, None)
+    calls = Calls(handler, lambda engine: stand_in(EngineState))
     calls.is_training = True
     reading.install(calls)
     engine.backward(engine(torch.ones(1, 4)).sum())
@@ -160,7 +163,7 @@ def test_taking_the_hooks_of_zero_3_off_for_a_while_is_refused_before_they_are()
     from deadpool_plugin.adapters.deepspeed import refusals
     from deadpool_plugin.errors import Unsupported
 
-    training = []
+    training: list[object] = []
     refusals.install(DeepSpeedEngine, lambda: bool(training))
     engine = build(lambda: torch.nn.Linear(4, 1), zero_optimization={"stage": 3})
     full = len(engine.module._forward_hooks)

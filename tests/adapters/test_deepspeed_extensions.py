@@ -1,6 +1,7 @@
 """DeepSpeed's C++: the lock around a build ends with the process that holds it; a slot's processes load it once."""
 
 import errno
+import fcntl
 import os
 import signal
 import sys
@@ -72,7 +73,7 @@ def test_where_files_cannot_be_locked_torchs_own_way_stays(baton, monkeypatch):
     def flock(descriptor, operation):
         raise OSError(errno.ENOLCK, "no locks available")
 
-    monkeypatch.setattr(extensions.fcntl, "flock", flock)
+    monkeypatch.setattr(fcntl, "flock", flock)
     one = baton()
     assert one.try_acquire() and not baton_is_free(one)
     one.release()

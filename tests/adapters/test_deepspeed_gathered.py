@@ -1,10 +1,11 @@
 """Parameters that a script gathers itself with ZeRO 3: there again after a swap, and what a follower has of them."""
 
 import contextlib
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from support.stand_in import fake
 
 pytest.importorskip("deepspeed")
 
@@ -13,14 +14,14 @@ from deepspeed.runtime.zero.partition_parameters import GatheredParameters, Zero
 from deadpool_plugin.adapters.deepspeed import gathered
 from deadpool_plugin.worker import codec
 
-CALLS = SimpleNamespace(inside=contextlib.nullcontext)
+CALLS = fake(inside=contextlib.nullcontext)
 
 
 class Context:
     """As DeepSpeed's, of one parameter, for one rank."""
 
     def __init__(self, part, src_rank=None):
-        parameter = torch.nn.Parameter(torch.empty(0))
+        parameter: Any = torch.nn.Parameter(torch.empty(0))
         parameter.ds_tensor, parameter.ds_shape = part, part.shape
         parameter.ds_active_sub_modules, parameter.ds_status = set(), ZeroParamStatus.NOT_AVAILABLE
         self.params, self.src_rank, self.enabled = [parameter], src_rank, True
@@ -73,7 +74,7 @@ def test_only_what_a_script_gathers_in_training_is_a_call(monkeypatch):
     entered, handled = [], []
     for name in ("__enter__", "__exit__"):
         monkeypatch.setattr(GatheredParameters, name, lambda context, *exc: entered.append(context))
-    calls = SimpleNamespace(busy=False, is_training=False, handler=lambda name, *rest: handled.append(name))
+    calls = fake(busy=False, is_training=False, handler=lambda name, *rest: handled.append(name))
     gathered.install(calls)
     context = GatheredParameters([], enabled=False)
     with context:

@@ -1,8 +1,7 @@
 """Which checkpoint is the newest when a job begins: a process that rehearses a rank later loads no other."""
 
-from types import SimpleNamespace
-
 import pytest
+from support.stand_in import fake
 
 from deadpool_plugin.adapters.deepspeed import loading
 from deadpool_plugin.comm.groups import Groups
@@ -25,8 +24,8 @@ def test_a_rehearsal_loads_what_the_job_began_with(tmp_path, at_start):
 
     groups = Groups()
     groups._recorder = Recorder(0)
-    modes = [Starting(SimpleNamespace(groups=groups), 0, 0)]
-    calls = SimpleNamespace(busy=False, is_training=False, handler=lambda *call: modes[-1].call(*call))
+    modes: list[Starting | Follow] = [Starting(fake(groups=groups), 0, 0)]
+    calls = fake(busy=False, is_training=False, handler=lambda *call: modes[-1].call(*call))
     loading.install(calls, Engine)
     newest = tmp_path / "latest"
     if at_start:
@@ -38,7 +37,7 @@ def test_a_rehearsal_loads_what_the_job_began_with(tmp_path, at_start):
     newest.write_text("global_step10")
     alone = Groups()
     alone.rehearse(recording)
-    modes.append(Follow(SimpleNamespace(groups=alone), 0, "", None))
+    modes.append(Follow(fake(groups=alone), 0, "", fake()))
     assert Engine().load_checkpoint(str(tmp_path), None, False) == found
     assert loaded[1:] == ([(at_start, False)] if at_start else [])
     assert Engine().load_checkpoint(tmp_path, "global_step10") == ("path", {}), "whoever names one is not asked"

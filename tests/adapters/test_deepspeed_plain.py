@@ -2,6 +2,7 @@
 
 import functools
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ class Warmup(lr_scheduler.LRScheduler):
     def get_lr(self):
         return [base * self.last_epoch / self.steps for base in self.base_lrs]
 
-    def step(self):
+    def step(self, epoch=None):
         if getattr(self, "last_epoch", -1) < self.steps:
             return super().step()
         self.after_scheduler.step()
@@ -90,7 +91,7 @@ def test_what_is_noted_stays_as_it_is():
 
 
 def test_state_that_is_no_plain_data_is_refused_by_name():
-    schedule = lr_scheduler.StepLR(optimizer(), 3)
+    schedule: Any = lr_scheduler.StepLR(optimizer(), 3)
     schedule.peak = torch.ones(1)
     with pytest.raises(Unsupported, match="the schedule StepLR has the state 'peak', a Tensor"):
         check_schedule(schedule)

@@ -1,9 +1,11 @@
 """What of DeepSpeed is refused: by name, before training, with what to do instead."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from support.stand_in import fake
 
 deepspeed = pytest.importorskip("deepspeed")
 
@@ -31,9 +33,9 @@ def made(path, value):
     """Something that is called DeepSpeedEngine and has `value` at `path`."""
     kind = type("DeepSpeedEngine", (SimpleNamespace,), {})
     *outer, last = path.split(".")
-    inner = SimpleNamespace(**{last: value})
+    inner = fake(**{last: value})
     for name in reversed(outer):
-        inner = SimpleNamespace(**{name: inner})
+        inner = fake(**{name: inner})
     return kind(**vars(inner))
 
 
@@ -41,7 +43,7 @@ def made(path, value):
 def test_compression_of_earlier_versions_is_found_in_their_configuration(technique):
     """As `get_compression_config` of DeepSpeed 0.18 has it: all techniques, whatever the file names."""
     every = {name: {"shared_parameters": {"enabled": False}, "different_groups": {}} for name in refusals.COMPRESSION}
-    engine = made("_config", SimpleNamespace(compression_config={**every, "layer_reduction": {"enabled": True}}))
+    engine = made("_config", fake(compression_config={**every, "layer_reduction": {"enabled": True}}))
     refusals.check(engine)
     every[technique]["shared_parameters"]["enabled"] = True
     with pytest.raises(Unsupported, match=f"compression_training: {technique} = True"):
@@ -55,7 +57,7 @@ def test_activations_that_go_elsewhere_are_refused():
 
 
 def test_layers_that_train_in_eight_bits_are_refused():
-    linear = torch.nn.Linear(2, 2)
+    linear: Any = torch.nn.Linear(2, 2)
     linear.fp8_initialized = False
     refusals.check_eight_bits([linear])
     linear.fp8_initialized = True
@@ -79,7 +81,7 @@ class Engine:
 def test_a_script_with_a_teacher_or_a_discriminator_is_told_the_way_out_before_training(engines, monkeypatch):
     monkeypatch.setattr(past_engine, "watch", lambda calls, engine: None)
     script, adapter = [Engine() for _ in range(engines)], DeepSpeedAdapter()
-    adapter._calls = SimpleNamespace(is_training=False)
+    adapter._calls = fake(is_training=False)
     for engine in script:
         adapter._engine_made(engine)
     with pytest.raises(Unsupported, match=rf"{engines} DeepSpeed engines.* torch\.no_grad"):
@@ -89,7 +91,7 @@ def test_a_script_with_a_teacher_or_a_discriminator_is_told_the_way_out_before_t
 def test_an_engine_made_during_training_is_refused_and_not_taken_for_the_first(monkeypatch):
     monkeypatch.setattr(past_engine, "watch", lambda calls, engine: None)
     adapter = DeepSpeedAdapter()
-    adapter._calls = SimpleNamespace(is_training=True)
+    adapter._calls = fake(is_training=True)
     with pytest.raises(Unsupported, match=r"another DeepSpeed engine during training.* torch\.no_grad"):
         adapter._engine_made(Engine())
 
@@ -120,7 +122,8 @@ def test_what_a_configuration_asks_for_is_found_in_the_engine(options, name):
     """Nothing else of it is refused, and the same without it is not."""
     engine = DeepSpeedEngine.__new__(DeepSpeedEngine)
     torch.nn.Module.__init__(engine)
-    for words in ({}, options):
+    nothing: dict[str, Any] = {}
+    for words in (nothing, options):
         engine._config = DeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, **words})
         refused = [option.name for option in refusals.OPTIONS if is_refused(engine, option)]
         assert len(refused) == len(words) and all(name in one for one in refused)
@@ -143,9 +146,9 @@ def test_other_optimizers_and_masters_are_refused_by_name():
     with pytest.raises(Unsupported, match="bitsandbytes.optim.adamw.AdamW"):
         adam.check(made_by("bitsandbytes.optim.adamw", "AdamW")([parameter]), [parameter])
     fused = made_by("deepspeed.ops.adam.fused_adam", "FusedAdam")([parameter])
-    adam.check(fused, [parameter], SimpleNamespace(cycle_momentum=False))
+    adam.check(fused, [parameter], fake(cycle_momentum=False))
     with pytest.raises(Unsupported, match="betas"):
-        adam.check(fused, [parameter], SimpleNamespace(cycle_momentum=True))
+        adam.check(fused, [parameter], fake(cycle_momentum=True))
     with pytest.raises(Unsupported, match="bfloat16"):
         adam.check(torch.optim.AdamW([parameter]), [parameter.to(torch.bfloat16)])
 

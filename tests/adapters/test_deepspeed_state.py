@@ -3,6 +3,7 @@
 import copy
 import operator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -166,7 +167,8 @@ def test_the_products_of_an_optimizer_in_cpp_are_counted_from_where_the_job_bega
         )
 
     masters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
-    optimizer = DeepSpeedCPUAdam([{"params": [masters[0]]}, {"params": [masters[1]], "betas": (0.8, 0.9)}])
+    groups: list[dict[str, Any]] = [{"params": [masters[0]]}, {"params": [masters[1]], "betas": (0.8, 0.9)}]
+    optimizer = DeepSpeedCPUAdam(groups)
     for group in optimizer.param_groups:
         group["bias_correction"] = True
     adam.complete(optimizer, masters)

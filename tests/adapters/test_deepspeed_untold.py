@@ -89,7 +89,8 @@ def test_what_it_was_told_meanwhile_is_no_guess(large):
     loss.backward()
     with torch.no_grad():
         loss.copy_(torch.tensor(5.0))
-    assert loss.item() == 5 and (loss / 2).detach().tolist() == 2.5 and type(loss / 2) is torch.Tensor
+    halved: object = (loss / 2).detach().tolist()
+    assert loss.item() == 5 and halved == 2.5 and type(loss / 2) is torch.Tensor
     assert not Guess.first_taken
     mean = LOSSES[0](large).detach()
     mean.copy_(torch.tensor(3.0))  # as what a collective gave is

@@ -2,10 +2,12 @@
 that is told before every step, a `megatron.core` from before there were adapters for it."""
 
 import sys
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
+from typing import Any, cast
 
 import pytest
 import torch
+from support.stand_in import fake
 
 pytest.importorskip("deepspeed")
 
@@ -38,7 +40,7 @@ class Tracker:
 
 @pytest.mark.parametrize("name", ["megatron.core.tensor_parallel.random", "megatron.mpu.random"])
 def test_random_generators_of_the_models_own_are_states_too(monkeypatch, name):
-    tracker, module = Tracker(), ModuleType(name)
+    tracker, module = Tracker(), cast(Any, ModuleType(name))
     module.get_cuda_rng_tracker = lambda: tracker
     monkeypatch.setitem(sys.modules, name, module)
     adapter = DeepSpeedAdapter()
@@ -53,7 +55,7 @@ def test_a_module_that_came_later_is_left_as_it_is(monkeypatch):
     adapter = DeepSpeedAdapter()
     monkeypatch.delitem(sys.modules, "megatron.mpu.random", raising=False)
     saved = rng.capture(adapter)
-    tracker, module = Tracker(), ModuleType("megatron.mpu.random")
+    tracker, module = Tracker(), cast(Any, ModuleType("megatron.mpu.random"))
     module.get_cuda_rng_tracker = lambda: tracker
     monkeypatch.setitem(sys.modules, "megatron.mpu.random", module)
     before = tracker.get_states()
@@ -87,5 +89,5 @@ def test_a_megatron_core_of_another_kind_is_none(monkeypatch):
         monkeypatch.delitem(sys.modules, name)
     for name in ("megatron", "megatron.core", "megatron.core.parallel_state"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    adapters = [MegatronAdapter(), SimpleNamespace(framework="deepspeed")]
+    adapters: list[Any] = [MegatronAdapter(), fake(framework="deepspeed")]
     assert available(adapters) == adapters[1:]

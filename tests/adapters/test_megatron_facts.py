@@ -2,9 +2,9 @@
 
 import os
 import sys
-from types import SimpleNamespace
 
 import pytest
+from support.stand_in import fake
 
 from deadpool_plugin.adapters.megatron import facts
 from deadpool_plugin.comm.groups import Groups
@@ -20,7 +20,7 @@ def test_a_rehearsal_loads_a_checkpoint_only_if_the_job_began_with_one(tmp_path,
     monkeypatch.setattr(os.path, "isfile", os.path.isfile)
     groups = Groups()
     groups._recorder = Recorder(0)
-    modes = [Starting(SimpleNamespace(groups=groups), 0, 0)]
+    modes: list[Starting | Follow] = [Starting(fake(groups=groups), 0, 0)]
     facts.install(lambda *call: modes[-1].call(*call))
     tracker, other = tmp_path / facts.TRACKER, tmp_path / "script.py"
     if at_start:
@@ -34,7 +34,7 @@ def test_a_rehearsal_loads_a_checkpoint_only_if_the_job_began_with_one(tmp_path,
     other.touch()
     alone = Groups()
     alone.rehearse(recording)
-    modes.append(Follow(SimpleNamespace(groups=alone), 0, "", None))
+    modes.append(Follow(fake(groups=alone), 0, "", fake()))
     assert os.path.isfile(str(tracker)) == at_start
     assert os.path.isfile(other)
     with pytest.raises(Divergence, match=f"asked isfile .*{facts.TRACKER} at .*expected what the rank itself asked"):
@@ -45,7 +45,7 @@ def test_a_checkpoint_that_is_looked_for_past_os_path_is_asked_for_once(tmp_path
     """Megatron-LM asks multi-storage-client, where that is installed, which asks the kernel itself."""
     monkeypatch.setattr(os.path, "isfile", os.path.isfile)
     asked, tracker = [], tmp_path / facts.TRACKER
-    saving = SimpleNamespace(isfile=lambda path: path.exists() or os.path.isfile(path))
+    saving = fake(isfile=lambda path: path.exists() or os.path.isfile(path))
     monkeypatch.setitem(sys.modules, "megatron.training.checkpointing", saving)
     facts.install(lambda name, kind, function, args, kwargs: asked.append(name) or function(*args))
     assert not saving.isfile(tracker) and not os.path.isfile(tracker)
@@ -55,17 +55,17 @@ def test_a_checkpoint_that_is_looked_for_past_os_path_is_asked_for_once(tmp_path
 def test_a_rehearsal_compares_no_parameters_with_those_of_others(monkeypatch, train_gpt):
     hashes = []
     monkeypatch.setattr(os.path, "isfile", os.path.isfile)
-    loop = SimpleNamespace(**{facts.HASHES: lambda model, cross_check=False: hashes.append(model) or True})
+    loop = fake(**{facts.HASHES: lambda model, cross_check=False: hashes.append(model) or True})
     monkeypatch.setitem(sys.modules, "megatron.training.training", loop)
     monkeypatch.setattr(sys.modules["megatron.core.utils"], facts.HASHES, None)
     groups = Groups()
     groups._recorder = Recorder(0)
-    modes = [Starting(SimpleNamespace(groups=groups), 0, 0)]
+    modes: list[Starting | Follow] = [Starting(fake(groups=groups), 0, 0)]
     facts.install(lambda *call: modes[-1].call(*call))
     assert loop.check_param_hashes_across_dp_replicas(["model"], cross_check=True)
     alone = Groups()
     alone.rehearse(groups.stop_recording())
-    modes.append(Follow(SimpleNamespace(groups=alone), 0, "", None))
+    modes.append(Follow(fake(groups=alone), 0, "", fake()))
     assert loop.check_param_hashes_across_dp_replicas(["another"], cross_check=True) and hashes == [["model"]]
 
 

@@ -3,6 +3,7 @@
 import functools
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -260,14 +261,14 @@ def test_auxiliary_losses_are_counted_once_however_often_a_forward_is_redone(tra
 def prediction(monkeypatch):
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
-    entry = {}
+    entry: dict[str, Any] = {}
     monkeypatch.setattr(MTPLossLoggingHelper, "tracker", entry)
     world = torch.distributed.group.WORLD
     return entry, lambda sums: entry.update(values=sums, avg_group=world), lambda: entry["values"].tolist()
 
 
 def routers_of_core_0_18(monkeypatch):
-    metrics = {}
+    metrics: dict[str, Any] = {}
     module = SimpleNamespace(
         MetricEntry=lambda values: SimpleNamespace(values=values, reduce_group=None, needs_dp_avg=True),
         get_moe_metrics_tracker=lambda: SimpleNamespace(metrics=metrics),
@@ -303,7 +304,7 @@ def test_who_follows_the_reduction_of_a_loss_logs_what_the_rank_itself_logs(monk
     outcome = codec.decode(codec.encode(reduction.outcome(reduction())))
     monkeypatch.setattr(MTPLossLoggingHelper, "tracker", {})
     reduction.skipped(outcome)
-    logged = {}
+    logged: dict[str, Any] = {}
     monkeypatch.setattr(MTPLossLoggingHelper, "reduce_loss_in_tracker", lambda: None)
     MTPLossLoggingHelper.track_mtp_metrics(0.5, 1, None, total_loss_dict=logged)
     assert {name: float(value) for name, value in logged.items()} == {"mtp_1 loss": 3.0}

@@ -4,10 +4,11 @@ import argparse
 import functools
 import queue
 from collections import deque
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from support.stand_in import fake
 
 from deadpool_plugin.adapters.megatron import saving
 from deadpool_plugin.errors import GenerationChanged, Unsupported
@@ -18,10 +19,8 @@ from deadpool_plugin.worker.saving import Saves
 @pytest.fixture
 def saves(monkeypatch):
     monkeypatch.setenv("RANK", "0")
-    folders = SimpleNamespace(one_folder=str)
-    return SimpleNamespace(
-        step=3, generation=1, folders=folders, launch=lambda flight: pytest.fail("nobody will complete it")
-    )
+    folders = fake(one_folder=str)
+    return fake(step=3, generation=1, folders=folders, launch=lambda flight: pytest.fail("nobody will complete it"))
 
 
 class Process:
@@ -37,26 +36,26 @@ def caller_of_core_0_16():
         def __init__(self):
             self.process = Process()
 
-    calls = SimpleNamespace(persistent_caller=Caller(), async_calls=deque())
+    calls = fake(persistent_caller=Caller(), async_calls=deque())
     return calls.persistent_caller, calls, lambda: calls.persistent_caller
 
 
 def caller_of_core_0_17():
     class Caller:
-        _persistent_process = Process()
+        _persistent_process: Process | None = Process()
 
         def __init__(self):
             self.process = self._persistent_process
 
         def close(self, abort=False):
-            assert abort and self.process.is_joined
+            assert abort and self.process is not None and self.process.is_joined
             self.process = Caller._persistent_process = None
 
     class Queue:
         _persistent_caller = Caller()
 
         def __init__(self):
-            self.async_calls = deque()
+            self.async_calls: deque[object] = deque()
 
     return Queue._persistent_caller, Queue(), lambda: Queue._persistent_caller or Caller._persistent_process
 
@@ -65,8 +64,8 @@ def caller_of_core_0_17():
 def test_a_writer_that_was_ended_is_not_asked_again(saves, version, train_gpt):
     caller, calls, left = version()
     process = caller.process
-    flight = saving.RequestFlight(saves, "", SimpleNamespace(async_fn_args=()), keep_files=True)
-    flight.queue, flight.active = calls, SimpleNamespace(async_caller=caller)
+    flight = saving.RequestFlight(saves, "", fake(async_fn_args=()), keep_files=True)
+    flight.queue, flight.active = calls, fake(async_caller=caller)
     calls.async_calls.append(flight.active)
     flight.settle()
     assert process.is_joined and left() is None and not calls.async_calls
@@ -104,7 +103,7 @@ def waiting(monkeypatch, train_gpt):
 
     monkeypatch.setattr(async_utils, "sleep", lambda seconds: None)
     monkeypatch.setattr(saving, "LOOK_EVERY_S", 0)
-    saves = SimpleNamespace(
+    saves = fake(
         step=3, generation=1, flights=[], foreign=lambda: False, do=lambda call: call(), landed=lambda flight: None
     )
     saves.launch = saves.flights.append
@@ -156,14 +155,16 @@ def test_who_waits_for_a_writer_looks_until_all_is_written(waiting):
 
 
 def test_who_follows_is_told_nothing_of_what_is_gathered_to_be_saved():
+    seen = []
+
     class Optimizer:
         def sharded_state_dict(self, model_sharded_state_dict, is_loading=False):
             seen.append((sorted(model_sharded_state_dict), is_loading))
             return {"all of it": torch.zeros(3)}
 
-    seen, calls = [], []
+    calls: list[Any] = []
     saving.wrap_sharded_state_dict(Optimizer, lambda name, kind, call, args, kwargs: calls.append(call) or call())
-    given = {"model": 1}
+    given: dict[str, object] = {"model": 1}
     assert "all of it" in Optimizer().sharded_state_dict(given, is_loading=True)
     given["optimizer"] = "added by the script"
     calls[0]()
@@ -187,7 +188,7 @@ def test_a_save_that_is_done_again_saves_the_arguments_as_they_were(saves, tmp_p
 
 def test_a_request_for_another_librarys_queue_is_refused(saves, tmp_path, train_gpt):
     def save(sharded_state_dict, checkpoint_dir, async_sharded_save=False):
-        return SimpleNamespace()
+        return fake()
 
     call = saving.Save(saves, save, ({}, str(tmp_path / "new")), {"async_sharded_save": True})
     with pytest.raises(Unsupported, match="by types.*to do: save with async_strategy='mcore'"):
@@ -196,8 +197,8 @@ def test_a_request_for_another_librarys_queue_is_refused(saves, tmp_path, train_
 
 def test_a_save_goes_to_the_folder_all_ranks_agree_on(saves, tmp_path):
     saves.folders.one_folder = lambda given: given.replace("tuesday", "monday")
+    folders: list[str] = []
     saves.written = lambda path, began: folders.append(path)
-    folders = []
 
     def save(sharded_state_dict, checkpoint_dir, sharded_strategy=None, async_sharded_save=False):
         folders.append(checkpoint_dir)

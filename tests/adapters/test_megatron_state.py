@@ -2,6 +2,7 @@
 
 import argparse
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -65,7 +66,7 @@ class Job:
         return adapter
 
 
-VARIANTS = [
+VARIANTS: list[dict[str, Any]] = [
     dict(dtype=dtype, distributed_optimizer=distributed) for dtype in ("fp32", "bf16") for distributed in (False, True)
 ]
 VARIANTS += [
@@ -155,7 +156,7 @@ def test_an_answer_the_optimizers_asked_all_ranks_for_is_known_to_all_or_to_none
 def test_generators_of_transformer_engines_tracker_go_on_where_they_were(monkeypatch):
     from megatron.core.tensor_parallel import random
 
-    live = {"model-parallel-rng": torch.Generator().manual_seed(3), "other": torch.get_rng_state()}
+    live: dict[str, Any] = {"model-parallel-rng": torch.Generator().manual_seed(3), "other": torch.get_rng_state()}
     tracker = SimpleNamespace(get_states=lambda: live, set_states=lambda states: live.update(states))
     monkeypatch.setattr(random, "get_cuda_rng_tracker", lambda: tracker)
     adapter, generator = MegatronAdapter(), live["model-parallel-rng"]
