@@ -9,6 +9,7 @@ file MARKER each process that asks leaves a line. Not a test: the training scrip
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 DTYPE, MARKER = sys.argv.pop(1), Path(sys.argv.pop(1))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
@@ -19,7 +20,7 @@ import train_gpt as script  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.optimizer import optimizer  # noqa: E402
 
-ANSWERS = []
+ANSWERS: list[Any] = []
 
 
 def asking(plain):

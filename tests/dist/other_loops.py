@@ -6,6 +6,7 @@ Not a test: the training script of test_other_loops.py, run with and without the
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 MODE = sys.argv.pop(1)
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
@@ -90,7 +91,7 @@ def edited(args, model, optimizer, scheduler, step):
     return {"loss": script.average_loss(losses), "grad_norm": grad_norm, "lr": optimizer.param_groups[0]["lr"]}
 
 
-LOADED = []
+LOADED: list[Any] = []
 plain_iterator = script.data_iterator
 
 

@@ -81,7 +81,7 @@ def train(args, engine, schedule):
 
 
 if MODE == "urandom":  # with the loop of the script itself, which reads its batches between the calls
-    script.Windows = Noisy
+    script.Windows = Noisy  # type: ignore[misc]  # the script makes its data sets of what bears this name
 else:
     script.train = train
 script.main()

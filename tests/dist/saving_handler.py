@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import train_gpt as script
 
-told = []
+told: list[bool] = []
 plain_log_step = script.log_step
 
 

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from clusters.launched import free_port
 from dist.stub_worker import digest, state_at
@@ -21,6 +22,7 @@ from dist.stub_worker import digest, state_at
 from deadpool_plugin import events
 from deadpool_plugin.cli.follow import Follower
 
+E = TypeVar("E", bound=events.Event)
 HERE = Path(__file__).parent
 MARK = "DEADPOOL_TEST_NODE"
 
@@ -114,7 +116,7 @@ class StubCluster:
     def all_output(self) -> str:
         return "".join(f"--- node {node}\n{self.output(node)}" for node in range(self.nodes))
 
-    def events(self, kind: type[events.Event] = events.Event) -> list[events.Event]:
+    def events(self, kind: type[E]) -> list[E]:
         follower = Follower(self.directory / "logs")
         found = [event for event in follower.poll() if isinstance(event, kind)]
         assert not follower.unreadable
@@ -124,7 +126,9 @@ class StubCluster:
         deadline = time.monotonic() + timeout_s
         while not done():
             if time.monotonic() > deadline:
-                shown = "\n".join(str(event) for event in self.events() if not isinstance(event, events.StepDone))
+                shown = "\n".join(
+                    str(event) for event in self.events(events.Event) if not isinstance(event, events.StepDone)
+                )
                 raise NothingHappened(f"no {what} within {timeout_s} s\n{self.all_output()}\n{shown}")
             time.sleep(0.02)
 

@@ -233,8 +233,8 @@ def begin(process: Process, order: local.RunRank) -> None:
     start, _ = process.receive(local.StartGroups)
     assert isinstance(start, local.StartGroups)
     if process.options.fail_start:
-        rank, code = map(int, process.options.fail_start.split(":"))
-        if order.rank == rank:
+        failing, code = map(int, process.options.fail_start.split(":"))
+        if order.rank == failing:
             raise RuntimeError("told to at start") from SystemExit(code)
     while process.options.hold_at == -1 and not os.path.exists(process.options.hold_file):
         process.listen(0.02)
@@ -305,7 +305,7 @@ def become(options: argparse.Namespace, order: Order, tell: int) -> NoReturn:
     except BaseException as error:
         traceback.print_exc()
         process.connection.send(local.Failing(order.rank, f"{type(error).__name__}: {error}"))
-        os._exit(int(error.__cause__.code) if isinstance(error.__cause__, SystemExit) else 1)
+        os._exit(int(error.__cause__.code or 0) if isinstance(error.__cause__, SystemExit) else 1)
     os._exit(1)
 
 

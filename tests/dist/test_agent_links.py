@@ -31,8 +31,9 @@ def connections_between(one: int, other: int) -> list[Any]:
 
 
 def _connections(pid: int) -> list[Any]:
-    process = psutil.Process(pid)  # whose method has this name since psutil 6
-    found: list[Any] = getattr(process, "net_connections", getattr(process, "connections", None))("tcp4")
+    process: Any = psutil.Process(pid)
+    listed = process.net_connections if hasattr(process, "net_connections") else process.connections  # before psutil 6
+    found: list[Any] = listed("tcp4")
     return found
 
 

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 from dist.stub_cluster import StubCluster
-from support import slow_but
+from support import expect, slow_but
 
 from deadpool_plugin import events
 
@@ -82,7 +82,7 @@ def test_the_newcomer_is_lost_too(tmp_path):
         cluster.kill_node(2)
         cluster.wait_for("protection again", lambda: len(cluster.events(events.Mirrored)) == 2)
         (planned,) = cluster.events(events.SwapPlanned)
-        taker = planned.takers["2"]
+        taker = expect(int, planned.takers["2"])
         cluster.kill_node(taker)
         finishes(cluster, lost=[2, taker])
     finally:

@@ -4,6 +4,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.stand_in import stand_in
+
+from deadpool_plugin.transport.local import LocalConnection
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
@@ -62,7 +65,7 @@ def test_a_rank_that_offers_its_store_late_takes_nothing_from_who_rehearses_it(t
     loss after the next one found no store, and its swap never began."""
     agent = ScriptedAgent(2, [], tmp_path)
     agent.generation = 1
-    rank, rehearsal = Worker(100, None), Worker(200, None)
+    rank, rehearsal = Worker(100, stand_in(LocalConnection)), Worker(200, stand_in(LocalConnection))
     agent.handle(1, rehearsal, local.StoreOffer("of who rehearses"))
     agent.handle(1, rank, local.StoreOffer("of the rank"))
     assert {address for address, _ in agent.stores.values()} == {"of who rehearses", "of the rank"}
