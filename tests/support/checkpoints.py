@@ -1,5 +1,7 @@
 """What a checkpoint on disk holds, whole, and whether two of them hold the same bits."""
 
+from typing import Any
+
 import torch
 
 
@@ -16,7 +18,7 @@ def sharded_content(folder):
     from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
     from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
-    state = {}
+    state: dict[str, Any] = {}
     _load_state_dict(state, FileSystemReader(folder), planner=_EmptyStateDictLoadPlanner(), no_dist=True)
     return state
 

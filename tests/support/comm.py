@@ -16,6 +16,8 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 
 from deadpool_plugin.comm.groups import Groups
 
+from . import present
+
 TIMEOUT = timedelta(seconds=120)
 
 
@@ -175,8 +177,8 @@ def point_to_point(group: Any) -> Any:
     following, previous = _global(group, (rank + 1) % size), _global(group, (rank - 1) % size)
     sent = dist.isend(ramp(rank, 3), following, group=group)
     work = dist.irecv(received, previous, group=group)
-    work.wait()
-    sent.wait()
+    present(work).wait()
+    present(sent).wait()
     if rank == 0:
         source = dist.recv(anyone, group=group, tag=7)
         return received, anyone, source
@@ -231,7 +233,7 @@ def objects(group: Any) -> Any:
     rank, size = _facts(group)
     gathered: list[Any] = [None] * size
     dist.all_gather_object(gathered, {"rank": rank, "text": "x" * (10 + rank)}, group=group)
-    listed = [("from", rank), rank] if rank == 0 else [None, None]
+    listed: list[Any] = [("from", rank), rank] if rank == 0 else [None, None]
     dist.broadcast_object_list(listed, src=_global(group, 0), group=group)
     collected = [None] * size if rank == 0 else None
     dist.gather_object(rank, collected, dst=_global(group, 0), group=group)

@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import IO, Any
 
+from . import expect
+
 _PR_SET_PDEATHSIG = 1
 
 
@@ -155,7 +157,7 @@ class Fleet:
 
     @staticmethod
     def _outcome(child: _Child) -> Outcome:
-        return pickle.loads(bytes(child.received))
+        return expect(Outcome, pickle.loads(bytes(child.received)))
 
     def _signal(self, child: _Child, signum: int) -> None:
         if not child.ended:

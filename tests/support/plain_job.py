@@ -7,6 +7,7 @@ import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from support.forked import Fleet
 
@@ -33,10 +34,10 @@ def _run_rank(rank: int, world_size: int, argv: list[str], folder: Path, before_
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     original = dist.init_process_group
 
-    def init_process_group(backend, **kwargs):
+    def init_process_group(backend: str | None = None, **kwargs: Any) -> None:
         original(backend, init_method=f"file://{folder / 'store'}", rank=rank, world_size=world_size)
 
-    dist.init_process_group = init_process_group
+    dist.init_process_group = init_process_group  # type: ignore[assignment]  # scripts give the rest by name
     sys.argv = argv
     runpy.run_path(argv[0], run_name="__main__")
     sys.stdout.flush()

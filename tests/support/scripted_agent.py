@@ -15,12 +15,15 @@ import socket
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from deadpool_plugin.config import Config
 from deadpool_plugin.mirror.arena import SlotPair
 from deadpool_plugin.transport import local
 from deadpool_plugin.transport.framing import ConnectionClosed
 from deadpool_plugin.transport.local import LocalConnection
+
+from . import expect, present
 
 SILENT_S = 180.0
 """Without a word of any process that is a hang, however loaded the machine is: a step takes a process a second of CPU,
@@ -38,7 +41,7 @@ class Worker:
     staged: int = -1
     records: list[bytes] = field(default_factory=list)
     finished: bool = False
-    events: list[tuple[str, dict]] = field(default_factory=list)
+    events: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
 
     def tell(self, message: local.LocalMessage, *descriptors: int) -> None:
         """One that has died is found by `turn`, when it comes to that."""
@@ -53,7 +56,7 @@ class Outcome:
     exit_codes: dict[int, int]
     swaps: int
     restore_steps: list[int]
-    events: dict[int, list[tuple[str, dict]]]
+    events: dict[int, list[tuple[str, dict[str, Any]]]]
 
 
 class ScriptedAgent:
@@ -111,7 +114,7 @@ class ScriptedAgent:
         faulthandler.register(signal.SIGUSR1, all_threads=True)
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(self.world_size), LOCAL_RANK=str(rank), DEADPOOL_SOCKET="x")
         if spare:
-            rehearsal, _ = connection.recv()
+            rehearsal = expect(local.Rehearsal, connection.recv()[0])
             mute = Mute(os.open(self.output / f"rehearsal{rank}.log", os.O_WRONLY | os.O_CREAT, 0o644))
             context = plugin.start_following(connection, self.config, rehearsal, 0, mute)
         else:
@@ -124,7 +127,7 @@ class ScriptedAgent:
     def start_rehearsal(self, rank: int) -> None:
         self.incarnations[rank] += 1
         spare = self.spares[rank] = self.fork(rank, spare=True)
-        spare.tell(local.Rehearsal(rank, self.workers[rank].ready.recording))
+        spare.tell(local.Rehearsal(rank, present(self.workers[rank].ready).recording))
         spare.records = list(self.workers[rank].records[: self.committed + 1])
         spare.tell(local.History(spare.records[1:]))
 
@@ -243,9 +246,9 @@ class ScriptedAgent:
         known = len(spare.records)
         spare.tell(local.History(lost.records[known : step + 1]))
         spare.records, spare.arena, spare.ready, spare.staged = lost.records[: step + 1], lost.arena, lost.ready, step
-        ready = lost.ready
+        ready = present(lost.ready)
         order = local.TakeOver(self.generation, store, step, ready.header_bytes, ready.payload_bytes)
-        spare.tell(order, lost.arena.fd)
+        spare.tell(order, present(lost.arena).fd)
         spare.events = lost.events + [("TakenOver", {"rank": rank})]
         self.workers[rank] = spare
 

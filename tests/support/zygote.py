@@ -67,7 +67,8 @@ class _Zygote:
             self.close()
             _zygote.cache_clear()
             return f"{name} did not end within {DEADLINE_S} s", {}
-        return _read(self.process.stdout.fileno())
+        failure, figures = _read(self.process.stdout.fileno())
+        return failure, figures
 
 
 @functools.lru_cache(maxsize=1)
