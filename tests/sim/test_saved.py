@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from support import present
 
 from deadpool_plugin.cli import main as cli
 from deadpool_plugin.cli import simulate
@@ -31,7 +32,7 @@ def broken(monkeypatch, tmp_path):
 
 
 def saved(printed: str) -> Path:
-    return Path(re.search(r"--faults (\S+) --show", printed).group(1))
+    return Path(present(re.search(r"--faults (\S+) --show", printed)).group(1))
 
 
 @pytest.mark.parametrize("words", [["--save", "not/there/yet"], []])
