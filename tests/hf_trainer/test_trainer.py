@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -120,7 +121,7 @@ OF_DEEPSPEED = {
 }
 BF16 = {"bf16": {"enabled": "auto"}}
 LARGE = ["--vocabulary", "6000"]  # an evaluation's logits are above a record's limit
-CASES = {
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], list[tuple[int, int, str]], list[str], dict[str, Any]]] = {
     "zero0": ({"stage": 0}, {}, [(0, 3, "backward"), (1, 6, "optimizer")], [], {}),
     "zero1": ({"stage": 1}, OF_DEEPSPEED, [(1, 3, "forward"), (0, 6, "optimizer")], [], {}),
     "zero2": ({"stage": 2}, {}, [(0, 4, "backward"), (1, 7, "between")], [], {"load_best_model_at_end": True}),

@@ -15,6 +15,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -38,7 +39,7 @@ NOT_COMPARED = ("runtime", "per_second", "total_flos")
 """What clocks say; and under ZeRO 3 the Trainer counts the parameters that happen to be gathered when it looks."""
 
 
-class Texts(torch.utils.data.Dataset):
+class Texts(torch.utils.data.Dataset[Any]):
     """Windows of the corpus under the names that Hugging Face's models want."""
 
     def __init__(self, corpus: str, samples: int, length: int, first: int = 0) -> None:
@@ -94,10 +95,11 @@ def accuracy(prediction: EvalPrediction) -> dict[str, float]:
 
 def report(trainer: Trainer) -> None:
     """Every rank's whole log history, exactly but for what clocks say, and digests of its state."""
-    rank, steps = dist.get_rank(), {}
+    steps: dict[int, dict[str, Any]] = {}
+    rank = dist.get_rank()
     history = [compared(entry) for entry in trainer.state.log_history]
     for entry in history:
-        steps.setdefault(entry["step"], {}).update(entry)
+        steps.setdefault(int(entry["step"]), {}).update(entry)
     for step, entry in steps.items():
         numbers = {"loss": entry.get("loss"), "grad_norm": entry.get("grad_norm")}
         write_metrics(rank, step, {**numbers, "lr": entry.get("learning_rate"), "eval": entry.get("eval_loss")})
