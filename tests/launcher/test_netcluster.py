@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from clusters import netns, netns_host
+from support import present
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = [sys.executable, str(ROOT / "scripts" / "netcluster.py")]
@@ -80,7 +81,7 @@ def test_ctrl_c_and_sigkill_take_the_hosts_away(tmp_path):
         # Who runs us in a shell's background has SIGINT ignored, and so would whom we start.
         heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
         process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, preexec_fn=heed)
-        assert "h1 are up" in process.stdout.readline()
+        assert "h1 are up" in present(process.stdout).readline()
         pid = netns.Network.attached(folder).hosts["h1"].pid
         second = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
         assert second.returncode == 1 and "h1 are up" in second.stderr
