@@ -2,6 +2,7 @@
 
 import os
 from collections import Counter
+from typing import Any
 
 import pytest
 from faults.plan import Kill
@@ -20,7 +21,7 @@ def values(folder):
     from deadpool_plugin.worker.trackers import last_records
 
     events = [Event.FromString(data) for path in folder.glob("events.*") for data in last_records(path)]
-    logged = Counter()
+    logged: Counter[Any] = Counter()
     for event in events:
         for value in event.summary.value:
             logged[value.tag, event.step, "" if value.tag in ITS_OWN else value.SerializeToString()] += 1
