@@ -44,6 +44,7 @@ from typing import Any
 import demo
 import make_corpus
 from bench import mirror_report as report
+from clusters.demo_jobs import CACHE
 from clusters.launched import REPOSITORY, Cluster
 
 SCRIPTS = REPOSITORY / "scripts"
@@ -205,7 +206,7 @@ class Bench:
 
     @property
     def payload_bytes(self) -> int:
-        return max(hello["payload_bytes"] for hello in self.jobs["plugin"].hellos.values())
+        return max(int(hello["payload_bytes"]) for hello in self.jobs["plugin"].hellos.values())
 
     def _start(self) -> None:
         command = {name: self._command(name) for name in self.jobs}
@@ -234,7 +235,7 @@ class Bench:
         words = {
             "--train-iters": 1 + turns * self.args.steps, "--dtype": "fp32", "--num-microbatches": MICROBATCHES,
             "--hidden": hidden, "--layers": layers, "--dropout": 0.0, "--eval-interval": 0,
-            "--data-path": demo.CACHE / "corpus", "--data-cache-path": self.args.out / job / "indices",
+            "--data-path": CACHE / "corpus", "--data-cache-path": self.args.out / job / "indices",
         }  # fmt: skip
         ours = ["--turns", self._turns, "--job", job, "--saves", self.args.saves_folder, "--"]
         training = ["--distributed-optimizer", *(word for pair in words.items() for word in pair)]
@@ -307,7 +308,7 @@ def main() -> int:
     args.saves_folder = args.saves_to / f"deadpool-bench-{os.getpid()}"
     facts, began = machine(), time.time()
     try:
-        make_corpus.ensure(demo.CACHE / "corpus")
+        make_corpus.ensure(CACHE / "corpus")
         bench = Bench(args)
         bench.run()
     except demo.Failed as problem:

@@ -294,7 +294,7 @@ class Story:
         ranks = self.reached.setdefault((type(event).__name__, event.generation), set())
         before = len(ranks)
         ranks.add(event.rank)
-        return before < len(ranks) == self.world
+        return bool(before < len(ranks) == self.world)
 
 
 STARTED = time.monotonic()

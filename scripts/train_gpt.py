@@ -133,7 +133,7 @@ class PretrainingSampler:
         self.stride = micro_batch_size * parallel_state.get_data_parallel_world_size()
 
     def __len__(self) -> int:
-        return (self.total_samples - self.consumed_samples) // self.stride
+        return int((self.total_samples - self.consumed_samples) // self.stride)
 
     def __iter__(self) -> Iterator[list[int]]:
         for first in range(self.consumed_samples, self.total_samples - self.stride + 1, self.stride):
@@ -144,7 +144,7 @@ class PretrainingSampler:
 def reads_data() -> bool:
     """Only one rank of a tensor-parallel group reads, and only where the pipeline begins and ends."""
     at_an_end = parallel_state.is_pipeline_first_stage() or parallel_state.is_pipeline_last_stage()
-    return parallel_state.get_tensor_model_parallel_rank() == 0 and at_an_end
+    return bool(parallel_state.get_tensor_model_parallel_rank() == 0 and at_an_end)
 
 
 def build_data_iterators(args: argparse.Namespace) -> tuple[dict[str, Any], list[Any], list[Any]]:
@@ -197,7 +197,8 @@ def get_batch(data: Iterator[Any] | None) -> dict[str, torch.Tensor]:
     found |= tensor_parallel.broadcast_data(["loss_mask"], batch, torch.float32)
     options = {"is_hybrid_cp": False, "cp_group": parallel_state.get_context_parallel_group()}
     asked = {name: value for name, value in options.items() if name in ASKED_BY_CP_RANK}
-    return get_batch_on_this_cp_rank(found, **asked)
+    part: dict[str, torch.Tensor] = get_batch_on_this_cp_rank(found, **asked)
+    return part
 
 
 # Training
@@ -222,7 +223,7 @@ def forward_step(data: Iterator[Any] | None, model: torch.nn.Module) -> tuple[to
 def run_microbatches(
     args: argparse.Namespace, model: list[DistributedDataParallel], data: list[Any], forward_only: bool
 ) -> list[Any]:
-    return get_forward_backward_func()(
+    losses: list[Any] = get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=data if len(model) > 1 else data[0],
         model=model,
@@ -231,6 +232,7 @@ def run_microbatches(
         micro_batch_size=args.micro_batch_size,
         forward_only=forward_only,
     )
+    return losses
 
 
 def average_loss(losses: list[dict[str, torch.Tensor]]) -> float:

@@ -33,7 +33,8 @@ def attention_with_context_parallel() -> None:
         if self.config.context_parallel_size == 1:
             return original_forward(self, query, key, value, mask, *args, **kwargs)
         group = parallel_state.get_context_parallel_group()
-        key, value = AllGather.apply(key, group), AllGather.apply(value, group)
+        gather: Any = AllGather
+        key, value = gather.apply(key, group), gather.apply(value, group)
         mask = causal_mask(query.shape[0], group.rank(), group.size())
         return original_forward(self, query, key, value, mask, *args, **kwargs)
 

@@ -28,10 +28,9 @@ def torch_generators() -> None:
     def manual_seed(seed: int) -> None:
         torch.manual_seed(seed)  # not that function itself: torch's compiler wants to know one from the other
 
-    for module in (torch.cuda, torch.cuda.random):
-        module.get_rng_state = get_rng_state  # type: ignore[assignment]
-        module.set_rng_state = set_rng_state  # type: ignore[assignment]
-        module.manual_seed = manual_seed
+    modules: list[Any] = [torch.cuda, torch.cuda.random]
+    for module in modules:
+        module.get_rng_state, module.set_rng_state, module.manual_seed = get_rng_state, set_rng_state, manual_seed
 
 
 def megatron_tracker() -> None:

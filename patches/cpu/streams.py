@@ -71,5 +71,5 @@ def streams() -> None:
     torch.cuda.Event = Event  # type: ignore[assignment, misc]
     torch.cuda.current_stream = lambda *args, **kwargs: only  # type: ignore[assignment, return-value]
     torch.cuda.default_stream = lambda *args, **kwargs: only  # type: ignore[assignment, return-value]
-    torch.cuda.stream = lambda stream: contextlib.nullcontext()  # type: ignore[assignment, misc]
-    torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign]
+    torch.cuda.stream = lambda stream: contextlib.nullcontext()  # type: ignore[assignment, misc, return-value]
+    torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[assignment, method-assign]

@@ -88,7 +88,7 @@ def figures(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _median(losses: Iterable[Mapping[str, Any]], phase: str, name: str, who: str) -> float:
-    return statistics.median(one[phase][name][who] for one in losses)
+    return statistics.median(float(one[phase][name][who]) for one in losses)
 
 
 def exponent(sizes: Sequence[float], values: Sequence[float]) -> float | None:

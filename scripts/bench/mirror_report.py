@@ -71,9 +71,10 @@ def cost(blocks: list[dict[str, Any]], device_ms: float, payload_bytes: int) -> 
     beside = [sample for block in floors for sample in block["floor"]]
 
     def per_gb(name: str) -> float:
-        return statistics.median(
+        per_byte: float = statistics.median(
             block["threads_ns"][name] / (block["steps"] * block["ranks"] * payload_bytes) for block in mine
         )
+        return per_byte
 
     found: dict[str, Any] = {"device_ms": device_ms, "payload_bytes": payload_bytes}
     for name, samples in (("memcpy", ("memcpy_ns",)), ("loopback", ("send_ns", "receive_ns"))):

@@ -63,7 +63,7 @@ def swap(kill: Event, events: list[Event]) -> dict[str, Any]:
 def plan_generation(plan: Event, after: list[Event]) -> int:
     """The generation that `plan` began: that of the first worker that entered one after it."""
     entered = (e for e in after if e["event"] == "GroupsRebuilt" and e["time"] >= plan["time"])
-    return next((event["generation"] for event in entered), plan["generation"])
+    return int(next((event["generation"] for event in entered), plan["generation"]))
 
 
 def first_of_each_rank(events: list[Event]) -> list[Event]:

@@ -110,7 +110,7 @@ class Microbatches:
         """One more; whether it is the last before the update."""
         self._count = self._count + 1 if self._step == self._engine.global_steps else 1
         self._step = self._engine.global_steps
-        return self._count % self._engine.gradient_accumulation_steps() == 0
+        return bool(self._count % self._engine.gradient_accumulation_steps() == 0)
 
 
 def forward_done(injector: Injector, microbatches: Microbatches, module: Any, inputs: Any, output: Any) -> None:

@@ -130,7 +130,7 @@ class Injector:
             return max(steps)
         if self.scheduler is None or not self.samples_per_step:
             return 0
-        return self.scheduler.num_steps // self.samples_per_step
+        return int(self.scheduler.num_steps // self.samples_per_step)
 
     def torch_optimizers(self) -> list[Any]:
         if self.optimizer is None:

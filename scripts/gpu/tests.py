@@ -64,8 +64,9 @@ def problem_of(report: pytest.TestReport) -> str:
     if isinstance(report.longrepr, tuple):  # why it is skipped
         return report.longrepr[2]
     crash = getattr(report.longrepr, "reprcrash", None)
-    said = getattr(crash, "message", report.longreprtext).strip()
-    return (NAMED_ERROR.findall(said) or [said.partition("\n")[0]])[-1]
+    said = str(getattr(crash, "message", report.longreprtext)).strip()
+    named: list[str] = NAMED_ERROR.findall(said)
+    return (named or [said.partition("\n")[0]])[-1]
 
 
 def files() -> list[str]:
