@@ -22,7 +22,7 @@ ruff format --check --quiet .
 # The types are checked beside the tests, which leave a core idle at times.
 types=$(mktemp)
 set -m  # a process group of its own, to be ended as a whole
-{ mypy && mypy --config-file scripts/mypy.ini; } >"$types" 2>&1 &
+mypy >"$types" 2>&1 &
 checker=$!
 set +m
 trap 'kill -- "-$checker" 2>/dev/null || true; rm -f "$types"' EXIT
