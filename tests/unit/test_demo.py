@@ -8,9 +8,9 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
+from support.stand_in import fake
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
@@ -186,8 +186,8 @@ def test_a_job_that_stops_is_one_problem_a_line_and_the_job_s_own_words_come_las
     (tmp_path / "launcher").mkdir()
     said = "[deadpool] job stopped (exit code 86): node 1 was lost"
     (tmp_path / "launcher" / "node0.txt").write_text(f"{said}\nlauncher: leaving\n")
-    args = SimpleNamespace(out=tmp_path, ranks_per_node=1, nodes=2, steps=10, kills=[(1, 6, "forward")])
-    cluster = SimpleNamespace(exit_codes=lambda: [86, -9])
+    args = fake(out=tmp_path, ranks_per_node=1, nodes=2, steps=10, kills=[(1, 6, "forward")])
+    cluster = fake(exit_codes=lambda: [86, -9])
     summary, problems = demo.judge(args, tmp_path / "undisturbed", cluster)
     assert summary["exit_code"] == 86
     assert sum("swap of node1: no event tells generation, plan_s" in problem for problem in problems) == 1
