@@ -1,7 +1,15 @@
-"""What holds for every test: no time is asserted anywhere; `--quick` leaves out what is marked slow, and lists it."""
+"""What holds for every test: no time is asserted anywhere; `--quick` leaves out what is marked slow, and lists it.
 
+`--durations-to FILE` records how long the tests of each file took, the longest first, and on which machine.
+"""
+
+import json
+import os
+import platform
+import time
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +24,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--quick", action="store_true", help="leave out tests marked slow, and list their files at the end"
     )
+    parser.addoption("--durations-to", type=Path, metavar="FILE", help="record the seconds of each file as JSON")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -48,6 +57,25 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.section(f"{left_out.total()} tests are run by --all only")
         for file, tests in sorted(left_out.items()):
             terminalreporter.line(f"{file}: {tests}")
+    if path := config.getoption("durations_to"):
+        path.write_text(json.dumps(durations(terminalreporter), indent=1) + "\n")
+
+
+def durations(terminalreporter: pytest.TerminalReporter) -> dict[str, Any]:
+    seconds, tests = Counter[str](), Counter[str]()
+    for report in (report for group in terminalreporter.stats.values() for report in group):
+        if isinstance(report, pytest.TestReport):
+            file = report.nodeid.partition("::")[0]
+            seconds[file] += report.duration
+            tests[file] += report.when == "call"
+    return {
+        "at": time.strftime("%Y-%m-%dT%H:%MZ", time.gmtime()),
+        "cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+        "load at the end": [round(load, 1) for load in os.getloadavg()],
+        "seconds": round(sum(seconds.values())),
+        "files": {file: {"tests": tests[file], "seconds": round(spent, 1)} for file, spent in seconds.most_common()},
+    }
 
 
 @pytest.fixture(autouse=True)
