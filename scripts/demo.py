@@ -183,7 +183,10 @@ def watch(cluster: Cluster, args: argparse.Namespace, look: Callable[[], None]) 
             size, changed = now_size, time.monotonic()
         if time.monotonic() - changed > args.stall:
             cluster.dump_stacks(cluster.folder / "stacks")
-            raise Failed(f"nothing was written for {args.stall:.0f} s; stacks: {cluster.folder / 'stacks'}")
+            raise Failed(
+                f"nothing was written for {args.stall:.0f} s (a busy machine may need a longer --stall); "
+                f"stacks: {cluster.folder / 'stacks'}"
+            )
     look()
 
 
