@@ -28,7 +28,7 @@ import compare_runs
 import make_corpus
 from clusters import demo_report, references
 from clusters.demo_jobs import CACHE, JOBS, SCRIPTS, DemoJob, add_arguments, plan_kills
-from clusters.demo_report import WHEN, host, listed
+from clusters.demo_report import WHEN, host, listed, numbered
 from clusters.launched import REPOSITORY, Cluster, folder_size, read_events, read_json_lines
 from faults.inject import PHASES
 from rich.console import Console, RenderableType
@@ -271,15 +271,15 @@ class Story:
         """Yield at most one line; `view` does not know the event yet."""
         match event:
             case job_events.WorldFormed(node_of=node_of, spares=spares):
-                standing = f"{listed(map(host, spares))} stands by" if spares else "no spare stands by"
-                yield f"{listed(map(host, sorted(set(node_of))))} run {len(node_of)} ranks, {standing}"
+                active, idle = listed(map(host, sorted(set(node_of)))), listed(map(host, spares)) or "none"
+                yield f"hosts of the {len(node_of)} ranks: {active}; standing by: {idle}"
             case job_events.SpareReady(spare=spare, ranks=ranks) if self.view.world is not None:
                 owners = sorted({self.view.world.node_of[rank] for rank in ranks})
-                yield f"{host(spare)} has rehearsed ranks {listed(ranks)} of {listed(map(host, owners))}"
+                yield f"{host(spare)} has rehearsed {numbered(ranks)} of {listed(map(host, owners))}"
             case job_events.SwapPlanned(restore_step=step, takers=takers) if takers:
                 for lost, taker in takers.items():
-                    moved = listed(self.view.world.ranks_of(int(lost)) if self.view.world is not None else ())
-                    yield f"{host(str(taker))} takes over ranks {moved} of {host(lost)}; all go back to step {step}"
+                    moved = numbered(self.view.world.ranks_of(int(lost)) if self.view.world is not None else ())
+                    yield f"{host(str(taker))} takes over {moved} of {host(lost)}; all go back to step {step}"
             case job_events.StateRestored(step=step) if self.is_last(event):
                 yield f"the state of step {step} is restored on all {self.world} ranks"
             case job_events.SwapDone(duration_s=duration):

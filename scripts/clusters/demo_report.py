@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -136,9 +136,14 @@ def listed(things: Iterable[object]) -> str:
     return ", ".join(map(str, things))
 
 
+def numbered(ranks: Sequence[int]) -> str:
+    """Write `rank 0`, or `ranks 0, 1`."""
+    return f"rank{'' if len(ranks) == 1 else 's'} {listed(ranks)}"
+
+
 def swap_in_words(swap: dict[str, Any], move: Move | None) -> list[str]:
     """Put the figures of a swap into sentences; a figure that is not known is left out."""
-    then = f"{host(move.taker)} took over its ranks {listed(move.ranks)}" if move else "nobody took over a rank of it"
+    then = f"{host(move.taker)} took over its {numbered(move.ranks)}" if move else "nobody took over a rank of it"
     told = {"detect_s": "noticed", "ready_s": "all ranks in training again", "first_step_s": "their first step done"}
     times = [f"{words} after {swap[name]:.2f} s" for name, words in told.items() if swap[name] is not None]
     lines = [f"was killed in step {swap['at_step']}, {WHEN[swap['phase']]}; {then}", listed(times)]
@@ -201,7 +206,7 @@ def draw_losses(
 def in_short(kill: Event, moved: dict[int, Move], between: str = "; ") -> str:
     """Say `node3 killed in step 15; node4 takes over ranks 6, 7`."""
     move = moved.get(kill["node"])
-    then = f"{between}{host(move.taker)} takes over ranks {listed(move.ranks)}" if move and move.ranks else ""
+    then = f"{between}{host(move.taker)} takes over {numbered(move.ranks)}" if move and move.ranks else ""
     return f"{host(kill['node'])} killed in step {kill['step']}{then}"
 
 

@@ -123,7 +123,7 @@ def test_into_a_file_a_swap_is_told_in_plain_lines_with_host_names(swapped, tmp_
     assert "\r" not in told and "\x1b" not in told
     wanted = (
         "node2 is killed in step 22, in the optimizer's update (SIGKILL)",
-        "node0, node1, node2, node3 run 8 ranks, node4 stands by",
+        "hosts of the 8 ranks: node0, node1, node2, node3; standing by: node4",
         "node2 was lost (",
         "node4 takes over ranks 4, 5 of node2; all go back to step 21",
         "the state of step 21 is restored on all 8 ranks",
