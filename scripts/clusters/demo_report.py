@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 Event = dict[str, Any]
 
+ERROR = re.compile(r"^(?:\[\w+\]: ?)?[\w.]*(?:Error|Exception)\b.*$|^.*\bexit code\b.*$", re.MULTILINE)
+"""A line that names an error: the last of a traceback (one that was cut off has none), or the plugin's own."""
 WHEN = {
     "forward": "in its forward pass",
     "backward": "in its backward pass",
@@ -157,7 +159,7 @@ def last_error(logs: Path) -> str:
     files = sorted(path for path in logs.rglob("*") if path.suffix in (".log", ".txt")) if logs.is_dir() else [logs]
     for path in files:
         text = path.read_text(errors="replace") if path.exists() else ""
-        if found := re.findall(r"^.*\b\w*(?:Error|Exception|exit code)\b.*$", text, re.MULTILINE):
+        if found := ERROR.findall(text):
             return f" ({path.name}: {found[-1].strip()[:300]})"
     return ""
 

@@ -177,6 +177,12 @@ def test_a_picture_has_a_title_axes_with_units_both_hosts_and_a_sentence(swapped
     assert f"All ranks trained again {found[0]['ready_s']:.2f} s after the kill" in timeline
 
 
+def test_a_traceback_that_was_cut_off_is_not_quoted(tmp_path):
+    (tmp_path / "rank0.log").write_text("Traceback (most recent call last):\n    raise ValueError('cut off')\n")
+    (tmp_path / "rank1.log").write_text("    raise ValueError('no')\n[rank1]: ValueError: no\n")
+    assert demo_report.last_error(tmp_path) == " (rank1.log: [rank1]: ValueError: no)"
+
+
 def test_a_job_that_stops_is_one_problem_a_line_and_the_job_s_own_words_come_last(tmp_path):
     kill = {"node": 1, "step": 6, "phase": "forward", "time": 10.0}
     lost = {"event": "NodeLost", "lost": [1], "time": 10.5, "node": 0, "generation": 0}
