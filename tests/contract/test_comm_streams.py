@@ -287,7 +287,7 @@ def test_a_batch_that_cannot_be_ended_ends_the_process_and_not_the_script() -> N
     cpu = torch.device("cpu")
     handle._start_coalescing(cpu)
     handle.allreduce([torch.zeros(2)])
-    with pytest.raises(GivenUp, match="could not be ended.*invalid usage"):
+    with pytest.raises(GivenUp, match="did not end.*invalid usage"):
         handle._end_coalescing(cpu)
 
 

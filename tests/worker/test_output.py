@@ -138,7 +138,7 @@ def test_a_file_that_cannot_be_gone_on_with_ends_no_take_over_and_is_said(tmp_pa
         mute.release_files()
         mute.lift()
     (line,) = capfd.readouterr().err.splitlines()
-    assert line.startswith(f"[deadpool] what the script writes to {replaced}") and "Is a directory" in line
+    assert line.startswith(f"[deadpool] the script's output to {replaced}") and "Is a directory" in line
     assert log.read_text() == "of the loop\n"
 
 

@@ -206,7 +206,7 @@ def test_a_rank_that_never_gets_ready_is_a_verdict():
     cluster.nodes[0].inputs.pop()  # no store is ever offered
     assert cluster.run()
     assert set(cluster.exits().values()) == {86}
-    assert "not in training" in cluster.nodes[4].left[1]
+    assert "have not reached training" in cluster.nodes[4].left[1]
 
 
 def test_a_newcomer_on_its_way_through_past_steps_is_waited_for_while_it_gets_on():
