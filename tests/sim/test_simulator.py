@@ -11,7 +11,7 @@ from support import expect
 
 from deadpool_plugin.cli import main as cli
 from deadpool_plugin.cli.simulate import read_faults
-from deadpool_plugin.core.messages import Report, Status
+from deadpool_plugin.core.messages import Report
 from deadpool_plugin.errors import ConfigError
 from deadpool_plugin.sim.campaign import campaign
 from deadpool_plugin.sim.clock import Timeline
@@ -60,7 +60,7 @@ class Ends:
         self.timeline = Timeline()
         rng = random.Random(5)
         self.network = Network(self.timeline, Rules(rng), rng, latency_s=0.1, user_timeout_s=10.0)
-        self.network.deliver = lambda target, source, message: self.heard.append(expect(Status, message).generation)
+        self.network.deliver = lambda target, source, message: self.heard.append(expect(Report, message).generation)
         self.network.lost = lambda target, source, reason: self.lost.append((target, reason))
         self.network.link(0, 1)
 
