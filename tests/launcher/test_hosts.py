@@ -186,6 +186,7 @@ def launch(network, tmp_path, corpus):
             job.process.wait()
 
 
+@pytest.mark.slow
 def test_one_of_two_hosts_cut_from_each_other_goes_and_then_a_killed_host_does(launch, network, undisturbed, held):
     """h3 and h4 run ranks 2 and 3, one tensor-parallel group: no step is done without a word between the two.
 
