@@ -27,9 +27,9 @@ def test_every_bug_has_a_name_of_its_own():
     assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
 
 
-def test_drawn_bugs_change_one_line_and_are_the_same_for_the_same_seed():
-    bugs = draw_bugs.drawn(21, 200)
-    assert bugs == draw_bugs.drawn(21, 200) and len(set(bugs)) == 200
+def test_drawn_bugs_change_one_line_each():
+    bugs = draw_bugs.drawn(21, 50)
+    assert len(set(bugs)) == 50
     assert {Path(bug.file).parts[1] for bug in bugs} == set(draw_bugs.FOLDERS)
     for bug in bugs:
         lines = (PACKAGE.parent / bug.file).read_text(encoding="utf-8").splitlines()
