@@ -7,7 +7,7 @@ import json
 import os
 import platform
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 def durations(terminalreporter: pytest.TerminalReporter) -> dict[str, Any]:
-    seconds, tests = Counter[str](), Counter[str]()
+    seconds: defaultdict[str, float] = defaultdict(float)
+    tests = Counter[str]()
     for report in (report for group in terminalreporter.stats.values() for report in group):
         if isinstance(report, pytest.TestReport):
             file = report.nodeid.partition("::")[0]
