@@ -69,13 +69,14 @@ def durations(terminalreporter: pytest.TerminalReporter) -> dict[str, Any]:
             file = report.nodeid.partition("::")[0]
             seconds[file] += report.duration
             tests[file] += report.when == "call"
+    slowest = sorted(seconds, key=lambda file: seconds[file], reverse=True)
     return {
         "at": time.strftime("%Y-%m-%dT%H:%MZ", time.gmtime()),
         "cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
         "load at the end": [round(load, 1) for load in os.getloadavg()],
         "seconds": round(sum(seconds.values())),
-        "files": {file: {"tests": tests[file], "seconds": round(spent, 1)} for file, spent in seconds.most_common()},
+        "files": {file: {"tests": tests[file], "seconds": round(seconds[file], 1)} for file in slowest},
     }
 
 
