@@ -38,7 +38,7 @@ show() {
             width=$(stty size <&2 2>/dev/null | cut -d' ' -f2)
             printf '\r\033[K%.*s' "$((${width:-0} > 0 ? width - 1 : 79))" "$line" >&2
         else
-            echo "$line" >&2
+            printf '%.120s\n' "$line" >&2
         fi
     done
 }
@@ -70,7 +70,7 @@ stop_showing() {
 trap stop_showing EXIT
 
 python=$(find_python)
-echo "setup: virtual environment $venv with $("$python" --version), packages from $requirements (takes some minutes)" >&2
+echo "setup: virtual environment $venv with $("$python" --version), packages from $requirements (1.4 GB, some minutes)" >&2
 [[ -x $venv/bin/python ]] || "$python" -m venv "$venv"
 rm -rf "$stamp" "$venv/tmp"
 mkdir "$venv/tmp"

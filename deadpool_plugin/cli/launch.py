@@ -15,7 +15,7 @@ VERBATIM = True
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "deadpool launch DEEPSPEED'S ARGUMENTS... SCRIPT ARGUMENTS... [--deadpool-config FILE]"
-    parser.add_argument("words", nargs="+", help="as for `deepspeed`, whose --help lists them")
+    parser.add_argument("words", nargs="+", metavar="WORD", help="as for `deepspeed`, whose --help lists them")
 
 
 def run(args: argparse.Namespace) -> int:
