@@ -129,8 +129,11 @@ def find(wish: Wish) -> FoundJob:
 
 
 def _nearest(files: Sequence[Path]) -> Path:
-    """The first of them that is on this host, else the last: the members' own copies come before the user's file."""
-    return next((file for file in files if file.expanduser().exists()), files[-1])
+    """The first of them that is on this host, else the last: the members' own copies come before the user's file.
+
+    A file in a folder that this user may not look into counts as none (`Path.exists` raises there).
+    """
+    return next((file for file in files if os.path.exists(os.path.expanduser(file))), files[-1])
 
 
 def _named(wish: Wish) -> tuple[Config, str]:
@@ -141,7 +144,7 @@ def _named(wish: Wish) -> tuple[Config, str]:
 
 def _secret(config: Config) -> bytes:
     """Never made here: a new one would be a wrong one. Raises: ConfigError."""
-    if not config.secret_path.exists():
+    if not os.path.exists(config.secret_path):
         raise ConfigError(
             f"there is no secret_file {config.secret_path} on {os.uname().nodename}",
             "the job's secret, as on its hosts (after `deadpool launch`: as where it was launched)",

@@ -250,6 +250,22 @@ def test_an_address_is_another_hosts(folder, interface, ours):
     assert (mine.interface_address, mine.patience_s, mine.secret_file) == (ours, 2.5, folder / "secret")
 
 
+def test_a_secret_in_a_folder_that_is_closed_to_us_is_not_on_this_host(folder, monkeypatch):
+    closed, open_ = folder / "closed" / "secret", folder / "open"
+    open_.touch()
+    stat = os.stat
+
+    def refusing(path, *args, **options):
+        if path == closed or path == str(closed):
+            raise PermissionError(13, "Permission denied", str(path))
+        return stat(path, *args, **options)
+
+    monkeypatch.setattr(os, "stat", refusing)
+    assert join._nearest([closed, open_]) == open_
+    with pytest.raises(ConfigError, match="there is no secret_file"):
+        join._secret(Config(secret_file=closed))
+
+
 def test_only_the_job_that_was_found_before_is_asked_again(member, folder):
     found = join.Wish(job=folder / "logs", job_id=MEMBERS_JOB)
     assert join.find(found).description.job == MEMBERS_JOB
