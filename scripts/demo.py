@@ -381,7 +381,7 @@ def say_summary(
     for swap in summary["swaps"]:
         said += [(host(swap["node"]), line) for line in demo_report.swap_in_words(swap, moves.get(swap["node"]))]
     if not problems and summary["swaps"]:
-        said.append(("survivors", "kept their processes, process groups and memory; only the connections beneath are new"))
+        said.append(("survivors", "kept their processes, process groups and memory, over new connections"))
     pictures = {"loss.png": "the loss of both runs", "timeline.png": "each host around the kill"}
     said += [("picture", f"{args.out / name}: {what}") for name, what in pictures.items() if (args.out / name).exists()]
     said.append(("logs", f"{args.out}: launcher/ (each host's terminal), output/ (ranks, events), summary.json"))

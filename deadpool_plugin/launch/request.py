@@ -129,7 +129,10 @@ def main(words: Sequence[str]) -> int:
         with contextlib.redirect_stdout(sys.stderr):  # deepspeed says things while it is loaded
             request = read(words)
     except ImportError as error:
-        print(f"[deadpool] deepspeed cannot be loaded: {error}; to do: `pip install deepspeed` on every host", file=sys.stderr)
+        print(
+            f"[deadpool] deepspeed cannot be loaded: {error}; to do: `pip install deepspeed` on every host",
+            file=sys.stderr,
+        )
         return EXIT_CONFIG
     except DeadpoolError as error:
         print(f"[deadpool] {error}", file=sys.stderr)

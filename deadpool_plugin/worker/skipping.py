@@ -5,7 +5,7 @@ missed: items a rank drew random numbers for come with their random states (`dra
 of its own, and worker processes may draw where nobody sees it. So only what is surely known to draw nothing is skipped.
 
 Rules of this file: afterwards the iterator gives next what the rank's own gives next. Thread: the main one's.
-Source: torch/utils/data/dataloader.py, alike from 2.9 to 2.13.
+Source: torch/utils/data/dataloader.py, alike from 2.9 to 2.15 (which hands workers the data set in a list).
 """
 
 from __future__ import annotations
