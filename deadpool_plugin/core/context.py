@@ -94,8 +94,8 @@ class Context:
         self.swap_since = 0.0
         self.waiting = False
         """The coordinator (perhaps one before it) waits for a host to join."""
-        self.stalled_at: Step | None = None
-        """The committed step when this node, as coordinator, last saw training stall."""
+        self.stalls: list[Step] = []
+        """The committed step at each stall that this node saw as coordinator, as far as they follow each other soon."""
         self.unproven: frozenset[Rank] = frozenset()
         """Ranks run by other processes than before, of which too few steps are committed yet to trust them. Each node
         is right about its own; a host that has joined takes all for new."""

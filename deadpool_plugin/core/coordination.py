@@ -11,6 +11,7 @@ import msgspec
 from .contact import Contact
 from .context import Context
 from .coverage import Coverage
+from .failures import AGAIN_WITHIN_STEPS
 from .ledger import Ledger
 from .messages import Rehearse, Report, Start, Status, Verdict
 from .pairing import Pairing
@@ -20,6 +21,8 @@ from .types import NO_STEP, NodeId, Rank, Step, listed
 BEATS_MAX = 4
 """Per heartbeat interval. With one, a Status about a step would put off the next beat by up to an interval, and what
 members are certain of would lag as much more."""
+STALLS_MAX = 3
+"""So many stalls, each at most AGAIN_WITHIN_STEPS after the one before, end the job: going on does not mend it."""
 
 
 class Coordination:
@@ -92,7 +95,8 @@ class Coordination:
     def stalled(self) -> str:
         """Why all are to be interrupted and go on in a new generation, said once: they are in training, and nothing has
         come of it for too long. "" if there is no reason, or none any more: if the same has been done before, and
-        still nothing was committed, the job ends. Who has finished may leave the others work to do without it."""
+        nothing was committed since, or a few steps each time, the job ends. Who has finished may leave the others work
+        to do without it."""
         ctx, limit_s = self._ctx, self._ctx.timing.stall_timeout_s
         waited_s = ctx.now - self._moved_at
         if self._stalled or not (ctx.leads and ctx.training) or ctx.swapping or self._finished or waited_s < limit_s:
@@ -106,10 +110,13 @@ class Coordination:
         self._stalled = True
         newest = ctx.newest_committed
         reason = f"no step after {newest} was committed, and no rank got any further, for {waited_s:.0f} s"
-        before, ctx.stalled_at = ctx.stalled_at, newest
-        if before is None or before < newest:
+        if ctx.stalls and newest - ctx.stalls[-1] > AGAIN_WITHIN_STEPS:
+            ctx.stalls.clear()
+        ctx.stalls.append(newest)
+        if len(ctx.stalls) == 1 or (ctx.stalls[-2] < newest and len(ctx.stalls) < STALLS_MAX):
             return f"{reason}: all ranks are interrupted and go on from there"
-        ctx.stop(f"{reason}, again, after all ranks had been interrupted; raise stall_timeout_s if steps take longer")
+        again = f"again (stalls after steps {listed(ctx.stalls)})"
+        ctx.stop(f"{reason}, {again}, after all ranks had been interrupted; raise stall_timeout_s if steps take longer")
         return ""
 
     def excuse_pause(self, gap_s: float) -> None:

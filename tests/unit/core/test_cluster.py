@@ -12,6 +12,8 @@ from support import expect
 
 from deadpool_plugin import events
 from deadpool_plugin.core import io
+from deadpool_plugin.core.coordination import STALLS_MAX
+from deadpool_plugin.core.failures import AGAIN_WITHIN_STEPS
 from deadpool_plugin.core.types import NO_STEP, World
 
 from .cluster import TIMING, Cluster
@@ -223,9 +225,9 @@ def test_a_newcomer_on_its_way_through_past_steps_is_waited_for_while_it_gets_on
     assert "start_timeout_s" in cluster.nodes[4].left[1]
 
 
-def hanging_cluster(seed=None):
+def hanging_cluster(seed=None, last_step=6):
     """In training, protected; all processes live and do nothing."""
-    cluster = Cluster(WORLD, seed=seed)
+    cluster = Cluster(WORLD, seed=seed, last_step=last_step)
     cluster.form()
     assert cluster.run(lambda: bool(cluster.said("Mirrored")) and cluster.at_step(2))
     cluster.hold = True
@@ -263,6 +265,35 @@ def test_whoever_goes_on_after_a_stall_may_stall_again():
     cluster.hold = False
     assert cluster.run()
     assert list(cluster.plans) == [1, 2] and set(cluster.exits().values()) == {0}
+
+
+def stall_after(cluster, steps):
+    """Let so many more steps be committed, and then nothing for too long; tell whether the job has ended."""
+
+    def committed():
+        return max(node.controller._ctx.newest_committed for node in cluster.nodes.values())
+
+    cluster.hold, before = False, committed()
+    cluster.run(lambda: committed() >= before + steps)
+    cluster.hold, end = True, cluster.now + 1.2 * TIMING.stall_timeout_s
+    cluster.run(lambda: cluster.now >= end)
+    return any(code is not None for code in cluster.exits().values())
+
+
+def test_a_job_that_stalls_after_each_step_ends():
+    """A cause that interrupting does not mend may let one step through each time: a receive that nobody answers."""
+    cluster = hanging_cluster(last_step=40)
+    cluster.idle(1.1 * TIMING.stall_timeout_s)
+    assert not stall_after(cluster, 1)
+    assert stall_after(cluster, 1)
+    assert set(cluster.exits().values()) == {86}
+    assert "stalls after steps" in cluster.nodes[4].left[1]
+
+
+def test_stalls_with_steps_between_them_end_no_job():
+    cluster = hanging_cluster(last_step=40)
+    cluster.idle(1.1 * TIMING.stall_timeout_s)
+    assert not any(stall_after(cluster, AGAIN_WITHIN_STEPS + 1) for _ in range(STALLS_MAX + 1))
 
 
 def test_a_long_step_is_none_as_long_as_somebody_gets_on():
