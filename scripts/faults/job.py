@@ -208,10 +208,14 @@ class Job:
             time.sleep(POLL_S)
 
     def _heal(self) -> None:
-        """A lost host comes back as another one as soon as training goes on, or earlier if the job waits for it."""
+        """A lost host comes back as another one as soon as training goes on, or earlier if the job waits for it.
+
+        None comes after the last fault unless the job waits: it could meet a job that has just ended.
+        """
         lost = {node for event in self.tail.of("NodeLost") for node in event["lost"]}
         swaps, waits = len(self.tail.of("SwapDone")), len(self.tail.of("WaitingForHost"))
-        if self.heals and self.joined < len(lost) and max(swaps, waits) > self.joined:
+        needed = waits > self.joined or len(read_json_lines(self.folder / "faults.jsonl")) < len(self.kills)
+        if self.heals and needed and self.joined < len(lost) and max(swaps, waits) > self.joined:
             self.joined += 1
             self.guests.append(self.cluster.join())
         for guest in self.guests:
