@@ -47,6 +47,18 @@ def setup(tmp_path):
     return start
 
 
+def rest_of(terminal):
+    """Read a terminal until its other end is closed, and close it."""
+    said = b""
+    try:
+        while more := os.read(terminal, 4096):
+            said += more
+    except OSError:  # the other end is closed
+        pass
+    os.close(terminal)
+    return said
+
+
 def test_setup_prints_plain_lines_into_a_file_and_nothing_the_second_time(setup, tmp_path):
     with (tmp_path / "first.txt").open("wb") as log:
         assert setup(log).wait() == 0
@@ -79,12 +91,7 @@ def test_setup_on_a_terminal_says_in_one_changing_line_what_pip_does(setup, tmp_
     while b"MB; Collecting torch" not in said:
         said += os.read(ours, 4096)
     (tmp_path / "seen").touch()
-    try:
-        while more := os.read(ours, 4096):
-            said += more
-    except OSError:  # the terminal's other end is closed
-        pass
-    os.close(ours)
+    said += rest_of(ours)
     assert process.wait() == 0
     assert said.count(b"\r\x1b[K") >= 2 and said.endswith(b"setup: done\r\n")
 
@@ -140,13 +147,7 @@ def test_on_a_terminal_a_bar_with_step_and_loss_stays_below_the_lines(swapped, t
     environ = os.environ | {"PYTHONPATH": str(ROOT / "scripts"), "TERM": "xterm"}
     process = subprocess.Popen([sys.executable, "-c", SHOW, tmp_path], stdout=theirs, env=environ)
     os.close(theirs)
-    said = b""
-    try:
-        while more := os.read(ours, 4096):
-            said += more
-    except OSError:  # the terminal's other end is closed
-        pass
-    os.close(ours)
+    said = rest_of(ours)
     assert process.wait() == 0
     bar = said.decode().rsplit("step 22 is done by all 8 ranks", 1)[1]
     assert "protected run" in bar and "step 23/24, loss 3.5" in bar and "node2 lost" in bar and "node4 active" in bar
