@@ -214,8 +214,8 @@ class Job:
         """
         lost = {node for event in self.tail.of("NodeLost") for node in event["lost"]}
         swaps, waits = len(self.tail.of("SwapDone")), len(self.tail.of("WaitingForHost"))
-        needed = waits > self.joined or len(read_json_lines(self.folder / "faults.jsonl")) < len(self.kills)
-        if self.heals and needed and self.joined < len(lost) and max(swaps, waits) > self.joined:
+        due = self.heals and self.joined < len(lost) and max(swaps, waits) > self.joined
+        if due and (waits > self.joined or len(read_json_lines(self.folder / "faults.jsonl")) < len(self.kills)):
             self.joined += 1
             self.guests.append(self.cluster.join())
         for guest in self.guests:
