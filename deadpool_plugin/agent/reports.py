@@ -154,14 +154,14 @@ def sentence(event: events.Event) -> str:
 
 def named(line: str, hosts: Mapping[NodeId, str]) -> str:
     """Put the host behind the first mention of each node, unless all nodes are on one host (emulated clusters)."""
-    told: set[str] = set()
+    told: set[NodeId] = set()
 
     def with_host(found: re.Match[str]) -> str:
-        number, host = found[0].split()[-1], hosts.get(int(found[0].split()[-1]))
-        if host is None or number in told:
+        node = int(found[0].split()[-1])
+        if node not in hosts or node in told:
             return found[0]
-        told.add(number)
-        return f"{found[0]} ({host})"
+        told.add(node)
+        return f"{found[0]} ({hosts[node]})"
 
     if len({*hosts.values()}) < 2:
         return line
