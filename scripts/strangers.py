@@ -77,7 +77,7 @@ The attempts are in the order in which they were made. The first {before} are ol
 {attempts}
 """
 PATIENCE_S = 240.0
-"""Of a wait. Four ranks of others' scripts and their rehearsals start up on as few CPUs as there are."""
+"""Limit of a wait. Four ranks of others' scripts and their rehearsals start up on as few CPUs as there are."""
 UNDISTURBED_S = 600
 CELL = 300
 """Characters of a cell of the page."""
@@ -98,7 +98,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def missing(row: Row, args: argparse.Namespace) -> str:
-    """What the row cannot run without; "" if all is there."""
+    """Name what is missing for the row; "" if all is there."""
     folder = getattr(args, row.project.replace("-", "_"))
     if folder is None:
         return f"no checkout: give --{row.project}"
@@ -181,7 +181,7 @@ def lay(checkpoint: Path | None, folder: Path) -> None:
 
 
 def undisturbed_failed(problem: str) -> dict[str, Any]:
-    """What is known of a run without the plugin that failed. Raises: RuntimeError if it was only too slow."""
+    """Report a run without the plugin that failed. Raises: RuntimeError if it was only too slow."""
     if "ended with -9" in problem:
         raise RuntimeError(problem)
     raised = re.compile(r"[\w.]*(Error|Exception)\b.*")
@@ -190,7 +190,7 @@ def undisturbed_failed(problem: str) -> dict[str, Any]:
 
 
 def stand_ins(row: Row, run: Path) -> list[str]:
-    """What the ranks of a job found instead of what they asked for, as they say."""
+    """List the stand-ins that the ranks of a job say they found."""
     lines = {line for log in logs(run) for line in log.read_text(errors="replace").splitlines()}
     said = {line.removeprefix(material.STAND_IN) for line in lines if line.startswith(material.STAND_IN)}
     return sorted(said | set(row.models))
@@ -278,13 +278,13 @@ def newest(out: Path) -> dict[str, dict[str, Any]]:
 
 
 def said(line: dict[str, Any]) -> str:
-    """What there is to say of a line beside its result."""
+    """Describe a line beside its result."""
     found = ", ".join(line.get("stand_ins", []))
     return "; ".join(filter(None, (line.get("detail"), found and f"stand-ins: {found}")))
 
 
 def page(lines: list[dict[str, Any]]) -> str:
-    """What became of each row, and every attempt."""
+    """Write the page: the result of each row, and every attempt."""
     attempts = [line for line in lines if "seed" in line]
     rows: list[str] = []
     for row in ROWS.values():

@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 RETRY_S = 0.2
 SUM = Call("all_reduce", "float32", 1, "sum").encoded()
-"""What every step issues."""
+"""The collective of every step."""
 MORE = Call("all_reduce", "int32", 1, "sum").encoded()
 WRONG = 1e6
-"""What a collective adds to the sum whose members have not all issued the same."""
+"""Added to the sum of a collective whose members have not all issued the same."""
 
 
 class Odd(NamedTuple):
-    """What a process issues that its peers do not, once: a collective of `code`, `instead` of its own next one or
+    """A collective of `code` that a process issues once, and its peers do not, `instead` of its own next one or
     before it. Members of different collectives hang, or else get wrong numbers."""
 
     code: int
@@ -60,7 +60,7 @@ class Group:
         self._reset: frozenset[NodeId] = frozenset()
         """The hosts between which connections were reset: nothing is summed any more."""
         self.odd: Odd | None = None
-        """What one of the members has issued that the others have not."""
+        """The collective that one of the members has issued, and the others have not."""
 
     def join(self, process: Process) -> Signal:
         """Set once all ranks are there. A rank that comes again (in a new process) finds what is left: nobody."""
@@ -94,7 +94,7 @@ class Group:
         return signal
 
     def reset(self, a: NodeId, b: NodeId) -> bool:
-        """What their ranks are in fails, and what they begin from now on. Returns: whether there was a connection."""
+        """Fail the collectives of their ranks, under way and from now on. Returns: whether there was a connection."""
         numbers = {process.node.number for process in self._members.values() if process.alive}
         if self._reset or len(self._members) < self._cluster.ranks or not {a, b} <= numbers:
             return False

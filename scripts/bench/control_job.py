@@ -1,4 +1,4 @@
-"""What one job of bench_control_plane.py costs: its start, while nothing happens, in steps, and in losses.
+"""The cost of one job of bench_control_plane.py: its start, while nothing happens, in steps, and in losses.
 
 Rules of this file: what is measured is taken from the board and from the kernel; nothing is asked of an agent.
 """
@@ -47,7 +47,7 @@ class Job:
         return {node: len(nodes) for nodes in self.shape.processes for node in nodes}
 
     def _cpu_ns(self) -> dict[int, int]:
-        """Of each node's process; those that have ended are left out."""
+        """Read the CPU time of each node's process; those that have ended are left out."""
         return {node: control_kernel.cpu_ns(self._pid_of(node)) for node in self.living}
 
     def _sample(self) -> dict[str, Any]:
@@ -55,7 +55,7 @@ class Job:
         return {"at_ns": time.monotonic_ns(), "cpu_ns": self._cpu_ns(), "counts": self._board.counts()}
 
     def _spent(self, before: dict[str, Any]) -> dict[str, Any]:
-        """What every living node has done since the sample `before`: lists in the order of `living`."""
+        """Count what every living node has done since the sample `before`: lists in the order of `living`."""
         after, living = self._sample(), self.living
         counts = {
             name: [column[node] - before["counts"][name][node] for node in living]
@@ -108,7 +108,7 @@ class Job:
         return all(self._board.column(name)[self.coordinator] > killed_ns for name in ("training_ns", "protected_ns"))
 
     def _cpu_to_plan(self, before: dict[str, Any]) -> list[float]:
-        """Of each living node until it had the plan; of those that share a process until the last of them had."""
+        """Seconds of CPU of each living node until it had the plan, or until the last node of its process had it."""
         after: dict[int, int] = {}
         for node, cpu_ns in zip(self.living, self._of_living("planned_cpu_ns"), strict=True):
             after[self._pid_of(node)] = max(cpu_ns, after.get(self._pid_of(node), 0))

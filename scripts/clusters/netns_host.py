@@ -1,4 +1,4 @@
-"""What an emulated host of netns.py consists of: what the machine must have for it, its files, how it boots.
+"""The parts of an emulated host of netns.py: requirements on the machine, files, and how it boots.
 
 Rules of this file: standard library and the system's tools only; nothing is made here but files.
 """
@@ -16,7 +16,7 @@ TOOLS = {
     "ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux", "setpriv": "util-linux",
     "mount": "mount", "ssh": "openssh-client", "ssh-keygen": "openssh-client", "sshd": "openssh-server", "pdsh": "pdsh",
 }  # fmt: skip
-"""What must be installed -> the Debian package that has it."""
+"""Required command -> the Debian package that has it."""
 
 
 def tool(name: str) -> str | None:
@@ -25,7 +25,7 @@ def tool(name: str) -> str | None:
 
 
 def missing() -> list[str]:
-    """What this machine lacks, one sentence each; empty if hosts can be made."""
+    """List what this machine lacks, one sentence each; empty if hosts can be made."""
     found = [f"`{name}` is not installed (package {package})" for name, package in TOOLS.items() if not tool(name)]
     if os.geteuid() != 0:
         found.append("not root (mounts and network interfaces are made)")
@@ -38,7 +38,7 @@ def missing() -> list[str]:
 
 
 def children(pid: int) -> list[int]:
-    """Of a process with one thread, in the order of their birth."""
+    """List the children of a process with one thread, in the order of their birth."""
     return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
@@ -77,7 +77,7 @@ def write_home(home: Path, folder: Path, environment: Mapping[str, str]) -> None
 
 
 def boot_script(name: str, home: Path, folder: Path) -> str:
-    """What process 1 of a host does before it becomes sshd."""
+    """Do the work of a host's process 1 before it becomes sshd."""
     steps = [
         ["hostname", name],
         ["mount", "--bind", str(home / "passwd"), "/etc/passwd"],

@@ -42,7 +42,7 @@ NEEDED = (
     "torch", "numpy", "megatron.core.datasets.helpers_cpp", "msgspec._core", "psutil", "pydantic_core._pydantic_core",
     "pydantic", "yaml", "rich", "xxhash", "packaging", "pytest", "hypothesis", "deadpool_plugin.config",
 )  # fmt: skip
-"""Of what is compiled, the compiled part: a wheel for another Python lacks it."""
+"""Modules that must import. Of a compiled package its compiled part: a wheel for another Python lacks it."""
 LIBRARIES = ("torch", "megatron-core", "deepspeed", "numpy")
 FACTS = """
 import json, torch
@@ -97,7 +97,7 @@ def there(name: str) -> bool:
 
 
 def commit_here() -> str:
-    """Of this checkout; empty where git cannot say."""
+    """Describe the commit of this checkout; empty where git cannot say."""
     words = ["git", "describe", "--always", "--dirty", "--exclude=*"]
     try:
         return subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True).stdout.strip()
@@ -106,7 +106,7 @@ def commit_here() -> str:
 
 
 def said_of_reconfigure(exists: bool, torch: str) -> str:
-    """Of torch's own way to give a group other members, beside which the plugin's would have to be measured."""
+    """Describe torch's own way to give a group other members; the plugin's would have to be measured beside it."""
     return f"torch {torch} has it; not tried" if exists else f"not tried: torch {torch} has none (2.15 brings it)"
 
 
@@ -119,7 +119,7 @@ def versions() -> dict[str, str]:
 
 
 def name_of(facts: dict[str, Any]) -> str:
-    """Of this machine and commit, for the lines that are about them."""
+    """Name this machine and commit, for the lines that are about them."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
 
 

@@ -1,4 +1,4 @@
-"""What a rank's training state is in a DeepSpeed engine: tensors for the shard, plain values for the scalars.
+"""A rank's training state in a DeepSpeed engine: tensors for the shard, plain values for the scalars.
 
 Rules of this file: nothing is rebound after `EngineState` is built; restoring copies into the live tensors (but for
 buffers that the forward itself replaces). Masters are what the engine's basic optimizer updates: this rank's fp32
@@ -29,7 +29,7 @@ from .rest import Attributes, Rest
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps", "_step_applied", "_global_grad_norm",
             "_unmanaged_backward_count")  # fmt: skip
 OF_PIPELINE_MODULE = ("micro_offset",)
-"""Of a pipeline's: its layers are seeded by it (`seed_layers`)."""
+"""Attribute of a pipeline's module: its layers are seeded by it (`seed_layers`)."""
 BETWEEN_CALLS = ("_is_gradient_accumulation_boundary", "inside_no_sync_ctxt", "_manual_backward_expected",
                  "data_iterator")  # fmt: skip
 """Flags of the engine that a script sets between calls."""
@@ -41,7 +41,7 @@ OF_PIPELINE = ("num_pipe_buffers", "pipe_buffers", "pipe_recv_buf", "grad_layer"
                "_force_grad_boundary", "total_loss", "total_additional_losses", "agg_additional_losses")  # fmt: skip
 """Activations on their way, and what neighbours have been told of their shapes: a newcomer knows nothing of it."""
 SCALERS = ("loss_scaler", "loss_scale_config")
-"""Of ZeRO, and of fp16 without it."""
+"""Attributes of ZeRO's optimizer, and of the one for fp16 without ZeRO."""
 ZERO3_ATTRIBUTES = frozenset({"_external_params", "all_parameters", "_original_parameters",
                               "applied_pre_backward_ref_cnt", "pre_bwd_fn", "post_bwd_fn"})  # fmt: skip
 """ZeRO 3's on each module of a model, beside what `_is_deepspeeds` knows."""
@@ -125,7 +125,7 @@ class EngineState:
     # ---- plain values
 
     def visible(self) -> Scalars:
-        """What a script can see of the engine's progress: counters, rates, schedule, scaler, values of modules."""
+        """Collect what a script sees of the engine's progress: counters, rates, schedule, scaler, values of modules."""
         optimizer = self.engine.optimizer
         return {
             "frozen": self.frozen.digest,
@@ -165,7 +165,7 @@ class EngineState:
         adam.load_steps(self.basic_optimizer, self.masters, scalars["steps"], self._steps_before)
 
     def entry(self) -> Scalars:
-        """What a call may read beside the shard."""
+        """Collect what a call may read beside the shard."""
         flags = [module.training for module in self._modules]
         trained = [parameter.requires_grad for parameter in self._parameters]
         if trained != self._trained:
