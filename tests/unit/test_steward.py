@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -92,6 +93,7 @@ class Host:
         for process in processes:
             process.kill()
             process.wait()
+        shutil.rmtree(self.folder, ignore_errors=True)  # of a steward that was killed
 
 
 def environment():
