@@ -100,10 +100,14 @@ class Checkers:
         self.memory.disarm(generation)
 
     def _blamed_rightly(self, node: Node, action: io.EndRank) -> None:
-        """Nobody is ended who issues what its peers do. Of newcomers alone nobody can say which of them is right."""
-        ended, world = node.processes.of(action.rank), self._cluster.newest_world
-        ranks = (self._cluster.nodes[home].processes.of(rank) for rank, home in enumerate(world.node_of))
-        some_survive = any(process is not None and not process.took_over for process in ranks)
+        """Nobody is ended who issues what its peers do. Of newcomers alone nobody can say which of them is right, nor
+        of those whose peers are lost or stand still."""
+        ended, nodes = node.processes.of(action.rank), self._cluster.nodes
+        judge = nodes[node.controller._ctx.coordinator].controller._ctx
+        heard = [nodes[number] for number in judge.living if nodes[number].up and not nodes[number].paused]
+        some_survive = any(
+            process.in_training and not process.took_over for at in heard for process in at.processes.alive
+        )
         if ended is not None and not ended.mispaired and (some_survive or not ended.took_over):
             where = f"the process of rank {action.rank} on node {node.number}"
             raise Violation("RIGHT_VERDICT", f"{where} is ended, which issues what its peers do: {action.reason}")
