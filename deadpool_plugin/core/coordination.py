@@ -82,6 +82,7 @@ class Coordination:
         if ctx.now - self._said_at >= ctx.timing.heartbeat_interval_s:
             self._say()
         self._pairing.judge()
+        self._end_if_all_have()
         if ctx.ended:
             return
         waited_s = ctx.now - self._moved_at
@@ -95,17 +96,17 @@ class Coordination:
     def stalled(self) -> str:
         """Why all are to be interrupted and go on in a new generation, said once: they are in training, and nothing has
         come of it for too long. "" if there is no reason, or none any more: if the same has been done before, and
-        nothing was committed since, or a few steps each time, the job ends. Who has finished may leave the others work
-        to do without it."""
+        nothing was committed since, or a few steps each time, the job ends. A rank that has finished may leave the
+        others work to do without it: they are not interrupted, but what they have issued must pair."""
         ctx, limit_s = self._ctx, self._ctx.timing.stall_timeout_s
         waited_s = ctx.now - self._moved_at
-        if self._stalled or not (ctx.leads and ctx.training) or ctx.swapping or self._finished or waited_s < limit_s:
+        if self._stalled or not (ctx.leads and ctx.training) or ctx.swapping or waited_s < limit_s:
             return ""
         if ctx.plan is not None and not self._pairing.answered:
-            self._pairing.ask()
+            self._pairing.ask(ended=self._finished)
             return ""
         self._pairing.judge()
-        if self._pairing.found:
+        if self._pairing.found or self._finished:
             return ""
         self._stalled = True
         newest = ctx.newest_committed
@@ -137,7 +138,17 @@ class Coordination:
             self._covers_anew = False
             self._say_protection()
         self._say(on_change_only=True)
-        if len(self._finished) == ranks and not ctx.cut_off:
+        self._end_if_all_have()
+
+    def _end_if_all_have(self) -> None:
+        """End the job well once all scripts have ended, and what newcomers have issued pairs: the last steps need not
+        be committed, and only those that are have been compared."""
+        ctx = self._ctx
+        if len(self._finished) < len(ctx.world.node_of) or ctx.cut_off or ctx.swapping or ctx.ended:
+            return
+        if ctx.unproven:
+            self._pairing.ask(ended=self._finished)
+        if self._pairing.settled:
             ctx.conclude(Verdict(ctx.world.generation, 0, "finished"))
 
     def _commit(self, step: Step) -> None:

@@ -1,10 +1,12 @@
 """Collectives that pair: whether all members of a group have issued the same ones, and who differs if not.
 
 A rank numbers the collectives that it issues in each of its groups in a generation, and keeps a digest of them; the
-n-th of one member pairs with the n-th of every other. Two comparisons follow from that.
+n-th of one member pairs with the n-th of every other. Three comparisons follow from that.
 - At equal numbers, at any time: the n-th collective is the same on every member, however far apart they are.
 - At the cut of a step: numbers and digests are the same. A swap goes back to a cut, and each rank does again by itself
   what came after it, so nobody could go back to a cut that a collective straddles.
+- At the end of a script: a rank whose script has ended issues nothing more, so nobody pairs with what another issues
+  after that.
 Generation 0 is not compared. Nobody has gone back to a cut there, no process is new, and to keep a digest would cost
 each collective of an undisturbed job some microseconds. If it hangs by its script's own fault, all go on in generation
 1 (coordination.py, `stalled`); if it hangs there again, the verdict names the first call.
@@ -124,8 +126,12 @@ def _agree(one: GroupCalls, other: GroupCalls) -> bool:
     return digests[0] == digests[1]
 
 
-def first_difference(one: tuple[Rank, GroupCalls], other: tuple[Rank, GroupCalls]) -> Difference | None:
-    """Find the first difference between two members; None if the known calls of both agree."""
+def first_difference(
+    one: tuple[Rank, GroupCalls], other: tuple[Rank, GroupCalls], ended: Collection[Rank] = ()
+) -> Difference | None:
+    """Find the first difference between two members; None if the known calls of both agree.
+
+    Args: ended: ranks whose scripts had ended before their calls were read."""
     (rank, calls), (peer, its) = one, other
     agree = _agree(calls, its)  # nearly always: thousands of ranks are compared before a swap
     known = {} if agree else {number: (digest, code) for number, digest, code in _known(calls)}
@@ -139,7 +145,7 @@ def first_difference(one: tuple[Rank, GroupCalls], other: tuple[Rank, GroupCalls
         mine, yours = (str(decoded(each)) if each else "one no longer known" for each in (known[number][1], code))
         found = f"collective {number} of rank {rank} was {mine}, of rank {peer} {yours}"
     if not found:
-        found = _at_cuts(one, other)
+        found = _at_cuts(one, other) or _at_end(one, other, ended) or _at_end(other, one, ended)
     return Difference(calls.key, (rank, peer), found) if found else None
 
 
@@ -155,16 +161,31 @@ def _at_cuts(one: tuple[Rank, GroupCalls], other: tuple[Rank, GroupCalls]) -> st
     return ""
 
 
-def differences(ranks: Iterable[RankCalls], unproven: Collection[Rank]) -> list[Difference]:
-    """Between the members of each group; `ranks[0]` of each is one that has proved itself, if there is one."""
+def _at_end(one: tuple[Rank, GroupCalls], other: tuple[Rank, GroupCalls], ended: Collection[Rank]) -> str:
+    """Describe what `one` has issued more than `other`, whose script has ended."""
+    (rank, calls), (peer, its) = one, other
+    if peer not in ended or calls.count <= its.count:
+        return ""
+    newest = f", the newest {decoded(calls.recent[-1])}" if calls.recent else ""
+    return (
+        f"rank {rank} has issued {calls.count} collectives{newest}; rank {peer} {its.count}, and its script has ended"
+    )
+
+
+def differences(
+    ranks: Iterable[RankCalls], unproven: Collection[Rank], ended: Collection[Rank] = ()
+) -> list[Difference]:
+    """Find the differences between each group's members and one of them: one that has proved itself and whose script
+    has `ended`, if there is one."""
     groups: dict[str, list[tuple[Rank, GroupCalls]]] = {}
     for one in ranks:
         for calls in one.groups:
             groups.setdefault(calls.key, []).append((one.rank, calls))
     found = []
     for members in groups.values():
-        members.sort(key=lambda member: (member[0] in unproven, member[0]))
-        found += [difference for one in members[1:] if (difference := first_difference(members[0], one)) is not None]
+        members.sort(key=lambda member: (member[0] in unproven, member[0] not in ended, member[0]))
+        compared = (first_difference(members[0], one, ended) for one in members[1:])
+        found += [difference for difference in compared if difference is not None]
     return found
 
 
@@ -178,17 +199,20 @@ class Pairing:
         self._ctx = context
         self._asked_at = NEVER
         self._why = ""
+        self._ended: frozenset[Rank] = frozenset()
         self._judged = False
         self._calls: dict[NodeId, tuple[RankCalls, ...]] = {}
         self.found = False
         """Somebody differs, and is on its way out; or the job is."""
 
-    def ask(self, why: str = "") -> None:
-        """Args: why: what is known to differ already, "" if it is only suspected."""
+    def ask(self, why: str = "", ended: Collection[Rank] = ()) -> None:
+        """Args: why: what is known to differ already, "" if it is only suspected. ended: ranks whose scripts have
+        ended."""
         ctx = self._ctx
         self._why = self._why or why
         if self._asked_at == NEVER:
             self._asked_at = ctx.now
+            self._ended = frozenset(ended)  # one that ends later may have been read before
             for node in ctx.world.active:
                 ctx.send(node, Compare(ctx.world.generation))
 
@@ -200,6 +224,11 @@ class Pairing:
             return False
         living = set(ctx.living) & set(ctx.world.active)
         return living <= self._calls.keys() or ctx.now - self._asked_at >= ctx.timing.silent_after_s
+
+    @property
+    def settled(self) -> bool:
+        """Whether nobody was asked, or all were and nobody differs."""
+        return self._asked_at == NEVER or (self._judged and not self.found)
 
     def hear(self, sender: NodeId, message: Calls) -> None:
         ctx = self._ctx
@@ -216,7 +245,7 @@ class Pairing:
         self._judged = True
         answers = {one.rank: one for ranks in self._calls.values() for one in ranks}
         newcomers = {rank for rank, one in answers.items() if one.newcomer}
-        found = differences(answers.values(), newcomers)
+        found = differences(answers.values(), newcomers, self._ended)
         if not found and not self._why:
             return
         self.found = True

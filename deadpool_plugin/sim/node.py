@@ -20,6 +20,7 @@ from .network import UNANSWERED
 from .processes import Processes
 from .store import Store
 from .takeover import Rehearsals, TakeOvers
+from .training import State
 from .worker import Process
 
 if TYPE_CHECKING:
@@ -53,8 +54,8 @@ class Node:
         self.rehearsals = Rehearsals(self)
         self.takeovers = TakeOvers(self)
         self.controller = Controller(number, self.timing, self.policy)
-        self.ends: dict[Rank, tuple[Generation, Step]] = {}
-        """In which generation and after which step each rank here has come to the end of its script."""
+        self.ends: dict[Rank, tuple[Generation, Step, State | None]] = {}
+        """The generation, step and state in which each rank here has come to the end of its script."""
         self._actions: dict[type[io.Action], Callable[[Any], object]] = {
             io.Send: lambda action: self.network.send(number, action.to, action.message),
             io.StartWorkers: lambda action: self.processes.start_groups(action.world.generation, action.store),
@@ -177,7 +178,7 @@ class Node:
             handle(process, *arguments)
 
     def finished(self, process: Process) -> None:
-        self.ends[process.rank] = (self.controller.generation, process.step)
+        self.ends[process.rank] = (self.controller.generation, process.step, process.state)
         self.feed(io.WorkerFinished(process.rank))
 
     def saved(self, process: Process, step: Step) -> None:

@@ -11,7 +11,7 @@ from collections import Counter
 
 import msgspec
 
-from ..core.types import EXIT_FENCED, EXIT_SIGNALLED
+from ..core.types import EXIT_FENCED, EXIT_SIGNALLED, NO_STEP
 from .cluster import LONG_PAST, Cluster
 from .coverage import named, state_of
 from .network import QUEUE_MAX
@@ -122,8 +122,11 @@ def _judge_the_end(cluster: Cluster) -> None:
     for node in cluster.nodes.values():
         if exits.get(node.number) == 0 and node.number in cluster.newest_world.members:
             for rank in node.controller.world.ranks_of(node.number) if node.controller.world else ():
-                if node.ends.get(rank) != (node.controller.generation, cluster.last_step):
+                generation, step, state = node.ends.get(rank, (-1, NO_STEP, None))
+                if (generation, step) != (node.controller.generation, cluster.last_step):
                     raise Violation("BIT_EXACT", f"the job ended well, and rank {rank} had not made its last step")
+                if state is None or state.numbers != cluster.reference.state(rank, step).numbers:
+                    raise Violation("BIT_EXACT", f"the job ended well, and rank {rank} has made its last step {state}")
     world, blamed = cluster.newest_world, cluster.blows.blamed
     codes = {exits[node] for node in world.members if node in exits and exits[node] <= EXIT_SIGNALLED} - {EXIT_FENCED}
     alone = {node for node in world.members if exits.get(node) not in (0, EXIT_FENCED)}

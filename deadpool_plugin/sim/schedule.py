@@ -193,7 +193,7 @@ def draw_fault(rng: random.Random, steps: int) -> Fault:
     moment = rng.choice(MOMENTS) if rng.random() < 0.6 else ""
     return Fault(
         kind=kind,
-        at_step=rng.randint(0, steps - 4),
+        at_step=rng.randint(0, steps - 1),
         moment=moment,
         nth=1 + int(rng.expovariate(0.4)) if moment else 1,
         delay_s=rng.choice((0.0, 0.0, 0.01, 0.5, 5.0)) * rng.random(),

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from support import expect, present
 
+from deadpool_plugin.core import io
 from deadpool_plugin.core.ledger import Ledger, RestorePoint
 from deadpool_plugin.core.messages import RankCalls
 from deadpool_plugin.core.pairing import Call, decoded, first_difference, share
@@ -64,6 +65,17 @@ def test_the_first_difference_is_found_as_long_as_it_is_known():
     assert first_difference((0, mine), (1, behind)) is None, "a member that is behind differs in nothing"
     long_ago, _ = issued([MORE.encoded(), *codes[1:]])
     assert "one no longer known" in present(first_difference((0, mine), (1, long_ago))).what
+
+
+def test_what_is_issued_after_a_peers_script_has_ended_pairs_with_nothing():
+    codes = [SUM.encoded()] * 3
+    waits, ended = (msgspec.structs.replace(issued(codes[:count])[0], cuts=()) for count in (3, 2))
+    assert first_difference((0, ended), (1, waits)) is None, "rank 0 may be behind"
+    said = f"rank 1 has issued 3 collectives, the newest {SUM}; rank 0 2, and its script has ended"
+    for one, other in itertools.permutations([(0, ended), (1, waits)]):
+        assert present(first_difference(one, other, {0})).what == said
+        assert first_difference(one, other, {1}) is None, "rank 0 may be behind"
+    assert first_difference((0, waits), (1, waits), {0, 1}) is None
 
 
 def test_members_differ_if_and_only_if_what_both_have_issued_does():
@@ -145,7 +157,41 @@ def test_a_stall_of_ranks_that_pair_is_a_stall():
     cluster = after_a_swap(three([SUM]))
     cluster.idle(1.1 * TIMING.stall_timeout_s)
     assert not cluster.ended and list(cluster.plans) == [1, 2]
-    cluster.hold = False
+    cluster.calls, cluster.hold = {}, False
+    assert cluster.run(events=400_000)
+    assert {node.left[0] for node in cluster.nodes.values() if not node.killed} == {0}
+
+
+def test_a_newcomer_that_waits_for_ranks_that_have_finished_is_replaced():
+    """One collective more in the last step, of the same kind: none of the others is left to pair with it."""
+    cluster = after_a_swap(three([SUM, SUM], others=[SUM]))
+    homes = cluster.plans[1].world.node_of
+    for rank in (0, 2):
+        cluster.feed(cluster.nodes[homes[rank]], io.WorkerFinished(rank))
+    cluster.idle(1.1 * TIMING.stall_timeout_s)
+    assert [(node, rank) for node, rank, reason in cluster.ended if "its script has ended" in reason] == [(homes[1], 1)]
+    cluster.calls, cluster.hold = {}, False
+    assert cluster.run(events=400_000)
+    assert {node.left[0] for node in cluster.nodes.values() if not node.killed} == {0}
+
+
+def test_who_has_finished_has_all_the_time_it_needs_if_all_pairs():
+    cluster = after_a_swap(three([SUM]))
+    cluster.feed(cluster.nodes[cluster.plans[1].world.node_of[1]], io.WorkerFinished(1))
+    cluster.calls = {home: ranks for home, ranks in cluster.calls.items() if ranks[0].rank != 1}
+    cluster.idle(3 * TIMING.stall_timeout_s)
+    assert not cluster.ended and list(cluster.plans) == [1]
+
+
+def test_a_job_whose_last_step_does_not_pair_does_not_end_well():
+    """All scripts have ended before the last step was mirrored, and so before its sums were compared."""
+    cluster = after_a_swap(three([MORE, SUM]))
+    homes = cluster.plans[1].world.node_of
+    for rank, home in enumerate(homes):
+        cluster.feed(cluster.nodes[home], io.WorkerFinished(rank))
+    assert cluster.run(lambda: 2 in cluster.plans)
+    assert [(node, rank) for node, rank, _ in cluster.ended] == [(homes[1], 1)]
+    cluster.calls, cluster.hold = {}, False
     assert cluster.run(events=400_000)
     assert {node.left[0] for node in cluster.nodes.values() if not node.killed} == {0}
 
