@@ -152,6 +152,7 @@ def test_memory_is_checked_before_training(tmp_path):
         cluster.close()
 
 
+@pytest.mark.slow
 def test_a_wrong_secret_is_said_on_both_sides(tmp_path):
     more = "memory_headroom_gib: 0\nstart_timeout_s: 60\n"
     cluster = StubCluster(tmp_path, 2, 1, *RUN, patience_s=0.5, wrong_secret=1, more=more)
@@ -163,6 +164,7 @@ def test_a_wrong_secret_is_said_on_both_sides(tmp_path):
         cluster.close()
 
 
+@pytest.mark.slow
 def test_a_refused_rehearsal_takes_only_the_spare_out(tmp_path):
     cluster = StubCluster(tmp_path, 4, 1, *RUN, "--refuse", "0", spares=1)
     try:

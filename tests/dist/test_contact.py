@@ -5,12 +5,14 @@ from __future__ import annotations
 import signal
 import time
 
+import pytest
 from dist.stub_cluster import StubCluster
 from dist.test_agent_swap import RUN, finishes, ready
 
 from deadpool_plugin import events
 
 
+@pytest.mark.slow
 def test_ranks_stand_still_while_their_agents_have_no_contact_and_go_on(tmp_path):
     """The coordinator's agent is stopped until the others have lost contact: longer costs it its place."""
     cluster = StubCluster(tmp_path, 4, 1, *RUN, patience_s=20.0)  # of which a tenth is left to wake it in time

@@ -108,6 +108,7 @@ def test_two_hosts_at_once_are_both_taken_in(start):
     finishes(cluster, lost=[])
 
 
+@pytest.mark.slow
 def test_a_host_that_dies_while_it_joins_costs_nothing_but_itself(start):
     cluster = start(2, 1, *RUN, spares=0)
     in_training(cluster)

@@ -165,6 +165,7 @@ def test_a_stopped_process_is_killed_and_replaced_in_place(tmp_path):
         cluster.close()
 
 
+@pytest.mark.slow
 def test_a_process_that_cannot_unwind_is_killed_and_replaced_in_place(tmp_path):
     cluster = StubCluster(tmp_path, 4, 1, *RUN, "--stuck-at", "1:9", patience_s=3.0)
     try:

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from support import slow_but
 
 from deadpool_plugin import config, events
 from deadpool_plugin.agent import proc
@@ -198,15 +199,13 @@ def soon(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("fate", "code"),
-    [
-        ((events.SwapPlanned(restore_step=1, lost_nodes=(1,)), events.JobFinished()), 0),
-        ((events.SwapPlanned(restore_step=1, lost_nodes=(1,)), events.JobStopped(exit_code=86, reason="too much")), 86),
-    ],
+    ("end", "code"),
+    slow_but([(events.JobFinished(), 0), (events.JobStopped(exit_code=86, reason="too much"), 86)], 0),
     ids=["finished", "stopped"],
 )
-def test_a_host_that_stands_still_does_not_keep_a_job_that_is_over(job, capfd, soon, fate, code):
-    ends = RUNS + STANDS_STILL + log(0, JOINED, *fate) + "job.communicate()\nsignal.pause()\n"
+def test_a_host_that_stands_still_does_not_keep_a_job_that_is_over(job, capfd, soon, end, code):
+    lost = events.SwapPlanned(restore_step=1, lost_nodes=(1,))
+    ends = RUNS + STANDS_STILL + log(0, JOINED, lost, end) + "job.communicate()\nsignal.pause()\n"
     assert job(ends) == code
     said = capfd.readouterr().out
     assert "the job's commands on h2 have not returned" in said and f"exit code {code}; lost hosts: h2" in said
