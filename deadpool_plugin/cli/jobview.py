@@ -10,15 +10,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from statistics import median_low
 
 from .. import events
 from ..agent.reports import sentence
 from ..core.placement import rehearsals
 from ..core.types import NO_STEP, Generation, NodeId, Rank, Step, World
 from ..launch.outcome import TELLING, ended
-from .model import SILENT_S, History, Line, Loss, Node, Protection, Row, State, Swap
+from .model import SILENT_S, SLOW_S, SLOW_STEPS, History, Line, Loss, Node, Protection, Row, State, Swap
 
 LINES_MAX = 200
+PACES_MAX = 64
 
 
 @dataclass
@@ -32,6 +34,8 @@ class JobView:
     committed: Step = NO_STEP
     committed_at: float = 0.0
     """When the newest committed step was (epoch seconds)."""
+    stepped_at: float = 0.0
+    """When a new step was done, or training began or went on after a swap, whichever was last (epoch seconds)."""
     protection: Protection = "not yet"
     protection_at: float = 0.0
     """Since when the job has been protected, or has not (epoch seconds)."""
@@ -49,6 +53,10 @@ class JobView:
     lines: deque[Line] = field(default_factory=lambda: deque(maxlen=LINES_MAX))
     lines_total: int = 0
     _steps: dict[Rank, tuple[Generation, Step]] = field(default_factory=dict)
+    _newest: Step = NO_STEP
+    """As `step`, without a look at all ranks."""
+    _paces: deque[float] = field(default_factory=lambda: deque(maxlen=PACES_MAX))
+    """The seconds that each of the newest steps has taken."""
     _losses: dict[Rank, Loss] = field(default_factory=dict)
     _protection_since: Generation = 0
     _waiting: Generation = -1
@@ -79,6 +87,17 @@ class JobView:
     def waiting(self) -> bool:
         """Everyone waits for a host to join."""
         return self._waiting == self.generation and not self.outcome
+
+    def stalled_s(self, now: float) -> float:
+        """For how long no step has been done, if that is well above a step's usual time; else 0.
+
+        Args: now: in epoch seconds.
+        """
+        if not self.training or not self.stepped_at or self.outcome or self.waiting or self.swapping_since is not None:
+            return 0.0
+        usual_s = median_low(self._paces) if self._paces else 0.0  # one slow step among them, as a save, is not usual
+        idle_s = now - self.stepped_at
+        return idle_s if idle_s >= max(SLOW_S, SLOW_STEPS * usual_s) else 0.0
 
     def over(self, now: float) -> bool:
         """The job has ended, and every node that is not lost has said how its scripts did, or none says anything more.
@@ -136,7 +155,7 @@ class JobView:
             case events.WorldFormed():
                 self._enter(World(event.generation, event.node_of, event.spares))
             case events.TrainingStarted():
-                self._all_in_training()
+                self._all_in_training(event)
             case events.SpareReady():
                 node.ready_for, node.cannot = event.ranks, False
             case events.RehearsalFailed():
@@ -197,6 +216,11 @@ class JobView:
             self._losses[event.rank] = Loss(event.step, event.loss)
         if self.world is None or event.generation >= self.world.generation:
             node.training = True
+        if event.generation >= self.generation and event.step > self._newest:
+            if self._newest > NO_STEP:
+                taken_s = max(0.0, event.time - self.stepped_at)  # hosts' clocks differ
+                self._paces.append(taken_s / (event.step - self._newest))
+            self._newest, self.stepped_at = event.step, max(self.stepped_at, event.time)
         node.accusers = {who: said for who, said in node.accusers.items() if said[0] >= event.generation}
 
     def _protect(self, protection: Protection, event: events.Event, uncovered: tuple[NodeId, ...] = ()) -> None:
@@ -207,8 +231,8 @@ class JobView:
             self.uncovered = uncovered
             self.protection, self._protection_since = protection, event.generation
 
-    def _all_in_training(self) -> None:
-        self.training = True
+    def _all_in_training(self, event: events.Event) -> None:
+        self.training, self.stepped_at = True, max(self.stepped_at, event.time)
         for node in self.nodes.values():
             node.training = bool(node.ranks)
 
@@ -231,6 +255,7 @@ class JobView:
             Swap(generation, began, event.restore_step, event.lost_nodes, takers, event.joined, event.lost_ranks)
         )
         self.generation, self.committed = max(self.generation, generation), min(self.committed, event.restore_step)
+        self._newest = min(self._newest, event.restore_step)
         for lost in event.lost_nodes:
             self.nodes.setdefault(lost, Node()).removed = True
         for rank, (since, step) in self._steps.items():
@@ -243,7 +268,7 @@ class JobView:
             self._enter(World(generation, node_of, tuple(spare for spare in spares if spare not in gone)))
 
     def _swap_done(self, event: events.SwapDone) -> None:
-        self._all_in_training()
+        self._all_in_training(event)
         for node in self.nodes.values():
             if not (node.removed or node.fenced):
                 node.generation = max(node.generation, event.generation)

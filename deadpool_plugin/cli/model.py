@@ -14,6 +14,10 @@ from ..events import ALIVE_S
 SILENT_S = 5 * ALIVE_S
 """A job that has not ended says so, whatever it does or waits for: without a word for so long it is gone."""
 
+SLOW_S = 60.0
+SLOW_STEPS = 10
+"""A job that trains and has done no step for so many seconds, and so many usual steps, is said to do none."""
+
 State = Literal["joining", "active", "rehearsing", "spare", "lost", "fenced"]
 Protection = Literal["not yet", "Mirrored", "Protected", "Unprotected"]
 """The last state of protection. Mirrored: state is safe, but no spare can take some node."""

@@ -59,7 +59,7 @@ def draw(view: JobView, now: float, height: int | None = None) -> RenderableType
 
 
 def _headline(view: JobView, now: float) -> Text:
-    bad = view.exit_code or view.swapping_since is not None or silence(view, now)
+    bad = view.exit_code or view.swapping_since is not None or silence(view, now) or view.stalled_s(now)
     style = "bold red" if bad else "bold"
     return Text.assemble(("deadpool  ", "dim"), (headline(view, now), style))
 
@@ -76,6 +76,8 @@ def headline(view: JobView, now: float) -> str:
         open_swap = next((swap for swap in reversed(view.swaps) if swap.duration_s is None), None)
         back = f"all ranks go back to step {open_swap.restore_step}" if open_swap else "agreeing on who takes over"
         return f"swap for {max(0.0, now - view.swapping_since):.1f} s: {back}"
+    if stalled_s := view.stalled_s(now):
+        return f"in training, but no step for {span(stalled_s)}"
     if view.training:
         return "in training"
     return "starting" if view.nodes else "waiting for the first event"
@@ -176,6 +178,7 @@ class PlainLines:
         self._step = -1
         self._step_at = float("-inf")
         self._silent = False
+        self._stalled_s = 0.0
         self._ending = ""
 
     def update(self, view: JobView, now: float) -> list[str]:
@@ -195,6 +198,11 @@ class PlainLines:
         if silent and not self._silent:
             lines.append(f"{_clock(now)} {silent}")
         self._silent = bool(silent)
+        stalled_s = view.stalled_s(now)
+        if stalled_s and not silent and stalled_s >= 2 * self._stalled_s:  # at first, and whenever it has doubled
+            lines.append(f"{_clock(now)} {headline(view, now)}")
+            self._stalled_s = stalled_s
+        self._stalled_s = self._stalled_s if stalled_s else 0.0
         ending = headline(view, now) if view.outcome else ""
         if ending and ending != self._ending:
             lines.append(f"{_clock(now)} {ending}")

@@ -320,6 +320,30 @@ def test_a_job_that_says_nothing_any_more_is_noticed() -> None:
     assert "no event" not in picture(view_of(*ALL), now=1e6)
 
 
+def test_a_job_that_trains_and_does_no_step_says_for_how_long() -> None:
+    view, plain = view_of(*ALL[:6]), watch.PlainLines(every_s=10.0)
+    view.apply(events.Alive(time=200.0, node=1, generation=1))
+    assert "no step" not in picture(view, now=93.0), "a save or an evaluation may take so long"
+    assert "in training, but no step for 3 min" in picture(view, now=34.08 + 180)
+    said = [line.split(" ", 2)[2] for now in range(40, 324, 5) for line in plain.update(view, float(now))]
+    steps = [line for line in said if "no step" in line]
+    assert steps == [f"in training, but no step for {told}" for told in ("61 s", "2 min", "4 min")], "few lines"
+    view.apply(events.StepDone(time=330.0, node=1, rank=2, step=26, generation=1))
+    assert "no step" not in picture(view, now=331.0) + "".join(plain.update(view, 331.0))
+    assert watch.headline(view, 391.0) == "in training, but no step for 61 s", "one slow step is not the usual one"
+
+
+def test_what_is_long_without_a_step_goes_by_the_usual_time_of_a_step() -> None:
+    view = view_of(START, TRAINING)
+    for step in range(2, 12):
+        view.apply(events.StepDone(time=33.3 + 50.0 * (step - 1), node=2, rank=4, step=step))
+    view.apply(events.Alive(time=983.0, node=0))
+    assert watch.headline(view, 983.0) == "in training"
+    assert watch.headline(view, 533.4 + 500.0) == "in training, but no step for 8 min"
+    view.apply(events.WaitingForHost(time=1000.0, node=0))
+    assert "no step" not in watch.headline(view, 1100.0), "what it waits for is known"
+
+
 def test_a_half_that_gives_up_is_not_the_end_of_the_other_one() -> None:
     view = view_of(START, TRAINING)
     view.apply(events.NodeLost(time=50.0, node=0, lost=(2,), evidence="silent"))
