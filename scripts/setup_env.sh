@@ -1,16 +1,22 @@
 #!/usr/bin/env bash
 # Makes (or brings up to date) the virtual environment .venv of this repository from scripts/requirements-cpu.txt.
+# With --tests, also from scripts/requirements-test.txt: packages that scripts of users bring, and the tests use.
 # Does nothing if it is up to date. Uses pip as it is configured on this machine. PYTHON=... chooses the interpreter.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 venv=.venv
 requirements=scripts/requirements-cpu.txt
-stamp="$venv/requirements.sha256"
+for_tests=scripts/requirements-test.txt
 log="$venv/setup.log"
-wanted=$(sha256sum "$requirements" | cut -d' ' -f1)
 
-if [[ -x $venv/bin/python && -f $stamp && $(<"$stamp") == "$wanted" ]]; then
+stamp_of() { echo "$venv/$(basename "$1" .txt).sha256"; }
+
+is_current() { [[ -x $venv/bin/python ]] && sha256sum --check --status "$(stamp_of "$1")" 2>/dev/null; }
+
+tests=0
+if [[ ${1:-} == --tests ]]; then tests=1; fi
+if is_current "$requirements" && { ((!tests)) || is_current "$for_tests"; }; then
     exit 0
 fi
 
@@ -69,15 +75,21 @@ stop_showing() {
 }
 trap stop_showing EXIT
 
-python=$(find_python)
-echo "setup: virtual environment $venv with $("$python" --version), packages from $requirements (1.4 GB, some minutes)" >&2
-[[ -x $venv/bin/python ]] || "$python" -m venv "$venv"
-rm -rf "$stamp" "$venv/tmp"
+mkdir -p "$venv"
+rm -rf "$venv/tmp"
 mkdir "$venv/tmp"
 : >"$log"
-
-install "1/2 torch" setuptools wheel "$(grep '^torch==' "$requirements")" 'numpy'
-install "2/2 everything else" --no-build-isolation -r "$requirements"
+if ! is_current "$requirements"; then
+    python=$(find_python)
+    echo "setup: virtual environment $venv with $("$python" --version), packages from $requirements (1.4 GB, some minutes)" >&2
+    [[ -x $venv/bin/python ]] || "$python" -m venv "$venv"
+    install "1/2 torch" setuptools wheel "$(grep '^torch==' "$requirements")" 'numpy'
+    install "2/2 everything else" --no-build-isolation -r "$requirements"
+    sha256sum "$requirements" >"$(stamp_of "$requirements")"
+fi
+if ((tests)) && ! is_current "$for_tests"; then
+    install "packages of the tests" --no-deps -r "$for_tests" # all that they need is listed
+    sha256sum "$for_tests" >"$(stamp_of "$for_tests")"
+fi
 rm -rf "$venv/tmp"
-echo "$wanted" >"$stamp"
 echo "setup: done" >&2

@@ -5,7 +5,7 @@
 # Other arguments go to pytest: ./scripts/test.sh -k gate
 set -euo pipefail
 cd "$(dirname "$0")/.."
-scripts/setup_env.sh
+scripts/setup_env.sh --tests
 export PATH="$PWD/.venv/bin:$PATH"
 export OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu PYTHONWARNINGS=ignore
 

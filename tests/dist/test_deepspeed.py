@@ -149,9 +149,15 @@ def same(left, right):
 
 
 @pytest.mark.parametrize("words", slow_but(["--zero 1", "--zero 3 --dtype bf16"], 0))
-@in_zygote
 def test_a_save_that_is_interrupted_is_done_again_as_a_whole_and_monitors_write_once(tmp_path, corpus, words):
-    os.environ["WANDB_MODE"] = "offline"  # where it is installed
+    an_interrupted_save(tmp_path, corpus, words)
+    for name in ("tensorboard", "wandb"):  # the rest was compared without them
+        pytest.importorskip(name, reason=f"{name} is not installed: what DeepSpeed gives it was not compared")
+
+
+@in_zygote
+def an_interrupted_save(tmp_path, corpus, words):
+    os.environ["WANDB_MODE"] = "offline"
     argv = arguments(corpus, f"{words} --save-interval 4 --save")
     expected, run = tmp_path / "plain", tmp_path / "run"
     undisturbed(expected, [*argv, str(expected / "saved"), "--monitor", str(expected / "monitor")], 2)
@@ -160,6 +166,8 @@ def test_a_save_that_is_interrupted_is_done_again_as_a_whole_and_monitors_write_
     run_with_kills(run, [*argv, *more], 2, kills, [1], deepspeed_hooks.install)
     assert_alike(expected, run)
     assert written(run / "monitor") == written(expected / "monitor") and written(run / "monitor")
+    if importlib.util.find_spec("tensorboard"):
+        assert written(run / "monitor")["tensorboard"]
     if importlib.util.find_spec("wandb"):  # `wandb sync` puts the parts of a run together
         parts = [path.name.rpartition("-")[2] for path in (run / "monitor" / "wandb").glob("offline-run-*")]
         assert len(parts) == 2 and len(set(parts)) == 1

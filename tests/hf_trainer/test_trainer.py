@@ -19,6 +19,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "scripts"), str(ROOT)]
 
+from support import slow_but  # noqa: E402
 from support.killed_ranks import assert_alike, run_with_kills, undisturbed  # noqa: E402
 from support.zygote import in_zygote  # noqa: E402
 
@@ -140,14 +141,14 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], list[tuple[int, int, str]
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", slow_but(list(CASES), 1))
 @in_zygote
 def test_two_losses_in_a_row(tmp_path, corpus, case):
     zero, more, kills, words, training = CASES[case]
     survives(tmp_path, corpus, configuration(tmp_path, zero, **more), kills, words, training)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", slow_but([2, 3]))
 @in_zygote
 def test_a_node_and_then_a_process_are_lost(tmp_path, corpus, stage):
     """The node of the first two ranks, in the backward; then one of the processes that took over, in the update."""

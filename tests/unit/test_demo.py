@@ -34,15 +34,15 @@ esac
 def setup(tmp_path):
     """Runs the setup in an empty repository, where Python is a stand-in; `stderr` gets its progress."""
     (tmp_path / "scripts").mkdir()
-    for name in ("setup_env.sh", "requirements-cpu.txt"):
+    for name in ("setup_env.sh", "requirements-cpu.txt", "requirements-test.txt"):
         shutil.copy(ROOT / "scripts" / name, tmp_path / "scripts")
     stand_in = tmp_path / "python"
     stand_in.write_text(STAND_IN)
     stand_in.chmod(0o755)
 
-    def start(stderr, fails="nothing", seen=""):
+    def start(stderr, *words, fails="nothing", seen=""):
         environ = os.environ | {"PYTHON": str(stand_in), "FAILS": fails, "SEEN": str(seen)}
-        return subprocess.Popen([tmp_path / "scripts" / "setup_env.sh"], env=environ, stderr=stderr)
+        return subprocess.Popen([tmp_path / "scripts" / "setup_env.sh", *words], env=environ, stderr=stderr)
 
     return start
 
@@ -68,6 +68,14 @@ def test_setup_prints_plain_lines_into_a_file_and_nothing_the_second_time(setup,
     with (tmp_path / "second.txt").open("wb") as log:
         assert setup(log).wait() == 0
     assert (tmp_path / "second.txt").read_bytes() == b""
+
+
+def test_packages_of_the_tests_are_added_once_and_taken_from_nobody(setup, tmp_path):
+    for words, parts in ((), 2), (("--tests",), 1), ((), 0), (("--tests",), 0):
+        with (tmp_path / "said.txt").open("wb") as log:
+            assert setup(log, *words).wait() == 0
+        said = (tmp_path / "said.txt").read_text()
+        assert said.count(": done after") == parts and ("packages of the tests" in said) == (parts == 1)
 
 
 def test_setup_names_the_part_that_failed_and_its_log_and_begins_anew_the_next_time(setup, tmp_path):
