@@ -2,6 +2,7 @@
 
 import functools
 import sys
+import types
 from types import SimpleNamespace
 from typing import Any
 
@@ -132,6 +133,13 @@ def test_a_tensor_that_changes_its_form_in_training_is_refused():
     tensor.data = tensor.data.to(torch.bfloat16)
     with pytest.raises(Unsupported, match="tensor 0 .* became torch.bfloat16"):
         layout.check()
+
+
+def test_all_ranks_look_again_for_cached_logits_after_a_restore(train_gpt, monkeypatch):
+    listings = types.SimpleNamespace(_STORAGE_GLOB_CACHE={"msc://logits/*.tar": ["0.tar"]})
+    monkeypatch.setitem(sys.modules, "megatron.training.distillation.utils_logits", listings)
+    Job(train_gpt, arguments(train_gpt)).adapter().after_restore()
+    assert not listings._STORAGE_GLOB_CACHE
 
 
 def test_a_window_without_reductions_left_open_by_an_interruption_never_closes_a_later_one(train_gpt):

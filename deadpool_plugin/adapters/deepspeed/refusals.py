@@ -61,6 +61,8 @@ OPTIONS = (
     *(Option(f"_config.compression_config.{technique}.shared_parameters.enabled",
              "keeps a schedule that is not mirrored", "leave it out",
              called=f"compression_training: {technique}") for technique in COMPRESSION),
+    Option("graph_harvesting", "captures the first norm of gradients in a CUDA graph, by reductions of its own",
+           "leave it out", called="graph_harvesting (of DeepSpeed 0.18)"),
     Option("autotuning_enabled", "ends the job by itself", "leave it out", called="autotuning"),
     Option("torch_autocast_z0_gradscaler", "keeps a GradScaler that is not mirrored",
            "use bfloat16, or DeepSpeed's fp16", called="torch_autocast in float16"),

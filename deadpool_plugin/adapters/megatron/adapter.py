@@ -238,6 +238,7 @@ class MegatronAdapter:
             if chunk.ddp_config.use_distributed_optimizer:
                 chunk.start_param_sync(force_sync=True)
         cleanup.reset_gradient_buckets(self._chunks)
+        cleanup.forget_listings()
 
     def rng_states(self) -> dict[str, Any]:
         from megatron.core.tensor_parallel.random import get_cuda_rng_tracker

@@ -9,6 +9,7 @@ a swap). Hence `NoSync`, which closes only what it opened in the same life of th
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -31,6 +32,14 @@ def reset_gradient_buckets(chunks: Iterable[Any]) -> None:
             # As in a fresh process: a newcomer knows no order of gradients yet, and all ranks must reduce in one order.
             group.is_first_batch = True
             group.golden_per_param_grad_ready_counts = {}
+
+
+def forget_listings() -> None:
+    """Forget which files cached logits on remote storage have (megatron/training, from core_v0.19.0 on): rank 0 tells
+    the others in a broadcast at the first look, and a newcomer looks for the first time."""
+    module = sys.modules.get("megatron.training.distillation.utils_logits")
+    if module is not None:
+        module._STORAGE_GLOB_CACHE.clear()
 
 
 def bucket_groups(chunk: Any) -> list[Any]:
