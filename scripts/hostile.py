@@ -44,7 +44,8 @@ from deadpool_plugin.transport.handshake import ANY_JOB, Credentials, shake_hand
 from deadpool_plugin.transport.rendezvous import Hello
 
 HELD = 1500
-"""Connections that are left open at a time, more than an agent may have descriptors."""
+"""Connections that are left open at a time to each port and each local socket, more than an agent may have
+descriptors."""
 FILES = 1024
 MAGIC = b"deadpl-3"
 SHAKE_S = 2.0
@@ -64,8 +65,11 @@ class Attack:
         self._ports = [port for ports, _ in targets.values() for port in ports]
         self._names = [name for _, names in targets.values() for name in names]
         self._secret, self._draw = Credentials(secret, ANY_JOB), random.Random(seed)
-        self._held: collections.deque[socket.socket] = collections.deque()
+        self._held: collections.defaultdict[int | str, collections.deque[socket.socket]] = collections.defaultdict(
+            collections.deque
+        )
         self.made: collections.Counter[str] = collections.Counter()
+        self.most_held = 0
         self._kinds: list[tuple[int, str, Callable[[], None]]] = [
             (30, "silent", self._silent), (20, "a byte", self._byte), (20, "rubbish", self._rubbish),
             (10, "reset", self._reset), (10, "greeting without a proof", self._unproven),
@@ -85,13 +89,16 @@ class Attack:
             except (OSError, EOFError, DeadpoolError):
                 pass
             self.made[kind] += 1
-        for sock in self._draw.sample(list(self._held), min(20, len(self._held))):
+        held = [sock for at_one in self._held.values() for sock in at_one]
+        self.most_held = max(self.most_held, len(held))
+        for sock in self._draw.sample(held, min(20, len(held))):
             with contextlib.suppress(OSError):
                 sock.send(MAGIC[:1])
 
     def close(self) -> None:
-        while self._held:
-            self._held.popleft().close()
+        for at_one in self._held.values():
+            while at_one:
+                at_one.popleft().close()
 
     def _dial(self) -> socket.socket:
         """From any address of this host: what is kept for each is bounded, too."""
@@ -107,17 +114,21 @@ class Attack:
             raise
         return sock
 
-    def _hold(self, sock: socket.socket) -> None:
-        self._held.append(sock)
-        if len(self._held) > HELD:
-            self._held.popleft().close()
+    def _hold(self, sock: socket.socket, at: int | str) -> None:
+        self._held[at].append(sock)
+        if len(self._held[at]) > HELD:
+            self._held[at].popleft().close()
+
+    def _dial_and_hold(self) -> socket.socket:
+        sock = self._dial()
+        self._hold(sock, sock.getpeername()[1])
+        return sock
 
     def _silent(self) -> None:
-        self._hold(self._dial())
+        self._dial_and_hold()
 
     def _byte(self) -> None:
-        sock = self._dial()
-        self._hold(sock)
+        sock = self._dial_and_hold()
         sock.send(self._draw.choice([MAGIC[:1], b"\0"]))
 
     def _rubbish(self) -> None:
@@ -129,8 +140,7 @@ class Attack:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
     def _unproven(self) -> None:
-        sock = self._dial()
-        self._hold(sock)
+        sock = self._dial_and_hold()
         sock.send(MAGIC + self._draw.randbytes(52))
         if self._draw.random() < 0.5:
             sock.send(self._draw.randbytes(32))
@@ -168,8 +178,9 @@ class Attack:
     def _local(self) -> None:
         sock = socket.socket(socket.AF_UNIX)
         sock.settimeout(SHAKE_S)
-        self._hold(sock)
-        sock.connect("\0" + self._draw.choice(self._names))
+        name = self._draw.choice(self._names)
+        self._hold(sock, name)
+        sock.connect("\0" + name)
         if self._draw.random() < 0.7:
             sock.send(LENGTH.pack(self._draw.randrange(1 << 32)) + self._draw.randbytes(64))
 
@@ -221,6 +232,7 @@ def one_round(args: argparse.Namespace, number: int, left: int) -> dict[str, Any
             demo, stdout=output, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, limit)
         )
     samples: dict[int, list[dict[str, float]]] = {}
+    seconds = 0.0
     attack: Attack | None = None
     told, attacked = Tail(folder / "output"), list[int]()
     try:
@@ -235,7 +247,9 @@ def one_round(args: argparse.Namespace, number: int, left: int) -> dict[str, Any
                 time.sleep(0.2)
                 continue
             attacked.append(step)
+            began = time.monotonic()
             attack.run(min(100, left - before))
+            seconds += time.monotonic() - began
             for pid, found in samples.items():
                 with contextlib.suppress(OSError, KeyError):  # the job has ended
                     found.append(held_by(pid))
@@ -249,6 +263,8 @@ def one_round(args: argparse.Namespace, number: int, left: int) -> dict[str, Any
         "seed": args.seed + number,
         "attacked_from_step": min(attacked, default=-1),
         "attacked_until_step": max(attacked, default=-1),
+        "attacked_s": round(seconds),
+        "held": attack.most_held if attack is not None else 0,
         "lost": len(told.of("NodeLost", "RankLost")),
         "connections": dict(attack.made) if attack is not None else {},
         "bit_exact": summary["bit_exact"],
@@ -301,6 +317,8 @@ def judged(rounds: list[dict[str, Any]]) -> tuple[dict[str, Any], list[str]]:
     total |= {
         "steps": sum(one["steps"] for one in rounds),
         "steps_attacked": [[one["attacked_from_step"], one["attacked_until_step"]] for one in rounds],
+        "attacked_s": sum(one["attacked_s"] for one in rounds),
+        "held": max((one["held"] for one in rounds), default=0),
         "lost": sum(one["lost"] for one in rounds),
         "lines_of_ours": sum(one["lines_of_ours"] for one in rounds),
         "lines_printed": sum(one["lines_printed"] for one in rounds),
