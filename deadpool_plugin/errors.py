@@ -80,6 +80,14 @@ class NodeTaken(DeadpoolError):
     exit_code = EXIT_TAKEN
 
 
+class JobEnded(DeadpoolError):
+    """This host wanted to join a job that is over. `exit_code`: the job's own, 1 where no member has told it."""
+
+    def __init__(self, found: str, expected: str = "", remedy: str = "", *, exit_code: int = 1) -> None:
+        super().__init__(found, expected, remedy)
+        self.exit_code = exit_code
+
+
 class StaleGeneration(DeadpoolError):
     """A message or byte of an older generation arrived; it was not applied."""
 

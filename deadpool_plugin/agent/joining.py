@@ -18,9 +18,9 @@ from pathlib import Path
 
 import msgspec
 
-from ..core.messages import AnyMessage, Goodbye, Prepare
+from ..core.messages import AnyMessage, Goodbye, Prepare, Verdict
 from ..core.types import NodeId, World, listed
-from ..errors import ConfigError, NodeTaken, PeerRefused, TransportError, invariant
+from ..errors import ConfigError, JobEnded, NodeTaken, PeerRefused, TransportError, invariant
 from ..transport import guests
 from ..transport.framing import ConnectionClosed
 from ..transport.guests import (
@@ -125,6 +125,8 @@ class Roster:
         self._arriving: NodeId | None = None
         self._arriving_since = 0.0
         self.missed: set[NodeId] = set()
+        self.verdict: Verdict | None = None
+        """How the job has ended, if a member that has left said so."""
         self.members: Callable[[], World | None] = lambda: None
         self.on_admitted: Callable[[Hello], None] = lambda hello: None
         self.on_stop: Callable[[str], None] = lambda host: None
@@ -149,6 +151,7 @@ class Roster:
         self._seen(node)
         if isinstance(message, Goodbye):
             self.gone(node)
+            self.verdict = self.verdict or message.verdict
         elif isinstance(message, Prepare):
             self.missed |= {*message.lost} - {self._node}
 
@@ -230,7 +233,7 @@ class Newcomer:
         self._linked: dict[NodeId, Hello] = {}
 
     async def arrive(self, members: tuple[Address, ...]) -> Arrival:
-        """Raises: NodeTaken; TransportError naming whom it could not reach; PeerRefused."""
+        """Raises: NodeTaken; JobEnded; TransportError naming whom it could not reach; PeerRefused."""
         deadline = time.monotonic() + self._timeout_s
         addresses = list(members)
         missing: set[NodeId] = set()
@@ -253,21 +256,32 @@ class Newcomer:
         )
 
     async def _described(self, addresses: list[Address]) -> JobDescription | None:
-        """Return the first answer. Raises: PeerRefused if some refuse and none answers: another job may have
-        the port of a member that is gone."""
+        """Return the first answer, None if there may be one later.
+
+        Raises: PeerRefused if some refuse and none answers: another job may have the port of a member that is gone.
+        JobEnded if none answers and one has said so before it left, or if nobody listens any more but other newcomers.
+        """
         refused: PeerRefused | None = None
+        gone = arriving = 0
         for address in addresses:
             try:
                 answer = await guests.ask(address, self._credentials, Describe(), self._attempt_s)
-            except ConnectionClosed:
+            except ConnectionClosed as error:
+                gone += isinstance(error.__cause__, ConnectionRefusedError)
                 continue
             except PeerRefused as error:
                 refused = error
                 continue
             if isinstance(answer, JobDescription):
                 return answer
+            arriving += isinstance(answer, Busy) and answer.arrives  # this host itself, for one
+        if (verdict := self._roster.verdict) is not None:  # of a part cut off, if another member answers
+            raise _over(verdict.reason, verdict.exit_code)
         if refused is not None:
             raise refused
+        # An agent listens until it leaves the job, and nobody else can tell this host of members that came later.
+        if gone and gone + arriving == len(addresses):
+            raise _over("nobody listens any more where its members did")
         return None
 
     @property
@@ -302,3 +316,10 @@ class Newcomer:
         for hello in (*self._linked.values(), self._hello):
             self._roster.know(hello)
         return Arrival(self._roster.hellos, tuple(node for node in members if node in self._linked))
+
+
+def _over(how: str, exit_code: int = 1) -> JobEnded:
+    remedy = "`deadpool outcome OUTPUT_DIR` says how it ended; join the job that is started next"
+    return JobEnded(
+        f"the job has ended before it took this host in ({how})", "one that runs", remedy, exit_code=exit_code
+    )

@@ -21,7 +21,7 @@ from .. import events
 from ..config import Config
 from ..core import io
 from ..core.controller import Controller
-from ..core.messages import AnyMessage, Goodbye, RankCalls
+from ..core.messages import AnyMessage, Goodbye, RankCalls, Verdict
 from ..core.types import NodeId, World, listed
 from ..errors import EXIT_CONFIG, EXIT_FENCED, EXIT_OK, DeadpoolError, InvariantViolated, PeerRefused
 from ..mirror.store import SnapshotStore
@@ -74,6 +74,9 @@ class Agent:
         self._place, self._config, self._secret, self._job_tag, self._job = place, config, secret, job_tag, job
         self._node: NodeId = place.node
         self._listener = listener
+        self._in_job = job.invitation is None
+        """Of a host that joins: it has asked to. Until then the node id may turn out to be another host's."""
+        self._verdict: Verdict | None = None
         self._inputs: deque[io.Input] = deque()
         self._stepping = False
         self._actions: dict[type[io.Action], Callable[[Any], None]] = {
@@ -221,7 +224,7 @@ class Agent:
 
     def _ask_to_join(self, members: tuple[NodeId, ...]) -> None:
         """The job runs already: this host's first world is that of the plan that takes it in."""
-        host = os.uname().nodename
+        host, self._in_job = os.uname().nodename, True
         self._reports.emit("NodeJoined", host=host, ranks=(), spare=True)
         self.feed(io.Joining(members, rack_named(self._node, host, self._config.racks)))
 
@@ -345,6 +348,7 @@ class Agent:
 
     def _leave(self, action: io.Leave) -> None:
         if not self._left.done():
+            self._verdict = action.verdict
             self._left.set_result(action.exit_code)
 
     # ---- the end
@@ -362,7 +366,7 @@ class Agent:
             self._pausing.resume()
         else:
             self._pausing.kill()
-        goodbye = Goodbye(self._controller.generation) if exit_code != EXIT_FENCED else None
+        goodbye = Goodbye(self._controller.generation, self._verdict) if exit_code != EXIT_FENCED else None
         await self._links.mesh.close(goodbye)
         withdrawing = threading.Thread(target=self._links.withdraw, daemon=True)  # the file system may hang
         withdrawing.start()
@@ -380,7 +384,8 @@ class Agent:
         withdrawing.join(WITHDRAW_S)
         if self._writer.dropped_bytes:
             self._reports.say(f"node {self._node}: {self._writer.dropped_bytes} bytes of output could not be written")
-        self._reports.emit("NodeEnded", exit_code=exit_code)
+        if self._in_job:
+            self._reports.emit("NodeEnded", exit_code=exit_code)
         return exit_code
 
     async def _last_work(self) -> int:

@@ -257,9 +257,9 @@ class Context:
         for node in (*self.world.members, *sorted(self.candidates)):
             if node != self.node:
                 self.send(node, verdict)
-        self._say_and_leave(verdict)
+        self._say_and_leave(verdict, verdict)
 
-    def _say_and_leave(self, verdict: Verdict) -> None:
+    def _say_and_leave(self, verdict: Verdict, of_all: Verdict | None = None) -> None:
         if verdict.exit_code == 0 and verdict.cause is None:
             self.emit("JobFinished", exit_code=0)
         else:
@@ -270,14 +270,14 @@ class Context:
                 lost_ranks=verdict.cause.lost_ranks if verdict.cause else (),
                 newest_committed=verdict.cause.newest_committed if verdict.cause else self.newest_committed,
             )
-        self._leave(verdict.exit_code, verdict.reason)
+        self._leave(verdict.exit_code, verdict.reason, of_all)
 
     def fence(self, reason: str) -> None:
         """This node is out; the others may go on without it."""
         self.emit("NodeFenced", reason=reason)
         self._leave(EXIT_FENCED, reason)
 
-    def _leave(self, exit_code: int, reason: str) -> None:
-        self.act(Leave(exit_code, reason))
+    def _leave(self, exit_code: int, reason: str, verdict: Verdict | None = None) -> None:
+        self.act(Leave(exit_code, reason, verdict))
         self.loopback.clear()
         self.ended = True

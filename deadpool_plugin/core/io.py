@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from .messages import AnyMessage, RankCalls
+from .messages import AnyMessage, RankCalls, Verdict
 from .types import Generation, Holding, NodeId, Rank, Step, SwapPlan, World
 
 
@@ -281,7 +281,9 @@ class Emit(Action, frozen=True):
 
 
 class Leave(Action, frozen=True):
-    """End every process of this node with `exit_code`; say `reason`. Follows a Verdict, or this node's own fence."""
+    """End every process of this node with `exit_code`; say `reason`. Follows a Verdict, or this node's own fence.
+    `verdict`: that of the whole job, for hosts that are linked to this one and have not asked to join yet."""
 
     exit_code: int
     reason: str
+    verdict: Verdict | None = None

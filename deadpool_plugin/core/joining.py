@@ -76,6 +76,8 @@ class Joining:
         ctx = self._ctx
         if isinstance(message, Verdict):
             ctx.conclude(message)
+        elif isinstance(message, Goodbye) and message.verdict is not None:  # it had left before it heard the request
+            ctx.conclude(message.verdict)
         elif isinstance(message, Goodbye):
             self.link_lost(sender, "it has left")
         elif isinstance(message, Status):

@@ -224,9 +224,11 @@ class Verdict(Message, frozen=True):
 
 
 class Goodbye(Message, frozen=True):
-    """The sender has left and will not be back. Whoever leaves by a verdict has passed that on before."""
+    """The sender has left and will not be back. Members have its `verdict`, if it leaves by one, from before; a host
+    that is about to join has it from here."""
 
     generation: Generation
+    verdict: Verdict | None = None
 
 
 AnyMessage = (

@@ -56,6 +56,8 @@ class Arrivals:
         deadline = cluster.timeline.now + cluster.timing.start_timeout_s / 3
         while cluster.timeline.now < deadline:
             asked = self._member_to_ask(node)
+            if asked is None and node.verdict is not None:
+                break
             if asked is not None:
                 there = {n for n in cluster.nodes if n == asked.number or network.linked(asked.number, n)} - {number}
                 for other in sorted(n for n in there if not network.linked(number, n)):
@@ -70,7 +72,8 @@ class Arrivals:
                     return
             yield RETRY_S
         self._arriving = None
-        node.exit = (1, "no member could be reached")
+        told = node.verdict
+        node.exit = (1, "no member could be reached") if told is None else (told.exit_code, told.reason)
         node.stop()
 
     def _member_to_ask(self, node: Node) -> Node | None:

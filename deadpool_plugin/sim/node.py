@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..core import io
 from ..core.controller import Controller
-from ..core.messages import AnyMessage, Goodbye
+from ..core.messages import AnyMessage, Goodbye, Verdict
 from ..core.types import EXIT_FENCED, Generation, NodeId, Rank, Step, World
 from .mirroring import Mirroring
 from .network import UNANSWERED
@@ -44,6 +44,8 @@ class Node:
         self.up, self.paused = True, False
         self.exit: tuple[int, str] | None = None
         self.barred: set[NodeId] = set()
+        self.verdict: Verdict | None = None
+        """How the job has ended, if a member that has left said so."""
         self._acted_on: Generation = 0
         self._backlog: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
         self._inputs: deque[io.Input] = deque()
@@ -153,6 +155,7 @@ class Node:
     def received(self, source: NodeId, message: AnyMessage) -> None:
         if isinstance(message, Goodbye):
             self.barred.add(source)
+            self.verdict = self.verdict or message.verdict
         self.feed(io.Received(source, message))
 
     def link_lost(self, peer: NodeId, reason: str) -> None:
@@ -213,6 +216,6 @@ class Node:
         self.processes.end()
         for peer in sorted(number for number, node in self.cluster.nodes.items() if node.up and node is not self):
             if action.exit_code != EXIT_FENCED:
-                self.network.send(self.number, peer, Goodbye(self.controller.generation))
+                self.network.send(self.number, peer, Goodbye(self.controller.generation, action.verdict))
             self.network.close(self.number, peer, "connection closed", keeps=True)
         self.stop()

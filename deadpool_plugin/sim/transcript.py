@@ -75,6 +75,8 @@ def described(thing: msgspec.Struct) -> str:
     if isinstance(thing, io.Emit):
         fields = ", ".join(f"{key}={value!r}" for key, value in thing.fields.items() if key != "duration_s")
         return f"{thing.kind}({fields})"
+    if isinstance(thing, io.Leave):
+        thing = msgspec.structs.replace(thing, verdict=None)  # the line before says it
     shown = []
     for field, value in msgspec.structs.asdict(thing).items():
         if field in BESIDES or (isinstance(value, Checkpoint) and not value.path) or (field, value) in _NOTHING:

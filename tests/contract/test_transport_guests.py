@@ -12,9 +12,9 @@ from support import expect
 
 from deadpool_plugin.agent import joining
 from deadpool_plugin.agent.joining import Arrival, Job, Newcomer, Roster
-from deadpool_plugin.core.messages import AnyMessage, Goodbye, JoinRequest, Prepare, Status
+from deadpool_plugin.core.messages import AnyMessage, Goodbye, JoinRequest, Prepare, Status, Verdict
 from deadpool_plugin.core.types import Ballot, World
-from deadpool_plugin.errors import ConfigError, NodeTaken, PeerRefused, TransportError
+from deadpool_plugin.errors import ConfigError, JobEnded, NodeTaken, PeerRefused, TransportError
 from deadpool_plugin.transport.framing import ConnectionClosed, pack_frame
 from deadpool_plugin.transport.guests import (
     GUEST,
@@ -355,6 +355,31 @@ def test_a_member_that_cannot_be_reached_is_named() -> None:
                 member.roster.know(Hello(4, "host4", ("127.0.0.1", 1), ("127.0.0.1", 1), 2, {}, "d"))
             with pytest.raises(TransportError, match="could not link to node 4"):
                 await host.arrive(members[1].hello, timeout_s=1.0)
+
+    run(scenario)
+
+
+def test_a_host_that_finds_the_job_ended_is_told_at_once() -> None:
+    """Each way to meet no member any more: asked too late, linked to some, and linked to one that said how it ended."""
+
+    async def scenario() -> None:
+        async with job(2) as members, newcomer(5) as late, newcomer(6) as early, newcomer(7) as last:
+            with listen_tcp("127.0.0.1") as silent:  # a member that hangs, or a host that was switched off
+                hello = Hello(4, "host4", bound_address(silent), ("127.0.0.1", 1), 2, {}, "d")
+                assert isinstance(await early.mesh.visit(0, members[0].hello.control, early.hello, WAIT_S), Admitted)
+                await members[0].mesh.close(Goodbye(3, Verdict(3, 130, "ended by a person")))
+                assert isinstance((await soon(early.messages)), tuple)
+                members[1].roster.gone(0)
+                assert (await late.arrive(members[1].hello)).members == (1,), "one half's verdict is not the other's"
+                await members[1].mesh.close()
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(Newcomer, "_attempt_s", 0.1)
+                    with pytest.raises(JobEnded, match="has ended before .*ended by a person") as told:
+                        await early.arrive(hello, members[1].hello)
+                assert told.value.exit_code == 130
+            with pytest.raises(JobEnded, match=r"has ended before it took this host in \(nobody listens") as found:
+                await last.arrive(members[0].hello, members[1].hello, early.hello, last.hello)
+            assert found.value.exit_code == 1 and "deadpool outcome" in str(found.value)
 
     run(scenario)
 

@@ -21,15 +21,18 @@ RUN = ("--steps", str(STEPS), "--step-s", "0.03", "--hold-at", str(HOLD))
 WAIT = "memory_headroom_gib: 0\non_no_spare: wait\n"
 
 
-def join(cluster, to=""):
-    """One more host; its node id, if nobody else joins at the same time, is its place in the cluster."""
+def join(cluster, to="", stdin=subprocess.DEVNULL):
+    """One more host; its node id, if nobody else joins at the same time, is its place in the cluster.
+
+    `stdin`: having found the job it does nothing until there is no more to read.
+    """
     node, logs = cluster.nodes, cluster.directory / "logs"
     where = [str(cluster.directory / "deadpool.yaml"), to] if to else [str(logs)]
     words = [str(HERE / "stub_join.py"), *where]
     env = {**os.environ, "PYTHONPATH": f"{HERE.parent.parent}:{HERE.parent}", MARK: f"{cluster.run}.{node}"}
     with (cluster.directory / f"out.{node}").open("wb") as out:
         started = subprocess.Popen(
-            [sys.executable, *words], env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+            [sys.executable, *words], env=env, stdin=stdin, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
         )
     cluster.launchers.append(started)
     cluster.nodes += 1
@@ -129,6 +132,9 @@ def test_a_job_is_ended_from_outside_on_all_hosts(start, waits):
     cluster = start(3, 2, *RUN, spares=0 if waits else 1, more=WAIT)
     in_training(cluster)
     there = {0, 1, 2}
+    late = None if waits else join(cluster, stdin=subprocess.PIPE)
+    if late is not None:
+        cluster.wait_for("a host that has found the job", lambda: "found the job" in cluster.output(late))
     if waits:
         cluster.train()
         cluster.wait_step(HOLD + 3)
@@ -143,5 +149,9 @@ def test_a_job_is_ended_from_outside_on_all_hosts(start, waits):
         cluster.wait_gone(node)
     assert {event.exit_code for event in cluster.events(events.JobStopped)} == {130}
     assert "ended by `deadpool stop` on" in cluster.events(events.JobStopped)[0].reason
+    if late is not None:
+        cluster.launchers[late].stdin.close()
+        assert cluster.wait_exit(late) == 1 and "the job has ended before it took this host in" in cluster.output(late)
+        assert late not in {event.node for event in cluster.events(events.NodeEnded)}, "it is none of the job's hosts"
     again = stop(cluster)
     assert again.returncode == (1 if waits else 78) and "of a running job" in again.stderr

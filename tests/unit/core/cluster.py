@@ -334,7 +334,7 @@ class Cluster:
             node.exit = (action.exit_code, action.reason)
             for other in self.nodes:
                 if other != node.number:
-                    self.links[node.number, other].append(Goodbye(node.controller.generation))
+                    self.links[node.number, other].append(Goodbye(node.controller.generation, action.verdict))
 
     def reconfigure(self, node: Node, plan: SwapPlan) -> None:
         generation = plan.world.generation

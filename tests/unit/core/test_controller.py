@@ -186,7 +186,7 @@ def test_a_verdict_of_another_generation_or_of_no_member_ends_nothing_here():
     assert not controller.ended and any(isinstance(message, Prepare) for _, message in said(actions))
     controller = formed(0)
     hear(controller, 1, decided(PLAN))
-    assert hear(controller, 1, Verdict(1, 1, "ours"))[-1] == io.Leave(1, "ours")
+    assert hear(controller, 1, ours := Verdict(1, 1, "ours"))[-1] == io.Leave(1, "ours", ours)
 
 
 def test_an_accusation_of_an_older_generation_is_answered_by_the_newest_plan():
@@ -266,7 +266,8 @@ def test_verdicts_name_the_newest_checkpoint_wherever_it_was_saved():
     hear(controller, 1, Report(0, checkpoint=Checkpoint(True, 5, "/ckpt/5")))
     controller.step(io.CheckpointSaved(9, "/ckpt/training_args.bin", whole=False), 0.2)
     actions = controller.step(io.StopRequested("operator", 143), 0.2)
-    assert actions[-1] == io.Leave(143, "operator; newest checkpoint: step 7 in /ckpt/7")
+    left = expect(io.Leave, actions[-1])
+    assert (left.exit_code, left.reason) == (143, "operator; newest checkpoint: step 7 in /ckpt/7")
     assert (
         expect(io.Leave, formed(0).step(io.StopRequested("operator", 143), 0.2)[-1]).reason
         == "operator; no checkpoint was saved"

@@ -171,6 +171,7 @@ def test_it_becomes_a_member_by_the_plan_that_has_it():
         (io.Received(0, decided(SwapPlan(World(4, (0, 1)), 9, (7,), (), "store"))), 87),
         (io.LinkLost(0, "reset"), 87),
         (io.Received(0, Goodbye(3)), 87),
+        (io.Received(0, Goodbye(3, Verdict(3, 0, "finished"))), 0),
         (io.StopRequested("operator", 143), 143),
     ],
 )
