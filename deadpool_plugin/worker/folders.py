@@ -46,7 +46,10 @@ class Folders:
         at how many saves."""
         self.made: Container[str] = ()
         """Paths that this process has made in start-up: the rank had started up long before it."""
-        self._move_said = self._tag_said = False
+        self._unsure: dict[str, str] = {}
+        """As `_moved` after a take-over, but of a name that may not stay: the rank had saved there once only (or "": to
+        others at every save)."""
+        self._move_said = self._apart_said = self._tag_said = False
 
     def one_folder(self, given: str, group: Any = None) -> str:
         """The folder in which all ranks of `group` save one checkpoint; `given` is what this rank's script names.
@@ -127,6 +130,8 @@ class Folders:
         for here, (there, times) in self._followed.items():
             if there and (times > 1 or here in self.made):
                 self._move(here, there)
+            elif here:
+                self._unsure[here] = there
 
     def _move(self, own: str, others: str) -> None:
         """Use `others` for what the script calls `own` from here on; they may be the same again."""
@@ -161,21 +166,36 @@ class Folders:
         found = self._found(path)
         if found is not None and found[1].parent.is_dir():
             return self._say_moved(path, str(found[1]))
-        if self.took_over and any(str(one) in self.made for one in Path(os.path.abspath(path)).parents):
-            text = f"saves {path}, in a folder that its script made anew, and the other ranks' files may lie elsewhere"
-            self._say_once(f"{text}: does the script name it by the clock? Let rank 0 choose a name and broadcast it")
+        if self.took_over and not self._apart_said and (why := self._why_apart(path)):
+            self._apart_said = True
+            text = (
+                f"saves {path}, {why}, and the other ranks' files may lie elsewhere: look for them before you load it"
+            )
+            self._say(
+                f"{text}. Does the script name the folder by the clock? Let rank 0 choose a name and broadcast it"
+            )
         return path
 
-    def _say_moved(self, path: str, moved: str) -> str:
-        text = f"saves to {moved}, where the job does, and not to {path}, as its script says"
-        self._say_once(f"{text}: does the script name it by the clock?")
-        return moved
+    def _why_apart(self, path: str) -> str:
+        """Why other ranks may save elsewhere what this replacement saves to `path`; "" if nothing speaks for it."""
+        whole = os.path.abspath(path)
+        for here, there in self._unsure.items():
+            if _lies_in(whole, here):
+                return f"in {here}, where the rank itself had saved to {there or 'other folders'}"
+        if any(str(one) in self.made for one in Path(whole).parents):
+            return "in a folder that its script made anew"
+        return ""
 
-    def _say_once(self, what: str) -> None:
+    def _say_moved(self, path: str, moved: str) -> str:
         if not self._move_said:
             self._move_said = True
-            who = f"{'the replacement of ' if self.took_over else ''}rank {os.environ['RANK']}"
-            self._link.event("Note", text=f"{who} {what}")
+            text = f"saves to {moved}, where the job does, and not to {path}, as its script says"
+            self._say(f"{text}: does the script name it by the clock?")
+        return moved
+
+    def _say(self, what: str) -> None:
+        who = f"{'the replacement of ' if self.took_over else ''}rank {os.environ['RANK']}"
+        self._link.event("Note", text=f"{who} {what}")
 
 
 def _parted(own: str, others: str) -> tuple[str, str]:

@@ -713,6 +713,26 @@ def test_temporary_folders_differ_as_they_should(saves, tmp_path):
     assert os.listdir(own) == ["rank3.pt"] and os.listdir(its) == []
 
 
+@pytest.mark.parametrize("recorded", [["first"], ["first", "second"]])
+def test_a_replacement_that_cannot_know_where_the_others_save_says_so(saves, tmp_path, recorded):
+    """Lost before its second save, the rank had made its folder in the loop; of another folder, a move was said."""
+    for name in recorded:
+        file_save(saves, tmp_path / "later" / "rank3.pt").skipped(os.fsencode(tmp_path / name / "rank3.pt"))
+    for _ in range(2):
+        file_save(saves, tmp_path / "known" / "rank3.pt").skipped(os.fsencode(tmp_path / "its" / "rank3.pt"))
+    (tmp_path / "later").mkdir()
+    (tmp_path / "its").mkdir()
+    saves.folders.take_over()
+    file_save(saves, tmp_path / "known" / "rank3.pt")()
+    for _ in range(2):
+        file_save(saves, tmp_path / "later" / "rank3.pt")()
+    moved, apart = [fields["text"] for kind, fields in saves._link.events if kind == "Note"]
+    assert f"saves to {tmp_path / 'its' / 'rank3.pt'}" in moved
+    assert f"rank 3 saves {tmp_path / 'later' / 'rank3.pt'}, in {tmp_path / 'later'}, where the rank itself" in apart
+    assert str(tmp_path / "first") in apart or len(recorded) > 1
+    assert os.listdir(tmp_path / "later") == ["rank3.pt"], "what a clock says at every save may be the others', too"
+
+
 @pytest.mark.parametrize("is_new", [True, False])
 def test_a_replacement_says_once_that_it_saves_where_nobody_did(saves, tmp_path, is_new):
     saves.folders.made = {str(tmp_path)} if is_new else ()
