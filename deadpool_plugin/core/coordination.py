@@ -102,9 +102,10 @@ class Coordination:
         waited_s = ctx.now - self._moved_at
         if self._stalled or not (ctx.leads and ctx.training) or ctx.swapping or waited_s < limit_s:
             return ""
-        if ctx.plan is not None and not self._pairing.answered:
+        if ctx.plan is not None:
             self._pairing.ask(ended=self._finished)
-            return ""
+            if not self._pairing.answered:
+                return ""
         self._pairing.judge()
         if self._pairing.found or self._finished:
             return ""

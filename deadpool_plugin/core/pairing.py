@@ -190,7 +190,7 @@ def differences(
 
 
 class Pairing:
-    """The comparison in one generation, as its coordinator makes it: all are asked once, and whoever differs goes.
+    """The comparison in one generation, as its coordinator makes it: all are asked, and whoever differs goes.
 
     Nothing of it need outlive its coordinator: each node knows which of its processes follow one that was ended for
     this. A node that is lost takes that with it, and costs a host."""
@@ -206,15 +206,24 @@ class Pairing:
         """Somebody differs, and is on its way out; or the job is."""
 
     def ask(self, why: str = "", ended: Collection[Rank] = ()) -> None:
-        """Args: why: what is known to differ already, "" if it is only suspected. ended: ranks whose scripts have
-        ended."""
+        """Ask all, unless they have been asked and no script has ended since.
+
+        Args: why: what is known to differ already, "" if it is only suspected. ended: ranks whose scripts have ended.
+        """
         ctx = self._ctx
         self._why = self._why or why
-        if self._asked_at == NEVER:
-            self._asked_at = ctx.now
+        # An answer that is still missing would be taken for one to the next question, and be older than `ended`.
+        more = self._judged and not self.found and self._all_answered and not self._ended.issuperset(ended)
+        if self._asked_at == NEVER or more:
+            self._asked_at, self._judged = ctx.now, False
+            self._calls.clear()
             self._ended = frozenset(ended)  # one that ends later may have been read before
             for node in ctx.world.active:
                 ctx.send(node, Compare(ctx.world.generation))
+
+    @property
+    def _all_answered(self) -> bool:
+        return set(self._ctx.living) & set(self._ctx.world.active) <= self._calls.keys()
 
     @property
     def answered(self) -> bool:
@@ -222,8 +231,7 @@ class Pairing:
         ctx = self._ctx
         if self._asked_at == NEVER:
             return False
-        living = set(ctx.living) & set(ctx.world.active)
-        return living <= self._calls.keys() or ctx.now - self._asked_at >= ctx.timing.silent_after_s
+        return self._all_answered or ctx.now - self._asked_at >= ctx.timing.silent_after_s
 
     @property
     def settled(self) -> bool:

@@ -196,6 +196,19 @@ def test_a_job_whose_last_step_does_not_pair_does_not_end_well():
     assert {node.left[0] for node in cluster.nodes.values() if not node.killed} == {0}
 
 
+def test_what_was_compared_before_scripts_ended_is_compared_again_at_their_end():
+    cluster = after_a_swap(three([SUM, SUM]))
+    homes = cluster.plans[1].world.node_of
+    cluster.feed(cluster.nodes[homes[1]], io.WorkerFinished(1))
+    cluster.idle(1.1 * TIMING.stall_timeout_s)
+    assert not cluster.ended and list(cluster.plans) == [1], "compared, and nothing found"
+    cluster.calls = {homes[rank]: (RankCalls(rank, (mine,)),) for rank, mine in three([MORE, SUM]).items()}
+    for rank in (0, 2):
+        cluster.feed(cluster.nodes[homes[rank]], io.WorkerFinished(rank))
+    assert cluster.run(lambda: 2 in cluster.plans)
+    assert [(node, rank) for node, rank, _ in cluster.ended] == [(homes[1], 1)]
+
+
 def test_a_script_whose_own_ranks_differ_is_told_so_when_it_stalls_again():
     """Generation 0 is not compared: all go on in generation 1, where the same happens, and no process is new."""
     cluster = Cluster(World(0, (0, 1, 2), (3, 4)), last_step=60)
