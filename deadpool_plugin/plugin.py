@@ -72,7 +72,7 @@ def start_following(
 
 
 def _worker_context(connection: LocalConnection, config: Config, local_rank: int) -> Context:
-    from .adapters.deepspeed import DeepSpeedAdapter
+    from .adapters.deepspeed import DeepSpeedAdapter, extensions
     from .adapters.megatron import MegatronAdapter
     from .comm.groups import Groups
     from .worker.adapter import Adapter
@@ -82,6 +82,7 @@ def _worker_context(connection: LocalConnection, config: Config, local_rank: int
     groups = Groups(config.recording_limit_bytes, config.phase_timeout_s)
     adapters: list[Adapter] = [MegatronAdapter(), DeepSpeedAdapter()]
     context = Context(AgentLink(connection), groups, adapters, local_rank=local_rank)
+    extensions.install()  # not with the adapter: DeepSpeed compiles before it initialises torch.distributed
     context.install()
     context.link.start()
     context.offer_store()  # at once: if every process of the job is lost, nobody else has one

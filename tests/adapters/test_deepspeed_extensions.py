@@ -4,15 +4,20 @@ import errno
 import fcntl
 import os
 import signal
+import socket
 import sys
 import sysconfig
 import threading
 from pathlib import Path
 
 import pytest
+from support.zygote import in_zygote
 from torch.utils import file_baton
 
+from deadpool_plugin import plugin
 from deadpool_plugin.adapters.deepspeed import extensions
+from deadpool_plugin.config import Config
+from deadpool_plugin.transport.local import LocalConnection
 
 
 @pytest.fixture
@@ -56,6 +61,16 @@ def test_who_waits_for_a_killed_builder_builds(baton):
     assert not waiting.is_alive() and one.locked is not None
     one.release()
     assert not os.path.exists(one.lock_file_path)
+
+
+@in_zygote
+def test_what_is_built_before_torch_distributed_is_initialised_waits_for_no_killed_builder(tmp_path):
+    """DeepSpeed's first build is such a one. `try_acquire` of torch says no, and its `wait` has no end."""
+    ours, agents = socket.socketpair()
+    plugin._worker_context(LocalConnection(ours), Config(), 1)
+    (tmp_path / "lock").touch()
+    assert file_baton.FileBaton(str(tmp_path / "lock")).try_acquire()
+    agents.close()
 
 
 def test_a_file_left_by_a_process_without_us_means_nothing(baton):

@@ -58,7 +58,6 @@ class DeepSpeedAdapter:
         from deepspeed.runtime.engine import DeepSpeedEngine
         from deepspeed.runtime.pipe.engine import PipelineEngine
 
-        extensions.install()
         self._calls = calls = Calls(handler, lambda engine: self.state)
         _after_init(DeepSpeedEngine, self._engine_made)
         calls.install(DeepSpeedEngine, PipelineEngine)
