@@ -241,6 +241,7 @@ class Agent:
     async def _tick(self) -> None:
         while True:
             self.feed(io.Ticked())
+            self._reports.await_ranks(self._controller.awaited, self._controller.world, time.monotonic())
             await asyncio.sleep(self._config.tick_s)
 
     async def _say_alive(self) -> None:

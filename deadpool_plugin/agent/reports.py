@@ -8,13 +8,13 @@ goes where only the newest is kept, and so does, once there is too much of it, a
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
 from .. import events
-from ..core.types import Generation, NodeId, listed
+from ..core.types import Generation, NodeId, Rank, World, listed
 from ..errors import InvariantViolated
 from .output import Ring, Writer
 
@@ -24,6 +24,11 @@ LOG_BYTES_MAX = 16 << 20
 """Limit of the log of one job; beyond it only events.FATE goes there."""
 RECENT_BYTES = 2 << 20
 """Size of each of the two files for events that recur: 6,000 steps and more."""
+
+SILENCE_S = 30.0
+"""Silence on the terminal before it says which ranks the job waits for. It doubles with each such line."""
+NODES_MAX = 4
+"""Nodes that such a line names."""
 
 
 class Reports:
@@ -40,6 +45,10 @@ class Reports:
         """Host names, which stand beside the numbers of nodes on the terminal."""
         self._cancelled = (-1, "")
         self._noted_in, self._noted = 0, set[str]()
+        self._awaited_in: Generation | None = None
+        self._awaited_since = self._quiet_since = 0.0
+        self._silence_s = SILENCE_S
+        self._has_spoken = False
 
     def emit(self, kind: str, **fields: object) -> None:
         """Log an event, and say it if it is one for people."""
@@ -93,7 +102,27 @@ class Reports:
             self._noted.add(known)
             self.say(named(line, self.hosts))
 
+    def await_ranks(self, ranks: Sequence[Rank], world: World | None, now: float) -> None:
+        """Name the ranks that have not reached training once the terminal has been silent for too long. Call often.
+
+        Args:
+            ranks: those that are waited for; () if none is, or another node coordinates.
+        """
+        if world is None or not ranks:
+            self._awaited_in = None
+            return
+        if self._awaited_in != world.generation:
+            self._awaited_in, self._awaited_since = world.generation, now
+            self._silence_s, self._has_spoken = SILENCE_S, True
+        if self._has_spoken:
+            self._has_spoken, self._quiet_since = False, now
+        if now - self._quiet_since >= self._silence_s:
+            self.say(named(_awaited(ranks, world, now - self._awaited_since), self.hosts))
+            self._has_spoken, self._quiet_since = False, now
+            self._silence_s *= 2
+
     def say(self, line: str) -> None:
+        self._has_spoken = True
         self._writer.forward(f"[deadpool] {line}\n".encode())
 
 
@@ -166,6 +195,20 @@ def named(line: str, hosts: Mapping[NodeId, str]) -> str:
     if len({*hosts.values()}) < 2:
         return line
     return re.sub(r"\bnodes? \d+\b(?!, \d)|(?<= and )\d+(?= cannot reach each other)", with_host, line)
+
+
+def _awaited(ranks: Sequence[Rank], world: World, waited_s: float) -> str:
+    """Describe a job whose first step, or first step after a swap, waits for `ranks`."""
+    by_node: dict[NodeId, list[Rank]] = {}
+    for rank in ranks:
+        by_node.setdefault(world.node_of[rank], []).append(rank)
+    parts = [f"rank(s) {listed(own)} on node {node}" for node, own in by_node.items()][:NODES_MAX]
+    if len(by_node) > NODES_MAX:
+        parts.append(f"{len(by_node) - NODES_MAX} more node(s)")
+    return (
+        f"waiting for {len(ranks)} of {len(world.node_of)} ranks to reach training, for {waited_s:.0f} s: "
+        f"{'; '.join(parts)}; their output is in rank{ranks[0]:04}.node{world.node_of[ranks[0]]}.log and so on"
+    )
 
 
 def _moves(planned: events.SwapPlanned) -> str:

@@ -76,7 +76,7 @@ from .rifts import Rifts
 from .suspicion import suspects as suspects_at
 from .swaps import Swaps
 from .timing import Timing
-from .types import NEVER, NO_STEP, Generation, NodeId, Step, SwapPlan, World
+from .types import NEVER, NO_STEP, Generation, NodeId, Rank, Step, SwapPlan, World
 
 PROVED_AFTER = 3
 """Steps committed in a generation."""
@@ -122,6 +122,14 @@ class Controller:
     def leads(self) -> bool:
         """Whether this node coordinates, as far as it knows; before WorldFormed it speaks for itself."""
         return not self._ctx.formed or self._ctx.leads
+
+    @property
+    def awaited(self) -> tuple[Rank, ...]:
+        """Ranks whose way to training the coordinator waits for; () on other nodes and while nothing is decided."""
+        ctx = self._ctx
+        if not (ctx.formed and ctx.leads) or ctx.training or ctx.swapping or ctx.ended:
+            return ()
+        return self._coordination.unready
 
     @property
     def ended(self) -> bool:

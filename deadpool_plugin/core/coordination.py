@@ -53,6 +53,11 @@ class Coordination:
         self._pairing = pairing
         self._floor: Step = max(context.plan.restore_step, 0) if context.plan else 0
 
+    @property
+    def unready(self) -> tuple[Rank, ...]:
+        """Ranks that have not reached training in this generation, as far as this node knows."""
+        return tuple(rank for rank in range(len(self._ctx.world.node_of)) if rank not in self._ready)
+
     def hear(self, sender: NodeId, report: Report) -> None:
         """A member lives, in this generation, whatever else its report says."""
         self._contact.hear(sender, report.sent_at, report.heard)
@@ -87,9 +92,8 @@ class Coordination:
             return
         waited_s = ctx.now - self._moved_at
         if not (ctx.training or ctx.swapping) and waited_s >= ctx.timing.start_timeout_s:
-            missing = sorted(set(range(len(ctx.world.node_of))) - self._ready)
             ctx.stop(
-                f"rank(s) {listed(missing)} have not reached training in generation {ctx.world.generation}; no "
+                f"rank(s) {listed(self.unready)} have not reached training in generation {ctx.world.generation}; no "
                 f"progress for {waited_s:.0f} s; raise start_timeout_s if the script needs more"
             )
 

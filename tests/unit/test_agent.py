@@ -22,6 +22,7 @@ from deadpool_plugin.agent.output import LineBuffer, Pipe, Writer
 from deadpool_plugin.agent.reports import Reports, named
 from deadpool_plugin.agent.watch import Watch, described_exit
 from deadpool_plugin.agent.world import Place, described, form_world, rack_named, spare_nodes, worker_env
+from deadpool_plugin.core.types import World
 from deadpool_plugin.errors import ConfigError
 from deadpool_plugin.transport.handshake import Credentials
 from deadpool_plugin.transport.rendezvous import Hello
@@ -324,6 +325,41 @@ def test_the_host_of_a_lost_node_is_still_named_on_the_terminal_and_not_in_the_l
     writer.close()
     assert capfdbinary.readouterr().out == b"[deadpool] node 0 (a.lan) was lost (link lost)\n"
     assert "node 0 was lost" in (tmp_path / "events.1.jsonl").read_text()
+
+
+def test_a_silent_start_names_the_ranks_it_waits_for_at_doubling_intervals(tmp_path, monkeypatch):
+    writer, lines = Writer(), list[str]()
+    monkeypatch.setattr(writer, "forward", lambda data: lines.append(data.decode()))
+    reports = Reports(0, writer, tmp_path)
+    reports.hosts = {0: "h1", 1: "h2", 2: "h3"}
+    world = World(0, (0, 0, 1, 1), (2,))
+
+    def said(ranks, now, world=world):
+        lines.clear()
+        reports.await_ranks(ranks, world, now)
+        return lines.copy()
+
+    everyone = (0, 1, 2, 3)
+    assert not said((), 0.0, None)  # the hosts meet
+    assert not said(everyone, 1000.0) and not said(everyone, 1029.0)
+    assert said(everyone, 1030.0) == [
+        "[deadpool] waiting for 4 of 4 ranks to reach training, for 30 s: rank(s) 0, 1 on node 0 (h1); "
+        "rank(s) 2, 3 on node 1 (h2); their output is in rank0000.node0.log and so on\n"
+    ]
+    assert not said((2, 3), 1089.0)  # 60 s after the line before, at the earliest
+    reports.say("a line about something else")
+    assert not said((2, 3), 1090.0) and not said((2, 3), 1149.0)
+    assert "2 of 4 ranks to reach training, for 150 s: rank(s) 2, 3 on node 1 (h2)" in said((2, 3), 1150.0)[0]
+    assert not said((2, 3), 1151.0) and not said((2, 3), 1269.0) and said((2, 3), 1270.0)
+    assert not said((), 2000.0) and not said((), 9000.0)  # all ranks are in training
+    after = World(1, (2, 2, 1, 1))
+    assert not said((0, 1), 9001.0, after) and not said((0, 1), 9030.0, after)
+    assert "for 30 s: rank(s) 0, 1 on node 2 (h3)" in said((0, 1), 9031.0, after)[0]
+    many = World(2, tuple(range(1000)))
+    said(range(1000), 9032.0, many)
+    [line] = said(range(1000), 9999.0, many)
+    assert "1000 of 1000 ranks" in line and "rank(s) 3 on node 3; 996 more node(s);" in line and len(line) < 300
+    writer.close()
 
 
 def test_notes_are_said_once_in_a_generation_whoever_says_them_again(tmp_path, capfdbinary):

@@ -71,6 +71,19 @@ def test_messages_before_the_world_is_formed_are_kept():
     assert kinds == ["WorldFormed", "TrainingStarted"]
 
 
+def test_the_coordinator_knows_which_ranks_it_awaits():
+    outside, follower, coordinator = Controller(0, TIMING), formed(2), formed(0)
+    assert outside.awaited == () == follower.awaited
+    ranks = tuple(range(len(WORLD.node_of)))
+    assert coordinator.awaited == ranks
+    hear(coordinator, WORLD.node_of[ranks[-1]], Report(0, ready=ranks[-1:]))
+    assert coordinator.awaited == ranks[:-1]
+    for rank in ranks[:-1]:
+        hear(coordinator, WORLD.node_of[rank], Report(0, ready=(rank,)))
+    coordinator.step(io.WorkerReady(0), 0.2)
+    assert coordinator.awaited == ()
+
+
 def test_start_is_said_once_and_obeyed_once():
     controller = formed(0)
     actions = controller.step(io.StoreOffered("node0:1"), 0.1)
