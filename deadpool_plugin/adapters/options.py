@@ -27,7 +27,7 @@ class Option:
         return self.called or self.path
 
     def value(self, owner: Any) -> Any:
-        """What `owner` has there; None if it lacks it."""
+        """Return what `owner` has there; None if it lacks it."""
         for name in self.path.split("."):
             owner = owner.get(name) if isinstance(owner, dict) else getattr(owner, name, None)
             if callable(owner):

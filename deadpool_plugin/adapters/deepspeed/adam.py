@@ -89,7 +89,7 @@ def load_steps(optimizer: Any, masters: Sequence[torch.Tensor], saved: Sequence[
 
 
 def is_in_cpp(optimizer: Any, masters: Sequence[torch.Tensor]) -> bool:
-    """Whether the update is DeepSpeed's C++ on the CPU."""
+    """Return whether the update is DeepSpeed's C++ on the CPU."""
     return type(optimizer).__name__ in ("FusedAdam", "DeepSpeedCPUAdam") and masters[0].device.type == "cpu"
 
 

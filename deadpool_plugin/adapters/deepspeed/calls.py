@@ -1,4 +1,4 @@
-"""What a script asks of a DeepSpeed engine, made calls: forward, backward, step, and a pipeline's batches.
+"""A script's requests to a DeepSpeed engine, made calls: forward, backward, step, and a pipeline's batches.
 
 Rules of this file: it decides what is a call and of which kind; what each one does is in engine_calls.py. What an
 engine asks of itself inside a call is none: `Calls.inside` says so.
@@ -24,7 +24,7 @@ from .state import EngineState
 
 
 class Calls:
-    """What the calls of one process have in common. `state_of`: the state of an engine, for records."""
+    """State that the calls of one process share. `state_of`: the state of an engine, for records."""
 
     def __init__(self, handler: CallHandler, state_of: Callable[[Any], EngineState]) -> None:
         self.handler, self.state_of = handler, state_of
@@ -74,7 +74,7 @@ class Calls:
 
     @property
     def busy(self) -> bool:
-        """Whether an engine's call is under way: what it asks of itself is none."""
+        """Return whether an engine's call is under way: what the engine asks of itself is no call."""
         return self._depth > 0
 
     @contextlib.contextmanager
@@ -175,6 +175,6 @@ def _refused() -> Unsupported:
 
 
 def at_boundary(engine: Any) -> bool:
-    """Whether the `engine.step` to come updates the parameters."""
+    """Return whether the `engine.step` to come updates the parameters."""
     managed = getattr(engine, "managed_gradient_accumulation", None)
     return bool(engine.is_gradient_accumulation_boundary()) or (managed is not None and not managed())

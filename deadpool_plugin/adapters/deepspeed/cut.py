@@ -64,7 +64,7 @@ CUT_NODE = "_CutBackward"
 
 
 def cut(graph: Graph, arrived: Arrived, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """What the script gets instead of `outputs`: the same values, behind a cut."""
+    """Return what the script gets instead of `outputs`: the same values, behind a cut."""
     anchor = torch.zeros((), requires_grad=True)
     detached = [output.detach() for output in outputs]
     return list(_Cut.apply(anchor, graph, arrived, *detached))  # type: ignore[no-untyped-call]
@@ -126,11 +126,11 @@ def pairs(parts: Parts) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
 
 
 class ScriptsPart:
-    """What a backward from `loss` would go through on the script's side of all cuts."""
+    """The part of the graph that a backward from `loss` would go through on the script's side of all cuts."""
 
     def __init__(self, loss: torch.Tensor) -> None:
         self.leaves: list[torch.Tensor] = []
-        """In which it would accumulate gradients."""
+        """Leaves in which that backward would accumulate gradients."""
         self.communicates: list[str] = []
         """Names of functions of torch.distributed."""
         self.reaches_cut = False

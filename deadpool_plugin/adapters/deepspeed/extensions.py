@@ -85,7 +85,7 @@ def _release(baton: Any, otherwise: Callable[[Any], Any]) -> None:
 
 
 def _is_current(baton: Any, descriptor: int) -> bool:
-    """Whether the file we have locked is still the one at its path."""
+    """Return whether the file we have locked is still the one at its path."""
     try:
         return os.stat(baton.lock_file_path).st_ino == os.fstat(descriptor).st_ino
     except FileNotFoundError:

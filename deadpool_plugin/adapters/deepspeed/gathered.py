@@ -46,7 +46,7 @@ class Enter(Followed):
     def __init__(self, calls: Calls, function: Callable[[], Any], context: Any) -> None:
         self._calls, self._function, self._parameters = calls, function, context.params
         self.held: list[torch.Tensor] = []
-        """What the script has of them while it is inside, with what it has changed in place."""
+        """Parameters as the script has them while it is inside, with its changes in place."""
         context.deadpool_enter = self
 
     def __call__(self) -> None:

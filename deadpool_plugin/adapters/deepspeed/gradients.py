@@ -20,7 +20,7 @@ from ...errors import Unsupported
 
 
 def lasts(engine: Any) -> bool:
-    """Whether the engine keeps gradients so."""
+    """Return whether the engine keeps gradients so."""
     stage = engine.zero_optimization_stage()
     return stage == 3 or (stage > 0 and bool(getattr(engine.optimizer, "cpu_offload", False)))
 
@@ -85,7 +85,7 @@ class LastingGradients:
 
 
 def _has_part(parameter: Any) -> bool:
-    """Whether this rank has a part of it, which with ZeRO 3 the last ranks have not of the smallest."""
+    """Return whether this rank has a part of it. With ZeRO 3 the last ranks have none of the smallest."""
     if not hasattr(parameter, "ds_numel"):
         return True
     return bool(dist.get_rank(parameter.ds_process_group) * parameter.partition_numel() < parameter.ds_numel)

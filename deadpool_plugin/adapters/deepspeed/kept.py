@@ -21,11 +21,11 @@ from .untold import UntoldObject, guess, untold
 
 PLAIN = (bool, int, float, str, bytes, type(None))
 TOLD_BYTES_MAX = 1 << 16
-"""Of an output that requires grad. Of larger ones followers know shape and dtype."""
+"""Largest output that requires grad and whose values followers know. Of larger ones they know shape and dtype."""
 
 
 def inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
-    """Of the engine's forward. Raises: Unsupported if it would have to go on in the script's graph."""
+    """Return the inputs of the engine's forward. Raises: Unsupported if it would go on in the script's graph."""
     leaves = pytree.tree_leaves((args, kwargs))
     if torch.is_grad_enabled() and any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
         raise Unsupported(

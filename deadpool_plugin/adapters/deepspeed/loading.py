@@ -41,7 +41,10 @@ def install(calls: Calls, engine_class: type) -> None:
 
 
 def _tag_in(newest: Path) -> str | None:
-    """What DeepSpeed itself reads there; None if there is no checkpoint. Source: DeepSpeedEngine.load_checkpoint."""
+    """Return the tag that DeepSpeed itself reads there; None if there is no checkpoint.
+
+    Source: DeepSpeedEngine.load_checkpoint.
+    """
     return newest.read_text().strip() if newest.is_file() else None
 
 

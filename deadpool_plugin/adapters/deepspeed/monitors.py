@@ -13,7 +13,7 @@ from typing import Any
 from .calls import Calls
 
 STEPS_MAX = 16
-"""So many newest steps of each name are remembered; a redo goes back by two and the current one."""
+"""Newest steps of each name that are remembered. A redo goes back by two and the current one."""
 
 
 def install(calls: Calls) -> None:
@@ -32,7 +32,7 @@ def install(calls: Calls) -> None:
 
     @functools.wraps(original)
     def write_events(master: Any, event_list: Any) -> None:
-        """What the script writes itself, between calls, is never redone."""
+        """Write the events that a redo has not written before. What the script writes between calls is never redone."""
         if calls.busy:
             event_list = [event for event in event_list if is_new(event[0], event[2])]
         original(master, event_list)

@@ -60,7 +60,7 @@ class Partitioned:
 
 
 def _clear_caches(owner: type) -> None:
-    """Of the methods that remember what they answered. DeepSpeed's decorators leave no trace but their closures."""
+    """Clear the caches of methods that remember their answers. DeepSpeed's decorators leave no trace but closures."""
     todo = list(vars(owner).values())
     while todo:
         method = todo.pop()

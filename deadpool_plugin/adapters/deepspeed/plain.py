@@ -59,7 +59,7 @@ def check_schedule(schedule: Any) -> None:
 
 
 def _parts(attributes: Scalars) -> dict[str, list[Any]]:
-    """Of which a schedule consists: other schedules, and functions that are objects with values of their own."""
+    """Return the parts of a schedule: other schedules, and functions that are objects with values of their own."""
     found = {}
     for name, value in attributes.items():
         parts = value if isinstance(value, (list, tuple)) else [value]

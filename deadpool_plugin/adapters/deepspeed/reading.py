@@ -1,4 +1,4 @@
-"""What a script reads of gradients, masters and optimizer state (`deepspeed.utils.safe_get_*`) is a call.
+"""Reads of gradients, masters and optimizer state (`deepspeed.utils.safe_get_*`), made calls.
 
 Rules of this file: a process that follows makes no gradients and no updates, so it is told what the rank itself got; in
 a redo a rank takes part in the communication again. Scripts hold these functions since their first imports, so it is

@@ -1,4 +1,4 @@
-"""What of DeepSpeed a swap cannot bring back, refused by name before training.
+"""Features of DeepSpeed that a swap cannot restore, refused by name before training.
 
 Rules of this file: an option is here because it keeps state where `EngineState` does not reach, or communicates past
 the process groups or outside the calls; a version of DeepSpeed that lacks the option is fine.
@@ -17,7 +17,7 @@ from ..options import REMEDY, Option, refuse
 
 COMPRESSION = ("weight_quantization", "activation_quantization", "sparse_pruning", "row_pruning", "head_pruning",
                "channel_pruning")  # fmt: skip
-"""Of DeepSpeed up to 0.19.5, where the first may have a quantizer of the engine's; `layer_reduction` is no schedule."""
+"""Schedules of DeepSpeed up to 0.19.5; the first may have a quantizer of the engine's. `layer_reduction` is none."""
 
 OPTIONS = (
     Option("has_moe_layers", "has parameters with owners of their own", "train a dense model",

@@ -1,4 +1,4 @@
-"""What an interrupted call leaves behind in a ZeRO optimizer, put back as it was before the first forward.
+"""Remains of an interrupted call in a ZeRO optimizer, put back as they were before the first forward.
 
 Rules of this file: DeepSpeed keeps what is under way (buckets, flags, counts, handles, traces of what is fetched when)
 in plain attributes and containers of its optimizer and of the objects below it. All of these are noted once, when

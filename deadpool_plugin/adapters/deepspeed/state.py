@@ -110,7 +110,7 @@ class EngineState:
         return tuple(sorted(dist.get_process_group_ranks(self.engine.data_parallel_group)))
 
     def owns(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` lies in parameters or buffers. Raises: Unsupported if it is a gradient."""
+        """Return whether `tensor` lies in parameters or buffers. Raises: Unsupported if it is a gradient."""
         memory = tensor.untyped_storage().data_ptr()
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         if any(memory == gradient.untyped_storage().data_ptr() for gradient in gradients):

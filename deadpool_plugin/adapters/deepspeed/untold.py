@@ -58,7 +58,7 @@ class Untold(torch.Tensor):
 
     @classmethod
     def _shapes(cls, function: Any, args: Any, kwargs: Any, device: torch.device) -> Any:
-        """What `function` would give, without values."""
+        """Return what `function` would give, without values."""
         known = {id(leaf.held): leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Untold)}
         if kwargs.get("device") is not None:
             device, kwargs = torch.device(kwargs["device"]), {**kwargs, "device": torch.device("meta")}

@@ -292,7 +292,7 @@ def _subclasses(cls: type) -> list[type]:
 
 
 def _mean(reported: Any) -> float | None:
-    """Of a number, or a sum and how many it is of; None for anything else (logits, say)."""
+    """Return the mean of a number, or of a sum and its count; None for anything else (logits, say)."""
     parts = reported if isinstance(reported, (tuple, list)) else [reported]
     if not all(isinstance(part, (bool, int, float, torch.Tensor)) for part in parts):
         return None
@@ -322,7 +322,7 @@ _LOW_LEVEL = ("indexed_dataset.IndexedDataset", "gpt_dataset.MockGPTLowLevelData
 
 
 def _reads_by_index(data_set: Any) -> bool:
-    """Whether a data set is one of megatron-core's whose items surely depend on their index alone."""
+    """Return whether a data set is one of megatron-core's whose items surely depend on their index alone."""
     name = _name_in_datasets(data_set)
     if name == _BLEND:
         return all(map(_reads_by_index, data_set.datasets))
@@ -342,7 +342,7 @@ def _name_in_datasets(data_set: Any) -> str:
 
 
 def _keeps_masks(data_set: Any) -> bool:
-    """Whether an item masks its padding in the mask of the items after it, as GPTDataset does before 0.15."""
+    """Return whether an item masks its padding in the mask of the items after it, as GPTDataset does before 0.15."""
     from megatron.core.package_info import MAJOR, MINOR
 
     if (MAJOR, MINOR) >= (0, 15) or not getattr(data_set, "masks_and_position_ids_are_cacheable", False):

@@ -1,4 +1,4 @@
-"""What Megatron-core keeps about the step under way, outside model and optimizer, as it was at a call's entry.
+"""Megatron-core's notes about the step under way, outside model and optimizer, put back as at a call's entry.
 
 The rerun state machine asserts in every forward that it is inside a step, which the script begins and ends between
 calls: a forward redone from inside the optimizer's step would raise. A timer that an interruption leaves running
@@ -20,7 +20,7 @@ CONSUME = "consume_seqlen_stats_in_iteration"
 LENGTHS = ("_seqlen_stats_in_iteration", "_seqlen_stats_active")
 """Globals there."""
 MAXIMA = ("large_value_counts", "max_values")
-"""Of the rerun state machine: what it has to know of earlier steps."""
+"""Attributes in which the rerun state machine keeps what it has to know of earlier steps."""
 
 
 def noted(timers: Sequence[Any]) -> Callable[[], None]:
@@ -42,8 +42,8 @@ def noted(timers: Sequence[Any]) -> Callable[[], None]:
 
 
 def kept() -> dict[str, Any]:
-    """What a newcomer has to know of forwards that it did not run, as plain data: the largest values of a loss so far,
-    which decide what is unexpectedly large, and lengths of sequences."""
+    """Return, as plain data, what a newcomer has to know of forwards that it did not run: the largest values of a loss
+    so far, which decide what is unexpectedly large, and lengths of sequences."""
     machine = _machine()
     lengths = {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in _lengths().items()}
     return {

@@ -1,4 +1,4 @@
-"""What an interrupted forward, backward or update leaves behind in Megatron-core's gradient machinery.
+"""Clean-up of Megatron-core's gradient machinery after an interrupted forward, backward or update.
 
 Source: megatron/core/distributed/param_and_grad_buffer.py (0.16.1): bucket groups keep communication handles,
 a dispatched flag, counts of gradients seen, and `is_last_microbatch`, which `no_sync()` clears and only its
@@ -71,7 +71,7 @@ class NoSync:
 
 
 def set_forward_hooks(chunk: Any, enabled: bool) -> None:
-    """Whether forwards wait for gathered parameters: scripts switch that off around evaluation and saving."""
+    """Return whether forwards wait for gathered parameters: scripts switch that off around evaluation and saving."""
     if not chunk.use_forward_hook or enabled == bool(chunk.remove_forward_pre_hook_handles):
         return
     if enabled:

@@ -1,4 +1,4 @@
-"""What Megatron-LM finds when a job begins, and a process that rehearses a rank of it later must find, too.
+"""Facts that Megatron-LM finds when a job begins, and that a process which rehearses a rank later must find, too.
 
 With `--load X --save X` a job begins without a checkpoint and soon has one: a rehearsal that saw it would load it, with
 collectives that the job never made. Which one is loaded is decided by such a collective, whose result is recorded; so
@@ -25,7 +25,7 @@ HASHES = "check_param_hashes_across_dp_replicas"
 
 
 class _Asks:
-    """Whether the file is there is asked once, however many functions it goes through."""
+    """Ask once whether the file is there, however many functions the question goes through."""
 
     def __init__(self, handler: CallHandler) -> None:
         self._handler, self._inside = handler, False

@@ -85,7 +85,7 @@ def plain(saved: dict[str, Entry]) -> Scalars:
 
 
 def load(scalars: Scalars) -> None:
-    """What another process, or this one, had tracked: `plain`."""
+    """Put back what another process, or this one, had tracked: the result of `plain`."""
     groups = {name: group for group, name in c10d._world.pg_names.items()}
 
     def value_of(kind: str, value: Any, device: str) -> Any:
@@ -128,7 +128,7 @@ def _helpers() -> dict[str, Entry]:
 
 
 def _metrics() -> tuple[dict[str, Any], Callable[[], Any]]:
-    """What routers track by name, live, and what makes an entry."""
+    """Return the live table of what routers track by name, and the function that makes an entry."""
     if (module := sys.modules.get(f"{CORE}.moe.moe_logging")) is not None:
         return module.get_moe_metrics_tracker().metrics, lambda: module.MetricEntry(None)
     if (module := sys.modules.get(f"{CORE}.moe.moe_utils")) is not None:

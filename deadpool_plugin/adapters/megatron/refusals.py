@@ -1,4 +1,4 @@
-"""What of Megatron-core a swap cannot bring back, refused by name before training.
+"""Features of Megatron-core that a swap cannot restore, refused by name before training.
 
 Rules of this file: an option is here because it keeps state or communicators where `TrainingState` and the group
 handles do not reach, or works past the calls; a version of Megatron-core that lacks the option is fine.
@@ -75,7 +75,7 @@ ROUTERS = (
         "leave it out, or use megatron-core 0.16 or later",
     ),
 )  # fmt: skip
-"""Of the model, where routers have such a generator."""
+"""Options of the model, where routers have such a generator."""
 
 GRADIENTS = (
     Option("use_megatron_fsdp", "keeps parameters where a rollback does not reach", "use the distributed optimizer"),
@@ -112,7 +112,7 @@ TRAINING = (
         (None, "global"),
     ),
 )  # fmt: skip
-"""Of Megatron-LM's own arguments, where its training loop runs."""
+"""Options among Megatron-LM's own arguments, where its training loop runs."""
 
 
 def check_training() -> None:

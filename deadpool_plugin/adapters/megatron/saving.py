@@ -24,7 +24,7 @@ from ...worker.saving import CompleteMark, Flight, SaveCall, Saves, replace, str
 from ...worker.writers import die_with_trainer, kill_tree
 
 WRITERS = ("write_preloaded_data", "write_preloaded_data_multiproc", "write_preloaded_data_multithread")
-"""What runs in a writer's process; the second was replaced by the third in 0.17."""
+"""Names of the functions that run in a writer's process; the third replaced the second in 0.17."""
 LOOK_EVERY_S = 0.1
 """As upstream."""
 
@@ -97,7 +97,7 @@ def _tie_to_trainer(owner: type, name: str) -> None:
 
 
 def _drain_results() -> None:
-    """What cancelled writers reported would be taken for the next save's results."""
+    """Drop what cancelled writers reported: the next save would take it for its own results."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     results = filesystem_async._results_queue
@@ -228,7 +228,7 @@ class RequestFlight(Flight):
 
 
 def _files_of(made: Any, path: str) -> list[str]:
-    """What this rank's writer will write, and the coordinator has written already."""
+    """List the files that this rank's writer will write, and the one that the coordinator has written already."""
     buckets = made.async_fn_args[1] if len(made.async_fn_args) > 1 else []
     common = [os.path.join(path, "common.pt")] if os.environ.get("RANK") == "0" else []
     return [str(bucket[0]) for bucket in buckets] + common

@@ -1,5 +1,5 @@
-"""What a rank's training state is in Megatron-core: fp32 masters and moments in one flat buffer, the model's buffers,
-plain values of optimizer and modules.
+"""A rank's training state in Megatron-core: fp32 masters and moments in one flat buffer, the model's buffers, plain
+values of optimizer and modules.
 
 Rules of this file: nothing is rebound after `TrainingState` is built; restoring copies into the live tensors.
 Masters that the optimizer owns, and all moments, become views of one flat buffer once, before the first step:
@@ -56,7 +56,7 @@ class TrainingState:
         self._memory = {tensor.untyped_storage().data_ptr() for tensor in memory}
 
     def owns(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` lies in parameters, gradients or buffers."""
+        """Return whether `tensor` lies in parameters, gradients or buffers."""
         return tensor.untyped_storage().data_ptr() in self._memory or self.buffers.hold(tensor)
 
     def _flatten(self) -> list[torch.Tensor]:
@@ -231,7 +231,7 @@ def merge_neighbours(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def parts_of(optimizer: Any) -> list[Any]:
-    """What is around a base optimizer, in order: a chain (of one or more, or of chains) is around none itself."""
+    """List the wrappers of base optimizers, in order. A chain (of one or more, or of chains) itself wraps none."""
     chained = getattr(optimizer, "chained_optimizers", None)
     return [optimizer] if chained is None else [part for inner in chained for part in parts_of(inner)]
 
