@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from .cluster import Cluster
 
 HOSTS_MAX = 6
-"""So many hosts join one job at most."""
+"""Limit of hosts that join one job."""
 RANKS_A_HOST = 24
-"""A job that waits is supplied with one host at a time, or one for so many ranks: of a large one a rack may be lost."""
+"""Ranks for each host that comes to a waiting job; one comes at least. A large job may have lost a rack."""
 RETRY_S = 0.2
 
 

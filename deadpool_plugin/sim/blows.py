@@ -1,4 +1,4 @@
-"""What each kind of fault does to a simulated job.
+"""Effects of each kind of fault on a simulated job.
 
 Rules of this file: `blamed` is every node something was done to or between which links were: the only ones that may be
 counted as lost.
@@ -175,7 +175,7 @@ class Blows:
         return False
 
     def odd_of(self, rank: Rank) -> Odd | None:
-        """What a process that takes `rank` over issues in its first step that its peers do not."""
+        """Choose what a process that takes `rank` over issues in its first step and its peers do not."""
         found = next((one for one in self._mispairing if one.rank in (-1, rank) and one.left), None)
         if found is None:
             return None

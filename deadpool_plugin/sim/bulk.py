@@ -158,7 +158,7 @@ class Bulk:
             target.store.writers.pop(rank, None)
 
     def _verified(self, holder: Node, snapshot: Snapshot) -> None:
-        """What is read out of `holder`'s memory is what was written there; else it is no holding any more."""
+        """Check that what is read out of `holder`'s memory was written there; else it is no holding any more."""
         if not snapshot.is_whole:
             holder.store.forget_corrupt(snapshot.rank, snapshot.step)
             holder.do(holder.feed, HoldingsDropped(snapshot.rank, snapshot.step - 1))

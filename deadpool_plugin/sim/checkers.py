@@ -195,5 +195,5 @@ class Checkers:
 
 
 def _is_for_restarts(reason: str) -> bool:
-    """Whether a node says that it leaves for its own ranks' losses; it may quote others that have."""
+    """Return whether a node says that it leaves for its own ranks' losses. It may quote others that have."""
     return reason.startswith("rank ") and "restarts_max" in reason

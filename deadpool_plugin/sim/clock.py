@@ -42,7 +42,7 @@ class Timeline:
             work(*arguments)
 
     def is_past(self, when: float) -> bool:
-        """Whether nothing more happens until `when`."""
+        """Return whether nothing more happens until `when`."""
         return self.now > when or not self._due
 
     def step(self) -> bool:

@@ -34,12 +34,12 @@ TIMING = Timing(
     heartbeat_interval_s=0.5, silent_after_s=10.0, phase_timeout_s=20.0, decision_timeout_s=300.0,
     start_timeout_s=300.0, stall_timeout_s=120.0,
 )  # fmt: skip
-"""What the configuration's default patience gives; less time to start and to stall."""
+"""Times that follow from the configuration's default patience, but less time to start and to stall."""
 LONG_PASTS = 0.002
 LONG_PAST = 1.5
-"""So many rehearsals take longer than `start_timeout_s`, by this factor."""
+"""Rehearsals longer than `start_timeout_s`: their share (LONG_PASTS), and by which factor they are longer."""
 LONG_CALLS = 0.005
-"""So many interrupted processes are in something that goes on for a while, such as a save; some for too long."""
+"""Share of interrupted processes that are in something long, such as a save; some are in it for too long."""
 
 
 class Cluster:

@@ -30,7 +30,7 @@ EVENTS = tuple(sorted(kind.__name__ for kind in (*io.Input.__subclasses__(), *Me
 
 
 def unseen(pairs: Mapping[str, int]) -> dict[str, tuple[str, ...]]:
-    """What each state was not seen to meet; `pairs` are named as `named` names them."""
+    """List the events that each state was not seen to meet; `pairs` are named as `named` names them."""
     return {
         state: tuple(event for event in EVENTS if event != "Received" and named(state, event) not in pairs)
         for state in STATES

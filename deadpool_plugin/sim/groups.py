@@ -130,8 +130,8 @@ class Group:
             self._cluster.timeline.after(self._cluster.network.latency(), one.waiting[rank].set, total)
 
     def _is_cut(self, connecting: bool = False) -> bool:
-        """Whether a neighbour in the ring of nodes cannot be heard now (any other node, while all are `connecting`); a
-        rift is between agents."""
+        """Return whether a neighbour in the ring of nodes (any other node, while all are `connecting`) cannot be heard
+        now. A rift is between agents."""
         ring = list(dict.fromkeys(self._members[rank].node for rank in sorted(self._members)))
         if len(ring) < 2:
             return False

@@ -122,7 +122,7 @@ def _put(found: set[int], item: int, belongs: bool) -> None:
 
 
 def serves(node: Node, rank: Rank, step: Step, payload: bool) -> bool:
-    """Whether `node` can serve that snapshot: listed, in its slot, unchanged."""
+    """Return whether `node` can serve that snapshot: listed, in its slot, unchanged."""
     holding = node.store.listed.get((rank, step))
     pair = node.store.pair(rank)
     found = pair.get(step) if pair is not None else None

@@ -72,7 +72,7 @@ class Network:
         self._peers.setdefault(b, []).append(a)
 
     def linked(self, a: NodeId, b: NodeId) -> bool:
-        """Whether `a` believes that it has a link to `b`."""
+        """Return whether `a` believes that it has a link to `b`."""
         line = self._lines.get((a, b))
         return line is not None and line.open
 
@@ -80,13 +80,13 @@ class Network:
         return self._rng.random() * self._latency_s
 
     def passes(self, source: NodeId, target: NodeId) -> bool:
-        """Whether one attempt from `source` to `target` arrives."""
+        """Return whether one attempt from `source` to `target` arrives."""
         if source in self.dark or target in self.dark:
             return False
         return self.rules.judge(self._timeline.now, source, target).copies > 0
 
     def answers(self, source: NodeId, target: NodeId) -> bool:
-        """Whether `source` gets a connection to `target`, or a refusal."""
+        """Return whether `source` gets a connection to `target`, or a refusal."""
         now = self._timeline.now
         cut = self.rules.is_cut(now, source, target) or self.rules.is_cut(now, target, source)
         return not cut and target not in self.dark
@@ -141,7 +141,7 @@ class Network:
             self._timeline.after(RETRY_S * (0.5 + self._rng.random()), self._pump, source, target, line)
 
     def _check_ack(self, source: NodeId, target: NodeId, line: Line) -> None:
-        """What was sent has arrived, but no acknowledgement could come back then, nor can it now."""
+        """Give the line up if what was sent has arrived, but no acknowledgement could come back for too long."""
         now = self._timeline.now
         if not (line.open and self.rules.is_cut(now, target, source)):
             line.awaits_ack = False

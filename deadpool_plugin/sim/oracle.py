@@ -133,7 +133,7 @@ def judge_exit(cluster: Cluster, node: Node, action: io.Leave) -> None:
 
 
 def _newest_world_known(cluster: Cluster) -> World:
-    """Of the worlds that somebody who is up is in: who decided a newer one told nobody who could tell others."""
+    """Return the newest world of nodes that are up: whoever decided a newer one told nobody who could tell others."""
     worlds = [node.controller.world for node in cluster.nodes.values() if node.up and node.controller.world is not None]
     return max(worlds, key=lambda world: world.generation, default=cluster.newest_world)
 

@@ -177,7 +177,7 @@ class Processes:
         self._node.feed(WorkerRestored(process.rank, generation))
 
     def calls(self, generation: Generation) -> tuple[RankCalls, ...]:
-        """What every rank of this node has issued in `generation`, ended by now or not."""
+        """Read what every rank of this node has issued in `generation`, ended by now or not."""
         own = self._node.store.own
         ranks = sorted(slot.rank for slot in self.slots if slot.rank in own)
         return tuple(RankCalls(rank, read(own[rank].calls, generation)) for rank in ranks)

@@ -112,7 +112,7 @@ class Rules:
         return passage
 
     def is_cut(self, now: float, source: NodeId, target: NodeId, for_s: float = 0.0, but: str = "") -> bool:
-        """Whether nothing at all passes now, nor has for so long, by rules of any kind `but` one."""
+        """Return whether nothing at all passes now, nor has for `for_s`, by rules of any kind `but` one."""
         return bool(self._rules) and any(
             isinstance(rule, Cut)
             and rule.kind != but

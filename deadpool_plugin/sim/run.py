@@ -28,7 +28,7 @@ SAFETY_S = 250.0
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """What went wrong: the invariant's name, a sentence, and when."""
+    """A violation: the invariant's name, a sentence, and when."""
 
     invariant: str
     sentence: str
@@ -97,7 +97,7 @@ def liveness_s(cluster: Cluster) -> float:
 
 
 def _look(cluster: Cluster) -> None:
-    """What need not be looked at after every event: what waits for a world, and whether there is an end."""
+    """Check what need not be checked after every event: messages that wait for a world, and whether there is an end."""
     early = max(len(node.controller._early) for node in cluster.nodes.values())
     if early > QUEUE_MAX:
         raise Violation("BOUNDED", f"{early} messages wait before a world is known")

@@ -1,4 +1,4 @@
-"""What happens to one simulated job, as plain data: its layout, its pace, and its faults.
+"""A scenario, which is what happens to one simulated job, as plain data: its layout, its pace, and its faults.
 
 Rules of this file: a scenario is a function of its seed and of the ranges asked for; whatever strikes whom when is
 written in it, so that it can be shown, saved, edited, run again and made smaller.
@@ -119,7 +119,7 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Ranges(msgspec.Struct, frozen=True):
-    """What a campaign draws from; ends included."""
+    """Ranges that a campaign draws from; ends included."""
 
     nodes: tuple[int, int] = (5, 32)
     spares: tuple[int, int] = (1, 3)
@@ -162,7 +162,7 @@ def scenario(seed: int, ranges: Ranges = Ranges(), fixed: Mapping[str, Any] | No
 
 
 def fixed_fields(data: object) -> dict[str, Any]:
-    """What a file says of a scenario (some of its fields, or all), checked. Raises: ValueError."""
+    """Return what a file says of a scenario (some of its fields, or all), checked. Raises: ValueError."""
     if not isinstance(data, dict):
         raise ValueError(f"a mapping of the fields of a scenario was expected, not {data!r}")
     data = {key: value for key, value in data.items() if key != "seed"}

@@ -37,7 +37,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     payload: bytes | None
     sum: int
     paired: int = 0
-    """What the rank's collectives up to the step come to."""
+    """Digest of the rank's collectives up to the step."""
 
     @property
     def is_whole(self) -> bool:
@@ -78,7 +78,7 @@ class Store:
         self.recordings: set[Rank] = set()
         self.listed: dict[tuple[Rank, Step], Holding] = {}
         self.writers: dict[Rank, object] = {}
-        """Who is just writing a rank's mirror."""
+        """The writer that is just writing a rank's mirror."""
         self._changed = changed
 
     def check(self, generation: Generation) -> None:

@@ -105,7 +105,7 @@ class Strikes:
         self._cluster.timeline.halted = self.over
 
     def _whom(self, fault: Fault, actor: Node | None) -> Node | None:
-        """Who is struck; None if nobody is left of that kind."""
+        """Choose the node that is struck; None if none is left of that kind."""
         cluster = self._cluster
         world = cluster.newest_world
         up = [node for node in cluster.nodes.values() if node.up and not node.paused]

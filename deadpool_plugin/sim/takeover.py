@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Rehearsals:
-    """Who rehearses what on this node."""
+    """Rehearsals on this node."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
@@ -38,7 +38,7 @@ class Rehearsals:
         self._starting[slot.number] = Task(self._node, work)
 
     def stop_starting(self, slot: Slot) -> None:
-        """What was ordered for `slot` and has no process yet never gets one."""
+        """Cancel what was ordered for `slot` and has no process yet."""
         if (task := self._starting.pop(slot.number, None)) is not None:
             task.cancel()
 
@@ -104,7 +104,7 @@ class Rehearsals:
 
 
 class TakeOvers:
-    """What is under way for the newest plan."""
+    """Work that is under way for the newest plan."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
@@ -164,7 +164,7 @@ class TakeOvers:
         self._join(plan, slot)
 
     def _take_over(self, plan: SwapPlan, slot: Slot, source: Source | None) -> Work:
-        """What the rank needs is brought here and safe again before its process is ready (that may take long)."""
+        """Bring what the rank needs here, and make it safe again, before its process is ready (that may take long)."""
         node, rank, step, generation = self._node, slot.rank, plan.restore_step, plan.world.generation
         process = node.rehearsals.of(slot, rank)
         try:

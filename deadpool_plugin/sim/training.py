@@ -17,7 +17,7 @@ from ..core.types import Generation, Rank, Step
 
 
 class State(NamedTuple):
-    """What a rank must get back to go on as if nothing had happened."""
+    """State that a rank must get back to go on as if nothing had happened."""
 
     weight: float
     momentum: float

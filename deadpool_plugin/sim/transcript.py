@@ -37,7 +37,7 @@ class Transcript:
 
 
 def is_quiet(thing: io.Input | io.Action) -> bool:
-    """Whether it happens all the time."""
+    """Return whether it happens all the time."""
     if isinstance(thing, (io.Received, io.Send)):
         return isinstance(thing.message, (Report, Status))
     if isinstance(thing, io.Emit):

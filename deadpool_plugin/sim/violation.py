@@ -1,4 +1,4 @@
-"""What ends a run: an invariant that does not hold.
+"""The error that ends a run: an invariant does not hold.
 
 Rules of this file: may import nothing.
 """

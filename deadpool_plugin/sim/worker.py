@@ -52,10 +52,10 @@ class Process:
         self._join: tuple[Generation, str, Step] | None = None
         self._entered: Step = 0
         self.odd: Odd | None = None
-        """What it issues in its first step that its peers do not."""
+        """Calls that it issues in its first step and its peers do not."""
         self.mispaired = False
         self._books: CallBooks | None = None
-        """What it issues in this generation; None before the first swap."""
+        """Calls that it issues in this generation; None before the first swap."""
         self.slots: Pair | None = None
         self._group: Group | None = None
         self._start, self._arena, self._gate = Signal(), Signal(), Signal()
