@@ -16,6 +16,7 @@ this machine lacks something, which is named; else COMMAND's.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import subprocess
@@ -73,7 +74,7 @@ def up(folder: Path, size: int, slots: int, command: list[str]) -> int:
 
 
 def already_up(folder: Path) -> list[str]:
-    """Hosts that another process keeps there."""
+    """List the hosts that another process keeps there."""
     try:
         return list(netns.Network.attached(folder).hosts)
     except FileNotFoundError:
@@ -81,14 +82,15 @@ def already_up(folder: Path) -> list[str]:
 
 
 def run(network: netns.Network, host: str, command: list[str]) -> int:
-    """Its exit code. Ctrl-C reaches it through us: nsenter, between the two of us, would not outlive it."""
+    """Run `command` on `host` and return its exit code. We pass Ctrl-C on: nsenter, between us, would not live on."""
     process = subprocess.Popen(network.command(host, command), start_new_session=True)
     while True:
         try:
             return process.wait()
         except KeyboardInterrupt:
-            for child in netns_host.children(process.pid):
-                os.kill(child, signal.SIGINT)
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+                for child in netns_host.children(process.pid):
+                    os.kill(child, signal.SIGINT)
 
 
 def main() -> int:

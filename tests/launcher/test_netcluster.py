@@ -8,9 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import netcluster
 import pytest
 from clusters import netns, netns_host
 from support import present
+from support.stand_in import fake
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = [sys.executable, str(ROOT / "scripts" / "netcluster.py")]
@@ -89,6 +91,20 @@ def test_ctrl_c_and_sigkill_take_the_hosts_away(tmp_path):
         process.send_signal(number)
         process.wait(timeout=30)
         assert select.select([waiting], [], [], 30)[0], f"the host outlives {number.name}"
+
+
+def test_ctrl_c_as_a_command_ends_keeps_its_exit_code(monkeypatch):
+    class Ended(subprocess.Popen[bytes]):  # as subprocess does: its process ends in the time that Popen.wait gives it
+        def wait(self, timeout=None):
+            had = self.returncode
+            code = super().wait(timeout)
+            if had is None:
+                raise KeyboardInterrupt
+            return code
+
+    monkeypatch.setattr(subprocess, "Popen", Ended)
+    network = fake(command=lambda host, words: words)
+    assert netcluster.run(network, "h1", ["sh", "-c", "exit 7"]) == 7
 
 
 def test_what_is_missing_is_named(tmp_path):
