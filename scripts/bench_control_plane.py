@@ -80,7 +80,7 @@ def measured(shape: Shape, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def exercised(job: Job, args: argparse.Namespace) -> dict[str, Any]:
-    """What a job does, in this order."""
+    """Take a job through its trials, in this order, and return their figures."""
     found: dict[str, Any] = {"start": job.start()}
     tell(job.shape, f"trains after {found['start']['wall_s']:.1f} s")
     idle, steps = job.idle(args.idle), job.steps(args.steps)

@@ -1,4 +1,4 @@
-"""What mirroring every step costs: step time, and CPU time per mirrored GB, on emulated nodes of this machine.
+"""Costs of mirroring every step: step time, and CPU time per mirrored GB, on emulated nodes of this machine.
 
     python scripts/bench_mirror.py --payload 32 --out bench-out
 

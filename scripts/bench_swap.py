@@ -64,7 +64,7 @@ ALL: dict[str, type[Job]] = {
 }
 OURS = ("first", "node", "process", "silent")
 PER_JOB = 9
-"""So many faults one job of the plugin meets, besides that of its first node."""
+"""Faults that one job of the plugin meets, besides that of its first node."""
 Fault = tuple[str, int]
 """Kind, and its number among those of its kind."""
 
@@ -134,7 +134,7 @@ def shared(wanted: list[Fault], one_first: bool) -> list[list[Fault]]:
 
 
 def is_hopeless(measurements: list[dict[str, Any]], system: str, fault: str, tries: int) -> bool:
-    """Whether a system has recovered from that fault in none of `tries` jobs or more."""
+    """Return whether a system has recovered from that fault in none of `tries` jobs or more."""
     outcomes = [line["outcome"] for line in measurements if (line["system"], line["fault"]) == (system, fault)]
     return len(outcomes) >= tries and "recovered" not in outcomes
 

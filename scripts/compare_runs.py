@@ -29,7 +29,7 @@ class Malformed(Exception):
 
 @dataclass
 class Run:
-    """What one run printed."""
+    """The output of one run."""
 
     folder: Path
     metrics: dict[int, dict[int, dict[str, Any]]] = field(default_factory=dict)

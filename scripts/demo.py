@@ -242,7 +242,7 @@ def newest_step(output: Path) -> tuple[int, float | None]:
 
 
 class Story:
-    """What happens to the protected run: a line for each kill and event that a person wants to know of."""
+    """The story of the protected run: a line for each kill and event that a person wants to know of."""
 
     def __init__(self, args: argparse.Namespace, bar: Bar) -> None:
         self.marker, self.world, self.bar = args.out / "kills.jsonl", args.world, bar

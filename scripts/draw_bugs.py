@@ -129,7 +129,7 @@ def tree_with(bug: Bug, folder: Path) -> Path:
 
 
 def tried(bug: Bug, command: list[str], limit_s: float) -> dict[str, Any]:
-    """What the command said of the bug. One that does not end in time has caught it, by a hang."""
+    """Run the command on the bug and return what it said. One that does not end in time has caught it, by a hang."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder, open(Path(folder, "output"), "w+") as output:
         tree = tree_with(bug, Path(folder))

@@ -59,7 +59,7 @@ def axis(nodes: int) -> str:
 
 
 def lane(node: int, events: list[Event], plan_s: float, taker: int) -> str:
-    """What a node did: the events' own spans, or between two of its events."""
+    """Draw what a node did: the events' own spans, or the time between two of its events."""
     found = {name: [e for e in events if e["node"] == node and e["event"] == name] for name in SPANS}
     drawn = ""
     if found["Rehearsed"]:

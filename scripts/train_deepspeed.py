@@ -248,7 +248,7 @@ def model_tensors(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def optimizer_tensors(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """What the optimizer has of every parameter it updates, in the order of its first update, and those themselves."""
+    """Yield each parameter that the optimizer updates, in the order of its first update, and its optimizer state."""
     for number, (parameter, state) in enumerate(engine.basic_optimizer.state.items()):
         yield f"{number}.parameter", parameter
         for name, value in sorted(state.items()):

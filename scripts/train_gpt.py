@@ -115,7 +115,7 @@ def initialize(args: argparse.Namespace) -> None:
 
 
 class ByteTokenizer:
-    """What a GPTDataset asks of a tokenizer whose tokens are bytes."""
+    """A tokenizer whose tokens are bytes, with what a GPTDataset asks of one."""
 
     eod = 256
     vocab_size = 257
@@ -148,7 +148,7 @@ def reads_data() -> bool:
 
 
 def build_data_iterators(args: argparse.Namespace) -> tuple[dict[str, Any], list[Any], list[Any]]:
-    """What all ranks must know of the data sets, which rank 0 tells; iterators over them, one per model chunk."""
+    """Return what rank 0 tells all ranks of the data sets, and iterators over them, one per model chunk."""
     evaluations = args.train_iters // args.eval_interval if args.eval_interval else 0
     train_samples = args.train_iters * global_batch_size(args)
     valid_samples = max(1, evaluations * args.eval_iters) * global_batch_size(args)

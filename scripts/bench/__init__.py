@@ -1,3 +1,1 @@
-"""What scripts/bench_control_plane.py (control_*) and scripts/bench_mirror.py (mirror_*) are made of: jobs, floors,
-figures.
-"""
+"""Parts of scripts/bench_control_plane.py (control_*) and scripts/bench_mirror.py (mirror_*): jobs, floors, figures."""

@@ -42,7 +42,7 @@ _TROUBLES = ("ContactLost", "RankLost", "RehearsalFailed", "PeerRefused", "NodeF
 
 @dataclass(frozen=True)
 class Party:
-    """What all agents of one job share. `name` begins the names of their local sockets; `folder` gets their output."""
+    """Facts that all agents of a job share. `name` begins their local sockets' names; `folder` gets their output."""
 
     name: str
     folder: Path

@@ -1,4 +1,4 @@
-"""What every agent of bench_control_plane.py counts, in memory that all of its processes share.
+"""Counts of every agent of bench_control_plane.py, in memory that all of its processes share.
 
 Rules of this file: a row a node, whole numbers only, one writer a row (its agent); the driver reads whenever it likes
 and disturbs nobody. Times are nanoseconds of the machine's monotonic clock, the same in all processes.
@@ -12,7 +12,7 @@ from typing import get_args
 from deadpool_plugin.core.messages import AnyMessage
 
 NONE = -1
-"""What a field holds before anything has happened; counts begin at 0."""
+"""Value of a field before anything has happened; counts begin at 0."""
 KINDS = tuple(kind.__name__ for kind in get_args(AnyMessage))
 COUNTS = ("inputs", "protocol_ns", "received", "received_bytes", "troubles", *KINDS)
 """`protocol_ns`: CPU time of deciding and of handing over what was decided. By kind: messages sent."""

@@ -1,4 +1,4 @@
-"""What the kernel says of processes: CPU time to the nanosecond, and memory with shared pages told apart.
+"""Facts of the kernel about processes: CPU time to the nanosecond, and memory with shared pages told apart.
 
 Rules of this file: reads only. An agent's memory: `private` are the pages nobody else has; what it shares with the
 process all are forked from (interpreter and modules) counts in full for `alone`, what one agent on a host of its own

@@ -21,7 +21,7 @@ TARGETS = {
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Of one value per living node, the coordinator's first."""
+    """Condense one value per living node, the coordinator's first."""
     members = values[1:]
     return {
         COORDINATOR: values[0], MEMBER: statistics.median(members), "least": min(members), "most": max(members)
@@ -29,7 +29,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def work(spent: Mapping[str, Any], kinds: Iterable[str]) -> dict[str, Any]:
-    """What nodes have spent, condensed: CPU time, inputs, messages sent (also by kind, where there were any)."""
+    """Condense what nodes have spent: CPU time, inputs, messages sent (also by kind, where there were any)."""
     counts = spent["counts"]
     by_kind = {kind: counts[kind] for kind in kinds if any(counts[kind])}
     sent = [sum(column) for column in zip(*by_kind.values(), strict=True)] if by_kind else [0] * len(counts["inputs"])

@@ -28,7 +28,7 @@ MESSAGE_BYTES_MAX = 1 << 20
 
 
 class Calls:
-    """What the main thread spends between a framework call's caller and the call itself, the outermost call's only."""
+    """Time of the main thread between a framework call's caller and the call itself, for outermost calls only."""
 
     def __init__(self) -> None:
         self.count = self.cpu_ns = self.wall_ns = 0

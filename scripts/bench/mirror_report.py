@@ -88,7 +88,7 @@ def cost(blocks: list[dict[str, Any]], device_ms: float, payload_bytes: int) -> 
 
 
 def calls(mine: list[dict[str, Any]]) -> dict[str, float]:
-    """What the plugin adds on the trainers' main threads, per framework call and per step."""
+    """Compute what the plugin adds on the trainers' main threads, per framework call and per step."""
     steps = sum(block["steps"] * block["ranks"] for block in mine)
     every = [call for block in mine for call in block["calls"]]
     total = {name: sum(call[name] for call in every) for name in ("count", "cpu_ns", "wall_ns")}

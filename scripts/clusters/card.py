@@ -29,13 +29,13 @@ REPEATABLE = {
 
 
 def environment() -> dict[str, str]:
-    """What all processes of a job on one card have in common."""
+    """Return the variables that all processes of a job on one card share."""
     cheap_question = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # asking for a GPU must not initialise CUDA before a fork
     return {**TOGETHER, **REPEATABLE, **cheap_question, "CUDA_VISIBLE_DEVICES": "0"}
 
 
 def host_id(host: int) -> dict[str, str]:
-    """What makes the ranks of one emulated host pass for those of a host of their own."""
+    """Return the variables that make the ranks of one emulated host pass for those of a host of their own."""
     return {"NCCL_HOSTID": f"node{host}"}
 
 

@@ -1,4 +1,4 @@
-"""What the demonstration runs, for each framework, and where nodes are killed.
+"""Jobs that the demonstration runs, for each framework, and where nodes are killed.
 
 A framework's job: the script, its arguments, and what its processes import first.
 

@@ -1,4 +1,4 @@
-"""What a demonstration run amounts to: the numbers of each swap, the proofs, two pictures.
+"""Report of a demonstration run: the numbers of each swap, the proofs, two pictures.
 
 Rules of this file: everything is computed from what was written during the run (kills, events, observations,
 metrics); nothing is estimated. A number that cannot be computed is None and makes the run fail. matplotlib is
@@ -69,7 +69,7 @@ def plan_generation(plan: Event, after: list[Event]) -> int:
 
 
 def first_of_each_rank(events: list[Event]) -> list[Event]:
-    """Of every kind of event with a rank, each rank's first: a swap that is overtaken by another ends in that one."""
+    """Return each rank's first event of every kind: a swap that is overtaken by another ends in that one."""
     firsts: dict[tuple[str, int], Event] = {}
     for event in events:
         if "rank" in event:

@@ -1,4 +1,4 @@
-"""What a running job has reported so far, and the questions whoever injects faults asks of it.
+"""Reports of a running job so far, and the questions that whoever injects faults asks of them.
 
 Rules of this file: standard library only; everything is read from the event logs, nothing from the processes.
 """

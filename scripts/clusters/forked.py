@@ -185,7 +185,7 @@ class Cluster:
 
 
 def described(pid: int) -> bytes:
-    """What can be said of a forked process, which has its parent's command line: its state and open threads."""
+    """Describe a forked process, which has its parent's command line: its state and open threads."""
     try:
         status = Path(f"/proc/{pid}/status").read_text().splitlines()
         threads = [Path(path, "comm").read_text().strip() for path in Path(f"/proc/{pid}/task").iterdir()]

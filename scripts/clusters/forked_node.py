@@ -160,7 +160,7 @@ class Host:
         self._play_launcher(lambda slot: join.environment(invitation.description, node, slot, os.environ))
 
     def _from_launcher(self, local_rank: int) -> dict[str, str]:
-        """What launch.py tells one child and not the others."""
+        """Return the variables that launch.py gives one child and not the others."""
         return {"LOCAL_RANK": str(local_rank), "RANK": str(self.index * self.slots + local_rank)}
 
     def _play_launcher(self, environment: Callable[[int], dict[str, str]]) -> NoReturn:

@@ -144,7 +144,7 @@ class Network:
     # ---- using
 
     def command(self, host: str, words: Sequence[str]) -> list[str]:
-        """What to execute out here so that `words` run on `host`, as after a login there."""
+        """Return the command that, executed out here, runs `words` on `host`, as after a login there."""
         return self.hosts[host].inside(words, self._login(self.hosts[host]))
 
     def _login(self, host: Host) -> dict[str, str]:

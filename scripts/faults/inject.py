@@ -156,7 +156,7 @@ def tensors_of(optimizer: Any) -> list[Any]:
     return found
 
 
-# What the demonstration proves survivors kept
+# Proof of the demonstration that survivors kept their objects
 
 
 class Observer:

@@ -33,7 +33,7 @@ class Hang(Exception):
 
 @dataclass
 class Outcome:
-    """What became of one fault. `problem` is empty if everything promised holds."""
+    """The outcome of one fault. `problem` is empty if everything promised holds."""
 
     kill: Kill
     fired: dict[str, Any] | None = None
@@ -44,7 +44,7 @@ class Outcome:
 
 @dataclass
 class Verdict:
-    """What became of a job. `bit_exact` is None where there is nothing to compare (it ended with a verdict)."""
+    """The outcome of a job. `bit_exact` is None where there is nothing to compare (it ended with a verdict)."""
 
     outcomes: list[Outcome]
     bit_exact: bool | None = None
@@ -250,8 +250,10 @@ class Job:
             verdict.difference = verdict.difference or compared["difference"] or ""
 
     def _raised(self) -> list[str]:
-        """What scripts raised that no fault did, and take-overs that failed though their sources were there: such a
-        rank is replaced in place, which hides that a redo or a replay failed."""
+        """List errors that scripts raised and no fault did, and take-overs that failed though their sources were there.
+
+        Such a rank is replaced in place, which hides that a redo or a replay failed.
+        """
         planned = (INJECTED, *ASSERTED) if any(kill.kind == "assert" for kill in self.kills) else (INJECTED,)
         reasons = [event["reason"] for event in self.tail.of("RankLost")]
         reasons = [reason for reason in reasons if not any(text in reason for text in planned)]

@@ -30,13 +30,13 @@ assert: a device-side assertion, of which the worker hears at one of its next CU
 reset: the worker's connections to other processes end, and nobody dies."""
 INJECTED = "a fault was planned here"
 ASSERTED = ("device-side assert", "CUDA error", "unhandled cuda error")
-"""What is said of a fault of kind `assert`, which is met at some later call, of CUDA's or of NCCL's."""
+"""Words of the errors that a fault of kind `assert` causes, at some later call of CUDA's or of NCCL's."""
 GIL_SLEEP_S = 3600
 HOLD_POLL_S = 0.005
 
 
 class Injected(RuntimeError):
-    """What a fault of kind `raise` raises."""
+    """The exception that a fault of kind `raise` raises."""
 
     def __init__(self) -> None:
         super().__init__(INJECTED)
@@ -90,7 +90,7 @@ class Plan:
         return None
 
     def awaits(self, phase: str, step: int) -> bool:
-        """Whether a fault is still to fire at this place, in whatever process."""
+        """Return whether a fault is still to fire at this place, in whatever process."""
         here = [kill for kill in self.kills if kill.phase == phase and kill.step in (0, step)]
         return any(self._may_fire(kill) and not self._file("fired", kill.index).exists() for kill in here)
 
@@ -199,6 +199,6 @@ def end_connections() -> None:
 
 
 def is_rehearsal() -> bool:
-    """Whether this process only rehearses a rank; False also where the plugin is not in use."""
+    """Return whether this process only rehearses a rank; False also where the plugin is not in use."""
     plugin = sys.modules.get("deadpool_plugin")
     return plugin is not None and plugin.is_rehearsal()

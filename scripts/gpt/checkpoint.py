@@ -166,7 +166,7 @@ class Checkpoints:
         }
 
     def states(self) -> list[dict[str, Any]]:
-        """What the inner optimizers keep of each parameter."""
+        """List what the inner optimizers keep of each parameter."""
         return [state for part in self.parts for state in part.optimizer.state.values()]
 
     def make_states(self) -> None:

@@ -1,4 +1,4 @@
-"""What the training scripts say: a line per step, and digests of the state at the end.
+"""Output of the training scripts: a line per step, and digests of the state at the end.
 
 Rules of this file: torch only; values are exact for programs and rounded for people.
 """

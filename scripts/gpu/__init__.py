@@ -1,1 +1,1 @@
-"""What only an NVIDIA card can prove: the parts of gpu_evidence.sh."""
+"""Proofs that need an NVIDIA card: the parts of gpu_evidence.sh."""

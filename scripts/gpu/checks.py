@@ -92,7 +92,7 @@ class Checks:
 
 
 def parse_args(text: str) -> argparse.Namespace:
-    """What all parts are told. `out` is another one for each `device`: what holds on one says nothing of the other."""
+    """Parse the arguments of all parts. `out` differs by `device`: what holds on one says nothing of the other."""
     parser = argparse.ArgumentParser(description=text.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--of", default="", help="the machine and commit, as gpu_evidence.sh names them")

@@ -40,7 +40,7 @@ from gpu.checks import Checks, Figures, parse_args
 
 RANKS = 4
 STEPS, SPACING = 20, 4
-"""Of a job, and from one of its faults to the next. Jobs with the same steps share their undisturbed run."""
+"""Steps of a job, and from one of its faults to the next. Jobs of equal steps share their undisturbed run."""
 SIZES = "--hidden-size 64 --seq-length 64 --deterministic-mode --eval-interval 4 --use-distributed-optimizer"
 PIPELINE, TENSOR = "--pp 2", "--tp 2"
 OVERLAPPED = f"{TENSOR} --overlap-grad-reduce --overlap-param-gather"
@@ -173,7 +173,7 @@ def dead_in_swap(place: Place, figures: Figures) -> None:
 
 
 def many(place: Place, figures: Figures) -> None:
-    """So many swaps of processes in one job: neither the card nor a process that survives all of them has more in use
+    """Swap processes SWAPS times in one job: neither the card nor a process that survives all swaps has more in use
     with each."""
     phases = ("forward", "backward", "optimizer", "update", "between")
     faults = [("rank", phases[index % len(phases)], STRUCK[index % len(STRUCK)]) for index in range(SWAPS)]
@@ -202,7 +202,7 @@ def twice(place: Place, figures: Figures) -> None:
 
 
 def graphs_refused(place: Place, figures: Figures) -> None:
-    """What is captured keeps communicators that a swap replaces: such a job ends before it trains, and says why."""
+    """Check that a job with CUDA graphs, which keep communicators that a swap replaces, is refused before it trains."""
     training = place.training(f"{PIPELINE} --cuda-graph-impl local")
     verdict = place.job("graphs", training, [], stops=EXIT_CONFIG).run(None)
     figures |= {"exit_codes": verdict.exit_codes, "said": verdict.stopped}

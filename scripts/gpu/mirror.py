@@ -40,12 +40,12 @@ SIZES = {"cuda": 1 << 30, "cpu": 1 << 22}
 TENSORS = 8
 COPIES = 20
 RATE_MIN = 0.9
-"""Of the rate of one plain copy into pinned memory."""
+"""Least share of the rate of one plain copy into pinned memory."""
 STEP_RATIO_MAX = 1.002
 STATE_BYTES, RANKS = 12, 8
-"""Of a parameter's optimizer state, and the ranks that share it."""
+"""Bytes of a parameter's optimizer state, and the number of ranks that share it."""
 LR = 1e-6
-"""So small that activations stay as they are, whose values decide how much power, so what clock, a card has."""
+"""A rate so small that activations stay as they are: their values decide how much power, and what clock, a card has."""
 BUDGET_S, ROUNDS_MIN, STEPS = {"cuda": 45.0, "cpu": 1.0}, 3, 6
 TRIES = 10
 TAKEN_S = 20.0
@@ -96,7 +96,7 @@ class Mirror:
         return self.layout.views(self.slots.payload(self.step))
 
     def holds(self, expected: list[torch.Tensor]) -> bool:
-        """Whether these are in the newest snapshot."""
+        """Return whether these are in the newest snapshot."""
         return all(torch.equal(a.to(b.device), b) for a, b in zip(self.taken(), expected, strict=True))
 
     def unordered(self) -> AbstractContextManager[object]:

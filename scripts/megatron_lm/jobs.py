@@ -60,8 +60,8 @@ OBSERVED = ("metrics ", "digest ", "[deadpool]")
 
 
 def printed(folder: Path, rank: int) -> list[str]:
-    """What `rank` printed in a run, in the order of time, whichever nodes it was on: without times, and without the
-    lines of whoever observes."""
+    """Return what `rank` printed in a run, in the order of time, whichever nodes it was on: without times, and without
+    observers' lines."""
     files = sorted(folder.rglob(f"rank{rank:04d}*.log"), key=lambda path: path.stat().st_mtime_ns)
     lines = [line for path in files for line in path.read_text(errors="replace").splitlines()]
     return [without_times(line) for line in lines if not line.startswith(OBSERVED)]

@@ -1,1 +1,1 @@
-"""What scripts/bench_swap.py is made of: training scripts with each peer's wrapper, drivers, figures, tables."""
+"""Parts of scripts/bench_swap.py: training scripts with each peer's wrapper, drivers, figures, tables."""

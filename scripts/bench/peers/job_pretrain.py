@@ -27,7 +27,7 @@ TUNED = """
 
 
 def environment(setting: Setting) -> dict[str, str]:
-    """What all processes need to find Megatron-LM, and to run it without a GPU."""
+    """Return the variables that all processes need to find Megatron-LM, and to run it without a GPU."""
     paths = [str(setting.checkout), str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
     return {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 

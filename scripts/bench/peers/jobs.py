@@ -1,4 +1,4 @@
-"""What the driver asks of a system, and what all systems have in common: faults, the clock, when a job is ready.
+"""Interface between the driver and a system, and what all systems share: faults, the clock, when a job is ready.
 
     job = SomeJob(setting, variant); job.start(); job.wait_until(step, limit_s); strike = job.strike(fault)
     while not (figures := job.recovered(strike)) and not job.ended(): job.tend(strike)
@@ -96,9 +96,9 @@ class Job:
 
     nodes = NODES + 1
     heals = False
-    """Whether one job can be struck again and again."""
+    """True if one job can be struck again and again."""
     one_first = False
-    """Whether its first node is another one once that has been lost."""
+    """True if its first node is another one once that has been lost."""
 
     def __init__(self, setting: Setting, variant: str) -> None:
         self.setting, self.variant = setting, variant
@@ -114,7 +114,7 @@ class Job:
         raise NotImplementedError
 
     def tend(self, strike: Strike) -> None:
-        """What somebody outside the job has to do after a fault (a relaunch). Called again and again."""
+        """Do what somebody outside the job has to do after a fault (a relaunch). Called again and again."""
 
     def heal(self, strike: Strike) -> None:
         """Bring back what a fault has taken, once the job has recovered."""

@@ -39,7 +39,7 @@ class DeadpoolJob(Job):
     script = "train_protected.py"
     preload = list(JOBS["megatron"].preload)
     trains = "train_gpt"
-    """What `script` runs."""
+    """Name of the training script that `script` runs."""
 
     def __init__(self, setting: Setting, variant: str) -> None:
         self.spares = 2 if variant == "tuned" else 1

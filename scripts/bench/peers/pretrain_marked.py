@@ -61,7 +61,7 @@ def hook() -> None:
 
 
 def stand_ins() -> None:
-    """What nvidia-resiliency-ext needs a GPU for; and checkpoints as quick, and as good, as they can be without one."""
+    """Replace what nvidia-resiliency-ext needs a GPU for, and make checkpoints as quick and good as they can be."""
     from nvidia_resiliency_ext import inprocess
 
     from patches.cpu import saving

@@ -1,4 +1,4 @@
-"""What the peers' jobs have in common: NVRx's (job_nvrx.py), torchft's (job_torchft.py), relaunches (job_relaunch.py);
+"""Common parts of the peers' jobs: NVRx's (job_nvrx.py), torchft's (job_torchft.py), relaunches (job_relaunch.py);
 each with its defaults and tuned as its script says.
 
 All start their processes through `node.py` and Cluster.start, with as many nodes as the plugin's job has. What a real
@@ -49,5 +49,5 @@ class PeerJob(Job):
 
 
 def all_stand_by(go: Path, nodes: int) -> bool:
-    """Whether as many nodes as that have imported everything and wait for the file `go` (node.py)."""
+    """Return whether `nodes` nodes have imported everything and wait for the file `go` (node.py)."""
     return len(list(go.parent.glob(f"{go.name}.*"))) == nodes

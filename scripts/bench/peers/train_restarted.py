@@ -22,7 +22,7 @@ from megatron.core import parallel_state
 from bench.peers.marks import mark
 
 TIMEOUT_S = float(os.environ.get("BENCH_GROUP_TIMEOUT_S", "0"))
-"""Of process groups; 0: torch's default of 30 minutes."""
+"""Timeout of process groups; 0: torch's default of 30 minutes."""
 
 _init_process_group = dist.init_process_group
 _initialize_model_parallel = parallel_state.initialize_model_parallel
@@ -30,7 +30,7 @@ _load = train_gpt.checkpoint.Checkpoints.load
 
 
 class Surroundings:
-    """What this start of the training function has that train_gpt.py does not ask for."""
+    """Facts of this start of the training function that train_gpt.py does not ask for."""
 
     life = 0
     store: Any = None
