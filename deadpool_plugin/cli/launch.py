@@ -15,6 +15,11 @@ VERBATIM = True
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "deadpool launch DEEPSPEED'S ARGUMENTS... SCRIPT ARGUMENTS... [--deadpool-config FILE]"
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = (
+        "example:\n  deadpool launch --hostfile hosts.txt train.py --deepspeed_config ds.json \\\n"
+        "    --deadpool-config deadpool.yaml"
+    )
     parser.add_argument("words", nargs="+", metavar="WORD", help="as for `deepspeed`, whose --help lists them")
 
 

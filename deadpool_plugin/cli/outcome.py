@@ -41,7 +41,10 @@ def run(args: argparse.Namespace) -> int:
     heard = [event for story in told.values() for event in story]
     silent_s = time.time() - max(event.time for event in heard)
     if args.otherwise is None and silent_s < SILENT_S and (not ended(heard) or at_work(heard)):
-        print(f"[deadpool] the job is still running (last event {span(silent_s)} ago); exit code {EXIT_RUNNING}")
+        more = f"`deadpool watch {args.output_dir}` shows it"
+        print(
+            f"[deadpool] the job is still running (last event {span(silent_s)} ago); exit code {EXIT_RUNNING}; {more}"
+        )
         return EXIT_RUNNING
     found = outcome(told, hosts(args.hostfile), FAILED if args.otherwise is None else args.otherwise)
     print(f"[deadpool] {found}")

@@ -285,8 +285,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Until the job is over, or Ctrl-C, or once. The job's exit code; 0 while it has not ended.
 
-    Raises: ConfigError if there is nothing to show once.
+    Raises: ConfigError if there is nothing to show once, or nothing can ever be there.
     """
+    if args.output_dir.exists() and not args.output_dir.is_dir():
+        raise ConfigError(f"{args.output_dir} is a file", "the job's output_dir", "name the folder it writes to")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     follower, view, console = Follower(args.output_dir), JobView(), Console()
     is_there = args.output_dir.is_dir()

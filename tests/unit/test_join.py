@@ -466,3 +466,9 @@ def test_under_nohup_the_end_of_the_terminal_ends_nothing():
 def test_the_package_installs_the_command():
     text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     assert 'deadpool = "deadpool_plugin.cli.main:main"' in text
+
+
+def test_the_help_of_launch_has_an_example(capsys):
+    with pytest.raises(SystemExit):
+        main(["launch", "--help"])
+    assert "deadpool launch --hostfile hosts.txt train.py" in capsys.readouterr().out

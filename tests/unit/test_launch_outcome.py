@@ -127,7 +127,10 @@ def test_a_job_that_runs_is_not_called_a_failure(tmp_path, capsys):
     steps = [events.StepDone(rank=0, step=step, time=now) for step in range(3)]
     write(tmp_path, 0, joined("a", now - 999), events.WorldFormed(time=now - 998), *steps)
     assert main(["outcome", str(tmp_path)]) == 75
-    assert re.search(r"the job is still running \(last event \d+ s ago\); exit code 75", capsys.readouterr().out)
+    said = capsys.readouterr().out
+    assert re.search(
+        r"the job is still running \(last event \d+ s ago\); exit code 75; `deadpool watch .*` shows", said
+    )
     assert main(["outcome", str(tmp_path), "--otherwise", "137"]) == 137, "its launcher has ended"
 
 

@@ -449,6 +449,13 @@ def test_a_folder_that_is_not_there_is_said(tmp_path: Path, capsys: pytest.Captu
         assert "nowhere is not there; expected the job's output_dir" in capsys.readouterr().err
 
 
+def test_a_file_is_no_folder_to_wait_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "events.0.jsonl").touch()
+    for words in ([], ["--once"], ["--json"]):
+        assert main(["watch", str(tmp_path / "events.0.jsonl"), *words]) == 78
+        assert "events.0.jsonl is a file; expected the job's output_dir" in capsys.readouterr().err
+
+
 def test_a_folder_without_a_job_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["watch", str(tmp_path), "--once"]) == 78
     assert f"no event log of a job in {tmp_path}; expected the job's output_dir" in capsys.readouterr().err
