@@ -281,7 +281,7 @@ def recent_of(folder: Path, node: int) -> tuple[Path, Path]:
 KINDS: dict[str, type[Event]] = {kind.__name__: kind for kind in Event.__subclasses__()}
 
 decoder: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Union[tuple(KINDS.values())])  # noqa: UP007 (of a list)
-"""Of one line."""
+"""Decoder of one line."""
 
 
 def make(kind: str, fields: dict[str, object], *, node: int, generation: int, at: float | None = None) -> Event:

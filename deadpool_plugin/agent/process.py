@@ -75,7 +75,7 @@ class Agent:
         self._node: NodeId = place.node
         self._listener = listener
         self._in_job = job.invitation is None
-        """Of a host that joins: it has asked to. Until then the node id may turn out to be another host's."""
+        """False until a host that joins has asked to. Until then the node id may turn out to be another host's."""
         self._verdict: Verdict | None = None
         self._inputs: deque[io.Input] = deque()
         self._stepping = False
