@@ -1,4 +1,4 @@
-"""What holds for every test: no time is asserted anywhere; `--quick` leaves out what is marked slow, and lists it.
+"""Rules for every test: no time is asserted anywhere; `--quick` leaves out what is marked slow, and lists it.
 
 `--durations-to FILE` records how long the tests of each file took, the longest first, and on which machine.
 """

@@ -1,4 +1,4 @@
-"""What of real engines is in a snapshot, where only a real one tells."""
+"""The content of real engines' snapshots, where only a real one tells."""
 
 import os
 import sys

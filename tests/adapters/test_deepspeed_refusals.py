@@ -1,4 +1,4 @@
-"""What of DeepSpeed is refused: by name, before training, with what to do instead."""
+"""Features of DeepSpeed that are refused: by name, before training, with what to do instead."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -1,4 +1,4 @@
-"""What is under way in a ZeRO optimizer is put back as it was; what it remembers of an earlier trace is forgotten."""
+"""Work under way in a ZeRO optimizer is put back as it was; what it remembers of an earlier trace is forgotten."""
 
 import collections
 import functools

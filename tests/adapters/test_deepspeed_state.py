@@ -1,4 +1,4 @@
-"""What of an engine is in a snapshot."""
+"""The content of an engine's snapshot."""
 
 import copy
 import operator

@@ -49,7 +49,7 @@ def test_a_tensor_above_the_limit_is_recorded_without_values() -> None:
 
 
 def replayed(tensor: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """What a rehearsal has in `target` after an operation that gave `tensor`."""
+    """Return what a rehearsal has in `target` after an operation that gave `tensor`."""
     recorder = Recorder(0)
     recorder.add(0, 0, "broadcast", [tensor], SimpleNamespace(source_rank=lambda: -1))
     Replay(recorder.finish([(0, 1)])).answer(0, 0, "broadcast", [target])

@@ -1,4 +1,4 @@
-"""What NCCL asks of us, on a CPU: operations without a Work, Works without a sender, aborts that wait for others."""
+"""NCCL's demands on us, on a CPU: operations without a Work, Works without a sender, aborts that wait for others."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ REPEAT = int(os.environ.get("DEADPOOL_TEST_REPEAT", "1"))
 
 
 class Cells:
-    """What the processes of one test tell each other."""
+    """Facts that the processes of one test tell each other."""
 
     def __init__(self) -> None:
         self.stores = [Cell(4096) for _ in range(3)]

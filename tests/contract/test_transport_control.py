@@ -1,4 +1,4 @@
-"""What the agent relies on in the control mesh."""
+"""Properties of the control mesh that the agent relies on."""
 
 import asyncio
 import socket

@@ -1,4 +1,4 @@
-"""What comes back from a test in the zygote: how it failed, and its figures."""
+"""Results of a test in the zygote: how it failed, and its figures."""
 
 from __future__ import annotations
 

@@ -186,7 +186,7 @@ class Rank:
                 self.rejoin()
 
     def end(self) -> NoReturn:
-        """What a script does after the training."""
+        """Do what a script does after the training."""
         rank, number = map(int, (self.process.options.killed_late or "-1:0").split(":"))
         if rank == self.rank:
             os.kill(os.getpid(), number)

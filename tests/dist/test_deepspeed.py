@@ -123,7 +123,7 @@ def saved(folder):
 
 
 def written(folder):
-    """What DeepSpeed's monitors have: the CSV files, and every value in TensorBoard's, however many files it has."""
+    """Read DeepSpeed's monitors: the CSV files, and every value in TensorBoard's, however many files it has."""
     found = {path.name: path.read_text() for path in folder.rglob("*.csv")}
     events = sorted(folder.rglob("events.*"))
     if events:

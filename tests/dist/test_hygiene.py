@@ -1,4 +1,4 @@
-"""What a swap needs is given back: descriptors, threads and connections do not grow with the number of swaps."""
+"""Resources that a swap gives back: descriptors, threads and connections do not grow with the number of swaps."""
 
 from __future__ import annotations
 

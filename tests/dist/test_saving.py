@@ -84,7 +84,7 @@ def run_with_kill(tmp_path, argv, rank, step, phase, hook=prepared):
     return run_with_kills(tmp_path, argv, 4, [(rank, step, phase)], [], hook)
 
 
-# What is on disk
+# Files on disk
 
 
 @functools.cache

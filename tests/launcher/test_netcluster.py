@@ -80,7 +80,7 @@ def test_ctrl_c_and_sigkill_take_the_hosts_away(tmp_path):
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
         folder = tmp_path / number.name
         words = [*SCRIPT, "--folder", str(folder), "up", "--hosts", "1"]
-        # Who runs us in a shell's background has SIGINT ignored, and so would whom we start.
+        # A shell's background has SIGINT ignored, and so would the processes that we start there.
         heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
         process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, preexec_fn=heed)
         assert "h1 are up" in present(process.stdout).readline()

@@ -1,4 +1,4 @@
-"""What `deadpool launch` makes of deepspeed's command lines, read by the installed deepspeed."""
+"""Readings by `deadpool launch` of deepspeed's command lines, read by the installed deepspeed."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What `deadpool simulate` leaves behind of a seed that breaks an invariant."""
+"""Files that `deadpool simulate` leaves behind of a seed that breaks an invariant."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a checkpoint on disk holds, whole, and whether two of them hold the same bits."""
+"""The content of a checkpoint on disk, whole, and whether two of them hold the same bits."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What became of each test of a folder, as a JSON line in the file that an environment variable names."""
+"""The outcome of each test of a folder, as a JSON line in the file that an environment variable names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a part under test has beside it, and does not use in that test."""
+"""Stand-ins for what a part under test has beside it, and does not use in that test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What scripts/faults/job.py takes for a job that held, and for one that did not."""
+"""Verdicts of scripts/faults/job.py on jobs that held, and on jobs that did not."""
 
 from __future__ import annotations
 

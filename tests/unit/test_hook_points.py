@@ -1,4 +1,4 @@
-"""What the Megatron adapter takes hold of is there in every tag that is run, also in those this Python cannot run.
+"""Hook points of the Megatron adapter: they are there in every tag that is run, also in those this Python cannot run.
 
 MEGATRON_LM_GIT: a clone of NVIDIA/Megatron-LM with its tags, whose newest commit stands for main.
 """

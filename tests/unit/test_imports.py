@@ -1,4 +1,4 @@
-"""Who may import whom: every import of the package is held to the table in the design (downward only).
+"""Layers of the package: every import of the package is held to the table in the design (downward only).
 
 Imports inside functions count for the layers; only what runs at import time counts for what a process loads.
 """

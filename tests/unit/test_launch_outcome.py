@@ -1,4 +1,4 @@
-"""What `deadpool launch` makes of what the nodes tell: exit code, and the hosts a scheduler should look at."""
+"""Conclusions of `deadpool launch` from what the nodes tell: exit code, and the hosts a scheduler should look at."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a forked process tells its standby process of its imports, and what becomes of one that these have spoilt."""
+"""Reports of a forked process to its standby process on imports, and what becomes of one that these have spoilt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the agent makes of the deaths of its node's processes."""
+"""The agent's conclusions from the deaths of its node's processes."""
 
 from __future__ import annotations
 

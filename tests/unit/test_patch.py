@@ -18,7 +18,7 @@ FLAG = "--deadpool-config"
 
 
 def tree(folder, version, tag):
-    """What the patch of `tag` needs of a checkout: the lines its hunks stand between, at their places."""
+    """Write what the patch of `tag` needs of a checkout: the lines its hunks stand between, at their places."""
     for hunk in hunks.parse(patch.read(patch.patch_file(tag))):
         file = folder / hunk.path
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -39,7 +39,7 @@ def pages():
 
 
 def anchors(page):
-    """What GitHub calls the headings of a page."""
+    """List what GitHub calls the headings of a page."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

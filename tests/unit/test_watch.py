@@ -1,4 +1,4 @@
-"""What a person watching a job is shown: the fold of a recorded swap, the table, the plain lines, the files."""
+"""The view of a person who watches a job: the fold of a recorded swap, the table, the plain lines, the files."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ def test_what_a_rehearsal_prints_goes_to_a_file_of_its_own(tmp_path, overtaken):
 
 
 def _open_files(folder):
-    """What this process has open below `folder`."""
+    """List what this process has open below `folder`."""
     return [path for fd in os.listdir("/proc/self/fd") if (path := _target(fd)).startswith(str(folder))]
 
 

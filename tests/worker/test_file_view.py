@@ -1,4 +1,4 @@
-"""What a rehearsal's script sees of files that came to be after the start-up of the rank it rehearses."""
+"""A rehearsal's view of files that came to be after the start-up of the rank it rehearses."""
 
 import glob
 import os

@@ -1,4 +1,4 @@
-"""What a worker was told is committed, and how far its calls reach: neither holds for a history that did not happen."""
+"""A worker's newest committed step and the reach of its calls: neither holds for a history that did not happen."""
 
 from __future__ import annotations
 

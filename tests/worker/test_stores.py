@@ -1,4 +1,4 @@
-"""Who hosts the next store: the process whose store groups are built over offers another one at once."""
+"""The host of the next store: the process whose store groups are built over offers another one at once."""
 
 from __future__ import annotations
 

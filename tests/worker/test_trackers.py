@@ -1,4 +1,4 @@
-"""What a rehearsing process logs to TensorBoard and W&B goes nowhere until it takes over; then nothing comes twice."""
+"""Logs of a rehearsing process to TensorBoard and W&B: dropped until it takes over; then nothing comes twice."""
 
 import importlib
 import importlib.util

@@ -61,7 +61,7 @@ class State(NamedTuple):
 
 
 class View(NamedTuple):
-    """What a controller's state amounts to for others."""
+    """A controller's state as far as it matters to others."""
 
     generation: Generation
     swapping: bool

@@ -1,4 +1,4 @@
-"""Who is cut off stops before it can be replaced: whole jobs with clocks that drift, and links that fall silent.
+"""Nodes cut off stop before they can be replaced: whole jobs with clocks that drift, and links that fall silent.
 
 The cluster asserts with every plan that nobody who is replaced for its silence still runs anything.
 """

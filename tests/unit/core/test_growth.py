@@ -1,4 +1,4 @@
-"""What a loss costs each node when the job grows, in function calls: nothing more for a member, and linearly more for
+"""Costs of a loss for each node when the job grows, in function calls: nothing more for a member, and linearly more for
 the coordinator. (Calls are counted, not seconds, so that the test says the same on every machine.)"""
 
 from __future__ import annotations
