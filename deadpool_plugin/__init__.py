@@ -30,7 +30,7 @@ def activate() -> None:
 
 
 def is_rehearsal() -> bool:
-    """Whether this process only rehearses a rank on a spare: a script that writes files of its own asks this first.
+    """Return whether this process only rehearses a rank on a spare. A script that writes own files asks this first.
 
     Becomes False when the process takes over.
     """

@@ -372,7 +372,7 @@ def what_held(line: Line) -> str:
 
 
 def is_refused(subject: Subject, known: dict[str, Line]) -> bool:
-    """Whether what did not hold was refused, each time, by name."""
+    """Return whether what did not hold was refused, each time, by name."""
     broken = {line["result"] for line in results(subject, known).values()} - {"held"}
     return broken == {"refused"} and bool(subject.row.refused)
 

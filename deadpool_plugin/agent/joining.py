@@ -207,8 +207,8 @@ class Roster:
         return Admitted(others)
 
     def _is_arriving(self) -> bool:
-        """Whether the last newcomer still is one. A node that came when it did may never get a message from it: it is a
-        member by then, and speaks to the coordinator only."""
+        """Return whether the last newcomer still is one. A node that came when it did may never get a message from it:
+        it is a member by then, and speaks to the coordinator only."""
         world = self.members()
         if world is not None and self._arriving in world.members:
             self._arriving = None

@@ -115,7 +115,7 @@ def _dumps_core(pid: int, folder: str) -> bool:
 
 
 def catches(pid: int, number: int) -> bool:
-    """Whether `pid` has a handler of its own for signal `number`."""
+    """Return whether `pid` has a handler of its own for signal `number`."""
     try:
         with open(f"/proc/{pid}/status", "rb", buffering=0) as file:
             mask = int(file.read().partition(b"\nSigCgt:\t")[2].split()[0], 16)

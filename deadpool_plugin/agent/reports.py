@@ -76,8 +76,8 @@ class Reports:
             self._say_once(sentence(event))
 
     def _is_news(self, done: events.StepDone) -> bool:
-        """Whether a rank is the first on this node to have done the step, or the first that knows its loss: what is
-        written for a step does not grow with the ranks."""
+        """Return whether a rank is the first on this node to have done the step, or the first that knows its loss. What
+        is written for a step does not grow with the ranks."""
         has_loss, step = done.loss is not None, (done.generation, done.step)
         if step <= self._newest_step[True] or (not has_loss and step <= self._newest_step[False]):
             return False

@@ -57,7 +57,7 @@ def share(directory: Path, job: str) -> None:
 
 
 def is_shared(directory: Path, job: str) -> bool:
-    """Whether another host's `share` is seen here. Blocks: for the storage."""
+    """Return whether another host's `share` is seen here. Blocks: for the storage."""
     return _shared(directory, job).exists()
 
 

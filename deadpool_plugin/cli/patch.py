@@ -78,7 +78,7 @@ class Patch:
     hunks: Sequence[Hunk]
 
     def fits(self, applied: bool) -> bool:
-        """Whether all of it is in the checkout, or could be put in."""
+        """Return whether all of it is in the checkout, or could be put in."""
         try:
             self._changed(backwards=applied)
         except (Misfit, OSError):
@@ -141,7 +141,7 @@ class Checkout:
         return Checkout(path, tuple(int(numbers.get(name, 0)) for name in ("MAJOR", "MINOR", "PATCH")))
 
     def is_of(self, run: versions.Checkout) -> bool:
-        """Whether it is the version, or the commit of a branch, that was run."""
+        """Return whether it is the version, or the commit of a branch, that was run."""
         return self.commit() == run.commit if run.commit else run.tag == f"core_v{'.'.join(map(str, self.version))}"
 
     def commit(self) -> str:

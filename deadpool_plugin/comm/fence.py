@@ -23,7 +23,7 @@ _GLOO = (
 
 
 def is_transports(error: BaseException) -> bool:
-    """Whether an error met in a collective comes from a connection to another process, whatever the script did.
+    """Return whether an error met in a collective comes from a connection to another process, whatever the script did.
 
     Source: torch's NCCLUtils.cpp (getNcclErrorDetailStr), TCPStore's exceptions; gloo's transport/tcp (pair.cc,
     error.cc), which says what strerror(3) says.

@@ -32,7 +32,7 @@ _CODES_MAX = 65536
 
 
 def is_inline() -> bool:
-    """Whether this thread issues in the order of the script: it is the main one, or autograd's for a device."""
+    """Return whether this thread issues in the order of the script: it is the main one, or autograd's for a device."""
     thread = threading.current_thread()
     return thread is _main or isinstance(thread, threading._DummyThread)
 

@@ -95,12 +95,12 @@ def user_frame() -> str:
 
 
 def _is_needed(tensor: torch.Tensor) -> bool:
-    """Whether a process that rehearses cannot do without what an operation, which is issued right now, gives here."""
+    """Return whether a process that rehearses needs what an operation, which is issued right now, gives here."""
     return tensor.dtype in INDICES or (tensor.dtype == torch.uint8 and _carries_objects())
 
 
 def _carries_objects() -> bool:
-    """Whether one of OBJECTS is what issues an operation right now."""
+    """Return whether one of OBJECTS is what issues an operation right now."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith((_OWN, _TORCH)):
         if frame.f_code.co_name in OBJECTS:

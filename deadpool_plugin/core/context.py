@@ -137,7 +137,7 @@ class Context:
 
     @property
     def begins_at_top(self) -> bool:
-        """Whether the script begins from its top in this generation."""
+        """Return whether the script begins from its top in this generation."""
         return self.plan is None or self.plan.restore_step == NO_STEP
 
     @property
@@ -155,7 +155,7 @@ class Context:
         return self.standing.suspects
 
     def is_silent(self, suspect: NodeId) -> bool:
-        """Whether nothing but silence speaks against `suspect`, as far as we know."""
+        """Return whether nothing but silence speaks against `suspect`, as far as we know."""
         watch = self.watch
         return suspect in watch.silent or (suspect not in watch.evidence and suspect in self.hearsay.silent)
 
@@ -184,21 +184,21 @@ class Context:
 
     @property
     def in_contact(self) -> bool:
-        """Whether a majority can still be certain not to have replaced this node."""
+        """Return whether a majority can still be certain not to have replaced this node."""
         return self.now - self.contact_at < self.timing.lease_s
 
     @property
     def cut_off(self) -> bool:
-        """Whether others may have gone on without this node, or ended the job."""
+        """Return whether others may have gone on without this node, or ended the job."""
         return not self.in_contact and not is_quorum(self.world, (self.node,), self.policy.witness)
 
     @property
     def has_quorum(self) -> bool:
-        """Whether those who live can decide."""
+        """Return whether those who live can decide."""
         return self.can_decide_without(self.suspects)
 
     def can_decide_without(self, lost: Collection[NodeId]) -> bool:
-        """Whether all members but `lost` can decide, if need be with the witness's help."""
+        """Return whether all members but `lost` can decide, if need be with the witness's help."""
         half = 2 * len(lost) <= len(self.world.members)
         return is_quorum_without(self.world, lost) or (self.policy.witness and half)
 

@@ -120,7 +120,7 @@ class Controller:
 
     @property
     def leads(self) -> bool:
-        """Whether this node coordinates, as far as it knows; before WorldFormed it speaks for itself."""
+        """Return whether this node coordinates, as far as it knows; before WorldFormed it speaks for itself."""
         return not self._ctx.formed or self._ctx.leads
 
     @property

@@ -43,7 +43,7 @@ class Failures:
 
     @property
     def any(self) -> bool:
-        """Whether a rank of a living node has no process."""
+        """Return whether a rank of a living node has no process."""
         return bool(self._own) or bool(self._others)
 
     # -- this node ---------------------------------------------------------------------------------------------

@@ -103,7 +103,7 @@ class Inventory:
         return self.store != before
 
     def has_lost(self, store: str) -> bool:
-        """Whether `store` was to be built upon next and is gone."""
+        """Return whether `store` was to be built upon next and is gone."""
         return store in self._lost_stores
 
     def begin_generation(self, restore_step: Step, used_store: str) -> None:

@@ -69,7 +69,7 @@ class Ledger:
         return next((step for step in steps if self.is_committed(world, step, copies)), above)
 
     def is_committed(self, world: World, step: Step, copies: int = 1) -> bool:
-        """Whether every rank's snapshot of `step` is staged at home, and header and payload are on `copies` nodes more.
+        """Return whether every rank's snapshot of `step` is staged at home and mirrored on `copies` nodes more.
 
         So any `copies` nodes may be lost at once. A world of fewer nodes asks for all of them: one of a single node for
         nothing but staged (and it is never protected). Only those nodes count that are to keep it: what another one
@@ -88,7 +88,7 @@ class Ledger:
         return True
 
     def _is_paired(self, world: World, step: Step, nodes: Collection[NodeId]) -> bool:
-        """Whether the collectives of all ranks paired up to `step`, which `nodes` hold of each (pairing.py)."""
+        """Return whether the collectives of all ranks paired up to `step`, which `nodes` hold of each (pairing.py)."""
         total = 0
         for rank in range(len(world.node_of)):
             copies = self._copies.get((rank, step), {})

@@ -15,7 +15,7 @@ from .types import Ballot, NodeId, SwapPlan, World
 
 
 def is_quorum(world: World, nodes: Collection[NodeId], witness: bool = False) -> bool:
-    """Whether `nodes` may decide for `world`: more than half of its members, or half with the first active node in it.
+    """Return whether `nodes` may decide for `world`: more than half of its members, or half with the first active one.
 
     The tie-breaker makes an even world no worse than the odd one below it; two halves never both have it. Where there
     is a `witness` no half decides without it (`is_half`).
@@ -26,7 +26,7 @@ def is_quorum(world: World, nodes: Collection[NodeId], witness: bool = False) ->
 
 
 def is_quorum_without(world: World, lost: Collection[NodeId], witness: bool = False) -> bool:
-    """Whether all members but `lost` (distinct members) are a quorum. Costs the same in a world of any size."""
+    """Return whether all members but `lost` (distinct members) are a quorum. Costs the same in a world of any size."""
     return _may_decide(world, len(world.members) - len(lost), world.active[0] not in lost, witness)
 
 
@@ -41,7 +41,7 @@ def _present(world: World, nodes: Collection[NodeId]) -> int:
 
 
 def is_half(world: World, nodes: Collection[NodeId]) -> bool:
-    """Whether `nodes` are enough to decide what a witness keeps.
+    """Return whether `nodes` are enough to decide what a witness keeps.
 
     Such a plan is kept before anybody is asked to accept it, so whatever any half accepts in one generation is one
     plan; and a half shares a member with every majority.
@@ -102,7 +102,7 @@ class Proposal:
         return Prepare(self.ballot, tuple(self.lost), self.silent)
 
     def is_complete(self, world: World) -> bool:
-        """Whether every member that is not lost has promised. Asked after each promise, so the count comes first."""
+        """Return whether every member that is not lost has promised. It is asked often, so the count comes first."""
         return len(self.promises) + len(self.lost) >= len(world.members) and not self.missing(world)
 
     def missing(self, world: World) -> tuple[NodeId, ...]:
@@ -110,12 +110,12 @@ class Proposal:
         return tuple(node for node in world.members if self.is_missing(world, node))
 
     def is_missing(self, world: World, node: NodeId) -> bool:
-        """Whether this phase still waits for `node`."""
+        """Return whether this phase still waits for `node`."""
         answered: Collection[NodeId] = self.promises if self.plan is None else self.accepted
         return node in world.positions and node not in self.lost and node not in answered
 
     def is_outdated(self, suspects: Collection[NodeId]) -> bool:
-        """Whether the round counts on a lost node's promise. A later loss is the next generation's."""
+        """Return whether the round counts on a lost node's promise. A later loss is the next generation's."""
         return self.plan is None and any(node not in self.lost for node in suspects)
 
     def inherited(self) -> SwapPlan | None:

@@ -116,7 +116,7 @@ def _known(calls: GroupCalls) -> Iterator[tuple[int, int, int]]:
 
 
 def _agree(one: GroupCalls, other: GroupCalls) -> bool:
-    """Whether their digests are the same after as many collectives as both have issued."""
+    """Return whether their digests are the same after as many collectives as both have issued."""
     digests = []
     for calls in (one, other):
         digest = calls.digest
@@ -227,7 +227,7 @@ class Pairing:
 
     @property
     def answered(self) -> bool:
-        """Whether nothing more is to be expected of those who were asked."""
+        """Return whether nothing more is to be expected of those who were asked."""
         ctx = self._ctx
         if self._asked_at == NEVER:
             return False
@@ -235,7 +235,7 @@ class Pairing:
 
     @property
     def settled(self) -> bool:
-        """Whether nobody was asked, or all were and nobody differs."""
+        """Return whether nobody was asked, or all were and nobody differs."""
         return self._asked_at == NEVER or (self._judged and not self.found)
 
     def hear(self, sender: NodeId, message: Calls) -> None:

@@ -57,7 +57,7 @@ def mirrored_by(world: World, node: NodeId, copies: int) -> tuple[NodeId, ...]:
 
 
 def needs_payload(world: World, rank: Rank, replicas: Collection[Rank], copies: int = 1) -> bool:
-    """Whether `rank`'s payload must be mirrored: too few other nodes keep the same one for a rank of `replicas`."""
+    """Return whether `rank`'s payload must be mirrored: too few other nodes keep the same one for `replicas`."""
     elsewhere = {world.node_of[replica] for replica in replicas} - {world.node_of[rank]}
     return len(elsewhere) < copies_needed(world, copies)
 

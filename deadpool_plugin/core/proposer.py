@@ -103,7 +103,7 @@ class Proposer:
             self._ask_to_accept(proposal, plan)
 
     def _needs_witness(self, proposal: Proposal) -> bool:
-        """Whether those who have promised are half only."""
+        """Return whether those who have promised are half only."""
         return self._ctx.policy.witness and not is_quorum(self._ctx.world, proposal.promises, witness=True)
 
     def claimed(self, plan: SwapPlan) -> None:

@@ -71,7 +71,7 @@ class Rehearsing:
 
     @property
     def _is_ready(self) -> bool:
-        """Whether all that this node was told to rehearse is rehearsed."""
+        """Return whether all that this node was told to rehearse is rehearsed."""
         wanted = {slot: task.rank for slot, task in self._tasks.items()}
         return self._ctx.node in self._ctx.world.spares and bool(wanted) and self._inventory.rehearsed == wanted
 

@@ -99,8 +99,8 @@ class Rifts:
             ctx.emit("Note", text=f"{text} committed for {ctx.timing.silent_after_s:g} s and the time of a step")
 
     def _how_dispensable(self, node: NodeId) -> tuple[bool, int]:
-        """Whether it runs no rank; how many others it does not hear, or do not hear it, since the newest committed
-        step."""
+        """Return whether it runs no rank, and how many others it does not hear, or do not hear it, since the newest
+        committed step."""
         now, others = self._ctx.newest_committed, self._complaints.items()
         rifts = {frozenset(pair) for pair, made in others if made.committed == now and node in pair}
         return node in self._ctx.world.spares, len(rifts)

@@ -38,7 +38,7 @@ class Watch:
         self.heard[node] = now
 
     def hears(self, node: NodeId, now: float, timing: Timing) -> bool:
-        """Whether we have heard of `node` ourselves, lately enough not to count it as lost for its silence."""
+        """Return whether we have heard of `node` ourselves, lately enough not to count it as lost for its silence."""
         return now - self.heard.get(node, now - timing.silent_after_s) < timing.silent_after_s
 
     def accuse(self, node: NodeId, reason: str, silent: bool = False) -> None:

@@ -122,7 +122,7 @@ class Swaps:
             self._ctx.emit("NodeLost", lost=tuple(fresh), evidence=described(fresh))
 
     def counts_as_lost(self, node: NodeId) -> bool:
-        """Whether the swap under way was begun, or goes on, without `node`."""
+        """Return whether the swap under way was begun, or goes on, without `node`."""
         return node in self._announced or node in self._ctx.hearsay.lost
 
     def bring_up_to_date(self, node: NodeId) -> None:

@@ -56,7 +56,7 @@ class Voter:
                 ctx.send(sender, Report(ctx.world.generation))
 
     def _hears_who_is_silent(self, message: Prepare) -> bool:
-        """Whether the coordinator to be, which is to be replaced for its silence, can still count on us (contact.py).
+        """Return whether the coordinator to be, which is to be replaced for its silence, can still count on us.
         Ours of now may be gone, as the sender knows already."""
         ctx = self._ctx
         gone = ctx.suspects.keys() | (set(message.lost) - set(message.silent))
@@ -122,7 +122,7 @@ class Voter:
             ctx.act(AbortWorkers(ctx.fenced_for))
 
     def _is_next(self, sender: NodeId, ballot: Ballot) -> bool:
-        """Whether `ballot` is for the generation after ours; helps whoever is behind, asks for help if it is us."""
+        """Return whether `ballot` is for the generation after ours; bring up to date who is behind, or ask for it."""
         ctx = self._ctx
         if ballot.generation <= ctx.world.generation and ctx.decided is not None:
             ctx.send(sender, ctx.decided)
@@ -131,7 +131,7 @@ class Voter:
         return ballot.generation == ctx.world.generation + 1
 
     def _is_doomed(self, sender: NodeId) -> bool:
-        """Whether `sender` is counted as lost here; if so it is told."""
+        """Return whether `sender` is counted as lost here; if so it is told."""
         ctx = self._ctx
         if sender not in ctx.watch.evidence:
             return False

@@ -35,7 +35,7 @@ def folder_of(job: str) -> Path:
 
 
 def is_carried(config: str) -> bool:
-    """Whether a node's configuration file was put in place for one job: no other host need have it."""
+    """Return whether a node's configuration file was put in place for one job: no other host need have it."""
     path = Path(config)
     return path.parent.parent == SHM and path.parent.name.startswith("deadpool-")
 

@@ -71,7 +71,7 @@ def ended(heard: Sequence[events.Event]) -> Verdict | None:
 
 
 def settled(told: Mapping[int, Sequence[events.Event]], running: Collection[int], nodes: int) -> bool:
-    """Whether the hosts that have not told cannot change what became of the job any more.
+    """Return whether the hosts that have not told cannot change what became of the job any more.
 
     A host that is silent cannot, nor can one that the job went on without. After a verdict the others cannot if those
     who gave it are more than half.
@@ -136,8 +136,8 @@ def _verdicts(heard: Iterable[events.Event]) -> list[events.JobStopped]:
 
 
 def _waits(heard: Sequence[events.Event]) -> bool:
-    """Whether a node waits for a host, in a generation that none newer than it has a verdict of: of two halves that
-    cannot reach each other one may give up, and knows nothing of the other."""
+    """Return whether a node waits for a host, in a generation that none newer than it has a verdict of. Of two halves
+    that cannot reach each other one may give up, and knows nothing of the other."""
     newest = max((event.generation for event in _verdicts(heard)), default=0)
     left = {event.node for event in heard if isinstance(event, (events.JobStopped, events.NodeEnded))}
     left |= _removed(heard)

@@ -195,7 +195,7 @@ class Stewards:
 
     @property
     def formed(self) -> bool:
-        """Whether any of them has seen the job's first world."""
+        """Return whether any of them has seen the job's first world."""
         return any(one.formed for one in self.connections)
 
     def stop_asking(self) -> None:

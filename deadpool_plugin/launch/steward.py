@@ -94,8 +94,8 @@ class Steward:
                 return
 
     def _is_here(self) -> bool:
-        """Whether a process of the job is on this host. All of the host's are looked at only if none that was found
-        before is left."""
+        """Return whether a process of the job is on this host. All of the host's are looked at only if none that was
+        found before is left."""
         looks = {pid: proc.look(pid) for pid in self._known}
         there = {pid for pid, seen in looks.items() if seen is not None and not seen.ending}
         self._known = {pid: began for pid, began in self._known.items() if pid in there and _began(pid) == began}

@@ -42,7 +42,7 @@ class Holdings(Records):
         self._on_corrupt: list[Callable[[Rank, Step], None]] = []
 
     def owns(self, rank: Rank, step: Step) -> bool:
-        """Whether (rank, step) is held in own slots (and not, so far, as a mirror)."""
+        """Return whether (rank, step) is held in own slots (and not, so far, as a mirror)."""
         return rank in self._own and (rank, step) in self._holdings
 
     def own(self, rank: Rank) -> SlotPair | None:
@@ -62,7 +62,7 @@ class Holdings(Records):
             return header.paired if header is not None else 0
 
     def holds(self, rank: Rank) -> bool:
-        """Whether slots or a recording of `rank` take memory here."""
+        """Return whether slots or a recording of `rank` take memory here."""
         return rank in self._own or rank in self._mirrored or rank in self._recordings
 
     def ranks(self) -> list[Rank]:

@@ -51,12 +51,12 @@ class SnapshotStore(Holdings):
         self._asking = threading.Lock()
 
     def has_slots(self, rank: Rank) -> bool:
-        """Whether slots of `rank` are here or being made: what is available is less by (some of) them already."""
+        """Return whether slots of `rank` are here or being made: available memory is less by (some of) them already."""
         in_making = [making.rank for making in tuple(self._in_making)]
         return any(rank in slots for slots in (in_making, self._own, self._mirrored, self._prepared))
 
     def check_memory(self, need_bytes: int) -> None:
-        """Whether so much can be had beside what is being made. Raises: MemoryShortage."""
+        """Return whether so much can be had beside what is being made. Raises: MemoryShortage."""
         untouched = sum(making.untouched_bytes for making in tuple(self._in_making))
         check_memory(need_bytes + untouched, self._headroom_bytes)
 

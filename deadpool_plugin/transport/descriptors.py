@@ -37,7 +37,7 @@ def pidfd_open(pid: int) -> int:
 
 
 def await_end(pidfd: int, within_s: float | None = None) -> bool:
-    """Whether the process has ended. Blocks: until it has, at most `within_s`; None: however long that takes."""
+    """Return whether the process has ended. Blocks: until it has, at most `within_s`; None: however long that takes."""
     end = select.poll()  # `select` takes no descriptor above 1023, of which a trainer may have many
     end.register(pidfd, select.POLLIN)
     return bool(end.poll(None if within_s is None else max(0.0, within_s) * 1000))

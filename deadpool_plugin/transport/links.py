@@ -72,7 +72,7 @@ async def turn_away(sock: socket.socket) -> None:
 
 
 def _has_ended(sock: socket.socket) -> bool:
-    """Whether the other end of a non-blocking connection has closed it, and all it sent is read. Raises: OSError."""
+    """Return whether the other end of a non-blocking connection has closed it, and all is read. Raises: OSError."""
     try:
         return not sock.recv(1, socket.MSG_PEEK)
     except BlockingIOError:

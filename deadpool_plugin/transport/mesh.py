@@ -208,7 +208,7 @@ class ControlMesh:
         self._addresses[node] = address
 
     def _is_wanted(self, node: NodeId) -> bool:
-        """Whether there may be a link to `node` now."""
+        """Return whether there may be a link to `node` now."""
         return not self._closing and node not in self._gone
 
     def _is_new(self, node: NodeId) -> bool:

@@ -137,7 +137,7 @@ class Peer(Generic[M]):
             pass
 
     def _read(self) -> bool:
-        """Whether there was anything to read."""
+        """Return whether there was anything to read."""
         try:
             data, fds = receive(self._sock, READ_BYTES)
         except (BlockingIOError, InterruptedError):

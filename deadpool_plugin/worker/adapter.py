@@ -106,7 +106,7 @@ class Adapter(Protocol):
         """Hand the framework's own ways of saving to `saves`. Right after `install`."""
 
     def is_used(self) -> bool:
-        """Whether the script has built something by now that this framework trains."""
+        """Return whether the script has built something by now that this framework trains."""
 
     def beforehand(self) -> Sequence[str]:
         """Name the work that the standby process can do for later processes of this slot, for `launch.lessons`:
@@ -126,7 +126,7 @@ class Adapter(Protocol):
         """Live tensors of this rank's shard, in an order that is equal on every replacement of the rank; no copies."""
 
     def owns(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` lies in the framework's parameter or gradient memory, which restore and redo bring back."""
+        """Return whether `tensor` lies in the framework's parameter or gradient memory, which a restore covers."""
 
     def changing(self) -> Sequence[torch.Tensor]:
         """Those of `shard()` that change in other calls than the update (buffers): copied at the cut itself."""

@@ -113,7 +113,7 @@ class Buffers:
             place.ours.data = place.stays.detach()
 
     def hold(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` lies in a buffer. Raises: Unsupported if a restore would put another in its place."""
+        """Return whether `tensor` lies in a buffer. Raises: Unsupported if a restore would put another in its place."""
         memory = tensor.untyped_storage().data_ptr()
         for place in self._places:
             now = place.now()

@@ -99,7 +99,7 @@ class CallLog:
         self._keep(segment, codec.encode([RANDOM_STATES, at_exit, [], 0]))
 
     def _keep(self, segment: int, record: bytes) -> bool:
-        """Whether `record` still fits. Nothing does after one that did not: whoever follows must not go past it."""
+        """Return whether `record` still fits. Nothing does after one that did not: nobody may follow past it."""
         size = self._bytes[segment] = self._bytes.get(segment, 0) + len(record)
         if size <= RECORDS_BYTES_MAX:
             self._records.setdefault(segment, []).append(record)

@@ -224,7 +224,7 @@ def _gathered(mine: tuple[str, int], group: Any) -> list[tuple[str, int]]:
 
 
 def _is_temporary(folder: str) -> bool:
-    """Whether `tempfile` has made it, for this process alone."""
+    """Return whether `tempfile` has made it, for this process alone."""
     if not _lies_in(folder, os.path.abspath(tempfile.gettempdir())):
         return False
     try:

@@ -44,7 +44,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def _is_folder(spec: ModuleSpec | None) -> bool:
-    """Whether what is imported is no package but a folder of its name, such as the `wandb` that runs are kept in."""
+    """Return whether what is imported is a mere folder of that name, such as the `wandb` that runs are kept in."""
     return spec is not None and spec.origin is None and spec.submodule_search_locations is not None
 
 

@@ -96,7 +96,7 @@ class Mute:
         self._keeping[0] = LOOPS
 
     def _keeps(self, path: Any) -> bool:
-        """Whether the caller's file is left as it is: asked each time, as a script may hold on to `open`."""
+        """Return whether the caller's file is left as it is: asked each time, as a script may hold on to `open`."""
         return self._keeps_all(path) and not _is_compilers(path)
 
     def _keeps_all(self, path: Any) -> bool:
@@ -104,13 +104,13 @@ class Mute:
         return keeps and not _is_ours() and not reads_data()
 
     def _is_logs(self, path: Any) -> bool:
-        """Whether it lies in a folder that a writer logs to which waits for the take-over."""
+        """Return whether it lies in a folder that a writer logs to which waits for the take-over."""
         folders = self._trackers.folders()
         whole = os.path.abspath(os.fsdecode(path)) if folders else ""
         return any(whole.startswith(os.path.abspath(folder) + os.sep) for folder in folders)
 
     def _keeps_open(self, path: Any, mode: str) -> bool:
-        """Whether `open` is to give /dev/null for it."""
+        """Return whether `open` is to give /dev/null for it."""
         if self._keeps(path):
             return True
         if self._keeping[0] != STARTS or reads_data():
@@ -183,13 +183,13 @@ def flush() -> None:
 
 
 def _is_ours() -> bool:
-    """Whether the calling thread is the plugin's: a script's own may remove a checkpoint behind its back."""
+    """Return whether the calling thread is the plugin's: a script's own may remove a checkpoint behind its back."""
     return threading.current_thread().name.startswith("deadpool-")
 
 
 def _is_compilers(path: Any) -> bool:
-    """Whether it is in a cache of compiled code: Inductor's (which names it there before it writes), Triton's, that of
-    torch's extensions."""
+    """Return whether it is in a cache of compiled code: Inductor's (which names it there before it writes), Triton's,
+    that of torch's extensions."""
     environ, home = os.environ, os.path.expanduser("~")
     cache = environ.get("XDG_CACHE_HOME") or os.path.join(home, ".cache")
     folders = [
@@ -202,7 +202,7 @@ def _is_compilers(path: Any) -> bool:
 
 
 def reads_data() -> bool:
-    """Whether this is a worker process of a DataLoader: the files it makes (a cache) are for itself."""
+    """Return whether this is a worker process of a DataLoader: the files it makes (a cache) are for itself."""
     loading = sys.modules.get("torch.utils.data")
     return loading is not None and loading.get_worker_info() is not None
 

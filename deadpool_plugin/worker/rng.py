@@ -62,7 +62,7 @@ def restore(adapter: Adapter, state: dict[str, Any]) -> None:
 
 
 def equal(left: Any, right: Any) -> bool:
-    """Whether two captured states (or parts of them) are the same."""
+    """Return whether two captured states (or parts of them) are the same."""
     if left is right:
         return True
     if isinstance(left, torch.Tensor):
@@ -73,6 +73,6 @@ def equal(left: Any, right: Any) -> bool:
 
 
 def _has_device() -> bool:
-    """Whether a device of NVIDIA's or AMD's is in use."""
+    """Return whether a device of NVIDIA's or AMD's is in use."""
     is_built = torch.version.cuda is not None or torch.version.hip is not None
     return is_built and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]

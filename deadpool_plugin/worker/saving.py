@@ -132,7 +132,7 @@ class Saves:
         return self._groups.generation
 
     def foreign(self) -> bool:
-        """Whether this is not the script's main thread, but a writer's thread or process: its saves are no calls."""
+        """Return whether this is a writer's thread or process: its saves are no calls."""
         return threading.current_thread() is not threading.main_thread() or os.getpid() != self._pid
 
     def do(self, call: SaveCall) -> Any:
@@ -263,8 +263,8 @@ class CompleteMark:
         return any(file.exists() for file in self._files)
 
     def begin_attempt(self) -> bool:
-        """Whether an older checkpoint is overwritten. If not, what an earlier attempt of this save completed is no
-        longer complete from here on: its files are written again, and that may be interrupted for good."""
+        """Return whether an older checkpoint is overwritten. If not, what an earlier attempt of this save completed is
+        no longer complete from here on: its files are written again, and that may be interrupted for good."""
         if self._overwrites is None:
             self._overwrites = self.is_there()
         elif not self._overwrites:

@@ -91,7 +91,7 @@ def prove(iterator: Iterator[Any], count: int) -> int | None:
 
 
 def _is_known(reader: Any) -> bool:
-    """Whether a batch surely depends on its indices alone."""
+    """Return whether a batch surely depends on its indices alone."""
     plain = reader._dataset_kind == _DatasetKind.Map and reader._collate_fn in (default_collate, default_convert)
     return plain and any(knows(reader._dataset) for knows in _DRAWS_NOTHING)
 

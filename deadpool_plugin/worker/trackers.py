@@ -165,7 +165,7 @@ class Csv:
         owner.write_events = write_events
 
     def _is_new(self, monitor: Any, name: str, value: Any, step: Any) -> bool:
-        """Whether the rank has not written the line before it was lost."""
+        """Return whether the rank has not written the line before it was lost."""
         file = name.replace("/", "_").replace(" ", "_")  # as csvMonitor calls it
         if file not in self._written:
             self._written[file] = last_steps(Path(monitor.log_dir, f"{file}.csv"))

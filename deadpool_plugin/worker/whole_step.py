@@ -76,7 +76,7 @@ class WholeStep(Followed):
 
 
 def _is_read_on(leaf: Any) -> bool:
-    """Whether it gives something else each time it is asked, and nobody rewinds it. Files are written to."""
+    """Return whether it gives something else each time it is asked, and nobody rewinds it. Files are written to."""
     return hasattr(type(leaf), "__next__") and not isinstance(leaf, (RewoundByItself, io.IOBase))
 
 

@@ -78,7 +78,7 @@ def test_two_losses_in_a_row(tmp_path, corpus, references, words, kills):
 
 
 def built(name):
-    """Whether DeepSpeed's C++ is compiled here: that takes a minute, which no test has."""
+    """Return whether DeepSpeed's C++ is compiled here: that takes a minute, which no test has."""
     folder = os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root()
     return any(Path(folder).rglob(f"{name}.so"))
 

@@ -85,7 +85,7 @@ def statements(node: ast.AST, at_import_time: bool) -> Iterator[ast.Import | ast
 
 
 def runs_later(node: ast.AST) -> bool:
-    """Whether `node` is a function's body, or for type checkers only."""
+    """Return whether `node` is a function's body, or for type checkers only."""
     if isinstance(node, ast.If):
         return "TYPE_CHECKING" in ast.dump(node.test)
     return isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))

@@ -495,7 +495,7 @@ class Cluster:
         return self.plans[max(self.plans)]
 
     def generation_protected(self) -> bool:
-        """Whether all who live are in the newest generation, and it is protected."""
+        """Return whether all who live are in the newest generation, and it is protected."""
         newest = max(self.plans, default=0)
         members = [self.nodes[number] for number in (self.plans[newest].world if newest else self.world).members]
         reached = all(node.controller.generation == newest and node.fence <= newest for node in members if node.up)
@@ -503,7 +503,7 @@ class Cluster:
         return reached and self.committed.get(newest, NO_STEP) >= floor
 
     def speaks(self, number: NodeId) -> bool:
-        """Whether anything `number` has said, or its end, is still on its way."""
+        """Return whether anything `number` has said, or its end, is still on its way."""
         return any(queue for (source, to), queue in self.links.items() if source == number and self.nodes[to].up)
 
     def waits(self) -> bool:
@@ -516,7 +516,7 @@ class Cluster:
         assert self.run(lambda: self.now >= end)
 
     def has_proposed(self, generation: int) -> bool:
-        """Whether a plan for `generation` is on its way to the voters."""
+        """Return whether a plan for `generation` is on its way to the voters."""
         messages = [item for queue in self.links.values() for item in queue if isinstance(item, Propose)]
         return any(message.plan.world.generation == generation for message in messages)
 

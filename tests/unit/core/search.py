@@ -221,7 +221,7 @@ class Search:
             yield self._pass_time(state, there)
 
     def _is_settled(self, state: State) -> bool:
-        """Whether all members of the newest world are there and in it."""
+        """Return whether all members of the newest world are there and in it."""
         newest = state.plans[-1].world if state.plans else self.world
         views = [self.controllers.views[number] for number in state.nodes if number != GONE]
         in_it = all(view.generation == newest.generation and not view.swapping for view in views)
