@@ -97,8 +97,8 @@ class Context:
         self.stalls: list[Step] = []
         """The committed step at each stall that this node saw as coordinator, as far as they follow each other soon."""
         self.unproven: frozenset[Rank] = frozenset()
-        """Ranks run by other processes than before, of which too few steps are committed yet to trust them. Each node
-        is right about its own; a host that has joined takes all for new."""
+        """Ranks run by other processes than before, and of which too few steps were committed when the newest plan was
+        decided. Each node is right about its own; a host that has joined takes all for new."""
         self.replaced: dict[Rank, Generation] = {}
         """Those of this node whose process was ended for the collectives it had issued, and in which generation."""
         self.stuck = ""

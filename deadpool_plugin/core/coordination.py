@@ -128,6 +128,7 @@ class Coordination:
     def excuse_pause(self, gap_s: float) -> None:
         """This node itself stood still for so long."""
         self._moved_at += gap_s
+        self._pairing.excuse_pause(gap_s)
 
     def _advance(self) -> None:
         ctx, ranks = self._ctx, len(self._ctx.world.node_of)
@@ -146,12 +147,12 @@ class Coordination:
         self._end_if_all_have()
 
     def _end_if_all_have(self) -> None:
-        """End the job well once all scripts have ended, and what newcomers have issued pairs: the last steps need not
-        be committed, and only those that are have been compared."""
+        """End the job well once all scripts have ended, and after a swap what they have issued pairs: the last steps
+        need not be committed, and only those that are have been compared."""
         ctx = self._ctx
         if len(self._finished) < len(ctx.world.node_of) or ctx.cut_off or ctx.swapping or ctx.ended:
             return
-        if ctx.unproven:
+        if ctx.plan is not None:
             self._pairing.ask(ended=self._finished)
         if self._pairing.settled:
             ctx.conclude(Verdict(ctx.world.generation, 0, "finished"))

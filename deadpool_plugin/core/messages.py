@@ -129,7 +129,7 @@ class GroupCalls(msgspec.Struct, frozen=True, array_like=True):
 class RankCalls(msgspec.Struct, frozen=True, array_like=True):
     """The collectives of one rank, group by group.
 
-    `newcomer`: its process has yet to come through enough steps to be trusted. `again`: the process before it was ended
+    `newcomer`: it is unproven (context.py). `again`: the process before it was ended
     for what it had issued."""
 
     rank: Rank

@@ -200,26 +200,33 @@ class Pairing:
         self._asked_at = NEVER
         self._why = ""
         self._ended: frozenset[Rank] = frozenset()
+        self._repeated = False
+        """The newest question was put more than once."""
         self._judged = False
         self._calls: dict[NodeId, tuple[RankCalls, ...]] = {}
         self.found = False
         """Somebody differs, and is on its way out; or the job is."""
 
     def ask(self, why: str = "", ended: Collection[Rank] = ()) -> None:
-        """Ask all, unless they have been asked and no script has ended since.
+        """Ask all, unless they have been asked, no script has ended since and no newcomer's answer is lacking.
 
         Args: why: what is known to differ already, "" if it is only suspected. ended: ranks whose scripts have ended.
         """
         ctx = self._ctx
         self._why = self._why or why
-        # An answer that is still missing would be taken for one to the next question, and be older than `ended`.
-        more = self._judged and not self.found and self._all_answered and not self._ended.issuperset(ended)
+        # A late answer would be taken for one to the new question, and be older than `ended`.
+        current = self._all_answered and not self._repeated
+        more = self._judged and not self.found and current and not self._ended.issuperset(ended)
         if self._asked_at == NEVER or more:
-            self._asked_at, self._judged = ctx.now, False
             self._calls.clear()
             self._ended = frozenset(ended)  # one that ends later may have been read before
-            for node in ctx.world.active:
-                ctx.send(node, Compare(ctx.world.generation))
+        elif not self._judged or self.found or self.settled:
+            return
+        else:
+            self._repeated = True
+        self._asked_at, self._judged = ctx.now, False
+        for node in ctx.world.active:
+            ctx.send(node, Compare(ctx.world.generation))
 
     @property
     def _all_answered(self) -> bool:
@@ -235,13 +242,20 @@ class Pairing:
 
     @property
     def settled(self) -> bool:
-        """Return whether nobody was asked, or all were and nobody differs."""
-        return self._asked_at == NEVER or (self._judged and not self.found)
+        """Return whether nobody was asked, or nobody differs and every newcomer's node has answered."""
+        nodes = {self._ctx.world.node_of[rank] for rank in self._ctx.unproven}
+        return self._asked_at == NEVER or (self._judged and not self.found and nodes <= self._calls.keys())
+
+    def excuse_pause(self, gap_s: float) -> None:
+        """Wait so much longer: this node itself stood still, and may have answers in hand that it has not read."""
+        if self._asked_at != NEVER:
+            self._asked_at += gap_s
 
     def hear(self, sender: NodeId, message: Calls) -> None:
         ctx = self._ctx
         if ctx.leads and message.generation == ctx.world.generation:
             self._calls[sender] = message.ranks
+            self._judged = self.found  # an answer that comes late is one all the same
             self.judge()
 
     def judge(self) -> None:

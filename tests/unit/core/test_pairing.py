@@ -209,6 +209,48 @@ def test_what_was_compared_before_scripts_ended_is_compared_again_at_their_end()
     assert [(node, rank) for node, rank, _ in cluster.ended] == [(homes[1], 1)]
 
 
+def all_finish(cluster):
+    homes = cluster.newest().world.node_of
+    for rank, home in enumerate(homes):
+        cluster.feed(cluster.nodes[home], io.WorkerFinished(rank))
+    return homes
+
+
+def test_a_job_does_not_end_well_while_a_newcomers_node_is_silent():
+    """It takes the last step's collectives along: nobody knows what they were."""
+    cluster = after_a_swap(three([MORE, SUM]))
+    silent = cluster.nodes[cluster.plans[1].world.node_of[1]]
+    all_finish(cluster)
+    silent.frozen = True
+    cluster.idle(1.5 * TIMING.silent_after_s)
+    assert not any(node.exit == (0, "finished") for node in cluster.nodes.values())
+    assert silent.number in cluster.nodes[0].controller._ctx.suspects or silent.number in cluster.newest().lost_nodes
+
+
+def test_a_coordinator_that_stood_still_waits_for_the_answers_it_has_in_hand():
+    cluster = after_a_swap(three([MORE, SUM]))
+    homes, pairing = all_finish(cluster), cluster.nodes[0].controller._pairing
+    assert cluster.run(lambda: pairing._asked_at > 0) and not pairing.answered
+    cluster.now += 1.2 * TIMING.silent_after_s
+    cluster.feed(cluster.nodes[0], io.Ticked())
+    assert not pairing.answered
+    cluster.idle(0.3 * TIMING.silent_after_s)
+    assert [(node, rank) for node, rank, _ in cluster.ended] == [(homes[1], 1)]
+
+
+def test_a_last_step_that_does_not_pair_ends_a_job_without_newcomers_too():
+    cluster = Cluster(World(0, (0, 1, 2), (3, 4)), last_step=60)
+    cluster.form()
+    assert cluster.run(lambda: bool(cluster.said("Protected")) and cluster.at_step(2))
+    cluster.hold = True
+    cluster.idle(1.1 * TIMING.stall_timeout_s)
+    assert list(cluster.plans) == [1] and cluster.run(lambda: cluster.generation_protected())
+    cluster.calls = {rank: (RankCalls(rank, (mine,)),) for rank, mine in three([MORE, SUM]).items()}
+    all_finish(cluster)
+    assert cluster.run(events=400_000)
+    assert {node.left[0] for node in cluster.nodes.values()} == {86} and not cluster.ended
+
+
 def test_a_script_whose_own_ranks_differ_is_told_so_when_it_stalls_again():
     """Generation 0 is not compared: all go on in generation 1, where the same happens, and no process is new."""
     cluster = Cluster(World(0, (0, 1, 2), (3, 4)), last_step=60)
