@@ -45,6 +45,8 @@ class Joining:
     def __init__(self, context: Context, members: tuple[NodeId, ...], rack: str) -> None:
         self._ctx, self._rack = context, rack
         self._members = list(members)
+        self._verdict: Verdict | None = None
+        """How the job has ended, says a member that had left before it heard the request."""
         self.first_asked_at = self._asked_at = context.now
         """The plan that takes this host in was decided after it asked first; a later request proves nothing."""
         context.patient_since = context.now
@@ -68,7 +70,9 @@ class Joining:
         ctx = self._ctx
         if node in self._members:
             self._members.remove(node)
-        if not self._members:
+        if not self._members and self._verdict is not None:  # while others are there it may be that of a part cut off
+            ctx.conclude(self._verdict)
+        elif not self._members:
             ctx.fence(f"no member of the job can be reached any more ({reason})")
 
     def hear(self, sender: NodeId, message: AnyMessage) -> bool:
@@ -76,9 +80,8 @@ class Joining:
         ctx = self._ctx
         if isinstance(message, Verdict):
             ctx.conclude(message)
-        elif isinstance(message, Goodbye) and message.verdict is not None:  # it had left before it heard the request
-            ctx.conclude(message.verdict)
         elif isinstance(message, Goodbye):
+            self._verdict = message.verdict or self._verdict
             self.link_lost(sender, "it has left")
         elif isinstance(message, Status):
             ctx.patient_since = ctx.now  # the job lives and knows of this host: a long swap may be under way
