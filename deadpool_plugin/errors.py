@@ -80,7 +80,7 @@ class NodeTaken(DeadpoolError):
     exit_code = EXIT_TAKEN
 
 
-class JobEnded(DeadpoolError):
+class AlreadyEnded(DeadpoolError):
     """This host wanted to join a job that is over. `exit_code`: the job's own, 1 where no member has told it."""
 
     def __init__(self, found: str, expected: str = "", remedy: str = "", *, exit_code: int = 1) -> None:

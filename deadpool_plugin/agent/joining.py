@@ -20,7 +20,7 @@ import msgspec
 
 from ..core.messages import AnyMessage, Goodbye, Prepare, Verdict
 from ..core.types import NodeId, World, listed
-from ..errors import ConfigError, JobEnded, NodeTaken, PeerRefused, TransportError, invariant
+from ..errors import AlreadyEnded, ConfigError, NodeTaken, PeerRefused, TransportError, invariant
 from ..transport import guests
 from ..transport.framing import ConnectionClosed
 from ..transport.guests import (
@@ -233,7 +233,7 @@ class Newcomer:
         self._linked: dict[NodeId, Hello] = {}
 
     async def arrive(self, members: tuple[Address, ...]) -> Arrival:
-        """Raises: NodeTaken; JobEnded; TransportError naming whom it could not reach; PeerRefused."""
+        """Raises: NodeTaken; AlreadyEnded; TransportError naming whom it could not reach; PeerRefused."""
         deadline = time.monotonic() + self._timeout_s
         addresses = list(members)
         missing: set[NodeId] = set()
@@ -259,7 +259,7 @@ class Newcomer:
         """Return the first answer, None if there may be one later.
 
         Raises: PeerRefused if some refuse and none answers: another job may have the port of a member that is gone.
-        JobEnded if none answers and one has said so before it left, or if nobody listens any more but other newcomers.
+        AlreadyEnded if none answers and one has said so before it left, or if only other newcomers listen any more.
         """
         refused: PeerRefused | None = None
         gone = arriving = 0
@@ -318,8 +318,8 @@ class Newcomer:
         return Arrival(self._roster.hellos, tuple(node for node in members if node in self._linked))
 
 
-def _over(how: str, exit_code: int = 1) -> JobEnded:
+def _over(how: str, exit_code: int = 1) -> AlreadyEnded:
     remedy = "`deadpool outcome OUTPUT_DIR` says how it ended; join the job that is started next"
-    return JobEnded(
+    return AlreadyEnded(
         f"the job has ended before it took this host in ({how})", "one that runs", remedy, exit_code=exit_code
     )

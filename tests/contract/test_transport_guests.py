@@ -14,7 +14,7 @@ from deadpool_plugin.agent import joining
 from deadpool_plugin.agent.joining import Arrival, Job, Newcomer, Roster
 from deadpool_plugin.core.messages import AnyMessage, Goodbye, JoinRequest, Prepare, Status, Verdict
 from deadpool_plugin.core.types import Ballot, World
-from deadpool_plugin.errors import ConfigError, JobEnded, NodeTaken, PeerRefused, TransportError
+from deadpool_plugin.errors import AlreadyEnded, ConfigError, NodeTaken, PeerRefused, TransportError
 from deadpool_plugin.transport.framing import ConnectionClosed, pack_frame
 from deadpool_plugin.transport.guests import (
     GUEST,
@@ -374,10 +374,10 @@ def test_a_host_that_finds_the_job_ended_is_told_at_once() -> None:
                 await members[1].mesh.close()
                 with pytest.MonkeyPatch.context() as patch:
                     patch.setattr(Newcomer, "_attempt_s", 0.1)
-                    with pytest.raises(JobEnded, match="has ended before .*ended by a person") as told:
+                    with pytest.raises(AlreadyEnded, match="has ended before .*ended by a person") as told:
                         await early.arrive(hello, members[1].hello)
                 assert told.value.exit_code == 130
-            with pytest.raises(JobEnded, match=r"has ended before it took this host in \(nobody listens") as found:
+            with pytest.raises(AlreadyEnded, match=r"has ended before it took this host in \(nobody listens") as found:
                 await last.arrive(members[0].hello, members[1].hello, early.hello, last.hello)
             assert found.value.exit_code == 1 and "deadpool outcome" in str(found.value)
 
