@@ -88,8 +88,11 @@ def run(network: netns.Network, host: str, command: list[str]) -> int:
         try:
             return process.wait()
         except KeyboardInterrupt:
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
-                for child in netns_host.children(process.pid):
+            children: list[int] = []
+            with contextlib.suppress(FileNotFoundError):  # it has ended meanwhile
+                children = netns_host.children(process.pid)
+            for child in children:
+                with contextlib.suppress(ProcessLookupError):
                     os.kill(child, signal.SIGINT)
 
 

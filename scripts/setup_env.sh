@@ -80,6 +80,7 @@ rm -rf "$venv/tmp"
 mkdir "$venv/tmp"
 : >"$log"
 if ! is_current "$requirements"; then
+    rm -f "$(stamp_of "$requirements")" "$(stamp_of "$for_tests")"
     python=$(find_python)
     echo "setup: virtual environment $venv with $("$python" --version), packages from $requirements (1.4 GB, some minutes)" >&2
     [[ -x $venv/bin/python ]] || "$python" -m venv "$venv"
@@ -88,6 +89,7 @@ if ! is_current "$requirements"; then
     sha256sum "$requirements" >"$(stamp_of "$requirements")"
 fi
 if ((tests)) && ! is_current "$for_tests"; then
+    rm -f "$(stamp_of "$for_tests")"
     install "packages of the tests" --no-deps -r "$for_tests" # all that they need is listed
     sha256sum "$for_tests" >"$(stamp_of "$for_tests")"
 fi
