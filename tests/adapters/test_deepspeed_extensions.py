@@ -63,14 +63,17 @@ def test_who_waits_for_a_killed_builder_builds(baton):
     assert not os.path.exists(one.lock_file_path)
 
 
+KEPT: list[socket.socket] = []
+
+
 @in_zygote
 def test_what_is_built_before_torch_distributed_is_initialised_waits_for_no_killed_builder(tmp_path):
     """DeepSpeed's first build is such a one. `try_acquire` of torch says no, and its `wait` has no end."""
     ours, agents = socket.socketpair()
+    KEPT.append(agents)  # where its agent has gone a worker ends, maybe before it has said how this test went
     plugin._worker_context(LocalConnection(ours), Config(), 1)
     (tmp_path / "lock").touch()
     assert file_baton.FileBaton(str(tmp_path / "lock")).try_acquire()
-    agents.close()
 
 
 def test_a_file_left_by_a_process_without_us_means_nothing(baton):
