@@ -399,7 +399,7 @@ held. A job held if it ended with the bits of an undisturbed run.
 
 | check | what it runs |
 | --- | --- |
-| guards | tests of collectives that pair, of a replacement's data, of saves and of hook points |
+| guards | tests of collectives that pair, of replacements' data, of saves, folders, hook points and kept answers |
 | demo | `demo.py`: eight ranks (TP 2, PP 2, DP 2) on four nodes. One node is killed at a random place |
 | demo-zero | the same with DeepSpeed; the number is the stage of ZeRO |
 | faults | `fault_matrix.py`: a node and a process are lost at each of 12 places (TP 2, PP 2, DP 2) |

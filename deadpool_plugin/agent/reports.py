@@ -26,7 +26,7 @@ RECENT_BYTES = 2 << 20
 """Size of each of the two files for events that recur: 6,000 steps and more."""
 
 SILENCE_S = 30.0
-"""Silence on the terminal before it says which ranks the job waits for. It doubles with each such line."""
+"""Seconds without a line of ours before one says which ranks the job waits for. They double with each such line."""
 NODES_MAX = 4
 """Nodes that such a line names."""
 
@@ -103,7 +103,7 @@ class Reports:
             self.say(named(line, self.hosts))
 
     def await_ranks(self, ranks: Sequence[Rank], world: World | None, now: float) -> None:
-        """Name the ranks that have not reached training once the terminal has been silent for too long. Call often.
+        """Name the ranks that have not reached training once nothing of ours was said for too long. Call often.
 
         Args:
             ranks: those that are waited for; () if none is, or another node coordinates.

@@ -49,7 +49,7 @@ def _sleep_or_turn(threads: Iterable[str], turns_s: float | None, stop: Callable
 
 
 def _looked_at(thread: str) -> tuple[bool, float]:
-    """Return whether it runs, or would if it got a CPU; and how long it has had one so far, in seconds."""
+    """Find out whether it runs, or would if it got a CPU, and how long it has had one so far, in seconds."""
     fields = linux.of_thread(thread, "stat").rpartition(b")")[2].split()
     if not fields:
         return False, 0.0

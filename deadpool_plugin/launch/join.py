@@ -194,7 +194,7 @@ async def reserve(job: FoundJob) -> NodeId:
 
 
 def check(description: JobDescription, config: str, command: Sequence[str]) -> None:
-    """Return whether this host can take part. Raises: ConfigError."""
+    """Refuse a host that cannot take part. Raises: ConfigError."""
     member = next((hello for hello in description.hellos if hello.node == description.node), description.hellos[0])
     here = os.uname().nodename
     roles.check_versions()

@@ -56,7 +56,7 @@ class SnapshotStore(Holdings):
         return any(rank in slots for slots in (in_making, self._own, self._mirrored, self._prepared))
 
     def check_memory(self, need_bytes: int) -> None:
-        """Return whether so much can be had beside what is being made. Raises: MemoryShortage."""
+        """Check that so much can be had beside what is being made. Raises: MemoryShortage."""
         untouched = sum(making.untouched_bytes for making in tuple(self._in_making))
         check_memory(need_bytes + untouched, self._headroom_bytes)
 

@@ -1,4 +1,6 @@
-"""DeepSpeed compiles its C++ when it is first asked for; a process that is killed meanwhile must not stop all others.
+"""Locks of C++ builds: a process that is killed while it compiles must not stop all others.
+
+DeepSpeed compiles its libraries when it is first asked for them, a script its own extensions.
 
 Rules of this file: torch's lock around such a build is a file that exists; whoever finds it waits until it is gone, for
 ever if its maker was killed. Here the file is locked besides, which ends with the process. Whoever gets the lock

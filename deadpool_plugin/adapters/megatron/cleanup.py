@@ -39,7 +39,7 @@ def forget_listings() -> None:
     the others in a broadcast at the first look, and a newcomer looks for the first time."""
     module = sys.modules.get("megatron.training.distillation.utils_logits")
     if module is not None:
-        module._STORAGE_GLOB_CACHE.clear()
+        vars(module).get("_STORAGE_GLOB_CACHE", {}).clear()
 
 
 def bucket_groups(chunk: Any) -> list[Any]:
@@ -71,7 +71,7 @@ class NoSync:
 
 
 def set_forward_hooks(chunk: Any, enabled: bool) -> None:
-    """Return whether forwards wait for gathered parameters: scripts switch that off around evaluation and saving."""
+    """Set whether forwards wait for gathered parameters: scripts switch that off around evaluation and saving."""
     if not chunk.use_forward_hook or enabled == bool(chunk.remove_forward_pre_hook_handles):
         return
     if enabled:
