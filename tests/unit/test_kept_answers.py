@@ -42,18 +42,26 @@ MEGATRON = {
     "legacy/model/module.py:MegatronModule.initialize_word_embeddings": BUILT,
     "core/optimizer/optimizer.py:MegatronOptimizer.has_grad_norm_group": "in the snapshot and at each call's entry",
     "core/optimizer/layer_wise_optimizer.py:LayerWiseDistributedOptimizer.has_grad_norm_group": "the same",
+    "core/optimizer/layer_wise_optimizer.py:LayerWiseDistributedOptimizer.sharded_state_dict": "of one save",
     "core/optimizer/optimizer_cuda_graph.py:*": REFUSED,
+    "core/optimizer/qk_clip.py:clip_qk": REFUSED,
     "core/parallel_state.py:*": BUILT,
     "core/pipeline_parallel/bridge_communicator.py:BridgeCommunicator._get_or_create_bridge_pg": BUILT,
     "core/rerun_state_machine.py:RerunStateMachine.should_run_forward_backward": "begins anew with each step",
     "core/resharding/*": "not used in training",
     "core/tensor_parallel/gtp_symmetric_memory.py:register_gtp_symm_pool": BUILT,
+    "core/tensor_parallel/layers.py:LinearWithGradAccumulationAndAsyncCommunication.backward": "of one step",
     "core/utils.py:GlobalMemoryBuffer.get_tensor": "functools.reduce, no collective",
     "core/utils.py:StragglerDetector._check_toggle": REFUSED,
     "training/distillation/cached_logits_loss.py:LossFuncCallable.__call__": "a function; the same on all ranks",
     "training/distillation/utils_logits.py:_storage_glob_rank0": "all ranks forget it in a swap",
+    "rl/*": "never run; a replacement that differs is named",
+    "training/checkpointing.py:load_checkpoint": BUILT,
+    "training/training.py:build_train_valid_test_data_loaders": BUILT,
     "training/training.py:consume_seqlen_stats_in_iteration": "in the snapshot; the reduction is a call",
     "training/training.py:pretrain": BUILT,
+    "training/training.py:setup_model_and_optimizer": BUILT,
+    "training/training.py:train": "counts of the loop",
 }
 DEEPSPEED = {
     "comm/comm.py:allgather_fn": "that a warning was printed",
@@ -77,7 +85,11 @@ DEEPSPEED = {
     "runtime/utils.py:get_global_norm_of_tensors": REFUSED,
     "runtime/zenflow/*": REFUSED,
     "runtime/zero/parameter_offload.py:DeepSpeedZeRoOffload._register_deepspeed*": "all ranks forget it in a swap",
-    "runtime/zero/partition_parameters.py:*": BUILT,
+    "runtime/zero/muon/original_muon.py:Muon*.step": REFUSED,
+    "runtime/zero/partition_parameters.py:Init._convert_to_deepspeed_param": BUILT,
+    "runtime/zero/partition_parameters.py:Init._convert_to_deepspeed_param.all_gather_coalesced": "of one step",
+    "runtime/zero/partition_parameters.py:InsertPostInitMethodToModuleSubClasses.patch_init_and_builtins": BUILT,
+    "runtime/zero/stage3.py:DeepSpeedZeroOptimizer_Stage3.create_reduce_and_remove_grad_hooks": BUILT,
     "runtime/zero/stage3.py:DeepSpeedZeroOptimizer_Stage3._*muon_update*": REFUSED,
     "runtime/zero/stage3.py:DeepSpeedZeroOptimizer_Stage3._create_fp16_partitions_with_defragmentation": BUILT,
     "runtime/zero/stage3.py:DeepSpeedZeroOptimizer_Stage3._partitioned_buffers_all_gather": REFUSED,
@@ -115,11 +127,11 @@ def kept(function: ast.AST) -> set[str]:
     """Names that the function writes and that outlive a call."""
     nodes = list(ast.walk(function))
     everywhere = {name for node in nodes if isinstance(node, ast.Global) for name in node.names}
-    own = {node.arg for node in nodes if isinstance(node, ast.arg)} - {"self", "cls"}
+    own = {node.arg for node in nodes if isinstance(node, ast.arg)}
     own |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)} - everywhere
     stored = [n for n in nodes if isinstance(n, (ast.Attribute, ast.Subscript)) and isinstance(n.ctx, ast.Store)]
     written = {dotted(node) for node in stored} | {by_name(node, "setattr") for node in nodes} | everywhere
-    return {name for name in written - {""} if name.split(".")[0] not in own}
+    return {name for name in written - own - {""} if not name.startswith("ctx.")}  # autograd's, of one call
 
 
 def communicates(function: ast.AST) -> bool:
@@ -172,6 +184,11 @@ def listed(pattern):
 def group_of(self):
     if not hasattr(self, "group"):
         setattr(self, "group", new_group([0, 1]))
+""",
+    """
+def norm(optimizer):
+    if optimizer._group is None:
+        optimizer._group = dist.new_group()
 """,
     """
 @functools.lru_cache(maxsize=None)
