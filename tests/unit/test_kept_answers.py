@@ -55,7 +55,7 @@ MEGATRON = {
     "core/utils.py:StragglerDetector._check_toggle": REFUSED,
     "training/distillation/cached_logits_loss.py:LossFuncCallable.__call__": "a function; the same on all ranks",
     "training/distillation/utils_logits.py:_storage_glob_rank0": "all ranks forget it in a swap",
-    "rl/*": "never run; a replacement that differs is named",
+    "rl/*": REFUSED,
     "training/checkpointing.py:load_checkpoint": BUILT,
     "training/training.py:build_train_valid_test_data_loaders": BUILT,
     "training/training.py:consume_seqlen_stats_in_iteration": "in the snapshot; the reduction is a call",
