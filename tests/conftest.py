@@ -1,6 +1,6 @@
 """Rules for every test: no time is asserted anywhere; `--quick` leaves out what is marked slow, and lists it.
 
-`--durations-to FILE` records how long the tests of each file took, the longest first, and on which machine.
+`--durations-to=FILE` records how long the tests of each file took, the longest first, and on which machine.
 """
 
 import json
