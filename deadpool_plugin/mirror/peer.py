@@ -7,6 +7,7 @@ a swap's fetch never queues behind mirroring.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import socket
 import threading
@@ -126,6 +127,8 @@ class BulkPeer:
         while (job := self._jobs.get()) is not None:
             if self._closing:
                 job.on_done(TransportError("closed"))
+                if self._jobs.empty():  # a full queue had no room for the end of it
+                    break
                 continue
             reused = self._stream is not None
             error = self._try(job)
@@ -298,5 +301,6 @@ class BulkPeer:
             self._closing = True
             for stream in self._streams:
                 stream.cut()
-        self._jobs.put(None, timeout=_JOIN_S)
+        with contextlib.suppress(queue.Full):
+            self._jobs.put_nowait(None)
         self._thread.join(_JOIN_S)

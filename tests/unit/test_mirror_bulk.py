@@ -535,6 +535,24 @@ def test_a_silent_peer_a_dead_peer_and_a_closed_one(nodes: list[Node]) -> None:
     assert push(peer, 0, 3) == (False, f"the connection to {b.server.address} is closed")
 
 
+def test_a_peer_with_a_full_queue_is_closed_and_every_push_is_answered(
+    nodes: list[Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sender waits in a handshake that nobody answers, and nothing more fits in its queue."""
+    monkeypatch.setattr(peer_module, "_JOIN_S", 0.1)
+    answers: queue.Queue[DeadpoolError | None] = queue.Queue()
+    with listen_tcp("127.0.0.1") as silent:
+        peer = nodes[0].peer_at(bound_address(silent), silent_after_s=1.0)
+        peer.push_recording(0, 0, b"", answers.put)
+        with silent.accept()[0]:
+            for _ in range(peer_module.QUEUE_MAX + 1):
+                peer.push_recording(0, 0, b"", answers.put)
+            peer.close()
+            assert all(answers.get(timeout=WAIT_S) is not None for _ in range(peer_module.QUEUE_MAX + 2))
+        peer._thread.join(WAIT_S)
+        assert not peer._thread.is_alive()
+
+
 def test_a_server_that_came_back_is_found_again(nodes: list[Node]) -> None:
     port = free_port()
     a, b = nodes[0], Node((port, port))
