@@ -260,7 +260,8 @@ class Lives:
         while not done():
             self.changed.clear()
             try:
-                await asyncio.wait_for(self.changed.wait(), deadline - asyncio.get_running_loop().time())
+                async with asyncio.timeout_at(deadline):
+                    await self.changed.wait()
             except TimeoutError:
                 return done()
         return True

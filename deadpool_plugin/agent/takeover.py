@@ -113,15 +113,14 @@ class TakeOvers:
                 rehearsal = await self._spares.begin(slot, rank, source.header_node if source else self._node)
             await self._bring(plan, source, rehearsal)
             self._mirroring.mirror_again(rank, plan.restore_step, plan.world.generation)
-            await asyncio.wait_for(rehearsal.finished.wait(), self._start_timeout_s)
+            async with asyncio.timeout(self._start_timeout_s):
+                await rehearsal.finished.wait()
             await rehearsal.tell()
         except (TimeoutError, DeadpoolError) as error:
             reason = str(error) or f"its rehearsal took more than {self._start_timeout_s:g} s"
             self._spares.give_up(slot, rank, f"could not be taken over: {reason}")
             return
         output = await self._workers.output_of(rank, plan.restore_step)
-        if self._store.generation != plan.world.generation:
-            return  # before Python 3.12 `wait_for` may eat a cancellation
         if rehearsal.alive:  # else it is said already, by whoever noticed
             self._hand_over(plan, slot, rank, output)
 

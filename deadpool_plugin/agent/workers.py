@@ -49,7 +49,8 @@ class Output(NamedTuple):
 async def in_time(look: Callable[[], T]) -> T | None:
     """Run `look` in a thread and return its answer; None if it fails or is late."""
     with contextlib.suppress(OSError):
-        return await asyncio.wait_for(asyncio.get_running_loop().run_in_executor(None, look), READ_S)
+        async with asyncio.timeout(READ_S):
+            return await asyncio.get_running_loop().run_in_executor(None, look)
     return None
 
 

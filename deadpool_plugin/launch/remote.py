@@ -68,7 +68,8 @@ class Connection:
         )  # fmt: skip
         self.say(prepare)
         try:
-            ready = await asyncio.wait_for(self._hear(leash.Ready), READY_S)
+            async with asyncio.timeout(READY_S):
+                ready = await self._hear(leash.Ready)
         except TimeoutError:
             self.problem = ": ".join(filter(None, [f"no answer within {READY_S:g} s", await self._complaint()]))
             return
@@ -101,7 +102,8 @@ class Connection:
         with contextlib.suppress(ProcessLookupError):
             self._ssh.kill()
         with contextlib.suppress(TimeoutError):  # a shared ssh connection may keep the pipes open
-            await asyncio.wait_for(self._ssh.wait(), CLOSE_S)
+            async with asyncio.timeout(CLOSE_S):
+                await self._ssh.wait()
 
     async def _hear(self, kind: type[leash.Word]) -> leash.Word | None:
         """The next word of `kind`; None at the end of the connection."""
@@ -126,7 +128,8 @@ class Connection:
 
         assert self._ssh is not None
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(listen(self._ssh), CLOSE_S)
+            async with asyncio.timeout(CLOSE_S):
+                await listen(self._ssh)
         return " / ".join([line for line in said if line][-COMPLAINT_LINES:])
 
     async def _pass_on_complaints(self) -> None:

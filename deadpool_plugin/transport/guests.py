@@ -119,7 +119,8 @@ async def ask(
     Raises: ConnectionClosed if nobody answers there in time; PeerRefused if it does not share secret and job.
     """
     try:
-        return await asyncio.wait_for(_ask(address, credentials, question), timeout_s)
+        async with asyncio.timeout(timeout_s):
+            return await _ask(address, credentials, question)
     except (OSError, EOFError) as error:
         raise ConnectionClosed(f"nobody answers at {address[0]}:{address[1]} ({error or 'time-out'})") from error
 
@@ -163,7 +164,8 @@ async def serve(
     with closed_on_error(sock):
         while True:
             try:
-                question = await asyncio.wait_for(take(sock, Question), HANDSHAKE_TIMEOUT_S)
+                async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+                    question = await take(sock, Question)
             except (OSError, EOFError):
                 sock.close()
                 return None

@@ -225,16 +225,13 @@ async def shake_hands_async(
     """`shake_hands` for a non-blocking socket on the running event loop; HANDSHAKE_TIMEOUT_S covers the whole of it."""
     shake = Handshake(credentials, purpose, identity, dialling=dialling, address=remote_name(sock))
     loop = asyncio.get_running_loop()
-
-    async def exchange() -> int:
-        await loop.sock_sendall(sock, shake.greeting)
-        start = await recv_exact_async(sock, len(_MAGIC))
-        shake.recognise(start)
-        rest = await recv_exact_async(sock, _GREETING.size - len(_MAGIC))
-        await loop.sock_sendall(sock, shake.answer(start + rest))
-        return shake.check(await recv_exact_async(sock, _PROOF_BYTES))
-
     try:
-        return await asyncio.wait_for(exchange(), HANDSHAKE_TIMEOUT_S)
+        async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+            await loop.sock_sendall(sock, shake.greeting)
+            start = await recv_exact_async(sock, len(_MAGIC))
+            shake.recognise(start)
+            rest = await recv_exact_async(sock, _GREETING.size - len(_MAGIC))
+            await loop.sock_sendall(sock, shake.answer(start + rest))
+            return shake.check(await recv_exact_async(sock, _PROOF_BYTES))
     except (OSError, EOFError) as error:
         raise ConnectionClosed(f"the handshake with {remote_name(sock)} ended early: {error!r}") from error

@@ -38,7 +38,8 @@ async def dial(
         if found != peer:
             raise PeerRefused(f"{where} says it is node {found}", f"node {peer}", address=where)
         try:
-            word = await asyncio.wait_for(take_frame(sock), HANDSHAKE_TIMEOUT_S)
+            async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+                word = await take_frame(sock)
         except (TimeoutError, EOFError) as error:
             raise ConnectionClosed(f"node {peer} did not let us in: {error!r}") from error
         if word != _WELCOME:

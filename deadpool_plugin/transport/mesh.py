@@ -219,9 +219,9 @@ class ControlMesh:
 
         Raises: ConnectionClosed if it does not answer in time; PeerRefused without the secret.
         """
-        announcing = guests.announce(node, address, hello, self._credentials, self._silent_after_s)
         try:
-            sock, answer = await asyncio.wait_for(announcing, timeout_s)
+            async with asyncio.timeout(timeout_s):
+                sock, answer = await guests.announce(node, address, hello, self._credentials, self._silent_after_s)
         except (OSError, EOFError) as error:
             raise ConnectionClosed(f"node {node} at {address[0]}:{address[1]} does not answer: {error!r}") from error
         if isinstance(answer, Admitted):
@@ -287,7 +287,8 @@ class ControlMesh:
         older = sorted((node for node in others if node < self._node), reverse=True)
         dials = [asyncio.create_task(self._dial_until_linked(node)) for node in older]
         try:
-            await asyncio.wait_for(self._all_linked(others, dials), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._all_linked(others, dials)
         except TimeoutError as error:
             missing = ", ".join(f"{node} at {table[node]}" for node in sorted(others - self.linked))
             raise TransportError(
@@ -356,7 +357,8 @@ class ControlMesh:
                 self.send(node, goodbye)
             link.close()
         try:
-            await asyncio.wait_for(self._all_ended(), _FLUSH_S)
+            async with asyncio.timeout(_FLUSH_S):
+                await self._all_ended()
         except TimeoutError:
             for link in self._links().values():
                 link.abort("it does not read our last words")

@@ -87,9 +87,9 @@ async def meet(
     """
     if hello.node == 0:
         return await _Host(nodes_total, master_addr, master_port, hello, credentials).wait(timeout_s)
-    joining = _join((master_addr, master_port), hello, credentials)
     try:
-        return await asyncio.wait_for(joining, timeout_s * 1.05 + 1.0)
+        async with asyncio.timeout(timeout_s * 1.05 + 1.0):
+            return await _join((master_addr, master_port), hello, credentials)
     except TimeoutError as error:
         raise TransportError(
             f"node {hello.node} was not given the address table by node 0 at {master_addr}:{master_port} in "
@@ -128,7 +128,8 @@ class _Host:
                         remedy="choose another --master_port",
                     ) from error
             with contextlib.suppress(TransportError, OSError, EOFError):
-                await asyncio.wait_for(_ask(self._address, self._hellos[0], self._credentials), _RETRY_S * 5)
+                async with asyncio.timeout(_RETRY_S * 5):
+                    await _ask(self._address, self._hellos[0], self._credentials)
             await asyncio.sleep(_RETRY_S)
 
     async def wait(self, timeout_s: float) -> list[Hello]:
@@ -137,7 +138,8 @@ class _Host:
         tasks = Tasks()
         tasks.start(self._accept(tasks))
         try:
-            await asyncio.wait_for(self._all_here(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._all_here()
             if self._superseded:
                 failure = TransportError(
                     f"a later launch of this job has come from {self._superseded}: this one ends, which still waited "
@@ -217,7 +219,8 @@ class _Host:
         tune(sock, HANDSHAKE_TIMEOUT_S)
         with self._unproven.held(sock):
             peer = await shake_hands_async(sock, self._credentials, PURPOSE, 0, dialling=False)
-        hello = await asyncio.wait_for(take(sock, Hello), HANDSHAKE_TIMEOUT_S)
+        async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+            hello = await take(sock, Hello)
         await self._compare(sock, hello)
         if hello.node != peer or not 0 < peer < self._nodes_total:
             raise PeerRefused(
@@ -250,11 +253,15 @@ class _Host:
 
     async def _tell_all(self, message: _Table | _Failed) -> None:
         frame = packed(message)
-        loop = asyncio.get_running_loop()
-        sends = [asyncio.wait_for(loop.sock_sendall(sock, frame), HANDSHAKE_TIMEOUT_S) for sock in self._socks.values()]
-        for peer, result in zip(list(self._socks), await asyncio.gather(*sends, return_exceptions=True), strict=True):
-            if isinstance(result, BaseException):  # it will be missing from the mesh, with an error that names it
-                _log.warning("node %d left the rendezvous: %r", peer, result)
+
+        async def tell(peer: NodeId, sock: socket.socket) -> None:
+            try:
+                async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+                    await asyncio.get_running_loop().sock_sendall(sock, frame)
+            except OSError as error:  # it will be missing from the mesh, with an error that names it
+                _log.warning("node %d left the rendezvous: %r", peer, error)
+
+        await asyncio.gather(*(tell(peer, sock) for peer, sock in self._socks.items()))
 
 
 async def _join(master: Address, hello: Hello, credentials: Credentials) -> list[Hello]:

@@ -115,7 +115,8 @@ class Renewals:
         while True:
             began = loop.time()
             try:
-                (await asyncio.wait_for(connected(self._addresses[peer]), every_s)).close()
+                async with asyncio.timeout(every_s):
+                    (await connected(self._addresses[peer])).close()
             except ConnectionRefusedError:
                 pass
             except OSError:
@@ -125,7 +126,8 @@ class Renewals:
     async def _try(self, peer: NodeId, line: Line, within_s: float) -> None:
         """One attempt. Raises: ConnectionRefusedError if nobody listens there; TransportError if it is in vain."""
         try:
-            await asyncio.wait_for(self._ask(peer, line), within_s)
+            async with asyncio.timeout(within_s):
+                await self._ask(peer, line)
         except ConnectionRefusedError:
             raise
         except (ConnectionClosed, OSError) as error:  # who is being ended may still listen
@@ -143,5 +145,6 @@ class Renewals:
 
 async def _is_set_within(event: asyncio.Event, limit_s: float) -> bool:
     with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(event.wait(), limit_s)
+        async with asyncio.timeout(limit_s):
+            await event.wait()
     return event.is_set()

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import random
 import socket
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
@@ -184,6 +185,29 @@ def test_who_is_dropped_is_told_at_once(drops: int) -> None:
             reason = await asyncio.wait_for(dropped.lost.get(), WAIT_S)
             assert "it wants none" in reason
             assert drop.lost.empty() and drop.mesh.linked == set()
+
+    run(scenario)
+
+
+def test_a_link_that_fails_as_it_is_given_up_ends_nobody() -> None:
+    """A host that a swap drops dies in the middle of a handshake, for which nobody waits any more."""
+
+    async def scenario() -> None:
+        unhandled: list[dict[str, Any]] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: unhandled.append(context))
+        for turns in range(12):  # between the reset and the drop: in one of them the reset is noticed, and not handled
+            async with two() as (first, second, relay, other):
+                await reset_and_unanswered(first, second, relay, other)
+                while not any(passage.is_greeted and not passage.is_cut for passage in relay.passages):
+                    await asyncio.sleep(0)
+                relay.cut()
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                second.mesh.drop(0)
+                first.mesh.drop(1)
+                await asyncio.sleep(0.05)
+        gc.collect()
+        assert not unhandled
 
     run(scenario)
 

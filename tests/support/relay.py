@@ -39,6 +39,7 @@ class _Side(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._passage.is_cut:
             return
+        self._passage.is_greeted = True
         self._other.write(self._passage.bounded(data))
         if self._passage.left == 0:
             self._passage.cut()
@@ -56,11 +57,12 @@ class _Side(asyncio.Protocol):
 
 
 class Passage:
-    """A connection through the relay. `left`: bytes of either end's it passes on before it is cut, None without end."""
+    """A connection through the relay. `left`: bytes of either end's it passes on before it is cut, None without end.
+    `is_greeted`: an end has sent something."""
 
     def __init__(self, left: int | None) -> None:
         self.left = left
-        self.is_cut = False
+        self.is_cut = self.is_greeted = False
         self.dialler, self.target = _Side(self), _Side(self)
 
     def bounded(self, data: bytes) -> bytes:
