@@ -184,7 +184,8 @@ class ControlMesh:
             lambda reason: self._ended(peer, link, reason),
             lambda: self._made(peer, link),
         )
-        await asyncio.get_running_loop().create_connection(lambda: link, sock=sock)
+        attaching = asyncio.get_running_loop().create_connection(lambda: link, sock=sock)
+        await asyncio.shield(attaching)  # cancelled, it would close a link that carries messages already
 
     async def _entertain(self, sock: socket.socket) -> None:
         """Answer a guest; link it if it is admitted. A promised link that fails is a lost one."""
