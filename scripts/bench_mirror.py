@@ -62,6 +62,9 @@ PATIENCE_S = 180.0
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--payload", choices=MODELS, default="32", help="MiB of optimizer state per rank, about")
+    parser.add_argument(
+        "--tp", type=int, choices=(1, 2), default=1, help="2: one replica instead of two, more collectives"
+    )
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--steps", type=int, default=6, help="per turn; the first of a turn is no sample")
     parser.add_argument("--idle", type=float, nargs="+", default=[0.0, 100.0], help="ms a step the host sleeps")
@@ -234,7 +237,7 @@ class Bench:
         turns = (self.args.rounds + 1) * len(self.args.idle) * sum(self._job_of(v) == job for v in self.variants)
         words = {
             "--train-iters": 1 + turns * self.args.steps, "--dtype": "fp32", "--num-microbatches": MICROBATCHES,
-            "--hidden": hidden, "--layers": layers, "--dropout": 0.0, "--eval-interval": 0,
+            "--tp": self.args.tp, "--hidden": hidden, "--layers": layers, "--dropout": 0.0, "--eval-interval": 0,
             "--data-path": CACHE / "corpus", "--data-cache-path": self.args.out / job / "indices",
         }  # fmt: skip
         ours = ["--turns", self._turns, "--job", job, "--saves", self.args.saves_folder, "--"]
