@@ -101,7 +101,7 @@ def test_settings_of_the_optimizer_that_a_script_makes_in_training_are_kept(engi
 
 
 def zero_optimizer(**attributes):
-    """What `Rest` takes for one."""
+    """Return a stand-in that `Rest` takes for one."""
     return type("Optimizer", (SimpleNamespace,), {"__module__": "deepspeed.runtime.zero.stage3"})(**attributes)
 
 

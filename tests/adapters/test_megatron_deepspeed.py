@@ -1,5 +1,5 @@
-"""What DeepSpeed jobs of Megatron-DeepSpeed's kind have besides: random generators of the model's own, a batch size
-that is told before every step, a `megatron.core` from before there were adapters for it."""
+"""Tests of what only jobs of Megatron-DeepSpeed's kind have: random generators of the model's own, a batch size that is
+told before every step, a `megatron.core` from before there were adapters for it."""
 
 import sys
 from types import ModuleType

@@ -46,10 +46,10 @@ NOT_OF_NCCL = {"barriers": "monitored_barrier", "point_to_point": "receiving fro
 BACKENDS = "cpu:gloo,cuda:nccl"
 DEADLINE_S, SWAPS_DEADLINE_S = 40.0, 90.0
 ROUNDS = 5
-"""Of operations in flight before the member of a group that is inside of them is killed."""
+"""Number of operations in flight before the member of a group that is inside of them is killed."""
 SWAPS = 20
 LEAK_BYTES_MAX = 8 << 20
-"""Of device memory per swap, over the second half of them."""
+"""Bytes of device memory per swap, over the second half of them."""
 
 
 def _device(rank: int) -> torch.device:
@@ -225,7 +225,7 @@ def _newcomer(cells: Cells) -> Any:
 
 @pytest.fixture
 def figures(record_property: Any) -> Iterator[dict[str, Any]]:
-    """What a test puts into it is recorded, whether it passes or not."""
+    """A mapping that is recorded, whether the test passes or not."""
     found: dict[str, Any] = {}
     yield found
     for name, value in found.items():

@@ -30,11 +30,11 @@ NAMED = {
     "int32": "collective 1 of rank 0 was all_reduce float32 x 1 sum, of rank 1 all_reduce int32 x 1 sum",
     "float32": "rank 0 had issued 1 collectives by step 2, rank 1 2; the newest was all_reduce float32 x 1 sum",
 }
-"""What rank 1 reduces once more than the others, and what is said of it."""
+"""An operation that rank 1 calls once more than the others, and what is said of it."""
 
 
 def _uneven(group: Any) -> None:
-    """What only some ranks name, or name with sizes of their own."""
+    """Call operations that only some ranks name, or name with sizes of their own."""
     rank, size = dist.get_rank(), SIZE
     dist.all_to_all_single(torch.empty(size * (rank + 1)), torch.ones(6), [rank + 1] * size, [1, 2, 3], group=group)
     dist.reduce(torch.ones(4), 1, op=dist.ReduceOp.MAX, group=group)

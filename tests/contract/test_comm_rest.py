@@ -1,4 +1,4 @@
-"""Who is waited for after a cut: a thread that has had no CPU since may write into a tensor when it gets one."""
+"""Tests of the wait after a cut: a thread that has had no CPU since may write into a tensor when it gets one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a store listens, and what others are told of it."""
+"""Tests of where a store listens, and of what others are told of it."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ def test_a_batch_that_is_interrupted_is_ended_once(fails: str, said: str) -> Non
 
 @pytest.mark.parametrize("name", ["broadcast", "scatter"])
 def test_an_operation_that_fails_leaves_no_group_open(name: str) -> None:
-    """What this thread connects later would only be queued."""
+    """In an open group, this thread's later connections would only be queued."""
     inner = Streams()
     _, handle = over(inner)
     with pytest.raises(dist.DistBackendError):
@@ -218,7 +218,7 @@ def test_a_network_whose_generation_is_over_is_built_no_further(monkeypatch: pyt
 
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a user may have set; all of it as before after the test."""
+    """Set what a user may have set, and restore it after the test."""
     for name in nccl.ENVIRONMENT:
         monkeypatch.setenv(name, "0")
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")

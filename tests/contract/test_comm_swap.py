@@ -84,7 +84,7 @@ def _host(rank: int, cells: Cells, index: int, keep: list[Any]) -> None:
 
 
 def _listen(groups: Groups, cells: Cells) -> None:
-    """What the worker's link to its agent does: announcements arrive on another thread."""
+    """Announce on another thread, as the worker's link to its agent does."""
 
     def listen() -> None:
         for generation in (1, 2):

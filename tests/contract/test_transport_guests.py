@@ -1,4 +1,4 @@
-"""Who is no member asks, is refused, or is let in: the control port towards hosts that join."""
+"""Tests of the control port towards hosts that join: one that is no member asks, is refused, or is let in."""
 
 import asyncio
 import gc
@@ -48,7 +48,7 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Node:
-    """What an agent is to its mesh: a roster that answers guests, and ears."""
+    """A stand-in for an agent, as its mesh sees one: a roster that answers guests, and ears."""
 
     def __init__(self, node: int, credentials: Credentials = SECRET) -> None:
         self.node, self.credentials = node, credentials

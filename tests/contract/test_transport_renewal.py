@@ -21,9 +21,9 @@ from deadpool_plugin.transport.sockets import Address
 
 WAIT_S = 20.0
 QUEUE = 8
-"""Of connections nobody accepts: more than a listener with a backlog of none holds."""
+"""Number of connections that nobody accepts: more than a listener with a backlog of none holds."""
 PATIENCE_S = 10 * WAIT_S
-"""So that whoever is told within WAIT_S is told before the time is up in which a host may answer."""
+"""Far longer than WAIT_S: what is told within that was not told because a host's time to answer was up."""
 BOTH: dict[str, bool] = {}
 DIALLER, ACCEPTOR = {"target": False}, {"dialler": False}
 

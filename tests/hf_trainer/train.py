@@ -36,7 +36,7 @@ from gpt.plain import VOCABULARY, Windows
 from transformers import EvalPrediction, GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 NOT_COMPARED = ("runtime", "per_second", "total_flos")
-"""What clocks say; and under ZeRO 3 the Trainer counts the parameters that happen to be gathered when it looks."""
+"""Values of clocks; and under ZeRO 3 the Trainer counts the parameters that happen to be gathered when it looks."""
 
 
 class Texts(torch.utils.data.Dataset[Any]):

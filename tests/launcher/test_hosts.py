@@ -33,7 +33,7 @@ MEMBERS = ("h1", "h2", "h3", "h4", "h5")
 """The last one is the spare."""
 OUTSIDE = "h6"
 SSHD = ("sshd:", "sshd-session:", "sshd-auth:")
-"""How its processes call themselves: the first until OpenSSH 9.8, the others since."""
+"""Names of its processes: the first until OpenSSH 9.8, the others since."""
 MEGATRON = ("train_gpt.py", "--tp", "2")
 DEEPSPEED = ("train_deepspeed.py", "--zero", "2", "--dtype", "bf16")
 HELD_AT = (20, 40)
@@ -79,7 +79,7 @@ def held(tmp_path):
 
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory, corpus):
-    """What all ranks print of STEPS steps without launcher, plugin and losses; by script."""
+    """Return a function of a script: the folder of what its ranks print in STEPS steps without the plugin."""
     known = {}
 
     def run(script):

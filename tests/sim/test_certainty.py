@@ -1,4 +1,4 @@
-"""How old what a node is certain of may be: at most four heartbeat intervals, whatever the pace of the job."""
+"""Tests of how old a node's certainties may be: four heartbeat intervals at most, whatever the pace of the job."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ RESULTS = Path(__file__).resolve().parents[2] / "scripts" / "results"
 
 @pytest.fixture(scope="module")
 def met():
-    """How often each pair was met, in all recorded campaigns together."""
+    """Count how often each pair was met, in all recorded campaigns together."""
     counts: dict[str, int] = {}
     for path in RESULTS.glob("*-simulation*.json"):
         for pair, count in json.loads(path.read_text())["summary"]["pairs"].items():

@@ -31,7 +31,7 @@ VERDICTS = {
     "stale-node-wakes": ("finished", 1),
     "swap-during-swap": ("finished", 2),
 }
-"""How the job of each scenario ends, and its swaps."""
+"""Verdict and number of swaps of each scenario."""
 
 
 def played(name: str) -> tuple[str, Outcome]:

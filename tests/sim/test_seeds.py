@@ -21,7 +21,7 @@ NEW_SEEDS = 40
 OPEN: set[int] = set()
 """Seeds that fail still: known bugs, which must not be forgotten when they are mended."""
 WITHOUT_OPEN = {"racks": 0, "copies": 1}
-"""What keeps new seeds from finding the same again."""
+"""Settings that keep new seeds from finding the same again."""
 
 
 @pytest.mark.parametrize("one", REGRESSIONS, ids=[one["seed"] for one in REGRESSIONS])

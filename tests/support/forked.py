@@ -53,7 +53,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a child ended: what its function returned, or the traceback it raised, or the signal that killed it."""
+    """Outcome of a child: what its function returned, or the traceback it raised, or the signal that killed it."""
 
     value: Any = None
     error: str | None = None

@@ -51,7 +51,7 @@ class Worker:
 
 @dataclass
 class Outcome:
-    """How a job ended: exit statuses by rank (of the last process that had it), and what was seen on the way."""
+    """Outcome of a job: exit statuses by rank (of the last process that had it), and what was seen on the way."""
 
     exit_codes: dict[int, int]
     swaps: int

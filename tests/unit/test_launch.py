@@ -221,7 +221,7 @@ def test_mistakes_are_one_line_and_exit_code_78(tmp_path, text, more, said):
 
 
 def test_a_mistake_that_local_rank_0_does_not_share_is_said_too(monkeypatch, capsys):
-    """Whoever is still there after a moment was not preceded by local rank 0."""
+    """A process that is still there after a moment was not preceded by local rank 0."""
     monkeypatch.setattr(run, "_YIELD_S", 0.0)
     monkeypatch.setattr(sys, "argv", ["run.py", "s.py"])
     monkeypatch.setenv("LOCAL_RANK", "1")

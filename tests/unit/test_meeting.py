@@ -37,7 +37,7 @@ def test_little_patience_with_a_lost_host_is_not_little_with_one_that_starts(mon
 
 
 def looked_up(monkeypatch, fails, config=Config()):
-    """What a host is found to be called while the first one's name is unknown so many times; and how often it was."""
+    """Return a host's name while the first one's is unknown so many times, and the number of lookups."""
     asked, lookup = [], socket.getaddrinfo
 
     def resolve(host, *rest, **options):

@@ -41,7 +41,7 @@ def running():
 
 
 def course(monkeypatch, slots, tell, seconds):
-    """What is said and given up when `tell(notice)` happens, within some seconds."""
+    """Return what is said and given up when `tell(notice)` happens, within some seconds."""
     monkeypatch.setattr(notice, "TERM_GRACE_S", 0.05)
     monkeypatch.setattr(notice, "NOTICE_S", 0.2)
 

@@ -16,7 +16,7 @@ from deadpool_plugin.transport.handshake import Credentials
 
 
 def asked(error: TransportError, *nodes: int) -> list[io.Input]:
-    """What was said after node 0 had asked `nodes` and met `error` each time."""
+    """Return what was said after node 0 had asked `nodes` and met `error` each time."""
 
     async def scenario():
         said: list[io.Input] = []
@@ -45,7 +45,7 @@ def test_who_answers_no_is_heard():
 
 
 def test_the_patience_begins_with_the_first_failure(monkeypatch):
-    """What breaks off after it has gone on for long is tried again."""
+    """A transfer that breaks off after it has gone on for long is tried again."""
     clock = [0.0]
     monkeypatch.setattr("deadpool_plugin.agent.peers.time", types.SimpleNamespace(monotonic=lambda: clock[0]))
 

@@ -80,7 +80,7 @@ class Unreachable:
 
 
 def pushed(error: DeadpoolError, enough: Callable[[list[io.Input], int], bool]) -> list[io.Input]:
-    """What was said of a buddy that could be pushed to only after `enough(said, attempts)`."""
+    """Return what was said of a buddy that could be pushed to only after `enough(said, attempts)`."""
 
     async def scenario():
         said: list[io.Input] = []

@@ -28,7 +28,7 @@ PEER = stand_in(local.LocalPeer)
 
 
 def asked(error: DeadpoolError, patience_s: float, succeeds_at: int) -> tuple[int, bool]:
-    """How often a recording was asked for that cannot be had for `error` before, and whether that was the end of it."""
+    """Count the requests for a recording that fail with `error` at first, and tell whether that was the end of it."""
 
     async def scenario() -> tuple[int, bool]:
         workers, peers, failed = stand_in(Workers), stand_in(Peers), []
@@ -92,7 +92,7 @@ def test_a_spare_that_could_not_hold_the_mirrors_that_come_with_its_ranks_says_s
 
 
 def test_a_newcomer_that_read_other_data_has_failed_as_a_script_has_and_is_not_just_lost():
-    """So that another one begins anew, and the job ends with a verdict if that does the same (core/failures.py)."""
+    """Another one begins anew, and the job ends with a verdict if that one does the same (core/failures.py)."""
     slot, killed, told = Slot(0, rank=6), [], []
     spares, rehearsal = following(3, slot)
     spares._reports.emit = lambda kind, **fields: told.append((kind, fields))

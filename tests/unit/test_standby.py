@@ -101,7 +101,7 @@ def test_an_order_replaces_the_process_of_the_one_before(started, tmp_path):
 
 @pytest.mark.parametrize("order", [local.RunRank(3, {}, 1), local.RehearseRank(3, {}, 1)], ids=["runs", "rehearses"])
 def test_the_agent_hears_why_a_process_ends_before_its_script_begins(started, order):
-    """What it prints goes to files, and their disk may be full."""
+    """Its output goes to files, and their disk may be full."""
 
     def breaks():
         def start(*_):

@@ -55,7 +55,7 @@ class Workers(StandIn):
 
 
 def handed_over(meanwhile) -> list[local.LocalMessage]:
-    """What a process is told that has rehearsed rank 0; `meanwhile` gets its slot and the store."""
+    """Return what a process is told that has rehearsed rank 0; `meanwhile` gets its slot and the store."""
 
     async def scenario():
         process = Process(1, 0, rehearses=True)

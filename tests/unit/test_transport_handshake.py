@@ -166,7 +166,7 @@ def test_a_byte_now_and_then_is_no_handshake(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> int:
-    """How many connections may be unproven."""
+    """Set how many connections may be unproven."""
     monkeypatch.setattr(handshake, "UNPROVEN_MIN", 4)
     monkeypatch.setattr(handshake, "UNPROVEN_MAX", 4)
     return 4

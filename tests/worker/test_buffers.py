@@ -129,7 +129,7 @@ def test_communicating_one_that_is_replaced_is_refused():
 
 
 def test_one_that_the_script_replaces_again_and_again_is_seen_each_time():
-    """What it puts there may lie where the one before it lay."""
+    """A new value may lie where the one before it lay."""
     model = Means()
     model.register_buffer("temperature", torch.ones(1))
     buffers = Buffers(model.modules())

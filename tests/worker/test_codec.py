@@ -34,7 +34,7 @@ class OnDevice(torch.Tensor):
 
 
 def test_tensors_come_back_to_the_device_they_were_on(monkeypatch):
-    """Of the process that decodes: its first and only one may have another number."""
+    """The device is the decoding process's own: its first and only one may have another number."""
     moved, loss = [], torch.tensor([1.5, 2.0]).as_subclass(OnDevice)
     data = codec.encode([{"loss": loss, "empty": loss[:0], "count": torch.ones(1)}])
 

@@ -96,7 +96,7 @@ def test_who_follows_goes_on_after_a_save_that_failed_in_the_rank_itself():
 
 
 def test_a_failure_that_is_no_exception_of_the_common_kind_is_recorded_too():
-    """What torch.distributed.checkpoint raises is below BaseException."""
+    """torch.distributed.checkpoint raises an exception directly below BaseException."""
     rank, failure = Rank(), CheckpointException("write", {1: (OSError("disk full"), StackSummary())})
     with pytest.raises(CheckpointException):
         rank.call("save", CallKind.SAVE, Save(failure), (), {})
@@ -227,7 +227,7 @@ def test_who_follows_is_told_from_whom_a_message_came():
 
 
 class Seen(Exception):
-    """Whether it was in inference mode."""
+    """An exception that says whether inference mode was on."""
 
 
 def see(*args, **kwargs):

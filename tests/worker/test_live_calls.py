@@ -219,7 +219,7 @@ def test_nor_is_it_if_only_a_neighbour_has_heard_so_far():
 
 
 class Unwound(Exception):
-    """How far a test goes."""
+    """An exception that ends a test where it got to."""
 
 
 @pytest.mark.parametrize("device_is_dead", [False, True])

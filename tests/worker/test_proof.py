@@ -33,7 +33,7 @@ class Sample:
 
 
 class Strange:
-    """What cannot even be looked at."""
+    """An object that cannot even be looked at."""
 
     @property  # type: ignore[misc]  # object's can be set, this one need not be
     def __class__(self):
@@ -97,7 +97,7 @@ def known(monkeypatch):
 
 
 def pulled(calls, count, **loader):
-    """What a rank's records say of so many calls, each of `count` batches."""
+    """Return what a rank's records say of so many calls, each of `count` batches."""
     it, records = RewindIterator(iter(DataLoader(Table(), batch_size=2, **loader))), []
     for _ in range(calls):
         position = it.position

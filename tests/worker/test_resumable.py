@@ -161,7 +161,7 @@ def test_a_plain_source_is_skipped_to_the_same_place(tapes):
 
 
 def endless_from(followed, follower):
-    """What a script that holds a pass since before it was followed reads next."""
+    """Yield what a script reads next that holds a pass since before it was followed."""
     (tape,) = follower
     while True:
         try:

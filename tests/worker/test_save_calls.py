@@ -546,7 +546,7 @@ def test_saving_into_memory_is_no_save(saves):
 
 
 def test_safetensors_saves_as_torch_does(tmp_path, saves, monkeypatch):
-    """Whoever imported it before, whoever does so later; a stand-in, since it need not be installed."""
+    """For a script that imported it before or does so later; with a stand-in, since it need not be installed."""
     (tmp_path / "site" / "safetensors").mkdir(parents=True)
     (tmp_path / "site" / "safetensors" / "__init__.py").touch()
     (tmp_path / "site" / "safetensors" / "torch.py").write_text(

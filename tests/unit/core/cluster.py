@@ -122,9 +122,9 @@ class Cluster:
         self.hold = False
         """Workers do nothing (time can pass without the job ending)."""
         self.calls: dict[NodeId, tuple[RankCalls, ...]] = {}
-        """What each node's ranks have issued, where a test says so; `ended`: whose process was ended for it."""
+        """The calls that each node's ranks have issued, where a test says so; `ended`: the processes ended for it."""
         self.paired: dict[Rank, int] = {}
-        """What a rank's snapshots of steps after the newest restore say of its collectives."""
+        """The collectives in a rank's snapshots of steps after the newest restore."""
         self.ended: list[tuple[NodeId, Rank, str]] = []
         self.starts = {n: 0 for n in self.nodes}
 
@@ -375,7 +375,7 @@ class Cluster:
             assert not self.committed and not plan.sources and plan.store == ""
 
     def check_stopped(self, plan: SwapPlan) -> None:
-        """Whoever is replaced has stopped before, unless its agent stood still till now or a link to it has ended."""
+        """Check that the replaced have stopped, unless their agent stood still till now or a link to it has ended."""
         for number in plan.lost_nodes:
             node = self.nodes[number]
             running = [] if node.paused else [rank for rank, worker in node.workers.items() if worker.live]

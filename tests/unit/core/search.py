@@ -56,8 +56,8 @@ class State(NamedTuple):
     """Whose message was sent first, by link; () if it makes no difference."""
     overtakings: int
     last: NodeId
-    """Who did something last. Only that node is lost now: its loss at a later time, when others have done something
-    meanwhile, comes to the same as that other order."""
+    """The node that did something last. Only that node is lost now: its loss at a later time, when others have done
+    something meanwhile, comes to the same as that other order."""
 
 
 class View(NamedTuple):
@@ -367,7 +367,7 @@ class Happening:
                 self.links[place] = (*self.links[place], self._search._end_of(node))
 
     def _check_verdict(self, reason: str) -> None:
-        """Who sees everything agrees that the job could not go on."""
+        """Check that an observer of everything agrees that the job could not go on."""
         world = self._plans[-1].world if self._plans else self._search.world
         there = [node for node in world.members if self._numbers[node] != GONE]
         ledger = Ledger({node: self._view(node).holdings for node in there})

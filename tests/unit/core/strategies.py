@@ -19,7 +19,7 @@ def worlds(draw, nodes_max: int = 4, spares_max: int = 2) -> World:
 
 @st.composite
 def inventories(draw, world: World, steps: int = 3) -> dict[int, tuple[Holding, ...]]:
-    """What each node holds, dense enough for answers to exist; replica groups are the same everywhere."""
+    """Draw what each node holds, dense enough for answers to exist; replica groups are the same everywhere."""
     ranks = range(len(world.node_of))
     size = draw(st.sampled_from([1, 2]))
     replicas = {

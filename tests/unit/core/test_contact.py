@@ -39,7 +39,7 @@ def trained(world: World, seed: int, **more) -> Cluster:
 
 
 def elapse(cluster: Cluster, seconds: float) -> None:
-    """So much time passes, or everybody ends meanwhile."""
+    """Let so much time pass, or end earlier when everybody has ended."""
     end = cluster.now + seconds
     cluster.run(lambda: cluster.now >= end)
 

@@ -44,7 +44,7 @@ def formed(node: int, world: World = WORLD) -> Controller:
 
 
 def said(actions: list[io.Action]) -> list[tuple[int, AnyMessage]]:
-    """What goes to whom; the times of reports are test_contact.py's."""
+    """Return what goes to each receiver; the times of reports are test_contact.py's."""
     return [(action.to, untimed(action.message)) for action in actions if isinstance(action, io.Send)]
 
 
@@ -315,7 +315,7 @@ ORDER, FAILURE = io.StartRehearsal(0, 1, 1), io.SpareFailed(0, 1, "signal 9")
 
 
 def waited(controller: Controller, begin: float, seconds: float) -> list[io.Action]:
-    """What it says while the coordinator is heard and so much time passes, `seconds` a whole number."""
+    """Return what it says while the coordinator is heard and so much time passes, `seconds` a whole number."""
     found: list[io.Action] = []
     for second in range(1, int(seconds) + 1):
         hear(controller, 0, Status(0, 0, True), begin + second)

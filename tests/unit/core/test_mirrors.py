@@ -25,7 +25,7 @@ def shown(world: World) -> Assignment:
 
 
 def together(world: World, node: int, buddies: tuple[int, ...]) -> int:
-    """How many of `node`'s copies are in a rack that another one of them, or the node itself, stands in."""
+    """Count `node`'s copies in a rack that another one of them, or the node itself, stands in."""
     racks = [world.rack_of(one) for one in (node, *buddies)]
     return len(racks) - len(set(racks))
 

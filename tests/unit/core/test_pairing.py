@@ -133,7 +133,7 @@ def after_a_swap(calls):
 
 
 def three(newcomers, others=(SUM, SUM)):
-    """Of ranks 0 and 2, and of the newcomer 1."""
+    """Return the calls of ranks 0 and 2, and of the newcomer 1."""
     issues = {0: others, 1: newcomers, 2: others}
     read_now = {rank: issued([call.encoded() for call in calls], rank, 3)[0] for rank, calls in issues.items()}
     return {rank: msgspec.structs.replace(calls, cuts=()) for rank, calls in read_now.items()}

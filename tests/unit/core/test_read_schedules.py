@@ -21,7 +21,7 @@ def kinds(actions: list[io.Action]) -> list[type]:
 
 
 def later(controller: Controller, begin: float, end: float, hears: tuple[int, ...] = ()) -> list[io.Action]:
-    """What it does while a second after the other goes by, in which it hears of those."""
+    """Return what it does while a second after the other goes by, in which it hears of those."""
     actions, now = [], begin
     while now < end:
         now += 1.0
@@ -119,7 +119,7 @@ def test_a_coordinator_that_cannot_mirror_to_whom_it_hears_asks_it_to_leave_in_t
 
 @pytest.mark.parametrize(("silent", "interrupted"), [(False, True), (True, False)])
 def test_who_sees_no_majority_by_more_than_silence_interrupts_its_processes_while_it_asks(silent, interrupted):
-    """Who has been silent may still count on a lease, and so do its processes; a link that was reset gives none."""
+    """A silent node may still count on a lease, and so do its processes; a link that was reset gives none."""
     controller = Controller(2, TIMING)
     controller.step(io.WorldFormed(World(0, (0, 1, 2, 3), (4,))), 0.0)
     for node in (1, 3):

@@ -24,7 +24,7 @@ def formed(node: int) -> Controller:
 def asked_to_leave(
     coordinator: Controller, *complaints: tuple[int, int], now: float = 0.1, every_s: float = 10.0
 ) -> list[int]:
-    """Who is asked to leave once every (sender, node) of `complaints` has been said to a coordinator that hears all."""
+    """Return who is asked to leave once a coordinator that hears all has every (sender, node) of `complaints`."""
     asked = []
     for sender, node in complaints:
         for heard in (1, 2, 3, 4):
@@ -144,7 +144,7 @@ def test_the_coordinator_counts_its_own_broken_links_alike():
 
 
 def broke(coordinator: Controller, sender: int, node: int, now: float) -> str:
-    """What becomes of a broken training connection that `sender` tells of: "in place", who is asked to leave, or ""."""
+    """Return what becomes of a broken connection that `sender` tells of: "in place", who is asked to leave, or ""."""
     for heard in (1, 2, 3, 4):
         hear(coordinator, heard, Report(coordinator.generation), now)
     actions = hear(coordinator, sender, Report(coordinator.generation, stuck="it broke", broken=(node,)), now)
