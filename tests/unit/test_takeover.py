@@ -54,7 +54,7 @@ class Workers(StandIn):
         slot.process.took_over = True
 
 
-def handed_over(meanwhile) -> list[local.LocalMessage]:
+def handed_over(meanwhile, cancel: bool = False) -> list[local.LocalMessage]:
     """Return what a process is told that has rehearsed rank 0; `meanwhile` gets its slot and the store."""
 
     async def scenario():
@@ -62,7 +62,6 @@ def handed_over(meanwhile) -> list[local.LocalMessage]:
         slot, peer = Slot(0, rank=0, process=process), Peer(process)
         process.peer = cast(local.LocalPeer, peer)
         rehearsal = Rehearsal(slot, process, stand_in(Profile), 0, cast(History, types.SimpleNamespace(last=-1)))
-        rehearsal.finished.set()
         store, spares = SnapshotStore(), stand_in(Spares)
         spares.of = lambda slot, rank: rehearsal
         store.fence(PLAN.world.generation)
@@ -75,7 +74,13 @@ def handed_over(meanwhile) -> list[local.LocalMessage]:
             pass
 
         takeovers._bring = bring
-        await takeovers._take_over(PLAN, slot, None)
+        taking = asyncio.create_task(takeovers._take_over(PLAN, slot, None))
+        await asyncio.sleep(0)
+        rehearsal.finished.set()
+        if cancel:
+            taking.cancel()
+        await asyncio.wait([taking])
+        assert taking.cancelled() if cancel else taking.result() is None
         free(store)
         return peer.told
 
@@ -92,7 +97,8 @@ def test_a_process_whose_connection_has_ended_is_told_nothing():
 
 
 def test_an_order_of_an_older_plan_is_not_handed_out():
-    assert handed_over(lambda slot, store: store.fence(PLAN.world.generation + 1)) == []
+    """The fence cancels the take-over in the moment in which its rehearsal ends."""
+    assert handed_over(lambda slot, store: None, cancel=True) == []
 
 
 def test_a_survivor_that_ends_while_its_restore_step_is_fetched_is_not_told_to_join():
