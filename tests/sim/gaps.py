@@ -55,7 +55,8 @@ CANNOT = (
     Rule("Rehearse", "TRAINING", ("leading",), "spares rehearse"),
     Rule("Replace", OUTSIDE, ANY, "before a node is in a world it runs no rank"),
     Rule("Replace", ANY, ("standing by",), "a spare runs no rank"),
-    Rule("Calls CallsRead Compare ConnectionBroke", OUTSIDE, ANY, "before a node is in a world it runs no rank"),
+    Rule("Calls CallsRead ConnectionBroke", OUTSIDE, ANY, "before a node is in a world it runs no rank"),
+    Rule("Compare", "OUTSIDE", ANY, "before a node is in a world it runs no rank"),
     Rule("ConnectionBroke CallsRead", ANY, ("standing by",), "a spare runs no rank"),
 )  # fmt: skip
 
