@@ -16,7 +16,7 @@ from ..core.types import NO_STEP, NodeId, Rank, Source, SwapPlan, World
 from ..errors import DeadpoolError, invariant, present
 from ..mirror.store import SnapshotStore
 from ..transport import local
-from ..transport.tasks import Tasks
+from ..transport.tasks import Tasks, begin
 from .fetching import Fetches
 from .mirroring import Mirroring
 from .pausing import Pausing
@@ -132,7 +132,7 @@ class TakeOvers:
         if source is None:
             await self._spares.pull(rehearsal, self._node, step)
         else:
-            fetching = asyncio.get_running_loop().create_task(self._fetches.bring(source, step, rehearsal.profile))
+            fetching = begin(self._fetches.bring(source, step, rehearsal.profile))
             try:
                 await self._spares.pull(rehearsal, source.header_node, step)
                 await fetching

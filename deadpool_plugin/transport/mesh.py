@@ -28,7 +28,7 @@ from .lines import Line
 from .rendezvous import Hello
 from .renewal import YOUNG_S, Renewals
 from .sockets import Address, bound_address, closed_on_error, listen_tcp, remote_name
-from .tasks import Tasks
+from .tasks import Tasks, begin
 
 _RETRY_S = 0.1
 _FLUSH_S = 1.0
@@ -185,7 +185,7 @@ class ControlMesh:
             lambda: self._made(peer, link),
         )
         attaching = asyncio.get_running_loop().create_connection(lambda: link, sock=sock)
-        await asyncio.shield(attaching)  # cancelled, it would close a link that carries messages already
+        await asyncio.shield(begin(attaching))  # cancelled, it would close a link that carries messages already
 
     async def _entertain(self, sock: socket.socket) -> None:
         """Answer a guest; link it if it is admitted. A promised link that fails is a lost one."""

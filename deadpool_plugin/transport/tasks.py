@@ -8,7 +8,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 class Tasks:
@@ -30,6 +32,13 @@ class Tasks:
         """`cancel`, and wait until they have ended."""
         self.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+def begin(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    """Start a task that may be given up before it is awaited: its exception is then nobody's, and not reported."""
+    task = asyncio.get_running_loop().create_task(work)
+    task.add_done_callback(lambda task: task.cancelled() or task.exception())
+    return task
 
 
 def soon(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *arguments: object) -> None:

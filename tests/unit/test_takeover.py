@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import types
 from typing import cast
 
+import pytest
 from support.stand_in import StandIn, stand_in
 from support.stores import free
 
@@ -19,6 +21,7 @@ from deadpool_plugin.agent.slots import Process, Slot
 from deadpool_plugin.agent.spares import Spares
 from deadpool_plugin.agent.takeover import TakeOvers
 from deadpool_plugin.core.types import Source, SwapPlan, World
+from deadpool_plugin.errors import TransportError
 from deadpool_plugin.mirror.history import History
 from deadpool_plugin.mirror.store import SnapshotStore
 from deadpool_plugin.transport import local
@@ -99,6 +102,37 @@ def test_a_process_whose_connection_has_ended_is_told_nothing():
 def test_an_order_of_an_older_plan_is_not_handed_out():
     """The fence cancels the take-over in the moment in which its rehearsal ends."""
     assert handed_over(lambda slot, store: None, cancel=True) == []
+
+
+def test_a_fetch_that_fails_as_it_is_given_up_ends_nobody():
+    """As a time limit does that expires in the same moment."""
+
+    async def scenario():
+        unhandled = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: unhandled.append(context))
+        fetches, mirroring, spares = stand_in(Fetches), stand_in(Mirroring), stand_in(Spares)
+        workers, pausing, store = stand_in(agent_workers.Workers), stand_in(Pausing), SnapshotStore()
+
+        async def bring(*arguments):
+            try:
+                await asyncio.sleep(60.0)
+            except asyncio.CancelledError:
+                raise TransportError("no answer") from None
+
+        async def pull(*arguments):
+            await asyncio.sleep(0)
+            raise TransportError("refused")
+
+        fetches.bring, spares.pull = bring, pull
+        takeovers = TakeOvers(0, workers, mirroring, spares, fetches, store, pausing, 60.0, lambda event: None)
+        process, history = Process(1, 0, rehearses=True), cast(History, types.SimpleNamespace())
+        with pytest.raises(TransportError, match="refused"):
+            await takeovers._bring(PLAN, Source(0, 2, 2, 0), Rehearsal(Slot(0), process, stand_in(Profile), 0, history))
+        await asyncio.sleep(0)
+        gc.collect()
+        return unhandled
+
+    assert asyncio.run(scenario()) == []
 
 
 def test_a_survivor_that_ends_while_its_restore_step_is_fetched_is_not_told_to_join():
