@@ -122,7 +122,7 @@ async def ask(
         async with asyncio.timeout(timeout_s):
             return await _ask(address, credentials, question)
     except (OSError, EOFError) as error:
-        raise ConnectionClosed(f"nobody answers at {address[0]}:{address[1]} ({error or 'time-out'})") from error
+        raise ConnectionClosed(f"nobody answers at {address[0]}:{address[1]} ({str(error) or 'time-out'})") from error
 
 
 async def _ask(address: Address, credentials: Credentials, question: Question) -> Answer:
