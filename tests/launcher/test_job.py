@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+LAUNCHER = "deepspeed.launcher.launch"
 pytestmark = pytest.mark.launcher
 
 
 @pytest.mark.slow
 def test_two_nodes_are_replaced_bit_for_bit(tmp_path):
-    """The first node and the other one, by the demonstration itself; CI runs it with four nodes, too."""
+    """Runs the demonstration; CI runs it with four nodes, too."""
     size = ["--nodes", "2", "--ranks-per-node", "2", "--pp", "1", "--spares", "2", "--steps", "20"]
     kills = ["--kill", "0@8:optimizer", "--kill", "1@14:backward"]
     command = [sys.executable, str(ROOT / "scripts" / "demo.py"), "--out", str(tmp_path), *size, *kills]
@@ -32,11 +33,11 @@ def test_two_nodes_are_replaced_bit_for_bit(tmp_path):
 
 @pytest.mark.slow
 def test_killed_parts_of_nodes_cost_these_nodes_only_until_no_spare_is_left(start):
-    """SIGKILL of an agent, of a supervisor, of a launch.py: no orphan there, a swap; the third ends the job."""
+    """Kills a launch.py, an agent, a supervisor: no orphan there, a swap; the third loss ends the job."""
     job = start(2, 1, 2, 100_000, "--tp", "2")
     holder = 1  # of rank 1
     job.wait_for(lambda: job.events("SpareReady"))
-    for swaps, part in enumerate(["deadpool_plugin.launch.agent", "deadpool_plugin.run"], 1):
+    for swaps, part in enumerate([LAUNCHER, "deadpool_plugin.launch.agent"], 1):
         steps = steps_done(job)
         job.wait_for(lambda steps=steps: steps_done(job) > steps + 10)
         kill(job, holder, part)
@@ -48,7 +49,7 @@ def test_killed_parts_of_nodes_cost_these_nodes_only_until_no_spare_is_left(star
     steps = steps_done(job)
     job.wait_for(lambda: steps_done(job) > steps + 10)
     done = steps_done(job)
-    kill(job, holder, "deepspeed.launcher.launch")
+    kill(job, holder, "deadpool_plugin.run")
     codes = job.end()
     assert codes[0] not in (0, None), job.output()[-3000:]
     assert "exit code 86" in job.output()
@@ -71,7 +72,9 @@ def steps_done(job):
 
 
 def kill(job, node, part):
-    [*_, pid] = [pid for pid in job.pids(node, part) if "deepspeed --" not in command_of(pid)]
+    """SIGKILL a process; a launcher's command line names what it starts, too."""
+    launchers = {pid for pid in job.pids(node, "") for word in ("deepspeed --", LAUNCHER) if word in command_of(pid)}
+    [*_, pid] = [pid for pid in job.pids(node, part) if part == LAUNCHER or pid not in launchers]
     os.kill(pid, signal.SIGKILL)
 
 
