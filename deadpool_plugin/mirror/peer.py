@@ -127,7 +127,7 @@ class BulkPeer:
         while (job := self._jobs.get()) is not None:
             if self._closing:
                 job.on_done(TransportError("closed"))
-                if self._jobs.empty():  # a full queue had no room for the end of it
+                if self._jobs.empty():  # the queue was full: `close` could add no end mark
                     break
                 continue
             reused = self._stream is not None

@@ -190,12 +190,17 @@ def test_who_is_dropped_is_told_at_once(drops: int) -> None:
 
 
 def test_a_link_that_fails_as_it_is_given_up_ends_nobody() -> None:
-    """A host that a swap drops dies in the middle of a handshake, for which nobody waits any more."""
+    """A host that a swap drops dies in the middle of a handshake, for which nobody waits any more.
+
+    On Python 3.11 `asyncio.wait_for` left that handshake's error to the event loop.
+    """
 
     async def scenario() -> None:
         unhandled: list[dict[str, Any]] = []
         asyncio.get_running_loop().set_exception_handler(lambda _, context: unhandled.append(context))
-        for turns in range(12):  # between the reset and the drop: in one of them the reset is noticed, and not handled
+        for turns in range(
+            12
+        ):  # of the loop, between reset and drop; in one case the reset is noticed, not yet handled
             async with two() as (first, second, relay, other):
                 await reset_and_unanswered(first, second, relay, other)
                 while not any(passage.is_greeted and not passage.is_cut for passage in relay.passages):

@@ -542,11 +542,12 @@ def test_a_peer_with_a_full_queue_is_closed_and_every_push_is_answered(
     monkeypatch.setattr(peer_module, "_JOIN_S", 0.1)
     answers: queue.Queue[DeadpoolError | None] = queue.Queue()
     with listen_tcp("127.0.0.1") as silent:
-        peer = nodes[0].peer_at(bound_address(silent), silent_after_s=1.0)
+        peer = nodes[0].peer_at(bound_address(silent), silent_after_s=3.0)
         peer.push_recording(0, 0, b"", answers.put)
         with silent.accept()[0]:
             for _ in range(peer_module.QUEUE_MAX + 1):
                 peer.push_recording(0, 0, b"", answers.put)
+            assert peer._jobs.full()
             peer.close()
             assert all(answers.get(timeout=WAIT_S) is not None for _ in range(peer_module.QUEUE_MAX + 2))
         peer._thread.join(WAIT_S)
