@@ -153,6 +153,18 @@ class FrameProtocol(asyncio.Protocol):
         """
         if self._transport is not None and not self._leaving:
             self._leaving = True
+            # Not `write_eof` while bytes are queued: asyncio would shut down after the last one, and an error of that
+            # is nobody's.
+            self._transport.set_write_buffer_limits(high=0)
+            if not self._transport.get_write_buffer_size():
+                self._end_writing()
+
+    def resume_writing(self) -> None:
+        if self._leaving:  # what was queued is sent
+            asyncio.get_running_loop().call_soon(self._end_writing)
+
+    def _end_writing(self) -> None:
+        if self._transport is not None:
             try:
                 self._transport.write_eof()
             except OSError as error:  # the peer has reset it, and the event loop is yet to notice

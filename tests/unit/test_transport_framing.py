@@ -1,4 +1,5 @@
 import asyncio
+import errno
 import select
 import socket
 import struct
@@ -58,3 +59,35 @@ def test_a_connection_that_the_peer_has_reset_is_closed_like_any_other() -> None
         return str(await asyncio.wait_for(ended, 10.0))
 
     assert "not connected" in asyncio.run(close_what_was_reset())
+
+
+def test_a_reset_while_the_last_words_are_sent_is_an_error_of_this_connection_only() -> None:
+    class ResetAfterTheLastWord(socket.socket):
+        def shutdown(self, how: int) -> None:
+            raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
+
+    async def close_with_bytes_queued() -> tuple[str, bytes, list[str]]:
+        loop = asyncio.get_running_loop()
+        ended, unhandled = loop.create_future(), list[str]()
+        loop.set_exception_handler(lambda _, context: unhandled.append(str(context)))
+        protocol = FrameProtocol(lambda body: None, ended.set_result)
+        body = bytes(8 << 20)
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            sock = ResetAfterTheLastWord(socket.AF_INET, socket.SOCK_STREAM)
+            sock.connect(listener.getsockname())
+            peer, _ = listener.accept()
+        transport, _ = await loop.create_connection(lambda: protocol, sock=sock)
+        assert protocol.send(body)
+        assert transport.get_write_buffer_size()
+        protocol.close()
+        reader, writer = await asyncio.open_connection(sock=peer)
+        received = await reader.readexactly(4 + len(body))
+        async with asyncio.timeout(10.0):
+            reason = str(await ended)
+        writer.close()
+        return reason, received[4:], unhandled
+
+    reason, received, unhandled = asyncio.run(close_with_bytes_queued())
+    assert "not connected" in reason
+    assert received == bytes(8 << 20)
+    assert not unhandled
