@@ -27,10 +27,9 @@ from typing import Any
 import compare_runs
 import make_corpus
 from clusters import demo_report, references
-from clusters.demo_jobs import CACHE, JOBS, SCRIPTS, DemoJob, add_arguments, plan_kills
+from clusters.demo_jobs import CACHE, JOBS, SCRIPTS, parse_args
 from clusters.demo_report import WHEN, host, listed, numbered
 from clusters.launched import REPOSITORY, Cluster, folder_size, read_events, read_json_lines
-from faults.inject import PHASES
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
@@ -53,49 +52,17 @@ class Failed(Exception):
     """The demonstration cannot go on; the message says why."""
 
 
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="demo.sh", description=__doc__.splitlines()[0])
-    parser.add_argument("--nodes", type=int, default=4, help="active nodes")
-    parser.add_argument("--ranks-per-node", type=int, default=2)
-    parser.add_argument("--spares", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="bf16")
-    parser.add_argument("--microbatches", type=int, default=2)
-    parser.add_argument("--dropout", type=float, default=0.1)
-    parser.add_argument("--kill", action="append", metavar="NODE@STEP[:PHASE]", help=f"PHASE: {' '.join(PHASES)}")
-    parser.add_argument("--no-kill", action="store_true")
-    parser.add_argument("--seed", type=int, default=0, help="for every `random` in a kill; default kill: all random")
-    parser.add_argument("--out", type=Path, default=Path("demo-out"))
-    parser.add_argument("--patience", type=float, default=10.0, help="seconds, the plugin's patience_s")
-    parser.add_argument("--stall", type=float, default=150.0, help="seconds without any output that count as a hang")
-    add_arguments(parser)
-    args = parser.parse_args()
-    world = args.nodes * args.ranks_per_node
-    if world % job_of(args).pipelines(args):
-        parser.error(f"{world} ranks cannot be split into replicas of {job_of(args).pipelines(args)}")
-    try:
-        args.kills = [] if args.no_kill else plan_kills(args)
-    except ValueError as problem:
-        parser.error(str(problem))
-    args.world, args.out = world, args.out.resolve()
-    return args
-
-
-def job_of(args: argparse.Namespace) -> DemoJob:
-    return JOBS[args.framework]
-
-
 # The two runs
 
 
 def script_and_arguments(args: argparse.Namespace) -> list[str]:
-    job = job_of(args)
+    job = JOBS[args.framework]
     return [str(job.script), *job.arguments(args)]
 
 
 def reference_run(args: argparse.Namespace) -> Path:
     """Folder of the same training without plugin and without faults; run now, unless it was run before."""
-    job = job_of(args)
+    job = JOBS[args.framework]
     folder = CACHE / "reference" / references.key(job.arguments(args), args.world, job.script)
     if folder.exists():
         tell(f"undisturbed run: kept from an earlier demonstration ({folder.relative_to(REPOSITORY)})")
@@ -161,7 +128,7 @@ def write_config(args: argparse.Namespace) -> None:
         "output_dir": str(args.out / "output"),
         "interface_address": "127.0.0.1",
         "memory_headroom_gib": 0.25,
-        "preload": job_of(args).preload,
+        "preload": JOBS[args.framework].preload,
     }
     secret = args.out / "secret"
     secret.touch(mode=0o600)

@@ -4,5 +4,10 @@
 # JSON. Exit code 0: everything promised holds.
 set -euo pipefail
 scripts=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+# Options are checked before the minutes of a setup.
+if [[ ! -x $scripts/../.venv/bin/python ]]; then
+    "$("$scripts/setup_env.sh" --which)" "$scripts/clusters/demo_jobs.py" "$@"
+    for word in "$@"; do if [[ $word == -h || $word == --help ]]; then exit; fi; done
+fi
 "$scripts/setup_env.sh"
 exec "$scripts/../.venv/bin/python" "$scripts/demo.py" "$@"

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Makes (or brings up to date) the virtual environment .venv of this repository from scripts/requirements-cpu.txt.
 # With --tests, also from scripts/requirements-test.txt: packages that scripts of users bring, and the tests use.
+# With --which, only prints the interpreter that it would use.
 # Does nothing if it is up to date. Uses pip as it is configured on this machine. PYTHON=... chooses the interpreter.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -14,12 +15,6 @@ stamp_of() { echo "$venv/$(basename "$1" .txt).sha256"; }
 
 is_current() { [[ -x $venv/bin/python ]] && sha256sum --check --status "$(stamp_of "$1")" 2>/dev/null; }
 
-tests=0
-if [[ ${1:-} == --tests ]]; then tests=1; fi
-if is_current "$requirements" && { ((!tests)) || is_current "$for_tests"; }; then
-    exit 0
-fi
-
 find_python() {
     local candidate
     for candidate in ${PYTHON:-} python3.11 python3.12 python3.13 python3; do
@@ -31,6 +26,17 @@ find_python() {
     echo "setup: found no Python 3.11, 3.12 or 3.13 with the venv module; install one or set PYTHON" >&2
     return 1
 }
+
+if [[ ${1:-} == --which ]]; then
+    find_python
+    exit
+fi
+
+tests=0
+if [[ ${1:-} == --tests ]]; then tests=1; fi
+if is_current "$requirements" && { ((!tests)) || is_current "$for_tests"; }; then
+    exit 0
+fi
 
 # Says every so often what pip does: on a terminal in one line that changes, elsewhere a line every 20 seconds.
 # Measured is the size of .venv, where pip's downloads are, too: pip has no bar where its output goes to a file.

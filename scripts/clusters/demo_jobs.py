@@ -1,8 +1,8 @@
-"""Jobs that the demonstration runs, for each framework, and where nodes are killed.
+"""Options of the demonstration, the jobs that it runs for each framework, and where nodes are killed.
 
 A framework's job: the script, its arguments, and what its processes import first.
 
-Rules of this file: standard library only.
+Rules of this file: standard library only, for demo.sh checks its options with it before the environment is there.
 """
 
 from __future__ import annotations
@@ -10,9 +10,13 @@ from __future__ import annotations
 import argparse
 import random
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])  # started by path
 
 import run_plain
 from faults.inject import PHASES
@@ -49,9 +53,27 @@ class DemoJob:
         return [*words, *self.words(args), "--log-all-ranks", "--digest"]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    on_off = argparse.BooleanOptionalAction
+def parse_args() -> argparse.Namespace:
+    """Read the command line of demo.sh; `kills` is planned, and `world` is the number of ranks.
+
+    Ends the process on `--help`, and on what cannot be run.
+    """
+    parser = argparse.ArgumentParser(prog="demo.sh", description="Kill a node of a running job, and compare the run.")
+    parser.add_argument("--nodes", type=int, default=4, help="active nodes")
+    parser.add_argument("--ranks-per-node", type=int, default=2)
+    parser.add_argument("--spares", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="bf16")
+    parser.add_argument("--microbatches", type=int, default=2)
+    parser.add_argument("--dropout", type=float, default=0.1)
+    parser.add_argument("--kill", action="append", metavar="NODE@STEP[:PHASE]", help=f"PHASE: {' '.join(PHASES)}")
+    parser.add_argument("--no-kill", action="store_true")
+    parser.add_argument("--seed", type=int, default=0, help="for every `random` in a kill; default kill: all random")
+    parser.add_argument("--out", type=Path, default=Path("demo-out"))
+    parser.add_argument("--patience", type=float, default=10.0, help="seconds, the plugin's patience_s")
+    parser.add_argument("--stall", type=float, default=150.0, help="seconds without any output that count as a hang")
     parser.add_argument("--framework", choices=JOBS, default="megatron")
+    on_off = argparse.BooleanOptionalAction
     megatron = parser.add_argument_group("with --framework megatron")
     megatron.add_argument("--tp", type=int, default=2)
     megatron.add_argument("--pp", type=int, default=2)
@@ -61,6 +83,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     deepspeed.add_argument("--pipeline", type=int, default=0, help="stages of a pipeline; 0: none")
     deepspeed.add_argument("--offload", action="store_true", help="masters, moments and the update on the CPU")
     deepspeed.add_argument("--optimizer", choices=("adamw", "fused", "cpu"), default="adamw")
+    args = parser.parse_args()
+    args.world, args.out = args.nodes * args.ranks_per_node, args.out.resolve()
+    if args.world % (replica := JOBS[args.framework].pipelines(args)):
+        parser.error(f"{args.world} ranks cannot be split into replicas of {replica}")
+    try:
+        args.kills = [] if args.no_kill else plan_kills(args)
+    except ValueError as problem:
+        parser.error(str(problem))
+    return args
 
 
 def plan_kills(args: argparse.Namespace) -> list[tuple[int, int, str]]:
@@ -111,3 +142,6 @@ JOBS = {
         lambda args: max(1, args.pipeline),
     ),
 }
+
+if __name__ == "__main__":
+    parse_args()

@@ -47,6 +47,19 @@ def setup(tmp_path):
     return start
 
 
+@pytest.mark.parametrize(("words", "code", "said"), [
+    (["--help"], 0, b"usage: demo.sh"),
+    (["--steps", "8", "--kill", "9@3"], 2, b"--kill 9@3: there are nodes 0..4, steps 1..8"),
+])  # fmt: skip
+def test_options_are_checked_before_the_setup(tmp_path, words, code, said):
+    shutil.copytree(ROOT / "scripts", tmp_path / "scripts", ignore=shutil.ignore_patterns("results", "__pycache__"))
+    environ = os.environ | {"PYTHON": sys.executable}
+    command = [tmp_path / "scripts" / "demo.sh", *words]
+    done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert (done.returncode, said in done.stdout) == (code, True), done.stdout
+    assert not (tmp_path / ".venv").exists()
+
+
 def rest_of(terminal):
     """Read a terminal until its other end is closed, and close it."""
     said = b""

@@ -16,8 +16,9 @@ ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 SCRIPTS = ROOT / "scripts"
 READ_BY = {
-    "demo.sh": [SCRIPTS / "demo.py"],
-    "soak.py": [SCRIPTS / "demo.py"],
+    "demo.py": [SCRIPTS / "clusters" / "demo_jobs.py"],
+    "demo.sh": [SCRIPTS / "clusters" / "demo_jobs.py"],
+    "soak.py": [SCRIPTS / "clusters" / "demo_jobs.py"],
     "gpu_evidence.sh": [SCRIPTS / "gpu" / "evidence.py"],
     "mirror.py": [SCRIPTS / "gpu" / "checks.py"],
     "job.py": [SCRIPTS / "gpu" / "checks.py"],
