@@ -64,25 +64,23 @@ def reference_run(args: argparse.Namespace) -> Path:
     """Folder of the same training without plugin and without faults; run now, unless it was run before."""
     job = JOBS[args.framework]
     folder = CACHE / "reference" / references.key(job.arguments(args), args.world, job.script)
-    if folder.exists():
-        tell(f"undisturbed run: kept from an earlier demonstration ({folder.relative_to(REPOSITORY)})")
-        return folder
-    tell(f"undisturbed run: {args.world} ranks train for {args.steps} steps without the plugin; nothing is killed")
-    running = folder.with_name(f"{folder.name}.running")
-    shutil.rmtree(running, ignore_errors=True)
-    cluster = Cluster(running, nodes=1, slots=args.world)
-    try:
-        run_plain = [str(SCRIPTS / "run_plain.py"), "--ranks", str(args.world), "--logs", str(running / "output")]
-        run_plain += ["--preload", ",".join(job.plain_preload)]
-        cluster.start(0, [sys.executable, *run_plain, "--", *script_and_arguments(args)])
-        with Bar("undisturbed run", args.steps) as bar:
-            watch(cluster, args, lambda: bar.show(*newest_step(running / "output")))
-    finally:
-        cluster.close()
-    if cluster.exit_codes() != [0]:
-        said = demo_report.last_error(running)
-        raise Failed(f"the undisturbed run ended with exit code {cluster.exit_codes()[0]}{said}; logs: {running}")
-    running.rename(folder)
+    with references.made_once(folder) as running:
+        if running is None:
+            tell(f"undisturbed run: kept from an earlier demonstration ({folder.relative_to(REPOSITORY)})")
+            return folder
+        tell(f"undisturbed run: {args.world} ranks train for {args.steps} steps without the plugin; nothing is killed")
+        cluster = Cluster(running, nodes=1, slots=args.world)
+        try:
+            run_plain = [str(SCRIPTS / "run_plain.py"), "--ranks", str(args.world), "--logs", str(running / "output")]
+            run_plain += ["--preload", ",".join(job.plain_preload)]
+            cluster.start(0, [sys.executable, *run_plain, "--", *script_and_arguments(args)])
+            with Bar("undisturbed run", args.steps) as bar:
+                watch(cluster, args, lambda: bar.show(*newest_step(running / "output")))
+        finally:
+            cluster.close()
+        if cluster.exit_codes() != [0]:
+            said = demo_report.last_error(running)
+            raise Failed(f"the undisturbed run ended with exit code {cluster.exit_codes()[0]}{said}; logs: {running}")
     return folder
 
 

@@ -5,11 +5,14 @@ Rules of this file: ranks are forks of the calling process (forked_node.preload)
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import platform
 import re
 import shutil
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
@@ -32,19 +35,39 @@ def reference(
     `{folder}` in a word of `training` is the run's folder. `slots`, `deadline_s`: as of `run_ranks`.
     """
     folder = cache / key(training, world, script)
-    if folder.exists():
-        return folder
-    running = folder.with_name(f"{folder.name}.running")
-    shutil.rmtree(running, ignore_errors=True)
-    running.mkdir(parents=True)
-    (running / "command.json").write_text(json.dumps([world, *training]))
-    words = [word.replace("{folder}", str(running)) for word in training]
-    if code := run_ranks(world, running, [str(script), *words], slots, deadline_s):
-        raise RuntimeError(
-            f"the undisturbed run ended with {code} (-9: killed, after {deadline_s:g} s at most); see {running}"
-        )
-    running.rename(folder)
+    with made_once(folder) as running:
+        if running is not None:
+            (running / "command.json").write_text(json.dumps([world, *training]))
+            words = [word.replace("{folder}", str(running)) for word in training]
+            if code := run_ranks(world, running, [str(script), *words], slots, deadline_s):
+                raise RuntimeError(
+                    f"the undisturbed run ended with {code} (-9: killed, after {deadline_s:g} s at most); see {running}"
+                )
     return folder
+
+
+@contextlib.contextmanager
+def made_once(folder: Path) -> Iterator[Path | None]:
+    """Yield an empty folder that becomes `folder` at the end, unless that raises; None if `folder` is there.
+
+    Another process that makes the same one is waited for. Not for two threads of one process.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with open(folder.with_name(f"{folder.name}.lock"), "w") as lock:
+        # lockf, not flock: forks of this process do not inherit it.
+        try:
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"waiting: another process runs the same undisturbed run ({folder})", flush=True)
+            fcntl.lockf(lock, fcntl.LOCK_EX)
+        if folder.exists():
+            yield None
+            return
+        running = folder.with_name(f"{folder.name}.running")
+        shutil.rmtree(running, ignore_errors=True)
+        running.mkdir()
+        yield running
+        running.rename(folder)
 
 
 def arguments_with_data(words: list[str], script: str = SCRIPT.name) -> list[str]:

@@ -1,6 +1,8 @@
 """The demonstration says how far it is and what failed: its setup (with a stand-in for Python), lines, pictures."""
 
+import contextlib
 import json
+import multiprocessing
 import os
 import pty
 import re
@@ -15,7 +17,7 @@ from support.stand_in import fake
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import demo
-from clusters import demo_report
+from clusters import demo_report, references
 
 ROOT = Path(__file__).resolve().parents[2]
 STAND_IN = """#!/usr/bin/env bash
@@ -58,6 +60,39 @@ def test_options_are_checked_before_the_setup(tmp_path, words, code, said):
     done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert (done.returncode, said in done.stdout) == (code, True), done.stdout
     assert not (tmp_path / ".venv").exists()
+
+
+def run_undisturbed(folder, orders, fails=False):
+    """Make `folder` in a process of its own, whose end waits for a word."""
+    with contextlib.suppress(InterruptedError), references.made_once(folder) as running:
+        orders.send(running is not None)
+        if running is not None:
+            (running / "losses").write_text("3.14")
+            orders.recv()
+            if fails:
+                raise InterruptedError
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_two_demonstrations_side_by_side_make_one_undisturbed_run(tmp_path, capfd, fails):
+    forking = multiprocessing.get_context("fork")
+    (first, of_first), (second, of_second) = forking.Pipe(), forking.Pipe()
+    makes = forking.Process(target=run_undisturbed, args=(tmp_path / "made", of_first, fails))
+    makes.start()
+    assert first.recv() is True
+    waits = forking.Process(target=run_undisturbed, args=(tmp_path / "made", of_second))
+    waits.start()
+    while "waiting: another process" not in capfd.readouterr().out:
+        assert waits.is_alive()
+    assert not second.poll(0.1)
+    first.send("end")
+    assert second.recv() is fails  # it makes the run that the first one did not finish
+    second.send("end")
+    for process in (makes, waits):
+        process.join()
+        assert process.exitcode == 0
+    assert (tmp_path / "made" / "losses").read_text() == "3.14"
+    assert not (tmp_path / "made.running").exists()
 
 
 def rest_of(terminal):
