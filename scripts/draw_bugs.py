@@ -125,6 +125,8 @@ def tree_with(bug: Bug, folder: Path) -> Path:
     assert lines[bug.line - 1] == bug.before, bug
     lines[bug.line - 1] = bug.after
     (tree / bug.file).write_text("\n".join([*lines, ""]))
+    # Its layout shall not give it away: a command may check the format first.
+    subprocess.run([ROOT / ".venv/bin/ruff", "format", "--quiet", bug.file], cwd=tree, check=True)
     return tree
 
 
