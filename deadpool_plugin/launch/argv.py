@@ -36,7 +36,7 @@ def parse(arguments: Sequence[str]) -> CommandLine:
 
     Raises: ConfigError
     """
-    rest, config = _take_flag(list(arguments))
+    rest, config = take_flag(arguments)
     launchers = launchers_words(rest)
     rest = rest[len(launchers) :]
     head = head_of(rest)
@@ -58,9 +58,9 @@ def launchers_words(words: Sequence[str]) -> list[str]:
     return list(itertools.takewhile(lambda word: word.startswith(("--local_rank=", "--local-rank=")), words))
 
 
-def _take_flag(arguments: list[str]) -> tuple[list[str], str]:
-    rest: list[str] = []
-    config: list[str] = []
+def take_flag(words: Sequence[str]) -> tuple[list[str], str]:
+    """Return the other words, and the file that `--deadpool-config` names, or "". Raises: ConfigError."""
+    arguments, rest, config = list(words), list[str](), list[str]()
     while arguments:
         argument = arguments.pop(0)
         if argument == FLAG:

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import msgspec
 
 from ..errors import EXIT_CONFIG, ConfigError, DeadpoolError, Unsupported
-from .argv import FLAG, RUN, parse
+from .argv import FLAG, RUN, parse, take_flag
 
 LAUNCHERS = {
     "slurm": "submit configs/slurm.sbatch, which starts one `deepspeed --no_ssh` per node",
@@ -59,7 +59,9 @@ def read(words: Sequence[str]) -> Request:
     """Raises: ConfigError. Blocks: seconds, while deepspeed is loaded."""
     from deepspeed.launcher import runner
 
-    args = runner.parse_args(list(words))
+    rest, config = take_flag(words)
+    words = [*rest, *([FLAG, config] if config else [])]  # before the script deepspeed would take it for its own
+    args = runner.parse_args(words)
     check(args)
     options = list(words[: len(words) - 1 - len(args.user_args)])
     script = [args.user_script, *args.user_args]
@@ -144,4 +146,5 @@ def main(words: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    sys.argv[0] = "deadpool launch"  # the name by which argparse tells of mistakes
     sys.exit(main(sys.argv[1:]))

@@ -90,6 +90,23 @@ def test_the_slots_are_those_deepspeed_uses(read, line, slots):
     assert read(line).slots == slots
 
 
+@pytest.mark.parametrize("flag", ["--deadpool-config d.yaml", "--deadpool-config=d.yaml"])
+def test_our_flag_may_stand_before_the_script(read, flag):
+    found = read(f"--hostfile H {flag} s.py --lr 1")
+    assert (found.config, found.command, found.options) == (
+        "d.yaml",
+        ["s.py", "--lr", "1"],
+        ["--hostfile", "H", "--module"],
+    )
+
+
+def test_a_mistake_is_told_in_the_name_of_the_command(capfd):
+    with pytest.raises(SystemExit) as ended:
+        request.understood(["--nosuchoption", "s.py"])
+    said = capfd.readouterr().err
+    assert ended.value.code == 2 and "deadpool launch: error: unrecognized arguments: --nosuchoption" in said
+
+
 def test_it_is_one_line_of_json_whatever_deepspeed_says_meanwhile(read, capfd):
     assert request.main(["--hostfile", "H", "s.py"]) == 0
     assert json.loads(capfd.readouterr().out)["hosts"] == ["h1", "h2", "h3"]
