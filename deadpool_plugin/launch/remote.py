@@ -154,10 +154,16 @@ class Stewards:
         words.append(shell_command(self._request, os.environ, os.getcwd()))
         each = ((one, msgspec.structs.replace(word, node=one.node)) for one in self.connections)
         await asyncio.gather(*(one.prepare(words, its_own) for one, its_own in each))
-        wrong = [f"{one.host}: {one.problem}" for one in self.connections if one.problem]
+        wrong: dict[str, list[str]] = {}
+        for one in self.connections:
+            if one.problem:
+                wrong.setdefault(one.problem, []).append(one.host)
         if wrong:
+            found = "; ".join(f"{', '.join(hosts)}: {problem}" for problem, hosts in wrong.items())
+            if all("; to do: " in problem for problem in wrong):
+                raise ConfigError(found)
             expected, remedy = "all hosts of the hostfile ready", "mend these hosts, or remove them from the hostfile"
-            raise ConfigError("; ".join(wrong), expected, remedy)
+            raise ConfigError(found, expected, remedy)
 
     async def keep(self) -> None:
         """Tell them, for ever, that somebody is here."""

@@ -128,6 +128,14 @@ def test_nothing_starts_unless_every_host_is_ready(job, tmp_path):
     assert not (tmp_path / "seen.txt").exists()
 
 
+def test_what_all_hosts_say_is_said_once(job, tmp_path):
+    (tmp_path / "s.py").unlink()
+    with pytest.raises(ConfigError) as refused:
+        job(hosts=["h1", "h2"])
+    missing = f"there is no file s.py in {tmp_path}; expected the training script; to do: copy it there"
+    assert str(refused.value) == f"h1, h2: {missing}"
+
+
 def test_what_ssh_said_last_is_told_though_a_shared_connection_keeps_its_pipe(monkeypatch):
     """As with ControlPersist: the client ends, its master holds standard error."""
     master = "exec 3<&0; cat <&3 >/dev/null & echo 'no route' >&2; exit 255"
