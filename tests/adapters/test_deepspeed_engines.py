@@ -18,8 +18,8 @@ from support.zygote import in_zygote  # noqa: E402
 pytestmark = needs_deepspeed
 
 
-def build(model, **options):
-    """An engine of one rank around `model()`, with torch's AdamW."""
+def build(model, optimizer="AdamW", **options):
+    """An engine of one rank around `model()`, with an optimizer of torch's."""
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
     import deepspeed
     import torch
@@ -29,6 +29,7 @@ def build(model, **options):
     deepspeed.init_distributed(verbose=False)
     torch.manual_seed(3)
     built = model()
+    made = getattr(torch.optim, optimizer)(built.parameters(), lr=0.1)
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "zero_allow_untested_optimizer": True,
@@ -36,7 +37,7 @@ def build(model, **options):
         "steps_per_print": 10**9,
         **options,
     }
-    return deepspeed.initialize(model=built, optimizer=torch.optim.AdamW(built.parameters(), lr=0.1), config=config)[0]
+    return deepspeed.initialize(model=built, optimizer=made, config=config)[0]
 
 
 @in_zygote
@@ -177,3 +178,17 @@ def test_taking_the_hooks_of_zero_3_off_for_a_while_is_refused_before_they_are()
     assert list(engine.module._forward_hooks) == hooks and len(hooks) == full
     engine.destroy()
     assert len(engine.module._forward_hooks) < full
+
+
+@in_zygote
+def test_an_optimizer_is_refused_before_deepspeed_asks_for_an_option():
+    import torch
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    from deadpool_plugin.adapters.deepspeed import refusals
+    from deadpool_plugin.errors import Unsupported
+
+    refusals.install(DeepSpeedEngine, lambda: False)
+    kept = {"zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": False}
+    with pytest.raises(Unsupported, match=r"torch\.optim\.sgd\.SGD; expected one of Adam"):
+        build(lambda: torch.nn.Linear(4, 1), "SGD", **kept)

@@ -19,8 +19,8 @@ MAKERS = ("torch", "deepspeed", "apex")
 """Others give the same names to optimizers that keep another state (8 bits of it)."""
 
 
-def check(optimizer: torch.optim.Optimizer, masters: Sequence[torch.Tensor], schedule: Any = None) -> None:
-    """Raises: Unsupported, naming the optimizer, option or parameter that cannot be protected."""
+def check_kind(optimizer: torch.optim.Optimizer) -> None:
+    """Raises: Unsupported unless it is one of SUPPORTED."""
     kind = type(optimizer)
     if kind.__name__ not in SUPPORTED or kind.__module__.partition(".")[0] not in MAKERS:
         raise Unsupported(
@@ -28,10 +28,16 @@ def check(optimizer: torch.optim.Optimizer, masters: Sequence[torch.Tensor], sch
             f"one of {', '.join(SUPPORTED)} of {', '.join(MAKERS)}",
             f"use one of them, {REMEDY}",
         )
+
+
+def check(optimizer: torch.optim.Optimizer, masters: Sequence[torch.Tensor], schedule: Any = None) -> None:
+    """Raises: Unsupported, naming the optimizer, option or parameter that cannot be protected."""
+    check_kind(optimizer)
     refuse_third_moment(optimizer.param_groups)
     if getattr(schedule, "cycle_momentum", False) and is_in_cpp(optimizer, masters):
+        name = type(optimizer).__name__
         raise Unsupported(
-            f"{type(schedule).__name__} changes the betas of {kind.__name__}, whose powers then depend on all of them",
+            f"{type(schedule).__name__} changes the betas of {name}, whose powers then depend on all of them",
             "betas that stay the same",
             "cycle the learning rate only, or use torch's AdamW",
         )

@@ -14,6 +14,7 @@ import torch
 
 from ...errors import Unsupported
 from ..options import REMEDY, Option, refuse
+from . import adam
 
 COMPRESSION = ("weight_quantization", "activation_quantization", "sparse_pruning", "row_pruning", "head_pruning",
                "channel_pruning")  # fmt: skip
@@ -127,7 +128,21 @@ def install(engine_class: type, is_training: Callable[[], bool]) -> None:
     ):
         if hasattr(engine_class, name):
             _refuse_method(engine_class, name, is_training, remedy, is_harmless)
+    if hasattr(engine_class, "_do_optimizer_sanity_check"):
+        _check_optimizer_first(engine_class)
     _refuse_hooks(is_training)
+
+
+def _check_optimizer_first(engine_class: Any) -> None:
+    """Check before DeepSpeed does: it asks for `zero_allow_untested_optimizer`, which helps nobody here."""
+    original = engine_class._do_optimizer_sanity_check
+
+    @functools.wraps(original)
+    def check_optimizer(self: Any, basic_optimizer: torch.optim.Optimizer) -> Any:
+        adam.check_kind(basic_optimizer)
+        return original(self, basic_optimizer)
+
+    engine_class._do_optimizer_sanity_check = check_optimizer
 
 
 def _never(engine: Any, *args: Any, **kwargs: Any) -> bool:
