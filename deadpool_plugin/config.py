@@ -296,7 +296,7 @@ def load(path: str | Path | None) -> Config:
         raise ConfigError(
             f"configuration file {path} cannot be read ({error.__class__.__name__}: {error})",
             "a readable YAML file",
-            "check the path after --deadpool-config; it must exist on every host",
+            "correct the path; with plain `deepspeed` the file must be there on every host",
         ) from error
     try:
         data = yaml.load(text, _Loader)

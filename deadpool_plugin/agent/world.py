@@ -49,7 +49,7 @@ def check_count(hosts_total: int, spares: int) -> None:
         raise ConfigError(
             f"{hosts_total} host(s) and {spares} spare(s)",
             f"at least {spares + 1} hosts, so that one is left to train on",
-            "add hosts to the hostfile or lower `spares`",
+            "name all hosts in the hostfile (--hostfile), or lower `spares`",
         )
 
 
@@ -129,8 +129,10 @@ def check_alike(hellos: Sequence[Hello]) -> None:
         check_slots([(first.host, first.local_size), (other.host, other.local_size)])
         if differs := first_difference(first.versions, other.versions):
             package, here, there = differs
+            alike = first.host == other.host  # emulated nodes, or hosts without a name
+            hosts = [f"node {one.node}" if alike else one.host for one in (first, other)]
             raise ConfigError(
-                f"{package} is {here} on {first.host} and {there} on {other.host}",
+                f"{package} is {here} on {hosts[0]} and {there} on {hosts[1]}",
                 "the same version on every host",
                 f"install {package} alike on all hosts",
             )
@@ -145,7 +147,7 @@ def check_alike(hellos: Sequence[Hello]) -> None:
 def first_difference(here: Mapping[str, str], there: Mapping[str, str]) -> tuple[str, str, str] | None:
     """A package that is not the same, and what it is here and there."""
     for package in sorted(here.keys() | there.keys()):
-        versions = here.get(package, "none"), there.get(package, "none")
+        versions = here.get(package, "not installed"), there.get(package, "not installed")
         if versions[0] != versions[1]:
             return package, *versions
     return None

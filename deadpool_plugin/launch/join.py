@@ -172,7 +172,8 @@ async def _described(addresses: Sequence[tuple[Address, str]], credentials: Cred
         except TransportError as error:
             failures.append(str(error))
     raise TransportError(
-        f"no member of a running job was found: {'; '.join(failures)}", remedy="check that the job runs"
+        f"no member of a running job was found: {'; '.join(failures)}",
+        remedy="run this on a host that reaches these addresses; `deadpool outcome` says whether the job runs",
     )
 
 
