@@ -63,7 +63,8 @@ def test_options_are_checked_before_the_setup(tmp_path, words, code, said):
 
 
 def run_undisturbed(folder, orders, fails=False):
-    """Make `folder` in a process of its own, whose end waits for a word."""
+    """Make `folder` in a process of its own, whose end waits for a word. What it prints goes to `orders`."""
+    vars(references)["print"] = lambda text, flush: orders.send(text)  # only in this process
     with contextlib.suppress(InterruptedError), references.made_once(folder) as running:
         orders.send(running is not None)
         if running is not None:
@@ -74,7 +75,7 @@ def run_undisturbed(folder, orders, fails=False):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_two_demonstrations_side_by_side_make_one_undisturbed_run(tmp_path, capfd, fails):
+def test_two_demonstrations_side_by_side_make_one_undisturbed_run(tmp_path, fails):
     forking = multiprocessing.get_context("fork")
     (first, of_first), (second, of_second) = forking.Pipe(), forking.Pipe()
     makes = forking.Process(target=run_undisturbed, args=(tmp_path / "made", of_first, fails))
@@ -82,9 +83,7 @@ def test_two_demonstrations_side_by_side_make_one_undisturbed_run(tmp_path, capf
     assert first.recv() is True
     waits = forking.Process(target=run_undisturbed, args=(tmp_path / "made", of_second))
     waits.start()
-    while "waiting: another process" not in capfd.readouterr().out:
-        assert waits.is_alive()
-    assert not second.poll(0.1)
+    assert "waiting: another process" in second.recv()
     first.send("end")
     assert second.recv() is fails  # it makes the run that the first one did not finish
     second.send("end")
@@ -256,6 +255,17 @@ def test_a_job_that_stops_is_one_problem_a_line_and_the_job_s_own_words_come_las
     assert sum("swap of node1: no event tells generation, plan_s" in problem for problem in problems) == 1
     assert "the survivors did not keep their processes, communicators, memory to the end" in problems
     assert problems[-1] == f"launcher of node0 ended with 86 (node0.txt: {said}); log: {tmp_path}/launcher/node0.txt"
+
+
+def test_what_several_launchers_say_is_one_problem(tmp_path):
+    (tmp_path / "launcher").mkdir()
+    said = "[deadpool] torch is 2.9 on h1 and 2.13.0 on h2; expected the same; to do: install it alike"
+    for node in (0, 1):
+        (tmp_path / "launcher" / f"node{node}.txt").write_text(f"{said}\nlauncher: leaving\n")
+    args = fake(out=tmp_path, ranks_per_node=1, nodes=2, steps=10, kills=[])
+    _, problems = demo.judge(args, tmp_path / "undisturbed", fake(exit_codes=lambda: [78, 78]))
+    assert problems[-1] == f"launcher of node0, node1 ended with 78 (node0.txt: {said}); log: {tmp_path}/launcher"
+    assert not [problem for problem in problems[:-1] if problem.startswith("launcher of")]
 
 
 FAILING = """
