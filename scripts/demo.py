@@ -104,7 +104,7 @@ def protected_run(args: argparse.Namespace) -> Cluster:
     size = f"{args.nodes} hosts, {args.ranks_per_node} ranks a host; spare hosts: {args.spares}"
     tell(f"protected run: the same training with the plugin; {size}")
     for node, step, phase in args.kills:
-        tell(f"  planned: {host(node)} is killed in step {step}, {WHEN[phase]}")
+        tell(f"  planned: {host(node)} is killed in step {step}, {WHEN[phase]} (--seed {args.seed})")
     try:
         cluster.launch(["--module", *command])
         with Bar("protected run", args.steps) as bar:
@@ -301,11 +301,14 @@ def judge(args: argparse.Namespace, reference: Path, cluster: Cluster) -> tuple[
         if unknown := [name for name, value in swap.items() if value is None]:
             problems.append(f"swap of {host(swap['node'])}: no event tells {listed(unknown)}")
     codes = {node: code for node, code in enumerate(cluster.exit_codes()) if node not in killed}
+    alike: dict[tuple[int, str], list[Path]] = {}  # what several launchers say is one problem
     for node, code in codes.items():
-        log = args.out / "launcher" / f"node{node}.txt"
-        problems += (
-            [f"launcher of {host(node)} ended with {code}{demo_report.last_error(log)}; log: {log}"] if code else []
-        )
+        if code:
+            log = args.out / "launcher" / f"node{node}.txt"
+            alike.setdefault((code, demo_report.last_error(log).partition(": ")[2]), []).append(log)
+    for (code, _), logs in alike.items():
+        said, where = demo_report.last_error(logs[0]), logs[0] if len(logs) == 1 else logs[0].parent
+        problems.append(f"launcher of {listed([log.stem for log in logs])} ended with {code}{said}; log: {where}")
     summary["exit_code"] = next((code for code in codes.values() if code), 1 if problems else 0)
     return summary, problems
 
@@ -361,9 +364,11 @@ def say_summary(
 def prepare_folder(folder: Path) -> None:
     """Make it, and remove what an earlier demonstration left in it (nothing else)."""
     folder.mkdir(parents=True, exist_ok=True)
-    for pattern in MADE_HERE.split():
-        for path in folder.glob(pattern):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    earlier = [path for pattern in MADE_HERE.split() for path in folder.glob(pattern)]
+    if earlier:
+        tell(f"removing what an earlier demonstration left in {folder} (--out DIR keeps both)")
+    for path in earlier:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def main() -> int:

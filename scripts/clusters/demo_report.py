@@ -15,7 +15,9 @@ from typing import Any, NamedTuple
 
 Event = dict[str, Any]
 
-ERROR = re.compile(r"^(?:\[\w+\]: ?)?[\w.]*(?:Error|Exception)\b.*$|^.*\bexit code\b.*$", re.MULTILINE)
+ERROR = re.compile(
+    r"^(?:\[\w+\]: ?)?[\w.]*(?:Error|Exception)\b.*$|^.*\bexit code\b.*$|^\[deadpool\] .*; to do: .*$", re.MULTILINE
+)
 """A line that names an error: the last of a traceback (one that was cut off has none), or the plugin's own."""
 WHEN = {
     "forward": "in its forward pass",
