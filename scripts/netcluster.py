@@ -125,6 +125,7 @@ def act(args: argparse.Namespace) -> int:
         network.degrade(args.host, args.loss, args.delay_ms)
     else:
         network.heal(args.host)
+    print(f"[netcluster] {args.do} {args.host}: done")
     return 0
 
 

@@ -276,7 +276,9 @@ def print_lines(follower: Follower, view: JobView, every_s: float, once: bool = 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("output_dir", type=Path, help="`output_dir` of the job's configuration; may not exist yet")
+    parser.add_argument(
+        "output_dir", type=Path, help="`output_dir` of the job's configuration; waited for, except with --once"
+    )
     parser.add_argument("--every-s", type=float, default=10.0, help="without a terminal: seconds between step lines")
     parser.add_argument("--once", action="store_true", help="what is known now, and no more")
     parser.add_argument("--json", action="store_true", help="the same as one JSON object, for programs")
