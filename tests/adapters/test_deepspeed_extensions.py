@@ -28,6 +28,13 @@ def baton(tmp_path, monkeypatch):
     return lambda: file_baton.FileBaton(str(tmp_path / "lock"))
 
 
+def test_a_build_is_told_before_it_begins(baton, tmp_path, capfd):
+    one = baton()
+    assert one.try_acquire()
+    assert capfd.readouterr().err.startswith(f"[deadpool] building C++: {tmp_path.name} (minutes at")
+    one.release()
+
+
 def held_by_another_process(baton):
     read, write = os.pipe()
     pid = os.fork()

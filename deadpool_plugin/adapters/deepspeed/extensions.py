@@ -60,7 +60,20 @@ def _loaded() -> dict[str, Any]:
 
 
 def _acquire(baton: Any, otherwise: Callable[[Any], Any]) -> Any:
-    """Block until the lock is ours."""
+    """Block until the lock is ours; tell before, for a build takes minutes and says nothing."""
+    library = Path(baton.lock_file_path).parent.name
+    print(
+        f"[deadpool] building C++: {library} (minutes at a host's first start, then seconds)",
+        file=sys.stderr,
+        flush=True,
+    )
+    while (acquired := _acquired(baton, otherwise)) is None:
+        pass  # whoever had it has removed the file
+    return acquired
+
+
+def _acquired(baton: Any, otherwise: Callable[[Any], Any]) -> Any:
+    """Return what `try_acquire` does; None if the file that we have locked is gone."""
     descriptor = os.open(baton.lock_file_path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -70,7 +83,7 @@ def _acquire(baton: Any, otherwise: Callable[[Any], Any]) -> Any:
         return otherwise(baton)
     if not _is_current(baton, descriptor):  # removed by who had it
         os.close(descriptor)
-        return _acquire(baton, otherwise)
+        return None
     baton.locked = descriptor
     return True
 
