@@ -15,6 +15,8 @@ import sys
 
 from ..errors import DeadpoolError
 
+EXIT_USAGE = 2
+"""As argparse has it."""
 EXIT_PIPE = 128 + signal.SIGPIPE
 """The exit code of a command whose reader has gone, as a shell has it."""
 
@@ -54,6 +56,9 @@ def _run(words: list[str]) -> int:
     version = importlib.import_module("deadpool_plugin").__version__
     known.add_argument("--version", action="version", version=f"deadpool_plugin {version}")
     known.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="what to do")
+    if not words:
+        known.print_help(sys.stderr)
+        return EXIT_USAGE
     command: str = known.parse_args(words[:1]).command
     module = importlib.import_module(f".{command}", __package__)
     parser = argparse.ArgumentParser(prog=f"deadpool {command}", description=COMMANDS[command].capitalize() + ".")

@@ -59,11 +59,17 @@ def folder(tmp_path, monkeypatch):
 # ---- the command
 
 
-@pytest.mark.parametrize("words", [[], ["jion"], ["join", "--to", "a:1", "--job", "x"], ["join", "--bogus"], ["watch"]])
+@pytest.mark.parametrize("words", [["jion"], ["join", "--to", "a:1", "--job", "x"], ["join", "--bogus"], ["watch"]])
 def test_words_that_make_no_command_are_argparse_errors(words, capsys):
     with pytest.raises(SystemExit) as ended:
         main(words)
     assert ended.value.code == 2 and "usage: deadpool" in capsys.readouterr().err
+
+
+def test_without_a_command_it_lists_them(capsys):
+    assert main([]) == 2
+    said = capsys.readouterr()
+    assert not said.out and all(f"  {name} " in said.err for name in COMMANDS)
 
 
 def test_help_names_every_command(capsys):
