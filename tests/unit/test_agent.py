@@ -12,6 +12,7 @@ import sys
 import time
 
 import pytest
+from support.stand_in import fake
 
 from deadpool_plugin import events
 from deadpool_plugin.agent import proc
@@ -19,9 +20,11 @@ from deadpool_plugin.agent import reports as reports_module
 from deadpool_plugin.agent.interfaces import address_of, addresses_here
 from deadpool_plugin.agent.joining import Job, Roster
 from deadpool_plugin.agent.output import LineBuffer, Pipe, Writer
+from deadpool_plugin.agent.process import Agent
 from deadpool_plugin.agent.reports import Reports, named
 from deadpool_plugin.agent.watch import Watch, described_exit
 from deadpool_plugin.agent.world import Place, described, form_world, rack_named, spare_nodes, worker_env
+from deadpool_plugin.core import io
 from deadpool_plugin.core.types import World
 from deadpool_plugin.errors import ConfigError
 from deadpool_plugin.transport.handshake import Credentials
@@ -543,3 +546,10 @@ def test_a_death_is_seen_before_its_core_dump_is_written(tmp_path, state, flags,
     assert proc.look(77, str(tmp_path)) == seen
     (tmp_path / "77" / "status").unlink()
     assert proc.look(77, str(tmp_path)) == (seen if status else proc.Status(seen.state, seen.ending, 0))
+
+
+def test_a_link_that_stays_silent_is_told_as_a_silent_one():
+    """One that is closed counts against its node at once; a silent one may be the fault of this pair of hosts."""
+    fed: list[io.LinkLost] = []
+    Agent._still_silent(fake(feed=fed.append), 3, "no answer")
+    assert fed == [io.LinkLost(3, "no answer", silent=True, still=True)]

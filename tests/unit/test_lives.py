@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 import signal
 import subprocess
 import sys
@@ -148,6 +149,20 @@ print("seen")
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == "seen\n", done.stderr
+
+
+def test_a_look_that_fails_for_another_reason_is_not_repeated():
+    reserve, looks = proc.Reserve(), []
+
+    def look():
+        looks.append(1)
+        raise FileNotFoundError(errno.ENOENT, "it has gone")
+
+    reserve.keep()
+    with pytest.raises(FileNotFoundError):
+        reserve.call(look)
+    assert looks == [1]
+    os.close(reserve._fd)
 
 
 def test_a_watch_without_descriptors_looks_again_and_says_so_once(monkeypatch, caplog):

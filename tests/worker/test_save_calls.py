@@ -594,17 +594,22 @@ FOLDERS = [  # what this rank says, and whether it is a replacement; what the ot
 ]
 
 
-def others_say(monkeypatch, others):
-    """`dist` of a job in which all others say the same: a name of a checkpoint, and whether a later clock said it."""
+def others_say(monkeypatch, others, rank=0):
+    """`dist` of a job in which all others say the same: a name of a checkpoint, and whether a later clock said it.
+
+    Args: rank: this process's.
+    """
     others = [(name, 2 * doubts) for name, doubts in others]
     dist = fake(
         is_initialized=lambda: True,
-        get_rank=lambda: 0,
+        get_rank=lambda: rank,
         get_world_size=lambda group=None: len(others) + 1,
         get_process_group_ranks=lambda group: list(range(len(others) + 1)),
         group=fake(WORLD=None),
     )
-    dist.all_gather_object = lambda said, mine, group: said.__setitem__(slice(None), [mine, *others])
+    dist.all_gather_object = lambda said, mine, group: said.__setitem__(
+        slice(None), [*others[:rank], mine, *others[rank:]]
+    )
     monkeypatch.setattr("deadpool_plugin.worker.folders.dist", dist)
 
 
@@ -626,6 +631,14 @@ def test_a_folder_that_is_named_otherwise_once_is_known_from_then_on(saves, monk
     others_say(monkeypatch, [("/out/wednesday/step8", True)])  # the rank that was left has been replaced since
     assert saves.folders.one_folder("/out/tuesday/step8") == "/out/monday/step8"
     assert len(saves._link.events) == 1
+
+
+def test_where_a_replacement_has_saved_with_all_others_a_later_one_saves_again(saves, monkeypatch):
+    saves.folders.took_over = True
+    others_say(monkeypatch, [("/out/17:01", False)], rank=1)
+    assert saves.folders.one_folder("/out/17:01") == "/out/17:01"
+    others_say(monkeypatch, [("/out/17:02", True)], rank=1)  # rank 0 has been replaced, too, and the save is done again
+    assert saves.folders.one_folder("/out/17:01") == "/out/17:01"
 
 
 def test_a_name_that_was_another_ranks_at_one_save_may_be_everybodys_at_the_next(saves, monkeypatch):
