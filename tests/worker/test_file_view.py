@@ -83,6 +83,18 @@ def test_a_checkpoint_saved_since_is_hidden_until_the_loop_begins(tmp_path, rehe
     assert sees(path)
 
 
+def test_functions_that_a_script_has_kept_hide_nothing_from_its_loop(tmp_path, rehearsed):
+    """`from os import listdir, stat` in a module that was imported during start-up."""
+    path = tmp_path / "checkpoint-4"
+    view = rehearsed(lambda: (os.path.exists(path), os.listdir(tmp_path)), lambda: save(path))
+    stat, listdir = os.stat, os.listdir
+    with pytest.raises(FileNotFoundError):
+        stat(path)
+    assert listdir(tmp_path) == []
+    view.lift()
+    assert stat(path) and listdir(tmp_path) == [path.name]
+
+
 def test_what_start_up_itself_made_is_seen_as_it_is(tmp_path, rehearsed):
     """Else a rehearsal would build a cache again that others have mapped into memory."""
     cache = tmp_path / "cache" / "index.npy"
