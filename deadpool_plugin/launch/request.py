@@ -60,13 +60,13 @@ def read(words: Sequence[str]) -> Request:
     from deepspeed.launcher import runner
 
     rest, config = take_flag(words)
-    words = [*rest, *([FLAG, config] if config else [])]  # before the script deepspeed would take it for its own
-    args = runner.parse_args(words)
+    args = runner.parse_args(rest)  # which would take our flag for its own, if it stood before the script
     check(args)
-    options = list(words[: len(words) - 1 - len(args.user_args)])
-    script = [args.user_script, *args.user_args]
+    options = rest[: len(rest) - 1 - len(args.user_args)]
+    user_args = [*args.user_args, *([FLAG, config] if config else [])]
+    script = [args.user_script, *user_args]
     if args.module and args.user_script == RUN:
-        line = parse(args.user_args)
+        line = parse(user_args)
     else:
         line = parse(["-m", *script] if args.module else script)
     if not args.module:

@@ -100,6 +100,12 @@ def test_our_flag_may_stand_before_the_script(read, flag):
     )
 
 
+def test_a_script_is_missed_although_our_flag_is_there(read, capfd):
+    with pytest.raises(SystemExit):
+        read("--hostfile H --deadpool-config d.yaml")
+    assert "required: user_script" in capfd.readouterr().err
+
+
 def test_a_mistake_is_told_in_the_name_of_the_command(capfd):
     with pytest.raises(SystemExit) as ended:
         request.understood(["--nosuchoption", "s.py"])
