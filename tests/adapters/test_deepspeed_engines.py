@@ -181,7 +181,7 @@ def test_taking_the_hooks_of_zero_3_off_for_a_while_is_refused_before_they_are()
 
 
 @in_zygote
-def test_an_optimizer_is_refused_before_deepspeed_asks_for_an_option():
+def test_an_optimizer_that_deepspeed_refuses_is_named_and_no_option_asked_for():
     import torch
     from deepspeed.runtime.engine import DeepSpeedEngine
 

@@ -20,7 +20,7 @@ MAKERS = ("torch", "deepspeed", "apex")
 
 
 def check_kind(optimizer: torch.optim.Optimizer) -> None:
-    """Raises: Unsupported unless it is one of SUPPORTED."""
+    """Refuse an optimizer that is not in SUPPORTED. Raises: Unsupported."""
     kind = type(optimizer)
     if kind.__name__ not in SUPPORTED or kind.__module__.partition(".")[0] not in MAKERS:
         raise Unsupported(

@@ -60,7 +60,7 @@ def _loaded() -> dict[str, Any]:
 
 
 def _acquire(baton: Any, otherwise: Callable[[Any], Any]) -> Any:
-    """Block until the lock is ours; tell before, for a build takes minutes and says nothing."""
+    """Print what is built, and block until the lock is ours."""
     library = Path(baton.lock_file_path).parent.name
     print(
         f"[deadpool] building C++: {library} (minutes at a host's first start, then seconds)",

@@ -119,7 +119,7 @@ def check_hooks() -> None:
 
 
 def install(engine_class: type, is_training: Callable[[], bool]) -> None:
-    """Refuse what would change an engine's state between calls, once `is_training`."""
+    """Refuse optimizers, and once `is_training` what would change an engine's state between calls."""
     for name, remedy, is_harmless in (
         ("coalesce_grad_reduction", "let every backward reduce its gradients", _never),
         ("set_train_batch_size", "keep the batch size", _has_that_batch_size),
@@ -129,18 +129,21 @@ def install(engine_class: type, is_training: Callable[[], bool]) -> None:
         if hasattr(engine_class, name):
             _refuse_method(engine_class, name, is_training, remedy, is_harmless)
     if hasattr(engine_class, "_do_optimizer_sanity_check"):
-        _check_optimizer_first(engine_class)
+        _name_optimizer(engine_class)
     _refuse_hooks(is_training)
 
 
-def _check_optimizer_first(engine_class: Any) -> None:
-    """Check before DeepSpeed does: it asks for `zero_allow_untested_optimizer`, which helps nobody here."""
+def _name_optimizer(engine_class: Any) -> None:
+    """Refuse an optimizer that DeepSpeed refuses, too."""
     original = engine_class._do_optimizer_sanity_check
 
     @functools.wraps(original)
     def check_optimizer(self: Any, basic_optimizer: torch.optim.Optimizer) -> Any:
-        adam.check_kind(basic_optimizer)
-        return original(self, basic_optimizer)
+        try:
+            return original(self, basic_optimizer)
+        except AssertionError:  # it asks for `zero_allow_untested_optimizer`, which does not help here
+            adam.check_kind(basic_optimizer)
+            raise
 
     engine_class._do_optimizer_sanity_check = check_optimizer
 
