@@ -12,6 +12,7 @@ logs; the verdict uses no code of the plugin. A terminal gets a bar below the li
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import random
 import re
@@ -22,7 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import compare_runs
 import make_corpus
@@ -104,7 +105,9 @@ def protected_run(args: argparse.Namespace) -> Cluster:
     size = f"{args.nodes} hosts, {args.ranks_per_node} ranks a host; spare hosts: {args.spares}"
     tell(f"protected run: the same training with the plugin; {size}")
     for node, step, phase in args.kills:
-        tell(f"  planned: {host(node)} is killed in step {step}, {WHEN[phase]} (--seed {args.seed})")
+        tell(f"  planned: {host(node)} is killed in step {step}, {WHEN[phase]}")
+    if args.kills and any("random" in kill for kill in args.kill or ["random"]):
+        tell(f"  drawn: --seed {args.seed} draws it again")
     try:
         cluster.launch(["--module", *command])
         with Bar("protected run", args.steps) as bar:
@@ -361,20 +364,31 @@ def say_summary(
     CONSOLE.print()
 
 
-def prepare_folder(folder: Path) -> None:
-    """Make it, and remove what an earlier demonstration left in it (nothing else)."""
+def prepare_folder(folder: Path) -> IO[str]:
+    """Make it, and remove what an earlier demonstration left in it (nothing else).
+
+    Returns the file whose lock keeps other demonstrations out. Raises: SystemExit if one is there.
+    """
     folder.mkdir(parents=True, exist_ok=True)
+    lock = open(folder / "lock", "w")  # noqa: SIM115 (held until the end)
+    try:
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        sys.exit(f"demo.sh: another demonstration writes to {folder}; name another folder with --out DIR")
+    except OSError:  # a file system without locks
+        pass
     earlier = [path for pattern in MADE_HERE.split() for path in folder.glob(pattern)]
     if earlier:
-        tell(f"removing what an earlier demonstration left in {folder} (--out DIR keeps both)")
+        tell(f"removing what an earlier demonstration left in {folder} (next time --out DIR keeps both)")
     for path in earlier:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
+    return lock
 
 
 def main() -> int:
     args = parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    prepare_folder(args.out)
+    lock = prepare_folder(args.out)
     summary: dict[str, Any] = {"bit_exact": False, "steps": 0, "swaps": [], "survivor_pids_kept": False}
     summary |= {"handles_kept": False, "storages_kept": False, "exit_code": 1}
     try:
@@ -387,6 +401,7 @@ def main() -> int:
         said = "ended by Ctrl-C" if ended else str(problem)
         (args.out / "summary.json").write_text(json.dumps(summary | {"problems": [said]}, indent=1))
         say_summary(args, summary, [said], {})
+    lock.close()
     print(json.dumps(summary), flush=True)
     return int(summary["exit_code"])
 

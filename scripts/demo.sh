@@ -4,10 +4,12 @@
 # JSON. Exit code 0: everything promised holds.
 set -euo pipefail
 scripts=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-# Options are checked before the minutes of a setup.
-if [[ ! -x $scripts/../.venv/bin/python ]]; then
-    "$("$scripts/setup_env.sh" --which)" "$scripts/clusters/demo_jobs.py" "$@"
-    for word in "$@"; do if [[ $word == -h || $word == --help ]]; then exit; fi; done
+# Options are checked before the minutes of a setup; what that prints is the answer to --help.
+python=$("$scripts/setup_env.sh" --which)
+help=$("$python" "$scripts/clusters/demo_jobs.py" "$@")
+if [[ -n $help ]]; then
+    echo "$help"
+    exit
 fi
 "$scripts/setup_env.sh"
 exec "$scripts/../.venv/bin/python" "$scripts/demo.py" "$@"

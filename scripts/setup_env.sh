@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Makes (or brings up to date) the virtual environment .venv of this repository from scripts/requirements-cpu.txt.
 # With --tests, also from scripts/requirements-test.txt: packages that scripts of users bring, and the tests use.
-# With --which, only prints the interpreter that it would use.
+# With --which, only prints the path of the interpreter that it would use.
 # Does nothing if it is up to date. Uses pip as it is configured on this machine. PYTHON=... chooses the interpreter.
 set -euo pipefail
+here=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 venv=.venv
@@ -17,9 +18,10 @@ is_current() { [[ -x $venv/bin/python ]] && sha256sum --check --status "$(stamp_
 
 find_python() {
     local candidate
-    for candidate in ${PYTHON:-} python3.11 python3.12 python3.13 python3; do
+    for candidate in ${PYTHON:+"$PYTHON"} python3.11 python3.12 python3.13 python3; do
+        if [[ $candidate == */* && $candidate != /* ]]; then candidate=$here/$candidate; fi
         if "$candidate" -c 'import sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null; then
-            echo "$candidate"
+            type -P "$candidate"
             return
         fi
     done

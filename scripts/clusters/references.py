@@ -52,20 +52,27 @@ def made_once(folder: Path) -> Iterator[Path | None]:
 
     Another process that makes the same one is waited for. Not for two threads of one process.
     """
+    if folder.exists():
+        yield None
+        return
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open(folder.with_name(f"{folder.name}.lock"), "w") as lock:
         # lockf, not flock: forks of this process do not inherit it.
         try:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            print(f"waiting: another process runs the same undisturbed run ({folder})", flush=True)
+            print(f"waiting: another demonstration makes this undisturbed run ({folder})", flush=True)
             fcntl.lockf(lock, fcntl.LOCK_EX)
+        except OSError as error:  # some network file systems have no locks
+            print(
+                f"no lock in {folder.parent} ({error.strerror}): two side by side would disturb each other", flush=True
+            )
         if folder.exists():
             yield None
             return
         running = folder.with_name(f"{folder.name}.running")
         shutil.rmtree(running, ignore_errors=True)
-        running.mkdir()
+        running.mkdir(exist_ok=True)
         yield running
         running.rename(folder)
 

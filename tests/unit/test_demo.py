@@ -55,11 +55,42 @@ def setup(tmp_path):
 ])  # fmt: skip
 def test_options_are_checked_before_the_setup(tmp_path, words, code, said):
     shutil.copytree(ROOT / "scripts", tmp_path / "scripts", ignore=shutil.ignore_patterns("results", "__pycache__"))
-    environ = os.environ | {"PYTHON": sys.executable}
+    python = tmp_path / "a python"  # with the standard library only, and no way to make an environment
+    python.write_text(f'#!/bin/sh\n[ "$1" != -m ] && exec {os.path.realpath(sys.executable)} -I -S "$@"\n')
+    python.chmod(0o755)
     command = [tmp_path / "scripts" / "demo.sh", *words]
-    done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    environ = os.environ | {"PYTHON": "./a python"}
+    done = subprocess.run(command, cwd=tmp_path, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert (done.returncode, said in done.stdout) == (code, True), done.stdout
     assert not (tmp_path / ".venv").exists()
+
+
+def test_without_a_python_the_demonstration_says_so(tmp_path):
+    shutil.copytree(ROOT / "scripts", tmp_path / "scripts", ignore=shutil.ignore_patterns("results", "__pycache__"))
+    for name in ("bash", "dirname", "sha256sum", "basename", "env"):
+        (tmp_path / name).symlink_to(shutil.which(name))
+    done = subprocess.run(
+        [tmp_path / "scripts" / "demo.sh"], env={"PATH": str(tmp_path)}, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1) and "found no Python 3.11, 3.12 or 3.13" in done.stderr
+
+
+def test_two_demonstrations_do_not_write_to_one_folder(tmp_path):
+    code = f"import pathlib, demo; demo.prepare_folder(pathlib.Path({str(tmp_path)!r}))"
+    environ = os.environ | {"PYTHONPATH": str(ROOT / "scripts")}
+    with demo.prepare_folder(tmp_path):
+        (tmp_path / "summary.json").touch()
+        second = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True)
+        assert (second.returncode, (tmp_path / "summary.json").exists()) == (1, True)
+        assert "another demonstration writes to" in second.stderr
+    third = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True)
+    assert third.returncode == 0 and "removing what an earlier demonstration left" in third.stdout
+    assert not (tmp_path / "summary.json").exists()
+
+
+def heard(pipe):
+    assert pipe.poll(60)
+    return pipe.recv()
 
 
 def run_undisturbed(folder, orders, fails=False):
@@ -69,7 +100,7 @@ def run_undisturbed(folder, orders, fails=False):
         orders.send(running is not None)
         if running is not None:
             (running / "losses").write_text("3.14")
-            orders.recv()
+            heard(orders)
             if fails:
                 raise InterruptedError
 
@@ -78,14 +109,14 @@ def run_undisturbed(folder, orders, fails=False):
 def test_two_demonstrations_side_by_side_make_one_undisturbed_run(tmp_path, fails):
     forking = multiprocessing.get_context("fork")
     (first, of_first), (second, of_second) = forking.Pipe(), forking.Pipe()
-    makes = forking.Process(target=run_undisturbed, args=(tmp_path / "made", of_first, fails))
+    makes = forking.Process(target=run_undisturbed, args=(tmp_path / "made", of_first, fails), daemon=True)
     makes.start()
-    assert first.recv() is True
-    waits = forking.Process(target=run_undisturbed, args=(tmp_path / "made", of_second))
+    assert heard(first) is True
+    waits = forking.Process(target=run_undisturbed, args=(tmp_path / "made", of_second), daemon=True)
     waits.start()
-    assert "waiting: another process" in second.recv()
+    assert "waiting: another demonstration" in heard(second)
     first.send("end")
-    assert second.recv() is fails  # it makes the run that the first one did not finish
+    assert heard(second) is fails  # it makes the run that the first one did not finish
     second.send("end")
     for process in (makes, waits):
         process.join()
