@@ -20,7 +20,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "example:\n  deadpool launch --hostfile hosts.txt train.py --deepspeed_config ds.json \\\n"
         "    --deadpool-config deadpool.yaml"
     )
-    parser.add_argument("words", nargs="+", metavar="SCRIPT", help="as for `deepspeed`, whose --help lists them")
+    parser.add_argument(
+        "words",
+        nargs="+",
+        metavar="SCRIPT",
+        help="deepspeed's arguments (`deepspeed --help`), the script, its arguments",
+    )
 
 
 def run(args: argparse.Namespace) -> int:

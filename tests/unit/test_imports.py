@@ -128,8 +128,8 @@ def loaded_by(module: str) -> frozenset[str]:
 
 @pytest.fixture(autouse=True)
 def no_garbage_collection():
-    """Keep finalizers from parsing while `ast` does, as tracebacks do: Python 3.11.7 fails then (CPython gh-106905)."""
-    gc.disable()
+    """Disable garbage collection."""
+    gc.disable()  # Python 3.11.7 fails if a finalizer parses while `ast` does (CPython gh-106905)
     yield
     gc.enable()
 

@@ -633,7 +633,7 @@ def test_a_folder_that_is_named_otherwise_once_is_known_from_then_on(saves, monk
     assert len(saves._link.events) == 1
 
 
-def test_where_a_replacement_has_saved_with_all_others_a_later_one_saves_again(saves, monkeypatch):
+def test_a_later_replacement_repeats_a_save_in_the_folder_that_all_agreed_on(saves, monkeypatch):
     saves.folders.took_over = True
     others_say(monkeypatch, [("/out/17:01", False)], rank=1)
     assert saves.folders.one_folder("/out/17:01") == "/out/17:01"
