@@ -36,6 +36,12 @@ def rank_file(output_dir: Path, rank: Rank, node: NodeId) -> Path:
     return output_dir / f"rank{rank:04d}.node{node}.log"
 
 
+def appended(path: Path) -> int:
+    """Open `path` to append to it, and return the descriptor. Raises: OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+
+
 class Lane:
     """Writes to descriptors, in order, on a thread of its own. Thread: any, also that of `on_drop`, which hears why.
 
@@ -44,7 +50,7 @@ class Lane:
 
     def __init__(self, name: str, on_drop: Callable[[str], None] = lambda why: None, *, files: bool = False) -> None:
         self._changed = threading.Condition()
-        self._queue: deque[tuple[int, bytes | None]] = deque()
+        self._queue: deque[tuple[int, bytes | Path | None]] = deque()
         self._queued_bytes = 0
         self._broken: set[int] = set()
         self._cut: set[int] = set()
@@ -60,6 +66,12 @@ class Lane:
         """Close `fd` once what is queued for it has been written."""
         with self._changed:
             self._queue.append((fd, b""))
+            self._changed.notify()
+
+    def open(self, fd: int, path: Path) -> None:
+        """Open `path` as `fd`, before what is queued from now on is written."""
+        with self._changed:
+            self._queue.append((fd, path))
             self._changed.notify()
 
     def empty(self, fd: int) -> None:
@@ -91,6 +103,9 @@ class Lane:
             if data is None:
                 self._empty(fd)
                 continue
+            if isinstance(data, Path):
+                self._open(fd, data)
+                continue
             if not data:
                 self._broken.discard(fd)
                 self._cut.discard(fd)
@@ -100,6 +115,14 @@ class Lane:
                 self._put(fd, data)
             with self._changed:
                 self._queued_bytes -= len(data)
+
+    def _open(self, fd: int, path: Path) -> None:
+        try:
+            opened = appended(path)
+            os.dup2(opened, fd, inheritable=False)
+            os.close(opened)
+        except OSError as error:
+            self._on_drop(error.strerror or str(error))
 
     def _empty(self, fd: int) -> None:
         try:
@@ -162,8 +185,13 @@ class Writer:
 
     def open(self, path: Path) -> int:
         """A descriptor to `write` to; the file is appended to. Raises: OSError."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        return appended(path)
+
+    def open_later(self, path: Path) -> int:
+        """As `open`, on the thread that writes; if that fails, the terminal has the reason. Blocks: never."""
+        fd = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+        self._files.open(fd, path)
+        return fd
 
     def release(self, fd: int) -> None:
         """Close `fd`, of `open`, once what is queued for it has been written."""
@@ -252,7 +280,7 @@ class Pipe:
         self._fd, self._writer = fd, writer
         self._file = -1
         self._path: Path | None = None
-        self._file_bytes = 0
+        self._file_bytes: int | None = 0
         self.repeats: Repeats | None = None
         """The lines that a lost process has printed already."""
         self._forward = False
@@ -267,7 +295,7 @@ class Pipe:
     def assign(self, path: Path, forward: bool, opened: Callable[[], int] | None = None) -> None:
         """From now on into `path`; `forward` to our own standard output too.
 
-        Args: opened: a descriptor of `path`, ours from now on; it may raise OSError.
+        Args: opened: a descriptor of `path`, ours from now on; it may raise OSError, TimeoutError if that is late.
         Blocks: for the file system, without `opened`.
         """
         if self.ended.is_set() or path == self._path:
@@ -278,8 +306,11 @@ class Pipe:
             self._loop.add_reader(self._fd, self._read)
         self._path, self._forward = path, forward
         try:
-            self._file = self._writer.open(path) if opened is None else opened()
-            self._file_bytes = os.fstat(self._file).st_size
+            try:
+                self._file = self._writer.open(path) if opened is None else opened()
+                self._file_bytes = os.fstat(self._file).st_size
+            except TimeoutError:
+                self._file, self._file_bytes = self._writer.open_later(path), None
         except OSError as error:  # what is printed is not worth a node
             self._file_bytes = 0
             self._writer.forward(f"[deadpool] cannot write {path}, its output is lost: {error.strerror}\n".encode())
@@ -289,8 +320,9 @@ class Pipe:
             self._writer.release(self._file)
             self._file = -1
 
-    def cut(self, step: Step) -> int:
-        """The process has made the cut of `step`, before which it flushed: how much it has printed, in its file.
+    def cut(self, step: Step) -> int | None:
+        """The process has made the cut of `step`, before which it flushed: how much it has printed, in its file. None
+        if that is not known, because the file was opened late.
 
         One read takes all that is in a pipe (64 KiB at most).
         """
@@ -320,7 +352,8 @@ class Pipe:
         return data
 
     def _put(self, data: bytes) -> None:
-        self._file_bytes += len(data)
+        if self._file_bytes is not None:
+            self._file_bytes += len(data)
         if self._file >= 0:
             self._writer.write(self._file, data)
         if self._forward and (whole := self._lines.feed(data)):

@@ -63,8 +63,9 @@ class Cuts:
     def heard(self, pipe: Pipe | None, kind: str, fields: dict[str, Any]) -> None:
         """Take in a worker's event, which may be that of a cut; `pipe` is its output's."""
         if pipe is not None and kind in CUTS:
-            cut = Cut(self._job(), int(fields["rank"]), int(fields["step"]), pipe.cut(int(fields["step"])))
-            self._files.write(msgspec.json.encode(cut) + b"\n")
+            rank, step = int(fields["rank"]), int(fields["step"])
+            if (printed := pipe.cut(step)) is not None:
+                self._files.write(msgspec.json.encode(Cut(self._job(), rank, step, printed)) + b"\n")
 
 
 def printed_since(output_dir: Path, job: str, rank: Rank, step: Step) -> Printed:

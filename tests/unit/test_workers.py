@@ -11,6 +11,7 @@ import pytest
 from support import present
 from support.stand_in import stand_in
 
+from deadpool_plugin.agent import output as output_module
 from deadpool_plugin.agent import workers as workers_module
 from deadpool_plugin.agent.lives import Lives
 from deadpool_plugin.agent.output import Pipe, Writer, rank_file
@@ -21,20 +22,8 @@ from deadpool_plugin.transport import local
 from deadpool_plugin.transport.local import LocalPeer
 
 
-class Stalled(Writer):
-    """Its files are on a file system that answers when it is let."""
-
-    def __init__(self, launcher: int) -> None:
-        super().__init__(launcher)
-        self.may_open = threading.Event()
-
-    def open(self, path):
-        assert self.may_open.wait(20)
-        return super().open(path)
-
-
-def taken_over(writer: Writer, output_dir) -> None:
-    """A process takes rank 5 over on node 2 and says a line."""
+def taken_over(writer: Writer, output_dir, may_open: threading.Event | None = None) -> None:
+    """A process takes rank 5 over on node 2 and says a line; `may_open` is set then."""
 
     async def scenario():
         read_end, write_end = os.pipe()
@@ -46,8 +35,8 @@ def taken_over(writer: Writer, output_dir) -> None:
         os.write(write_end, b"a line\n")
         os.close(write_end)
         await asyncio.wait_for(present(slot.pipe).ended.wait(), 60)
-        if isinstance(writer, Stalled):
-            writer.may_open.set()
+        if may_open is not None:
+            may_open.set()
 
     asyncio.run(scenario())
     writer.close()
@@ -63,14 +52,56 @@ def test_who_takes_a_rank_over_prints_into_the_ranks_file(tmp_path):
     assert rank_file(tmp_path, 5, 2).read_bytes() == b"a line\n"
 
 
-def test_a_file_system_that_stands_still_holds_no_take_over_up(tmp_path, monkeypatch):
+def test_a_file_system_that_stands_still_holds_no_take_over_up_and_loses_no_line(tmp_path, monkeypatch):
     monkeypatch.setattr(workers_module, "READ_S", 0.05)
+    may_open, appended = threading.Event(), output_module.appended
+
+    def late(path):
+        assert may_open.wait(20)
+        return appended(path)
+
+    monkeypatch.setattr(output_module, "appended", late)
     heard, said = os.pipe()
-    taken_over(Stalled(said), tmp_path)
-    words = os.read(heard, 1 << 12).decode().splitlines()
-    assert "its output is lost: Connection timed out" in words[0] and words[1:] == ["a line"]
+    taken_over(Writer(said), tmp_path, may_open)
+    assert os.read(heard, 1 << 12) == b"a line\n"
+    assert rank_file(tmp_path, 5, 2).read_bytes() == b"a line\n"
     os.close(heard)
     os.close(said)
+
+
+def test_a_file_that_cannot_be_opened_later_either_is_told(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("no folder")
+    heard, said = os.pipe()
+    taken_over(Writer(said), tmp_path / "file")
+    words = os.read(heard, 1 << 12).decode().splitlines()
+    assert sorted("cannot write everything to output_dir" in word for word in words) == [False, True]
+    assert "a line" in words
+    os.close(heard)
+    os.close(said)
+
+
+def test_how_much_is_in_a_file_that_was_opened_late_is_not_claimed(tmp_path):
+    """A cut at a wrong place would drop lines of the next replacement."""
+
+    def late():
+        raise TimeoutError
+
+    async def scenario():
+        read_end, write_end = os.pipe()
+        pipe = Pipe(read_end, writer)
+        pipe.assign(tmp_path / "rank", False, late)
+        os.write(write_end, b"a line\n")
+        cut = pipe.cut(3)
+        os.close(write_end)
+        async with asyncio.timeout(60):
+            await pipe.ended.wait()
+        return cut
+
+    (tmp_path / "rank").write_text("before\n")
+    writer = Writer(os.open(os.devnull, os.O_WRONLY))
+    assert asyncio.run(scenario()) is None
+    writer.close()
+    assert (tmp_path / "rank").read_text() == "before\na line\n"
 
 
 def test_logs_that_are_slow_to_read_do_not_cost_the_rank_its_file(tmp_path, monkeypatch):
