@@ -31,7 +31,7 @@ def prepare(arguments: list[str]) -> tuple[roles.Launch, CommandLine]:
     roles.check_ports(launch.place, config)
     roles.check_interface(config)
     roles.check_versions()
-    roles.check_directories(config)
+    roles.check_host(config)
     of_job(config, line.config)
     if line.command[0] != "-m" and not Path(line.command[0]).is_file():
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The configuration's part for the protocol: its time-outs, and the user's decisions about losses."""
+"""The configuration's part for the protocol (its time-outs, the user's decisions about losses) and for this host."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 from ..config import Config
 from ..core.policy import Policy
 from ..core.timing import Timing
+from ..mirror.memory import check_memory
 
 
 def timing_of(config: Config) -> Timing:
@@ -28,3 +29,13 @@ def policy_of(config: Config) -> Policy:
         witness=config.witness is not None,
         restarts_window_s=config.restarts_window_s,
     )
+
+
+def check_headroom(config: Config) -> None:
+    """Check before anything starts that this host has the memory that `memory_headroom_gib` keeps free.
+
+    What the snapshots need on top of it is not known before the ranks have built their models.
+
+    Raises: MemoryShortage.
+    """
+    check_memory(0, config.memory_headroom_bytes)

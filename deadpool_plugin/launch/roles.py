@@ -15,6 +15,7 @@ from importlib import metadata
 import msgspec
 
 from ..agent.interfaces import address_of
+from ..agent.settings import check_headroom
 from ..agent.world import Place, check_hosts
 from ..config import Config
 from ..errors import ConfigError
@@ -99,8 +100,12 @@ def check_interface(config: Config) -> None:
         address_of(config.interface_address)
 
 
-def check_directories(config: Config) -> None:
-    """Makes those that are absent. Raises: ConfigError for one that cannot be written to."""
+def check_host(config: Config) -> None:
+    """Check that this host has free memory and can write to its directories, which are made if they are absent.
+
+    Raises: ConfigError.
+    """
+    check_headroom(config)
     for field, path in (("output_dir", config.output_dir), ("witness", config.witness)):
         if path is None:
             continue

@@ -6,6 +6,7 @@ process counts; page cache that a cgroup can drop, active or not, is headroom. R
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -85,9 +86,12 @@ def check_memory(need_bytes: int, headroom_bytes: int, root: Path = Path("/")) -
     found = budgets(root)
     if need_bytes + headroom_bytes <= found[0].available_bytes:
         return
+    keeps = f"memory_headroom_gib keeps {_gib(headroom_bytes)} free"
+    if need_bytes:
+        need, sum_ = _gib(need_bytes), _gib(need_bytes + headroom_bytes)
+        keeps = f"snapshots need {need} of host memory and {keeps}, together {sum_}"
     told = "; ".join(f"{budget.name}: {_gib(budget.available_bytes)} available ({budget.detail})" for budget in found)
     raise MemoryShortage(
-        f"snapshots need {_gib(need_bytes)} of host memory and memory_headroom_gib keeps {_gib(headroom_bytes)} free, "
-        f"together {_gib(need_bytes + headroom_bytes)}, but only {_gib(found[0].available_bytes)} can be had ({told})",
+        f"{keeps}, but only {_gib(found[0].available_bytes)} can be had on {os.uname().nodename} ({told})",
         remedy="give the job more memory, run fewer ranks per node, or lower memory_headroom_gib",
     )

@@ -197,6 +197,7 @@ def test_unsafe_secrets_are_refused(tmp_path):
         ("spares: 1", {"WORLD_SIZE": "7"}, "WORLD_SIZE=7"),
         ("port_range: [29000, 29999]", {}, "port_range [29000, 29999] holds MASTER_PORT=29500"),
         ("output_dir: ~/d.yaml/logs", {}, f"d.yaml/logs cannot be used on {os.uname().nodename} (Not a directory)"),
+        ("memory_headroom_gib: 1.0e+6", {}, "memory_headroom_gib keeps 1000000.00 GiB free, but only"),
         ("output_dir: ~/logs\nwitness: ~/d.yaml", {}, "witness /"),
     ],
 )
