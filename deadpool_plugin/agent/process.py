@@ -235,6 +235,11 @@ class Agent:
         if self._node == 0:
             for line in (*described(world, hosts), self._links.how_to_join):
                 self._reports.say(line)
+            if self._reports.follows_another_job:
+                folder = self._config.output_dir.absolute()
+                self._reports.say(
+                    f"output_dir {folder} has files of an earlier job; this job's lines are added to them"
+                )
         ranks = world.ranks_of(self._node)
         self._reports.emit("NodeJoined", host=os.uname().nodename, ranks=ranks, spare=not ranks)
 

@@ -36,7 +36,9 @@ class Reports:
 
     def __init__(self, node: NodeId, writer: Writer, output_dir: Path) -> None:
         self.node, self._writer = node, writer
-        self._log, self._log_bytes = writer.open(events.log_of(output_dir, node)), 0
+        log = events.log_of(output_dir, node)
+        self.follows_another_job = log.exists() and log.stat().st_size > 0
+        self._log, self._log_bytes = writer.open(log), 0
         self._recent = Ring(writer, events.recent_of(output_dir, node), RECENT_BYTES)
         self._newest_step = {True: (-1, -1), False: (-1, -1)}
         self.generation: Generation = 0

@@ -44,6 +44,9 @@ def test_undisturbed(tmp_path):
 
 @pytest.mark.parametrize("victim", slow_but([0, 1, 2], 0, 1), ids=["coordinator_rehearsed", "not_rehearsed", "last"])
 def test_a_lost_node_is_replaced(tmp_path, victim):
+    log = events.log_of(tmp_path / "logs", 0)
+    log.parent.mkdir()
+    log.write_bytes(events.encode(events.make("Note", {"text": "of an earlier job"}, node=0, generation=0)))
     cluster = StubCluster(tmp_path, 4, 2, *RUN)
     try:
         ready(cluster)
@@ -57,6 +60,9 @@ def test_a_lost_node_is_replaced(tmp_path, victim):
         said = cluster.all_output()
         assert "NO SPARE LEFT, the next lost node ends the job (on_no_spare: stop)" in said
         assert "[deadpool] spares left: 0; to add a host: deadpool join --to " in said
+        assert (
+            said.count(f"output_dir {log.parent} has files of an earlier job; this job's lines are added to them") == 1
+        )
     finally:
         cluster.close()
 
