@@ -8,7 +8,7 @@ goes where only the newest is kept, and so does, once there is too much of it, a
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -48,6 +48,8 @@ class Reports:
         self._cancelled = (-1, "")
         self._noted_in, self._noted = 0, set[str]()
         self._awaited_in: Generation | None = None
+        self._takers: Collection[object] = ()
+        self._replaced: Collection[Rank] = ()
         self._awaited_since = self._quiet_since = 0.0
         self._silence_s = SILENCE_S
         self._has_spoken = False
@@ -56,6 +58,8 @@ class Reports:
         """Log an event, and say it if it is one for people."""
         event = events.make(kind, fields, node=self.node, generation=self.generation)
         self._keep(event)
+        if isinstance(event, events.SwapPlanned):
+            self._takers, self._replaced = event.takers.values(), event.lost_ranks
         line = sentence(event)
         if isinstance(event, (events.Note, events.RehearsalFailed)):
             self._say_once(line)
@@ -119,6 +123,10 @@ class Reports:
         if self._has_spoken:
             self._has_spoken, self._quiet_since = False, now
         if now - self._quiet_since >= self._silence_s:
+            # The others wait for these.
+            ranks = sorted(
+                ranks, key=lambda rank: world.node_of[rank] not in self._takers and rank not in self._replaced
+            )
             self.say(named(_awaited(ranks, world, now - self._awaited_since), self.hosts))
             self._has_spoken, self._quiet_since = False, now
             self._silence_s *= 2

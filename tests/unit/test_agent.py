@@ -358,7 +358,15 @@ def test_a_silent_start_names_the_ranks_it_waits_for_at_doubling_intervals(tmp_p
     after = World(1, (2, 2, 1, 1))
     assert not said((0, 1), 9001.0, after) and not said((0, 1), 9030.0, after)
     assert "for 30 s: rank(s) 0, 1 on node 2 (h3)" in said((0, 1), 9031.0, after)[0]
-    many = World(2, tuple(range(1000)))
+    reports.emit("SwapPlanned", restore_step=3, lost_nodes=(0,), takers={"0": 2}, lost_ranks=(7,))
+    said((), 9031.0)
+    swapped = World(2, (2, 2, 1, 1, 3, 3, 3, 3))
+    said(range(8), 9031.5, swapped)
+    [line] = said(range(8), 9061.5, swapped)
+    assert "rank(s) 0, 1 on node 2 (h3); rank(s) 7, 4, 5, 6 on node 3" in line, "new processes first"
+    assert "rank0000.node2.log" in line
+    reports.emit("SwapPlanned", restore_step=4)
+    many = World(3, tuple(range(1000)))
     said(range(1000), 9032.0, many)
     [line] = said(range(1000), 9999.0, many)
     assert "1000 of 1000 ranks" in line and "rank(s) 3 on node 3; 996 more node(s);" in line and len(line) < 300
