@@ -399,7 +399,8 @@ class Agent:
         lives, patience_s, told = self._lives, self._config.decision_timeout_s, ""
         while not await lives.wait(lambda: not lives.at_work, patience_s):
             if not told:
-                told = f"node {self._node}: training is over, rank(s) {listed(sorted(lives.at_work))} still at work"
+                ranks = listed(sorted(lives.at_work))
+                told = f"node {self._node}: training is over; the script(s) of rank(s) {ranks} still run"
                 self._reports.say(told)
         if await lives.wait(lambda: lives.workers_gone, patience_s) or not (held := lives.unended):
             return lives.late_exit_code

@@ -64,7 +64,7 @@ class Reports:
         if isinstance(event, (events.Note, events.RehearsalFailed)):
             self._say_once(line)
         elif line and (self.leads or not isinstance(event, (events.JobStopped, events.JobFinished))):
-            self.say(named(line, self.hosts))
+            self.say(line)
 
     def worker_event(self, kind: str, fields: dict[str, object]) -> None:
         """An event of one of our workers; one we cannot read is kept as a note."""
@@ -77,7 +77,7 @@ class Reports:
             self._keep(event)
         if isinstance(event, events.CheckpointCancelled) and self.leads and (event.step, event.path) != self._cancelled:
             self._cancelled = (event.step, event.path)  # every rank says so
-            self.say(named(sentence(event), self.hosts))
+            self.say(sentence(event))
         elif isinstance(event, events.Note):
             self._say_once(sentence(event))
 
@@ -106,7 +106,7 @@ class Reports:
         known = re.sub(r"\d+", "", line)
         if known not in self._noted and len(self._noted) < NOTES_MAX:
             self._noted.add(known)
-            self.say(named(line, self.hosts))
+            self.say(line)
 
     def await_ranks(self, ranks: Sequence[Rank], world: World | None, now: float) -> None:
         """Name the ranks that have not reached training once nothing of ours was said for too long. Call often.
@@ -127,13 +127,13 @@ class Reports:
             ranks = sorted(
                 ranks, key=lambda rank: world.node_of[rank] not in self._takers and rank not in self._replaced
             )
-            self.say(named(_awaited(ranks, world, now - self._awaited_since), self.hosts))
+            self.say(_awaited(ranks, world, now - self._awaited_since))
             self._has_spoken, self._quiet_since = False, now
             self._silence_s *= 2
 
     def say(self, line: str) -> None:
         self._has_spoken = True
-        self._writer.forward(f"[deadpool] {line}\n".encode())
+        self._writer.forward(f"[deadpool] {named(line, self.hosts)}\n".encode())
 
 
 def sentence(event: events.Event) -> str:
@@ -150,7 +150,7 @@ def sentence(event: events.Event) -> str:
         case events.ContactLost(reason=reason):
             return f"node {event.node}: {reason}; its processes are paused"
         case events.ContactRegained(duration_s=duration):
-            return f"node {event.node} has contact again; its processes continue after {duration:.2f} s"
+            return f"node {event.node} has contact again; its processes continue; they were paused for {duration:.2f} s"
         case events.HostJoined(joined=joined):
             return f"node {joined} has joined the job"
         case events.WaitingForHost(reason=reason):
@@ -159,7 +159,7 @@ def sentence(event: events.Event) -> str:
             return f"the save of step {step} in {path} was interrupted: {reason or 'it is done again'}"
         case events.SwapPlanned(restore_step=step, duration_s=duration):
             back = f"all ranks go back to step {step}" if step >= 0 else "every rank begins its script again"
-            return f"swap: {_moves(event)}; {back} ({duration:.2f} s)"
+            return f"swap: {_moves(event)}; {back} (decided in {duration:.2f} s)"
         case events.StepsUndone(first=first, last=last, reason=reason):
             which, are = (f"step {last}", "is") if first == last else (f"steps {first} to {last}", "are")
             return f"{which} had been committed and {are} done again: {reason}"
@@ -176,14 +176,14 @@ def sentence(event: events.Event) -> str:
         case events.NodeFenced(reason=reason):
             return f"node {event.node} leaves the job: {reason}"
         case events.JobFinished():
-            return "finished"
+            return "the job has finished"
         case events.JobStopped(exit_code=code, reason=reason, newest_committed=newest):
             shown = newest if newest >= 0 else "none"
             return f"job stopped (exit code {code}): {reason}; newest committed step: {shown}"
         case events.PeerRefused(reason=reason):
             return reason
         case events.CatchingUp(rank=rank, step=step):
-            return f"rank {rank}'s new process replays past steps: step {step} is reached"
+            return f"rank {rank}'s new process on node {event.node} replays past steps; it has reached step {step}"
         case events.RehearsalFailed(rank=rank, reason=reason):
             return f"node {event.node} cannot stand in for rank {rank}: {reason}"
         case events.Note(text=text):
@@ -197,14 +197,14 @@ def named(line: str, hosts: Mapping[NodeId, str]) -> str:
 
     def with_host(found: re.Match[str]) -> str:
         node = int(found[0].split()[-1])
-        if node not in hosts or node in told:
+        if node not in hosts or node in told or line.startswith(f" {hosts[node]}", found.end()):
             return found[0]
         told.add(node)
         return f"{found[0]} ({hosts[node]})"
 
     if len({*hosts.values()}) < 2:
         return line
-    return re.sub(r"\bnodes? \d+\b(?!, \d)|(?<= and )\d+(?= cannot reach each other)", with_host, line)
+    return re.sub(r"\bnodes? \d+\b(?!, \d|-\d)|(?<= and )\d+(?= cannot reach each other)", with_host, line)
 
 
 def _awaited(ranks: Sequence[Rank], world: World, waited_s: float) -> str:
@@ -225,7 +225,7 @@ def _moves(planned: events.SwapPlanned) -> str:
     """Describe the moves of ranks."""
     moves = [f"node {taker} takes over from node {lost}" for lost, taker in planned.takers.items()]
     if planned.lost_ranks:
-        moves.append(f"rank(s) {listed(planned.lost_ranks)} get new processes where they were")
+        moves.append(f"rank(s) {listed(planned.lost_ranks)} get new processes on their hosts")
     return ", ".join(moves) or "no rank moves"
 
 
@@ -245,4 +245,7 @@ def _history(step: int, full: bool) -> str:
             f"no longer fit into history_limit_mib at step {step}: from now on only spares that have followed so far "
             "can take over, and no host that joins; restart the job with a larger limit"
         )
-    return f"fill 80 % of history_limit_mib at step {step}; once it is full no further host can take over"
+    return (
+        f"fill 80 % of history_limit_mib at step {step}; once it is full no further host can take over; "
+        "raise it at the next start"
+    )

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from statistics import median_low
 
 from .. import events
-from ..agent.reports import sentence
+from ..agent.reports import named, sentence
 from ..core.placement import rehearsals
 from ..core.types import NO_STEP, Generation, NodeId, Rank, Step, World
 from ..launch.outcome import TELLING, ended
@@ -72,6 +72,11 @@ class JobView:
     @property
     def loss(self) -> Loss | None:
         return self._newest_loss(self._losses)
+
+    @property
+    def hosts(self) -> dict[NodeId, str]:
+        """The names of the hosts that have said theirs."""
+        return {number: node.host for number, node in self.nodes.items() if node.host}
 
     @property
     def swapping_since(self) -> float | None:
@@ -199,7 +204,7 @@ class JobView:
         return isinstance(event, events.NodeJoined) and joined
 
     def _tell(self, event: events.Event) -> None:
-        text = sentence(event)
+        text = named(sentence(event), self.hosts)
         if isinstance(event, events.WorldFormed):
             active = len(set(event.node_of))
             text = f"{active} node(s) run {len(event.node_of)} rank(s), {len(event.spares)} node(s) stand by"

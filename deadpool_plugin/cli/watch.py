@@ -23,6 +23,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from ..agent.reports import named
 from ..errors import ConfigError
 from .figures import figures
 from .follow import Follower
@@ -139,12 +140,13 @@ def _table(rows: list[Row]) -> Table:
 def _swaps(view: JobView, now: float) -> Iterator[Text]:
     for swap in view.swaps[-SWAPS_SHOWN:]:
         superseded = swap is not view.swaps[-1]
-        yield Text.assemble((f"swap {swap.generation}  ", "dim"), described(swap, superseded))
+        said = named(described(swap, superseded), view.hosts)
+        yield Text.assemble((f"swap {swap.generation}  ", "dim"), said)
 
 
 def described(swap: Swap, superseded: bool = False) -> str:
     """A swap in one line. `superseded`: another one came after it."""
-    said = [f"node {lost} -> node {taker}" for lost, taker in swap.takers.items()]
+    said = [f"node {taker} takes over from node {lost}" for lost, taker in swap.takers.items()]
     if idle := tuple(node for node in swap.lost if node not in swap.takers):
         said.append(f"lost node {ranges(idle)}")
     if swap.joined:

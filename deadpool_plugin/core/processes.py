@@ -63,7 +63,7 @@ class Processes:
             return
         ends = {ctx.world.node_of[rank] for rank in event.peers}
         ctx.broken = tuple(ends) if len(ends) == 1 else (ctx.node,)
-        ctx.get_stuck(f"a training connection of rank {event.rank} broke, and nobody is lost: {event.reason}")
+        ctx.get_stuck(f"a training connection of rank {event.rank} broke, and no host is lost: {event.reason}")
 
     def finished(self, event: WorkerFinished) -> None:
         self._ctx.note(self._inventory.finished(event.rank))

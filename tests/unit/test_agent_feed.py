@@ -102,7 +102,7 @@ def test_a_script_may_work_on_after_training_as_long_as_it_likes(ending, ended_b
         return await asyncio.wait_for(task, 30)
 
     assert asyncio.run(scenario()) == exit_code
-    assert said == ["node 1: training is over, rank(s) 3 still at work"]
+    assert said == ["node 1: training is over; the script(s) of rank(s) 3 still run"]
 
 
 def test_a_process_that_hangs_in_its_end_is_said_and_no_success(ending):

@@ -135,8 +135,8 @@ def test_the_table_during_a_swap() -> None:
         ["2", "alpha2", "active", "4-5", "0", "23", "0.0417"],
         ["3", "alpha3", "joining", "0-1", "1", "23", "-"],
     ]
-    assert "swap 1  node 0 -> node 3, back to step 23: under way" in shown
-    assert "node 1  node 0 was lost (link lost)" in shown
+    assert "swap 1  node 3 (alpha3) takes over from node 0 (alpha0), back to step 23: under way" in shown
+    assert "node 1  node 0 (alpha0) was lost (link lost)" in shown
 
 
 def test_the_table_at_the_end() -> None:
@@ -148,7 +148,8 @@ def test_the_table_at_the_end() -> None:
         "protection Mirrored only"
     )
     assert figures in shown
-    assert "back to step 23: in training again after 0.04 s, first step done after 0.06 s" in shown
+    in_one_line = " ".join(shown.split())
+    assert "back to step 23: in training again after 0.04 s, first step done after 0.06 s" in in_one_line
     assert shown.count("finished") == 2, "the headline and one node's last line, not every node's"
 
 
@@ -184,7 +185,10 @@ def test_a_loss_during_a_swap_continues_it() -> None:
     view.apply(events.NodeLost(time=34.1, node=1, generation=1, lost=(3,), evidence="node 3 was lost"))
     view.apply(events.SwapPlanned(time=34.2, node=1, generation=1, restore_step=23, lost_nodes=(3,)))
     assert [swap.began for swap in view.swaps] == [34.0176, 34.0176]
-    assert "swap 1  node 0 -> node 3, back to step 23: went into the next swap" in picture(view, now=35.0)
+    assert (
+        "swap 1  node 3 (alpha3) takes over from node 0 (alpha0), back to step 23: went into the next swap"
+        in picture(view, now=35.0)
+    )
 
 
 def test_late_lines_of_an_older_generation_change_nothing() -> None:
@@ -247,15 +251,16 @@ def test_plain_lines_are_few() -> None:
         "node 0: all ranks are in training",
         "generation 0, step 1, committed -, loss 1.0000, protection: not yet",
         "node 0: mirrored: step 0 is in other hosts' memory; not protected: no spare can",
-        "node 3: spare node 3 is ready for rank(s) 0, 1",
+        "node 3: spare node 3 (alpha3) is ready for rank(s) 0, 1",
         "node 0: protected: step 20 survives the loss of any node",
-        "node 1: node 0 was lost (link lost)",
-        "node 1: swap: node 3 takes over from node 0; all ranks go back to step 23 (0.01 s)",
+        "node 1: node 0 (alpha0) was lost (link lost)",
+        "node 1: swap: node 3 (alpha3) takes over from node 0 (alpha0); "
+        "all ranks go back to step 23 (decided in 0.01 s)",
         "node 1: unprotected: step 23 is not mirrored again yet",
         "node 1: swap done, all ranks are in training again after 0.04 s",
         "node 1: mirrored: step 23 is in other hosts' memory; not protected: NO SPARE LEFT, the next lost node "
         "ends the job (on_no_spare: stop)",
-        "node 2: finished",
+        "node 2: the job has finished",
         "generation 1, step 25, committed 24, loss 0.0400, protection: Mirrored only",
         "the job finished; some hosts are still at work",
         "the job finished; exit code 0",
@@ -409,7 +414,7 @@ def test_the_watcher_stays_until_the_last_word(tmp_path: Path, monkeypatch: pyte
         ({"lost_nodes": (3,)}, "lost node 3, no rank moves, back"),
         (
             {"lost_nodes": (0, 3), "takers": {"0": 4}, "joined": (5,)},
-            "node 0 -> node 4, lost node 3, node 5 joined, back",
+            "node 4 takes over from node 0, lost node 3, node 5 joined, back",
         ),
         ({"lost_ranks": (2,)}, "new process for rank 2, no rank moves, back"),
         ({}, "no rank moves, back"),
