@@ -216,7 +216,7 @@ class Config(BaseModel):
             at_home = found.expanduser()
             return found if info.field_name == "secret_file" else at_home  # of each host's own user
         except RuntimeError as error:
-            raise ValueError(str(error)) from error
+            raise ValueError(f"names no user of {os.uname().nodename}") from error
 
     @field_validator("spares", mode="before")
     @classmethod
@@ -302,11 +302,17 @@ def load(path: str | Path | None) -> Config:
         data = yaml.load(text, _Loader)
     except yaml.YAMLError as error:
         reason = " ".join(str(error).split())
-        raise ConfigError(f"{path} is not YAML ({reason})", "lines of the form `field: value`", "correct it") from error
+        raise ConfigError(
+            f"{path} is not YAML ({reason})", "lines of the form `field: value`", "correct the line that is named"
+        ) from error
     if data is None:
         data = {}
     if not isinstance(data, dict):
-        raise ConfigError(f"{path} holds a {type(data).__name__}", "lines of the form `field: value`", "correct it")
+        raise ConfigError(
+            f"{path} holds a {type(data).__name__}",
+            "lines of the form `field: value`",
+            "name the YAML file of the plugin; `deadpool config --examples` lists some",
+        )
     try:
         return Config.model_validate(data)
     except ValidationError as error:

@@ -35,14 +35,16 @@ def address_of(said: str, found: Found | None = None) -> str:
         try:
             network = ipaddress.ip_network(said, strict=False)
         except ValueError as error:
-            raise ConfigError(f"interface_address {said} ({error})", "such as 10.1.0.0/16", "correct it") from error
+            raise ConfigError(
+                f"interface_address {said} ({error})", "such as 10.1.0.0/16", "correct the network"
+            ) from error
         matching = [address for _, address in found if ipaddress.ip_address(address) in network]
     if not matching:
         raise ConfigError(
             f"interface_address {said} is no address of {os.uname().nodename}, which has "
             + ", ".join(f"{name} {address}" for name, address in found),
             "an address, a network such as 10.1.0.0/16, or the name of an interface that every host has",
-            "correct it",
+            "name one of these in interface_address",
         )
     return matching[0]
 

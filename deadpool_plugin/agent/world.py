@@ -47,7 +47,7 @@ def check_count(hosts_total: int, spares: int) -> None:
     """Raises: ConfigError unless at least one host is left to train on."""
     if spares >= hosts_total:
         raise ConfigError(
-            f"{hosts_total} host(s) and {spares} spare(s)",
+            f"the job has {hosts_total} host(s), and `spares` asks for {spares}",
             f"at least {spares + 1} hosts, so that one is left to train on",
             "name all hosts in the hostfile (--hostfile), or lower `spares`",
         )
@@ -63,7 +63,7 @@ def check_hosts(hosts_total: int, spares: int | Sequence[str], copies: int) -> N
         check_count(hosts_total, len(spares))
     if copies > 1 and copies >= hosts_total:
         raise ConfigError(
-            f"{hosts_total} host(s) and `copies: {copies}`",
+            f"the job has {hosts_total} host(s), and `copies: {copies}` asks for {copies} others",
             f"at least {copies + 1} hosts, so that each snapshot is on {copies} others",
             "add hosts to the hostfile or lower `copies`",
         )

@@ -49,5 +49,5 @@ def address(text: str) -> Address:
     host, colon, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ConfigError(f"--to {text}", "HOST:PORT", "take it from the job's output: `to add a host: ...`")
+        raise ConfigError(f"--to is `{text}`", "HOST:PORT", "take it from the job's output: `to add a host: ...`")
     return host, int(port)

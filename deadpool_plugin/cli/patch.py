@@ -116,7 +116,9 @@ class Patch:
             there = [hunk.path for hunk in self.hunks if self._has(hunk)]
             partly = f"; only part of the patch is in: {', '.join(there)}" if there else ""
             return ConfigError(f"{error}{partly}", remedy=f"put it in by hand: {patch_file(self.tag)}")
-        return ConfigError(f"the patch for {self.tag} fits now; was the checkout changed meanwhile?")
+        return ConfigError(
+            f"the patch for {self.tag} fits now", "a checkout that nobody changes meanwhile", "run the command again"
+        )
 
     def _has(self, hunk: Hunk) -> bool:
         path = self.path / hunk.path

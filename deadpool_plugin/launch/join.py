@@ -83,7 +83,7 @@ def take_part(job: FoundJob, config: str, command: Sequence[str], program: Seque
     description = job.description
     check(description, config, command)
     node = asyncio.run(reserve(job))
-    print(f"[deadpool] joining the job of node {description.node} as node {node}", flush=True)
+    print(f"[deadpool] {os.uname().nodename} joins the job of node {description.node} as node {node}", flush=True)
     slots = description.hellos[0].local_size
     commands = [supervisor_command(program, description, k, config) for k in range(slots)]
     environments = [environment(description, node, k, os.environ) for k in range(slots)]

@@ -43,9 +43,8 @@ def launch(words: Sequence[str]) -> int:
     try:
         request = understood(words)
         config = load(request.config)
-        if request.slots:
-            check_slots(request.slots)
-            check_hosts(len(request.slots), config.spares, config.copies)
+        check_slots(request.slots)
+        check_hosts(len(request.slots) or len(request.hosts) or 1, config.spares, config.copies)
         ensure(config)
         if not request.hosts:
             _become_deepspeed(request)
@@ -66,7 +65,9 @@ def _check_this_host() -> None:
     for name in ("ssh", "pdsh"):
         if shutil.which(name) is None:
             raise ConfigError(
-                f"there is no `{name}` on this host", "a program that deepspeed needs to start jobs", f"install {name}"
+                f"{os.uname().nodename} has no `{name}`",
+                f"{name}, by which deepspeed starts jobs",
+                f"install {name} there",
             )
     allow_many_files()  # some for every host, here and in pdsh
 
@@ -189,7 +190,7 @@ class Launcher:
         again, self._interrupted = bool(self._interrupted), self._interrupted or number
         hosts, grace_s = len(self._request.hosts), self._config.phase_timeout_s
         if self._settled is not None:
-            said, grace_s = f"interrupted; {self._settled.what} before: ending what is left of it", 0.0
+            said, grace_s = f"interrupted after {self._settled.what}: ending the processes that are left", 0.0
         elif again:
             said, grace_s = "interrupted again: killing what is left of the job", 0.0
         elif not self._stewards.formed:

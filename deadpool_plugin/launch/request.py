@@ -81,11 +81,17 @@ def check(args: argparse.Namespace) -> None:
     """Raises: Unsupported."""
     remedy = LAUNCHERS.get(args.launcher.lower())
     if remedy is not None:
-        raise Unsupported(f"--launcher {args.launcher}", "a launcher that outlives a host", remedy)
+        raise Unsupported(f"--launcher is {args.launcher}", "a launcher that outlives a host", remedy)
     if args.no_python:
-        raise Unsupported("--no_python", "a Python script or module, which our processes run", "leave it out")
+        raise Unsupported(
+            "--no_python starts a program that is not Python",
+            "a Python script or module, which our processes run",
+            "leave it out",
+        )
     if args.autotuning:
-        raise Unsupported("--autotuning", "one job", "tune with `deepspeed`, train with `deadpool launch`")
+        raise Unsupported(
+            "--autotuning starts many jobs", "one job", "tune with `deepspeed`, train with `deadpool launch`"
+        )
 
 
 def slots_of(args: argparse.Namespace, runner: object, is_named: bool) -> list[tuple[str, int]]:
@@ -106,10 +112,14 @@ def slots_of(args: argparse.Namespace, runner: object, is_named: bool) -> list[t
             return []
         found = runner.parse_inclusion_exclusion(pool, args.include, args.exclude)  # type: ignore[attr-defined]
     except ValueError as error:
-        raise ConfigError(f"{args.hostfile}: {error}", "lines of the form `host slots=8`", "correct it") from error
+        raise ConfigError(
+            f"{args.hostfile}: {error}", "lines of the form `host slots=8`", "correct that line"
+        ) from error
     if options := [name for name in found if name.startswith("-")]:
         raise ConfigError(
-            f"{args.hostfile}: {', '.join(options)}", "host names, which do not begin with `-`", "correct it"
+            f"{args.hostfile} names {', '.join(options)}",
+            "host names, which do not begin with `-`",
+            "correct the first word of that line",
         )
     slots = [(host, args.num_gpus if args.num_gpus > 0 else len(numbers)) for host, numbers in found.items()]
     return slots[: args.num_nodes] if args.num_nodes > 0 else slots

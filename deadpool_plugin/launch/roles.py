@@ -49,7 +49,7 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> Launch:
     rank, local_rank = _number(environ, "RANK"), _number(environ, "LOCAL_RANK")
     if local_size < 1 or world_size % local_size:
         raise ConfigError(
-            f"WORLD_SIZE={world_size} with LOCAL_SIZE={local_size} on this host",
+            f"WORLD_SIZE={world_size} with LOCAL_SIZE={local_size} on {os.uname().nodename}",
             "the same number of slots on every host",
             "correct `slots` in the hostfile",
         )
@@ -129,11 +129,15 @@ def check_versions(version_of: Callable[[str], str] = metadata.version) -> None:
             found = version_of(package)
         except metadata.PackageNotFoundError:
             if package in REQUIRED:
-                raise ConfigError(f"{package} is not installed", wanted, f"install {wanted}") from None
+                raise ConfigError(
+                    f"{package} is not installed on {os.uname().nodename}", wanted, f"install {wanted}"
+                ) from None
             continue
         numbers = re.match(r"(\d+)\.(\d+)", found)
         if numbers is None or (int(numbers[1]), int(numbers[2])) < oldest:
-            raise ConfigError(f"{package} {found} is installed", wanted, f"upgrade {package} on every host")
+            raise ConfigError(
+                f"{package} {found} is installed on {os.uname().nodename}", wanted, f"upgrade {package} on every host"
+            )
 
 
 def _check_kernel() -> None:

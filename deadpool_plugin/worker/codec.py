@@ -72,7 +72,11 @@ def _prepare(value: Any) -> Any:
         return msgspec.msgpack.Ext(LACKING, value.description.encode())
     if isinstance(value, int):
         if value.bit_length() > INTEGER_BITS_MAX:
-            raise Unsupported(f"a training call's result or state holds the integer {value}, which exceeds 64 bits")
+            raise Unsupported(
+                f"a training call's result or state holds the integer {value}",
+                f"integers of at most {INTEGER_BITS_MAX} bits",
+                "return or keep it as a string",
+            )
         return int(value)
     if isinstance(value, float):  # numpy's numbers among them
         return float(value)

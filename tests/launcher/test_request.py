@@ -117,4 +117,4 @@ def test_it_is_one_line_of_json_whatever_deepspeed_says_meanwhile(read, capfd):
     assert request.main(["--hostfile", "H", "s.py"]) == 0
     assert json.loads(capfd.readouterr().out)["hosts"] == ["h1", "h2", "h3"]
     assert request.main(["--launcher", "slurm", "s.py"]) == 78
-    assert capfd.readouterr().err.splitlines()[-1].startswith("[deadpool] --launcher slurm; expected a launcher")
+    assert capfd.readouterr().err.splitlines()[-1].startswith("[deadpool] --launcher is slurm; expected a launcher")

@@ -330,7 +330,7 @@ def test_the_whole_command_runs_the_jobs_command_for_every_slot(member, folder, 
         assert joining.job_from(told["env"], "", "", ()).invitation == joining.Invitation(
             MEMBERS_JOB, (tuple(member.hello.control),)
         )
-    assert "joining the job of node 4 as node 5" in capfd.readouterr().out
+    assert "joins the job of node 4 as node 5" in capfd.readouterr().out
 
 
 def test_a_taken_node_id_is_tried_again_with_another(member, folder, capfd, monkeypatch):

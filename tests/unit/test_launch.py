@@ -193,7 +193,7 @@ def test_unsafe_secrets_are_refused(tmp_path):
     ("text", "more", "said"),
     [
         ("spare: 2", {}, "did you mean `spares`?"),
-        ("spares: 4", {}, "4 host(s) and 4 spare(s)"),
+        ("spares: 4", {}, "the job has 4 host(s), and `spares` asks for 4"),
         ("spares: 1", {"WORLD_SIZE": "7"}, "WORLD_SIZE=7"),
         ("port_range: [29000, 29999]", {}, "port_range [29000, 29999] holds MASTER_PORT=29500"),
         ("output_dir: ~/d.yaml/logs", {}, f"d.yaml/logs cannot be used on {os.uname().nodename} (Not a directory)"),

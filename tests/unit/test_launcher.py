@@ -158,7 +158,7 @@ def test_hosts_wait_for_those_that_take_longer_than_patience_s(job, capfd):
 
 def test_what_deepspeed_would_miss_is_said_at_once(job, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(ConfigError, match="no `ssh` on this host"):
+    with pytest.raises(ConfigError, match="has no `ssh`"):
         job()
 
 
@@ -234,7 +234,10 @@ def test_ctrl_c_does_not_change_what_became_of_a_job_that_is_over(job, capfd, so
     fate = (events.SwapPlanned(restore_step=1, lost_nodes=(1,)), events.JobFinished())
     assert job(RUNS + STANDS_STILL + log(0, JOINED, *fate) + "job.communicate()\nsignal.pause()\n") == 0
     said = capfd.readouterr().out
-    assert "interrupted; the job finished before" in said and "the job finished; exit code 0" in said
+    assert (
+        "interrupted after the job finished: ending the processes that are left" in said
+        and "the job finished; exit code 0" in said
+    )
 
 
 def test_ctrl_c_before_the_job_has_formed_ends_it_at_once_and_says_so(job, capfd):
@@ -265,9 +268,13 @@ def test_a_host_is_never_an_option_of_ssh(job, tmp_path):
     ("more", "slots", "said"),
     [
         ("", [("h1", 2), ("h2", 1)], "host h1 has 2 slots, host h2 has 1; expected the same number on every host"),
-        ("spares: 2", [("h1", 1), ("h2", 1)], "2 host(s) and 2 spare(s)"),
+        ("spares: 2", [("h1", 1), ("h2", 1)], "the job has 2 host(s), and `spares` asks for 2"),
         ('spares: ["5"]', [("h1", 1), ("h2", 1)], "`spares` names 5"),
-        ("copies: 2", [("h1", 1), ("h2", 1)], "2 host(s) and `copies: 2`; expected at least 3 hosts"),
+        (
+            "copies: 2",
+            [("h1", 1), ("h2", 1)],
+            "the job has 2 host(s), and `copies: 2` asks for 2 others; expected at least 3 hosts",
+        ),
         ("secret_file: /nowhere", [("h1", 1), ("h2", 1)], "secret_file /nowhere cannot be read"),
     ],
 )
@@ -281,11 +288,15 @@ def test_what_this_host_can_check_is_said_once_before_any_other_is_asked(job, tm
     assert not (tmp_path / "ssh.txt").exists()
 
 
-def test_one_host_is_deepspeeds_own_business(job, monkeypatch):
+def test_one_host_is_deepspeeds_own_business(job, monkeypatch, tmp_path):
     def execv(program, words):
         raise SystemExit(" ".join(words[-7:]))
 
     monkeypatch.setattr(os, "execv", execv)
+    with pytest.raises(ConfigError, match=r"the job has 1 host\(s\), and `spares` asks for 1"):
+        job(hosts=[])
+    with (tmp_path / "d.yaml").open("a") as file:
+        file.write("spares: 0\n")
     with pytest.raises(SystemExit, match="--module deadpool_plugin.run s.py --lr 1 --deadpool-config d.yaml"):
         job(hosts=[])
 
