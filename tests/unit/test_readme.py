@@ -56,10 +56,13 @@ def test_links_lead_somewhere(page):
 def printed_commands(page):
     """The words of each command of ours on a page: in a code span, or a line of a block."""
     entry = r"(?:deadpool|python -m deadpool_plugin|(?:python |\./)scripts/[\w/]+\.(?:py|sh))"
-    span, line = rf"`((?:{entry}|\w+\.py) [^`]+)`", rf"^[ +]*(?:nohup |sudo )?({entry} .+)$"
-    for found in re.findall(f"{span}|{line}", page.read_text(), re.MULTILINE):
-        command = "".join(found).removeprefix("python ").replace("-m deadpool_plugin ", "deadpool ")
-        yield re.split(r" [>&#] ", command)[0].split()
+    before = r"(?:(?:nohup|sudo|env|python|\w+=\S*) )*"
+    span, line = rf"`{before}((?:{entry}|\w+\.py) [^`]+)`", rf"^[ +]*{before}({entry} .+)$"
+    for found in re.findall(f"{span}|{line}", page.read_text().replace("\\\n", " "), re.MULTILINE):
+        for command in "".join(found).split(" -- "):  # what netcluster.py is to run, too
+            if re.match(rf"{entry}|\w+\.py", command):
+                ours = command.removeprefix("python ").replace("-m deadpool_plugin ", "deadpool ")
+                yield re.split(r" [>&#] ", ours)[0].split()
 
 
 def unknown_options(words):
@@ -88,9 +91,14 @@ def test_its_commands_are_ones_that_their_programs_take(page):
     assert wrong == []
 
 
-def test_every_script_it_names_exists():
-    named = set(re.findall(r"scripts/[\w/]+\.(?:py|sh)", README))
-    assert named and not [name for name in named if not (ROOT / name).exists()]
+@pytest.mark.parametrize("page", pages(), ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_the_files_that_it_names_exist(page):
+    """Also what a printed pytest shall run. The changelog names files of its time, and results those that were run."""
+    if page.name == "CHANGELOG.md" or page.is_relative_to(ROOT / "scripts/results"):
+        return
+    folders = r"(?:deadpool_plugin|configs|patches|scripts|tests|\.ci)"
+    named = re.findall(rf"(?<![\w/.])({folders}/[\w/.-]*\w)(?![*\w])", page.read_text())
+    assert not [name for name in named if "DATE" not in name and not (ROOT / name).exists()]
 
 
 def test_the_option_table_is_that_of_the_record():
