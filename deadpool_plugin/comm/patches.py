@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
@@ -109,6 +110,12 @@ class Patches:
                     f"a process group of backend {name!r}",
                     f"one of {', '.join(BACKENDS)}",
                     "choose one of these, or run without the plugin",
+                )
+            if name == "nccl" and not dist.is_nccl_available():
+                raise Unsupported(
+                    f"a process group of backend 'nccl', which torch {torch.__version__} does not have here",
+                    "gloo, or a torch that was built for CUDA",
+                    'name "gloo", or install that torch',
                 )
         options = "backend_options" if "backend_options" in arguments else "pg_options"
         arguments[options] = _Request(backends, arguments[options])

@@ -186,6 +186,22 @@ def test_nothing_is_recorded_after_the_end() -> None:
         assert fleet.values([fleet.fork(_recording_is_done, Cell())]) == [[0]]
 
 
+def _asks_for(backend: str) -> str:
+    _, text = host_store("127.0.0.1")
+    live(0, 1, text)
+    with pytest.raises(Unsupported) as refused:
+        dist.new_group([0], backend=backend)
+    return str(refused.value)
+
+
+@in_zygote
+@pytest.mark.skipif(dist.is_nccl_available(), reason="this torch has NCCL")
+def test_nccl_is_refused_by_name_where_torch_has_none() -> None:
+    with Fleet() as fleet:
+        (refused,) = fleet.values([fleet.fork(_asks_for, "nccl")])
+    assert refused.startswith("a process group of backend 'nccl', which torch ") and 'name "gloo"' in refused
+
+
 def _makes_a_group_late() -> list[str]:
     server, text = host_store("127.0.0.1")
     groups = live(0, 1, text)
