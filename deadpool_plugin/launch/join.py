@@ -128,6 +128,29 @@ def find(wish: Wish) -> FoundJob:
     return FoundJob(described, path, secret, config.secret_path)
 
 
+def check_unused(config: Config) -> None:
+    """Check that no job runs that writes to the configuration's output_dir. Hosts that do not answer count as gone.
+
+    Raises: ConfigError. Blocks: at most ASK_S and a moment.
+    """
+    named, secret = contacts.published(config.output_dir), ensure(config)
+    hosts = asyncio.run(_at_work(named, Credentials(secret))) if named else []
+    if hosts:
+        raise ConfigError(
+            f"output_dir {config.output_dir.absolute()} is that of a job that runs on {', '.join(hosts)}",
+            "a folder of its own for each job",
+            f"name another one, or end that job: `deadpool stop --job {config.output_dir}`",
+        )
+
+
+async def _at_work(named: Sequence[contacts.Contact], credentials: Credentials) -> list[str]:
+    """The hosts of the members among them."""
+    asked = (ask(one.control, credentials.of(one.job), Describe(), ASK_S) for one in named)
+    answers = await asyncio.gather(*asked, return_exceptions=True)
+    found = [one.host for one, answer in zip(named, answers, strict=True) if isinstance(answer, JobDescription)]
+    return sorted(set(found))
+
+
 def _nearest(files: Sequence[Path]) -> Path:
     """The first of them that is on this host, else the last: the members' own copies come before the user's file.
 

@@ -25,6 +25,7 @@ from ..errors import ConfigError, shell_code
 from ..events import JobFinished, NodeEnded, NodeJoined
 from ..transport.sockets import allow_many_files
 from . import carried, leash
+from .join import check_unused
 from .outcome import FAILED, Outcome, outcome, settled
 from .processes import ending_signals
 from .remote import Stewards, keep_alive
@@ -46,6 +47,7 @@ def launch(words: Sequence[str]) -> int:
         check_slots(request.slots)
         check_hosts(len(request.slots) or len(request.hosts) or 1, config.spares, config.copies)
         ensure(config)
+        check_unused(config)
         if not request.hosts:
             _become_deepspeed(request)
         _check_this_host()

@@ -183,6 +183,8 @@ class Member:
         await mesh.close()
 
     def close(self):
+        if self._loop.is_closed():
+            return
         self._loop.call_soon_threadsafe(self._end.set)
         self._thread.join(20)
         self._loop.close()
@@ -207,6 +209,14 @@ def test_a_job_is_found_by_its_output_dir_and_its_secret_where_its_members_have_
     assert found.description.hellos == [member.hello] and found.description.members == (4,)
     assert found.config == "" and found.secret == SECRET.encode()
     assert asyncio.run(join.reserve(found)) == 5
+
+
+def test_a_second_job_may_not_write_to_the_folder_of_one_that_runs(member, folder):
+    contacts.publish(folder / "logs", hello(1, control=("127.0.0.1", 1)), (), MEMBERS_JOB)  # a lost host's is left
+    with pytest.raises(ConfigError, match=rf"logs is that of a job that runs on {member.hello.host}; .*`deadpool stop"):
+        join.check_unused(load("d.yaml"))
+    member.close()
+    join.check_unused(load("d.yaml"))
 
 
 @pytest.mark.parametrize("said", ["to", "job"])
