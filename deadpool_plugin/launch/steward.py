@@ -210,6 +210,7 @@ def main() -> int:
         check(prepare)
         with carried.installed(prepare.job, prepare.config, prepare.secret) as folder:
             config = load(folder / carried.CONFIG)
+            roles.check_interface(config)
             roles.check_host(config)
             steward = Steward(ear, folder, config, prepare.node)
             say(leash.Ready(os.uname().nodename))
