@@ -144,7 +144,7 @@ class Reads:
             f"the process that follows rank {rank} read other data than the rank itself for {name} of step {step} "
             f"(digest {mine:08x})",
             f"the same batches, digest {recorded:08x}",
-            "a data set must give every process the same items: none that depend on the clock, os.urandom, the host or "
-            "the order in which a directory is listed",
+            "seed torch, numpy and random; a data set must give every process the same items: none that depend on the "
+            "clock, os.urandom, the host or the order in which a directory is listed",
         )
         raise self.difference
