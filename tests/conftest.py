@@ -3,6 +3,7 @@
 `--durations-to=FILE` records how long the tests of each file took, the longest first, and on which machine.
 """
 
+import gc
 import json
 import os
 import platform
@@ -38,6 +39,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.stash[LEFT_OUT].update(item.nodeid.partition("::")[0] for item in slow)
         config.hook.pytest_deselected(items=slow)
         items[:] = [item for item in items if not item.get_closest_marker("slow")]
+
+
+@pytest.fixture(autouse=True)
+def parsing_is_not_interrupted(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Disable garbage collection in tests of modules that parse."""
+    parses = hasattr(request.module, "ast")
+    if parses:
+        gc.disable()  # Python 3.11.7 fails if a finalizer parses while `ast` does (CPython gh-106905)
+    yield
+    if parses:
+        gc.enable()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -6,7 +6,6 @@ Imports inside functions count for the layers; only what runs at import time cou
 from __future__ import annotations
 
 import ast
-import gc
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -124,14 +123,6 @@ def loaded_by(module: str) -> frozenset[str]:
             todo += imports_of(current, at_import_time=True)
             todo += [current.rpartition(".")[0]] if "." in current else []
     return frozenset(found)
-
-
-@pytest.fixture(autouse=True)
-def no_garbage_collection():
-    """Disable garbage collection."""
-    gc.disable()  # Python 3.11.7 fails if a finalizer parses while `ast` does (CPython gh-106905)
-    yield
-    gc.enable()
 
 
 def test_every_layer_is_in_the_table():
