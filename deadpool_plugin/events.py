@@ -206,10 +206,12 @@ class Rehearsed(Event, frozen=True):
 
 
 class CatchingUp(Event, frozen=True):
-    """A process that takes a rank over and that nobody had rehearsed is on its way through past steps; others wait."""
+    """A process that takes a rank over and that nobody had rehearsed is on its way through past steps; others wait.
+    `target`: the last of these steps, -1 if that is not known."""
 
     rank: int
     step: int
+    target: int = -1
 
 
 class RehearsalFailed(Event, frozen=True):
