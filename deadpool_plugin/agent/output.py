@@ -343,6 +343,16 @@ class Pipe:
             return
         self._put(self._new(data))
 
+    def note(self, line: str) -> None:
+        """Write `line` behind what the process has printed, into its file only."""
+        if self._file >= 0 and not self.ended.is_set():
+            self._read()
+        data = f"[deadpool] {line}\n".encode()
+        if self._file >= 0:
+            if self._file_bytes is not None:
+                self._file_bytes += len(data)
+            self._writer.write(self._file, data)
+
     def _new(self, data: bytes) -> bytes:
         if self.repeats is None:
             return data

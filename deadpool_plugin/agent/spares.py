@@ -160,7 +160,7 @@ class Spares:
         now = time.monotonic()
         if now - self._said_at >= SAY_MOVED_S:
             self._said_at = now
-            self._reports.emit("CatchingUp", rank=message.rank, step=message.step)
+            self._reports.emit("CatchingUp", rank=message.rank, step=message.step, target=self._workers.committed)
 
     def _check_memory(self, rehearsal: Rehearsal) -> None:
         """After a take-over this node holds the lost one's mirrors, too. If it has too little memory for that, people
@@ -199,6 +199,8 @@ class Spares:
         """
         if slot.process is not None:
             slot.process.failing = message.reason
+        if slot.pipe is not None:
+            slot.pipe.note(f"rank {message.rank}'s script ended: {message.reason}")
         rehearsal = self.of(slot, message.rank)
         if message.differs and slot.rank == message.rank and slot.living is not None:
             self._reports.emit("RehearsalFailed", rank=message.rank, reason=message.reason)

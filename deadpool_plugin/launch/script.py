@@ -44,9 +44,7 @@ def run_script(argv: list[str], context: Context, failed: Callable[[str], None] 
         failed(f"the script called sys.exit({end.code!r})")
         return end.code if isinstance(end.code, int) else 1
     except DeadpoolError as error:
-        with contextlib.suppress(OSError):
-            print(f"[deadpool] {error}", file=sys.stderr, flush=True)
-        failed(str(error))
+        failed(str(error))  # the agent writes it into this rank's file; the job says it once for all ranks
         return error.exit_code
     except GenerationChanged:  # during start-up there is nothing to go back to: the agents end the job
         return context.wait_for_end()

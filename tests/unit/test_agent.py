@@ -236,6 +236,32 @@ def test_a_workers_pipe_goes_into_its_file(tmp_path):
     assert (tmp_path / "rank").read_bytes() == b"early late"
 
 
+WITH_A_NOTE = b"printed\n[deadpool] rank 1's script ended: refused\nlate\n"
+
+
+def test_a_note_stands_behind_what_the_process_printed_and_is_not_forwarded(tmp_path):
+    heard, said = os.pipe()
+
+    async def scenario():
+        writer = Writer(said)
+        read_end, write_end = os.pipe()
+        pipe = Pipe(read_end, writer)
+        pipe.assign(tmp_path / "rank", forward=True)
+        os.write(write_end, b"printed\n")
+        pipe.note("rank 1's script ended: refused")
+        os.write(write_end, b"late\n")
+        assert pipe.cut(1) == len(WITH_A_NOTE)
+        os.close(write_end)
+        await asyncio.wait_for(pipe.ended.wait(), 60)
+        writer.close()
+
+    asyncio.run(scenario())
+    assert (tmp_path / "rank").read_bytes() == WITH_A_NOTE
+    assert os.read(heard, 1 << 12) == b"printed\nlate\n"
+    os.close(heard)
+    os.close(said)
+
+
 def test_reports_log_everything_and_keep_what_they_cannot_read(tmp_path):
     writer = Writer()
     reports = Reports(2, writer, tmp_path)
