@@ -46,6 +46,9 @@ class Live(Swapping):
         self._at_entry: dict[str, Any] = {}
         """Random states when the newest call began; `_at_exit`: when it was done."""
         self._told_at = 0.0
+        self._versions_at_cut: int | None = None
+        """`Layout.versions` at the newest cut, until the next call or collective."""
+        self._has_noted_edit = False
 
     # ---- calls
 
@@ -59,6 +62,7 @@ class Live(Swapping):
                 self._stager.wait()
             return function(*args, **kwargs)
         self._refuse_after_error()
+        self._note_edit()
         followed = Followed.of(function)
         if "data_iterator" in kwargs:
             kwargs["data_iterator"], found = self._log.iterators.wrap(kwargs["data_iterator"])
@@ -104,6 +108,7 @@ class Live(Swapping):
         self._tell_progress()
         if self.inside:
             return handle.issue(name, args, kwargs)
+        self._note_edit()
         kept, written = _cloned((args, kwargs)), collective.outputs(name, args, kwargs)
         restore_entry = self._entry((), {})
 
@@ -128,6 +133,19 @@ class Live(Swapping):
         call.restore_entry = restore_entry
         self._done(call, [written, source])
         return collective.CompletedWork(written, source)
+
+    def _note_edit(self) -> None:
+        """Say once that the script has written into the shard since the cut: a snapshot may be under way, and no redo
+        repeats what the script does outside of calls."""
+        before, self._versions_at_cut = self._versions_at_cut, None
+        if before is None or self._has_noted_edit or self._layout.versions() == before:
+            return
+        self._has_noted_edit = True
+        text = (
+            f"the script changed weights or optimizer state of rank {self._rank} after step {self.step}, outside of "
+            f"any training call: a swap may lose this change; to do: {WHOLE_STEP}, this change included"
+        )
+        self._link.event("Note", text=text)
 
     def _tell_progress(self) -> None:
         """Report progress, so that even a very long step is seen to make some."""
@@ -220,6 +238,7 @@ class Live(Swapping):
         generation = self._groups.generation
         self._link.event("StepDone", generation=generation, rank=self._rank, step=self.step, loss=self._loss)
         self._report_first_step(self.step)
+        self._versions_at_cut = self._layout.versions()
 
 
 def _cloned(value: Any) -> Any:

@@ -50,6 +50,10 @@ class Layout:
                     "convert parameters and buffers before training, or run this job without deadpool_plugin",
                 )
 
+    def versions(self) -> int:
+        """A number that each write into the shard raises, unless it goes through `.data`."""
+        return sum(tensor._version for tensor in self.tensors)
+
     def views(self, payload: memoryview) -> list[torch.Tensor]:
         """Each tensor's place in `payload` as a tensor of its shape and dtype (shares the memory)."""
         whole = torch.frombuffer(payload, dtype=torch.uint8)

@@ -31,6 +31,7 @@ class Rank(Live):
         self.inside, self.step, self._restored, self._rank = False, step, step, 3
         self._error, self._cannot_be_followed, self._loss, self._at_exit = "", False, None, None
         self._told_at = 0.0
+        self._versions_at_cut = None
         self._slots = fake(announced=0)
         self.said: list[tuple[str, str]] = []
         self._log = CallLog(step)

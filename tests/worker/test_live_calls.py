@@ -17,6 +17,7 @@ from deadpool_plugin.worker.codec import TENSOR_LIMIT_BYTES
 from deadpool_plugin.worker.inputs import COPIED_BYTES_MAX, Inputs
 from deadpool_plugin.worker.live import Live
 from deadpool_plugin.worker.proof import Reads
+from deadpool_plugin.worker.staging import Layout
 
 
 class Rank(Live):
@@ -33,6 +34,9 @@ class Rank(Live):
         self._cannot_be_followed, self._rank = False, 3
         self._loss = self._at_exit = None
         self._told_at = 0.0
+        self._versions_at_cut, self._has_noted_edit = None, False
+        self._weights = torch.zeros(3)
+        self._layout = Layout([self._weights])
         self._slots = fake(announced=0)
         self._groups = fake(generation=0)
         self._log = CallLog()
@@ -112,6 +116,23 @@ def test_a_save_that_fails_is_the_scripts_own_affair():
     with pytest.raises(OSError):
         rank.call("save", CallKind.SAVE, full, (), {})
     assert rank.call("step", CallKind.PLAIN, lambda: 7, (), {}) == 7
+
+
+def test_a_script_that_writes_into_the_shard_between_calls_is_told_once():
+    rank = Rank()
+    rank._stage, rank._swap_began, rank._stager = lambda step: None, 0.0, fake(wait=lambda: None)
+
+    def step():
+        return rank.call("step", CallKind.UPDATE, lambda: rank._weights.add_(1), (), {})
+
+    step()
+    step()
+    assert [text for kind, text in rank.notes if kind == "Note"] == []
+    for _ in range(2):
+        rank._weights.clamp_(0, 1)
+        step()
+    ((_, text),) = [note for note in rank.notes if note[0] == "Note"]
+    assert "weights or optimizer state of rank 3 after step 2, outside of any training call" in text
 
 
 def test_a_result_that_followers_cannot_have_is_said_once_where_it_is_made():
