@@ -62,7 +62,7 @@ class Starting:
         raise Unsupported(
             "the script ended without one training call that deadpool_plugin knows",
             _KNOWN,
-            f"{WHOLE_STEP}, or run this script without the plugin",
+            "train the model through deepspeed.initialize, or run this script without the plugin",
         )
 
     def watch_files(self) -> None:
