@@ -190,7 +190,9 @@ class Proposer:
         )
         for node in plan.joined:
             ctx.emit("HostJoined", joined=node)
-        if plan.restore_step != NO_STEP:
+        if len(plan.world.members) == 1:
+            ctx.emit("Unprotected", reason="no other host is left to hold snapshots; to do: deadpool join")
+        elif plan.restore_step != NO_STEP:
             ctx.emit("Unprotected", reason=f"snapshots of step {plan.restore_step} are not all mirrored again yet")
 
     def _announce_undone(self, plan: SwapPlan, promises: Mapping[NodeId, Promise]) -> None:

@@ -87,6 +87,17 @@ def test_one_loss_of_any_node(seed, lost, at, silent):
         assert cluster.said("NodeLost")[0]["lost"] == (lost,)
 
 
+def test_the_last_host_says_that_nobody_is_left_to_hold_its_snapshots():
+    cluster = Cluster(World(0, (0,), (1,)))  # node 0 decides a tie
+    cluster.form()
+    assert cluster.run(lambda: cluster.training() and cluster.at_step(2) and bool(cluster.said("Mirrored")))
+    cluster.kill(1)
+    assert cluster.run(lambda: bool(cluster.said("Unprotected")))
+    assert [fields["reason"] for fields in cluster.said("Unprotected")] == [
+        "no other host is left to hold snapshots; to do: deadpool join"
+    ]
+
+
 @pytest.mark.parametrize("lost", range(5))
 def test_a_stopped_node_that_wakes_up_leaves(lost):
     cluster = Cluster(WORLD, seed=lost, last_step=8)
