@@ -15,7 +15,7 @@ from typing import NoReturn
 from .config import load
 from .errors import ConfigError
 from .launch import roles
-from .launch.argv import CommandLine, parse
+from .launch.argv import CommandLine, missing_file, parse
 from .launch.secret import of_job
 from .launch.supervisor import Supervisor
 
@@ -33,12 +33,8 @@ def prepare(arguments: list[str]) -> tuple[roles.Launch, CommandLine]:
     roles.check_versions()
     roles.check_host(config)
     of_job(config, line.config)
-    if line.command[0] != "-m" and not Path(line.command[0]).is_file():
-        raise ConfigError(
-            f"there is no file {line.command[0]} in {os.getcwd()} on {os.uname().nodename}",
-            "the training script, at the same path on every host",
-            "check the path after --module deadpool_plugin.run",
-        )
+    if missing := missing_file(line.command, Path.cwd()):
+        raise ConfigError(f"{missing} on {os.uname().nodename}", "the same files on every host", "correct the command")
     path = str(Path(line.config).resolve()) if line.config else ""
     return launch, CommandLine(line.command, path)
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 
 from ..errors import ConfigError
 from .carried import is_carried
-from .deepspeed_config import agreed, named_config
+from .deepspeed_config import agreed, files_named, named_config
 
 RUN = "deadpool_plugin.run"
 """The module that the launcher starts."""
@@ -51,6 +52,13 @@ def parse(arguments: Sequence[str]) -> CommandLine:
 def head_of(command: Sequence[str]) -> int:
     """How many words name the script: SCRIPT, or -m MODULE."""
     return 2 if command[:1] == ["-m"] else 1
+
+
+def missing_file(command: Sequence[str], directory: Path) -> str:
+    """Say which file that `command` names is not on this host: the script, or a DeepSpeed configuration; else ""."""
+    head = head_of(command)
+    named = [*(command[:1] if head == 1 else []), *files_named(command[head:])]
+    return next((f"there is no file {path} in {directory}" for path in named if not (directory / path).is_file()), "")
 
 
 def launchers_words(words: Sequence[str]) -> list[str]:

@@ -23,7 +23,7 @@ def named_config(words: Sequence[str]) -> str:
 
     Raises: ConfigError for a section that is not understood.
     """
-    found = {name: path for path in _files(words) if (name := _section(path))}
+    found = {name: path for path in files_named(words) if (name := _section(path))}
     if len(found) > 1:
         raise ConfigError(
             f"the DeepSpeed configurations {' and '.join(found.values())} name {' and '.join(found)}",
@@ -44,10 +44,14 @@ def agreed(flag: str, section: str) -> str:
     return flag or section
 
 
-def _files(words: Sequence[str]) -> list[str]:
-    found = [following for word, following in zip(words, words[1:], strict=False) if word in OPTIONS]
-    found += [word.partition("=")[2] for word in words if word.partition("=")[0] in OPTIONS and "=" in word]
-    return [path for path in found if Path(path).is_file()]
+def files_named(words: Sequence[str]) -> list[str]:
+    """The DeepSpeed configurations among `words`, whether they are there or not. `--deepspeed` is also a switch, which
+    something else follows."""
+    found = [(word, following) for word, following in zip(words, words[1:], strict=False) if word in OPTIONS]
+    found += [
+        (name, path) for name, equals, path in (word.partition("=") for word in words) if equals and name in OPTIONS
+    ]
+    return [path for name, path in found if path.endswith(".json") or Path(path).is_file()]
 
 
 def _section(path: str) -> str:

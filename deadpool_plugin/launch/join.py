@@ -32,7 +32,7 @@ from ..transport.handshake import ANY_JOB, Credentials
 from ..transport.rendezvous import Hello
 from ..transport.sockets import Address
 from . import carried, roles
-from .argv import FLAG, RUN, head_of, launchers_words, parse
+from .argv import FLAG, RUN, head_of, launchers_words, missing_file, parse
 from .processes import ending_signals
 from .secret import ensure
 
@@ -116,7 +116,7 @@ def find(wish: Wish) -> FoundJob:
         raise ConfigError(
             f"no node of a running job is named in {(wish.job or config.output_dir) / contacts.FOLDER}",
             "the job's output_dir on a shared file system",
-            "name it by --job OUTPUT_DIR, or a member by --to HOST:PORT",
+            "name the job's output_dir, or a member by --to HOST:PORT",
         )
     if found and not path:
         config = Config(secret_file=_nearest([Path(file) for contact in found for file in contact.secret_files]))
@@ -139,7 +139,7 @@ def check_unused(config: Config) -> None:
         raise ConfigError(
             f"output_dir {config.output_dir.absolute()} is that of a job that runs on {', '.join(hosts)}",
             "a folder of its own for each job",
-            f"name another one, or end that job: `deadpool stop --job {config.output_dir}`",
+            f"name another one, or end that job: `deadpool stop {config.output_dir}`",
         )
 
 
@@ -231,15 +231,13 @@ def check(description: JobDescription, config: str, command: Sequence[str]) -> N
             "the same, or none at all",
             "leave out everything from `--` on",
         )
-    directory, script = Path(description.directory), theirs[0]
+    directory = Path(description.directory)
     if not directory.is_dir():
         raise ConfigError(
             f"there is no directory {directory} on {here}", "the job's working directory", "make it as on other hosts"
         )
-    if script != "-m" and not (directory / script).is_file():
-        raise ConfigError(
-            f"there is no file {script} in {directory} on {here}", "the job's script", "copy it from another host"
-        )
+    if missing := missing_file(theirs, directory):
+        raise ConfigError(f"{missing} on {here}", "the files of the job's command", "copy it from another host")
 
 
 def without_launcher_words(command: Sequence[str]) -> list[str]:

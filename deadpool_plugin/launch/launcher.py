@@ -108,9 +108,8 @@ class Launcher:
             await self._stewards.close()
 
     def _what_hosts_need(self) -> leash.Prepare:
-        first = self._request.command[0]
-        script = "" if first == "-m" else first
-        return leash.Prepare(self._job, -1, self._config.told(), ensure(self._config), script, versions())
+        command = self._request.command
+        return leash.Prepare(self._job, -1, self._config.told(), ensure(self._config), command, versions())
 
     # ---- the real launcher
 
@@ -207,7 +206,8 @@ class Launcher:
     def _conclude(self, found: Outcome) -> int:
         """A signal does not change what became of a job that is over."""
         if self._interrupted and self._settled is None and found.exit_code:
-            found = Outcome(128 + self._interrupted, "interrupted", found.lost)
+            # whatever signal it was: hosts are told to end as by Ctrl-C, and their logs say so
+            found = Outcome(128 + signal.SIGINT, f"interrupted ({signal.Signals(self._interrupted).name})", found.lost)
         if self._unformed is not None:
             found = self._unformed
         if self._settled is not None:

@@ -21,13 +21,13 @@ class Word(msgspec.Struct, frozen=True, tag=True):
 
 
 class Prepare(Word, frozen=True):
-    """Launcher -> steward, first: what this host needs for the job. `script` is "" for a module."""
+    """Launcher -> steward, first: what this host needs for the job."""
 
     job: str
     node: int
     config: str
     secret: bytes
-    script: str
+    command: list[str]
     versions: dict[str, str]
 
 

@@ -26,6 +26,7 @@ from ..agent.world import first_difference
 from ..config import Config, load
 from ..errors import ConfigError, DeadpoolError
 from . import carried, leash, roles
+from .argv import missing_file
 from .carriers import carriers, kill_all, supervisors
 
 ENDING = (signal.SIGTERM, signal.SIGHUP)
@@ -184,8 +185,8 @@ def check(prepare: leash.Prepare) -> None:
         package, here, there = differs
         raise ConfigError(f"{package} is {here} here and {there} where it was launched", "the same", "install it alike")
     roles.check_versions()
-    if prepare.script and not Path(prepare.script).is_file():
-        raise ConfigError(f"there is no file {prepare.script} in {os.getcwd()}", "the training script", "copy it there")
+    if missing := missing_file(prepare.command, Path.cwd()):
+        raise ConfigError(missing, "the files of the command, on every host", "copy it there")
 
 
 def _end(number: int, frame: object) -> NoReturn:

@@ -132,14 +132,16 @@ def test_what_all_hosts_say_is_said_once(job, tmp_path):
     (tmp_path / "s.py").unlink()
     with pytest.raises(ConfigError) as refused:
         job(hosts=["h1", "h2"])
-    missing = f"there is no file s.py in {tmp_path}; expected the training script; to do: copy it there"
+    missing = (
+        f"there is no file s.py in {tmp_path}; expected the files of the command, on every host; to do: copy it there"
+    )
     assert str(refused.value) == f"h1, h2: {missing}"
 
 
 def test_what_ssh_said_last_is_told_though_a_shared_connection_keeps_its_pipe(monkeypatch):
     """As with ControlPersist: the client ends, its master holds standard error."""
     master = "exec 3<&0; cat <&3 >/dev/null & echo 'no route' >&2; exit 255"
-    word = leash.Prepare("j", 0, "", b"", "", {})
+    word = leash.Prepare("j", 0, "", b"", ["-m", "m"], {})
 
     async def scenario():
         one = remote.Connection("h1", 0)
@@ -180,7 +182,7 @@ def test_ctrl_c_ends_a_launcher_that_does_not_end_by_itself(job, capfd, monkeypa
     waits += "Path('child.txt').write_text(str(child.pid))\n"
     waits += f"signal.signal(signal.SIGTERM, signal.SIG_IGN); os.kill({os.getpid()}, signal.SIGINT); signal.pause()\n"
     assert job(waits) == 130
-    assert "[deadpool] interrupted; exit code 130" in capfd.readouterr().out
+    assert "[deadpool] interrupted (SIGINT); exit code 130" in capfd.readouterr().out
     child = Path("child.txt").read_text()
     deadline = time.monotonic() + 20
     while (seen := proc.look(int(child))) is not None and not seen.ending:
@@ -246,7 +248,7 @@ def test_ctrl_c_before_the_job_has_formed_ends_it_at_once_and_says_so(job, capfd
     assert job(deaf + f"os.kill({os.getpid()}, signal.SIGINT)\nsignal.pause()\n") == 130
     said = capfd.readouterr().out
     assert "interrupted before the job has formed: ending it on 2 hosts" in said
-    assert "interrupted; exit code 130" in said
+    assert "interrupted (SIGINT); exit code 130" in said
 
 
 def test_a_host_that_ends_before_the_job_forms_ends_it_everywhere(job, capfd):

@@ -38,7 +38,7 @@ class Host:
 
     def __init__(self, directory, patience_s=20.0, **changes):
         settings = f"output_dir: {directory / 'logs'}\npatience_s: {patience_s}\n"
-        word = leash.Prepare(carried.new_job(), 1, settings, SECRET, "s.py", versions())
+        word = leash.Prepare(carried.new_job(), 1, settings, SECRET, ["s.py"], versions())
         self.word = msgspec.structs.replace(word, **{**changes, "config": settings + changes.get("config", "")})
         self.folder, self.log = carried.folder_of(self.word.job), directory / "logs" / "events.1.jsonl"
         (directory / "s.py").touch()
@@ -131,7 +131,8 @@ def test_only_the_owner_reads_what_it_puts_in_place_and_nothing_stays(host):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"script": "other.py"}, "there is no file other.py"),
+        ({"command": ["other.py"]}, "there is no file other.py"),
+        ({"command": ["s.py", "--deepspeed_config", "ds.json"]}, "there is no file ds.json"),
         ({"versions": {**versions(), "torch": "1.0"}}, "1.0 where it was launched"),
     ],
 )
