@@ -309,7 +309,7 @@ def load(path: str | Path | None) -> Config:
         data = {}
     if not isinstance(data, dict):
         raise ConfigError(
-            f"{path} holds a {type(data).__name__}",
+            f"{path} holds {'a list' if isinstance(data, list) else 'one value'}",
             "lines of the form `field: value`",
             "name the YAML file of the plugin; `deadpool config --examples` lists some",
         )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -16,12 +17,12 @@ from ..launch.join import Wish, join
 from ..transport.sockets import Address
 
 
-def add_place(parser: argparse.ArgumentParser) -> None:
-    """Which running job is meant."""
+def add_place(parser: argparse.ArgumentParser, name: str, **more: Any) -> None:
+    """Which running job is meant. `name`: of the argument that is its output_dir; `more`: about that one."""
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
-        "--job", type=Path, metavar="OUTPUT_DIR",
-        help="the job's output_dir, on a shared file system; without --job and --to: that of the configuration",
+        name, type=Path, metavar="OUTPUT_DIR",
+        help="the job's output_dir, on a shared file system; without it and --to: that of the configuration", **more,
     )  # fmt: skip
     where.add_argument("--to", metavar="HOST:PORT", help="a node of the job, as its output says (`to add a host: ...`)")
     parser.add_argument(FLAG, dest="config", default="", metavar="FILE", help="the job's configuration file")
@@ -33,7 +34,7 @@ def place(args: argparse.Namespace) -> Wish:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_place(parser)
+    add_place(parser, "--job")
     parser.add_argument(
         "command", nargs="*", metavar="-- SCRIPT ARGUMENTS", help="the job's command, to be sure it is that one"
     )

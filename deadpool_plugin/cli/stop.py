@@ -1,4 +1,4 @@
-"""`deadpool stop [--job OUTPUT_DIR | --to HOST:PORT] [--deadpool-config FILE]`.
+"""`deadpool stop [OUTPUT_DIR | --to HOST:PORT] [--deadpool-config FILE]`.
 
 For a job whose launcher is gone (`on_launcher_loss: continue`) or out of reach; whoever has its secret may.
 """
@@ -12,7 +12,7 @@ from .join import add_place, place
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_place(parser)
+    add_place(parser, "job", nargs="?")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -123,7 +123,7 @@ def test_a_host_that_dies_while_it_joins_costs_nothing_but_itself(start):
 
 
 def stop(cluster):
-    words = [sys.executable, "-m", "deadpool_plugin", "stop", "--job", str(cluster.directory / "logs")]
+    words = [sys.executable, "-m", "deadpool_plugin", "stop", str(cluster.directory / "logs")]
     return subprocess.run(words, cwd=HERE.parent.parent, capture_output=True, text=True, timeout=200, check=False)
 
 
