@@ -10,7 +10,7 @@ import os
 from typing import TYPE_CHECKING, NoReturn
 
 from ..config import Config
-from ..transport import local
+from ..transport import linux, local
 from ..transport.local import LocalConnection
 from .lessons import tell_modules
 from .script import in_a_line, leave, run_script
@@ -24,6 +24,7 @@ def become(
 ) -> NoReturn:
     """Carry out `order`; never returns. `tell`: where to say what was imported, -1 if nobody asks."""
     os.environ.update(order.env)
+    linux.name_process(f"python-{'spare' if isinstance(order, local.RehearseRank) else 'rank'}{order.rank}")
     connection = LocalConnection.to(os.environ["DEADPOOL_SOCKET"])
     rehearsing = isinstance(order, local.RehearseRank)
     connection.send(local.WorkerHello(local_rank, os.getpid(), order.rank, rehearsing, order.order))

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, MutableMapping
 from pathlib import Path
 from typing import Any
 
+from ..transport import linux
 from .trackers import Trackers
 
 CHANGING = ((os, "rename"), (os, "replace"), (os, "remove"), (os, "unlink"), (os, "rmdir"), (shutil, "rmtree"),
@@ -154,6 +155,7 @@ class Mute:
         for line in self._unsaid:
             print(f"[deadpool] {line}", file=sys.stderr, flush=True)
         Mute.active = False
+        linux.name_process(f"python-rank{os.environ.get('RANK', '')}")
         self._trackers.resume()
 
 
