@@ -260,7 +260,7 @@ def draw_swap(panel: Any, entry: dict[str, Any], kill: Event, move: Move | None,
         if -0.15 * end_s <= at_s <= 1.1 * end_s:
             draw_event(panel, event, at_s)
     for node, start_s, span_s in first_steps(kill, events):
-        panel.barh(node, span_s, left=start_s, height=0.34, color=FIRST_STEP[1], alpha=0.5, zorder=0)
+        panel.barh(node, span_s, left=start_s, height=0.34, color=FIRST_STEP[1], zorder=0)
     panel.axvline(0, color="black", linestyle=":", linewidth=1)
     panel.plot([0], [kill["node"]], marker="$\\times$", color="#c0392b", markersize=13)
     said = "killed"
@@ -293,7 +293,7 @@ def draw_event(panel: Any, event: Event, at_s: float) -> None:
     if kind in SPANS:
         color = SPANS[kind][1]
         duration_s = max(event["duration_s"], 0.0)
-        panel.barh(node, duration_s, left=at_s - duration_s, height=0.6, color=color, alpha=0.6, edgecolor=color)
+        panel.barh(node, duration_s, left=at_s - duration_s, height=0.6, color=color, edgecolor=color)
     elif kind in MARKS:
         size = 16 if kind == "StepDone" else 5
         panel.plot([at_s], [node], marker=MARKS[kind][1], color="black", markersize=size, markeredgewidth=0.8)

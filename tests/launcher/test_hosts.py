@@ -238,7 +238,7 @@ def test_ctrl_c_ends_this_job_everywhere_and_no_other(launch, network):
         job = launch()
         job.in_training()
         job.signal(signal.SIGINT)
-        assert job.end() == (130, "[deadpool] interrupted; exit code 130; lost hosts: none")
+        assert job.end() == (130, "[deadpool] interrupted (SIGINT); exit code 130; lost hosts: none")
         job.wait_gone(*{*MEMBERS} - {"h2"})
         job.wait_for("the end of all but the other job", lambda: len(job.left("h2")) == 1)
         assert other.poll() is None
