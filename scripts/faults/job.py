@@ -21,7 +21,7 @@ from clusters.events import Tail
 from clusters.forked import Cluster, Node
 from clusters.launched import REPOSITORY, read_json_lines
 
-from faults.plan import ASSERTED, INJECTED, Kill, Plan
+from faults.plan import CAUSES, INJECTED, Kill, Plan
 
 SCRIPTS = REPOSITORY / "scripts"
 POLL_S = 0.01
@@ -254,7 +254,7 @@ class Job:
 
         Such a rank is replaced in place, which hides that a redo or a replay failed.
         """
-        planned = (INJECTED, *ASSERTED) if any(kill.kind == "assert" for kill in self.kills) else (INJECTED,)
+        planned = (INJECTED, *(text for kill in self.kills for text in CAUSES.get(kill.kind, ())))
         reasons = [event["reason"] for event in self.tail.of("RankLost")]
         reasons = [reason for reason in reasons if not any(text in reason for text in planned)]
         alone = all(kill.after < 0 and not kill.also for kill in self.kills)

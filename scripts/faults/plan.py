@@ -23,14 +23,30 @@ from typing import Any
 
 from clusters import processes
 
-KINDS = ("node", "rank", "raise", "stop", "silent", "gil", "assert", "reset")
+ORDERED = {
+    "spin": ("fakecuda_order", b"spin", 1),
+    "mute": ("fakenccl_order", b"silent", 1),
+    "abort-hangs": ("fakenccl_order", b"abort_hangs", 1),
+    "issue": ("fakenccl_order", b"fail_at_issue", 2),
+    "on-stream": ("fakenccl_order", b"fail_on_stream", 6),
+    "oom": ("fakecuda_order", b"refuse_malloc", 100),
+}
+"""Faults of the device and of NCCL that the stand-ins in tests/fakecuda are ordered to have, and by which call."""
+KINDS = ("node", "rank", "raise", "stop", "silent", "gil", "assert", "reset", *ORDERED)
 """node: SIGKILL of every process of the host; rank: of the worker; raise: an exception in the worker; stop: SIGSTOP
 of the worker; silent: SIGSTOP of every process of the host; gil: the worker sleeps for ever and holds the GIL;
 assert: a device-side assertion, of which the worker hears at one of its next CUDA calls; all of them fail then;
-reset: the worker's connections to other processes end, and nobody dies."""
+reset: the worker's connections to other processes end, and nobody dies; spin: the worker's next kernel never ends;
+mute: its communicators neither send nor take anything more, their connections stay open; abort-hangs: its next abort
+does not return; issue: NCCL gives ncclSystemError where its next operation is issued; on-stream: that operation
+fails on its stream, with ncclRemoteError; oom: the device has no memory for an allocation made here."""
 INJECTED = "a fault was planned here"
-ASSERTED = ("device-side assert", "CUDA error", "unhandled cuda error")
-"""Words of the errors that a fault of kind `assert` causes, at some later call of CUDA's or of NCCL's."""
+CAUSES = {
+    "assert": ("device-side assert", "CUDA error", "unhandled cuda error"),
+    "oom": ("out of memory",),
+    "issue": ("NCCL error",),
+}
+"""Words of the errors that a script meets because of such a fault: at once, or at a later call of CUDA or NCCL."""
 GIL_SLEEP_S = 3600
 HOLD_POLL_S = 0.005
 
@@ -183,6 +199,12 @@ def _strike_worker(kind: str, pid: int) -> None:
         torch._assert_async(torch.zeros(1, device="cuda"))
     elif kind == "reset":
         end_connections()
+    elif kind in ORDERED:
+        function, name, value = ORDERED[kind]
+        if getattr(ctypes.CDLL(None), function)(name, ctypes.c_long(value)):
+            raise RuntimeError(f"the stand-in does not know {name.decode()}")
+        if kind == "oom":  # in a step that allocates nothing new nobody would notice
+            sys.modules["torch"].empty(1 << 28, device="cuda")
     else:
         raise Injected
 
