@@ -58,7 +58,7 @@ def test_round_trips_are_those_of_each_call() -> None:
 def test_a_swap_waits_for_whoever_has_most_to_connect() -> None:
     for saving, cost_s in zip(report.savings(rows()), report.PUBLISHED.values(), strict=True):
         assert saving["all_s"] == saving["others_kept_s"] == 2 * cost_s
-        assert saving["a_survivor_least_s"] == cost_s and saving["eager_s"] == 3 * cost_s
+        assert saving["a_survivor_least_s"] == cost_s and saving["eager_s"] == round(3 * cost_s, 2)
 
 
 def test_the_table_has_a_row_for_each_kind() -> None:
