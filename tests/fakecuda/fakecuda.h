@@ -1,0 +1,64 @@
+// What the stand-in for CUDA offers beside CUDA's own calls: to the stand-in for NCCL, to kernels.cpp and, by ctypes, to
+// tests (control.py). Faults to order and what is counted are listed here, and only here.
+#pragma once
+#include <cuda_runtime_api.h>
+
+// Counted in each process since its start, and per stream where the last column says so. A "wait" is the host's.
+//      name                    what                                                                          per stream
+#define FAKECUDA_COUNTS(X)                                                                                            \
+  X(launches)                /* kernels, among them torch's operations and NCCL's                                yes */ \
+  X(copies)                  /* cudaMemcpy*, asynchronous or not                                                 yes */ \
+  X(sets)                    /* cudaMemset*                                                                      yes */ \
+  X(events_recorded)         /*                                                                                  yes */ \
+  X(events_awaited)          /* cudaStreamWaitEvent: the stream waits, not the host                              yes */ \
+  X(host_functions)          /* cudaLaunchHostFunc                                                               yes */ \
+  X(stream_waits)            /* cudaStreamSynchronize                                                            yes */ \
+  X(copy_waits)              /* copies that return only when they are done, or have staged pageable memory       yes */ \
+  X(form_waits)              /* operations whose result's form depends on data (nonzero, masked_select)          yes */ \
+  X(event_waits)             /* cudaEventSynchronize                                                              no */ \
+  X(device_waits)            /* cudaDeviceSynchronize, and the implied one of cudaFree, cudaFreeHost, unregister  no */ \
+  X(stream_queries)          /* cudaStreamQuery                                                                  yes */ \
+  X(event_queries)           /* cudaEventQuery                                                                    no */ \
+  X(allocations)             /* cudaMalloc                                                                        no */ \
+  X(host_allocations)        /* cudaHostAlloc                                                                     no */ \
+  X(registrations)           /* cudaHostRegister, those that succeeded                                            no */ \
+  X(refused_registrations)   /* a fault fired: refuse_register                                                    no */ \
+  X(refused_allocations)     /* a fault fired: refuse_malloc, or `mib` are in use                                 no */ \
+  X(slow_copies)             /* a fault fired: slow_bus                                                           no */ \
+  X(spins)                   /* a fault fired: spin                                                               no */ \
+  X(breaks)                  /* a fault fired: the context has died                                               no */
+
+// Faults and settings, each an environment variable FAKECUDA_<NAME> read at the first call of CUDA, and the first
+// argument of fakecuda_order later.
+//      name                default   what
+#define FAKECUDA_ORDERS(X)                                                                                            \
+  X(refuse_register, 0)  /* 1: cudaHostRegister gives cudaErrorNotSupported                                        */ \
+  X(refuse_malloc, 0)    /* the next N calls of cudaMalloc give cudaErrorMemoryAllocation                          */ \
+  X(break_after, 0)      /* the Nth launch from now on kills the context: cudaErrorIllegalAddress, for ever        */ \
+  X(slow_bus, 0)         /* nanoseconds that a MiB takes between host and device                                   */ \
+  X(spin, 0)             /* 1: the next kernel spins, until this is 0, the context dies or the process ends        */ \
+  X(kernel_us, 0)        /* microseconds that every kernel takes longer                                            */ \
+  X(devices, 1)          /* number of devices; CUDA_VISIBLE_DEVICES selects among them                             */ \
+  X(mib, 8192)           /* memory of a device                                                                     */ \
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+// Enqueues a kernel: `f` is called in the stream's order, on the stream's thread. It is called in any case, for it owns
+// `argument`; if fakecuda_broken() says so by then, it must do nothing else than release it. It must not wait for ever:
+// a loop ends when fakecuda_broken() is not 0.
+void fakecuda_enqueue(cudaStream_t stream, void (*f)(void*), void* argument);
+// Waits for what is on the stream; counted as form_waits. Returns the sticky error, or 0.
+int fakecuda_wait(cudaStream_t stream);
+// Kills the context: every later call gives `error`, kernels that wait in streams do nothing.
+void fakecuda_break(int error);
+// That error, cudaErrorCudartUnloading while the process ends, else 0.
+int fakecuda_broken(void);
+// Returns 0, or -1 if there is no such fault or setting.
+int fakecuda_order(const char* name, long value);
+// Writes one JSON object: the counts, "bytes" and "host_bytes" in use, "threads", and "streams": a list of such objects.
+// Returns the length that it has, as snprintf does.
+int fakecuda_report(char* text, unsigned long size);
+#ifdef __cplusplus
+}
+#endif
