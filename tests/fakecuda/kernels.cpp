@@ -106,6 +106,12 @@ at::Generator next_generator(std::optional<at::Generator> given, c10::Device dev
   return made;
 }
 
+// torch's own meta kernels, which tell an operation's form without doing it (see site/sitecustomize.py).
+std::unordered_map<c10::OperatorName, c10::SafeKernelFunction>& own_forms() {
+  static auto* all = new std::unordered_map<c10::OperatorName, c10::SafeKernelFunction>;
+  return *all;
+}
+
 // What is done on the stream's thread.
 void enqueue(c10::Device device, std::string name, std::function<void()> kernel) {
   C10_CUDA_CHECK(static_cast<cudaError_t>(fakecuda_broken()));
@@ -144,7 +150,10 @@ struct Operation : c10::OperatorKernel {
       for (size_t i : written_)
         if (alias && arguments[i].alias_info()->beforeSets() == alias->beforeSets()) source = static_cast<int>(i);
       sources_.push_back(source);
+      is_new_ |= source < 0;
     }
+    auto found = own_forms().find(op.operator_name());
+    if (found != own_forms().end()) tells_form_ = &found->second;
   }
 
   void operator()(const c10::OperatorHandle&, c10::DispatchKeySet, Stack* stack) {
@@ -162,7 +171,9 @@ struct Operation : c10::OperatorKernel {
   c10::OperatorHandle op_;
   std::vector<size_t> written_, outs_;
   std::vector<int> sources_;  // of each result: the argument that it is, or -1
+  bool is_new_ = false;       // a result is not an argument
   int generator_ = -1;
+  const c10::SafeKernelFunction* tells_form_ = nullptr;
 
   c10::Device device_of(const Stack& arguments) const {
     std::optional<c10::Device> found;
@@ -186,7 +197,8 @@ struct Operation : c10::OperatorKernel {
         writes_to_host |= tensor.defined() && !tensor.is_cuda();
         return tensor;
       });
-    if (writes_to_host || !op_.hasComputedKernelForDispatchKey(c10::DispatchKey::Meta)) return false;
+    if (writes_to_host) return false;
+    if (!tells_form_) return outs_.empty() && (!is_new_ || alike(arguments, forms));
     for (const auto& argument : arguments) {
       if (argument.isDevice()) forms.emplace_back(c10::Device(at::kMeta));
       else if (argument.isGenerator()) forms.emplace_back();
@@ -194,12 +206,9 @@ struct Operation : c10::OperatorKernel {
     }
     Stack results = forms;
     try {
-      op_.callBoxed(results);
+      tells_form_->callBoxed(op_, c10::DispatchKeySet(c10::DispatchKey::Meta), &results);
     } catch (const c10::Error& error) {  // if it is the caller's mistake, the CPU's kernel raises it
       if (tracing) fprintf(stderr, "[fakecuda] %s\n", error.what_without_backtrace());
-      return false;
-    } catch (const std::exception& error) {  // of a meta kernel in Python
-      if (tracing) fprintf(stderr, "[fakecuda] %s\n", error.what());
       return false;
     }
     std::unordered_set<const void*> given;
@@ -217,6 +226,11 @@ struct Operation : c10::OperatorKernel {
     }
     forms.insert(forms.end(), results.begin(), results.end());
     return true;
+  }
+
+  // The forms of operations that torch has no meta kernel of its own for. False if this is not one of them.
+  bool alike(const Stack& arguments, Stack& forms) const {
+    return false;
   }
 
   // Arguments of the CPU's kernel. `keep`: host memory is copied, for it is read later.
@@ -359,6 +373,15 @@ struct Quiet : c10::WarningHandler {
 };
 
 }  // namespace
+
+extern "C" void fakecuda_remember_forms() {
+  auto& dispatcher = c10::Dispatcher::singleton();
+  for (const auto& name : dispatcher.getRegistrationsForDispatchKey(c10::DispatchKey::CUDA)) {
+    auto op = dispatcher.findSchemaOrThrow(name.name.c_str(), name.overload_name.c_str());
+    if (op.hasKernelForDispatchKey(c10::DispatchKey::Meta))
+      own_forms().emplace(name, op.getComputedKernelForDispatchKey(c10::DispatchKey::Meta));
+  }
+}
 
 extern "C" void fakecuda_install() {
   Quiet quiet;
