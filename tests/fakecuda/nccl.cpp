@@ -40,8 +40,8 @@
 //   connect_delay_ms  n; -1: till 0  each connection at first use takes so much longer; an abort ends that
 //   fail_at_issue     a result code  the next operation gives this error where it is issued
 //   fail_on_stream    a result code  the next kernel sets this asynchronous error and spins until the abort
-// long fakenccl_count(const char* name): how often a fault struck; communicators and roots that exist now; made, aborted,
-// splits, connections (accepted), launches, operations since the start. -1: no such name.
+// long fakenccl_count(const char* name): how often a fault struck; communicators and roots that exist now; check_ins (at
+// roots here), made, aborted, splits, connections (accepted), launches, operations since the start. -1: no such name.
 //
 // Not here (ncclInvalidUsage): non-blocking communicators, InitAll, Shrink, Grow, Revoke, Suspend, MemStats, windows, device
 // communicators, signals, SimulateEnd, reductions of 8-bit floats. Not imitated: transports, algorithms, protocols, NVLS,
@@ -496,9 +496,9 @@ long fakenccl_count(const char* name) {
   for (Fault* known : faults)
     if (!strcmp(known->name, name)) return known->fired;
   const std::pair<const char*, std::atomic<long>*> all[] = {
-      {"communicators", &counts.communicators}, {"made", &counts.made}, {"aborted", &counts.aborted},
-      {"splits", &counts.splits}, {"roots", &counts.roots}, {"connections", &counts.connections},
-      {"launches", &counts.launches}, {"operations", &counts.operations}};
+      {"communicators", &counts.communicators}, {"roots", &counts.roots}, {"check_ins", &counts.check_ins},
+      {"made", &counts.made}, {"aborted", &counts.aborted}, {"splits", &counts.splits},
+      {"connections", &counts.connections}, {"launches", &counts.launches}, {"operations", &counts.operations}};
   for (auto& [known, count] : all)
     if (!strcmp(known, name)) return count->load();
   return -1;

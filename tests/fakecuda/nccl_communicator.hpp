@@ -124,6 +124,7 @@ inline ncclResult_t serve_root(Root* root, uint64_t magic) {
     if (ports.count(hello.rank)) return failed(ncclInternalError, "a rank has checked in twice");
     ports[hello.rank] = hello.port;
     ranks = hello.ranks;
+    counts.check_ins++;
   }
   for (auto& [rank, port] : ports) {
     int descriptor = -1, ranks = (int)ports.size();
@@ -282,9 +283,9 @@ inline ncclResult_t split_off(ncclComm* parent, ncclComm* child, int color, int 
 inline ncclResult_t connect_lane(ncclComm* comm, Lane lane, const std::set<int>& to, const std::set<int>& from) {
   std::vector<std::pair<int, int>> fresh;     // peer, descriptor
   auto attempt = [&]() -> ncclResult_t {
-    if (!hold(silent, comm->interrupt)) return ncclInternalError;
     for (int peer : to) {
       if (comm->out.count({peer, lane})) continue;
+      if (!hold(silent, comm->interrupt)) return ncclInternalError;
       if (int delay_ms = connect_delay_ms.value) {
         connect_delay_ms.fired++;
         for (int waited_ms = 0; connect_delay_ms.value && (delay_ms < 0 || waited_ms < delay_ms); waited_ms += LOOK_MS)
@@ -298,6 +299,7 @@ inline ncclResult_t connect_lane(ncclComm* comm, Lane lane, const std::set<int>&
     }
     for (int peer : from) {
       if (comm->in.count({peer, lane})) continue;
+      if (!hold(silent, comm->interrupt)) return ncclInternalError;
       Parked link{};
       CHECK(await_knock(comm, Knock::LINK, peer, lane, &link));
       comm->in[{peer, lane}] = link.descriptor;

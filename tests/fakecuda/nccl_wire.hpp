@@ -29,7 +29,8 @@ namespace fakenccl {
 // ---- what happened, for tests: every name is a key of fakenccl_count
 
 struct Counts {
-  std::atomic<long> communicators{0}, made{0}, aborted{0}, splits{0}, roots{0}, connections{0}, launches{0}, operations{0};
+  std::atomic<long> communicators{0}, roots{0}, check_ins{0}, made{0}, aborted{0}, splits{0};
+  std::atomic<long> connections{0}, launches{0}, operations{0};
 };
 inline Counts counts;
 
