@@ -6,6 +6,7 @@
     python scripts/fault_matrix.py --out zero --framework deepspeed  DeepSpeed's engines instead of Megatron-core
     python scripts/fault_matrix.py --out matrix --double             two faults, one in the middle of the other's swap
     python scripts/fault_matrix.py --out matrix --many 100           a hundred swaps in one job, and what they leak
+    python scripts/fault_matrix.py --out cuda --device cuda          two cards in each host, shared by all hosts; NCCL
 
 Every cell is one JSON line in OUT/cells.jsonl as soon as it is known; a rerun goes on with those that are missing
 (`--again`: also with those that did not hold). OUT/table.md is the matrix.
@@ -26,16 +27,23 @@ from clusters import forked_node
 from clusters.launched import read_json_lines
 from clusters.references import CORPUS
 from faults import cells, table
-from gpt.layouts import DEEPSPEED, MEGATRON
+from gpt.layouts import DEEPSPEED, ENGINES_ON_CARDS, MEGATRON, ON_CARDS
 
-LAYOUTS = {"megatron": MEGATRON, "deepspeed": DEEPSPEED}
+LAYOUTS = {
+    ("megatron", "cpu"): MEGATRON,
+    ("deepspeed", "cpu"): DEEPSPEED,
+    ("megatron", "cuda"): ON_CARDS,
+    ("deepspeed", "cuda"): ENGINES_ON_CARDS,
+}
 MODULES = {"megatron": forked_node.PRELOAD, "deepspeed": forked_node.DEEPSPEED}
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder for results, references and broken jobs")
-    parser.add_argument("--framework", choices=tuple(LAYOUTS), default="megatron")
+    parser.add_argument("--framework", choices=tuple(MODULES), default="megatron")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="results of each need a folder")
+    parser.add_argument("--references", type=Path, help="folder for undisturbed runs; default: OUT/references")
     parser.add_argument("--only", action="append", default=[], metavar="LAYOUT[:COLUMN[:KIND]]")
     parser.add_argument("--kinds", nargs="+", default=["node", "rank"], help="also: raise stop silent")
     parser.add_argument("--group", choices=("main", "save", "async"), help="columns of this group only")
@@ -48,6 +56,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="print the cells that are missing, and end")
     args = parser.parse_args()
     args.out = args.out.resolve()
+    args.references = (args.references or args.out / "references").resolve()
     return args
 
 
@@ -58,12 +67,12 @@ def known(args: argparse.Namespace, name: str) -> dict[str, dict[str, Any]]:
 
 def matrix(args: argparse.Namespace) -> int:
     done, results = known(args, "cells.jsonl"), args.out / "cells.jsonl"
-    wanted = cells.selected(cells.cells(list(LAYOUTS[args.framework]), args.kinds), args.only)
+    wanted = cells.selected(cells.cells(list(LAYOUTS[args.framework, args.device]), args.kinds), args.only)
     wanted = [cell for cell in wanted if cell.key not in done and args.group in (None, cell.group)]
     if args.list:
         print("\n".join(cell.key for cell in wanted))
         return 0
-    runner = cells.Runner(args.out, lambda line: table.keep(results, line), args.heal)
+    runner = cells.Runner(args.out, args.references, lambda line: table.keep(results, line), args.heal)
     began = time.monotonic()
     for together in cells.jobs(wanted, len(wanted) if args.heal else args.spares):
         if args.minutes and time.monotonic() - began > 60 * args.minutes:
@@ -80,15 +89,15 @@ def main() -> int:
     args = parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     make_corpus.ensure(CORPUS)
-    forked_node.preload(MODULES[args.framework])
+    forked_node.preload(MODULES[args.framework], args.device, cells.SLOTS)
     if args.double:
         from faults import pairs
 
-        return pairs.main(args.out, args.only, known(args, "pairs.jsonl"), args.list)
+        return pairs.main(args.out, args.references, args.only, known(args, "pairs.jsonl"), args.list)
     if args.many:
         from faults import many
 
-        return many.main(args.out, args.many)
+        return many.main(args.out, args.references, args.many, args.device)
     return matrix(args)
 
 

@@ -28,10 +28,11 @@ REPEATABLE = {
 """With these and torch.use_deterministic_algorithms a job's numbers are the same in every run."""
 
 
-def environment() -> dict[str, str]:
-    """Return the variables that all processes of a job on one card share."""
+def environment(cards: int = 1) -> dict[str, str]:
+    """Return the variables that all processes of a job share whose emulated hosts all have these same cards."""
     cheap_question = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # asking for a GPU must not initialise CUDA before a fork
-    return {**TOGETHER, **REPEATABLE, **cheap_question, "CUDA_VISIBLE_DEVICES": "0"}
+    visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(cards)))}
+    return {**TOGETHER, **REPEATABLE, **cheap_question, **visible}
 
 
 def host_id(host: int) -> dict[str, str]:

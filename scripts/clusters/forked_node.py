@@ -53,10 +53,10 @@ DEEPSPEED = (
 LAUNCHER_POLL_S = 0.1
 
 
-def preload(names: Sequence[str] = PRELOAD, device: str = "cpu") -> None:
+def preload(names: Sequence[str] = PRELOAD, device: str = "cpu", cards: int = 1) -> None:
     """Import what all processes of a cluster need. Raises: RuntimeError if that has started a thread, or CUDA."""
     warnings.filterwarnings("ignore")
-    os.environ.update(launcher_environment(device))
+    os.environ.update(launcher_environment(device, cards))
     if str(REPOSITORY) not in sys.path:
         sys.path.insert(1, str(REPOSITORY))
     import_all(names)
@@ -82,15 +82,15 @@ def import_all(names: Sequence[str] = PRELOAD) -> None:
         importlib.import_module(name)
 
 
-def launcher_environment(device: str = "cpu") -> dict[str, str]:
-    """Emulated nodes compute on the CPU also where there is a GPU, unless they are told to share it ("cuda")."""
+def launcher_environment(device: str = "cpu", cards: int = 1) -> dict[str, str]:
+    """Emulated nodes compute on the CPU also where there is a GPU, unless they are told to share those ("cuda")."""
     common = {
         "OMP_NUM_THREADS": "1",
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
         "PYTHONUNBUFFERED": "1",
     }
-    return common | (card.environment() if device == "cuda" else {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"})
+    return common | (card.environment(cards) if device == "cuda" else {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"})
 
 
 @dataclass(frozen=True)

@@ -111,8 +111,10 @@ def jobs(wanted: list[Cell], node_faults_max: int) -> Iterator[list[Cell]]:
 class Runner:
     """Runs jobs of cells and tells `on_result` what became of each cell as soon as it is known."""
 
-    def __init__(self, out: Path, on_result: Callable[[dict[str, Any]], None], heals: bool = False) -> None:
-        self.out, self.on_result, self.heals = out, on_result, heals
+    def __init__(
+        self, out: Path, references: Path, on_result: Callable[[dict[str, Any]], None], heals: bool = False
+    ) -> None:
+        self.out, self.references, self.on_result, self.heals = out, references, on_result, heals
 
     def run(self, together: list[Cell]) -> None:
         verdict, name = self._job(together)
@@ -131,7 +133,7 @@ class Runner:
         folder = self.out / "jobs" / name
         training = arguments(layout, group)
         script = REPOSITORY / "scripts" / layout.script
-        undisturbed = reference(self.out / "references", training, layout.world_size, script)
+        undisturbed = reference(self.references, training, layout.world_size, script, SLOTS)
         saving = save_arguments(group, folder)
         kills = planned_faults(together, layout.world_size, updates(undisturbed, layout.framework))
         hosts = sum(kill.kind in ("node", "silent") for kill in kills)

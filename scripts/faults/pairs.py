@@ -124,10 +124,10 @@ def stuck() -> list[Pair]:
     return [Pair("survivor-holds-the-gil", (holding, Kill(1, 1, 0, "driver", "node", after=0)))]
 
 
-def run(pair: Pair, out: Path) -> dict[str, Any]:
+def run(pair: Pair, out: Path, references: Path) -> dict[str, Any]:
     own = ["--train-iters", STEPS, "--eval-interval", INTERVAL, "--eval-iters", 1]
     training = arguments_with_data([*LAYOUT.arguments, *map(str, own)])
-    undisturbed = reference(out / "references", training, LAYOUT.world_size)
+    undisturbed = reference(references, training, LAYOUT.world_size)
     job = Job(
         out / "pairs" / pair.name, training, LAYOUT.world_size, SLOTS, pair.spares, list(pair.kills),
         {**SETTINGS, **pair.settings}, pair.stops, heals=pair.heals,
@@ -148,7 +148,7 @@ def line_of(pair: Pair, verdict: Verdict) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def main(out: Path, only: list[str], done: dict[str, dict[str, Any]], listing: bool) -> int:
+def main(out: Path, references: Path, only: list[str], done: dict[str, dict[str, Any]], listing: bool) -> int:
     """`listing`: print the names of those that are missing, and end."""
     wanted = [pair for pair in pairs() if not only or any(re.fullmatch(pattern, pair.name) for pattern in only)]
     missing = [pair for pair in wanted if pair.name not in done]
@@ -156,7 +156,7 @@ def main(out: Path, only: list[str], done: dict[str, dict[str, Any]], listing: b
         print("\n".join(pair.name for pair in missing))
         return 0
     for pair in missing:
-        done[pair.name] = run(pair, out)
+        done[pair.name] = run(pair, out, references)
         keep(out / "pairs.jsonl", done[pair.name])
     held = sum(line["ok"] for line in done.values())
     print(f"{held} of {len(done)} pairs hold, {sum(line['hang'] for line in done.values())} hangs")

@@ -86,6 +86,13 @@ MEGATRON: dict[str, Layout] = {
     }.items()
 }
 
+_CARD = f"--deterministic-mode --num-microbatches 4 --dtype bf16 {_SHARDED}"
+ON_CARDS: dict[str, Layout] = {
+    "pp2-dp2": Layout((*_SMALL.split(), *f"--pp 2 {_CARD}".split())),
+    "tp2-dp2": Layout((*_SMALL.split(), *f"--tp 2 {_CARD}".split())),
+}
+"""Those of megatron-core that are tried on CUDA devices, over NCCL; DeepSpeed's are ENGINES_ON_CARDS."""
+
 _ENGINES = {
     "zero0": "--zero 0",
     "zero1": "--zero 1",
@@ -106,4 +113,6 @@ DEEPSPEED: dict[str, Layout] = {
     if optimizer != "offload" or engine in ("zero1", "zero2", "zero3")
 }
 
-LAYOUTS = MEGATRON | DEEPSPEED
+ENGINES_ON_CARDS = {name: DEEPSPEED[name] for name in ("zero1-bf16-adamw", "zero3-bf16-adamw")}
+
+LAYOUTS = MEGATRON | ON_CARDS | DEEPSPEED
