@@ -90,7 +90,9 @@ def launcher_environment(device: str = "cpu", cards: int = 1) -> dict[str, str]:
         "GLOO_SOCKET_IFNAME": "lo",
         "PYTHONUNBUFFERED": "1",
     }
-    return common | (card.environment(cards) if device == "cuda" else {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"})
+    return common | (
+        card.environment(cards) if device == "cuda" else {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+    )
 
 
 @dataclass(frozen=True)

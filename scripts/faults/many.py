@@ -2,7 +2,8 @@
 
 Rules of this file: rank losses in place, round and round over all ranks but two, whose processes are the survivors that
 live through all of them; every sample is taken between two swaps, while all ranks wait in the training script.
-What grows is judged by a straight line through the second half of the samples: the first half fills caches.
+What grows is judged by a straight line through the second half of the samples: the first half fills caches. On CUDA
+devices nothing at all may be kept of a swap: no device memory, no descriptor, no thread.
 """
 
 from __future__ import annotations
@@ -17,18 +18,22 @@ from typing import Any
 from clusters import processes
 from clusters.demo_report import pyplot
 from clusters.references import arguments_with_data, reference
-from gpt.layouts import LAYOUTS
+from gpt.layouts import LAYOUTS, Layout
 
 from faults.cells import SETTINGS, SLOTS
 from faults.job import Job, Outcome
 from faults.plan import Kill
 
-LAYOUT = LAYOUTS["dp4"]
+LAYOUT = {"cpu": LAYOUTS["dp4"], "cuda": LAYOUTS["pp2-dp2"]}
 SURVIVORS = {0: "survivor that hosts the stores", 3: "survivor"}
 """Ranks that are never hit: the first one of node 0, whose process offers every generation's store, and another."""
 SPACING, FIRST = 3, 4
 PHASES = ("forward", "backward", "before", "optimizer", "update", "staging", "push", "between")
-QUANTITIES = ("rss_kib", "private_kib", "descriptors", "threads", "sockets")
+QUANTITIES = ("rss_kib", "private_kib", "device_kib", "descriptors", "threads", "sockets")
+FLAT = ("device_kib", "descriptors", "threads")
+"""Of these no process that survives has more in the last quarter of the swaps than in the one before."""
+DEVICE_MEMORY = "/memfd:fakecuda-device"
+"""Its name in the maps of a process, where the stand-in for CUDA (tests/fakecuda) is the device; 0 KiB elsewhere."""
 Sample = dict[str, Any]
 
 
@@ -65,20 +70,23 @@ def look(pid: int) -> Sample | None:
     try:
         status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
         rollup = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
+        maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
         descriptors = [os.readlink(f"/proc/{pid}/fd/{name}") for name in os.listdir(f"/proc/{pid}/fd")]
     except (OSError, ValueError):
         return None
     private = sum(int(line.split()[1]) for line in rollup if line.startswith("Private"))
+    ranges = [line.split()[0].split("-") for line in maps if DEVICE_MEMORY in line]
+    device_kib = sum(int(end, 16) - int(start, 16) for start, end in ranges) >> 10
     sockets = sum(target.startswith("socket:") for target in descriptors)
     return {
-        "rss_kib": int(status["VmRSS"].split()[0]), "private_kib": private, "descriptors": len(descriptors),
-        "threads": int(status["Threads"]), "sockets": sockets,
+        "rss_kib": int(status["VmRSS"].split()[0]), "private_kib": private, "device_kib": device_kib,
+        "descriptors": len(descriptors), "threads": int(status["Threads"]), "sockets": sockets,
     }  # fmt: skip
 
 
-def planned(swaps: int) -> list[Kill]:
+def planned(swaps: int, layout: Layout) -> list[Kill]:
     """Every rank but the survivors in turn, in every phase in turn."""
-    victims = [rank for rank in range(LAYOUT.world_size) if rank not in SURVIVORS]
+    victims = [rank for rank in range(layout.world_size) if rank not in SURVIVORS]
     kills = []
     for index in range(swaps):
         step = FIRST + SPACING * index
@@ -102,6 +110,21 @@ def growth(samples: list[Sample]) -> dict[str, dict[str, float]]:
     return found
 
 
+def kept(samples: list[Sample]) -> list[str]:
+    """What a surviving rank keeps of swaps, in words. A helper thread that a sample meets counts for nothing."""
+    found = []
+    for name in SURVIVORS.values():
+        mine = [sample for sample in samples if sample["process"] == name]
+        quarter = len(mine) // 4
+        for quantity in FLAT if quarter else ():
+            before, after = (min(one[quantity] for one in mine[at : at + quarter]) for at in (-2 * quarter, -quarter))
+            if after > before:
+                found.append(f"{name}: {after - before} more {quantity} in {quarter} swaps")
+    return (
+        found if all(any(one["process"] == name for one in samples) for name in SURVIVORS.values()) else ["no samples"]
+    )
+
+
 def draw(path: Path, samples: list[Sample]) -> None:
     plt = pyplot()
     figure, panels = plt.subplots(len(QUANTITIES), 1, figsize=(8, 12), layout="constrained", sharex=True)
@@ -120,19 +143,20 @@ def draw(path: Path, samples: list[Sample]) -> None:
     plt.close(figure)
 
 
-def main(out: Path, swaps: int) -> int:
-    steps = FIRST + SPACING * swaps + 4
-    training = arguments_with_data([*LAYOUT.arguments, "--train-iters", str(steps), "--eval-interval", "0"])
-    undisturbed = reference(out / "references", training, LAYOUT.world_size)
+def main(out: Path, references: Path, swaps: int, device: str) -> int:
+    steps, layout = FIRST + SPACING * swaps + 4, LAYOUT[device]
+    training = arguments_with_data([*layout.arguments, "--train-iters", str(steps), "--eval-interval", "0"])
+    undisturbed = reference(references, training, layout.world_size, slots=SLOTS)
     settings = {**SETTINGS, "restarts_max": swaps}
-    job = ManySwaps(out / "many", training, LAYOUT.world_size, SLOTS, 1, planned(swaps), settings)
+    job = ManySwaps(out / "many", training, layout.world_size, SLOTS, 1, planned(swaps, layout), settings)
     began = time.monotonic()
     verdict = job.run(undisturbed)
-    slopes = growth(job.samples)
+    slopes, leaks = growth(job.samples), kept(job.samples) if device == "cuda" else []
     result = {
         "swaps": sum(one.ready_s is not None for one in verdict.outcomes), "holds": verdict.holds, "hang": verdict.hang,
         "bit_exact": verdict.bit_exact, "seconds": round(time.monotonic() - began, 1), "difference": verdict.difference,
         "ready_s": [one.ready_s for one in verdict.outcomes], "growth_per_swap": slopes,
+        "kept": leaks,
         "problems": [one.problem for one in verdict.outcomes if one.problem],
     }  # fmt: skip
     (out / "many.json").write_text(json.dumps(result | {"samples": job.samples}, indent=1))
@@ -141,4 +165,4 @@ def main(out: Path, swaps: int) -> int:
     except ImportError:
         print("matplotlib is not installed: no picture")
     print(json.dumps(result, indent=1))
-    return 0 if verdict.holds else 1
+    return int(not verdict.holds or bool(leaks))
