@@ -140,7 +140,8 @@ def savings(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             "a_survivor_least": min(each["nccl_used"] - each["nccl_used_kept"] for each in survivors),
             "eager": max(each["nccl"] for each in rows),
         } if survivors else {}  # fmt: skip
-        found.append({"what": what, "each_s": cost_s} | {f"{name}_s": round(cost_s * n, 2) for name, n in times.items()})
+        seconds = {f"{name}_s": round(cost_s * count, 2) for name, count in times.items()}
+        found.append({"what": what, "each_s": cost_s} | seconds)
     return found
 
 
