@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .. import versions
 from ..errors import WHOLE_STEP, Unsupported
@@ -22,6 +23,9 @@ from .live import Live
 from .staging import Layout
 
 _KNOWN = "Megatron-core's schedules and optimizer, or a DeepSpeed engine (imported before init_process_group)"
+_INSTEAD = "train the model through deepspeed.initialize, or run this script without the plugin"
+UNKNOWN_STEPS_MAX = 20
+"""Optimizer steps before the first call that we know: frameworks make a few to build their optimizers' state."""
 _FSDP = "torch.distributed.fsdp"
 
 
@@ -62,12 +66,29 @@ class Starting:
         raise Unsupported(
             "the script ended without one training call that deadpool_plugin knows",
             _KNOWN,
-            "train the model through deepspeed.initialize, or run this script without the plugin",
+            _INSTEAD,
         )
 
     def watch_files(self) -> None:
         """Note which files the script looks for, from here to the first forward."""
         self._looks = Looks()
+
+    def refuse_unknown_loops(self) -> None:
+        """A script that updates again and again without one call that we know is told so now, not at its end."""
+        steps = 0
+
+        def stepped(*_: Any) -> None:
+            nonlocal steps
+            if self._context.mode is not self:
+                hook.remove()
+                return
+            steps += 1
+            if steps == UNKNOWN_STEPS_MAX:
+                raise Unsupported(
+                    f"{steps} optimizer steps, and not one training call that deadpool_plugin knows", _KNOWN, _INSTEAD
+                )
+
+        hook = register_optimizer_step_post_hook(stepped)
 
     def refuse_wrappers(self) -> None:
         """Whoever wraps the model in what torch brings trains past us: say so there, not at the end of the script."""

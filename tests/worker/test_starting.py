@@ -13,7 +13,7 @@ from deadpool_plugin.config import Config
 from deadpool_plugin.errors import GenerationChanged, Unsupported
 from deadpool_plugin.transport import local
 from deadpool_plugin.worker.adapter import CallKind
-from deadpool_plugin.worker.starting import Starting
+from deadpool_plugin.worker.starting import UNKNOWN_STEPS_MAX, Starting
 
 
 @pytest.fixture
@@ -45,6 +45,20 @@ def test_a_wrapper_of_torchs_own_is_refused_by_name_before_training(context, wra
         wrap(model)
     except Exception as without_a_group:  # another test's may be left
         assert not isinstance(without_a_group, Unsupported)
+
+
+def test_a_loop_that_no_framework_runs_is_refused_while_it_trains(context, monkeypatch):
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    context.mode.refuse_unknown_loops()
+    weight.grad = torch.ones(2)
+    for _ in range(UNKNOWN_STEPS_MAX - 1):
+        optimizer.step()
+    with pytest.raises(Unsupported, match=r"20 optimizer steps, and not one training call.*deepspeed\.initialize"):
+        optimizer.step()
+    context.mode = "of a rank in training"
+    for _ in range(UNKNOWN_STEPS_MAX + 1):
+        optimizer.step()
 
 
 def test_nothing_of_a_save_before_the_first_forward_is_recorded_nor_what_its_thread_exchanges():
