@@ -175,8 +175,8 @@ class Lives:
     def leaving(self, slot: Slot, peer: LocalPeer, message: local.Leaving) -> None:
         name = signal.Signals(message.signal).name
         if message.signal == signal.SIGINT:
-            reason = f"interrupted: node {self._node} was told to end ({name})"
-            self._feed(io.StopRequested(reason, 128 + message.signal))
+            # Ctrl-C here, or any signal that `deadpool launch` got
+            self._feed(io.StopRequested(f"interrupted: node {self._node} was told to end", 128 + message.signal))
         elif message.signal == signal.SIGHUP:
             self.give_up(f"node {self._node} found the launcher gone (on_launcher_loss: stop)")
         else:

@@ -235,7 +235,8 @@ def _mirrored(mirrored: events.Mirrored) -> str:
     missing = mirrored.reason
     if mirrored.spares_left == 0:
         then = "ends the job" if mirrored.on_no_spare == "stop" else "makes the job wait for a host"
-        missing = f"NO SPARE LEFT, the next lost node {then} (on_no_spare: {mirrored.on_no_spare})"
+        none = "NO SPARE LEFT" if mirrored.generation else "no host is a spare (spares: 0)"
+        missing = f"{none}, the next lost node {then} (on_no_spare: {mirrored.on_no_spare})"
     return f"mirrored: step {mirrored.step} is in other hosts' memory; not protected: {missing}"
 
 

@@ -45,9 +45,12 @@ def launch(words: Sequence[str]) -> int:
         request = understood(words)
         config = load(request.config)
         check_slots(request.slots)
-        check_hosts(len(request.slots) or len(request.hosts) or 1, config.spares, config.copies)
+        hosts = len(request.slots) or len(request.hosts) or 1
+        check_hosts(hosts, config.spares, config.copies)
         ensure(config)
         check_unused(config)
+        spares = config.spares if isinstance(config.spares, int) else len(config.spares)
+        print(f"[deadpool] {hosts - spares} of {hosts} hosts train, {spares} stand by as spares", flush=True)
         if not request.hosts:
             _become_deepspeed(request)
         _check_this_host()

@@ -77,7 +77,7 @@ def test_a_process_that_only_rehearses_its_rank_says_so_with_its_store(heard):
 @pytest.mark.parametrize(
     ("number", "said"),
     [
-        (signal.SIGINT, io.StopRequested("interrupted: node 1 was told to end (SIGINT)", 130)),
+        (signal.SIGINT, io.StopRequested("interrupted: node 1 was told to end", 130)),
         (signal.SIGHUP, io.NodeGivenUp("node 1 found the launcher gone (on_launcher_loss: stop)")),
         (signal.SIGTERM, io.NodeGivenUp("the launcher of node 1 ended its processes (SIGTERM)")),
     ],
