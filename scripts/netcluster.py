@@ -66,7 +66,9 @@ def up(folder: Path, size: int, slots: int, command: list[str]) -> int:
         print(f"[netcluster] {', '.join(network.hosts)} are up; hostfile: {hostfile}", flush=True)
         try:
             if command:
-                return run(network, next(iter(network.hosts)), command)
+                code = run(network, next(iter(network.hosts)), command)
+                print(f"[netcluster] the command has ended ({code}): taking the hosts away", flush=True)
+                return code
             while True:
                 signal.pause()
         except KeyboardInterrupt:
@@ -82,7 +84,9 @@ def already_up(folder: Path) -> list[str]:
 
 
 def run(network: netns.Network, host: str, command: list[str]) -> int:
-    """Run `command` on `host` and return its exit code. We pass Ctrl-C on: nsenter, between us, would not live on."""
+    """Run `command` on `host` and return its exit code. We pass Ctrl-C on, and SIGTERM as that: nsenter, between us,
+    would not live on."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     process = subprocess.Popen(network.command(host, command), start_new_session=True)
     while True:
         try:
