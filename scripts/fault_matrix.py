@@ -45,7 +45,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="results of each need a folder")
     parser.add_argument("--references", type=Path, help="folder for undisturbed runs; default: OUT/references")
     parser.add_argument("--only", action="append", default=[], metavar="LAYOUT[:COLUMN[:KIND]]")
-    parser.add_argument("--kinds", nargs="+", default=["node", "rank"], help="also: raise stop silent")
+    parser.add_argument("--kinds", nargs="+", default=["node", "rank"], help="others: see faults/plan.py")
     parser.add_argument("--group", choices=("main", "save", "async"), help="columns of this group only")
     parser.add_argument("--spares", type=int, default=3, help="hosts that may be lost in one job")
     parser.add_argument("--heal", action="store_true", help="lost hosts come back and join: all faults in one job")

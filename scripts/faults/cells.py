@@ -19,7 +19,7 @@ from compare_runs import read_run
 from gpt.layouts import LAYOUTS, Layout
 
 from faults.job import Job, Verdict
-from faults.plan import Kill
+from faults.plan import ORDERED, Kill
 
 AT_START, LAST = -1, -2
 SPACING = 4
@@ -62,8 +62,17 @@ COLUMNS = {
     "async-finishing": Column("finishing", "async", any_rank=True),
     "async-exit": Column("exit", "async", LAST),
 }
-MORE_KINDS = {"raise": ("forward", "optimizer", "evaluate"), "stop": ("backward", "between"), "silent": ("forward",)}
+IN_A_WORKER = ("forward", "backward", "before", "optimizer", "update", "staging", "between", "evaluate")
+MORE_KINDS = {
+    "raise": ("forward", "optimizer", "evaluate"),
+    "stop": ("backward", "between"),
+    "silent": ("forward",),
+    "assert": IN_A_WORKER,
+    "oom": ("forward", "backward", "optimizer", "evaluate"),
+} | dict.fromkeys(("spin", "mute", "abort-hangs", "issue", "on-stream"), IN_A_WORKER)
 """Kinds besides node and rank, and the columns they are tried in."""
+STALL_S = 15.0
+"""Until a job that does no step is interrupted, where a fault leaves nothing but silence."""
 CANNOT_SAVE = ("overlap-pp2",)
 """Without the plugin neither: torch's planner refuses what megatron-core 0.16.1 makes of its padded buckets."""
 
@@ -137,8 +146,9 @@ class Runner:
         saving = save_arguments(group, folder)
         kills = planned_faults(together, layout.world_size, updates(undisturbed, layout.framework))
         hosts = sum(kill.kind in ("node", "silent") for kill in kills)
+        settings = SETTINGS | ({"stall_timeout_s": STALL_S} if together[0].kind in ORDERED else {})
         job = Job(
-            folder, [*training, *saving], layout.world_size, SLOTS, 2 if self.heals else max(1, hosts), kills, SETTINGS,
+            folder, [*training, *saving], layout.world_size, SLOTS, 2 if self.heals else max(1, hosts), kills, settings,
             heals=self.heals, script=script, framework=layout.framework,
         )  # fmt: skip
         return job.run(undisturbed), name
@@ -218,6 +228,9 @@ def faults_of(cell: Cell, index: int, world: int, updates_by: list[int]) -> list
         return [prepares, Kill(index + 1, -1, 0, "rehearsal", cell.kind, 1 % world, after=index)]
     if column.at == AT_START:
         return [Kill(index, -1, 0, "startup", cell.kind, rank)]
+    if cell.kind == "abort-hangs":  # something must be aborted: a process of another host is killed as well
+        hangs = fault_at(index, step, column.phase, cell.kind, rank, updates_by)
+        return [hangs, Kill(index + 1, -1, 0, column.phase, "rank", (rank + SLOTS) % world, after=index)]
     return [fault_at(index, step, column.phase, cell.kind, rank, updates_by)]
 
 

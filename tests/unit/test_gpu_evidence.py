@@ -132,7 +132,7 @@ def test_no_test_at_all_is_no_proof(tmp_path, monkeypatch):
 
 
 def test_the_files_with_such_tests_are_found():
-    assert [Path(path).name for path in tests.files()] == ["test_comm_nccl.py"]
+    assert [Path(path).name for path in tests.files()] == ["test_comm_alone.py", "test_comm_nccl.py"]
 
 
 def test_the_part_of_tests_finds_the_plugin_and_what_it_skips_is_not_proven(tmp_path):
