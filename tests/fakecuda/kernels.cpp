@@ -17,6 +17,7 @@
 #include <ATen/cuda/EmptyTensor.h>
 #include <ATen/ops/bernoulli.h>
 #include <ATen/ops/copy_compositeexplicitautograd_dispatch.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/mul.h>
@@ -198,7 +199,7 @@ struct Operation : c10::OperatorKernel {
         return tensor;
       });
     if (writes_to_host) return false;
-    if (!tells_form_) return outs_.empty() && (!is_new_ || alike(arguments, forms));
+    if (!tells_form_) return outs_.empty() && (!is_new_ || known_forms(arguments, forms));
     for (const auto& argument : arguments) {
       if (argument.isDevice()) forms.emplace_back(c10::Device(at::kMeta));
       else if (argument.isGenerator()) forms.emplace_back();
@@ -228,9 +229,42 @@ struct Operation : c10::OperatorKernel {
     return true;
   }
 
-  // The forms of operations that torch has no meta kernel of its own for. False if this is not one of them.
-  bool alike(const Stack& arguments, Stack& forms) const {
-    return false;
+  // The forms of frequent operations that torch has no meta kernel of its own for. False if this is none of them.
+  bool known_forms(const Stack& arguments, Stack& forms) const {
+    const auto& name = op_.operator_name().name;
+    auto like = [](const Tensor& tensor) {
+      return at::empty(tensor.sizes(), tensor.options().device(at::kMeta).pinned_memory({}));
+    };
+    forms = arguments;  // nobody looks at those
+    if (name == "aten::native_layer_norm") {
+      const auto& input = arguments[0].toTensor();
+      auto weight = arguments[2].toOptional<Tensor>();
+      bool is_mixed = weight && weight->defined() && weight->scalar_type() != input.scalar_type();
+      auto sizes = input.sizes().vec();
+      std::fill(sizes.end() - static_cast<long>(arguments[1].toIntVector().size()), sizes.end(), 1);
+      auto form = at::empty(sizes, like(input).options().dtype(is_mixed ? at::kFloat : input.scalar_type()));
+      forms.insert(forms.end(), {like(input), form, form});
+    } else if (name == "aten::native_layer_norm_backward") {
+      const auto wanted = arguments[7].toBoolList();
+      for (size_t i : {1, 5, 6}) {
+        auto of = arguments[i].toOptional<Tensor>();
+        forms.emplace_back(wanted[i == 1 ? 0 : i - 4] && of && of->defined() ? like(*of) : Tensor());
+      }
+    } else if (name == "aten::native_dropout_backward") {
+      forms.emplace_back(like(arguments[0].toTensor()));
+    } else if ((name == "aten::max" || name == "aten::min") && arguments.size() == 1) {
+      forms.emplace_back(at::empty({}, like(arguments[0].toTensor()).options()));
+    } else if (name.rfind("aten::_foreach_", 0) == 0 && name != "aten::_foreach_norm" && name != "aten::_foreach_max") {
+      bool is_simple = true;
+      forms.push_back(mapped(arguments[0], [&](const Tensor& tensor) {
+        is_simple &= tensor.is_contiguous() && tensor.is_floating_point();
+        return like(tensor);
+      }));
+      return is_simple && arguments[0].isTensorList() && sources_.size() == 1;
+    } else {
+      return false;
+    }
+    return true;
   }
 
   // Arguments of the CPU's kernel. `keep`: host memory is copied, for it is read later.
