@@ -27,6 +27,9 @@ REPEATABLE = {
 }
 """With these and torch.use_deterministic_algorithms a job's numbers are the same in every run."""
 
+STAND_IN = "stand-in"
+"""A card with this word in its name is that of tests/fakecuda: what it shows proves nothing of a real one."""
+
 
 def environment(cards: int = 1) -> dict[str, str]:
     """Return the variables that all processes of a job share whose emulated hosts all have these same cards."""

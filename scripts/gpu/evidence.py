@@ -30,7 +30,7 @@ from typing import Any
 if __name__ == "__main__":
     sys.path[:1] = [str(Path(__file__).resolve().parents[number]) for number in (1, 2)]  # started by path
 
-from clusters import processes
+from clusters import card, processes
 from clusters.launched import REPOSITORY
 
 from gpu.checks import NOT_HELD, Checks, Line, newest
@@ -84,7 +84,12 @@ def surroundings(commit: str) -> dict[str, Any]:
         sys.exit(f"torch {version('torch')} sees no NVIDIA card here (its CUDA: {facts['cuda']})")
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     cards = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip().splitlines()
-    facts |= {"cards": cards, "python": platform.python_version(), "kernel": platform.release()}
+    facts |= {
+        "cards": cards,
+        "stand_in": any(card.STAND_IN in name for name in cards),
+        "python": platform.python_version(),
+        "kernel": platform.release(),
+    }
     facts |= {"versions": versions(), "cores": os.cpu_count(), "commit": commit}
     return facts | {"reconfigure": said_of_reconfigure(facts["reconfigure"], facts["versions"]["torch"])}
 
@@ -158,6 +163,11 @@ def end_session(leader: int) -> None:
 
 def table(facts: dict[str, Any], lines: list[Line]) -> str:
     text = [f"{'; '.join(facts['cards'])}; NCCL {facts['nccl']}; {facts['versions']}; commit {facts['commit']}"]
+    if facts["stand_in"]:
+        text += [
+            "",
+            "**On a stand-in, without a card**: order, leaks and lifetimes are tried, speed and hardware are not.",
+        ]
     text += ["", f"torch's own _reconfigure: {facts['reconfigure']}", ""]
     text += ["| part | check | result | figures |", "|---|---|---|---|"]
     for line in lines:

@@ -29,13 +29,14 @@ if __name__ == "__main__":
 
 import torch
 from bench.mirror_report import interval
+from clusters import card
 
 from deadpool_plugin.mirror.arena import SlotPair
 from deadpool_plugin.worker.staging import Layout, Stager
 from gpu.checks import Checks, Figures, parse_args
 
 HEADER_BYTES = 1 << 16
-SIZES = {"cuda": 1 << 30, "cpu": 1 << 22}
+SIZES = {"cuda": 1 << 30, "stand-in": 1 << 24, "cpu": 1 << 22}
 """Bytes of a snapshot, for its rate and its wholeness."""
 TENSORS = 8
 COPIES = 20
@@ -51,6 +52,10 @@ TRIES = 10
 TAKEN_S = 20.0
 LATE_CYCLES = 200_000_000
 """About a tenth of a second, by which an update is late."""
+
+
+class Skipped(Exception):
+    """What cannot be tried here; it does not count as held."""
 
 
 class CommittingLink:
@@ -104,6 +109,26 @@ class Mirror:
         return mock.patch.object(self.stager._side_stream, "wait_stream", lambda other: None)
 
 
+def is_stand_in(device: str) -> bool:
+    return device == "cuda" and card.STAND_IN in torch.cuda.get_device_name()
+
+
+def snapshot_bytes(device: str) -> int:
+    return SIZES[card.STAND_IN if is_stand_in(device) else device]
+
+
+def of_speed(check: Callable[[str, Figures], None]) -> Callable[[str, Figures], None]:
+    """Decorate a check of a time or a rate: a stand-in's would say nothing."""
+
+    @functools.wraps(check)
+    def checked(device: str, figures: Figures) -> None:
+        if is_stand_in(device):
+            raise Skipped("a stand-in tells nothing of speed")
+        check(device, figures)
+
+    return checked
+
+
 def shard(device: str, size: int) -> list[torch.Tensor]:
     generator = torch.Generator(device).manual_seed(1)
     count = size // TENSORS // 4
@@ -123,7 +148,7 @@ def rest(device: str) -> None:
 def whole_snapshots(device: str, figures: Figures) -> None:
     """An update waits for the copy before it, so a snapshot is of one step. Without that wait it would not be: the same
     is done without it, which must be seen, or this check proves nothing."""
-    tensors = shard(device, SIZES[device])
+    tensors = shard(device, snapshot_bytes(device))
     mirror, torn = Mirror(tensors), {True: 0, False: 0}
     for number in range(2 * TRIES):
         waits, expected = number % 2 == 0, [tensor.clone() for tensor in tensors]
@@ -142,7 +167,7 @@ def whole_snapshots(device: str, figures: Figures) -> None:
 def fresh_snapshots(device: str, figures: Figures) -> None:
     """A copy waits for the update before it, which the device may not even have begun. As above: without that wait a
     snapshot must be seen to lack the update."""
-    tensors = shard(device, SIZES[device])
+    tensors = shard(device, snapshot_bytes(device))
     mirror, stale = Mirror(tensors), {True: 0, False: 0}
     for number in range(2 * TRIES):
         waits, expected = number % 2 == 0, [tensor + 1.0 for tensor in tensors]
@@ -158,9 +183,10 @@ def fresh_snapshots(device: str, figures: Figures) -> None:
     assert stale[False] > 0, "no copy overtook an update although none waited: this check could not have seen one"
 
 
+@of_speed
 def rate(device: str, figures: Figures) -> None:
     """Bytes a second of a snapshot, beside one plain copy of as much into memory pinned by torch."""
-    size = SIZES[device]
+    size = snapshot_bytes(device)
     tensors = shard(device, size)
     flat = torch.cat(tensors)
     pinned = torch.empty_like(flat, device="cpu", pin_memory=device == "cuda")
@@ -191,6 +217,7 @@ def rate(device: str, figures: Figures) -> None:
     assert device == "cpu" or low >= RATE_MIN, f"{low:.2f} of a plain copy's rate (lower limit), wanted: {RATE_MIN}"
 
 
+@of_speed
 def step_time(device: str, figures: Figures) -> None:
     """Steps of a model that keeps the card busy, with and without a snapshot each, in turns: of as many bytes as a rank
     of eight has of its optimizer's state, masters and two moments in fp32."""

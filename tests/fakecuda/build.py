@@ -46,6 +46,7 @@ SETTINGS = {
     "CUDA_VISIBLE_DEVICES": "0",
     "FAKECUDA": "1",
     "OMP_NUM_THREADS": "1",  # one team for each thread of a stream would be too many
+    "PYTHONWARNINGS": "ignore",
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
     "TORCHDYNAMO_DISABLE": "1",  # it compiles for the card
 }

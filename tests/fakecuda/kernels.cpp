@@ -41,7 +41,7 @@ using torch::jit::Stack;
 // Operations of torch that need no kernel, or are made of others; so do views, which their schema tells.
 const std::unordered_set<std::string> LEFT_TO_TORCH = {
     "aten::empty", "aten::empty_strided", "aten::empty_quantized", "aten::set_", "aten::resize_", "aten::is_set_to",
-    "aten::is_pinned", "aten::_pin_memory", "aten::record_stream", "aten::_local_scalar_dense", "aten::equal",
+    "aten::is_pinned", "aten::_pin_memory", "aten::record_stream", "aten::_local_scalar_dense",
     "aten::_efficientzerotensor", "aten::_cudnn_init_dropout_state", "aten::_has_compatible_shallow_copy_type",
 };
 

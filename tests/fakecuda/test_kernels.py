@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.zygote import in_zygote
-
 from fakecuda import control
 from fakecuda.control import report
+from support.zygote import in_zygote
 
 pytestmark = control.only_here
 functional = torch.nn.functional
@@ -31,6 +30,10 @@ def trained(device: str, **options: Any) -> torch.Tensor:
     return torch.nn.utils.parameters_to_vector(model.parameters()).detach()
 
 
+def attention(x: torch.Tensor) -> torch.Tensor:
+    return functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+
 def matrix() -> torch.Tensor:
     return torch.arange(64.0).reshape(8, 8).sin()
 
@@ -45,8 +48,8 @@ OPERATIONS: dict[str, Callable[[str], torch.Tensor]] = {
     "adamw": trained,
     "adamw fused": lambda device: trained(device, fused=True),
     "adamw foreach": lambda device: trained(device, foreach=True),
-    "attention": lambda device: functional.scaled_dot_product_attention(*[matrix().to(device)[None, None]] * 3),
-    "baddbmm": lambda device: torch.baddbmm(torch.zeros(2, 8, 8, device=device), *[matrix().to(device).expand(2, 8, 8)] * 2),
+    "attention": lambda device: attention(matrix().to(device)[None, None]),
+    "baddbmm": lambda device: torch.baddbmm(*[matrix().to(device).expand(2, 8, 8)] * 3),
     "bf16 mm": lambda device: matrix().to(device).bfloat16() @ matrix().to(device).bfloat16().t(),
     "cat": lambda device: torch.cat([matrix().to(device), matrix().to(device)[:2]]),
     "complex": lambda device: torch.view_as_real(torch.complex(*[matrix().to(device)] * 2).conj() * 2),

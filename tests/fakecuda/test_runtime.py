@@ -17,11 +17,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.forked import Fleet
-from support.zygote import in_zygote
-
 from fakecuda import control
 from fakecuda.control import call, order, report
+from support.forked import Fleet
+from support.zygote import in_zygote
 
 pytestmark = control.only_here
 NOT_SUPPORTED, INITIALIZATION_ERROR, ALREADY_REGISTERED, INVALID_VALUE = 801, 3, 712, 1
@@ -101,11 +100,10 @@ def test_pageable_memory_is_read_at_the_call_and_pinned_memory_when_the_stream_c
 @in_zygote
 def test_a_copy_into_pageable_memory_returns_when_it_is_done():
     x, into = torch.ones(SIZE, device="cuda"), torch.zeros(SIZE)
-    with meanwhile(lambda: None, "copy_waits"), busy():
-        with contextlib.ExitStack() as stack:
-            thread = stack.enter_context(meanwhile(lambda: into.copy_(x, non_blocking=True), "copy_waits"))
-            assert thread.is_alive() and into.eq(0.0).all()
-            order("spin", 0)
+    torch.cuda.synchronize()
+    with busy(), meanwhile(lambda: into.copy_(x, non_blocking=True), "copy_waits") as thread:
+        assert thread.is_alive() and into.eq(0.0).all()
+        order("spin", 0)
     assert into.eq(1.0).all()
 
 

@@ -18,8 +18,8 @@ from gpu import evidence, job, tests
 from gpu.checks import NOT_HELD, Checks, newest
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
-FACTS = {"cards": ["NVIDIA X, 1 MiB, 580"], "nccl": "2.28.9", "versions": {"torch": "2.11.0"}, "commit": "abc"}
-FACTS |= {"reconfigure": evidence.said_of_reconfigure(False, "2.11.0")}
+FACTS: dict[str, object] = {"cards": ["NVIDIA X, 1 MiB, 580"], "nccl": "2.28.9", "versions": {"torch": "2.11.0"}, "commit": "abc"}
+FACTS |= {"stand_in": False, "reconfigure": evidence.said_of_reconfigure(False, "2.11.0")}
 
 
 def fails(figures):
@@ -184,6 +184,12 @@ def test_the_table_names_the_card_and_every_figure():
     text = evidence.table(FACTS, lines)
     assert text.startswith("NVIDIA X, 1 MiB, 580; NCCL 2.28.9") and "_reconfigure: not tried: torch 2.11.0" in text
     assert "| mirror | rate | held | ratio 0.9877, ready_s 0.5 to 4, ratio_95 [0.9, 1.1], label PCIe |" in text
+
+
+def test_the_table_of_a_stand_in_says_at_its_head_that_it_is_one():
+    marked = evidence.table(FACTS | {"stand_in": True}, []).splitlines()
+    assert "On a stand-in, without a card" in marked[2]
+    assert "stand-in" not in evidence.table(FACTS, [])
 
 
 @pytest.mark.parametrize("breaks", [False, True])

@@ -1,8 +1,8 @@
 """Gives torch's CUDA key the kernels of the stand-in, in every Python process: while torch is imported.
 
-Two moments count. Before torch puts meta kernels written in Python over its own (each costs a hundred times as much, and
+Two moments count. Before torch puts meta kernels written in Python over its own (each takes ten times as long, and
 the first one imports 900 modules), kernels.so takes hold of torch's own. At the end of the import, when torch has no
-kernels of its own left to register, it registers its.
+kernels left to register, kernels.so registers its.
 
 Rules of this file: nothing is imported unless torch is.
 """

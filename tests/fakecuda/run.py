@@ -1,0 +1,161 @@
+"""All that needs a card, run on the stand-ins for CUDA and NCCL: the whole of ./scripts/test_cuda.sh.
+
+    python tests/fakecuda/run.py [--out DIR] [PART ...]
+
+Every part's output is in DIR/PART.txt. The last line is "N passed, N failed, N skipped"; each skip and each failure is
+named above it. The exit code is 0 if nothing failed.
+
+Rules of this file: standard library only; it runs in any Python, the parts in the environment's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import build
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SLOW_BUS = {"FAKECUDA_SLOW_BUS": "2000000"}
+"""Nanoseconds per MiB: so slow that an update which does not wait for a copy overtakes it, on any machine."""
+SAID = 30
+"""Lines of a part that failed, which are printed."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A command of its own. `results`: the file of its outcomes below DIR, by pytest or by gpu_evidence.sh."""
+
+    words: tuple[str, ...]
+    results: str
+    limit_s: float
+    environ: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class Result:
+    part: str
+    name: str
+    problem: str = ""
+    is_skip: bool = False
+
+
+def tests(*words: str, limit_s: float) -> Part:
+    # pytest leaves no cache, for the environment's is not that of other runs
+    command = ("{python}", "-m", "pytest", "-p", "no:cacheprovider", "-ra", "--junitxml={out}/{part}.xml", *words)
+    return Part(command, "{part}.xml", limit_s)
+
+
+def evidence(part: str, limit_s: float, **environ: str) -> Part:
+    words = ("./scripts/gpu_evidence.sh", "--out", "{out}/gpu-out", "--seconds", str(limit_s), part)
+    return Part(words, "gpu-out/evidence.json", limit_s + 60, tuple(environ.items()))
+
+
+PARTS = {
+    "stand-in": tests("tests/fakecuda", limit_s=400),
+    "evidence-tests": evidence("tests", 240),
+    "evidence-mirror": evidence("mirror", 120, **SLOW_BUS),
+    "evidence-job": evidence("job", 420),
+}
+"""Jobs that are not part of the evidence go here, too."""
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="test_cuda.sh", description=__doc__.splitlines()[0])
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"default: {' '.join(PARTS)}")
+    parser.add_argument("--out", type=Path, default=REPOSITORY / ".cache" / "cuda", help="emptied first")
+    args = parser.parse_args()
+    if unknown := set(args.parts) - set(PARTS):
+        parser.error(f"no such part: {' '.join(sorted(unknown))}; there are {' '.join(PARTS)}")
+    return args
+
+
+def run(name: str, part: Part, out: Path, environ: dict[str, str]) -> list[Result]:
+    """Run the part within its time. Returns: what became of each of its checks, and the part itself if it broke."""
+    known = {"out": str(out), "part": name, "python": environ["PYTHON"]}
+    log, began = out / f"{name}.txt", time.monotonic()
+    print(f"[test_cuda] {name}: at most {part.limit_s:g} s, output in {log}", flush=True)
+    with open(log, "wb") as output:
+        process = subprocess.Popen(
+            [word.format(**known) for word in part.words],
+            cwd=REPOSITORY,
+            env=os.environ | environ | dict(part.environ),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            ended = f"ended with {process.wait(part.limit_s)}"
+        except subprocess.TimeoutExpired:
+            ended = f"was cut off after {part.limit_s:g} s"
+        finally:
+            if process.poll() is None:
+                process.terminate()  # a part ends what it has started
+                process.wait()
+    file = out / part.results.format(**known)
+    read = of_pytest if file.suffix == ".xml" else of_evidence
+    results = list(read(name, file)) if file.exists() else []
+    if not results or ended.startswith("was"):
+        results.append(Result(name, "(whole)", ended))
+    held = sum(not result.problem for result in results)
+    print(f"[test_cuda] {name}: {held} of {len(results)} held ({time.monotonic() - began:.0f} s)", flush=True)
+    if any(result.problem and not result.is_skip for result in results):
+        print("\n".join(log.read_text(errors="replace").splitlines()[-SAID:]), flush=True)
+    return results
+
+
+def of_pytest(part: str, file: Path) -> Iterator[Result]:
+    for case in ElementTree.parse(file).iter("testcase"):
+        name = f"{case.get('classname', '').replace('.', '/')}::{case.get('name')}"
+        bad = next((one for kind in ("failure", "error", "skipped") if (one := case.find(kind)) is not None), None)
+        if bad is None:
+            yield Result(part, name)
+        else:
+            yield Result(part, name, (bad.get("message") or bad.tag).partition("\n")[0], bad.tag == "skipped")
+
+
+def of_evidence(part: str, file: Path) -> Iterator[Result]:
+    """The checks of this part; that it is a stand-in's evidence is one more."""
+    found = json.loads(file.read_text())
+    yield Result(part, "marked as a stand-in's", "" if found["machine"]["stand_in"] else "it passes for a card's")
+    for line in found["checks"]:
+        if f"evidence-{line['part']}" == part:
+            problem = line["problem"].partition("\n")[0]
+            yield Result(part, line["check"], problem, problem.startswith("Skipped: "))
+
+
+def main() -> int:
+    args = parse_args()
+    try:
+        _, environ = build.prepared()
+    except build.Missing as error:
+        sys.exit(f"test_cuda: {error}")
+    shutil.rmtree(args.out, ignore_errors=True)
+    args.out.mkdir(parents=True)
+    out, results = args.out.resolve(), list[Result]()
+    for name in args.parts or PARTS:
+        results += run(name, PARTS[name], out, environ)
+    skipped = [result for result in results if result.is_skip]
+    failed = [result for result in results if result.problem and not result.is_skip]
+    for what, those in (("SKIPPED", skipped), ("FAILED", failed)):
+        for result in those:
+            print(f"{what} {result.part}: {result.name}: {result.problem}")
+    print(f"{len(results) - len(skipped) - len(failed)} passed, {len(failed)} failed, {len(skipped)} skipped")
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the part under way is ended, too
+    sys.exit(main())
