@@ -28,6 +28,8 @@ sys.path[:0] = [str(HERE.parents[1] / "scripts"), str(HERE.parents[1])]
 
 import versions  # noqa: E402
 
+from deadpool_plugin.versions import NEWEST  # noqa: E402
+
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deadpool_plugin"
 RUNTIME = ("streams.cpp", "memory.cpp", "device.cpp", "driver.cpp")
 LIBRARIES = ("libcudart.so.13", "libcuda.so.1", "libnvidia-ml.so.1", "libnccl.so.2")
@@ -65,7 +67,7 @@ def prepared() -> tuple[Path, dict[str, str]]:
         raise Missing(f"no {' and no '.join(lacking)} on PATH; expected a C++ compiler: install g++")
     CACHE.mkdir(parents=True, exist_ok=True)
     try:
-        python = versions.environment(versions.NEWEST, CACHE / "envs", CACHE / "install.txt")
+        python = versions.environment(NEWEST, CACHE / "envs", CACHE / "install.txt")
     except versions.Unavailable as error:
         raise Missing(f"{error}; expected one on PATH or under pyenv") from None
     except subprocess.CalledProcessError:

@@ -18,8 +18,8 @@ from gpu import evidence, job, tests
 from gpu.checks import NOT_HELD, Checks, newest
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
-FACTS: dict[str, object] = {"cards": ["NVIDIA X, 1 MiB, 580"], "nccl": "2.28.9", "versions": {"torch": "2.11.0"}, "commit": "abc"}
-FACTS |= {"stand_in": False, "reconfigure": evidence.said_of_reconfigure(False, "2.11.0")}
+FACTS: dict[str, object] = {"cards": ["NVIDIA X, 1 MiB, 580"], "nccl": "2.28.9", "versions": {"torch": "2.11.0"}}
+FACTS |= {"commit": "abc", "stand_in": False, "reconfigure": evidence.said_of_reconfigure(False, "2.11.0")}
 
 
 def fails(figures):

@@ -140,5 +140,5 @@ def test_the_two_commands_are_executable():
     if listed.returncode:
         pytest.skip("not a git checkout")
     modes = {line.split("\t")[1]: line.split()[0] for line in listed.stdout.splitlines()}
-    for script in ("scripts/demo.sh", "scripts/test.sh", "scripts/setup_env.sh", ".ci/run"):
+    for script in ("scripts/demo.sh", "scripts/test.sh", "scripts/setup_env.sh", "scripts/test_cuda.sh", ".ci/run"):
         assert modes[script] == "100755", script

@@ -210,3 +210,10 @@ def test_ci_counts_nothing_that_held_in_an_earlier_run(tmp_path):
         (tmp_path / name).chmod(0o755)
     codes = [subprocess.run([tmp_path / ".ci" / "run"], check=False).returncode for _ in range(2)]
     assert codes == [0, 0], "a second run of CI found what the first one had recorded"
+
+
+def test_the_requirements_with_cuda_are_those_of_the_newest_row(script):
+    listed = (ROOT / "scripts" / "requirements-cuda.txt").read_text().splitlines()
+    pins = [line for line in listed if line and not line.startswith("#")]
+    assert pins == [f"{name}=={version}" for name, version in versions.NEWEST.packages.items()]
+    assert set(pins) < set(script.requirements(versions.NEWEST))
