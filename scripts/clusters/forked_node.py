@@ -62,14 +62,17 @@ def preload(names: Sequence[str] = PRELOAD, device: str = "cpu", cards: int = 1)
     import_all(names)
     processes.require_one_thread()
     if device == "cuda":
-        require_cuda_in_forks()
+        require_cuda_in_forks(cards)
     processes.become_subreaper()
 
 
-def require_cuda_in_forks() -> None:
-    """Raises: RuntimeError if something has initialised CUDA in this process: no fork of it could use the card."""
+def require_cuda_in_forks(cards: int) -> None:
+    """Raises: RuntimeError if there are fewer cards, or if something has initialised CUDA in this process: no fork of
+    it could use them."""
     import torch
 
+    if (found := torch.cuda.device_count()) < cards:
+        raise RuntimeError(f"torch sees {found} NVIDIA cards here; expected {cards}, which each emulated host has")
     pid = os.fork()
     if pid == 0:
         os._exit(torch.cuda._is_in_bad_fork())

@@ -76,13 +76,15 @@ def test_threads_that_make_forks_dangerous_are_named():
 
 
 def test_a_card_that_forks_could_not_use_is_said(monkeypatch):
-    def initialised(by_imports):
-        monkeypatch.setitem(
-            sys.modules, "torch", SimpleNamespace(cuda=SimpleNamespace(_is_in_bad_fork=lambda: by_imports))
-        )
+    def initialised(by_imports, cards=1):
+        cuda = SimpleNamespace(_is_in_bad_fork=lambda: by_imports, device_count=lambda: cards)
+        monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
 
     initialised(False)
-    require_cuda_in_forks()
+    require_cuda_in_forks(1)
     initialised(True)
     with pytest.raises(RuntimeError, match="initialised by the imports"):
-        require_cuda_in_forks()
+        require_cuda_in_forks(1)
+    initialised(False, cards=0)
+    with pytest.raises(RuntimeError, match="torch sees 0 NVIDIA cards here; expected 2"):
+        require_cuda_in_forks(2)
