@@ -43,9 +43,10 @@
 // long fakenccl_count(const char* name): how often a fault struck; communicators and roots that exist now; check_ins (at
 // roots here), made, aborted, splits, connections (accepted), launches, operations since the start. -1: no such name.
 //
-// Not here (ncclInvalidUsage): non-blocking communicators, InitAll, Shrink, Grow, Revoke, Suspend, MemStats, windows, device
-// communicators, signals, SimulateEnd, reductions of 8-bit floats. Not imitated: transports, algorithms, protocols, NVLS,
-// CUDA graphs, their variables; shared memory between ranks of a host, where a peer's death is noticed by nobody.
+// Not here (ncclInvalidUsage; build.py makes entry points for what torch refers to): non-blocking communicators, InitAll,
+// Shrink, Grow, Revoke, Suspend, MemStats, windows, device communicators, signals, SimulateEnd, reductions of 8-bit
+// floats. Not imitated: transports, algorithms, protocols, NVLS, CUDA graphs, their variables; shared memory between ranks
+// of a host, where a peer's death is noticed by nobody.
 #include "nccl_kernels.hpp"
 
 using namespace fakenccl;
@@ -505,14 +506,3 @@ long fakenccl_count(const char* name) {
 }
 
 }  // extern "C"
-
-// ---- what torch asks the linker for, and is not here
-
-#define ABSENT(name)                                                                     \
-  extern "C" __attribute__((visibility("default"))) ncclResult_t fakenccl_##name(void) asm(#name); \
-  ncclResult_t fakenccl_##name(void) { return failed(ncclInvalidUsage, #name " is not here"); }
-ABSENT(ncclCommGetUniqueId) ABSENT(ncclCommGrow) ABSENT(ncclCommInitAll) ABSENT(ncclCommMemStats) ABSENT(ncclCommResume)
-ABSENT(ncclCommRevoke) ABSENT(ncclCommShrink) ABSENT(ncclCommSuspend) ABSENT(ncclCommWindowDeregister)
-ABSENT(ncclCommWindowRegister) ABSENT(ncclDevCommCreate) ABSENT(ncclDevCommDestroy) ABSENT(ncclGetLsaMultimemDevicePointer)
-ABSENT(ncclGetPeerDevicePointer) ABSENT(ncclGroupSimulateEnd) ABSENT(ncclPutSignal) ABSENT(ncclSignal) ABSENT(ncclWaitSignal)
-ABSENT(ncclWinGetUserPtr)

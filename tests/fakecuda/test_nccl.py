@@ -124,8 +124,8 @@ def test_every_copy_arrives() -> None:
     nccl.together(_copies, 3)
 
 
-def _torch_surface(rank: int, ranks: int, backend: str, address: Cell) -> Any:
-    os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+def _torch_surface(rank: int, ranks: int, backend: str, newer: str, address: Cell) -> Any:
+    os.environ.update(NCCL_MULTI_RANK_GPU_ENABLE="1", TORCH_DIST_USE_NCCL2=newer)
     if rank == 0:
         keep, text = host_store("127.0.0.1")
         address.set(text)
@@ -138,12 +138,14 @@ def _torch_surface(rank: int, ranks: int, backend: str, address: Cell) -> Any:
 
 @in_zygote
 def test_torch_gives_over_nccl_what_it_gives_over_gloo() -> None:
-    with Fleet(nccl.DEADLINE_S) as fleet:
-        results = []
-        for backend in ("gloo", "cpu:gloo,cuda:nccl"):
+    """Both of torch 2.15's groups over NCCL: the one that it makes itself, and the one that the plugin does."""
+    results = []
+    for backend, newer in (("gloo", "1"), ("cpu:gloo,cuda:nccl", "1"), ("cpu:gloo,cuda:nccl", "0")):
+        with Fleet(nccl.DEADLINE_S) as fleet:
             address = Cell(4096)
-            results.append(fleet.values([fleet.fork(_torch_surface, rank, 3, backend, address) for rank in range(3)]))
-    assert results[0] == results[1]
+            ranks = [fleet.fork(_torch_surface, rank, 3, backend, newer, address) for rank in range(3)]
+            results.append(fleet.values(ranks))
+    assert results[0] == results[1] == results[2]
 
 
 def _opposite_orders(communicator: nccl.Communicator, rank: int, ranks: int, second: Cell) -> Any:
