@@ -71,8 +71,10 @@ MORE_KINDS = {
     "oom": ("forward", "backward", "optimizer", "evaluate"),
 } | dict.fromkeys(("spin", "mute", "abort-hangs", "issue", "on-stream"), IN_A_WORKER)
 """Kinds besides node and rank, and the columns they are tried in."""
-STALL_S = 15.0
-"""Until a job that does no step is interrupted, where a fault leaves nothing but silence."""
+STALLS = {"stall_timeout_s": 15.0, "start_timeout_s": 60.0}
+"""Settings of jobs that a fault of ORDERED leaves in silence."""
+ENDS = {"mute": 86}
+"""Kinds that end the job, with this exit code: nobody can tell a silent process from those that wait for it."""
 CANNOT_SAVE = ("overlap-pp2",)
 """Without the plugin neither: torch's planner refuses what megatron-core 0.16.1 makes of its padded buckets."""
 
@@ -113,7 +115,7 @@ def jobs(wanted: list[Cell], node_faults_max: int) -> Iterator[list[Cell]]:
     for cell in wanted:
         by_job.setdefault((cell.layout, cell.group, cell.kind), []).append(cell)
     for (_, _, kind), together in by_job.items():
-        size = node_faults_max if kind in ("node", "silent") else len(together)
+        size = 1 if kind in ENDS else node_faults_max if kind in ("node", "silent") else len(together)
         yield from (together[first : first + size] for first in range(0, len(together), size))
 
 
@@ -146,10 +148,10 @@ class Runner:
         saving = save_arguments(group, folder)
         kills = planned_faults(together, layout.world_size, updates(undisturbed, layout.framework))
         hosts = sum(kill.kind in ("node", "silent") for kill in kills)
-        settings = SETTINGS | ({"stall_timeout_s": STALL_S} if together[0].kind in ORDERED else {})
+        settings = SETTINGS | (STALLS if together[0].kind in ORDERED else {})
         job = Job(
             folder, [*training, *saving], layout.world_size, SLOTS, 2 if self.heals else max(1, hosts), kills, settings,
-            heals=self.heals, script=script, framework=layout.framework,
+            ENDS.get(together[0].kind, 0), heals=self.heals, script=script, framework=layout.framework,
         )  # fmt: skip
         return job.run(undisturbed), name
 
