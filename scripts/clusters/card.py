@@ -47,3 +47,9 @@ def used_mib() -> int:
     """Memory of the first card that is in use, by whatever process."""
     words = ["nvidia-smi", "--id=0", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     return int(subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()[0])
+
+
+def is_stand_in() -> bool:
+    """Return whether the first card is a stand-in; CUDA is not initialised by asking."""
+    words = ["nvidia-smi", "--id=0", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    return STAND_IN in subprocess.run(words, capture_output=True, text=True, check=True).stdout

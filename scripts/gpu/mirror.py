@@ -110,7 +110,7 @@ class Mirror:
 
 
 def is_stand_in(device: str) -> bool:
-    return device == "cuda" and card.STAND_IN in torch.cuda.get_device_name()
+    return device == "cuda" and card.is_stand_in()
 
 
 def snapshot_bytes(device: str) -> int:

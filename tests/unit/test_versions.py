@@ -205,7 +205,11 @@ def test_ci_counts_nothing_that_held_in_an_earlier_run(tmp_path):
         (tmp_path / name).mkdir(parents=True)
     shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci" / "run")
     python = 'while [ "$1" != --out ]; do shift; done; mkdir -p "$2"; test ! -e "$2/known"; touch "$2/known"'
-    for name, script in (("scripts/test.sh", "true"), (".venv/bin/python", f"set -e; {python}")):
+    for name, script in (
+        ("scripts/test.sh", "true"),
+        ("scripts/test_cuda.sh", "true"),
+        (".venv/bin/python", f"set -e; {python}"),
+    ):
         (tmp_path / name).write_text(f"#!/bin/bash\n{script}\n")
         (tmp_path / name).chmod(0o755)
     codes = [subprocess.run([tmp_path / ".ci" / "run"], check=False).returncode for _ in range(2)]
