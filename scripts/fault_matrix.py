@@ -17,6 +17,7 @@ Rules of this file: it only chooses and keeps; clusters/forked.py starts, faults
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 import time
 from pathlib import Path
@@ -72,7 +73,8 @@ def matrix(args: argparse.Namespace) -> int:
     if args.list:
         print("\n".join(cell.key for cell in wanted))
         return 0
-    runner = cells.Runner(args.out, args.references, lambda line: table.keep(results, line), args.heal)
+    keep, only_struck = functools.partial(table.keep, results), args.device == "cuda"
+    runner = cells.Runner(args.out, args.references, keep, args.heal, only_struck)
     began = time.monotonic()
     for together in cells.jobs(wanted, len(wanted) if args.heal else args.spares):
         if args.minutes and time.monotonic() - began > 60 * args.minutes:

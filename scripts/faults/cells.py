@@ -6,6 +6,7 @@ job that does not hold is split at the fault it broke at, until the cell that br
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -123,9 +124,11 @@ class Runner:
     """Runs jobs of cells and tells `on_result` what became of each cell as soon as it is known."""
 
     def __init__(
-        self, out: Path, references: Path, on_result: Callable[[dict[str, Any]], None], heals: bool = False
-    ) -> None:
-        self.out, self.references, self.on_result, self.heals = out, references, on_result, heals
+        self, out: Path, references: Path, on_result: Callable[[dict[str, Any]], None], heals: bool = False,
+        only_struck: bool = False,
+    ) -> None:  # fmt: skip
+        self.out, self.references, self.on_result = out, references, on_result
+        self.heals, self.only_struck = heals, only_struck
 
     def run(self, together: list[Cell]) -> None:
         verdict, name = self._job(together)
@@ -152,6 +155,7 @@ class Runner:
         job = Job(
             folder, [*training, *saving], layout.world_size, SLOTS, 2 if self.heals else max(1, hosts), kills, settings,
             ENDS.get(together[0].kind, 0), heals=self.heals, script=script, framework=layout.framework,
+            only_struck=self.only_struck and together[0].kind not in ORDERED,
         )  # fmt: skip
         return job.run(undisturbed), name
 
@@ -205,7 +209,10 @@ def updates(undisturbed: Path, framework: str = "megatron") -> list[int]:
 
     A step that megatron-core skips has no gradient norm; DeepSpeed's have none with ZeRO 0 and fp32.
     """
-    lines = read_run(undisturbed).metrics[0]
+    run = read_run(undisturbed)
+    if infinite := [step for step, loss in run.losses() if not math.isfinite(loss)]:
+        raise RuntimeError(f"the loss of step {infinite[0]} in {undisturbed} is not finite: equal bits prove nothing")
+    lines = run.metrics[0]
     skipped = [framework == "megatron" and lines[step]["grad_norm"] is None for step in sorted(lines)]
     return list(accumulate([0, *(int(not one) for one in skipped)]))
 

@@ -71,6 +71,7 @@ class Job:
         kills: those with `hold` are released one after the other, each when the job has got over the one before.
         stops: the job is expected to end with this exit code after the last fault, instead of finishing.
         heals: a host joins for each one that was lost (and whenever the job waits for one).
+        only_struck: no process may be lost that was not struck, though its replacement would change no bit.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class Job:
         heals: bool = False,
         script: Path = SCRIPTS / "train_gpt.py",
         framework: str = "megatron",
+        only_struck: bool = False,
     ) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
@@ -102,7 +104,7 @@ class Job:
         self.cluster = Cluster(folder, nodes, slots, [str(w) for w in words], spares, settings, before_agent)
         self.tail = Tail(self.cluster.output)
         self.outcomes = {kill.index: Outcome(kill) for kill in kills}
-        self.heals = heals
+        self.heals, self.only_struck = heals, only_struck
         self.joined = self._generation = 0
         self.guests: list[Node] = []
 
@@ -244,10 +246,19 @@ class Job:
             if code not in (expected if gone else {self.stops}) and not verdict.hang:
                 verdict.difference = f"node {node.index} ended with {code}: {verdict.stopped or 'see its output'}"
         verdict.difference = verdict.difference or "; ".join(self._raised())
+        if self.only_struck:
+            verdict.difference = verdict.difference or "; ".join(self._not_struck(lines))
         if reference is not None and not verdict.hang and not self.stops:
             compared = compare_runs.compare(reference, self.cluster.output)
             verdict.bit_exact = compared["bit_exact"]
             verdict.difference = verdict.difference or compared["difference"] or ""
+
+    def _not_struck(self, fired: list[dict[str, Any]]) -> list[str]:
+        """Why processes were lost that no fault had struck; a host's own are not told one by one."""
+        struck = [f"process {line['pid']} " for line in fired]
+        planned = (INJECTED, *(text for kill in self.kills for text in CAUSES.get(kill.kind, ())))
+        reasons = [event["reason"] for event in self.tail.of("RankLost")]
+        return [reason for reason in reasons if not any(text in reason for text in (*struck, *planned))]
 
     def _raised(self) -> list[str]:
         """List errors that scripts raised and no fault did, and take-overs that failed though their sources were there.

@@ -23,6 +23,7 @@ from gpt.layouts import LAYOUTS, Layout
 from faults.cells import SETTINGS, SLOTS
 from faults.job import Job, Outcome
 from faults.plan import Kill
+from faults.table import keep
 
 LAYOUT = {"cpu": LAYOUTS["dp4"], "cuda": LAYOUTS["pp2-dp2"]}
 SURVIVORS = {0: "survivor that hosts the stores", 3: "survivor"}
@@ -111,18 +112,20 @@ def growth(samples: list[Sample]) -> dict[str, dict[str, float]]:
 
 
 def kept(samples: list[Sample]) -> list[str]:
-    """What a surviving rank keeps of swaps, in words. A helper thread that a sample meets counts for nothing."""
+    """What the surviving ranks keep of swaps, in words. A helper thread that a sample meets counts for nothing."""
     found = []
     for name in SURVIVORS.values():
         mine = [sample for sample in samples if sample["process"] == name]
         quarter = len(mine) // 4
-        for quantity in FLAT if quarter else ():
-            before, after = (min(one[quantity] for one in mine[at : at + quarter]) for at in (-2 * quarter, -quarter))
-            if after > before:
-                found.append(f"{name}: {after - before} more {quantity} in {quarter} swaps")
-    return (
-        found if all(any(one["process"] == name for one in samples) for name in SURVIVORS.values()) else ["no samples"]
-    )
+        if not quarter:
+            found.append(f"{name}: {len(mine)} samples, expected one for each swap")
+            continue
+        earlier, later = mine[-2 * quarter : -quarter], mine[-quarter:]
+        for quantity in FLAT:
+            more = min(one[quantity] for one in later) - min(one[quantity] for one in earlier)
+            if more > 0:
+                found.append(f"{name}: {more} more {quantity} in {quarter} swaps")
+    return found
 
 
 def draw(path: Path, samples: list[Sample]) -> None:
@@ -148,21 +151,26 @@ def main(out: Path, references: Path, swaps: int, device: str) -> int:
     training = arguments_with_data([*layout.arguments, "--train-iters", str(steps), "--eval-interval", "0"])
     undisturbed = reference(references, training, layout.world_size, slots=SLOTS)
     settings = {**SETTINGS, "restarts_max": swaps}
-    job = ManySwaps(out / "many", training, layout.world_size, SLOTS, 1, planned(swaps, layout), settings)
+    is_card = device == "cuda"
+    job = ManySwaps(
+        out / "many", training, layout.world_size, SLOTS, 1, planned(swaps, layout), settings, only_struck=is_card
+    )
     began = time.monotonic()
     verdict = job.run(undisturbed)
-    slopes, leaks = growth(job.samples), kept(job.samples) if device == "cuda" else []
+    slopes, leaks = growth(job.samples), kept(job.samples) if is_card else []
+    problems = [verdict.hang, verdict.difference, *verdict.left, *(one.problem for one in verdict.outcomes), *leaks]
     result = {
         "swaps": sum(one.ready_s is not None for one in verdict.outcomes), "holds": verdict.holds, "hang": verdict.hang,
         "bit_exact": verdict.bit_exact, "seconds": round(time.monotonic() - began, 1), "difference": verdict.difference,
         "ready_s": [one.ready_s for one in verdict.outcomes], "growth_per_swap": slopes,
-        "kept": leaks,
-        "problems": [one.problem for one in verdict.outcomes if one.problem],
+        "kept": leaks, "problems": [one.problem for one in verdict.outcomes if one.problem],
     }  # fmt: skip
+    line = {"cell": f"{swaps} swaps in one job", "ok": not any(problems), "problem": "; ".join(filter(None, problems))}
+    keep(out / "many.jsonl", line | {"refused": "", "ready_s": verdict.outcomes[-1].ready_s})
     (out / "many.json").write_text(json.dumps(result | {"samples": job.samples}, indent=1))
     try:
         draw(out / "many.png", job.samples)
     except ImportError:
         print("matplotlib is not installed: no picture")
     print(json.dumps(result, indent=1))
-    return int(not verdict.holds or bool(leaks))
+    return int(not line["ok"])

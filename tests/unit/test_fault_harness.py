@@ -13,6 +13,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 from clusters.forked_node import require_cuda_in_forks
+from faults import many
 from faults.job import Job, Verdict
 from faults.plan import INJECTED, Kill
 
@@ -41,6 +42,32 @@ def test_a_script_that_raises_by_itself_fails_the_job_although_its_process_is_re
     job._judge(verdict, None)
     assert verdict.holds is holds
     assert verdict.difference == ("" if holds else reason)
+
+
+def test_a_process_lost_that_nothing_struck_fails_a_job_which_may_lose_no_other(tmp_path):
+    job = Job(tmp_path / "job", [], 4, 1, 0, [Kill(0, -1, 1, "forward", "rank")], only_struck=True)
+    (job.folder / "faults.jsonl").write_text(json.dumps({"index": 0, "pid": 7, "time": 1.0}) + "\n")
+    own, other = "process 7 killed by SIGKILL", "process 71 had not left its call after 12 s and was killed"
+    job.tail.events = [{"event": "RankLost", "reason": reason, "time": 2.0} for reason in (own, other)]
+    verdict = Verdict([])
+    job._judge(verdict, None)
+    assert verdict.difference == other
+
+
+def test_what_a_survivor_keeps_of_late_swaps_is_said_whatever_the_early_ones_left():
+    def samples(**late):
+        growing = {"device_kib": 0, "descriptors": 10, "threads": 3}
+        for name in many.SURVIVORS.values():
+            for swap in range(8):
+                slope = {quantity: swap * late.get(quantity, 0) for quantity in growing}
+                more = {quantity: value + slope[quantity] + min(swap, 2) for quantity, value in growing.items()}
+                yield {"process": name, **more}
+
+    assert many.kept(list(samples())) == []
+    assert many.kept(list(samples(descriptors=1))) == [
+        f"{name}: 2 more descriptors in 2 swaps" for name in many.SURVIVORS.values()
+    ]
+    assert many.kept([]) == [f"{name}: 0 samples, expected one for each swap" for name in many.SURVIVORS.values()]
 
 
 RANK = """
