@@ -106,6 +106,60 @@ def test_a_silent_peer_is_no_error_and_an_abort_from_another_thread_ends_the_wai
     assert nccl.together(_beside_a_silent_one, 2, Cell(4096)) == [(0, 0), (nccl.REMOTE_ERROR, 0)]
 
 
+def _beside_one_that_has_finished(
+    communicator: nccl.Communicator, rank: int, ranks: int, entered: Cell, destroyed: Cell
+) -> Any:
+    """Around the ring from 1 by 2 to 0: rank 1 has gone, in good order, while rank 0 waits for rank 2."""
+    value = torch.full((1000,), float(rank), device="cuda")
+    assert communicator.all_reduce(value) == nccl.SUCCESS
+    communicator.stream.synchronize()
+    if rank == 2:
+        nccl.order("silent", 1)
+    code = nccl.TYPES[value.dtype]
+    assert communicator.issue("ncclBroadcast", value, value, nccl.size(value), code, 1) == nccl.SUCCESS
+    if rank == 0:
+        entered.set()
+    if rank == 1:
+        entered.get()
+        communicator.stream.synchronize()
+        nccl.checked("ncclCommDestroy", communicator.handle)
+        destroyed.set()
+        return nccl.SUCCESS
+    if rank == 2:
+        destroyed.get()
+        nccl.order("silent", 0)
+    communicator.stream.synchronize()
+    return communicator.error()
+
+
+@in_zygote
+def test_a_peer_that_has_finished_and_left_is_no_error() -> None:
+    assert nccl.together(_beside_one_that_has_finished, 3, Cell(4096), Cell(4096)) == [nccl.SUCCESS] * 3
+
+
+def _connects_to_nobody(rank: int, identity: Cell, made: Cell, gone: Cell) -> Any:
+    os.environ.update(NCCL_SOCKET_RETRY_CNT="3", NCCL_SOCKET_RETRY_SLEEP_MSEC="1")
+    communicator = nccl.join(identity, rank, 2)
+    if rank == 1:
+        made.set()
+        signal.pause()
+    gone.get()
+    result = communicator.all_reduce(torch.ones(1, device="cuda"))
+    return result, communicator.error(), nccl.count("launches"), communicator.abort()
+
+
+@in_zygote
+def test_a_peer_that_died_before_the_first_operation_refuses_and_no_kernel_is_launched() -> None:
+    with Fleet(nccl.DEADLINE_S) as fleet:
+        identity, made, gone = Cell(4096), Cell(4096), Cell(4096)
+        ranks = [fleet.fork(_connects_to_nobody, rank, identity, made, gone) for rank in range(2)]
+        fleet.until(made)
+        fleet.kill(ranks[1])
+        assert fleet.wait(ranks[1:])[0].signal == signal.SIGKILL
+        gone.set()
+        assert fleet.values(ranks[:1]) == [(nccl.REMOTE_ERROR, nccl.SUCCESS, 0, nccl.SUCCESS)]
+
+
 def _abort_while_connecting(communicator: nccl.Communicator, rank: int, ranks: int, done: Cell, fault: bool) -> Any:
     if rank == 1:  # never comes to its first operation
         done.get()
