@@ -239,7 +239,8 @@ CARD_ONLY = {"CUDA graphs are refused by name"}
 def main() -> int:
     args = parse_args(__doc__)
     if args.device == "cuda" and card.is_stand_in():  # it computes as slowly as a CPU, for it is one
-        SETTINGS["cuda"], PATIENCE_S["cuda"], REFERENCE_S["cuda"] = SETTINGS["cpu"], PATIENCE_S["cpu"], REFERENCE_S["cpu"]
+        SETTINGS["cuda"], REFERENCE_S["cuda"] = SETTINGS["cpu"], REFERENCE_S["cpu"]
+        PATIENCE_S["cuda"] = PATIENCE_S["cpu"]
     checks, place = Checks("job", args.out, args.of), Place(args.out / args.of, args.device)
     make_corpus.ensure(CORPUS)
     forked_node.preload(device=args.device)
