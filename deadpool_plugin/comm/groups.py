@@ -188,7 +188,7 @@ class Groups:
         network, inners = self._attempt(build, generation)
         with self._lock:
             self._fence.enter(generation)
-            retired = _to_retire(handles)
+            retired = _retired(handles, aborted=True)
             for handle, inner in zip(handles, inners, strict=True):
                 handle.inner, handle.abandoned = inner, False
                 handle.drop_coalescing()
@@ -360,7 +360,7 @@ class Groups:
         """torch destroyed these groups."""
         gone = {id(handle) for handle in handles}
         self.handles = [handle for handle in self.handles if id(handle) not in gone]
-        retired = _to_retire(handles)
+        retired = _retired(handles, aborted=False)
         for handle in handles:
             handle.inner = None
         _retire(retired)
@@ -384,14 +384,14 @@ def _begun(inner: dist.ProcessGroup, fabric: Fabric, name: str, args: tuple[Any,
         raise
 
 
-def _keep_for_ever(handle: Handle) -> bool:
-    """A destructor would join a stuck thread (gloo), or hang after an abort (NCCL)."""
-    return handle.abandoned or "nccl" in handle.backends.values()
-
-
-def _to_retire(handles: list[Handle]) -> list[tuple[dist.ProcessGroup, bool]]:
-    """The groups behind `handles`, and whether each has to be kept for ever."""
-    return [(handle.inner, _keep_for_ever(handle)) for handle in handles if handle.inner is not None]
+def _retired(handles: list[Handle], *, aborted: bool) -> list[tuple[dist.ProcessGroup, bool]]:
+    """The groups behind `handles`, and whether each has to be kept for ever: a destructor would join a thread that is
+    stuck in it (gloo), or abort it under members that still read from this one (NCCL, unless that has been done)."""
+    return [
+        (handle.inner, handle.abandoned or (not aborted and "nccl" in handle.backends.values()))
+        for handle in handles
+        if handle.inner is not None
+    ]
 
 
 def _retire(inners: list[tuple[Any, bool]]) -> None:

@@ -5,6 +5,7 @@ neither kill the process (`stall_timeout_s` stands in for its time-out) nor hold
 it gets in the way of one. An abort frees what a thread in the middle of issuing an operation still uses (NCCL's guide:
 "make sure no thread is calling any NCCL operations"): Groups lets those leave first. Communicators connect at their
 first operation, in every generation as in the first: those that are used, and a pair's own for its sends and receives.
+An aborted group may be dropped: torch's destructor joins its own threads, and tells NCCL nothing more.
 A process whose abort does not return by the deadline, or whose thread is caught in connecting, must be killed and
 replaced: `unblock` raises in the first case, the agent sees that it does not unwind in the second. So is a process that
 issues a coalesced collective after NCCL has met the dead peer: torch's guard throws while it unwinds, which ends it.

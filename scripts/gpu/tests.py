@@ -81,7 +81,7 @@ def main() -> int:
     checks = Checks("tests", args.out, args.of)
     checks.begin(COLLECTION)
     outcomes = Outcomes(checks)
-    code = pytest.main(["-v", "-m", "gpu", "--rootdir", str(REPOSITORY), *files()], plugins=[outcomes])
+    code = pytest.main(["-v", "-m", "gpu and not long", "--rootdir", str(REPOSITORY), *files()], plugins=[outcomes])
     is_well = code in COLLECTED or outcomes.all_held
     checks.end(COLLECTION, "" if is_well else f"pytest ended with {code!r}, see tests.txt")
     return checks.exit_code
