@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+Operation = tuple[str, tuple[Any, ...], dict[str, Any]]
+"""Name, positional and named arguments of one operation."""
 BATCH = "batch"
 """Our own operation: `args[0]` is a list of (name, args, kwargs) issued as one, coalesced where the backend can."""
 
@@ -48,6 +50,14 @@ OPERATIONS = (
 READ_ONLY = frozenset({"send", "barrier", "monitored_barrier"})
 """All others write their first argument."""
 POINT_TO_POINT = frozenset({"send", "recv", "recv_anysource"})
+COALESCED = {
+    "allreduce_coalesced": "allreduce",
+    "allgather_into_tensor_coalesced": "_allgather_base",
+    "all_gather_single_coalesced": "all_gather_single",
+    "reduce_scatter_tensor_coalesced": "_reduce_scatter_base",
+    "reduce_scatter_single_coalesced": "reduce_scatter_single",
+}
+"""Made of several of the same kind, which NCCL takes as one; and what each of them is."""
 BLOCKING = frozenset({"monitored_barrier"})
 """Operations whose call itself blocks, and which return no Work."""
 

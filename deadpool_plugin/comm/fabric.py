@@ -14,6 +14,8 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch._C._distributed_c10d import Backend, Store
 
+from .collective import Operation
+
 
 @dataclass(frozen=True)
 class GroupSpec:
@@ -44,8 +46,11 @@ class Fabric(Protocol):
         """To which ranks the connection may have led that the library names in an error."""
         ...
 
-    def failed(self, group: dist.ProcessGroup) -> None:
-        """The library could not begin an operation of `group` in this thread: nothing of it may stay open there."""
+    def begin(self, group: dist.ProcessGroup, operation: Operation) -> Any:
+        """Issue `operation` of `group`; returns torch's Work, None if there is none.
+
+        Raises: RuntimeError if it cannot be issued; nothing of it is open in this thread then.
+        """
         ...
 
     def await_rest(self, stop: Callable[[], bool]) -> bool:

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from ..errors import GenerationChanged
 
 _NCCL = ("ncclRemoteError", "ncclSystemError")
-_GLOO = (
+_OTHERS = (
+    "NCCL Error 2:", "NCCL Error 6:",
     "Connection closed by peer", "Connection reset by peer", "Connection timed out", "Connection refused",
     "Broken pipe", "No route to host", "Network is unreachable", "Host is unreachable", "Socket is not connected",
     "Transport endpoint is not connected", "Connection aborted", "Software caused connection abort",
@@ -25,13 +26,14 @@ _GLOO = (
 def is_transports(error: BaseException) -> bool:
     """Return whether an error met in a collective comes from a connection to another process, whatever the script did.
 
-    Source: torch's NCCLUtils.cpp (getNcclErrorDetailStr), TCPStore's exceptions; gloo's transport/tcp (pair.cc,
-    error.cc), which says what strerror(3) says.
+    Source: torch's NCCLUtils.cpp (getNcclErrorDetailStr), csrc/cuda/nccl.cpp (throw_nccl_error, of what is made of
+    sends and receives), TCPStore's exceptions; gloo's transport/tcp (pair.cc, error.cc), which says what strerror(3)
+    says.
     """
     if isinstance(error, dist.DistNetworkError):
         return True
     text = str(error)
-    return any(name in text for name in (_NCCL if isinstance(error, dist.DistBackendError) else _GLOO))
+    return any(name in text for name in (_NCCL if isinstance(error, dist.DistBackendError) else _OTHERS))
 
 
 class Fence:

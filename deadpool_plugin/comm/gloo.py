@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import Backend, HashStore, ProcessGroupGloo, Sto
 from ..errors import invariant
 from ..transport import linux
 from ..transport.sockets import Address
-from .collective import OPERATIONS, POINT_TO_POINT
+from .collective import OPERATIONS, POINT_TO_POINT, Operation
 from .fabric import GroupSpec
 from .rest import await_rest
 from .store import listening
@@ -71,8 +71,9 @@ class GlooFabric:
                 return tuple(sorted(at))
         return ()
 
-    def failed(self, group: dist.ProcessGroup) -> None:
-        """Nothing is open between two operations."""
+    def begin(self, group: dist.ProcessGroup, operation: Operation) -> Any:
+        name, args, kwargs = operation
+        return getattr(group, name)(*args, **kwargs)
 
     def await_rest(self, stop: Callable[[], bool]) -> bool:
         return await_rest(self._loops, stop)

@@ -25,16 +25,14 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from ..errors import GenerationChanged, InvariantViolated, Unsupported, present
 from ..transport.calls import CallBooks
-from .collective import BATCH, BLOCKING, CompletedWork, outputs, tensors
-from .fabric import Fabric
+from .collective import BATCH, BLOCKING, CompletedWork, Operation, outputs, tensors
 from .fence import Fence
 from .handle import Handle
-from .nccl import name_device
 from .network import Network
 from .pairing import is_inline, note
 from .patches import Patches
 from .record import Recorder, Replay, user_frame
-from .waits import ABANDON_S, Abandoned, BatchWork, Operation, SwapWork, in_helper
+from .waits import ABANDON_S, Abandoned, BatchWork, SwapWork, in_helper
 
 Dispatch = Callable[[Handle, str, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -266,20 +264,19 @@ class Groups:
             raise InvariantViolated(f"{handle!r} is not connected")
         if name in BLOCKING:
             return self._issue_blocking(handle, lambda: getattr(inner, name)(*args, **kwargs))
+        backend, operation = _backend_for(handle, args, kwargs), (name, args, kwargs)
+        if name == BATCH and backend == "gloo":
+            works = [self._issue_live(handle, *part) for part in args[0]]
+            return BatchWork(works, outputs(*operation))
         thread = threading.get_ident()
         self._issuing.add(thread)
         try:
             self._fence.check()  # after the line before: who passes here is waited for
-            if name == BATCH:
-                return self._issue_batch(handle, inner, network, args[0])
-            backend = _backend_for(handle, args, kwargs)
-            if name == "barrier" and backend == "nccl":
-                name_device(args, kwargs)
             generation, fabric = self._fence.current, network.fabric(backend)
-            work = _begun(inner, fabric, name, args, kwargs)
+            work = fabric.begin(inner, operation)
             if work is None:  # it was synchronous; an abort ends it without an error, a barrier though nobody came
                 self._fence.check_since(generation)
-            return self._wrap(work, handle, (name, args, kwargs), fabric.wait_style(name))
+            return self._wrap(work, handle, operation, fabric.wait_style(name))
         finally:
             self._issuing.discard(thread)
 
@@ -290,29 +287,6 @@ class Groups:
             handle.abandoned = True
             raise GenerationChanged(self._fence.announced) from None
         return CompletedWork()
-
-    def _issue_batch(self, handle: Handle, inner: dist.ProcessGroup, network: Network, parts: list[Operation]) -> Any:
-        _, *given = parts[0]
-        device = tensors(given)[0].device
-        if inner._get_backend(device).supports_coalescing:
-            fabric = network.fabric(handle.backends[device.type])
-            inner._start_coalescing(device)
-            try:
-                for name, args, kwargs in parts:
-                    _begun(inner, fabric, name, args, kwargs)
-            finally:  # left open, it would take in whatever this thread issues from here on
-                work = self._end_coalescing(inner, device)
-            return self._wrap(work, handle, (BATCH, (parts,), {}), "direct")
-        works = [self._issue_live(handle, *part) for part in parts]
-        return BatchWork(works, outputs(BATCH, (parts,)))
-
-    def _end_coalescing(self, inner: dist.ProcessGroup, device: Any) -> Any:
-        """torch counts open batches in the thread, over all groups, and one that fails to end counts for ever: every
-        communicator this thread would make from then on fails (ProcessGroupNCCL.cpp, ncclActiveGroupCounter_)."""
-        try:
-            return inner._end_coalescing(device)
-        except RuntimeError as error:
-            self.give_up(f"a batch of sends and receives did not end, so this process can begin no other: {error}")
 
     def _wrap(self, inner: Any, handle: Handle, operation: Operation, style: str) -> SwapWork | CompletedWork:
         if inner is None:  # NCCL's synchronous operations: whatever comes on the stream comes after them
@@ -373,15 +347,6 @@ def _backend_for(handle: Handle, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     given = tensors((args, kwargs))
     device = given[0].device if given else getattr(options, "device", None)
     return handle.default_backend if device is None else handle.backends[device.type]
-
-
-def _begun(inner: dist.ProcessGroup, fabric: Fabric, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """torch's Work of the operation `name`. Raises: RuntimeError if it cannot be issued."""
-    try:
-        return getattr(inner, name)(*args, **kwargs)
-    except dist.DistBackendError:
-        fabric.failed(inner)
-        raise
 
 
 def _retired(handles: list[Handle], *, aborted: bool) -> list[tuple[dist.ProcessGroup, bool]]:

@@ -1,19 +1,23 @@
 """NCCL: communicators of one generation, each aborted from a thread of its own with one deadline, and never destroyed.
 
-Rules of this file: nothing here ran on more than what tests/contract/test_comm_nccl.py covers. The watchdog must
-neither kill the process (`stall_timeout_s` stands in for its time-out) nor hold an abort up, and NVLS is off, because
-it gets in the way of one. An abort frees what a thread in the middle of issuing an operation still uses (NCCL's guide:
-"make sure no thread is calling any NCCL operations"): Groups lets those leave first. Communicators connect at their
-first operation, in every generation as in the first: those that are used, and a pair's own for its sends and receives.
-An aborted group may be dropped: torch's destructor joins its own threads, and tells NCCL nothing more.
-A process whose abort does not return by the deadline, or whose thread is caught in connecting, must be killed and
-replaced: `unblock` raises in the first case, the agent sees that it does not unwind in the second. So is a process that
-issues a coalesced collective after NCCL has met the dead peer: torch's guard throws while it unwinds, which ends it.
+Rules of this file: nothing here ran on more than what tests/contract/test_comm_nccl.py covers.
+- The watchdog must neither kill the process (`stall_timeout_s` stands in for its time-out) nor hold an abort up. NVLS
+  is off, because it gets in the way of one.
+- An abort frees what a thread in the middle of issuing an operation still uses (NCCL's guide: "make sure no thread is
+  calling any NCCL operations"): Groups lets those leave first.
+- A process whose abort does not return by the deadline must be killed and replaced: `unblock` raises.
+- An aborted group may be dropped: torch's destructor joins its own threads, and tells NCCL nothing more.
+- Communicators connect at their first operation, in every generation as in the first: those that are used, and a
+  pair's own for its sends and receives. A process whose thread is caught in that must be killed and replaced: the
+  agent sees that it does not unwind.
+- An operation that fails leaves nothing open in its thread, neither NCCL's groups nor torch's count of them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import os
 import sys
 import threading
@@ -26,9 +30,11 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Backend, DebugLevel, Store, get_debug_level
 
 from ..errors import DeadpoolError, Unsupported
+from .collective import BATCH, COALESCED, Operation, tensors
 from .fabric import GroupSpec
 
 ABORT_DEADLINE_S = 10.0
+_INVALID_USAGE = 5
 
 ENVIRONMENT = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
@@ -67,6 +73,7 @@ class NcclFabric:
 
     def __init__(self) -> None:
         prepare_environment()
+        self._nccl = _library()
         self._backends: list[Any] = []
 
     def build(self, spec: GroupSpec, store: Store) -> Backend:
@@ -96,16 +103,44 @@ class NcclFabric:
                 "this process must be killed and its rank replaced",
             ) from (failed[0] if failed else None)
 
+    def begin(self, group: dist.ProcessGroup, operation: Operation) -> Any:
+        """Issue `operation`, of several parts as one.
+
+        torch's own coalesced collectives end the process when one part fails: their guard throws while it unwinds
+        (AutoNcclGroup). A failure leaves groups of NCCL's open in the thread, in which communicators made from then on
+        are never connected; torch counts its own beside that (ncclActiveGroupCounter_), until one ends well.
+        """
+        name, args, kwargs = operation
+        if name == "barrier":
+            _name_device(args, kwargs)
+        parts = _parts(name, args, kwargs)
+        if parts is None:
+            try:
+                return getattr(group, name)(*args, **kwargs)
+            except RuntimeError:
+                self._close_groups()
+                raise
+        device = _device(*operation)
+        group._start_coalescing(device)
+        try:
+            for part, its_args, its_kwargs in parts:
+                getattr(group, part)(*its_args, **its_kwargs)
+            return group._end_coalescing(device)
+        except Exception:
+            self._close_groups()
+            with contextlib.suppress(RuntimeError):
+                self._nccl.ncclGroupStart()
+                group._end_coalescing(device)
+            raise
+
+    def _close_groups(self) -> None:
+        """Close what is open in this thread, until NCCL says that nothing is."""
+        while self._nccl.ncclGroupEnd() != _INVALID_USAGE:
+            pass
+
     def ranks_named(self, text: str) -> tuple[int, ...]:
         """NCCL says in its log only which peer it was."""
         return ()
-
-    def failed(self, group: dist.ProcessGroup) -> None:
-        """Sends, receives and what is made of them open a group of NCCL's in the thread, and an error leaves it open:
-        communicators made there from then on are never connected (ProcessGroupNCCL.cpp, pointToPoint; nccl.cpp,
-        all2all_single_*). Where none is open NCCL says so."""
-        with contextlib.suppress(RuntimeError):
-            group._get_backend(torch.device("cuda"))._group_end()  # type: ignore[attr-defined]
 
     def await_rest(self, stop: Callable[[], bool]) -> bool:
         """An abort returns once its kernels have ended."""
@@ -115,12 +150,47 @@ class NcclFabric:
         return "direct"
 
 
-def name_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _name_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """A barrier without tensors, of a group that is bound to no device, would guess one from the global rank, which on
     a host with other devices than the lost one's may be another process's."""
     options = kwargs.get("opts", args[0] if args else None)
     if options is not None and not options.device_ids and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         options.device_ids = [torch.cuda.current_device()]
+
+
+def _device(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
+    if name == "barrier":
+        options = kwargs.get("opts", args[0] if args else None)
+        return torch.device("cuda", options.device_ids[0] if options is not None else torch.cuda.current_device())
+    return tensors((args, kwargs))[0].device
+
+
+def _parts(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Operation] | None:
+    """The operations that a coalesced one is made of; None for any other."""
+    if name == BATCH:
+        return [piece for part in args[0] for piece in _parts(*part) or [part]]
+    if name not in COALESCED:
+        return None
+    if name == "allreduce_coalesced":
+        given, options = args[1] if len(args) > 1 else kwargs["opts"], dist.AllreduceOptions()
+        options.reduceOp, options.timeout, options.asyncOp = given.reduceOp, given.timeout, given.asyncOp
+        return [("allreduce", ([_flat(tensor)], options), {}) for tensor in args[0]]
+    outputs, inputs, *rest = args
+    return [
+        (COALESCED[name], (_flat(output), _flat(given), *rest), kwargs)
+        for output, given in zip(outputs, inputs, strict=True)
+    ]
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Coalesced operations take any dense tensor, others only contiguous ones."""
+    return tensor if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
+
+
+@functools.cache
+def _library() -> Any:
+    """NCCL's C functions that torch hides, of the NCCL that torch uses: what it was linked with is searched too."""
+    return ctypes.CDLL(torch._C.__file__)
 
 
 def _abort(backend: Any, failed: list[BaseException]) -> None:

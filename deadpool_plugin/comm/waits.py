@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import GenerationChanged, StaleGeneration
-from .collective import completed_future, named_source, outputs
+from .collective import COALESCED, Operation, completed_future, named_source, outputs
 from .fence import Fence
 
 if TYPE_CHECKING:
@@ -30,9 +30,6 @@ SLICE_S = 0.05
 ABANDON_S = 0.2
 """A severed operation fails by itself within some 20 ms; about one in 300 never does."""
 _SLICE = timedelta(seconds=SLICE_S)
-
-Operation = tuple[str, tuple[Any, ...], dict[str, Any]]
-"""Name, positional and named arguments, as in `collective.outputs`."""
 
 
 class Abandoned(Exception):
@@ -165,6 +162,8 @@ class SwapWork(dist.Work):
         if self._style == "direct" and self._inner is not None:
             self._check()
             future: torch.futures.Future[Any] = self._inner.get_future()
+            if self._operation[0] in COALESCED:  # issued as a batch, whose future has no value
+                return future.then(lambda _: outputs(*self._operation))
             return future
         return completed_future(self.result())
 

@@ -1,6 +1,6 @@
 """The same contract over NCCL: every operation gives what plain NCCL gives; an abort out of blocked ones of two groups
-whose other member was killed outside or inside of them, or stopped; rebuilt
-groups, many times without anything left behind.
+whose other member was killed outside or inside of them, or stopped; an operation after a killed
+peer's error; rebuilt groups, many times without anything left behind.
 
 Rules of this file: needs one GPU per rank, or NCCL >= 2.30 where several ranks may share one (one NCCL_HOSTID each, no
 shared memory and no peer-to-peer, sockets on lo). The processes are forked before CUDA is initialised. What is measured
@@ -29,6 +29,8 @@ from clusters import card
 from support.comm import COLLECTIVES, TIMEOUT, battery, become, plain
 from support.forked import Cell, Fleet
 from support.zygote import in_zygote
+from torch._C._distributed_c10d import ErrorType
+from torch.distributed.distributed_c10d import _coalescing_manager
 
 from deadpool_plugin.comm.groups import Groups
 from deadpool_plugin.comm.handle import Handle
@@ -244,6 +246,93 @@ def test_a_rank_is_replaced(signum: int, inside: bool, figures: dict[str, Any]) 
     figures["abort_to_generation_changed_s"] = seconds
     for rank, seen in enumerate((zero, one)):
         assert list(seen) == [[_expected(rank)] * 2] * 2
+
+
+def _exchange(rank: int, sent: torch.Tensor, received: torch.Tensor) -> Any:
+    return dist.batch_isend_irecv([dist.P2POp(dist.isend, sent, 1 - rank), dist.P2POp(dist.irecv, received, 1 - rank)])
+
+
+def _coalesced(operation: Callable[[torch.Tensor, torch.Tensor], Any], *tensors: torch.Tensor) -> Any:
+    with _coalescing_manager(dist.group.WORLD, tensors[0].device, async_ops=True) as manager:
+        for tensor in tensors:
+            operation(tensor, torch.cat([tensor, tensor]))
+    return manager.works
+
+
+STEPS: dict[str, Callable[[int, torch.Tensor, torch.Tensor], Any]] = {
+    "batch_isend_irecv": _exchange,
+    "all_reduce": lambda rank, one, two: _coalesced(lambda own, both: dist.all_reduce(own), one, two),
+    "all_gather": lambda rank, one, two: _coalesced(lambda own, both: dist.all_gather_into_tensor(both, own), one, two),
+    "broadcast": lambda rank, one, two: _coalesced(lambda own, both: dist.broadcast(own, 0, async_op=True), one, two),
+    "all_to_all": lambda rank, one, two: [dist.all_to_all_single(one, two, async_op=True)],
+    "send": lambda rank, one, two: [(dist.isend if rank == 0 else dist.irecv)(one, 1 - rank)],
+}
+"""Coalesced but for the last two; the parts of some open a group of NCCL's own, which an error leaves open."""
+
+
+def _neighbour(rank: int, name: str, hurried: bool, cells: Cells) -> Any:
+    """What ended rank 0's steps, and the results after the swap. Rank 1 is the victim."""
+    groups, broken = _groups(rank, cells.stores[0].get(), patience_s=10.0 if hurried else 0.0), threading.Event()
+    groups.on_broken = lambda generation, peers, reason: broken.set() is None
+    both = _both()
+    one, two = torch.ones(1 << 10, device="cuda"), torch.ones(1 << 10, device="cuda")
+    recording = groups.stop_recording()
+    backend = both[0]._get_backend(one.device)
+
+    def step() -> None:
+        for work in STEPS[name](rank, one, two):
+            while not hurried and not work.is_completed():
+                pass
+
+    step()
+    if rank == 1:
+        cells.recording.set(recording)
+        while True:
+            step()
+
+    def announce() -> None:
+        """Once an operation and the watchdog have met the error; if `hurried`, the watchdog alone."""
+        assert hurried or broken.wait()
+        while backend.get_error() == ErrorType.SUCCESS:
+            time.sleep(0.001)
+        groups.interrupt(1)
+
+    threading.Thread(target=announce, daemon=True).start()
+    cells.entered.set()
+    try:
+        while True:
+            step()
+    except GenerationChanged as change:
+        cause = change.__cause__
+    groups.rebuild(1, cells.stores[1].get())
+    return repr(cause), [_battery(group) for group in both]
+
+
+def _survivor(name: str, hurried: bool, after: int = 1) -> Any:
+    with Fleet(DEADLINE_S) as fleet:
+        cells = Cells()
+        fleet.fork(_host, cells.stores)
+        members = [fleet.fork(_neighbour, rank, name, hurried, cells) for rank in range(2)]
+        newcomer = fleet.fork(_newcomer, cells, False)
+        fleet.until(cells.recording, cells.entered)
+        fleet.kill(members[1])
+        (cause, results), (_, theirs) = fleet.values([members[0], newcomer])
+    assert results == [_expected(0)] * 2 and theirs == [_expected(1)] * 2
+    return cause
+
+
+@pytest.mark.parametrize("name", STEPS)
+@in_zygote
+def test_a_killed_rank_does_not_take_its_neighbour_along(name: str) -> None:
+    cause = _survivor(name, hurried=False)
+    assert "remote process exited" in cause
+
+
+@pytest.mark.long
+@in_zygote
+def test_nor_does_any_of_a_hundred() -> None:
+    for number in range(100):
+        _survivor([*STEPS][number % len(STEPS)], hurried=True)
 
 
 def _host(stores: list[Cell]) -> None:

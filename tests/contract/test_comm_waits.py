@@ -87,6 +87,7 @@ def test_an_error_is_explained_by_an_announcement() -> None:
         RuntimeError("[gloo/transport/tcp/pair.cc:375] writev [10.0.0.2]:398: Broken pipe"),
         dist.DistBackendError("NCCL error in: ...\nncclRemoteError: A call failed possibly due to a network error"),
         dist.DistBackendError("NCCL error in: ...\nncclSystemError: System call (e.g. socket, malloc) failed."),
+        RuntimeError("NCCL Error 6: remote process exited or there was a network error"),
         dist.DistNetworkError("The client socket has failed to connect"),
     ],
     ids=lambda error: str(error)[-30:],
