@@ -43,6 +43,8 @@ class Call:
     iterators: list[tuple[RewindIterator, int]] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
     check_inputs: Callable[[], None] = lambda: None
+    is_read: bool = False
+    """Whether its result is read whatever its value is: by a snapshot, or for the record of it."""
 
     def done(self) -> None:
         self.ends = [iterator.position for iterator, _ in self.iterators]

@@ -38,9 +38,59 @@ def too_large(value: Any) -> TooLarge | None:
     if isinstance(value, TooLarge):
         return value
     if isinstance(value, torch.Tensor):
-        return TooLarge.tensor(*_form(value)) if _is_large(value) else None
+        return TooLarge.tensor(*_form(value)) if not is_recorded(value) else None
     items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
     return next(filter(None, map(too_large, items)), None)
+
+
+def is_plain(value: Any) -> bool:
+    """Return whether nothing in `value` can change any more: no tensors, and nothing unknown."""
+    if isinstance(value, (dict, list, tuple)):
+        return all(map(is_plain, value.values() if isinstance(value, dict) else value))
+    return type(value) in PLAIN or isinstance(value, int)
+
+
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy `tensor` from its device into page-locked memory; whole once the current stream is synchronized.
+
+    The copy is encoded like `tensor` itself, and allocates nothing on the device.
+    """
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+    host.copy_(tensor.detach(), non_blocking=True)
+    host.came_from = tensor.device  # type: ignore[attr-defined]
+    return host
+
+
+def device_of(tensor: torch.Tensor) -> torch.device:
+    """Return where `tensor` is, or was before `to_host`."""
+    device: torch.device = getattr(tensor, "came_from", tensor.device)
+    return device
+
+
+class HostCopies:
+    """Copies in host memory of the tensors in a call's result that are recorded: one wait is enough for all of them."""
+
+    def __init__(self, value: Any) -> None:
+        self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """By id, with the tensor itself: as long as it lives no other has its id."""
+        self._copy(value)
+
+    def _copy(self, value: Any) -> None:
+        if isinstance(value, (dict, list, tuple)):
+            for item in value.values() if isinstance(value, dict) else value:
+                self._copy(item)
+        elif type(value) is torch.Tensor and value.is_cuda and is_recorded(value):
+            self._copies.setdefault(id(value), (value, to_host(value)))
+
+    def of(self, value: Any) -> Any:
+        """Put the copies in the places of their tensors in `value`."""
+        if isinstance(value, torch.Tensor):
+            return self._copies[id(value)][1] if id(value) in self._copies else value
+        if not self._copies:
+            return value
+        if type(value) is dict:
+            return {key: self.of(item) for key, item in value.items()}
+        return type(value)(map(self.of, value)) if type(value) in (list, tuple) else value
 
 
 def encode(value: Any) -> bytes:
@@ -95,13 +145,14 @@ def _prepare_items(items: Sequence[Any]) -> Sequence[Any]:
 
 def _tensor_bytes(tensor: torch.Tensor) -> bytes:
     body = None
-    if not _is_large(tensor):
+    if is_recorded(tensor):
         body = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-    return msgspec.msgpack.encode((*_form(tensor), tensor.device.type, body))
+    return msgspec.msgpack.encode((*_form(tensor), device_of(tensor).type, body))
 
 
-def _is_large(tensor: torch.Tensor) -> bool:
-    return tensor.numel() * tensor.element_size() > TENSOR_LIMIT_BYTES
+def is_recorded(tensor: torch.Tensor) -> bool:
+    """Return whether the content of `tensor` is, not its form alone."""
+    return tensor.numel() * tensor.element_size() <= TENSOR_LIMIT_BYTES
 
 
 def _form(tensor: torch.Tensor) -> tuple[str, list[int]]:

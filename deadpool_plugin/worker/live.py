@@ -18,8 +18,8 @@ from ..comm import collective
 from ..errors import WHOLE_STEP, GenerationChanged, Unsupported
 from ..mirror.arena import SlotPair
 from ..transport import local
-from . import rng, switches
-from .adapter import MAKES_STEP, CallKind, Followed
+from . import codec, rng, switches
+from .adapter import MAKES_STEP, Bare, CallKind, Followed
 from .calls import Call, forget
 from .context import Context
 from .iterators import RewindIterator
@@ -74,7 +74,8 @@ class Live(Swapping):
             else lambda: followed(*args, **kwargs)
         )
         entry, places = self._entry(args, kwargs), self._places(found)
-        call = Call(name, kind, self.step, run, entry, places, check_inputs=followed.check)
+        is_read = kind in MAKES_STEP or not isinstance(followed, Bare)
+        call = Call(name, kind, self.step, run, entry, places, check_inputs=followed.check, is_read=is_read)
         read = self._context.reads.take()
         self._updated = False
         try:
@@ -92,7 +93,7 @@ class Live(Swapping):
         self._done(call, followed.outcome(value), read)
         if kind is CallKind.SAVE:
             return value
-        loss = followed.loss(value, self._adapter)
+        loss = followed.loss(self._results.of(value), self._adapter)
         self._loss = loss if loss is not None else self._loss
         if kind in MAKES_STEP:
             self._cut()
@@ -109,7 +110,7 @@ class Live(Swapping):
         if self.inside:
             return handle.issue(name, args, kwargs)
         self._note_edit()
-        kept, written = _cloned((args, kwargs)), collective.outputs(name, args, kwargs)
+        kept, written = _kept((args, kwargs)), collective.outputs(name, args, kwargs)
         restore_entry = self._entry((), {})
 
         def restore_tensors() -> None:
@@ -118,21 +119,21 @@ class Live(Swapping):
                 mine.detach().copy_(before)
 
         def again() -> None:
-            copied_args, copied_kwargs = _cloned(kept)
+            copied_args, copied_kwargs = _copied(kept)
             handle.issue(name, copied_args, copied_kwargs).wait()
 
-        def first_time() -> int:
+        def first_time() -> list[Any]:
             work = handle.issue(name, args, kwargs)
             work.wait()
-            return int(work.source_rank())
+            return [written, int(work.source_rank())]
 
         call = Call(name, CallKind.PLAIN, self.step, first_time, restore_tensors, self._places())
-        source = self._run(call)
+        outcome = self._run(call)
         if not any(self._adapter.owns(tensor) for tensor in written):  # else the calls before it bring its entry back
             call.run = again
         call.restore_entry = restore_entry
-        self._done(call, [written, source])
-        return collective.CompletedWork(written, source)
+        self._done(call, outcome)
+        return collective.CompletedWork(*outcome)
 
     def _note_edit(self) -> None:
         """Say once that the script has written into the shard since the cut: a snapshot may be under way, and no redo
@@ -185,7 +186,7 @@ class Live(Swapping):
 
     def _done(self, call: Call, outcome: Any, read: int = 0) -> None:
         """The script gets its value now; what it draws until its next call is seen by comparison with this moment."""
-        large = self._log.add(call, outcome, read)
+        large = self._log.add(call, self._results.of(outcome), read)
         if large and not self._cannot_be_followed:
             self._cannot_be_followed = True
             self._link.event(
@@ -241,16 +242,29 @@ class Live(Swapping):
         self._versions_at_cut = self._layout.versions()
 
 
-def _cloned(value: Any) -> Any:
+def _kept(value: Any) -> Any:
     """`value` in plain containers, with every tensor replaced by a copy; all else goes by reference.
 
-    Not a pytree's map: that leaves alone what is of a class below list or dict, tensors and all.
+    Small ones of a device are kept in host memory, whole once the call has ended. Not a pytree's map: that leaves alone
+    what is of a class below list or dict, tensors and all.
     """
     if isinstance(value, torch.Tensor):
-        return value.detach().clone()
+        return codec.to_host(value) if value.is_cuda and codec.is_recorded(value) else value.detach().clone()
+    return _each(_kept, value)
+
+
+def _copied(kept: Any) -> Any:
+    """Copy what `_kept` has made, each tensor to where it came from."""
+    if isinstance(kept, torch.Tensor):
+        device = codec.device_of(kept)
+        return kept.clone() if device == kept.device else kept.to(device)
+    return _each(_copied, kept)
+
+
+def _each(function: Callable[[Any], Any], value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _cloned(item) for key, item in value.items()}
+        return {key: function(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        items = [_cloned(item) for item in value]
+        items = [function(item) for item in value]
         return items if isinstance(value, list) else tuple(items)
     return value

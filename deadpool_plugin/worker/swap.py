@@ -41,6 +41,8 @@ class Swapping:
         self.step = step
         self._restored = -1
         self.inside = False
+        self._results = codec.HostCopies(None)
+        """Of the newest call, in host memory."""
         self._swap_began: float | None = None
         self._at_exit: dict[str, Any] | None = None
 
@@ -48,10 +50,11 @@ class Swapping:
         self._link.check()
         if call.kind is CallKind.UPDATE:
             self._stager.wait()
+        self._results = codec.HostCopies(None)
         with self._inside():
             value = call.run()
             if call.kind is not CallKind.SAVE:
-                self._let_it_end()
+                self._let_it_end(call, value)
         return value
 
     @contextlib.contextmanager
@@ -67,13 +70,15 @@ class Swapping:
         finally:
             self.inside = False
 
-    def _let_it_end(self) -> None:
+    def _let_it_end(self, call: Call, value: Any) -> None:
         """Wait until the results of a call are sure to be valid. Raises: GenerationChanged.
 
         A kernel of NCCL's ends well, with garbage, if a neighbour on this host was aborted (prims_simple.h: an aborted
         one posts its steps without their data), and that process may have heard of it before this one.
+        The device is waited for where its results can be read: at the latest by the call that makes the step.
         """
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        if torch.cuda.is_initialized() and (call.is_read or not codec.is_plain(value)):  # type: ignore[no-untyped-call]
+            self._results = codec.HostCopies(value)
             torch.cuda.current_stream().synchronize()
         self._link.await_abort(self._slots.announced)
         self._link.check()

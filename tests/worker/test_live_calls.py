@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from fakecuda import control
 from support.stand_in import fake
+from support.zygote import in_zygote
 
 from deadpool_plugin.comm import collective
 from deadpool_plugin.errors import GenerationChanged, Unsupported
-from deadpool_plugin.worker import calls, swap
+from deadpool_plugin.worker import calls, codec, swap
 from deadpool_plugin.worker.adapter import CallKind, Followed
 from deadpool_plugin.worker.calls import CallLog
 from deadpool_plugin.worker.codec import TENSOR_LIMIT_BYTES
@@ -270,3 +273,79 @@ def test_a_rank_says_that_it_has_unwound_when_its_device_rests(monkeypatch, devi
         Live._swap(rank)
     dead = "its CUDA context is dead: CUDA error: an illegal memory access was encountered"
     assert done == ["rest", dead if device_is_dead else "join"]
+
+
+def _counted(does: Callable[[], Any]) -> tuple[int, int, int]:
+    """How often the host waits for the device in `does`, kernels, and blocks that torch's allocator is asked for."""
+    torch.cuda.synchronize()
+    names = ("stream_waits", "copy_waits", "form_waits", "event_waits", "device_waits", "launches")
+    before, blocks = control.report(), torch.cuda.memory_stats()["allocation.all.allocated"]
+    does()
+    after, blocks = control.report(), torch.cuda.memory_stats()["allocation.all.allocated"] - blocks
+    *waits, launches = (after[name] - before[name] for name in names)
+    return sum(waits), launches, blocks
+
+
+def _on_device() -> Rank:
+    rank = Rank()
+    rank._stager, rank._cut = fake(wait=lambda: None), lambda: None
+    return rank
+
+
+def _parts() -> dict[str, Any]:
+    return {"loss": torch.full((), 2.0, device="cuda"), "counts": [torch.arange(3, device="cuda"), 7]}
+
+
+RESULTS: dict[str, tuple[CallKind, Callable[[], Any], int]] = {
+    "nothing": (CallKind.PLAIN, lambda: None, 0),
+    "no losses": (CallKind.FORWARD, list, 0),
+    "numbers": (CallKind.PLAIN, lambda: (True, 0.5, None, {"steps": 3}), 0),
+    "tensors": (CallKind.FORWARD, lambda: [_parts(), _parts()], 1),
+    "unknown": (CallKind.PLAIN, object, 1),
+    "a step": (CallKind.UPDATE, lambda: (True, 0.5), 1),
+}
+
+
+@pytest.mark.gpu
+@control.only_here
+@pytest.mark.parametrize("name", RESULTS)
+@in_zygote
+def test_the_host_waits_for_the_device_once_for_what_can_be_read_and_else_not(name):
+    kind, function, waits = RESULTS[name]
+    rank = _on_device()
+    if name == "unknown":
+        rank._log.add = lambda *args: None  # which it refuses
+    made = function()
+    torch.cuda.synchronize()
+    costs = [_counted(lambda: rank.call("call", kind, lambda: made, (), {})) for _ in range(3)]
+    assert costs == [(waits, 0, 0)] * 3
+
+
+@pytest.mark.gpu
+@control.only_here
+@in_zygote
+def test_what_is_recorded_of_results_on_a_device_is_what_they_were_and_comes_back_there():
+    rank, large = _on_device(), torch.zeros(TENSOR_LIMIT_BYTES, device="cuda")
+    rank.call("forward", CallKind.FORWARD, lambda: [_parts(), large], (), {})
+    ((_, (parts, lacking), _, _),) = map(codec.decode, codec.decode(rank._log.records(0)))
+    assert parts["loss"].is_cuda and parts["loss"].item() == 2.0
+    assert parts["counts"][0].is_cuda and parts["counts"][0].tolist() == [0, 1, 2] and parts["counts"][1] == 7
+    assert isinstance(lacking, codec.TooLarge)
+
+
+@pytest.mark.gpu
+@control.only_here
+@in_zygote
+def test_a_collective_between_calls_allocates_nothing_on_the_device_and_is_waited_for_once():
+    rank, given = _on_device(), torch.arange(4.0, device="cuda")
+    handle = fake(issue=lambda name, args, kwargs: args[0][0].mul_(2) and collective.CompletedWork())
+    handle.issue = lambda name, args, kwargs: (args[0][0].mul_(2), collective.CompletedWork())[1]
+    costs = [_counted(lambda: rank.collective(handle, "allreduce", ([given],), {})) for _ in range(3)]
+    assert costs == [(1, 1, 0)] * 3, "its own kernel only"
+    (call, *_), *_ = [rank._log.after_cut(0)]
+    call.restore_entry()
+    assert given.tolist() == [0.0, 8.0, 16.0, 24.0], "the script has it; what it was is a copy"
+    call.rewind()
+    call.run()
+    names = [codec.decode(record)[1][0][0].tolist() for record in codec.decode(rank._log.records(0))]
+    assert names == [[0.0, 2.0, 4.0, 6.0], [0.0, 4.0, 8.0, 12.0], [0.0, 8.0, 16.0, 24.0]]
