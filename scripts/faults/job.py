@@ -254,11 +254,19 @@ class Job:
             verdict.difference = verdict.difference or compared["difference"] or ""
 
     def _not_struck(self, fired: list[dict[str, Any]]) -> list[str]:
-        """Why processes were lost that no fault had struck; a host's own are not told one by one."""
+        """Why processes were lost that no fault had struck; a host's own are not told one by one.
+
+        A fault whose place is in an agent kills another process than the one that records it: it is told by its rank.
+        """
+        killed = {line["rank"] for line in fired if line["kind"] == "rank"}
         struck = [f"process {line['pid']} " for line in fired]
         planned = (INJECTED, *(text for kill in self.kills for text in CAUSES.get(kill.kind, ())))
-        reasons = [event["reason"] for event in self.tail.of("RankLost")]
-        return [reason for reason in reasons if not any(text in reason for text in (*struck, *planned))]
+        return [
+            event["reason"]
+            for event in self.tail.of("RankLost")
+            if not any(text in event["reason"] for text in (*struck, *planned))
+            and not (event["rank"] in killed and "killed by SIGKILL" in event["reason"])
+        ]
 
     def _raised(self) -> list[str]:
         """List errors that scripts raised and no fault did, and take-overs that failed though their sources were there.

@@ -46,9 +46,10 @@ def test_a_script_that_raises_by_itself_fails_the_job_although_its_process_is_re
 
 def test_a_process_lost_that_nothing_struck_fails_a_job_which_may_lose_no_other(tmp_path):
     job = Job(tmp_path / "job", [], 4, 1, 0, [Kill(0, -1, 1, "forward", "rank")], only_struck=True)
-    (job.folder / "faults.jsonl").write_text(json.dumps({"index": 0, "pid": 7, "time": 1.0}) + "\n")
+    by_its_agent = {"index": 0, "pid": 5, "rank": 3, "kind": "rank", "time": 1.0}
+    (job.folder / "faults.jsonl").write_text(json.dumps(by_its_agent) + "\n")
     own, other = "process 7 killed by SIGKILL", "process 71 had not left its call after 12 s and was killed"
-    job.tail.events = [{"event": "RankLost", "reason": reason, "time": 2.0} for reason in (own, other)]
+    job.tail.events = [{"event": "RankLost", "rank": 3, "reason": reason, "time": 2.0} for reason in (own, other)]
     verdict = Verdict([])
     job._judge(verdict, None)
     assert verdict.difference == other
