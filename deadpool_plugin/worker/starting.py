@@ -80,15 +80,14 @@ class Starting:
         def stepped(*_: Any) -> None:
             nonlocal steps
             if self._context.mode is not self:
-                hook.remove()
-                return
+                return  # torch is going through its hooks: to remove this one here would break it off
             steps += 1
             if steps == UNKNOWN_STEPS_MAX:
                 raise Unsupported(
                     f"{steps} optimizer steps, and not one training call that deadpool_plugin knows", _KNOWN, _INSTEAD
                 )
 
-        hook = register_optimizer_step_post_hook(stepped)
+        register_optimizer_step_post_hook(stepped)
 
     def refuse_wrappers(self) -> None:
         """Whoever wraps the model in what torch brings trains past us: say so there, not at the end of the script."""

@@ -7,6 +7,7 @@ import torch
 from support.stand_in import fake
 from torch.distributed import fsdp
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from deadpool_plugin import plugin
 from deadpool_plugin.config import Config
@@ -57,8 +58,12 @@ def test_a_loop_that_no_framework_runs_is_refused_while_it_trains(context, monke
     with pytest.raises(Unsupported, match=r"20 optimizer steps, and not one training call.*deepspeed\.initialize"):
         optimizer.step()
     context.mode = "of a rank in training"
+    seen: list[object] = []
+    later = register_optimizer_step_post_hook(lambda *of: seen.append(of[0]))  # somebody else's
     for _ in range(UNKNOWN_STEPS_MAX + 1):
         optimizer.step()
+    later.remove()
+    assert seen == [optimizer] * (UNKNOWN_STEPS_MAX + 1)
 
 
 def test_nothing_of_a_save_before_the_first_forward_is_recorded_nor_what_its_thread_exchanges():
