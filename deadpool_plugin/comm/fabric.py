@@ -16,6 +16,9 @@ from torch._C._distributed_c10d import Backend, Store
 
 from .collective import Operation
 
+Aside = Callable[[Callable[[], Any]], Any]
+"""Runs a function that waits for peers inside of a library where the caller can leave it, and returns its result."""
+
 
 @dataclass(frozen=True)
 class GroupSpec:
@@ -46,7 +49,7 @@ class Fabric(Protocol):
         """To which ranks the connection may have led that the library names in an error."""
         ...
 
-    def begin(self, group: dist.ProcessGroup, operation: Operation) -> Any:
+    def begin(self, group: dist.ProcessGroup, operation: Operation, aside: Aside) -> Any:
         """Issue `operation` of `group`; returns torch's Work, None if there is none.
 
         Raises: RuntimeError if it cannot be issued; nothing of it is open in this thread then.

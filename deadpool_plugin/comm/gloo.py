@@ -23,7 +23,7 @@ from ..errors import invariant
 from ..transport import linux
 from ..transport.sockets import Address
 from .collective import OPERATIONS, POINT_TO_POINT, Operation
-from .fabric import GroupSpec
+from .fabric import Aside, GroupSpec
 from .rest import await_rest
 from .store import listening
 
@@ -71,7 +71,7 @@ class GlooFabric:
                 return tuple(sorted(at))
         return ()
 
-    def begin(self, group: dist.ProcessGroup, operation: Operation) -> Any:
+    def begin(self, group: dist.ProcessGroup, operation: Operation, aside: Aside) -> Any:
         name, args, kwargs = operation
         return getattr(group, name)(*args, **kwargs)
 

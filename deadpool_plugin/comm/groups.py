@@ -4,7 +4,8 @@ Rules of this file: operations come from whatever thread torch issues them in (a
 their own), `interrupt` from any, everything else is the main thread's. `interrupt` and the moment a rebuilt network
 becomes the current one share a lock, so a late interruption cannot cut the new generation's connections. An inner
 group with a stuck operation is kept for ever; the others are dropped in a thread of their own, because a destructor
-that hangs must not hang anybody else.
+that hangs must not hang anybody else. Whatever waits for peers inside of a library, and cannot be cut, runs in a thread
+that an announcement leaves behind.
 """
 
 from __future__ import annotations
@@ -191,6 +192,7 @@ class Groups:
                 handle.inner, handle.abandoned = inner, False
                 handle.drop_coalescing()
             self._network, self._replay, self._recorder, self._training = network, None, None, True
+            self._issuing = set()  # whoever is left behind in there is waited for no more
             self._note_calls(generation, handles)
         self._refresh_stores(network.store)
         _retire(retired)
@@ -273,12 +275,29 @@ class Groups:
         try:
             self._fence.check()  # after the line before: who passes here is waited for
             generation, fabric = self._fence.current, network.fabric(backend)
-            work = fabric.begin(inner, operation)
+            work = fabric.begin(inner, operation, self._aside)
             if work is None:  # it was synchronous; an abort ends it without an error, a barrier though nobody came
                 self._fence.check_since(generation)
             return self._wrap(work, handle, operation, fabric.wait_style(name))
         finally:
             self._issuing.discard(thread)
+
+    def _aside(self, function: Callable[[], Any]) -> Any:
+        """Run `function`, which waits for peers inside of a library, in a thread that an announcement leaves there."""
+        generation = self._fence.current
+
+        def inside() -> Any:
+            thread = threading.get_ident()
+            self._issuing.add(thread)
+            try:
+                return function()
+            finally:
+                self._issuing.discard(thread)
+
+        try:
+            return in_helper(inside, lambda: self._fence.announced > generation)
+        except Abandoned:
+            raise GenerationChanged(self._fence.announced) from None
 
     def _issue_blocking(self, handle: Handle, function: Callable[[], Any]) -> CompletedWork:
         try:

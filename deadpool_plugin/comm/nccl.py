@@ -8,8 +8,11 @@ Rules of this file: nothing here ran on more than what tests/contract/test_comm_
 - A process whose abort does not return by the deadline must be killed and replaced: `unblock` raises.
 - An aborted group may be dropped: torch's destructor joins its own threads, and tells NCCL nothing more.
 - Communicators connect at their first operation, in every generation as in the first: those that are used, and a
-  pair's own for its sends and receives. A process whose thread is caught in that must be killed and replaced: the
-  agent sees that it does not unwind.
+  pair's own for its sends and receives. NCCL hands one out only when all its members have come, so no abort ends that:
+  it is done in a thread that can be left behind. Such a thread keeps its group, and may use up a core, until the
+  process ends, for NCCL accepts connections in a loop.
+- A pair connects in its first operation itself. One that is left behind may still be carried out if the peer comes
+  later, into its own tensors; all other first operations are issued only once they have connected.
 - An operation that fails leaves nothing open in its thread, neither NCCL's groups nor torch's count of them.
 """
 
@@ -30,8 +33,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Backend, DebugLevel, Store, get_debug_level
 
 from ..errors import DeadpoolError, Unsupported
-from .collective import BATCH, COALESCED, Operation, tensors
-from .fabric import GroupSpec
+from .collective import BATCH, COALESCED, POINT_TO_POINT, Operation, tensors
+from .fabric import Aside, GroupSpec
 
 ABORT_DEADLINE_S = 10.0
 _INVALID_USAGE = 5
@@ -75,6 +78,9 @@ class NcclFabric:
         prepare_environment()
         self._nccl = _library()
         self._backends: list[Any] = []
+        self._connected: set[tuple[dist.ProcessGroup, int | None]] = set()
+        """Groups that have a communicator, and pairs in them that have one (the other member's rank)."""
+        self._over = False
 
     def build(self, spec: GroupSpec, store: Store) -> Backend:
         options = _options(spec)
@@ -83,12 +89,32 @@ class NcclFabric:
         self._backends.append(backend)
         return backend
 
+    def begin(self, group: dist.ProcessGroup, operation: Operation, aside: Aside) -> Any:
+        name, args, kwargs = operation
+        if name == "barrier":
+            _name_device(args, kwargs)
+        peer = _peer(*operation)
+        if (group, peer) in self._connected:
+            return self._issue(group, operation)
+        device = _device(*operation)
+        backend, stream = group._get_backend(device), torch.cuda.current_stream(device)
+        if peer is not None:
+            work = aside(lambda: self._connect(backend, stream, lambda: self._issue(group, operation)))
+        else:
+            aside(lambda: self._connect(backend, stream, lambda: _broadcast_nothing(backend, device)))
+            work = self._issue(group, operation)
+        self._connected.add((group, peer))
+        return work
+
     def unblock(self) -> None:
         """Abort all at once: one may not end before another has (torch issue 119797)."""
+        self._over = True
+        backends, self._backends = self._backends, []
+        self._connected.clear()  # a thread that is left behind holds this object, and must not hold the groups
         failed: list[BaseException] = []
         threads = [
             threading.Thread(target=_abort, args=(backend, failed), name="deadpool-nccl-abort", daemon=True)
-            for backend in self._backends
+            for backend in backends
         ]
         for thread in threads:
             thread.start()
@@ -103,7 +129,19 @@ class NcclFabric:
                 "this process must be killed and its rank replaced",
             ) from (failed[0] if failed else None)
 
-    def begin(self, group: dist.ProcessGroup, operation: Operation) -> Any:
+    def _connect(self, backend: Backend, stream: torch.cuda.Stream, first: Callable[[], Any]) -> Any:
+        """Issue `first`, which needs a communicator that is not there, on `stream`.
+
+        Blocks: until its other members do the same, which no abort ends.
+        """
+        torch.cuda.set_stream(stream)  # not for the block only: to go back to device 0 would make a context there
+        try:
+            return first()
+        finally:
+            if self._over:  # too late for `unblock`
+                _abort(backend, [])
+
+    def _issue(self, group: dist.ProcessGroup, operation: Operation) -> Any:
         """Issue `operation`, of several parts as one.
 
         torch's own coalesced collectives end the process when one part fails: their guard throws while it unwinds
@@ -111,8 +149,6 @@ class NcclFabric:
         are never connected; torch counts its own beside that (ncclActiveGroupCounter_), until one ends well.
         """
         name, args, kwargs = operation
-        if name == "barrier":
-            _name_device(args, kwargs)
         parts = _parts(name, args, kwargs)
         if parts is None:
             try:
@@ -163,6 +199,18 @@ def _device(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.d
         options = kwargs.get("opts", args[0] if args else None)
         return torch.device("cuda", options.device_ids[0] if options is not None else torch.cuda.current_device())
     return tensors((args, kwargs))[0].device
+
+
+def _broadcast_nothing(backend: Any, device: torch.device) -> None:
+    """Make the group's communicator: NCCL drops an empty operation once it is there."""
+    backend.broadcast([torch.empty(0, dtype=torch.uint8, device=device)])
+
+
+def _peer(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    """The other member of the pair whose communicator `name` uses; None if it uses the group's."""
+    if name not in POINT_TO_POINT:
+        return None
+    return int(args[1] if len(args) > 1 else kwargs["dstRank" if name == "send" else "srcRank"])
 
 
 def _parts(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Operation] | None:

@@ -1,5 +1,5 @@
 """The same contract over NCCL: every operation gives what plain NCCL gives; an abort out of blocked ones of two groups
-whose other member was killed outside or inside of them, or stopped; an operation after a killed
+whose other member was killed outside or inside of them, or stopped; out of connecting; an operation after a killed
 peer's error; rebuilt groups, many times without anything left behind.
 
 Rules of this file: needs one GPU per rank, or NCCL >= 2.30 where several ranks may share one (one NCCL_HOSTID each, no
@@ -29,7 +29,7 @@ from clusters import card
 from support.comm import COLLECTIVES, TIMEOUT, battery, become, plain
 from support.forked import Cell, Fleet
 from support.zygote import in_zygote
-from torch._C._distributed_c10d import ErrorType
+from torch._C._distributed_c10d import ErrorType, PrefixStore
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 from deadpool_plugin.comm.groups import Groups
@@ -250,6 +250,50 @@ def test_a_rank_is_replaced(signum: int, inside: bool, figures: dict[str, Any]) 
 
 def _exchange(rank: int, sent: torch.Tensor, received: torch.Tensor) -> Any:
     return dist.batch_isend_irecv([dist.P2POp(dist.isend, sent, 1 - rank), dist.P2POp(dist.irecv, received, 1 - rank)])
+
+
+FIRST: dict[str, Callable[[torch.Tensor], Any]] = {
+    "0": lambda tensor: dist.all_reduce(tensor),
+    "0, of a batch": lambda tensor: _exchange(0, tensor, tensor),
+    "0:1": lambda tensor: dist.send(tensor, 1),
+}
+"""By the key in the store of what a first operation needs to connect."""
+
+
+def _connecting(rank: int, key: str, cells: Cells) -> Any:
+    """Rank 0 waits for rank 1 in its first operation when the generation ends."""
+    groups = _groups(rank, cells.stores[0].get())
+    both = _both()
+    recording = groups.stop_recording()
+    if rank == 1:
+        cells.recording.set(recording)
+        PrefixStore("nccl", PrefixStore(both[0].key, present(groups._network).store)).wait([key[:3].strip(" ,")])
+        cells.entered.set()
+        cells.abort.get()
+        groups.interrupt(1)
+    else:
+        threading.Thread(target=lambda: groups.interrupt(1 if cells.abort.get() is None else 0), daemon=True).start()
+        with pytest.raises(GenerationChanged):
+            FIRST[key](torch.ones(4, device="cuda"))
+    groups.rebuild(1, cells.stores[1].get())
+    return [_battery(group) for group in both]
+
+
+@pytest.mark.parametrize(("key", "lost"), [("0", True), ("0, of a batch", False), ("0:1", False), ("0:1", True)])
+@in_zygote
+def test_nobody_is_lost_who_waits_for_a_peer_to_connect(key: str, lost: bool) -> None:
+    with Fleet(DEADLINE_S) as fleet:
+        cells = Cells()
+        fleet.fork(_host, cells.stores)
+        ranks = [fleet.fork(_connecting, rank, key, cells) for rank in range(2)]
+        fleet.until(cells.entered)
+        if lost:
+            fleet.kill(ranks[1])
+            ranks[1] = fleet.fork(_newcomer, cells, False)
+        cells.abort.set()
+        zero, one = fleet.values(ranks)
+    assert zero == [_expected(0)] * 2
+    assert one == (([], [_expected(1)] * 2) if lost else [_expected(1)] * 2)
 
 
 def _coalesced(operation: Callable[[torch.Tensor, torch.Tensor], Any], *tensors: torch.Tensor) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support import present
 from support.comm import TIMEOUT
 from torch._C._distributed_c10d import FakeProcessGroup
 
@@ -76,11 +77,16 @@ class Streams:
         return 0
 
 
+class Everything:
+    def __contains__(self, connected: object) -> bool:
+        return True
+
+
 def over(inner: Any) -> tuple[Groups, Handle]:
     groups = Groups(patience_s=0.0)
     handle = Handle(groups, index=0, key="", rank=0, ranks=(0, 1), backends={"cpu": "nccl"}, timeout=TIMEOUT)
     fabric: Any = nccl.NcclFabric.__new__(nccl.NcclFabric)
-    fabric._nccl = inner
+    fabric._nccl, fabric._backends, fabric._connected, fabric._over = inner, [inner], Everything(), False
     handle.inner, groups._network = inner, types.SimpleNamespace(fabric=lambda name: fabric)  # type: ignore[assignment]
     return groups, handle
 
@@ -297,6 +303,32 @@ def test_an_abort_that_does_not_return_is_an_error(monkeypatch: pytest.MonkeyPat
     fabric._backends += [Aborted(threading.Barrier(2)), Aborted(threading.Barrier(1))]
     with pytest.raises(DeadpoolError, match="aborting 2 NCCL communicators failed: [12] of them did not return"):
         fabric.unblock()
+
+
+def test_who_waits_for_a_peer_to_connect_can_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is connected after that is aborted, for no abort has met it."""
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
+    there, aborted = threading.Event(), threading.Event()
+
+    class Connecting(Streams):
+        def broadcast(self, tensors: list[torch.Tensor]) -> None:
+            assert tensors[0].numel() == 0
+            groups._fence.announce(1)
+            there.wait()
+
+        def abort(self) -> None:
+            aborted.set()
+
+    groups, handle = over(Connecting())
+    fabric: Any = present(groups._network).fabric("nccl")
+    fabric._connected = set()
+    with pytest.raises(GenerationChanged):
+        handle.allreduce([torch.zeros(2)])
+    fabric.unblock()
+    aborted.clear()
+    there.set()
+    assert aborted.wait(60)
 
 
 @pytest.mark.parametrize(("leave_s", "left"), [(30.0, True), (0.05, False)])
