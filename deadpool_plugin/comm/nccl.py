@@ -48,9 +48,12 @@ ENVIRONMENT = {
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
     "TORCH_NCCL_BLOCKING_WAIT": "0",  # else a wait ends at the group's time-out, as an error of the script's
     "TORCH_NCCL_USE_COMM_NONBLOCKING": "0",  # else an abort waits for whoever waits for the communicator
+    "TORCH_FR_BUFFER_SIZE": "0",  # else the watchdog looks up the source lines of whatever an error ends
     "NCCL_NVLS_ENABLE": "0",
 }
 """Variables that NCCL and its watchdog read when a communicator is made."""
+_RECORDER = "TORCH_NCCL_TRACE_BUFFER_SIZE"
+"""A former name of TORCH_FR_BUFFER_SIZE, which counts more than that."""
 
 
 def prepare_environment() -> None:
@@ -64,6 +67,8 @@ def prepare_environment() -> None:
             "INFO or OFF",
             "unset TORCH_DISTRIBUTED_DEBUG, or run this job without deadpool_plugin",
         )
+    if _RECORDER in os.environ:
+        os.environ["TORCH_FR_BUFFER_SIZE"] = os.environ.pop(_RECORDER)
     for name, value in ENVIRONMENT.items():
         theirs = os.environ.get(name, value)
         if theirs != value:

@@ -315,7 +315,7 @@ STEPS: dict[str, Callable[[int, torch.Tensor, torch.Tensor], Any]] = {
 
 
 def _neighbour(rank: int, name: str, hurried: bool, cells: Cells) -> Any:
-    """What ended rank 0's steps, and the results after the swap. Rank 1 is the victim."""
+    """What ended rank 0's steps, modules imported by then, and the results after the swap. Rank 1 is the victim."""
     groups, broken = _groups(rank, cells.stores[0].get(), patience_s=10.0 if hurried else 0.0), threading.Event()
     groups.on_broken = lambda generation, peers, reason: broken.set() is None
     both = _both()
@@ -342,6 +342,7 @@ def _neighbour(rank: int, name: str, hurried: bool, cells: Cells) -> Any:
         groups.interrupt(1)
 
     threading.Thread(target=announce, daemon=True).start()
+    modules = set(sys.modules)
     cells.entered.set()
     try:
         while True:
@@ -349,7 +350,9 @@ def _neighbour(rank: int, name: str, hurried: bool, cells: Cells) -> Any:
     except GenerationChanged as change:
         cause = change.__cause__
     groups.rebuild(1, cells.stores[1].get())
-    return repr(cause), [_battery(group) for group in both]
+    _held()
+    imported = set(sys.modules) - modules
+    return repr(cause), imported, [_battery(group) for group in both]
 
 
 def _survivor(name: str, hurried: bool, after: int = 1) -> Any:
@@ -360,16 +363,17 @@ def _survivor(name: str, hurried: bool, after: int = 1) -> Any:
         newcomer = fleet.fork(_newcomer, cells, False)
         fleet.until(cells.recording, cells.entered)
         fleet.kill(members[1])
-        (cause, results), (_, theirs) = fleet.values([members[0], newcomer])
+        (cause, modules, results), (_, theirs) = fleet.values([members[0], newcomer])
     assert results == [_expected(0)] * 2 and theirs == [_expected(1)] * 2
-    return cause
+    return cause, modules
 
 
 @pytest.mark.parametrize("name", STEPS)
 @in_zygote
 def test_a_killed_rank_does_not_take_its_neighbour_along(name: str) -> None:
-    cause = _survivor(name, hurried=False)
+    cause, modules = _survivor(name, hurried=False)
     assert "remote process exited" in cause
+    assert not {module for module in modules if module.startswith("torch._inductor")}
 
 
 @pytest.mark.long
