@@ -1,1 +1,2 @@
-"""Parts of scripts/bench_control_plane.py (control_*) and scripts/bench_mirror.py (mirror_*): jobs, floors, figures."""
+"""Parts of scripts/bench_control_plane.py (control_*), bench_mirror.py (mirror_*), bench_rebuild.py (rebuild_*) and
+bench_tax.py (tax_*): jobs, floors, counts, figures."""
