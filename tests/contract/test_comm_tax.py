@@ -8,12 +8,17 @@ watchdog do (queries of events) is not counted.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import pytest
 import torch
 import torch.distributed as dist
+from clusters import card
 from fakecuda import control
 from support import present
 from support.comm import TIMEOUT, become, plain
@@ -98,6 +103,7 @@ def _counted(rank: int, of_torch: bool, stores: list[Cell]) -> dict[str, dict[st
         server, address = host_store("127.0.0.1")
         keep.append(server)
         store.set(address)
+    os.environ.update(card.TOGETHER | card.host_id(rank))
     torch.cuda.set_device(0)
     if of_torch:
         os.environ["TORCH_DIST_USE_NCCL2"] = "0"  # from torch 2.15 on: else not the communicators of a handle
