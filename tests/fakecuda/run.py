@@ -36,7 +36,8 @@ SAID = 30
 
 @dataclass(frozen=True)
 class Part:
-    """A command of its own. `results`: the file of its outcomes below DIR, by pytest or by gpu_evidence.sh."""
+    """A command of its own. `results`: the file of its outcomes below DIR, by pytest, gpu_evidence.sh or
+    fault_matrix.py."""
 
     words: tuple[str, ...]
     results: str
@@ -63,13 +64,23 @@ def evidence(part: str, limit_s: float, **environ: str) -> Part:
     return Part(words, "gpu-out/evidence.json", limit_s + 60, tuple(environ.items()))
 
 
+def jobs(*words: str, results: str = "cells.jsonl", limit_s: float) -> Part:
+    """Two cards in each emulated host, which all hosts share."""
+    command = ("{python}", "scripts/fault_matrix.py", "--out", "{out}/{part}", "--device", "cuda", *words)
+    return Part(command, f"{{part}}/{results}", limit_s, (("FAKECUDA_DEVICES", "2"),))
+
+
 PARTS = {
     "stand-in": tests("tests/fakecuda", limit_s=400),
     "evidence-tests": evidence("tests", 240),
     "evidence-mirror": evidence("mirror", 120, **SLOW_BUS),
     "evidence-job": evidence("job", 420),
+    "jobs-megatron": jobs("--group", "main", "--kinds", "node", "rank", "--heal", limit_s=400),
+    "jobs-deepspeed": jobs(
+        "--framework", "deepspeed", "--group", "main", "--kinds", "node", "rank", "--heal", limit_s=400
+    ),
+    "jobs-swaps": jobs("--many", "20", results="many.jsonl", limit_s=200),
 }
-"""Jobs that are not part of the evidence go here, too."""
 
 
 def parse_args() -> argparse.Namespace:
@@ -105,7 +116,7 @@ def run(name: str, part: Part, out: Path, environ: dict[str, str]) -> list[Resul
                 process.terminate()  # a part ends what it has started
                 process.wait()
     file = out / part.results.format(**known)
-    read = of_pytest if file.suffix == ".xml" else of_evidence
+    read = {".xml": of_pytest, ".json": of_evidence, ".jsonl": of_matrix}[file.suffix]
     results = list(read(name, file)) if file.exists() else []
     if not results or ended.startswith("was"):
         results.append(Result(name, "(whole)", ended))
@@ -134,6 +145,11 @@ def of_evidence(part: str, file: Path) -> Iterator[Result]:
         if f"evidence-{line['part']}" == part:
             problem = line["problem"].partition("\n")[0]
             yield Result(part, line["check"], problem, problem.startswith("Skipped: "))
+
+
+def of_matrix(part: str, file: Path) -> Iterator[Result]:
+    for line in map(json.loads, file.read_text().splitlines()):
+        yield Result(part, line["cell"], "" if line["ok"] else line["refused"] or line["problem"] or "did not hold")
 
 
 def main() -> int:
