@@ -3,7 +3,7 @@
 // Answers: the version, the device's attributes, the primary context (one for each device, from the first call of CUDA
 // on), whose memory a pointer is in, and NVML's count and names of devices, which torch asks before a fork.
 // Cannot: modules, linking, virtual memory, multicast, green contexts. torch looks those up by name
-// (c10/cuda/driver_api.h); build.py generates an entry point for each that is not here, which says that it is not there.
+// (c10/cuda/driver_api.h); build.py generates an entry point for each that is not here, which says so.
 #include <cuda.h>
 #include <dlfcn.h>
 

@@ -35,8 +35,8 @@ State& state() {
 
 using Guard = std::lock_guard<std::mutex>;
 
-// Device memory has a name in /proc/PID/maps, by which bin/nvidia-smi adds up what all processes have, and a forked child
-// does not inherit it.
+// Device memory has a name in /proc/PID/maps, by which bin/nvidia-smi adds up what all processes have; and a forked
+// child does not inherit it.
 void* mapped(size_t size, Block::Kind kind) {
   constexpr int access = PROT_READ | PROT_WRITE;
   if (kind != Block::device_memory)

@@ -3,10 +3,11 @@
 // Answers: the order of a stream; that nothing but events and waits orders streams, and that the host runs ahead;
 // priorities as numbers; the implicit order between the legacy default stream and streams that are not made with
 // cudaStreamNonBlocking; times between events; destruction of a stream or an event that is still needed.
-// Cannot: graphs and capture (refused by name), the per-thread default stream (it is the legacy one), priorities' effect.
+// Cannot: graphs and capture (refused by name), the per-thread default stream (it is the legacy one), what priorities
+// do.
 //
-// A stream is a queue. A thread of a pool has it while there is something to do; where it waits for an event, the thread
-// goes on with another stream. So as many threads exist as kernels have been running at once, POOL at least.
+// A stream is a queue. A thread of a pool has it while there is something to do; where it waits for an event, the
+// thread goes on with another stream. So as many threads exist as kernels have been running at once, POOL at least.
 #include "device.h"
 
 #include <pthread.h>

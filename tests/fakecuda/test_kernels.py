@@ -153,8 +153,8 @@ def test_a_wrong_call_is_raised_and_a_wrong_index_kills_the_context():
     with pytest.raises(RuntimeError, match="size of tensor"):
         x.add_(torch.zeros(3, device="cuda"))
     assert x.sum().item() == 0.0
-    x[torch.tensor([9], device="cuda")] = 1.0
-    with pytest.raises(torch.AcceleratorError, match="device-side assert"):
+    with pytest.raises(torch.AcceleratorError, match="device-side assert"):  # here, or as soon as it is launched
+        x[torch.tensor([9], device="cuda")] = 1.0
         torch.cuda.synchronize()
 
 
@@ -162,6 +162,7 @@ def test_a_wrong_call_is_raised_and_a_wrong_index_kills_the_context():
 def test_an_assertion_on_the_device_kills_the_context():
     torch._assert_async(torch.ones((), device="cuda"))
     torch.cuda.synchronize()
-    torch._assert_async(torch.zeros((), device="cuda"))
-    with pytest.raises(torch.AcceleratorError, match="device-side assert"):
+    false = torch.zeros((), device="cuda")
+    with pytest.raises(torch.AcceleratorError, match="device-side assert"):  # here, or as soon as it is launched
+        torch._assert_async(false)
         torch.cuda.synchronize()
