@@ -56,8 +56,8 @@ void fakecuda_break(int error);
 int fakecuda_broken(void);
 // Returns 0, or -1 if there is no such fault or setting.
 int fakecuda_order(const char* name, long value);
-// Writes one JSON object: the counts, "bytes" and "host_bytes" in use, "threads", and "streams": a list of such objects.
-// Returns the length that it has, as snprintf does.
+// Writes one JSON object: the counts, "bytes" and "host_bytes" in use, "threads", and "streams": a list of such
+// objects. Returns the length that it has, as snprintf does.
 int fakecuda_report(char* text, unsigned long size);
 #ifdef __cplusplus
 }

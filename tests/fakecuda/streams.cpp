@@ -6,8 +6,8 @@
 // Cannot: graphs and capture (refused by name), the per-thread default stream (it is the legacy one), what priorities
 // do.
 //
-// A stream is a queue. A thread of a pool has it while there is something to do; where it waits for an event, the
-// thread goes on with another stream. So as many threads exist as kernels have been running at once, POOL at least.
+// A stream is a queue. A thread of a pool has it while kernels are at its head; events and waits are dealt with by
+// whoever finds them there. So as many threads exist as streams have had kernels to run at once, POOL at least.
 #include "device.h"
 
 #include <pthread.h>
@@ -25,7 +25,7 @@ namespace {
 constexpr int POOL = 4;
 
 struct Thread {
-  Stream* next = nullptr;
+  bool is_told = false;
   std::condition_variable told;
 };
 
@@ -38,8 +38,11 @@ struct State {
   std::mutex lock;
   std::set<Stream*> streams;
   std::map<int, Stream*> defaults;
+  std::deque<Stream*> turns;  // something may have changed for them
+  std::deque<Stream*> ready;  // a kernel is at their head, and no thread has them yet
   std::vector<Thread*> idle;  // the one that became idle last is used first: its caches are warm, and others never wake
   int threads = 0;
+  int occupied = 0;  // threads that have a stream
   int running = 0;  // functions, not threads
   int ordered = 0;  // streams that the default stream waits for
   unsigned long ids = 0;
@@ -54,67 +57,87 @@ State& state() {
 
 using Guard = std::unique_lock<std::mutex>;
 
-void drain(Stream*, Guard&);
+void settle(Stream*);
+
+void run_kernels(Stream* stream, Guard& guard) {
+  while (!stream->queue.empty() && stream->queue.front().run && !state().closing) {
+    auto run = std::move(stream->queue.front().run);
+    stream->queue.pop_front();
+    state().running++;
+    guard.unlock();
+    run();
+    run = nullptr;
+    guard.lock();
+    if (--state().running == 0) state().quiet.notify_all();
+  }
+}
 
 void live(Thread* self) {
   pthread_setname_np(pthread_self(), "fakecuda");
   Guard guard(state().lock);
   for (;;) {
-    if (self->next) drain(std::exchange(self->next, nullptr), guard);
+    while (!state().ready.empty() && !state().closing) {
+      auto* stream = state().ready.front();
+      state().ready.pop_front();
+      state().occupied++;
+      run_kernels(stream, guard);
+      state().occupied--;
+      if (!state().closing) settle(stream);
+    }
+    self->is_told = false;
     state().idle.push_back(self);
-    self->told.wait(guard, [self] { return self->next != nullptr; });
+    self->told.wait(guard, [self] { return self->is_told; });
   }
 }
 
-void add_thread(Stream* first) {
-  state().threads++;
-  auto* thread = new Thread;
-  thread->next = first;
-  std::thread(live, thread).detach();
-}
-
-void schedule(Stream* stream) {
-  while (state().threads < POOL) add_thread(nullptr);
-  if (state().idle.empty()) return add_thread(stream);
+// A thread that is neither occupied nor idle is about to look at what is ready.
+void give_to_a_thread(Stream* stream) {
+  state().ready.push_back(stream);
+  while (state().threads < POOL || static_cast<int>(state().ready.size()) > state().threads - state().occupied) {
+    state().threads++;
+    std::thread(live, new Thread).detach();
+  }
+  if (state().idle.empty()) return;
   auto* thread = state().idle.back();
   state().idle.pop_back();
-  thread->next = stream;
+  thread->is_told = true;
   thread->told.notify_one();
 }
 
-void reach(Mark& mark) {
-  mark.done = true;
-  mark.at = std::chrono::steady_clock::now();
-  mark.reached.notify_all();
-  for (auto* stream : std::exchange(mark.parked, {})) schedule(stream);
-}
-
-// Does what the stream has to do, until it has nothing, or waits for a mark.
-void drain(Stream* stream, Guard& guard) {
-  while (!stream->queue.empty() && !state().closing) {
-    auto item = std::move(stream->queue.front());
-    stream->queue.pop_front();
-    if (item.reach) {
-      reach(*item.reach);
-    } else if (item.await && !item.await->done) {
-      item.await->parked.push_back(stream);
-      return;
-    } else if (item.run) {
-      state().running++;
-      guard.unlock();
-      item.run();
-      item.run = nullptr;
-      guard.lock();
-      if (--state().running == 0) state().quiet.notify_all();
+// Deals with events and waits at the stream's head, and with what other streams may do because of that.
+void settle(Stream* first) {
+  state().turns.push_back(first);
+  while (!state().turns.empty()) {
+    auto* stream = state().turns.front();
+    state().turns.pop_front();
+    bool goes_on = true;
+    while (goes_on && !stream->queue.empty()) {
+      if (stream->queue.front().run) {
+        give_to_a_thread(stream);
+        goes_on = false;
+        continue;
+      }
+      auto item = std::move(stream->queue.front());
+      stream->queue.pop_front();
+      if (item.reach) {
+        item.reach->done = true;
+        item.reach->at = std::chrono::steady_clock::now();
+        item.reach->reached.notify_all();
+        for (auto* other : std::exchange(item.reach->parked, {})) state().turns.push_back(other);
+      } else if (!item.await->done) {
+        item.await->parked.push_back(stream);
+        goes_on = false;
+      }
     }
+    if (!goes_on) continue;
+    stream->scheduled = false;
+    if (stream->dying) delete stream;
   }
-  stream->scheduled = false;
-  if (stream->dying && stream->queue.empty()) delete stream;
 }
 
 void push(Stream* stream, Stream::Item item) {
   stream->queue.push_back(std::move(item));
-  if (!std::exchange(stream->scheduled, true)) schedule(stream);
+  if (!std::exchange(stream->scheduled, true)) settle(stream);
 }
 
 std::shared_ptr<Mark> mark_end(Stream* stream) {
