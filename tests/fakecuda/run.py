@@ -75,11 +75,11 @@ PARTS = {
     "evidence-tests": evidence("tests", 240),
     "evidence-mirror": evidence("mirror", 120, **SLOW_BUS),
     "evidence-job": evidence("job", 420),
-    "jobs-megatron": jobs("--group", "main", "--kinds", "node", "rank", "--heal", limit_s=400),
+    "jobs-megatron": jobs("--group", "main", "--kinds", "node", "rank", "--heal", limit_s=600),
     "jobs-deepspeed": jobs(
-        "--framework", "deepspeed", "--group", "main", "--kinds", "node", "rank", "--heal", limit_s=400
+        "--framework", "deepspeed", "--group", "main", "--kinds", "node", "rank", "--heal", limit_s=600
     ),
-    "jobs-swaps": jobs("--many", "20", results="many.jsonl", limit_s=200),
+    "jobs-swaps": jobs("--many", "20", results="many.jsonl", limit_s=300),
 }
 
 
