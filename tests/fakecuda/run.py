@@ -11,6 +11,7 @@ Rules of this file: standard library only; it runs in any Python, the parts in t
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -30,6 +31,7 @@ import build
 REPOSITORY = Path(__file__).resolve().parents[2]
 SLOW_BUS = {"FAKECUDA_SLOW_BUS": "2000000"}
 """Nanoseconds per MiB: so slow that an update which does not wait for a copy overtakes it, on any machine."""
+LEAVE_S = 60.0
 SAID = 30
 """Lines of a part that failed, which are printed."""
 
@@ -60,8 +62,8 @@ def tests(*words: str, limit_s: float) -> Part:
 
 
 def evidence(part: str, limit_s: float, **environ: str) -> Part:
-    words = ("./scripts/gpu_evidence.sh", "--out", "{out}/gpu-out", "--seconds", str(limit_s), part)
-    return Part(words, "gpu-out/evidence.json", limit_s + 60, tuple(environ.items()))
+    words = ("./scripts/gpu_evidence.sh", "--out", "{out}/{part}", "--seconds", str(limit_s), part)
+    return Part(words, "{part}/evidence.json", limit_s + 60, tuple(environ.items()))
 
 
 def jobs(*words: str, results: str = "cells.jsonl", limit_s: float) -> Part:
@@ -70,8 +72,10 @@ def jobs(*words: str, results: str = "cells.jsonl", limit_s: float) -> Part:
     return Part(command, f"{{part}}/{results}", limit_s, (("FAKECUDA_DEVICES", "2"),))
 
 
+ON_STAND_INS_ONLY = ("tests/contract/test_comm_tax.py", "tests/worker/test_live_calls.py")
+"""Files with tests that prove nothing on a card; a unit test compares."""
 PARTS = {
-    "stand-in": tests("tests/fakecuda", limit_s=400),
+    "stand-in": tests("tests/fakecuda", *ON_STAND_INS_ONLY, limit_s=400),
     "evidence-tests": evidence("tests", 240),
     "evidence-mirror": evidence("mirror", 120, **SLOW_BUS),
     "evidence-job": evidence("job", 420),
@@ -107,24 +111,33 @@ def run(name: str, part: Part, out: Path, environ: dict[str, str]) -> list[Resul
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        try:
-            ended = f"ended with {process.wait(part.limit_s)}"
-        except subprocess.TimeoutExpired:
-            ended = f"was cut off after {part.limit_s:g} s"
-        finally:
-            if process.poll() is None:
-                process.terminate()  # a part ends what it has started
-                process.wait()
+        code: int | None = None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = process.wait(part.limit_s)
+        end(process)
     file = out / part.results.format(**known)
     read = {".xml": of_pytest, ".json": of_evidence, ".jsonl": of_matrix}[file.suffix]
     results = list(read(name, file)) if file.exists() else []
-    if not results or ended.startswith("was"):
-        results.append(Result(name, "(whole)", ended))
+    if code is None:
+        results.append(Result(name, "(whole)", f"was cut off after {part.limit_s:g} s"))
+    elif all(result.is_skip for result in results) or (code and not any(result.problem for result in results)):
+        results.append(Result(name, "(whole)", f"ended with {code}, see {log}"))  # it broke, or nothing ran
     held = sum(not result.problem for result in results)
     print(f"[test_cuda] {name}: {held} of {len(results)} held ({time.monotonic() - began:.0f} s)", flush=True)
     if any(result.problem and not result.is_skip for result in results):
         print("\n".join(log.read_text(errors="replace").splitlines()[-SAID:]), flush=True)
     return results
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """A part ends what it has started when it is told to end; what is left after that is killed."""
+    if process.poll() is None:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(LEAVE_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def of_pytest(part: str, file: Path) -> Iterator[Result]:
@@ -138,9 +151,9 @@ def of_pytest(part: str, file: Path) -> Iterator[Result]:
 
 
 def of_evidence(part: str, file: Path) -> Iterator[Result]:
-    """The checks of this part; that it is a stand-in's evidence is one more."""
     found = json.loads(file.read_text())
-    yield Result(part, "marked as a stand-in's", "" if found["machine"]["stand_in"] else "it passes for a card's")
+    if not found["machine"]["stand_in"]:
+        yield Result(part, "(whole)", "its evidence passes for a card's")
     for line in found["checks"]:
         if f"evidence-{line['part']}" == part:
             problem = line["problem"].partition("\n")[0]
@@ -160,7 +173,7 @@ def main() -> int:
         sys.exit(f"test_cuda: {error}")
     shutil.rmtree(args.out, ignore_errors=True)
     args.out.mkdir(parents=True)
-    out, results = args.out.resolve(), list[Result]()
+    out, results, began = args.out.resolve(), list[Result](), time.monotonic()
     for name in args.parts or PARTS:
         results += run(name, PARTS[name], out, environ)
     skipped = [result for result in results if result.is_skip]
@@ -168,6 +181,7 @@ def main() -> int:
     for what, those in (("SKIPPED", skipped), ("FAILED", failed)):
         for result in those:
             print(f"{what} {result.part}: {result.name}: {result.problem}")
+    print(f"[test_cuda] {time.monotonic() - began:.0f} s in all")
     print(f"{len(results) - len(skipped) - len(failed)} passed, {len(failed)} failed, {len(skipped)} skipped")
     return int(bool(failed))
 

@@ -13,11 +13,13 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
+from fakecuda import run
 from faults.plan import Kill
 from gpu import evidence, job, tests
 from gpu.checks import NOT_HELD, Checks, newest
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+HERE = Path(__file__).resolve().relative_to(SCRIPTS.parent)
 FACTS: dict[str, object] = {"cards": ["NVIDIA X, 1 MiB, 580"], "nccl": "2.28.9", "versions": {"torch": "2.11.0"}}
 FACTS |= {"commit": "abc", "stand_in": False, "reconfigure": evidence.said_of_reconfigure(False, "2.11.0")}
 
@@ -133,6 +135,36 @@ def test_no_test_at_all_is_no_proof(tmp_path, monkeypatch):
 
 def test_the_files_with_such_tests_are_found():
     assert [Path(path).name for path in tests.files()] == ["test_comm_alone.py", "test_comm_nccl.py"]
+
+
+def test_files_that_prove_nothing_on_a_card_are_run_on_the_stand_ins():
+    paths = [path.relative_to(SCRIPTS.parent) for path in (SCRIPTS.parent / "tests").rglob("test_*.py")]
+    only = [path for path in paths if "only_here" in (SCRIPTS.parent / path).read_text() and path != HERE]
+    assert sorted(str(path) for path in only if "fakecuda" not in path.parts) == sorted(run.ON_STAND_INS_ONLY)
+
+
+COPIES = "import shutil, sys; shutil.copy(*sys.argv[1:3]); sys.exit(int(sys.argv[3]))"
+HELD = json.dumps({"cell": "a", "ok": True}) + "\n"
+FAILED = json.dumps({"cell": "a", "ok": False, "refused": "", "problem": "wrong"}) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "problems"),
+    [(HELD, 0, []), (FAILED, 1, ["wrong"]), (HELD, 1, ["ended with 1"]), ("", 0, ["ended with 0"])],
+    ids=["held", "failed", "broke", "nothing_ran"],
+)
+def test_a_part_on_the_stand_ins_that_broke_or_ran_nothing_has_failed(tmp_path, text, code, problems):
+    (tmp_path / "written").write_text(text)
+    words = ("{python}", "-c", COPIES, "{out}/written", "{out}/cells.jsonl", str(code))
+    part = run.Part(words, "cells.jsonl", 60.0)
+    found = run.run("part", part, tmp_path, {"PYTHON": sys.executable})
+    assert [result.problem.partition(",")[0] for result in found if result.problem] == problems
+
+
+def test_a_part_on_the_stand_ins_that_does_not_end_is_cut_off(tmp_path):
+    part = run.Part(("{python}", "-c", "import signal; signal.pause()"), "cells.jsonl", 1.0)
+    (found,) = run.run("part", part, tmp_path, {"PYTHON": sys.executable})
+    assert found.problem == "was cut off after 1 s"
 
 
 def test_the_part_of_tests_finds_the_plugin_and_what_it_skips_is_not_proven(tmp_path):
