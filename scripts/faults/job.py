@@ -236,6 +236,8 @@ class Job:
                 continue
             elif outcome.ready_s is None and self._ought_to_recover(outcome):
                 outcome.problem = "did not recover"
+            elif outcome.kill.kind == "abort-hangs" and not self._is_lost(outcome):
+                outcome.problem = "its abort did not hang: the process was not replaced"
             elif outcome.lost_steps:
                 outcome.problem = f"{outcome.lost_steps} committed steps lost"
         expected = {87, -9, 137} if self.stops == 0 else {self.stops, -9, 137}
@@ -267,6 +269,11 @@ class Job:
             if not any(text in event["reason"] for text in (*struck, *planned))
             and not (event["rank"] in killed and "killed by SIGKILL" in event["reason"])
         ]
+
+    def _is_lost(self, outcome: Outcome) -> bool:
+        fired = outcome.fired or {}
+        ranks = [event["rank"] for event in self.tail.of("RankLost") if event["time"] > fired.get("time", 0.0)]
+        return fired.get("rank") in ranks
 
     def _raised(self) -> list[str]:
         """List errors that scripts raised and no fault did, and take-overs that failed though their sources were there.
