@@ -1,6 +1,6 @@
 // A stand-in for NCCL (libnccl.so.2): its C API over TCP on the loopback, with arithmetic on memory that is the host's,
 // so that torch's own ProcessGroupNCCL runs where there is no GPU. Written from NCCL's header, guide and public sources
-// (2.30.7); none of its code is in here. Kernels are functions on the streams of the stand-in for CUDA (runtime.cpp).
+// (2.30.7); none of its code is in here. Kernels are functions on the streams of the stand-in for CUDA (streams.cpp).
 //
 // What it answers, and how
 //   versions       2.30.7, as the header it is built with. It says so with NCCL_DEBUG=VERSION (WARN, INFO: more), on stderr.

@@ -55,6 +55,7 @@ struct ncclComm {
 
   fakenccl::Interrupt interrupt;
   std::atomic<int> error{ncclSuccess};        // the asynchronous one; the first stays
+  std::mutex launching;
   std::mutex lock;
   std::condition_variable moved;
   long launched = 0, finished = 0;            // kernels

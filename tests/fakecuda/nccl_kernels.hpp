@@ -246,6 +246,7 @@ inline void launch(ncclComm* comm, std::vector<Operation> operations) {
     if (std::find(streams.begin(), streams.end(), o.stream) == streams.end()) streams.push_back(o.stream);
   counts.launches++;
   counts.operations += (long)operations.size();
+  std::lock_guard<std::mutex> in_turn(comm->launching);  // turns are enqueued in their order
   Held held;
   {
     std::lock_guard<std::mutex> one(comm->lock);

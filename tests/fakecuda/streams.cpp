@@ -46,7 +46,7 @@ struct State {
   int running = 0;  // functions, not threads
   int ordered = 0;  // streams that the default stream waits for
   unsigned long ids = 0;
-  bool closing = false;
+  std::atomic<bool> closing{false};
   std::condition_variable quiet;
 };
 
