@@ -1,4 +1,4 @@
-"""All that only an NVIDIA card can prove: runs the parts, each within its time, and makes one table of what they found.
+"""All that needs an NVIDIA card: runs the parts, each within its time, and makes one table of what they found.
 
     ./scripts/gpu_evidence.sh --out gpu-out                    what is not known yet (a part cut off goes on later)
     ./scripts/gpu_evidence.sh --out gpu-out --seconds 520 job  one part, with more time
