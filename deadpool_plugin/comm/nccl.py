@@ -11,8 +11,8 @@ Rules of this file: nothing here ran on more than what tests/contract/test_comm_
   pair's own for its sends and receives. NCCL hands one out only when all its members have come, so no abort ends that:
   it is done in a thread that can be left behind. Such a thread keeps its group, and may use up a core, until the
   process ends, for NCCL accepts connections in a loop.
-- A pair connects in its first operation itself. One that is left behind may still be carried out if the peer comes
-  later, into its own tensors; all other first operations are issued only once they have connected.
+- A pair connects in its first operation itself. One that is left behind may still be carried out, into its own tensors,
+  if the peer comes later. All other first operations are issued once there is a communicator, which an abort reaches.
 - An operation that fails leaves nothing open in its thread, neither NCCL's groups nor torch's count of them.
 """
 
@@ -104,9 +104,9 @@ class NcclFabric:
         device = _device(*operation)
         backend, stream = group._get_backend(device), torch.cuda.current_stream(device)
         if peer is not None:
-            work = aside(lambda: self._connect(backend, stream, lambda: self._issue(group, operation)))
+            work = aside(lambda: self._connect(backend, device, stream, lambda: self._issue(group, operation)))
         else:
-            aside(lambda: self._connect(backend, stream, lambda: _broadcast_nothing(backend, device)))
+            aside(lambda: self._connect(backend, device, stream, lambda: _broadcast_nothing(backend, device)))
             work = self._issue(group, operation)
         self._connected.add((group, peer))
         return work
@@ -134,15 +134,19 @@ class NcclFabric:
                 "this process must be killed and its rank replaced",
             ) from (failed[0] if failed else None)
 
-    def _connect(self, backend: Backend, stream: torch.cuda.Stream, first: Callable[[], Any]) -> Any:
+    def _connect(
+        self, backend: Backend, device: torch.device, stream: torch.cuda.Stream, first: Callable[[], Any]
+    ) -> Any:
         """Issue `first`, which needs a communicator that is not there, on `stream`.
 
         Blocks: until its other members do the same, which no abort ends.
         """
-        torch.cuda.set_stream(stream)  # not for the block only: to go back to device 0 would make a context there
+        own = torch.cuda.current_stream(device)  # of this thread, which other functions use after this one
+        torch.cuda.set_stream(stream)  # not as a context manager: to go back to device 0 would make a context there
         try:
             return first()
         finally:
+            torch.cuda.set_stream(own)
             if self._over:  # too late for `unblock`
                 _abort(backend, [])
 
@@ -192,17 +196,20 @@ class NcclFabric:
 
 
 def _name_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A barrier without tensors, of a group that is bound to no device, would guess one from the global rank, which on
-    a host with other devices than the lost one's may be another process's."""
+    """Name the device of a barrier that names none: torch would guess it from the global rank, which on a host with
+    other devices than the lost one's may be another process's. Before CUDA is in use it is guessed from LOCAL_RANK."""
     options = kwargs.get("opts", args[0] if args else None)
-    if options is not None and not options.device_ids and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if options is not None and not options.device_ids:
+        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         options.device_ids = [torch.cuda.current_device()]
 
 
 def _device(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
     if name == "barrier":
         options = kwargs.get("opts", args[0] if args else None)
-        return torch.device("cuda", options.device_ids[0] if options is not None else torch.cuda.current_device())
+        named = options.device_ids if options is not None else []
+        return torch.device("cuda", named[0] if named else torch.cuda.current_device())
     return tensors((args, kwargs))[0].device
 
 
@@ -236,14 +243,27 @@ def _parts(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Ope
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Coalesced operations take any dense tensor, others only contiguous ones."""
-    return tensor if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
+    """View a dense tensor as a contiguous one, which is all that operations take that are not coalesced. One with gaps
+    stays as it is: torch refuses it."""
+    if tensor.is_contiguous() or not torch.ops.aten.is_non_overlapping_and_dense(tensor):
+        return tensor
+    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 @functools.cache
 def _library() -> Any:
-    """NCCL's C functions that torch hides, of the NCCL that torch uses: what it was linked with is searched too."""
-    return ctypes.CDLL(torch._C.__file__)
+    """Load the C functions of the NCCL that torch uses: what torch was linked with is searched, too.
+
+    Raises: Unsupported if torch hides them.
+    """
+    library = ctypes.CDLL(torch._C.__file__)
+    if dist.is_nccl_available() and not (hasattr(library, "ncclGroupStart") and hasattr(library, "ncclGroupEnd")):
+        raise Unsupported(
+            f"torch {torch.__version__} has NCCL inside and hides its functions",
+            "torch as pip installs it, with NCCL as a library of its own",
+            "install that on every host",
+        )
+    return library
 
 
 def _abort(backend: Any, failed: list[BaseException]) -> None:

@@ -145,6 +145,12 @@ def test_a_batch_that_fails_is_ended_once(fails: str, said: str) -> None:
     assert (inner.open_groups, inner.counted) == (0, 0)
 
 
+def test_a_tensor_with_gaps_is_left_as_it_is_for_torch_to_refuse():
+    with_gaps, dense = torch.arange(16).view(4, 4)[:, ::2], torch.arange(16).view(4, 4).t()
+    assert nccl._flat(with_gaps) is with_gaps
+    assert nccl._flat(dense).tolist() == list(range(16))
+
+
 def test_what_torch_coalesces_is_issued_as_a_batch() -> None:
     """One that fails inside of torch ends the process. A dense tensor need not be contiguous."""
     inner = Streams()
