@@ -44,7 +44,7 @@ class Call:
     ends: list[int] = field(default_factory=list)
     check_inputs: Callable[[], None] = lambda: None
     is_read: bool = False
-    """Whether its result is read whatever its value is: by a snapshot, or for the record of it."""
+    """Whether its effects are read whatever its value is: gradients and buffers by the script, state by a snapshot."""
 
     def done(self) -> None:
         self.ends = [iterator.position for iterator, _ in self.iterators]

@@ -55,7 +55,7 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
 
     The copy is encoded like `tensor` itself, and allocates nothing on the device.
     """
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+    host = torch.empty_like(tensor, device="cpu", pin_memory=True)  # strides and all: NCCL sums in memory's order
     host.copy_(tensor.detach(), non_blocking=True)
     host.came_from = tensor.device  # type: ignore[attr-defined]
     return host
@@ -71,8 +71,8 @@ class HostCopies:
     """Copies in host memory of the tensors in a call's result that are recorded: one wait is enough for all of them."""
 
     def __init__(self, value: Any) -> None:
-        self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        """By id, with the tensor itself: as long as it lives no other has its id."""
+        self._copies: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
+        """By place and form, with the tensor itself: as long as it lives no other has its place."""
         self._copy(value)
 
     def _copy(self, value: Any) -> None:
@@ -80,17 +80,23 @@ class HostCopies:
             for item in value.values() if isinstance(value, dict) else value:
                 self._copy(item)
         elif type(value) is torch.Tensor and value.is_cuda and is_recorded(value):
-            self._copies.setdefault(id(value), (value, to_host(value)))
+            self._copies.setdefault(_place(value), (value, to_host(value)))
 
     def of(self, value: Any) -> Any:
         """Put the copies in the places of their tensors in `value`."""
-        if isinstance(value, torch.Tensor):
-            return self._copies[id(value)][1] if id(value) in self._copies else value
         if not self._copies:
             return value
+        if isinstance(value, torch.Tensor):
+            found = self._copies.get(_place(value)) if type(value) is torch.Tensor and value.is_cuda else None
+            return value if found is None else found[1]
         if type(value) is dict:
             return {key: self.of(item) for key, item in value.items()}
         return type(value)(map(self.of, value)) if type(value) in (list, tuple) else value
+
+
+def _place(tensor: torch.Tensor) -> Any:
+    """Name memory and form of `tensor`, which its detached views share."""
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def encode(value: Any) -> bytes:

@@ -19,7 +19,7 @@ from ..errors import WHOLE_STEP, GenerationChanged, Unsupported
 from ..mirror.arena import SlotPair
 from ..transport import local
 from . import codec, rng, switches
-from .adapter import MAKES_STEP, Bare, CallKind, Followed
+from .adapter import MAKES_STEP, RUNS_MODEL, Bare, CallKind, Followed
 from .calls import Call, forget
 from .context import Context
 from .iterators import RewindIterator
@@ -74,7 +74,7 @@ class Live(Swapping):
             else lambda: followed(*args, **kwargs)
         )
         entry, places = self._entry(args, kwargs), self._places(found)
-        is_read = kind in MAKES_STEP or not isinstance(followed, Bare)
+        is_read = kind in MAKES_STEP or kind in RUNS_MODEL or not isinstance(followed, Bare)
         call = Call(name, kind, self.step, run, entry, places, check_inputs=followed.check, is_read=is_read)
         read = self._context.reads.take()
         self._updated = False
@@ -95,6 +95,7 @@ class Live(Swapping):
             return value
         loss = followed.loss(self._results.of(value), self._adapter)
         self._loss = loss if loss is not None else self._loss
+        self._results = codec.HostCopies(None)  # which keep the script's tensors, and their graph
         if kind in MAKES_STEP:
             self._cut()
         return value

@@ -51,8 +51,8 @@ class Layout:
                 )
 
     def versions(self) -> int:
-        """A number that each write into the shard raises, unless it goes through `.data`."""
-        return sum(tensor._version for tensor in self.tensors)
+        """Return a number that each write into the shard raises, unless it goes through `.data`."""
+        return sum(tensor._version for tensor in self.tensors if not tensor.is_inference())
 
     def views(self, payload: memoryview) -> list[torch.Tensor]:
         """Each tensor's place in `payload` as a tensor of its shape and dtype (shares the memory)."""

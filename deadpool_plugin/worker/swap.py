@@ -65,6 +65,7 @@ class Swapping:
         try:
             yield
         except Exception:
+            self._link.await_abort(self._slots.announced)
             self._link.check()
             raise
         finally:

@@ -298,7 +298,7 @@ def _parts() -> dict[str, Any]:
 
 RESULTS: dict[str, tuple[CallKind, Callable[[], Any], int]] = {
     "nothing": (CallKind.PLAIN, lambda: None, 0),
-    "no losses": (CallKind.FORWARD, list, 0),
+    "no losses, but gradients": (CallKind.FORWARD, list, 1),
     "numbers": (CallKind.PLAIN, lambda: (True, 0.5, None, {"steps": 3}), 0),
     "tensors": (CallKind.FORWARD, lambda: [_parts(), _parts()], 1),
     "unknown": (CallKind.PLAIN, object, 1),
