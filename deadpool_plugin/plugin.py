@@ -52,7 +52,7 @@ def start_live(connection: LocalConnection, config: Config, order: local.RunRank
         raise SystemExit(context.wait_for_end()) from None
     context.mode = starting = Starting(context, order.rank, config.header_bytes)
     starting.refuse_wrappers()
-    starting.refuse_unknown_loops()
+    starting.watch_unknown_loops()
     starting.watch_files()
     return context
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 
 from .. import versions
 from ..errors import WHOLE_STEP, Unsupported
@@ -37,6 +38,7 @@ class Starting:
     def __init__(self, context: Context, rank: int, header_bytes: int) -> None:
         self._context, self._rank, self._header_bytes = context, rank, header_bytes
         self._looks: Looks | None = None
+        self._hook: RemovableHandle | None = None
 
     def call(
         self, name: str, kind: CallKind, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -73,21 +75,21 @@ class Starting:
         """Note which files the script looks for, from here to the first forward."""
         self._looks = Looks()
 
-    def refuse_unknown_loops(self) -> None:
-        """A script that updates again and again without one call that we know is told so now, not at its end."""
+    def watch_unknown_loops(self) -> None:
+        """Tell a script that updates again and again without one call that we know: it need not wait for its end."""
         steps = 0
 
         def stepped(*_: Any) -> None:
             nonlocal steps
-            if self._context.mode is not self:
-                return  # torch is going through its hooks: to remove this one here would break it off
             steps += 1
             if steps == UNKNOWN_STEPS_MAX:
-                raise Unsupported(
-                    f"{steps} optimizer steps, and not one training call that deadpool_plugin knows", _KNOWN, _INSTEAD
+                self._context.link.event(
+                    "Note",
+                    text=f"{steps} optimizer steps of rank {self._rank}, and not one training call that deadpool "
+                    f"knows: nothing is protected yet; expected {_KNOWN}",
                 )
 
-        register_optimizer_step_post_hook(stepped)
+        self._hook = register_optimizer_step_post_hook(stepped)
 
     def refuse_wrappers(self) -> None:
         """Whoever wraps the model in what torch brings trains past us: say so there, not at the end of the script."""
@@ -113,6 +115,8 @@ class Starting:
     @torch.inference_mode(False)  # the script may evaluate first; what is made here is trained
     def _become_live(self) -> None:
         context = self._context
+        if self._hook is not None:
+            self._hook.remove()
         context.adapter.attach()
         if (unknown := versions.check(*context.adapter.package(), torch.__version__)) and self._rank == 0:
             context.link.event("Note", text=unknown)
