@@ -199,7 +199,7 @@ class Spares:
         """
         if slot.process is not None:
             slot.process.failing = message.reason
-        if slot.pipe is not None:
+        if slot.pipe is not None and slot.rank == message.rank:
             slot.pipe.note(f"rank {message.rank}'s script ended: {message.reason}")
         rehearsal = self.of(slot, message.rank)
         if message.differs and slot.rank == message.rank and slot.living is not None:

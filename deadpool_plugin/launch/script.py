@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ..worker.context import Context
 
 
-def run_script(argv: list[str], context: Context, failed: Callable[[str], None] = lambda reason: None) -> int:
+def run_script(argv: list[str], context: Context, failed: Callable[[str], None]) -> int:
     """Run the user's script as `__main__`; the exit code for this process.
 
     A script that ends well waits for everybody else's end; otherwise `failed` hears why.
@@ -44,7 +44,12 @@ def run_script(argv: list[str], context: Context, failed: Callable[[str], None] 
         failed(f"the script called sys.exit({end.code!r})")
         return end.code if isinstance(end.code, int) else 1
     except DeadpoolError as error:
-        failed(str(error))  # the agent writes it into this rank's file; the job says it once for all ranks
+        from ..worker.output import Mute
+
+        if Mute.active:  # into the rehearsal's own file
+            with contextlib.suppress(OSError):
+                print(f"[deadpool] {error}", file=sys.stderr, flush=True)
+        failed(str(error))  # the agent writes it into the rank's file; the job says it once for all ranks
         return error.exit_code
     except GenerationChanged:  # during start-up there is nothing to go back to: the agents end the job
         return context.wait_for_end()
