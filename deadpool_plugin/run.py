@@ -34,7 +34,7 @@ def prepare(arguments: list[str]) -> tuple[roles.Launch, CommandLine]:
     roles.check_host(config)
     of_job(config, line.config)
     if missing := missing_file(line.command, Path.cwd()):
-        raise ConfigError(f"{missing} on {os.uname().nodename}", "the same files on every host", "correct the command")
+        raise ConfigError(f"{missing} on {os.uname().nodename}", "the training script on every host", "copy it there")
     path = str(Path(line.config).resolve()) if line.config else ""
     return launch, CommandLine(line.command, path)
 

@@ -14,7 +14,7 @@ import msgspec
 
 from ..errors import ConfigError
 from .carried import is_carried
-from .deepspeed_config import agreed, files_named, named_config
+from .deepspeed_config import agreed, named_config
 
 RUN = "deadpool_plugin.run"
 """The module that the launcher starts."""
@@ -55,10 +55,9 @@ def head_of(command: Sequence[str]) -> int:
 
 
 def missing_file(command: Sequence[str], directory: Path) -> str:
-    """Say which file that `command` names is not on this host: the script, or a DeepSpeed configuration; else ""."""
-    head = head_of(command)
-    named = [*(command[:1] if head == 1 else []), *files_named(command[head:])]
-    return next((f"there is no file {path} in {directory}" for path in named if not (directory / path).is_file()), "")
+    """Say that the script is not on this host; "" if it is, or is a module."""
+    found = command[0] == "-m" or (directory / command[0]).is_file()
+    return "" if found else f"there is no file {command[0]} in {directory}"
 
 
 def launchers_words(words: Sequence[str]) -> list[str]:

@@ -45,8 +45,8 @@ def agreed(flag: str, section: str) -> str:
 
 
 def files_named(words: Sequence[str]) -> list[str]:
-    """The DeepSpeed configurations among `words`, whether they are there or not. `--deepspeed` is also a switch, which
-    something else follows."""
+    """List the DeepSpeed configurations among `words`, whether they are there or not. `--deepspeed` is also a switch,
+    which something else follows."""
     found = [(word, following) for word, following in zip(words, words[1:], strict=False) if word in OPTIONS]
     found += [
         (name, path) for name, equals, path in (word.partition("=") for word in words) if equals and name in OPTIONS

@@ -237,7 +237,7 @@ def check(description: JobDescription, config: str, command: Sequence[str]) -> N
             f"there is no directory {directory} on {here}", "the job's working directory", "make it as on other hosts"
         )
     if missing := missing_file(theirs, directory):
-        raise ConfigError(f"{missing} on {here}", "the files of the job's command", "copy it from another host")
+        raise ConfigError(f"{missing} on {here}", "the job's script", "copy it from another host")
 
 
 def without_launcher_words(command: Sequence[str]) -> list[str]:

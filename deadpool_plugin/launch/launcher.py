@@ -25,6 +25,7 @@ from ..errors import ConfigError, shell_code
 from ..events import JobFinished, NodeEnded, NodeJoined
 from ..transport.sockets import allow_many_files
 from . import carried, leash
+from .deepspeed_config import files_named
 from .join import check_unused
 from .outcome import FAILED, Outcome, outcome, settled
 from .processes import ending_signals
@@ -49,8 +50,11 @@ def launch(words: Sequence[str]) -> int:
         check_hosts(hosts, config.spares, config.copies)
         ensure(config)
         check_unused(config)
+        for path in files_named(request.command):
+            if not os.path.isfile(path):
+                print(f"[deadpool] there is no file {path} here: the script has to make it", flush=True)
         spares = config.spares if isinstance(config.spares, int) else len(config.spares)
-        print(f"[deadpool] {hosts - spares} of {hosts} hosts train, {spares} stand by as spares", flush=True)
+        print(f"[deadpool] hosts that train: {hosts - spares} of {hosts}; spares: {spares}", flush=True)
         if not request.hosts:
             _become_deepspeed(request)
         _check_this_host()

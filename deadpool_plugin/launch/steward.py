@@ -186,7 +186,7 @@ def check(prepare: leash.Prepare) -> None:
         raise ConfigError(f"{package} is {here} here and {there} where it was launched", "the same", "install it alike")
     roles.check_versions()
     if missing := missing_file(prepare.command, Path.cwd()):
-        raise ConfigError(missing, "the files of the command, on every host", "copy it there")
+        raise ConfigError(missing, "the training script, on every host", "copy it there")
 
 
 def _end(number: int, frame: object) -> NoReturn:

@@ -132,9 +132,7 @@ def test_what_all_hosts_say_is_said_once(job, tmp_path):
     (tmp_path / "s.py").unlink()
     with pytest.raises(ConfigError) as refused:
         job(hosts=["h1", "h2"])
-    missing = (
-        f"there is no file s.py in {tmp_path}; expected the files of the command, on every host; to do: copy it there"
-    )
+    missing = f"there is no file s.py in {tmp_path}; expected the training script, on every host; to do: copy it there"
     assert str(refused.value) == f"h1, h2: {missing}"
 
 

@@ -132,7 +132,6 @@ def test_only_the_owner_reads_what_it_puts_in_place_and_nothing_stays(host):
     ("change", "said"),
     [
         ({"command": ["other.py"]}, "there is no file other.py"),
-        ({"command": ["s.py", "--deepspeed_config", "ds.json"]}, "there is no file ds.json"),
         ({"versions": {**versions(), "torch": "1.0"}}, "1.0 where it was launched"),
     ],
 )
