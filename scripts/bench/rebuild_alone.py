@@ -19,7 +19,7 @@ from unittest import mock
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, ProcessGroupGloo, Store
 
-from deadpool_plugin.comm import gloo
+from deadpool_plugin.comm import gloo, nccl
 from deadpool_plugin.comm import store as stores
 from deadpool_plugin.comm.collective import CompletedWork, outputs
 from deadpool_plugin.comm.groups import Groups
@@ -132,6 +132,7 @@ def count(layout: Layout, make_groups: Callable[[Layout], None], rank: int) -> d
         mock.patch.object(gloo, "ProcessGroupGloo", of_gloo),
         mock.patch.object(dist, "ProcessGroupNCCL", of_nccl, create=True),
         mock.patch.object(dist, "is_nccl_available", lambda: True),
+        mock.patch.object(nccl, "_library", lambda: None),
         mock.patch.object(dist, "new_group", noted),
     ):
         groups = Groups()
