@@ -78,10 +78,10 @@ PARTS = {
     "stand-in": tests("tests/fakecuda", *ON_STAND_INS_ONLY, limit_s=400),
     "evidence-tests": evidence("tests", 240),
     "evidence-mirror": evidence("mirror", 120, **SLOW_BUS),
-    "evidence-job": evidence("job", 420),
-    "jobs-megatron": jobs("--group", "main", "--kinds", "node", "rank", "--heal", limit_s=600),
+    "evidence-job": evidence("job", 600),
+    "jobs-megatron": jobs("--group", "main", "--kinds", "node", "rank", "--heal", limit_s=900),
     "jobs-deepspeed": jobs(
-        "--framework", "deepspeed", "--group", "main", "--kinds", "node", "rank", "--heal", limit_s=600
+        "--framework", "deepspeed", "--group", "main", "--kinds", "node", "rank", "--heal", limit_s=900
     ),
     "jobs-swaps": jobs("--many", "20", results="many.jsonl", limit_s=300),
 }
