@@ -24,7 +24,6 @@ from .live import Live
 from .staging import Layout
 
 _KNOWN = "Megatron-core's schedules and optimizer, or a DeepSpeed engine (imported before init_process_group)"
-_INSTEAD = "train the model through deepspeed.initialize, or run this script without the plugin"
 UNKNOWN_STEPS_MAX = 20
 """Optimizer steps before the first call that we know: frameworks make a few to build their optimizers' state."""
 _FSDP = "torch.distributed.fsdp"
@@ -68,7 +67,7 @@ class Starting:
         raise Unsupported(
             "the script ended without one training call that deadpool_plugin knows",
             _KNOWN,
-            _INSTEAD,
+            "train the model through deepspeed.initialize, or run this script without the plugin",
         )
 
     def watch_files(self) -> None:
