@@ -1,4 +1,4 @@
-"""What a swap rebuilds in a big job, counted: communicators, connections and store round trips of a rank.
+"""Count what a swap rebuilds in a big job: communicators, connections and store round trips of a rank.
 
     python scripts/bench_rebuild.py --tp 8 --pp 4 --dp 16 --lost 21 0 63 --out rebuild-out
 

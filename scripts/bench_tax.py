@@ -1,4 +1,4 @@
-"""What the plugin adds to a step on a device, counted: kernels, copies, waits of the host, allocations.
+"""Count what the plugin adds to a step on a device: kernels, copies, waits of the host, allocations.
 
     eval "$(python tests/fakecuda/build.py)" && $PYTHON scripts/bench_tax.py --out tax-out
 

@@ -1,4 +1,4 @@
-"""What bench_rebuild.py counts, sorted: kinds of ranks, what a loss touches, and the tables. Standard library only.
+"""Counts of bench_rebuild.py, sorted: kinds of ranks, what a loss touches, and the tables. Standard library only.
 
 Rules of this file: a communicator is a group's of one backend, with more than one member; those of one member connect
 nobody. A round trip is a request to the store's server that waits for its answer.
@@ -127,7 +127,7 @@ def job(
 
 
 def savings(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """What keeping communicators without a lost member is worth at each published cost, in seconds.
+    """Compute what keeping communicators without a lost member is worth at each published cost, in seconds.
 
     A rank connects its communicators one after the other, and a swap is over when the last rank is done.
     """

@@ -112,7 +112,7 @@ def growth(samples: list[Sample]) -> dict[str, dict[str, float]]:
 
 
 def kept(samples: list[Sample]) -> list[str]:
-    """What the surviving ranks keep of swaps, in words. A helper thread that a sample meets counts for nothing."""
+    """Describe what the surviving ranks keep of swaps. A helper thread that a sample meets counts for nothing."""
     found = []
     for name in SURVIVORS.values():
         mine = [sample for sample in samples if sample["process"] == name]
