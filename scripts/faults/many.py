@@ -111,8 +111,18 @@ def growth(samples: list[Sample]) -> dict[str, dict[str, float]]:
     return found
 
 
+def gained(values: list[int]) -> float:
+    """Return by how much more is in use in the second half of these samples than in the first.
+
+    What every swap leaves raises the least, the median and the most in use alike. A helper thread that a sample meets
+    raises the most only, a connection that is not made yet lowers the least only: both count for nothing.
+    """
+    half = len(values) // 2
+    return min(of(values[half:]) - of(values[:half]) for of in (min, statistics.median, max))
+
+
 def kept(samples: list[Sample]) -> list[str]:
-    """Describe what the surviving ranks keep of swaps. A helper thread that a sample meets counts for nothing."""
+    """Describe what the surviving ranks keep of swaps."""
     found = []
     for name in SURVIVORS.values():
         mine = [sample for sample in samples if sample["process"] == name]
@@ -120,11 +130,10 @@ def kept(samples: list[Sample]) -> list[str]:
         if not quarter:
             found.append(f"{name}: {len(mine)} samples, expected one for each swap")
             continue
-        earlier, later = mine[-2 * quarter : -quarter], mine[-quarter:]
         for quantity in FLAT:
-            more = min(one[quantity] for one in later) - min(one[quantity] for one in earlier)
+            more = gained([one[quantity] for one in mine[-2 * quarter :]])
             if more > 0:
-                found.append(f"{name}: {more} more {quantity} in {quarter} swaps")
+                found.append(f"{name}: {more:g} more {quantity} in {quarter} swaps")
     return found
 
 

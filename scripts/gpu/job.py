@@ -32,7 +32,7 @@ from clusters import card, forked_node
 from clusters.references import CORPUS, arguments_with_data, reference
 from faults import cells
 from faults.job import Job, Outcome
-from faults.many import SURVIVORS, look
+from faults.many import SURVIVORS, gained, look
 from faults.plan import Kill
 from run_plain import run_ranks
 
@@ -182,20 +182,11 @@ def many(place: Place, figures: Figures) -> None:
     counted = {name: len(values) for name, values in job.in_use.items()}
     looked = len(counted) == expected and min(counted.values()) >= 0.75 * SWAPS  # what closes meanwhile costs a sample
     assert looked, f"not everything was looked at: {counted}"
-    grown = {name: growth(values[len(values) // 2 :]) for name, values in job.in_use.items()}
+    late = {name: values[len(values) // 2 :] for name, values in job.in_use.items()}
+    grown = {name: gained(values) / (len(values) // 2) for name, values in late.items()}
     figures |= {f"{name}, per swap": value for name, value in grown.items()}
     leaks = {name: value for name, value in grown.items() if value > LEAKS_MAX[name.partition(" of ")[0]]}
     assert not leaks, f"more with every swap: {leaks}"
-
-
-def growth(values: list[int]) -> float:
-    """Return by how much more is in use from one sample to the next.
-
-    What every swap leaves raises the least, the median and the most in use alike. A helper thread that a sample meets
-    raises the most only, a connection that is not made yet lowers the least only: both count for nothing.
-    """
-    half = len(values) // 2
-    return min(of(values[half:]) - of(values[:half]) for of in (min, statistics.median, max)) / half
 
 
 def twice(place: Place, figures: Figures) -> None:

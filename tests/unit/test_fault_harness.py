@@ -71,6 +71,20 @@ def test_what_a_survivor_keeps_of_late_swaps_is_said_whatever_the_early_ones_lef
     assert many.kept([]) == [f"{name}: 0 samples, expected one for each swap" for name in many.SURVIVORS.values()]
 
 
+@pytest.mark.parametrize(
+    ("samples", "more"),
+    [
+        ([44, 59, 44, 44, 62, 73, 44, 48, 48], 0),  # helper threads, met at random
+        ([82, 88, 88, 88, 88, 88, 88, 88], 0),  # a communicator that was not made yet
+        ([88, 88, 88, 88, 88, 88, 88, 82], -6),
+        ([1, 3, 5, 7], 4),
+        ([1, 3, 5, 7, 40], 4),
+    ],
+)
+def test_only_what_every_swap_leaves_counts_as_gained(samples, more):
+    assert many.gained(samples) == more
+
+
 RANK = """
 import os, signal, sys
 if os.environ["RANK"] == "1":

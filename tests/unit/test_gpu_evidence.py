@@ -266,9 +266,6 @@ def test_without_several_ranks_per_card_jobs_run_over_gloo_and_say_so(tmp_path):
 
 def test_swaps_that_must_leave_nothing_in_use_leave_two_processes_alive():
     assert {rank for rank in range(job.RANKS)} - set(job.STRUCK) == {0, 3}
-    assert job.growth([44, 59, 44, 44, 62, 73, 44, 48, 48]) == 0.0
-    assert job.growth([75, 88, 76, 88, 88, 88, 88, 82, 81, 88]) == 0.0
-    assert job.growth([1, 3, 5, 7]) == job.growth([1, 3, 5, 7, 40]) == 2.0
 
 
 @pytest.mark.parametrize("missing", ["torch", "megatron.core", "deadpool_plugin"])
