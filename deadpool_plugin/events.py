@@ -207,11 +207,12 @@ class Rehearsed(Event, frozen=True):
 
 class CatchingUp(Event, frozen=True):
     """A process that takes a rank over and that nobody had rehearsed is on its way through past steps; others wait.
-    `target`: the last of these steps, -1 if that is not known."""
+    `target`: the last of these steps, -1 if that is not known; `left_s`: the seconds to it at the pace so far."""
 
     rank: int
     step: int
     target: int = -1
+    left_s: float = -1.0
 
 
 class RehearsalFailed(Event, frozen=True):

@@ -182,9 +182,10 @@ def sentence(event: events.Event) -> str:
             return f"job stopped (exit code {code}): {reason}; newest committed step: {shown}"
         case events.PeerRefused(reason=reason):
             return reason
-        case events.CatchingUp(rank=rank, step=step, target=target):
-            of = f" of {target}" if target >= step else ""
-            return f"rank {rank}'s new process on node {event.node} replays past steps; it has reached step {step}{of}"
+        case events.CatchingUp(rank=rank, step=step, target=target, left_s=left_s):
+            far = f"step {step} of {target}" if target >= step else f"step {step}"
+            far = f"{far}; about {left_s:.0f} s are left" if target >= step and left_s >= 0 else far
+            return f"rank {rank}'s new process on node {event.node} replays past steps; it has reached {far}"
         case events.RehearsalFailed(rank=rank, reason=reason):
             return f"node {event.node} cannot stand in for rank {rank}: {reason}"
         case events.Note(text=text):

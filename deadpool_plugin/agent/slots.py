@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..core.types import Rank
+from ..core.types import Rank, Step
 from ..transport import local
 from ..transport.local import LocalPeer
 from .output import Pipe
@@ -19,7 +19,8 @@ class Process:
 
     `in_training`: it has reached its first call, or has restored what it took over. `unwound_for`: the newest
     generation it waits for with nothing under way; `saving_for`: the newest one that found it in a save. `failing`:
-    what its script failed with, if it said so. `stores`: the addresses of those it has offered.
+    what its script failed with, if it said so. `stores`: the addresses of those it has offered. `moved_from`: when
+    (monotonic seconds) it first told of its way through past steps, and how far it was.
     """
 
     order: int
@@ -33,6 +34,7 @@ class Process:
     saving_for: int = 0
     failing: str = ""
     stores: list[str] = field(default_factory=list)
+    moved_from: tuple[float, Step] | None = None
     ended: bool = False
 
 

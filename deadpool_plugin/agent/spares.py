@@ -32,7 +32,7 @@ _RETRY_S = 0.2
 DIFFERS_CODE = 1
 """Exit code of a job whose data cannot be read again."""
 SAY_MOVED_S = 10.0
-"""Between two words about a newcomer on its way."""
+"""Between two lines about a newcomer on its way."""
 
 
 class Spares:
@@ -54,7 +54,7 @@ class Spares:
         self._node, self._workers, self._store, self._peers = node, workers, store, peers
         self._reports, self._feed, self._history_limit_bytes = reports, feed, history_limit_bytes
         self._committed: Step = NO_STEP
-        self._said_at = 0.0
+        self._said_at, self._said_of = 0.0, -1
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._ordered: dict[int, Rank] = {}
         """The next rehearsal of each slot, until it has begun."""
@@ -153,14 +153,23 @@ class Spares:
             self._run(slot, self._prepare(rehearsal))
 
     def _moved(self, slot: Slot, peer: LocalPeer, message: local.Moved) -> None:
-        """A newcomer on its way through past steps, for whom everybody waits; nobody waits for a spare."""
-        if slot.rank != message.rank:
+        """A newcomer on its way through past steps, for whom everybody waits; nobody waits for a spare.
+
+        Of several newcomers here people are told of one, until that one says no more.
+        """
+        if slot.rank != message.rank or slot.process is None:
             return
         self._feed(io.WorkerMoved(message.rank))
-        now = time.monotonic()
-        if now - self._said_at >= SAY_MOVED_S:
-            self._said_at = now
-            self._reports.emit("CatchingUp", rank=message.rank, step=message.step, target=self._workers.committed)
+        now, step, target = time.monotonic(), message.step, self._workers.committed
+        if slot.process.moved_from is None:
+            slot.process.moved_from = now, step
+            return
+        quiet_s = now - self._said_at
+        if quiet_s >= SAY_MOVED_S and (message.rank == self._said_of or quiet_s >= 2 * SAY_MOVED_S):
+            self._said_at, self._said_of = now, message.rank
+            began, first = slot.process.moved_from
+            left_s = (target - step) * (now - began) / (step - first) if step > first else -1.0
+            self._reports.emit("CatchingUp", rank=message.rank, step=step, target=target, left_s=left_s)
 
     def _check_memory(self, rehearsal: Rehearsal) -> None:
         """After a take-over this node holds the lost one's mirrors, too. If it has too little memory for that, people

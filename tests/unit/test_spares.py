@@ -129,6 +129,26 @@ def following(told: int, slot: Slot) -> tuple[Spares, Rehearsal]:
     return spares, rehearsal
 
 
+def test_people_are_told_of_one_newcomer_on_its_way_and_how_long_it_needs(monkeypatch):
+    spares, _ = following(0, Slot(0, rank=6))
+    spares._workers.committed = 100
+    slots, told, clock = {6: Slot(0, rank=6), 7: Slot(1, rank=7)}, [], [100.0]
+    spares._reports.emit = lambda kind, **fields: told.append((clock[0], *fields.values()))
+    monkeypatch.setattr("deadpool_plugin.agent.spares.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    for rank, slot in slots.items():
+        slot.process = Process(order=1, rank=rank, rehearses=True)
+    for second in range(30):
+        clock[0] = 100.0 + second
+        spares._moved(slots[7], PEER, local.Moved(7, 10 + 2 * second))
+        if second < 15:
+            spares._moved(slots[6], PEER, local.Moved(6, 3 * second))
+    assert told == [(101.0, 7, 12, 100, 44.0), (111.0, 7, 32, 100, 34.0), (121.0, 7, 52, 100, 24.0)]
+    for second in range(30, 60):
+        clock[0] = 100.0 + second
+        spares._moved(slots[6], PEER, local.Moved(6, 45))
+    assert [one[:3] for one in told[3:]] == [(141.0, 6, 45), (151.0, 6, 45)]
+
+
 def test_a_process_that_takes_over_rehearses_nothing_else_in_the_next_swap():
     """An order for another rank that was still being fetched began in the process's place, and the rank never came."""
 
