@@ -15,7 +15,7 @@ from pathlib import Path
 
 from .. import events
 from ..errors import EXIT_RUNNING, ConfigError
-from ..launch.outcome import FAILED, at_work, ended, outcome
+from ..launch.outcome import FAILED, Outcome, at_work, ended, outcome
 from .follow import Follower
 from .model import SILENT_S, span
 
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
             f"no event log of a job in {args.output_dir}", "its output_dir", "name the folder it wrote to"
         )
     heard = [event for story in told.values() for event in story]
-    silent_s = time.time() - max(event.time for event in heard)
+    silent_s = _silent_s(heard)
     if args.otherwise is None and silent_s < SILENT_S and (not ended(heard) or at_work(heard)):
         more = f"`deadpool watch {args.output_dir}` shows it"
         print(
@@ -49,6 +49,18 @@ def run(args: argparse.Namespace) -> int:
     found = outcome(told, hosts(args.hostfile), FAILED if args.otherwise is None else args.otherwise)
     print(f"[deadpool] {found}")
     return found.exit_code
+
+
+def verdict(folder: Path) -> Outcome | None:
+    """The outcome of the last job that wrote to `folder`; None if it has not ended on all hosts, or there is none."""
+    told = of_last_job(Follower(folder).poll())
+    heard = [event for story in told.values() for event in story]
+    over = ended(heard) and (not at_work(heard) or _silent_s(heard) >= SILENT_S)
+    return outcome(told, [], FAILED) if over else None
+
+
+def _silent_s(heard: Sequence[events.Event]) -> float:
+    return time.time() - max(event.time for event in heard)
 
 
 def of_last_job(said: Sequence[events.Event]) -> dict[int, list[events.Event]]:

@@ -67,8 +67,11 @@ def _headline(view: JobView, now: float) -> Text:
 
 def headline(view: JobView, now: float) -> str:
     """Describe what the job is doing, in a few words."""
+    if view.outcome and not view.over(now):
+        return f"{view.outcome}; some hosts are still at work"
     if view.outcome:
-        return f"{view.outcome}; {f'exit code {view.exit_code}' if view.over(now) else 'some hosts are still at work'}"
+        lost = [row.host or f"node {row.node}" for row in view.rows() if row.state in ("lost", "fenced")]
+        return f"{view.outcome}; exit code {view.exit_code}; lost hosts: {','.join(lost) or 'none'}"
     if said := silence(view, now):
         return said
     if view.waiting:

@@ -115,6 +115,21 @@ def test_the_command_tells_of_the_last_job(tmp_path, capsys):
     assert capsys.readouterr().out.endswith("lost hosts: n1\n")
 
 
+def test_a_job_that_has_ended_needs_no_stop(tmp_path, capsys, monkeypatch):
+    """Whoever stops it may come too late; its contacts and its secret have gone with it."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    logs, config = tmp_path / "logs", tmp_path / "deadpool.yaml"
+    config.write_text(f"output_dir: {logs}")
+    write(logs, 0, joined("a", 1.0), events.WorldFormed(time=1.1))
+    assert main(["stop", str(logs)]) == 78
+    assert "no node of a running job is named in" in capsys.readouterr().err
+    write(logs, 0, lost(1, at=5.0), events.JobFinished(time=6.0))
+    for words in ([str(logs)], ["--deadpool-config", str(config)]):
+        assert main(["stop", *words]) == 0
+        said = capsys.readouterr().out
+        assert said == "[deadpool] nothing to stop: the job finished; exit code 0; lost hosts: node 1\n"
+
+
 def test_a_job_that_nobody_says_the_end_of(tmp_path, capsys):
     assert main(["outcome", str(tmp_path)]) == 78
     write(tmp_path, 0, joined("a", 1.0), events.WorldFormed(time=1.1))

@@ -263,7 +263,7 @@ def test_plain_lines_are_few() -> None:
         "node 2: the job has finished",
         "generation 1, step 25, committed 24, loss 0.0400, protection: Mirrored only",
         "the job finished; some hosts are still at work",
-        "the job finished; exit code 0",
+        "the job finished; exit code 0; lost hosts: alpha0",
     ]
     assert plain.update(view, now=1e9) == []
 
