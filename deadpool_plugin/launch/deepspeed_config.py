@@ -45,13 +45,20 @@ def agreed(flag: str, section: str) -> str:
 
 
 def files_named(words: Sequence[str]) -> list[str]:
-    """List the DeepSpeed configurations among `words`, whether they are there or not. `--deepspeed` is also a switch,
-    which something else follows."""
-    found = [(word, following) for word, following in zip(words, words[1:], strict=False) if word in OPTIONS]
-    found += [
-        (name, path) for name, equals, path in (word.partition("=") for word in words) if equals and name in OPTIONS
-    ]
-    return [path for name, path in found if path.endswith(".json") or Path(path).is_file()]
+    """List the DeepSpeed configurations among `words`, whether they are there or not.
+
+    A script's own options and plain arguments may name one, too: those that end in `.json`, but for options that do not
+    speak of a configuration. `--deepspeed` is also a switch, which something else follows.
+    """
+    found = []
+    for before, word in zip(["", *words], words, strict=False):
+        option, equals, path = word.partition("=") if word.startswith("-") else (before, "=", word)
+        if not (equals and path):
+            continue
+        speaks = not option.startswith("-") or "config" in option or "deepspeed" in option
+        if (speaks and path.endswith(".json")) or (option in OPTIONS and Path(path).is_file()):
+            found.append(path)
+    return found
 
 
 def _section(path: str) -> str:

@@ -47,10 +47,20 @@ def test_without_a_section_there_is_none(configuration):
     assert parse(["train.py", "--deepspeed"]).config == ""
 
 
-@pytest.mark.parametrize("words", ["--deepspeed_config absent.json", "--deepspeed=absent.json"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--deepspeed_config absent.json",
+        "--deepspeed=absent.json",
+        "absent.json",
+        "--lr 1 absent.json -v",
+        "--own-config=absent.json",
+    ],
+)
 def test_a_configuration_is_found_whether_it_is_there_or_not(words):
     assert files_named(["train.py", *words.split()]) == ["absent.json"]
     assert files_named(["train.py", "--deepspeed", "--lr", "0.1"]) == []
+    assert files_named(["train.py", "--metrics", "written.json", "--out=written.json", "train.py"]) == []
 
 
 def test_flag_and_section_may_say_the_same(configuration):
