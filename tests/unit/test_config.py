@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from pathlib import Path
 
@@ -14,7 +15,8 @@ from deadpool_plugin.cli.main import main
 from deadpool_plugin.config import Config, load
 from deadpool_plugin.errors import ConfigError
 
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = ROOT / "configs"
 
 
 def write(tmp_path, text):
@@ -65,18 +67,27 @@ def test_the_examples_are_listed(capsys):
     assert all(path.exists() for path in listed)
 
 
+def carried():
+    """The files that a wheel puts beside the package, each where it is in the repository."""
+    table = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["data-files"]
+    for folder, patterns in table.items():
+        for path in (path for pattern in patterns for path in ROOT.glob(pattern)):
+            assert Path("share/deadpool_plugin", path.relative_to(ROOT)).parent == Path(folder)
+            yield path
+
+
 def test_a_wheel_has_every_example_and_every_patch():
-    root = CONFIGS.parent
-    table = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["data-files"]
-    carried = {
-        (folder.removeprefix("share/deadpool_plugin/"), path.relative_to(root).as_posix())
-        for folder, patterns in table.items()
-        for pattern in patterns
-        for path in root.glob(pattern)
-    }
-    files = [*CONFIGS.iterdir(), *(root / "patches" / "megatron-lm").glob("*/*")]
-    wanted = [path.relative_to(root) for path in files]
-    assert carried == {(path.parent.as_posix(), path.as_posix()) for path in wanted}
+    files = [*CONFIGS.iterdir(), *(ROOT / "patches" / "megatron-lm").glob("*/*")]
+    assert {path for path in carried() if path.relative_to(ROOT).parts[0] in ("configs", "patches")} == set(files)
+
+
+def test_pages_of_a_wheel_lead_to_files_of_the_wheel():
+    there, led_to = set(carried()), {CONFIGS / "README.md", *(ROOT / "scripts" / "results").glob("*.md")}
+    for page in (path for path in there if path.suffix == ".md"):
+        for target in re.findall(r"\]\(([^)#:]+)#?[^):]*\)", page.read_text()):
+            led_to.add((page.parent / target).resolve())
+    assert led_to <= there
+    assert {path for path in there if path.is_relative_to(CONFIGS) or "patches" in path.parts} | led_to == there
 
 
 def test_what_a_wheel_carries_is_found_where_pip_puts_it(tmp_path, monkeypatch):
