@@ -96,8 +96,8 @@ def durations(terminalreporter: pytest.TerminalReporter) -> dict[str, Any]:
 def _limits_of_production_are_far() -> Iterator[None]:
     """A machine may be busy enough for them to pass; tests that are about one of them set it."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("deadpool_plugin.agent.output._CLOSE_S", 60.0)
-        patched.setattr("deadpool_plugin.agent.proc.EXEC_LOOKS_MAX", 60_000)
+        patched.setattr("deadpool_plugin.host.output._CLOSE_S", 60.0)
+        patched.setattr("deadpool_plugin.host.proc.EXEC_LOOKS_MAX", 60_000)
         for command in ("join", "stop"):
             patched.setattr(f"deadpool_plugin.launch.{command}.ASK_S", 60.0)
         yield

@@ -17,11 +17,11 @@ from collections.abc import Callable, Sequence
 from ..core import io
 from ..core.types import NodeId, Rank
 from ..errors import shell_code
+from ..host import proc
+from ..host.watch import Watch, described_exit
 from ..transport import local
 from ..transport.local import LocalPeer
-from . import proc
 from .slots import Process, Slot
-from .watch import Watch, described_exit
 
 EXIT_REPORT_S = 2.0
 """How long after a worker's connection has ended the standby process may take to say how it ended."""

@@ -17,6 +17,8 @@ from ..config import Config
 from ..core.messages import AnyMessage
 from ..core.types import NodeId
 from ..errors import PeerRefused, TransportError, present
+from ..host import contacts
+from ..host.interfaces import address_of, other_network
 from ..mirror.server import BulkServer, OnMirrored
 from ..mirror.store import SnapshotStore
 from ..transport.handshake import Credentials
@@ -24,8 +26,6 @@ from ..transport.mesh import ControlMesh
 from ..transport.rendezvous import Hello, job_id, meet
 from ..transport.sockets import Address, address_towards
 from ..transport.tasks import soon
-from . import contacts
-from .interfaces import address_of, other_network
 from .joining import Arrival, Job, Newcomer, Roster, how_to_join
 from .world import Place
 

@@ -14,7 +14,7 @@ import asyncio
 import signal
 from collections.abc import Callable, Sequence
 
-from . import proc
+from ..host import proc
 from .slots import Slot
 
 NOTICE_S = 25.0

@@ -11,9 +11,9 @@ import os
 import signal
 from collections.abc import Collection, Sequence
 
-from . import proc
+from ..host import proc
+from ..host.watch import Watch
 from .slots import Slot
-from .watch import Watch
 
 
 class Pausing:

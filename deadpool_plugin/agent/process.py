@@ -24,14 +24,17 @@ from ..core.controller import Controller
 from ..core.messages import AnyMessage, Goodbye, RankCalls, Verdict
 from ..core.types import NodeId, World, listed
 from ..errors import EXIT_CONFIG, EXIT_FENCED, EXIT_OK, DeadpoolError, InvariantViolated, PeerRefused
+from ..host import contacts, proc
+from ..host.output import Writer
+from ..host.processes import run_anywhere
+from ..host.repeats import Cuts
+from ..host.watch import Watch
 from ..mirror.store import SnapshotStore
 from ..transport import calls, local
 from ..transport.handshake import Credentials
 from ..transport.local import LocalPeer, LocalServer
 from ..transport.rendezvous import Hello
 from ..transport.sockets import allow_many_files
-from . import contacts, proc
-from .anywhere import run_anywhere
 from .fetching import Fetches
 from .fullness import Fullness
 from .joining import Job
@@ -39,17 +42,14 @@ from .lives import Lives
 from .meeting import Links, reachable
 from .mirroring import Mirroring
 from .notice import Notice
-from .output import Writer
 from .pausing import Pausing
 from .peers import Peers
-from .repeats import Cuts
 from .reports import Reports
 from .settings import policy_of, timing_of
 from .slots import Slot
 from .spares import Spares
 from .takeover import TakeOvers
 from .unwinding import Unwinding
-from .watch import Watch
 from .witness import Witness
 from .workers import Workers
 from .world import Place, described, form_world, rack_named

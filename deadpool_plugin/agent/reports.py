@@ -16,7 +16,7 @@ import msgspec
 from .. import events
 from ..core.types import Generation, NodeId, Rank, World, listed
 from ..errors import InvariantViolated
-from .output import Ring, Writer
+from ..host.output import Ring, Writer
 
 NOTES_MAX = 20
 """That a node says on its terminal in one generation; the log has all of them."""

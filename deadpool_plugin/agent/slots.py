@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ..core.types import Rank, Step
+from ..host.output import Pipe
 from ..transport import local
 from ..transport.local import LocalPeer
-from .output import Pipe
 
 
 @dataclass(eq=False)

@@ -18,13 +18,13 @@ from typing import Any, NamedTuple, TypeVar
 from ..core import io
 from ..core.types import NO_STEP, Generation, Rank, Step, World
 from ..errors import invariant, present
+from ..host.output import Pipe, Writer, rank_file
+from ..host.repeats import READ_S, Printed, Repeats, printed_since
 from ..transport import local
 from ..transport.local import LocalPeer
 from ..transport.tasks import Tasks
 from ..transport.unix import close_descriptors
 from .lives import Lives
-from .output import Pipe, Writer, rank_file
-from .repeats import READ_S, Printed, Repeats, printed_since
 from .slots import Process, Slot
 from .world import Place, worker_env
 

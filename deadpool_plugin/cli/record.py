@@ -17,8 +17,8 @@ from typing import Any
 
 import msgspec
 
-from ..agent import files
 from ..errors import ConfigError
+from ..host import files
 from ..sim.campaign import Summary, campaign
 from ..sim.schedule import Ranges
 

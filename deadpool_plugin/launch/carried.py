@@ -15,8 +15,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..agent import files
 from ..errors import ConfigError
+from ..host import files
 
 SHM = Path("/dev/shm")
 CONFIG = "config.yaml"

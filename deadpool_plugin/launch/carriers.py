@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..agent import proc
+from ..host import proc
 from .argv import RUN
 
 LAUNCHERS_OWN = f"{proc.TAG}=launch.".encode()

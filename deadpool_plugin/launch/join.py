@@ -20,12 +20,14 @@ from pathlib import Path
 import msgspec
 import yaml
 
-from ..agent import contacts, joining
+from ..agent import joining
 from ..agent.meeting import versions
 from ..agent.world import check_alike
 from ..config import Config, load
 from ..core.types import NodeId
 from ..errors import EXIT_TAKEN, ConfigError, PeerRefused, TransportError, shell_code
+from ..host import contacts
+from ..host.processes import ending_signals
 from ..transport.framing import ConnectionClosed
 from ..transport.guests import Describe, JobDescription, Reserve, Reserved, ask, expect
 from ..transport.handshake import ANY_JOB, Credentials
@@ -33,7 +35,6 @@ from ..transport.rendezvous import Hello
 from ..transport.sockets import Address
 from . import carried, roles
 from .argv import FLAG, RUN, head_of, launchers_words, missing_file, parse
-from .processes import ending_signals
 from .secret import ensure
 
 ASK_S = 5.0

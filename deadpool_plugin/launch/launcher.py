@@ -17,18 +17,18 @@ import time
 from collections.abc import Sequence
 from typing import NoReturn
 
-from ..agent import proc
 from ..agent.meeting import versions
 from ..agent.world import check_hosts, check_slots
 from ..config import Config, load
 from ..errors import ConfigError, shell_code
 from ..events import JobFinished, NodeEnded, NodeJoined
+from ..host import proc
+from ..host.processes import ending_signals
 from ..transport.sockets import allow_many_files
 from . import carried, leash
 from .deepspeed_config import files_named
 from .join import check_unused
 from .outcome import FAILED, Outcome, outcome, settled
-from .processes import ending_signals
 from .remote import Stewards, keep_alive
 from .request import Request, understood
 from .secret import ensure

@@ -14,11 +14,11 @@ from importlib import metadata
 
 import msgspec
 
-from ..agent.interfaces import address_of
 from ..agent.settings import check_headroom
 from ..agent.world import Place, check_hosts
 from ..config import Config
 from ..errors import ConfigError
+from ..host.interfaces import address_of
 from ..transport import descriptors
 
 REQUIRED = {"torch": (2, 9)}

@@ -20,14 +20,14 @@ from typing import NoReturn
 
 import msgspec
 
-from ..agent import proc
 from ..config import load
+from ..host import proc
+from ..host.processes import be_the_first_to_go, become_subreaper, end_children, reaped
 from ..transport import local
 from ..transport.framing import ConnectionClosed
 from ..transport.linux import die_with_parent
 from ..transport.local import LocalConnection
 from .lessons import NVML_CHECK, Lessons, cuda_is_lost, preload
-from .processes import be_the_first_to_go, become_subreaper, end_children, reaped
 
 DEFAULT_PRELOAD = ("torch", "torch.distributed")
 ENDING_S = 60.0

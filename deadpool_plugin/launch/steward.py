@@ -20,11 +20,11 @@ from typing import NoReturn
 import msgspec
 
 from .. import events
-from ..agent import proc
 from ..agent.meeting import versions
 from ..agent.world import first_difference
 from ..config import Config, load
 from ..errors import ConfigError, DeadpoolError
+from ..host import proc
 from . import carried, leash, roles
 from .argv import missing_file
 from .carriers import carriers, kill_all, supervisors

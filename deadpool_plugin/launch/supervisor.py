@@ -19,18 +19,19 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from ..agent import joining, proc
+from ..agent import joining
 from ..agent.notice import NOTICE_S
-from ..agent.watch import described_exit
 from ..config import load
 from ..errors import EXIT_FENCED, DeadpoolError, TransportError, present, shell_code
+from ..host import proc
+from ..host.processes import Program, ending_signals, spawn
+from ..host.watch import described_exit
 from ..transport import local
 from ..transport.descriptors import await_end, pidfd_open
 from ..transport.framing import ConnectionClosed
 from ..transport.linux import die_with_parent
 from ..transport.local import LocalConnection
 from ..transport.unix import listen_unix
-from .processes import Program, ending_signals, spawn
 from .roles import Launch
 
 STANDBY = (sys.executable, "-u", "-m", "deadpool_plugin.launch.standby")

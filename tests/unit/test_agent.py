@@ -15,18 +15,18 @@ import pytest
 from support.stand_in import fake
 
 from deadpool_plugin import events
-from deadpool_plugin.agent import proc
 from deadpool_plugin.agent import reports as reports_module
-from deadpool_plugin.agent.interfaces import address_of, addresses_here
 from deadpool_plugin.agent.joining import Job, Roster
-from deadpool_plugin.agent.output import LineBuffer, Pipe, Writer
 from deadpool_plugin.agent.process import Agent
 from deadpool_plugin.agent.reports import Reports, named
-from deadpool_plugin.agent.watch import Watch, described_exit
 from deadpool_plugin.agent.world import Place, described, form_world, rack_named, spare_nodes, worker_env
 from deadpool_plugin.core import io
 from deadpool_plugin.core.types import World
 from deadpool_plugin.errors import ConfigError
+from deadpool_plugin.host import proc
+from deadpool_plugin.host.interfaces import address_of, addresses_here
+from deadpool_plugin.host.output import LineBuffer, Pipe, Writer
+from deadpool_plugin.host.watch import Watch, described_exit
 from deadpool_plugin.transport.handshake import Credentials
 from deadpool_plugin.transport.rendezvous import Hello
 
@@ -140,7 +140,7 @@ def test_a_launcher_that_does_not_read_blocks_nothing_and_no_file(tmp_path, monk
     writer.write(log, b"JobFinished\n")
     writer.release(log)
     writer._files.close()
-    monkeypatch.setattr("deadpool_plugin.agent.output._CLOSE_S", 0.1)
+    monkeypatch.setattr("deadpool_plugin.host.output._CLOSE_S", 0.1)
     writer.close()
     assert (tmp_path / "log").read_bytes() == b"JobFinished\n" and writer.dropped_bytes >= 20 << 20
     os.close(read_end)
@@ -156,7 +156,7 @@ def test_a_full_disk_may_have_room_later(tmp_path, monkeypatch):
             return write(fd, data[:left])
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("deadpool_plugin.agent.output.os.write", some)
+    monkeypatch.setattr("deadpool_plugin.host.output.os.write", some)
     writer = Writer()
     log = writer.open(tmp_path / "log")
     for line in (b"cut off\n", b"whole\n", b"again\n"):
@@ -167,7 +167,7 @@ def test_a_full_disk_may_have_room_later(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("every_s", "times"), [(3600.0, 1), (0.0, 3)])
 def test_a_full_disk_is_said_at_once_but_not_again_and_again(monkeypatch, every_s, times):
-    monkeypatch.setattr("deadpool_plugin.agent.output.SAID_EVERY_S", every_s)
+    monkeypatch.setattr("deadpool_plugin.host.output.SAID_EVERY_S", every_s)
     heard, said = os.pipe()
     writer = Writer(said)
     full = os.open("/dev/full", os.O_WRONLY)
@@ -440,7 +440,7 @@ def test_the_kernel_knows_this_hosts_addresses():
 
 MEMPOLICY = """
 import ctypes, os
-from deadpool_plugin.agent.anywhere import run_anywhere
+from deadpool_plugin.host.processes import run_anywhere
 libc, policy, bound = ctypes.CDLL(None), ctypes.c_int(-1), ctypes.c_ulong(1)
 set_policy, get_policy = {"x86_64": (238, 239), "aarch64": (237, 236)}.get(os.uname().machine, (0, 0))
 if not set_policy or libc.syscall(set_policy, 2, ctypes.byref(bound), 64):  # MPOL_BIND, to node 0

@@ -18,11 +18,11 @@ from deadpool_plugin.agent.lives import Lives
 from deadpool_plugin.agent.process import Agent
 from deadpool_plugin.agent.reports import Reports
 from deadpool_plugin.agent.slots import Process, Slot
-from deadpool_plugin.agent.watch import Watch
 from deadpool_plugin.config import Config
 from deadpool_plugin.core import io
 from deadpool_plugin.core.controller import Controller
 from deadpool_plugin.core.types import World
+from deadpool_plugin.host.watch import Watch
 from deadpool_plugin.transport.local import LocalPeer
 
 

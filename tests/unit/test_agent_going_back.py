@@ -14,18 +14,18 @@ from support.stand_in import stand_in
 
 from deadpool_plugin import events
 from deadpool_plugin.agent.lives import Lives
-from deadpool_plugin.agent.output import Writer
 from deadpool_plugin.agent.peers import Peers
 from deadpool_plugin.agent.profile import Profile
 from deadpool_plugin.agent.rehearsal import CHUNK_STEPS, Rehearsal
 from deadpool_plugin.agent.reports import Reports, sentence
 from deadpool_plugin.agent.slots import Process, Slot
 from deadpool_plugin.agent.spares import Spares
-from deadpool_plugin.agent.watch import Watch
 from deadpool_plugin.agent.workers import Workers
 from deadpool_plugin.agent.world import Place
 from deadpool_plugin.core import io
 from deadpool_plugin.core.types import NO_STEP, World
+from deadpool_plugin.host.output import Writer
+from deadpool_plugin.host.watch import Watch
 from deadpool_plugin.mirror.history import History
 from deadpool_plugin.mirror.store import SnapshotStore
 from deadpool_plugin.transport import local

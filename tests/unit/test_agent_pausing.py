@@ -12,10 +12,10 @@ import pytest
 from support import present
 from support.stand_in import stand_in
 
-from deadpool_plugin.agent import proc
 from deadpool_plugin.agent.pausing import Pausing
 from deadpool_plugin.agent.slots import Process, Slot
-from deadpool_plugin.agent.watch import POLL_S, Watch
+from deadpool_plugin.host import proc
+from deadpool_plugin.host.watch import POLL_S, Watch
 from deadpool_plugin.transport.local import LocalPeer
 
 PARENT = """

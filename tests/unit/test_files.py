@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from deadpool_plugin.agent import files
+from deadpool_plugin.host import files
 
 
 @pytest.mark.parametrize("mode", [0o666, 0o600], ids=oct)

@@ -31,11 +31,12 @@ LAYERS: dict[str, set[str]] = {
     "comm": {"transport", "core"},
     "worker": {"comm", "mirror", "transport", "core"},
     "adapters": {"worker", "comm", "mirror", "transport", "core"},
-    "agent": {"mirror", "transport", "core"},
-    "plugin": {"adapters", "agent", "worker", "comm", "mirror", "transport", "core"},
-    "launch": {"plugin", "agent", "worker", "transport", "core"},
+    "host": {"transport", "core"},
+    "agent": {"host", "mirror", "transport", "core"},
+    "plugin": {"adapters", "agent", "host", "worker", "comm", "mirror", "transport", "core"},
+    "launch": {"plugin", "agent", "host", "worker", "transport", "core"},
     "sim": {"transport", "core"},
-    "cli": {"launch", "plugin", "agent", "sim", "transport", "core"},
+    "cli": {"launch", "plugin", "agent", "host", "sim", "transport", "core"},
     "run": {"launch", "plugin"},
     "data": set(),
     "__init__": {"launch", "plugin", "run"},
@@ -49,8 +50,8 @@ IMPURE = {
     "uuid",
 }  # fmt: skip
 TORCH_FREE = {
-    "core", "sim", "cli", "transport", "mirror", "agent", "launch", "run", "__init__", "__main__", "data", "errors",
-    "config", "events", "versions",
+    "core", "sim", "cli", "transport", "mirror", "host", "agent", "launch", "run", "__init__", "__main__", "data",
+    "errors", "config", "events", "versions",
 }  # fmt: skip
 MODULES = sorted(ROOT.rglob("*.py"))
 

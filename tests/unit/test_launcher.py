@@ -15,8 +15,8 @@ import pytest
 from support import slow_but
 
 from deadpool_plugin import config, events
-from deadpool_plugin.agent import proc
 from deadpool_plugin.errors import ConfigError
+from deadpool_plugin.host import proc
 from deadpool_plugin.launch import carried, launcher, leash, remote
 from deadpool_plugin.launch.remote import shell_command
 from deadpool_plugin.launch.request import Request

@@ -11,11 +11,11 @@ import sys
 
 import pytest
 
-from deadpool_plugin.agent import proc, watch
 from deadpool_plugin.agent.lives import Lives
 from deadpool_plugin.agent.slots import Process, Slot
-from deadpool_plugin.agent.watch import Watch
 from deadpool_plugin.core import io
+from deadpool_plugin.host import proc, watch
+from deadpool_plugin.host.watch import Watch
 from deadpool_plugin.transport import local
 
 
@@ -132,7 +132,7 @@ def test_with_too_many_open_files_processes_are_still_seen():
     """A process of its own, because its descriptors are used up."""
     code = """
 import os, resource
-from deadpool_plugin.agent import proc
+from deadpool_plugin.host import proc
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 proc.reserve.keep()
 held = []

@@ -8,12 +8,13 @@ import socket
 import pytest
 from support.stand_in import stand_in
 
-from deadpool_plugin.agent import interfaces, meeting
+from deadpool_plugin.agent import meeting
 from deadpool_plugin.agent.joining import Job
 from deadpool_plugin.agent.meeting import Links, addresses, reachable
 from deadpool_plugin.agent.world import Place
 from deadpool_plugin.config import Config
 from deadpool_plugin.errors import ConfigError, TransportError
+from deadpool_plugin.host import interfaces
 from deadpool_plugin.transport.handshake import Credentials
 from deadpool_plugin.transport.rendezvous import Hello
 

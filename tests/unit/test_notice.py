@@ -11,9 +11,10 @@ import pytest
 from support import present
 from support.stand_in import stand_in
 
-from deadpool_plugin.agent import notice, proc
+from deadpool_plugin.agent import notice
 from deadpool_plugin.agent.notice import Notice
 from deadpool_plugin.agent.slots import Process, Slot
+from deadpool_plugin.host import proc
 from deadpool_plugin.transport.local import LocalPeer
 
 HANDLES = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: None); print(flush=True); signal.pause()"

@@ -9,15 +9,14 @@ import sys
 
 import pytest
 
-from deadpool_plugin.agent import proc
-from deadpool_plugin.launch import processes
+from deadpool_plugin.host import proc, processes
 
 
 @pytest.mark.parametrize(("before", "kept"), [(signal.SIG_IGN, "1"), (signal.SIG_DFL, "0")])
 def test_a_child_ignores_the_end_of_the_terminal_if_we_were_started_so(before, kept):
     code = (
         "import os, signal, sys\n"
-        "from deadpool_plugin.launch.processes import spawn\n"
+        "from deadpool_plugin.host.processes import spawn\n"
         "show = 'import signal; print(int(signal.getsignal(1) == signal.SIG_IGN), flush=True)'\n"
         "os.waitpid(spawn([sys.executable, '-c', show], os.environ, signal.SIGKILL), 0)"
     )

@@ -18,10 +18,10 @@ import pytest
 from support import present
 
 from deadpool_plugin import events
-from deadpool_plugin.agent import proc
 from deadpool_plugin.agent.meeting import versions
 from deadpool_plugin.config import Config
 from deadpool_plugin.errors import ConfigError
+from deadpool_plugin.host import proc
 from deadpool_plugin.launch import agent, carried, leash, steward
 from deadpool_plugin.launch.carriers import carriers
 

@@ -11,13 +11,13 @@ import pytest
 from support import present
 from support.stand_in import stand_in
 
-from deadpool_plugin.agent import output as output_module
 from deadpool_plugin.agent import workers as workers_module
 from deadpool_plugin.agent.lives import Lives
-from deadpool_plugin.agent.output import Pipe, Writer, rank_file
 from deadpool_plugin.agent.slots import Process, Slot
 from deadpool_plugin.agent.workers import Workers
 from deadpool_plugin.agent.world import Place
+from deadpool_plugin.host import output as output_module
+from deadpool_plugin.host.output import Pipe, Writer, rank_file
 from deadpool_plugin.transport import local
 from deadpool_plugin.transport.local import LocalPeer
 

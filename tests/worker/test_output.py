@@ -19,7 +19,7 @@ import pytest
 import torch
 from support.stand_in import fake
 
-from deadpool_plugin.agent.output import Pipe, Writer
+from deadpool_plugin.host.output import Pipe, Writer
 from deadpool_plugin.worker import file_saves
 from deadpool_plugin.worker.output import Mute
 

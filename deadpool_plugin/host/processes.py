@@ -1,4 +1,4 @@
-"""Process start and reaping, so that nothing outlives the node's launcher.
+"""Process start and reaping, so that nothing outlives the node's launcher; and where a process may run.
 
 Rules of this file: call from the main thread only (a parent-death signal fires when the *thread* that forked ends);
 no torch. Source: prctl(2), PR_SET_CHILD_SUBREAPER.
@@ -15,14 +15,16 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from ..agent import proc
 from ..transport.descriptors import await_end, pidfd_open
-from ..transport.linux import PR_SET_CHILD_SUBREAPER, die_with_parent, prctl
+from ..transport.linux import PR_SET_CHILD_SUBREAPER, die_with_parent, libc, prctl
+from . import proc
 
 Program = Sequence[str] | Callable[[], object]
 """The program of a child: a command line, or (tests, from a process that has imported everything once) a function."""
 
 OOM_SCORE_ADJ_MAX = "1000"
+_SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
+_MPOL_DEFAULT = 0
 
 
 def ending_signals() -> list[signal.Signals]:
@@ -89,6 +91,20 @@ def be_the_first_to_go() -> None:
     """
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(OOM_SCORE_ADJ_MAX)
+
+
+def run_anywhere() -> None:
+    """Let this process run on any CPU of its host, and take memory where it runs; what is not allowed stays as it is.
+
+    An agent is started by the supervisor of local rank 0, which `deepspeed --bind_cores_to_rank` binds to some CPUs
+    and, by numactl, to the memory beside them: neither is meant for who serves all ranks of the host.
+    Thread: the main one, before there are others, which inherit it.
+    """
+    with contextlib.suppress(OSError):  # a cgroup may allow fewer
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    number = _SET_MEMPOLICY.get(os.uname().machine)
+    if number is not None:
+        libc.syscall(number, _MPOL_DEFAULT, None, 0)
 
 
 def reaped() -> Iterator[tuple[int, int]]:

@@ -1,0 +1,4 @@
+"""The operating system of one host: processes, /proc, files, addresses. The agent and the launcher's programs use it.
+
+No torch in here, and nothing is decided.
+"""
