@@ -61,7 +61,7 @@ class Lives:
             process.peer.close()
             process.peer = None
 
-    def exited(self, slot: Slot, peer: LocalPeer, message: local.WorkerExited) -> None:
+    def exited(self, slot: Slot, message: local.WorkerExited) -> None:
         process = slot.process
         if process is not None and process.order == message.order:
             self.ended(slot, process, message.exit_code)
@@ -125,7 +125,7 @@ class Lives:
             if slot.rank == rank and slot.living is not None:
                 self.kill(slot, slot.living, reason)
 
-    def out_of_reach(self, slot: Slot, peer: LocalPeer, message: local.OutOfReach) -> None:
+    def out_of_reach(self, slot: Slot, message: local.OutOfReach) -> None:
         """Its rank goes on here with another process, which goes by the records of the steps it need not redo."""
         if slot.process is not None:
             self.kill(slot, slot.process, message.reason)
@@ -155,10 +155,10 @@ class Lives:
             lambda seconds: self.give_up(f"{_standby(slot)} had been stopped (state T) for {seconds:.1f} s"),
         )
 
-    def standby_exited(self, slot: Slot, peer: LocalPeer, message: local.StandbyExited) -> None:
+    def standby_exited(self, slot: Slot, message: local.StandbyExited) -> None:
         self._standby_ended(slot, described_exit(message.exit_code))
 
-    def cannot_end(self, slot: Slot, peer: LocalPeer, message: local.CannotEnd) -> None:
+    def cannot_end(self, slot: Slot, message: local.CannotEnd) -> None:
         self.give_up(f"local rank {slot.local_rank} cannot get a new process: {message.reason}")
 
     def _standby_is_gone(self, slot: Slot) -> bool:
@@ -172,7 +172,7 @@ class Lives:
         self._watch.forget(slot.standby_pid)
         self.give_up(f"{_standby(slot)} {how}")
 
-    def leaving(self, slot: Slot, peer: LocalPeer, message: local.Leaving) -> None:
+    def leaving(self, slot: Slot, message: local.Leaving) -> None:
         name = signal.Signals(message.signal).name
         if message.signal == signal.SIGINT:
             # Ctrl-C here, or any signal that `deadpool launch` got

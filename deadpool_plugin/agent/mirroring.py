@@ -113,7 +113,7 @@ class Mirroring:
 
     # ---- every step
 
-    def staged(self, slot: Slot, peer: LocalPeer, message: local.Staged) -> None:
+    def staged(self, slot: Slot, message: local.Staged) -> None:
         """A worker has sealed a slot: count it, remember its records, send it to the buddies."""
         rank, step, generation = message.rank, message.step, message.generation
         profile = self.profiles[rank]

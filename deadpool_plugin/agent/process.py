@@ -168,7 +168,7 @@ class Agent:
         self._lives = Lives(node, self._job_tag, slots, self._watch, self.feed)
         self._workers = Workers(
             place, self._links.address, config.output_dir, self._writer, slots, self._lives, self.feed,
-            lambda: credentials.job,
+            self._heard, lambda: credentials.job,
         )  # fmt: skip
         self._spares = Spares(
             node, self._workers, self._store, self._peers, self._reports, config.history_limit_bytes, self.feed
@@ -184,14 +184,6 @@ class Agent:
         self._lives.on_lost = self._spares.replace
         notice = Notice(slots, self._lives.give_up, lambda text: self._reports.emit("Note", text=text))
         self._lives.on_supervisor_told = notice.supervisor_told
-        self._workers.handlers |= {
-            local.Unwound: self._unwinding.unwound,
-            local.Saving: self._unwinding.saving,
-            local.Restored: self._restored,
-            local.RankReady: self._mirroring.rank_ready,
-            local.Staged: self._mirroring.staged,
-            local.WorkerEvent: self._worker_event,
-        }
         self._controller = Controller(node, timing_of(config), policy_of(config))
         self._witness = Witness(config.witness, lambda: credentials.job, self._reports, self.feed)
         self._server = LocalServer(self._listener, self._workers.on_message, self._lives.closed)
@@ -291,13 +283,53 @@ class Agent:
     def _refused(self, error: PeerRefused) -> None:
         self._reports.emit("PeerRefused", address=error.address, reason=str(error))
 
-    def _restored(self, slot: Slot, peer: LocalPeer, message: local.Restored) -> None:
-        self._unwinding.unwound(slot, peer, message)
-        self._workers.restored(slot, message)
-
-    def _worker_event(self, slot: Slot, peer: LocalPeer, event: local.WorkerEvent) -> None:
-        self._cuts.heard(slot.pipe, event.kind, event.fields)
-        self._reports.worker_event(event.kind, event.fields)
+    def _heard(self, slot: Slot, peer: LocalPeer, message: local.LocalMessage) -> None:
+        """Hand what a slot's process, or who looks after it, says to the part whose duty it is."""
+        match message:
+            case local.WorkerHello():
+                self._spares.introduced(slot, peer, message)
+            case local.RankReady():
+                self._mirroring.rank_ready(slot, peer, message)
+            case local.Staged():
+                self._mirroring.staged(slot, message)
+            case local.Progress(rank=rank):
+                self.feed(io.WorkerMoved(rank))
+            case local.Finished(rank=rank):
+                self.feed(io.WorkerFinished(rank))
+            case local.Saved(step=step, path=path, whole=whole):
+                self.feed(io.CheckpointSaved(step, path, whole))
+            case local.ConnectionBroke():
+                self.feed(io.ConnectionBroke(message.rank, message.generation, message.peers, message.reason))
+            case local.Unwound():
+                self._unwinding.unwound(slot, message)
+            case local.Saving():
+                self._unwinding.saving(slot, message)
+            case local.Restored():
+                self._unwinding.unwound(slot, message)
+                self._workers.restored(slot, message)
+            case local.Rehearsed():
+                self._spares.rehearsed(slot, message)
+            case local.Moved():
+                self._spares.moved(slot, message)
+            case local.Failing():
+                self._spares.failing(slot, message)
+            case local.StoreOffer():
+                self._workers.store_offer(slot, message)
+            case local.OutOfReach():
+                self._lives.out_of_reach(slot, message)
+            case local.WorkerEvent(kind=kind, fields=fields):
+                self._cuts.heard(slot.pipe, kind, fields)
+                self._reports.worker_event(kind, fields)
+            case local.WorkerExited():
+                self._lives.exited(slot, message)
+            case local.StandbyExited():
+                self._lives.standby_exited(slot, message)
+            case local.CannotEnd():
+                self._lives.cannot_end(slot, message)
+            case local.Leaving():
+                self._lives.leaving(slot, message)
+            case _:
+                raise InvariantViolated(f"{type(message).__name__} came from local rank {slot.local_rank}")
 
     # ---- actions
 

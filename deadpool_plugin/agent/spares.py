@@ -60,10 +60,6 @@ class Spares:
         """The next rehearsal of each slot, until it has begun."""
         self.rehearsals: dict[int, Rehearsal] = {}
         self.check_memory: Callable[[Profile, NodeId], None] = lambda profile, node: None
-        workers.handlers[local.WorkerHello] = self._introduced
-        workers.handlers[local.Rehearsed] = self._rehearsed
-        workers.handlers[local.Moved] = self._moved
-        workers.handlers[local.Failing] = self._failing
 
     # ---- starting one
 
@@ -135,12 +131,12 @@ class Spares:
         self.rehearsals.pop(slot.local_rank, None)
         self._drop_unused()
 
-    def _introduced(self, slot: Slot, peer: LocalPeer, message: local.WorkerHello) -> None:
+    def introduced(self, slot: Slot, peer: LocalPeer, message: local.WorkerHello) -> None:
         rehearsal = self.of(slot, message.rank)
         if rehearsal is not None:
             peer.send(local.Rehearsal(message.rank, rehearsal.profile.recording))
 
-    def _rehearsed(self, slot: Slot, peer: LocalPeer, message: local.Rehearsed) -> None:
+    def rehearsed(self, slot: Slot, message: local.Rehearsed) -> None:
         rehearsal = self.of(slot, message.rank)
         if rehearsal is None:
             return
@@ -152,7 +148,7 @@ class Spares:
             self._feed(io.SpareRehearsed(slot.local_rank, message.rank))
             self._run(slot, self._prepare(rehearsal))
 
-    def _moved(self, slot: Slot, peer: LocalPeer, message: local.Moved) -> None:
+    def moved(self, slot: Slot, message: local.Moved) -> None:
         """A newcomer on its way through past steps, for whom everybody waits; nobody waits for a spare.
 
         Of several newcomers here people are told of one, until that one says no more.
@@ -200,7 +196,7 @@ class Spares:
             self._reports.emit("Note", text=f"no arena for rank {rank} beforehand: {error}")
         await self._follow(rehearsal)
 
-    def _failing(self, slot: Slot, peer: LocalPeer, message: local.Failing) -> None:
+    def failing(self, slot: Slot, message: local.Failing) -> None:
         """A script ends with an error: worth a word, and before it trains also the end of the rehearsal.
 
         One that has read other data than the rank it takes over has failed as any script has: another process begins

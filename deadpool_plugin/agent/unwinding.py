@@ -14,7 +14,6 @@ from collections.abc import Sequence
 
 from ..core.types import Generation
 from ..transport import local
-from ..transport.local import LocalPeer
 from .lives import Lives
 from .slots import Process, Slot
 
@@ -48,12 +47,12 @@ class Unwinding:
         for after_s in (self._deadline_s, self._saving_s):
             self._deadlines.append(loop.call_later(after_s, self._expire, generation, asked, after_s))
 
-    def unwound(self, slot: Slot, peer: LocalPeer, message: local.Unwound | local.Restored) -> None:
+    def unwound(self, slot: Slot, message: local.Unwound | local.Restored) -> None:
         """A process waits for its new world (or is in it already)."""
         if slot.process is not None:
             slot.process.unwound_for = max(slot.process.unwound_for, message.generation)
 
-    def saving(self, slot: Slot, peer: LocalPeer, message: local.Saving) -> None:
+    def saving(self, slot: Slot, message: local.Saving) -> None:
         if slot.process is not None:
             slot.process.saving_for = max(slot.process.saving_for, message.generation)
 

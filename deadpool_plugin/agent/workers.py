@@ -1,7 +1,7 @@
 """This node's processes: who they are when they connect, and what they are told.
 
 Rules of this file: an order replaces the process of the order before, whose last words mean nothing from then on.
-Deaths are lives.py's; messages that are neither hellos nor deaths go to the handlers others have registered.
+Deaths are lives.py's; what is neither a hello nor an output is passed on.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from ..core import io
 from ..core.types import NO_STEP, Generation, Rank, Step, World
@@ -28,7 +28,6 @@ from .lives import Lives
 from .slots import Process, Slot
 from .world import Place, worker_env
 
-Handler = Callable[[Slot, LocalPeer, Any], None]
 T = TypeVar("T")
 
 
@@ -55,7 +54,7 @@ async def in_time(look: Callable[[], T]) -> T | None:
 
 
 class Workers:
-    """Thread: the event loop's only. `feed` gets the controller's inputs; `handlers` the messages not handled here."""
+    """Thread: the event loop's only. `feed` gets the controller's inputs; `heard` what slots' processes say."""
 
     def __init__(
         self,
@@ -66,31 +65,16 @@ class Workers:
         slots: list[Slot],
         lives: Lives,
         feed: Callable[[io.Input], None],
+        heard: Callable[[Slot, LocalPeer, local.LocalMessage], None],
         job: Callable[[], str],
     ) -> None:
         self._place, self.address, self._output_dir, self._writer = place, address, output_dir, writer
-        self.slots, self.lives, self._feed, self._job = slots, lives, feed, job
+        self.slots, self.lives, self._feed, self._heard, self._job = slots, lives, feed, heard, job
         self.world: World | None = None
         self.committed: Step = NO_STEP
         self._orders = 0
         self._opening = Tasks()
         self._start: local.StartGroups | None = None
-        self.handlers: dict[type[local.LocalMessage], Handler] = {
-            local.StandbyExited: lives.standby_exited,
-            local.WorkerExited: lives.exited,
-            local.Leaving: lives.leaving,
-            local.CannotEnd: lives.cannot_end,
-            local.OutOfReach: lives.out_of_reach,
-            local.StoreOffer: self._store_offer,
-            local.Finished: lambda slot, peer, message: self._feed(io.WorkerFinished(message.rank)),
-            local.Progress: lambda slot, peer, message: self._feed(io.WorkerMoved(message.rank)),
-            local.ConnectionBroke: lambda slot, peer, message: self._feed(
-                io.ConnectionBroke(message.rank, message.generation, message.peers, message.reason)
-            ),
-            local.Saved: lambda slot, peer, message: self._feed(
-                io.CheckpointSaved(message.step, message.path, message.whole)
-            ),
-        }
 
     # ---- what comes in
 
@@ -107,7 +91,7 @@ class Workers:
         elif isinstance(message, local.WorkerHello):
             self._worker(peer, message)
         elif isinstance(peer.tag, Slot):
-            self.handlers[type(message)](peer.tag, peer, message)
+            self._heard(peer.tag, peer, message)
 
     def _slot(self, local_rank: int) -> Slot:
         invariant(0 <= local_rank < len(self.slots), f"no local rank {local_rank} of {len(self.slots)}")
@@ -137,7 +121,7 @@ class Workers:
         peer.tag, process.peer, process.pid = slot, peer, hello.pid
         self.lives.watch(slot, process)
         if hello.rehearsing:
-            self.handlers[local.WorkerHello](slot, peer, hello)
+            self._heard(slot, peer, hello)
         elif self._start is not None:
             peer.send(self._start)
 
@@ -156,7 +140,7 @@ class Workers:
 
         self._opening.start(begin())
 
-    def _store_offer(self, slot: Slot, peer: LocalPeer, message: local.StoreOffer) -> None:
+    def store_offer(self, slot: Slot, message: local.StoreOffer) -> None:
         if slot.living is not None:  # else these are the last words of one that is known to be dead
             self.lives.hosts(slot, slot.living, message.address)
 

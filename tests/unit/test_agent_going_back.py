@@ -34,9 +34,13 @@ from deadpool_plugin.transport.local import LocalPeer
 WORLD = World(1, (0, 1), (2,))
 
 
+def nothing(*_):
+    pass
+
+
 def test_what_was_committed_after_the_restore_step_is_not_told_to_newcomers(tmp_path):
     workers = Workers(
-        Place(0, 3, 1, "m", 5), "host", tmp_path, stand_in(Writer), [], stand_in(Lives), lambda event: None, str
+        Place(0, 3, 1, "m", 5), "host", tmp_path, stand_in(Writer), [], stand_in(Lives), nothing, nothing, str
     )
     workers.commit(9)
     workers.enter(WORLD, 10)
@@ -129,7 +133,7 @@ def test_a_process_that_cannot_go_back_so_far_is_ended_and_replaced_with_its_rea
         lives = Lives(0, "tag", [slot], Watch(10.0), fed.append)
         lives.on_lost = lost.append
         try:
-            lives.out_of_reach(slot, stand_in(LocalPeer), local.OutOfReach("its calls begin later"))
+            lives.out_of_reach(slot, local.OutOfReach("its calls begin later"))
             assert child.wait(10) == -signal.SIGKILL
         finally:
             child.kill()

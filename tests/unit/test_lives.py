@@ -84,13 +84,13 @@ def test_a_process_that_only_rehearses_its_rank_says_so_with_its_store(heard):
 )
 def test_what_a_supervisor_was_told_to_end_by(heard, number, said):
     lives, slot, order = heard
-    lives.leaving(slot, None, local.Leaving(number))
+    lives.leaving(slot, local.Leaving(number))
     assert order == [said]
 
 
 def test_a_standby_process_that_can_fork_no_more_is_the_nodes_end(heard):
     lives, slot, order = heard
-    lives.cannot_end(slot, None, local.CannotEnd("process 7 was killed and does not end (state D)"))
+    lives.cannot_end(slot, local.CannotEnd("process 7 was killed and does not end (state D)"))
     reason = "local rank 0 cannot get a new process: process 7 was killed and does not end (state D)"
     assert order == [io.NodeGivenUp(reason)]
 

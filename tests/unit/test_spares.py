@@ -32,7 +32,7 @@ def asked(error: DeadpoolError, patience_s: float, succeeds_at: int) -> tuple[in
 
     async def scenario() -> tuple[int, bool]:
         workers, peers, failed = stand_in(Workers), stand_in(Peers), []
-        workers.handlers, peers.patience_s = {}, patience_s
+        peers.patience_s = patience_s
         spares = Spares(2, workers, stand_in(SnapshotStore), peers, stand_in(Reports), 1000, lambda event: None)
         attempts = 0
 
@@ -66,7 +66,6 @@ def test_a_spare_that_could_not_hold_the_mirrors_that_come_with_its_ranks_says_s
 
     async def scenario():
         workers, peers, reports, store = stand_in(Workers), StandIn(Peers), StandIn(Reports), StandIn(SnapshotStore)
-        workers.handlers = {}
         peers.in_thread = lambda work: asyncio.sleep(0, work())
         store.prepare_own = lambda *arguments: prepared.append(arguments)
         reports.emit = lambda kind, **fields: told.append((kind, fields))
@@ -79,7 +78,7 @@ def test_a_spare_that_could_not_hold_the_mirrors_that_come_with_its_ranks_says_s
             profile = Profile(4096, 64, "", (6 + number,), b"")
             spares.rehearsals[number] = Rehearsal(slot, slot.process, profile, source=3, history=History(1000))
         for number, rehearsal in spares.rehearsals.items():
-            spares._rehearsed(rehearsal.slot, PEER, local.Rehearsed(6 + number, 1.0))
+            spares.rehearsed(rehearsal.slot, local.Rehearsed(6 + number, 1.0))
         await asyncio.gather(*spares._tasks.values())
 
     asyncio.run(asyncio.wait_for(scenario(), timeout=30))
@@ -97,11 +96,11 @@ def test_a_newcomer_that_read_other_data_has_failed_as_a_script_has_and_is_not_j
     spares, rehearsal = following(3, slot)
     spares._reports.emit = lambda kind, **fields: told.append((kind, fields))
     spares._workers.lives = cast(Lives, SimpleNamespace(kill=lambda *arguments: killed.append(arguments)))
-    spares._failing(slot, PEER, local.Failing(6, "other data", differs=True))
+    spares.failing(slot, local.Failing(6, "other data", differs=True))
     assert killed == [(slot, rehearsal.process, "other data", 1)]
     assert told == [("RehearsalFailed", {"rank": 6, "reason": "other data"})]
     slot.rank = -1  # a spare's is ordered again, and ends nothing
-    spares._failing(slot, PEER, local.Failing(6, "other data", differs=True))
+    spares.failing(slot, local.Failing(6, "other data", differs=True))
     assert killed[1:] == [(slot, rehearsal.process, "other data")]
 
 
@@ -120,7 +119,6 @@ class Connection:
 
 def following(told: int, slot: Slot) -> tuple[Spares, Rehearsal]:
     workers, peers = stand_in(Workers), stand_in(Peers)
-    workers.handlers = {}
     spares = Spares(5, workers, stand_in(SnapshotStore), peers, stand_in(Reports), 1 << 20, lambda event: None)
     slot.process = Process(order=1, rank=6, rehearses=True)
     rehearsal = Rehearsal(slot, slot.process, Profile(4096, 64, "", (6,), b""), 3, History(1 << 20), told=told)
@@ -139,13 +137,13 @@ def test_people_are_told_of_one_newcomer_on_its_way_and_how_long_it_needs(monkey
         slot.process = Process(order=1, rank=rank, rehearses=True)
     for second in range(30):
         clock[0] = 100.0 + second
-        spares._moved(slots[7], PEER, local.Moved(7, 10 + 2 * second))
+        spares.moved(slots[7], local.Moved(7, 10 + 2 * second))
         if second < 15:
-            spares._moved(slots[6], PEER, local.Moved(6, 3 * second))
+            spares.moved(slots[6], local.Moved(6, 3 * second))
     assert told == [(101.0, 7, 12, 100, 44.0), (111.0, 7, 32, 100, 34.0), (121.0, 7, 52, 100, 24.0)]
     for second in range(30, 60):
         clock[0] = 100.0 + second
-        spares._moved(slots[6], PEER, local.Moved(6, 45))
+        spares.moved(slots[6], local.Moved(6, 45))
     assert [one[:3] for one in told[3:]] == [(141.0, 6, 45), (151.0, 6, 45)]
 
 

@@ -38,7 +38,7 @@ def test_who_trains_and_does_not_leave_its_call_is_killed_and_nobody_else():
         killed = Killed()
         unwinding = Unwinding([stuck, unwinds, begins, follows], cast(Lives, killed), deadline_s=0.0, saving_s=0.0)
         unwinding.begin(5)
-        unwinding.unwound(unwinds, PEER, local.Unwound(5))
+        unwinding.unwound(unwinds, local.Unwound(5))
         await asyncio.sleep(0.01)
         return killed
 
@@ -54,8 +54,8 @@ def test_who_says_that_it_is_in_a_save_has_longer_and_not_for_ever(found_in_a_sa
         unwinding = Unwinding([saves, unwinds], cast(Lives, killed), deadline_s=20.0, saving_s=300.0)
         unwinding.begin(5)
         for slot in (saves, unwinds):
-            unwinding.saving(slot, PEER, local.Saving(found_in_a_save_by))
-        unwinding.unwound(unwinds, PEER, local.Unwound(5))
+            unwinding.saving(slot, local.Saving(found_in_a_save_by))
+        unwinding.unwound(unwinds, local.Unwound(5))
         for delay, (function, *given) in sorted(timers):
             function(*given)
             if killed:

@@ -22,6 +22,10 @@ from deadpool_plugin.transport import local
 from deadpool_plugin.transport.local import LocalPeer
 
 
+def nothing(*_):
+    pass
+
+
 def taken_over(writer: Writer, output_dir, may_open: threading.Event | None = None) -> None:
     """A process takes rank 5 over on node 2 and says a line; `may_open` is set then."""
 
@@ -29,7 +33,7 @@ def taken_over(writer: Writer, output_dir, may_open: threading.Event | None = No
         read_end, write_end = os.pipe()
         slot = Slot(0, rank=5, process=Process(1, 5, rehearses=True), pipe=Pipe(read_end, writer))
         workers = Workers(
-            Place(2, 3, 1, "m", 5), "host", output_dir, writer, [slot], stand_in(Lives), lambda event: None, str
+            Place(2, 3, 1, "m", 5), "host", output_dir, writer, [slot], stand_in(Lives), nothing, nothing, str
         )
         workers.take(slot, await workers.output_of(5, 7), 7)
         os.write(write_end, b"a line\n")
@@ -127,7 +131,7 @@ def test_who_comes_when_its_generation_is_over_is_not_told_to_begin(tmp_path):
     first, late = Process(1, 0, rehearses=False), Process(2, 1, rehearses=False)
     slots = [Slot(0, rank=0, process=first), Slot(1, rank=1, process=late)]
     workers = Workers(
-        Place(0, 2, 2, "m", 5), "host", tmp_path, stand_in(Writer), slots, stand_in(Lives), lambda event: None, str
+        Place(0, 2, 2, "m", 5), "host", tmp_path, stand_in(Writer), slots, stand_in(Lives), nothing, nothing, str
     )
     one, other = Told(), Told()
     workers.start_groups(0, "a store")
@@ -144,9 +148,8 @@ def test_what_a_rehearsal_prints_goes_to_a_file_of_its_own(tmp_path, overtaken):
     async def scenario():
         slot = Slot(0, rank=-1, process=Process(1, 5, rehearses=True))
         workers = Workers(
-            Place(2, 3, 1, "m", 5), "host", tmp_path, writer, [slot], stand_in(Lives), lambda event: None, str
+            Place(2, 3, 1, "m", 5), "host", tmp_path, writer, [slot], stand_in(Lives), nothing, nothing, str
         )
-        workers.handlers[local.WorkerHello] = lambda slot, peer, message: None
         peer = Told()
         workers.on_message(cast(LocalPeer, peer), local.WorkerHello(0, 11, 5, True, 1), [])
         if overtaken:
