@@ -36,13 +36,12 @@ LAYOUTS = {
     ("megatron", "cuda"): ON_CARDS,
     ("deepspeed", "cuda"): ENGINES_ON_CARDS,
 }
-MODULES = {"megatron": forked_node.PRELOAD, "deepspeed": forked_node.DEEPSPEED}
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder for results, references and broken jobs")
-    parser.add_argument("--framework", choices=tuple(MODULES), default="megatron")
+    parser.add_argument("--framework", choices=tuple(forked_node.MODULES), default="megatron")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="results of each need a folder")
     parser.add_argument("--references", type=Path, help="folder for undisturbed runs; default: OUT/references")
     parser.add_argument("--only", action="append", default=[], metavar="LAYOUT[:COLUMN[:KIND]]")
@@ -91,7 +90,7 @@ def main() -> int:
     args = parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     make_corpus.ensure(CORPUS)
-    forked_node.preload(MODULES[args.framework], args.device, cells.SLOTS)
+    forked_node.preload(forked_node.MODULES[args.framework], args.device, cells.SLOTS)
     if args.double:
         from faults import pairs
 

@@ -50,6 +50,7 @@ DEEPSPEED = (
     "deadpool_plugin.adapters.deepspeed.adapter",
     *OURS,
 )
+MODULES = {"megatron": PRELOAD, "deepspeed": DEEPSPEED}
 LAUNCHER_POLL_S = 0.1
 
 
