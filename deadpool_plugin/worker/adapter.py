@@ -59,6 +59,11 @@ class Followed:
     def check(self) -> None:
         """Raises: Unsupported if what it was given is not what it was, so that it cannot be executed again."""
 
+    def told(self, value: Any) -> Any:
+        """Collect all that the host will read of the call: for its record, its loss, the snapshot after it. After each
+        execution; the device's tensors in it come to the host in the call's one wait."""
+        return value
+
     def outcome(self, value: Any) -> Any:
         """Make the record of `value`, right after the call."""
         return value
@@ -71,9 +76,9 @@ class Followed:
         """In a follower: the value for the script, made from what was recorded; executes nothing."""
         return outcome
 
-    def loss(self, value: Any, adapter: Adapter) -> float | None:
-        """The loss in `value`, if there is one, for people to look at."""
-        return adapter.loss_of(value)
+    def loss(self, value: Any, adapter: Adapter, on_host: Callable[[Any], Any]) -> float | None:
+        """The loss in `value`, if there is one, for people to look at. `on_host`: gives what was told, on the host."""
+        return adapter.loss_of(on_host(value))
 
 
 class Bare(Followed):

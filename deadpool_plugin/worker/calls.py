@@ -45,6 +45,8 @@ class Call:
     check_inputs: Callable[[], None] = lambda: None
     is_read: bool = False
     """Whether its effects are read whatever its value is: gradients and buffers by the script, state by a snapshot."""
+    told: Callable[[Any], Any] = lambda value: value
+    """As `Followed.told`."""
 
     def done(self) -> None:
         self.ends = [iterator.position for iterator, _ in self.iterators]

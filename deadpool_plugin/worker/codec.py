@@ -68,7 +68,7 @@ def device_of(tensor: torch.Tensor) -> torch.device:
 
 
 class HostCopies:
-    """Copies in host memory of the tensors in a call's result that are recorded: one wait is enough for all of them."""
+    """Copies in host memory of the tensors in what a call tells, where they are recorded: one wait for all."""
 
     def __init__(self, value: Any) -> None:
         self._copies: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}

@@ -76,6 +76,7 @@ class Live(Swapping):
         entry, places = self._entry(args, kwargs), self._places(found)
         is_read = kind in MAKES_STEP or kind in RUNS_MODEL or not isinstance(followed, Bare)
         call = Call(name, kind, self.step, run, entry, places, check_inputs=followed.check, is_read=is_read)
+        call.told = followed.told
         read = self._context.reads.take()
         self._updated = False
         try:
@@ -93,11 +94,11 @@ class Live(Swapping):
         self._done(call, followed.outcome(value), read)
         if kind is CallKind.SAVE:
             return value
-        loss = followed.loss(self._results.of(value), self._adapter)
+        loss = followed.loss(value, self._adapter, self._results.of)
         self._loss = loss if loss is not None else self._loss
-        self._results = codec.HostCopies(None)  # which keep the script's tensors, and their graph
         if kind in MAKES_STEP:
             self._cut()
+        self._results = codec.HostCopies(None)  # which keep the script's tensors, and their graph
         return value
 
     def collective(self, handle: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

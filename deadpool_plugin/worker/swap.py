@@ -79,7 +79,7 @@ class Swapping:
         The device is waited for where its results can be read: at the latest by the call that makes the step.
         """
         if torch.cuda.is_initialized() and (call.is_read or not codec.is_plain(value)):  # type: ignore[no-untyped-call]
-            self._results = codec.HostCopies(value)
+            self._results = codec.HostCopies(call.told(value))
             torch.cuda.current_stream().synchronize()
         self._link.await_abort(self._slots.announced)
         self._link.check()
@@ -93,7 +93,7 @@ class Swapping:
             self._swap_began = None
 
     def _stage(self, step: int) -> None:
-        scalars, data = self._adapter.scalars(), self._context.tapes.states()
+        scalars, data = self._results.of(self._adapter.scalars()), self._context.tapes.states()
         state = {"rng": rng.capture(self._adapter), "scalars": scalars, "data": data}
         records = self._log.records(step - 1) if step > 0 else codec.encode([])
         paired = self._groups.cut(step)

@@ -56,16 +56,20 @@ class WholeStep(Followed):
     def check(self) -> None:
         self._inputs.check()
 
-    def outcome(self, value: Any) -> Any:
+    def told(self, value: Any) -> Any:
         return [value, self._adapter.visible()]
+
+    def outcome(self, value: Any) -> Any:
+        return self.told(value)
 
     def skipped(self, outcome: Any) -> Any:
         value, visible = outcome
         self._adapter.show(visible)
         return value
 
-    def loss(self, value: Any, adapter: Adapter) -> float | None:
+    def loss(self, value: Any, adapter: Adapter, on_host: Callable[[Any], Any]) -> float | None:
         """Find the loss in the function's result: a number, the first, or the one so called."""
+        value = on_host(value)
         if isinstance(value, dict):
             value = value.get("loss")
         elif isinstance(value, (list, tuple)):

@@ -333,6 +333,48 @@ def test_what_is_recorded_of_results_on_a_device_is_what_they_were_and_comes_bac
     assert isinstance(lacking, codec.TooLarge)
 
 
+class Told(Followed):
+    """A call that returns nothing, and tells a number on the device; the snapshot after it has that too."""
+
+    def __init__(self, number: torch.Tensor) -> None:
+        self.number = number
+
+    def __call__(self) -> None:
+        pass
+
+    def told(self, value: object) -> list[torch.Tensor]:
+        return [self.number]
+
+    def outcome(self, value: object) -> dict[str, torch.Tensor]:
+        return {"norm": self.number}
+
+    def loss(self, value: object, adapter: object, on_host: Callable[[Any], Any]) -> float:
+        return float(on_host(self.number))
+
+
+@pytest.mark.gpu
+@control.only_here
+@in_zygote
+def test_the_one_wait_of_a_call_is_enough_for_its_record_its_loss_and_the_snapshot_after_it():
+    rank, number, staged = _on_device(), torch.full((), 2.0, device="cuda"), []
+    rank._adapter.scalars = lambda: {"norm": number}
+    rank._context = fake(tapes=Tapes(), reads=Reads())
+    rank._groups.cut = lambda step: 0
+    rank._stager.stage = lambda step, generation, state, *rest: staged.append(state)
+    rank._cut = lambda: rank._stage(1)
+    costs = [_counted(lambda: rank.call("step", CallKind.UPDATE, Told(number), (), {})) for _ in range(3)]
+    assert costs == [(1, 0, 0)] * 3
+    norm = codec.decode(staged[0])["scalars"]["norm"]
+    assert rank._loss == 2.0 and norm.is_cuda and norm.item() == 2.0
+
+
+class Tapes(list[Any]):
+    """No sources of data."""
+
+    def states(self) -> list[bytes]:
+        return []
+
+
 @pytest.mark.gpu
 @control.only_here
 @in_zygote

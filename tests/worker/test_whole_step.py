@@ -117,7 +117,7 @@ def test_an_iterator_is_no_argument_unless_it_is_rewound(tmp_path):
     ],
 )  # fmt: skip
 def test_the_loss_is_found_in_what_it_returns(value, loss):
-    assert WholeStep(fake_adapter(), train_step, (), {}).loss(value, fake_adapter()) == loss
+    assert WholeStep(fake_adapter(), train_step, (), {}).loss(value, fake_adapter(), lambda value: value) == loss
 
 
 def test_with_nothing_to_train_or_a_graph_from_outside_it_is_refused():

@@ -35,8 +35,6 @@ class Calls:
         self._direct: Parts = []
         self.loss: torch.Tensor | None = None
         """The newest loss given to `engine.backward`."""
-        self.stepped_loss: torch.Tensor | None = None
-        """The same, once the optimizer's step has waited for it anyway; for people to look at."""
 
     def install(self, engine_class: type, pipeline_class: type) -> None:
         """Put ourselves in the place of the methods that scripts call; pipelines have some instead."""

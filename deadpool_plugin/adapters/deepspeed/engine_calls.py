@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...errors import WHOLE_STEP, Unsupported, present
-from ...worker.adapter import Followed
+from ...worker.adapter import Adapter, Followed
 from . import kept
 from .cut import Graph, Parts, ScriptsPart, at_rest, cut, pairs, seed
 
@@ -116,6 +116,9 @@ class Backward(Followed):
             )
         return parts
 
+    def told(self, value: Any) -> Any:
+        return self._calls.loss
+
     def outcome(self, value: Any) -> Any:
         self._value = None  # the log shall not keep the script's graph
         return self._calls.loss
@@ -153,9 +156,14 @@ class Step(OfEngine):
 
     def __call__(self) -> Any:
         with self._calls.inside():
-            value = self._function()
-        self._calls.stepped_loss = self._calls.loss
-        return value
+            return self._function()
+
+    def told(self, value: Any) -> Any:
+        return [self.outcome(value), self._calls.loss]
+
+    def loss(self, value: Any, adapter: Adapter, on_host: Callable[[Any], Any]) -> float | None:
+        """The newest loss, of which the call that steps need not wait another time."""
+        return None if self._calls.loss is None else float(on_host(self._calls.loss))
 
     def outcome(self, value: Any) -> Any:
         return self._calls.state_of(self._engine).visible()
@@ -170,10 +178,13 @@ class Batch(OfEngine):
 
     def __call__(self, data_iterator: Any) -> Any:
         with self._calls.inside():
-            value = self._function(data_iterator)
-        if self._engine.module.training:
-            self._calls.stepped_loss = value
-        return value
+            return self._function(data_iterator)
+
+    def told(self, value: Any) -> Any:
+        return self.outcome(value)
+
+    def loss(self, value: Any, adapter: Adapter, on_host: Callable[[Any], Any]) -> float | None:
+        return float(on_host(value)) if self._engine.module.training and value is not None else None
 
     def outcome(self, value: Any) -> Any:
         return [kept.encode(value), self._calls.state_of(self._engine).visible()]
