@@ -61,6 +61,18 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
     return host
 
 
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy `tensor`; a small one of a device into host memory, whole once the current stream is synchronized."""
+    is_plain_one = type(tensor) is torch.Tensor and tensor.is_cuda and tensor.layout is torch.strided
+    return to_host(tensor) if is_plain_one and is_recorded(tensor) else tensor.detach().clone()
+
+
+def copied_back(copy: torch.Tensor) -> torch.Tensor:
+    """Copy what `copied` has made, to where it came from."""
+    device = device_of(copy)
+    return copy.clone() if device == copy.device else copy.to(device)
+
+
 def device_of(tensor: torch.Tensor) -> torch.device:
     """Return where `tensor` is, or was before `to_host`."""
     device: torch.device = getattr(tensor, "came_from", tensor.device)

@@ -1,9 +1,9 @@
 """Arguments of a call and items it read, kept for doing it again.
 
 Rules of this file: structures are torch's pytrees, so what a library has registered there (Hugging Face's ModelOutput)
-is understood. Containers and small tensors are copied; a large tensor is kept by reference, and refused by name rather
-than used if it is changed in place meanwhile. Parameters are what the restore brings back; everything else goes by
-reference.
+is understood. Containers and small tensors are copied, those of a device to the host; a large tensor is kept by
+reference, and refused by name rather than used if it is changed in place meanwhile. Parameters are what the restore
+brings back; everything else goes by reference.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ..errors import Unsupported
+from . import codec
 
 COPIED_BYTES_MAX = 1 << 20
 """Size up to which a tensor is copied."""
@@ -25,12 +26,12 @@ class Kept:
 
     def __init__(self, value: Any) -> None:
         leaves, self._spec = pytree.tree_flatten(value)
-        self._leaves = [leaf.detach().clone() if _is_small(leaf) else leaf for leaf in leaves]
+        self._leaves = [codec.copied(leaf) if _is_small(leaf) else leaf for leaf in leaves]
         large = [leaf for leaf in leaves if _is_data(leaf) and not _is_small(leaf) and not leaf.is_inference()]
         self._versions = [(tensor, tensor._version) for tensor in large]
 
     def again(self) -> Any:
-        leaves = [leaf.clone() if _is_small(leaf) else leaf for leaf in self._leaves]
+        leaves = [codec.copied_back(leaf) if _is_small(leaf) else leaf for leaf in self._leaves]
         return pytree.tree_unflatten(leaves, self._spec)
 
     def check(self, changed: Callable[[str], str], stays: str, remedy: str) -> None:

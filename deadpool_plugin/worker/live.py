@@ -251,15 +251,14 @@ def _kept(value: Any) -> Any:
     what is of a class below list or dict, tensors and all.
     """
     if isinstance(value, torch.Tensor):
-        return codec.to_host(value) if value.is_cuda and codec.is_recorded(value) else value.detach().clone()
+        return codec.copied(value)
     return _each(_kept, value)
 
 
 def _copied(kept: Any) -> Any:
     """Copy what `_kept` has made, each tensor to where it came from."""
     if isinstance(kept, torch.Tensor):
-        device = codec.device_of(kept)
-        return kept.clone() if device == kept.device else kept.to(device)
+        return codec.copied_back(kept)
     return _each(_copied, kept)
 
 

@@ -378,6 +378,21 @@ class Tapes(list[Any]):
 @pytest.mark.gpu
 @control.only_here
 @in_zygote
+def test_inputs_on_a_device_are_kept_in_host_memory_and_come_back_there():
+    batch = {"tokens": torch.arange(8, device="cuda"), "mask": torch.ones(4, 2, device="cuda").t()}
+    Inputs((batch,), {}, "forward")  # the first page-locked block
+    inputs: list[Inputs] = []
+    assert _counted(lambda: inputs.append(Inputs((batch,), {}, "forward"))) == (0, 0, 0)
+    for tensor in batch.values():
+        tensor.zero_()
+    ((kept,), _) = inputs[0].again()
+    assert kept["tokens"].is_cuda and kept["tokens"].tolist() == list(range(8))
+    assert kept["mask"].is_cuda and kept["mask"].sum() == 8 and kept["mask"].stride() == batch["mask"].stride()
+
+
+@pytest.mark.gpu
+@control.only_here
+@in_zygote
 def test_a_collective_between_calls_allocates_nothing_on_the_device_and_is_waited_for_once():
     rank, given = _on_device(), torch.arange(4.0, device="cuda")
     handle = fake(issue=lambda name, args, kwargs: (args[0][0].mul_(2), collective.CompletedWork())[1])
