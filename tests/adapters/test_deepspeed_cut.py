@@ -70,6 +70,71 @@ def test_gradients_are_divided_by_the_micro_batches_once(in_hooks):
         assert torch.equal(mine.grad, its.grad)
 
 
+def whole_model(ours):
+    """An engine whose forward gives a dict with the loss, and calls for it."""
+    engine = fake(global_steps=0, optimizer=None, gradient_accumulation_steps=lambda: 2)
+    calls = Calls(lambda *call: None, lambda engine: fake(has_parameter=lambda leaf: False))
+
+    def forward(engine, batch):
+        output = ours(batch)
+        return {"logits": output, "loss": script(output)}
+
+    return engine, calls, forward
+
+
+def engines_own(engine, loss, retain_graph, **_):
+    loss = loss / 2
+    loss.backward(retain_graph=retain_graph)
+    return loss
+
+
+def test_a_loss_of_the_engines_forward_goes_through_its_backward_as_without_us():
+    """No kernel more than without, and a redo goes through the output that is computed again."""
+    ours, data, given = model(), torch.linspace(-1, 1, 12).view(3, 4), []
+    engine, calls, forward_of = whole_model(ours)
+    forward = Forward(calls, forward_of, engine, (data,), {})
+    value, gradients = forward(), []
+
+    def original(engine, loss, **options):
+        given.append(loss)
+        return engines_own(engine, loss, **options)
+
+    backward = Backward(calls, original, engine, value["loss"], False, True)
+    for _ in range(2):
+        ours.zero_grad()
+        returned = backward()
+        assert torch.equal(returned, value["loss"] / 2) and not returned.requires_grad
+        gradients.append([parameter.grad for parameter in ours.parameters()])
+        assert calls.loss is not None and calls.loss.item() == value["loss"].item()
+        forward()
+    assert all(map(torch.equal, *gradients)) and all(gradient.any() for gradient in gradients[0])
+    assert [type(loss.grad_fn).__name__ for loss in given] == ["AddBackward0"] * 2, "the engine's own outputs"
+    assert given[0] is not given[1] and not backward._parts
+
+
+def test_a_loss_that_is_hooked_or_taken_twice_goes_through_the_scripts_part():
+    ours, data, seen = model(), torch.linspace(-1, 1, 12).view(3, 4), []
+    engine, calls, forward = whole_model(ours)
+    loss = Forward(calls, forward, engine, (data,), {})()["loss"]
+    loss.register_hook(lambda gradient: seen.append(gradient.item()))
+    Backward(calls, engines_own, engine, loss, False, True)()
+    assert seen == [0.5]
+    loss = Forward(calls, forward, engine, (data,), {})()["loss"]
+    for retain in (True, False):
+        Backward(calls, engines_own, engine, loss, retain, True)()
+    with pytest.raises(RuntimeError, match="retain_graph"):
+        Backward(calls, engines_own, engine, loss, False, True)()
+
+
+def test_a_loss_of_an_earlier_steps_forward_is_refused():
+    engine, calls, forward = whole_model(model())
+    loss = Forward(calls, forward, engine, (torch.ones(3, 4),), {})()["loss"]
+    engine.global_steps = 1
+    for given in (loss, loss * 1):
+        with pytest.raises(Unsupported, match="does not come from this step's"):
+            Backward(calls, engines_own, engine, given, False, True)()
+
+
 def test_calls_done_again_before_the_script_got_their_values_have_them_again():
     ours, data = model(), torch.linspace(-1, 1, 12).view(3, 4)
     engine = fake(global_steps=0, optimizer=None, gradient_accumulation_steps=lambda: 2)

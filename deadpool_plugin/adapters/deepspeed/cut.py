@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,6 +28,12 @@ class Graph:
 
     def __init__(self, step: int, outputs: list[torch.Tensor] | None) -> None:
         self.step, self.outputs = step, outputs
+
+    def unused(self) -> list[torch.Tensor]:
+        """Return the outputs. Raises: RuntimeError if a backward has consumed them."""
+        if self.outputs is None:
+            raise RuntimeError("a second backward through a forward of the engine; the first needs retain_graph=True")
+        return self.outputs
 
 
 Parts = list[tuple[Graph, Sequence["torch.Tensor | None"]]]
@@ -116,13 +123,31 @@ def pairs(parts: Parts) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """
     outputs, gradients = [], []
     for graph, arrived in parts:
-        if graph.outputs is None:
-            raise RuntimeError("a second backward through a forward of the engine; the first needs retain_graph=True")
-        for output, gradient in zip(graph.outputs, arrived, strict=True):
+        for output, gradient in zip(graph.unused(), arrived, strict=True):
             if gradient is not None:
                 outputs.append(output)
                 gradients.append(gradient.to(output.device, non_blocking=True))
     return outputs, gradients
+
+
+@dataclass(frozen=True)
+class Output:
+    """One of a graph's outputs, by its number: computed again after a swap it is another tensor."""
+
+    graph: Graph
+    number: int
+
+    @classmethod
+    def of(cls, loss: torch.Tensor) -> Output | None:
+        """Return which one `loss` is behind its cut; None if the script has done anything to it, or hooked it."""
+        node: Any = loss.grad_fn
+        if node is None or node.name() != CUT_NODE or loss._backward_hooks or loss.retains_grad:
+            return None
+        return cls(node.graph, loss.output_nr)
+
+    def tensor(self) -> torch.Tensor:
+        """The engine's own. Raises: RuntimeError if its graph was used up before."""
+        return self.graph.unused()[self.number]
 
 
 class ScriptsPart:

@@ -19,7 +19,7 @@ import torch
 from ...errors import WHOLE_STEP, Unsupported, present
 from ...worker.adapter import Adapter, Followed
 from . import kept
-from .cut import Graph, Parts, ScriptsPart, at_rest, cut, pairs, seed
+from .cut import Graph, Output, Parts, ScriptsPart, at_rest, cut, pairs, seed
 
 if TYPE_CHECKING:
     from .calls import Calls
@@ -67,7 +67,10 @@ class Forward(Followed):
 
 
 class Backward(Followed):
-    """`engine.backward`: once through the script's part of the graph, as often as needed through the engine's."""
+    """`engine.backward`: once through the script's part of the graph, as often as needed through the engine's.
+
+    A loss that is an output of the engine's forward has no such part: the engine gets its own output, as without us.
+    """
 
     def __init__(
         self,
@@ -83,21 +86,37 @@ class Backward(Followed):
         self._loss: torch.Tensor | None = loss
         self._value: torch.Tensor | None = None
         self._parts: Parts = []
+        self._output: Output | None = None
+        """What the loss is, if it is that itself."""
 
     def __call__(self) -> Any:
         if self._loss is not None:
-            self._value = self._scaled(self._loss)
-            scaled = self._loss if hasattr(self._engine, SCALES_GRADIENTS) else self._value
-            self._parts = self._through_scripts_part(scaled)
+            self._begin(self._loss)
             self._calls.loss, self._loss = self._loss.detach(), None
-        scalar = seed(self._parts)
+        if self._output is None:
+            scalar, graphs = seed(self._parts), [graph for graph, _ in self._parts]
+        else:
+            scalar, graphs = self._output.tensor(), [self._output.graph]
         if not self._retain_graph:
-            for graph, _ in self._parts:
+            for graph in graphs:
                 graph.outputs = None  # nobody needs them, and they may be logits
         with self._calls.inside():
-            self._original(self._engine, scalar, retain_graph=self._retain_graph, scale_wrt_gas=self._scale_wrt_gas)
+            value = self._original(
+                self._engine, scalar, retain_graph=self._retain_graph, scale_wrt_gas=self._scale_wrt_gas
+            )
         self._parts = at_rest(self._parts)
-        return self._value
+        if self._output is None:
+            return self._value
+        return value.detach() if isinstance(value, torch.Tensor) else value
+
+    def _begin(self, loss: torch.Tensor) -> None:
+        """Come to the engine's part of the graph, with what the engine is to be given."""
+        self._output = None if self._retain_graph else Output.of(loss)
+        if self._output is None:
+            self._value = self._scaled(loss)
+            self._parts = self._through_scripts_part(loss if hasattr(self._engine, SCALES_GRADIENTS) else self._value)
+        else:
+            self._check_step([self._output.graph])
 
     def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
         return loss / self._engine.gradient_accumulation_steps() if self._scale_wrt_gas else loss
@@ -108,13 +127,17 @@ class Backward(Followed):
         loss = scale(scaled) if scale is not None else scaled
         parts = self._calls.collect(lambda: loss.backward(retain_graph=self._retain_graph))
         depends = any(gradient is not None for _, gradients in parts for gradient in gradients)
-        if not depends or any(graph.step != self._engine.global_steps for graph, _ in parts):
+        self._check_step([graph for graph, _ in parts] if depends else [])
+        return parts
+
+    def _check_step(self, graphs: list[Graph]) -> None:
+        """Raises: Unsupported unless the loss comes from `graphs` of this step."""
+        if not graphs or any(graph.step != self._engine.global_steps for graph in graphs):
             raise Unsupported(
                 "engine.backward was given a loss that does not come from this step's engine.forward",
                 "a loss computed from what engine.forward returned since the last engine.step",
                 WHOLE_STEP,
             )
-        return parts
 
     def told(self, value: Any) -> Any:
         return self._calls.loss
