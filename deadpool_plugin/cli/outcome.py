@@ -51,12 +51,16 @@ def run(args: argparse.Namespace) -> int:
     return found.exit_code
 
 
-def verdict(folder: Path) -> Outcome | None:
-    """The outcome of the last job that wrote to `folder`; None if it has not ended on all hosts, or there is none."""
-    told = of_last_job(Follower(folder).poll())
+def last_outcome(folder: Path) -> tuple[Outcome, float] | None:
+    """Find the outcome of the last job that wrote to `folder`, and how long ago its last event was, in seconds; None if
+    it has not ended on all hosts, or there is none."""
+    try:
+        told = of_last_job(Follower(folder).poll())
+    except OSError:
+        return None
     heard = [event for story in told.values() for event in story]
     over = ended(heard) and (not at_work(heard) or _silent_s(heard) >= SILENT_S)
-    return outcome(told, [], FAILED) if over else None
+    return (outcome(told, [], FAILED), _silent_s(heard)) if over else None
 
 
 def _silent_s(heard: Sequence[events.Event]) -> float:

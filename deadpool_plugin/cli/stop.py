@@ -8,10 +8,12 @@ from __future__ import annotations
 import argparse
 
 from ..config import load
-from ..errors import DeadpoolError
+from ..errors import ConfigError, DeadpoolError
+from ..launch.join import FoundJob, find
 from ..launch.stop import stop
 from .join import add_place, place
-from .outcome import verdict
+from .model import span
+from .outcome import last_outcome
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,15 +22,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Raises: ConfigError, TransportError."""
-    try:
-        silent = stop(place(args))
-    except DeadpoolError:
-        # Without contacts or secret, which go with the job, it cannot be found: its event logs say why.
-        ended = None if args.to else verdict(args.job or load(args.config).output_dir)
-        if ended is None:
-            raise
-        print(f"[deadpool] nothing to stop: {ended}", flush=True)
-        return 0
+    silent = stop(_found(args))
     unheard = f"; no answer came from {', '.join(silent)}" if silent else ""
     print(f"[deadpool] the job has ended; its last processes may need some seconds more{unheard}", flush=True)
     return 0
+
+
+def _found(args: argparse.Namespace) -> FoundJob:
+    """Find the job. Raises: ConfigError, TransportError; if its event logs say that it has ended, so does the error."""
+    try:
+        return find(place(args))
+    except DeadpoolError as error:
+        folder = None if args.to else args.job or load(args.config).output_dir
+        if folder is None or (last := last_outcome(folder)) is None:
+            raise
+        ended, ago_s = last
+        found = f"no running job is found in {folder}; the last one there ended {span(ago_s)} ago: {ended}"
+        remedy = "nothing, if that is the one; one that is only starting is ended where it was launched"
+        raise ConfigError(found, "a job that runs", remedy) from error

@@ -25,6 +25,7 @@ from rich.text import Text
 
 from ..agent.reports import named
 from ..errors import ConfigError
+from ..launch.outcome import Outcome
 from .figures import figures
 from .follow import Follower
 from .jobview import JobView
@@ -71,7 +72,7 @@ def headline(view: JobView, now: float) -> str:
         return f"{view.outcome}; some hosts are still at work"
     if view.outcome:
         lost = [row.host or f"node {row.node}" for row in view.rows() if row.state in ("lost", "fenced")]
-        return f"{view.outcome}; exit code {view.exit_code}; lost hosts: {','.join(lost) or 'none'}"
+        return str(Outcome(view.exit_code, view.outcome, lost))
     if said := silence(view, now):
         return said
     if view.waiting:
@@ -111,7 +112,7 @@ def _figures(view: JobView) -> Table:
 
 
 def _nodes(rows: list[Row], room: int) -> Iterator[RenderableType]:
-    """As many rows as there is room for: those that are not as they should be first, the others by number."""
+    """Yield as many rows as there is room for: those that are not as they should be first, the others by number."""
     shown = sorted(sorted(rows, key=lambda row: row.state in ("active", "spare"))[:room], key=lambda row: row.node)
     yield _table(shown)
     if left := [row for row in rows if row not in shown]:

@@ -16,7 +16,7 @@ from ..transport.framing import ConnectionClosed
 from ..transport.guests import Stop, Stopping, ask
 from ..transport.handshake import Credentials
 from ..transport.rendezvous import Hello
-from .join import ASK_S, FoundJob, Wish, find
+from .join import ASK_S, FoundJob
 
 LIMIT_S = 120.0
 POLL_S = 0.2
@@ -30,15 +30,13 @@ class Presence(Enum):
     GONE = "no agent of this job answers there"
 
 
-def stop(wish: Wish) -> list[str]:
+def stop(job: FoundJob) -> list[str]:
     """End the job as Ctrl-C in its launcher does (exit code 130 everywhere); returns once no member is there any more.
 
     Returns: the hosts that gave no answer at all: lost ones, or ones out of reach from here, which hear of it from the
     others if those reach them.
-    Raises: ConfigError; TransportError if no member is found, none takes the request, or some are still there after
-    LIMIT_S.
+    Raises: TransportError if no member takes the request, or some are still there after LIMIT_S.
     """
-    job = find(wish)
     print(f"[deadpool] ending the job of {_listed(job.description.hellos)}", flush=True)
     return asyncio.run(_stop(job))
 

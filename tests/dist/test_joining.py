@@ -156,4 +156,4 @@ def test_a_job_is_ended_from_outside_on_all_hosts(start, waits):
         assert "the job has ended before it took this host in" in said or "secret" in said, said
         assert late not in {event.node for event in cluster.events(events.NodeEnded)}, "it is none of the job's hosts"
     again = stop(cluster)
-    assert again.returncode == (1 if waits else 78) and "of a running job" in again.stderr
+    assert again.returncode == 78 and "ago: the job stopped: ended by `deadpool stop` on" in again.stderr, again

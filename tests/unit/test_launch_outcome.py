@@ -115,7 +115,7 @@ def test_the_command_tells_of_the_last_job(tmp_path, capsys):
     assert capsys.readouterr().out.endswith("lost hosts: n1\n")
 
 
-def test_a_job_that_has_ended_needs_no_stop(tmp_path, capsys, monkeypatch):
+def test_who_stops_a_job_that_has_ended_is_told_how_it_ended(tmp_path, capsys, monkeypatch):
     """Whoever stops it may come too late; its contacts and its secret have gone with it."""
     monkeypatch.setenv("HOME", str(tmp_path))
     logs, config = tmp_path / "logs", tmp_path / "deadpool.yaml"
@@ -125,9 +125,9 @@ def test_a_job_that_has_ended_needs_no_stop(tmp_path, capsys, monkeypatch):
     assert "no node of a running job is named in" in capsys.readouterr().err
     write(logs, 0, lost(1, at=5.0), events.JobFinished(time=6.0))
     for words in ([str(logs)], ["--deadpool-config", str(config)]):
-        assert main(["stop", *words]) == 0
-        said = capsys.readouterr().out
-        assert said == "[deadpool] nothing to stop: the job finished; exit code 0; lost hosts: node 1\n"
+        assert main(["stop", *words]) == 78
+        said = capsys.readouterr().err
+        assert re.search(r"ended .+ ago: the job finished; exit code 0; lost hosts: node 1; expected", said)
 
 
 def test_a_job_that_nobody_says_the_end_of(tmp_path, capsys):
