@@ -7,6 +7,7 @@ configuration that a script makes up itself is not seen here: such a job is give
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from ..errors import ConfigError
 SECTION = "deadpool"
 OPTIONS = ("--deepspeed_config", "--deepspeed-config", "--deepspeed")
 """DeepSpeed's own argument, and the one of Hugging Face's TrainingArguments."""
+LARGEST_BYTES = 1 << 20
+"""No configuration is larger."""
 
 
 def named_config(words: Sequence[str]) -> str:
@@ -48,14 +51,15 @@ def files_named(words: Sequence[str]) -> list[str]:
     """List the DeepSpeed configurations among `words`, whether they are there or not.
 
     A script's own options and plain arguments may name one, too: those that end in `.json`, but for options that do not
-    speak of a configuration. `--deepspeed` is also a switch, which something else follows.
+    speak of a configuration. A plain argument behind a switch (`--bf16 ds.json`) passes for the switch's and is missed.
+    `--deepspeed` is also a switch, which something else follows.
     """
     found = []
     for before, word in zip(["", *words], words, strict=False):
         option, equals, path = word.partition("=") if word.startswith("-") else (before, "=", word)
         if not (equals and path):
             continue
-        speaks = not option.startswith("-") or "config" in option or "deepspeed" in option
+        speaks = not option.startswith("-") or "=" in option or "config" in option or "deepspeed" in option
         if (speaks and path.endswith(".json")) or (option in OPTIONS and Path(path).is_file()):
             found.append(path)
     return found
@@ -63,6 +67,8 @@ def files_named(words: Sequence[str]) -> list[str]:
 
 def _section(path: str) -> str:
     try:
+        if os.path.getsize(path) > LARGEST_BYTES:
+            return ""  # it is data
         config: Any = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return ""  # DeepSpeed will say what is wrong with it

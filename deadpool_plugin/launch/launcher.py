@@ -52,7 +52,10 @@ def launch(words: Sequence[str]) -> int:
         check_unused(config)
         for path in files_named(request.command):
             if not os.path.isfile(path):
-                print(f"[deadpool] there is no file {path} here: the script has to make it", flush=True)
+                print(
+                    f"[deadpool] no file {path} here: the hosts must have it, or the script make it",
+                    flush=True,
+                )
         spares = config.spares if isinstance(config.spares, int) else len(config.spares)
         print(f"[deadpool] hosts that train: {hosts - spares} of {hosts}; spares: {spares}", flush=True)
         if not request.hosts:

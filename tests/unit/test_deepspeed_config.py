@@ -9,7 +9,7 @@ from deadpool_plugin.config import load
 from deadpool_plugin.errors import ConfigError
 from deadpool_plugin.launch import carried
 from deadpool_plugin.launch.argv import parse
-from deadpool_plugin.launch.deepspeed_config import files_named, named_config
+from deadpool_plugin.launch.deepspeed_config import LARGEST_BYTES, files_named, named_config
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
@@ -54,6 +54,7 @@ def test_without_a_section_there_is_none(configuration):
         "--deepspeed=absent.json",
         "absent.json",
         "--lr 1 absent.json -v",
+        "--lr=1 absent.json",
         "--own-config=absent.json",
     ],
 )
@@ -61,6 +62,12 @@ def test_a_configuration_is_found_whether_it_is_there_or_not(words):
     assert files_named(["train.py", *words.split()]) == ["absent.json"]
     assert files_named(["train.py", "--deepspeed", "--lr", "0.1"]) == []
     assert files_named(["train.py", "--metrics", "written.json", "--out=written.json", "train.py"]) == []
+
+
+def test_data_among_the_arguments_is_not_read(tmp_path, monkeypatch):
+    data = tmp_path / "data.json"
+    data.write_text(json.dumps({"deadpool": "not ours", "text": "x" * LARGEST_BYTES}))
+    assert named_config(["train.py", str(data)]) == ""
 
 
 def test_flag_and_section_may_say_the_same(configuration):
