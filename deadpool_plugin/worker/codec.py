@@ -63,8 +63,8 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:
     """Copy `tensor`; a small one of a device into host memory, whole once the current stream is synchronized."""
-    is_plain_one = type(tensor) is torch.Tensor and tensor.is_cuda and tensor.layout is torch.strided
-    return to_host(tensor) if is_plain_one and is_recorded(tensor) else tensor.detach().clone()
+    is_known = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+    return to_host(tensor) if is_known and tensor.is_cuda and is_recorded(tensor) else tensor.detach().clone()
 
 
 def copied_back(copy: torch.Tensor) -> torch.Tensor:

@@ -1,9 +1,9 @@
 """Arguments of a call and items it read, kept for doing it again.
 
 Rules of this file: structures are torch's pytrees, so what a library has registered there (Hugging Face's ModelOutput)
-is understood. Containers and small tensors are copied, those of a device to the host; a large tensor is kept by
-reference, and refused by name rather than used if it is changed in place meanwhile. Parameters are what the restore
-brings back; everything else goes by reference.
+is understood. Containers and small tensors are copied, those of a device to the host as long as there are not too many;
+a large tensor is kept by reference, and refused by name rather than used if it is changed in place meanwhile.
+Parameters are what the restore brings back; everything else goes by reference.
 """
 
 from __future__ import annotations
@@ -19,16 +19,32 @@ from . import codec
 
 COPIED_BYTES_MAX = 1 << 20
 """Size up to which a tensor is copied."""
+ON_HOST_BYTES_MAX = 64 << 20
+"""Of a process's copies in page-locked memory: a long evaluation keeps all its batches until the next step is done."""
 
 
 class Kept:
     """A structure as it was given, in containers of its own, small tensors copied."""
 
+    on_host_bytes = 0
+    """Of all of them, in page-locked memory."""
+
     def __init__(self, value: Any) -> None:
+        self._on_host_bytes = 0
         leaves, self._spec = pytree.tree_flatten(value)
-        self._leaves = [codec.copied(leaf) if _is_small(leaf) else leaf for leaf in leaves]
+        self._leaves = [self._copied(leaf) if _is_small(leaf) else leaf for leaf in leaves]
         large = [leaf for leaf in leaves if _is_data(leaf) and not _is_small(leaf) and not leaf.is_inference()]
         self._versions = [(tensor, tensor._version) for tensor in large]
+
+    def __del__(self) -> None:
+        Kept.on_host_bytes -= self._on_host_bytes
+
+    def _copied(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_cuda or Kept.on_host_bytes + tensor.nbytes > ON_HOST_BYTES_MAX:
+            return tensor.detach().clone()
+        self._on_host_bytes += tensor.nbytes
+        Kept.on_host_bytes += tensor.nbytes
+        return codec.copied(tensor)
 
     def again(self) -> Any:
         leaves = [codec.copied_back(leaf) if _is_small(leaf) else leaf for leaf in self._leaves]

@@ -75,8 +75,9 @@ class Live(Swapping):
         )
         entry, places = self._entry(args, kwargs), self._places(found)
         is_read = kind in MAKES_STEP or kind in RUNS_MODEL or not isinstance(followed, Bare)
-        call = Call(name, kind, self.step, run, entry, places, check_inputs=followed.check, is_read=is_read)
-        call.told = followed.told
+        call = Call(
+            name, kind, self.step, run, entry, places, check_inputs=followed.check, is_read=is_read, told=followed.told
+        )
         read = self._context.reads.take()
         self._updated = False
         try:
@@ -135,6 +136,7 @@ class Live(Swapping):
             call.run = again
         call.restore_entry = restore_entry
         self._done(call, outcome)
+        self._results = codec.HostCopies(None)
         return collective.CompletedWork(*outcome)
 
     def _note_edit(self) -> None:

@@ -14,6 +14,7 @@ from support.zygote import in_zygote
 from deadpool_plugin.comm import collective
 from deadpool_plugin.errors import GenerationChanged, Unsupported
 from deadpool_plugin.worker import calls, codec, swap
+from deadpool_plugin.worker import inputs as inputs_module
 from deadpool_plugin.worker.adapter import CallKind, Followed
 from deadpool_plugin.worker.calls import CallLog
 from deadpool_plugin.worker.codec import TENSOR_LIMIT_BYTES
@@ -388,6 +389,20 @@ def test_inputs_on_a_device_are_kept_in_host_memory_and_come_back_there():
     ((kept,), _) = inputs[0].again()
     assert kept["tokens"].is_cuda and kept["tokens"].tolist() == list(range(8))
     assert kept["mask"].is_cuda and kept["mask"].sum() == 8 and kept["mask"].stride() == batch["mask"].stride()
+
+
+@pytest.mark.gpu
+@control.only_here
+@in_zygote
+def test_a_long_evaluation_keeps_a_bounded_part_of_its_inputs_in_host_memory():
+    batch = torch.arange(COPIED_BYTES_MAX // 8, device="cuda")
+    fitting = inputs_module.ON_HOST_BYTES_MAX // COPIED_BYTES_MAX
+    kept = [Inputs((batch,), {}, "forward") for _ in range(fitting)]
+    assert inputs_module.Kept.on_host_bytes == inputs_module.ON_HOST_BYTES_MAX
+    assert _counted(lambda: kept.append(Inputs((batch,), {}, "forward")))[2] == 1, "a block of the device"
+    assert torch.equal(kept[-1].again()[0][0], batch) and torch.equal(kept[0].again()[0][0], batch)
+    kept.clear()
+    assert inputs_module.Kept.on_host_bytes == 0
 
 
 @pytest.mark.gpu

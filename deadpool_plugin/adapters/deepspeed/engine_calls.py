@@ -2,9 +2,9 @@
 
 Rules of this file: an object is made when the script calls, and kept by the call log. Order of a redo: a forward makes
 its graph's outputs anew, the backward after it goes through the engine's part with the gradients that the script's
-part gave the first time. A call that has run may have to run again before the script gets its value (nobody knows what
-an interrupted collective left), so it has one every time until `outcome` is asked. What is done inside `Calls.inside`
-is the engine's own and no call.
+part gave the first time, or from the output that is the loss. A call that has run may have to run again before the
+script gets its value (nobody knows what an interrupted collective left), so it has one every time until `outcome` is
+asked. What is done inside `Calls.inside` is the engine's own and no call.
 Source: DeepSpeed 0.19.8, runtime/engine.py and runtime/pipe/engine.py.
 """
 
@@ -150,7 +150,7 @@ class Backward(Followed):
         loss = present(self._loss, "a backward that was done is skipped")
         with torch.no_grad():
             loss.copy_(outcome)  # its inputs may have been stand-ins
-        return self._scaled(loss)
+        return self._scaled(loss).detach()
 
 
 class DirectBackward:
