@@ -13,8 +13,9 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
@@ -107,17 +108,30 @@ def how_to_join(address: Address) -> str:
     return f"to add a host: deadpool join --to {address[0]}:{address[1]}"
 
 
+class Owner(Protocol):
+    """A node's agent, as its roster needs it."""
+
+    @property
+    def world(self) -> World | None:
+        """None before there is one."""
+
+    def admitted(self, hello: Hello) -> None:
+        """A newcomer is about to be linked."""
+
+    def told_to_stop(self, host: str) -> None:
+        """Somebody on that host wants the job to end."""
+
+
 class Roster:
     """The nodes known here, and the answers to guests. Thread: the event loop's only.
 
-    `members`: the world, None before there is one. `on_admitted`: a newcomer is about to be linked; its bulk address
-    is in its hello. `on_stop`: somebody on that host wants the job to end. `missed`: who is taken for lost while no
-    plan says so yet; a member that hangs answers nobody, and the job may wait for the very newcomer that would wait for
-    it.
+    `missed`: who is taken for lost while no plan says so yet; a member that hangs answers nobody, and the job may wait
+    for the very newcomer that would wait for it.
     """
 
-    def __init__(self, node: NodeId, job: Job, master: Address, credentials: Credentials) -> None:
+    def __init__(self, node: NodeId, job: Job, master: Address, credentials: Credentials, owner: Owner) -> None:
         self._node, self._job, self._master, self._credentials = node, job, master, credentials
+        self._owner = owner
         self._hellos: dict[NodeId, Hello] = {}
         self.hosts: dict[NodeId, str] = {}
         """The host name of every node that was ever known here; lost ones stay, for messages."""
@@ -127,9 +141,6 @@ class Roster:
         self.missed: set[NodeId] = set()
         self.verdict: Verdict | None = None
         """How the job has ended, if a member that has left said so."""
-        self.members: Callable[[], World | None] = lambda: None
-        self.on_admitted: Callable[[Hello], None] = lambda hello: None
-        self.on_stop: Callable[[str], None] = lambda host: None
 
     @property
     def hellos(self) -> list[Hello]:
@@ -175,13 +186,13 @@ class Roster:
         return Reserved(self._largest)
 
     def _stop(self, host: str) -> Answer:
-        if self.members() is None:
+        if self._owner.world is None:
             return Busy("this host is about to join itself", arrives=True)
-        self.on_stop(host)
+        self._owner.told_to_stop(host)
         return Stopping()
 
     def _description(self) -> JobDescription:
-        job, world = self._job, self.members()
+        job, world = self._job, self._owner.world
         return JobDescription(
             self._node, job.command, job.directory, job.config, job.environment, *self._master,
             world.generation if world else 0, world.members if world else (), self.hellos,
@@ -203,13 +214,13 @@ class Roster:
         others = self.hellos
         self._arriving, self._arriving_since = hello.node, time.monotonic()
         self.know(hello)
-        self.on_admitted(hello)
+        self._owner.admitted(hello)
         return Admitted(others)
 
     def _is_arriving(self) -> bool:
         """Return whether the last newcomer still is one. A node that came when it did may never get a message from it:
         it is a member by then, and speaks to the coordinator only."""
-        world = self.members()
+        world = self._owner.world
         if world is not None and self._arriving in world.members:
             self._arriving = None
         return self._arriving is not None and time.monotonic() - self._arriving_since < _ARRIVAL_S

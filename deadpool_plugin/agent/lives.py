@@ -32,17 +32,22 @@ class Lives:
     rank has lost its process."""
 
     def __init__(
-        self, node: NodeId, job_tag: str, slots: Sequence[Slot], watch: Watch, feed: Callable[[io.Input], None]
+        self,
+        node: NodeId,
+        job_tag: str,
+        slots: Sequence[Slot],
+        watch: Watch,
+        feed: Callable[[io.Input], None],
+        on_lost: Callable[[Slot], None],
+        on_supervisor_told: Callable[[str], None],
     ) -> None:
         self._node, self._job_tag, self._slots, self._watch, self._feed = node, job_tag, slots, watch, feed
+        self._on_lost, self._on_supervisor_told = on_lost, on_supervisor_told
         self.ending = False
         self._exit_code = 0
         self.late_exit_code = 0
         """The worst exit code of a rank's process after the job's end, as a shell counts signals."""
         self.changed = asyncio.Event()
-        self.on_lost: Callable[[Slot], None] = lambda slot: None
-        self.on_supervisor_told: Callable[[str], None] = self.give_up
-        """A supervisor was told to end by its launcher, and says so."""
 
     # ---- worker processes
 
@@ -88,7 +93,7 @@ class Lives:
         else:
             early = f"process {process.pid} exited with 0 before the job had ended"
             reason = process.failing or ("see its output above" if exit_code > 0 else early)
-            self.on_lost(slot)
+            self._on_lost(slot)
             self._feed(io.WorkerFailed(slot.rank, exit_code or 1, reason))
 
     def lost(self, slot: Slot, process: Process, reason: str, exit_code: int = 0) -> None:
@@ -103,7 +108,7 @@ class Lives:
         if slot.rank < 0:
             self._feed(io.SpareFailed(slot.local_rank, process.rank, reason))
         elif process.rank == slot.rank:  # else the slot has just been given another rank, whose process is on its way
-            self.on_lost(slot)
+            self._on_lost(slot)
             lost = io.WorkerFailed(slot.rank, exit_code, reason) if exit_code else io.WorkerLost(slot.rank, reason)
             self._feed(lost)
 
@@ -180,7 +185,7 @@ class Lives:
         elif message.signal == signal.SIGHUP:
             self.give_up(f"node {self._node} found the launcher gone (on_launcher_loss: stop)")
         else:
-            self.on_supervisor_told(f"the launcher of node {self._node} ended its processes ({name})")
+            self._on_supervisor_told(f"the launcher of node {self._node} ended its processes ({name})")
 
     def give_up(self, reason: str) -> None:
         """Others take its ranks over. Nothing once the job ends."""

@@ -1,4 +1,4 @@
-"""How a node's agent becomes reachable and meets the others: addresses, listeners, rendezvous, links.
+"""A node's agent becomes reachable and meets the others: addresses, listeners, rendezvous, links.
 
 Rules of this file: nothing is decided about the job here. What fails is a DeadpoolError and this node's end.
 """
@@ -10,14 +10,13 @@ import ipaddress
 import logging
 import os
 import time
-from collections.abc import Callable
 from importlib import metadata
+from typing import Protocol
 
 from ..config import Config
 from ..core.messages import AnyMessage
 from ..core.types import NodeId
 from ..errors import PeerRefused, TransportError, present
-from ..host import contacts
 from ..host.interfaces import address_of, other_network
 from ..mirror.server import BulkServer, OnMirrored
 from ..mirror.store import SnapshotStore
@@ -26,7 +25,8 @@ from ..transport.mesh import ControlMesh
 from ..transport.rendezvous import Hello, job_id, meet
 from ..transport.sockets import Address, address_towards
 from ..transport.tasks import soon
-from .joining import Arrival, Job, Newcomer, Roster, how_to_join
+from . import contacts
+from .joining import Arrival, Job, Newcomer, Owner, Roster, how_to_join
 from .world import Place
 
 PACKAGES = ("deadpool_plugin", "torch", "megatron-core", "deepspeed")
@@ -38,12 +38,12 @@ _log = logging.getLogger(__name__)
 
 
 def meeting_s(config: Config) -> float:
-    """How long hosts wait for each other when a job starts."""
+    """Return how long hosts wait for each other when a job starts."""
     return max(config.decision_timeout_s, config.start_timeout_s / STARTS_APART)
 
 
 async def reachable(config: Config, place: Place, job: Job) -> tuple[str, str]:
-    """As `addresses`, towards the job: where names come into being with the hosts (Kubernetes), that of the first one
+    """Find `addresses` towards the job: where names come into being with the hosts (Kubernetes), that of the first one
     may be unknown for as long as hosts wait for each other.
 
     Raises: ConfigError; TransportError after so long. Blocks: for the resolver, each time.
@@ -66,7 +66,7 @@ async def reachable(config: Config, place: Place, job: Job) -> tuple[str, str]:
 
 
 def addresses(config: Config, target: Address) -> tuple[str, str]:
-    """Where to listen, and the address others use. `target`: what they must be reached by.
+    """Return where to listen, and the address others use. `target`: what they must be reached by.
 
     Raises: ConfigError; TransportError if there is no way to `target`.
     """
@@ -90,30 +90,33 @@ def versions() -> dict[str, str]:
     return found
 
 
+class Ears(Owner, Protocol):
+    """A node's agent, as its links need it; each is called on the event loop's thread."""
+
+    def received(self, node: NodeId, message: AnyMessage) -> None: ...
+
+    def link_lost(self, node: NodeId, reason: str) -> None: ...
+
+    def still_silent(self, node: NodeId, reason: str) -> None: ...
+
+    def refused(self, error: PeerRefused) -> None: ...
+
+
 class Links:
     """This node's two ways to the others: the control mesh and the bulk server. Thread: the event loop's only."""
 
     def __init__(
-        self,
-        place: Place,
-        config: Config,
-        credentials: Credentials,
-        received: Callable[[NodeId, AnyMessage], None],
-        link_lost: Callable[[NodeId, str], None],
-        still_silent: Callable[[NodeId, str], None],
-        refused: Callable[[PeerRefused], None],
-        job: Job,
-        where: tuple[str, str],
+        self, place: Place, config: Config, credentials: Credentials, job: Job, where: tuple[str, str], agent: Ears
     ) -> None:
         """`where`: of `reachable`."""
         self._node, self._place, self._config, self._credentials = place.node, place, config, credentials
-        self._refused = refused
+        self._agent = agent
         master = (place.master_addr, place.master_port)
-        self._job, self.roster = job, Roster(place.node, job, master, credentials)
+        self._job, self.roster = job, Roster(place.node, job, master, credentials, agent)
         self._bind, self.address = where
         self.mesh = ControlMesh(
-            place.node, credentials, self._bind, config.port_range, received, link_lost, config.silent_after_s, refused,
-            self.roster.answer, still_silent,
+            place.node, credentials, self._bind, config.port_range, agent.received, agent.link_lost,
+            config.silent_after_s, agent.refused, self.roster.answer, agent.still_silent,
         )  # fmt: skip
         self.bulk: BulkServer | None = None
 
@@ -124,7 +127,7 @@ class Links:
         self.how_to_join = how_to_join(control)
         self.bulk = BulkServer(
             store, self._credentials, self._bind, config.port_range, on_mirrored, self._node, config.silent_after_s,
-            lambda error: soon(loop, self._refused, error),
+            lambda error: soon(loop, self._agent.refused, error),
         )  # fmt: skip
         return Hello(
             self._node, os.uname().nodename, control, (self.address, self.bulk.address[1]), self._place.local_size,

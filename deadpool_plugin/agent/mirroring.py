@@ -147,7 +147,7 @@ class Mirroring:
     # ---- a swap
 
     def mirror_again(self, rank: Rank, step: Step, generation: Generation) -> None:
-        """After a swap: the buddies shall hold the restore step and the recording (they say so if they do)."""
+        """Send the restore step and the recording to the buddies after a swap (they say so if they hold them)."""
         profile = self.profiles[rank]
         records = self._store.get(rank, step, step)[0]
         holding = Holding(rank, step, True, profile.replicas, self._store.paired(rank, step))

@@ -24,7 +24,7 @@ from ..core.controller import Controller
 from ..core.messages import AnyMessage, Goodbye, RankCalls, Verdict
 from ..core.types import NodeId, World, listed
 from ..errors import EXIT_CONFIG, EXIT_FENCED, EXIT_OK, DeadpoolError, InvariantViolated, PeerRefused
-from ..host import contacts, proc
+from ..host import proc
 from ..host.output import Writer
 from ..host.processes import run_anywhere
 from ..host.repeats import Cuts
@@ -35,6 +35,7 @@ from ..transport.handshake import Credentials
 from ..transport.local import LocalPeer, LocalServer
 from ..transport.rendezvous import Hello
 from ..transport.sockets import allow_many_files
+from . import contacts
 from .fetching import Fetches
 from .fullness import Fullness
 from .joining import Job
@@ -147,33 +148,32 @@ class Agent:
         run_anywhere()
         allow_many_files()
         self._writer = Writer()
-        self._reports = Reports(node, self._writer, config.output_dir)
         credentials = Credentials(self._secret)
         self._cuts = Cuts(node, self._writer, config.output_dir, lambda: credentials.job)
-        self._links = Links(
-            place, config, credentials, self._received, self._link_lost, self._still_silent, self._refused, self._job,
-            where,
-        )  # fmt: skip
+        self._links = Links(place, config, credentials, self._job, where, self)
         self._store = SnapshotStore(config.history_limit_bytes, config.memory_headroom_bytes)
         self._peers = Peers(node, credentials, self._store, config.patience_s, self.feed)
-        self._links.roster.members = lambda: self._controller.world
-        self._reports.hosts = self._links.roster.hosts
-        self._links.roster.on_admitted = lambda hello: self._peers.add(hello.node, hello.bulk)
-        self._links.roster.on_stop = self._told_to_stop
+        self._reports = Reports(node, self._writer, config.output_dir, self._links.roster.hosts)
         self._mirroring = Mirroring(node, config.copies, self._store, self._peers, self.feed)
         self._watch = Watch(config.silent_after_s)
         self._watch.start()
         slots = [Slot(local_rank) for local_rank in range(place.local_size)]
         self._pausing = Pausing(self._job_tag, slots, self._watch)
-        self._lives = Lives(node, self._job_tag, slots, self._watch, self.feed)
+        notice = Notice(
+            slots, lambda reason: self._lives.give_up(reason), lambda text: self._reports.emit("Note", text=text)
+        )
+        self._lives = Lives(
+            node, self._job_tag, slots, self._watch, self.feed, lambda slot: self._spares.replace(slot),
+            notice.supervisor_told,
+        )  # fmt: skip
         self._workers = Workers(
             place, self._links.address, config.output_dir, self._writer, slots, self._lives, self.feed,
             self._heard, lambda: credentials.job,
         )  # fmt: skip
         self._spares = Spares(
-            node, self._workers, self._store, self._peers, self._reports, config.history_limit_bytes, self.feed
-        )
-        self._spares.check_memory = self._mirroring.check_memory
+            node, self._workers, self._store, self._peers, self._reports, self._mirroring.check_memory,
+            config.history_limit_bytes, self.feed,
+        )  # fmt: skip
         self._fullness = Fullness(self._store, self._reports, config.history_limit_bytes, self.feed)
         fetches = Fetches(node, self._store, self._peers, self._reports)
         self._takeovers = TakeOvers(
@@ -181,9 +181,6 @@ class Agent:
             config.start_timeout_s, self.feed,
         )  # fmt: skip
         self._unwinding = Unwinding(slots, self._lives, config.phase_timeout_s, config.saving_timeout_s)
-        self._lives.on_lost = self._spares.replace
-        notice = Notice(slots, self._lives.give_up, lambda text: self._reports.emit("Note", text=text))
-        self._lives.on_supervisor_told = notice.supervisor_told
         self._controller = Controller(node, timing_of(config), policy_of(config))
         self._witness = Witness(config.witness, lambda: credentials.job, self._reports, self.feed)
         self._server = LocalServer(self._listener, self._workers.on_message, self._lives.closed)
@@ -266,21 +263,28 @@ class Agent:
         finally:
             self._stepping = False
 
-    def _received(self, node: NodeId, message: AnyMessage) -> None:
+    @property
+    def world(self) -> World | None:
+        return self._controller.world
+
+    def admitted(self, hello: Hello) -> None:
+        self._peers.add(hello.node, hello.bulk)
+
+    def received(self, node: NodeId, message: AnyMessage) -> None:
         self._links.roster.heard(node, message)
         self.feed(io.Received(node, message))
 
-    def _link_lost(self, node: NodeId, reason: str) -> None:
+    def link_lost(self, node: NodeId, reason: str) -> None:
         self._links.roster.gone(node)
         self.feed(io.LinkLost(node, reason, silent=node in self._links.mesh.silent))
 
-    def _still_silent(self, node: NodeId, reason: str) -> None:
+    def still_silent(self, node: NodeId, reason: str) -> None:
         self.feed(io.LinkLost(node, reason, silent=True, still=True))
 
-    def _told_to_stop(self, host: str) -> None:
+    def told_to_stop(self, host: str) -> None:
         self.feed(io.StopRequested(f"ended by `deadpool stop` on {host}", 128 + signal.SIGINT))
 
-    def _refused(self, error: PeerRefused) -> None:
+    def refused(self, error: PeerRefused) -> None:
         self._reports.emit("PeerRefused", address=error.address, reason=str(error))
 
     def _heard(self, slot: Slot, peer: LocalPeer, message: local.LocalMessage) -> None:

@@ -51,7 +51,7 @@ class Rehearsal:
 
     @property
     def listener(self) -> LocalPeer | None:
-        """Where its process can be told something, None if it cannot."""
+        """The connection to its process, None if it can be told nothing."""
         return self.process.peer if self.alive else None
 
     @property

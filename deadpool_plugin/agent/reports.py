@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import msgspec
 
@@ -34,8 +35,11 @@ NODES_MAX = 4
 class Reports:
     """Thread: the event loop's only."""
 
-    def __init__(self, node: NodeId, writer: Writer, output_dir: Path) -> None:
-        self.node, self._writer = node, writer
+    def __init__(
+        self, node: NodeId, writer: Writer, output_dir: Path, hosts: Mapping[NodeId, str] = MappingProxyType({})
+    ) -> None:
+        """`hosts`: their names, which stand beside the numbers of nodes on the terminal."""
+        self.node, self._writer, self._hosts = node, writer, hosts
         log = events.log_of(output_dir, node)
         self.follows_another_job = log.exists() and log.stat().st_size > 0
         self._log, self._log_bytes = writer.open(log), 0
@@ -43,8 +47,6 @@ class Reports:
         self._newest_step = {True: (-1, -1), False: (-1, -1)}
         self.generation: Generation = 0
         self.leads = False
-        self.hosts: Mapping[NodeId, str] = {}
-        """Host names, which stand beside the numbers of nodes on the terminal."""
         self._cancelled = (-1, "")
         self._noted_in, self._noted = 0, set[str]()
         self._awaited_in: Generation | None = None
@@ -100,7 +102,7 @@ class Reports:
             self._writer.write(self._log, line)
 
     def _say_once(self, line: str) -> None:
-        """In a generation: every rank says the same, and what fails is tried again."""
+        """Say it once in a generation: every rank says the same, and what fails is tried again."""
         if self._noted_in != self.generation:
             self._noted_in, self._noted = self.generation, set()
         known = re.sub(r"\d+", "", line)
@@ -133,7 +135,7 @@ class Reports:
 
     def say(self, line: str) -> None:
         self._has_spoken = True
-        self._writer.forward(f"[deadpool] {named(line, self.hosts)}\n".encode())
+        self._writer.forward(f"[deadpool] {named(line, self._hosts)}\n".encode())
 
 
 def sentence(event: events.Event) -> str:

@@ -48,18 +48,19 @@ class Spares:
         store: SnapshotStore,
         peers: Peers,
         reports: Reports,
+        check_memory: Callable[[Profile, NodeId], None],
         history_limit_bytes: int,
         feed: Callable[[io.Input], None],
     ) -> None:
         self._node, self._workers, self._store, self._peers = node, workers, store, peers
         self._reports, self._feed, self._history_limit_bytes = reports, feed, history_limit_bytes
+        self._check_memory_of = check_memory
         self._committed: Step = NO_STEP
         self._said_at, self._said_of = 0.0, -1
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._ordered: dict[int, Rank] = {}
         """The next rehearsal of each slot, until it has begun."""
         self.rehearsals: dict[int, Rehearsal] = {}
-        self.check_memory: Callable[[Profile, NodeId], None] = lambda profile, node: None
 
     # ---- starting one
 
@@ -157,25 +158,21 @@ class Spares:
             return
         self._feed(io.WorkerMoved(message.rank))
         now, step, target = time.monotonic(), message.step, self._workers.committed
-        if slot.process.moved_from is None:
-            slot.process.moved_from = now, step
-            return
+        slot.process.moved_from = began, first = slot.process.moved_from or (now, step)
         quiet_s = now - self._said_at
         if quiet_s >= SAY_MOVED_S and (message.rank == self._said_of or quiet_s >= 2 * SAY_MOVED_S):
             self._said_at, self._said_of = now, message.rank
-            began, first = slot.process.moved_from
-            left_s = (target - step) * (now - began) / (step - first) if step > first else -1.0
+            left_s = (target - step) * (now - began) / (step - first) if first < step <= target else -1.0
             self._reports.emit("CatchingUp", rank=message.rank, step=step, target=target, left_s=left_s)
 
     def _check_memory(self, rehearsal: Rehearsal) -> None:
-        """After a take-over this node holds the lost one's mirrors, too. If it has too little memory for that, people
-        are told now.
+        """Check that this node can hold the lost one's mirrors, too, after a take-over; tell people if it cannot.
 
         The spare stays: another attempt would cost a rehearsal and find no more memory, the last one would cost the
         spare (and everybody a swap), and the next loss then ends a job whose state it could have saved.
         """
         try:
-            self.check_memory(rehearsal.profile, rehearsal.source)
+            self._check_memory_of(rehearsal.profile, rehearsal.source)
         except MemoryShortage as error:
             reason = f"memory here does not hold what node {rehearsal.source} runs and mirrors: {error}"
             self._doubt(rehearsal, reason)

@@ -1,7 +1,7 @@
 """This node's processes: who they are when they connect, and what they are told.
 
 Rules of this file: an order replaces the process of the order before, whose last words mean nothing from then on.
-Deaths are lives.py's; what is neither a hello nor an output is passed on.
+Deaths are lives.py's; what processes say beside hellos is passed on, and the hello of a rehearsal, too.
 """
 
 from __future__ import annotations

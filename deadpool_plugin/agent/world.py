@@ -28,7 +28,7 @@ class Place(msgspec.Struct, frozen=True):
 
 
 def spare_nodes(spares: int | Sequence[str], hosts: Sequence[str]) -> tuple[NodeId, ...]:
-    """Which nodes stand by, in the order in which they take over.
+    """List the nodes that stand by, in the order in which they take over.
 
     Raises: ConfigError for too few hosts, or a name no host has.
     """

@@ -1,4 +1,4 @@
-"""The operating system of one host: processes, /proc, files, addresses. The agent and the launcher's programs use it.
+"""The operating system of one host: processes, /proc, files, addresses, what processes print.
 
-No torch in here, and nothing is decided.
+The agent and the launcher's programs use it. No torch in here, and nothing is decided about the job.
 """

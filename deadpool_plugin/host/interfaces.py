@@ -1,4 +1,4 @@
-"""Which of this host's addresses `interface_address` means: a file that is the same on all hosts names a network.
+"""This host's address that `interface_address` means: a file that is the same on all hosts names a network.
 Where it means none, whether the frameworks were told of another one than is used.
 
 Rules of this file: asks the kernel for addresses, opens nothing.

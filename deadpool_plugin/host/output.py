@@ -1,4 +1,4 @@
-"""Where bytes for people go: rank files and event log on one thread, the launcher's pipe on another.
+"""Bytes for people: rank files and event log on one thread, the launcher's pipe on another.
 
 Rules of this file: the event loop never waits for a disk or for a launcher that does not read, and the files never for
 the launcher; what a bounded queue cannot hold is dropped and counted; a broken pipe ends forwarding, nothing else.
@@ -32,7 +32,7 @@ _READ_BYTES = 1 << 16
 
 
 def rank_file(output_dir: Path, rank: Rank, node: NodeId) -> Path:
-    """Where what `rank` prints on `node` goes."""
+    """Name the file of what `rank` prints on `node`."""
     return output_dir / f"rank{rank:04d}.node{node}.log"
 
 
@@ -188,7 +188,7 @@ class Writer:
         return appended(path)
 
     def open_later(self, path: Path) -> int:
-        """As `open`, on the thread that writes; if that fails, the terminal has the reason. Blocks: never."""
+        """Open it later, on the thread that writes; if that fails, the terminal has the reason. Blocks: never."""
         fd = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
         self._files.open(fd, path)
         return fd

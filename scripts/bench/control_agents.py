@@ -102,9 +102,9 @@ class Watched(Agent):
         self._row.add(type(message).__name__)
         self._send(action)
 
-    def _link_lost(self, node: NodeId, reason: str) -> None:
+    def link_lost(self, node: NodeId, reason: str) -> None:
         self._row.set("noticed_ns", time.monotonic_ns())
-        super()._link_lost(node, reason)
+        super().link_lost(node, reason)
 
     def _reconfigure(self, action: io.Reconfigure) -> None:
         """The plan has come: before anything is done about it, the time."""

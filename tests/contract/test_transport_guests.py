@@ -55,13 +55,20 @@ class Node:
         self.messages: asyncio.Queue[tuple[int, object]] = asyncio.Queue()
         self.lost: asyncio.Queue[int] = asyncio.Queue()
         self.refused: asyncio.Queue[PeerRefused] = asyncio.Queue()
-        self.admitted: list[Hello] = []
-        self.roster = Roster(node, JOB, ("master", 29500), credentials)
-        self.roster.on_admitted = self.admitted.append
+        self.newcomers: list[Hello] = []
+        self.stopped_by: list[str] = []
+        self.world: World | None = None
+        self.roster = Roster(node, JOB, ("master", 29500), credentials, self)
         self.mesh = ControlMesh(
             node, credentials, "127.0.0.1", None, self._received, self._lost, 10.0, self.refused.put_nowait,
             self.roster.answer,
         )  # fmt: skip
+
+    def admitted(self, hello: Hello) -> None:
+        self.newcomers.append(hello)
+
+    def told_to_stop(self, host: str) -> None:
+        self.stopped_by.append(host)
 
     def _received(self, peer: int, message: AnyMessage) -> None:
         self.roster.heard(peer, message)
@@ -93,7 +100,7 @@ async def job(size: int) -> AsyncIterator[list[Node]]:
     hellos = [await node.listen() for node in nodes]
     await asyncio.gather(*(node.mesh.connect({h.node: h.control for h in hellos}, WAIT_S) for node in nodes))
     for node in nodes:
-        node.roster.members = lambda: World(3, tuple(range(size)))
+        node.world = World(3, tuple(range(size)))
         for hello in hellos:
             node.roster.know(hello)
     try:
@@ -138,12 +145,11 @@ def test_a_member_describes_its_job_and_gives_every_id_once() -> None:
 def test_who_has_the_secret_may_end_the_job_once_there_is_one() -> None:
     async def scenario() -> None:
         async with job(1) as (member,):
-            told: list[str] = []
-            member.roster.on_stop = told.append
+            told = member.stopped_by
             with pytest.raises(PeerRefused):
                 await ask(member.hello.control, Credentials(b"other"), Stop("elsewhere"))
             assert await ask(member.hello.control, SECRET, Stop("here")) == Stopping() and told == ["here"]
-            member.roster.members = lambda: None
+            member.world = None
             assert isinstance(await ask(member.hello.control, SECRET, Stop("here")), Busy) and told == ["here"]
 
     run(scenario)
@@ -158,7 +164,7 @@ def test_without_the_secret_nothing_is_told() -> None:
             async with newcomer(1, credentials=Credentials(b"other")) as stranger:
                 with pytest.raises(PeerRefused):
                     await stranger.arrive(member.hello)
-            assert not member.admitted and not member.mesh.linked
+            assert not member.newcomers and not member.mesh.linked
 
     run(scenario)
 
@@ -182,7 +188,7 @@ def test_a_newcomer_is_linked_to_all_and_known_before_it_speaks() -> None:
             arrival = await host.arrive(members[2].hello)
             assert arrival.members == (0, 1, 2)
             assert arrival.hellos == [*(member.hello for member in members), host.hello]
-            assert all(member.admitted == [host.hello] for member in members)
+            assert all(member.newcomers == [host.hello] for member in members)
             host.ask_in(arrival)
             for member in members:
                 assert await soon(member.messages) == (3, JoinRequest())
@@ -229,7 +235,7 @@ def test_of_two_hosts_with_one_id_one_is_let_in_everywhere() -> None:
             )
             assert sorted(type(result).__name__ for result in results) == ["Arrival", "NodeTaken"]
             let_in = first if isinstance(results[0], Arrival) else second
-            assert all(member.admitted == [let_in.hello] for member in members)
+            assert all(member.newcomers == [let_in.hello] for member in members)
             assert all(3 in member.mesh.linked for member in members)
 
     run(scenario)
@@ -265,7 +271,7 @@ def test_of_two_hosts_that_arrive_at_once_only_one_waits_for_the_other(monkeypat
             assert [hello.node for hello in arrival.hellos] == [0, 1, 2]
             visit = second.mesh.visit(2, first.hello.control, second.hello, WAIT_S)
             assert isinstance(await visit, Admitted)
-            assert 3 in first.mesh.linked and first.admitted == [second.hello]
+            assert 3 in first.mesh.linked and first.newcomers == [second.hello]
 
     run(scenario)
 
@@ -289,7 +295,7 @@ def test_who_has_become_a_member_without_a_word_to_us_is_arriving_no_more() -> N
         async with job(1) as (member,), newcomer(1) as first, newcomer(2) as second:
             visit = first.mesh.visit(0, member.hello.control, first.hello, WAIT_S)
             assert isinstance(await visit, Admitted)
-            member.roster.members = lambda: World(generation=3, node_of=(0,), spares=(1,))
+            member.world = World(generation=3, node_of=(0,), spares=(1,))
             visit = second.mesh.visit(0, member.hello.control, second.hello, WAIT_S)
             assert isinstance(await visit, Admitted)
 

@@ -343,10 +343,9 @@ def test_host_names_stand_beside_the_numbers_of_nodes(line, shown):
 
 
 def test_the_host_of_a_lost_node_is_still_named_on_the_terminal_and_not_in_the_log(tmp_path, capfdbinary):
-    roster = Roster(1, Job([], "", "", {}), ("127.0.0.1", 1), Credentials(b"secret"))
+    roster = Roster(1, Job([], "", "", {}), ("127.0.0.1", 1), Credentials(b"secret"), fake())
     writer = Writer()
-    reports = Reports(1, writer, tmp_path)
-    reports.hosts = roster.hosts
+    reports = Reports(1, writer, tmp_path, roster.hosts)
     for node in (0, 1):
         roster.know(hello(node))
     roster.gone(0)
@@ -359,8 +358,7 @@ def test_the_host_of_a_lost_node_is_still_named_on_the_terminal_and_not_in_the_l
 def test_a_silent_start_names_the_ranks_it_waits_for_at_doubling_intervals(tmp_path, monkeypatch):
     writer, lines = Writer(), list[str]()
     monkeypatch.setattr(writer, "forward", lambda data: lines.append(data.decode()))
-    reports = Reports(0, writer, tmp_path)
-    reports.hosts = {0: "h1", 1: "h2", 2: "h3"}
+    reports = Reports(0, writer, tmp_path, {0: "h1", 1: "h2", 2: "h3"})
     world = World(0, (0, 0, 1, 1), (2,))
 
     def said(ranks, now, world=world):
@@ -585,5 +583,5 @@ def test_a_death_is_seen_before_its_core_dump_is_written(tmp_path, state, flags,
 def test_a_link_that_stays_silent_is_told_as_a_silent_one():
     """One that is closed counts against its node at once; a silent one may be the fault of this pair of hosts."""
     fed: list[io.LinkLost] = []
-    Agent._still_silent(fake(feed=fed.append), 3, "no answer")
+    Agent.still_silent(fake(feed=fed.append), 3, "no answer")
     assert fed == [io.LinkLost(3, "no answer", silent=True, still=True)]

@@ -81,7 +81,7 @@ def ending(monkeypatch):
     agent = Agent.__new__(Agent)
     agent._node, agent._config = 1, cast(Config, types.SimpleNamespace(decision_timeout_s=0.01))
     agent._reports = cast(Reports, types.SimpleNamespace(say=said.append))
-    agent._lives = lives = Lives(1, "tag.", [slot], Watch(10.0), said.append)
+    agent._lives = lives = Lives(1, "tag.", [slot], Watch(10.0), said.append, said.append, said.append)
     lives.ending = True
     return agent, lives, slot, said
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import types
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from support.stand_in import stand_in
 
@@ -70,8 +70,9 @@ def test_a_spare_that_comes_too_late_to_follow_says_so_once() -> None:
         for step in range(30):
             store.append(4, step, bytes(10))
         slot.process = Process(order=1, rank=4, rehearses=True, peer=stand_in(LocalPeer))
-        workers = types.SimpleNamespace(slots=[slot], handlers={})
-        spares = Spares(3, cast(Workers, workers), store, stand_in(Peers), cast(Reports, told), 100, fed.append)
+        workers = types.SimpleNamespace(slots=[slot])
+        check: Any = None  # no rehearsal ends here
+        spares = Spares(3, cast(Workers, workers), store, stand_in(Peers), cast(Reports, told), check, 100, fed.append)
         spares.rehearsals[0] = rehearsal = Rehearsal(
             slot, slot.process, stand_in(Profile), source=3, history=History(100)
         )

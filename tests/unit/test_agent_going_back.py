@@ -64,13 +64,14 @@ def rehearsing(slot: Slot, rank: int, told: int) -> Rehearsal:
 def test_a_stand_in_that_followed_too_far_begins_again_from_the_new_source():
     async def scenario():
         slots = [Slot(0), Slot(1)]
-        workers = types.SimpleNamespace(slots=slots, handlers={}, world=WORLD)
+        workers = types.SimpleNamespace(slots=slots, world=WORLD)
         spares = Spares(
             2,
             cast(Workers, workers),
             stand_in(SnapshotStore),
             stand_in(Peers),
             stand_in(Reports),
+            nothing,
             1000,
             lambda event: None,
         )
@@ -130,8 +131,7 @@ def test_a_process_that_cannot_go_back_so_far_is_ended_and_replaced_with_its_rea
         slot.process = Process(order=1, rank=3, rehearses=False, pid=child.pid)
         fed: list[io.Input] = []
         lost: list[Slot] = []
-        lives = Lives(0, "tag", [slot], Watch(10.0), fed.append)
-        lives.on_lost = lost.append
+        lives = Lives(0, "tag", [slot], Watch(10.0), fed.append, lost.append, lambda reason: None)
         try:
             lives.out_of_reach(slot, local.OutOfReach("its calls begin later"))
             assert child.wait(10) == -signal.SIGKILL

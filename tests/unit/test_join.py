@@ -13,9 +13,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from support.stand_in import fake
 
 from deadpool_plugin import __version__
-from deadpool_plugin.agent import joining
+from deadpool_plugin.agent import contacts, joining
 from deadpool_plugin.agent.joining import Job, Roster
 from deadpool_plugin.agent.meeting import versions
 from deadpool_plugin.cli.join import address
@@ -23,7 +24,6 @@ from deadpool_plugin.cli.main import COMMANDS, main
 from deadpool_plugin.config import Config, load
 from deadpool_plugin.core.types import World
 from deadpool_plugin.errors import ConfigError, PeerRefused, TransportError
-from deadpool_plugin.host import contacts
 from deadpool_plugin.launch import carried, join, roles
 from deadpool_plugin.launch.secret import of_job
 from deadpool_plugin.transport.guests import JobDescription, Reserve, Reserved
@@ -170,8 +170,8 @@ class Member:
     async def _serve(self):
         self._end = asyncio.Event()
         credentials = Credentials(SECRET.encode(), MEMBERS_JOB)
-        roster = Roster(4, Job(self.command, str(self.folder), self.config.told(), {}), ("m", 5), credentials)
-        roster.members = lambda: World(1, (4,))
+        job, owner = Job(self.command, str(self.folder), self.config.told(), {}), fake(world=World(1, (4,)))
+        roster = Roster(4, job, ("m", 5), credentials, owner)
         mesh = ControlMesh(
             4, credentials, "127.0.0.1", None, lambda *_: None, lambda *_: None, 10.0, lambda _: None, roster.answer,
         )  # fmt: skip
@@ -418,7 +418,7 @@ def test_what_deepspeed_is_told_to_export_is_exported_but_no_secret(tmp_path, mo
 
 
 def test_ids_are_above_all_that_ever_were():
-    roster = Roster(0, Job([], "", "", {}), ("m", 5), Credentials(b""))
+    roster = Roster(0, Job([], "", "", {}), ("m", 5), Credentials(b""), fake(world=None))
     for node in (0, 1, 7):
         roster.know(hello(node))
     roster.gone(7)

@@ -25,8 +25,7 @@ def heard(monkeypatch):
     monkeypatch.setattr(Lives, "_standby_is_gone", lambda self, slot: False)
     order: list[io.Input | Slot] = []
     slot = Slot(0, rank=3)
-    lives = Lives(1, "tag.", [slot], Watch(10.0), order.append)
-    lives.on_lost = order.append
+    lives = Lives(1, "tag.", [slot], Watch(10.0), order.append, order.append, lambda reason: lives.give_up(reason))
     slot.process = Process(order=1, rank=3, rehearses=False, in_training=True)
     return lives, slot, order
 

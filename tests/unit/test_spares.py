@@ -27,13 +27,17 @@ from deadpool_plugin.transport import local
 PEER = stand_in(local.LocalPeer)
 
 
+def nothing(*_):
+    pass
+
+
 def asked(error: DeadpoolError, patience_s: float, succeeds_at: int) -> tuple[int, bool]:
     """Count the requests for a recording that fail with `error` at first, and tell whether that was the end of it."""
 
     async def scenario() -> tuple[int, bool]:
         workers, peers, failed = stand_in(Workers), stand_in(Peers), []
         peers.patience_s = patience_s
-        spares = Spares(2, workers, stand_in(SnapshotStore), peers, stand_in(Reports), 1000, lambda event: None)
+        spares = Spares(2, workers, stand_in(SnapshotStore), peers, stand_in(Reports), nothing, 1000, nothing)
         attempts = 0
 
         async def begin(slot, rank, source):
@@ -70,8 +74,7 @@ def test_a_spare_that_could_not_hold_the_mirrors_that_come_with_its_ranks_says_s
         store.prepare_own = lambda *arguments: prepared.append(arguments)
         reports.emit = lambda kind, **fields: told.append((kind, fields))
         asks, says = cast(Peers, peers), cast(Reports, reports)
-        spares = Spares(5, workers, cast(SnapshotStore, store), asks, says, 1000, fed.append)
-        spares.check_memory = check
+        spares = Spares(5, workers, cast(SnapshotStore, store), asks, says, check, 1000, fed.append)
         for number in range(2):
             slot = Slot(number)
             slot.process = Process(order=1, rank=6 + number, rehearses=True)
@@ -119,7 +122,7 @@ class Connection:
 
 def following(told: int, slot: Slot) -> tuple[Spares, Rehearsal]:
     workers, peers = stand_in(Workers), stand_in(Peers)
-    spares = Spares(5, workers, stand_in(SnapshotStore), peers, stand_in(Reports), 1 << 20, lambda event: None)
+    spares = Spares(5, workers, stand_in(SnapshotStore), peers, stand_in(Reports), nothing, 1 << 20, nothing)
     slot.process = Process(order=1, rank=6, rehearses=True)
     rehearsal = Rehearsal(slot, slot.process, Profile(4096, 64, "", (6,), b""), 3, History(1 << 20), told=told)
     rehearsal.finished.set()
@@ -140,11 +143,11 @@ def test_people_are_told_of_one_newcomer_on_its_way_and_how_long_it_needs(monkey
         spares.moved(slots[7], local.Moved(7, 10 + 2 * second))
         if second < 15:
             spares.moved(slots[6], local.Moved(6, 3 * second))
-    assert told == [(101.0, 7, 12, 100, 44.0), (111.0, 7, 32, 100, 34.0), (121.0, 7, 52, 100, 24.0)]
+    assert told == [(100.0, 7, 10, 100, -1.0), (110.0, 7, 30, 100, 35.0), (120.0, 7, 50, 100, 25.0)]
     for second in range(30, 60):
         clock[0] = 100.0 + second
         spares.moved(slots[6], local.Moved(6, 45))
-    assert [one[:3] for one in told[3:]] == [(141.0, 6, 45), (151.0, 6, 45)]
+    assert [one[:3] for one in told[3:]] == [(140.0, 6, 45), (150.0, 6, 45)]
 
 
 def test_a_process_that_takes_over_rehearses_nothing_else_in_the_next_swap():
