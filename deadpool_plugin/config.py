@@ -184,7 +184,7 @@ class Config(BaseModel):
 
     @property
     def told_secret_file(self) -> str:
-        """Where another host of the job looks for the secret: as here, the default file in its own home directory."""
+        """The file in which another host of the job looks for the secret: as here, or the default in its own home."""
         return os.path.abspath(self.secret_path) if "secret_file" in self.model_fields_set else str(self.secret_file)
 
     def told(self) -> str:

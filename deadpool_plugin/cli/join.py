@@ -18,7 +18,7 @@ from ..transport.sockets import Address
 
 
 def add_place(parser: argparse.ArgumentParser, name: str, **more: Any) -> None:
-    """Which running job is meant. `name`: of the argument that is its output_dir; `more`: about that one."""
+    """Add the options that say which job is meant. `name`: of the argument for its output_dir; `more`: about that."""
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
         name, type=Path, metavar="OUTPUT_DIR",

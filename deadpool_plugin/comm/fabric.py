@@ -57,9 +57,9 @@ class Fabric(Protocol):
         ...
 
     def await_rest(self, stop: Callable[[], bool]) -> bool:
-        """After `unblock`: wait until nothing that was in flight can write any more; False if `stop()` first."""
+        """Wait, after `unblock`, until nothing that was in flight can write any more; False if `stop()` first."""
         ...
 
     def wait_style(self, operation: str) -> str:
-        """How `waits.SwapWork` waits for `operation`: "slices", "helper" or "direct"."""
+        """Return how `waits.SwapWork` waits for `operation`: "slices", "helper" or "direct"."""
         ...

@@ -1,4 +1,4 @@
-"""Which generation this process lives in, which one is announced, and what an error in a collective means then.
+"""The generation this process lives in, the one that is announced, and what an error in a collective means then.
 
 Rules of this file: `current` only grows, on the main thread; `announced` only grows, from any thread. While
 `announced > current`, every collective and every wait raises GenerationChanged.

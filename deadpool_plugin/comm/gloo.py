@@ -89,7 +89,7 @@ class GlooFabric:
         return options
 
     def _learn(self, ranks: tuple[int, ...]) -> None:
-        """Where the listeners of `ranks` are. Does not block: who has built a group with us has published his."""
+        """Look up the listeners of `ranks`. Does not block: who has built a group with us has published his."""
         unknown = [rank for rank in ranks if rank not in self._peers and rank != self._rank]
         if not unknown:
             return

@@ -76,7 +76,7 @@ class Network:
             fabric.unblock()
 
     def await_rest(self, stop: Callable[[], bool]) -> bool:
-        """After `unblock`: wait until nothing that was in flight can write any more; False if `stop()` first."""
+        """Wait, after `unblock`, until nothing that was in flight can write any more; False if `stop()` first."""
         return all(fabric.await_rest(stop) for fabric in list(self._fabrics.values()))
 
 

@@ -64,7 +64,7 @@ def _own_address() -> str:
 
 
 def _bound(address: str) -> str:
-    """Where to listen: everywhere where a host's own name is a loopback address on itself (Debian's 127.0.1.1)."""
+    """Return where to listen: everywhere if a host's own name is a loopback address on itself (Debian's 127.0.1.1)."""
     if ":" in address or address == "localhost":
         return address
     resolved = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)

@@ -1,4 +1,4 @@
-"""How often something may be done again: so many times within any stretch of so many seconds.
+"""A budget of repetitions: so many times within any stretch of so many seconds.
 
 Rules of this file: what is older than the window is forgotten, so that a job of months is not ended by losses that were
 months apart. May import nothing.

@@ -243,7 +243,7 @@ class Context:
         self.conclude(self._verdict(reason, exit_code, lost_ranks))
 
     def give_up(self, reason: str, lost_ranks: tuple[Rank, ...]) -> None:
-        """As `stop`, of this node alone: it cannot decide, and does not know whether others can."""
+        """Stop this node alone: it cannot decide, and does not know whether others can."""
         self._say_and_leave(self._verdict(reason, EXIT_UNRECOVERABLE, lost_ranks))
 
     def _verdict(self, reason: str, exit_code: int, lost_ranks: tuple[Rank, ...]) -> Verdict:

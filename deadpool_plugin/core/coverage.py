@@ -1,4 +1,4 @@
-"""Which hosts' loss a spare could make up for: what "protected" needs beside mirrored snapshots.
+"""The hosts whose loss a spare could make up for: what "protected" needs beside mirrored snapshots.
 
 A host is covered while a living spare that is able to take it stands by. A spare is able once it has rehearsed all it
 was told to, until it says otherwise. A host whose call records are dropped can be taken only by a spare that has

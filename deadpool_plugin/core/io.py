@@ -68,7 +68,7 @@ class StoreLost(Input, frozen=True):
 
 
 class WorkerReady(Input, frozen=True):
-    """In a generation that began from the top of the script: a worker of this node has reached its first call and its
+    """A worker of this node, in a generation that began from the top of the script, has reached its first call and its
     arena is in place."""
 
     rank: Rank

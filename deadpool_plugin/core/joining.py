@@ -1,4 +1,4 @@
-"""How a host becomes a member of a running job.
+"""A host becomes a member of a running job.
 
 Rules of this file: the host asks every member, each heartbeat, until a decided plan has it in its world or there is no
 hope left; a member remembers who asks as long as the connection lasts. Only the coordinator acts on it (swaps.py), and
@@ -66,7 +66,7 @@ class Joining:
             self._ask()
 
     def link_lost(self, node: NodeId, reason: str) -> None:
-        """That member may be the one loss this host is needed for; the others decide."""
+        """Go on without it: that member may be the one loss this host is needed for; the others decide."""
         ctx = self._ctx
         if node in self._members:
             self._members.remove(node)

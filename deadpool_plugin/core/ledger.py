@@ -136,7 +136,7 @@ class Ledger:
         return points[max(allowed, key=lambda step: (bears[step], step))]
 
     def _bears(self, world: World, step: Step, nodes: Collection[NodeId], losses_max: int) -> int:
-        """How many of `nodes` more may be lost before `step` is (`losses_max` or more count as that)."""
+        """Count how many of `nodes` more may be lost before `step` is (`losses_max` or more count as that)."""
         bears = losses_max
         for rank in range(len(world.node_of)):
             headers = [node for node in self._copies[rank, step] if node in nodes]
@@ -190,7 +190,7 @@ class Ledger:
     def _payload_of(
         self, rank: Rank, step: Step, replicas: Collection[Rank], nodes: Collection[NodeId]
     ) -> tuple[NodeId, Rank] | None:
-        """Which of `nodes` holds the payload, as which rank's: `rank`'s own snapshot before a replica's."""
+        """Find which of `nodes` holds the payload, as which rank's: `rank`'s own snapshot before a replica's."""
         for candidate in (rank, *(replica for replica in replicas if replica != rank)):
             copies = self._copies.get((candidate, step), {})
             holders = [node for node, copy in copies.items() if copy.payload and node in nodes]

@@ -36,7 +36,7 @@ def _may_decide(world: World, present: int, has_first: bool, witness: bool) -> b
 
 
 def _present(world: World, nodes: Collection[NodeId]) -> int:
-    """How many members are among `nodes`."""
+    """Count the members among `nodes`."""
     return len(world.positions.keys() & nodes)
 
 

@@ -1,4 +1,4 @@
-"""Which nodes hold whose mirrors where hosts stand in racks: never two copies in one rack while another has room.
+"""Nodes that hold mirrors, where hosts stand in racks: never two copies in one rack while another has room.
 
 A node has room for as many mirrors as it gives away itself, so nobody needs more memory than everybody does; a spare
 has as much. The assignment is part of the world and is made from the one before it, so that a swap moves no mirror that

@@ -52,7 +52,7 @@ class Call(NamedTuple):
     root: int = -1
 
     def encoded(self) -> int:
-        """In 64 bits, of which the lowest is always set: no collective leaves a digest as it is."""
+        """Encode it in 64 bits, of which the lowest is always set: no collective leaves a digest as it is."""
         place = (self.root + 1) & 0xFFF
         size = min(self.size, (1 << 38) - 1)
         fields = (OPERATIONS.index(self.operation), DTYPES.index(self.dtype), REDUCTIONS.index(self.reduction))

@@ -12,7 +12,7 @@ from .suspicion import PAUSE_INTERVALS
 
 
 class Pausing:
-    """Whether this node's workers stand still."""
+    """State of this node's workers: whether they stand still."""
 
     def __init__(self, context: Context) -> None:
         self._ctx = context

@@ -13,7 +13,7 @@ from .context import Context
 
 
 class Phase(Enum):
-    """Where a node stands. The value says it to people."""
+    """Phase of a node. The value says it to people."""
 
     OUTSIDE = "has not met the others"
     JOINING = "asks a running job to take it in"

@@ -1,4 +1,4 @@
-"""Which slot of a node runs what, once a plan is decided.
+"""Slots of a node, and what each runs once a plan is decided.
 
 Rules of this file: a pure function of what the node's own slots are; agents and simulator alike place by it.
 May import types only.
@@ -28,7 +28,7 @@ class LocalSlot(msgspec.Struct, frozen=True):
 
 
 def divide(ranks: Sequence[Rank], slots: Sequence[LocalSlot]) -> tuple[dict[Rank, int], dict[Rank, int]]:
-    """Which slots go on with their rank, and which ones are to take the node's other ranks over.
+    """Divide: slots that go on with their rank, and those that are to take the node's other ranks over.
 
     A rank without a process gets its own slot, else the one that rehearses it, else one that has no rank.
 

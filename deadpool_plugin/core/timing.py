@@ -1,4 +1,4 @@
-"""How long the protocol waits for what. All in seconds of the caller's monotonic clock.
+"""Waits of the protocol, and how long each is. All in seconds of the caller's monotonic clock.
 
 Rules of this file: one frozen value, derived by the caller from the configuration's one knob. May import nothing.
 """

@@ -40,7 +40,7 @@ EXIT_SIGNALLED = 128
 
 
 class World(msgspec.Struct, frozen=True, array_like=True, dict=True):
-    """Which node runs which rank in one generation, and who stands by.
+    """The nodes that run the ranks in one generation, and those that stand by.
 
     `node_of[rank]` is the node of that rank; `spares` are the standing-by nodes in the order in which they
     take over. `racks`: the rack of each member that has one; who has none stands alone. `mirrors`: where racks matter,
@@ -108,7 +108,7 @@ class Holding(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Source(msgspec.Struct, frozen=True, array_like=True):
-    """Where a lost rank's snapshot comes from: its header from one node, its payload from `payload_rank`'s
+    """Source of a lost rank's snapshot: its header from one node, its payload from `payload_rank`'s
     snapshot of the same step on a (possibly different) node."""
 
     rank: Rank

@@ -11,7 +11,7 @@ from .deepspeed_config import named_config
 
 
 def activate() -> None:
-    """In a plain process whose command line names our configuration: become the supervisor that runs it again.
+    """Become, in a plain process whose command line names our configuration, the supervisor that runs it again.
 
     By the flag, or in a DeepSpeed configuration. In a worker, or without either: nothing. Must be the script's first
     statement: before torch is imported, before a thread is started.

@@ -50,7 +50,7 @@ def parse(arguments: Sequence[str]) -> CommandLine:
 
 
 def head_of(command: Sequence[str]) -> int:
-    """How many words name the script: SCRIPT, or -m MODULE."""
+    """Count the words that name the script: SCRIPT, or -m MODULE."""
     return 2 if command[:1] == ["-m"] else 1
 
 

@@ -29,8 +29,8 @@ def new_job() -> str:
 
 
 def folder_of(job: str) -> Path:
-    """In the host's memory, never on a disk, gone when it is switched off. On all hosts of a launch the name is the
-    same, whoever the user is there."""
+    """Name the job's folder: in the host's memory, never on a disk, gone when it is switched off. On all hosts of a
+    launch the name is the same, whoever the user is there."""
     return SHM / f"deadpool-{job}"
 
 
@@ -52,7 +52,7 @@ def secret_of(config: str) -> Path | None:
 
 
 def last_word(config: str, node: int) -> Path:
-    """Where the agent of `node`, started with `config`, leaves its exit code: the event log's disk may be full."""
+    """Name the file for the exit code of `node`'s agent, started with `config`: the event log's disk may be full."""
     return Path(config).with_name(f"exit_code.{node}")
 
 

@@ -1,4 +1,4 @@
-"""Which processes of this host belong to a job of `deadpool launch`: those that were started with its configuration.
+"""Processes of this host that belong to a job of `deadpool launch`: those that were started with its configuration.
 
 Rules of this file: read from /proc; a process that has gone, or is another user's, is none of ours.
 """

@@ -38,7 +38,7 @@ def preload(names: Iterable[str]) -> None:
 
 
 def cuda_is_lost() -> bool:
-    """In a forked process: CUDA was initialised in one before it, and cannot be initialised again."""
+    """Return, in a forked process, whether CUDA was initialised in one before it and cannot be initialised again."""
     if "torch" in sys.modules and (cuda := sys.modules["torch"].cuda)._is_in_bad_fork():
         # A torch built for CUDA says so on a host without a device too, where there is nothing to lose.
         return os.path.exists(_CUDA_CONTROL) or cuda.device_count() > 0
@@ -50,7 +50,7 @@ def cuda_is_lost() -> bool:
 
 
 def tell_modules(pipe: int, beforehand: Iterable[str] = ()) -> None:
-    """In the forked process: the names of the installed modules it has imported and of ours, not of the user's own.
+    """Tell the names of the installed modules this forked process has imported and of ours, not of the user's own.
 
     Args: beforehand: `module:function:argument`, what is to be called after these imports.
     """
@@ -89,7 +89,7 @@ class Lessons:
         return [self._pipe] if self._pipe >= 0 else []
 
     def ask(self, trains: bool) -> int:
-        """Where the process about to be forked shall write its names; -1 if nobody needs them any more.
+        """Return where the process about to be forked shall write its names; -1 if nobody needs them any more.
 
         Args:
             trains: it runs a rank, beside which the names will be imported.

@@ -62,7 +62,7 @@ def outcome(told: Mapping[int, Sequence[events.Event]], hosts: Sequence[str], la
 
 
 def ended(heard: Sequence[events.Event]) -> Verdict | None:
-    """How the job has ended, as far as its nodes say; None if it has not.
+    """Find how the job has ended, as far as its nodes say; None if it has not.
 
     Args:
         heard: all nodes' events; kinds that are not TELLING may be left out.

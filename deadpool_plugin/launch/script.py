@@ -66,7 +66,7 @@ def in_a_line(error: BaseException) -> str:
 
 
 def _run(argv: list[str]) -> None:
-    """As `python SCRIPT ARGUMENTS...` or `python -m MODULE ARGUMENTS...` would."""
+    """Run it as `python SCRIPT ARGUMENTS...` or `python -m MODULE ARGUMENTS...` would."""
     spell_local_rank()
     if argv[0] == "-m":
         sys.argv, sys.path[0] = argv[1:], os.getcwd()

@@ -27,7 +27,7 @@ def of_job(config: Config, path: str) -> bytes:
 
 
 def secret_files(config: Config, path: str) -> tuple[str, ...]:
-    """Where the secret of the job whose configuration is the file `path` lies for others: as long as the job runs on
+    """Return where others find the secret of the job whose configuration is the file `path`: as long as the job runs on
     this host, and where the user has it."""
     found = carried.secret_of(path)
     return (*([] if found is None else [str(found)]), config.told_secret_file)

@@ -179,7 +179,7 @@ def main(script: list[str]) -> NoReturn:
 
 
 def _execute(script: list[str], order: Order) -> NoReturn:
-    """In a forked process: carry out `order` without anything that was imported before the fork."""
+    """Carry out `order`, in a forked process, without anything that was imported before the fork."""
     print(
         "[deadpool] the import of a module initialised CUDA: this process imports everything again",
         file=sys.stderr,

@@ -205,7 +205,7 @@ class SlotPair:
         self.seal_encoded(step, msgspec.msgpack.encode(header))
 
     def seal_encoded(self, step: int, encoded: bytes) -> None:
-        """As `seal`, with a header taken from another slot."""
+        """Seal a slot with a header taken from another slot."""
         area = self._header(step)
         need = _PREFIX.size + len(encoded)
         if need > len(area):

@@ -1,4 +1,4 @@
-"""Which snapshots lie in this node's slots, whole and unchanged, and reading them.
+"""Snapshots that lie in this node's slots, whole and unchanged, and reading them.
 
 Rules of this file: any thread. A holding is listed only while its slot is sealed and verified; one whose payload is
 found changed since it was sent or received is none any more.

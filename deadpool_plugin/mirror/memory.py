@@ -1,4 +1,4 @@
-"""How much memory this process may still take, before it takes it.
+"""Memory that this process may still take, before it takes it.
 
 Rules of this file: the smallest of the kernel's MemAvailable and the headroom of every cgroup (v2 or v1) above this
 process counts; page cache that a cgroup can drop, active or not, is headroom. Reads files only.

@@ -177,7 +177,7 @@ class BulkStream:
     # ---- bytes
 
     def _limit_s(self, size: int) -> float:
-        """How long `size` bytes may take: what counts is all of them, not each system call."""
+        """Return how long `size` bytes may take: what counts is all of them, not each system call."""
         return self._silent_after_s + size / SLOWEST_BYTES_PER_S
 
     def _recv_exact(self, view: memoryview, *, idle: bool = False) -> None:

@@ -179,7 +179,7 @@ async def serve(
 
 
 def nobody_joins(_: Question) -> Answer:
-    """Where no host may join."""
+    """Answer guests where no host may join."""
     return Refused("no host can join here")
 
 

@@ -1,4 +1,4 @@
-"""How a control link begins: a handshake, and a word of who was dialled whether there is to be a link.
+"""The beginning of a control link: a handshake, and a word of who was dialled whether there is to be a link.
 
 Rules of this file: it keeps nothing and decides nothing; whatever raises has closed the connection. Thread: the event
 loop's only.

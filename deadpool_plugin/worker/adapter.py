@@ -73,7 +73,7 @@ class Followed:
         return None
 
     def skipped(self, outcome: Any) -> Any:
-        """In a follower: the value for the script, made from what was recorded; executes nothing."""
+        """Return, in a follower, the value for the script, made from what was recorded; executes nothing."""
         return outcome
 
     def loss(self, value: Any, adapter: Adapter, on_host: Callable[[Any], Any]) -> float | None:
@@ -146,7 +146,7 @@ class Adapter(Protocol):
         """Select the part of `scalars()` that a script can see, for processes that follow it."""
 
     def show(self, visible: Scalars) -> None:
-        """In a follower: let the script see what it would have seen."""
+        """Let the script see, in a follower, what it would have seen."""
 
     def entry_state(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], None]:
         """Capture what a call may read and an interrupted call may leave changed; the result puts it back."""
@@ -155,7 +155,7 @@ class Adapter(Protocol):
         """A call has returned: what changes until the next one begins is the script's doing."""
 
     def clean(self) -> None:
-        """After an interrupted call: forget handles and flags, zero the gradients. Never communicates."""
+        """Forget handles and flags after an interrupted call, and zero the gradients. Never communicates."""
 
     def load(self, scalars: Scalars) -> None:
         """The tensors of `shard()` hold the restored values: put back the scalars, in place, rebinding nothing."""
@@ -175,4 +175,4 @@ class Adapter(Protocol):
         """The loss in a call's result, if there is one, for people to look at."""
 
     def guessed(self) -> str:
-        """In a follower: where the script first took a number that followers are not told; "" if it did not."""
+        """Return, in a follower, where the script first took a number that followers are not told; "" if it did not."""

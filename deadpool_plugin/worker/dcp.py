@@ -162,7 +162,7 @@ class ThreadFlight(Flight):
         self.future.follow(self._inner, self)
 
     def _run(self, save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """In torch's thread."""
+        """Run in torch's thread."""
         adopt_thread(self)
         self._thread = threading.get_ident()
         try:
@@ -249,7 +249,7 @@ class SaveFuture(Future[Any]):
         self._release()
 
     def skip(self) -> None:
-        """In a follower callbacks never run: nobody knows when they ran in the rank itself."""
+        """Leave callbacks out in a follower: nobody knows when they ran in the rank itself."""
         self._calls_back = False
         self.lose("this process took the rank over after the save began")
 

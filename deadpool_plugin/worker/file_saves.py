@@ -57,7 +57,7 @@ class FileSave(SaveCall):
         self._saves.written(str(self._path), began, whole=False)
 
     def outcome(self, value: Any) -> bytes:
-        """Where it is."""
+        """Record where it is."""
         return os.fsencode(self._path)
 
     def skipped(self, outcome: bytes | None) -> None:

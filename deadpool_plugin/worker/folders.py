@@ -112,7 +112,7 @@ class Folders:
         return 1 if mine != given else 2
 
     def follow(self, given: str, recorded: str) -> None:
-        """In a follower: its script saves to `given` what the rank itself has saved to `recorded`."""
+        """Note, in a follower, that its script saves to `given` what the rank itself has saved to `recorded`."""
         folder, its = os.path.dirname(os.path.abspath(given)), os.path.dirname(os.path.abspath(recorded))
         if folder == its or _is_temporary(folder):
             return
@@ -152,17 +152,17 @@ class Folders:
         return None
 
     def _existing(self, path: str) -> str:
-        """As `moved`, where the job's folder is there: another host may have one of its own."""
+        """Move `path` as `moved`, where the job's folder is there: another host may have one of its own."""
         found = self._found(path)
         return str(found[1]) if found and os.path.isdir(found[0]) else path
 
     def moved(self, path: str) -> str:
-        """Where the job saves what this rank's script would save to `path`. What is not there is said once."""
+        """Return where the job saves what this rank's script would save to `path`. What is not there is said once."""
         found = self._found(path)
         return path if found is None else self._say_moved(path, str(found[1]))
 
     def file(self, path: str) -> str:
-        """As `moved`, for a file of this rank's own: there is no other rank to ask, and the folder may not be here."""
+        """Move a file of this rank's own as `moved`: there is no other rank to ask, and the folder may not be here."""
         found = self._found(path)
         if found is not None and found[1].parent.is_dir():
             return self._say_moved(path, str(found[1]))

@@ -107,14 +107,14 @@ class RewindIterator:
         self.position = position
 
     def pulled_since(self, position: int) -> list[Any]:
-        """How many items, and for each of those that were drawn for: its number, and the random states before it; and
-        a digest of all items."""
+        """Return how many items; of each that was drawn for, its number and the random states before; and a digest of
+        all."""
         items = list(self._kept)[position - self._first_kept : self.position - self._first_kept]
         drawn = [[number, item.before] for number, item in enumerate(items) if item.before is not None]
         return [len(items), drawn, proof.combined([item.digest for item in items])]
 
     def skip(self, count: int, draws: Sequence[Sequence[Any]] = (), digest: int = 0) -> int | None:
-        """In a follower: move the user's iterator by what the rank itself pulled, as from `pulled_since`.
+        """Move the user's iterator, in a follower, by what the rank itself pulled, as from `pulled_since`.
 
         Args: digest: that of the rank's own items; 0 if nobody will compare them.
         Returns: the digest of what was read here, None if it was passed over: see `prove`.
@@ -123,7 +123,7 @@ class RewindIterator:
             return skip(self.inner, count, draws, read_first=digest != 0)
 
     def prove(self, count: int) -> int | None:
-        """In a follower whose iterator was moved by `count` items, and passed over them: their digest."""
+        """Return the digest of `count` items by which a follower's iterator was moved, passing over them."""
         with reading():
             return prove(self.inner, count)
 

@@ -90,7 +90,7 @@ class Tapes:
         return iter(self._tapes)
 
     def forget(self) -> None:
-        """In a follower: it rewinds nothing."""
+        """Forget what was kept: a follower rewinds nothing."""
         for tape in self._tapes:
             tape.forget()
 
@@ -99,7 +99,7 @@ class Tapes:
         return [tape.state() for tape in self._tapes]
 
     def load(self, states: Sequence[bytes | None]) -> None:
-        """In a newcomer, which is where the snapshot was taken."""
+        """Go on, in a newcomer, where the snapshot was taken."""
         invariant(len(states) == len(self._tapes), "the snapshot tells of other loaders than this script has made")
         for tape, state in zip(self._tapes, states, strict=True):
             tape.load(state)

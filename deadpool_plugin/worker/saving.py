@@ -80,7 +80,7 @@ class Flight:
         """Make its writers end soon. Thread: any, the main thread may be waiting for them. Never blocks for long."""
 
     def settle(self) -> None:
-        """After `stop`: block until its writers are gone and nothing in this process will complete it."""
+        """Block, after `stop`, until its writers are gone and nothing in this process will complete it."""
 
     def completed(self) -> None:
         self.complete = True
@@ -91,7 +91,7 @@ class Flight:
         self._saves.dropped(self)
 
     def remove_files(self) -> None:
-        """After `settle`. Raises: OSError if a file cannot be looked for, or removed."""
+        """Remove it, after `settle`. Raises: OSError if a file cannot be looked for, or removed."""
         if self.keep_files or self.complete or not self.path:
             return
         for file in self.files:

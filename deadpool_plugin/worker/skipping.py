@@ -97,7 +97,7 @@ def _is_known(reader: Any) -> bool:
 
 
 def _pass_over(reader: Any) -> Any:
-    """As if a batch had been read that no worker process has been asked for yet. Returns: its indices."""
+    """Go on as if a batch had been read that no worker process has been asked for yet. Returns: its indices."""
     index = reader._next_index()
     reader._num_yielded += 1
     return index

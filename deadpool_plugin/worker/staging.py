@@ -26,7 +26,7 @@ SLOW_S, SLOW_STEPS = 1.0, 5
 
 
 class Layout:
-    """Where each tensor of a shard lies in a slot's payload (64-byte aligned, in order)."""
+    """The place of each tensor of a shard in a slot's payload (64-byte aligned, in order)."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self.tensors = tensors

@@ -1,4 +1,4 @@
-"""How a rank in training lives through a swap: rejoin, restore, redo.
+"""A rank in training lives through a swap: rejoin, restore, redo.
 
 Rules of this file: everything runs on the main thread, inside an interrupted call or a wait at the end of the script.
 A generation that changes again meanwhile starts it over. Ranks go back to one restore step and redo their own calls.

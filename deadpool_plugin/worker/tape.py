@@ -78,7 +78,7 @@ class Source:
                 ) from error
 
     def load(self, state: bytes) -> None:
-        """As in torchdata: the pass that begins after `load_state_dict` goes on where the state was taken."""
+        """Go on as in torchdata: the pass that begins after `load_state_dict` goes on where the state was taken."""
         with rng.preserved():
             self.given.load_state_dict(codec.decode(state))
             self.items = iter(self.given)
@@ -149,7 +149,7 @@ class Tape(RewindIterator):
         passes: Sequence[Sequence[Any]] = (),
         digest: int = 0,
     ) -> int | None:
-        """In a follower. A source that tells its state is not read until the script itself asks for an item: the state
+        """Skip items. A source that tells its state is not read until the script itself asks for an item: the state
         makes its items the rank's own."""
         self.forget()
         if count == 0:
@@ -202,7 +202,7 @@ class Tape(RewindIterator):
         return self._states[self.position]
 
     def load(self, state: bytes | None) -> None:
-        """In a newcomer, at the cut where a rank's own tape told `state`: make the source's the same.
+        """Make the source's state `state`, in a newcomer, at the cut where a rank's own tape told it.
 
         Blocks: for the source, unless following it has brought it there already.
         """

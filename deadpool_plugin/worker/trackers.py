@@ -63,7 +63,7 @@ class Trackers:
                 )
 
     def folders(self) -> set[str]:
-        """Where writers that wait for `resume` will log to."""
+        """List where writers that wait for `resume` will log to."""
         return self._tensorboard.folders()
 
 

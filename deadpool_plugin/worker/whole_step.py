@@ -85,7 +85,7 @@ def _is_read_on(leaf: Any) -> bool:
 
 
 class WholeSteps:
-    """Where decorated functions find a training process that is protected."""
+    """The place where decorated functions find a training process that is protected."""
 
     installed: ClassVar[WholeSteps | None] = None
 

@@ -26,7 +26,7 @@ def lasts(engine: Any) -> bool:
 
 
 class LastingGradients:
-    """Which of the model's parameters have had gradients, as far as this rank keeps them."""
+    """The model's parameters that have had gradients, as far as this rank keeps them."""
 
     def __init__(self, optimizer: Any, module: Any) -> None:
         named = module.named_parameters()

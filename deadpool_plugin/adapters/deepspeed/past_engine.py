@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class ModelCall:
-    """In the place of an engine's model when that is called."""
+    """Stand-in for an engine's model when that is called."""
 
     def __init__(self, calls: Calls, engine: Any, inner: Callable[..., Any]) -> None:
         self._calls, self._engine, self._inner = calls, engine, inner

@@ -196,7 +196,7 @@ class EngineState:
     # ---- a swap
 
     def clean(self) -> None:
-        """As between two steps: no gradients, nothing under way. Never communicates.
+        """Leave the engine as between two steps: no gradients, nothing under way. Never communicates.
 
         Those that `LastingGradients` minds keep their memory's values, which the next step writes over.
         """

@@ -124,7 +124,7 @@ class Guess(torch.Tensor):
 
     @classmethod
     def _plainly(cls, func: Any, args: Any, kwargs: Any) -> Any:
-        """As of tensors that are no subclass's."""
+        """Call `func` as with tensors that are no subclass's."""
         with torch._C.DisableTorchFunctionSubclass():
             args, kwargs = pytree.tree_map_only(Guess, lambda one: one.as_subclass(torch.Tensor), (args, kwargs))
             return func(*args, **kwargs)
@@ -143,7 +143,7 @@ def guess(dtype: torch.dtype, shape: list[int], device: torch.device) -> torch.T
 
 
 class UntoldObject:
-    """In the place of something that is neither a tensor nor plain data. `kind`: its type.
+    """Stand-in for something that is neither a tensor nor plain data. `kind`: its type.
 
     Raises: Divergence, from whatever the script does with it.
     """

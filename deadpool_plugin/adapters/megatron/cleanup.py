@@ -47,7 +47,7 @@ def bucket_groups(chunk: Any) -> list[Any]:
 
 
 def no_sync(chunk: Any) -> NoSync:
-    """In the place of `DistributedDataParallel.no_sync`."""
+    """Stand in for `DistributedDataParallel.no_sync`."""
     return NoSync(chunk)
 
 

@@ -116,7 +116,7 @@ TRAINING = (
 
 
 def check_training() -> None:
-    """As `check`, of Megatron-LM's own arguments."""
+    """Check Megatron-LM's own arguments, as `check` does a configuration."""
     args: Any = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
     refuse(args, TRAINING)
     if getattr(args, "fim_data", False) and not args.num_workers:

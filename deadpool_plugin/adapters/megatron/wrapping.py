@@ -1,4 +1,4 @@
-"""How a function of Megatron's becomes a call."""
+"""Functions of Megatron's that become calls."""
 
 from __future__ import annotations
 
