@@ -1,4 +1,4 @@
-"""How long does a fault stop training? The plugin beside NVRx, torchft and kill-and-relaunch, in one run.
+"""Benchmark: how long a fault stops training. The plugin beside NVRx, torchft and kill-and-relaunch, in one run.
 
     python scripts/bench_swap.py --out bench                    # everything, resumable; hours (see --list)
     python scripts/bench_swap.py --out bench --only deadpool    # systems or faults whose name contains the word

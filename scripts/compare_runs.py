@@ -89,7 +89,7 @@ def first_gap(run: Run, ranks: int, steps: range) -> str | None:
 
 
 def first_difference(reference: Run, run: Run) -> str | None:
-    """In order of steps, so that what is reported is where the runs part."""
+    """Yield in order of steps, so that what is reported is where the runs part."""
     first, last = min(reference.first_step, run.first_step), max(reference.steps, run.steps)
     ranks, steps = len(reference.metrics), range(first, last + 1)
     for each in (reference, run):

@@ -162,7 +162,7 @@ def watch(cluster: Cluster, args: argparse.Namespace, look: Callable[[], None]) 
 
 
 class Bar(Progress):
-    """How far a run is: on a terminal a bar with step and loss below all lines, elsewhere a line now and then."""
+    """Progress of a run: on a terminal a bar with step and loss below all lines, elsewhere a line now and then."""
 
     def __init__(self, run: str, steps: int) -> None:
         self.steps, self.every, self.said, self.hosts = steps, max(1, steps // 6), 0, Text()

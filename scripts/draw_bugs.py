@@ -51,7 +51,7 @@ class Bug:
 
 
 def drawn(seed: int, count: int, root: Path = ROOT) -> list[Bug]:
-    """As many bugs of each folder (one more of the first ones if `count` is no multiple), in the order of FOLDERS."""
+    """Draw as many bugs of each folder (one more of the first if `count` is no multiple), in the order of FOLDERS."""
     found = []
     for place, folder in enumerate(FOLDERS):
         files = sorted((root / "deadpool_plugin" / folder).rglob("*.py"))

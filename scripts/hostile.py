@@ -189,7 +189,7 @@ class Attack:
 
 
 def targets_of(pids: list[int]) -> dict[int, tuple[list[int], list[str]]]:
-    """Where each of these processes listens: TCP ports, and names of abstract sockets."""
+    """Find where each of these processes listens: TCP ports, and names of abstract sockets."""
     ports, names = dict[str, int](), dict[str, str]()
     for table in ("tcp", "tcp6"):
         for line in Path("/proc/net", table).read_text().splitlines()[1:]:

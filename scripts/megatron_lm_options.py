@@ -1,4 +1,4 @@
-"""Which options of Megatron-LM's pretrain_gpt.py survive losses bit for bit: one small job each, judged and kept.
+"""Options of Megatron-LM's pretrain_gpt.py that survive losses bit for bit: one small job each, judged and kept.
 
     python scripts/megatron_lm_options.py --checkout MEGATRON_LM --out OUT               all that are not known yet
     python scripts/megatron_lm_options.py --checkout MEGATRON_LM --out OUT --only vpp fp16 --jobs 1

@@ -54,7 +54,7 @@ def run_ranks(ranks: int, logs: Path, script: list[str], slots: int = 0, deadlin
 
 
 def become_rank(rank: int, ranks: int, port: int, logs: Path, script: list[str], slots: int = 0) -> None:
-    """In the forked process: run the script as `rank`, on hosts of `slots` ranks (0: all on one). Never returns."""
+    """Run the script, in the forked process, as `rank`, on hosts of `slots` ranks (0: all on one). Never returns."""
     host, local_rank = divmod(rank, slots or ranks)
     output = os.open(logs / f"rank{rank:04d}.log", os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o644)
     os.dup2(output, 1)

@@ -221,7 +221,7 @@ def zero(row: Row) -> tuple[str, str]:
 
 
 def checks(subject: Subject, args: argparse.Namespace, out: Path, commit: str) -> dict[str, tuple[str, ...]]:
-    """What each check has Python run; it holds if the exit code is 0. `commit`: of the checkout of a tag."""
+    """List what each check has Python run; it holds if the exit code is 0. `commit`: of the checkout of a tag."""
     if subject.tag:
         place = checkout(subject.tag, commit, args.megatron_lm, args.out / "checkouts")
         script = ("scripts/megatron_lm_options.py", "--checkout", str(place), "--again", "--only")
@@ -429,7 +429,7 @@ The checks are in the order in which they were made. The newest of a row and che
 
 
 def page(lines: list[Line]) -> str:
-    """What became of each row, and every check."""
+    """Describe what became of each row, and every check."""
     known = {f"{line['row']}:{line['check']}": line for line in lines}
     fields = ("row", "check", "result", "seconds", "seed", "commit")
     checks = [

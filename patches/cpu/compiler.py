@@ -27,6 +27,6 @@ def as_written(model: Callable[..., Any] | None = None, **options: Any) -> Any:
 
 
 def stop_the_loaded_compiler() -> None:
-    """Where megatron-core was imported before, its functions are wrapped already: they then run as written too."""
+    """Let functions run as written that were wrapped already, where megatron-core was imported before."""
     if "torch._dynamo" in sys.modules:
         sys.modules["torch._dynamo"].config.disable = True  # type: ignore[attr-defined]

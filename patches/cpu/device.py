@@ -1,4 +1,4 @@
-"""Where tensors live: every CUDA device becomes the CPU."""
+"""The place of tensors: every CUDA device becomes the CPU."""
 
 from __future__ import annotations
 

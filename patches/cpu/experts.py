@@ -43,5 +43,5 @@ def split_sizes_as_numbers() -> None:
 
 
 def numbers(sizes: Any) -> Any:
-    """What is no tensor stays what it is."""
+    """Leave what is no tensor as it is."""
     return sizes.tolist() if isinstance(sizes, torch.Tensor) else sizes

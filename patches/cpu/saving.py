@@ -15,7 +15,7 @@ import torch
 
 
 class Results:
-    """What Megatron's writers report through, as a pipe of forked processes.
+    """Pipe of forked processes through which Megatron's writers report.
 
     Megatron's own is served by a process that is spawned, imports the script again and takes seconds to start.
     """
@@ -41,7 +41,7 @@ def _results() -> Any:
 
 
 def results_by_pipe() -> None:
-    """In every process of a run, before it saves."""
+    """Patch every process of a run, before it saves."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     filesystem_async._results_queue = Results()

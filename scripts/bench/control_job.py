@@ -43,7 +43,7 @@ class Job:
 
     @cached_property
     def _shares(self) -> dict[int, int]:
-        """How many agents there are in each node's process."""
+        """Count the agents in each node's process."""
         return {node: len(nodes) for nodes in self.shape.processes for node in nodes}
 
     def _cpu_ns(self) -> dict[int, int]:

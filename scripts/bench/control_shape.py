@@ -1,4 +1,4 @@
-"""How big a job of bench_control_plane.py is, and which of its agents share a process. Values only."""
+"""Size of a job of bench_control_plane.py, and the agents that share a process. Values only."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Failed(Exception):
 
 @dataclass(frozen=True)
 class Shape:
-    """How many agents, how many of them share a process, ranks per node, and how many members are lost one by one
-    before the coordinator is. Whoever is lost or coordinates has a process of its own."""
+    """Numbers of a job: agents, those that share a process, ranks per node, and members that are lost one by one before
+    the coordinator is. Whoever is lost or coordinates has a process of its own."""
 
     nodes: int
     per_process: int

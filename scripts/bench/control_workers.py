@@ -169,7 +169,7 @@ class Rank:
     # ---- steps
 
     def go_on(self) -> None:
-        """As far as the driver and the gate allow."""
+        """Go on as far as the driver and the gate allow."""
         while self._trains and self._step < self._stage.until and may_stage(self._step + 1, self._committed):
             self._stage_step(self._step + 1)
 

@@ -78,7 +78,7 @@ def nccl_asks(store: Store, place: int) -> None:
 
 
 class _Alone:
-    """In the place of a class of communicators: calls `asks`, connects nobody."""
+    """Stand in for a class of communicators: call `asks`, connect nobody."""
 
     def __init__(self, kind: Any, asks: Callable[[Store, int, int], None]) -> None:
         self._kind, self._asks = kind, asks
@@ -161,7 +161,7 @@ def count(layout: Layout, make_groups: Callable[[Layout], None], rank: int) -> d
 
 
 def megatron(layout: Layout) -> None:
-    """As Megatron-LM does, with its defaults."""
+    """Make groups as Megatron-LM does, with its defaults."""
     from megatron.core import parallel_state
 
     dist.init_process_group("nccl")
@@ -169,7 +169,7 @@ def megatron(layout: Layout) -> None:
 
 
 def zero(layout: Layout) -> None:
-    """As deepspeed.initialize does with ZeRO, all ranks data parallel."""
+    """Make groups as deepspeed.initialize does with ZeRO, all ranks data parallel."""
     import deepspeed
     import torch
 
@@ -185,7 +185,7 @@ def zero(layout: Layout) -> None:
 
 
 def pipeline(layout: Layout) -> None:
-    """As DeepSpeed's PipelineModule and engine do for stages, data and tensor ranks."""
+    """Make groups as DeepSpeed's PipelineModule and engine do for stages, data and tensor ranks."""
     import deepspeed
     from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
 

@@ -26,7 +26,7 @@ PUBLISHED = {
 
 @dataclass(frozen=True)
 class Layout:
-    """How many ranks for each kind of parallelism, and on each node."""
+    """Ranks for each kind of parallelism, and on each node."""
 
     tp: int
     pp: int

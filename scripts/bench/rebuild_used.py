@@ -1,4 +1,4 @@
-"""Which groups a training step really uses: a training script's rank over the plugin's groups, every operation counted.
+"""Groups that a training step really uses: a training script's rank over the plugin's groups, every operation counted.
 
     python scripts/run_plain.py --ranks 8 --logs DIR -- scripts/bench/rebuild_used.py OUT scripts/train_gpt.py ...
 

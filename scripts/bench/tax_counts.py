@@ -1,4 +1,4 @@
-"""What a rank did to its device in the whole of a training script: the stand-in's counts, left behind at its end.
+"""Counts of what a rank did to its device in a whole training script: the stand-in's, left behind at its end.
 
     python scripts/run_plain.py --ranks 4 --logs LOGS -- scripts/bench/tax_counts.py --out DIR -- SCRIPT ...
 

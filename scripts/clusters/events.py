@@ -64,7 +64,7 @@ class Tail:
         return max((event["generation"] for event in self.events), default=0)
 
     def spares_ready(self) -> int:
-        """How many hosts have said that they are ready and have not taken over, been lost or said so twice."""
+        """Count the hosts that have said that they are ready and have not taken over, been lost or said so twice."""
         ready = {event["node"] for event in self.of("SpareReady")}
         gone = {lost for event in self.of("NodeLost") for lost in event["lost"]}
         takers = {taker for event in self.of("SwapPlanned") for taker in event["takers"].values()}

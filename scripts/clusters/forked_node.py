@@ -170,7 +170,7 @@ class Host:
         return {"LOCAL_RANK": str(local_rank), "RANK": str(self.index * self.slots + local_rank)}
 
     def _play_launcher(self, environment: Callable[[int], dict[str, str]]) -> NoReturn:
-        """As launch.py: a child for each slot; if one ends badly, the others are ended."""
+        """Start as launch.py does: a child for each slot; if one ends badly, the others are ended."""
         children = {}
         for local_rank in range(self.slots):
             pid = os.fork()
@@ -214,7 +214,7 @@ class Host:
 
 
 def end_all(children: dict[int, int], code: int) -> NoReturn:
-    """As launch.py ends its children: one after the other, each with its time."""
+    """End children as launch.py does: one after the other, each with its time."""
     for pid in children:
         processes.send(pid, signal.SIGTERM)
     for pid in children:

@@ -178,7 +178,7 @@ class Network:
             self._queue(host, direction, ["netem", "loss", f"{loss_percent}%", "delay", f"{delay_ms}ms"])
 
     def heal(self, host: str) -> None:
-        """As new; of a pair that is cut, both are to be healed."""
+        """Make it as new; of a pair that is cut, both are to be healed."""
         self._neighbours(host, "flush", "dev", "eth0", "nud", "permanent")
         for direction in ("out", "in"):
             subprocess.run(self._tc(host, direction, "del"), capture_output=True)  # there may be none

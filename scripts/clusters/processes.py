@@ -1,4 +1,4 @@
-"""Which processes an emulated node consists of, and one signal for all of them at the same moment.
+"""Processes of an emulated node, and one signal for all of them at the same moment.
 
 Rules of this file: standard library only; it serves the driver of a cluster and the fault that strikes inside one of
 its processes alike. A node is the session of its launcher, and whatever left that session but is still a descendant.
@@ -86,6 +86,6 @@ def signal_node(leader: int, number: int) -> None:
 
 
 def send(pid: int, number: int) -> None:
-    """As os.kill; a process that is gone is no error."""
+    """Send a signal as os.kill does; a process that is gone is no error."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)

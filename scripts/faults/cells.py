@@ -205,7 +205,7 @@ def step_of(name: str) -> int:
 
 
 def updates(undisturbed: Path, framework: str = "megatron") -> list[int]:
-    """How many updates there have been after each step, the first being step 0: overflows of fp16 skip some.
+    """Count the updates that there have been after each step, the first being step 0: overflows of fp16 skip some.
 
     A step that megatron-core skips has no gradient norm; DeepSpeed's have none with ZeRO 0 and fp32.
     """
@@ -218,7 +218,7 @@ def updates(undisturbed: Path, framework: str = "megatron") -> list[int]:
 
 
 def planned_faults(together: list[Cell], world: int, updates_by: list[int]) -> list[Kill]:
-    """In the order of steps. The rank that is hit moves through all nodes and slots."""
+    """Plan kills in the order of steps. The rank that is hit moves through all nodes and slots."""
     kills: list[Kill] = []
     order = list(COLUMNS)
     for cell in sorted(together, key=lambda cell: (step_of(cell.column), order.index(cell.column))):

@@ -83,7 +83,7 @@ class Halfway(list):  # type: ignore[type-arg]
 
 
 def hook_agent(injector: Injector) -> None:
-    """In an agent's process, before it begins."""
+    """Install in an agent's process, before it begins."""
     from deadpool_plugin.agent.reports import Reports
     from deadpool_plugin.mirror.peer import BulkPeer
 

@@ -297,7 +297,7 @@ class Job:
 
 
 def hook_agents(plan: Path, marker: Path) -> None:
-    """In every agent's process: the places of faults in it."""
+    """Install the places of faults in every agent's process."""
     from faults import hooks
     from faults.inject import Injector
 

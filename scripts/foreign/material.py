@@ -144,7 +144,7 @@ def _tell(what: str) -> None:
 
 
 def stand_in() -> None:
-    """In a rank's process, before its script begins."""
+    """Prepare a rank's process, before its script begins."""
     if not torch.cuda.is_available():
         torch.cuda.set_device = lambda *_: None  # type: ignore[assignment] # of scripts that know GPUs only
     if importlib.util.find_spec("accelerate") and importlib.util.find_spec("transformers"):

@@ -104,7 +104,7 @@ def _pipeline(material: Path) -> list[str]:
 
 
 def _accelerate(material: Path) -> dict[str, str]:
-    """As `accelerate launch --use_deepspeed --deepspeed_config_file` sets them."""
+    """Make the variables that `accelerate launch --use_deepspeed --deepspeed_config_file` sets."""
     config = {"train_micro_batch_size_per_gpu": 16, "gradient_accumulation_steps": 1, **_zero(2)}
     return {
         "ACCELERATE_USE_DEEPSPEED": "true",

@@ -170,7 +170,7 @@ class Checkpoints:
         return [state for part in self.parts for state in part.optimizer.state.values()]
 
     def make_states(self) -> None:
-        """As the first step would: there must be something to load into."""
+        """Do as the first step would: there must be something to load into."""
         for part in self.parts:
             part.init_state_fn(part.optimizer, part.config)
         for state in self.states():

@@ -64,8 +64,8 @@ Fault = tuple[str, str, int]
 
 @dataclass(frozen=True)
 class Place:
-    """Where jobs run. `out`: of one machine and commit, as undisturbed runs are kept there, too. `over_gloo`: NCCL does
-    not take several ranks per card."""
+    """Place where jobs run. `out`: of one machine and commit, for undisturbed runs are kept there, too. `over_gloo`:
+    NCCL does not take several ranks per card."""
 
     out: Path
     device: str

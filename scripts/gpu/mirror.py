@@ -55,7 +55,7 @@ LATE_CYCLES = 200_000_000
 
 
 class Skipped(Exception):
-    """What cannot be tried here; it does not count as held."""
+    """Mark of what cannot be tried here; it does not count as held."""
 
 
 class CommittingLink:

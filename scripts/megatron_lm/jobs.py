@@ -41,7 +41,7 @@ class Training:
 
 
 def preload(checkout: Path) -> None:
-    """In the process that plays the cluster, before anything is forked; megatron.core too is the checkout's then."""
+    """Prepare the process that plays the cluster, before it forks; megatron.core too is the checkout's then."""
     sys.path.insert(0, str(checkout))
     forked_node.preload()
     from megatron_lm import pretrain

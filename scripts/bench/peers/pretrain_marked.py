@@ -24,7 +24,7 @@ from bench.peers.marks import mark
 
 
 class Life:
-    """How often the training function was started before (NVRx's iteration)."""
+    """Return how often the training function was started before (NVRx's iteration)."""
 
     number = 0
 
@@ -100,7 +100,7 @@ def loads_over_torchs_adam() -> None:
 
 
 def ports() -> set[int]:
-    """Where Megatron-LM's integration has its stores (inprocess_restart.py), and the job's own."""
+    """Return where Megatron-LM's integration has its stores (inprocess_restart.py), and the job's own."""
     first = int(os.environ["MASTER_PORT"])
     return {first, first + 1, first + 2}
 

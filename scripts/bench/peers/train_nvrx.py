@@ -75,7 +75,7 @@ class StoreElsewhere(TCPStore):  # type: ignore[misc]
 
 
 class DestroyState(inprocess.finalize.Finalize):
-    """As Megatron-LM's: what outlives the function's frame. In this thread: ThreadedFinalize wants a CUDA device."""
+    """Finalize as Megatron-LM does what outlives the function's frame. In this thread: the threaded one wants CUDA."""
 
     def __call__(self, state: Any) -> Any:
         parallel_state.destroy_model_parallel()
