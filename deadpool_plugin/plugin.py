@@ -27,11 +27,11 @@ def run_agent(place: Place, config: Config, secret: bytes, listener: socket.sock
     asyncio.run this does not wait for threads that a file system which hangs has not let go of."""
     import asyncio
 
-    from .agent.process import Agent
+    from .agent.process import serve
 
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
-    return loop.run_until_complete(Agent(place, config, secret, listener, job_tag, job).run())
+    return loop.run_until_complete(serve(place, config, secret, listener, job_tag, job))
 
 
 def start_live(connection: LocalConnection, config: Config, order: local.RunRank, local_rank: int) -> Context:

@@ -60,21 +60,35 @@ SUPERVISORS_END_S = 4.0
 WITHDRAW_S = 1.0
 
 
+async def serve(place: Place, config: Config, secret: bytes, listener: socket.socket, job_tag: str, job: Job) -> int:
+    """Be this node's agent, from the first connection to the last; the exit code. Arguments are as of `Agent`."""
+    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, lambda: None)  # the supervisors say it
+    where = await reachable(config, place, job)
+    return await Agent(where, place, config, secret, listener, job_tag, job).run()
+
+
 class Agent:
-    """One node's agent; `run` once.
+    """One node's agent; `run` once, on the loop on which it was made.
 
     Args:
+        where: this node's addresses, of `reachable`.
         listener: the listening Unix socket supervisors and workers connect to.
         job_tag: what the environment tags of this node's workers begin with.
         job: what this node was started with, and whether it joins a job that runs.
     """
 
     def __init__(
-        self, place: Place, config: Config, secret: bytes, listener: socket.socket, job_tag: str, job: Job
+        self,
+        where: tuple[str, str],
+        place: Place,
+        config: Config,
+        secret: bytes,
+        listener: socket.socket,
+        job_tag: str,
+        job: Job,
     ) -> None:
-        self._place, self._config, self._secret, self._job_tag, self._job = place, config, secret, job_tag, job
-        self._node: NodeId = place.node
-        self._listener = listener
+        self._config, self._job_tag, self._job = config, job_tag, job
+        node = self._node = place.node
         self._in_job = job.invitation is None
         """False until a host that joins has asked to. Until then the node id may turn out to be another host's."""
         self._verdict: Verdict | None = None
@@ -96,11 +110,52 @@ class Agent:
             io.Emit: self._emit,
             io.Leave: self._leave,
         }
+        loop = asyncio.get_running_loop()
+        self._left: asyncio.Future[int] = loop.create_future()
+        loop.set_exception_handler(lambda _, context: self._unhandled(context))
+        run_anywhere()
+        allow_many_files()
+        self._writer = Writer()
+        credentials = Credentials(secret)
+        self._cuts = Cuts(node, self._writer, config.output_dir, lambda: credentials.job)
+        self._links = Links(place, config, credentials, self._job, where, self)
+        self._store = SnapshotStore(config.history_limit_bytes, config.memory_headroom_bytes)
+        self._peers = Peers(node, credentials, self._store, config.patience_s, self.feed)
+        self._reports = Reports(node, self._writer, config.output_dir, self._links.roster.hosts)
+        self._mirroring = Mirroring(node, config.copies, self._store, self._peers, self.feed)
+        self._watch = Watch(config.silent_after_s)
+        self._watch.start()
+        slots = [Slot(local_rank) for local_rank in range(place.local_size)]
+        self._pausing = Pausing(self._job_tag, slots, self._watch)
+        notice = Notice(
+            slots, lambda reason: self._lives.give_up(reason), lambda text: self._reports.emit("Note", text=text)
+        )
+        self._lives = Lives(
+            node, self._job_tag, slots, self._watch, self.feed, lambda slot: self._spares.replace(slot),
+            notice.supervisor_told,
+        )  # fmt: skip
+        self._workers = Workers(
+            place, self._links.address, config.output_dir, self._writer, slots, self._lives, self.feed,
+            self._heard, lambda: credentials.job,
+        )  # fmt: skip
+        self._spares = Spares(
+            node, self._workers, self._store, self._peers, self._reports, self._mirroring.check_memory,
+            config.history_limit_bytes, self.feed,
+        )  # fmt: skip
+        self._fullness = Fullness(self._store, self._reports, config.history_limit_bytes, self.feed)
+        fetches = Fetches(node, self._store, self._peers, self._reports)
+        self._takeovers = TakeOvers(
+            node, self._workers, self._mirroring, self._spares, fetches, self._store, self._pausing,
+            config.start_timeout_s, self.feed,
+        )  # fmt: skip
+        self._unwinding = Unwinding(slots, self._lives, config.phase_timeout_s, config.saving_timeout_s)
+        self._controller = Controller(node, timing_of(config), policy_of(config))
+        self._witness = Witness(config.witness, lambda: credentials.job, self._reports, self.feed)
+        self._server = LocalServer(listener, self._workers.on_message, self._lives.closed)
+        loop.add_signal_handler(signal.SIGTERM, notice.told, f"the agent of node {node} was told to end (SIGTERM)")
 
     async def run(self) -> int:
         """From the first connection to the last; the exit code."""
-        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, lambda: None)  # the supervisors say it
-        self._build(await reachable(self._config, self._place, self._job))
         works = (self._say_alive(), self._tick(), self._start())
         alive, *tasks = [asyncio.create_task(self._guarded(work)) for work in works]
         try:
@@ -139,52 +194,6 @@ class Agent:
             self._broke(error)
 
     # ---- starting
-
-    def _build(self, where: tuple[str, str]) -> None:
-        config, place, node = self._config, self._place, self._node
-        loop = asyncio.get_running_loop()
-        self._left: asyncio.Future[int] = loop.create_future()
-        loop.set_exception_handler(lambda _, context: self._unhandled(context))
-        run_anywhere()
-        allow_many_files()
-        self._writer = Writer()
-        credentials = Credentials(self._secret)
-        self._cuts = Cuts(node, self._writer, config.output_dir, lambda: credentials.job)
-        self._links = Links(place, config, credentials, self._job, where, self)
-        self._store = SnapshotStore(config.history_limit_bytes, config.memory_headroom_bytes)
-        self._peers = Peers(node, credentials, self._store, config.patience_s, self.feed)
-        self._reports = Reports(node, self._writer, config.output_dir, self._links.roster.hosts)
-        self._mirroring = Mirroring(node, config.copies, self._store, self._peers, self.feed)
-        self._watch = Watch(config.silent_after_s)
-        self._watch.start()
-        slots = [Slot(local_rank) for local_rank in range(place.local_size)]
-        self._pausing = Pausing(self._job_tag, slots, self._watch)
-        notice = Notice(
-            slots, lambda reason: self._lives.give_up(reason), lambda text: self._reports.emit("Note", text=text)
-        )
-        self._lives = Lives(
-            node, self._job_tag, slots, self._watch, self.feed, lambda slot: self._spares.replace(slot),
-            notice.supervisor_told,
-        )  # fmt: skip
-        self._workers = Workers(
-            place, self._links.address, config.output_dir, self._writer, slots, self._lives, self.feed,
-            self._heard, lambda: credentials.job,
-        )  # fmt: skip
-        self._spares = Spares(
-            node, self._workers, self._store, self._peers, self._reports, self._mirroring.check_memory,
-            config.history_limit_bytes, self.feed,
-        )  # fmt: skip
-        self._fullness = Fullness(self._store, self._reports, config.history_limit_bytes, self.feed)
-        fetches = Fetches(node, self._store, self._peers, self._reports)
-        self._takeovers = TakeOvers(
-            node, self._workers, self._mirroring, self._spares, fetches, self._store, self._pausing,
-            config.start_timeout_s, self.feed,
-        )  # fmt: skip
-        self._unwinding = Unwinding(slots, self._lives, config.phase_timeout_s, config.saving_timeout_s)
-        self._controller = Controller(node, timing_of(config), policy_of(config))
-        self._witness = Witness(config.witness, lambda: credentials.job, self._reports, self.feed)
-        self._server = LocalServer(self._listener, self._workers.on_message, self._lives.closed)
-        loop.add_signal_handler(signal.SIGTERM, notice.told, f"the agent of node {node} was told to end (SIGTERM)")
 
     async def _start(self) -> None:
         """Meet the others, link up, and let the controller begin. Raises: DeadpoolError."""

@@ -72,13 +72,10 @@ class Watched(Agent):
         place = Place(node, party.nodes, party.slots, HOST, party.port)
         job = Job(command=[], directory=str(party.folder), config="", environment={})
         listener = listen_unix(party.socket_name(node))
-        super().__init__(place, party.config(), SECRET, listener, f"{party.name}.{node}.", job)
+        super().__init__((HOST, HOST), place, party.config(), SECRET, listener, f"{party.name}.{node}.", job)
         self._row, self._send = row, self._actions[io.Send]
         self._actions[io.Send] = self._counted_send
-
-    def _build(self, where: tuple[str, str]) -> None:
-        super()._build(where)
-        mesh, row = self._links.mesh, self._row
+        mesh = self._links.mesh
         take_in = mesh._received
 
         def received(peer: NodeId, link: FrameProtocol, frame: bytes) -> None:
@@ -129,7 +126,7 @@ class Watched(Agent):
 def serve(party: Party, nodes: Sequence[NodeId], board: Board) -> NoReturn:
     """Be the agents of `nodes` until this process is killed."""
     try:
-        asyncio.run(_together([Watched(party, node, board.row(node)) for node in nodes]))
+        asyncio.run(_together(party, nodes, board))
     except BaseException:
         traceback.print_exc()
     finally:
@@ -137,7 +134,7 @@ def serve(party: Party, nodes: Sequence[NodeId], board: Board) -> NoReturn:
         os._exit(1)
 
 
-async def _together(agents: Sequence[Watched]) -> None:
-    lives = [asyncio.create_task(agent.run()) for agent in agents]
+async def _together(party: Party, nodes: Sequence[NodeId], board: Board) -> None:
+    lives = [asyncio.create_task(Watched(party, node, board.row(node)).run()) for node in nodes]
     ended, _ = await asyncio.wait(lives, return_when=asyncio.FIRST_COMPLETED)
     print(f"ended with {[life.result() for life in ended]}", file=sys.stderr)

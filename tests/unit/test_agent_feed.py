@@ -123,12 +123,11 @@ def test_a_spares_processes_that_are_killed_at_the_end_are_no_failure(ending):
 def test_a_thread_that_a_file_system_holds_does_not_hold_the_agent(monkeypatch):
     let_go = threading.Event()
 
-    async def run(self):
+    async def serve(*arguments):
         asyncio.get_running_loop().run_in_executor(None, let_go.wait)
         return 86
 
-    monkeypatch.setattr(Agent, "__init__", lambda self, *arguments: None)
-    monkeypatch.setattr(Agent, "run", run)
+    monkeypatch.setattr("deadpool_plugin.agent.process.serve", serve)
     timer = threading.Timer(20.0, let_go.set)
     timer.start()
     try:
