@@ -6,7 +6,7 @@ import os
 import sys
 
 from ..errors import ConfigError
-from .argv import FLAG, RUN
+from .argv import RUN, take_flag
 from .deepspeed_config import named_config
 
 
@@ -23,7 +23,7 @@ def activate() -> None:
 
 def _is_wanted(words: list[str]) -> bool:
     try:
-        return any(word == FLAG or word.startswith(FLAG + "=") for word in words) or bool(named_config(words))
+        return len(take_flag(words)[0]) < len(words) or bool(named_config(words))
     except ConfigError:
         return True  # `run` says what is wrong
 

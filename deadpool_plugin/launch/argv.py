@@ -19,6 +19,8 @@ from .deepspeed_config import agreed, named_config
 RUN = "deadpool_plugin.run"
 """The module that the launcher starts."""
 FLAG = "--deadpool-config"
+_ALMOST = ("--deadpool", "-deadpool")
+"""What begins so is meant for us; a script that takes unknown options would train with the defaults."""
 _USAGE = "deepspeed --hostfile HOSTS --module deadpool_plugin.run SCRIPT ARGUMENTS... --deadpool-config FILE"
 
 
@@ -76,6 +78,8 @@ def take_flag(words: Sequence[str]) -> tuple[list[str], str]:
             config.append(arguments.pop(0))
         elif argument.startswith(FLAG + "="):
             config.append(argument.partition("=")[2])
+        elif argument.startswith(_ALMOST):
+            raise ConfigError(f"the option {argument}", f"`{FLAG} FILE`", "correct its name")
         else:
             rest.append(argument)
     if len(config) > 1:

@@ -61,6 +61,8 @@ def test_command_lines(words, command, config):
         ["--lr", "1"],
         ["s.py", "--deadpool-config"],
         ["s.py", "--deadpool-config", "a", "--deadpool-config", "b"],
+        ["s.py", "--deadpool_config", "a"],
+        ["s.py", "--deadpool-confg=a"],
     ],
 )
 def test_wrong_command_lines(words):
