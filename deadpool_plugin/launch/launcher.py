@@ -21,7 +21,7 @@ from ..agent.meeting import versions
 from ..agent.world import check_hosts, check_slots
 from ..config import Config, load
 from ..errors import ConfigError, shell_code
-from ..events import JobFinished, NodeEnded, NodeJoined
+from ..events import JobFinished, JobStopped, NodeEnded, NodeJoined
 from ..host import proc
 from ..host.processes import ending_signals
 from ..transport.sockets import allow_many_files
@@ -58,6 +58,8 @@ def launch(words: Sequence[str]) -> int:
                 )
         spares = config.spares if isinstance(config.spares, int) else len(config.spares)
         print(f"[deadpool] hosts that train: {hosts - spares} of {hosts}; spares: {spares}", flush=True)
+        named, folder = request.config or "none, all defaults", config.output_dir.absolute()
+        print(f"[deadpool] configuration: {named}; output_dir: {folder}", flush=True)
         if not request.hosts:
             _become_deepspeed(request)
         _check_this_host()
@@ -91,7 +93,7 @@ class Launcher:
         self._request, self._config, self._job = request, config, carried.new_job()
         self._tag = f"launch.{self._job}."
         self._stewards = Stewards(request, config)
-        self._interrupted = 0
+        self._interrupted, self._interrupted_at = 0, float("inf")
         self._settled: Outcome | None = None
         self._unformed: Outcome | None = None
         self._deadline = float("inf")
@@ -199,6 +201,7 @@ class Launcher:
     def _interrupt(self, number: int) -> None:
         """End the job: at once if it has not formed yet, or the second time. An outcome that is known stays."""
         again, self._interrupted = bool(self._interrupted), self._interrupted or number
+        self._interrupted_at = min(self._interrupted_at, time.time())
         hosts, grace_s = len(self._request.hosts), self._config.phase_timeout_s
         if self._settled is not None:
             said, grace_s = f"interrupted after {self._settled.what}: ending the processes that are left", 0.0
@@ -215,12 +218,18 @@ class Launcher:
 
     def _conclude(self, found: Outcome) -> int:
         """A signal does not change what became of a job that is over."""
-        if self._interrupted and self._settled is None and found.exit_code:
+        verdicts = (event for word in self._stewards.words.values() for event in word.events)
+        was_over = any(isinstance(one, JobStopped) and one.time < self._interrupted_at for one in verdicts)
+        if self._interrupted and self._settled is None and found.exit_code and not was_over:
             # whatever signal it was: hosts are told to end as by Ctrl-C, and their logs say so
             found = Outcome(128 + signal.SIGINT, f"interrupted ({signal.Signals(self._interrupted).name})", found.lost)
         if self._unformed is not None:
             found = self._unformed
         if self._settled is not None:
             found = Outcome(self._settled.exit_code, self._settled.what, found.lost)
+        if found.exit_code and not self._interrupted:
+            for path in files_named(self._request.command):
+                if not os.path.isfile(path):
+                    print(f"[deadpool] there is no file {path} where the job was launched", flush=True)
         print(f"[deadpool] {found}", flush=True)
         return found.exit_code

@@ -13,11 +13,13 @@ from pathlib import Path
 
 import pytest
 from support import slow_but
+from support.stand_in import fake
 
 from deadpool_plugin import config, events
 from deadpool_plugin.errors import ConfigError
 from deadpool_plugin.host import proc
 from deadpool_plugin.launch import carried, launcher, leash, remote
+from deadpool_plugin.launch.outcome import Outcome
 from deadpool_plugin.launch.remote import shell_command
 from deadpool_plugin.launch.request import Request
 
@@ -238,6 +240,16 @@ def test_ctrl_c_does_not_change_what_became_of_a_job_that_is_over(job, capfd, so
         "interrupted after the job finished: ending the processes that are left" in said
         and "the job finished; exit code 0" in said
     )
+
+
+@pytest.mark.parametrize(("verdict_at", "code"), [(5.0, 78), (15.0, 130)])
+def test_ctrl_c_while_hosts_clean_up_does_not_change_the_verdict(verdict_at, code):
+    """They tell of it only when they have ended."""
+    stopped = events.JobStopped(exit_code=78, reason="SGD", time=verdict_at)
+    one = launcher.Launcher.__new__(launcher.Launcher)
+    one._interrupted, one._interrupted_at, one._settled, one._unformed = signal.SIGINT, 10.0, None, None
+    one._stewards, one._request = fake(words={0: fake(events=[stopped])}), fake(command=["train.py"])
+    assert one._conclude(Outcome(78, "the job stopped: SGD", [])) == code
 
 
 def test_ctrl_c_before_the_job_has_formed_ends_it_at_once_and_says_so(job, capfd):
