@@ -123,7 +123,9 @@ def find(wish: Wish) -> FoundJob:
     secret = _secret(config)
     addresses = [(wish.to, wish.job_id)] if wish.to else [(contact.control, contact.job) for contact in found]
     described = asyncio.run(
-        _described([one for one in addresses if wish.job_id in (ANY_JOB, one[1])], Credentials(secret))
+        _described(
+            [one for one in addresses if wish.job_id in (ANY_JOB, one[1])], Credentials(secret), config.secret_path
+        )
     )
     return FoundJob(described, path, secret, config.secret_path)
 
@@ -176,7 +178,9 @@ def _secret(config: Config) -> bytes:
     return ensure(config)
 
 
-async def _described(addresses: Sequence[tuple[Address, str]], credentials: Credentials) -> JobDescription:
+async def _described(
+    addresses: Sequence[tuple[Address, str]], credentials: Credentials, secret_path: Path
+) -> JobDescription:
     """`addresses`: with the job that is to answer there. Raises: TransportError if nobody describes a job."""
     failures = []
     for address, job in addresses:
@@ -190,8 +194,9 @@ async def _described(addresses: Sequence[tuple[Address, str]], credentials: Cred
         except PeerRefused as error:
             failures.append(error.found)
             if len(failures) == len(addresses):
-                remedy = f"name the job's configuration by {FLAG}, or a member of the job by --to HOST:PORT"
-                raise PeerRefused(error.found, "the job's secret and id", remedy, address=error.address) from error
+                remedy = f"copy the secret from where the job was launched, or name the job's configuration by {FLAG}"
+                here = f"{error.found}, with the secret in {secret_path}"
+                raise PeerRefused(here, "the job's secret and id", remedy, address=error.address) from error
         except TransportError as error:
             failures.append(str(error))
     raise TransportError(

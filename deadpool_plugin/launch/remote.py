@@ -157,7 +157,7 @@ class Stewards:
         wrong: dict[str, list[str]] = {}
         for one in self.connections:
             if one.problem:
-                wrong.setdefault(one.problem, []).append(one.host)
+                wrong.setdefault(one.problem.replace(f" on {one.host}", ""), []).append(one.host)
         if wrong:
             found = "; ".join(f"{', '.join(hosts)}: {problem}" for problem, hosts in wrong.items())
             if all("; to do: " in problem for problem in wrong):

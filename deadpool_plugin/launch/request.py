@@ -113,7 +113,7 @@ def slots_of(args: argparse.Namespace, runner: object, is_named: bool) -> list[t
         found = runner.parse_inclusion_exclusion(pool, args.include, args.exclude)  # type: ignore[attr-defined]
     except ValueError as error:
         raise ConfigError(
-            f"{args.hostfile}: {error}", "lines of the form `host slots=8`", "correct that line"
+            f"{args.hostfile}: {error}", "lines of the form `host slots=8`, each host once", "correct that line"
         ) from error
     if options := [name for name in found if name.startswith("-")]:
         raise ConfigError(
