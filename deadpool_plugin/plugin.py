@@ -65,14 +65,14 @@ def start_following(
     from .worker.file_view import FileView
     from .worker.follow import Follow
 
-    context = _worker_context(connection, config, local_rank)
+    context = _worker_context(connection, config, local_rank, rehearses=True)
     recording, layout_digest, looks = codec.decode(rehearsal.recording)
     context.groups.rehearse(recording)
     context.mode = Follow(context, rehearsal.rank, layout_digest, mute, FileView(looks))
     return context
 
 
-def _worker_context(connection: LocalConnection, config: Config, local_rank: int) -> Context:
+def _worker_context(connection: LocalConnection, config: Config, local_rank: int, rehearses: bool = False) -> Context:
     from .adapters.deepspeed import DeepSpeedAdapter, extensions
     from .adapters.megatron import MegatronAdapter
     from .comm.groups import Groups
@@ -83,7 +83,12 @@ def _worker_context(connection: LocalConnection, config: Config, local_rank: int
     groups = Groups(config.recording_limit_bytes, config.phase_timeout_s)
     adapters: list[Adapter] = [MegatronAdapter(), DeepSpeedAdapter()]
     context = Context(AgentLink(connection), groups, adapters, local_rank=local_rank)
-    extensions.install()  # not with the adapter: DeepSpeed compiles before it initialises torch.distributed
+
+    def tell(text: str) -> None:
+        if rehearses:  # nobody sees its output, and the job is not protected before it is ready
+            context.link.event("Note", text=text)
+
+    extensions.install(tell)  # not with the adapter: DeepSpeed compiles before it initialises torch.distributed
     context.install()
     context.link.start()
     context.offer_store()  # at once: if every process of the job is lost, nobody else has one

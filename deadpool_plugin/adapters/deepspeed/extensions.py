@@ -27,12 +27,12 @@ from typing import Any
 from ...errors import present
 
 
-def install() -> None:
-    """Once, before anything is compiled."""
+def install(tell: Callable[[str], None] = lambda text: None) -> None:
+    """Install the lock once, before anything is compiled. `tell`: hears what is built."""
     from torch.utils.file_baton import FileBaton
 
     baton: Any = FileBaton
-    baton.try_acquire = functools.partialmethod(_acquire, baton.try_acquire)
+    baton.try_acquire = functools.partialmethod(_acquire, baton.try_acquire, tell)
     baton.release = functools.partialmethod(_release, baton.release)
 
 
@@ -59,14 +59,12 @@ def _loaded() -> dict[str, Any]:
     return loaded
 
 
-def _acquire(baton: Any, otherwise: Callable[[Any], Any]) -> Any:
-    """Print what is built, and block until the lock is ours."""
+def _acquire(baton: Any, otherwise: Callable[[Any], Any], tell: Callable[[str], None]) -> Any:
+    """Say what is built, and block until the lock is ours."""
     library = Path(baton.lock_file_path).parent.name
-    print(
-        f"[deadpool] building C++: {library} (minutes at a host's first start, then seconds)",
-        file=sys.stderr,
-        flush=True,
-    )
+    said = f"building C++: {library} (minutes at a host's first start, then seconds)"
+    print(f"[deadpool] {said}", file=sys.stderr, flush=True)
+    tell(said)
     while (acquired := _acquired(baton, otherwise)) is None:
         pass  # whoever had it has removed the file
     return acquired
