@@ -85,7 +85,8 @@ class Starting:
                 self._context.link.event(
                     "Note",
                     text=f"{steps} optimizer steps of rank {self._rank}, and not one training call that deadpool "
-                    f"knows: nothing is protected yet; expected {_KNOWN}",
+                    f"knows: nothing is protected yet; expected {_KNOWN}; to do: train with one of these, or without "
+                    "deadpool. The script goes on unprotected, and its end is refused with exit code 78",
                 )
 
         self._hook = register_optimizer_step_post_hook(stepped)
