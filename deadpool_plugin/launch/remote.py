@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from ..agent.joining import deepspeed_env
+from ..agent.world import spare_nodes
 from ..config import Config
 from ..errors import ConfigError
 from . import leash
@@ -56,7 +57,8 @@ class Connection:
 
     def __init__(self, host: str, node: int) -> None:
         self.host, self.node = host, node
-        self.problem = ""
+        self.name = self.problem = ""
+        """`name`: the host's own, by which `spares` and what it says call it."""
         self.ran_at, self.formed = float("-inf"), False
         self._ssh: asyncio.subprocess.Process | None = None
 
@@ -74,7 +76,7 @@ class Connection:
             self.problem = ": ".join(filter(None, [f"no answer within {READY_S:g} s", await self._complaint()]))
             return
         if isinstance(ready, leash.Ready):
-            self.problem = ready.problem
+            self.name, self.problem = ready.host, ready.problem
             self._complaints = asyncio.create_task(self._pass_on_complaints())
         else:
             self.problem = await self._complaint() or f"ssh ended with {connection.returncode}"
@@ -147,7 +149,7 @@ class Stewards:
         self._hearing: dict[asyncio.Task[leash.Told | None], Connection] = {}
 
     async def prepare(self, word: leash.Prepare) -> None:
-        """Raises: ConfigError that names every host that is not ready."""
+        """Raises: ConfigError that names every host that is not ready, or the spare that no host is."""
         words = ["ssh", "-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_S}", *keep_alive(self._config)]
         words += ["-p", str(self._request.ssh_port)] if self._request.ssh_port is not None else []
         words += shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", ""))
@@ -157,13 +159,15 @@ class Stewards:
         wrong: dict[str, list[str]] = {}
         for one in self.connections:
             if one.problem:
-                wrong.setdefault(one.problem.replace(f" on {one.host}", ""), []).append(one.host)
+                wrong.setdefault(one.problem.replace(f" on {one.name}", ""), []).append(one.host)
         if wrong:
             found = "; ".join(f"{', '.join(hosts)}: {problem}" for problem, hosts in wrong.items())
             if all("; to do: " in problem for problem in wrong):
                 raise ConfigError(found)
             expected, remedy = "all hosts of the hostfile ready", "mend these hosts, or remove them from the hostfile"
             raise ConfigError(found, expected, remedy)
+        if not isinstance(self._config.spares, int):
+            spare_nodes(self._config.spares, [one.name for one in self.connections])
 
     async def keep(self) -> None:
         """Tell them, for ever, that somebody is here."""

@@ -130,6 +130,22 @@ def test_nothing_starts_unless_every_host_is_ready(job, tmp_path):
     assert not (tmp_path / "seen.txt").exists()
 
 
+def test_a_spare_that_no_host_is_is_named_before_anything_starts(job, tmp_path):
+    """Hosts say their own names, which need not be those of the hostfile."""
+    with (tmp_path / "d.yaml").open("a") as config_file:
+        config_file.write("spares: [h9]\n")
+    with pytest.raises(ConfigError, match=f"`spares` names h9, but the hosts are 0:{os.uname().nodename}, 1:"):
+        job()
+    assert not (tmp_path / "seen.txt").exists()
+
+
+def test_a_folder_that_no_host_can_write_to_is_told_once(job, tmp_path):
+    (tmp_path / "logs").write_text("a file")
+    with pytest.raises(ConfigError, match="^h1, h2: output_dir .* cannot be used") as refused:
+        job()
+    assert str(refused.value).count("output_dir") == 1
+
+
 def test_what_all_hosts_say_is_said_once(job, tmp_path):
     (tmp_path / "s.py").unlink()
     with pytest.raises(ConfigError) as refused:
