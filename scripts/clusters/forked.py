@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 from clusters import processes
 from clusters.forked_node import Host
 from clusters.launched import free_port
+from deadpool_plugin.host.processes import reaped
 
 SETTINGS = {
     "patience_s": 6.0,
@@ -110,15 +111,9 @@ class Cluster:
     def exit_codes(self) -> list[int | None]:
         """Per node, after reaping whatever has ended."""
         by_leader = {node.leader: node for node in self.nodes}
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                break
-            if pid == 0:
-                break
+        for pid, exit_code in reaped():
             if pid in by_leader:
-                by_leader[pid].exit_code = os.waitstatus_to_exitcode(status)
+                by_leader[pid].exit_code = exit_code
         return [node.exit_code for node in self.nodes]
 
     def living(self) -> dict[int, int]:
