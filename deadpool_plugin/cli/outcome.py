@@ -39,12 +39,10 @@ def run(args: argparse.Namespace) -> int:
             f"no event log of a job in {args.output_dir}", "its output_dir", "name the folder it wrote to"
         )
     heard = [event for story in told.values() for event in story]
-    silent_s = _silent_s(heard)
-    if args.otherwise is None and silent_s < SILENT_S and (not ended(heard) or at_work(heard)):
+    if args.otherwise is None and _runs(heard):
+        since = f"last event {span(_silent_s(heard))} ago"
         more = f"`deadpool watch {args.output_dir}` shows it"
-        print(
-            f"[deadpool] the job is still running (last event {span(silent_s)} ago); exit code {EXIT_RUNNING}; {more}"
-        )
+        print(f"[deadpool] the job is still running ({since}); exit code {EXIT_RUNNING}; {more}")
         return EXIT_RUNNING
     found = outcome(told, hosts(args.hostfile), FAILED if args.otherwise is None else args.otherwise)
     print(f"[deadpool] {found}")
@@ -59,8 +57,12 @@ def last_outcome(folder: Path) -> tuple[Outcome, float] | None:
     except OSError:
         return None
     heard = [event for story in told.values() for event in story]
-    over = ended(heard) and (not at_work(heard) or _silent_s(heard) >= SILENT_S)
-    return (outcome(told, [], FAILED), _silent_s(heard)) if over else None
+    return (outcome(told, [], FAILED), _silent_s(heard)) if ended(heard) and not _runs(heard) else None
+
+
+def _runs(heard: Sequence[events.Event]) -> bool:
+    """Return whether the job has something to do yet, and has spoken lately."""
+    return _silent_s(heard) < SILENT_S and (not ended(heard) or bool(at_work(heard)))
 
 
 def _silent_s(heard: Sequence[events.Event]) -> float:
