@@ -50,12 +50,8 @@ def launch(words: Sequence[str]) -> int:
         check_hosts(hosts, config.spares, config.copies)
         ensure(config)
         check_unused(config)
-        for path in files_named(request.command):
-            if not os.path.isfile(path):
-                print(
-                    f"[deadpool] no file {path} here: the hosts must have it, or the script make it",
-                    flush=True,
-                )
+        for path in _missing(request):
+            print(f"[deadpool] no file {path} here: the hosts must have it, or the script make it", flush=True)
         spares = config.spares if isinstance(config.spares, int) else len(config.spares)
         print(f"[deadpool] hosts that train: {hosts - spares} of {hosts}; spares: {spares}", flush=True)
         named, folder = request.config or "none, all defaults", config.output_dir.absolute()
@@ -67,6 +63,11 @@ def launch(words: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print("[deadpool] interrupted before anything was started", flush=True)
         return 128 + signal.SIGINT
+
+
+def _missing(request: Request) -> list[str]:
+    """List the DeepSpeed configurations of the command that are not here."""
+    return [path for path in files_named(request.command) if not os.path.isfile(path)]
 
 
 def _become_deepspeed(request: Request) -> NoReturn:
@@ -228,8 +229,7 @@ class Launcher:
         if self._settled is not None:
             found = Outcome(self._settled.exit_code, self._settled.what, found.lost)
         if found.exit_code and not self._interrupted:
-            for path in files_named(self._request.command):
-                if not os.path.isfile(path):
-                    print(f"[deadpool] there is no file {path} where the job was launched", flush=True)
+            for path in _missing(self._request):
+                print(f"[deadpool] there is no file {path} where the job was launched", flush=True)
         print(f"[deadpool] {found}", flush=True)
         return found.exit_code
