@@ -42,7 +42,7 @@ SMALL = (
     "--eval-interval 0"
 )
 SMALL_RANKS, STEPS = 8, (2, 4)
-"""Of two runs of different length the difference is what the steps use, without start and end."""
+"""Two runs differ in length: their difference is what the steps use, without start and end."""
 
 
 def parse_args() -> argparse.Namespace:

@@ -20,14 +20,14 @@ from . import codec
 COPIED_BYTES_MAX = 1 << 20
 """Size up to which a tensor is copied."""
 ON_HOST_BYTES_MAX = 64 << 20
-"""Of a process's copies in page-locked memory: a long evaluation keeps all its batches until the next step is done."""
+"""Most bytes of copies in page-locked memory: a long evaluation keeps all its batches until the next step is done."""
 
 
 class Kept:
     """A structure as it was given, in containers of its own, small tensors copied."""
 
     on_host_bytes = 0
-    """Of all of them, in page-locked memory."""
+    """Size of all copies in page-locked memory."""
 
     def __init__(self, value: Any) -> None:
         self._on_host_bytes = 0

@@ -42,7 +42,7 @@ class Swapping:
         self._restored = -1
         self.inside = False
         self._results = codec.HostCopies(None)
-        """Of the newest call, in host memory."""
+        """Copies in host memory of what the newest call told."""
         self._swap_began: float | None = None
         self._at_exit: dict[str, Any] | None = None
 

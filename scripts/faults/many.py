@@ -32,7 +32,7 @@ SPACING, FIRST = 3, 4
 PHASES = ("forward", "backward", "before", "optimizer", "update", "staging", "push", "between")
 QUANTITIES = ("rss_kib", "private_kib", "device_kib", "descriptors", "threads", "sockets")
 FLAT = ("device_kib", "descriptors", "threads")
-"""Of these no process that survives has more in the last quarter of the swaps than in the one before."""
+"""No process that survives has more of these in the last quarter of the swaps than in the one before."""
 DEVICE_MEMORY = "/memfd:fakecuda-device"
 """Its name in the maps of a process, where the stand-in for CUDA (tests/fakecuda) is the device; 0 KiB elsewhere."""
 Sample = dict[str, Any]
