@@ -24,7 +24,6 @@ from typing import Any, NoReturn
 from clusters import processes
 from clusters.forked_node import Host
 from clusters.launched import free_port
-from deadpool_plugin.host.processes import reaped
 
 SETTINGS = {
     "patience_s": 6.0,
@@ -110,6 +109,8 @@ class Cluster:
 
     def exit_codes(self) -> list[int | None]:
         """Per node, after reaping whatever has ended."""
+        from deadpool_plugin.host.processes import reaped  # preload made it importable
+
         by_leader = {node.leader: node for node in self.nodes}
         for pid, exit_code in reaped():
             if pid in by_leader:

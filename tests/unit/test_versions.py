@@ -1,6 +1,7 @@
 """Versions: what is said of a combination, and that it is what was recorded."""
 
 import argparse
+import os
 import platform
 import re
 import shutil
@@ -221,3 +222,12 @@ def test_the_requirements_with_cuda_are_those_of_the_newest_row(script):
     pins = [line for line in listed if line and not line.startswith("#")]
     assert pins == [f"{name}=={version}" for name, version in versions.NEWEST.packages.items()]
     assert set(pins) < set(script.requirements(versions.NEWEST))
+
+
+@pytest.mark.parametrize("script", ["demo.py", "fault_matrix.py", "gpu/evidence.py", "gpu/job.py", "versions.py"])
+def test_scripts_start_in_an_environment_without_the_plugin(tmp_path, script):
+    """scripts/versions.py and test_cuda.sh make such environments, and start these scripts by path."""
+    environ = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    command = [sys.executable, str(ROOT / "scripts" / script), "--help"]
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True)
+    assert (done.returncode, done.stdout[:6]) == (0, "usage:"), done.stderr
