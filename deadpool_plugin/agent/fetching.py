@@ -6,13 +6,13 @@ once it is whole and its generation is still the newest.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 from ..core.types import Generation, NodeId, Source, Step
 from ..errors import TransportError
 from ..mirror.arena import SlotPair, SnapshotHeader
 from ..mirror.store import SnapshotStore
+from ..transport.tasks import loop_time
 from .peers import Peers
 from .profile import Profile
 from .reports import Reports
@@ -34,13 +34,13 @@ class Fetches:
 
     async def bring(self, source: Source, step: Step, profile: Profile) -> None:
         """New own slots for a rank that is new here, with `step` in them. Raises: DeadpoolError."""
-        began = time.monotonic()
+        began = loop_time()
         generation = self._store.generation
         fetch = self._fetcher(source, step, generation)
         pair = await self._peers.ask(
             lambda: self._fetched(source, step, generation, profile, fetch), source.header_node, source.payload_node
         )
-        took = time.monotonic() - began
+        took = loop_time() - began
         self._reports.emit("SnapshotFetched", rank=source.rank, step=step, nbytes=pair.payload_bytes, duration_s=took)
 
     def _fetcher(self, source: Source, step: Step, generation: Generation) -> Callable[[SlotPair], SnapshotHeader]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
@@ -40,6 +39,7 @@ from ..transport.handshake import Credentials
 from ..transport.mesh import ControlMesh
 from ..transport.rendezvous import Hello
 from ..transport.sockets import Address
+from ..transport.tasks import loop_time
 
 COMMAND = "DEADPOOL_COMMAND"
 INVITATION = "DEADPOOL_INVITATION"
@@ -212,7 +212,7 @@ class Roster:
                 f"{hello.host} has other versions, slots or another configuration than {ours.host}", for_good=True
             )
         others = self.hellos
-        self._arriving, self._arriving_since = hello.node, time.monotonic()
+        self._arriving, self._arriving_since = hello.node, loop_time()
         self.know(hello)
         self._owner.admitted(hello)
         return Admitted(others)
@@ -223,7 +223,7 @@ class Roster:
         world = self._owner.world
         if world is not None and self._arriving in world.members:
             self._arriving = None
-        return self._arriving is not None and time.monotonic() - self._arriving_since < _ARRIVAL_S
+        return self._arriving is not None and loop_time() - self._arriving_since < _ARRIVAL_S
 
 
 class Arrival(msgspec.Struct, frozen=True):
@@ -245,10 +245,10 @@ class Newcomer:
 
     async def arrive(self, members: tuple[Address, ...]) -> Arrival:
         """Raises: NodeTaken; AlreadyEnded; TransportError naming whom it could not reach; PeerRefused."""
-        deadline = time.monotonic() + self._timeout_s
+        deadline = loop_time() + self._timeout_s
         addresses = list(members)
         missing: set[NodeId] = set()
-        while time.monotonic() < deadline:
+        while loop_time() < deadline:
             description = await self._described(addresses)
             if description is not None:
                 addresses = [hello.control for hello in description.hellos] or addresses

@@ -9,7 +9,6 @@ import asyncio
 import ipaddress
 import logging
 import os
-import time
 from importlib import metadata
 from typing import Protocol
 
@@ -24,7 +23,7 @@ from ..transport.handshake import Credentials
 from ..transport.mesh import ControlMesh
 from ..transport.rendezvous import Hello, job_id, meet
 from ..transport.sockets import Address, address_towards
-from ..transport.tasks import soon
+from ..transport.tasks import loop_time, soon
 from . import contacts
 from .joining import Arrival, Job, Newcomer, Owner, Roster, how_to_join
 from .world import Place
@@ -49,7 +48,7 @@ async def reachable(config: Config, place: Place, job: Job) -> tuple[str, str]:
     Raises: ConfigError; TransportError after so long. Blocks: for the resolver, each time.
     """
     target = job.invitation.members[0] if job.invitation else (place.master_addr, place.master_port)
-    deadline, said = time.monotonic() + meeting_s(config), False
+    deadline, said = loop_time() + meeting_s(config), False
     while True:
         try:
             found = addresses(config, target)
@@ -57,7 +56,7 @@ async def reachable(config: Config, place: Place, job: Job) -> tuple[str, str]:
                 _log.warning("%s", hint)
             return found
         except TransportError as error:
-            if time.monotonic() >= deadline:
+            if loop_time() >= deadline:
                 raise
             if not said:
                 _log.warning("%s; it is tried again for %.0f s", error, meeting_s(config))

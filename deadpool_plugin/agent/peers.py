@@ -7,7 +7,6 @@ connection fails and gives up after the job's patience (whether the node is lost
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -20,6 +19,7 @@ from ..mirror.store import SnapshotStore
 from ..mirror.wire import RefusedByPeer
 from ..transport.handshake import Credentials
 from ..transport.sockets import Address
+from ..transport.tasks import loop_time
 
 T = TypeVar("T")
 _RETRY_S = 0.2
@@ -73,7 +73,7 @@ class Peers:
             except RefusedByPeer:
                 raise
             except TransportError as error:
-                now = time.monotonic()
+                now = loop_time()
                 deadline = now + self.patience_s if deadline is None else deadline
                 if now >= deadline:
                     for node in {*nodes} - {self._node}:

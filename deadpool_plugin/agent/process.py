@@ -11,7 +11,6 @@ import os
 import signal
 import socket
 import threading
-import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Coroutine
@@ -110,7 +109,7 @@ class Agent:
             io.Emit: self._emit,
             io.Leave: self._leave,
         }
-        loop = asyncio.get_running_loop()
+        loop = self._loop = asyncio.get_running_loop()
         self._left: asyncio.Future[int] = loop.create_future()
         loop.set_exception_handler(lambda _, context: self._unhandled(context))
         run_anywhere()
@@ -244,7 +243,7 @@ class Agent:
     async def _tick(self) -> None:
         while True:
             self.feed(io.Ticked())
-            self._reports.await_ranks(self._controller.awaited, self._controller.world, time.monotonic())
+            self._reports.await_ranks(self._controller.awaited, self._controller.world, self._loop.time())
             await asyncio.sleep(self._config.tick_s)
 
     async def _say_alive(self) -> None:
@@ -265,7 +264,7 @@ class Agent:
         self._stepping = True
         try:
             while self._inputs:
-                for action in self._controller.step(self._inputs.popleft(), time.monotonic()):
+                for action in self._controller.step(self._inputs.popleft(), self._loop.time()):
                     self._actions[type(action)](action)
         except Exception as error:  # not the fault of whoever sent the message
             self._broke(error)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import time
 from collections.abc import Callable
 
 from ..core import io
@@ -109,7 +108,7 @@ class Pushes:
             if self._newest.get(rank, NO_STEP) == step:
                 self._feed(io.WorkerLost(rank, f"its newest snapshot cannot be read here: {error}"))
             return
-        now = time.monotonic()
+        now = self._loop.time()
         if error is None or isinstance(error, InAnotherGeneration):
             self._failing_since.pop(buddy, None)
         elif now - self._failing_since.setdefault(buddy, now) > self._peers.patience_s:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import time
 from collections.abc import Callable, Coroutine
 
 from ..core import io
@@ -21,6 +20,7 @@ from ..mirror.store import SnapshotStore
 from ..mirror.wire import RefusedByPeer
 from ..transport import local
 from ..transport.local import LocalPeer
+from ..transport.tasks import loop_time
 from .peers import Peers
 from .profile import Profile, decode_profile
 from .rehearsal import Rehearsal
@@ -74,13 +74,13 @@ class Spares:
         self._tasks[slot.local_rank] = asyncio.get_running_loop().create_task(work)
 
     async def _start(self, slot: Slot, rank: Rank, source: NodeId) -> None:
-        began = time.monotonic()
+        began = loop_time()
         while True:
             try:
                 await self.begin(slot, rank, source)
                 return
             except DeadpoolError as error:  # who has come to run the rank just now may not hold its recording yet
-                if not isinstance(error, RefusedByPeer) or time.monotonic() - began >= self._peers.patience_s:
+                if not isinstance(error, RefusedByPeer) or loop_time() - began >= self._peers.patience_s:
                     self._ordered.pop(slot.local_rank, None)
                     self._fail(slot, rank, str(error))
                     return
@@ -157,7 +157,7 @@ class Spares:
         if slot.rank != message.rank or slot.process is None:
             return
         self._feed(io.WorkerMoved(message.rank))
-        now, step, target = time.monotonic(), message.step, self._workers.committed
+        now, step, target = loop_time(), message.step, self._workers.committed
         slot.process.moved_from = began, first = slot.process.moved_from or (now, step)
         quiet_s = now - self._said_at
         if quiet_s >= SAY_MOVED_S and (message.rank == self._said_of or quiet_s >= 2 * SAY_MOVED_S):

@@ -41,6 +41,11 @@ def begin(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
     return task
 
 
+def loop_time() -> float:
+    """The running event loop's clock in seconds, monotonic; a simulated loop has its own."""
+    return asyncio.get_running_loop().time()
+
+
 def soon(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *arguments: object) -> None:
     """Any thread: call `function` on the loop, unless that has ended."""
     with contextlib.suppress(RuntimeError):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import types
 
 import pytest
 
@@ -47,7 +46,7 @@ def test_who_answers_no_is_heard():
 def test_the_patience_begins_with_the_first_failure(monkeypatch):
     """A transfer that breaks off after it has gone on for long is tried again."""
     clock = [0.0]
-    monkeypatch.setattr("deadpool_plugin.agent.peers.time", types.SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr("deadpool_plugin.agent.peers.loop_time", lambda: clock[0])
 
     async def scenario():
         peers = Peers(0, Credentials(b"secret"), SnapshotStore(), 10.0, lambda event: None)

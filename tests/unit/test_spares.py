@@ -135,7 +135,7 @@ def test_people_are_told_of_one_newcomer_on_its_way_and_how_long_it_needs(monkey
     spares._workers.committed = 100
     slots, told, clock = {6: Slot(0, rank=6), 7: Slot(1, rank=7)}, [], [100.0]
     spares._reports.emit = lambda kind, **fields: told.append((clock[0], *fields.values()))
-    monkeypatch.setattr("deadpool_plugin.agent.spares.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr("deadpool_plugin.agent.spares.loop_time", lambda: clock[0])
     for rank, slot in slots.items():
         slot.process = Process(order=1, rank=rank, rehearses=True)
     for second in range(30):
