@@ -1,73 +1,113 @@
-"""A rank's snapshot of the restore step, brought from the nodes that hold it into slots of this node.
+"""What other nodes' memory is asked for: recordings, call records, snapshots into slots of this node.
 
-Rules of this file: everything that waits for another node does so in a thread; what arrives is listed as held only
-once it is whole and its generation is still the newest.
+Rules of this file: a node that does not answer is asked again until the job's patience is used up, which is said
+(whether the node is lost is the controllers' to decide). What arrives is listed as held only once it is whole and its
+generation is still the newest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
-from ..core.types import Generation, NodeId, Source, Step
+from ..core import io
+from ..core.types import Generation, NodeId, Rank, Source, Step
 from ..errors import TransportError
-from ..mirror.arena import SlotPair, SnapshotHeader
-from ..mirror.store import SnapshotStore
-from ..transport.tasks import loop_time
-from .peers import Peers
+from ..mirror.arena import SlotPair
+from ..mirror.wire import RefusedByPeer
+from ..transport.tasks import begin, loop_time
+from .host import Host
 from .profile import Profile
 from .reports import Reports
+
+T = TypeVar("T")
+_RETRY_S = 0.2
 
 
 class Fetches:
     """Thread: the event loop's only."""
 
-    def __init__(self, node: NodeId, store: SnapshotStore, peers: Peers, reports: Reports) -> None:
-        self._node, self._store, self._peers, self._reports = node, store, peers, reports
+    def __init__(
+        self, node: NodeId, host: Host, patience_s: float, reports: Reports, feed: Callable[[io.Input], None]
+    ) -> None:
+        self._node, self._host, self.patience_s = node, host, patience_s
+        self._reports, self._feed = reports, feed
+
+    async def _ask(self, work: Callable[[], Awaitable[T]], *nodes: NodeId) -> T:
+        """`work()`, which asks `nodes`; what fails is tried again until the patience, counted from the first failure,
+        is used up.
+
+        Raises: TransportError; RefusedByPeer at once.
+        """
+        deadline: float | None = None
+        while True:
+            try:
+                return await work()
+            except RefusedByPeer:
+                raise
+            except TransportError as error:
+                now = loop_time()
+                deadline = now + self.patience_s if deadline is None else deadline
+                if now >= deadline:
+                    for node in sorted({*nodes} - {self._node}):
+                        self._feed(io.LinkLost(node, f"node {self._node} cannot ask it: {error}", silent=True))
+                    raise
+            await asyncio.sleep(_RETRY_S)
+
+    async def recording(self, source: NodeId, rank: Rank) -> bytes:
+        """The recording of `rank`, from here if it is here, else from `source`. Raises: DeadpoolError."""
+        if source == self._node or self._host.store.has_recording(rank):
+            return self._host.store.get_recording(rank)
+        return await self._ask(lambda: self._host.bulk.get_recording(source, rank), source)
+
+    async def records(self, source: NodeId, rank: Rank, first: Step, last: Step) -> list[bytes]:
+        """The call records of first..last, from `source`. Raises: TransportError, HistoryPruned."""
+        if source == self._node:
+            return self._host.store.get(rank, first, last)
+        return await self._ask(lambda: self._host.bulk.get_history(source, rank, first, last), source)
 
     async def refill(self, source: Source, step: Step) -> None:
         """Bring (rank, step) into the slots the rank's process uses already. Raises: TransportError."""
-        pair = self._store.own(source.rank)
+        pair = self._host.store.own(source.rank)
         if pair is None:
             raise TransportError(f"rank {source.rank} runs here without an arena")
-        fetch = self._fetcher(source, step, self._store.generation)
-        await self._peers.ask(lambda: fetch(pair), source.header_node, source.payload_node)
+        generation = self._host.store.generation
+        await self._ask(
+            lambda: self._host.bulk.fetch(source, step, pair, generation), source.header_node, source.payload_node
+        )
 
     async def bring(self, source: Source, step: Step, profile: Profile) -> None:
-        """New own slots for a rank that is new here, with `step` in them. Raises: DeadpoolError."""
-        began = loop_time()
-        generation = self._store.generation
-        fetch = self._fetcher(source, step, generation)
-        pair = await self._peers.ask(
-            lambda: self._fetched(source, step, generation, profile, fetch), source.header_node, source.payload_node
-        )
+        """New own slots for a rank that is new here, with `step` in them. Raises: DeadpoolError.
+
+        If it is cancelled the attempt under way goes on to its end: slots that somebody writes to are nobody else's.
+        """
+        began, generation = loop_time(), self._host.store.generation
+        pair = await self._ask(
+            lambda: asyncio.shield(begin(self._fetched(source, step, generation, profile))),
+            source.header_node, source.payload_node,
+        )  # fmt: skip
         took = loop_time() - began
         self._reports.emit("SnapshotFetched", rank=source.rank, step=step, nbytes=pair.payload_bytes, duration_s=took)
 
-    def _fetcher(self, source: Source, step: Step, generation: Generation) -> Callable[[SlotPair], SnapshotHeader]:
-        """Make the function that fills a pair of slots, in a thread; `generation` may be over by then."""
-        header_peer, payload_peer = self._peers.to(source.header_node), self._peers.to(source.payload_node)
-        return lambda pair: header_peer.fetch(source.rank, step, source.payload_rank, pair, payload_peer, generation)
-
-    def _fetched(
-        self,
-        source: Source,
-        step: Step,
-        generation: Generation,
-        profile: Profile,
-        fetch: Callable[[SlotPair], SnapshotHeader],
-    ) -> SlotPair:
-        """The rank's own slots on this node, holding `step`. Thread: one of the asking ones.
+    async def _fetched(self, source: Source, step: Step, generation: Generation, profile: Profile) -> SlotPair:
+        """The rank's own slots on this node, holding `step`.
 
         Where this node itself holds the mirror, that stays until they replace it, whatever is cut off meanwhile.
         """
-        pair = self._store.make_own(
-            source.rank, profile.header_bytes, profile.payload_bytes, lambda: self._store.check_generation(generation)
+        host, store = self._host, self._host.store
+
+        def check() -> None:
+            store.check_generation(generation)
+
+        pair = await host.in_thread(
+            lambda: store.make_own(source.rank, profile.header_bytes, profile.payload_bytes, check)
         )
         try:
-            fetch(pair)
-            self._store.adopt_own(pair, step, generation, profile.replicas)
+            await host.bulk.fetch(source, step, pair, generation)
+            await host.in_thread(lambda: store.adopt_own(pair, step, generation, profile.replicas))
         except BaseException:  # the next attempt finds them: the first touch of new ones takes long
             pair.invalidate(step)
-            self._store.put_back(pair)
+            store.put_back(pair)
             raise
         return pair

@@ -16,14 +16,14 @@ from ..config import Config
 from ..core.messages import AnyMessage
 from ..core.types import NodeId
 from ..errors import PeerRefused, TransportError, present
+from ..host.bulk import BulkTransfers
 from ..host.interfaces import address_of, other_network
-from ..mirror.server import BulkServer, OnMirrored
-from ..mirror.store import SnapshotStore
+from ..mirror.server import OnMirrored
 from ..transport.handshake import Credentials
 from ..transport.mesh import ControlMesh
 from ..transport.rendezvous import Hello, job_id, meet
 from ..transport.sockets import Address, address_towards
-from ..transport.tasks import loop_time, soon
+from ..transport.tasks import loop_time
 from . import contacts
 from .joining import Arrival, Job, Newcomer, Owner, Roster, how_to_join
 from .world import Place
@@ -102,7 +102,7 @@ class Ears(Owner, Protocol):
 
 
 class Links:
-    """This node's two ways to the others: the control mesh and the bulk server. Thread: the event loop's only."""
+    """This node's control mesh, and how it comes to be. Thread: the event loop's only."""
 
     def __init__(
         self, place: Place, config: Config, credentials: Credentials, job: Job, where: tuple[str, str], agent: Ears
@@ -117,19 +117,15 @@ class Links:
             place.node, credentials, self._bind, config.port_range, agent.received, agent.link_lost,
             config.silent_after_s, agent.refused, self.roster.answer, agent.still_silent,
         )  # fmt: skip
-        self.bulk: BulkServer | None = None
 
-    async def listen(self, store: SnapshotStore, on_mirrored: OnMirrored) -> Hello:
+    async def listen(self, bulk: BulkTransfers, on_mirrored: OnMirrored) -> Hello:
         """Open both listeners; what the others must know of this node. Raises: DeadpoolError."""
-        config, loop = self._config, asyncio.get_running_loop()
+        config = self._config
         control = (self.address, (await self.mesh.listen())[1])
         self.how_to_join = how_to_join(control)
-        self.bulk = BulkServer(
-            store, self._credentials, self._bind, config.port_range, on_mirrored, self._node, config.silent_after_s,
-            lambda error: soon(loop, self._agent.refused, error),
-        )  # fmt: skip
+        port = bulk.serve(self._bind, config.port_range, on_mirrored, self._agent.refused)[1]
         return Hello(
-            self._node, os.uname().nodename, control, (self.address, self.bulk.address[1]), self._place.local_size,
+            self._node, os.uname().nodename, control, (self.address, port), self._place.local_size,
             versions(), config.digest(), os.urandom(8).hex(), self._job.launch,
         )  # fmt: skip
 

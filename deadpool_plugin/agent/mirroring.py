@@ -6,6 +6,7 @@ an older generation still says is dropped.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 
 from ..core import io
@@ -13,35 +14,30 @@ from ..core.placement import held_by, needs_payload
 from ..core.types import NO_STEP, Generation, Holding, NodeId, Rank, Step, World
 from ..errors import EXIT_CONFIG, ConfigError, StaleGeneration, TransportError, present
 from ..mirror.arena import arena_bytes
-from ..mirror.store import SnapshotStore
 from ..transport import local
 from ..transport.local import LocalPeer
-from ..transport.tasks import Tasks
-from .peers import Peers
+from ..transport.tasks import Tasks, soon
+from .host import Host
 from .profile import Profile
 from .pushing import Pushes
 from .slots import Slot
 
 
 class Mirroring:
-    """Thread: the event loop's only, but for `on_mirrored` and what the store tells of corrupt snapshots."""
+    """Thread: the event loop's only, but for what the store tells of corrupt snapshots."""
 
     def __init__(
-        self,
-        node: NodeId,
-        copies: int,
-        store: SnapshotStore,
-        peers: Peers,
-        feed: Callable[[io.Input], None],
+        self, node: NodeId, copies: int, host: Host, patience_s: float, feed: Callable[[io.Input], None]
     ) -> None:
-        self._node, self._copies, self._store, self._peers = node, copies, store, peers
+        self._node, self._copies, self._host, self._store = node, copies, host, host.store
         self._feed = feed
         self._world: World | None = None
-        self._pushes = Pushes(node, copies, store, peers, feed)
+        self._pushes = Pushes(node, copies, host, patience_s, feed)
         self._tasks = Tasks()
         self._strangers = False
         self.profiles: dict[Rank, Profile] = {}
-        store.on_corrupt(lambda rank, step: self._pushes.soon(feed, io.HoldingsDropped(rank, step - 1)))
+        loop = asyncio.get_running_loop()
+        host.store.on_corrupt(lambda rank, step: soon(loop, feed, io.HoldingsDropped(rank, step - 1)))
 
     @property
     def world(self) -> World:
@@ -71,7 +67,7 @@ class Mirroring:
         store, generation = self._store, self._store.generation
         try:
             self.check_memory(profile, self._node)
-            pair = await self._peers.in_thread(
+            pair = await self._host.in_thread(
                 lambda: store.create_own(
                     rank, message.header_bytes, message.payload_bytes, lambda: store.check_generation(generation)
                 )
@@ -129,8 +125,8 @@ class Mirroring:
         self._pushes.snapshot(rank, step, generation, profile, message.records)
 
     def on_mirrored(self, rank: Rank, step: Step, generation: Generation, holding: Holding) -> None:
-        """Another node's snapshot has arrived whole. Thread: a bulk thread's."""
-        self._pushes.soon(self._feed, io.SnapshotHeld(holding, generation))
+        """Another node's snapshot has arrived whole."""
+        self._feed(io.SnapshotHeld(holding, generation))
 
     def committed(self) -> None:
         """A step is committed in this world, so all of it is held along its ring: what else is here may go."""

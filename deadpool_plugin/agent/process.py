@@ -24,11 +24,11 @@ from ..core.messages import AnyMessage, Goodbye, RankCalls, Verdict
 from ..core.types import NodeId, World, listed
 from ..errors import EXIT_CONFIG, EXIT_FENCED, EXIT_OK, DeadpoolError, InvariantViolated, PeerRefused
 from ..host import proc
+from ..host.machine import Machine
 from ..host.output import Writer
 from ..host.processes import run_anywhere
 from ..host.repeats import Cuts
 from ..host.watch import Watch
-from ..mirror.store import SnapshotStore
 from ..transport import calls, local
 from ..transport.handshake import Credentials
 from ..transport.local import LocalPeer, LocalServer
@@ -43,7 +43,6 @@ from .meeting import Links, reachable
 from .mirroring import Mirroring
 from .notice import Notice
 from .pausing import Pausing
-from .peers import Peers
 from .reports import Reports
 from .settings import policy_of, timing_of
 from .slots import Slot
@@ -118,10 +117,10 @@ class Agent:
         credentials = Credentials(secret)
         self._cuts = Cuts(node, self._writer, config.output_dir, lambda: credentials.job)
         self._links = Links(place, config, credentials, self._job, where, self)
-        self._store = SnapshotStore(config.history_limit_bytes, config.memory_headroom_bytes)
-        self._peers = Peers(node, credentials, self._store, config.patience_s, self.feed)
+        self._host = Machine(node, config, credentials)
+        self._store = self._host.store
         self._reports = Reports(node, self._writer, config.output_dir, self._links.roster.hosts)
-        self._mirroring = Mirroring(node, config.copies, self._store, self._peers, self.feed)
+        self._mirroring = Mirroring(node, config.copies, self._host, config.patience_s, self.feed)
         self._watch = Watch(config.silent_after_s)
         self._watch.start()
         slots = [Slot(local_rank) for local_rank in range(place.local_size)]
@@ -137,12 +136,12 @@ class Agent:
             place, self._links.address, config.output_dir, self._writer, slots, self._lives, self.feed,
             self._heard, lambda: credentials.job,
         )  # fmt: skip
+        fetches = Fetches(node, self._host, config.patience_s, self._reports, self.feed)
         self._spares = Spares(
-            node, self._workers, self._store, self._peers, self._reports, self._mirroring.check_memory,
+            node, self._workers, self._host, fetches, self._reports, self._mirroring.check_memory,
             config.history_limit_bytes, self.feed,
         )  # fmt: skip
         self._fullness = Fullness(self._store, self._reports, config.history_limit_bytes, self.feed)
-        fetches = Fetches(node, self._store, self._peers, self._reports)
         self._takeovers = TakeOvers(
             node, self._workers, self._mirroring, self._spares, fetches, self._store, self._pausing,
             config.start_timeout_s, self.feed,
@@ -196,18 +195,20 @@ class Agent:
 
     async def _start(self) -> None:
         """Meet the others, link up, and let the controller begin. Raises: DeadpoolError."""
-        hello = await self._links.listen(self._store, self._mirroring.on_mirrored)
+        hello = await self._links.listen(self._host.bulk, self._mirroring.on_mirrored)
         if self._job.invitation:
             arrival = await self._links.join(hello)
             self._publish(hello)
-            self._peers.know({one.node: one.bulk for one in arrival.hellos})
+            for one in arrival.hellos:
+                self._host.bulk.know(one.node, one.bulk)
             self._witness.check(False, lambda error: self.feed(io.NodeGivenUp(str(error))))
             self._ask_to_join(arrival.members)
         else:
             hellos = await self._links.meet(hello)
             self._publish(hello)
             self._witness.check(self._node == 0, lambda error: self.feed(io.StopRequested(str(error), EXIT_CONFIG)))
-            self._peers.know({one.node: one.bulk for one in hellos})
+            for one in hellos:
+                self._host.bulk.know(one.node, one.bulk)
             config = self._config
             world = form_world(hellos, config.spares, config.racks, config.copies)
             self._enter(world, [f"{one.host} ({one.control[0]})" for one in hellos])
@@ -276,7 +277,7 @@ class Agent:
         return self._controller.world
 
     def admitted(self, hello: Hello) -> None:
-        self._peers.add(hello.node, hello.bulk)
+        self._host.bulk.know(hello.node, hello.bulk)
 
     def received(self, node: NodeId, message: AnyMessage) -> None:
         self._links.roster.heard(node, message)
@@ -381,7 +382,7 @@ class Agent:
         for node in plan.lost_nodes:
             self._links.mesh.drop(node)
             self._links.roster.gone(node)
-        self._forgetting = asyncio.create_task(self._peers.forget(plan.lost_nodes))
+        self._forgetting = asyncio.create_task(self._host.bulk.forget(plan.lost_nodes))
 
     def _emit(self, action: io.Emit) -> None:
         world = self._controller.world
@@ -428,9 +429,7 @@ class Agent:
         lives.end_supervisors(exit_code)
         await lives.wait(lambda: lives.supervisors_gone, SUPERVISORS_END_S)
         await self._drain()
-        if self._links.bulk is not None:
-            await self._peers.in_thread(self._links.bulk.close)
-        await self._peers.close()
+        await self._host.close()
         withdrawing.join(WITHDRAW_S)
         if self._writer.dropped_bytes:
             self._reports.say(f"node {self._node}: {self._writer.dropped_bytes} bytes of output could not be written")

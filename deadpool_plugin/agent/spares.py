@@ -16,12 +16,12 @@ from ..core.slots import LocalSlot
 from ..core.types import NO_STEP, NodeId, Rank, Step
 from ..errors import DeadpoolError, MemoryShortage
 from ..mirror.history import History, HistoryPruned
-from ..mirror.store import SnapshotStore
 from ..mirror.wire import RefusedByPeer
 from ..transport import local
 from ..transport.local import LocalPeer
 from ..transport.tasks import loop_time
-from .peers import Peers
+from .fetching import Fetches
+from .host import Host
 from .profile import Profile, decode_profile
 from .rehearsal import Rehearsal
 from .reports import Reports
@@ -45,16 +45,17 @@ class Spares:
         self,
         node: NodeId,
         workers: Workers,
-        store: SnapshotStore,
-        peers: Peers,
+        host: Host,
+        fetches: Fetches,
         reports: Reports,
         check_memory: Callable[[Profile, NodeId], None],
         history_limit_bytes: int,
         feed: Callable[[io.Input], None],
     ) -> None:
-        self._node, self._workers, self._store, self._peers = node, workers, store, peers
+        self._node, self._workers, self._host, self._fetches = node, workers, host, fetches
         self._reports, self._feed, self._history_limit_bytes = reports, feed, history_limit_bytes
         self._check_memory_of = check_memory
+        self._store = host.store
         self._committed: Step = NO_STEP
         self._said_at, self._said_of = 0.0, -1
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -80,7 +81,7 @@ class Spares:
                 await self.begin(slot, rank, source)
                 return
             except DeadpoolError as error:  # who has come to run the rank just now may not hold its recording yet
-                if not isinstance(error, RefusedByPeer) or loop_time() - began >= self._peers.patience_s:
+                if not isinstance(error, RefusedByPeer) or loop_time() - began >= self._fetches.patience_s:
                     self._ordered.pop(slot.local_rank, None)
                     self._fail(slot, rank, str(error))
                     return
@@ -96,12 +97,7 @@ class Spares:
 
         Raises: DeadpoolError if it is not held there
         """
-        if source == self._node or self._store.has_recording(rank):
-            recording = self._store.get_recording(rank)
-        else:
-            peer = self._peers.to(source)
-            recording = await self._peers.ask(lambda: peer.get_recording(rank), source)
-        profile = decode_profile(recording)
+        profile = decode_profile(await self._fetches.recording(source, rank))
         process = self._workers.rehearse(slot, rank)
         rehearsal = Rehearsal(slot, process, profile, source, History(self._history_limit_bytes))
         self.rehearsals[slot.local_rank] = rehearsal
@@ -186,7 +182,7 @@ class Spares:
         """Make the arena a take-over will need, then follow."""
         rank, profile = rehearsal.rank, rehearsal.profile
         try:
-            await self._peers.in_thread(
+            await self._host.in_thread(
                 lambda: self._store.prepare_own(rank, profile.header_bytes, profile.payload_bytes)
             )
         except DeadpoolError as error:
@@ -249,13 +245,7 @@ class Spares:
 
     async def pull(self, rehearsal: Rehearsal, source: NodeId, last: Step) -> None:
         """Have the records up to `last`, from `source`. Raises: TransportError, HistoryPruned."""
-        await rehearsal.pull(functools.partial(self._records, source, rehearsal.rank), last)
-
-    async def _records(self, source: NodeId, rank: Rank, first: Step, last: Step) -> list[bytes]:
-        if source == self._node:
-            return self._store.get(rank, first, last)
-        get = functools.partial(self._peers.to(source).get_history, rank, first, last)
-        return await self._peers.ask(get, source)
+        await rehearsal.pull(functools.partial(self._fetches.records, source, rehearsal.rank), last)
 
     def stop_following(self, slot: Slot) -> None:
         task = self._tasks.pop(slot.local_rank, None)

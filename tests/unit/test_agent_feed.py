@@ -35,6 +35,7 @@ def test_an_action_that_fails_ends_this_node_and_not_the_link_whose_message_aske
     said: list[tuple[str, str]] = []
     agent = Agent.__new__(Agent)
     agent._inputs, agent._stepping, agent._node = deque(), False, 3
+    agent._loop = cast(asyncio.AbstractEventLoop, types.SimpleNamespace(time=lambda: 0.0))
     agent._controller = cast(Controller, types.SimpleNamespace(step=fails, world=World(0, (0, 3), ())))
     agent._left = cast("asyncio.Future[int]", types.SimpleNamespace(done=lambda: False))
     agent._reports = cast(Reports, types.SimpleNamespace(emit=lambda kind, reason: said.append((kind, reason))))

@@ -6,11 +6,12 @@ import asyncio
 import types
 from typing import Any, TypeVar, cast
 
+from support.hosts import Host
 from support.stand_in import stand_in
 
 from deadpool_plugin import events
+from deadpool_plugin.agent.fetching import Fetches
 from deadpool_plugin.agent.fullness import Fullness
-from deadpool_plugin.agent.peers import Peers
 from deadpool_plugin.agent.profile import Profile
 from deadpool_plugin.agent.rehearsal import Rehearsal
 from deadpool_plugin.agent.reports import Reports, sentence
@@ -72,7 +73,9 @@ def test_a_spare_that_comes_too_late_to_follow_says_so_once() -> None:
         slot.process = Process(order=1, rank=4, rehearses=True, peer=stand_in(LocalPeer))
         workers = types.SimpleNamespace(slots=[slot])
         check: Any = None  # no rehearsal ends here
-        spares = Spares(3, cast(Workers, workers), store, stand_in(Peers), cast(Reports, told), check, 100, fed.append)
+        says, host = cast(Reports, told), Host(store)
+        asks = Fetches(3, host, 1.0, says, fed.append)
+        spares = Spares(3, cast(Workers, workers), host, asks, says, check, 100, fed.append)
         spares.rehearsals[0] = rehearsal = Rehearsal(
             slot, slot.process, stand_in(Profile), source=3, history=History(100)
         )

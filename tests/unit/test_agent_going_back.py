@@ -10,11 +10,11 @@ import types
 from typing import cast
 
 import msgspec
+from support.hosts import Host, fetches
 from support.stand_in import stand_in
 
 from deadpool_plugin import events
 from deadpool_plugin.agent.lives import Lives
-from deadpool_plugin.agent.peers import Peers
 from deadpool_plugin.agent.profile import Profile
 from deadpool_plugin.agent.rehearsal import CHUNK_STEPS, Rehearsal
 from deadpool_plugin.agent.reports import Reports, sentence
@@ -68,8 +68,8 @@ def test_a_stand_in_that_followed_too_far_begins_again_from_the_new_source():
         spares = Spares(
             2,
             cast(Workers, workers),
-            stand_in(SnapshotStore),
-            stand_in(Peers),
+            host := Host(stand_in(SnapshotStore)),
+            fetches(host),
             stand_in(Reports),
             nothing,
             1000,

@@ -1,22 +1,20 @@
-"""agent/fetching.py: what a fetch that failed leaves."""
+"""agent/fetching.py: what is asked in vain is said, so that the controllers can judge; what a failed fetch leaves."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import cast
 
 import pytest
-from support.stand_in import stand_in
+from support.hosts import Host, fetches
 from support.stores import free
 
-from deadpool_plugin.agent.fetching import Fetches
-from deadpool_plugin.agent.peers import Peers
 from deadpool_plugin.agent.profile import Profile
-from deadpool_plugin.agent.reports import Reports
+from deadpool_plugin.core import io
 from deadpool_plugin.core.types import Source
 from deadpool_plugin.errors import StaleGeneration, TransportError
 from deadpool_plugin.mirror.arena import SlotPair
 from deadpool_plugin.mirror.store import SnapshotStore
+from deadpool_plugin.mirror.wire import RefusedByPeer
 
 PROFILE = Profile(header_bytes=4096, payload_bytes=64, layout_hash="", replicas=(0,), recording=b"")
 
@@ -27,27 +25,17 @@ class Holder:
     def __init__(self) -> None:
         self.filled: list[SlotPair] = []
 
-    def to(self, node):
-        return self
-
-    async def ask(self, work, *nodes):
-        return work()
-
-    def fetch(self, rank, step, payload_rank, into, payload_peer, generation):
+    async def fetch(self, source, step, into, generation):
         self.filled.append(into)
         into.seal(step, 0, "", b"")
         if len(self.filled) == 1:
             raise TransportError("broke off")
 
 
-class Swapped(Holder):
+class Swapped(Host):
     """The next swap begins while slots are made for what is asked for."""
 
-    def __init__(self, store: SnapshotStore) -> None:
-        super().__init__()
-        self.store = store
-
-    async def ask(self, work, *nodes):
+    async def in_thread(self, work):
         self.store.fence(1)
         return work()
 
@@ -55,20 +43,105 @@ class Swapped(Holder):
 def test_a_fetch_that_failed_leaves_its_slots_to_the_next_one():
     store, holder = SnapshotStore(), Holder()
     store.prepare_own(0, 4096, 64)
-    fetches = Fetches(1, store, cast(Peers, holder), stand_in(Reports))
+    asks = fetches(Host(store, holder), patience_s=0.0)
     with pytest.raises(TransportError, match="broke off"):
-        asyncio.run(fetches.bring(Source(0, 0, 0, 0), 3, PROFILE))
+        asyncio.run(asks.bring(Source(0, 0, 0, 0), 3, PROFILE))
     assert store.own(0) is None and holder.filled[0].open(3) is None
-    asyncio.run(fetches.bring(Source(0, 0, 0, 0), 3, PROFILE))
+    asyncio.run(asks.bring(Source(0, 0, 0, 0), 3, PROFILE))
     assert holder.filled[0] is holder.filled[1] is store.own(0) and store.owns(0, 3)
     free(store)
 
 
 def test_no_slots_are_made_for_a_generation_that_is_over():
     store = SnapshotStore()
-    holder = Swapped(store)
+    holder = Holder()
     with pytest.raises(StaleGeneration):
-        fetches = Fetches(1, store, cast(Peers, holder), stand_in(Reports))
-        asyncio.run(fetches.bring(Source(0, 0, 0, 0), 3, PROFILE))
+        asyncio.run(fetches(Swapped(store, holder)).bring(Source(0, 0, 0, 0), 3, PROFILE))
     assert not holder.filled and not store.has_slots(0)
     free(store)
+
+
+class Silent:
+    """Another node, asked for a recording: `fails` once or always, each time after `lasts_s` of the test's clock."""
+
+    def __init__(self, error: TransportError, times: int = 1 << 30, lasts_s: float = 0.0) -> None:
+        self.error, self.left, self.lasts_s, self.now = error, times, lasts_s, 0.0
+
+    async def get_recording(self, node, rank):
+        self.now += self.lasts_s
+        self.left -= 1
+        if self.left >= 0:
+            raise self.error
+        return b"whole"
+
+
+def asked(error: TransportError, node: int) -> list[io.Input]:
+    """Return what was said after node 0 had asked `node` for a recording and met `error` each time."""
+    said: list[io.Input] = []
+    with pytest.raises(TransportError):
+        asyncio.run(fetches(Host(bulk=Silent(error)), 0.3, said.append).recording(node, 7))
+    return said
+
+
+def test_who_cannot_be_asked_for_the_patience_is_not_heard():
+    (lost,) = asked(TransportError("no route to host"), 2)
+    assert isinstance(lost, io.LinkLost) and (lost.node, lost.silent) == (2, True)
+    assert "no route to host" in lost.reason
+
+
+def test_who_answers_no_is_heard():
+    assert asked(RefusedByPeer("not held"), 2) == []
+
+
+def test_nothing_is_said_of_this_node_itself():
+    said: list[io.Input] = []
+
+    class Broken(Holder):
+        async def fetch(self, *arguments):
+            raise TransportError("no route to host")
+
+    store = SnapshotStore()
+    with pytest.raises(TransportError):
+        asyncio.run(fetches(Host(store, Broken()), 0.3, said.append).bring(Source(0, 0, 3, 0), 3, PROFILE))
+    assert [lost.node for lost in said if isinstance(lost, io.LinkLost)] == [3]
+    store.drop_prepared()
+
+
+def test_the_patience_begins_with_the_first_failure(monkeypatch):
+    """A transfer that breaks off after it has gone on for long is tried again."""
+    silent = Silent(TransportError("the connection broke"), times=1, lasts_s=90.0)
+    monkeypatch.setattr("deadpool_plugin.agent.fetching.loop_time", lambda: silent.now)
+    assert asyncio.run(fetches(Host(bulk=silent), 10.0).recording(2, 7)) == b"whole"
+
+
+def test_slots_of_a_fetch_that_was_given_up_are_nobody_elses_until_it_ends():
+    """Its transfer goes on: whoever fetches next must not be given the slots that are still written to."""
+
+    class Slow(Holder):
+        def __init__(self):
+            super().__init__()
+            self.may_end = asyncio.Event()
+
+        async def fetch(self, source, step, into, generation):
+            self.filled.append(into)
+            await self.may_end.wait()
+            into.seal(step, 0, "", b"")
+
+    async def scenario():
+        store, holder = SnapshotStore(), Slow()
+        asks = fetches(Host(store, holder))
+        first = asyncio.ensure_future(asks.bring(Source(0, 0, 0, 0), 3, PROFILE))
+        while not holder.filled:
+            await asyncio.sleep(0)
+        first.cancel()
+        await asyncio.wait([first])
+        second = asyncio.ensure_future(asks.bring(Source(0, 0, 0, 0), 3, PROFILE))
+        while len(holder.filled) < 2:
+            await asyncio.sleep(0)
+        assert holder.filled[0] is not holder.filled[1]
+        holder.may_end.set()
+        await second
+        assert store.owns(0, 3)
+        free(store)
+
+    asyncio.run(asyncio.wait_for(scenario(), timeout=30))

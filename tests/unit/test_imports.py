@@ -31,7 +31,7 @@ LAYERS: dict[str, set[str]] = {
     "comm": {"transport", "core"},
     "worker": {"comm", "mirror", "transport", "core"},
     "adapters": {"worker", "comm", "mirror", "transport", "core"},
-    "host": {"transport", "core"},
+    "host": {"mirror", "transport", "core"},
     "agent": {"host", "mirror", "transport", "core"},
     "plugin": {"adapters", "agent", "host", "worker", "comm", "mirror", "transport", "core"},
     "launch": {"plugin", "agent", "host", "worker", "transport", "core"},

@@ -7,9 +7,9 @@ from typing import cast
 
 import pytest
 from support import present
+from support.hosts import Host
 from support.stores import free
 
-from deadpool_plugin.agent import peers
 from deadpool_plugin.agent.mirroring import Mirroring
 from deadpool_plugin.agent.profile import Profile
 from deadpool_plugin.agent.slots import Process, Slot
@@ -18,19 +18,6 @@ from deadpool_plugin.core.types import World
 from deadpool_plugin.mirror.arena import SlotPair, arena_bytes
 from deadpool_plugin.mirror.store import SnapshotStore
 from deadpool_plugin.transport import local
-
-
-class Peers:
-    """Runs what blocks at once, and sends nothing."""
-
-    async def in_thread(self, work):
-        return work()
-
-    def to(self, node):
-        return self
-
-    def push_recording(self, *arguments):
-        pass
 
 
 class Peer:
@@ -47,7 +34,7 @@ def serving(rank: int) -> Slot:
 
 
 def mirroring(store: SnapshotStore) -> Mirroring:
-    made = Mirroring(0, 1, store, cast(peers.Peers, Peers()), lambda event: None)
+    made = Mirroring(0, 1, Host(store), 10.0, lambda event: None)
     made.enter(World(0, (0, 0), ()))
     return made
 
@@ -121,7 +108,7 @@ def test_slots_that_are_being_made_when_the_script_begins_again_make_room_for_th
     slot = serving(0)
 
     async def scenario():
-        made = Mirroring(0, 1, store, cast(peers.Peers, Peers()), fed.append)
+        made = Mirroring(0, 1, Host(store), 10.0, fed.append)
         made.enter(World(0, (0, 0), ()))
         await made._prepare(slot, present(slot.serving), ready(0))
 

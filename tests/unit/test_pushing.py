@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import cast
 
 import pytest
 from support import expect
+from support.hosts import Host
 
-from deadpool_plugin.agent.peers import Peers
 from deadpool_plugin.agent.profile import Profile
 from deadpool_plugin.agent.pushing import Pushes
 from deadpool_plugin.core import io
@@ -18,7 +17,6 @@ from deadpool_plugin.errors import DeadpoolError, TransportError
 from deadpool_plugin.mirror.integrity import CorruptSnapshot
 from deadpool_plugin.mirror.peer import TransferFailed
 from deadpool_plugin.mirror.records import NotHeld
-from deadpool_plugin.mirror.store import SnapshotStore
 from deadpool_plugin.mirror.wire import InAnotherGeneration
 
 PROFILE = Profile(header_bytes=0, payload_bytes=0, layout_hash="", replicas=(), recording=b"")
@@ -27,28 +25,26 @@ PROFILE = Profile(header_bytes=0, payload_bytes=0, layout_hash="", replicas=(), 
 class Buddy:
     """Refuses one push with `error`, and takes what comes after it."""
 
-    patience_s = 0.0
-
     def __init__(self, error: DeadpoolError) -> None:
-        self.errors: list[DeadpoolError | None] = [error]
+        self.errors = [error]
 
-    def to(self, node):
-        return self
-
-    def push(self, *arguments):
-        arguments[-1](self.errors.pop() if self.errors else None)
+    async def push(self, *arguments):
+        if self.errors:
+            error = self.errors.pop()
+            await asyncio.sleep(0.01)  # meanwhile the process goes on
+            raise error
 
 
 @pytest.mark.parametrize("error", [NotHeld("overwritten"), CorruptSnapshot("3 of 7 frames")])
 def test_a_snapshot_that_cannot_be_read_here_is_no_fault_of_the_buddy(error: DeadpoolError) -> None:
     async def scenario(newest: int) -> list[io.Input]:
         said: list[io.Input] = []
-        pushes = Pushes(0, 1, SnapshotStore(), cast(Peers, Buddy(error)), said.append)
+        pushes = Pushes(0, 1, Host(bulk=Buddy(error)), 0.0, said.append)
         pushes.enter(World(0, (0, 1), ()))
         for step in range(3, newest + 1):
             pushes.snapshot(0, step, 0, PROFILE, b"")
-        for _ in range(3):
             await asyncio.sleep(0)
+        await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()})
         return said
 
     assert asyncio.run(scenario(newest=3)) == [
@@ -60,23 +56,15 @@ def test_a_snapshot_that_cannot_be_read_here_is_no_fault_of_the_buddy(error: Dea
 class Unreachable:
     """The buddy as this node sees it, which answers every attempt with `error` until it `heals`."""
 
-    patience_s = 0.05
-
     def __init__(self, error: DeadpoolError, heals: asyncio.Event) -> None:
         self.error, self.heals, self.done = error, heals, asyncio.Event()
         self.attempts = 0
 
-    def to(self, node):
-        return self
-
-    def push(self, *arguments):
-        on_done = arguments[-1]
+    async def push(self, *arguments):
         self.attempts += 1
-        if self.heals.is_set():
-            on_done(None)
-            self.done.set()
-        else:
-            on_done(self.error)
+        if not self.heals.is_set():
+            raise self.error
+        self.done.set()
 
 
 def pushed(error: DeadpoolError, enough: Callable[[list[io.Input], int], bool]) -> list[io.Input]:
@@ -85,14 +73,14 @@ def pushed(error: DeadpoolError, enough: Callable[[list[io.Input], int], bool]) 
     async def scenario():
         said: list[io.Input] = []
         heals = asyncio.Event()
-        peers = Unreachable(error, heals)
-        pushes = Pushes(0, 1, SnapshotStore(), cast(Peers, peers), said.append)
+        buddy = Unreachable(error, heals)
+        pushes = Pushes(0, 1, Host(bulk=buddy), 0.05, said.append)
         pushes.enter(World(0, (0, 1), ()))
         pushes.snapshot(0, 3, 0, PROFILE, b"")
-        while not enough(said, peers.attempts):
+        while not enough(said, buddy.attempts):
             await asyncio.sleep(0.01)
         heals.set()
-        await peers.done.wait()
+        await buddy.done.wait()
         return said
 
     return asyncio.run(asyncio.wait_for(scenario(), timeout=30))

@@ -1,0 +1,134 @@
+"""Bulk transfers of one node: its server, its connections to other nodes, and the threads that wait for them.
+
+Rules of this file: the contract of `Bulk` in agent/host.py. Every connection is made when it is first needed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Executor
+from typing import TypeVar
+
+from ..core.types import Generation, Holding, NodeId, Rank, Source, Step
+from ..errors import DeadpoolError, PeerRefused
+from ..mirror.arena import SlotPair
+from ..mirror.peer import BulkPeer, OnDone
+from ..mirror.server import BulkServer
+from ..mirror.store import SnapshotStore
+from ..transport.handshake import Credentials
+from ..transport.sockets import Address
+from ..transport.tasks import soon
+
+T = TypeVar("T")
+
+
+class BulkTransfers:
+    """Thread: the event loop's only. `threads` are for what blocks."""
+
+    def __init__(
+        self, node: NodeId, credentials: Credentials, store: SnapshotStore, silent_after_s: float, threads: Executor
+    ) -> None:
+        self._node, self._credentials, self._store = node, credentials, store
+        self._silent_after_s, self._threads = silent_after_s, threads
+        self._addresses: dict[NodeId, Address] = {}
+        self._peers: dict[NodeId, BulkPeer] = {}
+        self._server: BulkServer | None = None
+
+    def serve(
+        self,
+        bind_host: str,
+        port_range: tuple[int, int] | None,
+        on_mirrored: Callable[[Rank, Step, Generation, Holding], None],
+        on_refused: Callable[[PeerRefused], None],
+    ) -> Address:
+        """Let other nodes mirror and ask here from now on; `on_mirrored` hears of each snapshot that has arrived whole.
+
+        Raises: ConfigError if there is no port.
+        """
+        loop = asyncio.get_running_loop()
+        self._server = BulkServer(
+            self._store, self._credentials, bind_host, port_range,
+            lambda *mirrored: soon(loop, on_mirrored, *mirrored), self._node, self._silent_after_s,
+            lambda error: soon(loop, on_refused, error),
+        )  # fmt: skip
+        return self._server.address
+
+    def know(self, node: NodeId, address: Address) -> None:
+        self._addresses[node] = address
+
+    def _to(self, node: NodeId) -> BulkPeer:
+        """The connection to `node` (this node included: its own server answers)."""
+        if node not in self._peers:
+            self._peers[node] = BulkPeer(
+                self._addresses[node], self._credentials, self._store, self._node, self._silent_after_s
+            )
+        return self._peers[node]
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    # ---- pushes
+
+    async def push(
+        self,
+        node: NodeId,
+        rank: Rank,
+        step: Step,
+        generation: Generation,
+        with_payload: bool,
+        replicas: tuple[Rank, ...],
+        layout_hash: str,
+        records: bytes,
+    ) -> None:
+        peer = self._to(node)
+        await _done(lambda done: peer.push(rank, step, generation, with_payload, replicas, layout_hash, records, done))
+
+    async def push_recording(self, node: NodeId, rank: Rank, generation: Generation, recording: bytes) -> None:
+        peer = self._to(node)
+        await _done(lambda done: peer.push_recording(rank, generation, recording, done))
+
+    # ---- questions
+
+    async def get_recording(self, node: NodeId, rank: Rank) -> bytes:
+        peer = self._to(node)
+        return await self._in_thread(lambda: peer.get_recording(rank))
+
+    async def get_history(self, node: NodeId, rank: Rank, first: Step, last: Step) -> list[bytes]:
+        peer = self._to(node)
+        return await self._in_thread(lambda: peer.get_history(rank, first, last))
+
+    async def fetch(self, source: Source, step: Step, into: SlotPair, generation: Generation) -> None:
+        header_peer, payload_peer = self._to(source.header_node), self._to(source.payload_node)
+        await self._in_thread(
+            lambda: header_peer.fetch(source.rank, step, source.payload_rank, into, payload_peer, generation)
+        )
+
+    # ---- the end
+
+    async def forget(self, nodes: tuple[NodeId, ...]) -> None:
+        gone = [self._peers.pop(node) for node in nodes if node in self._peers]
+        await asyncio.gather(*(self._in_thread(peer.close) for peer in gone))
+
+    async def close(self) -> None:
+        """End the server and every connection."""
+        if self._server is not None:
+            await self._in_thread(self._server.close)
+        await self.forget(tuple(self._peers))
+
+
+async def _done(begin: Callable[[OnDone], None]) -> None:
+    """Begin a push and wait until its sender's thread says that it is done. Raises: what it says."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[None] = loop.create_future()
+
+    def settle(error: DeadpoolError | None) -> None:
+        if done.done():  # nobody waits any more
+            return
+        if error is None:
+            done.set_result(None)
+        else:
+            done.set_exception(error)
+
+    begin(lambda error: soon(loop, settle, error))
+    await done
