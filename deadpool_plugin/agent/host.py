@@ -6,7 +6,7 @@ order, or never. The clock is the event loop's (transport/tasks.py, `loop_time`)
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol, TypeVar
 
 from ..core.types import Generation, NodeId, Rank, Source, Step
@@ -64,8 +64,52 @@ class Bulk(Protocol):
         """End everything that still waits for `nodes`, which are lost."""
 
 
+class Processes(Protocol):
+    """The processes of this machine that belong to the node."""
+
+    def watch(self, pid: int, on_end: Callable[[int], None], on_stopped: Callable[[float], None]) -> None:
+        """Call `on_end(exit_code)` once `pid` ends (negative for a signal, as in subprocess; 0 is not told), and
+        `on_stopped(seconds)` once it has stood still for the job's patience."""
+
+    def forget(self, pid: int) -> None:
+        """Watch `pid` no more."""
+
+    def is_gone(self, pid: int) -> bool:
+        """Return whether `pid` has ended, or is ending."""
+
+    def catches(self, pid: int, number: int) -> bool:
+        """Return whether `pid` has a handler of its own for signal `number`."""
+
+    def exit_code(self, pid: int) -> int | None:
+        """Return the exit code of `pid`, as in subprocess, if it is ending and that is known; 0 never is."""
+
+    def kill(self, pid: int) -> None:
+        """End `pid` (SIGKILL) if it is there."""
+
+    def sweep(self, local_rank: int) -> None:
+        """End (SIGKILL) all that was started for `local_rank`, also what that has started."""
+
+    def pause(self, running: Mapping[int, int], others: Mapping[int, int]) -> None:
+        """Stop processes and all that they have started. They do nothing at all until `resume`, whatever they were in.
+
+        Args:
+            running: local rank -> the process that runs its rank.
+            others: local rank -> the process that looks after it, which goes on.
+        """
+
+    def resume(self) -> None:
+        """Let all go on that were paused."""
+
+    def kill_paused(self) -> None:
+        """End all that were paused, as they stand."""
+
+
 class Host(Protocol):
     """One machine."""
+
+    @property
+    def processes(self) -> Processes:
+        """The node's processes."""
 
     @property
     def store(self) -> SnapshotStore:

@@ -9,41 +9,43 @@ them (the launcher, a person, the kernel short of memory) means the node, and wh
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
 import signal
 from collections.abc import Callable, Sequence
 
 from ..core import io
 from ..core.types import NodeId, Rank
-from ..errors import shell_code
-from ..host import proc
-from ..host.watch import Watch, described_exit
+from ..errors import EXIT_OK, shell_code
+from ..host.watch import described_exit
 from ..transport import local
 from ..transport.local import LocalPeer
+from .host import Processes
 from .slots import Process, Slot
 
+NOTICE_S = 25.0
+"""How long a script that handles SIGTERM has: less than the 30 s after which deepspeed's launcher and Slurm kill."""
+TERM_GRACE_S = 1.0
+"""A supervisor that was told to end knows better why; this agent knows better who else was told. Each gives the other
+so long to speak first."""
 EXIT_REPORT_S = 2.0
 """How long after a worker's connection has ended the standby process may take to say how it ended."""
 
 
 class Lives:
     """Thread: the event loop's only. `changed` is set whenever a process has ended; `on_lost` hears of each slot whose
-    rank has lost its process."""
+    rank has lost its process, `say` of what people are told."""
 
     def __init__(
         self,
         node: NodeId,
-        job_tag: str,
         slots: Sequence[Slot],
-        watch: Watch,
+        processes: Processes,
         feed: Callable[[io.Input], None],
         on_lost: Callable[[Slot], None],
-        on_supervisor_told: Callable[[str], None],
+        say: Callable[[str], None],
     ) -> None:
-        self._node, self._job_tag, self._slots, self._watch, self._feed = node, job_tag, slots, watch, feed
-        self._on_lost, self._on_supervisor_told = on_lost, on_supervisor_told
-        self.ending = False
+        self._node, self._slots, self._processes, self._feed = node, slots, processes, feed
+        self._on_lost, self._say = on_lost, say
+        self.ending = self.paused = self._has_notice = False
         self._exit_code = 0
         self.late_exit_code = 0
         """The worst exit code of a rank's process after the job's end, as a shell counts signals."""
@@ -52,14 +54,14 @@ class Lives:
     # ---- worker processes
 
     def watch(self, slot: Slot, process: Process) -> None:
-        self._watch.add(
+        self._processes.watch(
             process.pid, lambda code: self.ended(slot, process, code), lambda s: self._stopped(slot, process, s)
         )
 
     def forget(self, process: Process) -> None:
         """Another one takes its place: nothing of it means anything any more."""
         process.ended = True
-        self._watch.forget(process.pid)
+        self._processes.forget(process.pid)
         self._withdraw(process)
         if process.peer is not None:
             process.peer.tag = None
@@ -78,7 +80,7 @@ class Lives:
         if process.ended:
             return
         process.ended = True
-        self._watch.forget(process.pid)
+        self._processes.forget(process.pid)
         self.changed.set()
         self._withdraw(process)
         what = f"process {process.pid} {described_exit(exit_code)}"
@@ -117,10 +119,9 @@ class Lives:
         if process.ended or self.ending:
             return
         process.ended = True
-        self._watch.forget(process.pid)
+        self._processes.forget(process.pid)
         if process.pid:  # else it has not said hello yet, and the next order ends it
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGKILL)
+            self._processes.kill(process.pid)
         self._withdraw(process)
         self.lost(slot, process, reason, exit_code)
 
@@ -154,7 +155,7 @@ class Lives:
     # ---- what looks after them
 
     def watch_standby(self, slot: Slot) -> None:
-        self._watch.add(
+        self._processes.watch(
             slot.standby_pid,
             lambda code: self._standby_ended(slot, described_exit(code)),
             lambda seconds: self.give_up(f"{_standby(slot)} had been stopped (state T) for {seconds:.1f} s"),
@@ -167,14 +168,14 @@ class Lives:
         self.give_up(f"local rank {slot.local_rank} cannot get a new process: {message.reason}")
 
     def _standby_is_gone(self, slot: Slot) -> bool:
-        return _is_gone(slot.standby_pid)
+        return self._processes.is_gone(slot.standby_pid)
 
     def _standby_ended(self, slot: Slot, how: str) -> None:
         self.changed.set()
         if slot.standby_ended:
             return
         slot.standby_ended = True
-        self._watch.forget(slot.standby_pid)
+        self._processes.forget(slot.standby_pid)
         self.give_up(f"{_standby(slot)} {how}")
 
     def leaving(self, slot: Slot, message: local.Leaving) -> None:
@@ -185,7 +186,46 @@ class Lives:
         elif message.signal == signal.SIGHUP:
             self.give_up(f"node {self._node} found the launcher gone (on_launcher_loss: stop)")
         else:
-            self._on_supervisor_told(f"the launcher of node {self._node} ended its processes ({name})")
+            self._supervisor_told(f"the launcher of node {self._node} ended its processes ({name})")
+
+    # ---- told to end (SIGTERM)
+
+    def told(self, reason: str) -> None:
+        """This agent was told to end, as a scheduler tells a host before it takes it away.
+
+        A script that has a handler for SIGTERM (Megatron-LM's --exit-signal-handler) saves and ends the job; it has
+        NOTICE_S for that. A host whose script has none is given up at once, and a spare takes its ranks.
+        """
+        if self._has_notice:
+            return
+        if not self._script_handles_it():
+            self._give_up_later(TERM_GRACE_S, reason)
+            return
+        self._has_notice = True
+        self._say(f"told to end (SIGTERM): the script handles that itself, and has {NOTICE_S:g} s for it")
+        late = f"{reason}; the script, which handles SIGTERM itself, has not ended within {NOTICE_S:g} s"
+        self._give_up_later(NOTICE_S, late)
+
+    def _supervisor_told(self, reason: str) -> None:
+        """The script is asked only where everybody on the host was told, this agent too, as deepspeed's launcher does
+        (terminate_process_tree): a supervisor that was told alone has lost its launcher, and nobody else has."""
+        if not self._script_handles_it():
+            self.give_up(reason)
+        else:
+            asyncio.get_running_loop().call_later(TERM_GRACE_S, self._give_up_unless_told, reason)
+
+    def _give_up_unless_told(self, reason: str) -> None:
+        if not self._has_notice:
+            self.give_up(reason)
+
+    def _script_handles_it(self) -> bool:
+        running = [slot.process.pid for slot in self._slots if slot.serving is not None and slot.process is not None]
+        return any(pid and self._processes.catches(pid, signal.SIGTERM) for pid in running)
+
+    def _give_up_later(self, seconds: float, reason: str) -> None:
+        asyncio.get_running_loop().call_later(seconds, self.give_up, reason)
+
+    # ---- the node's end
 
     def give_up(self, reason: str) -> None:
         """Others take its ranks over. Nothing once the job ends."""
@@ -202,7 +242,7 @@ class Lives:
         if peer is slot.supervisor:
             slot.supervisor = None
             if not self.ending:
-                proc.sweep(f"{self._job_tag}{slot.local_rank}.")
+                self._processes.sweep(slot.local_rank)
                 self.give_up(f"supervisor of local rank {slot.local_rank} is gone")
         elif peer is slot.standby:
             slot.standby = None
@@ -211,18 +251,45 @@ class Lives:
             self._disconnected(slot, process)
 
     def _disconnected(self, slot: Slot, process: Process) -> None:
-        status = proc.look(process.pid)
-        if status is not None and status.ending and status.wait_status:
-            self.ended(slot, process, os.waitstatus_to_exitcode(status.wait_status))
+        if exit_code := self._processes.exit_code(process.pid):
+            self.ended(slot, process, exit_code)
         elif not process.ended:
             reason = f"process {process.pid} closed its connection and did not end"
             asyncio.get_running_loop().call_later(EXIT_REPORT_S, self.kill, slot, process, reason)
 
+    # ---- pausing
+
+    def pause(self) -> None:
+        """Stop every process that runs a rank, with all it has started: others may replace this node. Blocks: some
+        10 ms."""
+        self.paused = True
+        running = {
+            slot.local_rank: slot.process.pid
+            for slot in self._slots
+            if slot.serving is not None and slot.process is not None and slot.process.pid
+        }
+        self._processes.pause(running, {slot.local_rank: slot.standby_pid for slot in self._slots})
+
+    def keep_paused(self) -> None:
+        """Whoever has come to run a rank meanwhile stands still, too."""
+        if self.paused:
+            self.pause()
+
+    def resume(self) -> None:
+        """Nobody has replaced this node: its processes go on."""
+        self.paused = False
+        self._processes.resume()
+
     # ---- the end
 
     def end(self, exit_code: int) -> None:
-        """From now on every death is expected. A standby process outlives the one it forked."""
+        """From now on every death is expected; what is paused ends as it stands, unless the job ends well. A standby
+        process outlives the one it forked."""
         self.ending, self._exit_code = True, exit_code
+        if exit_code == EXIT_OK:
+            self.resume()
+        else:
+            self._processes.kill_paused()
         for slot in self._slots:
             if slot.serving is not None:
                 slot.serving.send(local.EndWorker(exit_code))
@@ -245,7 +312,7 @@ class Lives:
     @property
     def at_work(self) -> list[Rank]:
         """Those whose script still runs; one that is already ending the kernel may hold for ever."""
-        return [rank for rank, pid in self.unended.items() if not _is_gone(pid)]
+        return [rank for rank, pid in self.unended.items() if not self._processes.is_gone(pid)]
 
     @property
     def workers_gone(self) -> bool:
@@ -271,11 +338,6 @@ class Lives:
             except TimeoutError:
                 return done()
         return True
-
-
-def _is_gone(pid: int) -> bool:
-    status = proc.look(pid)
-    return status is None or status.ending
 
 
 def _standby(slot: Slot) -> str:

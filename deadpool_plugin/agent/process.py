@@ -28,7 +28,6 @@ from ..host.machine import Machine
 from ..host.output import Writer
 from ..host.processes import run_anywhere
 from ..host.repeats import Cuts
-from ..host.watch import Watch
 from ..transport import calls, local
 from ..transport.handshake import Credentials
 from ..transport.local import LocalPeer, LocalServer
@@ -41,8 +40,6 @@ from .joining import Job
 from .lives import Lives
 from .meeting import Links, reachable
 from .mirroring import Mirroring
-from .notice import Notice
-from .pausing import Pausing
 from .reports import Reports
 from .settings import policy_of, timing_of
 from .slots import Slot
@@ -117,20 +114,14 @@ class Agent:
         credentials = Credentials(secret)
         self._cuts = Cuts(node, self._writer, config.output_dir, lambda: credentials.job)
         self._links = Links(place, config, credentials, self._job, where, self)
-        self._host = Machine(node, config, credentials)
+        self._host = Machine(node, job_tag, config, credentials)
         self._store = self._host.store
         self._reports = Reports(node, self._writer, config.output_dir, self._links.roster.hosts)
         self._mirroring = Mirroring(node, config.copies, self._host, config.patience_s, self.feed)
-        self._watch = Watch(config.silent_after_s)
-        self._watch.start()
         slots = [Slot(local_rank) for local_rank in range(place.local_size)]
-        self._pausing = Pausing(self._job_tag, slots, self._watch)
-        notice = Notice(
-            slots, lambda reason: self._lives.give_up(reason), lambda text: self._reports.emit("Note", text=text)
-        )
         self._lives = Lives(
-            node, self._job_tag, slots, self._watch, self.feed, lambda slot: self._spares.replace(slot),
-            notice.supervisor_told,
+            node, slots, self._host.processes, self.feed, lambda slot: self._spares.replace(slot),
+            lambda text: self._reports.emit("Note", text=text),
         )  # fmt: skip
         self._workers = Workers(
             place, self._links.address, config.output_dir, self._writer, slots, self._lives, self.feed,
@@ -143,14 +134,14 @@ class Agent:
         )  # fmt: skip
         self._fullness = Fullness(self._store, self._reports, config.history_limit_bytes, self.feed)
         self._takeovers = TakeOvers(
-            node, self._workers, self._mirroring, self._spares, fetches, self._store, self._pausing,
+            node, self._workers, self._mirroring, self._spares, fetches, self._store,
             config.start_timeout_s, self.feed,
         )  # fmt: skip
         self._unwinding = Unwinding(slots, self._lives, config.phase_timeout_s, config.saving_timeout_s)
         self._controller = Controller(node, timing_of(config), policy_of(config))
         self._witness = Witness(config.witness, lambda: credentials.job, self._reports, self.feed)
         self._server = LocalServer(listener, self._workers.on_message, self._lives.closed)
-        loop.add_signal_handler(signal.SIGTERM, notice.told, f"the agent of node {node} was told to end (SIGTERM)")
+        loop.add_signal_handler(signal.SIGTERM, self._lives.told, f"the agent of node {node} was told to end (SIGTERM)")
 
     async def run(self) -> int:
         """From the first connection to the last; the exit code."""
@@ -356,7 +347,7 @@ class Agent:
         self._takeovers.cancel()
         self._store.announce(action.generation)  # so that all can know before the first of them is cut off
         self._workers.abort(action.generation)
-        if not self._pausing.active:
+        if not self._lives.paused:
             self._unwinding.begin(action.generation)
         self._store.fence(action.generation)
 
@@ -366,11 +357,11 @@ class Agent:
         self.feed(io.CallsRead(action.generation, tuple(ranks)))
 
     def _pause(self, action: io.PauseWorkers) -> None:
-        self._pausing.pause()
+        self._lives.pause()
         self._unwinding.pause()
 
     def _resume(self, action: io.ResumeWorkers) -> None:
-        self._pausing.resume()
+        self._lives.resume()
         if self._store.generation > self._reports.generation:  # fenced meanwhile: the time to unwind begins now
             self._unwinding.begin(self._store.generation)
 
@@ -413,10 +404,6 @@ class Agent:
         self._takeovers.cancel()
         self._spares.drop()
         lives.end(exit_code)
-        if exit_code == EXIT_OK:
-            self._pausing.resume()
-        else:
-            self._pausing.kill()
         goodbye = Goodbye(self._controller.generation, self._verdict) if exit_code != EXIT_FENCED else None
         await self._links.mesh.close(goodbye)
         withdrawing = threading.Thread(target=self._links.withdraw, daemon=True)  # the file system may hang
@@ -425,7 +412,6 @@ class Agent:
             exit_code = await self._last_work()
         else:
             await lives.wait(lambda: lives.workers_gone, WORKERS_KILL_S)
-        self._watch.close()
         lives.end_supervisors(exit_code)
         await lives.wait(lambda: lives.supervisors_gone, SUPERVISORS_END_S)
         await self._drain()

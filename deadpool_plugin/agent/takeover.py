@@ -19,7 +19,6 @@ from ..transport import local
 from ..transport.tasks import Tasks, begin
 from .fetching import Fetches
 from .mirroring import Mirroring
-from .pausing import Pausing
 from .rehearsal import Rehearsal
 from .slots import Slot
 from .spares import Spares
@@ -37,12 +36,11 @@ class TakeOvers:
         spares: Spares,
         fetches: Fetches,
         store: SnapshotStore,
-        pausing: Pausing,
         start_timeout_s: float,
         feed: Callable[[io.Input], None],
     ) -> None:
         self._node, self._workers, self._mirroring, self._spares = node, workers, mirroring, spares
-        self._fetches, self._store, self._pausing, self._feed = fetches, store, pausing, feed
+        self._fetches, self._store, self._feed = fetches, store, feed
         self._start_timeout_s = start_timeout_s
         self._tasks = Tasks()
 
@@ -144,7 +142,7 @@ class TakeOvers:
         pair = present(self._store.own(rank), f"rank {rank} is handed over without an arena")
         self._workers.take(slot, output, plan.restore_step)
         self._spares.done(slot)
-        self._pausing.keep()
+        self._workers.lives.keep_paused()
         peer = slot.serving
         if peer is None:  # its connection has ended, and so will it
             return

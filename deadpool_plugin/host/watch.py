@@ -1,18 +1,22 @@
-"""Notices at once that a process of this node dies or stands still, by looking at /proc every few tens of milliseconds.
+"""This node's processes: watched, paused and ended.
+
+They are looked at in /proc every few tens of milliseconds, so that a death is noticed at once.
 
 Rules of this file: says what it saw, once per process; what it means is decided elsewhere. An exit status of 0 is not
-told here, because the kernel shows 0 also while the status is not known yet; whoever waits for the process knows.
+told here, because the kernel shows 0 also while the status is not known yet; whoever waits for the process knows. Who
+is paused here is not taken for stuck; who had been stopped before stays so.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from . import proc
@@ -29,18 +33,14 @@ class _Watched:
     told_stopped: bool = False
 
 
-class Watch:
-    """Watches processes on the running event loop.
+class Processes:
+    """The processes whose tag begins with `job_tag`. Thread: the event loop's only, from `start` on."""
 
-    `on_end(exit_code)`: negative for a signal, as in subprocess; `on_stopped(seconds)`: after `silent_after_s` in
-    state T.
-    """
-
-    def __init__(self, silent_after_s: float) -> None:
-        self._silent_after_s = silent_after_s
+    def __init__(self, job_tag: str, silent_after_s: float) -> None:
+        self._job_tag, self._silent_after_s = job_tag, silent_after_s
         self._watched: dict[int, _Watched] = {}
         self._task: asyncio.Task[None] | None = None
-        self._excused: frozenset[int] = frozenset()
+        self._paused: set[int] = set()
         self._said = False
 
     def start(self) -> None:
@@ -48,15 +48,68 @@ class Watch:
         self._task = asyncio.get_running_loop().create_task(self._run())
         self._task.add_done_callback(_raise_again)
 
-    def add(self, pid: int, on_end: Callable[[int], None], on_stopped: Callable[[float], None]) -> None:
+    def watch(self, pid: int, on_end: Callable[[int], None], on_stopped: Callable[[float], None]) -> None:
         self._watched[pid] = _Watched(on_end, on_stopped)
-
-    def excuse(self, pids: Collection[int]) -> None:
-        """These stand still because we have stopped them, and no others."""
-        self._excused = frozenset(pids)
 
     def forget(self, pid: int) -> None:
         self._watched.pop(pid, None)
+
+    def is_gone(self, pid: int) -> bool:
+        status = proc.look(pid)
+        return status is None or status.ending
+
+    def catches(self, pid: int, number: int) -> bool:
+        return proc.catches(pid, number)
+
+    def kill(self, pid: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+    def exit_code(self, pid: int) -> int | None:
+        status = proc.look(pid)
+        if status is None or not status.ending or not status.wait_status:
+            return None
+        return os.waitstatus_to_exitcode(status.wait_status)
+
+    def sweep(self, local_rank: int) -> None:
+        proc.sweep(f"{self._job_tag}{local_rank}.")
+
+    # ---- pausing
+
+    def pause(self, running: Mapping[int, int], others: Mapping[int, int]) -> None:
+        """All of `running` at once, then what they have started. Blocks: some 10 ms."""
+        met, found = set[int](), {*running.values()}
+        while found:
+            for pid in found:
+                status = proc.look(pid)
+                if status is not None and not status.stopped:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGSTOP)
+                        self._paused.add(pid)
+            met |= found
+            found = self._started(running, others) - met  # until there is no other one: they may fork meanwhile
+
+    def _started(self, running: Collection[int], others: Mapping[int, int]) -> set[int]:
+        """Find the processes of these local ranks, without their supervisors. The scan of all of /proc takes long:
+        a second one is for a slot that runs no rank now."""
+        found = {*proc.tagged(self._job_tag)} - {*others.values()}
+        for local_rank in others.keys() - {*running}:
+            found -= {*proc.tagged(f"{self._job_tag}{local_rank}.")}
+        return found
+
+    def resume(self) -> None:
+        self._end_pause(signal.SIGCONT)
+
+    def kill_paused(self) -> None:
+        self._end_pause(signal.SIGKILL)
+
+    def _end_pause(self, number: signal.Signals) -> None:
+        paused, self._paused = self._paused, set()
+        for pid in paused:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    # ---- watching
 
     def close(self) -> None:
         self._watched.clear()
@@ -88,7 +141,7 @@ class Watch:
             if status.wait_status:
                 self.forget(pid)
                 watched.on_end(os.waitstatus_to_exitcode(status.wait_status))
-        elif not status.stopped or pid in self._excused:
+        elif not status.stopped or pid in self._paused:
             watched.stopped_since = None
         else:
             now = time.monotonic()

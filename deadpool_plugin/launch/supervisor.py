@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from ..agent import joining
-from ..agent.notice import NOTICE_S
+from ..agent.lives import NOTICE_S
 from ..config import load
 from ..errors import EXIT_FENCED, DeadpoolError, TransportError, present, shell_code
 from ..host import proc

@@ -9,6 +9,7 @@ from deadpool_plugin.agent.fetching import Fetches
 from deadpool_plugin.agent.host import Bulk
 from deadpool_plugin.agent.reports import Reports
 from deadpool_plugin.host.bulk import BulkTransfers
+from deadpool_plugin.host.watch import Processes
 from deadpool_plugin.mirror.store import SnapshotStore
 from support.stand_in import stand_in
 
@@ -20,6 +21,7 @@ class Host:
 
     def __init__(self, store: SnapshotStore | None = None, bulk: Any = None) -> None:
         self.store = SnapshotStore() if store is None else store
+        self.processes = Processes("tag.", 10.0)
         self.bulk: Bulk = stand_in(BulkTransfers) if bulk is None else bulk
 
     async def in_thread(self, work: Callable[[], T]) -> T:

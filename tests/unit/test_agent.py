@@ -26,7 +26,7 @@ from deadpool_plugin.errors import ConfigError
 from deadpool_plugin.host import proc
 from deadpool_plugin.host.interfaces import address_of, addresses_here
 from deadpool_plugin.host.output import LineBuffer, Pipe, Writer
-from deadpool_plugin.host.watch import Watch, described_exit
+from deadpool_plugin.host.watch import Processes, described_exit
 from deadpool_plugin.transport.handshake import Credentials
 from deadpool_plugin.transport.rendezvous import Hello
 
@@ -468,11 +468,11 @@ def sleeper(**environment):
 def test_the_watch_sees_a_kill_and_a_stop():
     async def scenario():
         seen: list[int | float | str] = []
-        watch = Watch(silent_after_s=0.2)
+        watch = Processes("tag.", silent_after_s=0.2)
         watch.start()
         killed, stopped = sleeper(), sleeper()
-        watch.add(killed.pid, seen.append, seen.append)
-        watch.add(stopped.pid, seen.append, lambda seconds: seen.append("stopped"))
+        watch.watch(killed.pid, seen.append, seen.append)
+        watch.watch(stopped.pid, seen.append, lambda seconds: seen.append("stopped"))
         try:
             killed.kill()
             stopped.send_signal(signal.SIGSTOP)
@@ -497,9 +497,9 @@ def test_a_watch_that_fails_is_heard_of():
 
         failures: asyncio.Queue[Exception] = asyncio.Queue()
         asyncio.get_running_loop().set_exception_handler(lambda _, context: failures.put_nowait(context["exception"]))
-        watch, child = Watch(silent_after_s=10.0), sleeper()
+        watch, child = Processes("tag.", silent_after_s=10.0), sleeper()
         watch.start()
-        watch.add(child.pid, fails, lambda seconds: None)
+        watch.watch(child.pid, fails, lambda seconds: None)
         child.kill()
         try:
             return await asyncio.wait_for(failures.get(), 10)

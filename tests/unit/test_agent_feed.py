@@ -22,7 +22,7 @@ from deadpool_plugin.config import Config
 from deadpool_plugin.core import io
 from deadpool_plugin.core.controller import Controller
 from deadpool_plugin.core.types import World
-from deadpool_plugin.host.watch import Watch
+from deadpool_plugin.host.watch import Processes
 from deadpool_plugin.transport.local import LocalPeer
 
 
@@ -82,7 +82,7 @@ def ending(monkeypatch):
     agent = Agent.__new__(Agent)
     agent._node, agent._config = 1, cast(Config, types.SimpleNamespace(decision_timeout_s=0.01))
     agent._reports = cast(Reports, types.SimpleNamespace(say=said.append))
-    agent._lives = lives = Lives(1, "tag.", [slot], Watch(10.0), said.append, said.append, said.append)
+    agent._lives = lives = Lives(1, [slot], Processes("tag.", 10.0), said.append, said.append, said.append)
     lives.ending = True
     return agent, lives, slot, said
 

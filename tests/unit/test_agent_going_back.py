@@ -25,7 +25,7 @@ from deadpool_plugin.agent.world import Place
 from deadpool_plugin.core import io
 from deadpool_plugin.core.types import NO_STEP, World
 from deadpool_plugin.host.output import Writer
-from deadpool_plugin.host.watch import Watch
+from deadpool_plugin.host.watch import Processes
 from deadpool_plugin.mirror.history import History
 from deadpool_plugin.mirror.store import SnapshotStore
 from deadpool_plugin.transport import local
@@ -131,7 +131,7 @@ def test_a_process_that_cannot_go_back_so_far_is_ended_and_replaced_with_its_rea
         slot.process = Process(order=1, rank=3, rehearses=False, pid=child.pid)
         fed: list[io.Input] = []
         lost: list[Slot] = []
-        lives = Lives(0, "tag", [slot], Watch(10.0), fed.append, lost.append, lambda reason: None)
+        lives = Lives(0, [slot], Processes("tag.", 10.0), fed.append, lost.append, lambda reason: None)
         try:
             lives.out_of_reach(slot, local.OutOfReach("its calls begin later"))
             assert child.wait(10) == -signal.SIGKILL

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -12,10 +13,10 @@ import pytest
 from support import present
 from support.stand_in import stand_in
 
-from deadpool_plugin.agent.pausing import Pausing
+from deadpool_plugin.agent.lives import Lives
 from deadpool_plugin.agent.slots import Process, Slot
 from deadpool_plugin.host import proc
-from deadpool_plugin.host.watch import POLL_S, Watch
+from deadpool_plugin.host.watch import POLL_S, Processes
 from deadpool_plugin.transport.local import LocalPeer
 
 PARENT = """
@@ -69,15 +70,23 @@ def slot_of(standby, worker, rehearses: bool = False, number: int = 0) -> Slot:
     return Slot(number, rank=number, standby_pid=standby.pid, process=process)
 
 
+def nothing(*_):
+    pass
+
+
+def lives_of(tag: str, *slots: Slot, patience_s: float = 10.0) -> Lives:
+    return Lives(0, slots, Processes(tag, patience_s), nothing, nothing, nothing)
+
+
 def test_a_rank_and_its_children_stand_still_and_go_on(family):
     tag, standby, worker, child = family
-    pausing = Pausing(tag, [slot_of(standby, worker)], Watch(10.0))
-    pausing.pause()
+    lives = lives_of(tag, slot_of(standby, worker))
+    lives.pause()
     wait_until(lambda: stopped(worker.pid, child) == [True, True])
-    assert pausing.active and stopped(standby.pid) == [False]
-    pausing.resume()
+    assert lives.paused and stopped(standby.pid) == [False]
+    lives.resume()
     wait_until(lambda: stopped(worker.pid, child) == [False, False])
-    assert not pausing.active
+    assert not lives.paused
 
 
 def test_all_ranks_stand_still_before_anybody_looks_for_their_children(families, monkeypatch):
@@ -92,7 +101,7 @@ def test_all_ranks_stand_still_before_anybody_looks_for_their_children(families,
 
     monkeypatch.setattr(proc, "tagged", looked)
     slots = [slot_of(standby, worker, number=number) for number, (standby, worker, _) in enumerate(people)]
-    Pausing(tag, slots, Watch(10.0)).pause()
+    lives_of(tag, *slots).pause()
     wait_until(lambda: all(stopped(*workers, *children)))
     assert {*asked} == {tag} and not any(stopped(*(one[0].pid for one in people)))
 
@@ -101,16 +110,17 @@ def test_beside_ranks_that_stand_still_one_that_rehearses_goes_on(families):
     tag, make = families
     (standby, worker, child), (other_standby, other, _) = make(0), make(1)
     slots = [slot_of(standby, worker), slot_of(other_standby, other, rehearses=True, number=1)]
-    pausing = Pausing(tag, slots, Watch(10.0))
-    pausing.pause()
-    assert pausing._stopped == {worker.pid, child}
+    lives = lives_of(tag, *slots)
+    lives.pause()
+    wait_until(lambda: stopped(worker.pid, child) == [True, True])
+    assert stopped(other.pid) == [False]
 
 
 def test_they_end_as_they_stand(family):
     tag, standby, worker, child = family
-    pausing = Pausing(tag, [slot_of(standby, worker)], Watch(10.0))
-    pausing.pause()
-    pausing.kill()
+    lives = lives_of(tag, slot_of(standby, worker))
+    lives.pause()
+    lives.end(1)
     assert worker.wait(timeout=10) == -9
     wait_until(lambda: (status := proc.look(child)) is None or status.ending)
     assert standby.poll() is None
@@ -118,22 +128,22 @@ def test_they_end_as_they_stand(family):
 
 def test_a_slot_that_rehearses_is_left_alone(family):
     tag, standby, worker, _ = family
-    pausing = Pausing(tag, [slot_of(standby, worker, rehearses=True)], Watch(10.0))
-    pausing.pause()
-    assert pausing.active and stopped(worker.pid) == [False]
+    lives = lives_of(tag, slot_of(standby, worker, rehearses=True))
+    lives.pause()
+    assert lives.paused and stopped(worker.pid) == [False]
 
 
 def test_who_takes_a_rank_over_meanwhile_stands_still_too(family):
     tag, standby, worker, child = family
     slot = slot_of(standby, worker, rehearses=True)
-    pausing = Pausing(tag, [slot], Watch(10.0))
-    pausing.keep()
-    pausing.pause()
+    lives = lives_of(tag, slot)
+    lives.keep_paused()
+    lives.pause()
     present(slot.process).took_over = True
     assert stopped(worker.pid, child) == [False, False]
-    pausing.keep()
+    lives.keep_paused()
     wait_until(lambda: stopped(worker.pid, child) == [True, True])
-    pausing.resume()
+    lives.resume()
     wait_until(lambda: stopped(worker.pid, child) == [False, False])
 
 
@@ -142,14 +152,14 @@ def test_the_watch_does_not_take_it_for_stuck(family):
 
     async def watched() -> list[str]:
         told: list[str] = []
-        watch = Watch(silent_after_s=2 * POLL_S)
-        watch.add(worker.pid, lambda code: told.append("ended"), lambda seconds: told.append("stuck"))
+        watch = Processes(tag, silent_after_s=2 * POLL_S)
+        watch.watch(worker.pid, lambda code: told.append("ended"), lambda seconds: told.append("stuck"))
         watch.start()
-        pausing = Pausing(tag, [slot_of(standby, worker)], watch)
-        pausing.pause()
+        watch.pause({0: worker.pid}, {0: standby.pid})
         await asyncio.sleep(10 * POLL_S)
         assert told == []
-        watch.excuse(())  # as if somebody else had stopped it
+        watch.resume()
+        worker.send_signal(signal.SIGSTOP)  # as somebody else does it
         while not told:
             await asyncio.sleep(POLL_S)
         watch.close()

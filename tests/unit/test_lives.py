@@ -10,12 +10,14 @@ import subprocess
 import sys
 
 import pytest
+from support.stand_in import stand_in
 
 from deadpool_plugin.agent.lives import Lives
+from deadpool_plugin.agent.reports import Reports
 from deadpool_plugin.agent.slots import Process, Slot
 from deadpool_plugin.core import io
 from deadpool_plugin.host import proc, watch
-from deadpool_plugin.host.watch import Watch
+from deadpool_plugin.host.watch import Processes
 from deadpool_plugin.transport import local
 
 
@@ -25,7 +27,7 @@ def heard(monkeypatch):
     monkeypatch.setattr(Lives, "_standby_is_gone", lambda self, slot: False)
     order: list[io.Input | Slot] = []
     slot = Slot(0, rank=3)
-    lives = Lives(1, "tag.", [slot], Watch(10.0), order.append, order.append, lambda reason: lives.give_up(reason))
+    lives = Lives(1, [slot], Processes("tag.", 10.0), order.append, order.append, stand_in(Reports).say)
     slot.process = Process(order=1, rank=3, rehearses=False, in_training=True)
     return lives, slot, order
 
@@ -102,7 +104,7 @@ def test_a_standby_process_that_is_stopped_is_the_nodes_end(heard):
     child.send_signal(signal.SIGSTOP)
 
     async def until_said():
-        lives._watch = watch = Watch(silent_after_s=0.0)
+        lives._processes = watch = Processes("tag.", silent_after_s=0.0)
         watch.start()
         lives.watch_standby(slot)
         while not order:
@@ -175,8 +177,8 @@ def test_a_watch_without_descriptors_looks_again_and_says_so_once(monkeypatch, c
 
     async def scenario():
         monkeypatch.setattr(proc, "look", look)
-        watching, seen = watch.Watch(1.0), asyncio.get_running_loop().create_future()
-        watching.add(1, seen.set_result, lambda seconds: None)
+        watching, seen = watch.Processes("tag.", 1.0), asyncio.get_running_loop().create_future()
+        watching.watch(1, seen.set_result, lambda seconds: None)
         watching.start()
         try:
             return await asyncio.wait_for(seen, 30)

@@ -1,4 +1,4 @@
-"""agent/notice.py: who is told to end, who is asked first, and for how long; proc.catches."""
+"""agent/lives.py: who is told to end, who is asked first, and for how long; proc.catches."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ import pytest
 from support import present
 from support.stand_in import stand_in
 
-from deadpool_plugin.agent import notice
-from deadpool_plugin.agent.notice import Notice
+from deadpool_plugin.agent import lives as lives_module
+from deadpool_plugin.agent.lives import Lives
 from deadpool_plugin.agent.slots import Process, Slot
+from deadpool_plugin.core import io
 from deadpool_plugin.host import proc
+from deadpool_plugin.host.watch import Processes
 from deadpool_plugin.transport.local import LocalPeer
 
 HANDLES = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: None); print(flush=True); signal.pause()"
@@ -42,13 +44,19 @@ def running():
 
 
 def course(monkeypatch, slots, tell, seconds):
-    """Return what is said and given up when `tell(notice)` happens, within some seconds."""
-    monkeypatch.setattr(notice, "TERM_GRACE_S", 0.05)
-    monkeypatch.setattr(notice, "NOTICE_S", 0.2)
+    """Return what is said and given up when `tell(lives)` happens, within some seconds."""
+    monkeypatch.setattr(lives_module, "TERM_GRACE_S", 0.05)
+    monkeypatch.setattr(lives_module, "NOTICE_S", 0.2)
 
     async def play():
         told = []
-        tell(Notice(slots, lambda reason: told.append(("given up", reason)), lambda text: told.append(("said", text))))
+
+        def given_up(event):
+            assert isinstance(event, io.NodeGivenUp)
+            told.append(("given up", event.reason))
+
+        processes = Processes("tag.", 10.0)
+        tell(Lives(3, slots, processes, given_up, lambda slot: None, lambda text: told.append(("said", text))))
         at_once = list(told)
         await asyncio.sleep(seconds)
         return at_once, told[len(at_once) :]
@@ -57,7 +65,7 @@ def course(monkeypatch, slots, tell, seconds):
 
 
 def both(one):
-    one.supervisor_told("its launcher did")
+    one._supervisor_told("its launcher did")
     one.told("it was told")
     one.told("it was told")
 
@@ -76,7 +84,7 @@ def test_a_host_whose_script_has_no_handler_is_given_up_at_once(running, monkeyp
 
 
 def test_a_supervisor_that_was_told_alone_has_lost_its_launcher(running, monkeypatch):
-    at_once, then = course(monkeypatch, [running(HANDLES)], lambda one: one.supervisor_told("its launcher did"), 0.5)
+    at_once, then = course(monkeypatch, [running(HANDLES)], lambda one: one._supervisor_told("its launcher did"), 0.5)
     assert (at_once, then) == ([], [("given up", "its launcher did")])
 
 

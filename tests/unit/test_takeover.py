@@ -13,8 +13,8 @@ from support.stores import free
 
 from deadpool_plugin.agent import workers as agent_workers
 from deadpool_plugin.agent.fetching import Fetches
+from deadpool_plugin.agent.lives import Lives
 from deadpool_plugin.agent.mirroring import Mirroring
-from deadpool_plugin.agent.pausing import Pausing
 from deadpool_plugin.agent.profile import Profile
 from deadpool_plugin.agent.rehearsal import Rehearsal
 from deadpool_plugin.agent.slots import Process, Slot
@@ -48,7 +48,7 @@ class Workers(StandIn):
 
     def __init__(self, slot: Slot, meanwhile) -> None:
         super().__init__(agent_workers.Workers)
-        self.slots, self.meanwhile = [slot], meanwhile
+        self.slots, self.meanwhile, self.lives = [slot], meanwhile, stand_in(Lives)
 
     async def output_of(self, rank, step):
         self.meanwhile()
@@ -70,8 +70,8 @@ def handed_over(meanwhile, cancel: bool = False) -> list[local.LocalMessage]:
         store.fence(PLAN.world.generation)
         store.create_own(0, 4096, 0)
         workers = cast(agent_workers.Workers, Workers(slot, lambda: meanwhile(slot, store)))
-        mirroring, fetches, pausing = stand_in(Mirroring), stand_in(Fetches), stand_in(Pausing)
-        takeovers = TakeOvers(0, workers, mirroring, spares, fetches, store, pausing, 60.0, lambda event: None)
+        mirroring, fetches = stand_in(Mirroring), stand_in(Fetches)
+        takeovers = TakeOvers(0, workers, mirroring, spares, fetches, store, 60.0, lambda event: None)
 
         async def bring(*arguments):
             pass
@@ -111,7 +111,7 @@ def test_a_fetch_that_fails_as_it_is_given_up_ends_nobody():
         unhandled = []
         asyncio.get_running_loop().set_exception_handler(lambda _, context: unhandled.append(context))
         fetches, mirroring, spares = stand_in(Fetches), stand_in(Mirroring), stand_in(Spares)
-        workers, pausing, store = stand_in(agent_workers.Workers), stand_in(Pausing), SnapshotStore()
+        workers, store = stand_in(agent_workers.Workers), SnapshotStore()
 
         async def bring(*arguments):
             try:
@@ -124,7 +124,7 @@ def test_a_fetch_that_fails_as_it_is_given_up_ends_nobody():
             raise TransportError("refused")
 
         fetches.bring, spares.pull = bring, pull
-        takeovers = TakeOvers(0, workers, mirroring, spares, fetches, store, pausing, 60.0, lambda event: None)
+        takeovers = TakeOvers(0, workers, mirroring, spares, fetches, store, 60.0, lambda event: None)
         process, history = Process(1, 0, rehearses=True), cast(History, types.SimpleNamespace())
         with pytest.raises(TransportError, match="refused"):
             await takeovers._bring(PLAN, Source(0, 2, 2, 0), Rehearsal(Slot(0), process, stand_in(Profile), 0, history))
@@ -141,13 +141,13 @@ def test_a_survivor_that_ends_while_its_restore_step_is_fetched_is_not_told_to_j
         slot = Slot(0, rank=0, process=process)
         process.peer = cast(local.LocalPeer, Peer(process))
         fetches, mirroring, store = stand_in(Fetches), stand_in(Mirroring), SnapshotStore()
-        workers, spares, pausing = stand_in(agent_workers.Workers), stand_in(Spares), stand_in(Pausing)
+        workers, spares = stand_in(agent_workers.Workers), stand_in(Spares)
 
         async def refill(source, step):
             process.peer = None
 
         fetches.refill, mirroring.mirror_again = refill, lambda *arguments: mirrored.append(arguments)
-        takeovers = TakeOvers(0, workers, mirroring, spares, fetches, store, pausing, 60.0, lambda event: None)
+        takeovers = TakeOvers(0, workers, mirroring, spares, fetches, store, 60.0, lambda event: None)
         takeovers._hold = lambda *arguments: None
         await takeovers._refill(PLAN, slot, Source(0, 2, 2, 0))
         return mirrored
