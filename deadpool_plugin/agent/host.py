@@ -9,10 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Protocol, TypeVar
 
-from ..core.types import Generation, NodeId, Rank, Source, Step
+from ..core.types import Generation, Holding, NodeId, Rank, Source, Step, SwapPlan
+from ..errors import PeerRefused
+from ..host.output import Pipe, Writer
 from ..mirror.arena import SlotPair
 from ..mirror.store import SnapshotStore
-from ..transport.sockets import Address
+from ..transport.local import AnyLocalMessage, LocalPeer
+from ..transport.rendezvous import Hello
+from ..transport.sockets import Address, Port
 
 T = TypeVar("T")
 
@@ -23,6 +27,16 @@ class Bulk(Protocol):
     Whatever waits for another node raises TransportError if it does not answer, RefusedByPeer if it says no. Nothing is
     tried again.
     """
+
+    def serve(
+        self, on_mirrored: Callable[[Rank, Step, Generation, Holding], None], on_refused: Callable[[PeerRefused], None]
+    ) -> Port:
+        """Let other nodes mirror and ask here from now on, at the port that is returned. Raises: ConfigError.
+
+        Args:
+            on_mirrored: hears of each snapshot that has arrived whole, before its sender does.
+            on_refused: hears of whoever does not prove the job's secret, once per host.
+        """
 
     def know(self, node: NodeId, address: Address) -> None:
         """Use `address` for `node`, this one included."""
@@ -104,8 +118,41 @@ class Processes(Protocol):
         """End all that were paused, as they stand."""
 
 
+class Witness(Protocol):
+    """Storage that all hosts share, and that keeps the first plan of each generation. Every method blocks for it, and
+    raises OSError. As a string it is its name for people."""
+
+    def keep(self, job: str, plan: SwapPlan) -> SwapPlan:
+        """Return the plan that is kept for this job and generation from now on: `plan`, unless there was one."""
+
+    def look(self, job: str, generation: Generation) -> SwapPlan | None:
+        """Return the plan that is kept for this job and generation, None if there is none."""
+
+    def share(self, job: str) -> None:
+        """Leave a sign for `is_shared`, made as plans are kept."""
+
+    def is_shared(self, job: str) -> bool:
+        """Return whether another host's sign is seen here."""
+
+
 class Host(Protocol):
     """One machine."""
+
+    @property
+    def name(self) -> str:
+        """The host's name, as people know it."""
+
+    @property
+    def where(self) -> tuple[str, str]:
+        """The interface to listen on ("" for all), and the address by which others reach it."""
+
+    @property
+    def output(self) -> Writer:
+        """Log files, and the terminal."""
+
+    @property
+    def witness(self) -> Witness | None:
+        """The witness of ties; None if the job has none."""
 
     @property
     def processes(self) -> Processes:
@@ -119,6 +166,30 @@ class Host(Protocol):
     def bulk(self) -> Bulk:
         """The way to other nodes' memory."""
 
+    def pipe(self, descriptor: int) -> Pipe:
+        """Read what processes of the node print, from `descriptor`, which is the pipe's from now on."""
+
+    def serve(
+        self,
+        on_message: Callable[[LocalPeer, AnyLocalMessage, list[int]], None],
+        on_closed: Callable[[LocalPeer], None],
+    ) -> None:
+        """Accept the node's processes; the descriptors that come with a message are the receiver's."""
+
+    def publish(self, hello: Hello, secret_files: tuple[str, ...], job: str) -> None:
+        """Name this node where hosts that want to join look for one. Raises: OSError. Blocks: for the files."""
+
+    def withdraw(self) -> None:
+        """Name it there no more. Blocks: for the files."""
+
+    async def at_files(self, work: Callable[[], T]) -> T:
+        """Return what `work` does, which blocks for files that may be on shared storage: it may never return."""
+
     async def in_thread(self, work: Callable[[], T]) -> T:
-        """Return what `work` does, which blocks (for memory, for a disk). Cancelled, its caller goes on and it does,
-        too."""
+        """Return what `work` does, which blocks for memory. If its caller is cancelled it goes on all the same."""
+
+    async def close(self) -> None:
+        """Serve other nodes no more, and end what waits for them."""
+
+    def end(self) -> None:
+        """Write what is queued, and end (SIGKILL) every process of the node that is left."""

@@ -16,7 +16,6 @@ from ..config import Config
 from ..core.messages import AnyMessage
 from ..core.types import NodeId
 from ..errors import PeerRefused, TransportError, present
-from ..host.bulk import BulkTransfers
 from ..host.interfaces import address_of, other_network
 from ..mirror.server import OnMirrored
 from ..transport.handshake import Credentials
@@ -24,7 +23,7 @@ from ..transport.mesh import ControlMesh
 from ..transport.rendezvous import Hello, job_id, meet
 from ..transport.sockets import Address, address_towards
 from ..transport.tasks import loop_time
-from . import contacts
+from .host import Host
 from .joining import Arrival, Job, Newcomer, Owner, Roster, how_to_join
 from .world import Place
 
@@ -105,28 +104,26 @@ class Links:
     """This node's control mesh, and how it comes to be. Thread: the event loop's only."""
 
     def __init__(
-        self, place: Place, config: Config, credentials: Credentials, job: Job, where: tuple[str, str], agent: Ears
+        self, place: Place, config: Config, credentials: Credentials, job: Job, host: Host, agent: Ears
     ) -> None:
-        """`where`: of `reachable`."""
         self._node, self._place, self._config, self._credentials = place.node, place, config, credentials
-        self._agent = agent
+        self._agent, self._host = agent, host
         master = (place.master_addr, place.master_port)
         self._job, self.roster = job, Roster(place.node, job, master, credentials, agent)
-        self._bind, self.address = where
         self.mesh = ControlMesh(
-            place.node, credentials, self._bind, config.port_range, agent.received, agent.link_lost,
+            place.node, credentials, host.where[0], config.port_range, agent.received, agent.link_lost,
             config.silent_after_s, agent.refused, self.roster.answer, agent.still_silent,
         )  # fmt: skip
 
-    async def listen(self, bulk: BulkTransfers, on_mirrored: OnMirrored) -> Hello:
+    async def listen(self, on_mirrored: OnMirrored) -> Hello:
         """Open both listeners; what the others must know of this node. Raises: DeadpoolError."""
-        config = self._config
-        control = (self.address, (await self.mesh.listen())[1])
+        host, address = self._host, self._host.where[1]
+        control = (address, (await self.mesh.listen())[1])
         self.how_to_join = how_to_join(control)
-        port = bulk.serve(self._bind, config.port_range, on_mirrored, self._agent.refused)[1]
+        bulk = (address, host.bulk.serve(on_mirrored, self._agent.refused))
         return Hello(
-            self._node, os.uname().nodename, control, (self.address, port), self._place.local_size,
-            versions(), config.digest(), os.urandom(8).hex(), self._job.launch,
+            self._node, host.name, control, bulk, self._place.local_size, versions(), self._config.digest(),
+            os.urandom(8).hex(), self._job.launch,
         )  # fmt: skip
 
     async def meet(self, hello: Hello) -> list[Hello]:
@@ -148,11 +145,3 @@ class Links:
         self._credentials.job = invitation.job
         newcomer = Newcomer(self.mesh, hello, self._credentials, self.roster, self._config.decision_timeout_s)
         return await newcomer.arrive(invitation.members)
-
-    def publish(self, hello: Hello) -> None:
-        """Name this node where hosts that want to join look for one. Raises: OSError."""
-        contacts.publish(self._config.output_dir, hello, self._job.secret_files, self._credentials.job)
-
-    def withdraw(self) -> None:
-        """This node leaves in good order: nobody shall look for it."""
-        contacts.withdraw(self._config.output_dir, self._node)

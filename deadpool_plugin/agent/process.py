@@ -7,10 +7,8 @@ line that goes to the part whose duty it is. An input that comes while another's
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import socket
-import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Coroutine
@@ -23,19 +21,17 @@ from ..core.controller import Controller
 from ..core.messages import AnyMessage, Goodbye, RankCalls, Verdict
 from ..core.types import NodeId, World, listed
 from ..errors import EXIT_CONFIG, EXIT_FENCED, EXIT_OK, DeadpoolError, InvariantViolated, PeerRefused
-from ..host import proc
+from ..host.contacts import FOLDER
 from ..host.machine import Machine
-from ..host.output import Writer
-from ..host.processes import run_anywhere
 from ..host.repeats import Cuts
 from ..transport import calls, local
 from ..transport.handshake import Credentials
-from ..transport.local import LocalPeer, LocalServer
+from ..transport.local import LocalPeer
 from ..transport.rendezvous import Hello
-from ..transport.sockets import allow_many_files
-from . import contacts
+from ..transport.tasks import begin
 from .fetching import Fetches
 from .fullness import Fullness
+from .host import Host
 from .joining import Job
 from .lives import Lives
 from .meeting import Links, reachable
@@ -46,7 +42,7 @@ from .slots import Slot
 from .spares import Spares
 from .takeover import TakeOvers
 from .unwinding import Unwinding
-from .witness import Witness
+from .witness import Claims
 from .workers import Workers
 from .world import Place, described, form_world, rack_named
 
@@ -56,34 +52,26 @@ WITHDRAW_S = 1.0
 
 
 async def serve(place: Place, config: Config, secret: bytes, listener: socket.socket, job_tag: str, job: Job) -> int:
-    """Be this node's agent, from the first connection to the last; the exit code. Arguments are as of `Agent`."""
+    """Be this node's agent, from the first connection to the last; the exit code. Arguments are as of `Machine` and
+    `Agent`."""
     asyncio.get_running_loop().add_signal_handler(signal.SIGINT, lambda: None)  # the supervisors say it
-    where = await reachable(config, place, job)
-    return await Agent(where, place, config, secret, listener, job_tag, job).run()
+    where, credentials = await reachable(config, place, job), Credentials(secret)
+    machine = Machine(place.node, where, config, credentials, listener, job_tag)
+    return await Agent(machine, place, config, credentials, job).run()
 
 
 class Agent:
     """One node's agent; `run` once, on the loop on which it was made.
 
     Args:
-        where: this node's addresses, of `reachable`.
-        listener: the listening Unix socket supervisors and workers connect to.
-        job_tag: what the environment tags of this node's workers begin with.
+        host: the machine it runs on, its own.
         job: what this node was started with, and whether it joins a job that runs.
     """
 
-    def __init__(
-        self,
-        where: tuple[str, str],
-        place: Place,
-        config: Config,
-        secret: bytes,
-        listener: socket.socket,
-        job_tag: str,
-        job: Job,
-    ) -> None:
-        self._config, self._job_tag, self._job = config, job_tag, job
+    def __init__(self, host: Host, place: Place, config: Config, credentials: Credentials, job: Job) -> None:
+        self._host, self._config, self._job = host, config, job
         node = self._node = place.node
+        self._credentials = credentials
         self._in_job = job.invitation is None
         """False until a host that joins has asked to. Until then the node id may turn out to be another host's."""
         self._verdict: Verdict | None = None
@@ -99,8 +87,8 @@ class Agent:
             io.ResumeWorkers: self._resume,
             io.ReadCalls: self._read_calls,
             io.EndRank: lambda action: self._lives.end_rank(action.rank, action.reason),
-            io.Claim: lambda action: self._witness.claim(action),
-            io.Look: lambda action: self._witness.look(action),
+            io.Claim: lambda action: self._claims.claim(action),
+            io.Look: lambda action: self._claims.look(action),
             io.Reconfigure: self._reconfigure,
             io.Emit: self._emit,
             io.Leave: self._leave,
@@ -108,28 +96,23 @@ class Agent:
         loop = self._loop = asyncio.get_running_loop()
         self._left: asyncio.Future[int] = loop.create_future()
         loop.set_exception_handler(lambda _, context: self._unhandled(context))
-        run_anywhere()
-        allow_many_files()
-        self._writer = Writer()
-        credentials = Credentials(secret)
-        self._cuts = Cuts(node, self._writer, config.output_dir, lambda: credentials.job)
-        self._links = Links(place, config, credentials, self._job, where, self)
-        self._host = Machine(node, job_tag, config, credentials)
-        self._store = self._host.store
-        self._reports = Reports(node, self._writer, config.output_dir, self._links.roster.hosts)
-        self._mirroring = Mirroring(node, config.copies, self._host, config.patience_s, self.feed)
+        self._cuts = Cuts(node, host.output, config.output_dir, lambda: credentials.job)
+        self._links = Links(place, config, credentials, job, host, self)
+        self._store = host.store
+        self._reports = Reports(node, host.output, config.output_dir, self._links.roster.hosts)
+        self._mirroring = Mirroring(node, config.copies, host, config.patience_s, self.feed)
         slots = [Slot(local_rank) for local_rank in range(place.local_size)]
         self._lives = Lives(
-            node, slots, self._host.processes, self.feed, lambda slot: self._spares.replace(slot),
+            node, slots, host.processes, self.feed, lambda slot: self._spares.replace(slot),
             lambda text: self._reports.emit("Note", text=text),
         )  # fmt: skip
         self._workers = Workers(
-            place, self._links.address, config.output_dir, self._writer, slots, self._lives, self.feed,
+            place, host, config.output_dir, slots, self._lives, self.feed,
             self._heard, lambda: credentials.job,
         )  # fmt: skip
-        fetches = Fetches(node, self._host, config.patience_s, self._reports, self.feed)
+        fetches = Fetches(node, host, config.patience_s, self._reports, self.feed)
         self._spares = Spares(
-            node, self._workers, self._host, fetches, self._reports, self._mirroring.check_memory,
+            node, self._workers, host, fetches, self._reports, self._mirroring.check_memory,
             config.history_limit_bytes, self.feed,
         )  # fmt: skip
         self._fullness = Fullness(self._store, self._reports, config.history_limit_bytes, self.feed)
@@ -139,8 +122,8 @@ class Agent:
         )  # fmt: skip
         self._unwinding = Unwinding(slots, self._lives, config.phase_timeout_s, config.saving_timeout_s)
         self._controller = Controller(node, timing_of(config), policy_of(config))
-        self._witness = Witness(config.witness, lambda: credentials.job, self._reports, self.feed)
-        self._server = LocalServer(listener, self._workers.on_message, self._lives.closed)
+        self._claims = Claims(host, lambda: credentials.job, self._reports, self.feed)
+        host.serve(self._workers.on_message, self._lives.closed)
         loop.add_signal_handler(signal.SIGTERM, self._lives.told, f"the agent of node {node} was told to end (SIGTERM)")
 
     async def run(self) -> int:
@@ -154,8 +137,7 @@ class Agent:
             return await self._end(exit_code)
         finally:
             alive.cancel()
-            self._writer.close()
-            proc.sweep(self._job_tag)
+            self._host.end()
 
     async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
         """`work`, whose failure is this node's end."""
@@ -186,18 +168,18 @@ class Agent:
 
     async def _start(self) -> None:
         """Meet the others, link up, and let the controller begin. Raises: DeadpoolError."""
-        hello = await self._links.listen(self._host.bulk, self._mirroring.on_mirrored)
+        hello = await self._links.listen(self._mirroring.on_mirrored)
         if self._job.invitation:
             arrival = await self._links.join(hello)
             self._publish(hello)
             for one in arrival.hellos:
                 self._host.bulk.know(one.node, one.bulk)
-            self._witness.check(False, lambda error: self.feed(io.NodeGivenUp(str(error))))
+            self._claims.check(False, lambda error: self.feed(io.NodeGivenUp(str(error))))
             self._ask_to_join(arrival.members)
         else:
             hellos = await self._links.meet(hello)
             self._publish(hello)
-            self._witness.check(self._node == 0, lambda error: self.feed(io.StopRequested(str(error), EXIT_CONFIG)))
+            self._claims.check(self._node == 0, lambda error: self.feed(io.StopRequested(str(error), EXIT_CONFIG)))
             for one in hellos:
                 self._host.bulk.know(one.node, one.bulk)
             config = self._config
@@ -206,14 +188,14 @@ class Agent:
 
     def _publish(self, hello: Hello) -> None:
         try:
-            self._links.publish(hello)
+            self._host.publish(hello, self._job.secret_files, self._credentials.job)
         except OSError as error:  # a full disk is not worth a node
-            folder = self._config.output_dir / contacts.FOLDER
+            folder = self._config.output_dir / FOLDER
             self._reports.say(f"node {self._node} is not in {folder} ({error.strerror}): only `--to` finds it there")
 
     def _ask_to_join(self, members: tuple[NodeId, ...]) -> None:
         """The job runs already: this host's first world is that of the plan that takes it in."""
-        host, self._in_job = os.uname().nodename, True
+        host, self._in_job = self._host.name, True
         self._reports.emit("NodeJoined", host=host, ranks=(), spare=True)
         self.feed(io.Joining(members, rack_named(self._node, host, self._config.racks)))
 
@@ -230,7 +212,7 @@ class Agent:
                     f"output_dir {folder} has files of an earlier job; this job's lines are added to them"
                 )
         ranks = world.ranks_of(self._node)
-        self._reports.emit("NodeJoined", host=os.uname().nodename, ranks=ranks, spare=not ranks)
+        self._reports.emit("NodeJoined", host=self._host.name, ranks=ranks, spare=not ranks)
 
     async def _tick(self) -> None:
         while True:
@@ -406,8 +388,7 @@ class Agent:
         lives.end(exit_code)
         goodbye = Goodbye(self._controller.generation, self._verdict) if exit_code != EXIT_FENCED else None
         await self._links.mesh.close(goodbye)
-        withdrawing = threading.Thread(target=self._links.withdraw, daemon=True)  # the file system may hang
-        withdrawing.start()
+        withdrawing = begin(self._host.at_files(self._host.withdraw))
         if exit_code == EXIT_OK:
             exit_code = await self._last_work()
         else:
@@ -416,9 +397,9 @@ class Agent:
         await lives.wait(lambda: lives.supervisors_gone, SUPERVISORS_END_S)
         await self._drain()
         await self._host.close()
-        withdrawing.join(WITHDRAW_S)
-        if self._writer.dropped_bytes:
-            self._reports.say(f"node {self._node}: {self._writer.dropped_bytes} bytes of output could not be written")
+        await asyncio.wait([withdrawing], timeout=WITHDRAW_S)  # the file system may hang
+        if dropped := self._host.output.dropped_bytes:
+            self._reports.say(f"node {self._node}: {dropped} bytes of output could not be written")
         if self._in_job:
             self._reports.emit("NodeEnded", exit_code=exit_code)
         return exit_code

@@ -40,9 +40,8 @@ class Reports:
     ) -> None:
         """`hosts`: their names, which stand beside the numbers of nodes on the terminal."""
         self.node, self._writer, self._hosts = node, writer, hosts
-        log = events.log_of(output_dir, node)
-        self.follows_another_job = log.exists() and log.stat().st_size > 0
-        self._log, self._log_bytes = writer.open(log), 0
+        self._log, self._log_bytes = writer.open(events.log_of(output_dir, node)), 0
+        self.follows_another_job = writer.size(self._log) > 0
         self._recent = Ring(writer, events.recent_of(output_dir, node), RECENT_BYTES)
         self._newest_step = {True: (-1, -1), False: (-1, -1)}
         self.generation: Generation = 0

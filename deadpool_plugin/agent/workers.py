@@ -18,12 +18,13 @@ from typing import NamedTuple, TypeVar
 from ..core import io
 from ..core.types import NO_STEP, Generation, Rank, Step, World
 from ..errors import invariant, present
-from ..host.output import Pipe, Writer, rank_file
+from ..host.output import rank_file
 from ..host.repeats import READ_S, Printed, Repeats, printed_since
 from ..transport import local
 from ..transport.local import LocalPeer
 from ..transport.tasks import Tasks
 from ..transport.unix import close_descriptors
+from .host import Host
 from .lives import Lives
 from .slots import Process, Slot
 from .world import Place, worker_env
@@ -45,30 +46,21 @@ class Output(NamedTuple):
         return os.dup(self.file.fileno())
 
 
-async def in_time(look: Callable[[], T]) -> T | None:
-    """Run `look` in a thread and return its answer; None if it fails or is late."""
-    with contextlib.suppress(OSError):
-        async with asyncio.timeout(READ_S):
-            return await asyncio.get_running_loop().run_in_executor(None, look)
-    return None
-
-
 class Workers:
     """Thread: the event loop's only. `feed` gets the controller's inputs; `heard` what slots' processes say."""
 
     def __init__(
         self,
         place: Place,
-        address: str,
+        host: Host,
         output_dir: Path,
-        writer: Writer,
         slots: list[Slot],
         lives: Lives,
         feed: Callable[[io.Input], None],
         heard: Callable[[Slot, LocalPeer, local.LocalMessage], None],
         job: Callable[[], str],
     ) -> None:
-        self._place, self.address, self._output_dir, self._writer = place, address, output_dir, writer
+        self._place, self._host, self._output_dir = place, host, output_dir
         self.slots, self.lives, self._feed, self._heard, self._job = slots, lives, feed, heard, job
         self.world: World | None = None
         self.committed: Step = NO_STEP
@@ -100,7 +92,7 @@ class Workers:
     def _supervisor(self, peer: LocalPeer, hello: local.SupervisorHello, descriptors: list[int]) -> None:
         slot = peer.tag = self._slot(hello.local_rank)
         slot.supervisor, slot.standby_pid = peer, hello.standby_pid
-        slot.pipe = Pipe(descriptors[0], self._writer)
+        slot.pipe = self._host.pipe(descriptors[0])
         self.lives.watch_standby(slot)
         if self.world is not None:
             self._name_output(slot)
@@ -131,11 +123,11 @@ class Workers:
         if process is None or process.peer is not peer:  # these are the last words of one that is known to be dead
             close_descriptors(descriptors)
             return
-        pipe = Pipe(descriptors[0], self._writer)
+        pipe = self._host.pipe(descriptors[0])
         path = self._output_dir / "rehearsals" / f"rank{process.rank:04d}.{process.pid}.txt"
 
         async def begin() -> None:
-            file = await in_time(lambda: FileIO(self._writer.open(path), "a"))
+            file = await self._in_time(lambda: self._host.output.file(path))
             pipe.assign(path, False, Output(file, {}).opened)
 
         self._opening.start(begin())
@@ -200,7 +192,7 @@ class Workers:
     def _env(self, rank: Rank, slot: Slot) -> dict[str, str]:
         """The environment of the process of `rank` in this slot (it takes the ring position of who runs it now)."""
         world = present(self.world, "a process was ordered before the world had formed")
-        return worker_env(self._place, world, rank, world.node_of[rank], slot.local_rank, self.address)
+        return worker_env(self._place, world, rank, world.node_of[rank], slot.local_rank, self._host.where[1])
 
     def _name_output(self, slot: Slot, opened: Callable[[], int] | None = None) -> None:
         """`opened`: as for `Pipe.assign`."""
@@ -223,10 +215,17 @@ class Workers:
         """For `take`. What the file system does not say in time is done without: it may hang with a lost host."""
         path = rank_file(self._output_dir, rank, self._place.node)
         file, printed = await asyncio.gather(
-            in_time(lambda: FileIO(self._writer.open(path), "a")),  # which nobody need close
-            in_time(lambda: printed_since(self._output_dir, self._job(), rank, step)),
+            self._in_time(lambda: self._host.output.file(path)),
+            self._in_time(lambda: printed_since(self._output_dir, self._job(), rank, step)),
         )
         return Output(file, printed or {})
+
+    async def _in_time(self, look: Callable[[], T]) -> T | None:
+        """What `look` finds in files; None if it fails or is late."""
+        with contextlib.suppress(OSError):
+            async with asyncio.timeout(READ_S):
+                return await self._host.at_files(look)
+        return None
 
     def take(self, slot: Slot, output: Output, step: Step) -> None:
         """The slot's process, which rehearsed the slot's rank, runs it from `step` on and need not say again what was

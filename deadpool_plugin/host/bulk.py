@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import Executor
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from ..core.types import Generation, Holding, NodeId, Rank, Source, Step
@@ -17,42 +17,42 @@ from ..mirror.peer import BulkPeer, OnDone
 from ..mirror.server import BulkServer
 from ..mirror.store import SnapshotStore
 from ..transport.handshake import Credentials
-from ..transport.sockets import Address
+from ..transport.sockets import Address, Port
 from ..transport.tasks import soon
 
 T = TypeVar("T")
+_THREADS = 16
 
 
 class BulkTransfers:
-    """Thread: the event loop's only. `threads` are for what blocks."""
+    """Thread: the event loop's only. `bind_host`, `port_range`: where the server listens, as for `listen_tcp`."""
 
     def __init__(
-        self, node: NodeId, credentials: Credentials, store: SnapshotStore, silent_after_s: float, threads: Executor
+        self,
+        node: NodeId,
+        credentials: Credentials,
+        store: SnapshotStore,
+        bind_host: str,
+        port_range: tuple[int, int] | None,
+        silent_after_s: float,
     ) -> None:
         self._node, self._credentials, self._store = node, credentials, store
-        self._silent_after_s, self._threads = silent_after_s, threads
+        self._bind, self._silent_after_s = (bind_host, port_range), silent_after_s
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="deadpool-ask")
         self._addresses: dict[NodeId, Address] = {}
         self._peers: dict[NodeId, BulkPeer] = {}
         self._server: BulkServer | None = None
 
     def serve(
-        self,
-        bind_host: str,
-        port_range: tuple[int, int] | None,
-        on_mirrored: Callable[[Rank, Step, Generation, Holding], None],
-        on_refused: Callable[[PeerRefused], None],
-    ) -> Address:
-        """Let other nodes mirror and ask here from now on; `on_mirrored` hears of each snapshot that has arrived whole.
-
-        Raises: ConfigError if there is no port.
-        """
+        self, on_mirrored: Callable[[Rank, Step, Generation, Holding], None], on_refused: Callable[[PeerRefused], None]
+    ) -> Port:
         loop = asyncio.get_running_loop()
         self._server = BulkServer(
-            self._store, self._credentials, bind_host, port_range,
+            self._store, self._credentials, *self._bind,
             lambda *mirrored: soon(loop, on_mirrored, *mirrored), self._node, self._silent_after_s,
             lambda error: soon(loop, on_refused, error),
         )  # fmt: skip
-        return self._server.address
+        return self._server.address[1]
 
     def know(self, node: NodeId, address: Address) -> None:
         self._addresses[node] = address
@@ -111,10 +111,11 @@ class BulkTransfers:
         await asyncio.gather(*(self._in_thread(peer.close) for peer in gone))
 
     async def close(self) -> None:
-        """End the server and every connection."""
+        """End the server and every connection; threads that do not end are left behind."""
         if self._server is not None:
             await self._in_thread(self._server.close)
         await self.forget(tuple(self._peers))
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 async def _done(begin: Callable[[OnDone], None]) -> None:

@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -186,6 +187,14 @@ class Writer:
     def open(self, path: Path) -> int:
         """A descriptor to `write` to; the file is appended to. Raises: OSError."""
         return appended(path)
+
+    def size(self, fd: int) -> int:
+        """How much is in the file `fd`, of `open`, in bytes."""
+        return os.fstat(fd).st_size
+
+    def file(self, path: Path) -> FileIO:
+        """A descriptor as of `open` that is closed when nobody has it any more. Raises: OSError."""
+        return FileIO(appended(path), "a")
 
     def open_later(self, path: Path) -> int:
         """Open it later, on the thread that writes; if that fails, the terminal has the reason. Blocks: never."""

@@ -20,12 +20,13 @@ from pathlib import Path
 import msgspec
 import yaml
 
-from ..agent import contacts, joining
+from ..agent import joining
 from ..agent.meeting import versions
 from ..agent.world import check_alike
 from ..config import Config, load
 from ..core.types import NodeId
 from ..errors import EXIT_TAKEN, ConfigError, PeerRefused, TransportError, shell_code
+from ..host import contacts
 from ..host.processes import ending_signals
 from ..transport.framing import ConnectionClosed
 from ..transport.guests import Describe, JobDescription, Reserve, Reserved, ask, expect

@@ -24,7 +24,9 @@ from deadpool_plugin.config import Config
 from deadpool_plugin.core import io
 from deadpool_plugin.core.messages import AnyMessage
 from deadpool_plugin.core.types import NodeId
+from deadpool_plugin.host.machine import Machine
 from deadpool_plugin.transport.framing import LENGTH, FrameProtocol
+from deadpool_plugin.transport.handshake import Credentials
 from deadpool_plugin.transport.unix import listen_unix
 
 from .control_board import Board, Row
@@ -71,8 +73,9 @@ class Watched(Agent):
     def __init__(self, party: Party, node: NodeId, row: Row) -> None:
         place = Place(node, party.nodes, party.slots, HOST, party.port)
         job = Job(command=[], directory=str(party.folder), config="", environment={})
-        listener = listen_unix(party.socket_name(node))
-        super().__init__((HOST, HOST), place, party.config(), SECRET, listener, f"{party.name}.{node}.", job)
+        listener, config, credentials = listen_unix(party.socket_name(node)), party.config(), Credentials(SECRET)
+        machine = Machine(node, (HOST, HOST), config, credentials, listener, f"{party.name}.{node}.")
+        super().__init__(machine, place, config, credentials, job)
         self._row, self._send = row, self._actions[io.Send]
         self._actions[io.Send] = self._counted_send
         mesh = self._links.mesh

@@ -6,7 +6,7 @@ import asyncio
 import types
 from typing import Any, TypeVar, cast
 
-from support.hosts import Host
+from support.hosts import host
 from support.stand_in import stand_in
 
 from deadpool_plugin import events
@@ -73,9 +73,9 @@ def test_a_spare_that_comes_too_late_to_follow_says_so_once() -> None:
         slot.process = Process(order=1, rank=4, rehearses=True, peer=stand_in(LocalPeer))
         workers = types.SimpleNamespace(slots=[slot])
         check: Any = None  # no rehearsal ends here
-        says, host = cast(Reports, told), Host(store)
-        asks = Fetches(3, host, 1.0, says, fed.append)
-        spares = Spares(3, cast(Workers, workers), host, asks, says, check, 100, fed.append)
+        says, on = cast(Reports, told), host(store)
+        asks = Fetches(3, on, 1.0, says, fed.append)
+        spares = Spares(3, cast(Workers, workers), on, asks, says, check, 100, fed.append)
         spares.rehearsals[0] = rehearsal = Rehearsal(
             slot, slot.process, stand_in(Profile), source=3, history=History(100)
         )

@@ -10,7 +10,7 @@ import types
 from typing import cast
 
 import msgspec
-from support.hosts import Host, fetches
+from support.hosts import fetches, host
 from support.stand_in import stand_in
 
 from deadpool_plugin import events
@@ -24,7 +24,6 @@ from deadpool_plugin.agent.workers import Workers
 from deadpool_plugin.agent.world import Place
 from deadpool_plugin.core import io
 from deadpool_plugin.core.types import NO_STEP, World
-from deadpool_plugin.host.output import Writer
 from deadpool_plugin.host.watch import Processes
 from deadpool_plugin.mirror.history import History
 from deadpool_plugin.mirror.store import SnapshotStore
@@ -39,9 +38,7 @@ def nothing(*_):
 
 
 def test_what_was_committed_after_the_restore_step_is_not_told_to_newcomers(tmp_path):
-    workers = Workers(
-        Place(0, 3, 1, "m", 5), "host", tmp_path, stand_in(Writer), [], stand_in(Lives), nothing, nothing, str
-    )
+    workers = Workers(Place(0, 3, 1, "m", 5), host(), tmp_path, [], stand_in(Lives), nothing, nothing, str)
     workers.commit(9)
     workers.enter(WORLD, 10)
     assert workers.committed == 9
@@ -68,8 +65,8 @@ def test_a_stand_in_that_followed_too_far_begins_again_from_the_new_source():
         spares = Spares(
             2,
             cast(Workers, workers),
-            host := Host(stand_in(SnapshotStore)),
-            fetches(host),
+            on := host(stand_in(SnapshotStore)),
+            fetches(on),
             stand_in(Reports),
             nothing,
             1000,

@@ -6,15 +6,18 @@ import asyncio
 import errno
 import os
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
+from support.hosts import host
 from support.stand_in import stand_in
 
 from deadpool_plugin.agent import witness
 from deadpool_plugin.agent.reports import Reports
-from deadpool_plugin.agent.witness import Witness, keep, look
+from deadpool_plugin.agent.witness import Claims
 from deadpool_plugin.core.types import SwapPlan, World
 from deadpool_plugin.errors import ConfigError
+from deadpool_plugin.host.witness import SharedFolder
 from deadpool_plugin.transport.rendezvous import Hello, job_id
 
 
@@ -24,27 +27,30 @@ def plan(node: int, generation: int = 1) -> SwapPlan:
 
 def test_the_first_plan_of_a_generation_stays(tmp_path):
     directory = tmp_path / "not" / "there yet"
-    assert look(directory, "job", 1) is None
-    assert keep(directory, "job", plan(0)) == plan(0)
-    assert look(directory, "job", 1) == plan(0)
-    assert look(directory, "job", 2) is None and look(directory, "another job", 1) is None
-    assert keep(directory, "job", plan(1)) == plan(0)
-    assert keep(directory, "job", plan(1, generation=2)) == plan(1, generation=2)
-    assert keep(directory, "another job", plan(1)) == plan(1)
+    folder = SharedFolder(directory)
+    assert folder.look("job", 1) is None
+    assert folder.keep("job", plan(0)) == plan(0)
+    assert folder.look("job", 1) == plan(0)
+    assert folder.look("job", 2) is None and folder.look("another job", 1) is None
+    assert folder.keep("job", plan(1)) == plan(0)
+    assert folder.keep("job", plan(1, generation=2)) == plan(1, generation=2)
+    assert folder.keep("another job", plan(1)) == plan(1)
     assert sorted(path.name for path in directory.iterdir()) == ["another job.1", "job.1", "job.2"]
 
 
 def test_many_at_once_see_one(tmp_path):
     with ThreadPoolExecutor(8) as threads:
         for round in range(10):
-            kept = list(threads.map(lambda node, job=str(round): keep(tmp_path, job, plan(node)), range(8)))
+            kept = list(
+                threads.map(lambda node, job=str(round): SharedFolder(tmp_path).keep(job, plan(node)), range(8))
+            )
             assert len({one.store for one in kept}) == 1
 
 
 def test_a_storage_that_is_not_there_raises(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError):
-        keep(tmp_path / "file" / "directory", "job", plan(0))
+        SharedFolder(tmp_path / "file" / "directory").keep("job", plan(0))
 
 
 def test_every_start_is_a_job_of_its_own():
@@ -52,6 +58,11 @@ def test_every_start_is_a_job_of_its_own():
         return Hello(0, "h", ("h", 1), ("h", 2), 1, {}, "x", nonce)
 
     assert job_id([hello("a"), hello("b")]) != job_id([hello("a"), hello("c")])
+
+
+def claims(directory: Path) -> Claims:
+    on = host(witness=SharedFolder(directory))
+    return Claims(on, lambda: "job", stand_in(Reports), lambda event: None)
 
 
 @pytest.mark.parametrize("theirs", ["a", "b"], ids=["shared", "each-host-its-own"])
@@ -62,7 +73,7 @@ def test_hosts_that_see_different_directories_say_so(tmp_path, monkeypatch, thei
     async def scenario():
         for node, name in enumerate(("a", theirs)):
             (tmp_path / name).mkdir(exist_ok=True)
-            its = Witness(tmp_path / name, lambda: "job", stand_in(Reports), lambda event: None)
+            its = claims(tmp_path / name)
 
             def failed(error: ConfigError, node: int = node) -> None:
                 failures.append((node, str(error)))
@@ -72,7 +83,7 @@ def test_hosts_that_see_different_directories_say_so(tmp_path, monkeypatch, thei
 
     asyncio.run(scenario())
     if theirs == "a":
-        assert not failures and look(tmp_path / "a", "job", 1) is None
+        assert not failures and SharedFolder(tmp_path / "a").look("job", 1) is None
     else:
         ((node, said),) = failures
         assert node == 1 and "is not the directory that the first host has" in said and "mount it" in said
@@ -86,7 +97,7 @@ def test_storage_without_hard_links_is_no_witness(tmp_path, monkeypatch):
     failures: list[ConfigError] = []
 
     async def scenario():
-        its = Witness(tmp_path, lambda: "job", stand_in(Reports), lambda event: None)
+        its = claims(tmp_path)
         its.check(True, failures.append)
         await asyncio.gather(*its._tasks._tasks)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from support.hosts import Host, fetches
+from support.hosts import fetches, host
 from support.stores import free
 
 from deadpool_plugin.agent.profile import Profile
@@ -32,18 +32,10 @@ class Holder:
             raise TransportError("broke off")
 
 
-class Swapped(Host):
-    """The next swap begins while slots are made for what is asked for."""
-
-    async def in_thread(self, work):
-        self.store.fence(1)
-        return work()
-
-
 def test_a_fetch_that_failed_leaves_its_slots_to_the_next_one():
     store, holder = SnapshotStore(), Holder()
     store.prepare_own(0, 4096, 64)
-    asks = fetches(Host(store, holder), patience_s=0.0)
+    asks = fetches(host(store, holder), patience_s=0.0)
     with pytest.raises(TransportError, match="broke off"):
         asyncio.run(asks.bring(Source(0, 0, 0, 0), 3, PROFILE))
     assert store.own(0) is None and holder.filled[0].open(3) is None
@@ -55,8 +47,13 @@ def test_a_fetch_that_failed_leaves_its_slots_to_the_next_one():
 def test_no_slots_are_made_for_a_generation_that_is_over():
     store = SnapshotStore()
     holder = Holder()
+
+    async def swapped_meanwhile(work):
+        store.fence(1)
+        return work()
+
     with pytest.raises(StaleGeneration):
-        asyncio.run(fetches(Swapped(store, holder)).bring(Source(0, 0, 0, 0), 3, PROFILE))
+        asyncio.run(fetches(host(store, holder, in_thread=swapped_meanwhile)).bring(Source(0, 0, 0, 0), 3, PROFILE))
     assert not holder.filled and not store.has_slots(0)
     free(store)
 
@@ -79,7 +76,7 @@ def asked(error: TransportError, node: int) -> list[io.Input]:
     """Return what was said after node 0 had asked `node` for a recording and met `error` each time."""
     said: list[io.Input] = []
     with pytest.raises(TransportError):
-        asyncio.run(fetches(Host(bulk=Silent(error)), 0.3, said.append).recording(node, 7))
+        asyncio.run(fetches(host(bulk=Silent(error)), 0.3, said.append).recording(node, 7))
     return said
 
 
@@ -102,7 +99,7 @@ def test_nothing_is_said_of_this_node_itself():
 
     store = SnapshotStore()
     with pytest.raises(TransportError):
-        asyncio.run(fetches(Host(store, Broken()), 0.3, said.append).bring(Source(0, 0, 3, 0), 3, PROFILE))
+        asyncio.run(fetches(host(store, Broken()), 0.3, said.append).bring(Source(0, 0, 3, 0), 3, PROFILE))
     assert [lost.node for lost in said if isinstance(lost, io.LinkLost)] == [3]
     store.drop_prepared()
 
@@ -111,7 +108,7 @@ def test_the_patience_begins_with_the_first_failure(monkeypatch):
     """A transfer that breaks off after it has gone on for long is tried again."""
     silent = Silent(TransportError("the connection broke"), times=1, lasts_s=90.0)
     monkeypatch.setattr("deadpool_plugin.agent.fetching.loop_time", lambda: silent.now)
-    assert asyncio.run(fetches(Host(bulk=silent), 10.0).recording(2, 7)) == b"whole"
+    assert asyncio.run(fetches(host(bulk=silent), 10.0).recording(2, 7)) == b"whole"
 
 
 def test_slots_of_a_fetch_that_was_given_up_are_nobody_elses_until_it_ends():
@@ -129,7 +126,7 @@ def test_slots_of_a_fetch_that_was_given_up_are_nobody_elses_until_it_ends():
 
     async def scenario():
         store, holder = SnapshotStore(), Slow()
-        asks = fetches(Host(store, holder))
+        asks = fetches(host(store, holder))
         first = asyncio.ensure_future(asks.bring(Source(0, 0, 0, 0), 3, PROFILE))
         while not holder.filled:
             await asyncio.sleep(0)

@@ -16,7 +16,7 @@ import pytest
 from support.stand_in import fake
 
 from deadpool_plugin import __version__
-from deadpool_plugin.agent import contacts, joining
+from deadpool_plugin.agent import joining
 from deadpool_plugin.agent.joining import Job, Roster
 from deadpool_plugin.agent.meeting import versions
 from deadpool_plugin.cli.join import address
@@ -24,6 +24,7 @@ from deadpool_plugin.cli.main import COMMANDS, main
 from deadpool_plugin.config import Config, load
 from deadpool_plugin.core.types import World
 from deadpool_plugin.errors import ConfigError, PeerRefused, TransportError
+from deadpool_plugin.host import contacts
 from deadpool_plugin.launch import carried, join, roles
 from deadpool_plugin.launch.secret import of_job
 from deadpool_plugin.transport.guests import JobDescription, Reserve, Reserved

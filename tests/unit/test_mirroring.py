@@ -7,7 +7,7 @@ from typing import cast
 
 import pytest
 from support import present
-from support.hosts import Host
+from support.hosts import host
 from support.stores import free
 
 from deadpool_plugin.agent.mirroring import Mirroring
@@ -34,7 +34,7 @@ def serving(rank: int) -> Slot:
 
 
 def mirroring(store: SnapshotStore) -> Mirroring:
-    made = Mirroring(0, 1, Host(store), 10.0, lambda event: None)
+    made = Mirroring(0, 1, host(store), 10.0, lambda event: None)
     made.enter(World(0, (0, 0), ()))
     return made
 
@@ -108,7 +108,7 @@ def test_slots_that_are_being_made_when_the_script_begins_again_make_room_for_th
     slot = serving(0)
 
     async def scenario():
-        made = Mirroring(0, 1, Host(store), 10.0, fed.append)
+        made = Mirroring(0, 1, host(store), 10.0, fed.append)
         made.enter(World(0, (0, 0), ()))
         await made._prepare(slot, present(slot.serving), ready(0))
 

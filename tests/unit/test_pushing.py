@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 from support import expect
-from support.hosts import Host
+from support.hosts import host
 
 from deadpool_plugin.agent.profile import Profile
 from deadpool_plugin.agent.pushing import Pushes
@@ -39,7 +39,7 @@ class Buddy:
 def test_a_snapshot_that_cannot_be_read_here_is_no_fault_of_the_buddy(error: DeadpoolError) -> None:
     async def scenario(newest: int) -> list[io.Input]:
         said: list[io.Input] = []
-        pushes = Pushes(0, 1, Host(bulk=Buddy(error)), 0.0, said.append)
+        pushes = Pushes(0, 1, host(bulk=Buddy(error)), 0.0, said.append)
         pushes.enter(World(0, (0, 1), ()))
         for step in range(3, newest + 1):
             pushes.snapshot(0, step, 0, PROFILE, b"")
@@ -74,7 +74,7 @@ def pushed(error: DeadpoolError, enough: Callable[[list[io.Input], int], bool]) 
         said: list[io.Input] = []
         heals = asyncio.Event()
         buddy = Unreachable(error, heals)
-        pushes = Pushes(0, 1, Host(bulk=buddy), 0.05, said.append)
+        pushes = Pushes(0, 1, host(bulk=buddy), 0.05, said.append)
         pushes.enter(World(0, (0, 1), ()))
         pushes.snapshot(0, 3, 0, PROFILE, b"")
         while not enough(said, buddy.attempts):

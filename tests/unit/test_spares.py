@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import cast
 
 from support import present
-from support.hosts import Host, fetches
+from support.hosts import fetches, host
 from support.stand_in import StandIn, stand_in
 
 from deadpool_plugin.agent.lives import Lives
@@ -35,8 +35,8 @@ def asked(error: DeadpoolError, patience_s: float, succeeds_at: int) -> tuple[in
     """Count the requests for a recording that fail with `error` at first, and tell whether that was the end of it."""
 
     async def scenario() -> tuple[int, bool]:
-        workers, host, failed = stand_in(Workers), Host(), []
-        spares = Spares(2, workers, host, fetches(host, patience_s), stand_in(Reports), nothing, 1000, nothing)
+        workers, on, failed = stand_in(Workers), host(), []
+        spares = Spares(2, workers, on, fetches(on, patience_s), stand_in(Reports), nothing, 1000, nothing)
         attempts = 0
 
         async def begin(slot, rank, source):
@@ -69,10 +69,10 @@ def test_a_spare_that_could_not_hold_the_mirrors_that_come_with_its_ranks_says_s
 
     async def scenario():
         workers, reports, store = stand_in(Workers), StandIn(Reports), StandIn(SnapshotStore)
-        host = Host(cast(SnapshotStore, store))
+        on = host(cast(SnapshotStore, store))
         store.prepare_own = lambda *arguments: prepared.append(arguments)
         reports.emit = lambda kind, **fields: told.append((kind, fields))
-        spares = Spares(5, workers, host, fetches(host), cast(Reports, reports), check, 1000, fed.append)
+        spares = Spares(5, workers, on, fetches(on), cast(Reports, reports), check, 1000, fed.append)
         for number in range(2):
             slot = Slot(number)
             slot.process = Process(order=1, rank=6 + number, rehearses=True)
@@ -119,8 +119,8 @@ class Connection:
 
 
 def following(told: int, slot: Slot) -> tuple[Spares, Rehearsal]:
-    host = Host(stand_in(SnapshotStore))
-    spares = Spares(5, stand_in(Workers), host, fetches(host), stand_in(Reports), nothing, 1 << 20, nothing)
+    on = host(stand_in(SnapshotStore))
+    spares = Spares(5, stand_in(Workers), on, fetches(on), stand_in(Reports), nothing, 1 << 20, nothing)
     slot.process = Process(order=1, rank=6, rehearses=True)
     rehearsal = Rehearsal(slot, slot.process, Profile(4096, 64, "", (6,), b""), 3, History(1 << 20), told=told)
     rehearsal.finished.set()

@@ -9,9 +9,11 @@ from typing import cast
 
 import pytest
 from support import present
+from support.hosts import host
 from support.stand_in import stand_in
 
 from deadpool_plugin.agent import workers as workers_module
+from deadpool_plugin.agent.host import Host
 from deadpool_plugin.agent.lives import Lives
 from deadpool_plugin.agent.slots import Process, Slot
 from deadpool_plugin.agent.workers import Workers
@@ -26,6 +28,15 @@ def nothing(*_):
     pass
 
 
+def threaded(writer: Writer) -> Host:
+    """A host whose files are looked at in threads."""
+
+    async def at_files(work):
+        return await asyncio.get_running_loop().run_in_executor(None, work)
+
+    return host(output=writer, at_files=at_files)
+
+
 def taken_over(writer: Writer, output_dir, may_open: threading.Event | None = None) -> None:
     """A process takes rank 5 over on node 2 and says a line; `may_open` is set then."""
 
@@ -33,7 +44,7 @@ def taken_over(writer: Writer, output_dir, may_open: threading.Event | None = No
         read_end, write_end = os.pipe()
         slot = Slot(0, rank=5, process=Process(1, 5, rehearses=True), pipe=Pipe(read_end, writer))
         workers = Workers(
-            Place(2, 3, 1, "m", 5), "host", output_dir, writer, [slot], stand_in(Lives), nothing, nothing, str
+            Place(2, 3, 1, "m", 5), threaded(writer), output_dir, [slot], stand_in(Lives), nothing, nothing, str
         )
         workers.take(slot, await workers.output_of(5, 7), 7)
         os.write(write_end, b"a line\n")
@@ -130,9 +141,7 @@ def test_who_comes_when_its_generation_is_over_is_not_told_to_begin(tmp_path):
     """The store it would look for may be gone with its host; a job that waits for a host would end for that."""
     first, late = Process(1, 0, rehearses=False), Process(2, 1, rehearses=False)
     slots = [Slot(0, rank=0, process=first), Slot(1, rank=1, process=late)]
-    workers = Workers(
-        Place(0, 2, 2, "m", 5), "host", tmp_path, stand_in(Writer), slots, stand_in(Lives), nothing, nothing, str
-    )
+    workers = Workers(Place(0, 2, 2, "m", 5), host(), tmp_path, slots, stand_in(Lives), nothing, nothing, str)
     one, other = Told(), Told()
     workers.start_groups(0, "a store")
     workers.on_message(cast(LocalPeer, one), local.WorkerHello(0, 11, 0, False, 1), [])
@@ -148,7 +157,14 @@ def test_what_a_rehearsal_prints_goes_to_a_file_of_its_own(tmp_path, overtaken):
     async def scenario():
         slot = Slot(0, rank=-1, process=Process(1, 5, rehearses=True))
         workers = Workers(
-            Place(2, 3, 1, "m", 5), "host", tmp_path, writer, [slot], stand_in(Lives), nothing, nothing, str
+            Place(2, 3, 1, "m", 5),
+            host(output=writer, pipe=lambda fd: Pipe(fd, writer)),
+            tmp_path,
+            [slot],
+            stand_in(Lives),
+            nothing,
+            nothing,
+            str,
         )
         peer = Told()
         workers.on_message(cast(LocalPeer, peer), local.WorkerHello(0, 11, 5, True, 1), [])

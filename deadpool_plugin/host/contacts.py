@@ -13,9 +13,9 @@ from pathlib import Path
 import msgspec
 
 from ..core.types import NodeId
-from ..host import files
 from ..transport.rendezvous import Hello
 from ..transport.sockets import Address
+from . import files
 
 FOLDER = "nodes"
 
