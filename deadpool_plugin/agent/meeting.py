@@ -9,6 +9,7 @@ import asyncio
 import ipaddress
 import logging
 import os
+from functools import cache
 from importlib import metadata
 from typing import Protocol
 
@@ -77,8 +78,9 @@ def addresses(config: Config, target: Address) -> tuple[str, str]:
     return found, found
 
 
+@cache
 def versions() -> dict[str, str]:
-    """Read the versions of the packages that must be alike on all hosts."""
+    """Read the versions of the packages that must be alike on all hosts; nobody changes what is returned."""
     found = {}
     for package in PACKAGES:
         try:

@@ -14,7 +14,6 @@ import errno
 import hashlib
 import logging
 import socket
-import time
 from collections.abc import Sequence
 
 import msgspec
@@ -25,7 +24,7 @@ from .exchange import packed, put, take
 from .framing import ConnectionClosed
 from .handshake import HANDSHAKE_TIMEOUT_S, Credentials, Unproven, shake_hands_async
 from .sockets import Address, address_towards, closed_on_error, connected, listening, remote_name, tune
-from .tasks import Tasks
+from .tasks import Tasks, loop_time
 
 PURPOSE = "rendezvous"
 SAY_AFTER_S = 10.0
@@ -116,13 +115,13 @@ class _Host:
 
     async def _listen(self) -> socket.socket:
         """Raises: TransportError if another program holds the port; one of an earlier launch is told to go."""
-        deadline = time.monotonic() + LISTEN_S
+        deadline = loop_time() + LISTEN_S
         while True:
             try:
                 return listening("", self._address[1])
             except OSError as error:
                 is_taken = error.errno == errno.EADDRINUSE and self._hellos[0].launch
-                if not is_taken or time.monotonic() >= deadline:
+                if not is_taken or loop_time() >= deadline:
                     raise TransportError(
                         f"node 0 cannot listen at MASTER_PORT {self._address[1]}: {error}",
                         remedy="choose another --master_port",
@@ -265,12 +264,12 @@ class _Host:
 
 
 async def _join(master: Address, hello: Hello, credentials: Credentials) -> list[Hello]:
-    say_at: float | None = time.monotonic() + SAY_AFTER_S
+    say_at: float | None = loop_time() + SAY_AFTER_S
     while True:
         try:
             answer = await _ask(master, hello, credentials)
         except (ConnectionClosed, OSError, EOFError) as error:  # node 0 is not there yet, or was started again
-            if say_at is not None and time.monotonic() >= say_at:
+            if say_at is not None and loop_time() >= say_at:
                 _log.warning(
                     "node %d: node 0 at %s:%d does not answer yet (%s)%s", hello.node, *master, error, _hint(master)
                 )

@@ -14,15 +14,16 @@ T = TypeVar("T")
 
 
 class Tasks:
-    """Running tasks: the loop alone would not keep them alive. Thread: the event loop's only."""
+    """Running tasks, in the order in which they began: the loop alone would not keep them alive. Thread: the event
+    loop's only."""
 
     def __init__(self) -> None:
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], None] = {}
 
     def start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks[task] = None
+        task.add_done_callback(self._tasks.pop)
 
     def cancel(self) -> None:
         for task in self._tasks:
