@@ -214,6 +214,7 @@ class Controller:
         ctx = self._ctx
         self._only_outside(event)
         ctx.world, ctx.contact_at, ctx.formed_at = event.world, ctx.now, ctx.now
+        ctx.watch.unheard = set(event.world.members) - {ctx.node}
         self._begin_generation()
         ctx.changed = True
         if ctx.leads:

@@ -19,11 +19,16 @@ PAUSE_INTERVALS = 3
 @dataclass
 class Watch:
     """One node's view of the others: `evidence`, of whom there is none but its silence (`silent`; only that is ever
-    taken back from a member), and when it last `heard` of them. `findings` grows with every change of the evidence."""
+    taken back from a member), and when it last `heard` of them. `findings` grows with every change of the evidence.
+
+    `unheard`: who has not said a word since the hosts met. It may still wait for a link to a host that has died, so its
+    silence counts only after `decision_timeout_s`; a link that ends counts as ever.
+    """
 
     evidence: dict[NodeId, str] = field(default_factory=dict)
     silent: set[NodeId] = field(default_factory=set)
     heard: dict[NodeId, float] = field(default_factory=dict)
+    unheard: set[NodeId] = field(default_factory=set)
     findings: int = 0
 
     def begin(self, nodes: Collection[NodeId], now: float, anew: Collection[NodeId] = ()) -> None:
@@ -36,6 +41,7 @@ class Watch:
 
     def hear(self, node: NodeId, now: float) -> None:
         self.heard[node] = now
+        self.unheard.discard(node)
 
     def hears(self, node: NodeId, now: float, timing: Timing) -> bool:
         """Return whether we have heard of `node` ourselves, lately enough not to count it as lost for its silence."""
@@ -74,6 +80,7 @@ def suspects(now: float, watch: Watch, watched: Collection[NodeId], timing: Timi
     found = dict(watch.evidence)
     for node in watched:
         silence_s = now - watch.heard.get(node, now)
-        if node not in found and silence_s >= timing.silent_after_s:
-            found[node] = f"silent for {silence_s:.1f} s (limit {timing.silent_after_s:g} s)"
+        limit_s = timing.decision_timeout_s if node in watch.unheard else timing.silent_after_s
+        if node not in found and silence_s >= limit_s:
+            found[node] = f"silent for {silence_s:.1f} s (limit {limit_s:g} s)"
     return found

@@ -27,7 +27,7 @@ from .handshake import Credentials, Unproven
 from .lines import Line
 from .rendezvous import Hello
 from .renewal import YOUNG_S, Renewals
-from .sockets import Address, bound_address, closed_on_error, listen_tcp, remote_name
+from .sockets import Address, bound_address, closed_on_error, connected, listen_tcp, remote_name
 from .tasks import Tasks, begin
 
 _RETRY_S = 0.1
@@ -277,7 +277,7 @@ class ControlMesh:
 
     async def connect(self, table: Mapping[NodeId, Address], timeout_s: float = 60.0) -> None:
         """Returns when there is a link to every node of `table` (the own entry is ignored), or was one to a node that
-        has left meanwhile, or is lost, which was told.
+        has left meanwhile, or is lost, which was told. All of them listened when they met.
 
         Raises: TransportError naming the nodes that are missing at the deadline; PeerRefused.
         """
@@ -287,6 +287,9 @@ class ControlMesh:
             self._expect(node, table[node])
         older = sorted((node for node in others if node < self._node), reverse=True)
         dials = [asyncio.create_task(self._dial_until_linked(node)) for node in older]
+        dials += [asyncio.create_task(self._lose_if_gone(node, len(table))) for node in sorted(others)]
+        for dial in dials:
+            dial.add_done_callback(lambda _: self._changed.set())
         try:
             async with asyncio.timeout(timeout_s):
                 await self._all_linked(others, dials)
@@ -306,10 +309,12 @@ class ControlMesh:
                 self._renewals.begin(node, line, "it ended while this node waited for others")
 
     async def _all_linked(self, others: set[NodeId], dials: list[asyncio.Task[None]]) -> None:
-        await asyncio.gather(*dials)
         while not others <= self.linked | self._gone:
             self._changed.clear()
             await self._changed.wait()
+            for dial in dials:
+                if dial.done():
+                    dial.result()
 
     async def _dial_until_linked(self, node: NodeId) -> None:
         while True:
@@ -318,6 +323,25 @@ class ControlMesh:
             except (ConnectionClosed, OSError) as error:
                 _log.info("node %d at %s does not answer yet: %s", node, self._addresses[node], error)
             await asyncio.sleep(_RETRY_S)
+
+    async def _lose_if_gone(self, node: NodeId, total: int) -> None:
+        """A node that dies while others link up is lost, like any later. It is not where fewer than half are linked:
+        then something is wrong with the network, and all are awaited."""
+        while node not in self._gone:
+            await asyncio.sleep(YOUNG_S)
+            if node in self.linked:  # for now
+                continue
+            why, silent = "", False
+            try:
+                async with asyncio.timeout(self._silent_after_s):
+                    (await connected(self._addresses[node])).close()
+            except ConnectionRefusedError:
+                why = "nobody listens there any more"
+            except OSError as error:
+                why, silent = f"no answer ({error!r})", True
+            if why and node not in self.linked | self._gone and 2 * (len(self.linked) + 1) >= total:
+                hint = "if it lives, check that no firewall blocks the ports (port_range)"
+                self._lose(node, f"no control link to it since the hosts met: {why}; {hint}", silent)
 
     async def _dial(self, node: NodeId) -> None:
         """Makes a link to `node`, or asks it to, if it is larger. Raises: as `links.dial`."""

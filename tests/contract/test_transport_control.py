@@ -160,6 +160,35 @@ def test_a_missing_node_is_named() -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("dead", [0, 2])
+def test_a_node_that_dies_while_the_others_link_up_is_lost_and_they_do_not_wait_for_it(dead: int) -> None:
+    """Both sides: the one that dials it, and the one that it was to dial."""
+
+    async def scenario() -> None:
+        nodes = [Node(index) for index in range(3)]
+        table = {index: await node.transport.listen() for index, node in enumerate(nodes)}
+        await nodes.pop(dead).transport.close()
+        await asyncio.gather(*(node.transport.connect(table, WAIT_S) for node in nodes))
+        for node in nodes:
+            lost, reason = await soon(node.lost)
+            assert lost == dead and "nobody listens there any more" in reason and not node.transport.silent
+        await asyncio.gather(*(node.transport.close() for node in nodes))
+
+    asyncio.run(scenario())
+
+
+def test_where_most_cannot_be_reached_the_network_is_wrong_and_nobody_is_lost() -> None:
+    async def scenario() -> None:
+        node = Node(0)
+        table = {0: await node.transport.listen(), 1: ("127.0.0.1", 1), 2: ("127.0.0.1", 1)}
+        with pytest.raises(TransportError, match="no control link to node 1 at.*, 2 at.*firewall"):
+            await node.transport.connect(table, 2.5)
+        assert node.lost.empty()
+        await node.transport.close()
+
+    asyncio.run(scenario())
+
+
 def test_a_wrong_secret_is_refused_on_both_sides_once() -> None:
     async def scenario() -> None:
         refused: asyncio.Queue[PeerRefused] = asyncio.Queue()

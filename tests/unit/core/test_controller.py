@@ -219,6 +219,8 @@ def test_who_says_goodbye_without_a_verdict_is_lost():
 
 def test_ones_own_pause_is_no_evidence():
     controller = formed(0)
+    for node in (1, 2, 3):
+        hear(controller, node, Report(0), 1.0)
     controller.step(io.Ticked(), 60.0)
     assert not controller.ended
     for now in range(61, 69):
@@ -517,11 +519,12 @@ def test_it_leads_from_when_nobody_before_it_is_there():
     assert controller.leads
     controller.step(io.WorldFormed(WORLD), 0.0)
     assert not controller.leads
-    for now in range(1, 9):
+    for now in range(1, 50):
         hear(controller, 2, Status(7, 9, True), float(now))
         controller.step(io.Ticked(), float(now))
-    assert not controller.leads
-    for now in range(9, 12):
+    assert not controller.leads, "node 0 has yet to say its first word"
+    hear(controller, 0, Status(7, 9, True), 50.0)
+    for now in range(51, 61):
         controller.step(io.Ticked(), float(now))
     assert controller.leads, "node 0 is silent"
     controller = formed(1)
