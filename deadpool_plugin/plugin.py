@@ -26,12 +26,22 @@ def run_agent(place: Place, config: Config, secret: bytes, listener: socket.sock
     """One node's agent, from its first connection to its last; the exit code. The process is to end after it: unlike
     asyncio.run this does not wait for threads that a file system which hangs has not let go of."""
     import asyncio
+    import signal
 
-    from .agent.process import serve
+    from .agent.meeting import reachable
+    from .agent.process import Agent
+    from .host.machine import Machine
+    from .transport.handshake import Credentials
+
+    async def serve() -> int:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, lambda: None)  # the supervisors say it
+        where, credentials = await reachable(config, place, job), Credentials(secret)
+        machine = Machine(place.node, where, config, credentials, listener, job_tag)
+        return await Agent(machine, place, config, credentials, job).run()
 
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
-    return loop.run_until_complete(serve(place, config, secret, listener, job_tag, job))
+    return loop.run_until_complete(serve())
 
 
 def start_live(connection: LocalConnection, config: Config, order: local.RunRank, local_rank: int) -> Context:

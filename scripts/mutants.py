@@ -24,6 +24,7 @@ from typing import Any
 from faults.mutants import MUTANTS, Mutant
 
 PACKAGE = Path(__file__).resolve().parents[1] / "deadpool_plugin"
+TESTS = Path(__file__).resolve().parents[1] / "tests"
 AT_ONCE = 100
 """Seeds between two lines written."""
 
@@ -42,9 +43,10 @@ def parse_args() -> argparse.Namespace:
 
 def hunt(package: Path, seeds: range) -> dict[str, Any]:
     """Run `seeds` of the `package` at that place until one breaks an invariant."""
-    sys.path.insert(0, str(package.parent))
+    sys.path[:0] = [str(package.parent), str(TESTS)]
+    from simulator.campaign import outcomes
+
     import deadpool_plugin
-    from deadpool_plugin.sim.campaign import outcomes
 
     assert Path(deadpool_plugin.__file__).parent == package, deadpool_plugin.__file__
     for outcome in outcomes(seeds):

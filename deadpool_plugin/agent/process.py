@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import socket
 import traceback
 from collections import deque
 from collections.abc import Callable, Coroutine
@@ -22,7 +21,6 @@ from ..core.messages import AnyMessage, Goodbye, RankCalls, Verdict
 from ..core.types import NodeId, World, listed
 from ..errors import EXIT_CONFIG, EXIT_FENCED, EXIT_OK, DeadpoolError, InvariantViolated, PeerRefused
 from ..host.contacts import FOLDER
-from ..host.machine import Machine
 from ..host.repeats import Cuts
 from ..transport import calls, local
 from ..transport.handshake import Credentials
@@ -34,7 +32,7 @@ from .fullness import Fullness
 from .host import Host
 from .joining import Job
 from .lives import Lives
-from .meeting import Links, reachable
+from .meeting import Links
 from .mirroring import Mirroring
 from .reports import Reports
 from .settings import policy_of, timing_of
@@ -49,15 +47,6 @@ from .world import Place, described, form_world, rack_named
 WORKERS_KILL_S = 0.5
 SUPERVISORS_END_S = 4.0
 WITHDRAW_S = 1.0
-
-
-async def serve(place: Place, config: Config, secret: bytes, listener: socket.socket, job_tag: str, job: Job) -> int:
-    """Be this node's agent, from the first connection to the last; the exit code. Arguments are as of `Machine` and
-    `Agent`."""
-    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, lambda: None)  # the supervisors say it
-    where, credentials = await reachable(config, place, job), Credentials(secret)
-    machine = Machine(place.node, where, config, credentials, listener, job_tag)
-    return await Agent(machine, place, config, credentials, job).run()
 
 
 class Agent:

@@ -27,7 +27,6 @@ COMMANDS = {
     "patch": "put the flag and the first statement into a checkout of Megatron-LM",
     "outcome": "say what became of a job, and end with its exit code",
     "stop": "end a running job on all its hosts",
-    "simulate": "run the protocol through thousands of simulated jobs with faults",
     "watch": "show what a job is doing",
 }
 """Command -> its line in the help; the module has the same name."""

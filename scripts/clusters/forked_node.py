@@ -26,6 +26,7 @@ from clusters.launched import REPOSITORY
 
 OURS = (
     "deadpool_plugin.agent.process",
+    "deadpool_plugin.host.machine",
     "deadpool_plugin.launch.supervisor",
     "deadpool_plugin.worker.live",
     "deadpool_plugin.worker.follow",

@@ -39,8 +39,8 @@ MUTANTS = (
         "one mirror fewer than the job was promised",
     ),
     Mutant(
-        "served-unverified", "sim/bulk.py",
-        "if not snapshot.is_whole:", "if False:",
+        "served-unverified", "mirror/holdings.py",
+        "                if sums:\n", "                if False:\n",
         "what was read is acknowledged, or restored, without a look at its checksum",
     ),
     Mutant(
@@ -54,7 +54,7 @@ MUTANTS = (
         "who is fenced, cut off and in a call that cannot be interrupted is replaced while it still runs",
     ),
     Mutant(
-        "newest-store-only", "sim/processes.py",
+        "newest-store-only", "agent/lives.py",
         "for address in stores if not self.ending else ():", "for address in stores[-1:] if not self.ending else ():",
         "groups are to be built over a store of a process that is gone, and nobody says so",
     ),

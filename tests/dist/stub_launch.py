@@ -48,6 +48,7 @@ def launch(config: str, arguments: list[str]) -> int:
         import dist.stub_worker  # noqa: F401 - imported for the forks
 
         import deadpool_plugin.agent.process
+        import deadpool_plugin.host.machine
         import deadpool_plugin.launch.agent
         import deadpool_plugin.launch.supervisor  # noqa: F401
     be_called("launcher")

@@ -18,6 +18,7 @@ from deadpool_plugin.agent.lives import Lives
 from deadpool_plugin.agent.process import Agent
 from deadpool_plugin.agent.reports import Reports
 from deadpool_plugin.agent.slots import Process, Slot
+from deadpool_plugin.agent.world import Place
 from deadpool_plugin.config import Config
 from deadpool_plugin.core import io
 from deadpool_plugin.core.controller import Controller
@@ -124,15 +125,26 @@ def test_a_spares_processes_that_are_killed_at_the_end_are_no_failure(ending):
 def test_a_thread_that_a_file_system_holds_does_not_hold_the_agent(monkeypatch):
     let_go = threading.Event()
 
-    async def serve(*arguments):
-        asyncio.get_running_loop().run_in_executor(None, let_go.wait)
-        return 86
+    class Held:
+        def __init__(self, *arguments):
+            asyncio.get_running_loop().run_in_executor(None, let_go.wait)
 
-    monkeypatch.setattr("deadpool_plugin.agent.process.serve", serve)
+        async def run(self):
+            return 86
+
+    async def reachable(*arguments):
+        return "", ""
+
+    monkeypatch.setattr("deadpool_plugin.agent.meeting.reachable", reachable)
+    monkeypatch.setattr("deadpool_plugin.host.machine.Machine", lambda *arguments: None)
+    monkeypatch.setattr("deadpool_plugin.agent.process.Agent", Held)
     timer = threading.Timer(20.0, let_go.set)
     timer.start()
     try:
-        assert plugin.run_agent(*cast(Any, (None, None, b"", None, "", None))) == 86 and not let_go.is_set()
+        assert (
+            plugin.run_agent(*cast(Any, (Place(0, 1, 1, "m", 5), None, b"", None, "", None))) == 86
+            and not let_go.is_set()
+        )
     finally:
         timer.cancel()
         let_go.set()

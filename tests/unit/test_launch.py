@@ -238,6 +238,7 @@ def test_a_mistake_that_local_rank_0_does_not_share_is_said_too(monkeypatch, cap
 def test_the_supervisor_and_the_agent_load_no_torch():
     code = (
         "import sys, deadpool_plugin.run, deadpool_plugin.launch.agent, deadpool_plugin.agent.process;"
+        "import deadpool_plugin.host.machine;"
         "assert not {'torch', 'numpy', 'deepspeed'} & set(sys.modules), sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

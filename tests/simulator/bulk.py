@@ -1,0 +1,244 @@
+"""Bulk transfers between simulated hosts: the contract of `Bulk` in agent/host.py, of mirror/peer.py and server.py.
+
+Rules of this file: pushes to one node go one after the other; questions do not queue behind them. A connection that
+carries nothing for the job's patience fails, as does one whose bytes fail their checksum; one to a node whose processes
+are gone fails at once. A fence at the receiver cuts what older generations send. What the other node refuses is final.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
+
+from deadpool_plugin.core.types import Generation, Holding, NodeId, Rank, Source, Step
+from deadpool_plugin.errors import DeadpoolError, PeerRefused, StaleGeneration, TransportError
+from deadpool_plugin.mirror.arena import SlotPair
+from deadpool_plugin.mirror.fence import NotEntered
+from deadpool_plugin.mirror.holdings import Snapshot
+from deadpool_plugin.mirror.integrity import CorruptSnapshot, frame_sums
+from deadpool_plugin.mirror.records import NotHeld
+from deadpool_plugin.mirror.wire import InAnotherGeneration, RefusedByPeer
+from deadpool_plugin.transport.framing import ConnectionClosed
+from deadpool_plugin.transport.sockets import Address, Port
+
+if TYPE_CHECKING:
+    from .machine import Store
+    from .node import Node
+
+RETRY_S = 0.2
+ENTRY_S = 0.01
+Mirrored = Callable[[Rank, Step, Generation, Holding], None]
+
+
+class OwnFault(TransportError):
+    """What is to be sent cannot be read where it is: `error` says why."""
+
+    def __init__(self, error: DeadpoolError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class Bulk:
+    """One node's."""
+
+    def __init__(self, node: Node, store: Store) -> None:
+        self._node, self._store, self._cluster = node, store, node.cluster
+        self._turns: dict[NodeId, asyncio.Lock] = {}
+        self._known: set[NodeId] = set()
+        self._mirrored: Mirrored | None = None
+
+    def serve(self, on_mirrored: Mirrored, on_refused: Callable[[PeerRefused], None]) -> Port:
+        self._mirrored = on_mirrored
+        return 1
+
+    def know(self, node: NodeId, address: Address) -> None:
+        self._known.add(node)
+
+    def _at(self, node: NodeId) -> Node:
+        if node not in self._known:
+            raise KeyError(f"no address of node {node} is known to node {self._node.number}")
+        return self._cluster.nodes[node]
+
+    async def forget(self, nodes: tuple[NodeId, ...]) -> None:
+        for node in nodes:
+            self._turns.pop(node, None)
+
+    async def _cross(self, source: Node, target: Node) -> None:
+        """The time it takes bytes to get from node to node. Raises: TransportError."""
+        network, patience_s, waited_s = self._cluster.network, self._cluster.config.patience_s, 0.0
+        while True:
+            if not target.runs and not network.kernels[target.number].dark:
+                raise ConnectionClosed(f"node {target.number} refuses connections")
+            if not target.paused and network.passes(source.number, target.number):
+                break
+            if waited_s >= patience_s:
+                raise ConnectionClosed(f"node {target.number} did not answer for {patience_s:g} s")
+            waited_s += RETRY_S
+            await asyncio.sleep(RETRY_S)
+        if self._cluster.flips_a_bit(source.number, target.number):
+            raise ConnectionClosed("a frame fails its checksum")
+        await asyncio.sleep(network.latency())
+        if not target.runs:
+            raise ConnectionClosed(f"node {target.number} is gone")
+
+    async def _answered(self, target: Node, work: Callable[[], Awaitable[None]]) -> None:
+        """`work`, which is the other end's: what it refuses comes back as its refusal."""
+        try:
+            await work()
+        except (StaleGeneration, NotEntered) as error:
+            await self._cross(target, self._node)
+            raise InAnotherGeneration(str(error)) from error
+        except TransportError:
+            raise
+        except DeadpoolError as error:
+            await self._cross(target, self._node)
+            raise RefusedByPeer(str(error)) from error
+
+    # ---- pushes
+
+    async def push(
+        self, node: NodeId, rank: Rank, step: Step, generation: Generation, with_payload: bool,
+        replicas: tuple[Rank, ...], layout_hash: str, records: bytes,
+    ) -> None:  # fmt: skip
+        target = self._at(node)
+        async with self._turns.setdefault(node, asyncio.Lock()):
+            self._store.check_generation(generation)
+            snapshot = self._store.readable(rank, step, payload=with_payload)
+            if snapshot.header.layout_hash != layout_hash:
+                raise NotHeld(f"rank {rank}, step {step} has layout {snapshot.header.layout_hash}")
+            await self._cross(self._node, target)
+            try:
+                await self._answered(
+                    target, lambda: self._receive(target, snapshot, generation, with_payload, replicas, records)
+                )
+            except OwnFault as fault:
+                raise fault.error from fault
+            await self._cross(target, self._node)
+
+    async def _receive(
+        self, target: Node, sent: Snapshot, generation: Generation, with_payload: bool, replicas: tuple[Rank, ...],
+        records: bytes,
+    ) -> None:  # fmt: skip
+        rank, step, store = sent.header.rank, sent.header.step, target.store
+        await self._await_entry(target, generation)
+        while (writer := store.writers.get(rank)) is not None and writer.runs:
+            await asyncio.sleep(RETRY_S)
+            store.check_generation(generation)
+        held = store.already_mirrored(rank, step, sent.digest, with_payload)
+        if held is None or held.replicas != replicas:
+            store.writers[rank] = self._node
+            try:
+                held = await self._write(target, sent, generation, with_payload, replicas, records)
+            finally:
+                store.writers.pop(rank, None)
+        assert target.machine.bulk._mirrored is not None
+        target.loop.call_soon(target.machine.bulk._mirrored, rank, step, generation, held)
+
+    async def _await_entry(self, target: Node, generation: Generation) -> None:
+        """Until others may mirror there in `generation`, for a while. Raises: NotEntered, StaleGeneration."""
+        waited_s = 0.0
+        while target.store.entered < generation and waited_s < self._cluster.config.patience_s / 4:
+            target.store.check_generation(generation)
+            await asyncio.sleep(ENTRY_S)
+            waited_s += ENTRY_S
+        target.store.check_generation(generation)
+        if target.store.entered < generation:
+            raise NotEntered(f"node {target.number} has not entered generation {generation}")
+
+    async def _write(
+        self, target: Node, sent: Snapshot, generation: Generation, with_payload: bool, replicas: tuple[Rank, ...],
+        records: bytes,
+    ) -> Holding:  # fmt: skip
+        rank, step, store = sent.header.rank, sent.header.step, target.store
+        size = sent.header.payload_bytes if with_payload else 0
+        pair = store.begin_mirror(rank, step, generation, sent.pair.header_bytes, size)
+        first, last = store.history_range(rank)
+        known = min(last, step - 1) if first < step else -1
+        await self._cross(self._node, target)
+        await asyncio.sleep(self._cluster.transfer_s())
+        if not (self._node.runs and target.runs):
+            raise ConnectionClosed("the other end is gone")
+        sums = frame_sums(sent.payload)
+        try:
+            self._store.check_read(sent, sums)
+        except (NotHeld, CorruptSnapshot) as error:
+            raise OwnFault(error) from error
+        if generation < store.generation:
+            raise ConnectionClosed("the fence has cut the transfer")
+        pair.payload(step)[:size] = sent.payload
+        holding = Holding(rank, step, with_payload, replicas)
+        return store.finish_mirror(
+            pair, sent.encoded, generation, holding, self._records(rank, step, known, records), sums
+        )
+
+    def _records(self, rank: Rank, step: Step, known: Step, records: bytes) -> list[bytes]:
+        """As BulkPeer: records that end at `step` and close the other node's gap, as far back as they are held."""
+        first, last = self._store.history_range(rank)
+        if last < step - 1 or first >= step or first < 0:
+            return [records]
+        return [*self._store.get(rank, max(first, known + 1), step - 1), records]
+
+    async def push_recording(self, node: NodeId, rank: Rank, generation: Generation, recording: bytes) -> None:
+        target = self._at(node)
+
+        async def receive() -> None:
+            await self._await_entry(target, generation)
+            target.store.put_recording(rank, recording, generation)
+
+        async with self._turns.setdefault(node, asyncio.Lock()):
+            await self._cross(self._node, target)
+            await self._answered(target, receive)
+            await self._cross(target, self._node)
+
+    # ---- questions
+
+    async def get_recording(self, node: NodeId, rank: Rank) -> bytes:
+        return (await self._asked(node, lambda holder: [holder.store.get_recording(rank)]))[0]
+
+    async def get_history(self, node: NodeId, rank: Rank, first: Step, last: Step) -> list[bytes]:
+        return await self._asked(node, lambda holder: holder.store.get(rank, first, last))
+
+    async def _asked(self, node: NodeId, look: Callable[[Node], list[bytes]]) -> list[bytes]:
+        holder, found = self._at(node), list[bytes]()
+
+        async def answer() -> None:
+            found.extend(look(holder))
+
+        await self._cross(self._node, holder)
+        await self._answered(holder, answer)
+        await self._cross(holder, self._node)
+        return found
+
+    async def fetch(self, source: Source, step: Step, into: SlotPair, generation: Generation) -> None:
+        header_at, payload_at = self._at(source.header_node), self._at(source.payload_node)
+        headers: list[Snapshot] = []
+
+        async def header() -> None:
+            headers.append(header_at.store.readable(source.rank, step, payload=False))
+
+        await self._cross(self._node, header_at)
+        await self._answered(header_at, header)
+        await self._cross(header_at, self._node)
+        self._store.check_generation(generation)
+        into.invalidate(step)
+        payloads: list[bytes] = []
+
+        async def payload() -> None:
+            found = payload_at.store.readable(source.payload_rank, step, payload=True)
+            asked = headers[0].header
+            if (found.header.layout_hash, found.header.payload_bytes) != (asked.layout_hash, asked.payload_bytes):
+                raise NotHeld("it is laid out otherwise")
+            await asyncio.sleep(self._cluster.transfer_s())
+            if not payload_at.runs:
+                raise ConnectionClosed("the other end is gone")
+            sent = bytes(found.payload)
+            payload_at.store.check_read(found, frame_sums(found.payload))
+            payloads.append(sent)
+
+        await self._cross(self._node, payload_at)
+        await self._answered(payload_at, payload)
+        await self._cross(payload_at, self._node)
+        self._store.check_generation(generation)
+        into.payload(step)[: len(payloads[0])] = payloads[0]
+        into.seal_encoded(step, headers[0].encoded)

@@ -1,0 +1,225 @@
+"""One simulated job: nodes, network, stores, and whoever watches them.
+
+Rules of this file: it owns the seed's generator, from which everything random is drawn in the order of events; it
+decides nothing about the protocol.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from deadpool_plugin.agent.settings import policy_of, timing_of
+from deadpool_plugin.config import Config
+from deadpool_plugin.core import io
+from deadpool_plugin.core.types import Generation, NodeId, Rank, SwapPlan, World
+
+from .arrivals import Arrivals
+from .blows import Blows
+from .checkers import Checkers
+from .clock import Timeline
+from .coverage import Coverage
+from .groups import Group
+from .machine import Witness
+from .network import Network
+from .node import Node
+from .rules import Duplicate, Rules
+from .schedule import Scenario
+from .strikes import Strikes
+from .training import Reference, reference
+from .transcript import Transcript
+from .worker import Process
+
+NOWHERE = Path("/nowhere")
+START_S, STALL_S = 300.0, 120.0
+"""Less time to start and to stall than the configuration's defaults."""
+LONG_PASTS = 0.002
+LONG_PAST = 1.5
+"""Rehearsals longer than `start_timeout_s`: their share (LONG_PASTS), and by which factor they are longer."""
+LONG_CALLS = 0.005
+"""Share of interrupted processes that are in something long, such as a save; some are in it for too long."""
+
+
+def config_of(scenario: Scenario) -> Config:
+    """The configuration of the job, as its user would write it."""
+    return Config(
+        spares=scenario.spares,
+        racks={rack: [str(n) for n in range(1000) if scenario.rack_of(n) == rack] for rack in scenario.rack_names},
+        copies=scenario.copies,
+        restarts_max=scenario.restarts_max,
+        restarts_window_s=scenario.restarts_window_s,
+        on_no_spare="wait" if scenario.wait_for_hosts else "stop",
+        witness=NOWHERE / "witness" if scenario.witness else None,
+        start_timeout_s=START_S,
+        stall_timeout_s=STALL_S,
+        output_dir=NOWHERE,
+    )
+
+
+class Cluster:
+    """`scenario` at work. `raised`: a script has failed, or a person has ended the job."""
+
+    def __init__(self, scenario: Scenario, transcript: Transcript | None = None) -> None:
+        self.scenario, self.transcript = scenario, transcript
+        self.rng = random.Random(f"run {scenario.seed}")
+        self.timeline = Timeline()
+        self.config = config_of(scenario)
+        self.timing, self.policy = timing_of(self.config), policy_of(self.config)
+        self.witness = Witness()
+        self.broken: BaseException | None = None
+        self.world = scenario.world
+        self.ranks, self.last_step = scenario.ranks, scenario.steps
+        self.shard_of = tuple(rank % scenario.shards for rank in range(self.ranks))
+        self.replicas: dict[Rank, tuple[Rank, ...]] = {
+            rank: tuple(other for other, shard in enumerate(self.shard_of) if shard == self.shard_of[rank])
+            for rank in range(self.ranks)
+        }
+        self.network = Network(self.timeline, Rules(self.rng), self.rng, scenario.latency_s)
+        self.network.on_segment = lambda source, target: not self.flips_a_bit(source, target)
+        self.plans: dict[Generation, SwapPlan] = {}
+        self.events: Counter[str] = Counter()
+        self.checkers = Checkers(self)
+        self.coverage = Coverage()
+        self.raised = self._has_begun = False
+        self._groups: dict[tuple[Generation, str], Group] = {}
+        self._hosts_of_stores: dict[str, Process] = {}
+        self.nodes: dict[NodeId, Node] = {}
+        self._up: set[NodeId] = set()
+        for number in sorted(self.world.members):
+            self.add_node(number)
+        for node in self.nodes.values():
+            self.timeline.after(self.rng.random() * self.timing.heartbeat_interval_s, node.begin)
+        self.arrivals = Arrivals(self)
+        self.blows = Blows(self)
+        self.strikes = Strikes(self, scenario.faults)
+
+    def add_node(self, number: NodeId) -> Node:
+        """A host that is no member and knows nobody."""
+        self._up.add(number)
+        drift = self.scenario.drift * (2 * self.rng.random() - 1)
+        self.nodes[number] = Node(self, number, drift, offset_s=1000.0 * self.rng.random())
+        return self.nodes[number]
+
+    @property
+    def newest_world(self) -> World:
+        return self.plans[max(self.plans)].world if self.plans else self.world
+
+    @property
+    def is_over(self) -> bool:
+        return not self._up
+
+    # -- groups and stores ---------------------------------------------------------------------------------------
+
+    def group(self, generation: Generation, store: str) -> Group:
+        key = (generation, store)
+        if key not in self._groups:
+            self._groups[key] = Group(self, generation, store)
+        return self._groups[key]
+
+    def reset_training(self, a: NodeId, b: NodeId) -> bool:
+        """The connections of the newest generation's group between two hosts are gone; False if there are none."""
+        return bool(self._groups) and self._groups[max(self._groups)].reset(a, b)
+
+    def new_store(self, process: Process) -> str:
+        address = f"node{process.node.number}:{len(self._hosts_of_stores) + 1}"
+        self._hosts_of_stores[address] = process
+        return address
+
+    def store_is_dead(self, address: str) -> bool:
+        return not self._hosts_of_stores[address].alive
+
+    @property
+    def reference(self) -> Reference:
+        return reference(self.shard_of)
+
+    @property
+    def witnessed(self) -> dict[Generation, SwapPlan]:
+        return self.witness.kept
+
+    # -- how long things take ------------------------------------------------------------------------------------
+
+    def compute_s(self) -> float:
+        return self.scenario.compute_s * (0.5 + self.rng.random())
+
+    def copy_s(self) -> float:
+        return 0.3 * self.scenario.compute_s * self.rng.random()
+
+    def transfer_s(self) -> float:
+        return 0.5 * self.scenario.compute_s * self.rng.random()
+
+    def start_s(self) -> float:
+        return self.rng.random()
+
+    def rehearse_s(self) -> float:
+        drawn = self.rng.random()
+        return LONG_PAST * self.timing.start_timeout_s if drawn < LONG_PASTS else 3.0 * drawn
+
+    def local_s(self) -> float:
+        return 0.002 * self.rng.random()
+
+    def unwind_s(self, node: Node) -> float:
+        drawn = self.rng.random()
+        if drawn >= LONG_CALLS:
+            return 0.1 * drawn
+        self.blows.blamed.add(node.number)  # whose process may be killed for it
+        return 1.5 * self.timing.phase_timeout_s * self.rng.random()
+
+    def end_s(self) -> float:
+        return 0.5 * self.rng.random()
+
+    def flips_a_bit(self, source: NodeId, target: NodeId) -> bool:
+        return bool(self.blows.flips) and self.blows.flips_a_bit(source, target)
+
+    # -- what happens ------------------------------------------------------------------------------------------
+
+    def copies(self, source: NodeId, target: NodeId) -> int:
+        """How often a message is heard: more often than TCP allows, and as often as core must bear."""
+        rules = [rule for rule in self.blows.rules if isinstance(rule, Duplicate) and self.timeline.now < rule.until]
+        return max([rule.judge(source, target, self.rng).copies for rule in rules], default=1)
+
+    def broke(self, error: BaseException) -> None:
+        """A rule is broken, or an agent is: the run ends."""
+        self.broken = self.broken or error
+        self.timeline.halted = True
+
+    def gone(self, node: Node) -> None:
+        """`node` has left the job: nothing of its memory can be had any more."""
+        self.checkers.node_gone(node.number)
+
+    def stopped(self, node: Node) -> None:
+        """Nothing runs on `node` any more."""
+        self._up.discard(node.number)
+        self.timeline.halted = self.timeline.halted or self.is_over
+
+    def stepped(self, node: Node, event: io.Input, actions: Sequence[io.Action]) -> None:
+        """`node`'s controller has taken in `event` and answers `actions`, none of which is carried out yet."""
+        if self.transcript is not None:
+            self.transcript.stepped(self.timeline.now, node.number, event, actions)
+        if not self._has_begun and isinstance(event, io.WorldFormed):
+            self._has_begun = True
+            self.strikes.reached(0)
+        if actions:
+            self.checkers.stepped(node, event, actions)
+        if self.strikes.listens:
+            self.strikes.moment(f"Got {type(event).__name__}", node)
+
+    def acted(self, node: Node, action: io.Action) -> None:
+        """`node` has carried out `action`."""
+        if isinstance(action, io.Send):
+            self.strikes.moment(f"Send {type(action.message).__name__}", node)
+        elif isinstance(action, io.Emit):
+            self.strikes.moment(f"Emit {action.kind}", node)
+        else:
+            self.strikes.moment(type(action).__name__, node)
+
+    def said(self, node: Node, action: io.Emit) -> None:
+        self.events[action.kind] += 1
+        self.checkers.said(node, action)
+        if action.kind == "WaitingForHost":
+            self.timeline.after(5 * self.rng.random(), self.arrivals.add_host)
+
+    def note(self, text: str) -> None:
+        if self.transcript is not None:
+            self.transcript.note(self.timeline.now, text)

@@ -1,0 +1,288 @@
+"""The machine of a simulated host: the body of `Host` (agent/host.py) in which nothing is real but the books.
+
+Rules of this file: what works in a thread on a real machine is awaited for a drawn time here, and then done at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import itertools
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from deadpool_plugin.core.types import Generation, Holding, Rank, Step, SwapPlan
+from deadpool_plugin.host.output import Writer
+from deadpool_plugin.mirror.arena import SlotPair, arena_bytes
+from deadpool_plugin.mirror.store import SnapshotStore
+
+from .bulk import Bulk
+from .network import address_of
+from .processes import Processes
+
+if TYPE_CHECKING:
+    from .node import Node
+
+T = TypeVar("T")
+
+
+class ToyPair(SlotPair):
+    """Slots in the simulation's own memory; `fd` names them. `changed(rank, step)` hears of every write to a header."""
+
+    _numbers = itertools.count(1000)
+
+    def __init__(
+        self, rank: Rank, header_bytes: int, payload_bytes: int, changed: Callable[[Rank, Step], None]
+    ) -> None:
+        self.fd, self.rank = next(self._numbers), rank
+        self.header_bytes, self.payload_bytes = header_bytes, payload_bytes
+        self._slot_bytes = (arena_bytes(header_bytes, payload_bytes) - arena_bytes(0, 0)) // 2
+        self._view = memoryview(bytearray(arena_bytes(header_bytes, payload_bytes)))
+        self._changed = changed
+
+    def invalidate(self, step: Step) -> None:
+        held = [step - 2 * back for back in (0, 1) if step >= 2 * back and self.sealed(step - 2 * back)]
+        super().invalidate(step)
+        for old in held:
+            self._changed(self.rank, old)
+
+    def seal_encoded(self, step: Step, encoded: bytes) -> None:
+        super().seal_encoded(step, encoded)
+        self._changed(self.rank, step)
+
+    def close(self) -> None:
+        """Whoever still looks at it keeps it."""
+
+
+def is_whole(pair: SlotPair, step: Step) -> bool:
+    """Return whether the payload is what was staged: its checksum is in the header."""
+    header = pair.open(step)
+    if header is None:
+        return False
+    return int.from_bytes(header.scalars[:4], "little") == zlib.crc32(pair.payload(step)[: header.payload_bytes])
+
+
+class Listed(dict[tuple[Rank, Step], Holding]):
+    """What a store lists as held; `changed(rank, step)` hears of every change."""
+
+    def __init__(self, changed: Callable[[Rank, Step], None]) -> None:
+        super().__init__()
+        self._changed = changed
+
+    def __setitem__(self, key: tuple[Rank, Step], holding: Holding) -> None:
+        super().__setitem__(key, holding)
+        self._changed(*key)
+
+    def __delitem__(self, key: tuple[Rank, Step]) -> None:
+        super().__delitem__(key)
+        self._changed(*key)
+
+    def pop(self, key: tuple[Rank, Step], *default: Any) -> Any:
+        found = super().pop(key, *default)
+        self._changed(*key)
+        return found
+
+
+def _at_once(method: Callable[..., T]) -> Callable[..., T]:
+    """What `method` changes under the store's lock is seen when it is done."""
+
+    @functools.wraps(method)
+    def whole(self: Store, *arguments: Any) -> T:
+        with self.unseen():
+            return method(self, *arguments)
+
+    return whole
+
+
+class Store(SnapshotStore):
+    """Production's store over toy slots. `writers`: who is just writing a rank's mirror; `made`: all slots by `fd`."""
+
+    def __init__(self, history_limit_bytes: int, changed: Callable[[Rank, Step], None]) -> None:
+        super().__init__(history_limit_bytes)
+        self._tell, self._unseen = changed, list[tuple[Rank, Step]]()
+        self._depth = 0
+        self._holdings = Listed(self._changed)
+        self.writers: dict[Rank, Node] = {}
+        self.made: dict[int, ToyPair] = {}
+
+    adopt_own = _at_once(SnapshotStore.adopt_own)
+    create_own = _at_once(SnapshotStore.create_own)
+    begin_mirror = _at_once(SnapshotStore.begin_mirror)
+    finish_mirror = _at_once(SnapshotStore.finish_mirror)
+    staged = _at_once(SnapshotStore.staged)
+    drop_newer = _at_once(SnapshotStore.drop_newer)
+    release = _at_once(SnapshotStore.release)
+
+    @contextlib.contextmanager
+    def unseen(self) -> Iterator[None]:
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if not self._depth:
+                changes, self._unseen = self._unseen, []
+                for change in dict.fromkeys(changes):
+                    self._tell(*change)
+
+    def _changed(self, rank: Rank, step: Step) -> None:
+        if self._depth:
+            self._unseen.append((rank, step))
+        else:
+            self._tell(rank, step)
+
+    def check_memory(self, need_bytes: int) -> None:
+        """There is enough."""
+
+    def _make(
+        self, rank: Rank, header_bytes: int, payload_bytes: int, going_on: Callable[[], None] = lambda: None
+    ) -> SlotPair:
+        going_on()
+        pair = ToyPair(rank, header_bytes, payload_bytes, self._changed)
+        self.made[pair.fd] = pair
+        return pair
+
+    @property
+    def entered(self) -> Generation:
+        """The newest generation in which others may mirror here."""
+        return self._entered
+
+    def pair(self, rank: Rank) -> SlotPair | None:
+        return self._pair(rank)
+
+    def lists(self, rank: Rank, step: Step) -> Holding | None:
+        return self._holdings.get((rank, step))
+
+    @property
+    def listed(self) -> list[tuple[Rank, Step]]:
+        return sorted(self._holdings)
+
+    @property
+    def mirrored(self) -> dict[Rank, SlotPair]:
+        return self._mirrored
+
+    def corrupt(self, rank: Rank, step: Step) -> bool:
+        """Flip a bit of that payload; False if there is none."""
+        pair, holding = self._pair(rank), self.lists(rank, step)
+        if pair is None or holding is None or not holding.payload or pair.open(step) is None:
+            return False
+        pair.payload(step)[0] ^= 1
+        self._changed(rank, step)
+        return True
+
+
+class Silent(Writer):
+    """Nobody reads what a simulated job prints."""
+
+    dropped_bytes = 0  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        pass
+
+    def open(self, path: Path) -> int:
+        return -1
+
+    def size(self, fd: int) -> int:
+        return 0
+
+    def file(self, path: Path) -> Any:
+        raise FileNotFoundError(path)
+
+    def write(self, fd: int, data: bytes) -> None:
+        pass
+
+    def empty(self, fd: int) -> None:
+        pass
+
+    def forward(self, data: bytes) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class NoPipe:
+    """What processes print."""
+
+    assigned = True
+    repeats = None
+
+    def __init__(self) -> None:
+        self.ended = asyncio.Event()
+        self.ended.set()
+
+    def assign(self, *arguments: object, **options: object) -> None:
+        pass
+
+    def note(self, line: str) -> None:
+        pass
+
+    def cut(self, step: Step) -> int | None:
+        return None
+
+    def close(self) -> None:
+        pass
+
+
+class Witness:
+    """Keeps the first plan of each generation, whatever becomes of who asks."""
+
+    def __init__(self) -> None:
+        self.kept: dict[Generation, SwapPlan] = {}
+
+    def keep(self, job: str, plan: SwapPlan) -> SwapPlan:
+        return self.kept.setdefault(plan.world.generation, plan)
+
+    def look(self, job: str, generation: Generation) -> SwapPlan | None:
+        return self.kept.get(generation)
+
+    def share(self, job: str) -> None:
+        pass
+
+    def is_shared(self, job: str) -> bool:
+        return True
+
+
+class Machine:
+    """One host's."""
+
+    def __init__(self, node: Node) -> None:
+        self._node, self._cluster = node, node.cluster
+        self.name, self.where = f"host{node.number}", (address_of(node.number), address_of(node.number))
+        self.output, self.processes = Silent(), Processes(node)
+        self.store = Store(node.cluster.config.history_limit_bytes, node.memory_changed)
+        self.bulk = Bulk(node, self.store)
+        self.witness = node.cluster.witness if node.cluster.policy.witness else None
+
+    def pipe(self, descriptor: int) -> Any:
+        return NoPipe()
+
+    def serve(self, on_message: Any, on_closed: Any) -> None:
+        self.processes.serve(on_message, on_closed)
+
+    def publish(self, hello: object, secret_files: object, job: str) -> None:
+        pass
+
+    def withdraw(self) -> None:
+        pass
+
+    async def at_files(self, work: Callable[[], T]) -> T:
+        await asyncio.sleep(self._cluster.network.latency())
+        done = work()
+        await asyncio.sleep(self._cluster.network.latency())
+        return done
+
+    async def in_thread(self, work: Callable[[], T]) -> T:
+        await asyncio.sleep(self._cluster.local_s())
+        done = work()
+        await asyncio.sleep(self._cluster.local_s())
+        return done
+
+    async def close(self) -> None:
+        self.processes.watched.clear()
+
+    def end(self) -> None:
+        self.processes.end()

@@ -1,0 +1,43 @@
+"""The simulator finds bugs: one-line changes of the protocol, each of which must break the right invariant soon."""
+
+from __future__ import annotations
+
+import pytest
+
+from deadpool_plugin.core import ledger, proposer, voter
+from simulator import worker
+from simulator.campaign import outcomes
+from simulator.schedule import Ranges
+
+SEEDS_MAX = 40
+
+
+def without_the_gate(patch) -> None:
+    patch.setattr(worker, "may_stage", lambda step, committed: True)
+
+
+def decided_by_one_acceptance(patch) -> None:
+    patch.setattr(proposer, "is_quorum", lambda world, nodes, witness=False: bool(nodes))
+
+
+def promised_before_the_fence(patch) -> None:
+    patch.setattr(voter.Voter, "fence_generation", lambda self: None)
+
+
+def committed_unpaired(patch) -> None:
+    patch.setattr(ledger.Ledger, "_is_paired", lambda self, world, step, nodes: True)
+
+
+@pytest.mark.parametrize(
+    ("bug", "invariant"),
+    [
+        (without_the_gate, "RESTORABLE"),
+        (decided_by_one_acceptance, "ONE_WORLD_PER_GENERATION"),
+        (promised_before_the_fence, "NO_STALE_WRITE"),
+        (committed_unpaired, "BIT_EXACT"),
+    ],
+)
+def test_a_broken_protocol_is_caught(bug, invariant, monkeypatch):
+    bug(monkeypatch)
+    findings = (one.finding for one in outcomes(range(SEEDS_MAX), Ranges(nodes=(5, 7))))
+    assert any(finding is not None and finding.invariant == invariant for finding in findings)

@@ -1,0 +1,323 @@
+"""A worker process of the toy job: one rank in training, or a rehearsal of one.
+
+Rules of this file: what worker/ promises its agent: the cut of a step is staged once the step before is committed and
+before the next update; an abort unwinds it some time later, whatever it does; a restore takes the slot of the restore
+step and nothing else; its log of calls reaches two steps back, and a process that is told to go back further is
+replaced; a process of local rank 0 hosts the stores. The records of a rehearsed rank come in step order from its first
+step on, whole, before it takes over.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from deadpool_plugin.core.ledger import may_stage
+from deadpool_plugin.core.types import NO_STEP, Generation, Rank, Step
+from deadpool_plugin.mirror.arena import SlotPair
+from deadpool_plugin.transport import local
+from deadpool_plugin.transport.calls import CallBooks
+
+from .clock import Timeline
+from .groups import SUM, Group, Odd
+from .tasks import Signal, Task, Work
+from .training import State, first_state, gradient, restored, updated
+from .violation import Violation
+
+if TYPE_CHECKING:
+    from .machine import ToyPair
+    from .node import Node
+
+HEADER_BYTES, PAYLOAD_BYTES, LAYOUT = 256, 24, "toy"
+LOG_DEPTH = 2
+SAVE_EVERY = 5
+PARTS_OF_A_PAST = 3
+"""How often in a rehearsal it is told that it gets on."""
+
+
+def record_of(rank: Rank, step: Step) -> bytes:
+    """Make the call records of one step."""
+    return struct.pack("<II", rank, step)
+
+
+class Process:
+    """`order` counts what its slot was told to start. `slots`: its arena, once it has one. `exit_code`: once it has
+    ended, negative for a signal."""
+
+    def __init__(self, node: Node, slot: int, order: int, rank: Rank, rehearses: bool, pid: int) -> None:
+        self.node, self.slot, self.order, self.rank, self.rehearses, self.pid = node, slot, order, rank, rehearses, pid
+        self.alive, self.exit_code = True, 0
+        self.stuck = self.held = self.hangs = self.is_deaf = False
+        self._backlog: list[tuple[Callable[..., object], tuple[Any, ...]]] = []
+        self.took_over = self.in_training = False
+        self.unwound_for: Generation = 0
+        self.state: State | None = None
+        self.step: Step = NO_STEP
+        self.finished = False
+        self._cluster = node.cluster
+        self._shard = node.cluster.shard_of[rank]
+        self._committed: Step = NO_STEP
+        self._saved: Step = 0
+        self._aborted: Generation = 0
+        self.joined: Generation = 0
+        self._join: tuple[Generation, str, Step] | None = None
+        self._entered: Step = 0
+        self._past: Step = NO_STEP
+        """The newest step of which it was told, before it took over."""
+        self.odd: Odd | None = None
+        """Calls that it issues in its first step and its peers do not."""
+        self.mispaired = False
+        self._books: CallBooks | None = None
+        """Calls that it issues in this generation; None before the first swap."""
+        self.slots: ToyPair | None = None
+        self.group: Group | None = None
+        self._start, self._arena, self._gate, self._recording = Signal(), Signal(), Signal(), Signal()
+        self._staging: Task | None = None
+        self._staged = Signal()
+        node.machine.processes.pids[pid] = self
+        self.peer = node.new_peer(pid, self._hear)
+        self.tell(local.WorkerHello(slot, pid, rank, rehearses, order))
+        self._main = Task(self, self._rehearse() if rehearses else self._begin())
+
+    @property
+    def timeline(self) -> Timeline:
+        return self.node.timeline
+
+    def do(self, work: Callable[..., object], *arguments: Any) -> None:
+        """Where this process's tasks run: nowhere once it has ended or stands still."""
+        if self.alive and not self.stuck:
+            if self.node.paused:
+                self.node.do(self._if_alive, work, *arguments)
+            elif self.node.runs:
+                self._if_alive(work, *arguments)
+
+    def _if_alive(self, work: Callable[..., object], *arguments: Any) -> None:
+        if self.held:
+            self._backlog.append((work, arguments))
+        elif self.alive and not self.stuck:
+            work(*arguments)
+
+    def hold(self) -> None:
+        """SIGSTOP: it stands still, and what comes for it waits."""
+        self.held = True
+
+    def go_on(self) -> None:
+        """SIGCONT."""
+        self.held = False
+        backlog, self._backlog = self._backlog, []
+        for work, arguments in backlog:
+            self.do(work, *arguments)
+
+    def end(self, exit_code: int = -9) -> None:
+        """Killed, or gone by itself."""
+        if not self.alive:
+            return
+        self.alive, self.exit_code = False, exit_code
+        self._main.cancel()
+        if self._staging is not None:
+            self._staging.cancel()
+        self.node.machine.processes.ended(self, exit_code)
+
+    # -- the line to the agent -----------------------------------------------------------------------------------
+
+    def tell(self, message: local.LocalMessage) -> None:
+        self.peer.say(message)
+
+    def _hear(self, message: Any, fds: tuple[int, ...]) -> None:
+        self.do(self._heard, message, fds)
+
+    def _heard(self, message: Any, fds: tuple[int, ...]) -> None:
+        match message:
+            case local.StartGroups(generation=generation, store=store):
+                self._start.set((generation, store))
+            case local.ArenaHandOver():
+                self._arena.set(self.node.pair_of(fds[0]))
+            case local.Committed(step=step):
+                self._commit(step)
+            case local.Abort(generation=generation):
+                self._on_abort(generation)
+            case local.Join():
+                self._join = (message.generation, message.store, message.restore_step)
+                self._follow_plan()
+            case local.TakeOver():
+                self._on_take_over(message, fds[0])
+            case local.HostStore():
+                self._offer_store()
+            case local.Rehearsal():
+                self._recording.set()
+            case local.History(records=records):
+                for record in records:
+                    self._past += 1
+                    if record != record_of(self.rank, self._past):
+                        raise Violation("BIT_EXACT", f"rank {self.rank} is told {record!r} of step {self._past}")
+            case local.EndWorker(exit_code=exit_code):
+                self.timeline.after(self._cluster.end_s(), self.end, exit_code)
+
+    def _commit(self, step: Step) -> None:
+        self._committed = max(self._committed, step)
+        if self.rank == 0 and step >= self._saved + SAVE_EVERY:
+            self._saved = step
+            self.tell(local.Saved(step, f"checkpoints/{step}"))
+        gate, self._gate = self._gate, Signal()
+        gate.set()
+
+    # -- from the top --------------------------------------------------------------------------------------------
+
+    def _begin(self) -> Work:
+        yield self._cluster.start_s()
+        if self.rank == 0:
+            self._offer_store()
+        generation, store = yield self._start
+        self.joined = generation
+        yield from self._build(generation, store)
+        yield self._cluster.start_s()
+        replicas = self._cluster.replicas[self.rank]
+        self.tell(local.RankReady(self.rank, HEADER_BYTES, PAYLOAD_BYTES, LAYOUT, replicas, b"the start"))
+        self.slots = yield self._arena
+        self.in_training = True
+        self.state, self.step = first_state(self.rank, self._shard), 0
+        self._stage()
+        self._offer_store()
+        yield from self._train()
+
+    def _build(self, generation: Generation, store: str) -> Work:
+        self.group = self._cluster.group(generation, store)
+        yield self.group.join(self)
+        self._cluster.checkers.joined_group(self, generation)
+
+    def _offer_store(self) -> None:
+        if self.slot == 0:
+            self.tell(local.StoreOffer(self._cluster.new_store(self)))
+
+    # -- steps ---------------------------------------------------------------------------------------------------
+
+    def _train(self) -> Work:
+        while self.step < self._cluster.last_step:
+            yield self._cluster.compute_s()
+            if self.hangs:
+                yield Signal()  # until it is interrupted
+            assert self.state is not None and self.group is not None
+            odd, self.odd = self.odd, None
+            if odd is not None:
+                self._cluster.blows.mispairs(self, self.group, odd)
+                if not odd.instead:
+                    yield self._issue(0.0, odd.code)
+            total = yield self._issue(gradient(self.state), odd.code if odd is not None and odd.instead else SUM)
+            yield self._staged
+            self.state, self.step = updated(self.state, total, self._shard, self.group.generation), self.step + 1
+            self._cluster.checkers.updated(self)
+            self._stage()
+        yield self._staged
+        self.finished = True
+        self.tell(local.Finished(self.rank))
+
+    def _issue(self, value: float, code: int) -> Signal:
+        assert self.group is not None
+        if self._books is not None:
+            self._books.books[0].note(code)
+        return self.group.all_reduce(self, value, code)
+
+    def _stage(self) -> None:
+        self._staged = Signal()
+        paired = self._books.cut(self.step) if self._books is not None else 0
+        self._staging = Task(self, self._stage_one(self.step, self.state, self.joined, paired))
+
+    def _stage_one(self, step: Step, state: State | None, generation: Generation, paired: int) -> Work:
+        assert self.slots is not None and state is not None
+        while not may_stage(step, self._committed):
+            yield self._gate
+        pair = self.slots
+        pair.invalidate(step)
+        yield self._cluster.copy_s()
+        pair.payload(step)[:] = state.payload
+        scalars = zlib.crc32(state.payload).to_bytes(4, "little") + state.header
+        pair.seal(step, generation, LAYOUT, scalars, paired)
+        self.tell(local.Staged(self.rank, step, generation, record_of(self.rank, step)))
+        self._staged.set()
+
+    # -- a swap --------------------------------------------------------------------------------------------------
+
+    def _on_abort(self, generation: Generation) -> None:
+        self._aborted = max(self._aborted, generation)
+        if (self.in_training or self.took_over) and not (self.hangs and self.is_deaf):
+            self.timeline.after(self._cluster.unwind_s(self.node), self.do, self._unwound)
+
+    def _unwound(self) -> None:
+        """Out of whatever it was in; the newest plan may be here already."""
+        if self.unwound_for >= self._aborted or self.joined >= self._aborted:
+            return
+        self._main.cancel()
+        self.hangs = False
+        self.unwound_for = self._aborted
+        self.tell(local.Unwound(self._aborted))
+        self._follow_plan()
+
+    def _follow_plan(self) -> None:
+        if self._join is None or self._join[0] < max(self._aborted, self.joined + 1):
+            return
+        if self.unwound_for < self._join[0]:
+            return
+        self.joined = self._join[0]
+        self._main.cancel()
+        self._main = Task(self, self._rejoin(*self._join))
+
+    def _rejoin(self, generation: Generation, store: str, restore_step: Step) -> Work:
+        if restore_step < max(self._entered, self.step - LOG_DEPTH):
+            self.tell(local.OutOfReach(f"cannot go back to step {restore_step}"))
+            return
+        self._drop_gated()
+        yield self._staged
+        self._committed = min(self._committed, restore_step)
+        yield from self._enter(generation, store, restore_step)
+
+    def _drop_gated(self) -> None:
+        """A snapshot that still waits at the gate is given up; one that is being copied is finished."""
+        if self._staging is not None and not may_stage(self.step, self._committed):
+            self._staging.cancel()
+            self._staged.set()
+
+    def _enter(self, generation: Generation, store: str, restore_step: Step) -> Work:
+        yield from self._build(generation, store)
+        assert self.slots is not None
+        self._books = CallBooks(self.slots.calls, generation, [("all", self.rank, self._cluster.ranks)])
+        self.state = state_of(self.slots, restore_step)
+        self._cluster.checkers.restored(self, restore_step, self.slots.open(restore_step) is not None, self.state)
+        if self.slots.open(restore_step + 1) is not None:
+            self.slots.invalidate(restore_step + 1)
+        self.step, self.finished, self.in_training = restore_step, False, True
+        self.tell(local.Restored(self.rank, generation))
+        yield from self._train()
+
+    # -- a rehearsal ---------------------------------------------------------------------------------------------
+
+    def _rehearse(self) -> Work:
+        """All calls up to training; a newcomer that everybody waits for says how far it is, and may take very long."""
+        yield self._cluster.start_s()
+        self._offer_store()
+        yield self._recording
+        whole_s = self._cluster.rehearse_s()
+        for _ in range(PARTS_OF_A_PAST):
+            yield whole_s / PARTS_OF_A_PAST
+            self.tell(local.Moved(self.rank, max(0, self._past)))
+        self.tell(local.Rehearsed(self.rank, whole_s))
+
+    def _on_take_over(self, order: local.TakeOver, fd: int) -> None:
+        if self._past != order.restore_step:
+            at = f"step {order.restore_step}, and knows the calls up to step {self._past}"
+            raise Violation("BIT_EXACT", f"rank {self.rank} on node {self.node.number} takes over from {at}")
+        self.slots, self._entered, self.step = self.node.pair_of(fd), order.restore_step, order.restore_step
+        self.took_over = True
+        self._staged.set()
+        self.joined = order.generation
+        self.odd = self._cluster.blows.odd_of(self.rank)
+        self._main = Task(self, self._enter(order.generation, order.store, order.restore_step))
+
+
+def state_of(pair: SlotPair, step: Step) -> State | None:
+    """The state in a slot; None if it is not there, or header and payload do not belong together."""
+    header = pair.open(step)
+    if header is None or not pair.payload_bytes:
+        return None
+    return restored(bytes(pair.payload(step)), header.scalars[4:])
