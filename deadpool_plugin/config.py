@@ -14,6 +14,7 @@ import json
 import os
 import re
 import textwrap
+from collections import Counter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -252,8 +253,8 @@ class Config(BaseModel):
     @field_validator("racks")
     @classmethod
     def _racks(cls, racks: dict[str, list[str]]) -> dict[str, list[str]]:
-        named = [name for hosts in racks.values() for name in hosts]
-        twice = sorted({name for name in named if named.count(name) > 1})
+        named = Counter(name for hosts in racks.values() for name in hosts)
+        twice = sorted(name for name, times in named.items() if times > 1)
         if twice or "" in racks:
             raise ValueError(f"names {', '.join(twice)} twice" if twice else "has a rack without a name")
         return racks

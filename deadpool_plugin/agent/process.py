@@ -117,12 +117,12 @@ class Agent:
 
     async def run(self) -> int:
         """From the first connection to the last; the exit code."""
-        works = (self._say_alive(), self._tick(), self._start())
-        alive, *tasks = [asyncio.create_task(self._guarded(work)) for work in works]
+        alive, starting = [asyncio.create_task(self._guarded(work)) for work in (self._say_alive(), self._start())]
+        self._ticking: asyncio.Handle = self._loop.call_soon(self._tick)
         try:
             exit_code = await self._left
-            for task in tasks:
-                task.cancel()
+            self._ticking.cancel()
+            starting.cancel()
             return await self._end(exit_code)
         finally:
             alive.cancel()
@@ -203,11 +203,10 @@ class Agent:
         ranks = world.ranks_of(self._node)
         self._reports.emit("NodeJoined", host=self._host.name, ranks=ranks, spare=not ranks)
 
-    async def _tick(self) -> None:
-        while True:
-            self.feed(io.Ticked())
-            self._reports.await_ranks(self._controller.awaited, self._controller.world, self._loop.time())
-            await asyncio.sleep(self._config.tick_s)
+    def _tick(self) -> None:
+        self._ticking = self._loop.call_later(self._config.tick_s, self._tick)
+        self.feed(io.Ticked())
+        self._reports.await_ranks(self._controller.awaited, self._controller.world, self._loop.time())
 
     async def _say_alive(self) -> None:
         """A job that waits, or is slow, shall not be taken for one that is gone. What scripts do after the training is

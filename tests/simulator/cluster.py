@@ -33,6 +33,7 @@ from .transcript import Transcript
 from .worker import Process
 
 NOWHERE = Path("/nowhere")
+HOSTS_MAX = 400
 START_S, STALL_S = 300.0, 120.0
 """Less time to start and to stall than the configuration's defaults."""
 LONG_PASTS = 0.002
@@ -46,7 +47,7 @@ def config_of(scenario: Scenario) -> Config:
     """The configuration of the job, as its user would write it."""
     return Config(
         spares=scenario.spares,
-        racks={rack: [str(n) for n in range(1000) if scenario.rack_of(n) == rack] for rack in scenario.rack_names},
+        racks={rack: [str(n) for n in range(HOSTS_MAX) if scenario.rack_of(n) == rack] for rack in scenario.rack_names},
         copies=scenario.copies,
         restarts_max=scenario.restarts_max,
         restarts_window_s=scenario.restarts_window_s,

@@ -11,32 +11,30 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Callable, Coroutine
-from contextvars import Context, copy_context
+from collections.abc import Callable, Coroutine, Iterator
+from contextvars import Context
 from typing import Any, TypeVar
 
 from .clock import Timeline
 
 T = TypeVar("T")
-set_running = asyncio._set_running_loop
+_running: list[HostLoop | None] = [None]
 CLOSES_MAX = 8
+CALLBACKS_MAX = 100
+"""That one host runs before others have their turn."""
 
 
 class Due:
-    """A callback that is ready, or will be `at` a time of its host's clock: what asyncio calls a handle."""
+    """A callback that is ready, or will be `at` a time of its host's clock: what asyncio calls a handle.
 
-    __slots__ = ("args", "at", "callback", "context")
+    Context variables are left out: nothing that is simulated has any.
+    """
 
-    def __init__(
-        self,
-        callback: Callable[..., object],
-        args: tuple[Any, ...],
-        context: Context | None,
-        at: float | None = None,
-    ) -> None:
+    __slots__ = ("args", "at", "callback")
+
+    def __init__(self, callback: Callable[..., object], args: tuple[Any, ...], at: float | None = None) -> None:
         self.callback: Callable[..., object] | None = callback
         self.args, self.at = args, at
-        self.context = copy_context() if context is None else context
 
     def cancel(self) -> None:
         self.callback, self.args = None, ()
@@ -71,7 +69,7 @@ class HostLoop(asyncio.AbstractEventLoop):
         return self._offset_s + self._rate * self.timeline.now
 
     def call_soon(self, callback: Callable[..., object], *args: Any, context: Context | None = None) -> Due:  # type: ignore[override]
-        due = Due(callback, args, context)
+        due = Due(callback, args)
         if not self.gone:
             self._ready.append(due)
             if not self._has_turn and not self.paused:
@@ -84,7 +82,7 @@ class HostLoop(asyncio.AbstractEventLoop):
     def call_later(  # type: ignore[override]
         self, delay: float, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> Due:
-        due = Due(callback, args, context, self._offset_s + self._rate * self.timeline.now + delay)
+        due = Due(callback, args, self._offset_s + self._rate * self.timeline.now + delay)
         self.timeline.after(delay / self._rate if delay > 0.0 else 0.0, self._fire, due)
         return due
 
@@ -101,27 +99,29 @@ class HostLoop(asyncio.AbstractEventLoop):
                 self.timeline.next(self._turn)
 
     def _turn(self) -> None:
-        """All that is ready now; what that makes ready has the next turn."""
-        self._has_turn = False
+        """All that is ready now, and what that makes ready, as long as that is not too much at a time."""
         ready = self._ready
-        set_running(self)
-        try:
-            for _ in range(len(ready)):
-                if self.paused or self.gone:
-                    break
-                due = ready.popleft()
-                if due.callback is not None:
-                    try:
-                        due.context.run(due.callback, *due.args)
-                    except (SystemExit, KeyboardInterrupt):
-                        raise
-                    except BaseException as error:
-                        self.call_exception_handler({"message": str(due.callback), "exception": error})
-        finally:
-            set_running(None)
-        if ready and not self._has_turn and not self.paused and not self.gone:
-            self._has_turn = True
+        self.run_from_here()
+        for _ in range(CALLBACKS_MAX):
+            if not ready or self.paused or self.gone:
+                break
+            due = ready.popleft()
+            if due.callback is not None:
+                try:
+                    due.callback(*due.args)
+                except (SystemExit, KeyboardInterrupt):
+                    raise
+                except BaseException as error:
+                    self.call_exception_handler({"message": str(due.callback), "exception": error})
+        self._has_turn = bool(ready) and not self.paused and not self.gone
+        if self._has_turn:
             self.timeline.next(self._turn)
+
+    def run_from_here(self) -> None:
+        """This is the running loop until another one is."""
+        if self is not _running[0]:
+            _running[0] = self
+            asyncio._set_running_loop(self)
 
     def pause(self) -> None:
         self.paused = True
@@ -144,7 +144,7 @@ class HostLoop(asyncio.AbstractEventLoop):
         """The run is over and judged: close what is parked here. Left to the garbage collector, coroutines that are
         closed while their tasks are freed crash Python (3.11: asyncio.timeout)."""
         self.end()
-        set_running(self)
+        self.run_from_here()
         for task in asyncio.all_tasks(self):
             coro: Any = task.get_coro()
             for _ in range(CLOSES_MAX):  # what awaits something as it ends ignores the first
@@ -152,7 +152,6 @@ class HostLoop(asyncio.AbstractEventLoop):
                     coro.close()
                     break
             task._log_destroy_pending = False  # type: ignore[attr-defined]
-        set_running(None)
 
     # ---- what asyncio asks of a loop
 
@@ -201,3 +200,21 @@ class HostLoop(asyncio.AbstractEventLoop):
     async def create_connection(self, protocol_factory: Any, *args: Any, sock: Any = None, **options: Any) -> Any:
         protocol = protocol_factory()
         return sock.carry(protocol), protocol
+
+
+@contextlib.contextmanager
+def simulated() -> Iterator[None]:
+    """Host loops run meanwhile, one at a time. asyncio's own way to ask which one that is calls getpid(2) each time,
+    which costs a seventh of a run where system calls are slow."""
+
+    def running() -> Any:
+        return _running[0]
+
+    real = asyncio.get_running_loop, asyncio.events.get_running_loop
+    asyncio.get_running_loop = asyncio.events.get_running_loop = running
+    try:
+        yield
+    finally:
+        asyncio.get_running_loop, asyncio.events.get_running_loop = real
+        _running[0] = None
+        asyncio._set_running_loop(None)

@@ -25,11 +25,11 @@ from deadpool_plugin.core.types import NodeId
 from deadpool_plugin.transport import sockets
 
 from .clock import Timeline
-from .loop import HostLoop
+from .loop import HostLoop, simulated
 from .rules import Rules
 from .violation import Violation
 
-RETRY_S = 0.2
+RETRY_S, RETRY_MAX_S = 0.2, 1.6
 SYN_S = 127.0
 """For how long Linux asks a host that does not answer for a connection."""
 WAITING_MAX = 20_000
@@ -280,10 +280,11 @@ class Socket:
     async def connect(self, address: tuple[str, int]) -> None:
         """Raises: ConnectionRefusedError; TimeoutError after SYN_S."""
         network, target = self.kernel.network, node_at(address[0])
-        deadline = self.kernel.loop.time() + SYN_S
+        deadline, again_s = self.kernel.loop.time() + SYN_S, RETRY_S
         while self.kernel.loop.time() < deadline:
             if target not in network.kernels or not network.passes(self.node, target):
-                await asyncio.sleep(RETRY_S)
+                await asyncio.sleep(again_s)
+                again_s = min(2 * again_s, RETRY_MAX_S)
                 continue
             await asyncio.sleep(network.latency())
             kernel = network.kernels[target]
@@ -511,6 +512,7 @@ def faked() -> Iterator[None]:
     """Production's sockets are those of the host whose loop runs, meanwhile."""
     vars(sockets)["socket"] = FakeModule()
     try:
-        yield
+        with simulated():
+            yield
     finally:
         vars(sockets)["socket"] = real

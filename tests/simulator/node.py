@@ -50,7 +50,8 @@ class Watched(Controller):
     def step(self, event: io.Input, now: float) -> Iterator[io.Action]:  # type: ignore[override]
         """The agent goes on with the next action when the one before is carried out."""
         node, cluster = self._node, self._node.cluster
-        cluster.coverage.sees(self, event)
+        if not self.ended:
+            cluster.coverage.sees(self, event)
         if isinstance(event, io.WorkerFinished):
             node.finished(event.rank)
         actions: Sequence[io.Action] = super().step(event, now)

@@ -19,6 +19,7 @@ from deadpool_plugin.core.types import EXIT_FENCED, EXIT_SIGNALLED, NO_STEP
 
 from .cluster import LONG_PAST, Cluster
 from .coverage import named, state_of
+from .loop import simulated
 from .network import WAITING_MAX as QUEUE_MAX
 from .network import faked
 from .oracle import is_majority
@@ -69,8 +70,9 @@ def run(scenario: Scenario, transcript: Transcript | None = None) -> Outcome:
     try:
         return _run(cluster)
     finally:
-        for node in cluster.nodes.values():
-            node.loop.forget()
+        with simulated():
+            for node in cluster.nodes.values():
+                node.loop.forget()
         del cluster, node
         sys.unraisablehook = lambda unraisable: None
         with warnings.catch_warnings():
