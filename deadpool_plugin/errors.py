@@ -65,13 +65,14 @@ class CorruptFrame(TransportError):
 
 
 class PeerRefused(TransportError):
-    """A peer did not prove the job's secret (or refused ours). `address` is the peer's."""
+    """A peer did not prove the job's secret (or refused ours). `address` is the peer's; `job`: the one it says it is
+    of, "" if it says nothing."""
 
     exit_code = EXIT_CONFIG
 
-    def __init__(self, found: str, expected: str = "", remedy: str = "", *, address: str = "") -> None:
+    def __init__(self, found: str, expected: str = "", remedy: str = "", *, address: str = "", job: str = "") -> None:
         super().__init__(found, expected, remedy)
-        self.address = address
+        self.address, self.job = address, job
 
 
 class NodeTaken(DeadpoolError):

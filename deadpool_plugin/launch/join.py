@@ -132,7 +132,8 @@ def find(wish: Wish) -> FoundJob:
 
 
 def check_unused(config: Config) -> None:
-    """Check that no job runs that writes to the configuration's output_dir. Hosts that do not answer count as gone.
+    """Check that no job runs that writes to the configuration's output_dir, whatever its secret is. Hosts that do not
+    answer count as gone.
 
     Raises: ConfigError. Blocks: at most ASK_S and a moment.
     """
@@ -150,8 +151,12 @@ async def _at_work(named: Sequence[contacts.Contact], credentials: Credentials) 
     """The hosts of the members among them."""
     asked = (ask(one.control, credentials.of(one.job), Describe(), ASK_S) for one in named)
     answers = await asyncio.gather(*asked, return_exceptions=True)
-    found = [one.host for one, answer in zip(named, answers, strict=True) if isinstance(answer, JobDescription)]
-    return sorted(set(found))
+    there = [
+        one.host
+        for one, answer in zip(named, answers, strict=True)
+        if isinstance(answer, JobDescription) or (isinstance(answer, PeerRefused) and answer.job == one.job)
+    ]
+    return sorted(set(there))
 
 
 def _nearest(files: Sequence[Path]) -> Path:

@@ -148,9 +148,13 @@ class Handshake:
             raise self.refusal(
                 "it does not prove the job's secret", "use the same secret_file content on every host of the job"
             )
-        _, _, identity, job = _GREETING.unpack(self._theirs)
-        self._check_job(job.rstrip(b"\0").decode(errors="replace"))
-        return int(identity)
+        self._check_job(self._job_of_peer())
+        return int(_GREETING.unpack(self._theirs)[2])
+
+    def _job_of_peer(self) -> str:
+        """The job that it says it is of, "" before it has said so."""
+        job: bytes = _GREETING.unpack(self._theirs)[3] if self._theirs else b""
+        return job.rstrip(b"\0").decode(errors="replace")
 
     def _check_job(self, theirs: str) -> None:
         ours = self._job
@@ -166,7 +170,7 @@ class Handshake:
 
     def refusal(self, reason: str, remedy: str = "") -> PeerRefused:
         found = f"refused {self._address} ({self._purpose} connection): {reason}"
-        return PeerRefused(found, remedy=remedy, address=self._address)
+        return PeerRefused(found, remedy=remedy, address=self._address, job=self._job_of_peer())
 
 
 def shake_hands(

@@ -221,6 +221,15 @@ def test_a_second_job_may_not_write_to_the_folder_of_one_that_runs(member, folde
     join.check_unused(load("d.yaml"))
 
 
+def test_nor_if_it_has_another_secret(member, folder):
+    """Another user's, or that of a home which hosts do not share; another job at its port is none of this folder."""
+    (folder / "secret").write_text("another secret of that length")
+    with pytest.raises(ConfigError, match=rf"logs is that of a job that runs on {member.hello.host}"):
+        join.check_unused(load("d.yaml"))
+    contacts.publish(folder / "logs", member.hello, (), "a job that has ended")
+    join.check_unused(load("d.yaml"))
+
+
 @pytest.mark.parametrize("said", ["to", "job"])
 def test_a_host_takes_part_with_the_configuration_the_job_has(member, folder, said, monkeypatch):
     """However it was launched: no file of it need be on the host that joins but the secret."""
