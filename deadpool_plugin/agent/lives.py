@@ -150,7 +150,12 @@ class Lives:
             self._feed(io.StoreLost(address))
 
     def _stopped(self, slot: Slot, process: Process, seconds: float) -> None:
-        self.kill(slot, process, f"process {process.pid} had been stopped (state T) for {seconds:.1f} s and was killed")
+        reason = f"process {process.pid} had been stopped (state T) for {seconds:.1f} s and was killed"
+        if self.ending:  # or it would hold the host for ever; its exit code tells of it
+            self._say(reason)
+            self._processes.kill(process.pid)
+        else:
+            self.kill(slot, process, reason)
 
     # ---- what looks after them
 

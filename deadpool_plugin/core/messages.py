@@ -178,7 +178,7 @@ class Promise(Message, frozen=True):
     """Member -> proposer. `accepted` is the plan this member has accepted for that generation, if any, with its
     ballot; `holdings` and `store` are as in Report, taken after the member has fenced the old generation. `failed`: the
     ranks of this node whose process is gone. `committed`: the newest step this member knows to be committed, which no
-    plan since has undone; `training`: whether it knows that training has begun."""
+    plan since has undone; `training`: whether it knows that training has begun. `able`: as in Report."""
 
     ballot: Ballot
     accepted: tuple[Ballot, SwapPlan] | None
@@ -188,6 +188,7 @@ class Promise(Message, frozen=True):
     committed: Step = NO_STEP
     training: bool = False
     checkpoint: Checkpoint = Checkpoint()
+    able: bool = False
 
 
 class Propose(Message, frozen=True):

@@ -77,10 +77,13 @@ def rehearsals(world: World) -> tuple[Rehearsal, ...]:
     )
 
 
-def takers_of(world: World, lost: Collection[NodeId], joined: Collection[NodeId] = ()) -> dict[NodeId, NodeId] | None:
+def takers_of(
+    world: World, lost: Collection[NodeId], joined: Collection[NodeId] = (), able: Collection[NodeId] = ()
+) -> dict[NodeId, NodeId] | None:
     """Lost active node -> the spare or `joined` host that takes its ranks as a whole, or None if there are too few.
 
-    Preferred is the spare that rehearses that node; others take over in the order of the spares, joined hosts last.
+    Preferred is the spare that rehearses that node. If that has not rehearsed anything yet (it may compile for minutes)
+    one of the `able` ones takes over, if one is free; then others in the order of the spares, joined hosts last.
     """
     free = [spare for spare in (*world.spares, *joined) if spare not in lost]
     vacant = [node for node in world.active if node in lost]
@@ -88,15 +91,17 @@ def takers_of(world: World, lost: Collection[NodeId], joined: Collection[NodeId]
         return None
     rehearsed = {(r.source, r.spare) for r in rehearsals(world)}
     takers: dict[NodeId, NodeId] = {}
-    for node in vacant:
-        match = next((spare for spare in free if (node, spare) in rehearsed), None)
-        if match is not None:
-            takers[node] = match
-            free.remove(match)
-    for node in vacant:
-        if node not in takers:
-            takers[node] = free.pop(0)
-    return takers
+
+    def fits(node: NodeId, spare: NodeId, has_rehearsed_it: bool, is_able: bool) -> bool:
+        return (not has_rehearsed_it or (node, spare) in rehearsed) and (not is_able or spare in able)
+
+    for has_rehearsed_it, is_able in ((True, True), (False, True), (True, False), (False, False)):
+        for node in (node for node in vacant if node not in takers):
+            taker = next((spare for spare in free if fits(node, spare, has_rehearsed_it, is_able)), None)
+            if taker is not None:
+                takers[node] = taker
+                free.remove(taker)
+    return {node: takers[node] for node in vacant}
 
 
 def world_after(
@@ -105,13 +110,14 @@ def world_after(
     joined: Collection[NodeId] = (),
     racks: Mapping[NodeId, str] = MappingProxyType({}),
     copies: int = 1,
+    able: Collection[NodeId] = (),
 ) -> World | None:
     """The next generation's world without the `lost` nodes and with the `joined` hosts as its last spares.
 
-    Args: racks: those of the joined hosts.
+    Args: racks: those of the joined hosts. able: as for `takers_of`.
     Returns: the same ranks at the same ring positions, or None if spares run out.
     """
-    takers = takers_of(world, lost, joined)
+    takers = takers_of(world, lost, joined, able)
     if takers is None:
         return None
     gone = set(lost) | set(takers.values())

@@ -22,6 +22,7 @@ class Situation:
         newest_committed: the newest step somebody knows to be committed and no plan has undone.
         may_start_over: nothing is committed and nobody knows of training, so the script may begin again.
         copies: on how many other nodes each snapshot shall be. racks: of the hosts that have joined.
+        able: the spares that have rehearsed what they were told to.
     """
 
     world: World
@@ -34,6 +35,7 @@ class Situation:
     may_start_over: bool = False
     copies: int = 1
     racks: Mapping[NodeId, str] = field(default_factory=dict)
+    able: tuple[NodeId, ...] = ()
 
     @property
     def survivors(self) -> tuple[NodeId, ...]:
@@ -63,7 +65,7 @@ def plan_swap(case: Situation) -> SwapPlan | NoSpare | Unrecoverable:
         return _unrecoverable(case, point, case.newest_committed)
     # Its coordinator may have died before it told anybody what was committed.
     newest = max(case.newest_committed, point.step)
-    after = world_after(case.world, case.lost, case.joined, case.racks, case.copies)
+    after = world_after(case.world, case.lost, case.joined, case.racks, case.copies, case.able)
     if after is None:
         return NoSpare(_unrecoverable(case, _shortage(case), newest))
     return SwapPlan(

@@ -15,7 +15,6 @@ from .io import Claim, Look
 from .ledger import Ledger
 from .membership import Acceptor, Proposal, is_half, is_quorum
 from .messages import Accepted, Decided, Promise, Propose, Refused
-from .placement import takers_of
 from .planning import NoSpare, Situation, plan_swap
 from .types import NO_STEP, Ballot, Failure, NodeId, SwapPlan, Unrecoverable, listed
 
@@ -149,6 +148,7 @@ class Proposer:
             may_start_over=not ctx.has_trained and ctx.newest_committed == NO_STEP,
             copies=ctx.policy.copies,
             racks=ctx.candidates,
+            able=tuple(node for node, promise in promises.items() if promise.able),
         )
         return plan_swap(case)
 
@@ -178,7 +178,8 @@ class Proposer:
 
     def _announce(self, plan: SwapPlan) -> None:
         ctx = self._ctx
-        takers = takers_of(ctx.world, plan.lost_nodes, plan.joined) or {}
+        moved = zip(ctx.world.node_of, plan.world.node_of, strict=True)
+        takers = {lost: taker for lost, taker in moved if lost != taker}
         ctx.emit(
             "SwapPlanned",
             restore_step=plan.restore_step,

@@ -86,6 +86,7 @@ class Voter:
                 store=self._inventory.store,
                 failed=self._failures.own,
                 committed=ctx.newest_committed,
+                able=self._inventory.able,
                 training=ctx.has_trained,
                 checkpoint=ctx.checkpoint,
             )

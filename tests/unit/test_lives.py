@@ -119,6 +119,22 @@ def test_a_standby_process_that_is_stopped_is_the_nodes_end(heard):
     assert f"standby process {child.pid} of local rank 0 had been stopped (state T)" in order[0].reason
 
 
+def test_a_process_that_is_stopped_after_the_training_does_not_hold_its_host_for_ever(heard):
+    lives, slot, order = heard
+    child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+    slot.process.pid = child.pid
+    child.send_signal(signal.SIGSTOP)
+    lives.end(0)
+    try:
+        lives._stopped(slot, slot.process, 10.0)
+        assert child.wait(30) == -signal.SIGKILL
+    finally:
+        child.kill()
+        child.wait()
+    lives.ended(slot, slot.process, -9)
+    assert lives.late_exit_code == 137 and order == [], "the script may have had work to do"
+
+
 def test_the_end_of_what_rehearsed_another_rank_is_no_loss_of_the_slots_new_one(heard):
     lives, slot, order = heard
     slot.process = Process(order=2, rank=5, rehearses=True)

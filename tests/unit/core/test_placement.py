@@ -97,6 +97,22 @@ def test_spares_rehearse_the_active_nodes_in_turn():
 )
 def test_takers(lost, takers):
     assert takers_of(World(0, (0, 1, 2), (3, 4)), lost) == takers
+    assert takers_of(World(0, (0, 1, 2), (3, 4)), lost, able=(3, 4)) == takers
+
+
+@pytest.mark.parametrize(
+    ("lost", "able", "takers"),
+    [
+        ({0}, {4}, {0: 4}),  # 3, which is to rehearse it, has not rehearsed anything
+        ({1}, {3}, {1: 3}),
+        ({2}, {4}, {2: 4}),
+        ({0, 1}, {4}, {0: 3, 1: 4}),  # the able one has rehearsed another of them
+        ({0, 2}, {4}, {0: 4, 2: 3}),
+        ({0, 3}, {4}, {0: 4}),
+    ],
+)
+def test_a_spare_that_is_ready_takes_over_before_one_that_may_still_compile(lost, able, takers):
+    assert takers_of(World(0, (0, 1, 2), (3, 4)), lost, able=able) == takers
 
 
 @pytest.mark.parametrize(
