@@ -331,7 +331,7 @@ class ControlMesh:
             await asyncio.sleep(YOUNG_S)
             if node in self.linked:  # for now
                 continue
-            why, silent = "", False
+            why, silent, began = "", False, asyncio.get_running_loop().time()
             try:
                 async with asyncio.timeout(self._silent_after_s):
                     (await connected(self._addresses[node])).close()
@@ -339,6 +339,8 @@ class ControlMesh:
                 why = "nobody listens there any more"
             except OSError as error:
                 why, silent = f"no answer ({error!r})", True
+            if asyncio.get_running_loop().time() - began > self._silent_after_s + YOUNG_S:
+                continue  # this node itself stood still
             if why and node not in self.linked | self._gone and 2 * (len(self.linked) + 1) >= total:
                 hint = "if it lives, check that no firewall blocks the ports (port_range)"
                 self._lose(node, f"no control link to it since the hosts met: {why}; {hint}", silent)

@@ -373,6 +373,8 @@ class Socket:
             if isinstance(item, bytes) and not self.kernel.dark:
                 self.out.put(RESET)  # nobody has this socket any more, which its kernel says
             return
+        if self._error is not None:
+            return
         if item is RESET:
             self.fail(ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET)))
         elif item is END:
