@@ -36,16 +36,26 @@ class Pausing:
                 if self._is_said:
                     ctx.emit("ContactRegained", duration_s=ctx.now - self._paused_at)
             return ""
-        reason = f"no contact with a majority for {ctx.now - ctx.contact_at:.1f} s"
+        reason = self._no_contact(before)
         if ctx.paused:
             in_vain = ctx.now - self._paused_at >= 2 * ctx.timing.silent_after_s
             return reason if in_vain and not ctx.swapping else ""
         if ctx.world.ranks_of(ctx.node) and ctx.cut_off:
             ctx.paused, self._paused_at, self._is_said = True, ctx.now, ctx.contact_at > ctx.formed_at
             if self._is_said:  # who has asked long ago to join is not cut off: it has had no contact yet
-                ctx.emit("ContactLost", reason=f"{reason}{self._own_pause(before)}")
+                ctx.emit("ContactLost", reason=reason)
             ctx.act(PauseWorkers())
         return ""
+
+    def _no_contact(self, before: float) -> str:
+        """For people: who is not heard. Where the coordinator has died that is said before anybody counts it as lost."""
+        ctx = self._ctx
+        span, who = f"for {ctx.now - ctx.contact_at:.1f} s", f"node {ctx.coordinator}, which coordinates,"
+        if ctx.leads:
+            return f"no majority of the nodes was heard {span}"
+        own = self._own_pause(before)
+        silent = ctx.now - ctx.watch.heard.get(ctx.coordinator, ctx.formed_at) >= ctx.timing.silent_after_s / 2
+        return f"{who} {'was not heard' if own or silent else 'has heard no majority of the nodes'} {span}{own}"
 
     def resume(self) -> None:
         """The workers may go on, if they stand still."""
