@@ -48,12 +48,11 @@ class Pausing:
         return ""
 
     def _no_contact(self, before: float) -> str:
-        """For people: who is not heard. Where the coordinator has died that is said before anybody counts it as lost."""
-        ctx = self._ctx
+        """For people: who is not heard. A coordinator that has died is named here before anybody counts it as lost."""
+        ctx, own = self._ctx, self._own_pause(before)
         span, who = f"for {ctx.now - ctx.contact_at:.1f} s", f"node {ctx.coordinator}, which coordinates,"
         if ctx.leads:
-            return f"no majority of the nodes was heard {span}"
-        own = self._own_pause(before)
+            return f"no majority of the nodes was heard {span}{own}"
         silent = ctx.now - ctx.watch.heard.get(ctx.coordinator, ctx.formed_at) >= ctx.timing.silent_after_s / 2
         return f"{who} {'was not heard' if own or silent else 'has heard no majority of the nodes'} {span}{own}"
 
