@@ -6,6 +6,7 @@ configuration that a script makes up itself is not seen here: such a job is give
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Sequence
@@ -17,6 +18,8 @@ from ..errors import ConfigError
 SECTION = "deadpool"
 OPTIONS = ("--deepspeed_config", "--deepspeed-config", "--deepspeed")
 """DeepSpeed's own argument, and the one of Hugging Face's TrainingArguments."""
+RESTORED = ("adam", "adamw")
+"""Names of `optimizer.type`, in lower case, whose classes adapters/deepspeed/adam.py supports."""
 LARGEST_BYTES = 1 << 20
 """No configuration is larger."""
 
@@ -65,14 +68,36 @@ def files_named(words: Sequence[str]) -> list[str]:
     return found
 
 
+def missing(words: Sequence[str]) -> list[str]:
+    """List the DeepSpeed configurations among `words` that are not here."""
+    return [path for path in files_named(words) if not os.path.isfile(path)]
+
+
+def doubts(words: Sequence[str]) -> list[str]:
+    """Say what may end the job before it trains, as far as the DeepSpeed configurations among `words` tell."""
+    said = [f"no file {path} here: the hosts must have it, or the script make it" for path in missing(words)]
+    for path in files_named(words):
+        optimizer = _read(path).get("optimizer")
+        kind = optimizer.get("type") if isinstance(optimizer, dict) else None
+        if isinstance(kind, str) and kind.lower() not in RESTORED:
+            said.append(
+                f"{path} has the optimizer {kind}, and only Adam and AdamW can be restored: unless the script brings "
+                "one of these itself, the job will end before it trains"
+            )
+    return said
+
+
+def _read(path: str) -> dict[str, Any]:
+    """The configuration in `path`; what is wrong with it DeepSpeed will say."""
+    with contextlib.suppress(OSError, ValueError):
+        if os.path.getsize(path) <= LARGEST_BYTES:  # else it is data
+            config = json.loads(Path(path).read_text(encoding="utf-8"))
+            return config if isinstance(config, dict) else {}
+    return {}
+
+
 def _section(path: str) -> str:
-    try:
-        if os.path.getsize(path) > LARGEST_BYTES:
-            return ""  # it is data
-        config: Any = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return ""  # DeepSpeed will say what is wrong with it
-    section = config.get(SECTION) if isinstance(config, dict) else None
+    section = _read(path).get(SECTION)
     if section is None:
         return ""
     named = section.get("config") if isinstance(section, dict) else None

@@ -26,7 +26,7 @@ from ..host import proc
 from ..host.processes import ending_signals
 from ..transport.sockets import allow_many_files
 from . import carried, leash
-from .deepspeed_config import files_named
+from .deepspeed_config import doubts, missing
 from .join import check_unused
 from .outcome import FAILED, Outcome, outcome, settled
 from .remote import Stewards, keep_alive
@@ -50,8 +50,8 @@ def launch(words: Sequence[str]) -> int:
         check_hosts(hosts, config.spares, config.copies)
         ensure(config)
         check_unused(config)
-        for path in _missing(request):
-            print(f"[deadpool] no file {path} here: the hosts must have it, or the script make it", flush=True)
+        for doubt in doubts(request.command):
+            print(f"[deadpool] {doubt}", flush=True)
         spares = config.spares if isinstance(config.spares, int) else len(config.spares)
         print(f"[deadpool] hosts that train: {hosts - spares} of {hosts}; spares: {spares}", flush=True)
         named, folder = request.config or "none, all defaults", config.output_dir.absolute()
@@ -63,11 +63,6 @@ def launch(words: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print("[deadpool] interrupted before anything was started", flush=True)
         return 128 + signal.SIGINT
-
-
-def _missing(request: Request) -> list[str]:
-    """List the DeepSpeed configurations of the command that are not here."""
-    return [path for path in files_named(request.command) if not os.path.isfile(path)]
 
 
 def _become_deepspeed(request: Request) -> NoReturn:
@@ -229,7 +224,7 @@ class Launcher:
         if self._settled is not None:
             found = Outcome(self._settled.exit_code, self._settled.what, found.lost)
         if found.exit_code and not self._interrupted:
-            for path in _missing(self._request):
-                print(f"[deadpool] there is no file {path} where the job was launched", flush=True)
+            for path in missing(self._request.command):
+                print(f"[deadpool] there is no file {path} where the job was launched; to do: correct the command")
         print(f"[deadpool] {found}", flush=True)
         return found.exit_code

@@ -9,7 +9,7 @@ from deadpool_plugin.config import load
 from deadpool_plugin.errors import ConfigError
 from deadpool_plugin.launch import carried
 from deadpool_plugin.launch.argv import parse
-from deadpool_plugin.launch.deepspeed_config import LARGEST_BYTES, files_named, named_config
+from deadpool_plugin.launch.deepspeed_config import LARGEST_BYTES, doubts, files_named, named_config
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
@@ -98,3 +98,23 @@ def test_two_configurations_may_not_disagree(configuration):
 def test_a_section_that_is_not_understood_is_said(configuration, section):
     with pytest.raises(ConfigError, match="deadpool"):
         named_config(["--deepspeed_config", configuration({"deadpool": section})])
+
+
+@pytest.mark.parametrize("optimizer", [{"type": "AdamW"}, {"type": "adam", "params": {}}, None, "x"])
+def test_an_optimizer_that_can_be_restored_is_not_doubted(tmp_path, optimizer):
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"optimizer": optimizer}))
+    assert doubts(["train.py", "--deepspeed_config", str(path)]) == []
+
+
+def test_one_that_cannot_is_doubted_before_anything_starts(tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"optimizer": {"type": "SGD"}}))
+    (said,) = doubts(["train.py", "--deepspeed_config", str(path)])
+    assert said.startswith(f"{path} has the optimizer SGD, and only Adam and AdamW can be restored")
+
+
+def test_a_configuration_that_is_not_there_is_doubted(tmp_path):
+    assert doubts(["train.py", "--deepspeed_config=nowhere/ds.json"]) == [
+        "no file nowhere/ds.json here: the hosts must have it, or the script make it"
+    ]
