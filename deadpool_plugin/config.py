@@ -225,7 +225,7 @@ class Config(BaseModel):
         if isinstance(value, bool) or value is None:
             raise ValueError("must be a count or a list of hosts")
         if isinstance(value, str):
-            raise ValueError(f"must be a count or a list of hosts: write [{value}]")
+            raise ValueError(f"must be a count such as 1, or a list of hosts: write [{value}] if that is one")
         if isinstance(value, list):
             names = [str(item) for item in value]
             if len(set(names)) != len(names):
