@@ -1,8 +1,10 @@
 """Do the tests find bugs? One-line bugs drawn by a seed, and which of them a test command catches.
 
     python scripts/draw_bugs.py --seed 21 --bugs 10 --out bugs.jsonl -- ./scripts/test.sh -x
+    python scripts/draw_bugs.py --seed 23 --bugs 60 --folders agent mirror -- .venv/bin/python scripts/simulate.py \\
+        --seeds 0:5000 --until-broken
 
-As many bugs from each of FOLDERS. Each bug changes one line, in a copy of the tree (the files of git, and .venv). There
+As many bugs from each of the folders of deadpool_plugin/ (FOLDERS). Each bug changes one line, in a copy of the tree (the files of git, and .venv). There
 the command runs. A bug is caught if the command fails. One line of JSON for each bug is written when its command has
 ended; the same words go on where they were ended. Without a command the bugs are printed.
 
@@ -25,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -50,13 +52,13 @@ class Bug:
     after: str
 
 
-def drawn(seed: int, count: int, root: Path = ROOT) -> list[Bug]:
-    """Draw as many bugs of each folder (one more of the first if `count` is no multiple), in the order of FOLDERS."""
+def drawn(seed: int, count: int, folders: Sequence[str] = FOLDERS, root: Path = ROOT) -> list[Bug]:
+    """Draw as many bugs of each folder (one more of the first if `count` is no multiple), in the order of `folders`."""
     found = []
-    for place, folder in enumerate(FOLDERS):
+    for place, folder in enumerate(folders):
         files = sorted((root / "deadpool_plugin" / folder).rglob("*.py"))
         possible = [bug for file in files for bug in bugs_of(file.relative_to(root).as_posix(), file.read_text())]
-        share = count // len(FOLDERS) + (place < count % len(FOLDERS))
+        share = count // len(folders) + (place < count % len(folders))
         found += random.Random(f"{seed} {folder}").sample(possible, share)
     return found
 
@@ -167,13 +169,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--bugs", type=int, default=10)
+    parser.add_argument("--folders", nargs="+", default=FOLDERS, metavar="NAME")
     parser.add_argument("--only", type=int, nargs="+", metavar="N", help="these of the bugs, counted from 0")
     parser.add_argument("--out", type=Path, default=Path("bugs.jsonl"))
     parser.add_argument("--limit-s", type=float, default=3600.0, help="longest time of one command")
     parser.add_argument("command", nargs="*", help="after --: what shall catch them, run in a copy of the tree")
     args = parser.parse_args()
     records = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.exists() else []
-    bugs = dict(enumerate(drawn(args.seed, args.bugs)))
+    bugs = dict(enumerate(drawn(args.seed, args.bugs, args.folders)))
     for number in args.only or bugs:
         bug = bugs[number]
         if not args.command:

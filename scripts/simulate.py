@@ -49,6 +49,7 @@ def parse_args(words: list[str] | None) -> argparse.Namespace:
         "--faults", type=Path, metavar="FILE", help="YAML: fields of a scenario that are not drawn (`faults` above all)"
     )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: one a CPU)")
+    parser.add_argument("--until-broken", action="store_true", help="end with the first seed that breaks an invariant")
     parser.add_argument("--out", type=Path, metavar="FILE", help="record the campaign there; go on with the one there")
     parser.add_argument("--piece", type=int, default=1000, metavar="N", help="seeds between two writes of --out")
     parser.add_argument("--pairs", action="store_true", help="list the (state, event) pairs that did not occur")
@@ -79,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     jobs = min(args.jobs, len(seeds))
     if args.out is None:
         began = time.monotonic()
-        summary = campaign(seeds, ranges, fixed, jobs, _Progress(len(seeds)))
+        summary = campaign(seeds, ranges, fixed, jobs, _Progress(len(seeds)), args.until_broken)
         took_s = time.monotonic() - began
     else:
         record = opened(args.out, seeds.start, ranges, fixed, jobs)
@@ -162,6 +163,8 @@ def _explain(outcome: Outcome, failing: Scenario, args: argparse.Namespace, fold
         f"  again:  python scripts/simulate.py {seed} --nodes {args.nodes[0]}:{args.nodes[1]} "
         f"--spares {args.spares[0]}:{args.spares[1]} --steps {args.steps}{given} --show"
     )
+    if args.until_broken:  # whoever looks for one has no time to make it smaller
+        return
     small = shrunk(failing)
     path = folder / f"seed-{outcome.seed}.yaml"
     path.write_text(yaml.safe_dump(as_file(small), sort_keys=False), encoding="utf-8")

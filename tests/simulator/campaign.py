@@ -81,10 +81,13 @@ def campaign(
     fixed: Mapping[str, Any] | None = None,
     jobs: int = 1,
     progress: Callable[[Summary], None] = lambda summary: None,
+    until_broken: bool = False,
 ) -> Summary:
-    """Run `seeds`; `progress` is told after each."""
+    """Run `seeds`, or until one breaks an invariant; `progress` is told after each."""
     summary = Summary()
     for outcome in outcomes(seeds, ranges, fixed, jobs):
         summary.add(outcome)
         progress(summary)
+        if until_broken and summary.findings:
+            break
     return summary

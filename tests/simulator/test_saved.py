@@ -46,6 +46,12 @@ def test_a_shrunk_scenario_is_where_it_is_said_to_be(broken, tmp_path, capsys, w
     assert words or not list((tmp_path / "here").iterdir())
 
 
+def test_who_looks_for_one_seed_that_breaks_is_told_of_it_at_once(broken, capsys, monkeypatch):
+    monkeypatch.setattr(simulate, "shrunk", None)
+    assert simulate.main(["--seeds", "7:8", "--until-broken"]) == 1
+    assert "seed 7: LIVENESS: it hangs" in capsys.readouterr().out
+
+
 def test_a_folder_that_cannot_be_made_is_said_before_the_simulation(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(simulate, "campaign", None)
     (tmp_path / "file").touch()
