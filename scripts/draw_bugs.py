@@ -4,9 +4,10 @@
     python scripts/draw_bugs.py --seed 23 --bugs 60 --folders agent mirror -- .venv/bin/python scripts/simulate.py \\
         --seeds 0:5000 --until-broken
 
-As many bugs from each of the folders of deadpool_plugin/ (FOLDERS). Each bug changes one line, in a copy of the tree (the files of git, and .venv). There
-the command runs. A bug is caught if the command fails. One line of JSON for each bug is written when its command has
-ended; the same words go on where they were ended. Without a command the bugs are printed.
+As many bugs from each of the folders of deadpool_plugin/ (FOLDERS). Each bug changes one line, in a copy of the tree
+(the files of git, and .venv). There the command runs. A bug is caught if the command fails. One line of JSON for each
+bug is written when its command has ended; the same words go on where they were ended. Without a command the bugs are
+printed.
 
 A bug may change nothing that matters: compare commands on the same bugs, and read those that none of them caught.
 """

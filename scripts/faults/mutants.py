@@ -187,7 +187,7 @@ MUTANTS = (
     ),
     Mutant(
         "spare-taken-twice", "core/placement.py",
-        "            free.remove(match)\n", "",
+        "                free.remove(taker)\n", "",
         "two lost nodes' ranks go to one spare",
     ),
     Mutant(
