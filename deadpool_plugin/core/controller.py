@@ -189,10 +189,13 @@ class Controller:
         ctx = self._ctx
         watching = (ctx.world.generation, ctx.standing.coordinator)
         if watching != self._watching:
-            self._watching = watching
-            # Their silence was not towards who lets them run; whoever is lower is why this node leads.
-            anew = [node for node in ctx.watch.silent if node > ctx.node] if ctx.leads else ()
+            is_first, self._watching = self._watching is None, watching
+            # Their silence was not towards who lets them run; whoever is lower is why this node leads. What was found
+            # while the hosts linked up stays found.
+            anew = [node for node in ctx.watch.silent if node > ctx.node] if ctx.leads and not is_first else ()
             ctx.watch.begin(ctx.world.members, ctx.now, anew)
+            if not is_first:
+                ctx.watch.unheard.clear()
             ctx.changed = True
 
     def _report(self) -> None:

@@ -178,7 +178,8 @@ class Promise(Message, frozen=True):
     """Member -> proposer. `accepted` is the plan this member has accepted for that generation, if any, with its
     ballot; `holdings` and `store` are as in Report, taken after the member has fenced the old generation. `failed`: the
     ranks of this node whose process is gone. `committed`: the newest step this member knows to be committed, which no
-    plan since has undone; `training`: whether it knows that training has begun. `able`: as in Report."""
+    plan since has undone; `training`: whether it knows that training has begun. `able`: it stands by and has
+    rehearsed some rank."""
 
     ballot: Ballot
     accepted: tuple[Ballot, SwapPlan] | None

@@ -22,7 +22,7 @@ class Situation:
         newest_committed: the newest step somebody knows to be committed and no plan has undone.
         may_start_over: nothing is committed and nobody knows of training, so the script may begin again.
         copies: on how many other nodes each snapshot shall be. racks: of the hosts that have joined.
-        able: the spares that have rehearsed what they were told to.
+        able: the spares that have rehearsed some rank.
     """
 
     world: World

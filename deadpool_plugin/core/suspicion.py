@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from .timing import Timing
 from .types import NodeId
 
+LINKING_PATIENCES = 10
+"""How many times the patience hosts have to link up: a dead one holds them up for little more than once."""
 PAUSE_INTERVALS = 3
 """A gap of more heartbeat intervals than this between two inputs means that this node itself stood still."""
 
@@ -21,8 +23,9 @@ class Watch:
     """One node's view of the others: `evidence`, of whom there is none but its silence (`silent`; only that is ever
     taken back from a member), and when it last `heard` of them. `findings` grows with every change of the evidence.
 
-    `unheard`: who has not said a word since the hosts met. It may still wait for a link to a host that has died, so its
-    silence counts only after `decision_timeout_s`; a link that ends counts as ever.
+    `unheard`: who has not said a word to this node since the hosts met. It may still wait for a link to a host that has
+    died, so its silence counts only after LINKING_PATIENCES; a link that ends counts as ever. Nobody is in it any more
+    once another node coordinates: those that speak to that one may have been up for long.
     """
 
     evidence: dict[NodeId, str] = field(default_factory=dict)
@@ -80,7 +83,7 @@ def suspects(now: float, watch: Watch, watched: Collection[NodeId], timing: Timi
     found = dict(watch.evidence)
     for node in watched:
         silence_s = now - watch.heard.get(node, now)
-        limit_s = timing.decision_timeout_s if node in watch.unheard else timing.silent_after_s
+        limit_s = timing.silent_after_s * (LINKING_PATIENCES if node in watch.unheard else 1)
         if node not in found and silence_s >= limit_s:
             found[node] = f"silent for {silence_s:.1f} s (limit {limit_s:g} s)"
     return found

@@ -86,7 +86,7 @@ class Voter:
                 store=self._inventory.store,
                 failed=self._failures.own,
                 committed=ctx.newest_committed,
-                able=self._inventory.able,
+                able=bool(self._inventory.rehearsed),
                 training=ctx.has_trained,
                 checkpoint=ctx.checkpoint,
             )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import socket
 from collections.abc import Callable, Mapping
@@ -317,7 +318,7 @@ class ControlMesh:
                     dial.result()
 
     async def _dial_until_linked(self, node: NodeId) -> None:
-        while True:
+        while node not in self._gone:
             try:
                 return await self._dial(node)
             except (ConnectionClosed, OSError) as error:
@@ -325,25 +326,41 @@ class ControlMesh:
             await asyncio.sleep(_RETRY_S)
 
     async def _lose_if_gone(self, node: NodeId, total: int) -> None:
-        """A node that dies while others link up is lost, like any later. It is not where fewer than half are linked:
-        then something is wrong with the network, and all are awaited."""
+        """Count a node that dies while the hosts link up as lost, like any later. Count nobody as long as fewer than
+        half of them are linked: the network is at fault then, which is told at the deadline."""
+        loop, failing_since = asyncio.get_running_loop(), None
+        await asyncio.sleep(YOUNG_S * (1 + (node + self._node) % 8 / 8))  # not all nodes at a time
         while node not in self._gone:
             await asyncio.sleep(YOUNG_S)
             if node in self.linked:  # for now
+                failing_since = None
                 continue
-            why, silent, began = "", False, asyncio.get_running_loop().time()
-            try:
-                async with asyncio.timeout(self._silent_after_s):
-                    (await connected(self._addresses[node])).close()
-            except ConnectionRefusedError:
-                why = "nobody listens there any more"
-            except OSError as error:
-                why, silent = f"no answer ({error!r})", True
-            if asyncio.get_running_loop().time() - began > self._silent_after_s + YOUNG_S:
-                continue  # this node itself stood still
-            if why and node not in self.linked | self._gone and 2 * (len(self.linked) + 1) >= total:
+            began = loop.time()
+            why, silent = await self._why_unreachable(node)
+            stood_still = loop.time() - began > self._silent_after_s + YOUNG_S  # this node itself
+            if not why or stood_still:
+                failing_since = None
+                continue
+            failing_since = began if failing_since is None else failing_since
+            lasted = not silent or loop.time() - failing_since >= self._silent_after_s
+            if lasted and node not in self.linked | self._gone and 2 * (len(self.linked) + 1) >= total:
                 hint = "if it lives, check that no firewall blocks the ports (port_range)"
-                self._lose(node, f"no control link to it since the hosts met: {why}; {hint}", silent)
+                reason = f"no control link to it since the hosts met: {why}; {hint}"
+                self._lose(node, reason, silent)
+                if silent:
+                    self._renewals.ask_still(node, reason)
+
+    async def _why_unreachable(self, node: NodeId) -> tuple[str, bool]:
+        """Ask `node` for a connection. Returns: why there is none, and whether that is only its silence; "" if there is
+        one, or if it is this node that has no descriptor for it."""
+        try:
+            async with asyncio.timeout(self._silent_after_s):
+                (await connected(self._addresses[node])).close()
+        except ConnectionRefusedError:
+            return "nobody listens there any more", False
+        except OSError as error:
+            return ("", False) if error.errno in (errno.EMFILE, errno.ENFILE) else (f"no answer ({error!r})", True)
+        return "", False
 
     async def _dial(self, node: NodeId) -> None:
         """Makes a link to `node`, or asks it to, if it is larger. Raises: as `links.dial`."""

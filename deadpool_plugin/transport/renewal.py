@@ -107,7 +107,11 @@ class Renewals:
         elif self._is_wanted(peer):
             self._lose(peer, f"{reason}; no new link: {why}", silent)
             if silent:
-                self._asking[peer] = loop.create_task(self._ask_still(peer, f"{reason}; no new link: {why}"))
+                self.ask_still(peer, f"{reason}; no new link: {why}")
+
+    def ask_still(self, peer: NodeId, reason: str) -> None:
+        """Ask `peer`, which was lost for its silence (`reason`), for a connection until it is dropped."""
+        self._asking[peer] = asyncio.get_running_loop().create_task(self._ask_still(peer, reason))
 
     async def _ask_still(self, peer: NodeId, reason: str) -> None:
         """Says whenever `peer` gives no connection. One that refuses answers, too."""
