@@ -1,7 +1,8 @@
 """The machine a node's agent runs on, as the agent sees it. The simulator has a body of its own.
 
-Rules of this file: protocols only. Nothing of a host blocks the event loop: what waits is awaited, and may end in any
-order, or never. The clock is the event loop's (transport/tasks.py, `loop_time`). Thread: the event loop's only.
+Rules of this file: protocols only. What waits is awaited, and may end in any order, or never; what is said to block is
+given to `at_files` or `in_thread`. The clock is the event loop's (transport/tasks.py, `loop_time`). Thread: the event
+loop's only, but for what blocks.
 """
 
 from __future__ import annotations

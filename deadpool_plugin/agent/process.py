@@ -54,6 +54,8 @@ class Agent:
 
     Args:
         host: the machine it runs on, its own.
+        place: this node in the launcher's world.
+        credentials: the host's, too; their `job` is filled in when the nodes have met.
         job: what this node was started with, and whether it joins a job that runs.
     """
 
@@ -160,14 +162,14 @@ class Agent:
         hello = await self._links.listen(self._mirroring.on_mirrored)
         if self._job.invitation:
             arrival = await self._links.join(hello)
-            self._publish(hello)
+            self._publishing = begin(self._publish(hello))  # the file system may hang
             for one in arrival.hellos:
                 self._host.bulk.know(one.node, one.bulk)
             self._claims.check(False, lambda error: self.feed(io.NodeGivenUp(str(error))))
             self._ask_to_join(arrival.members)
         else:
             hellos = await self._links.meet(hello)
-            self._publish(hello)
+            self._publishing = begin(self._publish(hello))  # the file system may hang
             self._claims.check(self._node == 0, lambda error: self.feed(io.StopRequested(str(error), EXIT_CONFIG)))
             for one in hellos:
                 self._host.bulk.know(one.node, one.bulk)
@@ -175,9 +177,10 @@ class Agent:
             world = form_world(hellos, config.spares, config.racks, config.copies)
             self._enter(world, [f"{one.host} ({one.control[0]})" for one in hellos])
 
-    def _publish(self, hello: Hello) -> None:
+    async def _publish(self, hello: Hello) -> None:
+        secret_files, job = self._job.secret_files, self._credentials.job
         try:
-            self._host.publish(hello, self._job.secret_files, self._credentials.job)
+            await self._host.at_files(lambda: self._host.publish(hello, secret_files, job))
         except OSError as error:  # a full disk is not worth a node
             folder = self._config.output_dir / FOLDER
             self._reports.say(f"node {self._node} is not in {folder} ({error.strerror}): only `--to` finds it there")

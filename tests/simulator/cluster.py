@@ -95,6 +95,13 @@ class Cluster:
         self.arrivals = Arrivals(self)
         self.blows = Blows(self)
         self.strikes = Strikes(self, scenario.faults)
+        if scenario.early:
+            self._begin()
+
+    def _begin(self) -> None:
+        """From now on faults strike."""
+        self._has_begun = True
+        self.strikes.reached(0)
 
     def add_node(self, number: NodeId) -> Node:
         """A host that is no member and knows nobody."""
@@ -199,8 +206,7 @@ class Cluster:
         if self.transcript is not None:
             self.transcript.stepped(self.timeline.now, node.number, event, actions)
         if not self._has_begun and isinstance(event, io.WorldFormed):
-            self._has_begun = True
-            self.strikes.reached(0)
+            self._begin()
         if actions:
             self.checkers.stepped(node, event, actions)
         if self.strikes.listens:

@@ -18,13 +18,13 @@ from typing import Any
 import msgspec
 
 from deadpool_plugin.errors import ConfigError
-from deadpool_plugin.host import files
+from deadpool_plugin.host.files import put
 
 from .campaign import Summary, campaign
 from .schedule import Ranges
 
 _ROOT = Path(__file__).resolve().parents[2]
-_RUNS = ("agent", "core", "mirror", "transport")
+_RUNS = ("agent", "core", "host", "mirror", "transport")
 """The folders of the package that a simulated job runs."""
 
 
@@ -47,10 +47,11 @@ def code() -> str:
     """Name the agent and its simulation: a digest of what runs of them, comments and docstrings left out (another
     Python's may differ)."""
     digest = hashlib.sha256()
-    folders = [_ROOT / "deadpool_plugin" / name for name in _RUNS]
-    for folder in (*folders, _ROOT / "tests" / "simulator"):
-        for path in sorted(path for path in folder.glob("*.py") if not path.name.startswith("test_")):
-            digest.update(path.relative_to(_ROOT).as_posix().encode() + b"\0" + _what_runs(path.read_text()))
+    package = _ROOT / "deadpool_plugin"
+    files = [path for folder in _RUNS for path in (package / folder).glob("*.py")]
+    files += [package / "config.py", package / "errors.py", *(_ROOT / "tests" / "simulator").glob("*.py")]
+    for path in sorted(path for path in files if not path.name.startswith("test_")):
+        digest.update(path.relative_to(_ROOT).as_posix().encode() + b"\0" + _what_runs(path.read_text()))
     return digest.hexdigest()[:12]
 
 
@@ -99,7 +100,7 @@ def go_on(path: Path, record: Record, last: int, piece: int, progress: Callable[
         record.summary.merge(campaign(range(record.last, until), record.ranges, record.fixed, record.jobs))
         wall_s, cpu_s = record.wall_s + time.monotonic() - began, record.cpu_s + _cpu_s() - used
         record = msgspec.structs.replace(record, last=until, wall_s=wall_s, cpu_s=cpu_s)
-        files.put(path, msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n")
+        put(path, msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n")
         progress(record.summary)
     return record
 

@@ -66,14 +66,9 @@ def run(scenario: Scenario, transcript: Transcript | None = None) -> Outcome:
     was_enabled, hook = gc.isenabled(), sys.unraisablehook
     gc.disable()
     logging.disable()
-    cluster = Cluster(scenario, transcript)
     try:
-        return _run(cluster)
+        return _run_and_forget(scenario, transcript)
     finally:
-        with simulated():
-            for node in cluster.nodes.values():
-                node.loop.forget()
-        del cluster, node
         sys.unraisablehook = lambda unraisable: None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)
@@ -82,6 +77,16 @@ def run(scenario: Scenario, transcript: Transcript | None = None) -> Outcome:
         logging.disable(logging.NOTSET)
         if was_enabled:
             gc.enable()
+
+
+def _run_and_forget(scenario: Scenario, transcript: Transcript | None) -> Outcome:
+    cluster = Cluster(scenario, transcript)
+    try:
+        return _run(cluster)
+    finally:
+        with simulated():
+            for node in cluster.nodes.values():
+                node.loop.forget()
 
 
 def _run(cluster: Cluster) -> Outcome:

@@ -44,6 +44,8 @@ KINDS = {
     "join": "a host joins the job",
     "stop": "a person ends the job",
 }
+EARLY = 0.2
+"""Share of jobs whose hosts are struck while they meet."""
 DRIFT_MAX = 0.04
 """Clocks run faster or slower by so much at most: what the protocol assumes."""
 LASTING = {"pause", "partition", "oneway", "part", "loss", "delay", "duplicate", "flip"}
@@ -87,7 +89,10 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
 
 
 class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One job. `shards`: how many different payloads its ranks have (fewer than ranks: data-parallel replicas)."""
+    """One job. `shards`: how many different payloads its ranks have (fewer than ranks: data-parallel replicas).
+
+    `early`: faults of step 0 strike while the hosts meet and link up; else once the first of them has done so.
+    """
 
     seed: int
     active: int
@@ -105,6 +110,7 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     drift: float
     restarts_window_s: float
     faults: tuple[Fault, ...]
+    early: bool = False
 
     @property
     def ranks(self) -> int:
@@ -161,10 +167,11 @@ def scenario(seed: int, ranges: Ranges = Ranges(), fixed: Mapping[str, Any] | No
         drift=rng.choice((0.0, 0.01, DRIFT_MAX)),
         restarts_window_s=rng.choice((30.0, 3600.0)),
         faults=drawn,
+        early=rng.random() < EARLY,
     )
     if not fixed:
         return found
-    found = msgspec.structs.replace(found, **fixed)
+    found = msgspec.structs.replace(found, **{"early": False, **fixed})
     return found if "shards" in fixed else msgspec.structs.replace(found, shards=found.ranks)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 import socket
 import sys
 from collections.abc import Coroutine, Iterable, Sequence
@@ -219,3 +220,12 @@ def test_the_command_says_what_was_run(capsys):
     printed = capsys.readouterr().out
     for what in ("seeds      4", "faults", "swaps", "verdicts", "covered", "violations 0", "when WAITING member"):
         assert what in printed
+
+
+@pytest.mark.parametrize("path", sorted(Path(__file__).parent.glob("[!t]*.py")), ids=lambda path: path.stem)
+def test_the_simulator_knows_no_other_time_or_chance_than_its_own(path):
+    if path.stem == "record":  # which says how long a campaign took
+        return
+    text = path.read_text()
+    assert not re.search(r"^(?:import|from) (?:time|secrets|threading|datetime|uuid)\b", text, re.MULTILINE)
+    assert not re.search(r"\brandom\.(?!Random\b|random\(\))|\bhash\(|urandom", text), "chance without a seed"

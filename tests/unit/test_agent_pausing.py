@@ -108,12 +108,12 @@ def test_all_ranks_stand_still_before_anybody_looks_for_their_children(families,
 
 def test_beside_ranks_that_stand_still_one_that_rehearses_goes_on(families):
     tag, make = families
-    (standby, worker, child), (other_standby, other, _) = make(0), make(1)
+    (standby, worker, child), (other_standby, other, its_child) = make(0), make(1)
     slots = [slot_of(standby, worker), slot_of(other_standby, other, rehearses=True, number=1)]
     lives = lives_of(tag, *slots)
     lives.pause()
     wait_until(lambda: stopped(worker.pid, child) == [True, True])
-    assert stopped(other.pid) == [False]
+    assert stopped(standby.pid, other_standby.pid, other.pid, its_child) == [False] * 4
 
 
 def test_they_end_as_they_stand(family):

@@ -6,6 +6,7 @@ Imports inside functions count for the layers; only what runs at import time cou
 from __future__ import annotations
 
 import ast
+import re
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
@@ -141,6 +142,7 @@ def test_the_agent_knows_no_time_and_no_thread_but_its_loops_and_its_hosts(modul
     """Or the simulator, which has others, would not run what jobs run."""
     outside = {name.partition(".")[0] for name in imports_of(module) if not is_ours(name)}
     assert not outside & {"time", "threading", "concurrent", "subprocess", "multiprocessing", "random", "socket"}
+    assert not re.search(r"to_thread|run_in_executor|time\.sleep", NAMES[module].read_text())
 
 
 @pytest.mark.parametrize("module", sorted(name for name in NAMES if layer_of(name) == "core"))
