@@ -35,7 +35,7 @@ VERDICTS = {
 
 def played(name: str) -> tuple[str, Outcome]:
     transcript = Transcript()
-    outcome = run(scenario(1, fixed=read_faults(FOLDER / f"{name}.yaml")), transcript)
+    outcome = run(scenario(2, fixed=read_faults(FOLDER / f"{name}.yaml")), transcript)
     return "\n".join(transcript.lines) + "\n", outcome
 
 
