@@ -35,7 +35,7 @@ class Fetches:
         self._reports, self._feed = reports, feed
 
     async def _ask(self, work: Callable[[], Awaitable[T]], *nodes: NodeId) -> T:
-        """`work()`, which asks `nodes`; what fails is tried again until the patience, counted from the first failure,
+        """Do `work`, which asks `nodes`; try again what fails until the patience, counted from the first failure,
         is used up.
 
         Raises: TransportError; RefusedByPeer at once.
@@ -56,13 +56,13 @@ class Fetches:
             await asyncio.sleep(_RETRY_S)
 
     async def recording(self, source: NodeId, rank: Rank) -> bytes:
-        """The recording of `rank`, from here if it is here, else from `source`. Raises: DeadpoolError."""
+        """Get the recording of `rank`, from here if it is here, else from `source`. Raises: DeadpoolError."""
         if source == self._node or self._host.store.has_recording(rank):
             return self._host.store.get_recording(rank)
         return await self._ask(lambda: self._host.bulk.get_recording(source, rank), source)
 
     async def records(self, source: NodeId, rank: Rank, first: Step, last: Step) -> list[bytes]:
-        """The call records of first..last, from `source`. Raises: TransportError, HistoryPruned."""
+        """Get the call records of first..last, from `source`. Raises: TransportError, HistoryPruned."""
         if source == self._node:
             return self._host.store.get(rank, first, last)
         return await self._ask(lambda: self._host.bulk.get_history(source, rank, first, last), source)
@@ -78,7 +78,7 @@ class Fetches:
         )
 
     async def bring(self, source: Source, step: Step, profile: Profile) -> None:
-        """New own slots for a rank that is new here, with `step` in them. Raises: DeadpoolError.
+        """Make own slots for a rank that is new here, and bring `step` into them. Raises: DeadpoolError.
 
         If it is cancelled the attempt under way goes on to its end: slots that somebody writes to are nobody else's.
         """
@@ -91,7 +91,7 @@ class Fetches:
         self._reports.emit("SnapshotFetched", rank=source.rank, step=step, nbytes=pair.payload_bytes, duration_s=took)
 
     async def _fetched(self, source: Source, step: Step, generation: Generation, profile: Profile) -> SlotPair:
-        """The rank's own slots on this node, holding `step`.
+        """Make the rank's own slots on this node hold `step`.
 
         Where this node itself holds the mirror, that stays until they replace it, whatever is cut off meanwhile.
         """

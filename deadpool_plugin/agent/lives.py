@@ -196,7 +196,7 @@ class Lives:
     # ---- told to end (SIGTERM)
 
     def told(self, reason: str) -> None:
-        """This agent was told to end, as a scheduler tells a host before it takes it away.
+        """End, as a scheduler tells a host before it takes it away.
 
         A script that has a handler for SIGTERM (Megatron-LM's --exit-signal-handler) saves and ends the job; it has
         NOTICE_S for that. A host whose script has none is given up at once, and a spare takes its ranks.
@@ -276,19 +276,19 @@ class Lives:
         self._processes.pause(running, {slot.local_rank: slot.standby_pid for slot in self._slots})
 
     def keep_paused(self) -> None:
-        """Whoever has come to run a rank meanwhile stands still, too."""
+        """Stop whoever has come to run a rank meanwhile, too."""
         if self.paused:
             self.pause()
 
     def resume(self) -> None:
-        """Nobody has replaced this node: its processes go on."""
+        """Let the processes go on: nobody has replaced this node."""
         self.paused = False
         self._processes.resume()
 
     # ---- the end
 
     def end(self, exit_code: int) -> None:
-        """From now on every death is expected; what is paused ends as it stands, unless the job ends well. A standby
+        """Expect every death from now on; what is paused ends as it stands, unless the job ends well. A standby
         process outlives the one it forked."""
         self.ending, self._exit_code = True, exit_code
         if exit_code == EXIT_OK:

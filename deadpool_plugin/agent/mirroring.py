@@ -125,7 +125,7 @@ class Mirroring:
         self._pushes.snapshot(rank, step, generation, profile, message.records)
 
     def on_mirrored(self, rank: Rank, step: Step, generation: Generation, holding: Holding) -> None:
-        """Another node's snapshot has arrived whole."""
+        """Take note of another node's snapshot, which has arrived whole."""
         self._feed(io.SnapshotHeld(holding, generation))
 
     def committed(self) -> None:

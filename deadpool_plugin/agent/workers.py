@@ -221,7 +221,7 @@ class Workers:
         return Output(file, printed or {})
 
     async def _in_time(self, look: Callable[[], T]) -> T | None:
-        """What `look` finds in files; None if it fails or is late."""
+        """Return what `look` finds in files; None if it fails or is late."""
         with contextlib.suppress(OSError):
             async with asyncio.timeout(READ_S):
                 return await self._host.at_files(look)

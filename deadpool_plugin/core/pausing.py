@@ -48,7 +48,7 @@ class Pausing:
         return ""
 
     def _no_contact(self, before: float) -> str:
-        """For people: who is not heard. A coordinator that has died is named here before anybody counts it as lost."""
+        """Say who is not heard. A coordinator that has died is named here before anybody counts it as lost."""
         ctx, own = self._ctx, self._own_pause(before)
         span, who = f"for {ctx.now - ctx.contact_at:.1f} s", f"node {ctx.coordinator}, which coordinates,"
         if ctx.leads:

@@ -58,7 +58,7 @@ class BulkTransfers:
         self._addresses[node] = address
 
     def _to(self, node: NodeId) -> BulkPeer:
-        """The connection to `node` (this node included: its own server answers)."""
+        """Return the connection to `node` (this node included: its own server answers)."""
         if node not in self._peers:
             self._peers[node] = BulkPeer(
                 self._addresses[node], self._credentials, self._store, self._node, self._silent_after_s

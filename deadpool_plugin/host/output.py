@@ -189,11 +189,11 @@ class Writer:
         return appended(path)
 
     def size(self, fd: int) -> int:
-        """How much is in the file `fd`, of `open`, in bytes."""
+        """Measure the file `fd`, of `open`, in bytes."""
         return os.fstat(fd).st_size
 
     def file(self, path: Path) -> FileIO:
-        """A descriptor as of `open` that is closed when nobody has it any more. Raises: OSError."""
+        """Open as `open` does; the descriptor is closed when nobody has it any more. Raises: OSError."""
         return FileIO(appended(path), "a")
 
     def open_later(self, path: Path) -> int:

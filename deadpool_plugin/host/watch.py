@@ -77,7 +77,7 @@ class Processes:
     # ---- pausing
 
     def pause(self, running: Mapping[int, int], others: Mapping[int, int]) -> None:
-        """All of `running` at once, then what they have started. Blocks: some 10 ms."""
+        """Stop all of `running` at once, then what they have started. Blocks: some 10 ms."""
         met, found = set[int](), {*running.values()}
         while found:
             for pid in found:

@@ -26,7 +26,7 @@ class SharedFolder:
         return str(self._directory)
 
     def keep(self, job: str, plan: SwapPlan) -> SwapPlan:
-        """The plan that the folder has for this job and generation from now on: `plan`, unless there was one.
+        """Return the plan that the folder has for this job and generation from now on: `plan`, unless there was one.
 
         Raises: OSError.
         """
@@ -35,7 +35,7 @@ class SharedFolder:
         return msgspec.msgpack.decode(path.read_bytes(), type=SwapPlan)
 
     def look(self, job: str, generation: Generation) -> SwapPlan | None:
-        """The plan that the folder has for this job and generation, None if it has none. Raises: OSError."""
+        """Return the plan that the folder has for this job and generation, None if it has none. Raises: OSError."""
         try:
             return msgspec.msgpack.decode((self._directory / f"{job}.{generation}").read_bytes(), type=SwapPlan)
         except FileNotFoundError:
@@ -54,7 +54,7 @@ class SharedFolder:
 
 
 def _put_once(path: Path, content: bytes) -> None:
-    """`path` holds `content`, or what somebody had put there before. Raises: OSError."""
+    """Make `path` hold `content`, unless somebody has put something there before. Raises: OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, draft = tempfile.mkstemp(dir=path.parent, prefix=".draft-")
     try:

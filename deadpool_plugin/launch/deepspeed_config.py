@@ -88,7 +88,7 @@ def doubts(words: Sequence[str]) -> list[str]:
 
 
 def _read(path: str) -> dict[str, Any]:
-    """The configuration in `path`; what is wrong with it DeepSpeed will say."""
+    """Read the configuration in `path`; what is wrong with it DeepSpeed will say."""
     with contextlib.suppress(OSError, ValueError):
         if os.path.getsize(path) <= LARGEST_BYTES:  # else it is data
             config = json.loads(Path(path).read_text(encoding="utf-8"))

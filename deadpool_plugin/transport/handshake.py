@@ -152,7 +152,7 @@ class Handshake:
         return int(_GREETING.unpack(self._theirs)[2])
 
     def _job_of_peer(self) -> str:
-        """The job that it says it is of, "" before it has said so."""
+        """Read which job the peer says it is of, "" before it has said so."""
         job: bytes = _GREETING.unpack(self._theirs)[3] if self._theirs else b""
         return job.rstrip(b"\0").decode(errors="replace")
 

@@ -43,7 +43,7 @@ def begin(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
 
 
 def loop_time() -> float:
-    """The running event loop's clock in seconds, monotonic; a simulated loop has its own."""
+    """Read the running event loop's clock, in seconds, monotonic; a simulated loop has its own."""
     return asyncio.get_running_loop().time()
 
 
