@@ -39,6 +39,8 @@ from run_plain import run_ranks
 from gpu.checks import Checks, Figures, parse_args
 
 RANKS = 4
+WARM_SWAPS = 3
+"""After them nothing more is made for the first time."""
 STEPS, SPACING = 20, 4
 """Steps of a job, and from one of its faults to the next. Jobs of equal steps share their undisturbed run."""
 SIZES = "--hidden-size 64 --seq-length 64 --deterministic-mode --eval-interval 4 --use-distributed-optimizer"
@@ -54,8 +56,9 @@ PROBE_S = 40.0
 DEAD_CONTEXT = {"cuda": "assert", "cpu": "rank"}
 SWAPS, SWAPS_SPACING = 20, 2
 STRUCK = [rank for rank in range(RANKS) if rank not in SURVIVORS]
-LEAKS_MAX = {"MiB": 8.0, "threads": 0.5, "descriptors": 0.5}
-"""Per swap, of the card and of a survivor, over the second half of the samples."""
+LEAKS_MAX = {"MiB": 8.0, "threads": 0.5, "descriptors": 1.0}
+"""Per swap, of the card and of a survivor. Samples differ by a dozen descriptors, for they meet connections that are
+being made: `fault_matrix.py --many` holds the ranks still, and finds one a swap."""
 EXIT_CONFIG = 78
 PROBE = "several ranks on one card"
 Fault = tuple[str, str, int]
@@ -182,7 +185,8 @@ def many(place: Place, figures: Figures) -> None:
     counted = {name: len(values) for name, values in job.in_use.items()}
     looked = len(counted) == expected and min(counted.values()) >= 0.75 * SWAPS  # what closes meanwhile costs a sample
     assert looked, f"not everything was looked at: {counted}"
-    late = {name: values[len(values) // 2 :] for name, values in job.in_use.items()}
+    # Not fewer samples: a helper thread and its descriptors are met by half of them, and few may all have met it.
+    late = {name: values[WARM_SWAPS:] for name, values in job.in_use.items()}
     grown = {name: gained(values) / (len(values) // 2) for name, values in late.items()}
     figures |= {f"{name}, per swap": value for name, value in grown.items()}
     leaks = {name: value for name, value in grown.items() if value > LEAKS_MAX[name.partition(" of ")[0]]}
