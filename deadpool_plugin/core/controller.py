@@ -194,7 +194,7 @@ class Controller:
             # while the hosts linked up stays found.
             anew = [node for node in ctx.watch.silent if node > ctx.node] if ctx.leads and not is_first else ()
             ctx.watch.begin(ctx.world.members, ctx.now, anew)
-            if not is_first:
+            if ctx.has_trained:
                 ctx.watch.unheard.clear()
             ctx.changed = True
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from .timing import Timing
 from .types import NodeId
 
-LINKING_PATIENCES = 10
+LINKING_PATIENCES = 3
 """How many times the patience hosts have to link up: a dead one holds them up for little more than once."""
 PAUSE_INTERVALS = 3
 """A gap of more heartbeat intervals than this between two inputs means that this node itself stood still."""
@@ -25,7 +25,7 @@ class Watch:
 
     `unheard`: who has not said a word to this node since the hosts met. It may still wait for a link to a host that has
     died, so its silence counts only after LINKING_PATIENCES; a link that ends counts as ever. Nobody is in it any more
-    once another node coordinates: those that speak to that one may have been up for long.
+    where training has begun and another node coordinates: others need not have spoken to that one before.
     """
 
     evidence: dict[NodeId, str] = field(default_factory=dict)

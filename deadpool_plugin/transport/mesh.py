@@ -342,7 +342,7 @@ class ControlMesh:
                 failing_since = None
                 continue
             failing_since = began if failing_since is None else failing_since
-            lasted = not silent or loop.time() - failing_since >= self._silent_after_s
+            lasted = not silent or loop.time() - failing_since >= 0.9 * self._silent_after_s
             if lasted and node not in self.linked | self._gone and 2 * (len(self.linked) + 1) >= total:
                 hint = "if it lives, check that no firewall blocks the ports (port_range)"
                 reason = f"no control link to it since the hosts met: {why}; {hint}"

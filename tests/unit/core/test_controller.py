@@ -519,12 +519,12 @@ def test_it_leads_from_when_nobody_before_it_is_there():
     assert controller.leads
     controller.step(io.WorldFormed(WORLD), 0.0)
     assert not controller.leads
-    for now in range(1, 50):
+    for now in range(1, 29):
         hear(controller, 2, Status(7, 9, True), float(now))
         controller.step(io.Ticked(), float(now))
     assert not controller.leads, "node 0 has yet to say its first word"
-    hear(controller, 0, Status(7, 9, True), 50.0)
-    for now in range(51, 61):
+    hear(controller, 0, Status(7, 9, True), 29.0)
+    for now in range(30, 40):
         controller.step(io.Ticked(), float(now))
     assert controller.leads, "node 0 is silent"
     controller = formed(1)

@@ -47,8 +47,8 @@ def test_who_has_yet_to_say_a_first_word_is_waited_for_longer():
     """It may still link up with others, one of which has died just now."""
     watch = Watch(heard={1: 0.0, 2: 0.0}, unheard={1, 2})
     watch.hear(2, 0.0)
-    assert suspects(99.0, watch, (1,), TIMING) == {}
-    assert suspects(100.0, watch, (1,), TIMING).keys() == {1}
+    assert suspects(29.0, watch, (1,), TIMING) == {}
+    assert suspects(30.0, watch, (1,), TIMING).keys() == {1}
     assert suspects(10.0, watch, (1, 2), TIMING).keys() == {2}
     watch.accuse(1, "link lost")
     assert suspects(0.1, watch, (1,), TIMING).keys() == {1}, "that its link has ended counts as ever"
