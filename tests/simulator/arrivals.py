@@ -49,13 +49,17 @@ class Arrivals:
             cluster.timeline.after(2 * cluster.timing.silent_after_s, self.supply_hosts)
 
     def _invite(self, node: Node) -> None:
-        """Once a member has met the others: before, there is no job to join."""
-        cluster, members = self._cluster, []
-        for other in cluster.nodes.values():
-            if other.up and other.agent is not None and other.controller.world is not None:
-                roster = other.agent._links.roster
-                members = [hello.control for hello in roster.hellos]
-                node.begin(Invitation(other.credentials.job, tuple(members)))
+        """Once a member has met the others: before, there is no job to join, and after it none any more."""
+        first = self._cluster.world.members
+        others = [
+            other for other in self._cluster.nodes.values() if other.up and (other.number in first or other.agent)
+        ]
+        for other in others:
+            if other.controller.world is not None and other.agent is not None:
+                members = tuple(hello.control for hello in other.agent._links.roster.hellos)
+                node.begin(Invitation(other.credentials.job, members))
                 return
-        if node.runs and not cluster.is_over:
-            cluster.timeline.after(RETRY_S, self._invite, node)
+        if others:
+            self._cluster.timeline.after(RETRY_S, node.do, self._invite, node)
+        elif node.runs:
+            node.find_nobody()

@@ -166,6 +166,11 @@ class Node:
         elif self.runs:
             work(*arguments)
 
+    def find_nobody(self) -> None:
+        """There is no job that it could join."""
+        self.exit = (1, "no member of a running job was found")
+        self._stop()
+
     def die(self) -> None:
         """Everything that runs here ends at once."""
         self.loop.end()
