@@ -84,7 +84,8 @@ def _run_and_forget(scenario: Scenario, transcript: Transcript | None) -> Outcom
     try:
         return _run(cluster)
     finally:
-        with simulated():
+        with simulated(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # coroutines that nobody comes to await
             for node in cluster.nodes.values():
                 node.loop.forget()
 
