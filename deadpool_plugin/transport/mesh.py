@@ -326,24 +326,25 @@ class ControlMesh:
             await asyncio.sleep(_RETRY_S)
 
     async def _lose_if_gone(self, node: NodeId, total: int) -> None:
-        """Count a node that dies while the hosts link up as lost, like any later. Count nobody as long as fewer than
-        half of them are linked: the network is at fault then, which is told at the deadline."""
-        loop, failing_since = asyncio.get_running_loop(), None
+        """Count a node that dies or stands still while the hosts link up as lost, like any later. Count nobody as long
+        as fewer than half of them are linked: the network is at fault then, which is told at the deadline."""
+        loop, unlinked_s, failing_s = asyncio.get_running_loop(), 0.0, 0.0
         await asyncio.sleep(YOUNG_S * (1 + (node + self._node) % 8 / 8))  # not all nodes at a time
         while node not in self._gone:
-            await asyncio.sleep(YOUNG_S)
-            if node in self.linked:  # for now
-                failing_since = None
-                continue
             began = loop.time()
-            why, silent = await self._why_unreachable(node)
-            stood_still = loop.time() - began > self._silent_after_s + YOUNG_S  # this node itself
-            if not why or stood_still:
-                failing_since = None
+            await asyncio.sleep(YOUNG_S)
+            why, silent = ("", False) if node in self.linked else await self._why_unreachable(node)
+            took_s = loop.time() - began
+            if node in self.linked or took_s > self._silent_after_s + 2 * YOUNG_S:  # for now; or this node stood still
+                unlinked_s = failing_s = 0.0
                 continue
-            failing_since = began if failing_since is None else failing_since
-            lasted = not silent or loop.time() - failing_since >= 0.9 * self._silent_after_s
-            if lasted and node not in self.linked | self._gone and 2 * (len(self.linked) + 1) >= total:
+            unlinked_s += took_s
+            failing_s = failing_s + took_s if why else 0.0
+            if not why and unlinked_s >= 2 * self._silent_after_s:
+                why, silent = "it accepts connections and does not answer", True
+            elif silent and failing_s < self._silent_after_s:
+                continue
+            if why and node not in self._gone and 2 * (len(self.linked | self._gone) + 1) >= total:
                 hint = "if it lives, check that no firewall blocks the ports (port_range)"
                 reason = f"no control link to it since the hosts met: {why}; {hint}"
                 self._lose(node, reason, silent)
