@@ -481,6 +481,13 @@ class Transport(asyncio.Transport):
         """All is sent at once."""
 
 
+class Datagrams(Socket):
+    """A socket that is only asked which of the host's addresses leads somewhere."""
+
+    def connect(self, address: tuple[str, int]) -> None:  # type: ignore[override]
+        """Nothing is sent."""
+
+
 class FakeModule:
     """The module `socket`, as far as transport/sockets.py uses it, on the host whose loop runs."""
 
@@ -495,7 +502,7 @@ class FakeModule:
         return kernel
 
     def socket(self, family: int, kind: int) -> Socket:
-        return Socket(self._kernel())
+        return Socket(self._kernel()) if kind == real.SOCK_STREAM else Datagrams(self._kernel())
 
     def has_dualstack_ipv6(self) -> bool:
         return False

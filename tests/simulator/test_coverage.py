@@ -17,9 +17,9 @@ RESULTS = Path(__file__).resolve().parents[2] / "scripts" / "results"
 
 @pytest.fixture(scope="module")
 def met():
-    """Count how often each pair was met, in all recorded campaigns together."""
+    """Count how often each pair was met, in all recorded campaigns of the whole agent together."""
     counts: dict[str, int] = {}
-    for path in RESULTS.glob("*-simulation*.json"):
+    for path in RESULTS.glob("*-simulation-agent*.json"):
         for pair, count in json.loads(path.read_text())["summary"]["pairs"].items():
             counts[pair] = counts.get(pair, 0) + count
     return counts
