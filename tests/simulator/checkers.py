@@ -178,7 +178,9 @@ class Checkers:
         """No rank's committed step has been made of collectives that did not pair."""
         for rank, home in enumerate(world.node_of if world is not None else ()):
             pair = self._cluster.nodes[home].store.own(rank)
-            state = state_of(pair, step) if pair is not None and is_whole(pair, step) else None
+            if pair is None or (header := pair.open(step)) is None or not is_whole(pair, header):
+                continue
+            state = state_of(pair, step)
             if state is not None and state.numbers != self._cluster.reference.state(rank, step).numbers:
                 raise Violation("BIT_EXACT", f"step {step} is committed, which rank {rank} has made to be {state}")
 

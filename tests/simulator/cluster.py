@@ -184,6 +184,8 @@ class Cluster:
 
     def copies(self, source: NodeId, target: NodeId) -> int:
         """How often a message is heard: more often than TCP allows, and as often as core must bear."""
+        if not self.blows.rules:
+            return 1
         rules = [rule for rule in self.blows.rules if isinstance(rule, Duplicate) and self.timeline.now < rule.until]
         return max([rule.judge(source, target, self.rng).copies for rule in rules], default=1)
 

@@ -95,13 +95,13 @@ class HostLoop(asyncio.AbstractEventLoop):
         if due.callback is not None and not self.gone:
             self._ready.append(due)
             if not self._has_turn and not self.paused:
-                self._has_turn = True
-                self.timeline.next(self._turn)
+                self._turn()
 
     def _turn(self) -> None:
         """All that is ready now, and what that makes ready, as long as that is not too much at a time."""
-        ready = self._ready
-        self.run_from_here()
+        ready, self._has_turn = self._ready, True
+        if self is not _running[0]:
+            self.run_from_here()
         for _ in range(CALLBACKS_MAX):
             if not ready or self.paused or self.gone:
                 break
@@ -119,9 +119,8 @@ class HostLoop(asyncio.AbstractEventLoop):
 
     def run_from_here(self) -> None:
         """This is the running loop until another one is."""
-        if self is not _running[0]:
-            _running[0] = self
-            asyncio._set_running_loop(self)
+        _running[0] = self
+        asyncio._set_running_loop(self)
 
     def pause(self) -> None:
         self.paused = True

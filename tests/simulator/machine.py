@@ -6,17 +6,16 @@ Rules of this file: what works in a thread on a real machine is awaited for a dr
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import itertools
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from deadpool_plugin.core.types import Generation, Holding, Rank, Step, SwapPlan
 from deadpool_plugin.host.output import Writer
-from deadpool_plugin.mirror.arena import SlotPair, arena_bytes
+from deadpool_plugin.mirror.arena import SlotPair, SnapshotHeader, arena_bytes
 from deadpool_plugin.mirror.store import SnapshotStore
 
 from .bulk import Bulk
@@ -42,27 +41,26 @@ class ToyPair(SlotPair):
         self._slot_bytes = (arena_bytes(header_bytes, payload_bytes) - arena_bytes(0, 0)) // 2
         self._view = memoryview(bytearray(arena_bytes(header_bytes, payload_bytes)))
         self._changed = changed
+        self._sealed: dict[int, Step] = {}
 
     def invalidate(self, step: Step) -> None:
-        held = [step - 2 * back for back in (0, 1) if step >= 2 * back and self.sealed(step - 2 * back)]
+        old = self._sealed.pop(step % 2, None)
         super().invalidate(step)
-        for old in held:
+        if old is not None:
             self._changed(self.rank, old)
 
     def seal_encoded(self, step: Step, encoded: bytes) -> None:
         super().seal_encoded(step, encoded)
+        self._sealed[step % 2] = step
         self._changed(self.rank, step)
 
     def close(self) -> None:
         """Whoever still looks at it keeps it."""
 
 
-def is_whole(pair: SlotPair, step: Step) -> bool:
+def is_whole(pair: SlotPair, header: SnapshotHeader) -> bool:
     """Return whether the payload is what was staged: its checksum is in the header."""
-    header = pair.open(step)
-    if header is None:
-        return False
-    return int.from_bytes(header.scalars[:4], "little") == zlib.crc32(pair.payload(step)[: header.payload_bytes])
+    return int.from_bytes(header.scalars[:4], "little") == zlib.crc32(pair.payload(header.step)[: header.payload_bytes])
 
 
 class Listed(dict[tuple[Rank, Step], Holding]):
@@ -91,8 +89,15 @@ def _at_once(method: Callable[..., T]) -> Callable[..., T]:
 
     @functools.wraps(method)
     def whole(self: Store, *arguments: Any) -> T:
-        with self.unseen():
+        self._depth += 1
+        try:
             return method(self, *arguments)
+        finally:
+            self._depth -= 1
+            if not self._depth:
+                changes, self._unseen = self._unseen, []
+                for change in dict.fromkeys(changes):
+                    self._tell(*change)
 
     return whole
 
@@ -115,18 +120,6 @@ class Store(SnapshotStore):
     staged = _at_once(SnapshotStore.staged)
     drop_newer = _at_once(SnapshotStore.drop_newer)
     release = _at_once(SnapshotStore.release)
-
-    @contextlib.contextmanager
-    def unseen(self) -> Iterator[None]:
-        self._depth += 1
-        try:
-            yield
-        finally:
-            self._depth -= 1
-            if not self._depth:
-                changes, self._unseen = self._unseen, []
-                for change in dict.fromkeys(changes):
-                    self._tell(*change)
 
     def _changed(self, rank: Rank, step: Step) -> None:
         if self._depth:

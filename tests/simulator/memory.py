@@ -41,8 +41,7 @@ class Memory:
             self._headers.setdefault((rank, step), set()),
             self._payloads.setdefault((rank, step), set()),
         )
-        header = home.up and serves(home, rank, step, payload=False)
-        payload = header and serves(home, rank, step, payload=True)
+        header, payload = served(home, rank, step) if home.up else (False, False)
         if header == (node in headers) and payload == (node in payloads):
             return
         _put(headers, node, header)
@@ -123,9 +122,9 @@ def _put(found: set[int], item: int, belongs: bool) -> None:
         found.discard(item)
 
 
-def serves(node: Node, rank: Rank, step: Step, payload: bool) -> bool:
-    """Return whether `node` can serve that snapshot: listed, in its slot, unchanged."""
+def served(node: Node, rank: Rank, step: Step) -> tuple[bool, bool]:
+    """Return whether `node` can serve that snapshot's header, and its payload: listed, in its slot, unchanged."""
     holding, pair = node.store.lists(rank, step), node.store.pair(rank)
-    if holding is None or pair is None or pair.open(step) is None:
-        return False
-    return not payload or (holding.payload and is_whole(pair, step))
+    if holding is None or pair is None or (header := pair.open(step)) is None:
+        return False, False
+    return True, holding.payload and is_whole(pair, header)

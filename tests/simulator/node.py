@@ -8,7 +8,7 @@ gone never does anything again.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from deadpool_plugin.agent.host import Host
@@ -47,8 +47,7 @@ class Watched(Controller):
         super().__init__(*arguments)
         self._node = node
 
-    def step(self, event: io.Input, now: float) -> Iterator[io.Action]:  # type: ignore[override]
-        """The agent goes on with the next action when the one before is carried out."""
+    def step(self, event: io.Input, now: float) -> Iterable[io.Action]:  # type: ignore[override]
         node, cluster = self._node, self._node.cluster
         if not self.ended:
             cluster.coverage.sees(self, event)
@@ -57,6 +56,11 @@ class Watched(Controller):
         actions: Sequence[io.Action] = super().step(event, now)
         cluster.stepped(node, event, actions)
         node.must_live()
+        return self._carried_out(actions) if actions else ()
+
+    def _carried_out(self, actions: Sequence[io.Action]) -> Iterator[io.Action]:
+        """The agent goes on with the next action when the one before is carried out."""
+        node = self._node
         for action in actions:
             node.about_to(action)
             yield action

@@ -14,7 +14,7 @@ from deadpool_plugin.core import io
 from deadpool_plugin.core.pairing import MISPAIRS
 from deadpool_plugin.core.types import EXIT_FENCED, EXIT_UNRECOVERABLE, NO_STEP, NodeId, Step, SwapPlan, World
 
-from .memory import serves
+from .memory import served
 from .violation import Violation
 
 if TYPE_CHECKING:
@@ -37,8 +37,8 @@ def restorable_steps(cluster: Cluster, survivors: list[NodeId]) -> list[Step]:
         step
         for step in steps
         if all(
-            any(serves(node, rank, step, payload=False) for node in nodes)
-            and any(serves(node, same, step, payload=True) for node in nodes for same in cluster.replicas[rank])
+            any(served(node, rank, step)[0] for node in nodes)
+            and any(served(node, same, step)[1] for node in nodes for same in cluster.replicas[rank])
             for rank in range(cluster.ranks)
         )
     ]

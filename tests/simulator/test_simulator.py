@@ -168,12 +168,9 @@ def test_a_host_that_stands_still_finds_everything_and_one_that_is_gone_runs_not
             ran.append(f"{name} ends")
 
     loop.call_soon(loop.create_task, work("a"))
-    timeline.run(0.5, 1000)
-    loop.pause()
-    timeline.after(5.0, loop.wake, True)
-    timeline.run(6.0, 1000)
-    assert ran == ["a at 506"]
-    loop.end()
+    timeline.at(0.5, loop.pause)
+    timeline.at(6.0, loop.wake, True)
+    timeline.at(6.5, loop.end)
     timeline.run(20.0, 1000)
     assert ran == ["a at 506"], "not even what is to happen at the end"
 
