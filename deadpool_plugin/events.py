@@ -45,6 +45,15 @@ class TrainingStarted(Event, frozen=True):
     """Every active rank has reached its first call."""
 
 
+class RanksAwaited(Event, frozen=True):
+    """The job's first step, or its first one after a swap, has waited so long for ranks. `ranks_of`: those of each node
+    by its number, whoever the others wait for first; `of`: the ranks of the job."""
+
+    ranks_of: dict[str, tuple[int, ...]]
+    of: int
+    waited_s: float
+
+
 class SpareReady(Event, frozen=True):
     """A standing-by node has rehearsed what it would take over."""
 

@@ -128,7 +128,11 @@ class Reports:
             ranks = sorted(
                 ranks, key=lambda rank: world.node_of[rank] not in self._takers and rank not in self._replaced
             )
-            self.say(_awaited(ranks, world, now - self._awaited_since))
+            ranks_of: dict[str, list[Rank]] = {}
+            for rank in ranks:
+                ranks_of.setdefault(str(world.node_of[rank]), []).append(rank)
+            waited_s = now - self._awaited_since
+            self.emit("RanksAwaited", ranks_of=ranks_of, of=len(world.node_of), waited_s=waited_s)
             self._has_spoken, self._quiet_since = False, now
             self._silence_s *= 2
 
@@ -142,6 +146,8 @@ def sentence(event: events.Event) -> str:
     match event:
         case events.TrainingStarted():
             return "all ranks are in training"
+        case events.RanksAwaited():
+            return _awaited(event)
         case events.SpareReady(spare=spare, ranks=ranks):
             return f"spare node {spare} is ready for rank(s) {listed(ranks)}"
         case events.NodeLost(evidence=evidence):
@@ -210,17 +216,17 @@ def named(line: str, hosts: Mapping[NodeId, str]) -> str:
     return re.sub(r"\bnodes? \d+\b(?!, \d|-\d)|(?<= and )\d+(?= cannot reach each other)", with_host, line)
 
 
-def _awaited(ranks: Sequence[Rank], world: World, waited_s: float) -> str:
-    """Describe a job whose first step, or first step after a swap, waits for `ranks`."""
-    by_node: dict[NodeId, list[Rank]] = {}
-    for rank in ranks:
-        by_node.setdefault(world.node_of[rank], []).append(rank)
+def _awaited(awaited: events.RanksAwaited) -> str:
+    """Describe a job whose first step, or first step after a swap, waits for ranks."""
+    by_node = awaited.ranks_of
     parts = [f"rank(s) {listed(own)} on node {node}" for node, own in by_node.items()][:NODES_MAX]
     if len(by_node) > NODES_MAX:
         parts.append(f"{len(by_node) - NODES_MAX} more node(s)")
+    first = next(iter(by_node))
     return (
-        f"waiting for {len(ranks)} of {len(world.node_of)} ranks to reach training, for {waited_s:.0f} s: "
-        f"{'; '.join(parts)}; their output is in rank{ranks[0]:04}.node{world.node_of[ranks[0]]}.log and so on"
+        f"waiting for {sum(map(len, by_node.values()))} of {awaited.of} ranks to reach training, "
+        f"for {awaited.waited_s:.0f} s: {'; '.join(parts)}; "
+        f"their output is in rank{by_node[first][0]:04}.node{first}.log and so on"
     )
 
 

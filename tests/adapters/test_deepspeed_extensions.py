@@ -35,6 +35,14 @@ def test_a_build_is_told_before_it_begins(baton, tmp_path, capfd):
     one.release()
 
 
+def test_what_was_built_before_is_told_to_be_loaded(baton, tmp_path, capfd):
+    (tmp_path / f"{tmp_path.name}.so").touch()
+    one = baton()
+    assert one.try_acquire()
+    assert capfd.readouterr().err.startswith(f"[deadpool] loading C++: {tmp_path.name}, built before (seconds")
+    one.release()
+
+
 def held_by_another_process(baton):
     read, write = os.pipe()
     pid = os.fork()

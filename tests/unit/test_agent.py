@@ -20,6 +20,7 @@ from deadpool_plugin.agent.joining import Job, Roster
 from deadpool_plugin.agent.process import Agent
 from deadpool_plugin.agent.reports import Reports, named
 from deadpool_plugin.agent.world import Place, described, form_world, rack_named, spare_nodes, worker_env
+from deadpool_plugin.cli.jobview import JobView
 from deadpool_plugin.core import io
 from deadpool_plugin.core.types import World
 from deadpool_plugin.errors import ConfigError
@@ -395,6 +396,10 @@ def test_a_silent_start_names_the_ranks_it_waits_for_at_doubling_intervals(tmp_p
     [line] = said(range(1000), 9999.0, many)
     assert "1000 of 1000 ranks" in line and "rank(s) 3 on node 3; 996 more node(s);" in line and len(line) < 300
     writer.close()
+    view = JobView()  # which `deadpool watch` shows, wherever the terminal of this host is
+    for event in (tmp_path / "events.0.jsonl").read_bytes().splitlines():
+        view.apply(events.decoder.decode(event))
+    assert any("2 of 4 ranks to reach training, for 150 s: rank(s) 2, 3 on node 1" in told.text for told in view.lines)
 
 
 def test_notes_are_said_once_in_a_generation_whoever_says_them_again(tmp_path, capfdbinary):

@@ -61,8 +61,11 @@ def _loaded() -> dict[str, Any]:
 
 def _acquire(baton: Any, otherwise: Callable[[Any], Any], tell: Callable[[str], None]) -> Any:
     """Say what is built, and block until the lock is ours."""
-    library = Path(baton.lock_file_path).parent.name
-    said = f"building C++: {library} (minutes at a host's first start, then seconds)"
+    folder = Path(baton.lock_file_path).parent
+    if any(folder.glob(f"{folder.name}*.so")):
+        said = f"loading C++: {folder.name}, built before (seconds, or minutes if it is out of date)"
+    else:
+        said = f"building C++: {folder.name} (minutes at a host's first start, then seconds)"
     print(f"[deadpool] {said}", file=sys.stderr, flush=True)
     tell(said)
     while (acquired := _acquired(baton, otherwise)) is None:
