@@ -68,6 +68,7 @@ class Blows:
             "part": self._partition,
             "rift": self._rift,
             "pair": self._rift,
+            "deaf": self._rift,
             "reset": self._reset,
             "break": self._break,
             "loss": self._lossy,
@@ -219,13 +220,14 @@ class Blows:
 
     def _rift(self, fault: Fault, node: Node) -> bool:
         others = self._others_up(node)
-        if not others or any(rule.kind in ("rift", "pair") for rule in self.rules):
+        if not others or any(rule.kind in ("rift", "pair", "deaf") for rule in self.rules):
             return False
         ends = {node.number}, {others[fault.pick % len(others)]}
         self.blamed.update(*ends)
         cluster, (one,), (other,) = self._cluster, *ends
         cluster.timeline.after(cluster.timing.silent_after_s, cluster.network.keep_alive, one, other)
-        return self._add([Cut(fault.kind, *pair, until=math.inf) for pair in (ends, ends[::-1])])
+        ways = (ends,) if fault.kind == "deaf" else (ends, ends[::-1])  # no connection outlives either: TCP needs both
+        return self._add([Cut(fault.kind, *way, until=math.inf) for way in ways])
 
     def _lossy(self, fault: Fault, node: Node) -> bool:
         until, others = self._cluster.timeline.now + fault.seconds, self._others(node)

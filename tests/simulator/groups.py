@@ -137,8 +137,8 @@ class Group:
             self._cluster.timeline.after(self._cluster.network.latency(), one.waiting[rank].set, total)
 
     def _is_cut(self, connecting: bool = False) -> bool:
-        """Return whether a neighbour in the ring of nodes (any other node, while all are `connecting`) cannot be heard
-        now. A rift is between agents."""
+        """Return whether a neighbour in the ring of nodes (any other node, while all are `connecting`) cannot be heard,
+        or acknowledge, now. A rift is between agents."""
         ring = list(dict.fromkeys(self._members[rank].node for rank in sorted(self._members)))
         if len(ring) < 2:
             return False
@@ -147,5 +147,6 @@ class Group:
         return any(
             not network.dark.isdisjoint((a.number, b.number))
             or network.rules.is_cut(now, a.number, b.number, but="rift")
+            or network.rules.is_cut(now, b.number, a.number, but="rift")
             for a, b in pairs
         )

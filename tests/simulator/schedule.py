@@ -33,6 +33,7 @@ KINDS = {
     "part": "a host and some of the others hear nothing of each other",
     "rift": "the agents of two hosts hear nothing of each other any more, for good (once a job)",
     "pair": "two hosts hear nothing of each other any more, agents and training alike, for good (once a job)",
+    "deaf": "a host hears nothing of another one any more, agents and training alike, for good (once a job)",
     "reset": "the training connections between two hosts are reset, and made again when groups are",
     "break": "the connection between two hosts is reset",
     "loss": "segments from and to a host are lost",
@@ -207,8 +208,8 @@ def as_file(found: Scenario) -> dict[str, Any]:
 
 _WEIGHTS = {
     "crash": 3, "kill": 4, "rack": 1, "process": 4, "error": 1, "stuck": 1, "hang": 0.5, "give_up": 1, "pause": 3,
-    "partition": 2, "oneway": 1, "part": 0, "rift": 0.5, "pair": 0.5, "reset": 1, "break": 2, "loss": 2, "delay": 3,
-    "duplicate": 2, "flip": 1, "corrupt": 1, "mispair": 1.5, "join": 2, "stop": 0.2,
+    "partition": 2, "oneway": 1, "part": 0, "rift": 0.5, "pair": 0.5, "deaf": 0.5, "reset": 1, "break": 2, "loss": 2,
+    "delay": 3, "duplicate": 2, "flip": 1, "corrupt": 1, "mispair": 1.5, "join": 2, "stop": 0.2,
 }  # fmt: skip
 """`part` is in scenarios only: who hears too few of the others leaves, though most of them are there, and the checkers
 count that as a wrong verdict."""

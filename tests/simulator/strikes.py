@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 PATIENCES, STEPS = 3, 3
 """After so many times the job's patience, or so many steps, a fault whose moment has not come strikes anyway."""
-COUNTED_LATER = {"loss", "delay", "duplicate", "flip", "partition", "oneway", "part", "rift", "pair", "mispair"}
+COUNTED_LATER = {"loss", "delay", "duplicate", "flip", "partition", "oneway", "part", "rift", "pair", "deaf", "mispair"}
 
 
 @dataclass(eq=False)

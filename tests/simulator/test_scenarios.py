@@ -17,6 +17,7 @@ from simulator.transcript import Transcript
 FOLDER = Path(__file__).parent / "scenarios"
 VERDICTS = {
     "broken-pair": ("finished", 1),
+    "deaf-host": ("finished", 1),
     "first-node": ("finished", 1),
     "host-joins": ("finished", 1),
     "isolated-coordinator": ("finished", 1),
