@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from ..core import io
 from ..core.types import NodeId, Rank
 from ..errors import EXIT_OK, shell_code
-from ..host.watch import described_exit
+from ..host.processes import described_exit
 from ..transport import local
 from ..transport.local import LocalPeer
 from .host import Processes
@@ -88,7 +88,7 @@ class Lives:
             if slot.rank >= 0 and (process.took_over or not process.rehearses):
                 self.late_exit_code = max(shell_code(exit_code), self.late_exit_code)
             self._end_standby(slot)
-        elif self._standby_is_gone(slot):
+        elif self._processes.is_gone(slot.standby_pid):
             self._standby_ended(slot, "was ended, together with the processes that it had forked")
         elif exit_code < 0 or slot.rank < 0 or (process.rehearses and not process.in_training):
             self.lost(slot, process, process.failing or what)
@@ -171,9 +171,6 @@ class Lives:
 
     def cannot_end(self, slot: Slot, message: local.CannotEnd) -> None:
         self.give_up(f"local rank {slot.local_rank} cannot get a new process: {message.reason}")
-
-    def _standby_is_gone(self, slot: Slot) -> bool:
-        return self._processes.is_gone(slot.standby_pid)
 
     def _standby_ended(self, slot: Slot, how: str) -> None:
         self.changed.set()

@@ -19,8 +19,8 @@ from ..transport.sockets import allow_many_files
 from . import contacts, proc
 from .bulk import BulkTransfers
 from .output import Pipe, Writer
-from .processes import run_anywhere
-from .watch import Processes
+from .processes import Processes
+from .spawning import run_anywhere
 from .witness import SharedFolder
 
 T = TypeVar("T")

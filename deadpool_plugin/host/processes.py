@@ -1,146 +1,167 @@
-"""Process start and reaping, so that nothing outlives the node's launcher; and where a process may run.
+"""This node's processes: watched, paused and ended.
 
-Rules of this file: call from the main thread only (a parent-death signal fires when the *thread* that forked ends);
-no torch. Source: prctl(2), PR_SET_CHILD_SUBREAPER.
+They are looked at in /proc every few tens of milliseconds, so that a death is noticed at once.
+
+Rules of this file: says what it saw, once per process; what it means is decided elsewhere. An exit status of 0 is not
+told here, because the kernel shows 0 also while the status is not known yet; whoever waits for the process knows. Who
+is paused here is not taken for stuck; who had been stopped before stays so.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import errno
+import logging
 import os
 import signal
-import sys
 import time
-import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 
-from ..transport.descriptors import await_end, pidfd_open
-from ..transport.linux import PR_SET_CHILD_SUBREAPER, die_with_parent, libc, prctl
 from . import proc
 
-Program = Sequence[str] | Callable[[], object]
-"""The program of a child: a command line, or (tests, from a process that has imported everything once) a function."""
-
-OOM_SCORE_ADJ_MAX = "1000"
-_SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
-_MPOL_DEFAULT = 0
+POLL_S = 0.03
+_log = logging.getLogger(__name__)
 
 
-def ending_signals() -> list[signal.Signals]:
-    """List the signals that end a process from outside; SIGHUP is not among them where it is ignored (nohup)."""
-    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    return [signal.SIGTERM, signal.SIGINT] + ([] if ignored else [signal.SIGHUP])
+@dataclass
+class _Watched:
+    on_end: Callable[[int], None]
+    on_stopped: Callable[[float], None]
+    stopped_since: float | None = None
+    told_stopped: bool = False
 
 
-def spawn(
-    program: Program,
-    env: Mapping[str, str],
-    death_signal: int,
-    output: int | None = None,
-    pass_fds: Sequence[int] = (),
-) -> int:
-    """Start `program` as a child that gets `death_signal` when we end; its pid.
+class Processes:
+    """The processes whose tag begins with `job_tag`. Thread: the event loop's only, from `start` on."""
 
-    Args:
-        output: descriptor for its standard output and error; None: ours.
-        pass_fds: descriptors it keeps under the same numbers.
-    """
-    me = os.getpid()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    pid = os.fork()
-    if pid:
-        return pid
-    try:
-        signal.set_wakeup_fd(-1)
-        for number in ending_signals():
-            signal.signal(number, signal.SIG_DFL)
-        die_with_parent(death_signal, me)
-        if output is not None:
-            os.dup2(output, 1)
-            os.dup2(output, 2)
-        for fd in pass_fds:
-            os.set_inheritable(fd, True)
-        if callable(program):
-            os.environ.clear()
-            os.environ.update(env)
-            program()
-            os._exit(0)
-        os.execvpe(program[0], list(program), dict(env))
-    except OSError as error:
-        os.write(2, f"[deadpool] cannot start {program}: {error}\n".encode())
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(127)
+    def __init__(self, job_tag: str, silent_after_s: float) -> None:
+        self._job_tag, self._silent_after_s = job_tag, silent_after_s
+        self._watched: dict[int, _Watched] = {}
+        self._task: asyncio.Task[None] | None = None
+        self._paused: set[int] = set()
+        self._said = False
 
+    def start(self) -> None:
+        proc.reserve.keep()
+        self._task = asyncio.get_running_loop().create_task(self._run())
+        self._task.add_done_callback(_raise_again)
 
-def become_subreaper() -> None:
-    """Adopt the orphans of our descendants, in the place of the host's process 1.
+    def watch(self, pid: int, on_end: Callable[[int], None], on_stopped: Callable[[float], None]) -> None:
+        self._watched[pid] = _Watched(on_end, on_stopped)
 
-    Raises: OSError
-    """
-    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    def forget(self, pid: int) -> None:
+        self._watched.pop(pid, None)
 
+    def is_gone(self, pid: int) -> bool:
+        status = proc.look(pid)
+        return status is None or status.ending
 
-def be_the_first_to_go() -> None:
-    """Let the kernel, when memory is short, end this process or what it will fork before any other.
+    def catches(self, pid: int, number: int) -> bool:
+        return proc.catches(pid, number)
 
-    An agent whose arenas count as its own would come first, and with it a whole node goes.
-    """
-    with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text(OOM_SCORE_ADJ_MAX)
+    def kill(self, pid: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
+    def exit_code(self, pid: int) -> int | None:
+        status = proc.look(pid)
+        if status is None or not status.ending or not status.wait_status:
+            return None
+        return os.waitstatus_to_exitcode(status.wait_status)
 
-def run_anywhere() -> None:
-    """Let this process run on any CPU of its host, and take memory where it runs; what is not allowed stays as it is.
+    def sweep(self, local_rank: int) -> None:
+        proc.sweep(f"{self._job_tag}{local_rank}.")
 
-    An agent is started by the supervisor of local rank 0, which `deepspeed --bind_cores_to_rank` binds to some CPUs
-    and, by numactl, to the memory beside them: neither is meant for who serves all ranks of the host.
-    Thread: the main one, before there are others, which inherit it.
-    """
-    with contextlib.suppress(OSError):  # a cgroup may allow fewer
-        os.sched_setaffinity(0, range(os.cpu_count() or 1))
-    number = _SET_MEMPOLICY.get(os.uname().machine)
-    if number is not None:
-        libc.syscall(number, _MPOL_DEFAULT, None, 0)
+    # ---- pausing
 
+    def pause(self, running: Mapping[int, int], others: Mapping[int, int]) -> None:
+        """Stop all of `running` at once, then what they have started. Blocks: some 10 ms."""
+        met, found = set[int](), {*running.values()}
+        while found:
+            for pid in found:
+                status = proc.look(pid)
+                if status is not None and not status.stopped:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGSTOP)
+                        self._paused.add(pid)
+            met |= found
+            found = self._started(running, others) - met  # until there is no other one: they may fork meanwhile
 
-def reaped() -> Iterator[tuple[int, int]]:
-    """Every child that has ended: its pid, and its exit code as in subprocess."""
-    while True:
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return
-        if pid == 0:
-            return
-        yield pid, os.waitstatus_to_exitcode(status)
+    def _started(self, running: Collection[int], others: Mapping[int, int]) -> set[int]:
+        """Find the processes of these local ranks, without their supervisors. The scan of all of /proc takes long:
+        a second one is for a slot that runs no rank now."""
+        found = {*proc.tagged(self._job_tag)} - {*others.values()}
+        for local_rank in others.keys() - {*running}:
+            found -= {*proc.tagged(f"{self._job_tag}{local_rank}.")}
+        return found
 
+    def resume(self) -> None:
+        self._end_pause(signal.SIGCONT)
 
-def end_children(within_s: float) -> None:
-    """SIGKILL every child, and theirs as they become ours, until none is left. Blocks: until they have ended.
+    def kill_paused(self) -> None:
+        self._end_pause(signal.SIGKILL)
 
-    Raises: TimeoutError naming one that had not after `within_s`.
-    """
-    deadline = time.monotonic() + within_s
-    while found := proc.children(os.getpid()):
-        for pid in found:  # a thread may have waited for its own meanwhile
+    def _end_pause(self, number: signal.Signals) -> None:
+        paused, self._paused = self._paused, set()
+        for pid in paused:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        for pid in found:
-            with contextlib.suppress(ProcessLookupError, ChildProcessError):
-                _await_end(pid, deadline - time.monotonic())
-                os.waitpid(pid, 0)
+                os.kill(pid, number)
+
+    # ---- watching
+
+    def close(self) -> None:
+        self._watched.clear()
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _run(self) -> None:
+        while True:
+            for pid, watched in list(self._watched.items()):
+                try:
+                    self._look(pid, watched)
+                except OSError as error:  # too many open files: the next look may have one
+                    self._cannot_look(error)
+            await asyncio.sleep(POLL_S)
+
+    def _cannot_look(self, error: OSError) -> None:
+        """Raises: OSError, but for too many open files, which is said once."""
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise error
+        if not self._said:
+            self._said = True
+            _log.warning("cannot look at the processes of this host: %s; it is tried again and not said again", error)
+
+    def _look(self, pid: int, watched: _Watched) -> None:
+        status = proc.look(pid)
+        if status is None:
+            self.forget(pid)
+        elif status.ending:
+            if status.wait_status:
+                self.forget(pid)
+                watched.on_end(os.waitstatus_to_exitcode(status.wait_status))
+        elif not status.stopped or pid in self._paused:
+            watched.stopped_since = None
+        else:
+            now = time.monotonic()
+            since = watched.stopped_since = watched.stopped_since or now
+            if now - since >= self._silent_after_s and not watched.told_stopped:
+                watched.told_stopped = True
+                watched.on_stopped(now - since)
 
 
-def _await_end(pid: int, within_s: float) -> None:
-    """Raises: TimeoutError; ProcessLookupError"""
-    pidfd = pidfd_open(pid)
+def _raise_again(task: asyncio.Task[None]) -> None:
+    """A watch that has failed must not go unnoticed: the loop's exception handler gets its error."""
+    if not task.cancelled():
+        task.result()
+
+
+def described_exit(exit_code: int) -> str:
+    """An exit code for people."""
+    if exit_code >= 0:
+        return f"exit code {exit_code}"
     try:
-        if not await_end(pidfd, within_s):
-            status = proc.look(pid)
-            raise TimeoutError(f"process {pid} was killed and does not end (state {status.state if status else 'X'})")
-    finally:
-        os.close(pidfd)
+        return f"killed by {signal.Signals(-exit_code).name}"
+    except ValueError:
+        return f"killed by signal {-exit_code}"

@@ -27,7 +27,7 @@ from ..config import Config, load
 from ..core.types import NodeId
 from ..errors import EXIT_TAKEN, ConfigError, PeerRefused, TransportError, shell_code
 from ..host import contacts
-from ..host.processes import ending_signals
+from ..host.spawning import ending_signals
 from ..transport.framing import ConnectionClosed
 from ..transport.guests import Describe, JobDescription, Reserve, Reserved, ask, expect
 from ..transport.handshake import ANY_JOB, Credentials

@@ -23,7 +23,7 @@ from ..config import Config, load
 from ..errors import ConfigError, shell_code
 from ..events import JobFinished, JobStopped, NodeEnded, NodeJoined
 from ..host import proc
-from ..host.processes import ending_signals
+from ..host.spawning import ending_signals
 from ..transport.sockets import allow_many_files
 from . import carried, leash
 from .deepspeed_config import doubts, missing

@@ -22,7 +22,7 @@ import msgspec
 
 from ..config import load
 from ..host import proc
-from ..host.processes import be_the_first_to_go, become_subreaper, end_children, reaped
+from ..host.spawning import be_the_first_to_go, become_subreaper, end_children, reaped
 from ..transport import local
 from ..transport.framing import ConnectionClosed
 from ..transport.linux import die_with_parent

@@ -24,8 +24,8 @@ from ..agent.lives import NOTICE_S
 from ..config import load
 from ..errors import EXIT_FENCED, DeadpoolError, TransportError, present, shell_code
 from ..host import proc
-from ..host.processes import Program, ending_signals, spawn
-from ..host.watch import described_exit
+from ..host.processes import described_exit
+from ..host.spawning import Program, ending_signals, spawn
 from ..transport import local
 from ..transport.descriptors import await_end, pidfd_open
 from ..transport.framing import ConnectionClosed

@@ -11,7 +11,7 @@ from deadpool_plugin.agent.fetching import Fetches
 from deadpool_plugin.agent.reports import Reports
 from deadpool_plugin.host.bulk import BulkTransfers
 from deadpool_plugin.host.machine import Machine
-from deadpool_plugin.host.watch import Processes
+from deadpool_plugin.host.processes import Processes
 from deadpool_plugin.mirror.store import SnapshotStore
 from support.stand_in import StandIn, stand_in
 

@@ -27,7 +27,7 @@ from deadpool_plugin.errors import ConfigError
 from deadpool_plugin.host import proc
 from deadpool_plugin.host.interfaces import address_of, addresses_here
 from deadpool_plugin.host.output import LineBuffer, Pipe, Writer
-from deadpool_plugin.host.watch import Processes, described_exit
+from deadpool_plugin.host.processes import Processes, described_exit
 from deadpool_plugin.transport.handshake import Credentials
 from deadpool_plugin.transport.rendezvous import Hello
 
@@ -443,7 +443,7 @@ def test_the_kernel_knows_this_hosts_addresses():
 
 MEMPOLICY = """
 import ctypes, os
-from deadpool_plugin.host.processes import run_anywhere
+from deadpool_plugin.host.spawning import run_anywhere
 libc, policy, bound = ctypes.CDLL(None), ctypes.c_int(-1), ctypes.c_ulong(1)
 set_policy, get_policy = {"x86_64": (238, 239), "aarch64": (237, 236)}.get(os.uname().machine, (0, 0))
 if not set_policy or libc.syscall(set_policy, 2, ctypes.byref(bound), 64):  # MPOL_BIND, to node 0

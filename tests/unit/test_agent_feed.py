@@ -23,7 +23,7 @@ from deadpool_plugin.config import Config
 from deadpool_plugin.core import io
 from deadpool_plugin.core.controller import Controller
 from deadpool_plugin.core.types import World
-from deadpool_plugin.host.watch import Processes
+from deadpool_plugin.host.processes import Processes
 from deadpool_plugin.transport.local import LocalPeer
 
 
@@ -74,11 +74,10 @@ def test_the_node_that_coordinates_says_again_and_again_that_the_job_has_not_end
 
 
 @pytest.fixture
-def ending(monkeypatch):
+def ending():
     """(agent, lives, slot, what it says): its job has ended well; rank 3 is at work (its pid is ours)."""
-    monkeypatch.setattr(Lives, "_standby_is_gone", lambda self, slot: False)
     said: list[Any] = []
-    slot = Slot(0, rank=3, supervisor=stand_in(LocalPeer))
+    slot = Slot(0, rank=3, supervisor=stand_in(LocalPeer), standby_pid=os.getpid())
     slot.process = Process(order=1, rank=3, rehearses=False, in_training=True, pid=os.getpid())
     agent = Agent.__new__(Agent)
     agent._node, agent._config = 1, cast(Config, types.SimpleNamespace(decision_timeout_s=0.01))

@@ -24,7 +24,7 @@ from deadpool_plugin.agent.workers import Workers
 from deadpool_plugin.agent.world import Place
 from deadpool_plugin.core import io
 from deadpool_plugin.core.types import NO_STEP, World
-from deadpool_plugin.host.watch import Processes
+from deadpool_plugin.host.processes import Processes
 from deadpool_plugin.mirror.history import History
 from deadpool_plugin.mirror.store import SnapshotStore
 from deadpool_plugin.transport import local

@@ -16,7 +16,7 @@ from support.stand_in import stand_in
 from deadpool_plugin.agent.lives import Lives
 from deadpool_plugin.agent.slots import Process, Slot
 from deadpool_plugin.host import proc
-from deadpool_plugin.host.watch import POLL_S, Processes
+from deadpool_plugin.host.processes import POLL_S, Processes
 from deadpool_plugin.transport.local import LocalPeer
 
 PARENT = """

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 from support import expect
 
-from deadpool_plugin.host.processes import spawn
+from deadpool_plugin.host.spawning import spawn
 from deadpool_plugin.launch import lessons as lessons_module
 from deadpool_plugin.launch import standby
 from deadpool_plugin.launch.lessons import Lessons, tell_modules

@@ -16,17 +16,16 @@ from deadpool_plugin.agent.lives import Lives
 from deadpool_plugin.agent.reports import Reports
 from deadpool_plugin.agent.slots import Process, Slot
 from deadpool_plugin.core import io
-from deadpool_plugin.host import proc, watch
-from deadpool_plugin.host.watch import Processes
+from deadpool_plugin.host import proc
+from deadpool_plugin.host.processes import Processes
 from deadpool_plugin.transport import local
 
 
 @pytest.fixture
-def heard(monkeypatch):
+def heard():
     """(lives, slot, what was heard in its order): rank 3 runs in the only slot."""
-    monkeypatch.setattr(Lives, "_standby_is_gone", lambda self, slot: False)
     order: list[io.Input | Slot] = []
-    slot = Slot(0, rank=3)
+    slot = Slot(0, rank=3, standby_pid=os.getpid())
     lives = Lives(1, [slot], Processes("tag.", 10.0), order.append, order.append, stand_in(Reports).say)
     slot.process = Process(order=1, rank=3, rehearses=False, in_training=True)
     return lives, slot, order
@@ -193,7 +192,7 @@ def test_a_watch_without_descriptors_looks_again_and_says_so_once(monkeypatch, c
 
     async def scenario():
         monkeypatch.setattr(proc, "look", look)
-        watching, seen = watch.Processes("tag.", 1.0), asyncio.get_running_loop().create_future()
+        watching, seen = Processes("tag.", 1.0), asyncio.get_running_loop().create_future()
         watching.watch(1, seen.set_result, lambda seconds: None)
         watching.start()
         try:

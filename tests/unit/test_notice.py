@@ -16,7 +16,7 @@ from deadpool_plugin.agent.lives import Lives
 from deadpool_plugin.agent.slots import Process, Slot
 from deadpool_plugin.core import io
 from deadpool_plugin.host import proc
-from deadpool_plugin.host.watch import Processes
+from deadpool_plugin.host.processes import Processes
 from deadpool_plugin.transport.local import LocalPeer
 
 HANDLES = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: None); print(flush=True); signal.pause()"

@@ -13,7 +13,7 @@ import pytest
 
 from deadpool_plugin import plugin
 from deadpool_plugin.config import Config
-from deadpool_plugin.host.processes import spawn
+from deadpool_plugin.host.spawning import spawn
 from deadpool_plugin.launch.standby import Standby
 from deadpool_plugin.launch.worker import become
 from deadpool_plugin.transport import local
