@@ -243,6 +243,17 @@ def test_what_is_not_held_or_laid_out_otherwise_is_not_sent(run):
     run(work)
 
 
+def test_a_rank_that_runs_there_is_not_mirrored_there(run):
+    async def work(bodies: Bodies) -> None:
+        bodies.stage(0, 0, 3)
+        bodies.stage(1, 0, 3)
+        with pytest.raises(RefusedByPeer):
+            await bodies.push(0, 1, 0, 3)
+        assert bodies.heard[1] == []
+
+    run(work)
+
+
 def test_a_payload_that_has_changed_is_not_sent_again(run):
     """Its checksums are those of its first reading."""
 

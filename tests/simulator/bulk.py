@@ -89,7 +89,7 @@ class Bulk:
         except (StaleGeneration, NotEntered) as error:
             await self._cross(target, self._node)
             raise InAnotherGeneration(str(error)) from error
-        except TransportError:
+        except (ConnectionClosed, OwnFault):
             raise
         except DeadpoolError as error:
             await self._cross(target, self._node)
@@ -122,9 +122,12 @@ class Bulk:
     ) -> None:  # fmt: skip
         rank, step, store = sent.header.rank, sent.header.step, target.store
         await self._await_entry(target, generation)
+        waited_s = 0.0
         while (writer := store.writers.get(rank)) is not None and writer.runs:
+            if waited_s >= self._cluster.config.patience_s / 4:
+                raise TransportError(f"another transfer of rank {rank} still runs")
+            waited_s += RETRY_S
             await asyncio.sleep(RETRY_S)
-            store.check_generation(generation)
         held = store.already_mirrored(rank, step, sent.digest, with_payload)
         if held is None or held.replicas != replicas:
             store.writers[rank] = self._node
