@@ -123,18 +123,22 @@ class Bulk:
         rank, step, store = sent.header.rank, sent.header.step, target.store
         await self._await_entry(target, generation)
         waited_s = 0.0
-        while (writer := store.writers.get(rank)) is not None and writer.runs:
+        while rank in store.writers:
+            writer, sent_in = store.writers[rank]
+            if not writer.runs or sent_in < store.generation:
+                break  # its end has come, or the fence has cut it, however long its sender stands still
             if waited_s >= self._cluster.config.patience_s / 4:
                 raise TransportError(f"another transfer of rank {rank} still runs")
             waited_s += RETRY_S
             await asyncio.sleep(RETRY_S)
         held = store.already_mirrored(rank, step, sent.digest, with_payload)
         if held is None or held.replicas != replicas:
-            store.writers[rank] = self._node
+            mine = store.writers[rank] = (self._node, generation)
             try:
                 held = await self._write(target, sent, generation, with_payload, replicas, records)
             finally:
-                store.writers.pop(rank, None)
+                if store.writers.get(rank) is mine:
+                    del store.writers[rank]
         assert target.machine.bulk._mirrored is not None
         target.loop.call_soon(target.machine.bulk._mirrored, rank, step, generation, held)
 

@@ -103,14 +103,17 @@ def _at_once(method: Callable[..., T]) -> Callable[..., T]:
 
 
 class Store(SnapshotStore):
-    """Production's store over toy slots. `writers`: who is just writing a rank's mirror; `made`: all slots by `fd`."""
+    """Production's store over toy slots. `made`: all of them by `fd`.
+
+    `writers`: who is just writing a rank's mirror, and in which generation.
+    """
 
     def __init__(self, history_limit_bytes: int, changed: Callable[[Rank, Step], None]) -> None:
         super().__init__(history_limit_bytes)
         self._tell, self._unseen = changed, list[tuple[Rank, Step]]()
         self._depth = 0
         self._holdings = Listed(self._changed)
-        self.writers: dict[Rank, Node] = {}
+        self.writers: dict[Rank, tuple[Node, Generation]] = {}
         self.made: dict[int, ToyPair] = {}
 
     adopt_own = _at_once(SnapshotStore.adopt_own)
