@@ -513,7 +513,7 @@ class FakeModule:
         return sock
 
     def getaddrinfo(self, host: str, port: int, **options: Any) -> list[Any]:
-        return [(real.AF_INET, real.SOCK_STREAM, 0, "", (host, port))]
+        return [(real.AF_INET, options.get("type", real.SOCK_STREAM), 0, "", (host, port))]
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ import random
 import re
 import socket
 import sys
+import warnings
 from collections.abc import Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,11 @@ import pytest
 import yaml
 
 from deadpool_plugin.errors import ConfigError
+from deadpool_plugin.transport.sockets import address_towards
 from simulator.campaign import campaign
 from simulator.clock import Timeline
 from simulator.loop import HostLoop
-from simulator.network import Network, Socket, address_of
+from simulator.network import Network, Socket, address_of, faked
 from simulator.rules import Cut, Delay, Loss, Rule, Rules
 from simulator.run import Outcome, run
 from simulator.schedule import Fault, Ranges, Scenario, as_file, fixed_fields, read_faults, scenario
@@ -153,6 +155,15 @@ def test_where_nobody_listens_the_kernel_says_so_and_a_dark_host_says_nothing():
     ends.go_on()
     assert met == [(ConnectionRefusedError, False), (TimeoutError, True)]
     assert isinstance(ends.ended[0], TimeoutError), "nothing that is sent to it is acknowledged"
+
+
+def test_a_host_knows_which_of_its_addresses_leads_to_another_one():
+    ends = Ends()
+    ends.go_on()
+    with faked(), warnings.catch_warnings(record=True) as said:
+        ends.loops[0].run_from_here()
+        assert address_towards(address_of(1), 80) == address_of(0)
+    assert not said, said[0].message
 
 
 def test_a_host_that_stands_still_finds_everything_and_one_that_is_gone_runs_nothing():
