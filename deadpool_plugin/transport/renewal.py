@@ -20,6 +20,8 @@ from .links import NotWanted
 from .sockets import Address, connected
 
 _AGAIN_S = 0.01
+_AGAIN_MAX_S = 0.2
+"""An attempt that fails waits twice as long as the one before: many nodes ask one that is ending."""
 _UNASKED_S = 0.1
 """A node that has lost a link which the other end dials waits so long to be dialled before it asks."""
 YOUNG_S = 1.0
@@ -91,10 +93,12 @@ class Renewals:
         """Nothing is awaited between the last look at the link and the end of this."""
         loop = asyncio.get_running_loop()
         why, silent, deadline = "no answer", True, loop.time() + self.patience_s
+        again_s = _AGAIN_S
         try:
             await asyncio.sleep(after_s)
             while line.link is None and self._is_wanted(peer) and loop.time() < deadline:
-                await self._try(peer, line, deadline - loop.time())
+                await self._try(peer, line, deadline - loop.time(), again_s)
+                again_s = min(2 * again_s, _AGAIN_MAX_S)
         except ConnectionRefusedError:
             why, silent = "nobody listens there", False
         except NotWanted:
@@ -127,8 +131,11 @@ class Renewals:
                 self._still_silent(peer, reason)
             await asyncio.sleep(max(0.0, began + every_s - loop.time()))
 
-    async def _try(self, peer: NodeId, line: Line, within_s: float) -> None:
-        """One attempt. Raises: ConnectionRefusedError if nobody listens there; TransportError if it is in vain."""
+    async def _try(self, peer: NodeId, line: Line, within_s: float, again_s: float) -> None:
+        """One attempt, and a pause of `again_s` after one that fails.
+
+        Raises: ConnectionRefusedError if nobody listens there; TransportError if it is in vain.
+        """
         try:
             async with asyncio.timeout(within_s):
                 await self._ask(peer, line)
@@ -136,7 +143,7 @@ class Renewals:
             raise
         except (ConnectionClosed, OSError) as error:  # who is being ended may still listen
             _log.info("node %d does not answer now: %r", peer, error)
-            await asyncio.sleep(_AGAIN_S)
+            await asyncio.sleep(again_s)
 
     async def _ask(self, peer: NodeId, line: Line) -> None:
         (await connected(self._addresses[peer])).close()  # that nobody listens is known before it is this link's turn

@@ -228,6 +228,19 @@ def test_a_host_that_answers_no_more_is_lost_after_a_while() -> None:
     run(scenario)
 
 
+def test_a_host_that_ends_each_connection_is_asked_less_and_less_often() -> None:
+    async def scenario() -> None:
+        async with two(patience_s=2.0) as (first, second, relay, other):
+            for one in (relay, other):
+                one.cut_after += [0] * 10_000
+                one.cut()
+            for node in (first, second):
+                assert "no answer" in await asyncio.wait_for(node.lost.get(), WAIT_S)
+            assert len(relay.passages) < 60, "an attempt is two connections, and ten a second are enough"
+
+    run(scenario)
+
+
 def test_a_host_that_answers_no_more_is_said_to_be_silent_until_it_is_dropped() -> None:
     async def scenario() -> None:
         async with two(patience_s=2.0) as (first, second, relay, other):
