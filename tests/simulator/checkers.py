@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from deadpool_plugin.core import io
-from deadpool_plugin.core.messages import Accepted, Promise, Verdict
+from deadpool_plugin.core.messages import Accepted, Prepare, Promise, Verdict
 from deadpool_plugin.core.types import NO_STEP, Generation, NodeId, Rank, Step, SwapPlan, World
 
 from . import oracle
@@ -33,6 +33,8 @@ class Checkers:
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self._accepted: dict[Generation, set[NodeId]] = {}
+        self._silent: dict[tuple[Generation, NodeId], set[NodeId]] = {}
+        """Whom each proposer of a generation would replace for nothing but its silence."""
         self._histories: dict[Generation, int] = {}
         self.committed: dict[Generation, Step] = {}
         """The newest step that was called committed in each generation."""
@@ -51,6 +53,9 @@ class Checkers:
             if isinstance(action, io.Send):
                 if isinstance(action.message, (Promise, Accepted)) and fence < action.message.ballot.generation:
                     raise Violation("NO_STALE_WRITE", f"node {node.number} votes before it is fenced: {action.message}")
+                if isinstance(action.message, Prepare):
+                    ballot = action.message.ballot
+                    self._silent[ballot.generation, ballot.node] = set(action.message.silent)
             elif isinstance(action, io.AbortWorkers):
                 fence = max(fence, action.generation)
             elif isinstance(action, io.EndRank):
@@ -73,7 +78,7 @@ class Checkers:
         """
         lost, generation = planned.fields["lost_nodes"], proposer.controller.generation
         assert isinstance(lost, tuple)
-        for number in proposer.controller._ctx.watch.silent & set(lost):
+        for number in self._silent.get((generation, proposer.number), set()) & set(lost):
             node = self._cluster.nodes[number]
             runs = any(
                 process.in_training and not process.held and process.unwound_for <= node.controller.generation
