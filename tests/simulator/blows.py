@@ -138,11 +138,14 @@ class Blows:
         alive = node.processes.alive
         if not alive:
             return False
-        process = alive[fault.pick % len(alive)]
-        process.end(exit_code)
-        self.blamed.add(node.number)
-        self._cluster.raised = self._cluster.raised or exit_code > 0
+        self.end(alive[fault.pick % len(alive)], exit_code)
         return True
+
+    def end(self, process: Process, exit_code: int) -> None:
+        """By a signal, or with an error in its script."""
+        process.end(exit_code)
+        self.blamed.add(process.node.number)
+        self._cluster.raised = self._cluster.raised or exit_code > 0
 
     def _stuck(self, fault: Fault, node: Node) -> bool:
         alive = node.processes.alive
@@ -210,12 +213,16 @@ class Blows:
 
     def _partition(self, fault: Fault, node: Node) -> bool:
         until, others = self._cluster.timeline.now + fault.seconds, self._others(node)
-        self._blame_everybody(until)
         if fault.kind == "part":
             others = {number for number in others if number % PARTS != fault.pick % PARTS}
-        rules: list[Rule] = [Cut(fault.kind, {node.number}, others, until)]
-        if fault.kind != "oneway":
-            rules.append(Cut(fault.kind, others, {node.number}, until))
+        return self.cut(fault.kind, {node.number}, others, until)
+
+    def cut(self, kind: str, inside: set[NodeId], outside: set[NodeId], until: float) -> bool:
+        """Nothing passes from those `inside` to those `outside`, nor back but for a `kind` that is one way."""
+        self._blame_everybody(until)
+        rules: list[Rule] = [Cut(kind, inside, outside, until)]
+        if kind != "oneway":
+            rules.append(Cut(kind, outside, inside, until))
         return self._add(rules)
 
     def _rift(self, fault: Fault, node: Node) -> bool:

@@ -62,6 +62,9 @@ def config_of(scenario: Scenario) -> Config:
 class Cluster:
     """`scenario` at work. `raised`: a script has failed, or a person has ended the job."""
 
+    excuses: tuple[str, ...] = ()
+    """Words of verdicts that a test brings about by what the oracle knows nothing of."""
+
     def __init__(self, scenario: Scenario, transcript: Transcript | None = None) -> None:
         self.scenario, self.transcript = scenario, transcript
         self.rng = random.Random(f"run {scenario.seed}")

@@ -80,6 +80,8 @@ def judge_verdict(cluster: Cluster, node: Node, stopped: io.Emit) -> None:
         return
     if cluster.strikes.struck["hang"] > 1 and "got any further" in reason:
         return  # of two processes that hang one after the other in one step the second ends the job
+    if any(excuse in reason for excuse in cluster.excuses):
+        return
     if reason.startswith(MISPAIRS):
         if max(cluster.blows.mispaired.values(), default=0) < 2:
             raise Violation("RIGHT_VERDICT", f"no rank has mispaired twice, and node {node.number} says: {reason}")
