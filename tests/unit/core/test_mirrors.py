@@ -11,11 +11,7 @@ from hypothesis import strategies as st
 from support import present
 
 from deadpool_plugin.core.placement import buddies_of, copies_needed, with_racks, world_after
-from deadpool_plugin.core.policy import Policy
 from deadpool_plugin.core.types import World
-
-from .cluster import Cluster
-from .test_cluster import finished
 
 Assignment = dict[int, tuple[int, ...]]
 
@@ -150,16 +146,3 @@ def test_512_nodes_in_racks_of_16():
     after = present(world_after(world, {100, 300}, copies=2))
     changed = sum(old != new for old, new in zip(world.mirrors, after.mirrors, strict=True))
     assert cost(after, shown(after)) == 0 and changed <= 12
-
-
-@pytest.mark.parametrize("copies", [1, 2])
-def test_a_whole_rack_is_lost_and_the_job_goes_on(copies):
-    """Two nodes at once with one copy each: they stood together, so their mirrors did not."""
-    world = with_racks(World(0, (0, 1, 2, 3), (4, 5)), dict(enumerate("aabbcc")), copies)
-    cluster = Cluster(world, seed=copies, policy=Policy(copies=copies))
-    cluster.form()
-    assert cluster.run(lambda: bool(cluster.said("Mirrored")) and cluster.knows_of_training())
-    cluster.kill(2)
-    cluster.kill(3)
-    assert cluster.run()
-    finished(cluster)

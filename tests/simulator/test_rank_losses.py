@@ -1,0 +1,175 @@
+"""Processes lost on healthy nodes: replaced in place, within their budget; a script's own errors end the job."""
+
+from __future__ import annotations
+
+import pytest
+
+from deadpool_plugin.core import io
+from deadpool_plugin.core.types import NO_STEP
+
+HOMES = (0, 0, 1, 1, 2, 2)
+KILLED, RAISED = -9, 3
+
+
+def heal(job, rank: int, exit_code: int = KILLED) -> None:
+    """Lose a process, until its replacement trains."""
+    done = len(job.told("SwapDone"))
+    job.lose(rank, exit_code)
+    job.until(lambda: len(job.told("SwapDone")) > done)
+
+
+@pytest.mark.parametrize("rank", range(6))
+@pytest.mark.parametrize("exit_code", [KILLED, RAISED])
+def test_a_lost_process_is_replaced_on_its_node(start, exit_code, rank):
+    job = start(seed=rank).train()
+    job.lose(rank, exit_code)
+    assert set(job.end().values()) == {0} and list(job.plans) == [1]
+    assert job.plans[1].lost_ranks == (rank,) and job.plans[1].lost_nodes == ()
+    assert (job.plans[1].world.node_of, job.plans[1].world.spares) == (HOMES, (3, 4))
+    assert [event["rank"] for event in job.told("RankLost")] == [rank]
+    assert not job.told("NodeLost")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_processes_and_a_node_lost_at_once(start, seed):
+    job = start(seed=seed).train()
+    job.lose(2)
+    job.lose(5)
+    job.strike("kill", 0)
+    codes = job.end()
+    assert codes == {0: None, 1: 0, 2: 0, 3: 0, 4: 0} and len(job.told("RankLost")) == 2
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_failure_told_to_a_coordinator_that_dies_is_told_again(start, seed):
+    job = start(seed=seed).train()
+    job.lose(4)
+    job.until(lambda: job.told("RankLost"))
+    job.strike("kill", 0)
+    codes = job.end()
+    assert codes == {0: None, 1: 0, 2: 0, 3: 0, 4: 0}
+    assert [plan.lost_ranks for plan in job.plans.values() if plan.lost_ranks] == [(4,)]
+
+
+@pytest.mark.parametrize("rank", range(6))
+@pytest.mark.parametrize("when", ["Prepare", "Propose", "Reconfigure"])
+def test_a_process_lost_during_the_swap(start, when, rank):
+    """After the promise, before the plan, and after Reconfigure, also the one that hosts the chosen store."""
+    job = start(seed=rank).train()
+    job.lose(2 if rank != 2 else 3)
+    home = job.nodes[HOMES[rank]]
+    job.until(
+        {
+            "Prepare": lambda: job.context(home.number).swapping,
+            "Propose": lambda: job.told("SwapPlanned"),
+            "Reconfigure": lambda: home.controller.generation == 1,
+        }[when]
+    )
+    job.lose(rank)
+    assert set(job.end().values()) == {0}
+    assert len(job.told("RankLost")) == 2 and max(job.plans) <= 2
+
+
+def test_the_budget_is_the_ranks_and_a_spare_takes_over_then(start):
+    job = start(seed=7, spares=1, steps=60, restarts_max=2).train()
+    for rank in (2, 2, 3):  # another rank's budget is its own
+        heal(job, rank)
+    job.lose(2)
+    assert job.end() == {0: 0, 1: 87, 2: 0, 3: 0} and "restarts_max" in job.reasons[1]
+    assert job.plans[4].lost_nodes == (1,) and job.plans[4].world.node_of == (0, 0, 3, 3, 2, 2)
+
+
+@pytest.mark.parametrize(("window_s", "lost"), [(40.0, ()), (1000.0, (1,))])
+def test_losses_long_ago_do_not_count(start, window_s, lost):
+    """Each loss of the rank is some 60 s after the one before."""
+    job = start(seed=7, steps=60, restarts_max=2, restarts_window_s=window_s).train()
+    for _ in range(3):
+        heal(job, 2)
+        job.hold()
+        job.idle(60.0)
+        job.release()
+    assert job.end() == {number: 87 if number in lost else 0 for number in range(5)}
+    assert [plan.lost_nodes for plan in job.plans.values()] == [(), (), lost]
+
+
+def test_no_restarts_means_a_crash_costs_the_host(start):
+    job = start(restarts_max=0).train()
+    job.lose(5)
+    assert job.end() == {0: 0, 1: 0, 2: 87, 3: 0, 4: 0} and job.plans[1].lost_nodes == (2,)
+
+
+def test_an_error_that_comes_back_ends_the_job(start):
+    job = start(steps=60).train()
+    heal(job, 2, RAISED)
+    job.lose(2, RAISED)
+    assert set(job.end().values()) == {RAISED}
+    assert all(f"script of rank 2 ended with {RAISED}" in reason for reason in job.reasons.values())
+    assert not any("new processes" in reason for reason in job.reasons.values()), "its own is the only one"
+
+
+def test_an_error_that_comes_back_beside_a_newcomer_may_be_the_newcomers(start):
+    """A collective that a newcomer issues and the others do not is an error in who reads its answer."""
+    job = start(steps=60).train()
+    job.strike("kill", 2)
+    job.until(lambda: job.told("SwapDone"))
+    heal(job, 2, RAISED)
+    job.lose(2, RAISED)
+    assert job.end() == {0: RAISED, 1: RAISED, 2: None, 3: RAISED, 4: RAISED}
+    assert all("rank(s) 4, 5 run in new processes" in reason for reason in job.reasons.values())
+
+
+def test_an_error_long_after_another_is_another(start):
+    job = start(steps=60).train()
+    for _ in range(2):
+        heal(job, 2, RAISED)
+        newest = job.newest_committed
+        job.until(lambda n=newest: job.newest_committed > n + 3)
+    assert set(job.end().values()) == {0}
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_an_error_of_every_rank_ends_the_job_at_once(start, seed):
+    job = start(seed=seed).train()
+    for rank in range(6):
+        job.lose(rank, RAISED + rank)
+    assert set(job.end().values()) == {RAISED}, "the lowest rank's"
+    assert "every rank failed" in job.reasons[3] and "rank 0" in job.reasons[3]
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_an_error_before_training_ends_the_job(start, seed):
+    job = start(seed=seed)
+    job.until(lambda: job.all(io.StartWorkers))
+    job.lose(2, RAISED)
+    assert set(job.end().values()) == {RAISED} and not job.plans
+
+
+@pytest.mark.parametrize("rank", range(6))
+def test_a_process_lost_before_training_begins_the_script_again(start, rank):
+    job = start(seed=rank)
+    job.until(lambda: job.all(io.StartWorkers))
+    job.lose(rank)
+    assert set(job.end().values()) == {0}
+    assert job.plans[1].restore_step == NO_STEP and job.plans[1].world.spares == (3, 4)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_losses_while_the_script_begins_again(start, seed):
+    job = start(seed=seed)
+    processes = job.nodes[2].processes
+    job.until(lambda: job.nodes[0].processes.of(1) and processes.of(4))
+    first = job.process(4)
+    job.lose(1)
+    job.until(lambda: 1 in job.plans and processes.of(4) not in (None, first))
+    job.lose(4)
+    job.until(lambda: 2 in job.plans)
+    job.strike("kill", 0)
+    assert job.end() == {0: None, 1: 0, 2: 0, 3: 0, 4: 0}
+
+
+@pytest.mark.parametrize("exit_code", [KILLED, RAISED])
+def test_the_only_node_replaces_its_processes_too(start, exit_code):
+    job = start(active=1, spares=0, slots=2)
+    job.until(lambda: job.newest_committed >= 2)
+    job.lose(1, exit_code)
+    assert job.end() == {0: 0} and list(job.plans) == [1]
