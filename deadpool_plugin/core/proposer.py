@@ -16,6 +16,7 @@ from .ledger import Ledger
 from .membership import Acceptor, Proposal, is_half, is_quorum
 from .messages import Accepted, Decided, Promise, Propose, Refused
 from .planning import NoSpare, Situation, plan_swap
+from .suspicion import LINKING_PATIENCES
 from .types import NO_STEP, Ballot, Failure, NodeId, SwapPlan, Unrecoverable, listed
 
 ROUNDS_MAX = 64
@@ -45,7 +46,10 @@ class Proposer:
         self._round_seen += 1
         ballot = Ballot(ctx.world.generation + 1, self._round_seen, ctx.node)
         silent = tuple(node for node in suspects if ctx.is_silent(node))
-        self.proposal = Proposal(ballot, dict(suspects), ctx.now + ctx.timing.phase_timeout_s, silent)
+        deadline = ctx.now + ctx.timing.phase_timeout_s
+        if not ctx.watch.unheard <= suspects.keys():  # it may link up still, and wait for a host that stands still
+            deadline = max(deadline, ctx.formed_at + LINKING_PATIENCES * ctx.timing.silent_after_s)
+        self.proposal = Proposal(ballot, dict(suspects), deadline, silent)
         ctx.broadcast(self.proposal.prepare())
 
     # -- from promises to a plan -------------------------------------------------------------------------------
@@ -234,15 +238,16 @@ class Proposer:
         if proposal is None or ctx.now < proposal.deadline:
             return
         missing = proposal.missing(ctx.world)
-        phase = "Prepare" if proposal.plan is None else "Propose"
+        phase, limit = "Prepare" if proposal.plan is None else "Propose", f"within {ctx.timing.phase_timeout_s:g} s"
         for node in missing:
             if node != ctx.node:
-                ctx.watch.accuse(node, f"no answer to {phase} within {ctx.timing.phase_timeout_s:g} s", silent=True)
+                linking = f"since the hosts met, {ctx.now - ctx.formed_at:.0f} s ago"
+                when = linking if node in ctx.watch.unheard else limit
+                ctx.watch.accuse(node, f"no answer to {phase} {when}", silent=True)
         if missing or proposal.plan is not None:
             self.proposal = None
         elif proposal.claim is not None:
-            limit = f"{ctx.timing.phase_timeout_s:g} s"
-            ctx.give_up(f"the witness has not answered within {limit}, and half cannot decide alone", ctx.lost_ranks())
+            ctx.give_up(f"the witness has not answered {limit}, and half cannot decide alone", ctx.lost_ranks())
         else:
             reason = "no surviving node offers a store to build groups over"
             ctx.stop("; ".join(filter(None, (described(proposal.lost), reason))), lost_ranks=ctx.lost_ranks())

@@ -26,6 +26,7 @@ from deadpool_plugin.core.messages import (
     Verdict,
 )
 from deadpool_plugin.core.policy import Policy
+from deadpool_plugin.core.suspicion import LINKING_PATIENCES
 from deadpool_plugin.core.timing import Timing
 from deadpool_plugin.core.types import NEVER, Ballot, Checkpoint, Failure, Holding, SwapPlan, World
 
@@ -231,6 +232,8 @@ def test_ones_own_pause_is_no_evidence():
 
 def test_who_was_asked_and_has_answered_while_one_slept_is_not_late():
     controller = formed(0)
+    for node in sorted(controller._ctx.watch.unheard):
+        hear(controller, node, Report(0), 0.2)
     controller.step(io.LinkLost(2, "gone"), 0.3)
     actions = controller.step(io.Ticked(), 60.0)
     assert not [action for action in actions if isinstance(action, (io.Emit, io.Leave))]
@@ -240,6 +243,20 @@ def test_who_was_asked_and_has_answered_while_one_slept_is_not_late():
         controller.step(io.Received(3, Report(0)), float(now))
         controller.step(io.Ticked(), float(now))
     assert 1 in controller._ctx.watch.evidence, "the phase has gone on since"
+
+
+def test_who_may_still_link_up_has_as_long_to_answer_as_linking_takes():
+    """Its links to others may wait for a host that stands still; until then it does not know the world."""
+    controller = formed(0)
+    hear(controller, 1, Report(0))
+    controller.step(io.LinkLost(2, "gone"), 0.3)
+    limit_s = int(LINKING_PATIENCES * TIMING.silent_after_s)
+    for now in range(1, limit_s):
+        hear(controller, 1, Promise(Ballot(1, 1, 0), None, (), ""), float(now))
+        controller.step(io.Ticked(), float(now))
+    assert 3 not in controller._ctx.suspects and now > TIMING.phase_timeout_s
+    controller.step(io.Ticked(), float(limit_s))
+    assert 3 in controller._ctx.suspects
 
 
 @pytest.mark.parametrize("held_by_a_spare, undone", [(4, True), (5, False)])
