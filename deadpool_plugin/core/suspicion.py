@@ -50,6 +50,10 @@ class Watch:
         """Return whether we have heard of `node` ourselves, lately enough not to count it as lost for its silence."""
         return now - self.heard.get(node, now - timing.silent_after_s) < timing.silent_after_s
 
+    def is_late(self, node: NodeId, now: float, timing: Timing) -> bool:
+        """Return whether half of the time is over after which `node` is lost for its silence."""
+        return now - self.heard.get(node, now) >= timing.silent_after_s / 2
+
     def accuse(self, node: NodeId, reason: str, silent: bool = False) -> None:
         """`node` is lost; the first reason stays. `silent`: for nothing but its silence."""
         if not silent:

@@ -68,8 +68,17 @@ class Swaps:
             return False
         if proposal is not None:
             return proposal.is_outdated(suspects)
+        if suspects and all(ctx.is_silent(node) for node in suspects) and self._is_hard_of_hearing:
+            return False
         due = bool(suspects) or self._failures.any or self._is_stuck or ctx.swapping
         return due or (ctx.training and bool(ctx.joinable))
+
+    @property
+    def _is_hard_of_hearing(self) -> bool:
+        """Return whether others fall silent too. It may be this node that hears nobody, and whoever it asks to go on
+        without the silent ones makes them leave."""
+        ctx = self._ctx
+        return any(ctx.watch.is_late(node, ctx.now, ctx.timing) for node in ctx.living if node != ctx.node)
 
     def _without_quorum(self, suspects: Mapping[NodeId, str]) -> None:
         """Nothing can be decided here. The others may see it otherwise and go on, so this node ends alone."""
