@@ -24,26 +24,65 @@ from deadpool_plugin.core import io
 from deadpool_plugin.core.controller import Controller
 from deadpool_plugin.core.types import World
 from deadpool_plugin.host.processes import Processes
+from deadpool_plugin.transport import local
 from deadpool_plugin.transport.local import LocalPeer
 
 
-@pytest.mark.parametrize("error", [OSError("no more descriptors"), ValueError("a bug")])
-def test_an_action_that_fails_ends_this_node_and_not_the_link_whose_message_asked_for_it(error, capsys, monkeypatch):
-    def fails(event, now):
-        raise error
-
-    left: list[io.Leave] = []
-    said: list[tuple[str, str]] = []
+@pytest.fixture
+def member(monkeypatch):
+    """(agent of node 3, why it has left, the events it has emitted)."""
+    left: list[str] = []
+    said: list[tuple[str, object]] = []
     agent = Agent.__new__(Agent)
     agent._inputs, agent._stepping, agent._node = deque(), False, 3
     agent._loop = cast(asyncio.AbstractEventLoop, types.SimpleNamespace(time=lambda: 0.0))
-    agent._controller = cast(Controller, types.SimpleNamespace(step=fails, world=World(0, (0, 3), ())))
+    agent._controller = cast(Controller, types.SimpleNamespace(world=World(0, (0, 3), ())))
     agent._left = cast("asyncio.Future[int]", types.SimpleNamespace(done=lambda: False))
-    agent._reports = cast(Reports, types.SimpleNamespace(emit=lambda kind, reason: said.append((kind, reason))))
-    monkeypatch.setattr(agent, "_leave", left.append)
-    agent.feed(io.Ticked())
-    assert [action.reason for action in left] == [str(error)] and not agent._stepping
-    assert said == [("NodeFenced", f"its agent failed: {error!r}")]
+    agent._reports = cast(Reports, types.SimpleNamespace(emit=lambda kind, **fields: said.append((kind, fields))))
+    monkeypatch.setattr(agent, "_leave", lambda action: left.append(action.reason))
+    return agent, left, said
+
+
+@pytest.mark.parametrize("error", [OSError("no more descriptors"), ValueError("a bug")])
+@pytest.mark.parametrize("where", ["an action", "a callback"])
+def test_what_fails_ends_this_node_and_not_the_link_whose_message_asked_for_it(member, error, where):
+    agent, left, said = member
+
+    def fails(event, now):
+        raise error
+
+    agent._controller.step = fails
+    if where == "an action":
+        agent.feed(io.Ticked())
+    else:
+        agent._unhandled({"message": "exception in callback", "exception": error})
+    assert left == [str(error)] and not agent._stepping
+    assert said == [("NodeFenced", {"reason": f"its agent failed: {error!r}"})]
+
+
+def test_what_the_loop_only_warns_of_is_noted_and_ends_nobody(member):
+    agent, left, said = member
+    agent._unhandled({"message": "socket.accept() out of system resource"})
+    assert not left and said == [("Note", {"text": "socket.accept() out of system resource"})]
+
+
+@pytest.mark.parametrize(
+    ("message", "part", "method"),
+    [
+        (local.WorkerExited(4, -9), "_lives", "exited"), (local.StandbyExited(9), "_lives", "standby_exited"),
+        (local.CannotEnd("state D"), "_lives", "cannot_end"), (local.Leaving(15), "_lives", "leaving"),
+        (local.OutOfReach("too far"), "_lives", "out_of_reach"), (local.StoreOffer("h:1"), "_workers", "store_offer"),
+        (local.Unwound(1), "_unwinding", "unwound"), (local.Saving(0), "_unwinding", "saving"),
+        (local.Moved(0, 3), "_spares", "moved"), (local.Rehearsed(0, 1.0), "_spares", "rehearsed"),
+    ],
+)  # fmt: skip
+def test_what_a_process_says_reaches_the_part_whose_duty_it_is(member, message, part, method):
+    agent, _, _ = member
+    heard: list[object] = []
+    slot = Slot(0, rank=3)
+    setattr(agent, part, types.SimpleNamespace(**{method: lambda *arguments: heard.extend(arguments)}))
+    agent._heard(slot, stand_in(LocalPeer), message)
+    assert heard == [slot, message]
 
 
 def test_the_node_that_coordinates_says_again_and_again_that_the_job_has_not_ended(monkeypatch):

@@ -147,6 +147,19 @@ def test_recordings() -> None:
     assert store.get_recording(1) == b"recording"
     with pytest.raises(NotHeld, match=r"rank 0 .*held: \[1\]"):
         store.get_recording(0)
+    store.fence(2)
+    with pytest.raises(StaleGeneration):
+        store.put_recording(1, b"of a history that is over", 1)
+    assert store.get_recording(1) == b"recording"
+
+
+def test_a_rank_is_held_as_long_as_anything_of_it_takes_memory() -> None:
+    store = SnapshotStore()
+    staged(store, 0, 1)
+    store.begin_mirror(1, 1, 0, 4096, 64)
+    store.put_recording(2, b"recording")
+    assert [rank for rank in range(4) if store.holds(rank)] == [0, 1, 2]
+    free(store)
 
 
 @given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 6))), st.integers(0, 12), st.integers(0, 12))
