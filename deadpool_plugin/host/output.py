@@ -10,13 +10,14 @@ import asyncio
 import errno
 import math
 import os
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from ..core.types import NodeId, Rank, Step
 
@@ -30,6 +31,17 @@ LOOK_EVERY_S = 10.0
 """Between two looks whether a file that is written to is still there."""
 _CLOSE_S = 2.0
 _READ_BYTES = 1 << 16
+
+
+def say(text: str, to: TextIO | None = None) -> None:
+    """Print a line of the plugin's, to standard output unless told otherwise. A terminal or a pipe that is closed fails
+    nobody: nothing more is written to it."""
+    stream = to or sys.stdout
+    try:
+        print(f"[deadpool] {text}", file=stream, flush=True)
+    except OSError:
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), stream.fileno())
 
 
 def rank_file(output_dir: Path, rank: Rank, node: NodeId) -> Path:
@@ -224,7 +236,8 @@ class Writer:
         if now - self._said_at >= SAID_EVERY_S:
             self._said_at = now
             lost = f"{os.uname().nodename} cannot write everything to output_dir"
-            self.forward(f"[deadpool] {lost}: {why}\n".encode())
+            then = "training goes on; its logs and events have gaps until there is room again"
+            self.forward(f"[deadpool] {lost}: {why}; {then}\n".encode())
 
     def close(self) -> None:
         """Write what is queued: the files first (a launcher that does not read must not hold us)."""

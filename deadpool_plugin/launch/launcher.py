@@ -23,6 +23,7 @@ from ..config import Config, load
 from ..errors import ConfigError, shell_code
 from ..events import JobFinished, JobStopped, NodeEnded, NodeJoined
 from ..host import proc
+from ..host.output import say
 from ..host.spawning import ending_signals
 from ..transport.sockets import allow_many_files
 from . import carried, leash
@@ -51,17 +52,17 @@ def launch(words: Sequence[str]) -> int:
         ensure(config)
         check_unused(config)
         for doubt in doubts(request.command):
-            print(f"[deadpool] {doubt}", flush=True)
+            say(doubt)
         spares = config.spares if isinstance(config.spares, int) else len(config.spares)
-        print(f"[deadpool] hosts that train: {hosts - spares} of {hosts}; spares: {spares}", flush=True)
+        say(f"hosts that train: {hosts - spares} of {hosts}; spares: {spares}")
         named, folder = request.config or "none, all defaults", config.output_dir.absolute()
-        print(f"[deadpool] configuration: {named}; output_dir: {folder}", flush=True)
+        say(f"configuration: {named}; output_dir: {folder}")
         if not request.hosts:
             _become_deepspeed(request)
         _check_this_host()
         return asyncio.run(Launcher(request, config).run())
     except KeyboardInterrupt:
-        print("[deadpool] interrupted before anything was started", flush=True)
+        say("interrupted before anything was started")
         return 128 + signal.SIGINT
 
 
@@ -107,8 +108,8 @@ class Launcher:
             code = await self._follow(launched)
             told = self._stewards.words
             for node, word in told.items():
-                if word.killed:
-                    print(f"[deadpool] {self._request.hosts[node]}: {word.killed} process(es) had to be killed")
+                if word.killed and not (self._unformed or self._interrupted):
+                    say(f"{self._request.hosts[node]}: {word.killed} process(es) had to be killed")
             return self._conclude(outcome({k: word.events for k, word in told.items()}, self._request.hosts, code))
         finally:
             keeping.cancel()
@@ -177,7 +178,7 @@ class Launcher:
         codes = [event.exit_code for event in heard if isinstance(event, NodeEnded)]
         hosts = ", ".join(self._request.hosts[node] for node in sorted(told))
         self._unformed = Outcome(max(codes, default=0) or FAILED, f"{hosts} ended before the job formed", [])
-        print(f"[deadpool] {self._unformed.what}: ending it on the other hosts", flush=True)
+        say(f"{self._unformed.what}: ending it on the other hosts")
         proc.sweep(self._tag)
         self._end(0.0)
 
@@ -190,9 +191,9 @@ class Launcher:
     def _give_up(self, running: asyncio.Task[int]) -> None:
         if self._stewards.untold:
             left = ", ".join(self._stewards.untold)
-            print(f"[deadpool] the job's commands on {left} have not returned: those hosts are not cleaned up")
+            say(f"the job's commands on {left} have not returned: those hosts are not cleaned up")
         elif not running.done():
-            print("[deadpool] the job is over on every host, but deepspeed has not returned: ending it")
+            say("the job is over on every host, but deepspeed has not returned: ending it")
 
     def _interrupt(self, number: int) -> None:
         """End the job: at once if it has not formed yet, or the second time. An outcome that is known stays."""
@@ -207,7 +208,7 @@ class Launcher:
             said, grace_s = f"interrupted before the job has formed: ending it on {hosts} hosts", 0.0
         else:
             said = f"interrupted: ending the job on {hosts} hosts; processes left after {grace_s:g} s are killed"
-        print(f"[deadpool] {said}", flush=True)
+        say(said)
         if not grace_s:
             proc.sweep(self._tag)
         self._end(grace_s)
@@ -225,6 +226,6 @@ class Launcher:
             found = Outcome(self._settled.exit_code, self._settled.what, found.lost)
         if found.exit_code and not self._interrupted:
             for path in missing(self._request.command):
-                print(f"[deadpool] there is no file {path} where the job was launched; to do: correct the command")
-        print(f"[deadpool] {found}", flush=True)
+                say(f"there is no file {path} where the job was launched; to do: correct the command")
+        say(str(found))
         return found.exit_code

@@ -21,6 +21,7 @@ from ..agent.joining import deepspeed_env
 from ..agent.world import spare_nodes
 from ..config import Config
 from ..errors import ConfigError
+from ..host.output import say
 from . import leash
 from .request import Request
 
@@ -137,7 +138,7 @@ class Connection:
     async def _pass_on_complaints(self) -> None:
         assert self._ssh is not None and self._ssh.stderr is not None
         while line := await self._ssh.stderr.readline():
-            print(f"[deadpool] {self.host}: {line.decode(errors='replace').rstrip()}", file=sys.stderr, flush=True)
+            say(f"{self.host}: {line.decode(errors='replace').rstrip()}", to=sys.stderr)
 
 
 class Stewards:
@@ -161,9 +162,10 @@ class Stewards:
             if one.problem:
                 wrong.setdefault(one.problem.replace(f" on {one.name}", ""), []).append(one.host)
         if wrong:
-            found = "; ".join(f"{', '.join(hosts)}: {problem}" for problem, hosts in wrong.items())
+            each_group = [f"{', '.join(hosts)}: {problem}" for problem, hosts in wrong.items()]
             if all("; to do: " in problem for problem in wrong):
-                raise ConfigError(found)
+                raise ConfigError("\n[deadpool] ".join(each_group))
+            found = "; ".join(each_group)
             expected, remedy = "all hosts of the hostfile ready", "mend these hosts, or remove them from the hostfile"
             raise ConfigError(found, expected, remedy)
         if not isinstance(self._config.spares, int):

@@ -258,6 +258,22 @@ def test_ctrl_c_does_not_change_what_became_of_a_job_that_is_over(job, capfd, so
     )
 
 
+def test_a_terminal_that_is_closed_ends_the_job_as_ctrl_c_does(job, soon, monkeypatch):
+    """Nothing can be written to it any more, which the handler of its signal is the first to meet."""
+    terminal, ours = os.openpty()
+    interrupt = launcher.Launcher._interrupt
+
+    def hung_up(self, number):
+        os.close(terminal)
+        interrupt(self, number)
+
+    monkeypatch.setattr(launcher.Launcher, "_interrupt", hung_up)
+    hangs_up = f"os.kill({os.getpid()}, signal.SIGHUP)\ntime.sleep(60)\n"
+    with os.fdopen(ours, "w") as said:
+        monkeypatch.setattr(sys, "stdout", said)
+        assert job(RUNS + log(0, JOINED) + hangs_up) == 130
+
+
 @pytest.mark.parametrize(("verdict_at", "code"), [(5.0, 78), (15.0, 130)])
 def test_ctrl_c_while_hosts_clean_up_does_not_change_the_verdict(verdict_at, code):
     """They tell of it only when they have ended."""
