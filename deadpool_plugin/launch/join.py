@@ -41,6 +41,8 @@ ASK_S = 5.0
 POLL_S = 0.05
 ATTEMPTS_MAX = 5
 """How often another node id is tried when other hosts are faster."""
+MEMBERS_NAMED = 3
+"""Of the members that have the secret."""
 
 
 class Wish(msgspec.Struct, frozen=True):
@@ -84,7 +86,8 @@ def take_part(job: FoundJob, config: str, command: Sequence[str], program: Seque
     description = job.description
     check(description, config, command)
     node = asyncio.run(reserve(job))
-    print(f"[deadpool] {os.uname().nodename} joins the job of node {description.node} as node {node}", flush=True)
+    member = next((hello.host for hello in description.hellos if hello.node == description.node), "another host")
+    print(f"[deadpool] {os.uname().nodename} joins the job that {member} is in, as node {node}", flush=True)
     slots = description.hellos[0].local_size
     commands = [supervisor_command(program, description, k, config) for k in range(slots)]
     environments = [environment(description, node, k, os.environ) for k in range(slots)]
@@ -121,7 +124,7 @@ def find(wish: Wish) -> FoundJob:
         )
     if found and not path:
         config = Config(secret_file=_nearest([Path(file) for contact in found for file in contact.secret_files]))
-    secret = _secret(config)
+    secret = _secret(config, found)
     addresses = [(wish.to, wish.job_id)] if wish.to else [(contact.control, contact.job) for contact in found]
     described = asyncio.run(
         _described(
@@ -173,13 +176,16 @@ def _named(wish: Wish) -> tuple[Config, str]:
     return load(path), str(Path(path).resolve()) if path else ""
 
 
-def _secret(config: Config) -> bytes:
-    """Never made here: a new one would be a wrong one. Raises: ConfigError."""
+def _secret(config: Config, members: Sequence[contacts.Contact] = ()) -> bytes:
+    """Never made here: a new one would be a wrong one. `members`: who has it. Raises: ConfigError."""
     if not os.path.exists(config.secret_path):
+        files = [f"{one.host}:{one.secret_files[0]}" for one in members if one.secret_files][:MEMBERS_NAMED]
+        theirs = ", ".join(files or [str(carried.folder_of("*") / carried.SECRET)])
         raise ConfigError(
             f"there is no secret_file {config.secret_path} on {os.uname().nodename}",
-            "the job's secret, as on its hosts (after `deadpool launch`: as where it was launched)",
-            f"copy it from there, mode 0600, or name a configuration with another secret_file by {FLAG}",
+            "the job's secret, mode 0600",
+            f"copy it from a host that is in the job ({theirs}) or from where it was launched, or name a configuration "
+            f"with another secret_file by {FLAG}",
         )
     return ensure(config)
 
