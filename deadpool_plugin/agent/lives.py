@@ -183,8 +183,8 @@ class Lives:
     def leaving(self, slot: Slot, message: local.Leaving) -> None:
         name = signal.Signals(message.signal).name
         if message.signal == signal.SIGINT:
-            # Ctrl-C here, or any signal that `deadpool launch` got
-            self._feed(io.StopRequested(f"interrupted: node {self._node} was told to end", 128 + message.signal))
+            why = f"ended where it was launched (Ctrl-C, a closed terminal or a signal; node {self._node} was told)"
+            self._feed(io.StopRequested(why, 128 + message.signal))
         elif message.signal == signal.SIGHUP:
             self.give_up(f"node {self._node} found the launcher gone (on_launcher_loss: stop)")
         else:

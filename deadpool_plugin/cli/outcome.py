@@ -36,7 +36,9 @@ def run(args: argparse.Namespace) -> int:
     told = of_last_job(Follower(args.output_dir).poll())
     if not told:
         raise ConfigError(
-            f"no event log of a job in {args.output_dir}", "its output_dir", "name the folder it wrote to"
+            f"no event log of a job in {args.output_dir}",
+            "its output_dir",
+            "name the folder it wrote to; a job that ended before its hosts had met wrote nothing",
         )
     heard = [event for story in told.values() for event in story]
     if args.otherwise is None and _runs(heard):

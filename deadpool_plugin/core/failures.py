@@ -57,7 +57,7 @@ class Failures:
         not while a swap is under way, as others may be in the next generation already, whose verdict this is not."""
         ctx = self._ctx
         code = exit_code or 1
-        what = f"script of rank {rank} ended with {exit_code}: {reason}"
+        what = f"script of rank {rank} on node {ctx.node} ended with {exit_code}: {reason}"
         before = self._raised_at.get(rank)
         if not ctx.swapping and not ctx.has_trained:
             ctx.stop(what, code)
@@ -65,7 +65,7 @@ class Failures:
         if not ctx.swapping and before is not None and ctx.newest_committed - before <= AGAIN_WITHIN_STEPS:
             others = listed(sorted(ctx.unproven - {rank}))
             new = f"; rank(s) {others} run in new processes: do these issue other collectives?" if others else ""
-            ctx.stop(f"{what} (as it did after step {before} was committed{new})", code)
+            ctx.stop(f"{what} (its process before that one failed after step {before}, too{new})", code)
             return False
         self._raised_at[rank] = ctx.newest_committed
         return self._record(Failure(rank, code, what))

@@ -94,7 +94,7 @@ class Swaps:
         if 2 * len(living) < len(members):
             ctx.fence(what)
         else:
-            ctx.give_up(f"{what} (a tie)", ctx.lost_ranks())
+            ctx.give_up(f"{what} (a tie: half is enough only with a `witness`)", ctx.lost_ranks())
 
     def _who_may_know(self, living: tuple[NodeId, ...]) -> list[NodeId]:
         """List who may know a newer generation: living members, and hosts that our accepted plan takes in."""

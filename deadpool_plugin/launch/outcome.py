@@ -12,6 +12,7 @@ from typing import NamedTuple
 import msgspec
 
 from .. import events
+from ..agent.reports import named
 from ..errors import EXIT_FENCED, EXIT_RUNNING
 
 FAILED = 1
@@ -58,7 +59,7 @@ def outcome(told: Mapping[int, Sequence[events.Event]], hosts: Sequence[str], la
     if found is None and not told.keys() - _removed(heard):
         return Outcome(EXIT_RUNNING, UNREACHABLE, [])
     found = found or Verdict(launcher_code or FAILED, "the job did not finish")
-    return Outcome(*found, [names.get(node, f"node {node}") for node in lost])
+    return Outcome(found.exit_code, named(found.what, names), [names.get(node, f"node {node}") for node in lost])
 
 
 def ended(heard: Sequence[events.Event]) -> Verdict | None:

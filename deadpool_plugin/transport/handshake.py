@@ -146,7 +146,8 @@ class Handshake:
         """
         if not hmac.compare_digest(proof, self._proof(b"listen" if self._dialling else b"dial")):
             raise self.refusal(
-                "it does not prove the job's secret", "use the same secret_file content on every host of the job"
+                "it does not prove the job's secret",
+                "if it is to be in this job, give it the job's secret_file; if not, nothing",
             )
         self._check_job(self._job_of_peer())
         return int(_GREETING.unpack(self._theirs)[2])

@@ -120,7 +120,7 @@ def test_nothing_is_left_after_an_error_of_the_script(tmp_path):
         assert [cluster.wait_exit(node) for node in range(3)] == [3, 3, 3]
         for node in range(3):
             cluster.wait_gone(node)
-        assert "script of rank 1 ended with 3" in cluster.all_output()
+        assert "script of rank 1 on node 1 ended with 3" in cluster.all_output()
     finally:
         cluster.close()
 

@@ -137,7 +137,7 @@ def test_an_error_that_comes_back_ends_the_job_with_its_exit_code(tmp_path):
         ready(cluster)
         assert [cluster.wait_exit(node) for node in range(3)] == [3, 3, 3]
         assert len(cluster.events(events.SwapPlanned)) == 1
-        assert "script of rank 1 ended with 3: RuntimeError: told to at step 9" in cluster.output(0)
+        assert "script of rank 1 on node 1 ended with 3: RuntimeError: told to at step 9" in cluster.output(0)
     finally:
         cluster.close()
 

@@ -103,7 +103,7 @@ def test_an_error_that_comes_back_ends_the_job(start):
     heal(job, 2, RAISED)
     job.lose(2, RAISED)
     assert set(job.end().values()) == {RAISED}
-    assert all(f"script of rank 2 ended with {RAISED}" in reason for reason in job.reasons.values())
+    assert all(f"script of rank 2 on node 1 ended with {RAISED}" in reason for reason in job.reasons.values())
     assert not any("new processes" in reason for reason in job.reasons.values()), "its own is the only one"
 
 

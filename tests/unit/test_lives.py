@@ -74,10 +74,13 @@ def test_a_process_that_only_rehearses_its_rank_says_so_with_its_store(heard):
     assert order == [io.StoreOffered("host:3", 0, stand_in=True), io.StoreOffered("host:4", 0)]
 
 
+LAUNCHED = "ended where it was launched (Ctrl-C, a closed terminal or a signal; node 1 was told)"
+
+
 @pytest.mark.parametrize(
     ("number", "said"),
     [
-        (signal.SIGINT, io.StopRequested("interrupted: node 1 was told to end", 130)),
+        (signal.SIGINT, io.StopRequested(LAUNCHED, 130)),
         (signal.SIGHUP, io.NodeGivenUp("node 1 found the launcher gone (on_launcher_loss: stop)")),
         (signal.SIGTERM, io.NodeGivenUp("the launcher of node 1 ended its processes (SIGTERM)")),
     ],
