@@ -41,6 +41,7 @@ ASK_S = 5.0
 POLL_S = 0.05
 ATTEMPTS_MAX = 5
 """How often another node id is tried when other hosts are faster."""
+NOT_FOUND = "run this on a host that reaches these addresses; `deadpool outcome` says whether the job runs"
 MEMBERS_NAMED = 3
 """Of the members that have the secret."""
 
@@ -177,9 +178,17 @@ def _named(wish: Wish) -> tuple[Config, str]:
 
 
 def _secret(config: Config, members: Sequence[contacts.Contact] = ()) -> bytes:
-    """Never made here: a new one would be a wrong one. `members`: who has it. Raises: ConfigError."""
+    """Never made here: a new one would be a wrong one. `members`: who has it. Raises: ConfigError; TransportError if
+    there are such files, and none of those hosts answers."""
     if not os.path.exists(config.secret_path):
-        files = [f"{one.host}:{one.secret_files[0]}" for one in members if one.secret_files][:MEMBERS_NAMED]
+        hosts = asyncio.run(_at_work(members, Credentials(b"")))
+        if members and not hosts:
+            raise TransportError(
+                f"no member of a running job was found: {', '.join(one.host for one in members)} do not answer",
+                remedy=NOT_FOUND,
+            )
+        has_it = [one for one in members if one.host in hosts and one.secret_files]
+        files = [f"{one.host}:{one.secret_files[0]}" for one in has_it[:MEMBERS_NAMED]]
         theirs = ", ".join(files or [str(carried.folder_of("*") / carried.SECRET)])
         raise ConfigError(
             f"there is no secret_file {config.secret_path} on {os.uname().nodename}",
@@ -213,7 +222,7 @@ async def _described(
             failures.append(str(error))
     raise TransportError(
         f"no member of a running job was found: {'; '.join(failures)}",
-        remedy="run this on a host that reaches these addresses; `deadpool outcome` says whether the job runs",
+        remedy=NOT_FOUND,
     )
 
 

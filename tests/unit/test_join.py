@@ -257,6 +257,10 @@ def test_without_the_secret_it_is_said_where_it_was_looked_for(member, folder):
     theirs = r"in the job \(/dev/shm/deadpool-\*/secret\) or from where it was launched.*--deadpool-config"
     with pytest.raises(ConfigError, match=rf"no secret_file {folder}/.deadpool/secret on .*{theirs}"):
         join.find(join.Wish(to=member.hello.control))
+    member.close()
+    contacts.publish(folder / "logs", member.hello, (str(folder / "secret"),), MEMBERS_JOB)  # as a killed one leaves it
+    with pytest.raises(TransportError, match=r"no member of a running job was found: .* do not answer"):
+        join.find(join.Wish(job=folder / "logs"))
 
 
 @pytest.mark.parametrize("said", ["to", "job"])
