@@ -14,7 +14,7 @@ from ..events import ALIVE_S
 SILENT_S = 5 * ALIVE_S
 """A job that has not ended says so, whatever it does or waits for: without a word for so long it is gone."""
 
-SLOW_S = 60.0
+SLOW_S = 5.0
 SLOW_STEPS = 10
 """A job that trains and has done no step for so many seconds, and so many usual steps, is said to do none."""
 

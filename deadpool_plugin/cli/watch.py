@@ -34,6 +34,8 @@ from .model import SILENT_S, Loss, Row, Swap, span
 POLL_S = 0.25
 LINES_SHOWN = 6
 SWAPS_SHOWN = 4
+STALLED_S = 60.0
+"""So long without a step is worth red, and a line; shorter, it may be a save or an evaluation."""
 STYLES = {
     "active": "green",
     "spare": "cyan",
@@ -61,7 +63,8 @@ def draw(view: JobView, now: float, height: int | None = None) -> RenderableType
 
 
 def _headline(view: JobView, now: float) -> Text:
-    bad = view.exit_code or view.swapping_since is not None or silence(view, now) or view.stalled_s(now)
+    stalled = view.stalled_s(now) >= STALLED_S
+    bad = view.exit_code or view.swapping_since is not None or silence(view, now) or stalled
     style = "bold red" if bad else "bold"
     return Text.assemble(("deadpool  ", "dim"), (headline(view, now), style))
 
@@ -205,7 +208,7 @@ class PlainLines:
             lines.append(f"{_clock(now)} {silent}")
         self._silent = bool(silent)
         stalled_s = view.stalled_s(now)
-        if stalled_s and not silent and stalled_s >= 2 * self._stalled_s:  # at first, and whenever it has doubled
+        if not silent and stalled_s >= max(STALLED_S, 2 * self._stalled_s):  # at first, and when it has doubled
             lines.append(f"{_clock(now)} {headline(view, now)}")
             self._stalled_s = stalled_s
         self._stalled_s = self._stalled_s if stalled_s else 0.0

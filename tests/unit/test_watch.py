@@ -328,7 +328,8 @@ def test_a_job_that_says_nothing_any_more_is_noticed() -> None:
 def test_a_job_that_trains_and_does_no_step_says_for_how_long() -> None:
     view, plain = view_of(*ALL[:6]), watch.PlainLines(every_s=10.0)
     view.apply(events.Alive(time=200.0, node=1, generation=1))
-    assert "no step" not in picture(view, now=93.0), "a save or an evaluation may take so long"
+    assert "no step" not in picture(view, now=38.0)
+    assert "in training, but no step for 59 s" in picture(view, now=93.0), "it may be a save: no line of its own"
     assert "in training, but no step for 3 min" in picture(view, now=34.08 + 180)
     said = [line.split(" ", 2)[2] for now in range(40, 324, 5) for line in plain.update(view, float(now))]
     steps = [line for line in said if "no step" in line]
