@@ -269,9 +269,13 @@ def test_a_terminal_that_is_closed_ends_the_job_as_ctrl_c_does(job, soon, monkey
 
     monkeypatch.setattr(launcher.Launcher, "_interrupt", hung_up)
     hangs_up = f"os.kill({os.getpid()}, signal.SIGHUP)\ntime.sleep(60)\n"
-    with os.fdopen(ours, "w") as said:
-        monkeypatch.setattr(sys, "stdout", said)
-        assert job(RUNS + log(0, JOINED) + hangs_up) == 130
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
+    try:
+        with os.fdopen(ours, "w") as said:
+            monkeypatch.setattr(sys, "stdout", said)
+            assert job(RUNS + log(0, JOINED) + hangs_up) == 130
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.parametrize(("verdict_at", "code"), [(5.0, 78), (15.0, 130)])
