@@ -22,7 +22,9 @@ RECORDS = {
     "2026-11-22-fault-matrix.jsonl": "Megatron-core: 20 layouts once more, on a quiet machine",
     "2026-11-23-fault-matrix.jsonl": "Megatron-core: 15 layouts once more, newer code",
     "2026-11-23-saves.jsonl": "Megatron-core: checkpoint saves",
+    "2026-11-26-fault-matrix.jsonl": "Megatron-core: all layouts once more, four drawn places, newer code",
     "2026-11-22-fault-matrix-deepspeed.jsonl": "DeepSpeed",
+    "2026-11-26-fault-matrix-deepspeed.jsonl": "DeepSpeed: all layouts once more, four drawn places, newer code",
 }
 HEAD = """# Fault matrices
 

@@ -40,6 +40,17 @@ def test_a_replacement_is_begun_before_the_controller_decides(heard, exit_code, 
     assert order[0] is slot and [type(one) for one in order[1:]] == [said]
 
 
+@pytest.mark.parametrize(("pid", "killed"), [(0, []), (4242, [4242])])
+def test_a_process_that_has_not_said_hello_yet_is_ended_by_the_next_order(heard, monkeypatch, pid, killed):
+    lives, slot, order = heard
+    ended: list[int] = []
+    monkeypatch.setattr(lives._processes, "kill", ended.append)
+    process = Process(order=2, rank=3, rehearses=False)
+    slot.process, process.pid = process, pid or process.pid
+    lives.kill(slot, process, "of no use any more")
+    assert ended == killed and io.WorkerLost(3, "of no use any more") in order
+
+
 def test_the_last_words_of_a_process_are_heard_before_it_is_said_why_it_ended(heard):
     """Its end may be known from /proc while what it said is unread."""
     lives, slot, order = heard
