@@ -52,7 +52,10 @@ def test_a_newcomer_that_reads_other_data_is_replaced_once_and_then_ends_the_job
         else:
             assert [cluster.wait_exit(node) for node in range(3)] == [1, 1, 1]
             (verdict, *_) = cluster.events(events.JobStopped)
-            assert "read other data than rank 1 in step" in verdict.reason and "rank 1 ended with 1" in verdict.reason
+            assert (
+                "read other data than rank 1 in step" in verdict.reason
+                and "rank 1 on node 1 ended with 1" in verdict.reason
+            )
         refused = {event.reason for event in cluster.events(events.RehearsalFailed)}
         assert len(cluster.events(events.RehearsalFailed)) == min(times, 2) and all("rank 1" in one for one in refused)
     finally:
