@@ -1,4 +1,4 @@
-"""What other nodes' memory is asked for: recordings, call records, snapshots into slots of this node.
+"""Requests to other nodes' memory: recordings, call records, snapshots into slots of this node.
 
 Rules of this file: a node that does not answer is asked again until the job's patience is used up, which is said
 (whether the node is lost is the controllers' to decide). What arrives is listed as held only once it is whole and its

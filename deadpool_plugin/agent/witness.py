@@ -1,4 +1,4 @@
-"""What the controller asks of the witness of ties, and whether all hosts see the same one.
+"""The controller's requests to the witness of ties, and the check that all hosts see the same one.
 
 Rules of this file: the event loop does not wait for storage.
 """

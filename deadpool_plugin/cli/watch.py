@@ -35,7 +35,7 @@ POLL_S = 0.25
 LINES_SHOWN = 6
 SWAPS_SHOWN = 4
 STALLED_S = 60.0
-"""So long without a step is worth red, and a line; shorter, it may be a save or an evaluation."""
+"""Seconds without a step that are worth red, and a line; fewer may be a save or an evaluation."""
 STYLES = {
     "active": "green",
     "spare": "cyan",

@@ -234,7 +234,7 @@ class Groups:
             self.give_up(f"operations in flight have not ended within {_REST_S:g} s and may still write")
 
     def _refresh_stores(self, store: Store) -> None:
-        """Whoever asks torch for a group's store gets one that lives."""
+        """Give torch a living store for each group, for those who ask it for one."""
         table = dist.distributed_c10d._world.pg_map
         for handle in self.handles:
             if handle in table:

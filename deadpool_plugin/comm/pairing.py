@@ -68,7 +68,7 @@ def _argument(number: int, name: str, args: Sequence[Any], kwargs: dict[str, Any
 
 
 def _options(number: int, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Whatever says how to reduce and where: torch's options, or an operation or root of its own."""
+    """Return what says how to reduce and where: torch's options, or an operation or root of its own."""
     return args[number] if len(args) > number else kwargs.get("opts")
 
 

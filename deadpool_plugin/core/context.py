@@ -34,7 +34,7 @@ from .types import (
 
 
 class Hearsay(msgspec.Struct, frozen=True):
-    """Whom the proposer we last promised counts as lost, and whom of them for nothing but its silence."""
+    """The nodes that the proposer we last promised counts as lost, and those of them that are only silent."""
 
     proposer: NodeId
     lost: Mapping[NodeId, str] = {}

@@ -22,7 +22,8 @@ BEATS_MAX = 4
 """Per heartbeat interval. With one, a Status about a step would put off the next beat by up to an interval, and what
 members are certain of would lag as much more."""
 STALLS_MAX = 3
-"""So many stalls, each at most AGAIN_WITHIN_STEPS after the one before, end the job: going on does not mend it."""
+"""Number of stalls, each at most AGAIN_WITHIN_STEPS after the one before, that end the job: going on does not mend
+it."""
 
 
 class Coordination:

@@ -141,7 +141,7 @@ class Rehearsing:
         return node in self._ctx.suspects or node not in self._ctx.world.members
 
     def begin_generation(self) -> None:
-        """Whoever runs ranks rehearses no more, and what was recorded of a start that did not happen is void."""
+        """Drop the rehearsals of a node that runs ranks now, and those of a start that did not happen."""
         ctx = self._ctx
         if ctx.node not in ctx.world.spares or ctx.begins_at_top:
             self._tasks.clear()

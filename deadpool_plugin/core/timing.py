@@ -19,7 +19,7 @@ class Timing:
     phase_timeout_s: float = 20.0
     """A node that has not answered a phase of a swap by then is lost, and the phase is repeated without it."""
     decision_timeout_s: float = 300.0
-    """Whoever has waited so long for a decision about the next generation, or to be taken in, leaves."""
+    """A node that has waited so long for a decision about the next generation, or to be taken in, leaves."""
     start_timeout_s: float = 1800.0
     """After the start and after each swap all ranks must be in training within this time; else the job stops. It
     begins anew with each rank that gets there, and whenever a newcomer on its way through past steps gets on."""

@@ -44,8 +44,8 @@ class Voter:
             self._refuse(sender, message.ballot)
 
     def tick(self) -> None:
-        """Whom we heard then may have been silent for long enough by now. Until then this node reports to another
-        coordinator, and is not to be taken for lost by who asks."""
+        """Answer what was postponed, if the coordinator that was heard then has been silent for long enough by now.
+        Until then report to the proposers too, so that they do not take this node for lost."""
         ctx = self._ctx
         postponed, self._postponed = self._postponed, {}
         for sender, message in postponed.items():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def put(path: Path, content: bytes, mode: int = 0o666) -> None:
-    """Whoever opens `path` finds what was there before, or all of `content`. Raises: OSError
+    """Replace the content of `path` as a whole: a reader finds the old content or all of the new. Raises: OSError.
 
     Args: mode: as for open(2), the umask being taken from it.
     """

@@ -20,7 +20,7 @@ RUN = "deadpool_plugin.run"
 """The module that the launcher starts."""
 FLAG = "--deadpool-config"
 _ALMOST = ("--deadpool", "-deadpool")
-"""What begins so is meant for us; a script that takes unknown options would train with the defaults."""
+"""Beginnings of options that are meant for us; a script that takes unknown ones would train with the defaults."""
 _USAGE = "deepspeed --hostfile HOSTS --module deadpool_plugin.run SCRIPT ARGUMENTS... --deadpool-config FILE"
 
 

@@ -43,7 +43,7 @@ ATTEMPTS_MAX = 5
 """How often another node id is tried when other hosts are faster."""
 NOT_FOUND = "run this on a host that reaches these addresses; `deadpool outcome` says whether the job runs"
 MEMBERS_NAMED = 3
-"""Of the members that have the secret."""
+"""Number of members named to a host that lacks the secret."""
 
 
 class Wish(msgspec.Struct, frozen=True):

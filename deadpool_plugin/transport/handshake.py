@@ -104,7 +104,7 @@ class Unproven:
             self._end_oldest()
 
     def _end_oldest(self) -> None:
-        """Whoever waits for its bytes meets their end, and closes it."""
+        """Shut the oldest one down; its reader meets the end, and closes it."""
         oldest = next(iter(self._waiting), None)
         if oldest is not None:
             del self._waiting[oldest]

@@ -92,7 +92,7 @@ class Starting:
         self._hook = register_optimizer_step_post_hook(stepped)
 
     def refuse_wrappers(self) -> None:
-        """Whoever wraps the model in what torch brings trains past us: say so there, not at the end of the script."""
+        """Refuse torch's own wrappers where a script makes one: it would train past us, and be told at its end."""
         self._refuse_in(DistributedDataParallel, "__init__", "torch's DistributedDataParallel")
         when_imported(_FSDP, lambda fsdp: self._refuse_in(fsdp.FullyShardedDataParallel, "__init__", "torch's FSDP"))
         when_imported(_FSDP, lambda fsdp: self._refuse_in(fsdp, "fully_shard", "torch's FSDP (fully_shard)"))

@@ -87,7 +87,7 @@ class Backward(Followed):
         self._value: torch.Tensor | None = None
         self._parts: Parts = []
         self._output: Output | None = None
-        """What the loss is, if it is that itself."""
+        """The output, where the loss is that itself; else None."""
 
     def __call__(self) -> Any:
         if self._loss is not None:

@@ -173,8 +173,9 @@ def _refuse_method(
 
 
 def _refuse_hooks(is_training: Callable[[], bool]) -> None:
-    """Whoever takes ZeRO 3's hooks off the model for a while (`unwrap_model_for_generation` of DeepSpeed and trl) asks
-    for them first. A swap meanwhile would run the model without them, one after that believe in those that are gone."""
+    """Refuse to take ZeRO 3's hooks off the model for a while, as `unwrap_model_for_generation` of DeepSpeed and trl
+    does; it asks for them first. A swap meanwhile would run the model without them, one after that believe in those
+    that are gone."""
     from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 
     owner: Any = DeepSpeedZeRoOffload
