@@ -9,7 +9,6 @@ SIGHUP, or seen from our standard output, which nobody reads any more.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import select
@@ -24,6 +23,7 @@ from ..agent.lives import NOTICE_S
 from ..config import load
 from ..errors import EXIT_FENCED, DeadpoolError, TransportError, present, shell_code
 from ..host import proc
+from ..host.output import say
 from ..host.processes import described_exit
 from ..host.spawning import Program, ending_signals, spawn
 from ..transport import local
@@ -98,7 +98,7 @@ class Supervisor:
             while True:
                 self._serve()
         except DeadpoolError as error:
-            print(f"[deadpool] {error}", file=sys.stderr, flush=True)
+            say(str(error), to=sys.stderr)
             self._finish(error.exit_code)
 
     def _start(self) -> None:
@@ -240,6 +240,5 @@ class Supervisor:
         exit_code = os.waitstatus_to_exitcode(status)
         if exit_code < 0 and sent is None:
             how = described_exit(exit_code) + (" (out of memory? see dmesg)" if exit_code == -signal.SIGKILL else "")
-            with contextlib.suppress(OSError):
-                print(f"[deadpool] the agent of {os.uname().nodename} was {how}", file=sys.stderr, flush=True)
+            say(f"the agent of {os.uname().nodename} was {how}", to=sys.stderr)
         return exit_code
