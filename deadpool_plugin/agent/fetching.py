@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from ..core import io
+from ..core import api
 from ..core.types import Generation, NodeId, Rank, Source, Step
 from ..errors import TransportError
 from ..mirror.arena import SlotPair
@@ -29,7 +29,7 @@ class Fetches:
     """Thread: the event loop's only."""
 
     def __init__(
-        self, node: NodeId, host: Host, patience_s: float, reports: Reports, feed: Callable[[io.Input], None]
+        self, node: NodeId, host: Host, patience_s: float, reports: Reports, feed: Callable[[api.Input], None]
     ) -> None:
         self._node, self._host, self.patience_s = node, host, patience_s
         self._reports, self._feed = reports, feed
@@ -51,7 +51,7 @@ class Fetches:
                 deadline = now + self.patience_s if deadline is None else deadline
                 if now >= deadline:
                     for node in sorted({*nodes} - {self._node}):
-                        self._feed(io.LinkLost(node, f"node {self._node} cannot ask it: {error}", silent=True))
+                        self._feed(api.LinkLost(node, f"node {self._node} cannot ask it: {error}", silent=True))
                     raise
             await asyncio.sleep(_RETRY_S)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ..core import io
+from ..core import api
 from ..core.types import Rank, Step
 from ..mirror.store import SnapshotStore
 from .reports import Reports
@@ -22,7 +22,7 @@ class Fullness:
     """Thread: the event loop's only."""
 
     def __init__(
-        self, store: SnapshotStore, reports: Reports, limit_bytes: int, feed: Callable[[io.Input], None]
+        self, store: SnapshotStore, reports: Reports, limit_bytes: int, feed: Callable[[api.Input], None]
     ) -> None:
         self._store, self._reports, self._limit_bytes, self._feed = store, reports, limit_bytes, feed
         self._said: set[bool] = set()
@@ -43,4 +43,4 @@ class Fullness:
             self._said.add(full)
             self._reports.emit("HistoryFilling", rank=rank, step=step, full=full)
             if full:
-                self._feed(io.RecordsDropped())
+                self._feed(api.RecordsDropped())

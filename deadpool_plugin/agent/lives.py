@@ -12,7 +12,7 @@ import asyncio
 import signal
 from collections.abc import Callable, Sequence
 
-from ..core import io
+from ..core import api
 from ..core.types import NodeId, Rank
 from ..errors import EXIT_OK, shell_code
 from ..host.processes import described_exit
@@ -39,7 +39,7 @@ class Lives:
         node: NodeId,
         slots: Sequence[Slot],
         processes: Processes,
-        feed: Callable[[io.Input], None],
+        feed: Callable[[api.Input], None],
         on_lost: Callable[[Slot], None],
         say: Callable[[str], None],
     ) -> None:
@@ -96,7 +96,7 @@ class Lives:
             early = f"process {process.pid} exited with 0 before the job had ended"
             reason = process.failing or ("see its output above" if exit_code > 0 else early)
             self._on_lost(slot)
-            self._feed(io.WorkerFailed(slot.rank, exit_code or 1, reason))
+            self._feed(api.WorkerFailed(slot.rank, exit_code or 1, reason))
 
     def lost(self, slot: Slot, process: Process, reason: str, exit_code: int = 0) -> None:
         """The slot needs another process. `exit_code`: not 0 if it is the script's doing, which ends the job the second
@@ -108,10 +108,10 @@ class Lives:
         if self.ending:
             return
         if slot.rank < 0:
-            self._feed(io.SpareFailed(slot.local_rank, process.rank, reason))
+            self._feed(api.SpareFailed(slot.local_rank, process.rank, reason))
         elif process.rank == slot.rank:  # else the slot has just been given another rank, whose process is on its way
             self._on_lost(slot)
-            lost = io.WorkerFailed(slot.rank, exit_code, reason) if exit_code else io.WorkerLost(slot.rank, reason)
+            lost = api.WorkerFailed(slot.rank, exit_code, reason) if exit_code else api.WorkerLost(slot.rank, reason)
             self._feed(lost)
 
     def kill(self, slot: Slot, process: Process, reason: str, exit_code: int = 0) -> None:
@@ -140,14 +140,14 @@ class Lives:
         """`process` offers a store for the next build of groups."""
         process.stores.append(address)
         stand_in = process.rehearses and not process.took_over
-        self._feed(io.StoreOffered(address, slot.local_rank, stand_in))
+        self._feed(api.StoreOffered(address, slot.local_rank, stand_in))
 
     def _withdraw(self, process: Process) -> None:
         """Stores die with the process that hosts them; one before the newest may be what others are told to build
         over."""
         stores, process.stores = process.stores, []
         for address in stores if not self.ending else ():
-            self._feed(io.StoreLost(address))
+            self._feed(api.StoreLost(address))
 
     def _stopped(self, slot: Slot, process: Process, seconds: float) -> None:
         reason = f"process {process.pid} had been stopped (state T) for {seconds:.1f} s and was killed"
@@ -184,7 +184,7 @@ class Lives:
         name = signal.Signals(message.signal).name
         if message.signal == signal.SIGINT:
             why = f"ended where it was launched (Ctrl-C, a closed terminal or a signal; node {self._node} was told)"
-            self._feed(io.StopRequested(why, 128 + message.signal))
+            self._feed(api.StopRequested(why, 128 + message.signal))
         elif message.signal == signal.SIGHUP:
             self.give_up(f"node {self._node} found the launcher gone (on_launcher_loss: stop)")
         else:
@@ -232,7 +232,7 @@ class Lives:
     def give_up(self, reason: str) -> None:
         """Others take its ranks over. Nothing once the job ends."""
         if not self.ending:
-            self._feed(io.NodeGivenUp(reason))
+            self._feed(api.NodeGivenUp(reason))
 
     def closed(self, peer: LocalPeer) -> None:
         """A connection has ended from its other side."""

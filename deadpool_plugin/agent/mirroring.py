@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from ..core import io
+from ..core import api
 from ..core.placement import held_by, needs_payload
 from ..core.types import NO_STEP, Generation, Holding, NodeId, Rank, Step, World
 from ..errors import EXIT_CONFIG, ConfigError, StaleGeneration, TransportError, present
@@ -27,7 +27,7 @@ class Mirroring:
     """Thread: the event loop's only, but for what the store tells of corrupt snapshots."""
 
     def __init__(
-        self, node: NodeId, copies: int, host: Host, patience_s: float, feed: Callable[[io.Input], None]
+        self, node: NodeId, copies: int, host: Host, patience_s: float, feed: Callable[[api.Input], None]
     ) -> None:
         self._node, self._copies, self._host, self._store = node, copies, host, host.store
         self._feed = feed
@@ -37,7 +37,7 @@ class Mirroring:
         self._strangers = False
         self.profiles: dict[Rank, Profile] = {}
         loop = asyncio.get_running_loop()
-        host.store.on_corrupt(lambda rank, step: soon(loop, feed, io.HoldingsDropped(rank, step - 1)))
+        host.store.on_corrupt(lambda rank, step: soon(loop, feed, api.HoldingsDropped(rank, step - 1)))
 
     @property
     def world(self) -> World:
@@ -75,7 +75,7 @@ class Mirroring:
         except StaleGeneration:  # its process has gone, or will; the next one's slots have that memory
             return
         except ConfigError as error:
-            self._feed(io.StopRequested(f"node {self._node}: {error}", EXIT_CONFIG))
+            self._feed(api.StopRequested(f"node {self._node}: {error}", EXIT_CONFIG))
             return
         if slot.serving is not peer or slot.process is None:
             if self._store.own(rank) is pair:  # its process has gone meanwhile
@@ -85,7 +85,7 @@ class Mirroring:
         self.adopt(rank, profile)
         self._pushes.recording(rank, profile)
         peer.send(local.ArenaHandOver(rank, pair.header_bytes, pair.payload_bytes), [pair.fd])
-        self._feed(io.WorkerReady(rank))
+        self._feed(api.WorkerReady(rank))
 
     def adopt(self, rank: Rank, profile: Profile) -> None:
         """`rank` runs here: keep what a stand-in for it must know."""
@@ -118,15 +118,15 @@ class Mirroring:
         except StaleGeneration:
             return
         except TransportError as error:
-            self._feed(io.WorkerLost(rank, f"its arena is damaged: {error}"))
+            self._feed(api.WorkerLost(rank, f"its arena is damaged: {error}"))
             return
         self._store.append(rank, step, message.records)
-        self._feed(io.SnapshotHeld(holding, generation))
+        self._feed(api.SnapshotHeld(holding, generation))
         self._pushes.snapshot(rank, step, generation, profile, message.records)
 
     def on_mirrored(self, rank: Rank, step: Step, generation: Generation, holding: Holding) -> None:
         """Take note of another node's snapshot, which has arrived whole."""
-        self._feed(io.SnapshotHeld(holding, generation))
+        self._feed(api.SnapshotHeld(holding, generation))
 
     def committed(self) -> None:
         """A step is committed in this world, so all of it is held along its ring: what else is here may go."""
@@ -138,7 +138,7 @@ class Mirroring:
             if rank not in kept and self._store.holds(rank):
                 self._store.release(rank)
                 self.profiles.pop(rank, None)
-                self._feed(io.HoldingsDropped(rank, NO_STEP))
+                self._feed(api.HoldingsDropped(rank, NO_STEP))
 
     # ---- a swap
 
@@ -147,7 +147,7 @@ class Mirroring:
         profile = self.profiles[rank]
         records = self._store.get(rank, step, step)[0]
         holding = Holding(rank, step, True, profile.replicas, self._store.paired(rank, step))
-        self._feed(io.SnapshotHeld(holding, generation))
+        self._feed(api.SnapshotHeld(holding, generation))
         self._pushes.recording(rank, profile)
         self._pushes.snapshot(rank, step, generation, profile, records)
 

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from .. import events
 from ..config import Config
-from ..core import io
+from ..core import api
 from ..core.controller import Controller
 from ..core.messages import AnyMessage, Goodbye, RankCalls, Verdict
 from ..core.types import NodeId, World, listed
@@ -66,23 +66,23 @@ class Agent:
         self._in_job = job.invitation is None
         """False until a host that joins has asked to. Until then the node id may turn out to be another host's."""
         self._verdict: Verdict | None = None
-        self._inputs: deque[io.Input] = deque()
+        self._inputs: deque[api.Input] = deque()
         self._stepping = False
-        self._actions: dict[type[io.Action], Callable[[Any], None]] = {
-            io.Send: lambda action: self._links.mesh.send(action.to, action.message),
-            io.StartWorkers: lambda action: self._workers.start_groups(action.world.generation, action.store),
-            io.StartRehearsal: lambda action: self._spares.order(action),
-            io.Commit: self._commit,
-            io.AbortWorkers: self._abort,
-            io.PauseWorkers: self._pause,
-            io.ResumeWorkers: self._resume,
-            io.ReadCalls: self._read_calls,
-            io.EndRank: lambda action: self._lives.end_rank(action.rank, action.reason),
-            io.Claim: lambda action: self._claims.claim(action),
-            io.Look: lambda action: self._claims.look(action),
-            io.Reconfigure: self._reconfigure,
-            io.Emit: self._emit,
-            io.Leave: self._leave,
+        self._actions: dict[type[api.Action], Callable[[Any], None]] = {
+            api.Send: lambda action: self._links.mesh.send(action.to, action.message),
+            api.StartWorkers: lambda action: self._workers.start_groups(action.world.generation, action.store),
+            api.StartRehearsal: lambda action: self._spares.order(action),
+            api.Commit: self._commit,
+            api.AbortWorkers: self._abort,
+            api.PauseWorkers: self._pause,
+            api.ResumeWorkers: self._resume,
+            api.ReadCalls: self._read_calls,
+            api.EndRank: lambda action: self._lives.end_rank(action.rank, action.reason),
+            api.Claim: lambda action: self._claims.claim(action),
+            api.Look: lambda action: self._claims.look(action),
+            api.Reconfigure: self._reconfigure,
+            api.Emit: self._emit,
+            api.Leave: self._leave,
         }
         loop = self._loop = asyncio.get_running_loop()
         self._left: asyncio.Future[int] = loop.create_future()
@@ -145,7 +145,7 @@ class Agent:
             self._reports.say(f"node {self._node}: {error}")
         else:
             self._reports.emit("NodeFenced", reason=f"its agent failed: {error!r}")
-        self._leave(io.Leave(getattr(error, "exit_code", EXIT_FENCED), str(error)))
+        self._leave(api.Leave(getattr(error, "exit_code", EXIT_FENCED), str(error)))
 
     def _unhandled(self, context: dict[str, Any]) -> None:
         """Something failed in a callback of the loop."""
@@ -165,12 +165,12 @@ class Agent:
             self._publishing = begin(self._publish(hello))  # the file system may hang
             for one in arrival.hellos:
                 self._host.bulk.know(one.node, one.bulk)
-            self._claims.check(False, lambda error: self.feed(io.NodeGivenUp(str(error))))
+            self._claims.check(False, lambda error: self.feed(api.NodeGivenUp(str(error))))
             self._ask_to_join(arrival.members)
         else:
             hellos = await self._links.meet(hello)
             self._publishing = begin(self._publish(hello))  # the file system may hang
-            self._claims.check(self._node == 0, lambda error: self.feed(io.StopRequested(str(error), EXIT_CONFIG)))
+            self._claims.check(self._node == 0, lambda error: self.feed(api.StopRequested(str(error), EXIT_CONFIG)))
             for one in hellos:
                 self._host.bulk.know(one.node, one.bulk)
             config = self._config
@@ -189,12 +189,12 @@ class Agent:
         """The job runs already: this host's first world is that of the plan that takes it in."""
         host, self._in_job = self._host.name, True
         self._reports.emit("NodeJoined", host=host, ranks=(), spare=True)
-        self.feed(io.Joining(members, rack_named(self._node, host, self._config.racks)))
+        self.feed(api.Joining(members, rack_named(self._node, host, self._config.racks)))
 
     def _enter(self, world: World, hosts: list[str]) -> None:
         self._mirroring.enter(world)
         self._workers.form(world)
-        self.feed(io.WorldFormed(world))
+        self.feed(api.WorldFormed(world))
         if self._node == 0:
             for line in (*described(world, hosts), self._links.how_to_join):
                 self._reports.say(line)
@@ -208,7 +208,7 @@ class Agent:
 
     def _tick(self) -> None:
         self._ticking = self._loop.call_later(self._config.tick_s, self._tick)
-        self.feed(io.Ticked())
+        self.feed(api.Ticked())
         self._reports.await_ranks(self._controller.awaited, self._controller.world, self._loop.time())
 
     async def _say_alive(self) -> None:
@@ -221,7 +221,7 @@ class Agent:
 
     # ---- inputs
 
-    def feed(self, event: io.Input) -> None:
+    def feed(self, event: api.Input) -> None:
         """Give the controller one input and carry out what it says."""
         self._inputs.append(event)
         if self._stepping:
@@ -245,17 +245,17 @@ class Agent:
 
     def received(self, node: NodeId, message: AnyMessage) -> None:
         self._links.roster.heard(node, message)
-        self.feed(io.Received(node, message))
+        self.feed(api.Received(node, message))
 
     def link_lost(self, node: NodeId, reason: str) -> None:
         self._links.roster.gone(node)
-        self.feed(io.LinkLost(node, reason, silent=node in self._links.mesh.silent))
+        self.feed(api.LinkLost(node, reason, silent=node in self._links.mesh.silent))
 
     def still_silent(self, node: NodeId, reason: str) -> None:
-        self.feed(io.LinkLost(node, reason, silent=True, still=True))
+        self.feed(api.LinkLost(node, reason, silent=True, still=True))
 
     def told_to_stop(self, host: str) -> None:
-        self.feed(io.StopRequested(f"ended by `deadpool stop` on {host}", 128 + signal.SIGINT))
+        self.feed(api.StopRequested(f"ended by `deadpool stop` on {host}", 128 + signal.SIGINT))
 
     def refused(self, error: PeerRefused) -> None:
         self._reports.emit("PeerRefused", address=error.address, reason=str(error))
@@ -270,13 +270,13 @@ class Agent:
             case local.Staged():
                 self._mirroring.staged(slot, message)
             case local.Progress(rank=rank):
-                self.feed(io.WorkerMoved(rank))
+                self.feed(api.WorkerMoved(rank))
             case local.Finished(rank=rank):
-                self.feed(io.WorkerFinished(rank))
+                self.feed(api.WorkerFinished(rank))
             case local.Saved(step=step, path=path, whole=whole):
-                self.feed(io.CheckpointSaved(step, path, whole))
+                self.feed(api.CheckpointSaved(step, path, whole))
             case local.ConnectionBroke():
-                self.feed(io.ConnectionBroke(message.rank, message.generation, message.peers, message.reason))
+                self.feed(api.ConnectionBroke(message.rank, message.generation, message.peers, message.reason))
             case local.Unwound():
                 self._unwinding.unwound(slot, message)
             case local.Saving():
@@ -310,13 +310,13 @@ class Agent:
 
     # ---- actions
 
-    def _commit(self, action: io.Commit) -> None:
+    def _commit(self, action: api.Commit) -> None:
         self._workers.commit(action.step)
         self._spares.committed(action.step)
         self._mirroring.committed()
         self._fullness.look(self._mirroring.world.ranks_of(self._node), action.step)
 
-    def _abort(self, action: io.AbortWorkers) -> None:
+    def _abort(self, action: api.AbortWorkers) -> None:
         self._takeovers.cancel()
         self._store.announce(action.generation)  # so that all can know before the first of them is cut off
         self._workers.abort(action.generation)
@@ -324,21 +324,21 @@ class Agent:
             self._unwinding.begin(action.generation)
         self._store.fence(action.generation)
 
-    def _read_calls(self, action: io.ReadCalls) -> None:
+    def _read_calls(self, action: api.ReadCalls) -> None:
         own = ((slot.rank, self._store.own(slot.rank)) for slot in self._workers.slots if slot.rank >= 0)
         ranks = [RankCalls(rank, calls.read(pair.calls, action.generation)) for rank, pair in own if pair is not None]
-        self.feed(io.CallsRead(action.generation, tuple(ranks)))
+        self.feed(api.CallsRead(action.generation, tuple(ranks)))
 
-    def _pause(self, action: io.PauseWorkers) -> None:
+    def _pause(self, action: api.PauseWorkers) -> None:
         self._lives.pause()
         self._unwinding.pause()
 
-    def _resume(self, action: io.ResumeWorkers) -> None:
+    def _resume(self, action: api.ResumeWorkers) -> None:
         self._lives.resume()
         if self._store.generation > self._reports.generation:  # fenced meanwhile: the time to unwind begins now
             self._unwinding.begin(self._store.generation)
 
-    def _reconfigure(self, action: io.Reconfigure) -> None:
+    def _reconfigure(self, action: api.Reconfigure) -> None:
         plan = action.plan
         self._reports.generation = plan.world.generation
         self._takeovers.act(plan)
@@ -348,7 +348,7 @@ class Agent:
             self._links.roster.gone(node)
         self._forgetting = asyncio.create_task(self._host.bulk.forget(plan.lost_nodes))
 
-    def _emit(self, action: io.Emit) -> None:
+    def _emit(self, action: api.Emit) -> None:
         world = self._controller.world
         self._reports.leads = self._controller.leads
         left = len(world.spares) if world is not None else 0
@@ -361,7 +361,7 @@ class Agent:
         if action.kind in ("WaitingForHost", "SwapDone"):
             self._reports.say(f"spares left: {left}; {self._links.how_to_join}")
 
-    def _leave(self, action: io.Leave) -> None:
+    def _leave(self, action: api.Leave) -> None:
         if not self._left.done():
             self._verdict = action.verdict
             self._left.set_result(action.exit_code)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from ..core import io
+from ..core import api
 from ..core.placement import buddies_of, needs_payload
 from ..core.types import Generation, NodeId, Rank, Step, World
 from ..errors import DeadpoolError
@@ -31,7 +31,7 @@ class Pushes:
     """Thread: the event loop's only."""
 
     def __init__(
-        self, node: NodeId, copies: int, host: Host, patience_s: float, feed: Callable[[io.Input], None]
+        self, node: NodeId, copies: int, host: Host, patience_s: float, feed: Callable[[api.Input], None]
     ) -> None:
         self._node, self._copies, self._host = node, copies, host
         self._patience_s, self._feed = patience_s, feed
@@ -90,7 +90,7 @@ class Pushes:
             return False
         if isinstance(error, NotHeld | CorruptSnapshot):
             if self._newest[rank] == step:
-                self._feed(io.WorkerLost(rank, f"its newest snapshot cannot be read here: {error}"))
+                self._feed(api.WorkerLost(rank, f"its newest snapshot cannot be read here: {error}"))
             return False
         now = loop_time()
         if error is None or isinstance(error, InAnotherGeneration):
@@ -98,7 +98,7 @@ class Pushes:
         elif now - self._failing_since.setdefault(buddy, now) > self._patience_s:
             del self._failing_since[buddy]
             if isinstance(error, TransferFailed):
-                self._feed(io.NodeGivenUp(f"it cannot mirror any more: {error}"))
+                self._feed(api.NodeGivenUp(f"it cannot mirror any more: {error}"))
             else:
-                self._feed(io.LinkLost(buddy, f"node {self._node} cannot mirror to it: {error}", silent=True))
+                self._feed(api.LinkLost(buddy, f"node {self._node} cannot mirror to it: {error}", silent=True))
         return error is not None

@@ -11,7 +11,7 @@ import asyncio
 import functools
 from collections.abc import Callable, Coroutine
 
-from ..core import io
+from ..core import api
 from ..core.slots import LocalSlot
 from ..core.types import NO_STEP, NodeId, Rank, Step
 from ..errors import DeadpoolError, MemoryShortage
@@ -50,7 +50,7 @@ class Spares:
         reports: Reports,
         check_memory: Callable[[Profile, NodeId], None],
         history_limit_bytes: int,
-        feed: Callable[[io.Input], None],
+        feed: Callable[[api.Input], None],
     ) -> None:
         self._node, self._workers, self._host, self._fetches = node, workers, host, fetches
         self._reports, self._feed, self._history_limit_bytes = reports, feed, history_limit_bytes
@@ -65,7 +65,7 @@ class Spares:
 
     # ---- starting one
 
-    def order(self, action: io.StartRehearsal) -> None:
+    def order(self, action: api.StartRehearsal) -> None:
         slot = self._workers.slots[action.local_slot]
         self._ordered[slot.local_rank] = action.rank
         self._run(slot, self._start(slot, action.rank, action.source))
@@ -142,7 +142,7 @@ class Spares:
         if slot.rank < 0:
             if all(other.finished.is_set() for other in self.rehearsals.values()):
                 self._check_memory(rehearsal)  # first: a spare that is short of memory is not to be called ready
-            self._feed(io.SpareRehearsed(slot.local_rank, message.rank))
+            self._feed(api.SpareRehearsed(slot.local_rank, message.rank))
             self._run(slot, self._prepare(rehearsal))
 
     def moved(self, slot: Slot, message: local.Moved) -> None:
@@ -152,7 +152,7 @@ class Spares:
         """
         if slot.rank != message.rank or slot.process is None:
             return
-        self._feed(io.WorkerMoved(message.rank))
+        self._feed(api.WorkerMoved(message.rank))
         now, step, target = loop_time(), message.step, self._workers.committed
         slot.process.moved_from = began, first = slot.process.moved_from or (now, step)
         quiet_s = now - self._said_at
@@ -176,7 +176,7 @@ class Spares:
     def _doubt(self, rehearsal: Rehearsal, reason: str) -> None:
         """The rehearsal is of no use, and another attempt would be of none either."""
         self._reports.emit("RehearsalFailed", rank=rehearsal.rank, reason=reason)
-        self._feed(io.SpareUnable(reason))
+        self._feed(api.SpareUnable(reason))
 
     async def _prepare(self, rehearsal: Rehearsal) -> None:
         """Make the arena a take-over will need, then follow."""
@@ -217,7 +217,7 @@ class Spares:
             self._workers.lives.kill(slot, rehearsal.process, reason)
         else:
             self._feed(
-                io.WorkerLost(rank, reason) if slot.rank == rank else io.SpareFailed(slot.local_rank, rank, reason)
+                api.WorkerLost(rank, reason) if slot.rank == rank else api.SpareFailed(slot.local_rank, rank, reason)
             )
 
     # ---- following

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from ..core import io
+from ..core import api
 from ..core.slots import divide
 from ..core.types import NO_STEP, NodeId, Rank, Source, SwapPlan, World
 from ..errors import DeadpoolError, invariant, present
@@ -37,7 +37,7 @@ class TakeOvers:
         fetches: Fetches,
         store: SnapshotStore,
         start_timeout_s: float,
-        feed: Callable[[io.Input], None],
+        feed: Callable[[api.Input], None],
     ) -> None:
         self._node, self._workers, self._mirroring, self._spares = node, workers, mirroring, spares
         self._fetches, self._store, self._feed = fetches, store, feed
@@ -92,7 +92,7 @@ class TakeOvers:
             await self._fetches.refill(source, plan.restore_step)
             self._hold(plan, source.rank)
         except DeadpoolError as error:
-            self._feed(io.WorkerLost(source.rank, f"its restore step cannot be had: {error}"))
+            self._feed(api.WorkerLost(source.rank, f"its restore step cannot be had: {error}"))
             return
         self._join(plan, slot)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from ..core import io
+from ..core import api
 from ..core.types import Generation, SwapPlan
 from ..errors import ConfigError, present
 from ..transport.tasks import Tasks
@@ -26,14 +26,14 @@ SHARED_S = 120
 class Claims:
     """Thread: the event loop's only. Without a witness nothing is ever claimed."""
 
-    def __init__(self, host: Host, job: Callable[[], str], reports: Reports, feed: Callable[[io.Input], None]) -> None:
+    def __init__(self, host: Host, job: Callable[[], str], reports: Reports, feed: Callable[[api.Input], None]) -> None:
         self._host, self._job, self._reports, self._feed = host, job, reports, feed
         self._tasks = Tasks()
 
-    def claim(self, action: io.Claim) -> None:
+    def claim(self, action: api.Claim) -> None:
         self._tasks.start(self._claim(action.plan))
 
-    def look(self, action: io.Look) -> None:
+    def look(self, action: api.Look) -> None:
         self._tasks.start(self._look(action.generation))
 
     def check(self, shares: bool, fail: Callable[[ConfigError], None]) -> None:
@@ -63,7 +63,7 @@ class Claims:
         witness = self._witness
         with contextlib.suppress(OSError, msgspec.MsgspecError):
             if (kept := await self._host.at_files(lambda: witness.look(self._job(), generation))) is not None:
-                self._feed(io.Claimed(kept))
+                self._feed(api.Claimed(kept))
 
     async def _claim(self, plan: SwapPlan) -> None:
         """Until the storage answers; how long that is worth waiting for is the controller's."""
@@ -75,7 +75,7 @@ class Claims:
                 self._reports.emit("Note", text=f"the witness in {witness} does not answer: {error}")
                 await asyncio.sleep(_RETRY_S)
                 continue
-            self._feed(io.Claimed(kept))
+            self._feed(api.Claimed(kept))
             return
 
     @property

@@ -15,7 +15,7 @@ from io import FileIO
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from ..core import io
+from ..core import api
 from ..core.types import NO_STEP, Generation, Rank, Step, World
 from ..errors import invariant, present
 from ..host.output import rank_file
@@ -56,7 +56,7 @@ class Workers:
         output_dir: Path,
         slots: list[Slot],
         lives: Lives,
-        feed: Callable[[io.Input], None],
+        feed: Callable[[api.Input], None],
         heard: Callable[[Slot, LocalPeer, local.LocalMessage], None],
         job: Callable[[], str],
     ) -> None:
@@ -150,7 +150,7 @@ class Workers:
         """The slot's process is in training in the new world."""
         if slot.process is not None:
             slot.process.in_training = True
-        self._feed(io.WorkerRestored(message.rank, message.generation))
+        self._feed(api.WorkerRestored(message.rank, message.generation))
 
     # ---- orders
 

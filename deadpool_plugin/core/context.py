@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 
 import msgspec
 
-from .io import Action, Emit, Leave, Send
+from .api import Action, Emit, Leave, Send
 from .membership import is_quorum, is_quorum_without
 from .messages import AnyMessage, Decided, Promise, Verdict
 from .policy import Policy

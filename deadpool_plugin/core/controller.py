@@ -21,12 +21,7 @@ from typing import Any
 import msgspec
 
 from . import joining
-from .context import Context, Hearsay
-from .coordination import Coordination
-from .failures import Failures
-from .hearing import Hearing
-from .inventory import Inventory
-from .io import (
+from .api import (
     AbortWorkers,
     Action,
     CallsRead,
@@ -45,6 +40,11 @@ from .io import (
     Ticked,
     WorldFormed,
 )
+from .context import Context, Hearsay
+from .coordination import Coordination
+from .failures import Failures
+from .hearing import Hearing
+from .inventory import Inventory
 from .messages import (
     Accepted,
     Calls,

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import msgspec
 
+from .api import Commit, EndRank, ReadCalls, StartWorkers
 from .context import Context
 from .coordination import Coordination
 from .failures import Failures
 from .inventory import Inventory
-from .io import Commit, EndRank, ReadCalls, StartWorkers
 from .messages import (
     Calls,
     Compare,

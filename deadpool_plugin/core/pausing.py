@@ -1,13 +1,13 @@
 """A node without contact to a majority stops its workers before others may replace it, and lets them go on if none has.
 
 Rules of this file: contact.py knows when contact is certain; a node that is a majority by itself never stands still.
-May import context, io and suspicion.
+May import api, context and suspicion.
 """
 
 from __future__ import annotations
 
+from .api import PauseWorkers, ResumeWorkers
 from .context import Context
-from .io import PauseWorkers, ResumeWorkers
 from .suspicion import PAUSE_INTERVALS
 
 

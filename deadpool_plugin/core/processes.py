@@ -9,10 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .context import Context
-from .failures import Failures
-from .inventory import Inventory
-from .io import (
+from .api import (
     CheckpointSaved,
     ConnectionBroke,
     HoldingsDropped,
@@ -27,6 +24,9 @@ from .io import (
     WorkerReady,
     WorkerRestored,
 )
+from .context import Context
+from .failures import Failures
+from .inventory import Inventory
 from .placement import held_by
 from .swaps import Swaps
 from .types import Checkpoint

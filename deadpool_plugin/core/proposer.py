@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from .api import Claim, Look
 from .context import Context
-from .io import Claim, Look
 from .ledger import Ledger
 from .membership import Acceptor, Proposal, is_half, is_quorum
 from .messages import Accepted, Decided, Promise, Propose, Refused

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from .api import SpareFailed, SpareRehearsed, StartRehearsal
 from .budget import Budget
 from .context import Context
 from .failures import Failures
 from .inventory import Inventory
-from .io import SpareFailed, SpareRehearsed, StartRehearsal
 from .messages import Rehearse
 from .types import NEVER, NodeId, Rank
 

@@ -6,10 +6,10 @@ it carries changes. See membership.py for the votes. May import everything of co
 
 from __future__ import annotations
 
+from .api import AbortWorkers
 from .context import Context, Hearsay
 from .failures import Failures
 from .inventory import Inventory
-from .io import AbortWorkers
 from .membership import Acceptor
 from .messages import Accepted, NodeFailed, Prepare, Promise, Propose, Refused, Report
 from .types import NEVER, Ballot, NodeId

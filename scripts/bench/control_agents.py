@@ -21,7 +21,7 @@ from deadpool_plugin.agent.joining import Job
 from deadpool_plugin.agent.process import Agent
 from deadpool_plugin.agent.world import Place
 from deadpool_plugin.config import Config
-from deadpool_plugin.core import io
+from deadpool_plugin.core import api
 from deadpool_plugin.core.messages import AnyMessage
 from deadpool_plugin.core.types import NodeId
 from deadpool_plugin.host.machine import Machine
@@ -76,8 +76,8 @@ class Watched(Agent):
         listener, config, credentials = listen_unix(party.socket_name(node)), party.config(), Credentials(SECRET)
         machine = Machine(node, (HOST, HOST), config, credentials, listener, f"{party.name}.{node}.")
         super().__init__(machine, place, config, credentials, job)
-        self._row, self._send = row, self._actions[io.Send]
-        self._actions[io.Send] = self._counted_send
+        self._row, self._send = row, self._actions[api.Send]
+        self._actions[api.Send] = self._counted_send
         mesh = self._links.mesh
         take_in = mesh._received
 
@@ -88,7 +88,7 @@ class Watched(Agent):
 
         mesh._received = received  # type: ignore[method-assign]
 
-    def feed(self, event: io.Input) -> None:
+    def feed(self, event: api.Input) -> None:
         if self._stepping:  # it waits for its turn, which is inside the outer call
             super().feed(event)
             return
@@ -97,7 +97,7 @@ class Watched(Agent):
         self._row.add("protocol_ns", time.thread_time_ns() - began)
         self._row.add("inputs")
 
-    def _counted_send(self, action: io.Send) -> None:
+    def _counted_send(self, action: api.Send) -> None:
         message: AnyMessage = action.message
         self._row.add(type(message).__name__)
         self._send(action)
@@ -106,7 +106,7 @@ class Watched(Agent):
         self._row.set("noticed_ns", time.monotonic_ns())
         super().link_lost(node, reason)
 
-    def _reconfigure(self, action: io.Reconfigure) -> None:
+    def _reconfigure(self, action: api.Reconfigure) -> None:
         """The plan has come: before anything is done about it, the time."""
         self._row.set("planned_cpu_ns", time.process_time_ns())
         self._row.set("planned_ns", time.monotonic_ns())
@@ -114,11 +114,11 @@ class Watched(Agent):
         self._row.set("committed", action.plan.restore_step)
         super()._reconfigure(action)
 
-    def _commit(self, action: io.Commit) -> None:
+    def _commit(self, action: api.Commit) -> None:
         super()._commit(action)
         self._row.set("committed", action.step)
 
-    def _emit(self, action: io.Emit) -> None:
+    def _emit(self, action: api.Emit) -> None:
         super()._emit(action)
         if action.kind in _TIMES:
             self._row.set(_TIMES[action.kind], time.monotonic_ns())

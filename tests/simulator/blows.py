@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from deadpool_plugin.core import io
+from deadpool_plugin.core import api
 from deadpool_plugin.core.types import NodeId, Rank
 
 from .groups import ODD, Group, Odd
@@ -116,14 +116,14 @@ class Blows:
 
     def _give_up(self, node: Node) -> bool:
         self.blamed.add(node.number)
-        node.loop.call_soon(node.feed, io.NodeGivenUp("its launcher ended it"))
+        node.loop.call_soon(node.feed, api.NodeGivenUp("its launcher ended it"))
         return True
 
     def _stop(self, node: Node) -> bool:
         self._cluster.raised = True
         if node.controller.world is None:  # it knows nobody whom it could tell
             self.blamed.add(node.number)
-        node.loop.call_soon(node.feed, io.StopRequested("a person ended it", 130))
+        node.loop.call_soon(node.feed, api.StopRequested("a person ended it", 130))
         return True
 
     def _pause(self, fault: Fault, node: Node) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from deadpool_plugin.core import io
+from deadpool_plugin.core import api
 from deadpool_plugin.core.messages import Accepted, Prepare, Promise, Verdict
 from deadpool_plugin.core.types import NO_STEP, Generation, NodeId, Rank, Step, SwapPlan, World
 
@@ -43,34 +43,34 @@ class Checkers:
 
     # -- ONE_WORLD_PER_GENERATION ------------------------------------------------------------------------------
 
-    def stepped(self, node: Node, event: io.Input, actions: Sequence[io.Action]) -> None:
+    def stepped(self, node: Node, event: api.Input, actions: Sequence[api.Action]) -> None:
         controller = node.controller
         accepted = controller._swaps.voter.acceptor.accepted
         if accepted is not None:
             self._accepted.setdefault(accepted[1].world.generation, set()).add(node.number)
         fence = node.store.generation
         for action in actions:
-            if isinstance(action, io.Send):
+            if isinstance(action, api.Send):
                 if isinstance(action.message, (Promise, Accepted)) and fence < action.message.ballot.generation:
                     raise Violation("NO_STALE_WRITE", f"node {node.number} votes before it is fenced: {action.message}")
                 if isinstance(action.message, Prepare):
                     ballot = action.message.ballot
                     self._silent[ballot.generation, ballot.node] = set(action.message.silent)
-            elif isinstance(action, io.AbortWorkers):
+            elif isinstance(action, api.AbortWorkers):
                 fence = max(fence, action.generation)
-            elif isinstance(action, io.EndRank):
+            elif isinstance(action, api.EndRank):
                 self._blamed_rightly(node, action)
-            elif not isinstance(action, io.Emit):
+            elif not isinstance(action, api.Emit):
                 continue
             elif action.kind == "SwapPlanned":
                 self._accepted.setdefault(controller.generation, set()).add(node.number)
                 self._cut_off_first(node, action)
             elif action.kind == "JobStopped":
-                told = isinstance(event, io.Received) and isinstance(event.message, Verdict)
+                told = isinstance(event, api.Received) and isinstance(event.message, Verdict)
                 if not told:
                     oracle.judge_verdict(self._cluster, node, action)
 
-    def _cut_off_first(self, proposer: Node, planned: io.Emit) -> None:
+    def _cut_off_first(self, proposer: Node, planned: api.Emit) -> None:
         """Whoever is replaced for its silence has stopped what it ran by then; only one that stands still cannot.
 
         Who has not heard of training has not either: nothing it could tear is written before a step is committed
@@ -107,7 +107,7 @@ class Checkers:
         oracle.judge_plan(self._cluster, plan)
         self.memory.disarm(generation)
 
-    def _blamed_rightly(self, node: Node, action: io.EndRank) -> None:
+    def _blamed_rightly(self, node: Node, action: api.EndRank) -> None:
         """Nobody is ended who issues what its peers do. Of newcomers alone nobody can say which of them is right, nor
         of those whose peers are lost or stand still."""
         ended, nodes = node.processes.of(action.rank), self._cluster.nodes
@@ -163,7 +163,7 @@ class Checkers:
 
     # -- RESTORABLE ----------------------------------------------------------------------------------------------
 
-    def said(self, node: Node, action: io.Emit) -> None:
+    def said(self, node: Node, action: api.Emit) -> None:
         generation = node.controller.generation
         if action.kind == "StepCommitted":
             step = action.fields["step"]
@@ -198,7 +198,7 @@ class Checkers:
     def corrupted(self) -> None:
         self.memory.corrupted()
 
-    def left(self, node: Node, action: io.Leave) -> None:
+    def left(self, node: Node, action: api.Leave) -> None:
         oracle.judge_exit(self._cluster, node, action)
 
 

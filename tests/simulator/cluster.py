@@ -13,7 +13,7 @@ from pathlib import Path
 
 from deadpool_plugin.agent.settings import policy_of, timing_of
 from deadpool_plugin.config import Config
-from deadpool_plugin.core import io
+from deadpool_plugin.core import api
 from deadpool_plugin.core.types import Generation, NodeId, Rank, SwapPlan, World
 
 from .arrivals import Arrivals
@@ -206,27 +206,27 @@ class Cluster:
         self._up.discard(node.number)
         self.timeline.halted = self.timeline.halted or self.is_over
 
-    def stepped(self, node: Node, event: io.Input, actions: Sequence[io.Action]) -> None:
+    def stepped(self, node: Node, event: api.Input, actions: Sequence[api.Action]) -> None:
         """`node`'s controller has taken in `event` and answers `actions`, none of which is carried out yet."""
         if self.transcript is not None:
             self.transcript.stepped(self.timeline.now, node.number, event, actions)
-        if not self._has_begun and isinstance(event, io.WorldFormed):
+        if not self._has_begun and isinstance(event, api.WorldFormed):
             self._begin()
         if actions:
             self.checkers.stepped(node, event, actions)
         if self.strikes.listens:
             self.strikes.moment(f"Got {type(event).__name__}", node)
 
-    def acted(self, node: Node, action: io.Action) -> None:
+    def acted(self, node: Node, action: api.Action) -> None:
         """`node` has carried out `action`."""
-        if isinstance(action, io.Send):
+        if isinstance(action, api.Send):
             self.strikes.moment(f"Send {type(action.message).__name__}", node)
-        elif isinstance(action, io.Emit):
+        elif isinstance(action, api.Emit):
             self.strikes.moment(f"Emit {action.kind}", node)
         else:
             self.strikes.moment(type(action).__name__, node)
 
-    def said(self, node: Node, action: io.Emit) -> None:
+    def said(self, node: Node, action: api.Emit) -> None:
         self.events[action.kind] += 1
         self.checkers.said(node, action)
         if action.kind == "WaitingForHost":

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from deadpool_plugin.core import io
+from deadpool_plugin.core import api
 from deadpool_plugin.core.controller import Controller
 from deadpool_plugin.core.messages import Message
 from deadpool_plugin.core.phases import Phase
@@ -26,7 +26,7 @@ STATES = tuple(
     if phase is not Phase.ENDED  # who has left is fed nothing
     for state in ([phase.name] if phase in ALONE else NAMES[phase.name])
 )
-EVENTS = tuple(sorted(kind.__name__ for kind in (*io.Input.__subclasses__(), *Message.__subclasses__())))
+EVENTS = tuple(sorted(kind.__name__ for kind in (*api.Input.__subclasses__(), *Message.__subclasses__())))
 
 
 def unseen(pairs: Mapping[str, int]) -> dict[str, tuple[str, ...]]:
@@ -47,9 +47,9 @@ class Coverage:
     def __init__(self) -> None:
         self.pairs: Counter[tuple[str, str]] = Counter()
 
-    def sees(self, controller: Controller, event: io.Input) -> None:
+    def sees(self, controller: Controller, event: api.Input) -> None:
         """`controller` is about to take in `event`."""
-        kind = type(event.message) if isinstance(event, io.Received) else type(event)
+        kind = type(event.message) if isinstance(event, api.Received) else type(event)
         self.pairs[state_of(controller), kind.__name__] += 1
 
 

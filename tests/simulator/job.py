@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from support import present
 
-from deadpool_plugin.core import io
+from deadpool_plugin.core import api
 from deadpool_plugin.core.context import Context
 from deadpool_plugin.core.types import NO_STEP, NodeId, Rank, Step
 
@@ -32,14 +32,14 @@ QUIET = {
 }  # fmt: skip
 """Ranks 0 and 1 on node 0, 2 and 3 on node 1, 4 and 5 on node 2; nodes 3 and 4 are spares."""
 WITHIN_S = 2000.0
-A = TypeVar("A", bound=io.Action)
+A = TypeVar("A", bound=api.Action)
 
 
 class Job(Cluster):
     """One job. `asked`: what each controller has asked of its agent, messages aside."""
 
     def __init__(self, seed: int = 1, **fields: Any) -> None:
-        self.asked: list[tuple[NodeId, io.Action]] = []
+        self.asked: list[tuple[NodeId, api.Action]] = []
         self._held: Signal | None = None
         super().__init__(scenario(seed, fixed={**QUIET, **fields}))
 
@@ -108,7 +108,7 @@ class Job(Cluster):
         """One of schedule.KINDS, and the fields of the fault."""
         assert self.blows.deal(Fault(kind, **how), self.nodes[number]), f"{kind} has struck nothing on node {number}"
 
-    def feed(self, number: NodeId, event: io.Input) -> None:
+    def feed(self, number: NodeId, event: api.Input) -> None:
         """An input of its agent's."""
         self.nodes[number].loop.call_soon(self.nodes[number].feed, event)
 
@@ -142,11 +142,11 @@ class Job(Cluster):
 
     # -- what tests look at ------------------------------------------------------------------------------------
 
-    def stepped(self, node: Node, event: io.Input, actions: Sequence[io.Action]) -> None:
-        self.asked += [(node.number, action) for action in actions if not isinstance(action, io.Send)]
+    def stepped(self, node: Node, event: api.Input, actions: Sequence[api.Action]) -> None:
+        self.asked += [(node.number, action) for action in actions if not isinstance(action, api.Send)]
         super().stepped(node, event, actions)
 
-    def said(self, node: Node, action: io.Emit) -> None:
+    def said(self, node: Node, action: api.Emit) -> None:
         """No host comes because one is waited for, but by `join`."""
         self.events[action.kind] += 1
         self.checkers.said(node, action)
@@ -157,7 +157,7 @@ class Job(Cluster):
 
     def told(self, kind: str) -> list[dict[str, object]]:
         """The fields of all events of that kind."""
-        return [action.fields for _, action in self.all(io.Emit) if action.kind == kind]
+        return [action.fields for _, action in self.all(api.Emit) if action.kind == kind]
 
     def process(self, rank: Rank) -> Process:
         processes: Processes = self.nodes[self.newest_world.node_of[rank]].processes

@@ -15,7 +15,7 @@ from deadpool_plugin.agent.host import Host
 from deadpool_plugin.agent.joining import Invitation, Job
 from deadpool_plugin.agent.process import Agent
 from deadpool_plugin.agent.world import Place
-from deadpool_plugin.core import io
+from deadpool_plugin.core import api
 from deadpool_plugin.core.controller import Controller
 from deadpool_plugin.core.messages import AnyMessage
 from deadpool_plugin.core.types import Generation, NodeId, Rank, Step
@@ -47,18 +47,18 @@ class Watched(Controller):
         super().__init__(*arguments)
         self._node = node
 
-    def step(self, event: io.Input, now: float) -> Iterable[io.Action]:  # type: ignore[override]
+    def step(self, event: api.Input, now: float) -> Iterable[api.Action]:  # type: ignore[override]
         node, cluster = self._node, self._node.cluster
         if not self.ended:
             cluster.coverage.sees(self, event)
-        if isinstance(event, io.WorkerFinished):
+        if isinstance(event, api.WorkerFinished):
             node.finished(event.rank)
-        actions: Sequence[io.Action] = super().step(event, now)
+        actions: Sequence[api.Action] = super().step(event, now)
         cluster.stepped(node, event, actions)
         node.must_live()
         return self._carried_out(actions) if actions else ()
 
-    def _carried_out(self, actions: Sequence[io.Action]) -> Iterator[io.Action]:
+    def _carried_out(self, actions: Sequence[api.Action]) -> Iterator[api.Action]:
         """The agent goes on with the next action when the one before is carried out."""
         node = self._node
         for action in actions:
@@ -198,7 +198,7 @@ class Node:
             self.up = False
             self.cluster.gone(self)
 
-    def feed(self, event: io.Input) -> None:
+    def feed(self, event: api.Input) -> None:
         """An input of the fault's."""
         if self.agent is not None:
             self.agent.feed(event)
@@ -210,18 +210,18 @@ class Node:
 
     # -- what its agent does -----------------------------------------------------------------------------------
 
-    def about_to(self, action: io.Action) -> None:
+    def about_to(self, action: api.Action) -> None:
         checkers = self.cluster.checkers
-        if isinstance(action, io.Reconfigure):
+        if isinstance(action, api.Reconfigure):
             checkers.reconfigured(self, action.plan)
-        elif isinstance(action, io.Leave):
+        elif isinstance(action, api.Leave):
             self.exit = (action.exit_code, action.reason)
             checkers.left(self, action)
 
-    def done(self, action: io.Action) -> None:
-        if isinstance(action, io.Emit):
+    def done(self, action: api.Action) -> None:
+        if isinstance(action, api.Emit):
             self.cluster.said(self, action)
-        elif isinstance(action, io.Leave):
+        elif isinstance(action, api.Leave):
             self._leave()
         if self.cluster.strikes.listens:
             self.cluster.acted(self, action)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from deadpool_plugin.core import io
+from deadpool_plugin.core import api
 from deadpool_plugin.core.pairing import MISPAIRS
 from deadpool_plugin.core.types import EXIT_FENCED, EXIT_UNRECOVERABLE, NO_STEP, NodeId, Step, SwapPlan, World
 
@@ -70,7 +70,7 @@ def _must_be_blamed(cluster: Cluster, lost: tuple[NodeId, ...], by: NodeId, who:
         raise Violation("RIGHT_VERDICT", f"{who} counts nodes {innocent} as lost, to which nothing was done")
 
 
-def judge_verdict(cluster: Cluster, node: Node, stopped: io.Emit) -> None:
+def judge_verdict(cluster: Cluster, node: Node, stopped: api.Emit) -> None:
     """`node` has decided that the job ends."""
     context = node.controller._ctx
     code, reason = stopped.fields["exit_code"], str(stopped.fields["reason"])
@@ -116,7 +116,7 @@ def judge_verdict(cluster: Cluster, node: Node, stopped: io.Emit) -> None:
         )
 
 
-def judge_exit(cluster: Cluster, node: Node, action: io.Leave) -> None:
+def judge_exit(cluster: Cluster, node: Node, action: api.Leave) -> None:
     """`node` leaves; out of the job it may be only if something was done to it, or to so many that nobody decides.
 
     Whoever comes when the job has ended may leave, too, or who has been told of some members only (who told it counts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from support import present
 
-from deadpool_plugin.core.io import HoldingsDropped
+from deadpool_plugin.core.api import HoldingsDropped
 from deadpool_plugin.core.types import NO_STEP, NodeId
 from simulator import run
 from simulator.cluster import Cluster

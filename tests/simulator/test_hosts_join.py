@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from deadpool_plugin.core import io
+from deadpool_plugin.core import api
 from deadpool_plugin.core.types import NO_STEP
 
 FULL = {"spares": 0, "wait_for_hosts": True}
@@ -34,7 +34,7 @@ def test_a_host_joins_as_the_last_spare(start, seed):
     assert list(job.plans) == [1], "a join costs one regroup"
     assert job.plans[1].joined == (new,) and job.plans[1].world.spares == (3, new)
     assert job.told("HostJoined") == [{"joined": new}]
-    assert [action.rank for node, action in job.all(io.StartRehearsal) if node == new] == [2, 3]
+    assert [action.rank for node, action in job.all(api.StartRehearsal) if node == new] == [2, 3]
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -130,7 +130,7 @@ def test_nobody_waits_for_what_cannot_be_had_back(start):
 def test_a_host_that_asks_anew_is_judged_anew(start):
     job = start(spares=1, steps=40).train()
     for number in job.nodes:
-        job.feed(number, io.LinkLost(4, "an earlier attempt"))
+        job.feed(number, api.LinkLost(4, "an earlier attempt"))
     new = job.join()
     assert set(job.end().values()) == {0} and job.plans[1].world.spares == (3, new) == (3, 4)
 

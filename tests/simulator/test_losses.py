@@ -6,7 +6,7 @@ from itertools import combinations
 
 import pytest
 
-from deadpool_plugin.core import io
+from deadpool_plugin.core import api
 from deadpool_plugin.core.types import NO_STEP
 
 
@@ -18,7 +18,7 @@ def well(job, *lost):
 def test_a_job_without_losses(start):
     job = start(steps=60)
     assert set(job.end().values()) == {0} and not job.plans
-    assert sorted(node for node, _ in job.all(io.StartWorkers)) == [*range(5)]
+    assert sorted(node for node, _ in job.all(api.StartWorkers)) == [*range(5)]
     assert len(job.told("TrainingStarted")) == len(job.told("Mirrored")) == 1
     steps = [event["step"] for event in job.told("StepCommitted")]
     assert steps == sorted(steps)
@@ -86,7 +86,7 @@ def test_a_connection_that_is_lost_for_good_costs_one_of_its_two_nodes(start, pa
     job = start(seed=pair[1], steps=40).train()
     job.strike("rift", pair[0], pick=pair[1] - 1)
     for node, other in (pair, pair[::-1]):
-        job.feed(node, io.LinkLost(other, "cut"))
+        job.feed(node, api.LinkLost(other, "cut"))
     codes = job.end()
     assert {codes.pop(pair[0]), codes.pop(pair[1])} == {0, 87}
     assert set(codes.values()) == {0}
@@ -154,13 +154,13 @@ def test_of_two_nodes_one_is_lost(start, active, lost, code):
 @pytest.mark.parametrize("lost", range(5))
 def test_a_loss_before_training_begins_the_script_again(start, lost):
     job = start(seed=lost)
-    job.until(lambda: job.all(io.StartWorkers))
+    job.until(lambda: job.all(api.StartWorkers))
     assert not job.told("TrainingStarted")
     job.strike("kill", lost)
     job.end()
     assert job.exits == well(job, lost)
     assert job.plans[1].restore_step == NO_STEP
-    assert {node for node, _ in job.all(io.StartWorkers)} >= {*range(5)} - {lost}
+    assert {node for node, _ in job.all(api.StartWorkers)} >= {*range(5)} - {lost}
     assert len(job.told("TrainingStarted")) == len(job.told("Mirrored")) == 1
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from deadpool_plugin.core import io
+from deadpool_plugin.core import api
 from deadpool_plugin.core.pairing import MISPAIRS, decoded
 from deadpool_plugin.transport import local
 from simulator.groups import MORE, ODD, SUM
@@ -64,7 +64,7 @@ def stall(job, share: float = 1.1) -> None:
 
 def ended(job, why: str = ""):
     """The processes that were ended for what they had issued, and where."""
-    return [(node, action.rank) for node, action in job.all(io.EndRank) if why in action.reason]
+    return [(node, action.rank) for node, action in job.all(api.EndRank) if why in action.reason]
 
 
 def newcomer(job):
@@ -133,7 +133,7 @@ def test_what_was_compared_before_scripts_ended_is_compared_again_at_their_end(a
     job = after_a_swap([SUM, SUM])
     finish(job, 1)
     stall(job)
-    assert job.all(io.ReadCalls) and not ended(job) and list(job.plans) == [1], "compared, and nothing found"
+    assert job.all(api.ReadCalls) and not ended(job) and list(job.plans) == [1], "compared, and nothing found"
     issue(job, (MORE,), (SUM,))
     finish(job, 0, 2)
     swapped(job)

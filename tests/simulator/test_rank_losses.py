@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deadpool_plugin.core import io
+from deadpool_plugin.core import api
 from deadpool_plugin.core.types import NO_STEP
 
 HOMES = (0, 0, 1, 1, 2, 2)
@@ -139,7 +139,7 @@ def test_an_error_of_every_rank_ends_the_job_at_once(start, seed):
 @pytest.mark.parametrize("seed", [1, 2])
 def test_an_error_before_training_ends_the_job(start, seed):
     job = start(seed=seed)
-    job.until(lambda: job.all(io.StartWorkers))
+    job.until(lambda: job.all(api.StartWorkers))
     job.lose(2, RAISED)
     assert set(job.end().values()) == {RAISED} and not job.plans
 
@@ -147,7 +147,7 @@ def test_an_error_before_training_ends_the_job(start, seed):
 @pytest.mark.parametrize("rank", range(6))
 def test_a_process_lost_before_training_begins_the_script_again(start, rank):
     job = start(seed=rank)
-    job.until(lambda: job.all(io.StartWorkers))
+    job.until(lambda: job.all(api.StartWorkers))
     job.lose(rank)
     assert set(job.end().values()) == {0}
     assert job.plans[1].restore_step == NO_STEP and job.plans[1].world.spares == (3, 4)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from deadpool_plugin.core import io
+from deadpool_plugin.core import api
 from deadpool_plugin.core.messages import GroupCalls, Report, Status
 from deadpool_plugin.core.pairing import decoded
 from deadpool_plugin.core.types import Checkpoint, Holding, NodeId
@@ -28,7 +28,7 @@ class Transcript:
     def note(self, now: float, text: str) -> None:
         self.lines.append(f"{now:9.3f}          {text}")
 
-    def stepped(self, now: float, node: NodeId, event: io.Input, actions: Sequence[io.Action]) -> None:
+    def stepped(self, now: float, node: NodeId, event: api.Input, actions: Sequence[api.Action]) -> None:
         if is_quiet(event) and all(is_quiet(action) for action in actions):
             return
         self.lines.append(f"{now:9.3f} node {node:<3} <- {described(event)}")
@@ -36,23 +36,23 @@ class Transcript:
             self.lines.append(f"{'':9} node {node:<3}    {line}")
 
 
-def is_quiet(thing: io.Input | io.Action) -> bool:
+def is_quiet(thing: api.Input | api.Action) -> bool:
     """Return whether it happens all the time."""
-    if isinstance(thing, (io.Received, io.Send)):
+    if isinstance(thing, (api.Received, api.Send)):
         return isinstance(thing.message, (Report, Status))
-    if isinstance(thing, io.Emit):
+    if isinstance(thing, api.Emit):
         return thing.kind == "StepCommitted"
-    return isinstance(thing, (io.Ticked, io.SnapshotHeld, io.Commit))
+    return isinstance(thing, (api.Ticked, api.SnapshotHeld, api.Commit))
 
 
-def grouped(actions: Sequence[io.Action]) -> list[str]:
+def grouped(actions: Sequence[api.Action]) -> list[str]:
     """One line each; what is sent to several is one line."""
     lines: dict[str, list[NodeId]] = {}
     found: list[str] = []
     for action in actions:
         if is_quiet(action):
             continue
-        if isinstance(action, io.Send):
+        if isinstance(action, api.Send):
             what = described(action.message)
             if what not in lines:
                 lines[what] = []
@@ -68,14 +68,14 @@ _NOTHING = (("moved", 0), ("paired", 0))
 
 def described(thing: msgspec.Struct) -> str:
     """The value without what is empty in it."""
-    if isinstance(thing, io.Received):
+    if isinstance(thing, api.Received):
         return f"{thing.sender}: {described(thing.message)}"
     if isinstance(thing, GroupCalls):
         return f"{thing.key}: {thing.count}, {'; '.join(str(decoded(code)) for code in thing.recent[-2:])}"
-    if isinstance(thing, io.Emit):
+    if isinstance(thing, api.Emit):
         fields = ", ".join(f"{key}={value!r}" for key, value in thing.fields.items() if key != "duration_s")
         return f"{thing.kind}({fields})"
-    if isinstance(thing, io.Leave):
+    if isinstance(thing, api.Leave):
         thing = msgspec.structs.replace(thing, verdict=None)  # the line before says it
     shown = []
     for field, value in msgspec.structs.asdict(thing).items():

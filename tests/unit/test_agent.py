@@ -21,7 +21,7 @@ from deadpool_plugin.agent.process import Agent
 from deadpool_plugin.agent.reports import Reports, named
 from deadpool_plugin.agent.world import Place, described, form_world, rack_named, spare_nodes, worker_env
 from deadpool_plugin.cli.jobview import JobView
-from deadpool_plugin.core import io
+from deadpool_plugin.core import api
 from deadpool_plugin.core.types import World
 from deadpool_plugin.errors import ConfigError
 from deadpool_plugin.host import proc
@@ -589,6 +589,6 @@ def test_a_death_is_seen_before_its_core_dump_is_written(tmp_path, state, flags,
 
 def test_a_link_that_stays_silent_is_told_as_a_silent_one():
     """One that is closed counts against its node at once; a silent one may be the fault of this pair of hosts."""
-    fed: list[io.LinkLost] = []
+    fed: list[api.LinkLost] = []
     Agent.still_silent(fake(feed=fed.append), 3, "no answer")
-    assert fed == [io.LinkLost(3, "no answer", silent=True, still=True)]
+    assert fed == [api.LinkLost(3, "no answer", silent=True, still=True)]

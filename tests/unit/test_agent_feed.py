@@ -20,7 +20,7 @@ from deadpool_plugin.agent.reports import Reports
 from deadpool_plugin.agent.slots import Process, Slot
 from deadpool_plugin.agent.world import Place
 from deadpool_plugin.config import Config
-from deadpool_plugin.core import io
+from deadpool_plugin.core import api
 from deadpool_plugin.core.controller import Controller
 from deadpool_plugin.core.types import World
 from deadpool_plugin.host.processes import Processes
@@ -53,7 +53,7 @@ def test_what_fails_ends_this_node_and_not_the_link_whose_message_asked_for_it(m
 
     agent._controller.step = fails
     if where == "an action":
-        agent.feed(io.Ticked())
+        agent.feed(api.Ticked())
     else:
         agent._unhandled({"message": "exception in callback", "exception": error})
     assert left == [str(error)] and not agent._stepping

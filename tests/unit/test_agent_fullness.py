@@ -18,7 +18,7 @@ from deadpool_plugin.agent.reports import Reports, sentence
 from deadpool_plugin.agent.slots import Process, Slot
 from deadpool_plugin.agent.spares import Spares
 from deadpool_plugin.agent.workers import Workers
-from deadpool_plugin.core import io
+from deadpool_plugin.core import api
 from deadpool_plugin.mirror import wire
 from deadpool_plugin.mirror.history import History
 from deadpool_plugin.mirror.store import SnapshotStore
@@ -41,7 +41,7 @@ class Told:
 
 
 def test_it_is_said_once_at_four_fifths_and_once_when_it_is_full() -> None:
-    fed: list[io.Input] = []
+    fed: list[api.Input] = []
     store, told = SnapshotStore(history_limit_bytes=1000), Told()
     fullness = Fullness(store, cast(Reports, told), 1000, fed.append)
     for step in range(200):
@@ -51,7 +51,7 @@ def test_it_is_said_once_at_four_fifths_and_once_when_it_is_full() -> None:
     filling, full = told.of(events.HistoryFilling)
     assert (filling.rank, filling.step, filling.full) == (4, 128, False)
     assert (full.rank, full.full) == (4, True) and full.step == 20 + 800 // 7
-    assert fed == [io.RecordsDropped()]
+    assert fed == [api.RecordsDropped()]
     assert "fill 80 % of history_limit_mib at step 128" in sentence(filling)
     assert "from now on only spares that have followed so far can take over" in sentence(full)
 
@@ -64,7 +64,7 @@ def test_a_rank_without_records_is_passed_over() -> None:
 
 
 def test_a_spare_that_comes_too_late_to_follow_says_so_once() -> None:
-    fed: list[io.Input] = []
+    fed: list[api.Input] = []
 
     async def scenario() -> Told:
         slot, told, store = Slot(0), Told(), SnapshotStore(history_limit_bytes=100)
@@ -86,7 +86,7 @@ def test_a_spare_that_comes_too_late_to_follow_says_so_once() -> None:
         return told
 
     (failed,) = asyncio.run(scenario()).of(events.RehearsalFailed)
-    assert fed == [io.SpareUnable(failed.reason)], "and the job is told that it is not covered"
+    assert fed == [api.SpareUnable(failed.reason)], "and the job is told that it is not covered"
     assert failed.rank == 4 and "held are 20 to 29" in failed.reason and "raise history_limit_mib" in failed.reason
 
 

@@ -22,7 +22,7 @@ from deadpool_plugin.agent.slots import Process, Slot
 from deadpool_plugin.agent.spares import Spares
 from deadpool_plugin.agent.workers import Workers
 from deadpool_plugin.agent.world import Place
-from deadpool_plugin.core import io
+from deadpool_plugin.core import api
 from deadpool_plugin.core.types import NO_STEP, World
 from deadpool_plugin.host.processes import Processes
 from deadpool_plugin.mirror.history import History
@@ -126,7 +126,7 @@ def test_a_process_that_cannot_go_back_so_far_is_ended_and_replaced_with_its_rea
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
         slot = Slot(0, rank=3)
         slot.process = Process(order=1, rank=3, rehearses=False, pid=child.pid)
-        fed: list[io.Input] = []
+        fed: list[api.Input] = []
         lost: list[Slot] = []
         lives = Lives(0, [slot], Processes("tag.", 10.0), fed.append, lost.append, lambda reason: None)
         try:
@@ -138,7 +138,7 @@ def test_a_process_that_cannot_go_back_so_far_is_ended_and_replaced_with_its_rea
         return fed, lost, slot
 
     fed, lost, slot = asyncio.run(scenario())
-    assert fed == [io.WorkerLost(3, "its calls begin later")] and lost == [slot]
+    assert fed == [api.WorkerLost(3, "its calls begin later")] and lost == [slot]
 
 
 def test_people_are_told_which_steps_are_done_again_and_why():

@@ -9,7 +9,7 @@ from support.hosts import fetches, host
 from support.stores import free
 
 from deadpool_plugin.agent.profile import Profile
-from deadpool_plugin.core import io
+from deadpool_plugin.core import api
 from deadpool_plugin.core.types import Source
 from deadpool_plugin.errors import StaleGeneration, TransportError
 from deadpool_plugin.mirror.arena import SlotPair
@@ -72,9 +72,9 @@ class Silent:
         return b"whole"
 
 
-def asked(error: TransportError, node: int) -> list[io.Input]:
+def asked(error: TransportError, node: int) -> list[api.Input]:
     """Return what was said after node 0 had asked `node` for a recording and met `error` each time."""
-    said: list[io.Input] = []
+    said: list[api.Input] = []
     with pytest.raises(TransportError):
         asyncio.run(fetches(host(bulk=Silent(error)), 0.3, said.append).recording(node, 7))
     return said
@@ -82,7 +82,7 @@ def asked(error: TransportError, node: int) -> list[io.Input]:
 
 def test_who_cannot_be_asked_for_the_patience_is_not_heard():
     (lost,) = asked(TransportError("no route to host"), 2)
-    assert isinstance(lost, io.LinkLost) and (lost.node, lost.silent) == (2, True)
+    assert isinstance(lost, api.LinkLost) and (lost.node, lost.silent) == (2, True)
     assert "no route to host" in lost.reason
 
 
@@ -91,7 +91,7 @@ def test_who_answers_no_is_heard():
 
 
 def test_nothing_is_said_of_this_node_itself():
-    said: list[io.Input] = []
+    said: list[api.Input] = []
 
     class Broken(Holder):
         async def fetch(self, *arguments):
@@ -100,7 +100,7 @@ def test_nothing_is_said_of_this_node_itself():
     store = SnapshotStore()
     with pytest.raises(TransportError):
         asyncio.run(fetches(host(store, Broken()), 0.3, said.append).bring(Source(0, 0, 3, 0), 3, PROFILE))
-    assert [lost.node for lost in said if isinstance(lost, io.LinkLost)] == [3]
+    assert [lost.node for lost in said if isinstance(lost, api.LinkLost)] == [3]
     store.drop_prepared()
 
 

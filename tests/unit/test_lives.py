@@ -15,7 +15,7 @@ from support.stand_in import stand_in
 from deadpool_plugin.agent.lives import Lives
 from deadpool_plugin.agent.reports import Reports
 from deadpool_plugin.agent.slots import Process, Slot
-from deadpool_plugin.core import io
+from deadpool_plugin.core import api
 from deadpool_plugin.host import proc
 from deadpool_plugin.host.processes import Processes
 from deadpool_plugin.transport import local
@@ -24,14 +24,14 @@ from deadpool_plugin.transport import local
 @pytest.fixture
 def heard():
     """(lives, slot, what was heard in its order): rank 3 runs in the only slot."""
-    order: list[io.Input | Slot] = []
+    order: list[api.Input | Slot] = []
     slot = Slot(0, rank=3, standby_pid=os.getpid())
     lives = Lives(1, [slot], Processes("tag.", 10.0), order.append, order.append, stand_in(Reports).say)
     slot.process = Process(order=1, rank=3, rehearses=False, in_training=True)
     return lives, slot, order
 
 
-@pytest.mark.parametrize(("exit_code", "said"), [(-9, io.WorkerLost), (3, io.WorkerFailed), (0, io.WorkerFailed)])
+@pytest.mark.parametrize(("exit_code", "said"), [(-9, api.WorkerLost), (3, api.WorkerFailed), (0, api.WorkerFailed)])
 def test_a_replacement_is_begun_before_the_controller_decides(heard, exit_code, said):
     """A node that is alone decides in the same step: what it orders must be the last word."""
     lives, slot, order = heard
@@ -48,7 +48,7 @@ def test_a_process_that_has_not_said_hello_yet_is_ended_by_the_next_order(heard,
     process = Process(order=2, rank=3, rehearses=False)
     slot.process, process.pid = process, pid or process.pid
     lives.kill(slot, process, "of no use any more")
-    assert ended == killed and io.WorkerLost(3, "of no use any more") in order
+    assert ended == killed and api.WorkerLost(3, "of no use any more") in order
 
 
 def test_the_last_words_of_a_process_are_heard_before_it_is_said_why_it_ended(heard):
@@ -61,7 +61,7 @@ def test_the_last_words_of_a_process_are_heard_before_it_is_said_why_it_ended(he
 
     slot.process.peer = Unread()
     lives.ended(slot, slot.process, 1)
-    assert order == [slot, io.WorkerFailed(3, 1, "ValueError: no such token")]
+    assert order == [slot, api.WorkerFailed(3, 1, "ValueError: no such token")]
 
 
 def test_all_its_stores_die_with_a_process(heard):
@@ -70,10 +70,10 @@ def test_all_its_stores_die_with_a_process(heard):
     lives.hosts(slot, slot.process, "host:1")
     lives.hosts(slot, slot.process, "host:2")
     lives.ended(slot, slot.process, -9)
-    lost = [io.StoreLost("host:1"), io.StoreLost("host:2")]
-    assert order[:4] == [io.StoreOffered("host:1"), io.StoreOffered("host:2"), *lost]
+    lost = [api.StoreLost("host:1"), api.StoreLost("host:2")]
+    assert order[:4] == [api.StoreOffered("host:1"), api.StoreOffered("host:2"), *lost]
     lives.forget(slot.process)
-    assert [one for one in order if isinstance(one, io.StoreLost)] == lost
+    assert [one for one in order if isinstance(one, api.StoreLost)] == lost
 
 
 def test_a_process_that_only_rehearses_its_rank_says_so_with_its_store(heard):
@@ -82,7 +82,7 @@ def test_a_process_that_only_rehearses_its_rank_says_so_with_its_store(heard):
     lives.hosts(slot, slot.process, "host:3")
     slot.process.took_over = True
     lives.hosts(slot, slot.process, "host:4")
-    assert order == [io.StoreOffered("host:3", 0, stand_in=True), io.StoreOffered("host:4", 0)]
+    assert order == [api.StoreOffered("host:3", 0, stand_in=True), api.StoreOffered("host:4", 0)]
 
 
 LAUNCHED = "ended where it was launched (Ctrl-C, a closed terminal or a signal; node 1 was told)"
@@ -91,9 +91,9 @@ LAUNCHED = "ended where it was launched (Ctrl-C, a closed terminal or a signal; 
 @pytest.mark.parametrize(
     ("number", "said"),
     [
-        (signal.SIGINT, io.StopRequested(LAUNCHED, 130)),
-        (signal.SIGHUP, io.NodeGivenUp("node 1 found the launcher gone (on_launcher_loss: stop)")),
-        (signal.SIGTERM, io.NodeGivenUp("the launcher of node 1 ended its processes (SIGTERM)")),
+        (signal.SIGINT, api.StopRequested(LAUNCHED, 130)),
+        (signal.SIGHUP, api.NodeGivenUp("node 1 found the launcher gone (on_launcher_loss: stop)")),
+        (signal.SIGTERM, api.NodeGivenUp("the launcher of node 1 ended its processes (SIGTERM)")),
     ],
 )
 def test_what_a_supervisor_was_told_to_end_by(heard, number, said):
@@ -106,7 +106,7 @@ def test_a_standby_process_that_can_fork_no_more_is_the_nodes_end(heard):
     lives, slot, order = heard
     lives.cannot_end(slot, local.CannotEnd("process 7 was killed and does not end (state D)"))
     reason = "local rank 0 cannot get a new process: process 7 was killed and does not end (state D)"
-    assert order == [io.NodeGivenUp(reason)]
+    assert order == [api.NodeGivenUp(reason)]
 
 
 def test_a_standby_process_that_is_stopped_is_the_nodes_end(heard):
@@ -155,7 +155,7 @@ def test_the_end_of_what_rehearsed_another_rank_is_no_loss_of_the_slots_new_one(
     assert order == []
     slot.rank, slot.process = -1, Process(order=3, rank=5, rehearses=True)
     lives.ended(slot, slot.process, -9)
-    assert order == [io.SpareFailed(0, 5, order[0].reason)]
+    assert order == [api.SpareFailed(0, 5, order[0].reason)]
 
 
 def test_with_too_many_open_files_processes_are_still_seen():

@@ -13,7 +13,7 @@ from support.stores import free
 from deadpool_plugin.agent.mirroring import Mirroring
 from deadpool_plugin.agent.profile import Profile
 from deadpool_plugin.agent.slots import Process, Slot
-from deadpool_plugin.core import io
+from deadpool_plugin.core import api
 from deadpool_plugin.core.types import World
 from deadpool_plugin.mirror.arena import SlotPair, arena_bytes
 from deadpool_plugin.mirror.store import SnapshotStore
@@ -97,7 +97,7 @@ def test_slots_of_a_process_that_was_replaced_meanwhile_are_not_kept(store):
 
 def test_slots_that_are_being_made_when_the_script_begins_again_make_room_for_the_next(store, monkeypatch):
     """Both at once may be more than there is, which would have ended the job."""
-    fed: list[io.Input] = []
+    fed: list[api.Input] = []
     touch = SlotPair._touch
 
     def fenced_meanwhile(self, going_on):

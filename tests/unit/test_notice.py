@@ -14,7 +14,7 @@ from support.stand_in import stand_in
 from deadpool_plugin.agent import lives as lives_module
 from deadpool_plugin.agent.lives import Lives
 from deadpool_plugin.agent.slots import Process, Slot
-from deadpool_plugin.core import io
+from deadpool_plugin.core import api
 from deadpool_plugin.host import proc
 from deadpool_plugin.host.processes import Processes
 from deadpool_plugin.transport.local import LocalPeer
@@ -52,7 +52,7 @@ def course(monkeypatch, slots, tell, seconds):
         told = []
 
         def given_up(event):
-            assert isinstance(event, io.NodeGivenUp)
+            assert isinstance(event, api.NodeGivenUp)
             told.append(("given up", event.reason))
 
         processes = Processes("tag.", 10.0)

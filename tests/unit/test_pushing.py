@@ -11,7 +11,7 @@ from support.hosts import host
 
 from deadpool_plugin.agent.profile import Profile
 from deadpool_plugin.agent.pushing import Pushes
-from deadpool_plugin.core import io
+from deadpool_plugin.core import api
 from deadpool_plugin.core.types import World
 from deadpool_plugin.errors import DeadpoolError, TransportError
 from deadpool_plugin.mirror.integrity import CorruptSnapshot
@@ -37,8 +37,8 @@ class Buddy:
 
 @pytest.mark.parametrize("error", [NotHeld("overwritten"), CorruptSnapshot("3 of 7 frames")])
 def test_a_snapshot_that_cannot_be_read_here_is_no_fault_of_the_buddy(error: DeadpoolError) -> None:
-    async def scenario(newest: int) -> list[io.Input]:
-        said: list[io.Input] = []
+    async def scenario(newest: int) -> list[api.Input]:
+        said: list[api.Input] = []
         pushes = Pushes(0, 1, host(bulk=Buddy(error)), 0.0, said.append)
         pushes.enter(World(0, (0, 1), ()))
         for step in range(3, newest + 1):
@@ -48,7 +48,7 @@ def test_a_snapshot_that_cannot_be_read_here_is_no_fault_of_the_buddy(error: Dea
         return said
 
     assert asyncio.run(scenario(newest=3)) == [
-        io.WorkerLost(0, f"its newest snapshot cannot be read here: {error}"),
+        api.WorkerLost(0, f"its newest snapshot cannot be read here: {error}"),
     ]
     assert asyncio.run(scenario(newest=4)) == [], "the process has gone on and overwritten it"
 
@@ -67,11 +67,11 @@ class Unreachable:
         self.done.set()
 
 
-def pushed(error: DeadpoolError, enough: Callable[[list[io.Input], int], bool]) -> list[io.Input]:
+def pushed(error: DeadpoolError, enough: Callable[[list[api.Input], int], bool]) -> list[api.Input]:
     """Return what was said of a buddy that could be pushed to only after `enough(said, attempts)`."""
 
     async def scenario():
-        said: list[io.Input] = []
+        said: list[api.Input] = []
         heals = asyncio.Event()
         buddy = Unreachable(error, heals)
         pushes = Pushes(0, 1, host(bulk=buddy), 0.05, said.append)
@@ -89,13 +89,13 @@ def pushed(error: DeadpoolError, enough: Callable[[list[io.Input], int], bool]) 
 def test_a_buddy_that_only_this_node_cannot_reach_is_tried_until_it_can_be_reached_again():
     """Nobody acts on the first word: the others hear that node."""
     said = pushed(TransportError("no route"), lambda said, attempts: len(said) >= 2)
-    lost = [expect(io.LinkLost, event) for event in said]
+    lost = [expect(api.LinkLost, event) for event in said]
     assert {(event.node, event.silent) for event in lost} == {(1, True)}
 
 
 def test_a_node_that_cannot_send_gives_itself_up_and_accuses_no_buddy():
     said = pushed(TransferFailed("no memory"), lambda said, attempts: bool(said))
-    assert said == [io.NodeGivenUp("it cannot mirror any more: no memory")]
+    assert said == [api.NodeGivenUp("it cannot mirror any more: no memory")]
 
 
 def test_a_buddy_that_answers_from_another_generation_is_not_lost():

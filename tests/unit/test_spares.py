@@ -17,7 +17,7 @@ from deadpool_plugin.agent.reports import Reports
 from deadpool_plugin.agent.slots import Process, Slot
 from deadpool_plugin.agent.spares import Spares
 from deadpool_plugin.agent.workers import Workers
-from deadpool_plugin.core import io
+from deadpool_plugin.core import api
 from deadpool_plugin.errors import DeadpoolError, MemoryShortage
 from deadpool_plugin.mirror.history import History
 from deadpool_plugin.mirror.store import SnapshotStore
@@ -60,7 +60,7 @@ def test_who_runs_the_rank_since_a_moment_is_asked_again(monkeypatch):
 
 
 def test_a_spare_that_could_not_hold_the_mirrors_that_come_with_its_ranks_says_so_once_and_stays():
-    fed: list[io.Input] = []
+    fed: list[api.Input] = []
     told, prepared, asked = [], [], []
 
     def check(profile: Profile, node: int) -> None:
@@ -87,7 +87,7 @@ def test_a_spare_that_could_not_hold_the_mirrors_that_come_with_its_ranks_says_s
     failed = [fields for kind, fields in told if kind == "RehearsalFailed"]
     reason = "memory here does not hold what node 3 runs and mirrors: snapshots need 96 GiB"
     assert failed == [{"rank": 7, "reason": reason}]
-    assert fed == [io.SpareRehearsed(0, 6), io.SpareUnable(reason), io.SpareRehearsed(1, 7)]
+    assert fed == [api.SpareRehearsed(0, 6), api.SpareUnable(reason), api.SpareRehearsed(1, 7)]
     assert prepared == [(6, 4096, 64), (7, 4096, 64)]
 
 
@@ -200,7 +200,7 @@ def test_a_swap_does_not_take_a_rehearsal_that_begins_for_the_one_before_it():
             await begun.wait()
 
         spares.begin = begin
-        spares.order(io.StartRehearsal(0, 6, 1))
+        spares.order(api.StartRehearsal(0, 6, 1))
         await asyncio.sleep(0)
         spares.swapped((0, 0, 1, 1, 2, 2, 3, 3), 9)
         begun.set()

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from deadpool_plugin.core import io
+from deadpool_plugin.core import api
 from deadpool_plugin.core.controller import Controller
 from deadpool_plugin.core.ledger import Ledger
 from deadpool_plugin.core.messages import AnyMessage, Rehearse, Report, Status
@@ -77,12 +77,12 @@ class Controllers:
     def __init__(self) -> None:
         self._pickles: list[bytes] = []
         self._numbers: dict[object, int] = {}
-        self._steps: dict[tuple[int, int, float], tuple[int, tuple[io.Action, ...]]] = {}
+        self._steps: dict[tuple[int, int, float], tuple[int, tuple[api.Action, ...]]] = {}
         self.views: list[View] = []
-        self.items: list[AnyMessage | io.Input] = []
+        self.items: list[AnyMessage | api.Input] = []
         self._items: dict[object, int] = {}
 
-    def item(self, what: AnyMessage | io.Input) -> int:
+    def item(self, what: AnyMessage | api.Input) -> int:
         """A number for a message, or an input."""
         if what not in self._items:
             self._items[what] = len(self.items)
@@ -98,7 +98,7 @@ class Controllers:
             self.views.append(View(ctx.world.generation, ctx.swapping, controller._inventory.holdings))
         return self._numbers[value]
 
-    def step(self, number: int, event: io.Input, now: float) -> tuple[int, tuple[io.Action, ...]]:
+    def step(self, number: int, event: api.Input, now: float) -> tuple[int, tuple[api.Action, ...]]:
         key = (number, self.item(event), now)
         if key not in self._steps:
             controller = pickle.loads(self._pickles[number])
@@ -155,21 +155,21 @@ class Search:
     def _trained(self, holdings: dict[NodeId, list[Holding]]) -> tuple[int, ...]:
         live = {node: Controller(node, TIMING, Policy()) for node in self.nodes}
         first = self.world.node_of[0]
-        queue: deque[tuple[NodeId, io.Input]] = deque((node, io.WorldFormed(self.world)) for node in live)
-        queue.append((first, io.StoreOffered(f"{first}:start")))
-        queue += [(node, io.SnapshotHeld(one, 0)) for node, held in holdings.items() for one in held]
-        queue += [(node, io.WorkerReady(rank)) for rank, node in enumerate(self.world.node_of)]
-        queue += [(node, io.StoreOffered(f"{node}:0")) for node in live]
-        queue += [(node, io.Ticked()) for _ in range(12) for node in live]
+        queue: deque[tuple[NodeId, api.Input]] = deque((node, api.WorldFormed(self.world)) for node in live)
+        queue.append((first, api.StoreOffered(f"{first}:start")))
+        queue += [(node, api.SnapshotHeld(one, 0)) for node, held in holdings.items() for one in held]
+        queue += [(node, api.WorkerReady(rank)) for rank, node in enumerate(self.world.node_of)]
+        queue += [(node, api.StoreOffered(f"{node}:0")) for node in live]
+        queue += [(node, api.Ticked()) for _ in range(12) for node in live]
         while queue:
             node, event = queue.popleft()
-            self.now += 0.1 if isinstance(event, io.Ticked) else 0.0
+            self.now += 0.1 if isinstance(event, api.Ticked) else 0.0
             for action in live[node].step(event, self.now):
-                if isinstance(action, io.Send):
-                    queue.append((action.to, io.Received(node, action.message)))
+                if isinstance(action, api.Send):
+                    queue.append((action.to, api.Received(node, action.message)))
         for controller in live.values():
             assert controller._ctx.training and controller._ctx.in_contact
-            controller.step(io.LinkLost(99, "all at the same time from now on"), self.now)
+            controller.step(api.LinkLost(99, "all at the same time from now on"), self.now)
         return tuple(self.controllers.add(live[node]) for node in self.nodes)
 
     def run(self, states_max: int) -> None:
@@ -237,11 +237,11 @@ class Search:
         happening = Happening(self, state._replace(last=pair[1] if faults else ANYBODY))
         happening.links[self.pairs[pair]] = tuple(rest)
         what = self.controllers.items[item]
-        happening.feed(pair[1], what if isinstance(what, io.Input) else io.Received(pair[0], what))
+        happening.feed(pair[1], what if isinstance(what, api.Input) else api.Received(pair[0], what))
         return f"{pair[0]} -> {pair[1]}: {what}", happening.state()
 
     def _end_of(self, node: NodeId) -> int:
-        return self.controllers.item(io.LinkLost(node, "ended"))
+        return self.controllers.item(api.LinkLost(node, "ended"))
 
     def _lose(self, state: State, node: NodeId, others: list[NodeId]) -> Iterator[tuple[str, State]]:
         said = [self.pairs[node, other] for other in others]
@@ -257,7 +257,7 @@ class Search:
         newest = state.plans[-1].world if state.plans else self.world
         for rank in newest.ranks_of(node):
             happening = Happening(self, state._replace(losses=state.losses - 1))
-            happening.feed(node, io.WorkerLost(rank, "signal 9"))
+            happening.feed(node, api.WorkerLost(rank, "signal 9"))
             yield f"lose the process of rank {rank} on {node}", happening.state()
 
     def _cut(self, state: State, pair: tuple[NodeId, NodeId]) -> Iterator[tuple[str, State]]:
@@ -273,7 +273,7 @@ class Search:
             raise Violation("LIVENESS")
         happening = Happening(self, state._replace(jumps=state.jumps + 1, last=ANYBODY))
         for node in there:
-            happening.feed(node, io.Ticked())
+            happening.feed(node, api.Ticked())
         return "time", happening.state()
 
 
@@ -285,7 +285,7 @@ class Happening:
         self._numbers = dict(zip(search.nodes, state.nodes, strict=True))
         self.links = list(state.links)
         self._plans, self._codes = state.plans, state.codes
-        self._inputs: deque[tuple[NodeId, io.Input]] = deque()
+        self._inputs: deque[tuple[NodeId, api.Input]] = deque()
 
     def state(self) -> State:
         return self._from._replace(
@@ -313,7 +313,7 @@ class Happening:
             if pair[1] == node:
                 self.links[place] = ()
 
-    def feed(self, node: NodeId, event: io.Input) -> None:
+    def feed(self, node: NodeId, event: api.Input) -> None:
         """As the agent does: an input that comes while another's actions are carried out waits."""
         self._inputs.append((node, event))
         if len(self._inputs) > 1:
@@ -327,22 +327,22 @@ class Happening:
                     self._carry_out(node, action)
             self._inputs.popleft()
 
-    def _carry_out(self, node: NodeId, action: io.Action) -> None:
-        if isinstance(action, io.Send):
+    def _carry_out(self, node: NodeId, action: api.Action) -> None:
+        if isinstance(action, api.Send):
             self._send(node, action)
-        elif isinstance(action, io.Reconfigure):
+        elif isinstance(action, api.Reconfigure):
             self._reconfigure(node, action.plan)
-        elif isinstance(action, io.Leave):
+        elif isinstance(action, api.Leave):
             self._leave(node, action)
 
-    def _send(self, node: NodeId, action: io.Send) -> None:
+    def _send(self, node: NodeId, action: api.Send) -> None:
         if self._numbers.get(action.to, GONE) == GONE or not self._matters(action):
             return
         place = self._search.pairs[node, action.to]
         if self._search._end_of(node) not in self.links[place]:
             self.links[place] = (*self.links[place], self._all.item(action.message))
 
-    def _matters(self, action: io.Send) -> bool:
+    def _matters(self, action: api.Send) -> bool:
         message = action.message
         if isinstance(message, (Report, Status)):
             same = message.generation == self._view(action.to).generation
@@ -355,7 +355,7 @@ class Happening:
     def _holds(self, node: NodeId, rank: Rank, step: Step) -> bool:
         return self._numbers[node] != GONE and self._view(node).holds(rank, step)
 
-    def _leave(self, node: NodeId, action: io.Leave) -> None:
+    def _leave(self, node: NodeId, action: api.Leave) -> None:
         passed_on = 86 in self._codes
         if action.exit_code == 86 and not passed_on and not self._from.was_cut and "a tie" not in action.reason:
             self._check_verdict(action.reason)
@@ -388,11 +388,11 @@ class Happening:
             if source is not None:
                 if not (self._holds(source.header_node, rank, step) and self._holds(source.payload_node, rank, step)):
                     continue  # it is lost by now: another swap follows
-                self.feed(node, io.SnapshotHeld(held, generation))
+                self.feed(node, api.SnapshotHeld(held, generation))
             elif not self._holds(node, rank, step):
                 raise Violation(f"RESTORABLE: node {node} does not hold rank {rank}, step {step}", str(plan))
             for buddy in buddies_of(world, node, 1):
-                self.feed(buddy, io.SnapshotHeld(held, generation))
+                self.feed(buddy, api.SnapshotHeld(held, generation))
             if self._numbers[int(plan.store.partition(":")[0])] != GONE:
-                self.feed(node, io.WorkerRestored(rank, generation))
-        self.feed(node, io.StoreOffered(f"{node}:{generation}"))
+                self.feed(node, api.WorkerRestored(rank, generation))
+        self.feed(node, api.StoreOffered(f"{node}:{generation}"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from deadpool_plugin.core import io
+from deadpool_plugin.core import api
 from deadpool_plugin.core.controller import Controller
 from deadpool_plugin.core.coverage import Coverage
 from deadpool_plugin.core.messages import Report
@@ -56,21 +56,21 @@ class Coordinator:
 
     def __init__(self, world: World) -> None:
         self.world, self.now, self.controller = world, 0.0, Controller(0, Timing())
-        self.controller.step(io.WorldFormed(world), 0.0)
-        self.controller.step(io.WorkerReady(0), 0.0)
+        self.controller.step(api.WorldFormed(world), 0.0)
+        self.controller.step(api.WorkerReady(0), 0.0)
 
     def hears(self, node: int, **fields) -> list[tuple[str, object]]:
         self.now += 0.1
         holdings = tuple(Holding(rank, 0, True, (rank,)) for rank in range(3)) if node < 3 else ()
         report = Report(0, holdings, self.world.ranks_of(node), **fields)
-        actions = self.controller.step(io.Received(node, report), self.now)
+        actions = self.controller.step(api.Received(node, report), self.now)
         kinds = ("Mirrored", "Protected", "SpareReady")
-        return [(a.kind, a.fields.get("uncovered")) for a in actions if isinstance(a, io.Emit) and a.kind in kinds]
+        return [(a.kind, a.fields.get("uncovered")) for a in actions if isinstance(a, api.Emit) and a.kind in kinds]
 
     def mirrored(self) -> list[tuple[str, object]]:
         """All others say that they hold step 0."""
         for rank in range(3):
-            self.controller.step(io.SnapshotHeld(Holding(rank, 0, True, (rank,)), 0), self.now)
+            self.controller.step(api.SnapshotHeld(Holding(rank, 0, True, (rank,)), 0), self.now)
         return [*self.hears(1), *self.hears(2)]
 
 

@@ -9,7 +9,7 @@ from collections import deque
 
 import pytest
 
-from deadpool_plugin.core import io
+from deadpool_plugin.core import api
 from deadpool_plugin.core.controller import Controller
 from deadpool_plugin.core.timing import Timing
 from deadpool_plugin.core.types import Holding, NodeId, World
@@ -25,23 +25,23 @@ class Job:
         self.controllers = {node: Controller(node, Timing()) for node in self.world.members}
         self.calls = dict.fromkeys(self.controllers, 0)
         self.plans: set[NodeId] = set()
-        self._queue: deque[tuple[NodeId, io.Input]] = deque()
-        self.feed_all(io.WorldFormed(self.world))
-        self.feed(0, io.StoreOffered("store"))
+        self._queue: deque[tuple[NodeId, api.Input]] = deque()
+        self.feed_all(api.WorldFormed(self.world))
+        self.feed(0, api.StoreOffered("store"))
         for rank, home in enumerate(self.world.node_of):
-            self.feed(home, io.WorkerReady(rank))
+            self.feed(home, api.WorkerReady(rank))
         for rank, home in enumerate(self.world.node_of):
             for holder in (home, self.world.active[(home + 1) % len(self.world.active)]):
-                self.feed(holder, io.SnapshotHeld(Holding(rank, 0, True, (rank,)), 0))
-            self.feed(home, io.StoreOffered(f"store {rank}"))
+                self.feed(holder, api.SnapshotHeld(Holding(rank, 0, True, (rank,)), 0))
+            self.feed(home, api.StoreOffered(f"store {rank}"))
         assert {controller.committed for controller in self.controllers.values()} == {0}
 
-    def feed_all(self, event: io.Input) -> None:
+    def feed_all(self, event: api.Input) -> None:
         for node in list(self.controllers):
             self._queue.append((node, event))
         self._deliver()
 
-    def feed(self, node: NodeId, event: io.Input) -> None:
+    def feed(self, node: NodeId, event: api.Input) -> None:
         self._queue.append((node, event))
         self._deliver()
 
@@ -50,12 +50,12 @@ class Job:
             node, event = self._queue.popleft()
             if node in self.controllers:
                 for action in self._counted(node, event):
-                    if isinstance(action, io.Send):
-                        self._queue.append((action.to, io.Received(node, action.message)))
-                    elif isinstance(action, io.Reconfigure):
+                    if isinstance(action, api.Send):
+                        self._queue.append((action.to, api.Received(node, action.message)))
+                    elif isinstance(action, api.Reconfigure):
                         self.plans.add(node)
 
-    def _counted(self, node: NodeId, event: io.Input) -> list[io.Action]:
+    def _counted(self, node: NodeId, event: api.Input) -> list[api.Action]:
         count = 0
 
         def one(frame: object, what: str, argument: object) -> None:
@@ -73,7 +73,7 @@ class Job:
     def lose(self, node: NodeId) -> None:
         del self.controllers[node]
         self.calls = dict.fromkeys(self.controllers, 0)
-        self.feed_all(io.LinkLost(node, "connection reset"))
+        self.feed_all(api.LinkLost(node, "connection reset"))
         assert self.plans == self.controllers.keys()
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from deadpool_plugin.core import io
+from deadpool_plugin.core import api
 from deadpool_plugin.core.controller import Controller
 from deadpool_plugin.core.messages import Prepare, Status
 from deadpool_plugin.core.phases import MOVES, IllegalMove, Phase, diagram, moved
@@ -15,12 +15,12 @@ from deadpool_plugin.core.types import NO_STEP, Ballot, SwapPlan, World
 from .test_controller import PLAN, TIMING, WORLD, decided, formed, hear
 
 README = Path(__file__).resolve().parents[3] / "deadpool_plugin" / "core" / "README.md"
-MEET, JOIN, STOP = io.WorldFormed(WORLD), io.Joining((0, 1)), io.StopRequested("operator", 143)
-TRAINS, TRAINS_AGAIN = (io.Received(0, Status(generation, 3, True)) for generation in (0, 1))
-ASK, ASK_AGAIN = (io.Received(0, Prepare(Ballot(generation, 1, 0), ())) for generation in (1, 2))
-WAIT = io.Received(0, Status(0, 3, True, waiting=True))
-DECIDE = io.Received(0, decided(PLAN))
-BEGIN_AGAIN = io.Received(0, decided(SwapPlan(World(1, (0, 1, 3)), NO_STEP, (2,), (), "")))
+MEET, JOIN, STOP = api.WorldFormed(WORLD), api.Joining((0, 1)), api.StopRequested("operator", 143)
+TRAINS, TRAINS_AGAIN = (api.Received(0, Status(generation, 3, True)) for generation in (0, 1))
+ASK, ASK_AGAIN = (api.Received(0, Prepare(Ballot(generation, 1, 0), ())) for generation in (1, 2))
+WAIT = api.Received(0, Status(0, 3, True, waiting=True))
+DECIDE = api.Received(0, decided(PLAN))
+BEGIN_AGAIN = api.Received(0, decided(SwapPlan(World(1, (0, 1, 3)), NO_STEP, (2,), (), "")))
 LIVES = (
     (MEET, TRAINS, ASK, DECIDE, TRAINS_AGAIN, STOP),
     (MEET, DECIDE, ASK_AGAIN, STOP),
@@ -33,7 +33,7 @@ LIVES = (
 """Inputs of node 3, one after the other."""
 
 
-def moves_of(controller: Controller, *inputs: io.Input) -> set[tuple[Phase, Phase]]:
+def moves_of(controller: Controller, *inputs: api.Input) -> set[tuple[Phase, Phase]]:
     """Every move, also those within one step."""
     made, mark = set(), controller._mark
 
@@ -61,7 +61,7 @@ def test_a_move_the_table_lacks_raises():
         moved(Phase.ENDED, Phase.TRAINING)
 
 
-@pytest.mark.parametrize("event", [io.WorldFormed(World(0, (0, 1))), io.Joining((0, 1))])
+@pytest.mark.parametrize("event", [api.WorldFormed(World(0, (0, 1))), api.Joining((0, 1))])
 def test_a_world_is_met_once(event):
     with pytest.raises(IllegalMove):
         formed(0).step(event, 0.1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from deadpool_plugin.core import io
+from deadpool_plugin.core import api
 from deadpool_plugin.core.controller import Controller
 from deadpool_plugin.core.messages import Decided, NodeFailed, Report, Status
 from deadpool_plugin.core.types import Ballot, Holding, SwapPlan, World
@@ -17,7 +17,7 @@ WORLD = World(0, (0, 1, 2, 3), (4,))
 
 def formed(node: int) -> Controller:
     controller = Controller(node, TIMING)
-    controller.step(io.WorldFormed(WORLD), 0.0)
+    controller.step(api.WorldFormed(WORLD), 0.0)
     return controller
 
 
@@ -31,7 +31,7 @@ def asked_to_leave(
             hear(coordinator, heard, Report(0), now)
         actions = hear(coordinator, sender, NodeFailed(0, node, "cannot mirror to it", silent=True), now)
         asked += [to for to, message in said(actions) if isinstance(message, NodeFailed) and message.node == to]
-        assert not any(isinstance(action, io.AbortWorkers) for action in actions)
+        assert not any(isinstance(action, api.AbortWorkers) for action in actions)
         now += every_s
     return asked
 
@@ -41,7 +41,7 @@ def commit(coordinator: Controller, step: int, now: float) -> None:
         held = (Holding(rank, step, True, (rank,)), Holding((rank - 1) % 4, step, True, ((rank - 1) % 4,)))
         if node == 0:
             for holding in held:
-                coordinator.step(io.SnapshotHeld(holding, 0), now)
+                coordinator.step(api.SnapshotHeld(holding, 0), now)
         else:
             hear(coordinator, node, Report(0, holdings=held), now)
     assert coordinator.committed == step
@@ -73,7 +73,7 @@ def test_people_are_told_of_a_broken_pair_once():
         for heard in (1, 2):
             hear(coordinator, heard, Report(0), 1.0)
         actions = hear(coordinator, sender, NodeFailed(0, node, "cannot mirror to it", silent=True), 1.0)
-        notes += [action.fields["text"] for action in actions if isinstance(action, io.Emit)]
+        notes += [action.fields["text"] for action in actions if isinstance(action, api.Emit)]
     assert len(notes) == 1 and str(notes[0]).startswith("nodes 1 and 2 cannot reach each other")
 
 
@@ -104,32 +104,32 @@ def test_a_member_that_does_not_lead_asks_nobody():
 
 def test_who_is_asked_leaves_with_the_reason():
     actions = hear(formed(2), 0, NodeFailed(0, 2, "nodes 1 and 2 cannot reach each other"))
-    left = [action for action in actions if isinstance(action, io.Leave)]
+    left = [action for action in actions if isinstance(action, api.Leave)]
     assert len(left) == 1 and "cannot reach each other" in left[0].reason
 
 
 def test_a_member_says_it_again_whenever_it_has_tried_in_vain_again():
     member = formed(1)
-    lost = io.LinkLost(2, "cannot mirror to it", silent=True)
+    lost = api.LinkLost(2, "cannot mirror to it", silent=True)
 
-    def complaints(event: io.Input, now: float) -> int:
+    def complaints(event: api.Input, now: float) -> int:
         return sum(isinstance(message, NodeFailed) for _, message in said(member.step(event, now)))
 
     assert complaints(lost, 1.0) == 1
     hear(member, 0, Status(0, -1, True), 1.1)
-    assert complaints(io.Ticked(), 1.2) == 0
+    assert complaints(api.Ticked(), 1.2) == 0
     assert complaints(lost, 1.3) == 1
-    assert complaints(io.LinkLost(2, "reset"), 1.4) == 0
+    assert complaints(api.LinkLost(2, "reset"), 1.4) == 0
 
 
 @pytest.mark.parametrize(("node", "other", "says"), [(1, 2, True), (2, 1, True), (1, 4, False), (4, 1, False)])
 def test_two_that_run_ranks_say_it_for_as_long_as_their_link_is_broken(node: int, other: int, says: bool):
     """A job that stands still mirrors nothing that could fail; a spare stands in nobody's way."""
     member = formed(node)
-    member.step(io.LinkLost(other, "timed out", silent=True), 1.0)
+    member.step(api.LinkLost(other, "timed out", silent=True), 1.0)
     for now in (1.2, 1.4, 1.6):
         hear(member, 0, Status(0, -1, True), now)
-        actions = member.step(io.LinkLost(other, "timed out", silent=True, still=True), now)
+        actions = member.step(api.LinkLost(other, "timed out", silent=True, still=True), now)
         assert any(isinstance(message, NodeFailed) for _, message in said(actions)) == says
 
 
@@ -138,7 +138,7 @@ def test_the_coordinator_counts_its_own_broken_links_alike():
     for now in (1.0, 6.0, 11.5):
         for heard in (1, 2, 3, 4):
             hear(coordinator, heard, Report(0), now)
-        actions = coordinator.step(io.LinkLost(2, "timed out", silent=True, still=now > 1.0), now)
+        actions = coordinator.step(api.LinkLost(2, "timed out", silent=True, still=now > 1.0), now)
         asked = [message.node for to, message in said(actions) if isinstance(message, NodeFailed)]
     assert asked == [2]
 
@@ -149,7 +149,7 @@ def broke(coordinator: Controller, sender: int, node: int, now: float) -> str:
         hear(coordinator, heard, Report(coordinator.generation), now)
     actions = hear(coordinator, sender, Report(coordinator.generation, stuck="it broke", broken=(node,)), now)
     asked = [message.node for to, message in said(actions) if isinstance(message, NodeFailed) and message.node == to]
-    begun = any(isinstance(action, io.AbortWorkers) for action in actions)
+    begun = any(isinstance(action, api.AbortWorkers) for action in actions)
     assert len(asked) + begun <= 1
     return "in place" if begun else str(asked[0]) if asked else ""
 
@@ -193,18 +193,18 @@ def test_without_a_spare_it_is_seen_to_in_place_for_as_long_as_steps_are_committ
 
 def test_a_member_says_that_its_connection_broke_for_as_long_as_the_generation_lasts():
     member = formed(1)
-    lost = io.ConnectionBroke(1, 0, (2,), "Connection reset by peer")
+    lost = api.ConnectionBroke(1, 0, (2,), "Connection reset by peer")
 
-    def reports(event: io.Input, now: float) -> list[Report]:
+    def reports(event: api.Input, now: float) -> list[Report]:
         return [message for _, message in said(member.step(event, now)) if isinstance(message, Report)]
 
     assert [one.broken for one in reports(lost, 1.0)] == [(2,)]
     assert "Connection reset" in member._ctx.stuck
-    assert reports(io.ConnectionBroke(1, 0, (3,), "again"), 1.1) == [], "what follows from the first"
-    assert not any(isinstance(action, io.Leave) for action in member.step(io.Ticked(), 1.2))
+    assert reports(api.ConnectionBroke(1, 0, (3,), "again"), 1.1) == [], "what follows from the first"
+    assert not any(isinstance(action, api.Leave) for action in member.step(api.Ticked(), 1.2))
     other = formed(1)
     (report,) = [
-        m for _, m in said(other.step(io.ConnectionBroke(1, 0, (2, 3), "reset"), 1.0)) if isinstance(m, Report)
+        m for _, m in said(other.step(api.ConnectionBroke(1, 0, (2, 3), "reset"), 1.0)) if isinstance(m, Report)
     ]
     assert report.broken == (1,), "its other end is not known"
-    assert not other.step(io.ConnectionBroke(1, 7, (2,), "of another generation"), 1.1)
+    assert not other.step(api.ConnectionBroke(1, 7, (2,), "of another generation"), 1.1)

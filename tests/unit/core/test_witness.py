@@ -7,7 +7,7 @@ from itertools import combinations
 import msgspec
 import pytest
 
-from deadpool_plugin.core import io
+from deadpool_plugin.core import api
 from deadpool_plugin.core.controller import Controller
 from deadpool_plugin.core.membership import is_half, is_quorum
 from deadpool_plugin.core.policy import Policy
@@ -28,9 +28,9 @@ def test_a_half_shares_a_member_with_every_majority(spares):
 
 def test_what_the_witness_keeps_of_an_earlier_attempt_is_proposed_as_it_is():
     controller = Controller(1, TIMING, Policy(witness=True))
-    controller.step(io.WorldFormed(World(0, (0,), (1,))), 0.0)
-    for event in (io.StoreOffered("store"), io.SnapshotHeld(Holding(0, 4, True, (0,)), 0)):
+    controller.step(api.WorldFormed(World(0, (0,), (1,))), 0.0)
+    for event in (api.StoreOffered("store"), api.SnapshotHeld(Holding(0, 4, True, (0,)), 0)):
         controller.step(event, 0.1)
-    (claim,) = [one for one in controller.step(io.LinkLost(0, "reset"), 0.2) if isinstance(one, io.Claim)]
+    (claim,) = [one for one in controller.step(api.LinkLost(0, "reset"), 0.2) if isinstance(one, api.Claim)]
     kept = msgspec.structs.replace(claim.plan, store="that of the attempt before")
-    assert io.Reconfigure(kept) in controller.step(io.Claimed(kept), 0.3)
+    assert api.Reconfigure(kept) in controller.step(api.Claimed(kept), 0.3)
