@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
 from contextvars import Context
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 from .clock import Timeline
 
@@ -120,7 +121,6 @@ class HostLoop(asyncio.AbstractEventLoop):
     def run_from_here(self) -> None:
         """This is the running loop until another one is."""
         _running[0] = self
-        asyncio._set_running_loop(self)
 
     def pause(self) -> None:
         self.paused = True
@@ -203,17 +203,27 @@ class HostLoop(asyncio.AbstractEventLoop):
 
 @contextlib.contextmanager
 def simulated() -> Iterator[None]:
-    """Host loops run meanwhile, one at a time. asyncio's own way to ask which one that is calls getpid(2) each time,
-    which costs a seventh of a run where system calls are slow."""
+    """Host loops run meanwhile, one at a time.
+
+    asyncio's own way to set or ask which loop runs calls getpid(2) each time, which costs up to a seventh of a run.
+    """
 
     def running() -> Any:
         return _running[0]
 
-    real = asyncio.get_running_loop, asyncio.events.get_running_loop
-    asyncio.get_running_loop = asyncio.events.get_running_loop = running
-    try:
+    def task(loop: asyncio.AbstractEventLoop | None = None) -> asyncio.Task[Any] | None:
+        return current_task(loop or _running[0])
+
+    current_task, events = asyncio.tasks.current_task, asyncio.events
+    with contextlib.ExitStack() as fakes:
+        fakes.callback(_running.__setitem__, 0, None)
+        for module, name, function in (
+            (asyncio, "get_running_loop", running),
+            (events, "get_running_loop", running),
+            (events, "_get_running_loop", running),
+            (events, "_get_event_loop", lambda stacklevel=3: running()),
+            (asyncio, "current_task", task),
+            (asyncio.tasks, "current_task", task),
+        ):
+            fakes.enter_context(patch.object(module, name, function))
         yield
-    finally:
-        asyncio.get_running_loop, asyncio.events.get_running_loop = real
-        _running[0] = None
-        asyncio._set_running_loop(None)
