@@ -111,9 +111,9 @@ class Job:
         done = subprocess.run(words, capture_output=True, text=True, timeout=60)
         self.transcript.say(f"==== it says: {(done.stdout + done.stderr).strip()[-300:]} ({done.returncode})")
 
-    def see_it_end(self, patience_s: float) -> None:
+    def see_it_end(self, wait_s: float) -> None:
         """Or press Ctrl-C, and see what that does."""
-        if not self._ends_in(patience_s):
+        if not self._ends_in(wait_s):
             self.transcript.say("==== Ctrl-C")
             [command] = netns_host.children(self.process.pid)  # between it and us is nsenter
             os.kill(command, signal.SIGINT)

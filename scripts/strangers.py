@@ -76,7 +76,7 @@ The attempts are in the order in which they were made. The first {before} are ol
 | --- | --- | --- | --- | --- |
 {attempts}
 """
-PATIENCE_S = 240.0
+WAIT_S = 240.0
 """Limit of a wait. Four ranks of others' scripts and their rehearsals start up on as few CPUs as there are."""
 UNDISTURBED_S = 600
 CELL = 300
@@ -164,7 +164,7 @@ def play(row: Row, folder: Path, out: Path, kills: list[Kill]) -> dict[str, Any]
     lay(checkpoint, resumed)
     run = out / "jobs" / row.name
     words = [word.replace("{folder}", str(run)) for word in command]
-    job = Job(run, words, WORLD, 1, 1, kills, script=row.wrapper, framework=row.framework, patience_s=PATIENCE_S)
+    job = Job(run, words, WORLD, 1, 1, kills, script=row.wrapper, framework=row.framework, wait_s=WAIT_S)
     verdict = job.run(expected)
     return {**judged(verdict), "stand_ins": stand_ins(row, run), "seconds": verdict.seconds}
 

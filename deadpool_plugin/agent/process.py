@@ -397,13 +397,13 @@ class Agent:
 
     async def _last_work(self) -> int:
         """Training is over everywhere: what scripts still do takes as long as it takes. The worst exit code of them."""
-        lives, patience_s, told = self._lives, self._config.decision_timeout_s, ""
-        while not await lives.wait(lambda: not lives.at_work, patience_s):
+        lives, timeout_s, told = self._lives, self._config.decision_timeout_s, ""
+        while not await lives.wait(lambda: not lives.at_work, timeout_s):
             if not told:
                 ranks = listed(sorted(lives.at_work))
                 told = f"node {self._node}: training is over; the script(s) of rank(s) {ranks} still run"
                 self._reports.say(told)
-        if await lives.wait(lambda: lives.workers_gone, patience_s) or not (held := lives.unended):
+        if await lives.wait(lambda: lives.workers_gone, timeout_s) or not (held := lives.unended):
             return lives.late_exit_code
         ranks = listed(sorted(held))
         self._reports.say(f"node {self._node}: the process(es) of rank(s) {ranks} did not end and are killed")

@@ -39,10 +39,10 @@ def is_transports(error: BaseException) -> bool:
 class Fence:
     """The two generations and the place where errors wait for an announcement."""
 
-    def __init__(self, patience_s: float) -> None:
+    def __init__(self, explain_timeout_s: float) -> None:
         self.current = 0
         self.announced = 0
-        self.patience_s = patience_s
+        self._explain_timeout_s = explain_timeout_s
         self.on_broken: Callable[[int, str], bool] = lambda generation, reason: False
         """Told of a connection of that generation that broke; whether somebody will announce a new one."""
         self._changed = threading.Condition()
@@ -79,14 +79,14 @@ class Fence:
     def explain(self, error: BaseException, *, after: int | None = None) -> NoReturn:
         """Raise what `error`, met in a collective (or while building generation `after`), turns out to mean.
 
-        A dead peer is felt by its neighbours before anybody has decided anything, so this waits `patience_s` for
-        the announcement. A connection that broke though nobody died is said then, and the new generation that comes of
-        it is waited for: it is not the script's error. Raises: GenerationChanged if one is announced, else `error`.
+        A dead peer is felt by its neighbours before anybody has decided anything, so this waits for the announcement.
+        A connection that broke though nobody died is said then, and the new generation that comes of it is waited for:
+        it is not the script's error. Raises: GenerationChanged if one is announced, else `error`.
         """
         before = self.current if after is None else after
         if self.announced <= before:
             with self._changed:
-                told = self._changed.wait_for(lambda: self.announced > before, self.patience_s)
+                told = self._changed.wait_for(lambda: self.announced > before, self._explain_timeout_s)
             if not told and is_transports(error) and self.on_broken(before, str(error)):
                 with self._changed:
                     self._changed.wait_for(lambda: self.announced > before)

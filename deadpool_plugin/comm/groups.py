@@ -56,13 +56,13 @@ class Groups:
     which is then replaced.
     """
 
-    def __init__(self, recording_limit_bytes: int = 1 << 20, patience_s: float = 10.0) -> None:
+    def __init__(self, recording_limit_bytes: int = 1 << 20, explain_timeout_s: float = 10.0) -> None:
         self.handles: list[Handle] = []
         self.dispatch: Dispatch = _issue
         self.on_destroy: Callable[[], None] = lambda: None
         self.give_up: Callable[[str], NoReturn] = sys.exit
         self._recording_limit_bytes = recording_limit_bytes
-        self._fence = Fence(patience_s)
+        self._fence = Fence(explain_timeout_s)
         self._fence.on_broken = self._connection_broke
         self.on_broken: Callable[[int, tuple[int, ...], str], bool] = lambda generation, peers, reason: False
         """Told of a connection that broke: its generation, to which ranks it may have led, and what torch said."""

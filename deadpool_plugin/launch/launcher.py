@@ -36,7 +36,7 @@ from .secret import ensure
 
 DEEPSPEED = (sys.executable, "-m", "deepspeed.launcher.runner")
 LAST_WORD_S = 10.0
-"""How much longer than a steward's patience with the job's processes we wait for it."""
+"""How much longer than a steward waits for the job's processes we wait for the steward."""
 POLL_S = 0.5
 
 

@@ -113,7 +113,7 @@ class RehearsalOutput(LocalMessage, frozen=True):
 
 class ConnectionBroke(LocalMessage, frozen=True):
     """Worker -> agent: a collective of `generation` failed because a connection to one of the ranks `peers` (or to a
-    store) broke, and no new generation was announced within the patience. The process waits for one."""
+    store) broke, and no new generation was announced in time. The process waits for one."""
 
     rank: Rank
     generation: Generation

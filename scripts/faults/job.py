@@ -84,7 +84,7 @@ class Job:
         kills: list[Kill],
         settings: dict[str, Any] | None = None,
         stops: int = 0,
-        patience_s: float = 120.0,
+        wait_s: float = 120.0,
         heals: bool = False,
         script: Path = SCRIPTS / "train_gpt.py",
         framework: str = "megatron",
@@ -93,7 +93,7 @@ class Job:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         self.folder, self.world, self.kills, self.stops, self.spares = folder, world, kills, stops, spares
-        self.patience_s = patience_s
+        self.wait_s = wait_s
         marker = folder / "faults.jsonl"
         self.plan = Plan(kills, marker)
         self.plan.save(folder / "plan.json")
@@ -120,7 +120,7 @@ class Job:
                 self.plan.tell_leader(node.index, node.leader)
             for kill in self.kills:
                 self._pass(self.outcomes[kill.index])
-            self.until("the job's end", self._all_ended, self.patience_s * 2)
+            self.until("the job's end", self._all_ended, self.wait_s * 2)
         except Hang as hang:
             verdict.hang = str(hang)
             self.cluster.dump_stacks(self.folder / "stacks")
@@ -195,15 +195,15 @@ class Job:
     def _all_ended(self) -> bool:
         return None not in self.cluster.exit_codes()
 
-    def until(self, what: str, done: Callable[[], object], patience_s: float | None = None) -> None:
+    def until(self, what: str, done: Callable[[], object], wait_s: float | None = None) -> None:
         """Raises: Hang at the deadline."""
-        deadline = time.monotonic() + (patience_s or self.patience_s)
+        deadline = time.monotonic() + (wait_s or self.wait_s)
         while True:
             self.tail.read()
             if done():
                 return
             if time.monotonic() > deadline:
-                raise Hang(f"waited for {what} for {patience_s or self.patience_s:g} s")
+                raise Hang(f"waited for {what} for {wait_s or self.wait_s:g} s")
             if self._all_ended():
                 raise Hang(f"waited for {what}, but all hosts have ended")
             self._heal()

@@ -48,7 +48,7 @@ PIPELINE, TENSOR = "--pp 2", "--tp 2"
 OVERLAPPED = f"{TENSOR} --overlap-grad-reduce --overlap-param-gather"
 BF16, FP16 = "--dtype bf16", "--dtype fp16 --initial-loss-scale 65536 --loss-scale-window 2 --hysteresis 1"
 SETTINGS: dict[str, dict[str, Any]] = {"cuda": {"patience_s": 3.0}, "cpu": {"patience_s": 10.0}}
-PATIENCE_S = {"cuda": 60.0, "cpu": 120.0}
+WAIT_S = {"cuda": 60.0, "cpu": 120.0}
 """Deadline of every wait in a job, that for its first step included."""
 REFERENCE_S = {"cuda": 90.0, "cpu": 600.0}
 """Deadline of an undisturbed run."""
@@ -88,10 +88,8 @@ class Place:
 
     def job(self, name: str, training: list[str], kills: list[Kill], stops: int = 0) -> CardJob:
         settings = {"restarts_max": 100, **SETTINGS[self.device]}
-        patience_s = PATIENCE_S[self.device]
-        return CardJob(
-            self.device, self.out / name, training, RANKS, 1, 1, kills, settings, stops, patience_s, heals=True
-        )
+        wait_s = WAIT_S[self.device]
+        return CardJob(self.device, self.out / name, training, RANKS, 1, 1, kills, settings, stops, wait_s, heals=True)
 
 
 class CardJob(Job):
@@ -238,7 +236,7 @@ def main() -> int:
     args = parse_args(__doc__)
     if args.device == "cuda" and card.is_stand_in():  # it computes as slowly as a CPU, for it is one
         SETTINGS["cuda"], REFERENCE_S["cuda"] = SETTINGS["cpu"], REFERENCE_S["cpu"]
-        PATIENCE_S["cuda"] = PATIENCE_S["cpu"]
+        WAIT_S["cuda"] = WAIT_S["cpu"]
     checks, place = Checks("job", args.out, args.of), Place(args.out / args.of, args.device)
     make_corpus.ensure(CORPUS)
     forked_node.preload(device=args.device)

@@ -316,7 +316,7 @@ STEPS: dict[str, Callable[[int, torch.Tensor, torch.Tensor], Any]] = {
 
 def _neighbour(rank: int, name: str, hurried: bool, cells: Cells) -> Any:
     """What ended rank 0's steps, modules imported by then, and the results after the swap. Rank 1 is the victim."""
-    groups, broken = _groups(rank, cells.stores[0].get(), patience_s=10.0 if hurried else 0.0), threading.Event()
+    groups, broken = _groups(rank, cells.stores[0].get(), explain_timeout_s=10.0 if hurried else 0.0), threading.Event()
     groups.on_broken = lambda generation, peers, reason: broken.set() is None
     both = _both()
     one, two = torch.ones(1 << 10, device="cuda"), torch.ones(1 << 10, device="cuda")

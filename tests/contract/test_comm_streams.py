@@ -83,7 +83,7 @@ class Everything:
 
 
 def over(inner: Any) -> tuple[Groups, Handle]:
-    groups = Groups(patience_s=0.0)
+    groups = Groups(explain_timeout_s=0.0)
     handle = Handle(groups, index=0, key="", rank=0, ranks=(0, 1), backends={"cpu": "nccl"}, timeout=TIMEOUT)
     fabric: Any = nccl.NcclFabric.__new__(nccl.NcclFabric)
     fabric._nccl, fabric._backends, fabric._connected, fabric._over = inner, [inner], Everything(), False

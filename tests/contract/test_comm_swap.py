@@ -98,7 +98,7 @@ def _listen(groups: Groups, cells: Cells) -> None:
 def _member(rank: int, operation: str, cells: Cells) -> Any:
     keep: list[Any] = []
     _host(rank, cells, 0, keep)
-    groups = live(rank, SIZE, cells.stores[0].get(), patience_s=60.0)
+    groups = live(rank, SIZE, cells.stores[0].get(), explain_timeout_s=60.0)
     made, first = _startup(rank)
     recording = groups.stop_recording()
     identities = [id(group) for group in made]
@@ -300,7 +300,7 @@ def _trouble(rank: int, cells: Cells) -> Any:
     """A neighbour dies and nobody announces anything: the original error comes out."""
     keep: list[Any] = []
     _host(rank, cells, 0, keep)
-    live(rank, 2, cells.stores[0].get(), patience_s=0.2)
+    live(rank, 2, cells.stores[0].get(), explain_timeout_s=0.2)
     dist.barrier()
     cells.entered[rank].set()
     if rank == VICTIM:

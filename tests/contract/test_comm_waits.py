@@ -54,7 +54,7 @@ def test_a_function_may_end_within_the_grace() -> None:
 
 
 def test_the_fence_only_moves_forward() -> None:
-    fence = Fence(patience_s=0.0)
+    fence = Fence(explain_timeout_s=0.0)
     fence.check()
     assert fence.announce(1) and not fence.announce(1)
     with pytest.raises(GenerationChanged) as caught:
@@ -69,7 +69,7 @@ def test_the_fence_only_moves_forward() -> None:
 
 
 def test_an_error_is_explained_by_an_announcement() -> None:
-    fence, error = Fence(patience_s=60.0), RuntimeError("connection closed by peer")
+    fence, error = Fence(explain_timeout_s=60.0), RuntimeError("connection closed by peer")
     threading.Thread(target=fence.announce, args=(1,)).start()
     with pytest.raises(GenerationChanged) as caught:
         fence.explain(error)
@@ -94,7 +94,7 @@ def test_an_error_is_explained_by_an_announcement() -> None:
 )
 def test_an_error_of_the_transport_is_never_the_scripts(error: RuntimeError) -> None:
     """Nobody is lost and nothing was announced: it is said once, and what comes of it is waited for."""
-    fence, said = Fence(patience_s=0.0), []
+    fence, said = Fence(explain_timeout_s=0.0), []
 
     def on_broken(generation: int, reason: str) -> bool:
         said.append((generation, reason))
@@ -119,7 +119,7 @@ def test_an_error_of_the_transport_is_never_the_scripts(error: RuntimeError) -> 
     ids=["mismatch", "the group's time-out", "usage"],
 )
 def test_another_error_is_the_scripts(error: RuntimeError) -> None:
-    fence = Fence(patience_s=0.0)
+    fence = Fence(explain_timeout_s=0.0)
     fence.on_broken = lambda generation, reason: pytest.fail(reason)
     with pytest.raises(type(error)) as caught:
         fence.explain(error)
@@ -147,7 +147,7 @@ class _Group:
 
 @pytest.mark.parametrize("style", ["slices", "helper"])
 def test_a_stuck_operation_is_abandoned_and_its_group_marked(style: str) -> None:
-    fence, group = Fence(patience_s=0.0), _Group()
+    fence, group = Fence(explain_timeout_s=0.0), _Group()
     operation: Any = ("allreduce", ([torch.ones(1)],), {})
     stuck: Any = _StuckWork(lambda: fence.announce(1))
     work = SwapWork(stuck, group, fence, operation, style=style, registry=set())  # type: ignore[arg-type]
@@ -170,7 +170,7 @@ class _FailedComposite:
 
 
 def test_a_failed_operation_that_never_completes_is_an_error_not_a_stuck_one() -> None:
-    fence, group = Fence(patience_s=60.0), _Group()
+    fence, group = Fence(explain_timeout_s=60.0), _Group()
     operation: Any = ("reduce_scatter", ([torch.ones(1)],), {})
     work = SwapWork(_FailedComposite(), group, fence, operation, style="slices", registry=set())  # type: ignore[arg-type]
     threading.Timer(0.5, fence.announce, args=(1,)).start()
@@ -217,7 +217,7 @@ def test_every_real_operation_that_does_not_end_is_abandoned(name: str) -> None:
 
 def test_a_time_out_of_the_callers_own_is_kept() -> None:
     operation: tuple[str, tuple[Any, ...], dict[str, Any]] = ("allreduce", ([torch.ones(1)],), {})
-    fence = Fence(patience_s=0.0)
+    fence = Fence(explain_timeout_s=0.0)
     work = SwapWork(_StuckWork(), _Group(), fence, operation, style="slices", registry=set())  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="timed out"):
         work.wait(timedelta(milliseconds=1))
@@ -264,7 +264,7 @@ def _reset(rank: int, address: Cell, ready: list[Cell], said: list[Cell]) -> Any
     if rank == 0:
         server, text = host_store("127.0.0.1")
         address.set(text)
-    groups = live(rank, 2, address.get(), patience_s=0.0)
+    groups = live(rank, 2, address.get(), explain_timeout_s=0.0)
     dist.barrier()
     broken: list[tuple[int, tuple[int, ...]]] = []
 
