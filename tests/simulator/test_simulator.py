@@ -20,7 +20,7 @@ from deadpool_plugin.errors import ConfigError
 from deadpool_plugin.transport.sockets import address_towards
 from simulator.campaign import campaign
 from simulator.clock import Timeline
-from simulator.loop import HostLoop
+from simulator.loop import HostLoop, simulated
 from simulator.network import Network, Socket, address_of, faked
 from simulator.rules import Cut, Delay, Loss, Rule, Rules
 from simulator.run import Outcome, run
@@ -99,7 +99,8 @@ class Ends:
             self.ended[0] = error
 
     def go_on(self, for_s: float = 1000.0) -> None:
-        self.timeline.run(self.timeline.now + for_s, 100_000)
+        with simulated():
+            self.timeline.run(self.timeline.now + for_s, 100_000)
 
     def send(self, numbers: Iterable[int], rules: Sequence[Rule] = ()) -> None:
         self.network.rules.add(self.timeline.now, list(rules))
@@ -182,7 +183,8 @@ def test_a_host_that_stands_still_finds_everything_and_one_that_is_gone_runs_not
     timeline.at(0.5, loop.pause)
     timeline.at(6.0, loop.wake, True)
     timeline.at(6.5, loop.end)
-    timeline.run(20.0, 1000)
+    with simulated():
+        timeline.run(20.0, 1000)
     assert ran == ["a at 506"], "not even what is to happen at the end"
 
 
