@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from .agent.joining import Job
     from .agent.world import Place
     from .config import Config
-    from .transport import local
-    from .transport.local import LocalConnection
+    from .core import local
+    from .transport.unix import LocalConnection
     from .worker.context import Context
     from .worker.output import Mute
 
@@ -49,7 +49,7 @@ def start_live(connection: LocalConnection, config: Config, order: local.RunRank
 
     Raises: SystemExit once the agent ends a process whose world was over before its script began.
     """
-    from .transport import local
+    from .core import local
     from .worker.starting import Starting
 
     context = _worker_context(connection, config, local_rank)

@@ -10,14 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Protocol, TypeVar
 
+from ..core.local import AnyLocalMessage
 from ..core.types import Generation, Holding, NodeId, Rank, Source, Step, SwapPlan
 from ..errors import PeerRefused
 from ..host.output import Pipe, Writer
 from ..mirror.arena import SlotPair
 from ..mirror.store import SnapshotStore
-from ..transport.local import AnyLocalMessage, LocalPeer
 from ..transport.rendezvous import Hello
 from ..transport.sockets import Address, Port
+from ..transport.unix import LocalPeer
 
 T = TypeVar("T")
 

@@ -12,12 +12,11 @@ import asyncio
 import signal
 from collections.abc import Callable, Sequence
 
-from ..core import api
+from ..core import api, local
 from ..core.types import NodeId, Rank
 from ..errors import EXIT_OK, shell_code
 from ..host.processes import described_exit
-from ..transport import local
-from ..transport.local import LocalPeer
+from ..transport.unix import LocalPeer
 from .host import Processes
 from .slots import Process, Slot
 

@@ -9,14 +9,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from ..core import api
+from ..core import api, local
 from ..core.placement import held_by, needs_payload
 from ..core.types import NO_STEP, Generation, Holding, NodeId, Rank, Step, World
 from ..errors import EXIT_CONFIG, ConfigError, StaleGeneration, TransportError, present
 from ..mirror.arena import arena_bytes
-from ..transport import local
-from ..transport.local import LocalPeer
 from ..transport.tasks import Tasks, soon
+from ..transport.unix import LocalPeer
 from .host import Host
 from .profile import Profile
 from .pushing import Pushes

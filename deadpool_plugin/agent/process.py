@@ -15,18 +15,18 @@ from typing import Any, cast
 
 from .. import events
 from ..config import Config
-from ..core import api
+from ..core import api, local
 from ..core.controller import Controller
 from ..core.messages import AnyMessage, Goodbye, RankCalls, Verdict
 from ..core.types import NodeId, World, listed
 from ..errors import EXIT_CONFIG, EXIT_FENCED, EXIT_OK, DeadpoolError, InvariantViolated, PeerRefused
 from ..host.contacts import FOLDER
 from ..host.repeats import Cuts
-from ..transport import calls, local
+from ..transport import calls
 from ..transport.handshake import Credentials
-from ..transport.local import LocalPeer
 from ..transport.rendezvous import Hello
 from ..transport.tasks import begin
+from ..transport.unix import LocalPeer
 from .fetching import Fetches
 from .fullness import Fullness
 from .host import Host

@@ -10,11 +10,11 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
+from ..core import local
 from ..core.types import NO_STEP, NodeId, Rank, Step
 from ..mirror.history import History
 from ..mirror.wire import how_many_fit
-from ..transport import local
-from ..transport.local import LocalPeer
+from ..transport.unix import LocalPeer
 from .profile import Profile
 from .slots import Process, Slot
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ..core import local
 from ..core.types import Rank, Step
 from ..host.output import Pipe
-from ..transport import local
-from ..transport.local import LocalPeer
+from ..transport.unix import LocalPeer
 
 
 @dataclass(eq=False)

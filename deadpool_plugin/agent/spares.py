@@ -11,15 +11,14 @@ import asyncio
 import functools
 from collections.abc import Callable, Coroutine
 
-from ..core import api
+from ..core import api, local
 from ..core.slots import LocalSlot
 from ..core.types import NO_STEP, NodeId, Rank, Step
 from ..errors import DeadpoolError, MemoryShortage
 from ..mirror.history import History, HistoryPruned
 from ..mirror.wire import RefusedByPeer
-from ..transport import local
-from ..transport.local import LocalPeer
 from ..transport.tasks import loop_time
+from ..transport.unix import LocalPeer
 from .fetching import Fetches
 from .host import Host
 from .profile import Profile, decode_profile

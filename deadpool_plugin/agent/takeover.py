@@ -10,12 +10,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from ..core import api
+from ..core import api, local
 from ..core.slots import divide
 from ..core.types import NO_STEP, NodeId, Rank, Source, SwapPlan, World
 from ..errors import DeadpoolError, invariant, present
 from ..mirror.store import SnapshotStore
-from ..transport import local
 from ..transport.tasks import Tasks, begin
 from .fetching import Fetches
 from .mirroring import Mirroring

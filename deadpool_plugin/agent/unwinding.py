@@ -12,8 +12,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+from ..core import local
 from ..core.types import Generation
-from ..transport import local
 from .lives import Lives
 from .slots import Process, Slot
 

@@ -15,15 +15,13 @@ from io import FileIO
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from ..core import api
+from ..core import api, local
 from ..core.types import NO_STEP, Generation, Rank, Step, World
 from ..errors import invariant, present
 from ..host.output import rank_file
 from ..host.repeats import READ_S, Printed, Repeats, printed_since
-from ..transport import local
-from ..transport.local import LocalPeer
 from ..transport.tasks import Tasks
-from ..transport.unix import close_descriptors
+from ..transport.unix import LocalPeer, close_descriptors
 from .host import Host
 from .lives import Lives
 from .slots import Process, Slot

@@ -10,12 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from ..config import Config
+from ..core.local import AnyLocalMessage
 from ..core.types import NodeId
 from ..mirror.store import SnapshotStore
 from ..transport.handshake import Credentials
-from ..transport.local import AnyLocalMessage, LocalPeer, LocalServer
 from ..transport.rendezvous import Hello
 from ..transport.sockets import allow_many_files
+from ..transport.unix import LocalPeer, LocalServer
 from . import contacts, proc
 from .bulk import BulkTransfers
 from .output import Pipe, Writer

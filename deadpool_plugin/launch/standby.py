@@ -21,12 +21,12 @@ from typing import NoReturn
 import msgspec
 
 from ..config import load
+from ..core import local
 from ..host import proc
 from ..host.spawning import be_the_first_to_go, become_subreaper, end_children, reaped
-from ..transport import local
 from ..transport.framing import ConnectionClosed
 from ..transport.linux import die_with_parent
-from ..transport.local import LocalConnection
+from ..transport.unix import LocalConnection
 from .lessons import NVML_CHECK, Lessons, cuda_is_lost, preload
 
 DEFAULT_PRELOAD = ("torch", "torch.distributed")

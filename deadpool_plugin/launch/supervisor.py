@@ -21,17 +21,16 @@ from typing import NoReturn
 from ..agent import joining
 from ..agent.lives import NOTICE_S
 from ..config import load
+from ..core import local
 from ..errors import EXIT_FENCED, DeadpoolError, TransportError, present, shell_code
 from ..host import proc
 from ..host.output import say
 from ..host.processes import described_exit
 from ..host.spawning import Program, ending_signals, spawn
-from ..transport import local
 from ..transport.descriptors import await_end, pidfd_open
 from ..transport.framing import ConnectionClosed
 from ..transport.linux import die_with_parent
-from ..transport.local import LocalConnection
-from ..transport.unix import listen_unix
+from ..transport.unix import LocalConnection, listen_unix
 from .roles import Launch
 
 STANDBY = (sys.executable, "-u", "-m", "deadpool_plugin.launch.standby")

@@ -10,8 +10,9 @@ import os
 from typing import TYPE_CHECKING, NoReturn
 
 from ..config import Config
-from ..transport import linux, local
-from ..transport.local import LocalConnection
+from ..core import local
+from ..transport import linux
+from ..transport.unix import LocalConnection
 from .lessons import tell_modules
 from .script import in_a_line, leave, run_script
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from ..comm.groups import Groups
 from ..comm.store import host_store
+from ..core import local
 from ..errors import Unsupported, present
-from ..transport import local
 from . import file_saves
 from .adapter import RUNS_MODEL, Adapter, CallKind
 from .link import AgentLink, give_up

@@ -18,9 +18,9 @@ import torch
 
 from ..comm import collective
 from ..comm.record import ALIKE
+from ..core import local
 from ..errors import WHOLE_STEP, Divergence, present
 from ..mirror.arena import SlotPair
-from ..transport import local
 from . import codec, raised, rng
 from .adapter import MAKES_STEP, RUNS_MODEL, CallKind, Followed
 from .calls import RANDOM_STATES

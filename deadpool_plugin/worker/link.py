@@ -18,10 +18,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import NoReturn
 
+from ..core import local
+from ..core.local import LocalMessage
 from ..errors import EXIT_FENCED, EXIT_OK, GenerationChanged, present
-from ..transport import local
 from ..transport.framing import ConnectionClosed
-from ..transport.local import LocalConnection, LocalMessage
+from ..transport.unix import LocalConnection
 
 
 def give_up(reason: str) -> NoReturn:

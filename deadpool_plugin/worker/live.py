@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from ..comm import collective
+from ..core import local
 from ..errors import WHOLE_STEP, GenerationChanged, Unsupported
 from ..mirror.arena import SlotPair
-from ..transport import local
 from . import codec, rng, switches
 from .adapter import MAKES_STEP, RUNS_MODEL, Bare, CallKind, Followed
 from .calls import Call, forget

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..transport import local
+from ..core import local
 from . import raised
 from .adapter import CallHandler, CallKind, Followed
 from .folders import Folders

@@ -16,9 +16,9 @@ from collections.abc import Sequence
 
 import torch
 
+from ..core import local
 from ..errors import Unsupported
 from ..mirror.arena import SlotPair
-from ..transport import local
 from .link import AgentLink
 
 SLOW_S, SLOW_STEPS = 1.0, 5

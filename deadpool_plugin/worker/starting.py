@@ -12,9 +12,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from .. import versions
+from ..core import local
 from ..errors import WHOLE_STEP, Unsupported
 from ..mirror.arena import SlotPair
-from ..transport import local
 from . import codec
 from .adapter import RUNS_MODEL, CallKind
 from .context import Context

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from ..core import local
 from ..errors import GenerationChanged, invariant, present
 from ..mirror.arena import SlotPair
-from ..transport import local
 from . import codec, rng
 from .adapter import MAKES_STEP, CallKind
 from .calls import Call, CallLog, forget

@@ -15,13 +15,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+from deadpool_plugin.core import local
 from deadpool_plugin.core.ledger import may_stage
 from deadpool_plugin.core.types import NO_STEP, NodeId
 from deadpool_plugin.mirror.arena import SlotPair
-from deadpool_plugin.transport import local
 from deadpool_plugin.transport.framing import ConnectionClosed
 from deadpool_plugin.transport.linux import die_with_parent
-from deadpool_plugin.transport.local import LocalConnection
+from deadpool_plugin.transport.unix import LocalConnection
 
 from .control_agents import HOST, Party
 

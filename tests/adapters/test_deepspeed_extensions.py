@@ -17,7 +17,7 @@ from torch.utils import file_baton
 from deadpool_plugin import plugin
 from deadpool_plugin.adapters.deepspeed import extensions
 from deadpool_plugin.config import Config
-from deadpool_plugin.transport.local import LocalConnection
+from deadpool_plugin.transport.unix import LocalConnection
 
 
 @pytest.fixture

@@ -25,12 +25,12 @@ from typing import NoReturn
 import xxhash
 from dist.stub_launch import be_called
 
+from deadpool_plugin.core import local
 from deadpool_plugin.launch.standby import Order, Standby
 from deadpool_plugin.mirror.arena import SlotPair
-from deadpool_plugin.transport import local
 from deadpool_plugin.transport.framing import ConnectionClosed
 from deadpool_plugin.transport.linux import die_with_parent
-from deadpool_plugin.transport.local import LocalConnection
+from deadpool_plugin.transport.unix import LocalConnection
 
 HEADER_BYTES = 64 << 10
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from support.stand_in import stand_in
 
-from deadpool_plugin.transport.local import LocalConnection
+from deadpool_plugin.transport.unix import LocalConnection
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
@@ -18,7 +18,7 @@ from support.killed_ranks import assert_alike, run_with_kills, undisturbed
 from support.scripted_agent import ScriptedAgent, Worker
 from support.zygote import in_zygote
 
-from deadpool_plugin.transport import local
+from deadpool_plugin.core import local
 
 pytestmark = getattr(test_deepspeed, "pytestmark", [])
 SCRIPT = str(Path(__file__).resolve().with_name("own_steps.py"))

@@ -11,9 +11,9 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING, NamedTuple
 
+from deadpool_plugin.core import local
 from deadpool_plugin.core.pairing import Call
 from deadpool_plugin.core.types import Generation, NodeId, Rank
-from deadpool_plugin.transport import local
 
 from .tasks import Signal
 from .training import summed

@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from deadpool_plugin.core import local
 from deadpool_plugin.core.types import Rank
-from deadpool_plugin.transport import local
 
 from .worker import Process
 

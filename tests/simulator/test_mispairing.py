@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import pytest
 
-from deadpool_plugin.core import api
+from deadpool_plugin.core import api, local
 from deadpool_plugin.core.pairing import MISPAIRS, decoded
-from deadpool_plugin.transport import local
 from simulator.groups import MORE, ODD, SUM
 from simulator.schedule import Fault
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from deadpool_plugin.core import local
 from deadpool_plugin.core.coordination import STALLS_MAX
 from deadpool_plugin.core.failures import AGAIN_WITHIN_STEPS
-from deadpool_plugin.transport import local
 from simulator.tasks import Signal
 
 SMALL = {"active": 2, "spares": 1, "slots": 1}

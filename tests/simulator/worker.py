@@ -14,10 +14,10 @@ import zlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from deadpool_plugin.core import local
 from deadpool_plugin.core.ledger import may_stage
 from deadpool_plugin.core.types import NO_STEP, Generation, Rank, Step
 from deadpool_plugin.mirror.arena import SlotPair
-from deadpool_plugin.transport import local
 from deadpool_plugin.transport.calls import CallBooks
 
 from .clock import Timeline

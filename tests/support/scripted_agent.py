@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from deadpool_plugin.config import Config
+from deadpool_plugin.core import local
 from deadpool_plugin.mirror.arena import SlotPair
-from deadpool_plugin.transport import local
 from deadpool_plugin.transport.framing import ConnectionClosed
-from deadpool_plugin.transport.local import LocalConnection
+from deadpool_plugin.transport.unix import LocalConnection
 
 from . import expect, present
 

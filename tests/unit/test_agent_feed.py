@@ -20,12 +20,11 @@ from deadpool_plugin.agent.reports import Reports
 from deadpool_plugin.agent.slots import Process, Slot
 from deadpool_plugin.agent.world import Place
 from deadpool_plugin.config import Config
-from deadpool_plugin.core import api
+from deadpool_plugin.core import api, local
 from deadpool_plugin.core.controller import Controller
 from deadpool_plugin.core.types import World
 from deadpool_plugin.host.processes import Processes
-from deadpool_plugin.transport import local
-from deadpool_plugin.transport.local import LocalPeer
+from deadpool_plugin.transport.unix import LocalPeer
 
 
 @pytest.fixture

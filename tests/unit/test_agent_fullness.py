@@ -22,7 +22,7 @@ from deadpool_plugin.core import api
 from deadpool_plugin.mirror import wire
 from deadpool_plugin.mirror.history import History
 from deadpool_plugin.mirror.store import SnapshotStore
-from deadpool_plugin.transport.local import LocalPeer
+from deadpool_plugin.transport.unix import LocalPeer
 
 E = TypeVar("E", bound=events.Event)
 

@@ -22,13 +22,12 @@ from deadpool_plugin.agent.slots import Process, Slot
 from deadpool_plugin.agent.spares import Spares
 from deadpool_plugin.agent.workers import Workers
 from deadpool_plugin.agent.world import Place
-from deadpool_plugin.core import api
+from deadpool_plugin.core import api, local
 from deadpool_plugin.core.types import NO_STEP, World
 from deadpool_plugin.host.processes import Processes
 from deadpool_plugin.mirror.history import History
 from deadpool_plugin.mirror.store import SnapshotStore
-from deadpool_plugin.transport import local
-from deadpool_plugin.transport.local import LocalPeer
+from deadpool_plugin.transport.unix import LocalPeer
 
 WORLD = World(1, (0, 1), (2,))
 

@@ -17,7 +17,7 @@ from deadpool_plugin.agent.lives import Lives
 from deadpool_plugin.agent.slots import Process, Slot
 from deadpool_plugin.host import proc
 from deadpool_plugin.host.processes import POLL_S, Processes
-from deadpool_plugin.transport.local import LocalPeer
+from deadpool_plugin.transport.unix import LocalPeer
 
 PARENT = """
 import subprocess, sys

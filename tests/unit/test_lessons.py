@@ -12,13 +12,12 @@ from types import SimpleNamespace
 import pytest
 from support import expect
 
+from deadpool_plugin.core import local
 from deadpool_plugin.host.spawning import spawn
 from deadpool_plugin.launch import lessons as lessons_module
 from deadpool_plugin.launch import standby
 from deadpool_plugin.launch.lessons import Lessons, tell_modules
-from deadpool_plugin.transport import local
-from deadpool_plugin.transport.local import LocalConnection
-from deadpool_plugin.transport.unix import listen_unix
+from deadpool_plugin.transport.unix import LocalConnection, listen_unix
 
 
 def heard_all(lessons: Lessons) -> None:

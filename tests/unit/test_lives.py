@@ -15,10 +15,9 @@ from support.stand_in import stand_in
 from deadpool_plugin.agent.lives import Lives
 from deadpool_plugin.agent.reports import Reports
 from deadpool_plugin.agent.slots import Process, Slot
-from deadpool_plugin.core import api
+from deadpool_plugin.core import api, local
 from deadpool_plugin.host import proc
 from deadpool_plugin.host.processes import Processes
-from deadpool_plugin.transport import local
 
 
 @pytest.fixture

@@ -14,10 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.descriptors import none_left_open
 
+from deadpool_plugin.core.local import ArenaHandOver, Staged
 from deadpool_plugin.errors import ConfigError, MemoryShortage, TransportError
 from deadpool_plugin.mirror import arena
 from deadpool_plugin.mirror.arena import PAGE_BYTES, SlotPair, SnapshotHeader
-from deadpool_plugin.transport.local import ArenaHandOver, LocalConnection, Staged
+from deadpool_plugin.transport.unix import LocalConnection
 
 PAYLOAD = 3 * PAGE_BYTES + 17
 

@@ -13,7 +13,7 @@ import pytest
 from support import present
 from support.stores import free
 
-from deadpool_plugin.core import messages
+from deadpool_plugin.core import local, messages
 from deadpool_plugin.core.types import Holding
 from deadpool_plugin.errors import DeadpoolError, PeerRefused, StaleGeneration, TransportError
 from deadpool_plugin.mirror import peer as peer_module
@@ -24,7 +24,7 @@ from deadpool_plugin.mirror.peer import BulkPeer
 from deadpool_plugin.mirror.server import BulkServer
 from deadpool_plugin.mirror.store import SnapshotStore
 from deadpool_plugin.mirror.wire import BulkStream, InAnotherGeneration, RefusedByPeer
-from deadpool_plugin.transport import guests, local, rendezvous
+from deadpool_plugin.transport import guests, rendezvous
 from deadpool_plugin.transport.framing import ConnectionClosed
 from deadpool_plugin.transport.handshake import Credentials, shake_hands
 from deadpool_plugin.transport.sockets import bound_address, listen_tcp

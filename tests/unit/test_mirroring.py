@@ -13,11 +13,11 @@ from support.stores import free
 from deadpool_plugin.agent.mirroring import Mirroring
 from deadpool_plugin.agent.profile import Profile
 from deadpool_plugin.agent.slots import Process, Slot
-from deadpool_plugin.core import api
+from deadpool_plugin.core import api, local
 from deadpool_plugin.core.types import World
 from deadpool_plugin.mirror.arena import SlotPair, arena_bytes
 from deadpool_plugin.mirror.store import SnapshotStore
-from deadpool_plugin.transport import local
+from deadpool_plugin.transport.unix import LocalPeer
 
 
 class Peer:
@@ -30,7 +30,7 @@ def ready(rank: int) -> local.RankReady:
 
 
 def serving(rank: int) -> Slot:
-    return Slot(rank, rank=rank, process=Process(1, rank, rehearses=False, peer=cast(local.LocalPeer, Peer())))
+    return Slot(rank, rank=rank, process=Process(1, rank, rehearses=False, peer=cast(LocalPeer, Peer())))
 
 
 def mirroring(store: SnapshotStore) -> Mirroring:
@@ -88,7 +88,7 @@ def test_slots_of_a_process_that_was_replaced_meanwhile_are_not_kept(store):
     async def scenario():
         slot = serving(0)
         asked = present(slot.serving)
-        slot.process = Process(2, 0, rehearses=False, peer=cast(local.LocalPeer, Peer()))
+        slot.process = Process(2, 0, rehearses=False, peer=cast(LocalPeer, Peer()))
         await mirroring(store)._prepare(slot, asked, ready(0))
 
     asyncio.run(scenario())

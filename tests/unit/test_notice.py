@@ -17,7 +17,7 @@ from deadpool_plugin.agent.slots import Process, Slot
 from deadpool_plugin.core import api
 from deadpool_plugin.host import proc
 from deadpool_plugin.host.processes import Processes
-from deadpool_plugin.transport.local import LocalPeer
+from deadpool_plugin.transport.unix import LocalPeer
 
 HANDLES = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: None); print(flush=True); signal.pause()"
 DOES_NOT = "import signal, sys; print(flush=True); signal.pause()"

@@ -17,14 +17,14 @@ from deadpool_plugin.agent.reports import Reports
 from deadpool_plugin.agent.slots import Process, Slot
 from deadpool_plugin.agent.spares import Spares
 from deadpool_plugin.agent.workers import Workers
-from deadpool_plugin.core import api
+from deadpool_plugin.core import api, local
 from deadpool_plugin.errors import DeadpoolError, MemoryShortage
 from deadpool_plugin.mirror.history import History
 from deadpool_plugin.mirror.store import SnapshotStore
 from deadpool_plugin.mirror.wire import RefusedByPeer
-from deadpool_plugin.transport import local
+from deadpool_plugin.transport.unix import LocalPeer
 
-PEER = stand_in(local.LocalPeer)
+PEER = stand_in(LocalPeer)
 
 
 def nothing(*_):
@@ -175,7 +175,7 @@ def test_who_follows_for_a_process_that_dies_meanwhile_comes_to_an_end():
 
     async def scenario():
         spares, rehearsal = following(0, Slot(0))
-        rehearsal.process.peer = cast(local.LocalPeer, Connection(rehearsal.process))
+        rehearsal.process.peer = cast(LocalPeer, Connection(rehearsal.process))
         rehearsal.history.append(0, b"records")
         spares.pull = pull
         spares._committed = 200

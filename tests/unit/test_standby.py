@@ -13,12 +13,11 @@ import pytest
 
 from deadpool_plugin import plugin
 from deadpool_plugin.config import Config
+from deadpool_plugin.core import local
 from deadpool_plugin.host.spawning import spawn
 from deadpool_plugin.launch.standby import Standby
 from deadpool_plugin.launch.worker import become
-from deadpool_plugin.transport import local
-from deadpool_plugin.transport.local import LocalConnection
-from deadpool_plugin.transport.unix import listen_unix
+from deadpool_plugin.transport.unix import LocalConnection, listen_unix
 
 LIMIT_S = 60.0
 

@@ -50,8 +50,8 @@ def test_an_agent_that_a_signal_ended_is_named(ends, said):
 
 SAYS = """
     import time
-    from deadpool_plugin.transport import local
-    from deadpool_plugin.transport.local import LocalConnection
+    from deadpool_plugin.core import local
+    from deadpool_plugin.transport.unix import LocalConnection
     parent = os.getppid()
     os.kill(parent, signal.SIGSTOP)
     LocalConnection(supervisor).send(local.EndSupervisor({code}))

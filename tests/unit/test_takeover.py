@@ -20,11 +20,12 @@ from deadpool_plugin.agent.rehearsal import Rehearsal
 from deadpool_plugin.agent.slots import Process, Slot
 from deadpool_plugin.agent.spares import Spares
 from deadpool_plugin.agent.takeover import TakeOvers
+from deadpool_plugin.core import local
 from deadpool_plugin.core.types import Source, SwapPlan, World
 from deadpool_plugin.errors import TransportError
 from deadpool_plugin.mirror.history import History
 from deadpool_plugin.mirror.store import SnapshotStore
-from deadpool_plugin.transport import local
+from deadpool_plugin.transport.unix import LocalPeer
 
 PLAN = SwapPlan(World(4, (0,)), restore_step=7, lost_nodes=(1,), sources=(), store="h:1")
 
@@ -63,7 +64,7 @@ def handed_over(meanwhile, cancel: bool = False) -> list[local.LocalMessage]:
     async def scenario():
         process = Process(1, 0, rehearses=True)
         slot, peer = Slot(0, rank=0, process=process), Peer(process)
-        process.peer = cast(local.LocalPeer, peer)
+        process.peer = cast(LocalPeer, peer)
         rehearsal = Rehearsal(slot, process, stand_in(Profile), 0, cast(History, types.SimpleNamespace(last=-1)))
         store, spares = SnapshotStore(), stand_in(Spares)
         spares.of = lambda slot, rank: rehearsal
@@ -139,7 +140,7 @@ def test_a_survivor_that_ends_while_its_restore_step_is_fetched_is_not_told_to_j
     async def scenario():
         process, mirrored = Process(1, 0, rehearses=False), []
         slot = Slot(0, rank=0, process=process)
-        process.peer = cast(local.LocalPeer, Peer(process))
+        process.peer = cast(LocalPeer, Peer(process))
         fetches, mirroring, store = stand_in(Fetches), stand_in(Mirroring), SnapshotStore()
         workers, spares = stand_in(agent_workers.Workers), stand_in(Spares)
 

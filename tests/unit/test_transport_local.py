@@ -9,21 +9,19 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from deadpool_plugin.transport import local, unix_server
-from deadpool_plugin.transport.framing import ConnectionClosed, pack_frame
-from deadpool_plugin.transport.local import (
+from deadpool_plugin.core import local
+from deadpool_plugin.core.local import (
     AnyLocalMessage,
     ArenaHandOver,
     Committed,
     History,
-    LocalConnection,
     LocalMessage,
-    LocalPeer,
-    LocalServer,
     Staged,
     WorkerHello,
 )
-from deadpool_plugin.transport.unix import connect_unix, listen_unix
+from deadpool_plugin.transport import unix
+from deadpool_plugin.transport.framing import ConnectionClosed, pack_frame
+from deadpool_plugin.transport.unix import LocalConnection, LocalPeer, LocalServer, connect_unix, listen_unix
 
 WAIT_S = 20.0
 
@@ -237,14 +235,14 @@ def test_a_refused_connection_is_a_line_once_and_then_a_count() -> None:
         assert agent.refused == ["number 0", "number 1", "number 2", *counted]
         for index in range(1000, 3000):
             agent.server.refused(f"process {index}", f"number {index}")
-        assert len(agent.refused) == 6 + unix_server.REFUSALS_SAID - 3, "processes are many, too"
+        assert len(agent.refused) == 6 + unix.REFUSALS_SAID - 3, "processes are many, too"
         agent.close()
 
     asyncio.run(scenario())
 
 
 def test_the_oldest_connections_that_say_nothing_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unix_server, "UNHEARD_MAX", 4)
+    monkeypatch.setattr(unix, "UNHEARD_MAX", 4)
 
     async def scenario() -> None:
         async with greeted() as (agent, worker, peer):
@@ -262,7 +260,7 @@ def test_the_oldest_connections_that_say_nothing_go_first(monkeypatch: pytest.Mo
 
 def test_without_descriptors_an_agent_accepts_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """As long as there is none it says so once, and does not run in circles."""
-    monkeypatch.setattr(unix_server, "RETRY_S", 0.0)
+    monkeypatch.setattr(unix, "RETRY_S", 0.0)
 
     class Listener:
         def __init__(self, sock: socket.socket) -> None:

@@ -11,9 +11,10 @@ from support.stand_in import stand_in
 from deadpool_plugin.agent.lives import Lives
 from deadpool_plugin.agent.slots import Process, Slot
 from deadpool_plugin.agent.unwinding import Unwinding
-from deadpool_plugin.transport import local
+from deadpool_plugin.core import local
+from deadpool_plugin.transport.unix import LocalPeer
 
-PEER = stand_in(local.LocalPeer)
+PEER = stand_in(LocalPeer)
 
 
 def serving(rank: int, in_training: bool = False, took_over: bool = False) -> Slot:

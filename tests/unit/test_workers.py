@@ -18,10 +18,10 @@ from deadpool_plugin.agent.lives import Lives
 from deadpool_plugin.agent.slots import Process, Slot
 from deadpool_plugin.agent.workers import Workers
 from deadpool_plugin.agent.world import Place
+from deadpool_plugin.core import local
 from deadpool_plugin.host import output as output_module
 from deadpool_plugin.host.output import Pipe, Writer, rank_file
-from deadpool_plugin.transport import local
-from deadpool_plugin.transport.local import LocalPeer
+from deadpool_plugin.transport.unix import LocalPeer
 
 
 def nothing(*_):

@@ -13,8 +13,8 @@ import torch
 from support.stand_in import fake
 from torch.distributed.checkpoint.api import CheckpointException
 
+from deadpool_plugin.core import local
 from deadpool_plugin.errors import GenerationChanged
-from deadpool_plugin.transport import local
 from deadpool_plugin.worker import codec, file_saves, follow, raised, saving
 from deadpool_plugin.worker.adapter import CallKind
 from deadpool_plugin.worker.calls import CallLog

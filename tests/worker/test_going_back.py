@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.stand_in import fake
 
-from deadpool_plugin.transport import local
+from deadpool_plugin.core import local
 from deadpool_plugin.worker.calls import CallLog
 from deadpool_plugin.worker.link import AgentLink
 from deadpool_plugin.worker.swap import Swapping

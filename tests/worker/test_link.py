@@ -8,9 +8,9 @@ import socket
 
 import pytest
 
+from deadpool_plugin.core import local
 from deadpool_plugin.errors import DeadpoolError, GenerationChanged
-from deadpool_plugin.transport import local
-from deadpool_plugin.transport.local import LocalConnection
+from deadpool_plugin.transport.unix import LocalConnection
 from deadpool_plugin.worker.link import AgentLink, JobEnded
 
 

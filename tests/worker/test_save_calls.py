@@ -27,8 +27,9 @@ import torch
 from support import present
 from support.stand_in import fake
 
+from deadpool_plugin.core import local
 from deadpool_plugin.errors import CheckpointLost, GenerationChanged, Unsupported
-from deadpool_plugin.transport import descriptors, local
+from deadpool_plugin.transport import descriptors
 from deadpool_plugin.worker import calls, codec, dcp, file_saves, saving, writers
 from deadpool_plugin.worker.adapter import CallKind
 from deadpool_plugin.worker.link import AgentLink

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from support.stand_in import fake
 
+from deadpool_plugin.core import local
 from deadpool_plugin.mirror.arena import SlotPair
-from deadpool_plugin.transport import local
 from deadpool_plugin.worker import staging
 from deadpool_plugin.worker.staging import Layout, Stager
 

@@ -11,8 +11,8 @@ from support.stand_in import fake
 
 from deadpool_plugin.agent.slots import Process, Slot
 from deadpool_plugin.agent.workers import Workers
-from deadpool_plugin.transport import local
-from deadpool_plugin.transport.local import LocalConnection
+from deadpool_plugin.core import local
+from deadpool_plugin.transport.unix import LocalConnection, LocalPeer
 from deadpool_plugin.worker.link import AgentLink
 
 KEPT: list[LocalConnection] = []
@@ -48,9 +48,7 @@ class Peer:
 
 
 def slot_with(number: int, rehearses: bool, *stores: str) -> Slot:
-    process = Process(
-        order=1, rank=0, rehearses=rehearses, pid=1, peer=cast(local.LocalPeer, Peer()), stores=list(stores)
-    )
+    process = Process(order=1, rank=0, rehearses=rehearses, pid=1, peer=cast(LocalPeer, Peer()), stores=list(stores))
     return Slot(number, rank=-1 if rehearses else 0, process=process)
 
 

@@ -1,21 +1,15 @@
-"""Messages between the agent and the supervisors and workers of its own node (abstract Unix stream socket).
+"""Messages between the agent of a node and the supervisors, standby processes and workers of that node.
 
-Rules of this file: plain data. A frame is a 4-byte big-endian length and a msgpack body; descriptors travel as
-SCM_RIGHTS with the first byte of the frame whose struct says `descriptors > 0`.
+Rules of this file: plain data. A message with `descriptors > 0` travels with so many descriptors (transport/unix.py).
 """
 
 from __future__ import annotations
 
-import logging
-import socket
-from collections.abc import Callable
 from typing import ClassVar
 
 import msgspec
 
-from ..core.types import Count, ExitCode, Generation, Rank, Step
-from .unix import Connection, connect_unix
-from .unix_server import Peer, Server
+from .types import Count, ExitCode, Generation, Rank, Step
 
 
 class LocalMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -295,35 +289,3 @@ AnyLocalMessage = (
     | Staged | Committed | Abort | Join | Rehearsal | Rehearsed | History | Moved | Progress | ConnectionBroke
     | TakeOver | Unwound | Saving | Restored | OutOfReach | Saved | Failing | Finished | EndWorker | WorkerEvent
 )  # fmt: skip
-
-
-# ---- connections
-
-LocalPeer = Peer[AnyLocalMessage]
-_decode = msgspec.msgpack.Decoder(AnyLocalMessage).decode
-_log = logging.getLogger(__name__)
-
-
-class LocalConnection(Connection[AnyLocalMessage]):
-    """A supervisor's or worker's connection to its agent (see unix.Connection)."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        super().__init__(sock, _decode)
-
-    @classmethod
-    def to(cls, name: str) -> LocalConnection:
-        """Connects to the agent that listens at the abstract name."""
-        return cls(connect_unix(name))
-
-
-class LocalServer(Server[AnyLocalMessage]):
-    """The agent's listener for supervisors and workers (see unix.Server)."""
-
-    def __init__(
-        self,
-        sock: socket.socket,
-        on_message: Callable[[LocalPeer, AnyLocalMessage, list[int]], None],
-        on_closed: Callable[[LocalPeer], None],
-        on_refused: Callable[[str], None] = _log.warning,
-    ) -> None:
-        super().__init__(sock, _decode, on_message, on_closed, on_refused)
