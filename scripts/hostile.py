@@ -38,7 +38,7 @@ sys.path.insert(0, str(REPOSITORY))
 from deadpool_plugin.core.messages import Status
 from deadpool_plugin.errors import DeadpoolError
 from deadpool_plugin.mirror import wire
-from deadpool_plugin.transport import guests
+from deadpool_plugin.transport import join_protocol
 from deadpool_plugin.transport.framing import CONTROL_FRAME_BYTES_MAX, LENGTH, pack_frame
 from deadpool_plugin.transport.handshake import ANY_JOB, Credentials, shake_hands
 from deadpool_plugin.transport.rendezvous import Hello
@@ -166,11 +166,13 @@ class Attack:
 
     def _question(self) -> None:
         with self._dial() as sock:
-            shake_hands(sock, self._secret, guests.PURPOSE, guests.GUEST, dialling=True, timeout_s=SHAKE_S)
+            shake_hands(
+                sock, self._secret, join_protocol.PURPOSE, join_protocol.GUEST, dialling=True, timeout_s=SHAKE_S
+            )
             n, address = self._absurd(), ("127.0.0.1", self._absurd())
             hello = Hello(n, "nobody", address, address, n, {}, "")
             body = msgspec.msgpack.encode(
-                self._draw.choice([guests.Announce(hello), Status(n, n, True), [n], {"a": n}])
+                self._draw.choice([join_protocol.Announce(hello), Status(n, n, True), [n], {"a": n}])
             )
             sock.send(pack_frame(body, CONTROL_FRAME_BYTES_MAX))
             sock.recv(1)

@@ -21,9 +21,10 @@ import msgspec
 from ..core.messages import AnyMessage, Goodbye, Prepare, Verdict
 from ..core.types import NodeId, World, listed
 from ..errors import AlreadyEnded, ConfigError, NodeTaken, PeerRefused, TransportError, invariant
-from ..transport import guests
+from ..transport import join_protocol
 from ..transport.framing import ConnectionClosed
-from ..transport.guests import (
+from ..transport.handshake import Credentials
+from ..transport.join_protocol import (
     Admitted,
     Announce,
     Answer,
@@ -35,7 +36,6 @@ from ..transport.guests import (
     Stop,
     Stopping,
 )
-from ..transport.handshake import Credentials
 from ..transport.mesh import ControlMesh
 from ..transport.rendezvous import Hello
 from ..transport.sockets import Address
@@ -172,7 +172,7 @@ class Roster:
         if self._arriving == node:
             self._arriving = None
 
-    def answer(self, question: guests.Question) -> Answer:
+    def answer(self, question: join_protocol.Question) -> Answer:
         """Describe the job to a guest."""
         if not self._hellos:
             return Busy("the job is starting", arrives=True)
@@ -276,7 +276,7 @@ class Newcomer:
         gone = arriving = 0
         for address in addresses:
             try:
-                answer = await guests.ask(address, self._credentials, Describe(), self._attempt_s)
+                answer = await join_protocol.ask(address, self._credentials, Describe(), self._attempt_s)
             except ConnectionClosed as error:
                 gone += isinstance(error.__cause__, ConnectionRefusedError)
                 continue

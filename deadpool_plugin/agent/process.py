@@ -22,7 +22,7 @@ from ..core.types import NodeId, World, listed
 from ..errors import EXIT_CONFIG, EXIT_FENCED, EXIT_OK, DeadpoolError, InvariantViolated, PeerRefused
 from ..host.contacts import FOLDER
 from ..host.repeats import Cuts
-from ..transport import calls
+from ..transport.flight_recorder import read_calls
 from ..transport.handshake import Credentials
 from ..transport.rendezvous import Hello
 from ..transport.tasks import begin
@@ -326,7 +326,7 @@ class Agent:
 
     def _read_calls(self, action: api.ReadCalls) -> None:
         own = ((slot.rank, self._store.own(slot.rank)) for slot in self._workers.slots if slot.rank >= 0)
-        ranks = [RankCalls(rank, calls.read(pair.calls, action.generation)) for rank, pair in own if pair is not None]
+        ranks = [RankCalls(rank, read_calls(pair.calls, action.generation)) for rank, pair in own if pair is not None]
         self.feed(api.CallsRead(action.generation, tuple(ranks)))
 
     def _pause(self, action: api.PauseWorkers) -> None:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from ..errors import GenerationChanged, InvariantViolated, Unsupported, present
-from ..transport.calls import CallBooks
+from ..transport.flight_recorder import FlightRecorder
 from .collective import BATCH, BLOCKING, CompletedWork, Operation, outputs, tensors
 from .fence import Fence
 from .handle import Handle
@@ -71,7 +71,7 @@ class Groups:
         self._recorder: Recorder | None = None
         self._replay: Replay | None = None
         self._training = False
-        self._books: CallBooks | None = None
+        self._books: FlightRecorder | None = None
         self.calls_area = memoryview(b"")
         """Where this rank's agent looks for what the rank issues, as soon as it has an arena."""
         self._created: list[tuple[int, ...]] = []
@@ -201,8 +201,8 @@ class Groups:
         """All members of a group begin to count in it here: its communicator is new on all of them."""
         counted = [handle for handle in handles if handle.size() > 1]
         described = [(handle.key, handle.rank(), handle.size()) for handle in counted]
-        self._books = CallBooks(self.calls_area, generation, described)
-        for handle, book in zip(counted, self._books.books, strict=True):
+        self._books = FlightRecorder(self.calls_area, generation, described)
+        for handle, book in zip(counted, self._books.records, strict=True):
             handle.calls = book
 
     def cut(self, step: int) -> int:

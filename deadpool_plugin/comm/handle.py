@@ -19,7 +19,7 @@ from ..errors import Unsupported
 from .collective import BATCH, available
 
 if TYPE_CHECKING:
-    from ..transport.calls import CallBook
+    from ..transport.flight_recorder import GroupRecord
     from .groups import Groups
 
 
@@ -54,7 +54,7 @@ class Handle(dist.ProcessGroup):
         self.inner: dist.ProcessGroup | None = None
         self.abandoned = False
         self.sequence = 0
-        self.calls: CallBook | None = None
+        self.calls: GroupRecord | None = None
         """The collectives that this rank has issued here since the newest swap."""
         self._name, self._desc = name, "undefined"
         self._parts: dict[int, list[tuple[str, tuple[Any, ...], dict[str, Any]]]] = {}

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ..core.pairing import DTYPES, REDUCTIONS, Call
-from ..transport.calls import CallBook
+from ..transport.flight_recorder import GroupRecord
 from .collective import BATCH, POINT_TO_POINT, tensors
 
 _main = threading.main_thread()
@@ -37,7 +37,7 @@ def is_inline() -> bool:
     return thread is _main or isinstance(thread, threading._DummyThread)
 
 
-def note(book: CallBook, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+def note(book: GroupRecord, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     """Count the operation `name` in `book`."""
     if name in POINT_TO_POINT:
         return

@@ -25,8 +25,8 @@ from .messages import Calls, Compare, GroupCalls, RankCalls, Replace
 from .types import MASK, NEVER, NodeId, Rank, listed
 
 FACTOR = 0x9E3779B97F4A7C15
-"""A collective makes `digest * FACTOR + code` of a digest (transport/calls.py). Odd, so that the newest one can be
-taken off again."""
+"""A collective makes `digest * FACTOR + code` of a digest (transport/flight_recorder.py). It is odd, so that the newest
+collective can be taken off again."""
 _INVERSE = pow(FACTOR, -1, 1 << 64)
 
 OPERATIONS = (

@@ -15,8 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from ..transport.descriptors import await_end, pidfd_open
-from ..transport.linux import PR_SET_CHILD_SUBREAPER, die_with_parent, libc, prctl
+from ..transport.linux import PR_SET_CHILD_SUBREAPER, await_end, die_with_parent, libc, pidfd_open, prctl
 from . import proc
 
 Program = Sequence[str] | Callable[[], object]

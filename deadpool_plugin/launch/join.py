@@ -29,8 +29,8 @@ from ..errors import EXIT_TAKEN, ConfigError, PeerRefused, TransportError, shell
 from ..host import contacts
 from ..host.spawning import ending_signals
 from ..transport.framing import ConnectionClosed
-from ..transport.guests import Describe, JobDescription, Reserve, Reserved, ask, expect
 from ..transport.handshake import ANY_JOB, Credentials
+from ..transport.join_protocol import Describe, JobDescription, Reserve, Reserved, ask, expect
 from ..transport.rendezvous import Hello
 from ..transport.sockets import Address
 from . import carried, roles

@@ -19,7 +19,7 @@ from ..agent.world import Place, check_hosts
 from ..config import Config
 from ..errors import ConfigError
 from ..host.interfaces import address_of
-from ..transport import descriptors
+from ..transport import linux
 
 REQUIRED = {"torch": (2, 9)}
 """Oldest version that works; must be installed."""
@@ -143,8 +143,8 @@ def check_versions(version_of: Callable[[str], str] = metadata.version) -> None:
 def _check_kernel() -> None:
     """Check that processes can watch each other and share memory here. Raises: ConfigError."""
     calls: dict[str, Callable[[], int]] = {
-        "pidfd_open": lambda: descriptors.pidfd_open(os.getpid()),
-        "memfd_create": lambda: descriptors.memfd_create("deadpool-check", descriptors.MFD_CLOEXEC),
+        "pidfd_open": lambda: linux.pidfd_open(os.getpid()),
+        "memfd_create": lambda: linux.memfd_create("deadpool-check", linux.MFD_CLOEXEC),
     }
     for name, call in calls.items():
         try:

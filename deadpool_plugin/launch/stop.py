@@ -13,8 +13,8 @@ from enum import Enum
 
 from ..errors import TransportError
 from ..transport.framing import ConnectionClosed
-from ..transport.guests import Stop, Stopping, ask
 from ..transport.handshake import Credentials
+from ..transport.join_protocol import Stop, Stopping, ask
 from ..transport.rendezvous import Hello
 from .join import ASK_S, FoundJob
 

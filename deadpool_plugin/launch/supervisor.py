@@ -27,9 +27,8 @@ from ..host import proc
 from ..host.output import say
 from ..host.processes import described_exit
 from ..host.spawning import Program, ending_signals, spawn
-from ..transport.descriptors import await_end, pidfd_open
 from ..transport.framing import ConnectionClosed
-from ..transport.linux import die_with_parent
+from ..transport.linux import await_end, die_with_parent, pidfd_open
 from ..transport.unix import LocalConnection, listen_unix
 from .roles import Launch
 

@@ -5,7 +5,7 @@ Rules of this file: snapshot `step` lives in slot `step % 2`. A writer calls `in
 writer killed at any point leaves the other slot whole and this one invalid. The payload carries no digest of its own
 (it would cost training time); its transfer does (wire.py). The gate of the ledger, not this file, decides when a slot
 may be overwritten. Behind the slots the agent writes which generation it has announced,
-and the rank's process what it issues (transport/calls.py).
+and the rank's process what it issues (transport/flight_recorder.py).
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ import xxhash
 
 from ..core.types import Count, Digest, Generation, Rank, Step
 from ..errors import ConfigError, MemoryShortage, TransportError, invariant
-from ..transport import descriptors
-from ..transport.calls import AREA_BYTES
+from ..transport import linux
+from ..transport.flight_recorder import AREA_BYTES
 from ..transport.linux import libc
 
 PAGE_BYTES = mmap.PAGESIZE
 _PREFIX = struct.Struct("<8sQQ")  # magic, length of the encoded header, its xxh3
 _GENERATION = struct.Struct("<Q")
 _MAGIC = b"deadpool"
-_SEALS = descriptors.F_SEAL_SHRINK | descriptors.F_SEAL_GROW | descriptors.F_SEAL_SEAL
+_SEALS = linux.F_SEAL_SHRINK | linux.F_SEAL_GROW | linux.F_SEAL_SEAL
 _MADV_DONTDUMP = 16
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 TOUCH_BYTES = 8 << 20  # some 5 ms, ten times that on a loaded host
@@ -48,7 +48,7 @@ class SnapshotHeader(msgspec.Struct, frozen=True, array_like=True):
     payload_bytes: Count
     scalars: bytes
     paired: Digest = 0
-    """The sum of the rank's collectives in that generation (transport/calls.py); 0 in the first."""
+    """The sum of the rank's collectives in that generation (transport/flight_recorder.py); 0 in the first."""
 
 
 class SealedHeader(NamedTuple):
@@ -116,11 +116,11 @@ class SlotPair:
 
     @classmethod
     def _mapped(cls, rank: int, header_bytes: int, payload_bytes: int) -> SlotPair:
-        flags = descriptors.MFD_CLOEXEC | descriptors.MFD_ALLOW_SEALING
-        fd = descriptors.memfd_create(f"deadpool-rank{rank}", flags)
+        flags = linux.MFD_CLOEXEC | linux.MFD_ALLOW_SEALING
+        fd = linux.memfd_create(f"deadpool-rank{rank}", flags)
         try:
             os.ftruncate(fd, arena_bytes(header_bytes, payload_bytes))
-            fcntl.fcntl(fd, descriptors.F_ADD_SEALS, _SEALS)
+            fcntl.fcntl(fd, linux.F_ADD_SEALS, _SEALS)
             return cls(fd, rank, header_bytes, payload_bytes)
         except BaseException:
             os.close(fd)
@@ -135,7 +135,7 @@ class SlotPair:
         expected, found = arena_bytes(header_bytes, payload_bytes), os.fstat(fd).st_size
         if found != expected:
             raise TransportError(f"the arena of rank {rank} has {found} bytes, expected {expected}")
-        if fcntl.fcntl(fd, descriptors.F_GET_SEALS) & _SEALS != _SEALS:
+        if fcntl.fcntl(fd, linux.F_GET_SEALS) & _SEALS != _SEALS:
             raise TransportError(f"the arena of rank {rank} is not sealed against resizing")
         return cls(fd, rank, header_bytes, payload_bytes)
 
@@ -188,7 +188,7 @@ class SlotPair:
 
     @property
     def calls(self) -> memoryview:
-        """The area for the rank's collectives (transport/calls.py); its process writes there."""
+        """The area for the rank's collectives (transport/flight_recorder.py); its process writes there."""
         start = 2 * self._slot_bytes + PAGE_BYTES
         return self._view[start : start + AREA_BYTES]
 

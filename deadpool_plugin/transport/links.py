@@ -13,8 +13,8 @@ from ..core.types import NodeId
 from ..errors import PeerRefused
 from .exchange import put_frame, take_frame
 from .framing import ConnectionClosed
-from .guests import PURPOSE
 from .handshake import HANDSHAKE_TIMEOUT_S, Credentials, shake_hands_async
+from .join_protocol import PURPOSE
 from .sockets import Address, closed_on_error, connected, remote_name, tune
 
 _WELCOME, _NOT_WANTED = b"welcome", b"not wanted"

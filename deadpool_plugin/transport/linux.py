@@ -1,7 +1,9 @@
-"""Calls to Linux that Python lacks.
+"""Calls to Linux that Python lacks, or that a Python may have been built without.
 
-Rules of this file: standard library only, as the smallest of our processes load it; a thread or process that has ended
-is an answer, not an error. Source: prctl(2), proc(5).
+conda-forge and uv build theirs against a C library (2.17) that is older than memfd and pidfd: `os` lacks them then,
+whatever the host has.
+Rules of this file: standard library only, as the smallest of our processes load it. A thread or process that has ended
+is an answer, not an error. Numbers are the kernel's, from prctl(2), memfd_create(2), fcntl(2), asm-generic/unistd.h.
 """
 
 from __future__ import annotations
@@ -9,11 +11,49 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import select
 import signal
 
-PR_SET_PDEATHSIG = 1
-PR_SET_CHILD_SUBREAPER = 36
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+MFD_CLOEXEC, MFD_ALLOW_SEALING = 1, 2
+F_ADD_SEALS, F_GET_SEALS = 1033, 1034
+F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW = 1, 2, 4
+_MEMFD_CREATE = {"x86_64": 319, "aarch64": 279}
+_PIDFD_SEND_SIGNAL, _PIDFD_OPEN = 424, 434  # on every machine
 libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _syscall(number: int, *arguments: object) -> int:
+    """Call the kernel, which knows no number below 0 (ENOSYS). Raises: OSError."""
+    result: int = libc.syscall(ctypes.c_long(number), *arguments)
+    if result < 0:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
+    return result
+
+
+def memfd_create(name: str, flags: int) -> int:
+    """Raises: OSError"""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(name, flags)
+    return _syscall(_MEMFD_CREATE.get(os.uname().machine, -1), name.encode(), ctypes.c_uint(flags))
+
+
+def pidfd_open(pid: int) -> int:
+    """Readable once `pid` has ended. Raises: OSError"""
+    return _syscall(_PIDFD_OPEN, ctypes.c_int(pid), ctypes.c_uint(0))
+
+
+def await_end(pidfd: int, within_s: float | None = None) -> bool:
+    """Return whether the process has ended. Blocks: until it has, at most `within_s`; None: however long that takes."""
+    end = select.poll()  # `select` takes no descriptor above 1023, of which a trainer may have many
+    end.register(pidfd, select.POLLIN)
+    return bool(end.poll(None if within_s is None else max(0.0, within_s) * 1000))
+
+
+def pidfd_send_signal(pidfd: int, number: int) -> None:
+    """Raises: OSError"""
+    _syscall(_PIDFD_SEND_SIGNAL, ctypes.c_int(pidfd), ctypes.c_int(number), None, ctypes.c_uint(0))
 
 
 def prctl(option: int, value: int) -> None:

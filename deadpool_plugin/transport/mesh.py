@@ -2,8 +2,9 @@
 
 Rules of this file: everything on one event loop; the handshake comes before the first frame; a refused peer is
 told of once per host. Heartbeats and shards never share a connection (bulk has its own). Who is no member yet comes as
-a guest (guests.py), proves the secret like everyone, and becomes a node only by being admitted. A connection that ends
-is made again (renewal.py); if only the smaller node has seen it end it dials, too, and what that says is: dial me.
+a guest (join_protocol.py), proves the secret like everyone, and becomes a node only by being admitted. A connection
+that ends is made again (renewal.py); if only the smaller node has seen it end it dials, too, and what that says is:
+dial me.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ import msgspec
 from ..core.messages import AnyMessage, Goodbye
 from ..core.types import NodeId
 from ..errors import CorruptFrame, PeerRefused, TransportError
-from . import guests, links
+from . import join_protocol, links
 from .exchange import put
 from .framing import ConnectionClosed, FrameProtocol, why_unreadable
-from .guests import GUEST, Admitted, Answer, OnGuest
 from .handshake import Credentials, Unproven
-from .lines import Line
+from .join_protocol import GUEST, Admitted, Answer, OnGuest
+from .reliable_channel import Line
 from .rendezvous import Hello
 from .renewal import YOUNG_S, Renewals
 from .sockets import Address, bound_address, closed_on_error, connected, listen_tcp, remote_name
@@ -58,7 +59,7 @@ class ControlMesh:
     a node has ended and cannot be made again, unless the node said Goodbye, or was dropped by us, or the mesh is
     closed. Nobody listens where a process was killed: that is known within milliseconds. A host of which nothing is
     heard has `silent_after_s`.
-    Once `connect` was called, a node that is not in its table gets no link unless it was admitted (guests.py).
+    Once `connect` was called, a node that is not in its table gets no link unless it was admitted (join_protocol.py).
 
     Thread: the event loop's only.
     Args:
@@ -81,7 +82,7 @@ class ControlMesh:
         on_lost: OnLost,
         silent_after_s: float = 10.0,
         on_refused: Callable[[PeerRefused], None] = _log.warning,
-        on_guest: OnGuest = guests.nobody_joins,
+        on_guest: OnGuest = join_protocol.nobody_joins,
         on_still_silent: OnLost = _not_said,
     ) -> None:
         self.silent: set[NodeId] = set()
@@ -190,7 +191,7 @@ class ControlMesh:
 
     async def _entertain(self, sock: socket.socket) -> None:
         """Answer a guest; link it if it is admitted. A promised link that fails is a lost one."""
-        admitted = await guests.serve(sock, self._on_guest, self._is_new)
+        admitted = await join_protocol.serve(sock, self._on_guest, self._is_new)
         if admitted is None:
             return
         hello, answer = admitted
@@ -223,7 +224,9 @@ class ControlMesh:
         """
         try:
             async with asyncio.timeout(timeout_s):
-                sock, answer = await guests.announce(node, address, hello, self._credentials, self._silent_after_s)
+                sock, answer = await join_protocol.announce(
+                    node, address, hello, self._credentials, self._silent_after_s
+                )
         except (OSError, EOFError) as error:
             raise ConnectionClosed(f"node {node} at {address[0]}:{address[1]} does not answer: {error!r}") from error
         if isinstance(answer, Admitted):

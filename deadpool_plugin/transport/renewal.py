@@ -15,8 +15,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from ..core.types import NodeId
 from ..errors import TransportError
 from .framing import ConnectionClosed
-from .lines import Line
 from .links import NotWanted
+from .reliable_channel import Line
 from .sockets import Address, connected
 
 _AGAIN_S = 0.01

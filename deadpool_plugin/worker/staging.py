@@ -95,7 +95,7 @@ class Stager:
     def stage(self, step: int, generation: int, scalars: bytes, records: bytes, paired: int = 0) -> None:
         """Copy the shard as it is now into the slot of `step` once the gate is open.
 
-        Args: paired: what the collectives up to this cut come to (transport/calls.py).
+        Args: paired: what the collectives up to this cut come to (transport/flight_recorder.py).
         """
         self._layout.check()
         self._pending = True

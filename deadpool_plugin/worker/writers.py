@@ -12,7 +12,7 @@ import signal
 import time
 
 from ..transport import linux
-from ..transport.descriptors import await_end, pidfd_open, pidfd_send_signal
+from ..transport.linux import await_end, pidfd_open, pidfd_send_signal
 
 _HELD_S = 1.0
 """A thread that does not stop within this time, in state D, is held by the kernel, in a file system, say."""

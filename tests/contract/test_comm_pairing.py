@@ -22,7 +22,7 @@ from deadpool_plugin.comm.store import host_store
 from deadpool_plugin.core.messages import RankCalls
 from deadpool_plugin.core.pairing import differences
 from deadpool_plugin.core.types import MASK
-from deadpool_plugin.transport.calls import AREA_BYTES, read
+from deadpool_plugin.transport.flight_recorder import AREA_BYTES, read_calls
 
 SIZE = 3
 NAMED = {
@@ -77,8 +77,8 @@ def _member(rank: int, stores: list[Cell], odd: str) -> Any:
     works.append(dist.all_reduce(torch.ones(1), async_op=True))
     works[0].wait()  # the others answer it with their next one, and nobody the last
     sums.append(groups.cut(2))
-    assert read(area, 2) == ()
-    return sums, RankCalls(rank, read(area, 1))
+    assert read_calls(area, 2) == ()
+    return sums, RankCalls(rank, read_calls(area, 1))
 
 
 @pytest.mark.parametrize("odd", NAMED)

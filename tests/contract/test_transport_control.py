@@ -13,8 +13,8 @@ from deadpool_plugin.core.messages import AnyMessage, Goodbye, Status
 from deadpool_plugin.errors import PeerRefused, TransportError
 from deadpool_plugin.transport import links
 from deadpool_plugin.transport.exchange import recv_exact_async
-from deadpool_plugin.transport.guests import PURPOSE
 from deadpool_plugin.transport.handshake import Credentials, Handshake, shake_hands_async
+from deadpool_plugin.transport.join_protocol import PURPOSE
 from deadpool_plugin.transport.mesh import ControlMesh
 from deadpool_plugin.transport.sockets import Address, connected, tune
 

@@ -16,7 +16,8 @@ from deadpool_plugin.core.messages import AnyMessage, Goodbye, JoinRequest, Prep
 from deadpool_plugin.core.types import Ballot, World
 from deadpool_plugin.errors import AlreadyEnded, ConfigError, NodeTaken, PeerRefused, TransportError
 from deadpool_plugin.transport.framing import ConnectionClosed, pack_frame
-from deadpool_plugin.transport.guests import (
+from deadpool_plugin.transport.handshake import Credentials, shake_hands_async
+from deadpool_plugin.transport.join_protocol import (
     GUEST,
     PURPOSE,
     Admitted,
@@ -30,7 +31,6 @@ from deadpool_plugin.transport.guests import (
     Stopping,
     ask,
 )
-from deadpool_plugin.transport.handshake import Credentials, shake_hands_async
 from deadpool_plugin.transport.links import NotWanted
 from deadpool_plugin.transport.mesh import ControlMesh
 from deadpool_plugin.transport.rendezvous import Hello

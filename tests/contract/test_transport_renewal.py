@@ -15,8 +15,8 @@ from support.relay import Relay
 
 from deadpool_plugin.core.messages import AnyMessage, Status
 from deadpool_plugin.transport.handshake import Credentials
-from deadpool_plugin.transport.lines import SAY_SO_EVERY
 from deadpool_plugin.transport.mesh import ControlMesh
+from deadpool_plugin.transport.reliable_channel import SAY_SO_EVERY
 from deadpool_plugin.transport.sockets import Address
 
 WAIT_S = 20.0

@@ -17,8 +17,7 @@ import pytest
 from dist.stub_cluster import StubCluster
 
 from deadpool_plugin import events
-from deadpool_plugin.transport.descriptors import pidfd_open
-from deadpool_plugin.transport.linux import libc
+from deadpool_plugin.transport.linux import libc, pidfd_open
 
 STEPS = 100
 _PIDFD_GETFD = 438

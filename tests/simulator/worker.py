@@ -18,7 +18,7 @@ from deadpool_plugin.core import local
 from deadpool_plugin.core.ledger import may_stage
 from deadpool_plugin.core.types import NO_STEP, Generation, Rank, Step
 from deadpool_plugin.mirror.arena import SlotPair
-from deadpool_plugin.transport.calls import CallBooks
+from deadpool_plugin.transport.flight_recorder import FlightRecorder
 
 from .clock import Timeline
 from .groups import SUM, Group, Odd
@@ -69,7 +69,7 @@ class Process:
         self.odd: Odd | None = None
         """Calls that it issues in its first step and its peers do not."""
         self.mispaired = False
-        self._books: CallBooks | None = None
+        self._books: FlightRecorder | None = None
         """Calls that it issues in this generation; None before the first swap."""
         self.slots: ToyPair | None = None
         self.group: Group | None = None
@@ -216,7 +216,7 @@ class Process:
     def _issue(self, value: float, code: int) -> Signal:
         assert self.group is not None
         if self._books is not None:
-            self._books.books[0].note(code)
+            self._books.records[0].note(code)
         return self.group.all_reduce(self, value, code)
 
     def _stage(self) -> None:
@@ -281,7 +281,7 @@ class Process:
     def _enter(self, generation: Generation, store: str, restore_step: Step) -> Work:
         yield from self._build(generation, store)
         assert self.slots is not None
-        self._books = CallBooks(self.slots.calls, generation, [("all", self.rank, self._cluster.ranks)])
+        self._books = FlightRecorder(self.slots.calls, generation, [("all", self.rank, self._cluster.ranks)])
         self.state = state_of(self.slots, restore_step)
         self._cluster.checkers.restored(self, restore_step, self.slots.open(restore_step) is not None, self.state)
         if self.slots.open(restore_step + 1) is not None:

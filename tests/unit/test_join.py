@@ -27,8 +27,8 @@ from deadpool_plugin.errors import ConfigError, PeerRefused, TransportError
 from deadpool_plugin.host import contacts
 from deadpool_plugin.launch import carried, join, roles
 from deadpool_plugin.launch.secret import of_job
-from deadpool_plugin.transport.guests import JobDescription, Reserve, Reserved
 from deadpool_plugin.transport.handshake import Credentials
+from deadpool_plugin.transport.join_protocol import JobDescription, Reserve, Reserved
 from deadpool_plugin.transport.mesh import ControlMesh
 from deadpool_plugin.transport.rendezvous import Hello
 

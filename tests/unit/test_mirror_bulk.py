@@ -24,7 +24,7 @@ from deadpool_plugin.mirror.peer import BulkPeer
 from deadpool_plugin.mirror.server import BulkServer
 from deadpool_plugin.mirror.store import SnapshotStore
 from deadpool_plugin.mirror.wire import BulkStream, InAnotherGeneration, RefusedByPeer
-from deadpool_plugin.transport import guests, rendezvous
+from deadpool_plugin.transport import join_protocol, rendezvous
 from deadpool_plugin.transport.framing import ConnectionClosed
 from deadpool_plugin.transport.handshake import Credentials, shake_hands
 from deadpool_plugin.transport.sockets import bound_address, listen_tcp
@@ -708,7 +708,7 @@ def integers(kind: msgspec.inspect.Type, path: str, seen: set[type]) -> Iterator
     "kinds",
     [
         wire.AnyRequest, wire.AnyReply, wire.Blob, messages.AnyMessage, local.AnyLocalMessage, rendezvous.Hello,
-        rendezvous.AnyAnswer, guests.Question, guests.Answer, SnapshotHeader,
+        rendezvous.AnyAnswer, join_protocol.Question, join_protocol.Answer, SnapshotHeader,
     ],
     ids=["request", "reply", "blob", "control", "local", "hello", "table", "question", "answer", "header"],
 )  # fmt: skip

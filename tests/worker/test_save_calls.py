@@ -29,7 +29,7 @@ from support.stand_in import fake
 
 from deadpool_plugin.core import local
 from deadpool_plugin.errors import CheckpointLost, GenerationChanged, Unsupported
-from deadpool_plugin.transport import descriptors
+from deadpool_plugin.transport import linux
 from deadpool_plugin.worker import calls, codec, dcp, file_saves, saving, writers
 from deadpool_plugin.worker.adapter import CallKind
 from deadpool_plugin.worker.link import AgentLink
@@ -453,7 +453,7 @@ def test_a_rehearsal_is_told_of_no_save_that_it_is_not_done(saves):
 def test_killing_a_writer_kills_what_it_has_forked(monkeypatch):
     if resource.getrlimit(resource.RLIMIT_NOFILE)[0] < 2048:
         pytest.skip("this machine lets a process have too few files open")
-    pidfd_open = descriptors.pidfd_open
+    pidfd_open = linux.pidfd_open
     high = lambda pid: fcntl.fcntl(pidfd_open(pid), fcntl.F_DUPFD, 1024)  # noqa: E731
     monkeypatch.setattr(writers, "pidfd_open", high)  # as in a process that has very many files open
     script = "import os,time\nif os.fork()==0: os.fork()\nos.write(1, b'%d\\n' % os.getpid())\ntime.sleep(600)"

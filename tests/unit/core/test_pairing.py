@@ -12,7 +12,7 @@ from support import expect, present
 from deadpool_plugin.core.ledger import Ledger, RestorePoint
 from deadpool_plugin.core.pairing import Call, decoded, first_difference, share
 from deadpool_plugin.core.types import MASK, Holding, World
-from deadpool_plugin.transport.calls import AREA_BYTES, RECENT, CallBooks, read
+from deadpool_plugin.transport.flight_recorder import AREA_BYTES, RECENT, FlightRecorder, read_calls
 
 WORLD = World(0, (0, 1), (2,))
 SUM, MORE = Call("all_reduce", "float32", 1, "sum"), Call("all_reduce", "int32", 1, "sum")
@@ -21,13 +21,13 @@ SUM, MORE = Call("all_reduce", "float32", 1, "sum"), Call("all_reduce", "int32",
 def issued(codes, place=0, size=2, cuts=()):
     """One member's calls, as its agent reads them, and its part of the sum at the end."""
     area = memoryview(bytearray(AREA_BYTES))
-    books = CallBooks(area, 1, [("0+2", place, size)])
+    books = FlightRecorder(area, 1, [("0+2", place, size)])
     for number, code in enumerate(codes):
         if number in cuts:
             books.cut(cuts.index(number))
-        books.books[0].note(code)
+        books.records[0].note(code)
     total = books.cut(9)
-    (calls,) = read(area, 1)
+    (calls,) = read_calls(area, 1)
     return calls, total
 
 
@@ -92,10 +92,12 @@ def test_members_differ_if_and_only_if_what_both_have_issued_does():
 
 def test_a_group_of_another_generation_is_not_read():
     area = memoryview(bytearray(AREA_BYTES))
-    CallBooks(area, 4, [("0+2", 0, 2)])
-    assert read(area, 4) and not read(area, 5)
+    FlightRecorder(area, 4, [("0+2", 0, 2)])
+    assert read_calls(area, 4) and not read_calls(area, 5)
     many = [(f"{number}+2", 0, 2) for number in range(200)]
-    assert CallBooks(area, 5, many).cut(1) and len(read(area, 5)) < 200, "more groups than can be named are compared"
+    assert FlightRecorder(area, 5, many).cut(1) and len(read_calls(area, 5)) < 200, (
+        "more groups than can be named are compared"
+    )
 
 
 def holdings(step, sums):

@@ -1,4 +1,4 @@
-"""transport/descriptors.py under a Python that lacks the calls, as conda-forge's and uv's do (or did)."""
+"""transport/linux.py under a Python that lacks the calls, as conda-forge's and uv's do (or did)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import deadpool_plugin
 from deadpool_plugin.errors import ConfigError
 from deadpool_plugin.launch import roles
 from deadpool_plugin.mirror.arena import SlotPair
-from deadpool_plugin.transport import descriptors
+from deadpool_plugin.transport import linux
 from deadpool_plugin.worker.writers import kill_tree
 
 ENDS_LATER = [sys.executable, "-c", "import time; time.sleep(600)"]
@@ -36,22 +36,22 @@ def python(request, monkeypatch):
 
 def test_a_process_is_watched_and_ended(python):
     with subprocess.Popen(ENDS_LATER) as process:
-        pidfd = descriptors.pidfd_open(process.pid)
-        assert not os.get_inheritable(pidfd) and not descriptors.await_end(pidfd, 0.0)
-        descriptors.pidfd_send_signal(pidfd, signal.SIGKILL)
-        assert descriptors.await_end(pidfd, 20.0)
+        pidfd = linux.pidfd_open(process.pid)
+        assert not os.get_inheritable(pidfd) and not linux.await_end(pidfd, 0.0)
+        linux.pidfd_send_signal(pidfd, signal.SIGKILL)
+        assert linux.await_end(pidfd, 20.0)
         os.close(pidfd)
     assert process.returncode == -signal.SIGKILL
 
 
 def test_a_process_that_has_gone_is_said_to_have(python):
     with subprocess.Popen(ENDS_LATER) as process:
-        pidfd = descriptors.pidfd_open(process.pid)
+        pidfd = linux.pidfd_open(process.pid)
         process.kill()
     with pytest.raises(ProcessLookupError):
-        descriptors.pidfd_send_signal(pidfd, signal.SIGKILL)
+        linux.pidfd_send_signal(pidfd, signal.SIGKILL)
     with pytest.raises(ProcessLookupError):
-        descriptors.pidfd_open(process.pid)
+        linux.pidfd_open(process.pid)
     os.close(pidfd)
 
 
@@ -75,9 +75,9 @@ def test_slots_are_made_sealed_and_attached(python):
 
 def test_a_machine_whose_numbers_are_not_known_has_no_such_call(monkeypatch):
     monkeypatch.delattr(os, "memfd_create", raising=False)
-    monkeypatch.setattr(descriptors, "_MEMFD_CREATE", {})
+    monkeypatch.setattr(linux, "_MEMFD_CREATE", {})
     with pytest.raises(OSError, match=os.strerror(errno.ENOSYS)):
-        descriptors.memfd_create("x", 0)
+        linux.memfd_create("x", 0)
 
 
 @pytest.mark.parametrize("name", ["pidfd_open", "memfd_create"])
@@ -85,7 +85,7 @@ def test_a_kernel_without_the_calls_is_refused_before_the_start(monkeypatch, nam
     def refused(*arguments: object) -> int:
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
-    monkeypatch.setattr(descriptors, name, refused)
+    monkeypatch.setattr(linux, name, refused)
     with pytest.raises(ConfigError, match=rf"{name} fails on .*Operation not permitted.*expected Linux 5\.3") as caught:
         roles.check_versions(lambda package: "99.0")
     assert caught.value.exit_code == 78
@@ -100,4 +100,4 @@ def test_nobody_else_asks_python_for_them():
     asked = re.compile(r"\b(os\.(memfd_create|MFD_|pidfd_open)|signal\.pidfd_|fcntl\.F_(\w+_SEALS|SEAL_))")
     root = Path(deadpool_plugin.__file__).parent
     found = {path.name for path in root.rglob("*.py") if asked.search(path.read_text())}
-    assert found == {"descriptors.py"}
+    assert found == {"linux.py"}

@@ -1,7 +1,7 @@
-"""The collectives of a rank in each group, in memory that its agent reads while the process hangs or is dead.
+"""The flight recorder of a rank: its collectives in each group, in memory that its agent reads while the process hangs.
 
-Rules of this file: the rank's process writes, the agent reads, nobody waits. One collective is one code (core/pairing)
-in a ring and three words before it, of which the third tells a reader that it has met the writer half-way. An area
+Rules of this file: the rank's process writes, the agent reads, nobody waits. A collective is one code (core/pairing)
+in a ring and three words before it; the third tells a reader that it has met the writer half-way. An area
 belongs to one generation. Groups that find no room are compared at cuts all the same, but nobody can name their calls.
 """
 
@@ -24,12 +24,7 @@ the data ranks double. DeepSpeed's own are fewer: two each for the expert sizes 
 _ENTRY_BYTES = 1024
 
 
-def area_bytes(groups: int) -> int:
-    """The memory in which the calls of so many groups can be named."""
-    return (groups + 1) * _ENTRY_BYTES
-
-
-AREA_BYTES = area_bytes(GROUPS_MAX)
+AREA_BYTES = (GROUPS_MAX + 1) * _ENTRY_BYTES
 _HEAD = struct.Struct("<QQ")  # generation, groups
 _NAME = struct.Struct("<56s")
 _NOW = struct.Struct("<QQQ")  # number, digest, the two xored
@@ -43,7 +38,7 @@ _BEGIN = 1
 _TRIES = 8
 
 
-class CallBook:
+class GroupRecord:
     """The collectives of one rank in one group in one generation. Thread: one at a time."""
 
     __slots__ = ("_entry", "_factor", "count", "digest")
@@ -59,7 +54,7 @@ class CallBook:
             _CUT.pack_into(self._entry, _CUTS_AT + cut * _CUT.size, -1, 0, 0)
 
     def note(self, code: int) -> None:
-        """One collective more. Costs well under a microsecond."""
+        """Records one more collective. Costs well under a microsecond."""
         count = self.count
         _CODE.pack_into(self._entry, _RING_AT + count % RECENT * 8, code)
         self.count = count = count + 1
@@ -67,37 +62,34 @@ class CallBook:
         _NOW.pack_into(self._entry, _NOW_AT, count, digest, count ^ digest)
 
     def cut(self, step: Step) -> int:
-        """The cut of `step` is here. Returns: this group's part of the rank's sum."""
+        """Records the cut of `step`. Returns: this group's part of the rank's sum."""
         _CUT.pack_into(self._entry, _CUTS_AT + step % 2 * _CUT.size, step, self.count, self.digest)
         return self._factor * self.digest & MASK
 
 
-class CallBooks:
-    """Those of all groups of this process."""
+class FlightRecorder:
+    """The records of all groups of this process."""
 
     def __init__(self, area: memoryview, generation: Generation, groups: Sequence[tuple[str, int, int]]) -> None:
         """Args: groups: key of each, this rank's place in it, its size."""
         if len(area):
             _HEAD.pack_into(area, 0, 0, 0)  # what was there belongs together no longer
-        self.books: list[CallBook] = []
-        for number, group in enumerate(groups, 1):
-            self.books.append(CallBook(_entry(area, number), *group))
+        self.records = [GroupRecord(_entry(area, number), *group) for number, group in enumerate(groups, 1)]
         if len(area):
             _HEAD.pack_into(area, 0, generation, min(len(groups), len(area) // _ENTRY_BYTES - 1))
 
     def cut(self, step: Step) -> int:
         """Sum this rank's collectives up to `step`: the sums of all ranks add up to 0 if they pair."""
-        return sum(book.cut(step) for book in self.books) & MASK
+        return sum(record.cut(step) for record in self.records) & MASK
 
 
-def read(area: memoryview, generation: Generation) -> tuple[GroupCalls, ...]:
+def read_calls(area: memoryview, generation: Generation) -> tuple[GroupCalls, ...]:
     """Read `area`, which a process may be writing just now; nothing if it is of another generation."""
     found, groups = _HEAD.unpack_from(area)
     if found != generation:
         return ()
-    entries = [_entry(area, number) for number in range(1, groups + 1)]
-    read = [calls for entry in entries if (calls := _read_one(entry)) is not None]
-    return tuple(read) if _HEAD.unpack_from(area)[0] == generation else ()
+    calls = [_read_one(_entry(area, number)) for number in range(1, groups + 1)]
+    return tuple(filter(None, calls)) if _HEAD.unpack_from(area)[0] == generation else ()
 
 
 def _entry(area: memoryview, number: int) -> memoryview:
@@ -106,7 +98,7 @@ def _entry(area: memoryview, number: int) -> memoryview:
 
 
 def _read_one(entry: memoryview) -> GroupCalls | None:
-    """None if the writer was never met at rest: it gets on."""
+    """None if every look met the writer at work: it gets on."""
     for _ in range(_TRIES):
         copy = bytes(entry)
         count, digest, check = _NOW.unpack_from(copy, _NOW_AT)
