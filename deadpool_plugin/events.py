@@ -5,44 +5,92 @@ which keep the newest only.
 
 Rules of this file: events are frozen plain data, names in the past tense, units last; every event says when (epoch
 seconds), on which node and in which generation. Durations are measured with a monotonic clock by whoever reports
-them. May import errors only.
+them. Those of the protocol are defined in core/events.py. May import errors and core/events.py only.
 """
 
 from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Union
+from typing import TypeVar, Union
 
 import msgspec
 
+from .core.events import (
+    ContactLost as ContactLost,
+)
+from .core.events import (
+    ContactRegained as ContactRegained,
+)
+from .core.events import (
+    Event as Event,
+)
+from .core.events import (
+    HostJoined as HostJoined,
+)
+from .core.events import (
+    JobFinished as JobFinished,
+)
+from .core.events import (
+    JobStopped as JobStopped,
+)
+from .core.events import (
+    Mirrored as Mirrored,
+)
+from .core.events import (
+    NodeFenced as NodeFenced,
+)
+from .core.events import (
+    NodeLost as NodeLost,
+)
+from .core.events import (
+    Note as Note,
+)
+from .core.events import (
+    Protected as Protected,
+)
+from .core.events import (
+    RankLost as RankLost,
+)
+from .core.events import (
+    SpareReady as SpareReady,
+)
+from .core.events import (
+    StepCommitted as StepCommitted,
+)
+from .core.events import (
+    StepsUndone as StepsUndone,
+)
+from .core.events import (
+    SwapDone as SwapDone,
+)
+from .core.events import (
+    SwapPlanned as SwapPlanned,
+)
+from .core.events import (
+    TrainingStarted as TrainingStarted,
+)
+from .core.events import (
+    Unprotected as Unprotected,
+)
+from .core.events import (
+    WaitingForHost as WaitingForHost,
+)
+from .core.events import (
+    WorldFormed as WorldFormed,
+)
 from .errors import invariant
+
+E = TypeVar("E", bound=Event)
 
 ALIVE_S = 60.0
 """How often the job says that it has not ended."""
-
-
-class Event(msgspec.Struct, frozen=True, tag_field="event", tag=True, kw_only=True):
-    """Base: when, where, in which generation."""
-
-    time: float = 0.0
-    node: int = -1
-    generation: int = 0
 
 
 class NodeJoined(Event, frozen=True):
     host: str = ""
     ranks: tuple[int, ...] = ()
     spare: bool = False
-
-
-class WorldFormed(Event, frozen=True):
-    node_of: tuple[int, ...] = ()
-    spares: tuple[int, ...] = ()
-
-
-class TrainingStarted(Event, frozen=True):
-    """Every active rank has reached its first call."""
 
 
 class RanksAwaited(Event, frozen=True):
@@ -54,59 +102,12 @@ class RanksAwaited(Event, frozen=True):
     waited_s: float
 
 
-class SpareReady(Event, frozen=True):
-    """A standing-by node has rehearsed what it would take over."""
-
-    spare: int = -1
-    ranks: tuple[int, ...] = ()
-
-
 class StepDone(Event, frozen=True):
     """`rank` is the first on its node to have done `step`, or the first there that knows its loss."""
 
     rank: int
     step: int
     loss: float | None = None
-
-
-class StepCommitted(Event, frozen=True):
-    step: int
-
-
-class NodeLost(Event, frozen=True):
-    lost: tuple[int, ...]
-    evidence: str = ""
-
-
-class RankLost(Event, frozen=True):
-    """The process of a rank is gone from a healthy node, which starts another one."""
-
-    rank: int
-    reason: str = ""
-
-
-class ContactRegained(Event, frozen=True):
-    """Nobody has replaced this node: its processes go on."""
-
-    duration_s: float = 0.0
-
-
-class ContactLost(Event, frozen=True):
-    """This node's processes stand still because the others may replace it."""
-
-    reason: str = ""
-
-
-class HostJoined(Event, frozen=True):
-    """A host has become a member of the running job."""
-
-    joined: int
-
-
-class WaitingForHost(Event, frozen=True):
-    """No spare is left: everyone holds its state until a host joins."""
-
-    reason: str = ""
 
 
 class Alive(Event, frozen=True):
@@ -125,23 +126,6 @@ class CheckpointCancelled(Event, frozen=True):
 
     step: int
     path: str = ""
-    reason: str = ""
-
-
-class SwapPlanned(Event, frozen=True):
-    restore_step: int
-    lost_nodes: tuple[int, ...] = ()
-    lost_ranks: tuple[int, ...] = ()
-    joined: tuple[int, ...] = ()
-    takers: dict[str, object] = {}
-    duration_s: float = 0.0
-
-
-class StepsUndone(Event, frozen=True):
-    """A swap went back behind what was committed (more was lost than `copies` cover): `first` to `last` come again."""
-
-    first: int
-    last: int
     reason: str = ""
 
 
@@ -181,34 +165,6 @@ class FirstStepDone(Event, frozen=True):
     duration_s: float = 0.0
 
 
-class SwapDone(Event, frozen=True):
-    duration_s: float = 0.0
-
-
-class Unprotected(Event, frozen=True):
-    reason: str = ""
-
-
-class Mirrored(Event, frozen=True):
-    """Every rank's state of `step` is on `copies` other hosts. `uncovered`: the nodes that no spare can take, and
-    `reason` why; while there are any the job is not protected. `spares_left`: how many hosts stand by, -1 if that is
-    not known. `on_no_spare`: what happens to a lost node's ranks that have nowhere to go."""
-
-    step: int = -1
-    uncovered: tuple[int, ...] = ()
-    reason: str = ""
-    spares_left: int = -1
-    on_no_spare: str = "stop"
-
-
-class Protected(Event, frozen=True):
-    """Mirrored, and a spare that is able to take it stands by for every node; until Mirrored or Unprotected says
-    otherwise. `spares_left`: as in Mirrored."""
-
-    step: int = -1
-    spares_left: int = -1
-
-
 class Rehearsed(Event, frozen=True):
     rank: int
     duration_s: float = 0.0
@@ -243,31 +199,10 @@ class PeerRefused(Event, frozen=True):
     reason: str = ""
 
 
-class NodeFenced(Event, frozen=True):
-    reason: str = ""
-
-
 class NodeEnded(Event, frozen=True):
     """The last word of a node's agent: how its supervisors end."""
 
     exit_code: int
-
-
-class JobFinished(Event, frozen=True):
-    exit_code: int = 0
-
-
-class JobStopped(Event, frozen=True):
-    exit_code: int
-    reason: str = ""
-    lost_ranks: tuple[int, ...] = ()
-    newest_committed: int = -1
-
-
-class Note(Event, frozen=True):
-    """Anything else worth keeping: text for people."""
-
-    text: str = ""
 
 
 RECURRING = (StepDone, StepCommitted, CheckpointSaved, Alive)
@@ -304,6 +239,11 @@ def make(kind: str, fields: dict[str, object], *, node: int, generation: int, at
     invariant(kind in KINDS, f"unknown event kind {kind!r}")
     base: dict[str, object] = {"time": time.time() if at is None else at, "node": node, "generation": generation}
     return msgspec.convert({**base, **fields, "event": kind}, KINDS[kind])
+
+
+def stamped(event: E, *, node: int, generation: int) -> E:
+    """`event` with the time of now, the node and the generation it is of."""
+    return msgspec.structs.replace(event, time=time.time(), node=node, generation=generation)
 
 
 def encode(event: Event) -> bytes:

@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
+from .. import events
 from ..core import api
 from ..core.types import Generation, NodeId, Rank, Source, Step
 from ..errors import TransportError
@@ -88,7 +89,7 @@ class Fetches:
             source.header_node, source.payload_node,
         )  # fmt: skip
         took = loop_time() - began
-        self._reports.emit("SnapshotFetched", rank=source.rank, step=step, nbytes=pair.payload_bytes, duration_s=took)
+        self._reports.emit(events.SnapshotFetched(source.rank, step, pair.payload_bytes, took))
 
     async def _fetched(self, source: Source, step: Step, generation: Generation, profile: Profile) -> SlotPair:
         """Make the rank's own slots on this node hold `step`.

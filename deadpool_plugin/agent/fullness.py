@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from .. import events
 from ..core import api
 from ..core.types import Rank, Step
 from ..mirror.store import SnapshotStore
@@ -41,6 +42,6 @@ class Fullness:
     def _say(self, rank: Rank, step: Step, full: bool) -> None:
         if full not in self._said:
             self._said.add(full)
-            self._reports.emit("HistoryFilling", rank=rank, step=step, full=full)
+            self._reports.emit(events.HistoryFilling(rank=rank, step=step, full=full))
             if full:
                 self._feed(api.RecordsDropped())

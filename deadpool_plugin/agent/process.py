@@ -11,7 +11,7 @@ import signal
 import traceback
 from collections import deque
 from collections.abc import Callable, Coroutine
-from typing import Any, cast
+from typing import Any
 
 from .. import events
 from ..config import Config
@@ -95,7 +95,7 @@ class Agent:
         slots = [Slot(local_rank) for local_rank in range(place.local_size)]
         self._lives = Lives(
             node, slots, host.processes, self.feed, lambda slot: self._spares.replace(slot),
-            lambda text: self._reports.emit("Note", text=text),
+            lambda text: self._reports.emit(events.Note(text=text)),
         )  # fmt: skip
         self._workers = Workers(
             place, host, config.output_dir, slots, self._lives, self.feed,
@@ -144,14 +144,14 @@ class Agent:
         if self._controller.world is None or self._left.done():
             self._reports.say(f"node {self._node}: {error}")
         else:
-            self._reports.emit("NodeFenced", reason=f"its agent failed: {error!r}")
+            self._reports.emit(events.NodeFenced(reason=f"its agent failed: {error!r}"))
         self._leave(api.Leave(getattr(error, "exit_code", EXIT_FENCED), str(error)))
 
     def _unhandled(self, context: dict[str, Any]) -> None:
         """Something failed in a callback of the loop."""
         error = context.get("exception")
         if error is None:
-            self._reports.emit("Note", text=str(context.get("message")))
+            self._reports.emit(events.Note(text=str(context.get("message"))))
         else:
             self._broke(error)
 
@@ -188,7 +188,7 @@ class Agent:
     def _ask_to_join(self, members: tuple[NodeId, ...]) -> None:
         """The job runs already: this host's first world is that of the plan that takes it in."""
         host, self._in_job = self._host.name, True
-        self._reports.emit("NodeJoined", host=host, ranks=(), spare=True)
+        self._reports.emit(events.NodeJoined(host=host, ranks=(), spare=True))
         self.feed(api.Joining(members, rack_named(self._node, host, self._config.racks)))
 
     def _enter(self, world: World, hosts: list[str]) -> None:
@@ -204,7 +204,7 @@ class Agent:
                     f"output_dir {folder} has files of an earlier job; this job's lines are added to them"
                 )
         ranks = world.ranks_of(self._node)
-        self._reports.emit("NodeJoined", host=self._host.name, ranks=ranks, spare=not ranks)
+        self._reports.emit(events.NodeJoined(host=self._host.name, ranks=ranks, spare=not ranks))
 
     def _tick(self) -> None:
         self._ticking = self._loop.call_later(self._config.tick_s, self._tick)
@@ -217,7 +217,7 @@ class Agent:
         while True:
             await asyncio.sleep(events.ALIVE_S)
             if self._controller.world is not None and (self._lives.ending or self._controller.leads):
-                self._reports.emit("Alive")
+                self._reports.emit(events.Alive())
 
     # ---- inputs
 
@@ -258,7 +258,7 @@ class Agent:
         self.feed(api.StopRequested(f"ended by `deadpool stop` on {host}", 128 + signal.SIGINT))
 
     def refused(self, error: PeerRefused) -> None:
-        self._reports.emit("PeerRefused", address=error.address, reason=str(error))
+        self._reports.emit(events.PeerRefused(address=error.address, reason=str(error)))
 
     def _heard(self, slot: Slot, peer: LocalPeer, message: local.LocalMessage) -> None:
         """Hand what a slot's process, or who looks after it, says to the part whose duty it is."""
@@ -349,16 +349,13 @@ class Agent:
         self._forgetting = asyncio.create_task(self._host.bulk.forget(plan.lost_nodes))
 
     def _emit(self, action: api.Emit) -> None:
-        world = self._controller.world
+        event, world = action.event, self._controller.world
         self._reports.leads = self._controller.leads
-        left = len(world.spares) if world is not None else 0
-        beside: dict[str, object] = {"spares_left": left} if action.kind in ("Mirrored", "Protected") else {}
-        if action.kind == "Mirrored":
-            beside["on_no_spare"] = self._config.on_no_spare
-        self._reports.emit(action.kind, **action.fields, **beside)
-        if action.kind == "NodeLost":
-            self._links.roster.missed |= {*cast("tuple[NodeId, ...]", action.fields["lost"])}
-        if action.kind in ("WaitingForHost", "SwapDone"):
+        self._reports.emit(event)
+        if isinstance(event, events.NodeLost):
+            self._links.roster.missed |= {*event.lost}
+        if isinstance(event, (events.WaitingForHost, events.SwapDone)):
+            left = len(world.spares) if world is not None else 0
             self._reports.say(f"spares left: {left}; {self._links.how_to_join}")
 
     def _leave(self, action: api.Leave) -> None:
@@ -392,7 +389,7 @@ class Agent:
         if dropped := self._host.output.dropped_bytes:
             self._reports.say(f"node {self._node}: {dropped} bytes of output could not be written")
         if self._in_job:
-            self._reports.emit("NodeEnded", exit_code=exit_code)
+            self._reports.emit(events.NodeEnded(exit_code=exit_code))
         return exit_code
 
     async def _last_work(self) -> int:

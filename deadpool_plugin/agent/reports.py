@@ -55,9 +55,9 @@ class Reports:
         self._silence_s = SILENCE_S
         self._has_spoken = False
 
-    def emit(self, kind: str, **fields: object) -> None:
+    def emit(self, event: events.Event) -> None:
         """Log an event, and say it if it is one for people."""
-        event = events.make(kind, fields, node=self.node, generation=self.generation)
+        event = events.stamped(event, node=self.node, generation=self.generation)
         self._keep(event)
         if isinstance(event, events.SwapPlanned):
             self._takers, self._replaced = event.takers.values(), event.lost_ranks
@@ -73,7 +73,7 @@ class Reports:
             event = events.make(kind, fields, node=self.node, generation=self.generation)
         except (msgspec.ValidationError, InvariantViolated) as error:
             text = f"unreadable worker event {kind} {fields}: {error}"
-            event = events.make("Note", {"text": text}, node=self.node, generation=self.generation)
+            event = events.stamped(events.Note(text=text), node=self.node, generation=self.generation)
         if not isinstance(event, events.StepDone) or self._is_news(event):
             self._keep(event)
         if isinstance(event, events.CheckpointCancelled) and self.leads and (event.step, event.path) != self._cancelled:
@@ -128,11 +128,12 @@ class Reports:
             ranks = sorted(
                 ranks, key=lambda rank: world.node_of[rank] not in self._takers and rank not in self._replaced
             )
-            ranks_of: dict[str, list[Rank]] = {}
+            ranks_of: dict[str, tuple[Rank, ...]] = {}
             for rank in ranks:
-                ranks_of.setdefault(str(world.node_of[rank]), []).append(rank)
+                node = str(world.node_of[rank])
+                ranks_of[node] = (*ranks_of.get(node, ()), rank)
             waited_s = now - self._awaited_since
-            self.emit("RanksAwaited", ranks_of=ranks_of, of=len(world.node_of), waited_s=waited_s)
+            self.emit(events.RanksAwaited(ranks_of=ranks_of, of=len(world.node_of), waited_s=waited_s))
             self._has_spoken, self._quiet_since = False, now
             self._silence_s *= 2
 

@@ -11,6 +11,7 @@ import asyncio
 import functools
 from collections.abc import Callable, Coroutine
 
+from .. import events
 from ..core import api, local
 from ..core.slots import LocalSlot
 from ..core.types import NO_STEP, NodeId, Rank, Step
@@ -137,7 +138,7 @@ class Spares:
         if rehearsal is None:
             return
         rehearsal.finished.set()
-        self._reports.emit("Rehearsed", rank=message.rank, duration_s=message.duration_s)
+        self._reports.emit(events.Rehearsed(rank=message.rank, duration_s=message.duration_s))
         if slot.rank < 0:
             if all(other.finished.is_set() for other in self.rehearsals.values()):
                 self._check_memory(rehearsal)  # first: a spare that is short of memory is not to be called ready
@@ -158,7 +159,7 @@ class Spares:
         if quiet_s >= SAY_MOVED_S and (message.rank == self._said_of or quiet_s >= 2 * SAY_MOVED_S):
             self._said_at, self._said_of = now, message.rank
             left_s = (target - step) * (now - began) / (step - first) if first < step <= target else -1.0
-            self._reports.emit("CatchingUp", rank=message.rank, step=step, target=target, left_s=left_s)
+            self._reports.emit(events.CatchingUp(rank=message.rank, step=step, target=target, left_s=left_s))
 
     def _check_memory(self, rehearsal: Rehearsal) -> None:
         """Check that this node can hold the lost one's mirrors, too, after a take-over; tell people if it cannot.
@@ -174,7 +175,7 @@ class Spares:
 
     def _doubt(self, rehearsal: Rehearsal, reason: str) -> None:
         """The rehearsal is of no use, and another attempt would be of none either."""
-        self._reports.emit("RehearsalFailed", rank=rehearsal.rank, reason=reason)
+        self._reports.emit(events.RehearsalFailed(rank=rehearsal.rank, reason=reason))
         self._feed(api.SpareUnable(reason))
 
     async def _prepare(self, rehearsal: Rehearsal) -> None:
@@ -185,7 +186,7 @@ class Spares:
                 lambda: self._store.prepare_own(rank, profile.header_bytes, profile.payload_bytes)
             )
         except DeadpoolError as error:
-            self._reports.emit("Note", text=f"no arena for rank {rank} beforehand: {error}")
+            self._reports.emit(events.Note(text=f"no arena for rank {rank} beforehand: {error}"))
         await self._follow(rehearsal)
 
     def failing(self, slot: Slot, message: local.Failing) -> None:
@@ -200,13 +201,13 @@ class Spares:
             slot.pipe.note(f"rank {message.rank}'s script ended: {message.reason}")
         rehearsal = self.of(slot, message.rank)
         if message.differs and slot.rank == message.rank and slot.living is not None:
-            self._reports.emit("RehearsalFailed", rank=message.rank, reason=message.reason)
+            self._reports.emit(events.RehearsalFailed(rank=message.rank, reason=message.reason))
             self._workers.lives.kill(slot, slot.living, message.reason, DIFFERS_CODE)
         elif rehearsal is not None:
             self._fail(slot, message.rank, message.reason)
 
     def _fail(self, slot: Slot, rank: Rank, reason: str) -> None:
-        self._reports.emit("RehearsalFailed", rank=rank, reason=reason)
+        self._reports.emit(events.RehearsalFailed(rank=rank, reason=reason))
         self.give_up(slot, rank, reason)
 
     def give_up(self, slot: Slot, rank: Rank, reason: str) -> None:
@@ -236,7 +237,7 @@ class Spares:
                 await self.pull(rehearsal, rehearsal.source, self._committed)
                 await rehearsal.tell()
         except DeadpoolError as error:
-            self._reports.emit("Note", text=f"cannot follow rank {rehearsal.rank} now: {error}")
+            self._reports.emit(events.Note(text=f"cannot follow rank {rehearsal.rank} now: {error}"))
             refused = isinstance(error, (RefusedByPeer, HistoryPruned))
             if refused and rehearsal.told == NO_STEP and not rehearsal.doubted:
                 rehearsal.doubted = True  # what a process must begin with may have been dropped for good

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from .. import events
 from ..core import api
 from ..core.types import Generation, SwapPlan
 from ..errors import ConfigError, present
@@ -72,7 +73,7 @@ class Claims:
             try:
                 kept = await self._host.at_files(lambda: witness.keep(self._job(), plan))
             except (OSError, msgspec.MsgspecError) as error:
-                self._reports.emit("Note", text=f"the witness in {witness} does not answer: {error}")
+                self._reports.emit(events.Note(text=f"the witness in {witness} does not answer: {error}"))
                 await asyncio.sleep(_RETRY_S)
                 continue
             self._feed(api.Claimed(kept))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
+from .events import Event
 from .messages import AnyMessage, RankCalls, Verdict
 from .types import Generation, Holding, NodeId, Rank, Step, SwapPlan, World
 
@@ -274,10 +275,9 @@ class Look(Action, frozen=True):
 
 
 class Emit(Action, frozen=True):
-    """Tell people: `kind` is the name of an event class of deadpool_plugin.events, `fields` its fields."""
+    """Tell people of `event`, with the time, this node and its generation filled in."""
 
-    kind: str
-    fields: dict[str, object]
+    event: Event
 
 
 class Leave(Action, frozen=True):

@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping
 import msgspec
 
 from .api import Action, Emit, Leave, Send
+from .events import Event, JobFinished, JobStopped, NodeFenced
 from .membership import is_quorum, is_quorum_without
 from .messages import AnyMessage, Decided, Promise, Verdict
 from .policy import Policy
@@ -218,8 +219,8 @@ class Context:
         if not self.ended:
             self.actions.append(action)
 
-    def emit(self, kind: str, **fields: object) -> None:
-        self.act(Emit(kind, fields))
+    def emit(self, event: Event) -> None:
+        self.act(Emit(event))
 
     def send(self, to: NodeId, message: AnyMessage) -> None:
         if to == self.node:
@@ -261,20 +262,16 @@ class Context:
 
     def _say_and_leave(self, verdict: Verdict, of_all: Verdict | None = None) -> None:
         if verdict.exit_code == 0 and verdict.cause is None:
-            self.emit("JobFinished", exit_code=0)
+            self.emit(JobFinished())
         else:
-            self.emit(
-                "JobStopped",
-                exit_code=verdict.exit_code,
-                reason=verdict.reason,
-                lost_ranks=verdict.cause.lost_ranks if verdict.cause else (),
-                newest_committed=verdict.cause.newest_committed if verdict.cause else self.newest_committed,
-            )
+            lost_ranks = verdict.cause.lost_ranks if verdict.cause else ()
+            newest = verdict.cause.newest_committed if verdict.cause else self.newest_committed
+            self.emit(JobStopped(verdict.exit_code, verdict.reason, lost_ranks, newest))
         self._leave(verdict.exit_code, verdict.reason, of_all)
 
     def fence(self, reason: str) -> None:
         """This node is out; the others may go on without it."""
-        self.emit("NodeFenced", reason=reason)
+        self.emit(NodeFenced(reason))
         self._leave(EXIT_FENCED, reason)
 
     def _leave(self, exit_code: int, reason: str, verdict: Verdict | None = None) -> None:

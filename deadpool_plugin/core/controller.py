@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from . import joining
+from . import events, joining
 from .api import (
     AbortWorkers,
     Action,
@@ -221,7 +221,7 @@ class Controller:
         self._begin_generation()
         ctx.changed = True
         if ctx.leads:
-            ctx.emit("WorldFormed", node_of=event.world.node_of, spares=event.world.spares)
+            ctx.emit(events.WorldFormed(event.world.node_of, event.world.spares))
         self._hear_early()
 
     def _hear_early(self) -> None:

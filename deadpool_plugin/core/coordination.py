@@ -11,6 +11,7 @@ import msgspec
 from .contact import Contact
 from .context import Context
 from .coverage import Coverage
+from .events import Mirrored, Protected, StepCommitted, SwapDone, TrainingStarted
 from .failures import AGAIN_WITHIN_STEPS
 from .ledger import Ledger
 from .messages import Rehearse, Report, Start, Status, Verdict
@@ -163,18 +164,20 @@ class Coordination:
             self._ctx.step_s = self._ctx.now - self._committed_at if self._committed != NO_STEP else 0.0
             self._committed, self._committed_at = step, self._ctx.now
             self._moved_at = self._ctx.now
-            self._ctx.emit("StepCommitted", step=step)
+            self._ctx.emit(StepCommitted(step))
 
     def _say_protection(self) -> None:
         """Every rank's state is mirrored: say so once, and whether the job is protected whenever that changes."""
         uncovered = self._coverage.uncovered()
         if uncovered == self._uncovered:
             return
+        spares_left = len(self._ctx.world.spares)
         if uncovered or self._uncovered is None:
+            on_no_spare = "wait" if self._ctx.policy.wait_for_hosts else "stop"
             why = self._coverage.why(uncovered)
-            self._ctx.emit("Mirrored", step=self._committed, uncovered=uncovered, reason=why)
+            self._ctx.emit(Mirrored(self._committed, uncovered, why, spares_left, on_no_spare))
         if not uncovered:
-            self._ctx.emit("Protected", step=self._committed)
+            self._ctx.emit(Protected(self._committed, spares_left))
         self._uncovered = uncovered
 
     def _start(self) -> None:
@@ -190,9 +193,9 @@ class Coordination:
         ctx = self._ctx
         ctx.training = ctx.has_trained = True
         if ctx.begins_at_top:
-            ctx.emit("TrainingStarted")
+            ctx.emit(TrainingStarted())
         if ctx.plan is not None:
-            ctx.emit("SwapDone", duration_s=ctx.now - ctx.swap_since)
+            ctx.emit(SwapDone(ctx.now - ctx.swap_since))
         for task in rehearsals(ctx.world):
             report = self._reports.get(task.spare)
             if report is None or (task.local_slot, task.rank) not in report.rehearsed:

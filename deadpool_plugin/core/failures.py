@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from .budget import Budget
 from .context import Context
+from .events import RankLost
 from .messages import NodeFailed, RankFailed
 from .types import Failure, NodeId, Rank, Step, listed
 
@@ -82,7 +83,7 @@ class Failures:
             self.give_up(f"rank {rank} was lost {often}: {failure.reason}")
             return False
         self._own[rank] = failure
-        ctx.emit("RankLost", rank=rank, reason=failure.reason)
+        ctx.emit(RankLost(rank, failure.reason))
         return True
 
     def give_up(self, reason: str) -> None:

@@ -21,6 +21,7 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
 
 from .context import Context
+from .events import Note
 from .messages import Calls, Compare, GroupCalls, RankCalls, Replace
 from .types import MASK, NEVER, NodeId, Rank, listed
 
@@ -281,6 +282,6 @@ class Pairing:
             before = f", as before rank(s) {listed(again)} were replaced" if again else ""
             ctx.stop(f"{what}{before}; no step since {ctx.newest_committed} is kept. {_ADVICE[bool(blamed)]}")
             return
-        ctx.emit("Note", text=what)
+        ctx.emit(Note(what))
         for rank in sorted(blamed):
             ctx.send(ctx.world.node_of[rank], Replace(ctx.world.generation, rank, what))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from .api import PauseWorkers, ResumeWorkers
 from .context import Context
+from .events import ContactLost, ContactRegained
 from .suspicion import PAUSE_INTERVALS
 
 
@@ -34,7 +35,7 @@ class Pausing:
             if ctx.paused:
                 self.resume()
                 if self._is_said:
-                    ctx.emit("ContactRegained", duration_s=ctx.now - self._paused_at)
+                    ctx.emit(ContactRegained(ctx.now - self._paused_at))
             return ""
         reason = self._no_contact(before)
         if ctx.paused:
@@ -43,7 +44,7 @@ class Pausing:
         if ctx.world.ranks_of(ctx.node) and ctx.cut_off:
             ctx.paused, self._paused_at, self._is_said = True, ctx.now, ctx.contact_at > ctx.formed_at
             if self._is_said:  # who has asked long ago to join is not cut off: it has had no contact yet
-                ctx.emit("ContactLost", reason=reason)
+                ctx.emit(ContactLost(reason))
             ctx.act(PauseWorkers())
         return ""
 

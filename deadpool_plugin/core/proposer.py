@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 from .api import Claim, Look
 from .context import Context
+from .events import HostJoined, StepsUndone, SwapPlanned, Unprotected, WaitingForHost
 from .ledger import Ledger
 from .membership import Acceptor, Proposal, is_half, is_quorum
 from .messages import Accepted, Decided, Promise, Propose, Refused
@@ -162,7 +163,7 @@ class Proposer:
         proposal.waits_with = ctx.joinable
         if not ctx.waiting:
             ctx.waiting = True
-            ctx.emit("WaitingForHost", reason=f"{described(proposal.lost)}; {reason}")
+            ctx.emit(WaitingForHost(f"{described(proposal.lost)}; {reason}"))
 
     # -- from a plan to a decision -----------------------------------------------------------------------------
 
@@ -183,22 +184,15 @@ class Proposer:
     def _announce(self, plan: SwapPlan) -> None:
         ctx = self._ctx
         moved = zip(ctx.world.node_of, plan.world.node_of, strict=True)
-        takers = {lost: taker for lost, taker in moved if lost != taker}
-        ctx.emit(
-            "SwapPlanned",
-            restore_step=plan.restore_step,
-            lost_nodes=plan.lost_nodes,
-            lost_ranks=plan.lost_ranks,
-            joined=plan.joined,
-            takers={str(lost): taker for lost, taker in takers.items()},
-            duration_s=ctx.now - ctx.swap_since,
-        )
+        takers: dict[str, object] = {str(lost): taker for lost, taker in moved if lost != taker}
+        took_s = ctx.now - ctx.swap_since
+        ctx.emit(SwapPlanned(plan.restore_step, plan.lost_nodes, plan.lost_ranks, plan.joined, takers, took_s))
         for node in plan.joined:
-            ctx.emit("HostJoined", joined=node)
+            ctx.emit(HostJoined(node))
         if len(plan.world.members) == 1:
-            ctx.emit("Unprotected", reason="no other host is left to hold snapshots; to do: deadpool join")
+            ctx.emit(Unprotected("no other host is left to hold snapshots; to do: deadpool join"))
         elif plan.restore_step != NO_STEP:
-            ctx.emit("Unprotected", reason=f"snapshots of step {plan.restore_step} are not all mirrored again yet")
+            ctx.emit(Unprotected(f"snapshots of step {plan.restore_step} are not all mirrored again yet"))
 
     def _announce_undone(self, plan: SwapPlan, promises: Mapping[NodeId, Promise]) -> None:
         """More was lost than `copies` cover: a committed step is done again, which nobody shall have to find out."""
@@ -211,7 +205,7 @@ class Proposer:
             reason = f"no node that is left holds the snapshot of step {step} of rank(s) {listed(ranks)}"
         else:
             reason = f"that step {step} had been committed was learned after the plan was made"
-        ctx.emit("StepsUndone", first=plan.restore_step + 1, last=step, reason=reason)
+        ctx.emit(StepsUndone(plan.restore_step + 1, step, reason))
 
     def refused(self, message: Refused) -> None:
         """Somebody proposed above us: try again above that, unless it is decided by then.

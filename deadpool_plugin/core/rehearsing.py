@@ -12,6 +12,7 @@ from typing import NamedTuple
 from .api import SpareFailed, SpareRehearsed, StartRehearsal
 from .budget import Budget
 from .context import Context
+from .events import SpareReady
 from .failures import Failures
 from .inventory import Inventory
 from .messages import Rehearse
@@ -95,8 +96,7 @@ class Rehearsing:
         if self._doubted:
             return False
         inventory.able, inventory.unable = True, ""
-        ranks = tuple(self._tasks[slot].rank for slot in sorted(self._tasks))
-        ctx.emit("SpareReady", spare=ctx.node, ranks=ranks)
+        ctx.emit(SpareReady(ctx.node, tuple(self._tasks[slot].rank for slot in sorted(self._tasks))))
         return True
 
     def unable(self, reason: str) -> bool:

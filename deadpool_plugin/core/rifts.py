@@ -18,6 +18,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from .context import Context
+from .events import Note
 from .failures import AGAIN_WITHIN_STEPS
 from .messages import NodeFailed
 from .types import Generation, NodeId, Step
@@ -85,7 +86,7 @@ class Rifts:
 
     def _ask(self, goes: NodeId, reason: str) -> None:
         ctx = self._ctx
-        ctx.emit("Note", text=f"node {goes} is asked to leave: {reason}")
+        ctx.emit(Note(f"node {goes} is asked to leave: {reason}"))
         ctx.send(goes, NodeFailed(ctx.world.generation, goes, reason))
         self._asked_in = ctx.world.generation
         self._complaints.clear()  # without that node the others may reach each other: they complain anew if not
@@ -96,7 +97,7 @@ class Rifts:
         if told not in self._told:
             self._told.add(told)
             text = f"nodes {pair[0]} and {pair[1]} cannot reach each other; one of them is asked to leave if no step is"
-            ctx.emit("Note", text=f"{text} committed for {ctx.timing.silent_after_s:g} s and the time of a step")
+            ctx.emit(Note(f"{text} committed for {ctx.timing.silent_after_s:g} s and the time of a step"))
 
     def _how_dispensable(self, node: NodeId) -> tuple[bool, int]:
         """Return whether it runs no rank, and how many others it does not hear, or do not hear it, since the newest

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from .context import Context
+from .events import NodeLost, Note
 from .failures import Failures
 from .inventory import Inventory
 from .messages import NodeFailed, Report
@@ -36,7 +37,7 @@ class Swaps:
         """`node` says that this generation cannot go on as it is."""
         if not self._is_stuck:
             self._is_stuck = True
-            self._ctx.emit("Note", text=f"node {node}: {reason}")
+            self._ctx.emit(Note(f"node {node}: {reason}"))
 
     def react(self) -> bool:
         """Act on what is known. Safe to call at any time; does something once per new piece of evidence.
@@ -128,7 +129,7 @@ class Swaps:
         fresh = {node: reason for node, reason in suspects.items() if node not in self._announced}
         self._announced |= fresh.keys()
         if fresh:
-            self._ctx.emit("NodeLost", lost=tuple(fresh), evidence=described(fresh))
+            self._ctx.emit(NodeLost(tuple(fresh), described(fresh)))
 
     def counts_as_lost(self, node: NodeId) -> bool:
         """Return whether the swap under way was begun, or goes on, without `node`."""

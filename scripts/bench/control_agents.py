@@ -120,9 +120,10 @@ class Watched(Agent):
 
     def _emit(self, action: api.Emit) -> None:
         super()._emit(action)
-        if action.kind in _TIMES:
-            self._row.set(_TIMES[action.kind], time.monotonic_ns())
-        elif action.kind in _TROUBLES:
+        kind = type(action.event).__name__
+        if kind in _TIMES:
+            self._row.set(_TIMES[kind], time.monotonic_ns())
+        elif kind in _TROUBLES:
             self._row.add("troubles")
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from deadpool_plugin.core import api
+from deadpool_plugin.core import api, events
 from deadpool_plugin.core.messages import Accepted, Prepare, Promise, Verdict
 from deadpool_plugin.core.types import NO_STEP, Generation, NodeId, Rank, Step, SwapPlan, World
 
@@ -62,23 +62,22 @@ class Checkers:
                 self._blamed_rightly(node, action)
             elif not isinstance(action, api.Emit):
                 continue
-            elif action.kind == "SwapPlanned":
+            elif isinstance(action.event, events.SwapPlanned):
                 self._accepted.setdefault(controller.generation, set()).add(node.number)
-                self._cut_off_first(node, action)
-            elif action.kind == "JobStopped":
+                self._cut_off_first(node, action.event)
+            elif isinstance(action.event, events.JobStopped):
                 told = isinstance(event, api.Received) and isinstance(event.message, Verdict)
                 if not told:
-                    oracle.judge_verdict(self._cluster, node, action)
+                    oracle.judge_verdict(self._cluster, node, action.event)
 
-    def _cut_off_first(self, proposer: Node, planned: api.Emit) -> None:
+    def _cut_off_first(self, proposer: Node, planned: events.SwapPlanned) -> None:
         """Whoever is replaced for its silence has stopped what it ran by then; only one that stands still cannot.
 
         Who has not heard of training has not either: nothing it could tear is written before a step is committed
         (core/README.md).
         """
-        lost, generation = planned.fields["lost_nodes"], proposer.controller.generation
-        assert isinstance(lost, tuple)
-        for number in self._silent.get((generation, proposer.number), set()) & set(lost):
+        generation = proposer.controller.generation
+        for number in self._silent.get((generation, proposer.number), set()) & set(planned.lost_nodes):
             node = self._cluster.nodes[number]
             runs = any(
                 process.in_training and not process.held and process.unwound_for <= node.controller.generation
@@ -165,18 +164,16 @@ class Checkers:
 
     def said(self, node: Node, action: api.Emit) -> None:
         generation = node.controller.generation
-        if action.kind == "StepCommitted":
-            step = action.fields["step"]
-            assert isinstance(step, int)
+        event = action.event
+        if isinstance(event, events.StepCommitted):
+            step = event.step
             self.committed[generation] = max(self.committed.get(generation, NO_STEP), step)
             self._is_right(node.controller.world, step)
-        elif action.kind == "RankLost":
-            rank = action.fields["rank"]
-            assert isinstance(rank, int)
-            self._restarts.lost(node.number, rank, self._cluster.timeline.now)
-        elif action.kind == "NodeFenced" and _is_for_restarts(str(action.fields["reason"])):
-            self._restarts.gave_up(node.number, self._cluster.timeline.now, str(action.fields["reason"]))
-        elif action.kind == "Mirrored" and generation == max(self._cluster.plans, default=0):
+        elif isinstance(event, events.RankLost):
+            self._restarts.lost(node.number, event.rank, self._cluster.timeline.now)
+        elif isinstance(event, events.NodeFenced) and _is_for_restarts(event.reason):
+            self._restarts.gave_up(node.number, self._cluster.timeline.now, event.reason)
+        elif isinstance(event, events.Mirrored) and generation == max(self._cluster.plans, default=0):
             self.memory.arm(node.controller.world, generation)
 
     def _is_right(self, world: World | None, step: Step) -> None:

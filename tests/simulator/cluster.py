@@ -13,7 +13,7 @@ from pathlib import Path
 
 from deadpool_plugin.agent.settings import policy_of, timing_of
 from deadpool_plugin.config import Config
-from deadpool_plugin.core import api
+from deadpool_plugin.core import api, events
 from deadpool_plugin.core.types import Generation, NodeId, Rank, SwapPlan, World
 
 from .arrivals import Arrivals
@@ -222,14 +222,14 @@ class Cluster:
         if isinstance(action, api.Send):
             self.strikes.moment(f"Send {type(action.message).__name__}", node)
         elif isinstance(action, api.Emit):
-            self.strikes.moment(f"Emit {action.kind}", node)
+            self.strikes.moment(f"Emit {type(action.event).__name__}", node)
         else:
             self.strikes.moment(type(action).__name__, node)
 
     def said(self, node: Node, action: api.Emit) -> None:
-        self.events[action.kind] += 1
+        self.events[type(action.event).__name__] += 1
         self.checkers.said(node, action)
-        if action.kind == "WaitingForHost":
+        if isinstance(action.event, events.WaitingForHost):
             self.timeline.after(5 * self.rng.random(), self.arrivals.add_host)
 
     def note(self, text: str) -> None:

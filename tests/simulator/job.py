@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from support import present
 
-from deadpool_plugin.core import api
+from deadpool_plugin.core import api, events
 from deadpool_plugin.core.context import Context
 from deadpool_plugin.core.types import NO_STEP, NodeId, Rank, Step
 
@@ -33,6 +33,7 @@ QUIET = {
 """Ranks 0 and 1 on node 0, 2 and 3 on node 1, 4 and 5 on node 2; nodes 3 and 4 are spares."""
 WITHIN_S = 2000.0
 A = TypeVar("A", bound=api.Action)
+E = TypeVar("E", bound=events.Event)
 
 
 class Job(Cluster):
@@ -65,7 +66,7 @@ class Job(Cluster):
         self.until(
             lambda: (
                 self.committed >= step
-                and self.told("Mirrored")
+                and self.told(events.Mirrored)
                 and all(self.context(number).has_trained for number in self.nodes)
             )
         )
@@ -148,16 +149,16 @@ class Job(Cluster):
 
     def said(self, node: Node, action: api.Emit) -> None:
         """No host comes because one is waited for, but by `join`."""
-        self.events[action.kind] += 1
+        self.events[type(action.event).__name__] += 1
         self.checkers.said(node, action)
 
     def all(self, kind: type[A]) -> list[tuple[NodeId, A]]:
         """What was asked of that kind, and where."""
         return [(node, action) for node, action in self.asked if isinstance(action, kind)]
 
-    def told(self, kind: str) -> list[dict[str, object]]:
-        """The fields of all events of that kind."""
-        return [action.fields for _, action in self.all(api.Emit) if action.kind == kind]
+    def told(self, kind: type[E]) -> list[E]:
+        """All events of that kind."""
+        return [action.event for _, action in self.all(api.Emit) if isinstance(action.event, kind)]
 
     def process(self, rank: Rank) -> Process:
         processes: Processes = self.nodes[self.newest_world.node_of[rank]].processes

@@ -11,6 +11,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from deadpool_plugin.core import api
+from deadpool_plugin.core.events import JobStopped
 from deadpool_plugin.core.pairing import MISPAIRS
 from deadpool_plugin.core.types import EXIT_FENCED, EXIT_UNRECOVERABLE, NO_STEP, NodeId, Step, SwapPlan, World
 
@@ -70,10 +71,10 @@ def _must_be_blamed(cluster: Cluster, lost: tuple[NodeId, ...], by: NodeId, who:
         raise Violation("RIGHT_VERDICT", f"{who} counts nodes {innocent} as lost, to which nothing was done")
 
 
-def judge_verdict(cluster: Cluster, node: Node, stopped: api.Emit) -> None:
+def judge_verdict(cluster: Cluster, node: Node, stopped: JobStopped) -> None:
     """`node` has decided that the job ends."""
     context = node.controller._ctx
-    code, reason = stopped.fields["exit_code"], str(stopped.fields["reason"])
+    code, reason = stopped.exit_code, stopped.reason
     if code != EXIT_UNRECOVERABLE:
         if code and not cluster.raised:
             raise Violation("RIGHT_VERDICT", f"node {node.number} ends the job with {code}: {reason}")
@@ -89,8 +90,7 @@ def judge_verdict(cluster: Cluster, node: Node, stopped: api.Emit) -> None:
     world, lost = context.world, tuple(context.suspects)
     if node.number not in cluster.newest_world.members:
         return  # the others have gone on without it, so it speaks for itself only
-    own, lost_ranks = world.ranks_of(node.number), stopped.fields["lost_ranks"]
-    assert isinstance(lost_ranks, tuple)
+    own, lost_ranks = world.ranks_of(node.number), stopped.lost_ranks
     if own and set(own) <= set(lost_ranks):
         lost += (node.number,)  # it gives itself up
     survivors = [number for number in world.members if number not in lost]

@@ -9,7 +9,7 @@ import random
 
 import pytest
 
-from deadpool_plugin.core import timing
+from deadpool_plugin.core import events, timing
 from deadpool_plugin.core.voter import Voter
 from simulator.violation import Violation
 
@@ -79,7 +79,7 @@ def test_the_majority_goes_on_without_whoever_is_cut_off(trained, shape, lost):
     job.until(lambda: not runs(job, lost))
     assert not job.plans
     assert job.end() == {number: 87 if number == lost else 0 for number in job.nodes}
-    assert all(event["reason"] for event in job.told("ContactLost")) and job.told("ContactLost")
+    assert all(event.reason for event in job.told(events.ContactLost)) and job.told(events.ContactLost)
 
 
 def test_a_lease_longer_than_patience_is_found_out(trained, monkeypatch):
@@ -121,7 +121,7 @@ def test_a_short_silence_costs_nothing_but_its_time(trained, shape, alone):
     job.until(lambda: not runs(job, alone))
     job.heal()
     assert set(job.end().values()) == {0} and not job.plans
-    assert len(job.told("ContactLost")) == len(job.told("ContactRegained")) >= 1
+    assert len(job.told(events.ContactLost)) == len(job.told(events.ContactRegained)) >= 1
 
 
 @pytest.mark.parametrize("late", [0, 2])
@@ -158,7 +158,7 @@ def test_a_silence_of_the_coordinator_that_only_one_has_noticed_costs_nobody(tra
 def test_a_node_that_is_a_quorum_alone_needs_nobody(trained):
     job = trained(active=1, slots=2)
     job.isolate([0])
-    assert job.end() == {0: 0, 1: 86} and not job.told("ContactLost")
+    assert job.end() == {0: 0, 1: 86} and not job.told(events.ContactLost)
 
 
 def test_a_link_that_timed_out_is_no_more_than_silence(trained):

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from deadpool_plugin.core import api
+from deadpool_plugin.core import api, events
 from deadpool_plugin.core.types import NO_STEP
 
 FULL = {"spares": 0, "wait_for_hosts": True}
@@ -33,7 +33,7 @@ def test_a_host_joins_as_the_last_spare(start, seed):
     assert set(job.end().values()) == {0}
     assert list(job.plans) == [1], "a join costs one regroup"
     assert job.plans[1].joined == (new,) and job.plans[1].world.spares == (3, new)
-    assert job.told("HostJoined") == [{"joined": new}]
+    assert job.told(events.HostJoined) == [events.HostJoined(new)]
     assert [action.rank for node, action in job.all(api.StartRehearsal) if node == new] == [2, 3]
 
 
@@ -41,7 +41,7 @@ def test_a_host_joins_as_the_last_spare(start, seed):
 def test_two_hosts_join_and_take_over(start, seed):
     job = start(seed=seed, spares=1, steps=80).train()
     new = (job.join(), job.join())
-    job.until(lambda: len(job.told("HostJoined")) == 2 and all_protected(job))
+    job.until(lambda: len(job.told(events.HostJoined)) == 2 and all_protected(job))
     for lost in (0, 1, 2):
         job.strike("kill", lost)
         job.until(lambda lost=lost: lost not in job.newest_world.members and all_protected(job))
@@ -83,21 +83,21 @@ def test_a_host_is_lost_while_it_joins(start, kind, phase):
 def test_everybody_waits_for_a_host(start, lost):
     job = start(seed=lost, **FULL, steps=40).train()
     job.strike("kill", lost)
-    job.until(lambda: job.told("WaitingForHost"))
+    job.until(lambda: job.told(events.WaitingForHost))
     job.idle(1.2 * job.timing.decision_timeout_s)
     assert all(node.up for node in job.nodes.values() if node.number != lost) and not job.plans
     new = job.join()
     job.until(lambda: job.plans)
     assert set(codes_of(job, lost).values()) == {0}
     assert job.plans[1].world.node_of == tuple(new if node == lost else node for node in job.world.node_of)
-    assert len(job.told("WaitingForHost")) == 1
+    assert len(job.told(events.WaitingForHost)) == 1
 
 
 @pytest.mark.parametrize("seed", range(2))
 def test_the_waiting_coordinator_is_lost(start, seed):
     job = start(seed=seed, **FULL, active=5, slots=1, copies=2, steps=40).train()
     job.strike("kill", 4)
-    job.until(lambda: job.told("WaitingForHost"))
+    job.until(lambda: job.told(events.WaitingForHost))
     job.strike("kill", 0)
     job.idle(2 * job.timing.silent_after_s)
     new = job.join()
@@ -111,9 +111,9 @@ def test_the_waiting_coordinator_is_lost(start, seed):
 
 def test_waiting_for_a_host_before_training(start):
     job = start(**FULL)
-    job.until(lambda: job.told("WorldFormed"))
+    job.until(lambda: job.told(events.WorldFormed))
     job.strike("kill", 1)
-    job.until(lambda: job.told("WaitingForHost"))
+    job.until(lambda: job.told(events.WaitingForHost))
     job.idle(2 * job.timing.silent_after_s)
     job.join()
     assert set(codes_of(job, 1).values()) == {0} and job.plans[1].restore_step == NO_STEP

@@ -6,7 +6,7 @@ from itertools import combinations
 
 import pytest
 
-from deadpool_plugin.core import api
+from deadpool_plugin.core import api, events
 from deadpool_plugin.core.types import NO_STEP
 
 
@@ -19,11 +19,11 @@ def test_a_job_without_losses(start):
     job = start(steps=60)
     assert set(job.end().values()) == {0} and not job.plans
     assert sorted(node for node, _ in job.all(api.StartWorkers)) == [*range(5)]
-    assert len(job.told("TrainingStarted")) == len(job.told("Mirrored")) == 1
-    steps = [event["step"] for event in job.told("StepCommitted")]
+    assert len(job.told(events.TrainingStarted)) == len(job.told(events.Mirrored)) == 1
+    steps = [event.step for event in job.told(events.StepCommitted)]
     assert steps == sorted(steps)
-    assert {event["spare"]: event["ranks"] for event in job.told("SpareReady")} == {3: (0, 1), 4: (2, 3)}
-    assert not job.told("NodeLost")
+    assert {event.spare: event.ranks for event in job.told(events.SpareReady)} == {3: (0, 1), 4: (2, 3)}
+    assert not job.told(events.NodeLost)
 
 
 @pytest.mark.parametrize("at", [0, 4])
@@ -39,9 +39,9 @@ def test_one_loss_of_any_node_is_one_swap(start, kind, lost, at):
     assert job.exits == well(job, lost) and job.exits[lost] is None
     assert list(job.plans) == [1] and job.plans[1].lost_nodes == (lost,)
     assert {node.controller.generation for node in job.nodes.values() if node.number != lost} == {1}
-    assert len(job.told("SwapPlanned")) == len(job.told("Unprotected")) == 1
+    assert len(job.told(events.SwapPlanned)) == len(job.told(events.Unprotected)) == 1
     if lost < 3:
-        assert len(job.told("SwapDone")) == 1 and job.told("NodeLost")[0]["lost"] == (lost,)
+        assert len(job.told(events.SwapDone)) == 1 and job.told(events.NodeLost)[0].lost == (lost,)
 
 
 @pytest.mark.parametrize("lost", range(3))
@@ -56,8 +56,8 @@ def test_a_node_lost_when_a_script_has_ended(start, lost):
 def test_the_last_host_says_that_nobody_is_left_to_hold_its_snapshots(start):
     job = start(active=1, spares=1).train()  # node 0 decides a tie
     job.strike("kill", 1)
-    job.until(lambda: job.told("Unprotected"))
-    assert [fields["reason"] for fields in job.told("Unprotected")] == [
+    job.until(lambda: job.told(events.Unprotected))
+    assert [fields.reason for fields in job.told(events.Unprotected)] == [
         "no other host is left to hold snapshots; to do: deadpool join"
     ]
 
@@ -114,7 +114,7 @@ def test_losses_one_after_another_while_spares_last(start, seed):
     job = start(seed=seed, steps=40).train()
     for generation, lost in enumerate((0, 2), start=1):
         job.strike("kill", lost)
-        job.until(lambda n=generation: len(job.told("Mirrored")) > n and len(job.told("SwapDone")) == n)
+        job.until(lambda n=generation: len(job.told(events.Mirrored)) > n and len(job.told(events.SwapDone)) == n)
     job.end()
     assert job.exits == well(job, 0, 2)
     assert job.plans[2].world.spares == ()
@@ -138,9 +138,9 @@ def test_no_spare_is_a_verdict_known_to_all(start, lost):
     others = {*range(3)} - {lost}
     assert {job.exits[number] for number in others} == {86}
     assert all("no spare" in job.reasons[number] and f"node {lost}" in job.reasons[number] for number in others)
-    stopped = job.told("JobStopped")
+    stopped = job.told(events.JobStopped)
     assert len(stopped) == len(others)
-    assert all(one["lost_ranks"] == job.world.ranks_of(lost) and one["newest_committed"] >= 1 for one in stopped)
+    assert all(one.lost_ranks == job.world.ranks_of(lost) and one.newest_committed >= 1 for one in stopped)
 
 
 @pytest.mark.parametrize(("active", "lost", "code"), [(2, 0, 86), (2, 1, 86), (1, 0, 86), (1, 1, 0)])
@@ -155,18 +155,18 @@ def test_of_two_nodes_one_is_lost(start, active, lost, code):
 def test_a_loss_before_training_begins_the_script_again(start, lost):
     job = start(seed=lost)
     job.until(lambda: job.all(api.StartWorkers))
-    assert not job.told("TrainingStarted")
+    assert not job.told(events.TrainingStarted)
     job.strike("kill", lost)
     job.end()
     assert job.exits == well(job, lost)
     assert job.plans[1].restore_step == NO_STEP
     assert {node for node, _ in job.all(api.StartWorkers)} >= {*range(5)} - {lost}
-    assert len(job.told("TrainingStarted")) == len(job.told("Mirrored")) == 1
+    assert len(job.told(events.TrainingStarted)) == len(job.told(events.Mirrored)) == 1
 
 
 def test_a_loss_before_training_without_a_spare_is_a_verdict(start):
     job = start(spares=0, slots=1)
-    job.until(lambda: job.told("WorldFormed"))
+    job.until(lambda: job.told(events.WorldFormed))
     job.strike("kill", 1)
     job.end()
     assert [job.exits[number] for number in (0, 2)] == [86, 86]
@@ -188,7 +188,7 @@ def test_a_node_that_gives_up_costs_nobody_else(start, number):
     job.strike("give_up", number)
     job.end()
     assert job.exits == well(job, number) and job.exits[number] == 87
-    assert any("its launcher ended it" in event["evidence"] for event in job.told("NodeLost"))
+    assert any("its launcher ended it" in event.evidence for event in job.told(events.NodeLost))
 
 
 def test_stop_requested_reaches_all(start):

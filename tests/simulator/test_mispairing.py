@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from deadpool_plugin.core import api, local
+from deadpool_plugin.core import api, events, local
 from deadpool_plugin.core.pairing import MISPAIRS, decoded
 from simulator.groups import MORE, ODD, SUM
 from simulator.schedule import Fault
@@ -27,8 +27,8 @@ def issue(job, newcomer, others) -> None:
 
 def swapped(job) -> None:
     """Until all have restored their ranks in one generation more."""
-    done = len(job.told("SwapDone"))
-    job.until(lambda: len(job.told("SwapDone")) > done)
+    done = len(job.told(events.SwapDone))
+    job.until(lambda: len(job.told(events.SwapDone)) > done)
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def after_a_swap(start):
 
     def begin(newcomer, others=(SUM, SUM), **fields):
         job = start(**{**FIELDS, **fields}).train()
-        job.until(lambda: job.told("Protected"))
+        job.until(lambda: job.told(events.Protected))
         job.hold()
         job.strike("kill", 1)
         swapped(job)
@@ -198,7 +198,7 @@ def test_who_was_replaced_is_not_forgotten_with_the_coordinator(after_a_swap):
 def test_a_step_that_does_not_pair_has_its_newcomer_replaced(start, odd):
     """What the snapshots say of their collectives is enough; where the step hangs, what the processes have issued."""
     job = start(**FIELDS).train()
-    job.until(lambda: job.told("Protected"))
+    job.until(lambda: job.told(events.Protected))
     job.blows.deal(Fault("mispair", pick=odd), job.nodes[0])
     job.strike("kill", 1)
     swapped(job)

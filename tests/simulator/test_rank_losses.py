@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deadpool_plugin.core import api
+from deadpool_plugin.core import api, events
 from deadpool_plugin.core.types import NO_STEP
 
 HOMES = (0, 0, 1, 1, 2, 2)
@@ -13,9 +13,9 @@ KILLED, RAISED = -9, 3
 
 def heal(job, rank: int, exit_code: int = KILLED) -> None:
     """Lose a process, until its replacement trains."""
-    done = len(job.told("SwapDone"))
+    done = len(job.told(events.SwapDone))
     job.lose(rank, exit_code)
-    job.until(lambda: len(job.told("SwapDone")) > done)
+    job.until(lambda: len(job.told(events.SwapDone)) > done)
 
 
 @pytest.mark.parametrize("rank", range(6))
@@ -26,8 +26,8 @@ def test_a_lost_process_is_replaced_on_its_node(start, exit_code, rank):
     assert set(job.end().values()) == {0} and list(job.plans) == [1]
     assert job.plans[1].lost_ranks == (rank,) and job.plans[1].lost_nodes == ()
     assert (job.plans[1].world.node_of, job.plans[1].world.spares) == (HOMES, (3, 4))
-    assert [event["rank"] for event in job.told("RankLost")] == [rank]
-    assert not job.told("NodeLost")
+    assert [event.rank for event in job.told(events.RankLost)] == [rank]
+    assert not job.told(events.NodeLost)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -37,14 +37,14 @@ def test_processes_and_a_node_lost_at_once(start, seed):
     job.lose(5)
     job.strike("kill", 0)
     codes = job.end()
-    assert codes == {0: None, 1: 0, 2: 0, 3: 0, 4: 0} and len(job.told("RankLost")) == 2
+    assert codes == {0: None, 1: 0, 2: 0, 3: 0, 4: 0} and len(job.told(events.RankLost)) == 2
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_failure_told_to_a_coordinator_that_dies_is_told_again(start, seed):
     job = start(seed=seed).train()
     job.lose(4)
-    job.until(lambda: job.told("RankLost"))
+    job.until(lambda: job.told(events.RankLost))
     job.strike("kill", 0)
     codes = job.end()
     assert codes == {0: None, 1: 0, 2: 0, 3: 0, 4: 0}
@@ -61,13 +61,13 @@ def test_a_process_lost_during_the_swap(start, when, rank):
     job.until(
         {
             "Prepare": lambda: job.context(home.number).swapping,
-            "Propose": lambda: job.told("SwapPlanned"),
+            "Propose": lambda: job.told(events.SwapPlanned),
             "Reconfigure": lambda: home.controller.generation == 1,
         }[when]
     )
     job.lose(rank)
     assert set(job.end().values()) == {0}
-    assert len(job.told("RankLost")) == 2 and max(job.plans) <= 2
+    assert len(job.told(events.RankLost)) == 2 and max(job.plans) <= 2
 
 
 def test_the_budget_is_the_ranks_and_a_spare_takes_over_then(start):
@@ -111,7 +111,7 @@ def test_an_error_that_comes_back_beside_a_newcomer_may_be_the_newcomers(start):
     """A collective that a newcomer issues and the others do not is an error in who reads its answer."""
     job = start(steps=60).train()
     job.strike("kill", 2)
-    job.until(lambda: job.told("SwapDone"))
+    job.until(lambda: job.told(events.SwapDone))
     heal(job, 2, RAISED)
     job.lose(2, RAISED)
     assert job.end() == {0: RAISED, 1: RAISED, 2: None, 3: RAISED, 4: RAISED}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deadpool_plugin.core import local
+from deadpool_plugin.core import events, local
 from deadpool_plugin.core.coordination import STALLS_MAX
 from deadpool_plugin.core.failures import AGAIN_WITHIN_STEPS
 from simulator.tasks import Signal
@@ -43,7 +43,7 @@ def test_when_nothing_comes_of_training_all_are_interrupted_and_go_on(stands_sti
     job = stands_still(seed=seed)
     stall(job)
     assert list(job.plans) == [1] and job.plans[1].lost_nodes == job.plans[1].lost_ranks == ()
-    assert any("got any further" in note["text"] for note in job.told("Note"))
+    assert any("got any further" in note.text for note in job.told(events.Note))
     assert set(job.end().values()) == {0} and list(job.plans) == [1]
 
 
@@ -97,7 +97,7 @@ def test_a_coordinator_that_stood_still_takes_its_own_pause_for_no_stall(stands_
     stall(job, 0.5)
     job.thaw(*job.nodes)
     stall(job, 0.1)
-    assert not job.told("Note") and not job.plans
+    assert not job.told(events.Note) and not job.plans
 
 
 @pytest.fixture

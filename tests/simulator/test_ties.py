@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from deadpool_plugin.core import events
 from deadpool_plugin.core.types import EXIT_FENCED, SwapPlan, World
 
 PAIR = {"active": 1, "spares": 1, "witness": True, "restarts_max": 9}
@@ -48,7 +49,7 @@ def test_a_half_that_gets_no_answer_leaves(start, monkeypatch):
 def test_a_half_that_waits_for_a_host_finds_that_the_other_has_gone_on(start, half):
     job = start(active=2, spares=0, witness=True, wait_for_hosts=True, restarts_max=9, steps=40).train()
     job.strike("rift", 0)
-    job.until(lambda: len(job.told("WaitingForHost")) == 2)
+    job.until(lambda: len(job.told(events.WaitingForHost)) == 2)
     job.idle(3 * job.timing.silent_after_s)
     assert all(node.up for node in job.nodes.values()), "the witness keeps nothing yet"
     job.witness.kept[1] = SwapPlan(World(1, (half, half, 7, 7)), 0, (1 - half,), (), "store", joined=(7,))

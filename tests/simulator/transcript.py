@@ -11,12 +11,15 @@ from collections.abc import Sequence
 import msgspec
 
 from deadpool_plugin.core import api
+from deadpool_plugin.core.events import StepCommitted
 from deadpool_plugin.core.messages import GroupCalls, Report, Status
 from deadpool_plugin.core.pairing import decoded
 from deadpool_plugin.core.types import Checkpoint, Holding, NodeId
 
 BESIDES = ("sent_at", "heard", "certain")
 """Times of clocks that start anywhere."""
+UNTOLD = ("time", "node", "generation", "duration_s", "spares_left", "on_no_spare")
+"""Fields of events that are left out."""
 
 
 class Transcript:
@@ -41,7 +44,7 @@ def is_quiet(thing: api.Input | api.Action) -> bool:
     if isinstance(thing, (api.Received, api.Send)):
         return isinstance(thing.message, (Report, Status))
     if isinstance(thing, api.Emit):
-        return thing.kind == "StepCommitted"
+        return isinstance(thing.event, StepCommitted)
     return isinstance(thing, (api.Ticked, api.SnapshotHeld, api.Commit))
 
 
@@ -73,8 +76,9 @@ def described(thing: msgspec.Struct) -> str:
     if isinstance(thing, GroupCalls):
         return f"{thing.key}: {thing.count}, {'; '.join(str(decoded(code)) for code in thing.recent[-2:])}"
     if isinstance(thing, api.Emit):
-        fields = ", ".join(f"{key}={value!r}" for key, value in thing.fields.items() if key != "duration_s")
-        return f"{thing.kind}({fields})"
+        told = msgspec.structs.asdict(thing.event).items()
+        fields = ", ".join(f"{key}={value!r}" for key, value in told if key not in UNTOLD)
+        return f"{type(thing.event).__name__}({fields})"
     if isinstance(thing, api.Leave):
         thing = msgspec.structs.replace(thing, verdict=None)  # the line before says it
     shown = []

@@ -268,7 +268,7 @@ def test_a_note_stands_behind_what_the_process_printed_and_is_not_forwarded(tmp_
 def test_reports_log_everything_and_keep_what_they_cannot_read(tmp_path):
     writer = Writer()
     reports = Reports(2, writer, tmp_path)
-    reports.emit("StepCommitted", step=4)
+    reports.emit(events.StepCommitted(step=4))
     reports.worker_event("StepDone", {"rank": 1, "step": 4, "time": 5.0})
     reports.worker_event("Nonsense", {})
     writer.close()
@@ -307,17 +307,17 @@ def test_a_jobs_files_stay_within_a_bound_and_nothing_of_its_fate_is_lost(tmp_pa
     reports = Reports(0, writer, tmp_path)
     for step in range(2000):
         reports.worker_event("StepDone", {"rank": 0, "step": step, "loss": 1.0})
-        reports.emit("StepCommitted", step=step)
+        reports.emit(events.StepCommitted(step=step))
         reports.worker_event("Note", {"text": f"anything in step {step}"})
         if step % 100 == 0:
-            reports.emit("SwapPlanned", restore_step=step)
-            reports.emit("Unprotected", reason="a swap")
+            reports.emit(events.SwapPlanned(restore_step=step))
+            reports.emit(events.Unprotected(reason="a swap"))
     for step in range(2000):
         reports.worker_event("StepDone", {"rank": 0, "step": 2000 + step, "loss": 1.0})
-        reports.emit("StepCommitted", step=2000 + step)
+        reports.emit(events.StepCommitted(step=2000 + step))
         if step == 0:
-            reports.emit("Protected", step=2000)
-    reports.emit("JobStopped", exit_code=86, reason="no spare")
+            reports.emit(events.Protected(step=2000))
+    reports.emit(events.JobStopped(exit_code=86, reason="no spare"))
     writer.close()
     found = written(tmp_path, 0)
     assert events.log_of(tmp_path, 0).stat().st_size < (1 << 15) + 42 * 300
@@ -352,7 +352,7 @@ def test_the_host_of_a_lost_node_is_still_named_on_the_terminal_and_not_in_the_l
     for node in (0, 1):
         roster.know(hello(node))
     roster.gone(0)
-    reports.emit("NodeLost", lost=(0,), evidence="node 0 was lost (link lost)")
+    reports.emit(events.NodeLost(lost=(0,), evidence="node 0 was lost (link lost)"))
     writer.close()
     assert capfdbinary.readouterr().out == b"[deadpool] node 0 (a.lan) was lost (link lost)\n"
     assert "node 0 was lost" in (tmp_path / "events.1.jsonl").read_text()
@@ -385,14 +385,14 @@ def test_a_silent_start_names_the_ranks_it_waits_for_at_doubling_intervals(tmp_p
     after = World(1, (2, 2, 1, 1))
     assert not said((0, 1), 9001.0, after) and not said((0, 1), 9030.0, after)
     assert "for 30 s: rank(s) 0, 1 on node 2 (h3)" in said((0, 1), 9031.0, after)[0]
-    reports.emit("SwapPlanned", restore_step=3, lost_nodes=(0,), takers={"0": 2}, lost_ranks=(7,))
+    reports.emit(events.SwapPlanned(restore_step=3, lost_nodes=(0,), takers={"0": 2}, lost_ranks=(7,)))
     said((), 9031.0)
     swapped = World(2, (2, 2, 1, 1, 3, 3, 3, 3))
     said(range(8), 9031.5, swapped)
     [line] = said(range(8), 9061.5, swapped)
     assert "rank(s) 0, 1 on node 2 (h3); rank(s) 7, 4, 5, 6 on node 3" in line, "new processes first"
     assert "rank0000.node2.log" in line
-    reports.emit("SwapPlanned", restore_step=4)
+    reports.emit(events.SwapPlanned(restore_step=4))
     many = World(3, tuple(range(1000)))
     said(range(1000), 9032.0, many)
     [line] = said(range(1000), 9999.0, many)
@@ -411,8 +411,8 @@ def test_notes_are_said_once_in_a_generation_whoever_says_them_again(tmp_path, c
         reports.generation = generation
         for rank in (4, 5):
             reports.worker_event("Note", {"text": f"snapshots of rank {rank} could not be page-locked"})
-        reports.emit("Note", text="node 3: no step was mirrored for 1800 s")
-        reports.emit("Note", text="node 3: no step was mirrored for 1800 s")
+        reports.emit(events.Note(text="node 3: no step was mirrored for 1800 s"))
+        reports.emit(events.Note(text="node 3: no step was mirrored for 1800 s"))
     writer.close()
     said = [b"node 2: snapshots of rank 4 could not be page-locked", b"node 3: no step was mirrored for 1800 s"]
     assert capfdbinary.readouterr().out.splitlines() == [b"[deadpool] " + line for line in said + said]

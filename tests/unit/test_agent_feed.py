@@ -31,13 +31,13 @@ from deadpool_plugin.transport.unix import LocalPeer
 def member(monkeypatch):
     """(agent of node 3, why it has left, the events it has emitted)."""
     left: list[str] = []
-    said: list[tuple[str, object]] = []
+    said: list[events.Event] = []
     agent = Agent.__new__(Agent)
     agent._inputs, agent._stepping, agent._node = deque(), False, 3
     agent._loop = cast(asyncio.AbstractEventLoop, types.SimpleNamespace(time=lambda: 0.0))
     agent._controller = cast(Controller, types.SimpleNamespace(world=World(0, (0, 3), ())))
     agent._left = cast("asyncio.Future[int]", types.SimpleNamespace(done=lambda: False))
-    agent._reports = cast(Reports, types.SimpleNamespace(emit=lambda kind, **fields: said.append((kind, fields))))
+    agent._reports = cast(Reports, types.SimpleNamespace(emit=said.append))
     monkeypatch.setattr(agent, "_leave", lambda action: left.append(action.reason))
     return agent, left, said
 
@@ -56,13 +56,13 @@ def test_what_fails_ends_this_node_and_not_the_link_whose_message_asked_for_it(m
     else:
         agent._unhandled({"message": "exception in callback", "exception": error})
     assert left == [str(error)] and not agent._stepping
-    assert said == [("NodeFenced", {"reason": f"its agent failed: {error!r}"})]
+    assert said == [events.NodeFenced(f"its agent failed: {error!r}")]
 
 
 def test_what_the_loop_only_warns_of_is_noted_and_ends_nobody(member):
     agent, left, said = member
     agent._unhandled({"message": "socket.accept() out of system resource"})
-    assert not left and said == [("Note", {"text": "socket.accept() out of system resource"})]
+    assert not left and said == [events.Note("socket.accept() out of system resource")]
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_what_a_process_says_reaches_the_part_whose_duty_it_is(member, message, 
 
 def test_the_node_that_coordinates_says_again_and_again_that_the_job_has_not_ended(monkeypatch):
     monkeypatch.setattr(events, "ALIVE_S", 0.0)
-    said: list[str] = []
+    said: list[events.Event] = []
     agent = Agent.__new__(Agent)
     controller, lives = types.SimpleNamespace(world=None, leads=True), types.SimpleNamespace(ending=False)
     agent._controller, agent._lives = cast(Controller, controller), cast(Lives, lives)
@@ -104,8 +104,10 @@ def test_the_node_that_coordinates_says_again_and_again_that_the_job_has_not_end
         task = asyncio.create_task(agent._say_alive())
         assert not await says(None, leads=True), "it has not met the others"
         assert not await says(world, leads=False), "the node before it does"
-        assert await says(world, leads=True) == {"Alive"}
-        assert await says(world, leads=False, ending=True) == {"Alive"}, "its scripts are at work after the training"
+        assert await says(world, leads=True) == {events.Alive()}
+        assert await says(world, leads=False, ending=True) == {events.Alive()}, (
+            "its scripts are at work after the training"
+        )
         task.cancel()
 
     asyncio.run(scenario())

@@ -33,8 +33,8 @@ class Told:
     def __init__(self) -> None:
         self.events: list[events.Event] = []
 
-    def emit(self, kind: str, **fields: object) -> None:
-        self.events.append(events.make(kind, fields, node=3, generation=0))
+    def emit(self, event: events.Event) -> None:
+        self.events.append(events.stamped(event, node=3, generation=0))
 
     def of(self, kind: type[E]) -> list[E]:
         return [event for event in self.events if isinstance(event, kind)]

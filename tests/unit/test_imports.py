@@ -23,7 +23,7 @@ ANYWHERE_ABOVE_CORE = {"errors", "config", "events", "versions"}
 LAYERS: dict[str, set[str]] = {
     "errors": set(),
     "config": {"errors"},
-    "events": {"errors"},
+    "events": {"errors", "core"},
     "versions": {"errors"},
     "core": set(),
     "transport": {"core"},

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from support import expect, present
 
-from deadpool_plugin.core import api
+from deadpool_plugin.core import api, events
 from deadpool_plugin.core.controller import Controller
 from deadpool_plugin.core.messages import (
     Accepted,
@@ -68,8 +68,8 @@ def test_messages_before_the_world_is_formed_are_kept():
         hear(controller, node, Report(0, ready=(rank,)))
     controller.step(api.WorkerReady(0), 0.2)
     actions = controller.step(api.WorldFormed(WORLD), 0.3)
-    kinds = [action.kind for action in actions if isinstance(action, api.Emit)]
-    assert kinds == ["WorldFormed", "TrainingStarted"]
+    kinds = [type(action.event) for action in actions if isinstance(action, api.Emit)]
+    assert kinds == [events.WorldFormed, events.TrainingStarted]
 
 
 def test_the_coordinator_knows_which_ranks_it_awaits():
@@ -217,7 +217,7 @@ def test_an_accusation_of_an_older_generation_is_answered_by_the_newest_plan():
 
 def test_who_says_goodbye_without_a_verdict_is_lost():
     actions = hear(formed(0), 2, Goodbye(0))
-    assert api.Emit("NodeLost", {"lost": (2,), "evidence": "node 2 was lost (it has left the job)"}) in actions
+    assert api.Emit(events.NodeLost((2,), "node 2 was lost (it has left the job)")) in actions
 
 
 def test_ones_own_pause_is_no_evidence():
@@ -276,10 +276,10 @@ def test_going_behind_a_committed_step_is_said_and_believed(held_by_a_spare, und
     told = [action for action in hear(controller, 1, Accepted(ballot)) if isinstance(action, api.Emit)]
     told += [action for action in hear(controller, 3, Accepted(ballot)) if isinstance(action, api.Emit)]
     reason = "no node that is left holds the snapshot of step 5 of rank(s) 2"
-    event = api.Emit("StepsUndone", {"first": 5, "last": 5, "reason": reason})
+    event = api.Emit(events.StepsUndone(5, 5, reason))
     assert present(controller.world).node_of == (0, 1, 3) and (event in told) is undone
     (stopped,) = [a for a in controller.step(api.StopRequested("operator", 1), 0.4) if isinstance(a, api.Emit)]
-    assert stopped.fields["newest_committed"] == held_by_a_spare
+    assert expect(events.JobStopped, stopped.event).newest_committed == held_by_a_spare
 
 
 def test_a_rehearsal_is_started_once_and_announced():
@@ -288,7 +288,7 @@ def test_a_rehearsal_is_started_once_and_announced():
     assert hear(controller, 0, task) == [api.StartRehearsal(0, 1, 1)]
     assert hear(controller, 0, task) == []
     actions = controller.step(api.SpareRehearsed(0, 1), 1.0)
-    assert api.Emit("SpareReady", {"spare": 3, "ranks": (1,)}) in actions
+    assert api.Emit(events.SpareReady(3, (1,))) in actions
     assert (0, Report(0, rehearsed=((0, 1),), able=True)) in said(actions)
     assert hear(controller, 0, Rehearse(0, 0, 1)) == [], "done is done, wherever the recording came from"
     assert hear(controller, 0, Rehearse(0, 0, 2))[0] == api.StartRehearsal(0, 2, 2)
@@ -360,7 +360,7 @@ def test_a_rehearsal_that_fails_is_ordered_again_within_the_budget_after_pauses_
 
 def test_a_spare_that_failed_again_and_again_is_ready_once_it_has_not_for_as_long():
     controller, pause_s = rehearses(Policy(restarts_max=9)), TIMING.silent_after_s
-    ready, rehearsed = api.Emit("SpareReady", {"spare": 3, "ranks": (1,)}), api.SpareRehearsed(0, 1)
+    ready, rehearsed = api.Emit(events.SpareReady(3, (1,))), api.SpareRehearsed(0, 1)
     assert ready in controller.step(rehearsed, 0.1)
     assert (0, Report(0, unable="rank 1: signal 9")) in said(controller.step(FAILURE, 0.2))
     assert ready in controller.step(rehearsed, 0.3), "one failure may be anything"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from deadpool_plugin.core import api
 from deadpool_plugin.core.controller import Controller
 from deadpool_plugin.core.coverage import Coverage
+from deadpool_plugin.core.events import Mirrored, Protected, SpareReady
 from deadpool_plugin.core.messages import Report
 from deadpool_plugin.core.timing import Timing
 from deadpool_plugin.core.types import Holding, World
@@ -64,8 +65,12 @@ class Coordinator:
         holdings = tuple(Holding(rank, 0, True, (rank,)) for rank in range(3)) if node < 3 else ()
         report = Report(0, holdings, self.world.ranks_of(node), **fields)
         actions = self.controller.step(api.Received(node, report), self.now)
-        kinds = ("Mirrored", "Protected", "SpareReady")
-        return [(a.kind, a.fields.get("uncovered")) for a in actions if isinstance(a, api.Emit) and a.kind in kinds]
+        told = [action.event for action in actions if isinstance(action, api.Emit)]
+        return [
+            (type(event).__name__, event.uncovered if isinstance(event, Mirrored) else None)
+            for event in told
+            if isinstance(event, (Mirrored, Protected, SpareReady))
+        ]
 
     def mirrored(self) -> list[tuple[str, object]]:
         """All others say that they hold step 0."""

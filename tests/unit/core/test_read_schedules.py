@@ -96,7 +96,7 @@ def test_a_newcomer_that_asked_long_ago_stands_still_without_an_alarm():
 
 
 def emitted(actions: list[api.Action]) -> list[str]:
-    return [action.kind for action in actions if isinstance(action, api.Emit)]
+    return [type(action.event).__name__ for action in actions if isinstance(action, api.Emit)]
 
 
 def test_a_coordinator_that_hears_a_member_takes_the_end_of_their_link_for_a_rift():

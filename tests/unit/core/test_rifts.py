@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from support import expect
 
 from deadpool_plugin.core import api
 from deadpool_plugin.core.controller import Controller
+from deadpool_plugin.core.events import Note
 from deadpool_plugin.core.messages import Decided, NodeFailed, Report, Status
 from deadpool_plugin.core.types import Ballot, Holding, SwapPlan, World
 
@@ -73,8 +75,8 @@ def test_people_are_told_of_a_broken_pair_once():
         for heard in (1, 2):
             hear(coordinator, heard, Report(0), 1.0)
         actions = hear(coordinator, sender, NodeFailed(0, node, "cannot mirror to it", silent=True), 1.0)
-        notes += [action.fields["text"] for action in actions if isinstance(action, api.Emit)]
-    assert len(notes) == 1 and str(notes[0]).startswith("nodes 1 and 2 cannot reach each other")
+        notes += [action.event for action in actions if isinstance(action, api.Emit)]
+    assert len(notes) == 1 and expect(Note, notes[0]).text.startswith("nodes 1 and 2 cannot reach each other")
 
 
 def test_both_ends_complain_and_one_of_them_goes():

@@ -1,0 +1,139 @@
+"""Events that the controller emits, for people and programs.
+
+Rules of this file: events are frozen plain data, names in the past tense, units last. deadpool_plugin.events adds those
+of agents and workers, and says when, where and in which generation. May import nothing of this package.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Event(msgspec.Struct, frozen=True, tag_field="event", tag=True, kw_only=True):
+    """Base: when, where, in which generation."""
+
+    time: float = 0.0
+    node: int = -1
+    generation: int = 0
+
+
+class WorldFormed(Event, frozen=True):
+    node_of: tuple[int, ...] = ()
+    spares: tuple[int, ...] = ()
+
+
+class TrainingStarted(Event, frozen=True):
+    """Every active rank has reached its first call."""
+
+
+class SpareReady(Event, frozen=True):
+    """A standing-by node has rehearsed what it would take over."""
+
+    spare: int = -1
+    ranks: tuple[int, ...] = ()
+
+
+class StepCommitted(Event, frozen=True):
+    step: int
+
+
+class NodeLost(Event, frozen=True):
+    lost: tuple[int, ...]
+    evidence: str = ""
+
+
+class RankLost(Event, frozen=True):
+    """The process of a rank is gone from a healthy node, which starts another one."""
+
+    rank: int
+    reason: str = ""
+
+
+class ContactRegained(Event, frozen=True):
+    """Nobody has replaced this node: its processes go on."""
+
+    duration_s: float = 0.0
+
+
+class ContactLost(Event, frozen=True):
+    """This node's processes stand still because the others may replace it."""
+
+    reason: str = ""
+
+
+class HostJoined(Event, frozen=True):
+    """A host has become a member of the running job."""
+
+    joined: int
+
+
+class WaitingForHost(Event, frozen=True):
+    """No spare is left: everyone holds its state until a host joins."""
+
+    reason: str = ""
+
+
+class SwapPlanned(Event, frozen=True):
+    restore_step: int
+    lost_nodes: tuple[int, ...] = ()
+    lost_ranks: tuple[int, ...] = ()
+    joined: tuple[int, ...] = ()
+    takers: dict[str, object] = {}
+    duration_s: float = 0.0
+
+
+class StepsUndone(Event, frozen=True):
+    """A swap went back behind what was committed (more was lost than `copies` cover): `first` to `last` come again."""
+
+    first: int
+    last: int
+    reason: str = ""
+
+
+class SwapDone(Event, frozen=True):
+    duration_s: float = 0.0
+
+
+class Unprotected(Event, frozen=True):
+    reason: str = ""
+
+
+class Mirrored(Event, frozen=True):
+    """Every rank's state of `step` is on `copies` other hosts. `uncovered`: the nodes that no spare can take, and
+    `reason` why; while there are any the job is not protected. `spares_left`: how many hosts stand by, -1 if that is
+    not known. `on_no_spare`: what happens to a lost node's ranks that have nowhere to go."""
+
+    step: int = -1
+    uncovered: tuple[int, ...] = ()
+    reason: str = ""
+    spares_left: int = -1
+    on_no_spare: str = "stop"
+
+
+class Protected(Event, frozen=True):
+    """Mirrored, and a spare that is able to take it stands by for every node; until Mirrored or Unprotected says
+    otherwise. `spares_left`: as in Mirrored."""
+
+    step: int = -1
+    spares_left: int = -1
+
+
+class NodeFenced(Event, frozen=True):
+    reason: str = ""
+
+
+class JobFinished(Event, frozen=True):
+    exit_code: int = 0
+
+
+class JobStopped(Event, frozen=True):
+    exit_code: int
+    reason: str = ""
+    lost_ranks: tuple[int, ...] = ()
+    newest_committed: int = -1
+
+
+class Note(Event, frozen=True):
+    """Anything else worth keeping: text for people."""
+
+    text: str = ""
