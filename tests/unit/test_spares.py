@@ -19,6 +19,7 @@ from deadpool_plugin.agent.spares import Spares
 from deadpool_plugin.agent.workers import Workers
 from deadpool_plugin.core import api, local
 from deadpool_plugin.errors import DeadpoolError, MemoryShortage
+from deadpool_plugin.events import CatchingUp, Event, RehearsalFailed
 from deadpool_plugin.mirror.history import History
 from deadpool_plugin.mirror.store import SnapshotStore
 from deadpool_plugin.mirror.wire import RefusedByPeer
@@ -61,7 +62,8 @@ def test_who_runs_the_rank_since_a_moment_is_asked_again(monkeypatch):
 
 def test_a_spare_that_could_not_hold_the_mirrors_that_come_with_its_ranks_says_so_once_and_stays():
     fed: list[api.Input] = []
-    told, prepared, asked = [], [], []
+    told: list[Event] = []
+    prepared, asked = [], []
 
     def check(profile: Profile, node: int) -> None:
         asked.append((profile, node))
@@ -71,7 +73,7 @@ def test_a_spare_that_could_not_hold_the_mirrors_that_come_with_its_ranks_says_s
         workers, reports, store = stand_in(Workers), StandIn(Reports), StandIn(SnapshotStore)
         on = host(cast(SnapshotStore, store))
         store.prepare_own = lambda *arguments: prepared.append(arguments)
-        reports.emit = lambda kind, **fields: told.append((kind, fields))
+        reports.emit = told.append
         spares = Spares(5, workers, on, fetches(on), cast(Reports, reports), check, 1000, fed.append)
         for number in range(2):
             slot = Slot(number)
@@ -84,22 +86,22 @@ def test_a_spare_that_could_not_hold_the_mirrors_that_come_with_its_ranks_says_s
 
     asyncio.run(asyncio.wait_for(scenario(), timeout=30))
     assert [node for _, node in asked] == [3]
-    failed = [fields for kind, fields in told if kind == "RehearsalFailed"]
     reason = "memory here does not hold what node 3 runs and mirrors: snapshots need 96 GiB"
-    assert failed == [{"rank": 7, "reason": reason}]
+    assert [event for event in told if isinstance(event, RehearsalFailed)] == [RehearsalFailed(7, reason)]
     assert fed == [api.SpareRehearsed(0, 6), api.SpareUnable(reason), api.SpareRehearsed(1, 7)]
     assert prepared == [(6, 4096, 64), (7, 4096, 64)]
 
 
-def test_a_newcomer_that_read_other_data_has_failed_as_a_script_has_and_is_not_just_lost():
+def test_a_newcomer_that_read_other_data_has_failed_as_a_script_has_and_is_not_just_lost(monkeypatch):
     """Another one begins anew, and the job ends with a verdict if that one does the same (core/failures.py)."""
-    slot, killed, told = Slot(0, rank=6), [], []
+    slot, killed = Slot(0, rank=6), []
+    told: list[Event] = []
     spares, rehearsal = following(3, slot)
-    spares._reports.emit = lambda kind, **fields: told.append((kind, fields))
+    monkeypatch.setattr(spares._reports, "emit", told.append)
     spares._workers.lives = cast(Lives, SimpleNamespace(kill=lambda *arguments: killed.append(arguments)))
     spares.failing(slot, local.Failing(6, "other data", differs=True))
     assert killed == [(slot, rehearsal.process, "other data", 1)]
-    assert told == [("RehearsalFailed", {"rank": 6, "reason": "other data"})]
+    assert told == [RehearsalFailed(6, "other data")]
     slot.rank = -1  # a spare's is ordered again, and ends nothing
     spares.failing(slot, local.Failing(6, "other data", differs=True))
     assert killed[1:] == [(slot, rehearsal.process, "other data")]
@@ -131,8 +133,9 @@ def following(told: int, slot: Slot) -> tuple[Spares, Rehearsal]:
 def test_people_are_told_of_one_newcomer_on_its_way_and_how_long_it_needs(monkeypatch):
     spares, _ = following(0, Slot(0, rank=6))
     spares._workers.committed = 100
-    slots, told, clock = {6: Slot(0, rank=6), 7: Slot(1, rank=7)}, [], [100.0]
-    spares._reports.emit = lambda kind, **fields: told.append((clock[0], *fields.values()))
+    slots, clock = {6: Slot(0, rank=6), 7: Slot(1, rank=7)}, [100.0]
+    told: list[tuple[float, CatchingUp]] = []
+    monkeypatch.setattr(spares._reports, "emit", lambda event: told.append((clock[0], event)))
     monkeypatch.setattr("deadpool_plugin.agent.spares.loop_time", lambda: clock[0])
     for rank, slot in slots.items():
         slot.process = Process(order=1, rank=rank, rehearses=True)
@@ -141,11 +144,15 @@ def test_people_are_told_of_one_newcomer_on_its_way_and_how_long_it_needs(monkey
         spares.moved(slots[7], local.Moved(7, 10 + 2 * second))
         if second < 15:
             spares.moved(slots[6], local.Moved(6, 3 * second))
-    assert told == [(100.0, 7, 10, 100, -1.0), (110.0, 7, 30, 100, 35.0), (120.0, 7, 50, 100, 25.0)]
+    assert told == [
+        (100.0, CatchingUp(7, 10, 100)),
+        (110.0, CatchingUp(7, 30, 100, 35.0)),
+        (120.0, CatchingUp(7, 50, 100, 25.0)),
+    ]
     for second in range(30, 60):
         clock[0] = 100.0 + second
         spares.moved(slots[6], local.Moved(6, 45))
-    assert [one[:3] for one in told[3:]] == [(140.0, 6, 45), (150.0, 6, 45)]
+    assert [(at, event.rank, event.step) for at, event in told[3:]] == [(140.0, 6, 45), (150.0, 6, 45)]
 
 
 def test_a_process_that_takes_over_rehearses_nothing_else_in_the_next_swap():
