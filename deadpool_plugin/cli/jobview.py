@@ -1,8 +1,8 @@
 """The state of a job as its events tell it: fold them in with `JobView.apply`, read the properties.
 
-Rules of this file: pure (no clock, no files, no drawing). Events come from every node's own log, so their order
-across nodes is only that of the nodes' clocks and one may be missing: what depends on order is decided by the
-generation, and what only a node outside the job claims does not count.
+Rules of this file: pure (no clock, no files, no drawing); times are in epoch seconds. Events come from every node's own
+log, so their order across nodes is only that of the nodes' clocks and one may be missing: what depends on order is
+decided by the generation, and what only a node outside the job claims does not count.
 """
 
 from __future__ import annotations
@@ -11,16 +11,83 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from statistics import median_low
+from typing import Literal, NamedTuple
 
 from .. import events
 from ..agent.reports import named, sentence
 from ..core.placement import rehearsals
 from ..core.types import NO_STEP, Generation, NodeId, Rank, Step, World
 from ..launch.outcome import TELLING, ended
-from .model import SILENT_S, SLOW_S, SLOW_STEPS, History, Line, Loss, Node, Protection, Row, State, Swap
+from .outcome import SILENT_S
 
+SLOW_S = 5.0
+SLOW_STEPS = 10
+"""A job that trains and has done no step for so many seconds, and so many usual steps, is said to do none."""
 LINES_MAX = 200
 PACES_MAX = 64
+
+State = Literal["joining", "active", "rehearsing", "spare", "lost", "fenced"]
+Protection = Literal["not yet", "Mirrored", "Protected", "Unprotected"]
+"""The last state of protection. Mirrored: state is safe, but no spare can take some node."""
+
+
+class Line(NamedTuple):
+    """A sentence for people, and the node that said it."""
+
+    time: float
+    node: NodeId
+    text: str
+
+
+class Loss(NamedTuple):
+    step: Step
+    value: float
+
+
+@dataclass
+class Swap:
+    """One change of generation; `duration_s` is None until every rank is in training again."""
+
+    generation: Generation
+    began: float
+    restore_step: Step
+    lost: tuple[NodeId, ...]
+    takers: dict[NodeId, NodeId]
+    joined: tuple[NodeId, ...]
+    renewed: tuple[Rank, ...]
+    """The ranks that get new processes where they were."""
+    duration_s: float | None = None
+    first_step_s: float | None = None
+    """Until the slowest rank so far had done its first step after the swap."""
+
+
+@dataclass
+class Node:
+    host: str = ""
+    joined: bool = False
+    ranks: tuple[Rank, ...] = ()
+    training: bool = False
+    ready_for: tuple[Rank, ...] = ()
+    cannot: bool = False
+    removed: bool = False
+    fenced: bool = False
+    ended: bool = False
+    generation: Generation = 0
+    accusers: dict[NodeId, tuple[Generation, float]] = field(default_factory=dict)
+    """The nodes that count this node as lost, in which generation and since when; it is decided only when a swap is."""
+
+
+class Row(NamedTuple):
+    """One node as the table shows it. `stands_in_for`: the ranks a spare has rehearsed."""
+
+    node: NodeId
+    host: str
+    state: State
+    ranks: tuple[Rank, ...]
+    stands_in_for: tuple[Rank, ...]
+    generation: Generation
+    step: Step
+    loss: Loss | None
 
 
 @dataclass
@@ -33,15 +100,15 @@ class JobView:
     training: bool = False
     committed: Step = NO_STEP
     committed_at: float = 0.0
-    """When the newest committed step was (epoch seconds)."""
+    """When the newest committed step was."""
     stepped_at: float = 0.0
-    """When a new step was done, or training began or went on after a swap, whichever was last (epoch seconds)."""
+    """When a new step was done, or training began or went on after a swap, whichever was last."""
     protection: Protection = "not yet"
     protection_at: float = 0.0
-    """Since when the job has been protected, or has not (epoch seconds)."""
+    """Since when the job has been protected, or has not."""
     uncovered: tuple[NodeId, ...] = ()
     """The nodes that no spare can take."""
-    history: History = "ok"
+    history: Literal["ok", "filling", "full"] = "ok"
     """The fullest call records of any rank."""
     swaps: list[Swap] = field(default_factory=list)
     outcome: str = ""
@@ -49,7 +116,7 @@ class JobView:
     exit_code: int = 0
     """The job's, once it has ended."""
     heard_at: float = 0.0
-    """When the newest event was written (epoch seconds)."""
+    """When the newest event was written."""
     lines: deque[Line] = field(default_factory=lambda: deque(maxlen=LINES_MAX))
     lines_total: int = 0
     _steps: dict[Rank, tuple[Generation, Step]] = field(default_factory=dict)
@@ -80,7 +147,7 @@ class JobView:
 
     @property
     def swapping_since(self) -> float | None:
-        """When the loss was noticed that training has not got over yet (epoch seconds); None if there is none."""
+        """When the loss was noticed that training has not got over yet; None if there is none."""
         if self.outcome:
             return None
         if self.swaps and self.swaps[-1].duration_s is None:
@@ -94,10 +161,7 @@ class JobView:
         return self._waiting == self.generation and not self.outcome
 
     def stalled_s(self, now: float) -> float:
-        """For how long no step has been done, if that is well above a step's usual time; else 0.
-
-        Args: now: in epoch seconds.
-        """
+        """For how long no step has been done, if that is well above a step's usual time; else 0."""
         if not self.training or not self.stepped_at or self.outcome or self.waiting or self.swapping_since is not None:
             return 0.0
         usual_s = median_low(self._paces) if self._paces else 0.0  # one slow step among them, as a save, is not usual
@@ -105,10 +169,7 @@ class JobView:
         return idle_s if idle_s >= max(SLOW_S, SLOW_STEPS * usual_s) else 0.0
 
     def over(self, now: float) -> bool:
-        """The job has ended, and every node that is not lost has said how its scripts did, or none says anything more.
-
-        Args: now: in epoch seconds.
-        """
+        """The job has ended, and every node that is not lost has said how its scripts did, or none speaks any more."""
         owing = [number for number, node in self.nodes.items() if node.joined and not node.ended]
         said = all(self.state(number) in ("lost", "fenced") for number in owing)
         return bool(self.outcome) and (said or now - self.heard_at >= SILENT_S)
@@ -123,36 +184,31 @@ class JobView:
             return "joining"
         if node.ranks:
             return "active"
-        rehearsing = self.training and not node.cannot and node.ready_for != self._tasks(number)
-        return "rehearsing" if rehearsing else "spare"
+        tasks = tuple(task.rank for task in rehearsals(self.world) if task.spare == number) if self.world else ()
+        return "rehearsing" if self.training and not node.cannot and node.ready_for != tasks else "spare"
 
     def rows(self) -> list[Row]:
         """Every node that has been in the job, by number."""
-        return [
-            Row(
-                number,
-                node.host,
-                self.state(number),
-                node.ranks,
-                () if node.ranks or node.removed else node.ready_for,
-                node.generation,
-                self._newest_step(node.ranks),
-                self._newest_loss(node.ranks),
-            )
-            for number, node in sorted(self.nodes.items())
-        ]
+        rows = []
+        for number, node in sorted(self.nodes.items()):
+            stands_in_for = () if node.ranks or node.removed else node.ready_for
+            newest = self._newest_step(node.ranks), self._newest_loss(node.ranks)
+            rows.append(Row(number, node.host, self.state(number), node.ranks, stands_in_for, node.generation, *newest))
+        return rows
 
     # ---- what happens
 
     def apply(self, event: events.Event) -> None:
         """Fold `event` in; kinds that change nothing here are ignored."""
-        if self._starts_another_job(event):
-            vars(self).update(vars(JobView()))
+        known = self.nodes.get(event.node, Node())
+        begins = isinstance(event, events.WorldFormed) and self.world is not None
+        if begins or (known.joined and isinstance(event, (events.WorldFormed, events.NodeJoined))):
+            vars(self).update(vars(JobView()))  # it is another job
         node = self.nodes.setdefault(event.node, Node())
         node.generation = max(node.generation, event.generation)
         self.generation = max(self.generation, event.generation)
         self.heard_at = max(self.heard_at, event.time)
-        self._tell(event)
+        self._add_line(event)
         match event:
             case events.NodeJoined():
                 node.host, node.joined = event.host, True
@@ -181,29 +237,31 @@ class JobView:
             case events.WaitingForHost():
                 self._waiting = event.generation
             case events.NodeLost():
-                self._node_lost(event)
+                if self.protection != "not yet":
+                    self._protect("Unprotected", event)
+                for number in event.lost:
+                    self.nodes.setdefault(number, Node()).accusers[event.node] = event.generation, event.time
             case events.NodeFenced():
                 node.fenced = True
             case events.SwapPlanned():
                 self._swap_planned(event)
             case events.SwapDone():
-                self._swap_done(event)
+                self._all_in_training(event)
+                for member in self.nodes.values():
+                    if not (member.removed or member.fenced):
+                        member.generation = max(member.generation, event.generation)
+                for swap in self._swaps_of(event):
+                    swap.duration_s = event.duration_s
             case events.FirstStepDone():
-                self._first_step_done(event)
+                for swap in self._swaps_of(event):
+                    swap.first_step_s = max(swap.first_step_s or 0.0, event.duration_s)
             case events.NodeEnded():
                 node.ended = True
         if isinstance(event, TELLING):
             self._telling.append(event)
             self.exit_code, self.outcome = ended(self._telling) or (0, "")
 
-    def _starts_another_job(self, event: events.Event) -> bool:
-        known = self.nodes.get(event.node)
-        joined = known is not None and known.joined
-        if isinstance(event, events.WorldFormed):
-            return self.world is not None or joined
-        return isinstance(event, events.NodeJoined) and joined
-
-    def _tell(self, event: events.Event) -> None:
+    def _add_line(self, event: events.Event) -> None:
         text = named(sentence(event), self.hosts)
         if isinstance(event, events.WorldFormed):
             active = len(set(event.node_of))
@@ -241,14 +299,6 @@ class JobView:
         for node in self.nodes.values():
             node.training = bool(node.ranks)
 
-    # ---- a swap
-
-    def _node_lost(self, event: events.NodeLost) -> None:
-        if self.protection != "not yet":
-            self._protect("Unprotected", event)
-        for number in event.lost:
-            self.nodes.setdefault(number, Node()).accusers[event.node] = event.generation, event.time
-
     def _swap_planned(self, event: events.SwapPlanned) -> None:
         generation = event.generation + 1
         if self.world is not None and self.world.generation >= generation:
@@ -272,20 +322,6 @@ class JobView:
             spares = (*self.world.spares, *event.joined)
             self._enter(World(generation, node_of, tuple(spare for spare in spares if spare not in gone)))
 
-    def _swap_done(self, event: events.SwapDone) -> None:
-        self._all_in_training(event)
-        for node in self.nodes.values():
-            if not (node.removed or node.fenced):
-                node.generation = max(node.generation, event.generation)
-        for swap in self.swaps:
-            if swap.generation == event.generation:
-                swap.duration_s = event.duration_s
-
-    def _first_step_done(self, event: events.FirstStepDone) -> None:
-        for swap in self.swaps:
-            if swap.generation == event.generation:
-                swap.first_step_s = max(swap.first_step_s or 0.0, event.duration_s)
-
     # ---- helpers
 
     def _enter(self, world: World) -> None:
@@ -298,15 +334,11 @@ class JobView:
 
     def _accused(self, node: Node) -> list[float]:
         """Since when the nodes that are still in the job count `node` as lost."""
-        return [
-            since
-            for number, (_, since) in node.accusers.items()
-            if not (self.nodes[number].removed or self.nodes[number].fenced)
-        ]
+        accusers = ((self.nodes[number], since) for number, (_, since) in node.accusers.items())
+        return [since for accuser, since in accusers if not (accuser.removed or accuser.fenced)]
 
-    def _tasks(self, spare: NodeId) -> tuple[Rank, ...]:
-        """The ranks that a spare is to rehearse in this generation."""
-        return tuple(task.rank for task in rehearsals(self.world) if task.spare == spare) if self.world else ()
+    def _swaps_of(self, event: events.Event) -> list[Swap]:
+        return [swap for swap in self.swaps if swap.generation == event.generation]
 
     def _newest_step(self, ranks: Iterable[Rank]) -> Step:
         return max((self._steps[rank][1] for rank in ranks if rank in self._steps), default=NO_STEP)

@@ -1,19 +1,30 @@
 """`deadpool COMMAND ...`, also as `python -m deadpool_plugin COMMAND ...`: what people do about a job from outside.
 
-Rules of this file: a command is a module with `add_arguments(parser)` and `run(args) -> exit code`, imported when it is
-asked for; one that is VERBATIM gets all words as they are; what goes wrong with a reason (DeadpoolError) is one line on
-standard error and the error's exit code.
+Rules of this file: no torch; what goes wrong with a reason (DeadpoolError) is one line on standard error and the
+error's exit code.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 import signal
 import sys
+from pathlib import Path
+from typing import Any
 
-from ..errors import DeadpoolError
+import msgspec
+
+from .. import __version__
+from ..config import explained, load
+from ..errors import EXIT_OK, ConfigError, DeadpoolError
+from ..host.output import say
+from ..launch.argv import FLAG
+from ..launch.join import FoundJob, Wish, find, join
+from ..launch.launcher import launch
+from ..launch.stop import stop
+from ..transport.sockets import Address
+from . import outcome, patch, watch
 
 EXIT_USAGE = 2
 """As argparse has it."""
@@ -29,41 +40,120 @@ COMMANDS = {
     "stop": "end a running job on all its hosts",
     "watch": "show what a job is doing",
 }
-"""Command -> its line in the help; the module has the same name."""
+"""Command -> its line in the help."""
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Entry point; the exit code."""
     words = sys.argv[1:] if arguments is None else arguments
     try:
-        exit_code = _run(words)
+        if not words:
+            parser().print_help(sys.stderr)
+            return EXIT_USAGE
+        if words[0] == "launch" and words[1:] not in (["-h"], ["--help"]):
+            words = ["launch", "--", *words[1:]]  # all of them are deepspeed's and the script's
+        args = parser().parse_args(words)
+        exit_code: int = args.run(args)
         sys.stdout.flush()
         return exit_code
     except BrokenPipeError:  # whoever read it (`| head`) has had enough; nothing is left to flush at the end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_PIPE
     except DeadpoolError as error:
-        print(f"[deadpool] {error}", file=sys.stderr, flush=True)
+        say(str(error), to=sys.stderr)
         return error.exit_code
 
 
-def _run(words: list[str]) -> int:
-    known = argparse.ArgumentParser(prog="deadpool", description="Jobs that survive the loss of nodes.")
+def parser() -> argparse.ArgumentParser:
+    """Make the parser of all commands; the namespace it returns has `run`, which returns the exit code."""
+    raw = argparse.RawDescriptionHelpFormatter
+    known = argparse.ArgumentParser(
+        prog="deadpool", description="Jobs that survive the loss of nodes.", formatter_class=raw
+    )
     listed = "\n".join(f"  {name:10}{line}" for name, line in COMMANDS.items())
-    known.formatter_class = argparse.RawDescriptionHelpFormatter
     known.epilog = f"commands:\n{listed}\n\n`deadpool COMMAND --help` says more"
-    version = importlib.import_module("deadpool_plugin").__version__
-    known.add_argument("--version", action="version", version=f"deadpool_plugin {version}")
-    known.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="what to do")
-    if not words:
-        known.print_help(sys.stderr)
-        return EXIT_USAGE
-    command: str = known.parse_args(words[:1]).command
-    module = importlib.import_module(f".{command}", __package__)
-    parser = argparse.ArgumentParser(prog=f"deadpool {command}", description=COMMANDS[command].capitalize() + ".")
-    module.add_arguments(parser)
-    rest = words[1:]
-    if getattr(module, "VERBATIM", False) and rest not in (["-h"], ["--help"]):
-        rest = ["--", *rest]
-    exit_code: int = module.run(parser.parse_args(rest))
-    return exit_code
+    known.add_argument("--version", action="version", version=f"deadpool_plugin {__version__}")
+    commands = known.add_subparsers(metavar="COMMAND", help="what to do", required=True)
+    of = {name: commands.add_parser(name, description=f"{line.capitalize()}.") for name, line in COMMANDS.items()}
+
+    of["config"].add_argument(
+        "--examples", action="store_true", help="list the example files (Slurm, DeepSpeed) instead"
+    )
+    of["config"].epilog = "deadpool config > deadpool.yaml"
+    of["config"].set_defaults(run=_config)
+
+    of["launch"].usage = "deadpool launch DEEPSPEED'S ARGUMENTS... SCRIPT ARGUMENTS... [--deadpool-config FILE]"
+    of["launch"].formatter_class = raw
+    of["launch"].epilog = (
+        "example:\n  deadpool launch --hostfile hosts.txt train.py --deepspeed_config ds.json \\\n"
+        "    --deadpool-config deadpool.yaml"
+    )
+    line = "deepspeed's arguments (`deepspeed --help`), the script, its arguments"
+    of["launch"].add_argument("words", nargs="+", metavar="SCRIPT", help=line)
+    of["launch"].set_defaults(run=lambda args: launch(args.words))
+
+    _add_place(of["join"], "--job")
+    line = "the job's command, to be sure it is that one"
+    of["join"].add_argument("command", nargs="*", metavar="-- SCRIPT ARGUMENTS", help=line)
+    of["join"].set_defaults(run=lambda args: join(msgspec.structs.replace(_place(args), command=args.command)))
+
+    _add_place(of["stop"], "job", nargs="?")
+    of["stop"].set_defaults(run=_stop)
+
+    for module in (outcome, patch, watch):
+        command = of[module.__name__.rpartition(".")[2]]
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+    return known
+
+
+def _config(args: argparse.Namespace) -> int:
+    if args.examples:
+        print(*sorted(patch.shipped("configs/minimal.yaml").parent.iterdir()), sep="\n")
+    else:
+        print(explained(), end="")
+    return EXIT_OK
+
+
+def _stop(args: argparse.Namespace) -> int:
+    silent = stop(_running(args))
+    unheard = f"; no answer came from {', '.join(silent)}" if silent else ""
+    say(f"the job has ended; its last processes may need some seconds more{unheard}")
+    return EXIT_OK
+
+
+def _running(args: argparse.Namespace) -> FoundJob:
+    """Find the job. Raises: ConfigError, TransportError; if its event logs say that it has ended, so does the error."""
+    try:
+        return find(_place(args))
+    except DeadpoolError as error:
+        folder = None if args.to else args.job or load(args.config).output_dir
+        if folder is None or (last := outcome.last_outcome(folder)) is None:
+            raise
+        ended, ago_s = last
+        found = f"no running job is found in {folder}; the last one there ended {outcome.span(ago_s)} ago: {ended}"
+        remedy = "nothing, if that is the one; one that is only starting is ended where it was launched"
+        raise ConfigError(found, "a job that runs", remedy) from error
+
+
+def _add_place(parser: argparse.ArgumentParser, name: str, **more: Any) -> None:
+    """Add the options that say which job is meant. `name`: of the argument for its output_dir; `more`: about that."""
+    where = parser.add_mutually_exclusive_group()
+    line = "the job's output_dir, on a shared file system; without it and --to: that of the configuration"
+    where.add_argument(name, type=Path, metavar="OUTPUT_DIR", help=line, **more)
+    where.add_argument("--to", metavar="HOST:PORT", help="a node of the job, as its output says (`to add a host: ...`)")
+    parser.add_argument(FLAG, dest="config", default="", metavar="FILE", help="the job's configuration file")
+
+
+def _place(args: argparse.Namespace) -> Wish:
+    """Read the options of `_add_place`. Raises: ConfigError."""
+    return Wish(address(args.to) if args.to is not None else None, args.job, args.config)
+
+
+def address(text: str) -> Address:
+    """Read `HOST:PORT`, `[IPv6]:PORT`. Raises: ConfigError."""
+    host, colon, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ConfigError(f"--to is `{text}`", "HOST:PORT", "take it from the job's output: `to add a host: ...`")
+    return host, int(port)

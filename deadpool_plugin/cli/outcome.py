@@ -1,4 +1,4 @@
-"""`deadpool outcome OUTPUT_DIR [--hostfile FILE] [--otherwise CODE]`: what became of a job.
+"""`deadpool outcome OUTPUT_DIR [--hostfile FILE] [--otherwise CODE]`: what became of a job, from its event logs.
 
 For jobs of plain `deepspeed` and of Slurm, whose exit code is that of the worst host, lost ones included: exit code and
 line are those of `deadpool launch`. Of a job that has not ended it says so (75), however slow it is, and whatever it
@@ -13,69 +13,122 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
+
 from .. import events
 from ..errors import EXIT_RUNNING, ConfigError
+from ..host.output import say
 from ..launch.outcome import FAILED, Outcome, at_work, ended, outcome
-from .follow import Follower
-from .model import SILENT_S, span
+
+SILENT_S = 5 * events.ALIVE_S
+"""A job that has not ended says so, whatever it does or waits for: without a word for so long it is gone."""
+RECENT_BYTES = 1 << 16
+"""Read at a time of each file of what recurs: hundreds of steps. So what is read does not grow with the job."""
+
+
+class Follower:
+    """The new events of `folder/events.*.jsonl`; folder and files may appear later. Thread: one."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.unreadable = 0
+        """Lines that were left out: the writer may be newer than this reader."""
+        self._offsets: dict[Path, int] = {}
+
+    def poll(self) -> list[events.Event]:
+        """Read what was written since the last call, in the order of time. Blocks: as long as the file system does."""
+        found: list[events.Event] = []
+        for path in sorted(self.folder.glob("events.*.jsonl")):
+            for line in self._new_lines(path):
+                try:
+                    found.append(events.decoder.decode(line))
+                except msgspec.DecodeError:
+                    self.unreadable += 1
+        return sorted(found, key=lambda event: event.time)
+
+    def _new_lines(self, path: Path) -> list[bytes]:
+        """Read the lines completed since the last call; of what recurs the last ones."""
+        lines: list[bytes] = []
+        with path.open("rb") as file:
+            size, offset = file.seek(0, 2), self._offsets.get(path, 0)
+            offset = file.seek(offset if offset <= size else 0)  # a file that shrank began anew
+            if path.match("events.*.recent?.jsonl") and size - offset > RECENT_BYTES:
+                file.seek(size - RECENT_BYTES)
+                offset = size - RECENT_BYTES + len(file.readline())  # the rest of a line
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                offset += len(line)
+                lines.append(line)
+        self._offsets[path] = offset
+        return lines
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("output_dir", type=Path, help="`output_dir` of the job's configuration; its last job counts")
     parser.add_argument("--hostfile", type=Path, help="the job's hosts; without it, those that have an event log")
-    parser.add_argument(
-        "--otherwise",
-        type=int,
-        metavar="CODE",
-        help=f"the job's launcher has ended: exit code if no node says how ({FAILED} where this is left out)",
-    )
+    line = f"the job's launcher has ended: exit code if no node says how ({FAILED} where this is left out)"
+    parser.add_argument("--otherwise", type=int, metavar="CODE", help=line)
 
 
 def run(args: argparse.Namespace) -> int:
     """The exit code of the job. Raises: ConfigError."""
-    told = of_last_job(Follower(args.output_dir).poll())
+    told = _of_last_job(Follower(args.output_dir).poll())
     if not told:
         raise ConfigError(
             f"no event log of a job in {args.output_dir}",
             "its output_dir",
             "name the folder it wrote to; a job that ended before its hosts had met wrote nothing",
         )
-    heard = [event for story in told.values() for event in story]
-    if args.otherwise is None and _runs(heard):
-        since = f"last event {span(_silent_s(heard))} ago"
+    runs, silent_s = _runs(told)
+    if args.otherwise is None and runs:
         more = f"`deadpool watch {args.output_dir}` shows it"
-        print(f"[deadpool] the job is still running ({since}); exit code {EXIT_RUNNING}; {more}")
+        say(f"the job is still running (last event {span(silent_s)} ago); exit code {EXIT_RUNNING}; {more}")
         return EXIT_RUNNING
-    found = outcome(told, hosts(args.hostfile), FAILED if args.otherwise is None else args.otherwise)
-    print(f"[deadpool] {found}")
-    return found.exit_code
+    hosts: list[str] = []
+    if args.hostfile is not None:
+        try:
+            lines = [line.split() for line in args.hostfile.read_text().splitlines()]
+        except OSError as error:
+            found = f"{args.hostfile} cannot be read ({error.strerror})"
+            raise ConfigError(found, "the job's hostfile", "check the path") from error
+        hosts = [words[0] for words in lines if words and not words[0].startswith("#")]
+    concluded = outcome(told, hosts, FAILED if args.otherwise is None else args.otherwise)
+    say(str(concluded))
+    return concluded.exit_code
 
 
 def last_outcome(folder: Path) -> tuple[Outcome, float] | None:
     """Find the outcome of the last job that wrote to `folder`, and how long ago its last event was, in seconds; None if
     it has not ended on all hosts, or there is none."""
     try:
-        told = of_last_job(Follower(folder).poll())
+        told = _of_last_job(Follower(folder).poll())
     except OSError:
         return None
+    if not told or not ended([event for story in told.values() for event in story]):
+        return None
+    runs, silent_s = _runs(told)
+    return None if runs else (outcome(told, [], FAILED), silent_s)
+
+
+def span(seconds: float) -> str:
+    """A while, roughly: `40 s`, `12 min`, `2 h`."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
+
+
+def _runs(told: dict[int, list[events.Event]]) -> tuple[bool, float]:
+    """Whether the job has something to do yet and has spoken lately; the seconds since its last event."""
     heard = [event for story in told.values() for event in story]
-    return (outcome(told, [], FAILED), _silent_s(heard)) if ended(heard) and not _runs(heard) else None
+    silent_s = time.time() - max(event.time for event in heard)
+    return silent_s < SILENT_S and (not ended(heard) or bool(at_work(heard))), silent_s
 
 
-def _runs(heard: Sequence[events.Event]) -> bool:
-    """Return whether the job has something to do yet, and has spoken lately."""
-    return _silent_s(heard) < SILENT_S and (not ended(heard) or bool(at_work(heard)))
-
-
-def _silent_s(heard: Sequence[events.Event]) -> float:
-    return time.time() - max(event.time for event in heard)
-
-
-def of_last_job(said: Sequence[events.Event]) -> dict[int, list[events.Event]]:
+def _of_last_job(said: Sequence[events.Event]) -> dict[int, list[events.Event]]:
     """Node -> its events, of the job that began last: logs are appended to, and an earlier job may have had more nodes.
 
-    Args:
-        said: all nodes' events in order of time.
+    Args: said: all nodes' events in order of time.
     """
     stories: dict[int, list[events.Event]] = {}
     began_at = 0.0
@@ -86,15 +139,3 @@ def of_last_job(said: Sequence[events.Event]) -> dict[int, list[events.Event]]:
             began_at = event.time
         stories.setdefault(event.node, []).append(event)
     return {node: story for node, story in stories.items() if story[-1].time >= began_at}
-
-
-def hosts(hostfile: Path | None) -> list[str]:
-    """Names by node id; without a hostfile none: hosts say their names themselves. Raises: ConfigError."""
-    if hostfile is None:
-        return []
-    try:
-        lines = [line.split() for line in hostfile.read_text().splitlines()]
-    except OSError as error:
-        found = f"{hostfile} cannot be read ({error.strerror})"
-        raise ConfigError(found, "the job's hostfile", "check the path") from error
-    return [words[0] for words in lines if words and not words[0].startswith("#")]

@@ -1,6 +1,6 @@
 """`deadpool patch FRAMEWORK PATH [--check | --revert]`: put the plugin's flag and first statement into a checkout.
 
-Rules of this file: all files of a checkout are changed, or none; nothing is changed that the patch does not name, and
+Rules of this file: `git apply` changes all files of a checkout or none, wherever in them the lines of the patch stand;
 a checkout that already has the patch is left as it is.
 """
 
@@ -9,30 +9,29 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import shutil
 import subprocess
-from collections.abc import Sequence
+import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
 from .. import versions
 from ..errors import EXIT_OK, ConfigError
-from . import hunks
-from .config import shipped
-from .hunks import Hunk, Misfit
 
-FRAMEWORKS = ("megatron-lm",)
 EXIT_ABSENT = 1
 """Exit code of --check: the patch is not in, and fits."""
-_NEWEST = "main"
 _VERSION = Path("megatron/core/package_info.py")
 _PATCHES = "patches/megatron-lm"
-
-Version = tuple[int, ...]
+_ROOT, _SHARE = Path(__file__).resolve().parents[2], "share/deadpool_plugin"
+_PLACES = (
+    _ROOT,  # a checkout
+    _ROOT / _SHARE,  # pip install --target
+    Path(sysconfig.get_path("data")) / _SHARE,
+    Path(sysconfig.get_path("data", f"{os.name}_user")) / _SHARE,
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("framework", choices=FRAMEWORKS)
+    parser.add_argument("framework", choices=["megatron-lm"])
     parser.add_argument("path", type=Path, help="the checkout, whatever else has been changed in it")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--check", action="store_true", help="say whether the patch is in (exit code 0) or fits (1)")
@@ -41,151 +40,118 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Raises: ConfigError, naming the file and the hunk that does not fit."""
-    checkout = Checkout.at(args.path)
-    if patch := checkout.find(applied=True):
-        if args.revert:
-            patch.revert()
-        say(checkout, patch, "taken out of" if args.revert else "is in")
+    version = version_of(args.path)
+    patches = [Patch(tag, args.path) for tag in nearest_first(version)]
+    patch = next((patch for patch in patches if not patch.complaint("--check", "--reverse")), None)
+    if patch is None and args.revert:
+        print(f"{args.path}: there is nothing to take out")
         return EXIT_OK
-    if args.revert:
-        print(f"{checkout.path}: there is nothing to take out")
-        return EXIT_OK
-    patch = checkout.find(applied=False)
-    if patch is None:
-        raise checkout.patches()[0].misfit()
-    if not args.check:
-        patch.apply()
-    say(checkout, patch, "fits" if args.check else "put into")
-    return EXIT_ABSENT if args.check else EXIT_OK
-
-
-def say(checkout: Checkout, patch: Patch, what: str) -> None:
-    print(f"the patch for {patch.tag} {what} {checkout.path} (Megatron-LM {'.'.join(map(str, checkout.version))})")
-    for hunk in patch.hunks:
-        print(f"  {hunk.path}: {hunk.why}")
+    done, exit_code = "is in", EXIT_OK
+    if patch is not None and args.revert:
+        patch.apply("--reverse")
+        done = "taken out of"
+    elif patch is None:
+        patch = next((patch for patch in patches if not patch.complaint("--check")), patches[0])
+        patch.apply(*(["--check"] if args.check else []))
+        done, exit_code = ("fits", EXIT_ABSENT) if args.check else ("put into", EXIT_OK)
+    print(f"the patch for {patch.tag} {done} {args.path} (Megatron-LM {'.'.join(map(str, version))})")
+    for path, why in patch.hunks():
+        print(f"  {path}: {why}")
     ran = [one for one in versions.CHECKOUTS if one.held]
-    was = "was" if any(map(checkout.is_of, ran)) else "was not"
+    was = "was" if any(_is_of(args.path, version, one) for one in ran) else "was not"
     said = ", ".join(one.said for one in ran) or "none"
     print(f"pretrain_gpt.py of this version {was} put through losses with this release; run: {said}")
+    return exit_code
+
+
+def shipped(path: str) -> Path:
+    """Find `path` of the repository in a checkout, or where pip has put it. Raises: ConfigError."""
+    found = next((place / path for place in _PLACES if (place / path).exists()), None)
+    if found is None:
+        raise ConfigError(f"no {path} in {' or '.join(map(str, _PLACES))}", remedy="install deadpool_plugin again")
+    return found
 
 
 @dataclass(frozen=True)
 class Patch:
-    """The patch of one tag and the checkout it is meant for. `hunks` are in the order of their files."""
+    """The patch of one tag, and the checkout it is meant for."""
 
     tag: str
-    path: Path
-    hunks: Sequence[Hunk]
+    checkout: Path
 
-    def fits(self, applied: bool) -> bool:
-        """Return whether all of it is in the checkout, or could be put in."""
+    @property
+    def file(self) -> Path:
+        return shipped(_PATCHES) / self.tag / "deadpool.patch"
+
+    def hunks(self) -> list[tuple[str, str]]:
+        """List the file of each hunk, and what stands behind its second `@@`: why it is there."""
+        return re.findall(r"^\+\+\+ b/(.*)\n@@ .* @@ (.*)$", self.file.read_text(), re.MULTILINE)
+
+    def complaint(self, *options: str) -> str:
+        """Run `git apply`; return what is wrong, "" if nothing is. Raises: ConfigError without git."""
+        # A hunk whose context begins at line 1 fits elsewhere, too. The checkout need not be the top of a repository.
+        git = ["git", "apply", "--unidiff-zero", *options, "-"]
+        env = {**os.environ, "GIT_DIR": os.devnull, "LC_ALL": "C"}
         try:
-            self._changed(backwards=applied)
-        except (Misfit, OSError):
-            return False
-        return True
-
-    def apply(self) -> None:
-        self._write(self._changed(backwards=False))
-
-    def revert(self) -> None:
-        self._write(self._changed(backwards=True))
-
-    def _changed(self, *, backwards: bool) -> dict[Path, str]:
-        """The new content of every file. Raises: Misfit, OSError."""
-        files: dict[Path, str] = {}
-        for hunk in self.hunks:
-            path = self.path / hunk.path
-            text = files[path] if path in files else read(path)
-            files[path] = hunks.applied(hunk.reversed if backwards else hunk, text)
-        return files
-
-    def _write(self, files: dict[Path, str]) -> None:
-        for path, text in files.items():
-            beside = path.with_name(f".{path.name}.{os.getpid()}.deadpool")
-            with open(beside, "w", encoding="utf-8", newline="") as file:
-                file.write(text)
-            shutil.copymode(path, beside)
-            os.replace(beside, path)
-
-    def misfit(self) -> ConfigError:
-        """Why it does not fit, and what of it is in."""
-        try:
-            self._changed(backwards=False)
-        except (Misfit, OSError) as error:
-            there = [hunk.path for hunk in self.hunks if self._has(hunk)]
-            partly = f"; only part of the patch is in: {', '.join(there)}" if there else ""
-            return ConfigError(f"{error}{partly}", remedy=f"put it in by hand: {patch_file(self.tag)}")
-        return ConfigError(
-            f"the patch for {self.tag} fits now", "a checkout that nobody changes meanwhile", "run the command again"
-        )
-
-    def _has(self, hunk: Hunk) -> bool:
-        path = self.path / hunk.path
-        return path.is_file() and hunks.position(hunk.reversed, read(path)) is not None
-
-
-@dataclass(frozen=True)
-class Checkout:
-    """A folder that is a checkout of Megatron-LM, and the version it says it is."""
-
-    path: Path
-    version: Version
-
-    @staticmethod
-    def at(path: Path) -> Checkout:
-        """Raises: ConfigError if it is none."""
-        if not (path / _VERSION).is_file():
+            done = subprocess.run(git, input=self._text(), cwd=self.checkout, env=env, capture_output=True, check=False)
+        except FileNotFoundError as error:
             raise ConfigError(
-                f"{path}: there is no {_VERSION}", "a checkout of NVIDIA/Megatron-LM", "name its top folder"
-            )
-        numbers = dict(re.findall(r"^(MAJOR|MINOR|PATCH)\s*=\s*(\d+)", read(path / _VERSION), re.MULTILINE))
-        return Checkout(path, tuple(int(numbers.get(name, 0)) for name in ("MAJOR", "MINOR", "PATCH")))
+                f"{os.uname().nodename} has no `git`",
+                "git, by which patches are put in",
+                f"install git, or put the lines in by hand: {self.file}",
+            ) from error
+        said = " / ".join(done.stderr.decode(errors="replace").replace("error: ", "").splitlines())
+        return (said or f"git ended with {done.returncode}") if done.returncode else ""
 
-    def is_of(self, run: versions.Checkout) -> bool:
-        """Return whether it is the version, or the commit of a branch, that was run."""
-        return self.commit() == run.commit if run.commit else run.tag == f"core_v{'.'.join(map(str, self.version))}"
+    def _text(self) -> bytes:
+        """Return the patch, with the ends of lines that each of its files has in the checkout."""
+        lines: list[bytes] = []
+        end = b"\n"
+        for line in self.file.read_bytes().splitlines():
+            if line.startswith(b"+++ b/"):
+                path = self.checkout / os.fsdecode(line[6:])
+                end = b"\r\n" if path.is_file() and path.open("rb").readline().endswith(b"\r\n") else b"\n"
+            is_head = line.startswith((b"--- ", b"+++ ", b"@@ "))
+            lines.append(line + (b"\n" if is_head else end))
+        return b"".join(lines)
 
-    def commit(self) -> str:
-        """The commit that is checked out; "" of a folder without git."""
-        try:
-            git = ["git", "-C", str(self.path), "rev-parse", "HEAD"]
-            return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
-        except OSError:
-            return ""
-
-    def find(self, *, applied: bool) -> Patch | None:
-        """The first patch that is in (or fits), those of the nearest versions first."""
-        return next((patch for patch in self.patches() if patch.fits(applied)), None)
-
-    def patches(self) -> list[Patch]:
-        """The one that should fit first."""
-        tags = sorted(known_tags(), key=lambda tag: distance(self.version, tag))
-        return [Patch(tag, self.path, hunks.parse(read(patch_file(tag)))) for tag in tags]
-
-
-def patch_file(tag: str) -> Path:
-    return shipped(_PATCHES) / tag / "deadpool.patch"
-
-
-def known_tags() -> list[str]:
-    return [path.parent.name for path in shipped(_PATCHES).glob("*/deadpool.patch")]
+    def apply(self, *options: str) -> None:
+        """Raises: ConfigError that says what does not fit, and what of the patch is in."""
+        complaint = self.complaint(*options)
+        if not complaint:
+            return
+        failed = re.search(r"patch failed: (.*):(\d+)", complaint)
+        found = f"{failed[1]}: the hunk made for line {failed[2]} does not fit" if failed else complaint
+        paths = [path for path, _ in self.hunks()]
+        there = [path for path in paths if not self.complaint("--check", "--reverse", f"--include={path}")]
+        partly = f"; only part of the patch is in: {', '.join(there)}" if there else ""
+        raise ConfigError(f"{found}{partly}", remedy=f"put it in by hand: {self.file}")
 
 
-def distance(version: Version, tag: str) -> tuple[int, ...]:
-    """For sorting: the version's own tag first, then those nearest to it; `main` is newer than every tag."""
-    if tag == _NEWEST:
-        return (1, 0) if version > max(map(tag_version, set(known_tags()) - {_NEWEST})) else (3, 0)
-    own = tag_version(tag)
-    if own == version:
-        return (0, 0)
-    return (2, *(abs(mine - its) for mine, its in zip(version, own, strict=True)))
+def version_of(checkout: Path) -> tuple[int, ...]:
+    """Read the version that a checkout of Megatron-LM says it is. Raises: ConfigError if it is none."""
+    if not (checkout / _VERSION).is_file():
+        raise ConfigError(
+            f"{checkout}: there is no {_VERSION}", "a checkout of NVIDIA/Megatron-LM", "name its top folder"
+        )
+    text = (checkout / _VERSION).read_text(encoding="utf-8")
+    numbers = dict(re.findall(r"^(MAJOR|MINOR|PATCH)\s*=\s*(\d+)", text, re.MULTILINE))
+    return tuple(int(numbers.get(name, 0)) for name in ("MAJOR", "MINOR", "PATCH"))
 
 
-def tag_version(tag: str) -> Version:
-    return tuple(map(int, tag.removeprefix("core_v").split(".")))
+def nearest_first(version: tuple[int, ...]) -> list[str]:
+    """Sort the tags that have a patch: the version's own first, then those nearest to it."""
+    numbers = {
+        path.parent.name: tuple(map(int, path.parent.name.removeprefix("core_v").split(".")))
+        for path in shipped(_PATCHES).glob("core_v*/deadpool.patch")
+    }
+    tags = sorted(numbers, key=lambda tag: [abs(mine - its) for mine, its in zip(version, numbers[tag], strict=True)])
+    return ["main", *tags] if version > max(numbers.values()) else [*tags, "main"]  # which is newer than every tag
 
 
-def read(path: Path) -> str:
-    with open(path, encoding="utf-8", newline="") as file:
-        return file.read()
+def _is_of(checkout: Path, version: tuple[int, ...], run: versions.Checkout) -> bool:
+    """Return whether the checkout is the version, or the commit of a branch, that was run."""
+    if not run.commit:
+        return run.tag == f"core_v{'.'.join(map(str, version))}"
+    git = ["git", "-C", str(checkout), "rev-parse", "HEAD"]
+    return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() == run.commit

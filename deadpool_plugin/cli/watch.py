@@ -2,7 +2,6 @@
 
 On a terminal a table that stays in place, one row per node; elsewhere one plain line per important event and now
 and then one about the steps. Ends with the job, with its exit code, or with Ctrl-C; the job notices neither.
-For programs: what is known now, as one JSON object (figures.py).
 
 Rules of this file: drawing only, what is known is in `JobView`; no torch.
 """
@@ -15,9 +14,12 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.columns import Columns
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
@@ -25,17 +27,17 @@ from rich.text import Text
 
 from ..agent.reports import named
 from ..errors import ConfigError
+from ..host.output import say
 from ..launch.outcome import Outcome
-from .figures import figures
-from .follow import Follower
-from .jobview import JobView
-from .model import SILENT_S, Loss, Row, Swap, span
+from .jobview import JobView, Loss, Row, Swap
+from .outcome import SILENT_S, Follower, span
 
 POLL_S = 0.25
 LINES_SHOWN = 6
 SWAPS_SHOWN = 4
 STALLED_S = 60.0
 """Seconds without a step that are worth red, and a line; fewer may be a save or an evaluation."""
+MEMBER_FIGURES = ("node", "host", "state", "ranks", "stands_in_for", "generation")
 STYLES = {
     "active": "green",
     "spare": "cyan",
@@ -50,23 +52,95 @@ STYLES = {
 }
 
 
-# The table
+# ---- the table
 
 
-def draw(view: JobView, now: float, height: int | None = None) -> RenderableType:
+@dataclass(frozen=True)
+class Picture:
     """The whole picture. `now` is in epoch seconds. `height`: the terminal's lines; hosts that do not fit are counted,
-    those in trouble last."""
-    beside = 4 + 4 + min(len(view.swaps), SWAPS_SHOWN) + min(len(view.lines), LINES_SHOWN) + 1
-    rows = view.rows()
-    room = len(rows) if height is None else max(1, height - beside)
-    return Group(Text(), _headline(view, now), _figures(view), *_nodes(rows, room), *_swaps(view, now), *_lines(view))
+    those in trouble last, and of swaps and lines the newest are shown."""
+
+    view: JobView
+    now: float
+    height: int | None = None
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        def lines_of(*parts: RenderableType) -> int:
+            return sum(len(console.render_lines(part, options)) for part in parts)
+
+        above: list[RenderableType] = [Text(), self._headline(), self._figures()]
+        below, rows = [*self._swaps(), *self._lines()], self.view.rows()
+        room = len(rows)
+        if self.height is not None:
+            left = self.height - lines_of(*above) - 1  # the cursor's line
+            least = lines_of(*_nodes(rows, max(1, min(room, self.height // 3))))
+            while len(below) > 1 and lines_of(*below) > left - least:
+                del below[0]
+            left -= lines_of(*below)
+            room = max(1, min(room, left))
+            while room > 1 and lines_of(*_nodes(rows, room)) > left:
+                room -= 1
+        yield from [*above, *_nodes(rows, room), *below]
+
+    def _headline(self) -> Text:
+        view, now = self.view, self.now
+        stalled = view.stalled_s(now) >= STALLED_S
+        bad = view.exit_code or view.swapping_since is not None or silence(view, now) or stalled
+        return Text.assemble(("deadpool  ", "dim"), (headline(view, now), "bold red" if bad else "bold"))
+
+    def _figures(self) -> Columns:
+        view = self.view
+        left = len(view.world.spares) if view.world is not None else -1
+        figures = [
+            ("generation", str(view.generation), "bold"),
+            ("newest step", _number(view.step), "bold"),
+            ("committed step", _number(view.committed), "bold"),
+            ("newest loss", _loss(view.loss), "bold"),
+            ("spares left", _number(left), "bold red" if left == 0 else "bold"),
+            ("protection", protection(view), _style(view)),
+        ]
+        cells = [Text.assemble((f"{name} ", "dim"), (value, style), no_wrap=True) for name, value, style in figures]
+        return Columns(cells, padding=(0, 3))
+
+    def _swaps(self) -> Iterator[Text]:
+        for swap in self.view.swaps[-SWAPS_SHOWN:]:
+            said = named(described(swap, superseded=swap is not self.view.swaps[-1]), self.view.hosts)
+            yield Text.assemble((f"swap {swap.generation}  ", "dim"), said)
+
+    def _lines(self) -> Iterator[Text]:
+        for line in list(self.view.lines)[-LINES_SHOWN:]:
+            yield Text.assemble((f"{_clock(line.time)}  node {line.node}  ", "dim"), line.text)
 
 
-def _headline(view: JobView, now: float) -> Text:
-    stalled = view.stalled_s(now) >= STALLED_S
-    bad = view.exit_code or view.swapping_since is not None or silence(view, now) or stalled
-    style = "bold red" if bad else "bold"
-    return Text.assemble(("deadpool  ", "dim"), (headline(view, now), style))
+def _nodes(rows: list[Row], room: int) -> Iterator[RenderableType]:
+    """Yield as many rows as there is room for: those that are not as they should be first, the others by number."""
+    shown = sorted(sorted(rows, key=lambda row: row.state in ("active", "spare"))[:room], key=lambda row: row.node)
+    table = Table(header_style="bold", expand=False)
+    table.add_column("node", justify="right", no_wrap=True)
+    table.add_column("host", overflow="fold", min_width=4)
+    table.add_column("state", no_wrap=True, min_width=10)  # so that it does not jump about
+    table.add_column("ranks", min_width=10)
+    for name in ("generation", "newest step", "loss"):
+        table.add_column(name, justify="right", no_wrap=name != "newest step", min_width=7)
+    for row in shown:
+        ranks = ranges(row.ranks) or (f"stands in for {ranges(row.stands_in_for)}" if row.stands_in_for else "-")
+        table.add_row(
+            str(row.node),
+            escape(row.host) or "-",
+            Text(row.state, STYLES[row.state]),
+            ranks,
+            str(row.generation),
+            _number(row.step),
+            _loss(row.loss),
+            style="dim" if row.state in ("lost", "fenced") else None,
+        )
+    yield table
+    if left := [row.state for row in rows if row not in shown]:
+        states = ", ".join(f"{left.count(state)} {state}" for state in sorted(set(left)))
+        yield Text(f"and {len(left)} more node(s): {states}", "dim")
+
+
+# ---- words
 
 
 def headline(view: JobView, now: float) -> str:
@@ -99,58 +173,6 @@ def silence(view: JobView, now: float) -> str:
     return f"no event for {span(silent_s)}: the job is gone, or its hosts cannot write to its output_dir"
 
 
-def _figures(view: JobView) -> Table:
-    grid = Table.grid(padding=(0, 3))
-    figures = {
-        "generation": str(view.generation),
-        "newest step": _number(view.step),
-        "committed step": _number(view.committed),
-        "newest loss": _loss(view.loss),
-    }
-    cells = [Text.assemble((f"{name} ", "dim"), (value, "bold")) for name, value in figures.items()]
-    left = len(view.world.spares) if view.world is not None else -1
-    spares = Text.assemble(("spares left ", "dim"), (_number(left), "bold red" if left == 0 else "bold"))
-    grid.add_row(*cells, spares, Text.assemble(("protection ", "dim"), (protection(view), _style(view))))
-    return grid
-
-
-def _nodes(rows: list[Row], room: int) -> Iterator[RenderableType]:
-    """Yield as many rows as there is room for: those that are not as they should be first, the others by number."""
-    shown = sorted(sorted(rows, key=lambda row: row.state in ("active", "spare"))[:room], key=lambda row: row.node)
-    yield _table(shown)
-    if left := [row for row in rows if row not in shown]:
-        states = [f"{sum(row.state == state for row in left)} {state}" for state in sorted({row.state for row in left})]
-        yield Text(f"and {len(left)} more node(s): {', '.join(states)}", "dim")
-
-
-def _table(rows: list[Row]) -> Table:
-    table = Table(header_style="bold", expand=False)
-    for name, width in (("node", 4), ("host", 4), ("state", 10), ("ranks", 17)):  # so that it does not jump about
-        table.add_column(name, justify="right" if name == "node" else "left", no_wrap=True, min_width=width)
-    for name in ("generation", "newest step", "loss"):
-        table.add_column(name, justify="right", no_wrap=True, min_width=7)
-    for row in rows:
-        ranks = ranges(row.ranks) or (f"stands in for {ranges(row.stands_in_for)}" if row.stands_in_for else "-")
-        table.add_row(
-            str(row.node),
-            escape(row.host) or "-",
-            Text(row.state, STYLES[row.state]),
-            ranks,
-            str(row.generation),
-            _number(row.step),
-            _loss(row.loss),
-            style="dim" if row.state in ("lost", "fenced") else None,
-        )
-    return table
-
-
-def _swaps(view: JobView, now: float) -> Iterator[Text]:
-    for swap in view.swaps[-SWAPS_SHOWN:]:
-        superseded = swap is not view.swaps[-1]
-        said = named(described(swap, superseded), view.hosts)
-        yield Text.assemble((f"swap {swap.generation}  ", "dim"), said)
-
-
 def described(swap: Swap, superseded: bool = False) -> str:
     """A swap in one line. `superseded`: another one came after it."""
     said = [f"node {taker} takes over from node {lost}" for lost, taker in swap.takers.items()]
@@ -169,13 +191,41 @@ def described(swap: Swap, superseded: bool = False) -> str:
     return f"{what}, back to step {swap.restore_step}: {took}{first}"
 
 
-def _lines(view: JobView) -> Iterator[Text]:
-    for line in list(view.lines)[-LINES_SHOWN:]:
-        parts = (f"{_clock(line.time)}  node {line.node}  ", "dim"), line.text
-        yield Text.assemble(*parts, no_wrap=True, overflow="ellipsis")
+def ranges(numbers: tuple[int, ...]) -> str:
+    """`0-3, 6`."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
 
 
-# Plain lines
+def protection(view: JobView) -> str:
+    """Describe the job's protection, in a few words."""
+    return "Mirrored only" if view.protection == "Mirrored" else view.protection
+
+
+def _style(view: JobView) -> str:
+    """Green only where a spare is left: a log of an older version may call a job without one protected."""
+    without = view.protection == "Protected" and view.world is not None and not view.world.spares
+    return STYLES["Mirrored" if without else view.protection]
+
+
+def _number(step: int) -> str:
+    return str(step) if step >= 0 else "-"
+
+
+def _loss(loss: Loss | None) -> str:
+    return f"{loss.value:.4f}" if loss is not None else "-"
+
+
+def _clock(at: float) -> str:
+    return time.strftime("%m-%d %H:%M:%S", time.localtime(at))
+
+
+# ---- plain lines
 
 
 class PlainLines:
@@ -219,44 +269,64 @@ class PlainLines:
         return lines
 
 
-# Words
+# ---- one JSON object
 
 
-def ranges(numbers: tuple[int, ...]) -> str:
-    """`0-3, 6`."""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+def figures(view: JobView, now: float) -> dict[str, Any]:
+    """Describe a job to programs. Names and units are for good, new ones may be added (configs/README.md lists them);
+    what is not known is null. `now` is in epoch seconds."""
+    unprotected = view.protection in ("Mirrored", "Unprotected")
+    return {
+        "time_s": now,
+        "state": state(view, now),
+        "outcome": view.outcome or None,
+        "exit_code": view.exit_code if view.over(now) else None,
+        "silent_s": _since(view.heard_at or None, now),
+        "generation": view.generation,
+        "step": _known(view.step),
+        "loss": view.loss.value if view.loss is not None else None,
+        "committed_step": _known(view.committed),
+        "committed_age_s": _since(view.committed_at or None, now),
+        "spares_left": len(view.world.spares) if view.world is not None else None,
+        "mirrored": view.protection in ("Mirrored", "Protected"),
+        "uncovered": view.uncovered,
+        "protected": view.protection == "Protected",
+        "unprotected_s": _since(view.protection_at, now) if unprotected else None,
+        "swaps": len(view.swaps),
+        "swapping_s": _since(view.swapping_since, now),
+        "last_swap_s": next((swap.duration_s for swap in reversed(view.swaps) if swap.duration_s is not None), None),
+        "history": view.history,
+        "members": [
+            {**{name: getattr(row, name) for name in MEMBER_FIGURES}, "step": _known(row.step)} for row in view.rows()
+        ],
+    }
 
 
-def protection(view: JobView) -> str:
-    """Describe the job's protection, in a few words."""
-    return "Mirrored only" if view.protection == "Mirrored" else view.protection
+def state(view: JobView, now: float) -> str:
+    """Describe what the job is doing, in one word."""
+    if view.outcome:
+        return "ended" if view.over(now) else "ending"
+    if not view.nodes:
+        return "unknown"
+    if silence(view, now):
+        return "silent"
+    if view.waiting:
+        return "waiting"
+    if view.swapping_since is not None:
+        return "swapping"
+    return "training" if view.training else "starting"
 
 
-def _style(view: JobView) -> str:
-    """Green only where a spare is left: a log of an older version may call a job without one protected."""
-    without = view.protection == "Protected" and view.world is not None and not view.world.spares
-    return STYLES["Mirrored" if without else view.protection]
+def _since(then: float | None, now: float) -> float | None:
+    """Hosts' clocks differ: what has just happened may be said to come."""
+    return None if then is None else max(0.0, now - then)
 
 
-def _number(step: int) -> str:
-    return str(step) if step >= 0 else "-"
+def _known(step: int) -> int | None:
+    return step if step >= 0 else None
 
 
-def _loss(loss: Loss | None) -> str:
-    return f"{loss.value:.4f}" if loss is not None else "-"
-
-
-def _clock(at: float) -> str:
-    return time.strftime("%m-%d %H:%M:%S", time.localtime(at))
-
-
-# The command
+# ---- the command
 
 
 def updates(follower: Follower, view: JobView, once: bool = False) -> Iterator[None]:
@@ -274,7 +344,7 @@ def show_table(follower: Follower, view: JobView, console: Console, once: bool =
     with Live(console=console, auto_refresh=False) as live:
         for _ in updates(follower, view, once):
             height = None if once else console.size.height
-            live.update(draw(view, time.time(), height), refresh=True)
+            live.update(Picture(view, time.time(), height), refresh=True)
 
 
 def print_lines(follower: Follower, view: JobView, every_s: float, once: bool = False) -> None:
@@ -308,7 +378,7 @@ def run(args: argparse.Namespace) -> int:
         if (args.once and not args.json) or (args.json and not is_there):  # as JSON it is a state
             raise ConfigError(missing, "the job's output_dir", "name the folder it writes to")
         if not args.json:
-            print(f"[deadpool] {missing} yet: waiting for a job that writes to it", file=sys.stderr, flush=True)
+            say(f"{missing} yet: waiting for a job that writes to it", to=sys.stderr)
     try:
         if args.json:
             next(updates(follower, view))

@@ -11,7 +11,7 @@ import os
 import sys
 from pathlib import Path
 
-from deadpool_plugin.cli.join import address
+from deadpool_plugin.cli.main import address
 from deadpool_plugin.launch import carried, join
 
 LAUNCH = str(Path(__file__).with_name("stub_launch.py"))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from deadpool_plugin.cli import config as config_command
+from deadpool_plugin.cli import patch
 from deadpool_plugin.cli.main import main
 from deadpool_plugin.config import Config, load
 from deadpool_plugin.errors import ConfigError
@@ -92,12 +92,12 @@ def test_pages_of_a_wheel_lead_to_files_of_the_wheel():
 
 def test_what_a_wheel_carries_is_found_where_pip_puts_it(tmp_path, monkeypatch):
     shares = [tmp_path / name / "share/deadpool_plugin" for name in ("target", "prefix")]
-    monkeypatch.setattr(config_command, "_PLACES", (tmp_path / "checkout", *shares))
+    monkeypatch.setattr(patch, "_PLACES", (tmp_path / "checkout", *shares))
     with pytest.raises(ConfigError, match="no configs/minimal.yaml in .*install deadpool_plugin again"):
-        config_command.shipped("configs/minimal.yaml")
+        patch.shipped("configs/minimal.yaml")
     (shares[1] / "configs").mkdir(parents=True)
     (shares[1] / "configs/minimal.yaml").touch()
-    assert config_command.shipped("configs/minimal.yaml") == shares[1] / "configs/minimal.yaml"
+    assert patch.shipped("configs/minimal.yaml") == shares[1] / "configs/minimal.yaml"
 
 
 def test_a_tilde_is_the_home_directory(tmp_path, monkeypatch):

@@ -35,7 +35,7 @@ LAYERS: dict[str, set[str]] = {
     "agent": {"host", "mirror", "transport", "core"},
     "plugin": {"adapters", "agent", "host", "worker", "comm", "mirror", "transport", "core"},
     "launch": {"plugin", "agent", "host", "worker", "transport", "core"},
-    "cli": {"launch", "plugin", "agent", "host", "transport", "core"},
+    "cli": {"__init__", "launch", "plugin", "agent", "host", "transport", "core"},
     "run": {"launch", "plugin"},
     "data": set(),
     "__init__": {"launch", "plugin", "run"},

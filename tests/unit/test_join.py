@@ -19,8 +19,7 @@ from deadpool_plugin import __version__
 from deadpool_plugin.agent import joining
 from deadpool_plugin.agent.joining import Job, Roster
 from deadpool_plugin.agent.meeting import versions
-from deadpool_plugin.cli.join import address
-from deadpool_plugin.cli.main import COMMANDS, main
+from deadpool_plugin.cli.main import COMMANDS, address, main
 from deadpool_plugin.config import Config, load
 from deadpool_plugin.core.types import World
 from deadpool_plugin.errors import ConfigError, PeerRefused, TransportError
@@ -126,7 +125,7 @@ def test_the_module_is_the_command_and_nothing_loads_torch():
     command = [sys.executable, "-m", "deadpool_plugin", "watch", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and "output_dir" in done.stdout
-    code = "import sys, deadpool_plugin.cli.main, deadpool_plugin.cli.join; assert 'torch' not in sys.modules"
+    code = "import sys, deadpool_plugin.cli.main; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 

@@ -1,13 +1,14 @@
 """`deadpool patch`: put in, checked, taken out again; what does not fit is named and nothing is changed."""
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from deadpool_plugin import versions
-from deadpool_plugin.cli import hunks, patch
+from deadpool_plugin.cli import patch
 from deadpool_plugin.cli.main import main
 from deadpool_plugin.errors import EXIT_CONFIG
 
@@ -17,13 +18,25 @@ STATEMENT = "import deadpool_plugin; deadpool_plugin.activate()"
 FLAG = "--deadpool-config"
 
 
+def patch_text(tag):
+    return patch.Patch(tag, ROOT).file.read_text()
+
+
+def files_of(tag):
+    """Return the lines that the hunk of each file stands between, as many others before them as where it was made."""
+    files = {}
+    for name, at, body in re.findall(r"\+\+\+ b/(.*)\n@@ -(\d+).*\n((?:[ +-].*\n|\n)+?)(?=--- |\Z)", patch_text(tag)):
+        before = [line[1:] for line in body.splitlines() if not line.startswith("+")]
+        files[name] = [*(f"# line {number}" for number in range(int(at) - 1)), *before, "# the rest"]
+    return files
+
+
 def tree(folder, version, tag):
-    """Write what the patch of `tag` needs of a checkout: the lines its hunks stand between, at their places."""
-    for hunk in hunks.parse(patch.read(patch.patch_file(tag))):
-        file = folder / hunk.path
+    """Write what the patch of `tag` needs of a checkout."""
+    for name, lines in files_of(tag).items():
+        file = folder / name
         file.parent.mkdir(parents=True, exist_ok=True)
-        filling = [f"# line {number}" for number in range(hunk.at)]
-        file.write_text("\n".join([*filling, *hunk.before, "# the rest"]) + "\n")
+        file.write_text("\n".join(lines) + "\n")
     info = folder / "megatron/core/package_info.py"
     info.parent.mkdir(parents=True, exist_ok=True)
     info.write_text("MAJOR = {}\nMINOR = {}\nPATCH = {}\n".format(*version))
@@ -39,12 +52,12 @@ def command(folder, *more):
 
 
 def test_every_tag_has_a_patch_and_every_hunk_says_why():
-    assert set(patch.known_tags()) == set(VERSIONS)
+    assert set(patch.nearest_first((0, 14, 0))) == set(VERSIONS)
     for tag in VERSIONS:
-        found = hunks.parse(patch.read(patch.patch_file(tag)))
-        assert [hunk.path for hunk in found] == ["pretrain_gpt.py", "megatron/training/arguments.py"]
-        assert all(len(hunk.why) > 20 for hunk in found)
-        added = [line for hunk in found for line in hunk.after if line not in hunk.before]
+        found = patch.Patch(tag, ROOT).hunks()
+        assert [path for path, _ in found] == ["pretrain_gpt.py", "megatron/training/arguments.py"]
+        assert all(len(why) > 20 for _, why in found)
+        added = re.findall(r"^\+(?!\+\+ )(.*)$", patch_text(tag), re.MULTILINE)
         assert STATEMENT in added and len(added) <= 3
 
 
@@ -78,8 +91,25 @@ def test_changes_elsewhere_do_not_matter_and_stay(tmp_path):
 def test_a_version_between_two_tags_gets_the_nearest_that_fits(tmp_path, capsys):
     assert command(tree(tmp_path, (0, 15, 1), "core_v0.15.3"), "--check") == 1
     assert "the patch for core_v0.15.3 fits" in capsys.readouterr().out
-    assert patch.distance((0, 21, 0), "main") < patch.distance((0, 21, 0), "core_v0.16.1")
-    assert patch.distance((0, 16, 0), "core_v0.16.1") < patch.distance((0, 16, 0), "main")
+    assert patch.nearest_first((0, 21, 0))[:2] == ["main", "core_v0.16.1"]
+    assert patch.nearest_first((0, 16, 0)) == ["core_v0.16.1", "core_v0.15.3", "core_v0.14.0", "main"]
+
+
+def test_a_checkout_inside_a_repository_gets_it_too(tmp_path):
+    """As a part of the user's own: git would pass over files above which it finds another repository."""
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    checkout = tree(tmp_path / "vendor", VERSIONS["main"], "main")
+    assert command(checkout) == 0
+    assert STATEMENT in (checkout / "pretrain_gpt.py").read_text()
+
+
+def test_without_git_it_is_said_what_to_do(tmp_path, capsys, monkeypatch):
+    checkout = tree(tmp_path, VERSIONS["main"], "main")
+    before = contents(checkout)
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert command(checkout) == EXIT_CONFIG and contents(checkout) == before
+    said = capsys.readouterr().err
+    assert "has no `git`" in said and f"by hand: {patch.Patch('main', checkout).file}" in said and said.count("\n") == 1
 
 
 def test_a_hunk_that_does_not_fit_is_named_and_nothing_is_changed(tmp_path, capsys):
@@ -112,7 +142,7 @@ def test_the_real_files_of_each_tag_still_compile_with_it(tmp_path, tag):
     clone = os.environ.get("MEGATRON_LM_GIT", "")
     if not clone:
         pytest.skip("MEGATRON_LM_GIT is not set; expected the folder of a clone of NVIDIA/Megatron-LM with its tags")
-    files = {hunk.path for hunk in hunks.parse(patch.read(patch.patch_file(tag)))} | {"megatron/core/package_info.py"}
+    files = {path for path, _ in patch.Patch(tag, ROOT).hunks()} | {"megatron/core/package_info.py"}
     for name in files:
         source = f"{'HEAD' if tag == 'main' else tag}:{name}"
         shown = subprocess.run(["git", "-C", clone, "show", source], capture_output=True, check=True).stdout

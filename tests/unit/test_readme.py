@@ -1,7 +1,5 @@
 """Pages say what is there: every folder is in the table; links lead somewhere; programs take the commands."""
 
-import argparse
-import importlib
 import json
 import re
 import subprocess
@@ -11,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from deadpool_plugin import __version__
+from deadpool_plugin.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
@@ -75,11 +74,10 @@ def unknown_options(words):
         return {option for option in options if f'"{option}"' not in text}
     if words[1] == "COMMAND":
         return set()
-    module = importlib.import_module(f"deadpool_plugin.cli.{words[1]}")
-    if getattr(module, "VERBATIM", False):
+    if words[1] == "launch":
         return set()  # they are deepspeed's
-    parser = argparse.ArgumentParser(exit_on_error=False)
-    module.add_arguments(parser)
+    parser = vars(main.parser())["_subparsers"]._group_actions[0].choices[words[1]]
+    parser.exit_on_error = False
     if words[2:] and not set("[]|") & set("".join(words)):
         parser.parse_args(words[2:])
     return options - set(parser._option_string_actions)

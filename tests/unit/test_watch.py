@@ -17,10 +17,10 @@ from support import present
 
 from deadpool_plugin import events
 from deadpool_plugin.cli import watch
-from deadpool_plugin.cli.figures import figures
-from deadpool_plugin.cli.follow import RECENT_BYTES, Follower
 from deadpool_plugin.cli.jobview import JobView
 from deadpool_plugin.cli.main import main
+from deadpool_plugin.cli.outcome import RECENT_BYTES, Follower
+from deadpool_plugin.cli.watch import figures
 
 # Three nodes of two ranks and one spare; node 0, the coordinator, is killed after step 23.
 START = """
@@ -93,9 +93,9 @@ def states(view: JobView) -> list[str]:
     return [row.state for row in view.rows()]
 
 
-def picture(view: JobView, now: float) -> str:
-    console = Console(record=True, width=120, file=io.StringIO())
-    console.print(watch.draw(view, now))
+def picture(view: JobView, now: float, width: int = 120, height: int | None = None) -> str:
+    console = Console(record=True, width=width, file=io.StringIO())
+    console.print(watch.Picture(view, now, height))
     return console.export_text()
 
 
@@ -143,11 +143,11 @@ def test_the_table_at_the_end() -> None:
     assert "deadpool  the job finished; some hosts are still at work" in picture(view_of(*ALL), now=40.0)
     shown = picture(view_of(*ALL, ENDED), now=40.0)
     assert "deadpool  the job finished; exit code 0" in shown
-    figures = (
+    said = (
         "generation 1   newest step 25   committed step 24   newest loss 0.0400   spares left 0   "
         "protection Mirrored only"
     )
-    assert figures in shown
+    assert said in shown
     in_one_line = " ".join(shown.split())
     assert "back to step 23: in training again after 0.04 s, first step done after 0.06 s" in in_one_line
     assert shown.count("finished") == 2, "the headline and one node's last line, not every node's"
@@ -435,12 +435,31 @@ def test_more_hosts_than_lines_are_counted_and_those_in_trouble_shown() -> None:
     view.apply(events.TrainingStarted(node=0, time=1.0))
     view.apply(events.NodeLost(node=0, lost=(30,), evidence="node 30 was lost", time=2.0))
     for height in (14, 30, 100):
-        console = Console(record=True, width=120, height=height, file=io.StringIO())
-        console.print(watch.draw(view, 3.0, height))
-        shown = console.export_text()
+        shown = picture(view, 3.0, height=height)
         assert "h30" in shown and "lost" in shown and len(shown.splitlines()) <= height
         assert ("more node(s): " in shown) == (height < 40), shown
     assert "h31" in shown, "with room for all of them nobody is left out"
+
+
+@pytest.mark.parametrize("height", [20, 24, 50])
+def test_in_a_narrow_terminal_nothing_is_cut_off_and_the_newest_lines_win(height: int) -> None:
+    view = view_of(*ALL[:6])
+    reason = (
+        "no host answers: " + ", ".join(f"host{number} refused the connection" for number in range(6)) + ". THE END"
+    )
+    for number in range(20):
+        view.apply(events.Note(time=40.0 + number, node=2, generation=1, text=f"note number {number}"))
+    view.apply(events.NodeLost(time=61.0, node=1, generation=1, lost=(2,), evidence=reason))
+    shown = picture(view, now=62.0, width=80, height=height)
+    rows = shown.splitlines()
+    assert len(rows) < height and all(len(row) <= 80 for row in rows), shown
+    assert all(row.endswith("│") for row in rows if row.startswith("│")), "the table's last column"
+    in_one_line = " ".join(shown.split())
+    assert reason in in_one_line and "…" not in shown, "the newest line, whole"
+    for row in ("generation", "newest step", "committed step", "newest loss 0.0400", "spares left 0", "protection"):
+        assert row in in_one_line
+    assert all(f"alpha{number}" in shown for number in range(4)), "the table is there, too"
+    assert "note number 19" in in_one_line and (height < 50 or "note number 16" in in_one_line)
 
 
 def test_without_a_spare_nothing_is_green() -> None:
