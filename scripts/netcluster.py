@@ -5,6 +5,7 @@ when it ends or Ctrl-C is pressed (without COMMAND: until Ctrl-C). Meanwhile, fr
 
     netcluster.py run h1 -- COMMAND      on another host, or once more
     netcluster.py kill h2                power failure
+    netcluster.py revive h2              power it on again, with the home it had
     netcluster.py cut h2 [--only in|out] pull its cable, or lose one direction
     netcluster.py degrade h2 --loss 5 --delay-ms 20
     netcluster.py heal h2
@@ -42,10 +43,12 @@ def parse(words: list[str]) -> argparse.Namespace:
     up.add_argument("--slots", type=int, default=1, metavar="N", help="slots per host in FOLDER/hostfile")
     up.add_argument("command", nargs="*", metavar="-- COMMAND", help="what to run on h1")
     for name, line in {
-        "run": "run a command on a host", "kill": "power failure", "cut": "pull the cable",
+        "run": "run a command on a host", "kill": "power failure", "revive": "power a killed host on",
+        "cut": "pull the cable",
         "degrade": "lose and delay packets", "heal": "undo cut and degrade",
     }.items():  # fmt: skip
         commands.add_parser(name, help=line).add_argument("host", metavar="HOST")
+    commands.add_parser("keep").add_argument("host")  # what `revive` leaves behind: the host's parent
     commands.choices["run"].add_argument("command", nargs="+", metavar="-- COMMAND")
     commands.choices["cut"].add_argument("--only", choices=["in", "out"], default="", help="lose one direction only")
     commands.choices["degrade"].add_argument("--loss", type=float, default=0.0, metavar="PERCENT")
@@ -84,9 +87,13 @@ def already_up(folder: Path) -> list[str]:
 
 
 def run(network: netns.Network, host: str, command: list[str]) -> int:
-    """Run `command` on `host` and return its exit code. We pass Ctrl-C on, and SIGTERM as that: nsenter, between us,
-    would not live on."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    """Run `command` on `host` and return its exit code.
+
+    Ctrl-C, SIGTERM and a closed terminal reach it as SIGINT: nsenter, between us, would end.
+    """
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
+            signal.signal(number, signal.default_int_handler)
     process = subprocess.Popen(network.command(host, command), start_new_session=True)
     while True:
         try:
@@ -98,6 +105,26 @@ def run(network: netns.Network, host: str, command: list[str]) -> int:
             for child in children:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(child, signal.SIGINT)
+
+
+def revive(folder: Path, host: str) -> int:
+    """Power `host` on; it has a process of its own for its parent, which ends with it or with the hosts."""
+    words = [sys.executable, __file__, "--folder", str(folder), "keep", host]
+    keeper = subprocess.Popen(
+        words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    assert keeper.stdout is not None
+    done = keeper.stdout.readline()
+    print(done, end="")
+    return 0 if done.endswith(": done\n") else keeper.wait()
+
+
+def keep(network: netns.Network, host: str) -> int:
+    network.revive(host)
+    print(f"[netcluster] revive {host}: done", flush=True)
+    network.wait(host)
+    return 0
 
 
 def main() -> int:
@@ -116,9 +143,14 @@ def main() -> int:
 
 def act(args: argparse.Namespace) -> int:
     network = netns.Network.attached(args.folder)
-    if args.host not in network.hosts:
-        print(f"[netcluster] no host {args.host} is up; there are: {', '.join(network.hosts)}", file=sys.stderr)
+    there, said = (network.down, "was killed") if args.do in ("revive", "keep") else (network.hosts, "is up")
+    if args.host not in there:
+        print(f"[netcluster] no host {args.host} {said}; there are: {', '.join(there) or 'none'}", file=sys.stderr)
         return 2
+    if args.do == "revive":
+        return revive(args.folder, args.host)
+    if args.do == "keep":
+        return keep(network, args.host)
     if args.do == "run":
         return run(network, args.host, args.command)
     if args.do == "kill":

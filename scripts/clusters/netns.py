@@ -10,13 +10,15 @@ when a thread ends).
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import select
 import shlex
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,8 @@ class Network:
         self.folder, self._size = folder.resolve(), size
         self.environment = {"PATH": os.environ["PATH"], **(environment or {})}
         self.hosts: dict[str, Host] = {}
+        self.down: dict[str, Host] = {}
+        """Hosts that were killed before we attached."""
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Network:
@@ -72,7 +76,7 @@ class Network:
         for name, address in names.items():
             self.hosts[name] = self._boot(name, address)
         self._save()
-        self._wait_for_ssh()
+        self._wait_for_ssh(self.hosts)
 
     def _own_folder(self) -> None:
         """Nobody else may decide what is in it: its processes are entered as root. Raises: RuntimeError."""
@@ -91,7 +95,11 @@ class Network:
         inside = ["nsenter", f"--target={pid}", "--net", "ip"]
         self._on_switch("ip", "link", "add", host.port, "type", "veth", "peer", "name", "eth0", "netns", str(pid))
         self._on_switch("ip", "link", "set", host.port, "master", BRIDGE, "up")
-        for words in (["address", "add", f"{address}/24", "dev", "eth0"], ["link", "set", "eth0", "up"]):
+        hardware = f"02:00:00:00:01:{int(address.rpartition('.')[2]):02x}"  # others remember it when it is revived
+        for words in (
+            ["address", "add", f"{address}/24", "dev", "eth0"],
+            ["link", "set", "eth0", "address", hardware, "up"],
+        ):
             subprocess.run([*inside, *words], check=True)
         return host
 
@@ -107,18 +115,18 @@ class Network:
             time.sleep(0.01)
         raise RuntimeError(f"`{shlex.join(start)}` did not start; see {self.folder}")
 
-    def _wait_for_ssh(self) -> None:
+    def _wait_for_ssh(self, names: Iterable[str]) -> None:
         deadline = time.monotonic() + START_S
         first = next(iter(self.hosts.values()))
-        for name in self.hosts:
-            words = self.command(first.name, ["ssh", name, "true"])
+        for name in names:
+            words = self.command(first.name, ["ssh", "-o", "ConnectTimeout=2", name, "true"])
             while subprocess.run(words, capture_output=True).returncode:
                 if time.monotonic() > deadline:
                     raise RuntimeError(f"no ssh on {name}: see {self.folder / name / 'sshd.txt'}")
                 time.sleep(0.1)
 
     def _save(self) -> None:
-        hosts = {host.name: [host.address, host.pid] for host in self.hosts.values()}
+        hosts = {host.name: [host.address, host.pid] for host in (*self.hosts.values(), *self.down.values())}
         state = {"switch": self.switch, "hosts": hosts, "environment": self.environment}
         (self.folder / "network.json").write_text(json.dumps(state, indent=1) + "\n")
 
@@ -132,6 +140,7 @@ class Network:
         network.switch = state["switch"]
         hosts = [Host(name, address, pid) for name, (address, pid) in state["hosts"].items()]
         network.hosts = {host.name: host for host in hosts if network._is_up(host)}
+        network.down = {host.name: host for host in hosts if host.name not in network.hosts}
         return network
 
     def _is_up(self, host: Host) -> bool:
@@ -177,6 +186,23 @@ class Network:
         for direction in ("out", "in"):
             self._queue(host, direction, ["netem", "loss", f"{loss_percent}%", "delay", f"{delay_ms}ms"])
 
+    def revive(self, name: str) -> None:
+        """Power a killed host on again, with the home that it had; it is ours, and gone when this process ends."""
+        old = self.down[name]
+        subprocess.run(self._switch("ip", "link", "del", old.port), capture_output=True)  # the kernel may have done it
+        self.hosts[name] = self._boot(name, old.address)
+        del self.down[name]
+        self._save()
+        self._wait_for_ssh([name])
+
+    def wait(self, name: str) -> None:
+        """Wait for the end of a host of ours, or of the network."""
+        with contextlib.ExitStack() as open_files:
+            ends = [os.pidfd_open(pid) for pid in (self.hosts[name].pid, self.switch)]
+            for end in ends:
+                open_files.callback(os.close, end)
+            select.select(ends, [], [])
+
     def heal(self, host: str) -> None:
         """Make it as new; of a pair that is cut, both are to be healed."""
         self._neighbours(host, "flush", "dev", "eth0", "nud", "permanent")
@@ -201,7 +227,10 @@ class Network:
         subprocess.run([*inside, *words], check=True)
 
     def _on_switch(self, *words: str) -> None:
-        subprocess.run(["nsenter", f"--target={self.switch}", "--net", *words], check=True)
+        subprocess.run(self._switch(*words), check=True)
+
+    def _switch(self, *words: str) -> list[str]:
+        return ["nsenter", f"--target={self.switch}", "--net", *words]
 
     # ---- the end
 

@@ -93,6 +93,44 @@ def test_ctrl_c_and_sigkill_take_the_hosts_away(tmp_path):
         assert select.select([waiting], [], [], 30)[0], f"the host outlives {number.name}"
 
 
+def test_a_killed_host_is_powered_on_again_and_ends_with_the_others(tmp_path):
+    if lacking := netns_host.missing():
+        pytest.skip("; ".join(lacking))
+    words = [*SCRIPT, "--folder", str(tmp_path / "net")]
+
+    def say(*command):
+        return subprocess.run([*words, *command], capture_output=True, text=True, timeout=60, check=False)
+
+    with netns.Network(tmp_path / "net", 2) as network:
+        assert "no host h2 was killed" in say("revive", "h2").stderr
+        on(network, "h2", "touch ~/kept")
+        say("kill", "h2")
+        assert not reachable(network)
+        for _ in range(2):  # and once more: what it is now is known
+            assert say("revive", "h2").stdout == "[netcluster] revive h2: done\n"
+            assert say("run", "h1", "--", "ssh", "h2", "ls").stdout.split() == [
+                "kept",
+                "passwd",
+                "sshd.txt",
+                "sshd_config",
+            ]
+            say("kill", "h2")
+        assert say("revive", "h2").returncode == 0
+        pid = netns.Network.attached(network.folder).hosts["h2"].pid
+        revived = os.pidfd_open(pid)
+    assert select.select([revived], [], [], 30)[0]
+
+
+def test_a_closed_terminal_ends_a_command(network):
+    process = subprocess.Popen(
+        [*SCRIPT, "--folder", str(network.folder), "run", "h1", "--", "sh", "-c", "echo runs; exec sleep 600"],
+        stdout=subprocess.PIPE, text=True, preexec_fn=functools.partial(signal.signal, signal.SIGHUP, signal.SIG_DFL),
+    )  # fmt: skip
+    assert present(process.stdout).readline() == "runs\n"
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(timeout=30) == 254  # of a command that SIGINT has ended
+
+
 def test_ctrl_c_as_a_command_ends_keeps_its_exit_code(monkeypatch):
     class Ended(subprocess.Popen[bytes]):  # as subprocess does: its process ends in the time that Popen.wait gives it
         def wait(self, timeout=None):
