@@ -58,14 +58,14 @@ class Fetches:
 
     async def recording(self, source: NodeId, rank: Rank) -> bytes:
         """Get the recording of `rank`, from here if it is here, else from `source`. Raises: DeadpoolError."""
-        if source == self._node or self._host.store.has_recording(rank):
-            return self._host.store.get_recording(rank)
+        if source == self._node or self._host.store.records.has_recording(rank):
+            return self._host.store.records.get_recording(rank)
         return await self._ask(lambda: self._host.bulk.get_recording(source, rank), source)
 
     async def records(self, source: NodeId, rank: Rank, first: Step, last: Step) -> list[bytes]:
         """Get the call records of first..last, from `source`. Raises: TransportError, HistoryPruned."""
         if source == self._node:
-            return self._host.store.get(rank, first, last)
+            return self._host.store.records.get(rank, first, last)
         return await self._ask(lambda: self._host.bulk.get_history(source, rank, first, last), source)
 
     async def refill(self, source: Source, step: Step) -> None:

@@ -25,7 +25,7 @@ class Fullness:
     def __init__(
         self, store: SnapshotStore, reports: Reports, limit_bytes: int, feed: Callable[[api.Input], None]
     ) -> None:
-        self._store, self._reports, self._limit_bytes, self._feed = store, reports, limit_bytes, feed
+        self._records, self._reports, self._limit_bytes, self._feed = store.records, reports, limit_bytes, feed
         self._said: set[bool] = set()
 
     def look(self, ranks: Sequence[Rank], step: Step) -> None:
@@ -33,10 +33,10 @@ class Fullness:
         if True in self._said:
             return
         for rank in ranks:
-            first, _ = self._store.history_range(rank)
+            first, _ = self._records.history_range(rank)
             if first > 0:
                 self._say(rank, step, full=True)
-            elif step % LOOK_EVERY_STEPS == 0 and self._store.history_bytes(rank) >= WARN_AT * self._limit_bytes:
+            elif step % LOOK_EVERY_STEPS == 0 and self._records.history_bytes(rank) >= WARN_AT * self._limit_bytes:
                 self._say(rank, step, full=False)
 
     def _say(self, rank: Rank, step: Step, full: bool) -> None:

@@ -15,6 +15,7 @@ from ..core.types import Generation, Holding, NodeId, Rank, Source, Step, SwapPl
 from ..errors import PeerRefused
 from ..host.output import Pipe, Writer
 from ..mirror.arena import SlotPair
+from ..mirror.peer import SnapshotPush
 from ..mirror.store import SnapshotStore
 from ..transport.rendezvous import Hello
 from ..transport.sockets import Address, Port
@@ -43,21 +44,11 @@ class Bulk(Protocol):
     def know(self, node: NodeId, address: Address) -> None:
         """Use `address` for `node`, this one included."""
 
-    async def push(
-        self,
-        node: NodeId,
-        rank: Rank,
-        step: Step,
-        generation: Generation,
-        with_payload: bool,
-        replicas: tuple[Rank, ...],
-        layout_hash: str,
-        records: bytes,
-    ) -> None:
-        """Mirror own snapshot (rank, step) at `node`, its payload only if asked; `node` has sealed it on return.
+    async def push(self, node: NodeId, push: SnapshotPush) -> None:
+        """Mirror an own snapshot at `node`, which has sealed it on return.
 
-        Pushes to one node go in the order in which they were begun. `records`: those of `step`; records of earlier
-        steps that `node` lacks go along. Raises: InAnotherGeneration, NotHeld, CorruptSnapshot, TransferFailed.
+        Pushes to one node go in the order in which they were begun.
+        Raises: InAnotherGeneration, NotHeld, CorruptSnapshot, TransferFailed.
         """
 
     async def push_recording(self, node: NodeId, rank: Rank, generation: Generation, recording: bytes) -> None:

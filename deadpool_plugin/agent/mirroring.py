@@ -89,7 +89,7 @@ class Mirroring:
     def adopt(self, rank: Rank, profile: Profile) -> None:
         """`rank` runs here: keep what a stand-in for it must know."""
         self.profiles[rank] = profile
-        self._store.put_recording(rank, profile.encoded())
+        self._store.records.put_recording(rank, profile.encoded())
 
     def check_memory(self, profile: Profile, node: NodeId) -> None:
         """Slots still to be made here for what `node` runs and mirrors, as if all ranks were like this one.
@@ -104,7 +104,7 @@ class Mirroring:
         with_payload = any(needs_payload(world, rank, profile.replicas, self._copies) for rank in profile.replicas)
         each_own = arena_bytes(profile.header_bytes, profile.payload_bytes)
         each_mirror = arena_bytes(profile.header_bytes, profile.payload_bytes if with_payload else 0)
-        store.check_memory(len(own) * each_own + len(mirrored) * each_mirror)
+        store.maker.check(len(own) * each_own + len(mirrored) * each_mirror)
 
     # ---- every step
 
@@ -119,7 +119,7 @@ class Mirroring:
         except TransportError as error:
             self._feed(api.WorkerLost(rank, f"its arena is damaged: {error}"))
             return
-        self._store.append(rank, step, message.records)
+        self._store.records.append(rank, step, message.records)
         self._feed(api.SnapshotHeld(holding, generation))
         self._pushes.snapshot(rank, step, generation, profile, message.records)
 
@@ -144,7 +144,7 @@ class Mirroring:
     def mirror_again(self, rank: Rank, step: Step, generation: Generation) -> None:
         """Send the restore step and the recording to the buddies after a swap (they say so if they hold them)."""
         profile = self.profiles[rank]
-        records = self._store.get(rank, step, step)[0]
+        records = self._store.records.get(rank, step, step)[0]
         holding = Holding(rank, step, True, profile.replicas, self._store.paired(rank, step))
         self._feed(api.SnapshotHeld(holding, generation))
         self._pushes.recording(rank, profile)

@@ -16,9 +16,9 @@ from ..core import api
 from ..core.placement import buddies_of, needs_payload
 from ..core.types import Generation, NodeId, Rank, Step, World
 from ..errors import DeadpoolError
-from ..mirror.integrity import CorruptSnapshot
-from ..mirror.peer import TransferFailed
+from ..mirror.peer import SnapshotPush, TransferFailed
 from ..mirror.records import NotHeld
+from ..mirror.store import CorruptSnapshot
 from ..mirror.wire import InAnotherGeneration
 from ..transport.tasks import Tasks, loop_time
 from .host import Host
@@ -74,7 +74,8 @@ class Pushes:
             error: DeadpoolError | None = None
             try:
                 await self._host.bulk.push(
-                    buddy, rank, step, generation, with_payload, profile.replicas, profile.layout_hash, records
+                    buddy,
+                    SnapshotPush(rank, step, generation, with_payload, profile.replicas, profile.layout_hash, records),
                 )
             except DeadpoolError as failure:
                 error = failure

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from ..core import local
 from ..core.types import NO_STEP, NodeId, Rank, Step
-from ..mirror.history import History
+from ..mirror.records import History
 from ..mirror.wire import how_many_fit
 from ..transport.unix import LocalPeer
 from .profile import Profile

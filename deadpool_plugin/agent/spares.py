@@ -16,7 +16,7 @@ from ..core import api, local
 from ..core.slots import LocalSlot
 from ..core.types import NO_STEP, NodeId, Rank, Step
 from ..errors import DeadpoolError, MemoryShortage
-from ..mirror.history import History, HistoryPruned
+from ..mirror.records import History, HistoryPruned
 from ..mirror.wire import RefusedByPeer
 from ..transport.tasks import loop_time
 from ..transport.unix import LocalPeer
@@ -89,7 +89,7 @@ class Spares:
 
     def replace(self, slot: Slot) -> None:
         """The slot's rank has lost its process: another one rehearses it while the others agree on what to do."""
-        if self._store.has_recording(slot.rank):
+        if self._store.records.has_recording(slot.rank):
             self._run(slot, self._start(slot, slot.rank, self._node))
 
     async def begin(self, slot: Slot, rank: Rank, source: NodeId) -> Rehearsal:

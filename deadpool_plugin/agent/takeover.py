@@ -155,8 +155,8 @@ class TakeOvers:
         """The rank's snapshot, profile and history are here: they are this node's to serve now."""
         rank, step = rehearsal.rank, plan.restore_step
         self._mirroring.adopt(rank, rehearsal.profile)
-        if self._store.history_range(rank)[1] != step:
-            self._store.put_history(rank, rehearsal.history.upto(step))
+        if self._store.records.history_range(rank)[1] != step:
+            self._store.records.put_history(rank, rehearsal.history.upto(step))
         self._hold(plan, rank)
 
     def _hold(self, plan: SwapPlan, rank: Rank) -> None:

@@ -79,7 +79,7 @@ class SnapshotHeld(Input, frozen=True):
     """A snapshot is complete and verified in this node's arena (staged by a worker, mirrored by a peer or fetched).
 
     It replaces what was held for (rank, step); holdings of the same rank older than step-1 are dropped.
-    `generation`: the one it was written in, never one that this node is not in yet (mirror/fence.py)."""
+    `generation`: the one it was written in, never one that this node is not in yet (mirror/store.py)."""
 
     holding: Holding
     generation: Generation

@@ -11,9 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from ..core.types import Generation, Holding, NodeId, Rank, Source, Step
-from ..errors import DeadpoolError, PeerRefused
+from ..errors import PeerRefused
 from ..mirror.arena import SlotPair
-from ..mirror.peer import BulkPeer, OnDone
+from ..mirror.peer import BulkPeer, SnapshotPush
 from ..mirror.server import BulkServer
 from ..mirror.store import SnapshotStore
 from ..transport.handshake import Credentials
@@ -65,46 +65,24 @@ class BulkTransfers:
             )
         return self._peers[node]
 
-    async def _in_thread(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+    async def _in_thread(self, work: Callable[..., T], *arguments: object) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
 
-    # ---- pushes
-
-    async def push(
-        self,
-        node: NodeId,
-        rank: Rank,
-        step: Step,
-        generation: Generation,
-        with_payload: bool,
-        replicas: tuple[Rank, ...],
-        layout_hash: str,
-        records: bytes,
-    ) -> None:
-        peer = self._to(node)
-        await _done(lambda done: peer.push(rank, step, generation, with_payload, replicas, layout_hash, records, done))
+    async def push(self, node: NodeId, push: SnapshotPush) -> None:
+        await asyncio.wrap_future(self._to(node).push(push))
 
     async def push_recording(self, node: NodeId, rank: Rank, generation: Generation, recording: bytes) -> None:
-        peer = self._to(node)
-        await _done(lambda done: peer.push_recording(rank, generation, recording, done))
-
-    # ---- questions
+        await asyncio.wrap_future(self._to(node).push_recording(rank, generation, recording))
 
     async def get_recording(self, node: NodeId, rank: Rank) -> bytes:
-        peer = self._to(node)
-        return await self._in_thread(lambda: peer.get_recording(rank))
+        return await self._in_thread(self._to(node).get_recording, rank)
 
     async def get_history(self, node: NodeId, rank: Rank, first: Step, last: Step) -> list[bytes]:
-        peer = self._to(node)
-        return await self._in_thread(lambda: peer.get_history(rank, first, last))
+        return await self._in_thread(self._to(node).get_history, rank, first, last)
 
     async def fetch(self, source: Source, step: Step, into: SlotPair, generation: Generation) -> None:
         header_peer, payload_peer = self._to(source.header_node), self._to(source.payload_node)
-        await self._in_thread(
-            lambda: header_peer.fetch(source.rank, step, source.payload_rank, into, payload_peer, generation)
-        )
-
-    # ---- the end
+        await self._in_thread(header_peer.fetch, source.rank, step, source.payload_rank, into, payload_peer, generation)
 
     async def forget(self, nodes: tuple[NodeId, ...]) -> None:
         gone = [self._peers.pop(node) for node in nodes if node in self._peers]
@@ -116,20 +94,3 @@ class BulkTransfers:
             await self._in_thread(self._server.close)
         await self.forget(tuple(self._peers))
         self._threads.shutdown(wait=False, cancel_futures=True)
-
-
-async def _done(begin: Callable[[OnDone], None]) -> None:
-    """Begin a push and wait until its sender's thread says that it is done. Raises: what it says."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[None] = loop.create_future()
-
-    def settle(error: DeadpoolError | None) -> None:
-        if done.done():  # nobody waits any more
-            return
-        if error is None:
-            done.set_result(None)
-        else:
-            done.set_exception(error)
-
-    begin(lambda error: soon(loop, settle, error))
-    await done

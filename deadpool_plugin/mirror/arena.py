@@ -1,11 +1,10 @@
 """Two snapshot slots of one rank in one memfd, shared by descriptor between agent and worker.
 
 Rules of this file: snapshot `step` lives in slot `step % 2`. A writer calls `invalidate(step)`, writes
-`payload(step)`, and calls `seal(step, ...)`: the header is written last, its digest makes a torn header invalid, so a
+`payload(step)`, and calls `seal(step, ...)`. The header is written last and its digest makes a torn one invalid, so a
 writer killed at any point leaves the other slot whole and this one invalid. The payload carries no digest of its own
-(it would cost training time); its transfer does (wire.py). The gate of the ledger, not this file, decides when a slot
-may be overwritten. Behind the slots the agent writes which generation it has announced,
-and the rank's process what it issues (transport/flight_recorder.py).
+(it would cost training time); its transfer does (wire.py). The ledger's gate decides when a slot may be overwritten.
+Behind the slots lie the generation that the agent has announced, and the rank's flight recorder.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import fcntl
 import mmap
 import os
 import struct
+import threading
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -36,6 +36,8 @@ _SEALS = linux.F_SEAL_SHRINK | linux.F_SEAL_GROW | linux.F_SEAL_SEAL
 _MADV_DONTDUMP = 16
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 TOUCH_BYTES = 8 << 20  # some 5 ms, ten times that on a loaded host
+SMALL_BYTES = 64 << 20
+"""Slots up to this size are freed by the caller itself, larger ones by a thread of their own."""
 
 
 class SnapshotHeader(msgspec.Struct, frozen=True, array_like=True):
@@ -140,32 +142,24 @@ class SlotPair:
         return cls(fd, rank, header_bytes, payload_bytes)
 
     def _touch(self, going_on: Callable[[], None]) -> None:
-        """Every page is taken, zeroed and mapped now, so that the first snapshot that comes costs no more than others.
-
-        Nothing here holds the interpreter lock (mmap's own madvise does), and with it the agent's event loop; memory
-        that is not to be had is an error. Raises: OSError, what `going_on` raises.
-        """
+        """Takes, zeroes and maps every page now, so that the first snapshot costs no more than others. Raises: OSError
+        if there is no memory, what `going_on` raises."""
+        # Nothing here holds the interpreter lock (mmap's own madvise does), and with it the agent's event loop.
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         for start in range(0, len(self._map), TOUCH_BYTES):
             size = min(TOUCH_BYTES, len(self._map) - start)
             try:
-                self._populate(address, start, size)
-            except OSError as error:
-                raise OSError(error.errno, f"{error.strerror} after {start} bytes") from error
+                if libc.madvise(ctypes.c_void_p(address + start), ctypes.c_size_t(size), _MADV_POPULATE_WRITE):
+                    error = ctypes.get_errno()
+                    if error != errno.EINVAL:
+                        raise OSError(error, os.strerror(error))
+                    # An older kernel takes the pages first: a plain write that finds no memory is the process's end
+                    # (SIGBUS), and fallocate alone leaves zeroing and mapping to whoever writes first.
+                    os.posix_fallocate(self.fd, start, size)
+                    ctypes.memset(address + start, 0, size)
+            except OSError as failure:
+                raise OSError(failure.errno, f"{failure.strerror} after {start} bytes") from failure
             going_on()
-
-    def _populate(self, address: int, start: int, size: int) -> None:
-        """An older kernel takes the pages first, as a plain write that finds no memory is the process's end (SIGBUS).
-
-        That alone would not do on any: fallocate leaves zeroing and mapping to whoever writes first.
-        """
-        if not libc.madvise(ctypes.c_void_p(address + start), ctypes.c_size_t(size), _MADV_POPULATE_WRITE):
-            return
-        error = ctypes.get_errno()
-        if error != errno.EINVAL:
-            raise OSError(error, os.strerror(error))
-        os.posix_fallocate(self.fd, start, size)
-        ctypes.memset(address + start, 0, size)
 
     def _header(self, step: int) -> memoryview:
         invariant(step >= 0, f"snapshots have steps from 0 on, got {step}")
@@ -258,3 +252,17 @@ def decode_header(encoded: bytes) -> SnapshotHeader:
         return _decode(encoded)
     except msgspec.MsgspecError as error:
         raise TransportError(f"cannot read a snapshot header of {len(encoded)} bytes: {error}") from error
+
+
+def free(*pairs: SlotPair | None) -> None:
+    """Closes slots nobody uses any more; large ones, which take about 0.1 s per GiB, on a thread of their own."""
+    unused = [pair for pair in pairs if pair is not None]
+
+    def close() -> None:
+        for pair in unused:
+            pair.close()
+
+    if sum(arena_bytes(pair.header_bytes, pair.payload_bytes) for pair in unused) <= SMALL_BYTES:
+        close()
+    else:
+        threading.Thread(target=close, name="deadpool-free", daemon=True).start()

@@ -7,12 +7,16 @@ process counts; page cache that a cgroup can drop, active or not, is headroom. R
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
+from ..core.types import Rank
 from ..errors import MemoryShortage
+from .arena import TOUCH_BYTES, SlotPair, arena_bytes
 
 _GIB = 1 << 30
 
@@ -95,3 +99,54 @@ def check_memory(need_bytes: int, headroom_bytes: int, root: Path = Path("/")) -
         f"{keeps}, but only {_gib(found[0].available_bytes)} can be had on {os.uname().nodename} ({told})",
         remedy="give the job more memory, run fewer ranks per node, or lower memory_headroom_gib",
     )
+
+
+def goes_on() -> None: ...
+
+
+@dataclass(eq=False)
+class _Making:
+    """Slots that are being made. `untouched_bytes`: what they have not taken yet of what is available."""
+
+    rank: Rank
+    untouched_bytes: int
+
+
+class SlotMaker:
+    """Makes slots while there is memory for them. Thread: any.
+
+    Args: headroom_bytes: host memory that new slots must leave free.
+    """
+
+    def __init__(self, headroom_bytes: int = 0) -> None:
+        self._headroom_bytes = headroom_bytes
+        self._in_making: list[_Making] = []
+        self._asking = threading.Lock()
+
+    @property
+    def ranks(self) -> set[Rank]:
+        """The ranks whose slots are being made."""
+        return {making.rank for making in tuple(self._in_making)}
+
+    def check(self, need_bytes: int) -> None:
+        """Check that so much can be had beside what is being made. Raises: MemoryShortage."""
+        untouched = sum(making.untouched_bytes for making in tuple(self._in_making))
+        check_memory(need_bytes + untouched, self._headroom_bytes)
+
+    def make(
+        self, rank: Rank, header_bytes: int, payload_bytes: int, going_on: Callable[[], None] = goes_on
+    ) -> SlotPair:
+        """New slots. Raises: MemoryShortage, what `going_on` raises. Blocks: about 0.6 s per GiB."""
+        making = _Making(rank, arena_bytes(header_bytes, payload_bytes))
+
+        def touched() -> None:
+            making.untouched_bytes = max(0, making.untouched_bytes - TOUCH_BYTES)
+            going_on()
+
+        with self._asking:  # many ask at the same moment, when nobody has taken anything yet
+            self.check(making.untouched_bytes)
+            self._in_making.append(making)
+        try:
+            return SlotPair.create(rank, header_bytes, payload_bytes, touched)
+        finally:
+            self._in_making.remove(making)

@@ -12,6 +12,7 @@ import queue
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 
 import msgspec
@@ -23,13 +24,10 @@ from ..transport.handshake import Credentials, shake_hands
 from ..transport.sockets import Address, closed_on_error
 from . import wire
 from .arena import SlotPair, SnapshotHeader, decode_header
-from .history import HistoryPruned
-from .records import NotHeld
+from .records import HistoryPruned, NotHeld
 from .store import SnapshotStore
 from .wire import BulkStream
 
-OnDone = Callable[[DeadpoolError | None], None]
-"""Told why not, or None: the peer has verified and sealed it."""
 QUEUE_MAX = 256
 _JOIN_S = 5.0
 
@@ -38,7 +36,10 @@ class TransferFailed(DeadpoolError):
     """It is this node that could not carry a transfer out (a bug, no memory), whoever it was for."""
 
 
-class _PushJob(msgspec.Struct, frozen=True):
+class SnapshotPush(msgspec.Struct, frozen=True):
+    """An own snapshot to be mirrored, its payload only if asked. `records`: those of `step`; records of earlier steps
+    that the peer lacks go along."""
+
     rank: Rank
     step: Step
     generation: Generation
@@ -46,14 +47,6 @@ class _PushJob(msgspec.Struct, frozen=True):
     replicas: tuple[Rank, ...]
     layout_hash: str
     records: bytes
-    on_done: OnDone
-
-
-class _RecordingJob(msgspec.Struct, frozen=True):
-    rank: Rank
-    generation: Generation
-    recording: bytes
-    on_done: OnDone
 
 
 class BulkPeer:
@@ -73,11 +66,9 @@ class BulkPeer:
         silent_after_s: float = 10.0,
     ) -> None:
         self.address = address
-        self._credentials = credentials
-        self._store = store
-        self._node = node
+        self._credentials, self._store, self._node = credentials, store, node
         self._silent_after_s = silent_after_s
-        self._jobs: queue.Queue[_PushJob | _RecordingJob | None] = queue.Queue(QUEUE_MAX)
+        self._jobs: queue.Queue[tuple[Callable[[BulkStream], None], Future[None]] | None] = queue.Queue(QUEUE_MAX)
         self._stream: BulkStream | None = None
         self._lock = threading.Lock()
         self._streams: set[BulkStream] = set()
@@ -87,67 +78,59 @@ class BulkPeer:
 
     # ---- pushes
 
-    def push(
-        self,
-        rank: Rank,
-        step: Step,
-        generation: Generation,
-        with_payload: bool,
-        replicas: tuple[Rank, ...],
-        layout_hash: str,
-        records: bytes,
-        on_done: OnDone,
-    ) -> None:
-        """Queues own snapshot (rank, step) for mirroring, its payload only if asked.
+    def push(self, push: SnapshotPush) -> Future[None]:
+        """Queues a snapshot; done once the peer has verified and sealed it. Blocks: never."""
+        return self._queue(lambda stream: self._send_snapshot(stream, push))
 
-        `on_done` is called once, in the sender's thread (or here, if the queue is full). Call records of earlier steps
-        that the peer lacks go along. Blocks: never.
-        """
-        self._enqueue(_PushJob(rank, step, generation, with_payload, replicas, layout_hash, records, on_done))
-
-    def push_recording(
-        self, rank: Rank, generation: Generation, recording: bytes, on_done: OnDone = lambda error: None
-    ) -> None:
+    def push_recording(self, rank: Rank, generation: Generation, recording: bytes) -> Future[None]:
         """Queues a rank's recording of its start-up collectives. Blocks: never."""
-        self._enqueue(_RecordingJob(rank, generation, recording, on_done))
 
-    def _enqueue(self, job: _PushJob | _RecordingJob) -> None:
+        def send(stream: BulkStream) -> None:
+            stream.send(wire.PushRecording(rank, generation))
+            stream.send_blob(recording)
+            stream.expect(wire.Done)
+
+        return self._queue(send)
+
+    def _queue(self, work: Callable[[BulkStream], None]) -> Future[None]:
+        done: Future[None] = Future()
+        done.set_running_or_notify_cancel()  # it goes on although its caller is cancelled
         with self._lock:
             reason = f"the connection to {self.address} is closed" if self._closing else ""
             if not reason:
                 try:
-                    self._jobs.put_nowait(job)
+                    self._jobs.put_nowait((work, done))
                 except queue.Full:
                     reason = f"{QUEUE_MAX} transfers to {self.address} wait already"
         if reason:
-            job.on_done(TransportError(reason))
+            done.set_exception(TransportError(reason))
+        return done
 
     def _send_jobs(self) -> None:
         wire.lower_priority()
         while (job := self._jobs.get()) is not None:
+            work, done = job
             if self._closing:
-                job.on_done(TransportError("closed"))
+                done.set_exception(TransportError("closed"))
                 if self._jobs.empty():  # the queue was full: `close` could add no end mark
                     break
                 continue
             reused = self._stream is not None
-            error = self._try(job)
+            error = self._try(work)
             if error is not None and reused and self._stream is None and not self._closing:
-                error = self._try(job)  # the connection may have been dead for long
-            job.on_done(error)
+                error = self._try(work)  # the connection may have been dead for long
+            if error is None:
+                done.set_result(None)
+            else:
+                done.set_exception(error)
         self._drop_stream()
 
-    def _try(self, job: _PushJob | _RecordingJob) -> DeadpoolError | None:
+    def _try(self, work: Callable[[BulkStream], None]) -> DeadpoolError | None:
         """Why it failed, if it did; a connection that broke is dropped."""
         try:
             if self._stream is None:
                 self._stream = self._connect()
-            if isinstance(job, _PushJob):
-                self._send_snapshot(self._stream, job)
-            else:
-                self._stream.send(wire.PushRecording(job.rank, job.generation))
-                self._stream.send_blob(job.recording)
-                self._stream.expect(wire.Done)
+            work(self._stream)
         except wire.RefusedByPeer as error:
             return error
         except TransportError as error:
@@ -160,43 +143,36 @@ class BulkPeer:
             return TransferFailed(f"a transfer to {self.address} failed here: {error!r}")
         return None
 
-    def _send_snapshot(self, stream: BulkStream, job: _PushJob) -> None:
-        rank, step = job.rank, job.step
-        self._store.check_generation(job.generation)
-        snapshot = self._store.readable(rank, step, payload=job.with_payload)
+    def _send_snapshot(self, stream: BulkStream, push: SnapshotPush) -> None:
+        rank, step = push.rank, push.step
+        self._store.check_generation(push.generation)
+        snapshot = self._store.readable(rank, step, payload=push.with_payload)
         header = snapshot.header
-        if header.layout_hash != job.layout_hash:
-            raise NotHeld(f"rank {rank}, step {step} has layout {header.layout_hash}", job.layout_hash)
+        if header.layout_hash != push.layout_hash:
+            raise NotHeld(f"rank {rank}, step {step} has layout {header.layout_hash}", push.layout_hash)
         stream.send(
             wire.Push(
-                rank,
-                step,
-                job.generation,
-                job.replicas,
-                snapshot.pair.header_bytes,
-                snapshot.digest,
-                header.layout_hash,
-                job.with_payload,
-                header.payload_bytes,
-            )  # fmt: skip
-        )
+                rank, step, push.generation, push.replicas, snapshot.pair.header_bytes, snapshot.digest,
+                header.layout_hash, push.with_payload, header.payload_bytes,
+            )
+        )  # fmt: skip
         answer = stream.expect(wire.Ready, wire.Done)
         if not isinstance(answer, wire.Ready):
             return
-        stream.send_records(self._records(job, answer.history_last), more=True)
+        stream.send_records(self._records(push, answer.history_last), more=True)
         stream.send_blob(snapshot.encoded, more=True)
         stream.send_payload(snapshot.payload, lambda sums: self._store.check_read(snapshot, sums))
         stream.expect(wire.Done)
 
-    def _records(self, job: _PushJob, history_last: Step) -> list[bytes]:
-        """Records that end at the job's step and close the peer's gap, as far back as they are held."""
-        held_first, held_last = self._store.history_range(job.rank)
-        if held_last < job.step - 1 or held_first >= job.step or held_first < 0:
-            return [job.records]
-        try:
-            return [*self._store.get(job.rank, max(held_first, history_last + 1), job.step - 1), job.records]
-        except HistoryPruned:  # just now, by another thread: the peer's history begins anew
-            return [job.records]
+    def _records(self, push: SnapshotPush, history_last: Step) -> list[bytes]:
+        """Records that end at the pushed step and close the peer's gap, as far back as they are held."""
+        held_first, held_last = self._store.records.history_range(push.rank)
+        if held_last < push.step - 1 or held_first >= push.step or held_first < 0:
+            return [push.records]
+        with contextlib.suppress(HistoryPruned):  # just now, by another thread: the peer's history begins anew
+            earlier = self._store.records.get(push.rank, max(held_first, history_last + 1), push.step - 1)
+            return [*earlier, push.records]
+        return [push.records]
 
     # ---- questions
 
@@ -227,33 +203,30 @@ class BulkPeer:
             self._stream = None
 
     @contextmanager
-    def _asking(self) -> Iterator[BulkStream]:
+    def _asking(self, request: wire.AnyRequest) -> Iterator[BulkStream]:
+        """A connection whose other end is ready to answer `request`."""
         stream = self._connect()
         try:
+            stream.send(request)
+            stream.expect(wire.Ready)
             yield stream
         finally:
             self._release(stream)
 
-    def _ask_blob(self, request: wire.AnyRequest) -> bytes:
-        with self._asking() as stream:
-            stream.send(request)
-            stream.expect(wire.Ready)
-            return stream.recv_blob()
-
     def get_recording(self, rank: Rank) -> bytes:
         """Raises: TransportError, also if the peer does not hold it. Blocks."""
-        return self._ask_blob(wire.GetRecording(rank))
+        with self._asking(wire.GetRecording(rank)) as stream:
+            return stream.recv_blob()
 
     def get_history(self, rank: Rank, first: Step, last: Step) -> list[bytes]:
         """Call records of first..last. Raises: TransportError, also if the peer does not hold them all. Blocks."""
-        with self._asking() as stream:
-            stream.send(wire.GetHistory(rank, first, last))
-            stream.expect(wire.Ready)
+        with self._asking(wire.GetHistory(rank, first, last)) as stream:
             return stream.recv_records()
 
     def fetch_header(self, rank: Rank, step: Step) -> tuple[SnapshotHeader, bytes]:
         """The header of (rank, step), also as bytes for `SlotPair.seal_encoded`. Raises: TransportError. Blocks."""
-        encoded = self._ask_blob(wire.GetHeader(rank, step))
+        with self._asking(wire.GetHeader(rank, step)) as stream:
+            encoded = stream.recv_blob()
         header = decode_header(encoded)
         if (header.rank, header.step) != (rank, step):
             raise TransportError(f"{self.address} sent {(header.rank, header.step)}", f"rank {rank}, step {step}")
@@ -267,19 +240,11 @@ class BulkPeer:
         """
         if len(into) != header.payload_bytes:
             raise TransportError(f"slots of {len(into)} bytes for a payload of {header.payload_bytes} bytes")
-        with self._asking() as stream:
-            stream.send(wire.GetPayload(rank, header.step, header.layout_hash, header.payload_bytes))
-            stream.expect(wire.Ready)
+        with self._asking(wire.GetPayload(rank, header.step, header.layout_hash, header.payload_bytes)) as stream:
             stream.recv_payload(into, lambda: self._store.check_generation(generation))
 
     def fetch(
-        self,
-        rank: Rank,
-        step: Step,
-        payload_rank: Rank,
-        into: SlotPair,
-        payload_peer: BulkPeer,
-        generation: Generation,
+        self, rank: Rank, step: Step, payload_rank: Rank, into: SlotPair, payload_peer: BulkPeer, generation: Generation
     ) -> SnapshotHeader:
         """Makes `into` hold snapshot (rank, step): header from here, payload of `payload_rank` from `payload_peer`.
 

@@ -19,10 +19,8 @@ from ..transport.framing import ConnectionClosed
 from ..transport.handshake import Credentials, Unproven, shake_hands
 from ..transport.sockets import Address, bound_address, listen_tcp
 from . import wire
-from .fence import NotEntered
-from .integrity import CorruptSnapshot
 from .records import NotHeld
-from .store import SnapshotStore
+from .store import CorruptSnapshot, NotEntered, SnapshotStore
 from .wire import BulkStream
 
 OnMirrored = Callable[[Rank, Step, Generation, Holding], None]
@@ -141,39 +139,38 @@ class BulkServer:
             self._on_refused(error)
 
     def _answer(self, stream: BulkStream, request: wire.AnyRequest) -> None:
+        store = self._store
         try:
             match request:
                 case wire.Push():
                     self._receive_push(stream, request)
                 case wire.PushRecording():
                     recording = stream.recv_blob()
-                    self._await_entry(request.generation)
-                    self._store.put_recording(request.rank, recording, request.generation)
+                    store.await_entry(request.generation, self._shortly_s)
+                    store.put_recording(request.rank, recording, request.generation)
                     stream.send(wire.Done())
                 case wire.GetRecording():
-                    self._send_blob(stream, self._store.get_recording(request.rank))
+                    recording = store.records.get_recording(request.rank)
+                    stream.send(wire.Ready(), more=True)
+                    stream.send_blob(recording)
                 case wire.GetHistory():
-                    records = self._store.get(request.rank, request.first, request.last)
+                    records = store.records.get(request.rank, request.first, request.last)
                     stream.send(wire.Ready(), more=True)
                     stream.send_records(records)
                 case wire.GetHeader():
-                    snapshot = self._store.readable(request.rank, request.step, payload=False)
-                    self._send_blob(stream, snapshot.encoded)
+                    header = store.readable(request.rank, request.step, payload=False).encoded
+                    stream.send(wire.Ready(), more=True)
+                    stream.send_blob(header)
                 case wire.GetPayload():
                     self._send_payload(stream, request)
         except ConnectionClosed:
             raise
         except TransportError as error:  # the stream may be in the middle of a transfer: say why, and end it
-            stream.send(wire.Refused(str(error)))
+            stream.send(wire.Refusal(str(error)))
             raise
-        except (StaleGeneration, NotEntered) as error:
-            stream.send(wire.Refused(str(error), in_another_generation=True))
         except DeadpoolError as error:
-            stream.send(wire.Refused(str(error)))
-
-    def _send_blob(self, stream: BulkStream, blob: bytes) -> None:
-        stream.send(wire.Ready(), more=True)
-        stream.send_blob(blob)
+            elsewhere = isinstance(error, StaleGeneration | NotEntered)
+            stream.send(wire.Refusal(str(error), in_another_generation=elsewhere))
 
     def _send_payload(self, stream: BulkStream, request: wire.GetPayload) -> None:
         snapshot = self._store.readable(request.rank, request.step, payload=True)
@@ -185,10 +182,8 @@ class BulkServer:
         with contextlib.suppress(NotHeld, CorruptSnapshot):  # which whoever asked is told
             stream.send_payload(snapshot.payload, lambda sums: self._store.check_read(snapshot, sums))
 
-    # ---- pushes
-
     def _receive_push(self, stream: BulkStream, push: wire.Push) -> None:
-        self._await_entry(push.generation)
+        self._store.await_entry(push.generation, self._shortly_s)
         with self._store.writing(push.rank, self._shortly_s):
             held = self._store.already_mirrored(push.rank, push.step, push.header_digest, push.with_payload)
             if held is None or held.replicas != push.replicas:
@@ -198,39 +193,32 @@ class BulkServer:
         self._on_mirrored(push.rank, push.step, push.generation, held)
         stream.send(wire.Done())
 
-    def _await_entry(self, generation: Generation) -> None:
-        self._store.await_entry(generation, self._shortly_s)
-
-    def _going_on(self, stream: BulkStream, generation: Generation) -> Callable[[], None]:
-        """To be called again and again while whoever pushes waits: it is told to, as long as that makes sense."""
+    def _receive_snapshot(self, stream: BulkStream, push: wire.Push) -> Holding | None:
+        """Fills and seals the slot; None if the sender abandoned it."""
+        store, generation = self._store, push.generation
+        size = push.payload_bytes if push.with_payload else 0
         told = time.monotonic()
 
         def going_on() -> None:
+            """Tells the sender to wait, as long as that makes sense."""
             nonlocal told
-            self._store.check_generation(generation)
+            store.check_generation(generation)
             if time.monotonic() - told >= self._shortly_s:
                 stream.send(wire.Wait())
                 told = time.monotonic()
 
-        return going_on
-
-    def _receive_snapshot(self, stream: BulkStream, push: wire.Push) -> Holding | None:
-        """Fills and seals the slot; None if the sender abandoned it."""
-        store = self._store
-        size = push.payload_bytes if push.with_payload else 0
-        going_on = self._going_on(stream, push.generation)
-        pair = store.begin_mirror(push.rank, push.step, push.generation, push.header_bytes, size, going_on)
+        pair = store.begin_mirror(push.rank, push.step, generation, push.header_bytes, size, going_on)
         with self._lock:
-            self._streams[stream] = push.generation
+            self._streams[stream] = generation
         try:
-            store.check_generation(push.generation)
-            first, last = store.history_range(push.rank)
+            store.check_generation(generation)
+            first, last = store.records.history_range(push.rank)
             stream.send(wire.Ready(min(last, push.step - 1) if first < push.step else -1))
             records = stream.recv_records()
             header = stream.recv_blob()
-            sums = stream.recv_payload(pair.payload(push.step)[:size], lambda: store.check_generation(push.generation))
+            sums = stream.recv_payload(pair.payload(push.step)[:size], lambda: store.check_generation(generation))
             holding = Holding(push.rank, push.step, push.with_payload, push.replicas)
-            return store.finish_mirror(pair, header, push.generation, holding, records, sums)
+            return store.finish_mirror(pair, header, generation, holding, records, sums)
         except wire.RefusedByPeer as error:
             _log.debug("abandoned: %s", error)
             return None

@@ -1,8 +1,9 @@
-"""The store of this node: its own ranks' slots, other ranks' mirrors, recordings, histories; and the generation fence.
+"""The store of this node: its own ranks' slots, other ranks' mirrors, recordings and histories, behind one fence.
 
-Rules of this file: the agent's event loop and the bulk threads share it, every public method may be called from any
-thread. How slots come to hold something is here; that it is held, whole and readable, is in holdings.py, what belongs
-to a rank beside snapshots in records.py. One writer at a time per mirrored rank.
+Rules of this file: the agent's event loop and the bulk threads share it; every public method may be called from any
+thread. A holding is listed only while its slot is sealed, verified and unchanged. There is one writer at a time per
+mirrored rank. Nothing of an older generation is written any more (NO_STALE_WRITE), and nothing of a newer one before
+this node has rolled back to where that one begins; whoever writes checks it under the lock.
 """
 
 from __future__ import annotations
@@ -10,30 +11,40 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from os import uname
+from typing import NamedTuple
 
 import msgspec
 import xxhash
 
-from ..core.types import Generation, Holding, Rank, Step
-from ..errors import TransportError
-from .arena import TOUCH_BYTES, SlotPair, arena_bytes, decode_header
-from .holdings import Holdings, close, free
-from .integrity import Sums
-from .memory import check_memory
+from ..core.types import Digest, Generation, Holding, Rank, Step
+from ..errors import DeadpoolError, StaleGeneration, TransportError
+from .arena import SlotPair, SnapshotHeader, decode_header, free
+from .memory import SlotMaker, goes_on
+from .records import CallRecords, NotHeld
 
 WRITER_TIMEOUT_S = 10.0
 
 
-@dataclass(eq=False)
-class _Making:
-    """Slots that are being made. `untouched_bytes`: what they have not taken yet of what is available."""
-
-    rank: Rank
-    untouched_bytes: int
+class NotEntered(DeadpoolError):
+    """Another node mirrors in a generation that has not begun here; it is to try again."""
 
 
-class SnapshotStore(Holdings):
+class CorruptSnapshot(DeadpoolError):
+    """A payload in this node's memory is not what was written there."""
+
+
+class Snapshot(NamedTuple):
+    """A snapshot in its slot, for its reader. The view keeps the memory; `check_read` checks the content."""
+
+    pair: SlotPair
+    header: SnapshotHeader
+    encoded: bytes
+    digest: int
+    payload: memoryview
+
+
+class SnapshotStore:
     """See the module.
 
     Args:
@@ -42,60 +53,223 @@ class SnapshotStore(Holdings):
     """
 
     def __init__(self, history_limit_bytes: int = 256 << 20, headroom_bytes: int = 0) -> None:
-        super().__init__(history_limit_bytes)
-        self._headroom_bytes = headroom_bytes
+        self.records, self.maker = CallRecords(history_limit_bytes), SlotMaker(headroom_bytes)
+        self._lock = threading.RLock()
+        self._moved = threading.Condition(self._lock)
+        self._generation: Generation = 0
+        self._entered: Generation = 0
+        self._on_fence: list[Callable[[Generation], None]] = []
+        self._own: dict[Rank, SlotPair] = {}
+        self._mirrored: dict[Rank, SlotPair] = {}
         self._prepared: dict[Rank, SlotPair] = {}
+        self._holdings: dict[tuple[Rank, Step], Holding] = {}
+        self._sums: dict[tuple[Rank, int], tuple[int, tuple[Digest, ...]]] = {}
+        """(rank, slot) -> digest of a header, and checksums of the payload's frames when first sent or received."""
+        self._on_corrupt: list[Callable[[Rank, Step], None]] = []
         self._writers: dict[Rank, threading.Lock] = {}
         self._makers: dict[Rank, threading.Lock] = {}
-        self._in_making: list[_Making] = []
-        self._asking = threading.Lock()
 
-    def has_slots(self, rank: Rank) -> bool:
-        """Return whether slots of `rank` are here or being made: available memory is less by (some of) them already."""
-        in_making = [making.rank for making in tuple(self._in_making)]
-        return any(rank in slots for slots in (in_making, self._own, self._mirrored, self._prepared))
+    # ---- the generation fence
 
-    def check_memory(self, need_bytes: int) -> None:
-        """Check that so much can be had beside what is being made. Raises: MemoryShortage."""
-        untouched = sum(making.untouched_bytes for making in tuple(self._in_making))
-        check_memory(need_bytes + untouched, self._headroom_bytes)
+    @property
+    def generation(self) -> Generation:
+        """The oldest generation whose writes are accepted."""
+        return self._generation
 
-    def _make(
-        self, rank: Rank, header_bytes: int, payload_bytes: int, going_on: Callable[[], None] = lambda: None
-    ) -> SlotPair:
-        """New slots. Raises: MemoryShortage, what `going_on` raises. Blocks: about 0.6 s per GiB."""
-        making = _Making(rank, arena_bytes(header_bytes, payload_bytes))
+    def fence(self, generation: Generation) -> None:
+        """From now on writes of generations before `generation` are refused; transfers of them are cut."""
+        with self._lock:
+            if generation <= self._generation:
+                return
+            self._generation = generation
+            self._moved.notify_all()
+        for tell in list(self._on_fence):
+            tell(generation)
 
-        def touched() -> None:
-            making.untouched_bytes = max(0, making.untouched_bytes - TOUCH_BYTES)
-            going_on()
+    def on_fence(self, tell: Callable[[Generation], None]) -> None:
+        self._on_fence.append(tell)
 
-        with self._asking:  # many ask at the same moment, when nobody has taken anything yet
-            self.check_memory(making.untouched_bytes)
-            self._in_making.append(making)
-        try:
-            return SlotPair.create(rank, header_bytes, payload_bytes, touched)
-        finally:
-            self._in_making.remove(making)
+    def check_generation(self, generation: Generation) -> None:
+        """Raises: StaleGeneration if `generation` is over."""
+        if generation < self._generation:
+            raise StaleGeneration(f"a write of generation {generation}", f"generation {self._generation} or newer")
+
+    def enter(self, generation: Generation) -> None:
+        """Let others mirror in `generation`; snapshots newer than its restore step were dropped before."""
+        with self._lock:
+            self._entered = max(self._entered, generation)
+            self._moved.notify_all()
+
+    def await_entry(self, generation: Generation, timeout_s: float) -> None:
+        """Blocks until others may mirror here in `generation`: they may have heard of the decision before this node.
+
+        Raises: StaleGeneration; NotEntered after `timeout_s`.
+        """
+        with self._lock:
+            self._moved.wait_for(lambda: self._entered >= generation or self._generation > generation, timeout_s)
+            self.check_generation(generation)
+            if self._entered < generation:
+                raise NotEntered(f"a write of generation {generation}", f"generation {self._entered}, as this node")
+
+    def put_recording(self, rank: Rank, recording: bytes, generation: Generation) -> None:
+        """Keeps a recording that another node sends in `generation`. Raises: StaleGeneration if that is over."""
+        with self._lock:
+            self.check_generation(generation)
+            self.records.put_recording(rank, recording)
+
+    # ---- what is held
+
+    def own(self, rank: Rank) -> SlotPair | None:
+        return self._own.get(rank)
+
+    def owns(self, rank: Rank, step: Step) -> bool:
+        """Return whether (rank, step) is held in own slots (and not, so far, as a mirror)."""
+        return rank in self._own and (rank, step) in self._holdings
+
+    def _pair(self, rank: Rank) -> SlotPair | None:
+        return self._own.get(rank) or self._mirrored.get(rank)
+
+    def announce(self, generation: Generation) -> None:
+        """Lets the processes of own slots see that `generation` begins, whatever else they hear."""
+        with self._lock:
+            for pair in self._own.values():
+                pair.announce(generation)
+
+    def paired(self, rank: Rank, step: Step) -> int:
+        """Return the sum of the rank's collectives up to `step`, of its snapshot; 0 if that is not here."""
+        with self._lock:
+            pair = self._pair(rank)
+            header = pair.open(step) if pair is not None else None
+            return header.paired if header is not None else 0
+
+    def holds(self, rank: Rank) -> bool:
+        """Return whether slots or a recording of `rank` take memory here."""
+        return rank in self._own or rank in self._mirrored or self.records.has_recording(rank)
+
+    def ranks(self) -> list[Rank]:
+        """Every rank of which anything is here: few, however many ranks the job has."""
+        with self._lock:
+            return sorted({*self._own, *self._mirrored, *self.records.ranks})
+
+    def holdings(self) -> tuple[Holding, ...]:
+        """Everything this node can serve now; an own slot that its worker has begun to overwrite is not listed."""
+        with self._lock:
+            return tuple(
+                self._holdings[rank, step]
+                for rank, step in sorted(self._holdings)
+                if (pair := self._pair(rank)) is not None and pair.header_digest(step) is not None
+            )
+
+    def staged(self, rank: Rank, step: Step, generation: Generation, replicas: tuple[Rank, ...]) -> Holding:
+        """Takes note that the own rank's slot of `step` was sealed (by its worker, or after a fetch).
+
+        Raises: StaleGeneration; TransportError if the slot does not hold it.
+        """
+        with self._lock:
+            self.check_generation(generation)
+            pair = self._own.get(rank)
+            header = pair.open(step) if pair is not None else None
+            if header is None:
+                raise TransportError(f"rank {rank} says it staged step {step}, but its slot does not hold it")
+            return self._hold(Holding(rank, step, True, replicas, header.paired))
+
+    def _hold(self, holding: Holding) -> Holding:
+        self._forget(holding.rank, lambda step: step < holding.step - 1 or step % 2 == holding.step % 2)
+        self._holdings[holding.rank, holding.step] = holding
+        return holding
+
+    def _forget(self, rank: Rank, which: Callable[[Step], bool]) -> None:
+        for key in [key for key in self._holdings if key[0] == rank and which(key[1])]:
+            del self._holdings[key]
+
+    def drop_newer(self, rank: Rank, step: Step) -> None:
+        """A swap rolls back to `step`: forgets later holdings and records; own slots are left to the worker."""
+        with self._lock:
+            self._forget(rank, lambda held: held > step)
+            self.records.truncate(rank, step)
+
+    def release(self, rank: Rank) -> None:
+        """Frees everything held for a rank that is neither run nor mirrored here any more."""
+        with self._lock:
+            self.records.forget(rank)
+            unused = self._take_slots(rank)
+        free(*unused)
+
+    def _take_slots(self, rank: Rank) -> tuple[SlotPair | None, SlotPair | None]:
+        """Take the rank's slots, own and mirrored, out of what is held. The caller has the lock."""
+        self._forget(rank, lambda step: True)
+        for slot in (0, 1):
+            self._sums.pop((rank, slot), None)
+        return self._own.pop(rank, None), self._mirrored.pop(rank, None)
+
+    def readable(self, rank: Rank, step: Step, *, payload: bool) -> Snapshot:
+        """Snapshot (rank, step), its payload only if asked. Raises: NotHeld."""
+        with self._lock:
+            holding = self._holdings.get((rank, step))
+            pair = self._pair(rank)
+            sealed = pair.sealed(step) if pair is not None else None
+            if holding is None or pair is None or sealed is None or (payload and not holding.payload):
+                what = "payload" if payload else "header"
+                raise NotHeld(f"the {what} of rank {rank}, step {step} is not held here; held: {self.holdings()}")
+            size = sealed.header.payload_bytes if payload else 0
+            return Snapshot(pair, *sealed, pair.payload(step)[:size])
+
+    def on_corrupt(self, tell: Callable[[Rank, Step], None]) -> None:
+        """`tell(rank, step)` for every snapshot found corrupt, which is no holding any more. Thread: any."""
+        self._on_corrupt.append(tell)
+
+    def check_read(self, read: Snapshot, sums: tuple[Digest, ...]) -> None:
+        """Checks that the payload of `read`, whose frames gave `sums`, is what was staged.
+
+        Costs nothing in training, because transfers compute these checksums anyway. The first ones of a header are
+        remembered. A corrupt snapshot is told of and no holding any more.
+
+        Raises: NotHeld if it was overwritten meanwhile; CorruptSnapshot.
+        """
+        rank, step = read.header.rank, read.header.step
+        if read.pair.header_digest(step) != read.digest:
+            raise NotHeld(f"the snapshot of rank {rank}, step {step} was overwritten while it was read")
+        wrong: list[int] = []
+        with self._lock:
+            if sums:
+                digest, before = self._sums.get((rank, step % 2), (0, ()))
+                if digest != read.digest or not before:
+                    self._sums[rank, step % 2] = (read.digest, sums)
+                else:
+                    wrong = [at for at, (was, now) in enumerate(zip(before, sums, strict=True)) if was != now]
+            if wrong:
+                self._holdings.pop((rank, step), None)
+        if wrong:
+            for tell in self._on_corrupt:
+                tell(rank, step)
+            raise CorruptSnapshot(
+                f"rank {rank}'s snapshot of step {step}, held on {uname().nodename}, has changed in memory: "
+                f"{len(wrong)} of {len(sums)} frames fail their checksum, the first is frame {wrong[0]}",
+                "the bytes that were staged",
+                "it is not used; suspect that host's memory, or a process that writes where it must not",
+            )
 
     # ---- own slots
 
+    def has_slots(self, rank: Rank) -> bool:
+        """Return whether slots of `rank` are here or being made: available memory is less by (some of) them already."""
+        return any(rank in slots for slots in (self.maker.ranks, self._own, self._mirrored, self._prepared))
+
     def create_own(
-        self, rank: Rank, header_bytes: int, payload_bytes: int, going_on: Callable[[], None] = lambda: None
+        self, rank: Rank, header_bytes: int, payload_bytes: int, going_on: Callable[[], None] = goes_on
     ) -> SlotPair:
         """New slots for a rank that runs on this node; its descriptor goes to the worker. They replace what was held.
 
-        Args: going_on: as for `make_own`.
-        Raises: MemoryShortage. Blocks: about 0.6 s per GiB.
+        Args, Raises, Blocks: as `make_own`.
         """
         pair = self.make_own(rank, header_bytes, payload_bytes, going_on)
         with self._lock:
             old = self._become_own(pair)
-        close(old)
+        free(*old)
         return pair
 
     def make_own(
-        self, rank: Rank, header_bytes: int, payload_bytes: int, going_on: Callable[[], None] = lambda: None
+        self, rank: Rank, header_bytes: int, payload_bytes: int, going_on: Callable[[], None] = goes_on
     ) -> SlotPair:
         """Slots for `adopt_own`: the prepared ones, also if they are still being made, or new ones. They belong to
         the caller until it has them adopted, or puts them back.
@@ -104,9 +278,13 @@ class SnapshotStore(Holdings):
         Raises: MemoryShortage. Blocks: about 0.6 s per GiB.
         """
         with self._maker(rank):
-            return self._take_prepared(rank, header_bytes, payload_bytes) or self._make(
-                rank, header_bytes, payload_bytes, going_on
-            )
+            with self._lock:
+                pair = self._prepared.pop(rank, None)
+            if pair is not None:
+                if (pair.header_bytes, pair.payload_bytes) == (header_bytes, payload_bytes):
+                    return pair
+                pair.close()
+            return self.maker.make(rank, header_bytes, payload_bytes, going_on)
 
     def _maker(self, rank: Rank) -> threading.Lock:
         """The lock for making own slots of `rank`: two makers would take their memory twice."""
@@ -125,17 +303,14 @@ class SnapshotStore(Holdings):
                 raise TransportError(f"these slots of rank {pair.rank} do not hold step {step}")
             old = self._become_own(pair)
             holding = self._hold(Holding(pair.rank, step, True, replicas, header.paired))
-        close(old)
+        free(*old)
         return holding
 
-    def _become_own(self, pair: SlotPair) -> list[SlotPair]:
+    def _become_own(self, pair: SlotPair) -> tuple[SlotPair | None, SlotPair | None]:
         """The caller has the lock. Returns: what it replaces."""
-        rank = pair.rank
-        self._drop_holdings(rank)
-        self._sums.forget(rank)
-        old = [self._own.get(rank), self._mirrored.pop(rank, None)]
-        self._own[rank] = pair
-        return [replaced for replaced in old if replaced is not None]
+        old = self._take_slots(pair.rank)
+        self._own[pair.rank] = pair
+        return old
 
     def prepare_own(self, rank: Rank, header_bytes: int, payload_bytes: int) -> None:
         """Slots for a rank this node may take over, made now because the first touch takes long. Nothing is held yet.
@@ -143,7 +318,7 @@ class SnapshotStore(Holdings):
         Raises: MemoryShortage. Blocks: about 0.6 s per GiB.
         """
         with self._maker(rank):
-            self.put_back(self._make(rank, header_bytes, payload_bytes))
+            self.put_back(self.maker.make(rank, header_bytes, payload_bytes))
 
     def put_back(self, pair: SlotPair) -> None:
         """Slots of the caller's that hold nothing: for whoever makes own ones next, unless their rank has some."""
@@ -151,22 +326,13 @@ class SnapshotStore(Holdings):
             unused = pair if pair.rank in self._own else self._prepared.get(pair.rank)
             if unused is not pair:
                 self._prepared[pair.rank] = pair
-        if unused is not None:
-            free([unused])
-
-    def _take_prepared(self, rank: Rank, header_bytes: int, payload_bytes: int) -> SlotPair | None:
-        with self._lock:
-            pair = self._prepared.pop(rank, None)
-        if pair is not None and (pair.header_bytes, pair.payload_bytes) != (header_bytes, payload_bytes):
-            pair.close()
-            return None
-        return pair
+        free(unused)
 
     def drop_prepared(self, kept: Collection[Rank] = ()) -> None:
         """Frees the prepared slots of all ranks but those."""
         with self._lock:
             unused = [self._prepared.pop(rank) for rank in list(self._prepared) if rank not in kept]
-        free(unused)
+        free(*unused)
 
     # ---- mirrors (bulk server)
 
@@ -189,7 +355,7 @@ class SnapshotStore(Holdings):
         generation: Generation,
         header_bytes: int,
         payload_bytes: int,
-        going_on: Callable[[], None] = lambda: None,
+        going_on: Callable[[], None] = goes_on,
     ) -> SlotPair:
         """Slots of at least this size, the one of `step` emptied; the caller is `writing`.
 
@@ -203,7 +369,7 @@ class SnapshotStore(Holdings):
             if pair is not None and pair.payload_bytes >= payload_bytes and pair.header_bytes >= header_bytes:
                 self._empty(pair, step)
                 return pair
-        pair = self._make(rank, header_bytes, payload_bytes, going_on)
+        pair = self.maker.make(rank, header_bytes, payload_bytes, going_on)
         unused: SlotPair | None = pair
         try:
             with self._lock:
@@ -211,8 +377,7 @@ class SnapshotStore(Holdings):
                 unused = self._replace_mirror(pair)
                 self._empty(pair, step)
         finally:
-            if unused is not None:
-                free([unused])
+            free(unused)
         return pair
 
     def _check_mirror(self, rank: Rank, generation: Generation) -> None:
@@ -221,16 +386,12 @@ class SnapshotStore(Holdings):
             raise TransportError(f"rank {rank} runs on this node, which cannot be its mirror")
 
     def _empty(self, pair: SlotPair, step: Step) -> None:
-        """The caller has the lock."""
-        for held in [key for key in self._holdings if key[0] == pair.rank and key[1] % 2 == step % 2]:
-            del self._holdings[held]
+        self._forget(pair.rank, lambda held: held % 2 == step % 2)
         pair.invalidate(step)
 
     def _replace_mirror(self, new: SlotPair) -> SlotPair | None:
-        """Headers move into the larger slots; a payload is worth nothing there once its size has changed.
-
-        The caller has the lock. Returns: what it replaces.
-        """
+        """Returns: what it replaces. The caller has the lock."""
+        # Headers move into the larger slots; a payload is worth nothing there once its size has changed.
         old = self._mirrored.get(new.rank)
         for key, holding in [item for item in self._holdings.items() if item[0][0] == new.rank]:
             sealed = old.sealed(holding.step) if old is not None else None
@@ -248,13 +409,11 @@ class SnapshotStore(Holdings):
         generation: Generation,
         holding: Holding,
         records: list[bytes],
-        sums: Sums = (),
+        sums: tuple[Digest, ...] = (),
     ) -> Holding:
         """Seals the slot with the encoded header, lists the holding, and appends call records that end at its step.
 
-        Args:
-            sums: checksums of the payload's frames as it arrived, empty where only the header is held.
-
+        Args: sums: checksums of the payload's frames as it arrived, empty where only the header is held.
         Returns: the holding, with what the header says of the rank's collectives.
         Raises: StaleGeneration; TransportError if the header is another snapshot's, or the rank was released.
         """
@@ -268,9 +427,8 @@ class SnapshotStore(Holdings):
                 raise TransportError(f"the mirror of rank {rank} was released while step {step} arrived")
             pair.seal_encoded(step, encoded)
             self._hold(holding)
-            self._sums.put(rank, step, xxhash.xxh3_64_intdigest(encoded), sums)
-            for past, record in enumerate(records, step - len(records) + 1):
-                self._history(rank).append(past, record)
+            self._sums[rank, step % 2] = (xxhash.xxh3_64_intdigest(encoded), sums)
+            self.records.append(rank, step, *records)
         return holding
 
     def already_mirrored(self, rank: Rank, step: Step, digest: int, payload: bool) -> Holding | None:
@@ -279,6 +437,4 @@ class SnapshotStore(Holdings):
             holding, pair = self._holdings.get((rank, step)), self._mirrored.get(rank)
             if holding is None or pair is None or (payload and not holding.payload):
                 return None
-            if pair.header_digest(step) != digest:
-                return None
-            return holding
+            return holding if pair.header_digest(step) == digest else None

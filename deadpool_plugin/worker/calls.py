@@ -22,7 +22,7 @@ DEPTH = 2
 CALLS_MAX = 50_000
 """Between two cuts. A call costs some 5 KB without its inputs, which are kept too."""
 RECORDS_BYTES_MAX = 256 << 20
-"""Between two cuts. Every host that keeps a copy keeps those of three steps in any case (mirror/history.py)."""
+"""Between two cuts. Every host that keeps a copy keeps those of three steps in any case (mirror/records.py)."""
 RANDOM_STATES = "random states"
 """Name of the record of the states after a call, kept only if the script itself drew from them before the next."""
 

@@ -39,8 +39,8 @@ MUTANTS = (
         "one mirror fewer than the job was promised",
     ),
     Mutant(
-        "served-unverified", "mirror/holdings.py",
-        "                if sums:\n", "                if False:\n",
+        "served-unverified", "mirror/store.py",
+        "            if sums:\n", "            if False:\n",
         "what was read is acknowledged, or restored, without a look at its checksum",
     ),
     Mutant(

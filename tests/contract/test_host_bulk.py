@@ -20,9 +20,9 @@ from deadpool_plugin.agent.host import Bulk
 from deadpool_plugin.core.types import Generation, Holding, NodeId, Rank, Source, Step
 from deadpool_plugin.errors import StaleGeneration, TransportError
 from deadpool_plugin.host.bulk import BulkTransfers
-from deadpool_plugin.mirror.integrity import CorruptSnapshot
+from deadpool_plugin.mirror.peer import SnapshotPush
 from deadpool_plugin.mirror.records import NotHeld
-from deadpool_plugin.mirror.store import SnapshotStore
+from deadpool_plugin.mirror.store import CorruptSnapshot, SnapshotStore
 from deadpool_plugin.mirror.wire import InAnotherGeneration, RefusedByPeer
 from deadpool_plugin.transport.handshake import Credentials
 
@@ -53,7 +53,7 @@ class Bodies:
         pair.payload(step)[:] = content(rank, step)
         pair.seal(step, generation, "layout", b"scalars")
         store.staged(rank, step, generation, (rank,))
-        store.append(rank, step, b"records %d" % step)
+        store.records.append(rank, step, b"records %d" % step)
 
     async def push(self, source: NodeId, target: NodeId, rank: Rank, step: Step, **other: Any) -> None:
         arguments: dict[str, Any] = {
@@ -62,7 +62,8 @@ class Bodies:
             "replicas": (rank,),
             "layout_hash": "layout",
         } | other
-        await self.bulk[source].push(target, rank, step, records=b"records %d" % step, **arguments)
+        push = SnapshotPush(rank, step, records=b"records %d" % step, **arguments)
+        await self.bulk[source].push(target, push)
 
     async def fetch(self, node: NodeId, rank: Rank, step: Step, where: NodeId, generation: Generation = 0) -> bytes:
         """Return the payload that `node` then has."""

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING
 from deadpool_plugin.core.types import Generation, Holding, NodeId, Rank, Source, Step
 from deadpool_plugin.errors import DeadpoolError, PeerRefused, StaleGeneration, TransportError
 from deadpool_plugin.mirror.arena import SlotPair
-from deadpool_plugin.mirror.fence import NotEntered
-from deadpool_plugin.mirror.holdings import Snapshot
-from deadpool_plugin.mirror.integrity import CorruptSnapshot, frame_sums
+from deadpool_plugin.mirror.peer import SnapshotPush
 from deadpool_plugin.mirror.records import NotHeld
-from deadpool_plugin.mirror.wire import InAnotherGeneration, RefusedByPeer
+from deadpool_plugin.mirror.store import CorruptSnapshot, NotEntered, Snapshot
+from deadpool_plugin.mirror.wire import InAnotherGeneration, RefusedByPeer, frame_sums
 from deadpool_plugin.transport.framing import ConnectionClosed
 from deadpool_plugin.transport.sockets import Address, Port
 
@@ -97,30 +96,22 @@ class Bulk:
 
     # ---- pushes
 
-    async def push(
-        self, node: NodeId, rank: Rank, step: Step, generation: Generation, with_payload: bool,
-        replicas: tuple[Rank, ...], layout_hash: str, records: bytes,
-    ) -> None:  # fmt: skip
+    async def push(self, node: NodeId, push: SnapshotPush) -> None:
         target = self._at(node)
         async with self._turns.setdefault(node, asyncio.Lock()):
-            self._store.check_generation(generation)
-            snapshot = self._store.readable(rank, step, payload=with_payload)
-            if snapshot.header.layout_hash != layout_hash:
-                raise NotHeld(f"rank {rank}, step {step} has layout {snapshot.header.layout_hash}")
+            self._store.check_generation(push.generation)
+            snapshot = self._store.readable(push.rank, push.step, payload=push.with_payload)
+            if snapshot.header.layout_hash != push.layout_hash:
+                raise NotHeld(f"rank {push.rank}, step {push.step} has layout {snapshot.header.layout_hash}")
             await self._cross(self._node, target)
             try:
-                await self._answered(
-                    target, lambda: self._receive(target, snapshot, generation, with_payload, replicas, records)
-                )
+                await self._answered(target, lambda: self._receive(target, snapshot, push))
             except OwnFault as fault:
                 raise fault.error from fault
             await self._cross(target, self._node)
 
-    async def _receive(
-        self, target: Node, sent: Snapshot, generation: Generation, with_payload: bool, replicas: tuple[Rank, ...],
-        records: bytes,
-    ) -> None:  # fmt: skip
-        rank, step, store = sent.header.rank, sent.header.step, target.store
+    async def _receive(self, target: Node, sent: Snapshot, push: SnapshotPush) -> None:
+        rank, step, generation, store = push.rank, push.step, push.generation, target.store
         await self._await_entry(target, generation)
         waited_s = 0.0
         while rank in store.writers:
@@ -131,11 +122,11 @@ class Bulk:
                 raise TransportError(f"another transfer of rank {rank} still runs")
             waited_s += RETRY_S
             await asyncio.sleep(RETRY_S)
-        held = store.already_mirrored(rank, step, sent.digest, with_payload)
-        if held is None or held.replicas != replicas:
+        held = store.already_mirrored(rank, step, sent.digest, push.with_payload)
+        if held is None or held.replicas != push.replicas:
             mine = store.writers[rank] = (self._node, generation)
             try:
-                held = await self._write(target, sent, generation, with_payload, replicas, records)
+                held = await self._write(target, sent, push)
             finally:
                 if store.writers.get(rank) is mine:
                     del store.writers[rank]
@@ -153,14 +144,11 @@ class Bulk:
         if target.store.entered < generation:
             raise NotEntered(f"node {target.number} has not entered generation {generation}")
 
-    async def _write(
-        self, target: Node, sent: Snapshot, generation: Generation, with_payload: bool, replicas: tuple[Rank, ...],
-        records: bytes,
-    ) -> Holding:  # fmt: skip
-        rank, step, store = sent.header.rank, sent.header.step, target.store
-        size = sent.header.payload_bytes if with_payload else 0
+    async def _write(self, target: Node, sent: Snapshot, push: SnapshotPush) -> Holding:
+        rank, step, generation, store = push.rank, push.step, push.generation, target.store
+        size = sent.header.payload_bytes if push.with_payload else 0
         pair = store.begin_mirror(rank, step, generation, sent.pair.header_bytes, size)
-        first, last = store.history_range(rank)
+        first, last = store.records.history_range(rank)
         known = min(last, step - 1) if first < step else -1
         await self._cross(self._node, target)
         await asyncio.sleep(self._cluster.transfer_s())
@@ -174,17 +162,16 @@ class Bulk:
         if generation < store.generation:
             raise ConnectionClosed("the fence has cut the transfer")
         pair.payload(step)[:size] = sent.payload
-        holding = Holding(rank, step, with_payload, replicas)
-        return store.finish_mirror(
-            pair, sent.encoded, generation, holding, self._records(rank, step, known, records), sums
-        )
+        holding = Holding(rank, step, push.with_payload, push.replicas)
+        records = self._records(rank, step, known, push.records)
+        return store.finish_mirror(pair, sent.encoded, generation, holding, records, sums)
 
     def _records(self, rank: Rank, step: Step, known: Step, records: bytes) -> list[bytes]:
         """As BulkPeer: records that end at `step` and close the other node's gap, as far back as they are held."""
-        first, last = self._store.history_range(rank)
+        first, last = self._store.records.history_range(rank)
         if last < step - 1 or first >= step or first < 0:
             return [records]
-        return [*self._store.get(rank, max(first, known + 1), step - 1), records]
+        return [*self._store.records.get(rank, max(first, known + 1), step - 1), records]
 
     async def push_recording(self, node: NodeId, rank: Rank, generation: Generation, recording: bytes) -> None:
         target = self._at(node)
@@ -201,10 +188,10 @@ class Bulk:
     # ---- questions
 
     async def get_recording(self, node: NodeId, rank: Rank) -> bytes:
-        return (await self._asked(node, lambda holder: [holder.store.get_recording(rank)]))[0]
+        return (await self._asked(node, lambda holder: [holder.store.records.get_recording(rank)]))[0]
 
     async def get_history(self, node: NodeId, rank: Rank, first: Step, last: Step) -> list[bytes]:
-        return await self._asked(node, lambda holder: holder.store.get(rank, first, last))
+        return await self._asked(node, lambda holder: holder.store.records.get(rank, first, last))
 
     async def _asked(self, node: NodeId, look: Callable[[Node], list[bytes]]) -> list[bytes]:
         holder, found = self._at(node), list[bytes]()

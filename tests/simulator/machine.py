@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from deadpool_plugin.core.types import Generation, Holding, Rank, Step, SwapPlan
 from deadpool_plugin.host.output import Writer
 from deadpool_plugin.mirror.arena import SlotPair, SnapshotHeader, arena_bytes
+from deadpool_plugin.mirror.memory import SlotMaker
 from deadpool_plugin.mirror.store import SnapshotStore
 
 from .bulk import Bulk
@@ -102,6 +103,26 @@ def _at_once(method: Callable[..., T]) -> Callable[..., T]:
     return whole
 
 
+class ToyMaker(SlotMaker):
+    """Makes toy slots. `made`: all of them by `fd`."""
+
+    def __init__(self, changed: Callable[[Rank, Step], None]) -> None:
+        super().__init__()
+        self._changed = changed
+        self.made: dict[int, ToyPair] = {}
+
+    def check(self, need_bytes: int) -> None:
+        """There is enough."""
+
+    def make(
+        self, rank: Rank, header_bytes: int, payload_bytes: int, going_on: Callable[[], None] = lambda: None
+    ) -> SlotPair:
+        going_on()
+        pair = ToyPair(rank, header_bytes, payload_bytes, self._changed)
+        self.made[pair.fd] = pair
+        return pair
+
+
 class Store(SnapshotStore):
     """Production's store over toy slots. `made`: all of them by `fd`.
 
@@ -113,8 +134,9 @@ class Store(SnapshotStore):
         self._tell, self._unseen = changed, list[tuple[Rank, Step]]()
         self._depth = 0
         self._holdings = Listed(self._changed)
+        self.maker = ToyMaker(self._changed)
         self.writers: dict[Rank, tuple[Node, Generation]] = {}
-        self.made: dict[int, ToyPair] = {}
+        self.made = self.maker.made
 
     adopt_own = _at_once(SnapshotStore.adopt_own)
     create_own = _at_once(SnapshotStore.create_own)
@@ -129,17 +151,6 @@ class Store(SnapshotStore):
             self._unseen.append((rank, step))
         else:
             self._tell(rank, step)
-
-    def check_memory(self, need_bytes: int) -> None:
-        """There is enough."""
-
-    def _make(
-        self, rank: Rank, header_bytes: int, payload_bytes: int, going_on: Callable[[], None] = lambda: None
-    ) -> SlotPair:
-        going_on()
-        pair = ToyPair(rank, header_bytes, payload_bytes, self._changed)
-        self.made[pair.fd] = pair
-        return pair
 
     @property
     def entered(self) -> Generation:

@@ -20,7 +20,7 @@ from deadpool_plugin.agent.spares import Spares
 from deadpool_plugin.agent.workers import Workers
 from deadpool_plugin.core import api
 from deadpool_plugin.mirror import wire
-from deadpool_plugin.mirror.history import History
+from deadpool_plugin.mirror.records import History
 from deadpool_plugin.mirror.store import SnapshotStore
 from deadpool_plugin.transport.unix import LocalPeer
 
@@ -46,7 +46,7 @@ def test_it_is_said_once_at_four_fifths_and_once_when_it_is_full() -> None:
     fullness = Fullness(store, cast(Reports, told), 1000, fed.append)
     for step in range(200):
         for rank in (4, 5):
-            store.append(rank, step, bytes(10 if step < 20 else 7))
+            store.records.append(rank, step, bytes(10 if step < 20 else 7))
         fullness.look((4, 5), step)
     filling, full = told.of(events.HistoryFilling)
     assert (filling.rank, filling.step, filling.full) == (4, 128, False)
@@ -69,7 +69,7 @@ def test_a_spare_that_comes_too_late_to_follow_says_so_once() -> None:
     async def scenario() -> Told:
         slot, told, store = Slot(0), Told(), SnapshotStore(history_limit_bytes=100)
         for step in range(30):
-            store.append(4, step, bytes(10))
+            store.records.append(4, step, bytes(10))
         slot.process = Process(order=1, rank=4, rehearses=True, peer=stand_in(LocalPeer))
         workers = types.SimpleNamespace(slots=[slot])
         check: Any = None  # no rehearsal ends here

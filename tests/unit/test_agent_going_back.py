@@ -25,7 +25,7 @@ from deadpool_plugin.agent.world import Place
 from deadpool_plugin.core import api, local
 from deadpool_plugin.core.types import NO_STEP, World
 from deadpool_plugin.host.processes import Processes
-from deadpool_plugin.mirror.history import History
+from deadpool_plugin.mirror.records import History
 from deadpool_plugin.mirror.store import SnapshotStore
 from deadpool_plugin.transport.unix import LocalPeer
 

@@ -15,15 +15,14 @@ from support.stores import free
 
 from deadpool_plugin.core import local, messages
 from deadpool_plugin.core.types import Holding
-from deadpool_plugin.errors import DeadpoolError, PeerRefused, StaleGeneration, TransportError
+from deadpool_plugin.errors import PeerRefused, StaleGeneration, TransportError
 from deadpool_plugin.mirror import peer as peer_module
 from deadpool_plugin.mirror import server, wire
 from deadpool_plugin.mirror.arena import SlotPair, SnapshotHeader
-from deadpool_plugin.mirror.integrity import FRAME_BYTES, Sums
-from deadpool_plugin.mirror.peer import BulkPeer
+from deadpool_plugin.mirror.peer import BulkPeer, SnapshotPush
 from deadpool_plugin.mirror.server import BulkServer
 from deadpool_plugin.mirror.store import SnapshotStore
-from deadpool_plugin.mirror.wire import BulkStream, InAnotherGeneration, RefusedByPeer
+from deadpool_plugin.mirror.wire import FRAME_BYTES, BulkStream, InAnotherGeneration, RefusedByPeer, Sums
 from deadpool_plugin.transport import join_protocol, rendezvous
 from deadpool_plugin.transport.framing import ConnectionClosed
 from deadpool_plugin.transport.handshake import Credentials, shake_hands
@@ -67,7 +66,7 @@ class Node:
         pair.payload(step)[:] = content(rank if payload_rank is None else payload_rank, step)
         pair.seal(step, generation, "layout", b"scalars of rank %d" % rank)
         self.store.staged(rank, step, generation, (rank,))
-        self.store.append(rank, step, b"records %d" % step)
+        self.store.records.append(rank, step, b"records %d" % step)
         return pair
 
     def peer(self, other: "Node", credentials: Credentials = SECRET, silent_after_s: float = WAIT_S) -> BulkPeer:
@@ -91,14 +90,10 @@ def content(rank: int, step: int) -> bytes:
 
 
 def push(peer: BulkPeer, rank: int, step: int, generation: int = 0, payload: bool = True) -> tuple[bool, str]:
-    done: queue.Queue[tuple[bool, str]] = queue.Queue()
     replicas = (rank,) if payload else (rank, rank + 1)
-
-    def tell(error: DeadpoolError | None) -> None:
-        done.put((error is None, str(error or "")))
-
-    peer.push(rank, step, generation, payload, replicas, "layout", b"records %d" % step, tell)
-    return done.get(timeout=WAIT_S)
+    snapshot = SnapshotPush(rank, step, generation, payload, replicas, "layout", b"records %d" % step)
+    error = peer.push(snapshot).exception(WAIT_S)
+    return error is None, str(error or "")
 
 
 def fetch(peer: BulkPeer, step: int, into: SlotPair) -> SnapshotHeader:
@@ -229,7 +224,7 @@ def test_what_is_mirrored_before_this_node_has_heard_of_the_decision_is_not_roll
     b.store.enter(1)
     thread.join(WAIT_S)
     assert outcome.get_nowait() == (True, "")
-    assert [held.step for held in b.store.holdings()] == [3, 4] and b.store.history_range(0) == (3, 4)
+    assert [held.step for held in b.store.holdings()] == [3, 4] and b.store.records.history_range(0) == (3, 4)
 
 
 def test_a_generation_that_does_not_begin_here_is_refused_and_tried_again(nodes: list[Node]) -> None:
@@ -330,12 +325,12 @@ def test_missing_history_goes_along(nodes: list[Node]) -> None:
         a.stage(0, step)
     assert push(a.peer(b), 0, 3)[0]
     records = [b"records 1", b"records 2", b"records 3"]
-    assert b.store.get(0, 1, 3) == records
+    assert b.store.records.get(0, 1, 3) == records
     assert c.peer(b).get_history(0, 1, 3) == records
     with pytest.raises(RefusedByPeer, match="steps 0 to 3 are wanted, held are 1 to 3"):
         c.peer(b).get_history(0, 0, 3)
     a.stage(0, 4)
-    assert push(a.peers[0], 0, 4)[0] and b.store.history_range(0) == (1, 4)
+    assert push(a.peers[0], 0, 4)[0] and b.store.records.history_range(0) == (1, 4)
 
 
 def test_a_history_too_long_for_one_blob_goes_along_in_several(
@@ -347,10 +342,10 @@ def test_a_history_too_long_for_one_blob_goes_along_in_several(
     record = len(b"records 1")
     monkeypatch.setattr(wire, "BLOB_BYTES_MAX", 40 * record)
     monkeypatch.setattr(wire, "RECORDS_BYTES_MAX", 2 * record)
-    assert push(a.peer(b), 0, 5)[0] and b.store.history_range(0) == (1, 5)
+    assert push(a.peer(b), 0, 5)[0] and b.store.records.history_range(0) == (1, 5)
     a.stage(0, 6)
-    assert push(a.peers[0], 0, 6)[0] and b.store.history_range(0) == (1, 6)
-    assert b.store.get(0, 1, 6) == [b"records %d" % step for step in range(1, 7)]
+    assert push(a.peers[0], 0, 6)[0] and b.store.records.history_range(0) == (1, 6)
+    assert b.store.records.get(0, 1, 6) == [b"records %d" % step for step in range(1, 7)]
     assert c.peer(a).get_history(0, 1, 5) == [b"records %d" % step for step in range(1, 6)]
     monkeypatch.setattr(wire, "RECORDS_BYTES_MAX", 0)
     assert c.peers[0].get_history(0, 1, 5) == [b"records %d" % step for step in range(1, 6)]
@@ -358,13 +353,12 @@ def test_a_history_too_long_for_one_blob_goes_along_in_several(
 
 def test_recordings_travel(nodes: list[Node]) -> None:
     a, b, c = nodes
-    recording, done = os.urandom(FRAME_BYTES + 7), queue.Queue[DeadpoolError | None]()
-    a.peer(b).push_recording(4, 0, recording, done.put)
-    assert done.get(timeout=WAIT_S) is None
+    recording = os.urandom(FRAME_BYTES + 7)
+    a.peer(b).push_recording(4, 0, recording).result(WAIT_S)
     assert c.peer(b).get_recording(4) == recording
     b.store.fence(1)
-    a.peer(b).push_recording(4, 0, b"of a world that is over", done.put)
-    assert isinstance(done.get(timeout=WAIT_S), InAnotherGeneration) and c.peer(b).get_recording(4) == recording
+    refused = a.peer(b).push_recording(4, 0, b"of a world that is over").exception(WAIT_S)
+    assert isinstance(refused, InAnotherGeneration) and c.peer(b).get_recording(4) == recording
     with pytest.raises(RefusedByPeer, match="no recording of rank 5 is held here"):
         c.peer(b).get_recording(5)
 
@@ -540,16 +534,14 @@ def test_a_peer_with_a_full_queue_is_closed_and_every_push_is_answered(
 ) -> None:
     """The sender waits in a handshake that nobody answers, and nothing more fits in its queue."""
     monkeypatch.setattr(peer_module, "_JOIN_S", 0.1)
-    answers: queue.Queue[DeadpoolError | None] = queue.Queue()
     with listen_tcp("127.0.0.1") as silent:
         peer = nodes[0].peer_at(bound_address(silent), silent_after_s=3.0)
-        peer.push_recording(0, 0, b"", answers.put)
+        pushes = [peer.push_recording(0, 0, b"")]
         with silent.accept()[0]:
-            for _ in range(peer_module.QUEUE_MAX + 1):
-                peer.push_recording(0, 0, b"", answers.put)
+            pushes += [peer.push_recording(0, 0, b"") for _ in range(peer_module.QUEUE_MAX + 1)]
             assert peer._jobs.full()
             peer.close()
-            assert all(answers.get(timeout=WAIT_S) is not None for _ in range(peer_module.QUEUE_MAX + 2))
+            assert all(push.exception(WAIT_S) is not None for push in pushes)
         peer._thread.join(WAIT_S)
         assert not peer._thread.is_alive()
 
@@ -572,12 +564,12 @@ def test_the_queue_is_bounded(nodes: list[Node], monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(peer_module, "QUEUE_MAX", 1)
     busy, go_on = threading.Event(), threading.Event()
 
-    def block(error: DeadpoolError | None) -> None:
+    def block(_: object) -> None:
         busy.set()
         go_on.wait(WAIT_S)
 
     peer = a.peer(b)
-    peer.push_recording(0, 0, b"", block)
+    peer.push_recording(0, 0, b"").add_done_callback(block)
     assert busy.wait(WAIT_S)
     peer.push_recording(1, 0, b"")
     assert push(peer, 0, 3) == (False, f"1 transfers to {b.server.address} wait already")
@@ -659,7 +651,7 @@ def test_a_message_has_its_time_however_its_bytes_come(monkeypatch: pytest.Monke
         if does == "sends":
             stream.recv(wire.AnyRequest, idle=True)
         else:
-            stream.send(wire.Refused("x" * 1000))
+            stream.send(wire.Refusal("x" * 1000))
     assert sock.now <= 20.0
 
 

@@ -10,8 +10,7 @@ from support.stores import free
 from deadpool_plugin.core.types import Holding
 from deadpool_plugin.errors import MemoryShortage, StaleGeneration, TransportError
 from deadpool_plugin.mirror.arena import TOUCH_BYTES, SlotPair, arena_bytes
-from deadpool_plugin.mirror.history import History, HistoryPruned
-from deadpool_plugin.mirror.records import NotHeld
+from deadpool_plugin.mirror.records import History, HistoryPruned, NotHeld
 from deadpool_plugin.mirror.store import SnapshotStore
 
 
@@ -41,9 +40,9 @@ def test_a_roll_back_forgets_later_steps_and_records() -> None:
     store = SnapshotStore()
     for step in range(4):
         staged(store, 0, step)
-        store.append(0, step, b"records")
+        store.records.append(0, step, b"records")
     store.drop_newer(0, 2)
-    assert [holding.step for holding in store.holdings()] == [2] and store.history_range(0) == (0, 2)
+    assert [holding.step for holding in store.holdings()] == [2] and store.records.history_range(0) == (0, 2)
     store.fence(1)
     with pytest.raises(StaleGeneration, match="generation 0; expected generation 1"):
         store.staged(0, 3, 0, (0,))
@@ -55,11 +54,11 @@ def test_a_roll_back_forgets_later_steps_and_records() -> None:
 def test_only_ranks_of_which_something_is_here_take_part_in_a_roll_back() -> None:
     store = SnapshotStore()
     staged(store, 3, 0)
-    store.put_recording(5, b"recording")
-    store.append(7, 0, b"records")
+    store.records.put_recording(5, b"recording")
+    store.records.append(7, 0, b"records")
     for rank in range(10):
         store.drop_newer(rank, 0)
-    assert store.history_range(9) == (-1, -1)
+    assert store.records.history_range(9) == (-1, -1)
     assert store.ranks() == [3, 5, 7]
     store.release(3)
     store.release(7)
@@ -84,7 +83,7 @@ def test_a_mirror_keeps_headers_when_it_needs_room_for_payloads() -> None:
     encoded = present(source.sealed(4)).encoded
     small = store.begin_mirror(0, 4, 0, 4096, 0)
     store.finish_mirror(small, encoded, 0, Holding(0, 4, False, (0, 1)), [b"a", b"b"])
-    assert store.get(0, 3, 4) == [b"a", b"b"]
+    assert store.records.get(0, 3, 4) == [b"a", b"b"]
     large = store.begin_mirror(0, 5, 0, 4096, 64)
     assert large.payload_bytes == 64
     assert store.holdings() == (Holding(0, 4, False, (0, 1)),)
@@ -143,21 +142,21 @@ def test_one_writer_per_rank() -> None:
 
 def test_recordings() -> None:
     store = SnapshotStore()
-    store.put_recording(1, b"recording")
-    assert store.get_recording(1) == b"recording"
+    store.records.put_recording(1, b"recording")
+    assert store.records.get_recording(1) == b"recording"
     with pytest.raises(NotHeld, match=r"rank 0 .*held: \[1\]"):
-        store.get_recording(0)
+        store.records.get_recording(0)
     store.fence(2)
     with pytest.raises(StaleGeneration):
         store.put_recording(1, b"of a history that is over", 1)
-    assert store.get_recording(1) == b"recording"
+    assert store.records.get_recording(1) == b"recording"
 
 
 def test_a_rank_is_held_as_long_as_anything_of_it_takes_memory() -> None:
     store = SnapshotStore()
     staged(store, 0, 1)
     store.begin_mirror(1, 1, 0, 4096, 64)
-    store.put_recording(2, b"recording")
+    store.records.put_recording(2, b"recording")
     assert [rank for rank in range(4) if store.holds(rank)] == [0, 1, 2]
     free(store)
 
@@ -252,7 +251,7 @@ def test_slots_that_are_still_being_prepared_are_waited_for_and_count_as_begun(m
 def test_who_asks_for_memory_is_told_of_what_others_have_not_taken_yet(monkeypatch) -> None:
     """Eight slots of a spare ask at the same moment, when nobody has touched a page yet."""
     store, need, asked, may_go_on = SnapshotStore(headroom_bytes=7), [], threading.Event(), threading.Event()
-    monkeypatch.setattr("deadpool_plugin.mirror.store.check_memory", lambda *arguments: need.append(arguments))
+    monkeypatch.setattr("deadpool_plugin.mirror.memory.check_memory", lambda *arguments: need.append(arguments))
     size = arena_bytes(4096, 3 * TOUCH_BYTES)
 
     def going_on() -> None:
@@ -292,7 +291,7 @@ def test_of_two_that_ask_at_once_only_one_gets_what_is_enough_for_one(monkeypatc
         except TransportError:
             pass
 
-    monkeypatch.setattr("deadpool_plugin.mirror.store.check_memory", check)
+    monkeypatch.setattr("deadpool_plugin.mirror.memory.check_memory", check)
     monkeypatch.setattr(SlotPair, "create", create)
     makers = [threading.Thread(target=make, args=(rank,)) for rank in (0, 1)]
     for maker in makers:
@@ -300,7 +299,7 @@ def test_of_two_that_ask_at_once_only_one_gets_what_is_enough_for_one(monkeypatc
     for maker in makers:
         maker.join()
     assert len(refused) == 1 and not store.has_slots(0) and not store.has_slots(1)
-    store.check_memory(size)
+    store.maker.check(size)
     free(store)
 
 

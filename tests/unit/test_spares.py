@@ -20,7 +20,7 @@ from deadpool_plugin.agent.workers import Workers
 from deadpool_plugin.core import api, local
 from deadpool_plugin.errors import DeadpoolError, MemoryShortage
 from deadpool_plugin.events import CatchingUp, Event, RehearsalFailed
-from deadpool_plugin.mirror.history import History
+from deadpool_plugin.mirror.records import History
 from deadpool_plugin.mirror.store import SnapshotStore
 from deadpool_plugin.mirror.wire import RefusedByPeer
 from deadpool_plugin.transport.unix import LocalPeer

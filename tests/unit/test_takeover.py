@@ -23,7 +23,7 @@ from deadpool_plugin.agent.takeover import TakeOvers
 from deadpool_plugin.core import local
 from deadpool_plugin.core.types import Source, SwapPlan, World
 from deadpool_plugin.errors import TransportError
-from deadpool_plugin.mirror.history import History
+from deadpool_plugin.mirror.records import History
 from deadpool_plugin.mirror.store import SnapshotStore
 from deadpool_plugin.transport.unix import LocalPeer
 
