@@ -1,14 +1,15 @@
-"""Plain data and small tensors to bytes and back, without pickle.
+"""Plain data, small tensors and exceptions as bytes or plain data, and back, without pickle.
 
-Rules of this file: what cannot be encoded is refused by name; decoding never runs code. Tuples keep being
-tuples. A tensor is (dtype, shape, kind of device, bytes) and comes back where it was; of one above the limit only dtype
-and shape are kept, and it comes back as a `TooLarge`: never as made-up numbers.
+Rules of this file: what cannot be encoded is refused by name; decoding imports nothing and never runs code. Tuples keep
+being tuples. A tensor is (dtype, shape, kind of device, bytes) and comes back where it was; of one above the limit only
+dtype and shape are kept, and it comes back as a `TooLarge`: never as made-up numbers.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import torch
@@ -20,10 +21,13 @@ TENSOR_LIMIT_BYTES = 1 << 20
 INTEGER_BITS_MAX = 63
 _INTEGER_END = 1 << INTEGER_BITS_MAX
 PLAIN = frozenset({bool, float, str, bytes, type(None)})
+RAISED = "raised"
+TEXT_MAX = 4096
+"""Characters of an exception's text."""
 
 
 class TooLarge:
-    """Stands for a tensor, or a result, that was not recorded."""
+    """A stand-in for a tensor, or a result, that was not recorded."""
 
     def __init__(self, description: str) -> None:
         self.description = description
@@ -50,69 +54,19 @@ def is_plain(value: Any) -> bool:
     return type(value) in PLAIN or isinstance(value, int)
 
 
-def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy `tensor` from its device into page-locked memory; whole once the current stream is synchronized.
-
-    The copy is encoded like `tensor` itself, and allocates nothing on the device.
-    """
-    host = torch.empty_like(tensor, device="cpu", pin_memory=True)  # strides and all: NCCL sums in memory's order
-    host.copy_(tensor.detach(), non_blocking=True)
-    host.came_from = tensor.device  # type: ignore[attr-defined]
-    return host
-
-
-def copied(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy `tensor`; a small one of a device into host memory, whole once the current stream is synchronized."""
-    is_known = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
-    return to_host(tensor) if is_known and tensor.is_cuda and is_recorded(tensor) else tensor.detach().clone()
-
-
-def copied_back(copy: torch.Tensor) -> torch.Tensor:
-    """Copy what `copied` has made, to where it came from."""
-    device = device_of(copy)
-    return copy.clone() if device == copy.device else copy.to(device)
+def is_recorded(tensor: torch.Tensor) -> bool:
+    """Return whether the content of `tensor` is, not its form alone."""
+    return tensor.numel() * tensor.element_size() <= TENSOR_LIMIT_BYTES
 
 
 def device_of(tensor: torch.Tensor) -> torch.device:
-    """Return where `tensor` is, or was before `to_host`."""
+    """Return where `tensor` is, or was before `copies.to_host`."""
     device: torch.device = getattr(tensor, "came_from", tensor.device)
     return device
 
 
-class HostCopies:
-    """Copies in host memory of the tensors in what a call tells, where they are recorded: one wait for all."""
-
-    def __init__(self, value: Any) -> None:
-        self._copies: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
-        """By place and form, with the tensor itself: as long as it lives no other has its place."""
-        self._copy(value)
-
-    def _copy(self, value: Any) -> None:
-        if isinstance(value, (dict, list, tuple)):
-            for item in value.values() if isinstance(value, dict) else value:
-                self._copy(item)
-        elif type(value) is torch.Tensor and value.is_cuda and is_recorded(value):
-            self._copies.setdefault(_place(value), (value, to_host(value)))
-
-    def of(self, value: Any) -> Any:
-        """Put the copies in the places of their tensors in `value`."""
-        if not self._copies:
-            return value
-        if isinstance(value, torch.Tensor):
-            found = self._copies.get(_place(value)) if type(value) is torch.Tensor and value.is_cuda else None
-            return value if found is None else found[1]
-        if type(value) is dict:
-            return {key: self.of(item) for key, item in value.items()}
-        return type(value)(map(self.of, value)) if type(value) in (list, tuple) else value
-
-
-def _place(tensor: torch.Tensor) -> Any:
-    """Name memory and form of `tensor`, which its detached views share."""
-    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
-
-
 def encode(value: Any) -> bytes:
-    """Bytes of `value`.
+    """Encode `value`.
 
     Raises:
         Unsupported: names the type that is neither plain data nor a tensor.
@@ -133,7 +87,11 @@ def _prepare(value: Any) -> Any:
     if isinstance(value, list):
         return _prepare_items(value)
     if isinstance(value, torch.Tensor):
-        return msgspec.msgpack.Ext(TENSOR, _tensor_bytes(value))
+        body = None
+        if is_recorded(value):
+            body = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        form = msgspec.msgpack.encode((*_form(value), device_of(value).type, body))
+        return msgspec.msgpack.Ext(TENSOR, form)
     if isinstance(value, tuple):
         return msgspec.msgpack.Ext(TUPLE, msgspec.msgpack.encode(_prepare_items(value)))
     if kind is TooLarge:
@@ -155,22 +113,10 @@ def _prepare(value: Any) -> Any:
 
 
 def _prepare_items(items: Sequence[Any]) -> Sequence[Any]:
-    """Many small integers (the order of an epoch) go as they are: a tenth of the time."""
+    # Many small integers (the order of an epoch) go as they are: a tenth of the time.
     if set(map(type, items)) == {int} and max(items) < _INTEGER_END and min(items) > -_INTEGER_END:
         return items
     return [_prepare(item) for item in items]
-
-
-def _tensor_bytes(tensor: torch.Tensor) -> bytes:
-    body = None
-    if is_recorded(tensor):
-        body = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-    return msgspec.msgpack.encode((*_form(tensor), device_of(tensor).type, body))
-
-
-def is_recorded(tensor: torch.Tensor) -> bool:
-    """Return whether the content of `tensor` is, not its form alone."""
-    return tensor.numel() * tensor.element_size() <= TENSOR_LIMIT_BYTES
 
 
 def _form(tensor: torch.Tensor) -> tuple[str, list[int]]:
@@ -181,7 +127,7 @@ def _restore(code: int, data: memoryview) -> Any:
     if code == LACKING:
         return TooLarge(bytes(data).decode())
     if code == TUPLE:
-        return tuple(msgspec.msgpack.decode(data, ext_hook=_restore))
+        return tuple(decode(data))
     if code == TENSOR:
         name, shape, device, body = msgspec.msgpack.decode(data)
         dtype = getattr(torch, name)
@@ -190,3 +136,47 @@ def _restore(code: int, data: memoryview) -> Any:
         tensor = torch.frombuffer(bytearray(body), dtype=dtype).view(shape) if body else torch.zeros(shape, dtype=dtype)
         return tensor if device == "cpu" else tensor.to(device)
     raise ValueError(f"unknown extension {code} in a call record: it was written by another version")
+
+
+# ---- exceptions of saves
+
+
+def encode_error(error: BaseException) -> dict[str, Any]:
+    """Return the outcome of a call that raised `error`: plain data."""
+
+    def plain(value: object) -> str:  # the name of a file may not be one that can be encoded
+        return str(value)[:TEXT_MAX].encode(errors="backslashreplace").decode()
+
+    kinds = [f"{kind.__module__}:{kind.__qualname__}" for kind in type(error).__mro__]
+    arguments: list[Any] = [plain(error)]
+    if isinstance(error, OSError) and isinstance(error.errno, int):
+        arguments = [error.errno, plain(error.strerror)]
+    return {RAISED: [kinds, plain(error), arguments]}
+
+
+def decode_error(outcome: Any) -> BaseException | None:
+    """Make the exception that `encode_error` was given; None if `outcome` is that of a call that returned.
+
+    It has the original's text. Its class is made here, below the nearest one of the original's that this process knows:
+    `except` catches it as it caught the original, and nothing of that class is run to make it.
+    """
+    if not isinstance(outcome, dict) or RAISED not in outcome:
+        return None
+    kinds, text, arguments = outcome[RAISED]
+    name = kinds[0].rpartition(":")[2].rpartition(".")[2]
+    for kind in filter(None, map(_known, kinds)):
+        made: Any = type(name, (kind,), {"__module__": kind.__module__, "__str__": lambda self: text})
+        builtin: Any = next(base for base in kind.__mro__ if base.__module__ == "builtins")
+        try:
+            return cast(BaseException, builtin.__new__(made, *arguments))
+        except TypeError:  # a group of exceptions is not made of a text
+            continue
+    raise AssertionError("BaseException itself is always known")
+
+
+def _known(kind: str) -> type[BaseException] | None:
+    module, _, name = kind.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found if isinstance(found, type) and issubclass(found, BaseException) else None

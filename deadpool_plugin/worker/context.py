@@ -15,12 +15,11 @@ from ..comm.groups import Groups
 from ..comm.store import host_store
 from ..core import local
 from ..errors import Unsupported, present
-from . import file_saves
+from . import saving
 from .adapter import RUNS_MODEL, Adapter, CallKind
 from .link import AgentLink, give_up
 from .proof import Reads
 from .resumable import Tapes
-from .saving import Saves, own_flight
 from .whole_step import WholeSteps
 
 STORES_KEPT = 3
@@ -49,7 +48,7 @@ class Context:
     def __init__(self, link: AgentLink, groups: Groups, adapters: Sequence[Adapter], *, local_rank: int) -> None:
         self.link, self.groups, self._adapters = link, groups, adapters
         self._adapter: Adapter | None = None
-        self.saves = Saves(link, groups, lambda *call: self.mode.call(*call))
+        self.saves = saving.Saves(link, groups, lambda *call: self.mode.call(*call))
         self.tapes, self.reads = Tapes(), Reads()
         self.steps = WholeSteps(adapters, self._call)
         self._offers_stores = local_rank == 0
@@ -64,7 +63,7 @@ class Context:
         self.groups.on_broken = self._connection_broke
         self.link.on_abort = self._abort
         self.link.on_host_store = self.offer_store
-        file_saves.install(self.saves)
+        saving.install(self.saves)
         self.tapes.install(lambda: self.mode.inside, self.reads.note)
         self.steps.install()
         original = dist.init_process_group
@@ -100,7 +99,7 @@ class Context:
         return self.mode.call(name, kind, function, args, kwargs)
 
     def _dispatch(self, handle: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        flight = own_flight()
+        flight = saving.this_thread.flight
         if flight is None:
             return self.mode.collective(handle, name, args, kwargs)
         flight.check()

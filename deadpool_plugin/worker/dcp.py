@@ -25,7 +25,10 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.stateful import Stateful
 
 from ..errors import CheckpointLost, GenerationChanged, Unsupported
-from .saving import CompleteMark, Flight, SaveCall, Saves, adopt_thread, replace, structure
+from .adapter import Followed
+from .copies import structure
+from .patching import replace
+from .saving import CompleteMark, Flight, SaveCall, Saves, this_thread
 
 INTERRUPT_S = 0.05
 """Between two attempts to end a writing thread: torch turns the first one into a failed write and goes on."""
@@ -41,18 +44,13 @@ def install(saves: Saves) -> None:
     """Wrap both functions wherever they were imported. Once, when torch.distributed is initialised."""
     from torch.distributed.checkpoint import state_dict_saver as saver
 
-    calls: dict[Callable[..., Any], Callable[..., SaveCall]] = {saver.save: Save, saver.async_save: AsyncSave}
-    replace(
-        {
-            function: saves.wrapped(function, functools.partial(call, saves, function))
-            for function, call in calls.items()
-        }
-    )
+    kinds: dict[Callable[..., Any], type[Save]] = {saver.save: Save, saver.async_save: AsyncSave}
+    replace({one: saves.wrapped(one, functools.partial(kind, saves, one)) for one, kind in kinds.items()})
     saves.on_cancel.append(_forget_plans)
 
 
 def _forget_plans() -> None:
-    """A new process has no plan of earlier saves, and whether ranks have one decides what they exchange."""
+    # A new process has no plan of earlier saves, and whether ranks have one decides what they exchange.
     from torch.distributed.checkpoint.planner import SavePlanner
 
     for name, value in list(vars(SavePlanner).items()):
@@ -86,7 +84,7 @@ class Save(SaveCall):
         return value
 
     def _agree(self) -> None:
-        """All ranks save to one folder."""
+        """Let all ranks save to one folder."""
         if not self.path or self._arguments.get("no_dist"):
             return
         agreed = self._saves.folders.one_folder(self.path, self._arguments.get("process_group"))
@@ -125,7 +123,7 @@ class AsyncSave(Save):
 
 
 def _rank(group: Any) -> int:
-    """By which torch names this rank's files."""
+    """Return by which torch names this rank's files."""
     return dist.get_rank(group) if dist.is_initialized() else 0
 
 
@@ -150,31 +148,29 @@ class ThreadFlight(Flight):
 
         self.future.restart()
         original = executor.save_wrapper
-        executor.save_wrapper = functools.partial(self._run, original)
+
+        def save_wrapper(*args: Any, **kwargs: Any) -> Any:
+            this_thread.flight, self._thread = self, threading.get_ident()
+            try:
+                value = original(*args, **kwargs)
+            finally:  # interrupted, too: what is left takes no time, and a lock that is interrupted stays locked
+                self._thread = 0
+            self.future.end(value)
+            self.completed()
+            return value
+
+        executor.save_wrapper = save_wrapper
         try:
             self._inner = save()
         except Exception as error:
-            self.future.fail(error)
-            self.failed()
+            self.future.end(None, error)
+            self._saves.drop(self)
             raise
         finally:
             executor.save_wrapper = original
         self.future.follow(self._inner, self)
 
-    def _run(self, save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run in torch's thread."""
-        adopt_thread(self)
-        self._thread = threading.get_ident()
-        try:
-            value = save(*args, **kwargs)
-        finally:  # interrupted, too: what is left takes no time, and an exception within a lock would leave it locked
-            self._thread = 0
-        self.future.succeed(value)
-        self.completed()
-        return value
-
     def check(self) -> None:
-        """Before every collective of that thread. Raises: GenerationChanged."""
         if self.cancelled or self._generation != self._saves.generation:
             raise GenerationChanged(self._generation + 1)
         try:
@@ -184,8 +180,8 @@ class ThreadFlight(Flight):
 
     def settle(self) -> None:
         while self._inner is not None and not wait([self._inner], INTERRUPT_S).done:
-            thread = self._thread  # which that thread itself sets to 0
-            if thread and not _interrupt(thread):
+            thread = ctypes.c_ulong(self._thread)  # which that thread itself sets to 0
+            if thread and not ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(WritingStopped)):
                 break  # the thread itself was hit, after its work and before it could say so
         self.future.lose(f"{self.path or 'its writing'} was cancelled by a swap")
 
@@ -201,12 +197,6 @@ class ThreadFlight(Flight):
         return []
 
 
-def _interrupt(thread: int) -> bool:
-    """Raise WritingStopped in `thread`; False if there is no such thread."""
-    error = ctypes.py_object(WritingStopped)
-    return bool(ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), error))
-
-
 class SaveFuture(Future[Any]):
     """The future that a script gets from `async_save`: stays the same object when the save is cancelled and done again.
 
@@ -218,34 +208,34 @@ class SaveFuture(Future[Any]):
         super().__init__()
         self._saves = saves
         self._calls_back = True
-        self._ended = False
-        self._value: Any = None
-        self._failure: BaseException | None = None
+        self.restart()
 
     # ---- for the flight
 
     def restart(self) -> None:
-        self._ended, self._value, self._failure = False, None, None
+        self._ended, self._value = False, None
+        self._failure: BaseException | None = None
+
+    def end(self, value: Any, failure: BaseException | None = None) -> None:
+        self._value, self._failure, self._ended = value, failure, True
+        self._saves.link.wake()
 
     def follow(self, inner: Future[Any], flight: Flight) -> None:
-        inner.add_done_callback(functools.partial(self._stopped, flight))
+        """End as `inner`, torch's own future, does."""
 
-    def _stopped(self, flight: Flight, inner: Future[Any]) -> None:
-        error = inner.exception()
-        if error is not None and not flight.cancelled and not isinstance(error, (GenerationChanged, WritingStopped)):
-            self.fail(error)  # torch wraps what ended a cancelled one
-            flight.failed()
-        self._release()
+        def stopped(inner: Future[Any]) -> None:
+            error = inner.exception()
+            interrupted = flight.cancelled or isinstance(error, (GenerationChanged, WritingStopped))
+            if error is not None and not interrupted:  # torch wraps what ended a cancelled one
+                self.end(None, error)
+                self._saves.drop(flight)
+            self._release()
 
-    def succeed(self, value: Any) -> None:
-        self._end(value, None)
-
-    def fail(self, error: BaseException) -> None:
-        self._end(None, error)
+        inner.add_done_callback(stopped)
 
     def lose(self, reason: str) -> None:
         if not self._ended:
-            self._end(None, CheckpointLost(f"the checkpoint was not completed: {reason}", remedy=LOST_REMEDY))
+            self.end(None, CheckpointLost(f"the checkpoint was not completed: {reason}", remedy=LOST_REMEDY))
         self._release()
 
     def skip(self) -> None:
@@ -257,19 +247,15 @@ class SaveFuture(Future[Any]):
         with contextlib.suppress(InvalidStateError):
             self.set_result(None)
 
-    def _end(self, value: Any, failure: BaseException | None) -> None:
-        self._value, self._failure, self._ended = value, failure, True
-        self._saves.wake()
-
     # ---- for the script
 
     def add_done_callback(self, fn: Callable[[Future[Any]], object]) -> None:
-        """`fn` runs in a thread of its own, on which asking is no call."""
+        """Let `fn` run in a thread of its own, on which asking is no call."""
         if self._calls_back:
             super().add_done_callback(lambda future: threading.Thread(target=fn, args=(future,)).start())
 
     def done(self) -> bool:
-        return self._ask(lambda: self._ended, waits=False) is not False  # None: before the first forward nobody is told
+        return self._ask(lambda: self._ended) is not False  # None: before the first forward nobody is told
 
     def result(self, timeout: float | None = None) -> Any:
         failure = self.exception()
@@ -280,32 +266,26 @@ class SaveFuture(Future[Any]):
         return self._value
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        text = self._ask(lambda: None if self._failure is None else str(self._failure), waits=True)
-        if text is None:
-            return None
-        return self._failure or CheckpointLost(text)
+        def answer() -> str | None:
+            self._saves.link.wait_until(lambda: self._ended)
+            return None if self._failure is None else str(self._failure)
 
-    def _ask(self, answer: Callable[[], Any], *, waits: bool) -> Any:
-        question = Question(self._saves, self, answer, waits)
-        return question() if self._saves.foreign() else self._saves.do(question)
+        text = self._ask(answer)
+        return None if text is None else self._failure or CheckpointLost(text)
+
+    def _ask(self, answer: Callable[[], Any]) -> Any:
+        return answer() if self._saves.foreign() else self._saves.do(Question(answer))
 
 
 class Question(SaveCall):
-    """Asking a SaveFuture something."""
+    """A script's question to a SaveFuture."""
 
     name = "asking for a saved checkpoint"
     gated = False
+    outcome, skipped = Followed.outcome, Followed.skipped
 
-    def __init__(self, saves: Saves, future: SaveFuture, answer: Callable[[], Any], waits: bool) -> None:
-        self._saves, self._future, self._answer, self._waits = saves, future, answer, waits
+    def __init__(self, answer: Callable[[], Any]) -> None:
+        self._answer = answer
 
     def __call__(self) -> Any:
-        if self._waits:
-            self._saves.wait_until(lambda: self._future._ended)
         return self._answer()
-
-    def outcome(self, value: Any) -> Any:
-        return value
-
-    def skipped(self, outcome: Any) -> Any:
-        return outcome

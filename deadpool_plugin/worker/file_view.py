@@ -16,12 +16,12 @@ from __future__ import annotations
 import builtins
 import contextlib
 import errno
-import functools
-import glob
 import io
 import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+
+from .patching import PatchSet
 
 MISSING_MAX = 100_000
 """Paths. A rank that misses more of them has not looked for a checkpoint."""
@@ -36,34 +36,8 @@ Folder = list[Any]
 showed (both None if the script neither listed the folder nor missed it)."""
 
 
-Patch = tuple[Any, str, Any, Any]
-"""Owner, name, original and wrapper."""
-# Python 3.13's Path.glob has copies of its own.
-_COPIES = [owner for name, owner in vars(glob).items() if isinstance(owner, type) and hasattr(owner, "scandir")]
-
-
-def _patch(wrappers: Iterable[tuple[Any, str, Callable[..., Any]]]) -> list[Patch]:
-    """Wrap each function, and the copies of it that Python's own glob keeps."""
-    done = []
-    for owner, name, wrap in wrappers:
-        original = getattr(owner, name)
-        wrapper = functools.wraps(original)(functools.partial(wrap, original))
-        for one in (owner, *_COPIES):
-            if getattr(one, name, None) is original:
-                setattr(one, name, staticmethod(wrapper) if isinstance(one, type) else wrapper)
-                done.append((one, name, original, wrapper))
-    return done
-
-
-def _unpatch(patches: list[Patch]) -> None:
-    for owner, name, original, wrapper in patches:
-        if getattr(owner, name) is wrapper:  # else somebody has wrapped ours, which does nothing from here on
-            setattr(owner, name, staticmethod(original) if isinstance(owner, type) else original)
-    patches.clear()
-
-
 def _path(path: Any, kwargs: dict[str, Any]) -> str | None:
-    """The absolute path; None for a descriptor, and for a path that is relative to one."""
+    """Return the absolute path; None for a descriptor, and for a path that is relative to one."""
     if isinstance(path, int) or kwargs.get("dir_fd") is not None:
         return None
     try:
@@ -72,58 +46,95 @@ def _path(path: Any, kwargs: dict[str, Any]) -> str | None:
         return None
 
 
-def _reads(mode: Any) -> bool:
-    return isinstance(mode, str) and not any(letter in mode for letter in "wax")
+class _Watch:
+    """Functions around those of Python that look for files. Thread: any."""
+
+    def __init__(self) -> None:
+        self._is_on = True
+        self._stat, self._names_in = os.stat, os.listdir
+        self._patches = PatchSet()
+        self._patches.wrap(self._look, os, "stat", "lstat")
+        self._patches.wrap(self._list, os, "listdir")
+        self._patches.wrap(self._scan, os, "scandir")
+        self._patches.wrap(self._access, os, "access")
+        for module in (builtins, io):
+            self._patches.wrap(self._open, module, "open")
+
+    def lift(self) -> None:
+        """Let the script see files as they are."""
+        self._is_on = False
+        self._patches.undo()
+
+    def _hides(self, path: Any, kwargs: dict[str, Any]) -> bool:
+        """Return whether the script shall not find it."""
+        return False
+
+    def _shows(self, folder: str) -> Callable[[Any], bool] | None:
+        """Return what tells whether a listing of `folder` shows a name, each of which it is asked; None: all."""
+        return None
+
+    def _missed(self, path: Any, kwargs: dict[str, Any]) -> None:
+        """Note that the script has not found it."""
+
+    def _made(self, path: Any, kwargs: dict[str, Any]) -> None:
+        """Note that the script has opened it to write."""
+
+    def _look(self, original: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._hides(path, kwargs):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+        try:
+            return original(path, *args, **kwargs)
+        except (FileNotFoundError, NotADirectoryError):
+            self._missed(path, kwargs)
+            raise
+
+    def _list(self, original: Callable[..., Any], path: Any = ".") -> list[Any]:
+        names = self._look(original, path)
+        shows = self._filter(path)
+        return names if shows is None else list(filter(shows, names))
+
+    def _scan(self, original: Callable[..., Any], path: Any = ".") -> Any:
+        entries = self._look(original, path)
+        shows = self._filter(path)
+        return entries if shows is None else _Entries(entries, shows)
+
+    def _filter(self, path: Any) -> Callable[[Any], bool] | None:
+        folder = _path("." if path is None else path, {}) if self._is_on else None
+        return None if folder is None else self._shows(folder)
+
+    def _access(self, original: Callable[..., bool], path: Any, *args: Any, **kwargs: Any) -> bool:
+        found = not self._hides(path, kwargs) and original(path, *args, **kwargs)
+        if not found:
+            self._missed(path, kwargs)
+        return found
+
+    def _open(self, original: Callable[..., Any], file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        if isinstance(mode, str) and not any(letter in mode for letter in "wax"):
+            return self._look(original, file, mode, *args, **kwargs)
+        opened = original(file, mode, *args, **kwargs)
+        self._made(file, {})
+        return opened
 
 
-class Looks:
-    """The looks of a rank in start-up. Thread: any."""
+class Looks(_Watch):
+    """The looks of a rank in start-up."""
 
     def __init__(self) -> None:
         self._missing: set[str] = set()
         self._listed: dict[str, set[str]] = {}
         """The names that the listings of each folder have shown, up to one name more than `_entries_max`."""
         self._names, self._entries_max = 0, ENTRIES_MAX
-        self._watches = True
-        self._listdir = os.listdir
-        self._patches = _patch(
-            [
-                *((os, name, self._look) for name in ("stat", "lstat")),
-                (os, "listdir", self._list),
-                (os, "scandir", self._scan),
-                (os, "access", self._access),
-                *((module, "open", self._open) for module in (builtins, io)),
-            ]
-        )
+        super().__init__()
 
-    def _look(self, original: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return original(path, *args, **kwargs)
-        except (FileNotFoundError, NotADirectoryError):
-            self._miss(path, kwargs)
-            raise
+    def _missed(self, path: Any, kwargs: dict[str, Any]) -> None:
+        if self._is_on and len(self._missing) < MISSING_MAX and (missing := _path(path, kwargs)):
+            self._missing.add(missing)
 
-    def _list(self, original: Callable[..., list[Any]], path: Any = ".") -> list[Any]:
-        names: list[Any] = self._look(original, path)
-        if shows := self._shows(path):
-            for name in names:
-                shows(name)
-        return names
-
-    def _scan(self, original: Callable[..., Any], path: Any = ".") -> Any:
-        entries = self._look(original, path)
-        shows = self._shows(path)
-        return _Entries(entries, shows) if shows else entries
-
-    def _shows(self, path: Any) -> Callable[[Any], bool] | None:
-        """Make the filter that notes each name a listing of `path` shows."""
-        folder = _path("." if path is None else path, {})
-        if not self._watches or folder is None:
-            return None
+    def _shows(self, folder: str) -> Callable[[Any], bool]:
         names = self._listed.setdefault(folder, set())
 
         def shows(name: Any) -> bool:
-            if self._watches and len(names) <= self._entries_max:
+            if self._is_on and len(names) <= self._entries_max:
                 names.add(os.fsdecode(name))
                 self._names += 1
                 if self._names > LISTED_MAX:
@@ -140,27 +151,9 @@ class Looks:
             kept = {folder: names for folder, names in listed if len(names) <= self._entries_max}
             self._listed, self._names = kept, sum(map(len, kept.values()))
 
-    def _access(self, original: Callable[..., bool], path: Any, *args: Any, **kwargs: Any) -> bool:
-        if not (found := original(path, *args, **kwargs)):
-            self._miss(path, kwargs)
-        return found
-
-    def _open(self, original: Callable[..., Any], file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        try:
-            return original(file, mode, *args, **kwargs)
-        except (FileNotFoundError, NotADirectoryError):
-            if _reads(mode):
-                self._miss(file, {})
-            raise
-
-    def _miss(self, path: Any, kwargs: dict[str, Any]) -> None:
-        if self._watches and len(self._missing) < MISSING_MAX and (missing := _path(path, kwargs)):
-            self._missing.add(missing)
-
     def finish(self) -> list[Folder]:
-        """Start-up is over: what of it a rehearsal has to know. Blocks: for a look at each place again."""
-        self._watches = False
-        _unpatch(self._patches)
+        """End with start-up. Returns: what of it a rehearsal has to know. Blocks: for a look at each place again."""
+        self.lift()
         missing: dict[str, set[str]] = {}
         for path in list(self._missing):
             if os.path.isdir(path):  # made since; what the script would have listed was nothing
@@ -177,7 +170,7 @@ class Looks:
     def _folder(self, path: str, missing: set[str]) -> Folder | None:
         try:
             inode = os.stat(path).st_ino
-            names = self._listdir(path) if path in self._listed else None
+            names = self._names_in(path) if path in self._listed else None
         except OSError:  # gone since, or not to be read
             return None
         listed = set(self._listed.get(path, ()))
@@ -193,49 +186,29 @@ def _encoded(names: Iterable[str]) -> list[bytes]:
     return [os.fsencode(name) for name in sorted(names)]
 
 
-def _decoded(names: Iterable[bytes]) -> set[str]:
-    return {os.fsdecode(name) for name in names}
+def _decoded(names: Iterable[bytes] | None) -> set[str] | None:
+    return None if names is None else {os.fsdecode(name) for name in names}
 
 
-class FileView:
-    """Hides from a rehearsal's script what `looks`, from `Looks.finish`, says, until `lift`. Thread: any."""
+class FileView(_Watch):
+    """Hides from a rehearsal's script what `looks`, from `Looks.finish`, says, until `lift`."""
 
     def __init__(self, looks: list[Folder]) -> None:
-        self._hides = True
         self.gone: list[str] = []
         """Names that the rank's listings showed and its start-up left there, and this process does not find: each has
         been deleted since."""
         self.own: set[str] = set()
         """The paths that this process has made itself, as the rank may have done (and removed it again)."""
         self._folders = {
-            os.fsdecode(path): (
-                int(inode),
-                _decoded(missing),
-                None if names is None else _decoded(names),
-                None if listed is None else _decoded(listed),
-            )
+            os.fsdecode(path): (int(inode), _decoded(missing) or set(), _decoded(names), _decoded(listed))
             for path, inode, missing, names, listed in looks
         }
-        self._stat, self._names_in = os.stat, os.listdir
-        self._patches = _patch(
-            [
-                *((os, name, self._look) for name in ("stat", "lstat")),
-                (os, "listdir", self._listdir),
-                (os, "scandir", self._scandir),
-                (os, "access", self._access),
-                *((module, "open", self._open) for module in (builtins, io)),
-                *((os, name, self._make) for name in ("mkdir", "open")),
-                *((os, name, self._move) for name in ("rename", "replace", "link", "symlink")),
-            ]
-        )
+        super().__init__()
+        self._patches.wrap(self._make, os, "mkdir", "open")
+        self._patches.wrap(self._move, os, "rename", "replace", "link", "symlink")
 
-    def lift(self) -> None:
-        """The script is in its loop, where it sees files as they are."""
-        self._hides = False
-        _unpatch(self._patches)
-
-    def _hidden(self, path: Any, kwargs: dict[str, Any]) -> bool:
-        whole = _path(path, kwargs) if self._hides and self._folders else None
+    def _hides(self, path: Any, kwargs: dict[str, Any]) -> bool:
+        whole = _path(path, kwargs) if self._is_on and self._folders else None
         while whole is not None and whole not in self.own:
             folder, name = os.path.split(whole)
             if folder == whole:
@@ -256,68 +229,35 @@ class FileView:
         except OSError:
             return False
 
-    def _refuse(self, path: Any, kwargs: dict[str, Any]) -> None:
-        if self._hidden(path, kwargs):
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-
-    def _look(self, original: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
-        self._refuse(path, kwargs)
-        return original(path, *args, **kwargs)
-
-    def _access(self, original: Callable[..., bool], path: Any, *args: Any, **kwargs: Any) -> bool:
-        return not self._hidden(path, kwargs) and original(path, *args, **kwargs)
-
-    def _open(self, original: Callable[..., Any], file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        if _reads(mode):
-            self._refuse(file, {})
-            return original(file, mode, *args, **kwargs)
-        return self._make(original, file, mode, *args, **kwargs)
-
-    def _make(self, original: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
-        made = original(path, *args, **kwargs)
-        if self._hides and (own := _path(path, kwargs)):
-            self.own.add(own)
-        return made
-
-    def _move(self, original: Callable[..., Any], src: Any, dst: Any, *args: Any, **kwargs: Any) -> None:
-        original(src, dst, *args, **kwargs)
-        if self._hides and (own := _path(dst, kwargs)):
-            self.own.add(own)
-
-    def _listdir(self, original: Callable[..., list[Any]], path: Any = ".") -> list[Any]:
-        self._refuse(path, {})
-        names = original(path)
-        shows = self._shows(path)
-        return [name for name in names if shows(name)] if shows else names
-
-    def _scandir(self, original: Callable[..., Any], path: Any = ".") -> Any:
-        self._refuse(path, {})
-        entries = original(path)
-        shows = self._shows(path)
-        return _Entries(entries, shows) if shows else entries
-
-    def _shows(self, path: Any) -> Callable[[Any], bool] | None:
-        """Tells which names a listing of `path` shows; None if it shows all."""
-        folder = _path("." if path is None else path, {})
-        if folder is None or folder not in self._folders:
+    def _shows(self, folder: str) -> Callable[[Any], bool] | None:
+        if folder not in self._folders:
             return None
-        self._note_gone(folder)
+        inode, _, names, listed = self._folders[folder]
+        if names and listed:
+            with contextlib.suppress(OSError):  # the folder itself is gone since it was listed
+                here = self._names_in(folder) if self._stat(folder).st_ino == inode else names
+                lost = sorted(names & listed - {*here})
+                self.gone += [path for name in lost[:GONE_MAX] if (path := os.path.join(folder, name)) not in self.gone]
 
         def shows(name: Any) -> bool:
             name = os.fsdecode(name)
-            own = not self._hides or os.path.join(folder, name) in self.own
+            own = not self._is_on or os.path.join(folder, name) in self.own
             return own or not self._hides_in(folder, name, listing=True)
 
         return shows
 
-    def _note_gone(self, folder: str) -> None:
-        inode, _, names, listed = self._folders[folder]
-        if not (names and listed and self._hides):
-            return
-        with contextlib.suppress(OSError):  # the folder itself is gone since it was listed
-            here = self._names_in(folder) if self._stat(folder).st_ino == inode else names
-            lost = sorted(names & listed - {*here})
-            self.gone += [path for name in lost[:GONE_MAX] if (path := os.path.join(folder, name)) not in self.gone]
+    def _made(self, path: Any, kwargs: dict[str, Any]) -> None:
+        if self._is_on and (own := _path(path, kwargs)):
+            self.own.add(own)
+
+    def _make(self, original: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
+        made = original(path, *args, **kwargs)
+        self._made(path, kwargs)
+        return made
+
+    def _move(self, original: Callable[..., Any], src: Any, dst: Any, *args: Any, **kwargs: Any) -> None:
+        original(src, dst, *args, **kwargs)
+        self._made(dst, kwargs)
 
 
 class Elsewhere:
@@ -328,21 +268,18 @@ class Elsewhere:
 
     def __init__(self, name: Callable[[str], str]) -> None:
         self._name = name
-        self._patches: list[Patch] = []
+        self._patches = PatchSet()
 
     def begin(self) -> None:
         if not self._patches:
             one = ("stat", "lstat", "listdir", "scandir", "access", "open", "mkdir", "rmdir", "remove", "unlink")
-            self._patches = _patch(
-                [
-                    *((os, name, self._one) for name in one),
-                    *((os, name, self._two) for name in ("rename", "replace", "link")),
-                    *((module, "open", self._open) for module in (builtins, io)),
-                ]
-            )
+            self._patches.wrap(self._one, os, *one)
+            self._patches.wrap(self._two, os, "rename", "replace", "link")
+            for module in (builtins, io):
+                self._patches.wrap(self._open, module, "open")
 
     def end(self) -> None:
-        _unpatch(self._patches)
+        self._patches.undo()
 
     def _at(self, path: Any, kwargs: dict[str, Any]) -> Any:
         whole = _path(path, kwargs)
@@ -361,26 +298,17 @@ class Elsewhere:
         return original(self._at(file, {}), *args, **kwargs)
 
 
-class _Entries:
+class _Entries(Iterator[Any]):
     """The entries of `os.scandir` whose names `shows` accepts."""
 
     def __init__(self, entries: Any, shows: Callable[[Any], bool]) -> None:
-        self._entries, self._shows = entries, shows
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
+        self._shown, self.close = (entry for entry in entries if shows(entry.name)), entries.close
 
     def __next__(self) -> Any:
-        while True:
-            entry = next(self._entries)
-            if self._shows(entry.name):
-                return entry
+        return next(self._shown)
 
     def __enter__(self) -> _Entries:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def close(self) -> None:
-        self._entries.close()

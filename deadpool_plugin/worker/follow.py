@@ -21,7 +21,7 @@ from ..comm.record import ALIKE
 from ..core import local
 from ..errors import WHOLE_STEP, Divergence, present
 from ..mirror.arena import SlotPair
-from . import codec, raised, rng
+from . import codec, rng
 from .adapter import MAKES_STEP, RUNS_MODEL, CallKind, Followed
 from .calls import RANDOM_STATES
 from .context import Context
@@ -92,7 +92,7 @@ class Follow:
         self._compare(self._context.reads.take(), read, self._step + 1, name)
         if kind is CallKind.SAVE:
             self._draw_alike()
-            if error := raised.decode(value):
+            if error := codec.decode_error(value):
                 raise error
             return followed.skipped(value)
         _, stand_ins = IteratorTable().wrap(kwargs.get("data_iterator"))

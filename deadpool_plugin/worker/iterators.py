@@ -17,11 +17,10 @@ from typing import Any, ClassVar, NamedTuple
 
 from ..errors import GenerationChanged, Unsupported
 from . import proof, rng
-from .inputs import COPIED_BYTES_MAX, Kept
+from .copies import COPIED_BYTES_MAX, Kept
 from .skipping import prove, skip
 
 POINTER = "wrap what it reads from: deadpool_plugin.data.resumable(...)"
-"""The way out, for messages."""
 
 
 class Item(NamedTuple):
@@ -38,11 +37,12 @@ class Item(NamedTuple):
 
     def check(self) -> None:
         """Raises: Unsupported if it is not what it was."""
-        self.kept.check(
-            lambda shape: f"a tensor of {shape} in a batch that a training call had read was changed in place",
-            f"tensors above {COPIED_BYTES_MAX} bytes that a loader gives",
-            "make new tensors for each batch, and change copies of them",
-        )
+        if (shape := self.kept.changed()) is not None:
+            raise Unsupported(
+                f"a tensor of {shape} in a batch that a training call had read was changed in place",
+                f"tensors above {COPIED_BYTES_MAX} bytes that a loader gives to stay as they are until two steps later",
+                "make new tensors for each batch, and change copies of them",
+            )
 
 
 class RewindIterator:

@@ -18,7 +18,7 @@ from ..comm import collective
 from ..core import local
 from ..errors import WHOLE_STEP, GenerationChanged, Unsupported
 from ..mirror.arena import SlotPair
-from . import codec, rng, switches
+from . import copies, rng, switches
 from .adapter import MAKES_STEP, RUNS_MODEL, Bare, CallKind, Followed
 from .calls import Call, forget
 from .context import Context
@@ -99,7 +99,7 @@ class Live(Swapping):
         self._loss = loss if loss is not None else self._loss
         if kind in MAKES_STEP:
             self._cut()
-        self._results = codec.HostCopies(None)  # which keep the script's tensors, and their graph
+        self._results = copies.HostCopies(None)  # which keep the script's tensors, and their graph
         return value
 
     def collective(self, handle: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -136,7 +136,7 @@ class Live(Swapping):
             call.run = again
         call.restore_entry = restore_entry
         self._done(call, outcome)
-        self._results = codec.HostCopies(None)
+        self._results = copies.HostCopies(None)
         return collective.CompletedWork(*outcome)
 
     def _note_edit(self) -> None:
@@ -253,14 +253,14 @@ def _kept(value: Any) -> Any:
     what is of a class below list or dict, tensors and all.
     """
     if isinstance(value, torch.Tensor):
-        return codec.copied(value)
+        return copies.copied(value)
     return _each(_kept, value)
 
 
 def _copied(kept: Any) -> Any:
     """Copy what `_kept` has made, each tensor to where it came from."""
     if isinstance(kept, torch.Tensor):
-        return codec.copied_back(kept)
+        return copies.copied_back(kept)
     return _each(_copied, kept)
 
 

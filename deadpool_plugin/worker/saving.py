@@ -3,38 +3,49 @@
 Rules of this file: collectives inside a save are the save's own and are not logged one by one. What goes on behind
 the script's back after the call returned (a thread or process that writes) is a `Flight`: a swap cancels all flights,
 waits until their writers are gone and removes what they left, unless the checkpoint could be complete. A process
-that follows writes nothing.
+that follows writes nothing. A file that a script writes in one call past Python's `open` is one save, too: written
+beside its place and renamed, so that doing it again never endangers what is there.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import dataclasses
 import functools
+import inspect
+import io
+import multiprocessing
 import os
-import sys
+import shutil
+import signal
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+
+from ..comm.groups import Groups
 from ..core import local
-from . import raised
+from ..transport import linux
+from ..transport.linux import await_end, pidfd_open, pidfd_send_signal
+from . import codec
 from .adapter import CallHandler, CallKind, Followed
 from .folders import Folders
-
-if TYPE_CHECKING:
-    from ..comm.groups import Groups
-    from .link import AgentLink
-
+from .link import AgentLink
+from .output import Mute, reads_data
+from .patching import replace, when_imported
 
 MARK = ".metadata"
 """The file that makes a folder of torch's or Megatron-core's a complete checkpoint."""
 LEFT = ("__*_*.distcp", "__*_*.distcp.tmp", "common.pt", f"{MARK}.tmp")
 """The files that writers have written before it. Source: torch 2.13 filesystem.py; megatron-core 0.16.1 strategies/."""
+SAFETENSORS = "safetensors.torch"
+"""Need not be installed, and is not imported here. `save_model` writes by its `save_file`, too."""
+_HELD_S = 1.0
+"""A thread that does not stop within this time, in state D, is held by the kernel, in a file system, say."""
+_POLL_S = 0.001
+_AT_REST = {b"T", b"t", b"Z", b"X"}
 
 
 class SaveCall(Followed):
@@ -50,11 +61,10 @@ class SaveCall(Followed):
         return None
 
     def failed(self, error: BaseException) -> Any:
-        """The script is told, and may go on; a redo does it again all the same."""
-        return raised.encode(error)
+        """Tell followers: the script may go on; a redo does it again all the same."""
+        return codec.encode_error(error)
 
     def skipped(self, outcome: Any) -> Any:
-        """A follower writes nothing."""
         return None
 
 
@@ -83,12 +93,11 @@ class Flight:
         """Block, after `stop`, until its writers are gone and nothing in this process will complete it."""
 
     def completed(self) -> None:
+        """It has ended by itself, and well. Thread: any."""
         self.complete = True
-        self._saves.landed(self)
-
-    def failed(self) -> None:
-        """It has ended by itself; what it wrote is as it would be without us."""
-        self._saves.dropped(self)
+        if self.path:
+            self._saves.written(self.path, self.began, self.step)
+        self._saves.drop(self)
 
     def remove_files(self) -> None:
         """Remove it, after `settle`. Raises: OSError if a file cannot be looked for, or removed."""
@@ -100,25 +109,20 @@ class Flight:
             os.rmdir(self.path)
 
 
-_own = threading.local()
+class _ThisThread(threading.local):
+    flight: Flight | None = None
+    """The save that the calling thread carries out, if it does nothing else."""
 
 
-def adopt_thread(flight: Flight) -> None:
-    """The calling thread does nothing but `flight` from here on."""
-    _own.flight = flight
-
-
-def own_flight() -> Flight | None:
-    """The save that the calling thread carries out, if it is one that writes in the background."""
-    return getattr(_own, "flight", None)
+this_thread = _ThisThread()
 
 
 class Saves:
-    """The saves of one process. Thread: `abort` the link's, `landed` and `dropped` any; all else main thread only."""
+    """The saves of one process. Thread: `abort` the link's, `drop` any; all else main thread only."""
 
     def __init__(self, link: AgentLink, groups: Groups, handler: CallHandler) -> None:
-        self._link, self._groups, self._handler = link, groups, handler
-        self._flights: list[Flight] = []
+        self.link, self._groups, self._handler = link, groups, handler
+        self.flights: list[Flight] = []
         self._pid = os.getpid()
         self.step = 0
         """The step whose state the save call under way saves."""
@@ -145,7 +149,7 @@ class Saves:
         make: Callable[[tuple[Any, ...], dict[str, Any]], SaveCall],
         unless: Callable[[], bool] = lambda: False,
     ) -> Callable[..., Any]:
-        """`original` as the call that `make(args, kwargs)` describes; as it is in a writer, or `unless`."""
+        """Return `original` as the call that `make(args, kwargs)` describes; as it is in a writer, or `unless`."""
 
         @functools.wraps(original)
         def save(*args: Any, **kwargs: Any) -> Any:
@@ -159,60 +163,45 @@ class Saves:
         `whole`: it is all that a job needs to go on from there, as far as anybody can tell.
         """
         step = self.step if step is None else step
-        self._link.send(local.Saved(step, path, whole))
-        self._link.event("CheckpointSaved", step=step, path=path, duration_s=time.monotonic() - began)
-
-    def wait_until(self, done: Callable[[], bool]) -> None:
-        """Block until `done()`; `wake` after changing what it looks at. Raises: GenerationChanged."""
-        self._link.wait_until(done)
-
-    def wake(self) -> None:
-        self._link.wake()
-
-    # ---- flights
-
-    @property
-    def flights(self) -> list[Flight]:
-        return list(self._flights)
-
-    def launch(self, flight: Flight) -> None:
-        self._flights.append(flight)
-
-    def wait_for_threads(self) -> None:
-        """Block until every flight that ends by itself has. Raises: GenerationChanged."""
-        self.wait_until(lambda: not any(flight.ends_by_itself for flight in self.flights))
-
-    def landed(self, flight: Flight) -> None:
-        if flight.path:
-            self.written(flight.path, flight.began, flight.step)
-        self.dropped(flight)
-
-    def dropped(self, flight: Flight) -> None:
-        with contextlib.suppress(ValueError):  # a swap has cancelled it
-            self._flights.remove(flight)
-        self._link.wake()
+        self.link.send(local.Saved(step, path, whole))
+        self.link.event("CheckpointSaved", step=step, path=path, duration_s=time.monotonic() - began)
 
     @contextlib.contextmanager
     def under_way(self) -> Iterator[None]:
-        """Around a save that no interruption of collectives ends. Raises: GenerationChanged."""
+        """Enclose a save that no interruption of collectives ends. Raises: GenerationChanged."""
         self._inside = True
         try:
-            self._link.check()  # whoever announced that could not yet know of this
+            self.link.check()  # whoever announced that could not yet know of this
             yield
         finally:
             self._inside = False
 
+    # ---- flights
+
+    def launch(self, flight: Flight) -> None:
+        self.flights.append(flight)
+
+    def drop(self, flight: Flight) -> None:
+        """Forget a flight that has ended by itself; what it wrote is as it would be without us."""
+        with contextlib.suppress(ValueError):  # a swap has cancelled it
+            self.flights.remove(flight)
+        self.link.wake()
+
+    def wait_for_threads(self) -> None:
+        """Block until every flight that ends by itself has. Raises: GenerationChanged."""
+        self.link.wait_until(lambda: not any(flight.ends_by_itself for flight in list(self.flights)))
+
     def abort(self, generation: int) -> None:
-        """A swap begins: the main thread may be in a save, or be waiting for a writer."""
+        """Begin a swap: the main thread may be in a save, or be waiting for a writer."""
         if self._inside:
-            self._link.send(local.Saving(generation))
-        for flight in list(self._flights):
+            self.link.send(local.Saving(generation))
+        for flight in list(self.flights):
             flight.cancelled = True
             flight.stop()
 
     def cancel(self) -> list[Flight]:
         """End every flight, then remove what they wrote. Returns them. Blocks: until their writers are gone."""
-        flights, self._flights = list(self._flights), []
+        flights, self.flights = list(self.flights), []
         for flight in flights:
             flight.cancelled = True
             flight.stop()
@@ -223,7 +212,7 @@ class Saves:
                 flight.remove_files()
             except OSError as error:  # without its mark it is no checkpoint to anybody
                 what = f"of the cancelled checkpoint of step {flight.step} in {flight.path}"
-                self._link.event("Note", text=f"the files {what} could not be removed: {error}")
+                self.link.event("Note", text=f"the files {what} could not be removed: {error}")
         for forget in self.on_cancel:
             forget()
         return flights
@@ -249,7 +238,7 @@ class Saves:
         for flight in [flight for flight in flights if not flight.complete]:
             again = flight.step >= restore_step
             reason = "it is done again" if again else f"training goes on from step {restore_step}, behind it"
-            self._link.event("CheckpointCancelled", step=flight.step, path=flight.path, reason=reason)
+            self.link.event("CheckpointCancelled", step=flight.step, path=flight.path, reason=reason)
 
 
 class CompleteMark:
@@ -273,47 +262,132 @@ class CompleteMark:
         return self._overwrites
 
 
-def replace(wrappers: dict[Any, Any]) -> None:
-    """Put each wrapper in the place of its original under whatever name a module has it, the script's own included.
+# ---- files that a script writes in one call
 
-    All at once where there are several: looking at everything costs a forked process a copy of most of its pages.
+
+def install(saves: Saves) -> None:
+    """Wrap what writes files; safetensors' as soon as a script imports it. Once, before the script runs."""
+    wrappers = {torch.save: save_file(saves, "torch.save", torch.save)}
+
+    def wrap(safetensors: Any) -> None:
+        original = safetensors.save_file
+        wrappers[original] = safetensors.save_file = save_file(saves, f"{SAFETENSORS}.save_file", original)
+
+    when_imported(SAFETENSORS, wrap)
+    replace(wrappers)
+
+
+def save_file(saves: Saves, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `original`, whose second parameter is where to write, as a call if that is a path."""
+    signature = inspect.signature(original)
+    where = list(signature.parameters)[1]
+
+    @functools.wraps(original)
+    def save(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
+        file = given.arguments[where]
+
+        def write(path: Path) -> None:
+            given.arguments[where] = path
+            original(*given.args, **given.kwargs)
+
+        if isinstance(file, (str, os.PathLike)) and not saves.foreign():
+            return saves.do(FileSave(name, saves, os.fspath(file), write))
+        if Mute.active and not reads_data() and not isinstance(file, io.BytesIO):
+            return None
+        return original(*args, **kwargs)
+
+    return save
+
+
+class FileSave(SaveCall):
+    """A call of `write`, which makes the file at `path`.
+
+    Once it is done, or has failed, it is not done again: what it was given may have changed since, or the script have
+    moved the file.
     """
-    found = {id(original): wrapper for original, wrapper in wrappers.items()}
-    for module in list(sys.modules.values()):
-        names = getattr(module, "__dict__", None) or {}
-        for name in [name for name, value in list(names.items()) if id(value) in found]:
-            names[name] = found[id(names[name])]
+
+    def __init__(self, name: str, saves: Saves, path: str, write: Callable[[Path], Any]) -> None:
+        self.name, self._saves, self._path = name, saves, Path(path)
+        self._write: Callable[[Path], Any] | None = write
+
+    def __call__(self) -> None:
+        if self._write is None:
+            return
+        began = time.monotonic()
+        self._path = Path(self._saves.folders.file(str(self._path)))
+        write_beside(self._path, self._write)
+        self._write = None  # the call log would keep what it was given for steps
+        self._saves.written(str(self._path), began, whole=False)
+
+    def outcome(self, value: Any) -> bytes:
+        """Record where it is."""
+        return os.fsencode(self._path)
+
+    def skipped(self, outcome: bytes | None) -> None:
+        if outcome is not None:  # else it comes before the first forward
+            self._saves.folders.follow(str(self._path), os.fsdecode(outcome))
+
+    def failed(self, error: BaseException) -> Any:
+        self._write = None
+        return super().failed(error)
 
 
-def structure(value: Any, copies: dict[int, Any] | None = None) -> Any:
-    """`value` with its plain containers copied, and all else (tensors, the script's own containers) by reference.
+def write_beside(path: Path, write: Callable[[Path], Any]) -> None:
+    """Let `write` make the file at `path` as a whole: until it is done, what was there stays."""
+    if path.exists() and not path.is_file():  # a device or pipe is written to, not replaced
+        write(path)
+        return
+    real = Path(os.path.realpath(path))
+    beside = real.parent / f".{real.name}.{os.environ['RANK']}.writing"
+    shutil.rmtree(beside, ignore_errors=True)  # of a process that was killed while it wrote
+    beside.mkdir()
+    try:  # the file's name is part of what torch writes, so it has its own from the start
+        write(beside / path.name)
+        os.replace(beside / path.name, real)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
 
-    Saving functions change the dicts and shard descriptions they are given; doing it again needs them as they were.
-    `copies`: of what was met before, so that what is shared stays shared.
+
+# ---- processes that write: they end with the training process, or when a swap cancels them
+
+
+def die_with_trainer() -> None:
+    """Let the kernel kill this process, one that multiprocessing has started, when its parent ends; at once if whoever
+    started it has ended already: orphans have another parent."""
+    parent, started_by = os.getppid(), multiprocessing.parent_process()
+    if started_by is not None and not started_by.is_alive():
+        os.kill(os.getpid(), signal.SIGKILL)
+    linux.die_with_parent(signal.SIGKILL, parent)
+
+
+def kill_tree(pid: int) -> None:
+    """SIGKILL `pid` and everything below it. Blocks: until all of them have ended (they need not be our children).
+
+    Each stands still before its children are listed, so none can be born unseen. A kernel may not list them.
     """
-    copies = {} if copies is None else copies
-    if id(value) in copies:
-        return copies[id(value)]
-    kind = type(value)
-    if kind is tuple:
-        made: Any = tuple(structure(item, copies) for item in value)
-        return copies.setdefault(id(value), made)  # it may hold itself, in a list
-    if kind is list:
-        made = copies[id(value)] = []
-        made.extend(structure(item, copies) for item in value)
-    elif kind is dict or kind is OrderedDict:
-        made = copies[id(value)] = kind()
-        made.update((key, structure(item, copies)) for key, item in value.items())
-        if kind is OrderedDict:
-            made.__dict__.update((key, structure(item, copies)) for key, item in vars(value).items())
-    elif kind is argparse.Namespace:  # Megatron-LM's arguments count what has been consumed
-        made = copies[id(value)] = kind()
-        vars(made).update((name, structure(item, copies)) for name, item in vars(value).items())
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type) and hasattr(value, "__dict__"):
-        made = copies[id(value)] = object.__new__(kind)
-        for name, item in vars(value).items():
-            copied = structure(item, copies) if isinstance(item, (dict, list, tuple)) else item
-            object.__setattr__(made, name, copied)
-    else:
-        return value
-    return made
+    watched: list[int] = []
+    pending = [pid]
+    while pending:
+        one = pending.pop()
+        with contextlib.suppress(ProcessLookupError):
+            watched.append(pidfd_open(one))
+            os.kill(one, signal.SIGSTOP)
+            held_at = time.monotonic() + _HELD_S
+            # A thread within fork(2) finishes that first.
+            while running := {stat.rpartition(b")")[2].split()[0] for stat in _of_threads(one, "stat")} - _AT_REST:
+                if running == {b"D"} and time.monotonic() > held_at:
+                    break
+                time.sleep(_POLL_S)
+            pending += [int(child) for children in _of_threads(one, "children") for child in children.split()]
+    for descriptor in watched:
+        with contextlib.suppress(ProcessLookupError):
+            pidfd_send_signal(descriptor, signal.SIGKILL)
+    for descriptor in watched:
+        await_end(descriptor)
+        os.close(descriptor)
+
+
+def _of_threads(pid: int, name: str) -> list[bytes]:
+    """Read this file in /proc of each thread of `pid`; empty ones are left out."""
+    return [said for thread in linux.threads(pid) if (said := linux.of_thread(thread, name, pid))]

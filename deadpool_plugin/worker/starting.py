@@ -19,8 +19,8 @@ from . import codec
 from .adapter import RUNS_MODEL, CallKind
 from .context import Context
 from .file_view import Looks
-from .imports import when_imported
 from .live import Live
+from .patching import when_imported
 from .staging import Layout
 
 _KNOWN = "Megatron-core's schedules and optimizer, or a DeepSpeed engine (imported before init_process_group)"

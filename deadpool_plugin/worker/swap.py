@@ -16,7 +16,7 @@ import torch
 from ..core import local
 from ..errors import GenerationChanged, invariant, present
 from ..mirror.arena import SlotPair
-from . import codec, rng
+from . import codec, copies, rng
 from .adapter import MAKES_STEP, CallKind
 from .calls import Call, CallLog, forget
 from .context import Context
@@ -41,7 +41,7 @@ class Swapping:
         self.step = step
         self._restored = -1
         self.inside = False
-        self._results = codec.HostCopies(None)
+        self._results = copies.HostCopies(None)
         """Copies in host memory of what the newest call told."""
         self._swap_began: float | None = None
         self._at_exit: dict[str, Any] | None = None
@@ -50,7 +50,7 @@ class Swapping:
         self._link.check()
         if call.kind is CallKind.UPDATE:
             self._stager.wait()
-        self._results = codec.HostCopies(None)
+        self._results = copies.HostCopies(None)
         with self._inside():
             value = call.run()
             if call.kind is not CallKind.SAVE:
@@ -79,7 +79,7 @@ class Swapping:
         The device is waited for where its results can be read: at the latest by the call that makes the step.
         """
         if torch.cuda.is_initialized() and (call.is_read or not codec.is_plain(value)):  # type: ignore[no-untyped-call]
-            self._results = codec.HostCopies(call.told(value))
+            self._results = copies.HostCopies(call.told(value))
             torch.cuda.current_stream().synchronize()
         self._link.await_abort(self._slots.announced)
         self._link.check()

@@ -1,13 +1,11 @@
-"""TensorBoard, Weights & Biases and DeepSpeed's CSV files in a process that rehearses a rank: nothing until it takes
-over, then the same run.
+"""Experiment trackers of a rehearsal: silent until the process takes its rank over, then they continue its run.
 
-What a rehearsing process logs has been logged by the rank itself. Once it has taken over, its TensorBoard events go to
-a file of its own, without those the rank had written already; its W&B run is the rank's, resumed; its CSV files are
-the rank's, continued.
+TensorBoard's events go to a file of its own then, without those that the rank had written already. The W&B run is the
+rank's, resumed; DeepSpeed's CSV files are the rank's, continued.
 
 Rules of this file: a rank in training from the start is left alone. What the rank wrote is looked for where it writes,
-so on a file system that both hosts share; where there is none, the last step's events come twice and the run is a new
-one. Standard library only: both packages are the script's, used as they are when it imports them.
+so on a file system that both hosts share; elsewhere the last step's events come twice and the run is a new one.
+Standard library only: the packages are the script's, used as they are when it imports them.
 """
 
 from __future__ import annotations
@@ -26,14 +24,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from .imports import when_imported
+from .patching import when_imported
 
 CSV_MONITOR = "deepspeed.monitor.csv_monitor"
 EVENTS = "tensorboard.summary.writer.event_file_writer"
 FILES_MAX, RECORDS_MAX = 8, 4096
-"""Where a rank's last step is looked for: in so many newest files, in so many last records of each."""
+"""Number of newest event files, and of last records in each, in which a rank's last step is looked for."""
 LINES_BYTES_MAX = 65536
-"""Where a rank's last step is looked for in a CSV file: at its end."""
+"""Size of the end of a CSV file in which a rank's last step is looked for."""
 _HEAD, _FOOT = struct.Struct("<QI"), 4
 _RUN = re.compile(r"(?:offline-)?run-\d+_\d+-(.+)")
 
@@ -42,97 +40,131 @@ class Trackers:
     """The trackers of a rehearsing process, from before its script begins. Thread: main."""
 
     def __init__(self) -> None:
-        self._tensorboard, self._wandb, self._csv = TensorBoard(), WandB(), Csv()
-        when_imported(CSV_MONITOR, self._csv.install)
-        when_imported(EVENTS, self._tensorboard.install)
-        when_imported("wandb", self._wandb.install)
+        self._rehearsing = True
+        self._waiting: dict[Any, tuple[str, Callable[[], None]]] = {}
+        """Event files and W&B runs that the script has made, the tracker's name, and what begins each."""
+        self._events: weakref.WeakKeyDictionary[Any, set[tuple[str, int]]] = weakref.WeakKeyDictionary()
+        """By event file: (tag, step) of the last values that the rank itself has written."""
+        self._csv_steps: dict[str, set[str]] = {}
+        """By CSV file: the steps of the last lines that the rank itself has written."""
+        when_imported(CSV_MONITOR, self.hold_csv_files)
+        when_imported(EVENTS, self.hold_event_files)
+        when_imported("wandb", self.hold_runs)
 
     def resume(self) -> None:
-        """The process runs its rank from now on. Blocks: for files, and for the W&B service if there is a run.
+        """Begin what has waited: the process runs its rank from now on. What fails is said, and ends no training.
 
-        What fails is said: training does not end for it.
+        Blocks: for files, and for the W&B service if there is a run.
         """
-        for tracker in (self._tensorboard, self._wandb, self._csv):
+        self._rehearsing = False
+        for tracked, (tracker, begin) in list(self._waiting.items()):
             try:
-                tracker.resume()
+                begin()
             except Exception as error:
-                print(
-                    f"[deadpool] {type(tracker).__name__} cannot continue its log: {error!r}",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                self._waiting[tracked] = tracker, begin  # silent for good
+                print(f"[deadpool] {tracker} cannot continue its log: {error!r}", file=sys.stderr, flush=True)
 
     def folders(self) -> set[str]:
-        """List where writers that wait for `resume` will log to."""
-        return self._tensorboard.folders()
+        """List where event files that wait for `resume` will lie."""
+        return {str(file._logdir) for file in list(self._waiting) if not isinstance(file, Run)}
 
+    def hold_event_files(self, module: ModuleType) -> None:
+        """Hold back tensorboard's EventFileWriter, which torch's SummaryWriter writes through."""
+        writer, parse = module.EventFileWriter, module.event_pb2.Event.FromString
+        begin, add, flush, close = writer.__init__, writer.add_event, writer.flush, writer.close
 
-class TensorBoard:
-    """tensorboard's EventFileWriter, which torch's SummaryWriter writes through."""
+        def last_values(folder: Path) -> set[tuple[str, int]]:
+            files = sorted(folder.glob("events.out.tfevents.*"), key=lambda path: path.stat().st_mtime_ns)
+            events = (parse(data) for path in files[-FILES_MAX:] for data in last_records(path))
+            return {(value.tag, event.step) for event in events for value in event.summary.value}
 
-    def __init__(self) -> None:
-        self._rehearsing = True
-        self._waiting: dict[Any, Callable[[], None]] = {}
-        self._written: weakref.WeakKeyDictionary[Any, set[tuple[str, int]]] = weakref.WeakKeyDictionary()
-
-    def folders(self) -> set[str]:
-        return {str(file._logdir) for file in list(self._waiting)}
-
-    def install(self, module: ModuleType) -> None:
-        writer, self._event = module.EventFileWriter, module.event_pb2.Event
-        original = writer.__init__
-
-        @functools.wraps(original)
+        @functools.wraps(begin)
         def init(file: Any, logdir: str, *args: Any, **kwargs: Any) -> None:
-            if not self._rehearsing:
-                original(file, logdir, *args, **kwargs)
-                return
-            file._logdir = logdir
-            self._waiting[file] = lambda: original(file, logdir, *args, **kwargs)
-
-        writer.__init__ = init
-        for name in ("add_event", "flush", "close"):
-            setattr(writer, name, self._unless_waiting(getattr(writer, name)))
-        writer.add_event = self._new_only(writer.add_event)
-
-    def _unless_waiting(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def method(file: Any, *args: Any) -> None:
-            if file not in self._waiting:
-                original(file, *args)
-            elif original.__name__ == "close":
+            def begin_now() -> None:
+                self._events[file] = last_values(Path(file.get_logdir()))
                 del self._waiting[file]
+                begin(file, logdir, *args, **kwargs)
 
-        return method
+            if self._rehearsing:
+                file._logdir = logdir
+                self._waiting[file] = "TensorBoard", begin_now
+            else:
+                begin(file, logdir, *args, **kwargs)
 
-    def _new_only(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
+        @functools.wraps(add)
         def add_event(file: Any, event: Any) -> None:
-            written = self._written.get(file)
-            known = [value for value in event.summary.value if written and (value.tag, event.step) in written]
+            written = self._events.get(file, set())
+            known = [value for value in event.summary.value if (value.tag, event.step) in written]
             for value in known:
                 event.summary.value.remove(value)
-            if not known or event.summary.value:
-                original(file, event)
+            if file not in self._waiting and (not known or event.summary.value):
+                add(file, event)
 
-        return add_event
+        @functools.wraps(flush)
+        def flush_file(file: Any) -> None:
+            if file not in self._waiting:
+                flush(file)
 
-    def resume(self) -> None:
-        self._rehearsing = False
-        for file, begin in list(self._waiting.items()):
-            self._written[file] = self._last_values(Path(file.get_logdir()))
-            del self._waiting[file]
-            begin()
+        @functools.wraps(close)
+        def close_file(file: Any) -> None:
+            if self._waiting.pop(file, None) is None:
+                close(file)
 
-    def _last_values(self, folder: Path) -> set[tuple[str, int]]:
-        """(tag, step) of the last values in the event files there."""
-        files = sorted(folder.glob("events.out.tfevents.*"), key=lambda path: path.stat().st_mtime_ns)
-        events = (self._event.FromString(data) for path in files[-FILES_MAX:] for data in last_records(path))
-        return {(value.tag, event.step) for event in events for value in event.summary.value}
+        writer.__init__, writer.add_event, writer.flush, writer.close = init, add_event, flush_file, close_file
+
+    def hold_runs(self, wandb: ModuleType) -> None:
+        """Hold back wandb.init: the script gets a run that does nothing, later the rank's own."""
+        original: Callable[..., Any] = wandb.init
+
+        @functools.wraps(original)
+        def init(*args: Any, **kwargs: Any) -> Any:
+            if not self._rehearsing:
+                return original(*args, **kwargs)
+            run = Run(original(*args, **{**kwargs, "mode": "disabled"}))
+
+            def begin() -> None:
+                found = latest_run(Path(kwargs.get("dir") or os.environ.get("WANDB_DIR") or "."))
+                same = {"id": found, "resume": "allow"} if found else {}
+                run._run = original(*args, **{**same, **kwargs})
+
+            self._waiting[run] = "WandB", begin
+            return run
+
+        wandb.init = init  # type: ignore[attr-defined]
+
+    def hold_csv_files(self, module: ModuleType) -> None:
+        """Hold back DeepSpeed's csvMonitor: a file for each name, a line for each value, a heading where it begins."""
+        owner: Any = module.csvMonitor
+        original = owner.write_events
+
+        def is_new(monitor: Any, name: str, step: Any) -> bool:
+            file = name.replace("/", "_").replace(" ", "_")  # as csvMonitor calls it
+            if file not in self._csv_steps:
+                self._csv_steps[file] = last_steps(Path(monitor.log_dir, f"{file}.csv"))
+                if self._csv_steps[file]:
+                    monitor.filenames.append(file)  # it has its heading
+            return str(step) not in self._csv_steps[file]
+
+        @functools.wraps(original)
+        def write_events(monitor: Any, events: Any) -> None:
+            if not self._rehearsing:
+                original(monitor, [event for event in events if is_new(monitor, event[0], event[2])])
+
+        owner.write_events = write_events
+
+
+class Run:
+    """The script's W&B run: one that does nothing, later the real one."""
+
+    def __init__(self, run: Any) -> None:
+        self._run = run
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._run, name)
 
 
 def last_records(path: Path) -> Iterator[bytes]:
-    """The contents of the last records of a file of TFRecords; half a record at its end is left out."""
+    """Read the last records of a file of TFRecords; half a record at its end is left out."""
     if not path.stat().st_size:
         return
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -146,37 +178,6 @@ def last_records(path: Path) -> Iterator[bytes]:
         yield from (data[begin:end] for begin, end in found)
 
 
-class Csv:
-    """DeepSpeed's csvMonitor: a file for each name, a line for each value, a heading where it begins."""
-
-    def __init__(self) -> None:
-        self._rehearsing = True
-        self._written: dict[str, set[str]] = {}
-
-    def install(self, module: ModuleType) -> None:
-        owner: Any = module.csvMonitor
-        original = owner.write_events
-
-        @functools.wraps(original)
-        def write_events(monitor: Any, events: Any) -> None:
-            if not self._rehearsing:
-                original(monitor, [event for event in events if self._is_new(monitor, *event[:3])])
-
-        owner.write_events = write_events
-
-    def _is_new(self, monitor: Any, name: str, value: Any, step: Any) -> bool:
-        """Return whether the rank has not written the line before it was lost."""
-        file = name.replace("/", "_").replace(" ", "_")  # as csvMonitor calls it
-        if file not in self._written:
-            self._written[file] = last_steps(Path(monitor.log_dir, f"{file}.csv"))
-            if self._written[file]:
-                monitor.filenames.append(file)  # it has its heading
-        return str(step) not in self._written[file]
-
-    def resume(self) -> None:
-        self._rehearsing = False
-
-
 def last_steps(path: Path) -> set[str]:
     """Read the first cells of the last lines of a CSV file. Removes half a line of a killed writer at the end."""
     with contextlib.suppress(FileNotFoundError), open(path, "r+b") as file:
@@ -188,51 +189,8 @@ def last_steps(path: Path) -> set[str]:
     return set()
 
 
-class WandB:
-    """wandb.init, which gives the script a run that does nothing until then."""
-
-    def __init__(self) -> None:
-        self._waiting: list[Callable[[], None]] = []
-        self._rehearsing = True
-
-    def install(self, wandb: ModuleType) -> None:
-        original = wandb.init
-
-        @functools.wraps(original)
-        def init(*args: Any, **kwargs: Any) -> Any:
-            if not self._rehearsing:
-                return original(*args, **kwargs)
-            run = Run(original(*args, **{**kwargs, "mode": "disabled"}))
-
-            def begin() -> None:
-                found = latest_run(Path(kwargs.get("dir") or os.environ.get("WANDB_DIR") or "."))
-                same = {"id": found, "resume": "allow"} if found else {}
-                run._run = original(*args, **{**same, **kwargs})
-
-            self._waiting.append(begin)
-            return run
-
-        wandb.init = init  # type: ignore[attr-defined]
-
-    def resume(self) -> None:
-        self._rehearsing = False
-        for begin in self._waiting:
-            begin()
-        self._waiting.clear()
-
-
-class Run:
-    """The script's run: one that does nothing, later the real one."""
-
-    def __init__(self, run: Any) -> None:
-        self._run = run
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._run, name)
-
-
 def latest_run(folder: Path) -> str:
-    """The id of the run that was begun last in W&B's `folder`, "" if there is none."""
+    """Find the id of the run that was begun last in W&B's `folder`, "" if there is none."""
     link = folder / "wandb" / "latest-run"
     match = _RUN.fullmatch(os.path.basename(os.readlink(link))) if link.is_symlink() else None
     return match[1] if match else ""

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from ..errors import Unsupported
 from .adapter import Adapter, CallKind, Followed
-from .inputs import Inputs
+from .copies import Inputs
 from .iterators import POINTER, RewoundByItself
 
 CallOf = Callable[[Adapter, str, CallKind, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]

@@ -17,7 +17,7 @@ from deadpool_plugin.adapters.deepspeed.calls import Calls
 from deadpool_plugin.adapters.deepspeed.cut import Graph, ScriptsPart, cut, seed
 from deadpool_plugin.adapters.deepspeed.engine_calls import Backward, Forward
 from deadpool_plugin.errors import Unsupported
-from deadpool_plugin.worker.inputs import COPIED_BYTES_MAX
+from deadpool_plugin.worker.copies import COPIED_BYTES_MAX
 
 
 def model():

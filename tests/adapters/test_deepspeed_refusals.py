@@ -15,7 +15,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine  # noqa: E402
 from deadpool_plugin.adapters.deepspeed import adam, kept, past_engine, refusals  # noqa: E402
 from deadpool_plugin.adapters.deepspeed.adapter import DeepSpeedAdapter  # noqa: E402
 from deadpool_plugin.errors import Unsupported  # noqa: E402
-from deadpool_plugin.worker.inputs import COPIED_BYTES_MAX  # noqa: E402
+from deadpool_plugin.worker.copies import COPIED_BYTES_MAX  # noqa: E402
 
 
 @pytest.mark.parametrize("option", refusals.OPTIONS, ids=[option.path for option in refusals.OPTIONS])

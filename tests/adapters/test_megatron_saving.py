@@ -104,7 +104,7 @@ def waiting(monkeypatch, train_gpt):
     monkeypatch.setattr(async_utils, "sleep", lambda seconds: None)
     monkeypatch.setattr(saving, "LOOK_EVERY_S", 0)
     saves = fake(
-        step=3, generation=1, flights=[], foreign=lambda: False, do=lambda call: call(), landed=lambda flight: None
+        step=3, generation=1, flights=[], foreign=lambda: False, do=lambda call: call(), drop=lambda flight: None
     )
     saves.launch = saves.flights.append
     saves.wrapped = functools.partial(Saves.wrapped, saves)

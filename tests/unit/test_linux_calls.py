@@ -19,7 +19,7 @@ from deadpool_plugin.errors import ConfigError
 from deadpool_plugin.launch import roles
 from deadpool_plugin.mirror.arena import SlotPair
 from deadpool_plugin.transport import linux
-from deadpool_plugin.worker.writers import kill_tree
+from deadpool_plugin.worker.saving import kill_tree
 
 ENDS_LATER = [sys.executable, "-c", "import time; time.sleep(600)"]
 

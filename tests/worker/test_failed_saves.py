@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from deadpool_plugin.core import local
 from deadpool_plugin.errors import GenerationChanged
-from deadpool_plugin.worker import codec, file_saves, follow, raised, saving
+from deadpool_plugin.worker import codec, follow, saving
 from deadpool_plugin.worker.adapter import CallKind
 from deadpool_plugin.worker.calls import CallLog
 from deadpool_plugin.worker.follow import Follow
@@ -139,7 +139,7 @@ def of_a_function():
     ids=lambda value: getattr(value, "__name__", type(value).__name__),
 )
 def test_what_was_raised_is_raised_again_by_the_nearest_name_that_is_known(error, kind):
-    again = raised.decode(codec.decode(codec.encode(raised.encode(error))))
+    again = codec.decode_error(codec.decode(codec.encode(codec.encode_error(error))))
     assert isinstance(again, kind) and type(again).__name__ == type(error).__name__
     assert str(again) == str(error).encode(errors="backslashreplace").decode()
     assert getattr(again, "errno", None) == getattr(error, "errno", None) or kind is OfTheScript
@@ -147,13 +147,13 @@ def test_what_was_raised_is_raised_again_by_the_nearest_name_that_is_known(error
 
 @pytest.mark.skipif(not hasattr(builtins, "ExceptionGroup"), reason="this Python has none")
 def test_a_group_of_exceptions_comes_as_what_it_is_below():
-    again = raised.decode(raised.encode(builtins.ExceptionGroup("two of them", [ValueError(), OSError()])))
+    again = codec.decode_error(codec.encode_error(builtins.ExceptionGroup("two of them", [ValueError(), OSError()])))
     assert isinstance(again, Exception) and "two of them" in str(again)
 
 
 @pytest.mark.parametrize("outcome", [None, True, 7, "raised", [["a"], "float32", [2]], {}, {"a": 1}])
 def test_what_returned_is_not_raised(outcome):
-    assert raised.decode(outcome) is None
+    assert codec.decode_error(outcome) is None
 
 
 @pytest.mark.parametrize("first", ["saved", OSError("disk full")], ids=["done", "failed"])
@@ -190,15 +190,15 @@ def test_a_file_whose_save_failed_is_not_written_in_a_redo(tmp_path, monkeypatch
     monkeypatch.setenv("RANK", "3")
     errors = iter([OSError("disk full")])
 
-    def original(obj, f):
+    def write(file):
         for error in errors:
             raise error
-        f.write_bytes(b"whole")
+        file.write_bytes(b"whole")
 
     rank = Rank()
     saves = fake(folders=fake(file=str), written=lambda path, began, whole: None)
     with pytest.raises(OSError):
-        rank.save(file_saves.FileSave("torch.save", saves, original, {}, str(tmp_path / "one.pt")))
+        rank.save(saving.FileSave("torch.save", saves, str(tmp_path / "one.pt"), write))
     for call in rank._log.after_cut(0):
         rank._redo(call)
     assert os.listdir(tmp_path) == [] and not rank.said

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from deadpool_plugin.errors import Divergence, GenerationChanged, Unsupported
 from deadpool_plugin.worker import codec, skipping
-from deadpool_plugin.worker.inputs import COPIED_BYTES_MAX
+from deadpool_plugin.worker.copies import COPIED_BYTES_MAX
 from deadpool_plugin.worker.iterators import IteratorTable, RewindIterator
 from deadpool_plugin.worker.skipping import skip
 

@@ -13,12 +13,11 @@ from support.zygote import in_zygote
 
 from deadpool_plugin.comm import collective
 from deadpool_plugin.errors import GenerationChanged, Unsupported
-from deadpool_plugin.worker import calls, codec, swap
-from deadpool_plugin.worker import inputs as inputs_module
+from deadpool_plugin.worker import calls, codec, copies, swap
 from deadpool_plugin.worker.adapter import CallKind, Followed
 from deadpool_plugin.worker.calls import CallLog
 from deadpool_plugin.worker.codec import TENSOR_LIMIT_BYTES
-from deadpool_plugin.worker.inputs import COPIED_BYTES_MAX, Inputs
+from deadpool_plugin.worker.copies import COPIED_BYTES_MAX, Inputs
 from deadpool_plugin.worker.live import Live
 from deadpool_plugin.worker.proof import Reads
 from deadpool_plugin.worker.staging import Layout
@@ -396,13 +395,13 @@ def test_inputs_on_a_device_are_kept_in_host_memory_and_come_back_there():
 @in_zygote
 def test_a_long_evaluation_keeps_a_bounded_part_of_its_inputs_in_host_memory():
     batch = torch.arange(COPIED_BYTES_MAX // 8, device="cuda")
-    fitting = inputs_module.ON_HOST_BYTES_MAX // COPIED_BYTES_MAX
+    fitting = copies.ON_HOST_BYTES_MAX // COPIED_BYTES_MAX
     kept = [Inputs((batch,), {}, "forward") for _ in range(fitting)]
-    assert inputs_module.Kept.on_host_bytes == inputs_module.ON_HOST_BYTES_MAX
+    assert copies.Kept.on_host_bytes == copies.ON_HOST_BYTES_MAX
     assert _counted(lambda: kept.append(Inputs((batch,), {}, "forward")))[2] == 1, "a block of the device"
     assert torch.equal(kept[-1].again()[0][0], batch) and torch.equal(kept[0].again()[0][0], batch)
     kept.clear()
-    assert inputs_module.Kept.on_host_bytes == 0
+    assert copies.Kept.on_host_bytes == 0
 
 
 @pytest.mark.gpu

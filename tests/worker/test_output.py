@@ -20,7 +20,7 @@ import torch
 from support.stand_in import fake
 
 from deadpool_plugin.host.output import Pipe, Writer
-from deadpool_plugin.worker import file_saves
+from deadpool_plugin.worker import saving
 from deadpool_plugin.worker.output import Mute
 
 REHEARSES = """
@@ -186,7 +186,7 @@ class Cached(torch.utils.data.Dataset[Any]):
 
 def test_the_cache_that_a_followers_loader_fills_is_there_to_be_read(tmp_path, mute, monkeypatch):
     saves = fake(foreign=lambda: True)
-    monkeypatch.setattr(torch, "save", file_saves._saving_by_torch(saves))
+    monkeypatch.setattr(torch, "save", saving.save_file(saves, "torch.save", torch.save))
     mute.keep_files()
     loader = torch.utils.data.DataLoader(Cached(tmp_path), num_workers=1)
     assert [int(item) for item in loader] == [0, 2]
@@ -277,7 +277,7 @@ def test_a_log_that_the_rank_appends_to_gets_nothing_from_start_up_and_goes_on_a
 
 def test_a_folder_that_tensorboard_logs_to_is_left_alone_in_start_up(tmp_path, mute):
     """accelerate's tracker makes one of its own in it, named by the time."""
-    mute._trackers._tensorboard.folders = lambda: {str(tmp_path / "logs")}
+    mute._trackers.folders = lambda: {str(tmp_path / "logs")}
     (tmp_path / "cache").mkdir()
     os.mkdir(tmp_path / "logs")
     os.makedirs(tmp_path / "logs" / "1763900000.0", exist_ok=True)

@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import fcntl
+import functools
 import importlib
 import inspect
 import io
@@ -30,7 +31,7 @@ from support.stand_in import fake
 from deadpool_plugin.core import local
 from deadpool_plugin.errors import CheckpointLost, GenerationChanged, Unsupported
 from deadpool_plugin.transport import linux
-from deadpool_plugin.worker import calls, codec, dcp, file_saves, saving, writers
+from deadpool_plugin.worker import calls, codec, copies, dcp, patching, saving
 from deadpool_plugin.worker.adapter import CallKind
 from deadpool_plugin.worker.link import AgentLink
 from deadpool_plugin.worker.output import Mute
@@ -78,7 +79,7 @@ class Shard:
 def test_what_a_save_was_given_survives_what_saving_does_to_it():
     tensor = torch.ones(2)
     given: dict[str, Any] = {"a": [Shard(tensor, 1, [1])], "b": (tensor, {"c": 1})}
-    kept = saving.structure(given)
+    kept = copies.structure(given)
     given["a"][0].replica, given["b"][1]["c"] = 9, 9
     given["a"][0].parts.append(2)
     given["a"].clear()
@@ -94,7 +95,7 @@ def test_what_a_save_was_given_keeps_its_types_its_attributes_and_what_is_shared
     metadata: Any = torch.nn.BatchNorm1d(2).state_dict()
     cycle: dict[str, Any] = {"own": OfTheScript(a=1), "state": metadata, "again": metadata}
     cycle["itself"] = [cycle, (cycle,)]
-    kept = saving.structure(cycle)
+    kept = copies.structure(cycle)
     assert kept is not cycle and kept["itself"][0] is kept and kept["itself"][1] == (kept,)
     assert type(kept["own"]) is OfTheScript and kept["state"] is kept["again"] is not metadata
     assert type(kept["state"]) is OrderedDict
@@ -111,12 +112,12 @@ def test_what_a_script_saves_is_what_it_would_save_without_us(tmp_path, saves):
         (tmp_path / kind).mkdir()
         try:
             if kind == "wrapped":
-                file_saves.install(saves)
+                saving.install(saves)
             torch.save(given(), tmp_path / kind / "one.pt")
         finally:
-            saving.replace({torch.save: original})
+            patching.replace({torch.save: original})
     assert (tmp_path / "plain" / "one.pt").read_bytes() == (tmp_path / "wrapped" / "one.pt").read_bytes()
-    assert saves._link.sent
+    assert saves.link.sent
 
 
 def test_torch_save_replaces_a_file_only_when_the_new_one_is_whole(tmp_path, saves):
@@ -130,11 +131,11 @@ def test_torch_save_replaces_a_file_only_when_the_new_one_is_whole(tmp_path, sav
 
     saves.step = 7
     with pytest.raises(OSError):
-        file_saves.FileSave("torch.save", saves, fails_half_way, {"new": 2}, str(path))()
+        saving.FileSave("torch.save", saves, str(path), lambda file: fails_half_way({"new": 2}, file))()
     assert torch.load(path) == {"old": 1}
-    file_saves.FileSave("torch.save", saves, torch.save, {"new": 2}, str(path))()
+    saving.FileSave("torch.save", saves, str(path), functools.partial(torch.save, {"new": 2}))()
     assert torch.load(path) == {"new": 2} and os.listdir(tmp_path) == ["rank3.pt"]
-    assert saves._link.sent == [local.Saved(7, str(path), whole=False)]
+    assert saves.link.sent == [local.Saved(7, str(path), whole=False)]
     plain = tmp_path / "plain" / "rank3.pt"
     plain.parent.mkdir()
     torch.save({"new": 2}, plain)
@@ -145,20 +146,19 @@ def test_torch_save_is_done_once_through_links_and_devices(tmp_path, saves, monk
     (tmp_path / "real").mkdir()
     (tmp_path / "link.pt").symlink_to(tmp_path / "real" / "rank3.pt")
     given = {"of the script": torch.ones(1)}
-    save = file_saves.FileSave("torch.save", saves, torch.save, given, str(tmp_path / "link.pt"))
+    save = saving.FileSave("torch.save", saves, str(tmp_path / "link.pt"), functools.partial(torch.save, given))
     save()
     given["of the script"].zero_()
     save()
     assert torch.load(tmp_path / "real" / "rank3.pt") == {"of the script": 1} and (tmp_path / "link.pt").is_symlink()
-    assert len(saves._link.sent) == 1
+    assert len(saves.link.sent) == 1
     kept = weakref.ref(given["of the script"])
     del given
     assert kept() is None  # although the call log still has the save
     monkeypatch.setattr(os, "replace", None)
     os.mkfifo(tmp_path / "pipe")
     reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
-    write = lambda obj, f: f.write_bytes(obj[0])  # noqa: E731
-    file_saves.FileSave("torch.save", saves, write, [b"sent"], str(tmp_path / "pipe"))()
+    saving.FileSave("torch.save", saves, str(tmp_path / "pipe"), lambda file: file.write_bytes(b"sent"))()
     assert os.read(reader, 9) == b"sent"
     os.close(reader)
 
@@ -208,7 +208,7 @@ def test_a_flight_that_landed_while_it_was_stopped_is_left_alone(tmp_path, saves
     (tmp_path / "mine").touch()
     saves.launch(Landing(saves, str(tmp_path), [str(tmp_path / "mine")]))
     saves.report_cancelled(saves.cancel(), 5)
-    assert (tmp_path / "mine").exists() and [kind for kind, _ in saves._link.events] == ["CheckpointSaved"]
+    assert (tmp_path / "mine").exists() and [kind for kind, _ in saves.link.events] == ["CheckpointSaved"]
 
 
 def test_a_flight_is_stopped_settled_and_its_own_files_removed(tmp_path, saves):
@@ -233,7 +233,7 @@ def test_a_flight_is_stopped_settled_and_its_own_files_removed(tmp_path, saves):
     assert order == ["stop", "stop", "settle", "forget"] and not folder.exists() and flight.cancelled
     assert saves.cancel() == []
     saves.report_cancelled([flight], 5)
-    assert saves._link.events[0][0] == "CheckpointCancelled" and "from step 5" in saves._link.events[0][1]["reason"]
+    assert saves.link.events[0][0] == "CheckpointCancelled" and "from step 5" in saves.link.events[0][1]["reason"]
 
 
 def test_a_swap_that_finds_the_main_thread_in_a_save_is_told_so(saves):
@@ -241,16 +241,16 @@ def test_a_swap_that_finds_the_main_thread_in_a_save_is_told_so(saves):
     with saves.under_way():
         saves.abort(2)
     saves.abort(3)
-    assert saves._link.sent == [local.Saving(2)]
+    assert saves.link.sent == [local.Saving(2)]
 
     def announced():
         raise GenerationChanged(4)
 
-    saves._link.check = announced
+    saves.link.check = announced
     with pytest.raises(GenerationChanged), saves.under_way():
         raise AssertionError("nobody knows of a save that begins after the swap")
     saves.abort(4)
-    assert len(saves._link.sent) == 1
+    assert len(saves.link.sent) == 1
 
 
 def test_all_writers_have_ended_before_anything_is_removed(tmp_path, saves):
@@ -289,7 +289,7 @@ def test_what_cannot_be_removed_is_said_and_the_rest_is(tmp_path, saves, monkeyp
         patch.setattr(owner, name, cannot)
         assert len(saves.cancel()) == 2
     assert len(removed) == 1 and flight.future.done() and not saves.flights
-    ((kind, fields),) = saves._link.events
+    ((kind, fields),) = saves.link.events
     assert kind == "Note" and str(tmp_path) in fields["text"] and "Stale file handle" in fields["text"]
 
 
@@ -297,7 +297,7 @@ def test_a_folder_that_another_rank_has_removed_meanwhile_is_nothing_to_say(tmp_
     saves.launch(thread_flight(saves, tmp_path / "gone"))
     monkeypatch.setattr(os.path, "isdir", lambda path: True)
     saves.cancel()
-    assert saves._link.events == []
+    assert saves.link.events == []
 
 
 def test_a_rank_that_cannot_see_its_files_keeps_them(tmp_path, saves, monkeypatch):
@@ -325,7 +325,7 @@ def test_the_future_of_a_lost_save_is_done_and_says_why(saves):
         assert future.done() and future.result() is None and isinstance(future.exception(), CheckpointLost)
     future.restart()
     assert not future.done()
-    future.succeed("metadata")
+    future.end("metadata")
     assert future.result() == "metadata" and future.exception() is None
 
 
@@ -455,11 +455,11 @@ def test_killing_a_writer_kills_what_it_has_forked(monkeypatch):
         pytest.skip("this machine lets a process have too few files open")
     pidfd_open = linux.pidfd_open
     high = lambda pid: fcntl.fcntl(pidfd_open(pid), fcntl.F_DUPFD, 1024)  # noqa: E731
-    monkeypatch.setattr(writers, "pidfd_open", high)  # as in a process that has very many files open
+    monkeypatch.setattr(saving, "pidfd_open", high)  # as in a process that has very many files open
     script = "import os,time\nif os.fork()==0: os.fork()\nos.write(1, b'%d\\n' % os.getpid())\ntime.sleep(600)"
     writer = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
     pids = [int(present(writer.stdout).readline()) for _ in range(3)]
-    writers.kill_tree(writer.pid)
+    saving.kill_tree(writer.pid)
     writer.wait()
     assert len(set(pids)) == 3 and not any(is_running(pid) for pid in pids)
 
@@ -537,12 +537,12 @@ def test_a_file_the_follower_holds_open_goes_on_where_the_rank_itself_has_stoppe
 def test_saving_into_memory_is_no_save(saves):
     original = torch.save
     try:
-        file_saves.install(saves)
+        saving.install(saves)
         buffer = io.BytesIO()
         torch.save({"a": 1}, buffer)
-        assert buffer.getvalue() and not saves._link.sent
+        assert buffer.getvalue() and not saves.link.sent
     finally:
-        saving.replace({torch.save: original})
+        patching.replace({torch.save: original})
     assert torch.save is original
 
 
@@ -558,7 +558,7 @@ def test_safetensors_saves_as_torch_does(tmp_path, saves, monkeypatch):
         monkeypatch.delitem(sys.modules, name, raising=False)
     original = torch.save
     try:
-        file_saves.install(saves)
+        saving.install(saves)
         late: Any = importlib.import_module("safetensors.torch")
         late.save_file({"a": 1}, tmp_path / "late", metadata={"b": "2"})
         assert (tmp_path / "late").read_text() == "{'a': 1} {'b': '2'}"
@@ -566,16 +566,16 @@ def test_safetensors_saves_as_torch_does(tmp_path, saves, monkeypatch):
         early: Any = ModuleType("of_the_script")
         early.save = late.save_file
         monkeypatch.setitem(sys.modules, "of_the_script", early)
-        saving.replace({torch.save: original})
-        file_saves.install(saves)
+        patching.replace({torch.save: original})
+        saving.install(saves)
         early.save({"a": 3}, str(tmp_path / "early"))
         assert (tmp_path / "early").read_text() == "{'a': 3} None"
-        assert [message.path for message in saves._link.sent] == [str(tmp_path / "late"), str(tmp_path / "early")]
+        assert [message.path for message in saves.link.sent] == [str(tmp_path / "late"), str(tmp_path / "early")]
         saves._handler = lambda name, kind, call, args, kwargs: call.skipped(None)
         early.save({"a": 4}, str(tmp_path / "early"))
         assert (tmp_path / "early").read_text() == "{'a': 3} None"
     finally:
-        saving.replace({torch.save: original})
+        patching.replace({torch.save: original})
 
 
 def test_the_log_of_one_segment_is_bounded(monkeypatch):
@@ -619,7 +619,7 @@ def test_a_replacement_saves_where_all_others_do(saves, monkeypatch, mine, other
     others_say(monkeypatch, others)
     given, saves.folders.took_over = mine
     assert saves.folders.one_folder(given) == folder
-    said = [fields["text"] for kind, fields in saves._link.events]
+    said = [fields["text"] for kind, fields in saves.link.events]
     assert len(said) == (folder != given) and all(given in text and folder in text for text in said)
     assert saves.folders.one_folder(folder) == folder
 
@@ -631,7 +631,7 @@ def test_a_folder_that_is_named_otherwise_once_is_known_from_then_on(saves, monk
     assert saves.folders.moved("/out/tuesday/step8/rank1.pt") == "/out/monday/step8/rank1.pt"
     others_say(monkeypatch, [("/out/wednesday/step8", True)])  # the rank that was left has been replaced since
     assert saves.folders.one_folder("/out/tuesday/step8") == "/out/monday/step8"
-    assert len(saves._link.events) == 1
+    assert len(saves.link.events) == 1
 
 
 def test_a_later_replacement_repeats_a_save_in_the_folder_that_all_agreed_on(saves, monkeypatch):
@@ -653,7 +653,7 @@ def test_a_name_that_was_another_ranks_at_one_save_may_be_everybodys_at_the_next
 
 
 def file_save(saves, path):
-    return file_saves.FileSave("torch.save", saves, torch.save, {"at": str(path)}, str(path))
+    return saving.FileSave("torch.save", saves, str(path), functools.partial(torch.save, {"at": str(path)}))
 
 
 @pytest.fixture
@@ -704,7 +704,7 @@ def test_files_of_a_replacement_lie_where_the_ranks_own_lay(saves, clock):
     assert os.listdir(later) == ["before"]
     assert sorted(os.listdir(first)) == ["iter_12", "iter_8", "latest", "log"]
     assert os.listdir(first / "iter_8") == ["rank3.pt"]
-    ((_, fields),) = saves._link.events[:1]
+    ((_, fields),) = saves.link.events[:1]
     assert str(first) in fields["text"] and str(later) in fields["text"]
 
 
@@ -740,7 +740,7 @@ def test_a_replacement_that_cannot_know_where_the_others_save_says_so(saves, tmp
     file_save(saves, tmp_path / "known" / "rank3.pt")()
     for _ in range(2):
         file_save(saves, tmp_path / "later" / "rank3.pt")()
-    moved, apart = [fields["text"] for kind, fields in saves._link.events if kind == "Note"]
+    moved, apart = [fields["text"] for kind, fields in saves.link.events if kind == "Note"]
     assert f"saves to {tmp_path / 'its' / 'rank3.pt'}" in moved
     assert f"rank 3 saves {tmp_path / 'later' / 'rank3.pt'}, in {tmp_path / 'later'}, where the rank itself" in apart
     assert str(tmp_path / "first") in apart or len(recorded) > 1
@@ -753,7 +753,7 @@ def test_a_replacement_says_once_that_it_saves_where_nobody_did(saves, tmp_path,
     saves.folders.take_over()
     for step in (4, 8):
         file_save(saves, tmp_path / f"{step}.pt")()
-    said = [fields["text"] for kind, fields in saves._link.events if kind == "Note"]
+    said = [fields["text"] for kind, fields in saves.link.events if kind == "Note"]
     assert len(said) == is_new and all(str(tmp_path) in text and "rank 3" in text for text in said)
 
 
@@ -786,7 +786,7 @@ def test_ranks_whose_names_of_checkpoints_differ_are_named_once_by_the_first_of_
     for step in (4, 8):
         others_say(monkeypatch, [(f"old-{step}", False), (f"later-{step}", True)])
         saves.folders.one_tag("/out", f"new-{step}")
-    ((kind, fields),) = saves._link.events
+    ((kind, fields),) = saves.link.events
     assert kind == "Note" and "rank(s) 0, 2 name a checkpoint in /out" in fields["text"] and "old-4" in fields["text"]
 
 
@@ -801,7 +801,7 @@ def test_a_save_of_torchs_own_goes_to_the_folder_all_agree_on(saves, monkeypatch
     for more in ({}, {"no_dist": True}):
         dcp.Save(saves, save, (), {"state_dict": {}, "checkpoint_id": str(tmp_path / "q"), **more})()
     assert folders == [str(tmp_path / "p"), str(tmp_path / "q")]
-    assert [message.path for message in saves._link.sent] == folders
+    assert [message.path for message in saves.link.sent] == folders
 
 
 @pytest.mark.parametrize(

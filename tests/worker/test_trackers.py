@@ -11,7 +11,7 @@ from support import present
 from support.stand_in import fake
 
 from deadpool_plugin.worker import trackers
-from deadpool_plugin.worker.imports import when_imported
+from deadpool_plugin.worker.patching import when_imported
 
 
 def test_a_module_is_acted_on_when_it_is_imported_and_not_before(tmp_path, monkeypatch):
@@ -77,6 +77,13 @@ class Writer:
 
 
 @pytest.fixture
+def ours(monkeypatch):
+    """The trackers of a rehearsal; real packages are left alone."""
+    monkeypatch.setattr(trackers, "when_imported", lambda name, act: None)
+    return trackers.Trackers()
+
+
+@pytest.fixture
 def tensorboard():
     """A module like tensorboard's, with classes of its own."""
 
@@ -97,14 +104,13 @@ def logged(folder):
     return [data.decode() for path in sorted(folder.iterdir()) for data in trackers.last_records(path)]
 
 
-def test_a_rehearsals_events_are_nobodys_and_a_newcomers_come_once(tmp_path, tensorboard):
+def test_a_rehearsals_events_are_nobodys_and_a_newcomers_come_once(tmp_path, tensorboard, ours):
     lost = Writer(tmp_path)  # the rank's own, before it is lost in the middle of a record
     lost.add_event(event(4, "loss", "lr"))
     lost.add_event(event(5, "loss"))
     with open(lost.path, "ab") as file:
         file.write(record(b"5 lr")[:-3])
-    ours = trackers.TensorBoard()
-    ours.install(tensorboard)
+    ours.hold_event_files(tensorboard)
     rehearsing, closed = tensorboard.EventFileWriter(tmp_path), tensorboard.EventFileWriter(tmp_path)
     rehearsing.add_event(event(4, "loss", "lr"))
     rehearsing.flush()
@@ -119,6 +125,21 @@ def test_a_rehearsals_events_are_nobodys_and_a_newcomers_come_once(tmp_path, ten
     assert logged(tmp_path)[-1] == "7 loss"
 
 
+def test_a_tracker_that_cannot_continue_is_said_and_stays_silent(tmp_path, tensorboard, ours, capsys):
+    ours.hold_event_files(tensorboard)
+
+    def refuse(file):
+        raise OSError("stale")
+
+    tensorboard.EventFileWriter.get_logdir = refuse
+    file = tensorboard.EventFileWriter(tmp_path)
+    ours.resume()
+    assert "[deadpool] TensorBoard cannot continue its log: OSError('stale')" in capsys.readouterr().err
+    file.add_event(event(1, "loss"))
+    file.close()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_only_the_last_records_of_a_long_file_are_read(tmp_path, monkeypatch):
     monkeypatch.setattr(trackers, "RECORDS_MAX", 3)
     path = tmp_path / "events.out.tfevents.1"
@@ -131,7 +152,7 @@ def test_only_the_last_records_of_a_long_file_are_read(tmp_path, monkeypatch):
 # DeepSpeed's CSV files
 
 
-def test_a_newcomer_goes_on_with_a_csv_file_at_its_first_new_line(tmp_path):
+def test_a_newcomer_goes_on_with_a_csv_file_at_its_first_new_line(tmp_path, ours):
     class CsvMonitor:
         """As deepspeed.monitor.csv_monitor.csvMonitor."""
 
@@ -151,8 +172,7 @@ def test_a_newcomer_goes_on_with_a_csv_file_at_its_first_new_line(tmp_path):
         lost.write_events([("Train/lr", 0.5, step)])
     path = tmp_path / "Train_lr.csv"
     path.write_bytes(path.read_bytes() + b"32,0")  # it was killed there
-    ours = trackers.Csv()
-    ours.install(fake(csvMonitor=CsvMonitor))
+    ours.hold_csv_files(fake(csvMonitor=CsvMonitor))
     newcomer = CsvMonitor()
     newcomer.write_events([("Train/lr", 0.5, 16)])
     assert path.read_text().endswith("\n32,0")
@@ -166,7 +186,7 @@ def test_a_newcomer_goes_on_with_a_csv_file_at_its_first_new_line(tmp_path):
 # W&B
 
 
-def test_a_run_is_resumed_by_the_process_that_takes_over(tmp_path):
+def test_a_run_is_resumed_by_the_process_that_takes_over(tmp_path, ours):
     begun = []
 
     def init(**kwargs):
@@ -174,8 +194,7 @@ def test_a_run_is_resumed_by_the_process_that_takes_over(tmp_path):
         return fake(log=lambda *_, **__: kwargs["mode"], mode=kwargs.get("mode", "offline"))
 
     module = fake(init=init)
-    ours = trackers.WandB()
-    ours.install(module)
+    ours.hold_runs(module)
     run = module.init(dir=str(tmp_path), project="p")
     assert begun == [{"dir": str(tmp_path), "project": "p", "mode": "disabled"}] and run.mode == "disabled"
     folder = tmp_path / "wandb"
@@ -213,12 +232,12 @@ def test_a_module_that_was_looked_for_first_is_acted_on_when_it_is_imported(tmp_
 
 
 @pytest.mark.parametrize("imported", [False, True])
-def test_a_folder_of_old_runs_is_not_taken_for_the_package(tmp_path, monkeypatch, imported):
+def test_a_folder_of_old_runs_is_not_taken_for_the_package(tmp_path, monkeypatch, imported, ours):
     """Without the package, `import wandb` finds the folder that runs were kept in."""
     (tmp_path / "wandb_of_a_test" / "run-20261121_075012-xyz").mkdir(parents=True)
     monkeypatch.syspath_prepend(str(tmp_path))
     if imported:
         importlib.import_module("wandb_of_a_test")
-    when_imported("wandb_of_a_test", trackers.WandB().install)
+    when_imported("wandb_of_a_test", ours.hold_runs)
     assert importlib.import_module("wandb_of_a_test").__file__ is None
     del sys.modules["wandb_of_a_test"]

@@ -11,7 +11,7 @@ import deadpool_plugin
 from deadpool_plugin.errors import Unsupported
 from deadpool_plugin.worker import codec
 from deadpool_plugin.worker.adapter import CallKind, Followed
-from deadpool_plugin.worker.inputs import COPIED_BYTES_MAX
+from deadpool_plugin.worker.copies import COPIED_BYTES_MAX
 from deadpool_plugin.worker.resumable import Tapes
 from deadpool_plugin.worker.whole_step import WholeStep, WholeSteps
 

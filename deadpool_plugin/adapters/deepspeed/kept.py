@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from ...errors import WHOLE_STEP, Unsupported
 from ...worker.codec import TENSOR_LIMIT_BYTES
-from ...worker.inputs import Inputs
+from ...worker.copies import Inputs
 from .untold import UntoldObject, guess, untold
 
 PLAIN = (bool, int, float, str, bytes, type(None))

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...worker.file_saves import write_beside
-from ...worker.saving import SaveCall, Saves, structure
+from ...worker.copies import structure
+from ...worker.saving import SaveCall, Saves, write_beside
 from .calls import Calls
 
 

@@ -20,8 +20,9 @@ from typing import Any
 
 from ...errors import Unsupported
 from ...worker.adapter import CallHandler, CallKind, Followed
-from ...worker.saving import CompleteMark, Flight, SaveCall, Saves, replace, structure
-from ...worker.writers import die_with_trainer, kill_tree
+from ...worker.copies import structure
+from ...worker.patching import replace
+from ...worker.saving import CompleteMark, Flight, SaveCall, Saves, die_with_trainer, kill_tree
 
 WRITERS = ("write_preloaded_data", "write_preloaded_data_multiproc", "write_preloaded_data_multithread")
 """Names of the functions that run in a writer's process; the third replaced the second in 0.17."""
@@ -313,7 +314,7 @@ class Finalize(_QueueCall):
             time.sleep(LOOK_EVERY_S)
 
     def _look(self, *args: Any, **kwargs: Any) -> list[int]:
-        flights = [flight for flight in self._saves.flights if isinstance(flight, RequestFlight)]
+        flights = [flight for flight in list(self._saves.flights) if isinstance(flight, RequestFlight)]
         waiting = [flight for flight in flights if flight.queue is self._queue]
         for flight in waiting:
             _note_beginning(flight)

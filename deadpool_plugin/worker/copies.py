@@ -1,0 +1,174 @@
+"""Copies of what a call was given or has told, kept for doing it again and for its record.
+
+Rules of this file: structures are torch's pytrees, so what a library has registered there (Hugging Face's ModelOutput)
+is understood. Containers and small tensors are copied, those of a device to the host as long as there are not too many;
+a large tensor is kept by reference, and refused by name rather than used if it is changed in place meanwhile.
+Parameters are what the restore brings back; everything else goes by reference.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from ..errors import Unsupported
+from .codec import device_of, is_recorded
+
+COPIED_BYTES_MAX = 1 << 20
+"""Size up to which a tensor is copied."""
+ON_HOST_BYTES_MAX = 64 << 20
+"""Most bytes of copies in page-locked memory: a long evaluation keeps all its batches until the next step is done."""
+
+
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy `tensor` from its device into page-locked memory; whole once the current stream is synchronized.
+
+    The copy is encoded like `tensor` itself, and allocates nothing on the device.
+    """
+    host = torch.empty_like(tensor, device="cpu", pin_memory=True)  # strides and all: NCCL sums in memory's order
+    host.copy_(tensor.detach(), non_blocking=True)
+    host.came_from = tensor.device  # type: ignore[attr-defined]
+    return host
+
+
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy `tensor`; a small one of a device into host memory, whole once the current stream is synchronized."""
+    is_known = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+    return to_host(tensor) if is_known and tensor.is_cuda and is_recorded(tensor) else tensor.detach().clone()
+
+
+def copied_back(copy: torch.Tensor) -> torch.Tensor:
+    """Copy what `copied` has made, to where it came from."""
+    device = device_of(copy)
+    return copy.clone() if device == copy.device else copy.to(device)
+
+
+class HostCopies:
+    """Copies in host memory of the tensors in what a call tells, where they are recorded: one wait for all."""
+
+    def __init__(self, value: Any) -> None:
+        self._copies: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
+        """By place and form, with the tensor itself: as long as it lives no other has its place."""
+        self._copy(value)
+
+    def _copy(self, value: Any) -> None:
+        if isinstance(value, (dict, list, tuple)):
+            for item in value.values() if isinstance(value, dict) else value:
+                self._copy(item)
+        elif type(value) is torch.Tensor and value.is_cuda and is_recorded(value):
+            self._copies.setdefault(_place(value), (value, to_host(value)))
+
+    def of(self, value: Any) -> Any:
+        """Put the copies in the places of their tensors in `value`."""
+        if not self._copies:
+            return value
+        if isinstance(value, torch.Tensor):
+            found = self._copies.get(_place(value)) if type(value) is torch.Tensor and value.is_cuda else None
+            return value if found is None else found[1]
+        if type(value) is dict:
+            return {key: self.of(item) for key, item in value.items()}
+        return type(value)(map(self.of, value)) if type(value) in (list, tuple) else value
+
+
+def _place(tensor: torch.Tensor) -> Any:
+    """Name memory and form of `tensor`, which its detached views share."""
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+class Kept:
+    """A structure as it was given, in containers of its own, small tensors copied."""
+
+    on_host_bytes = 0
+    """Size of all copies in page-locked memory."""
+
+    def __init__(self, value: Any) -> None:
+        self._on_host_bytes = 0
+        leaves, self._spec = pytree.tree_flatten(value)
+        self._leaves = [self._copied(leaf) if _is_small(leaf) else leaf for leaf in leaves]
+        # Tensors made in inference mode cannot tell that they were changed.
+        large = [leaf for leaf in leaves if _is_data(leaf) and not _is_small(leaf) and not leaf.is_inference()]
+        self._versions = [(tensor, tensor._version) for tensor in large]
+
+    def __del__(self) -> None:
+        Kept.on_host_bytes -= self._on_host_bytes
+
+    def _copied(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_cuda or Kept.on_host_bytes + tensor.nbytes > ON_HOST_BYTES_MAX:
+            return tensor.detach().clone()
+        self._on_host_bytes += tensor.nbytes
+        Kept.on_host_bytes += tensor.nbytes
+        return copied(tensor)
+
+    def again(self) -> Any:
+        leaves = [copied_back(leaf) if _is_small(leaf) else leaf for leaf in self._leaves]
+        return pytree.tree_unflatten(leaves, self._spec)
+
+    def changed(self) -> list[int] | None:
+        """Return the shape of a large tensor that was changed in place since; None if there is none."""
+        return next((list(tensor.shape) for tensor, version in self._versions if tensor._version != version), None)
+
+
+class Inputs:
+    """Arguments as they were when the call was made. `user`: whose, for messages."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], user: str) -> None:
+        self._user, self._kept = user, Kept((args, kwargs))
+
+    def check(self) -> None:
+        """Raises: Unsupported if one is not what it was."""
+        if (shape := self._kept.changed()) is not None:
+            raise Unsupported(
+                f"an input of {shape} was changed in place after {self._user} had used it",
+                f"inputs above {COPIED_BYTES_MAX} bytes to stay as they are until two steps later",
+                "make a new tensor for each batch",
+            )
+
+    def again(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments for doing the call again. Raises: Unsupported if one is not what it was."""
+        self.check()
+        args, kwargs = self._kept.again()
+        return args, kwargs
+
+
+def _is_small(leaf: Any) -> bool:
+    return _is_data(leaf) and leaf.numel() * leaf.element_size() <= COPIED_BYTES_MAX
+
+
+def _is_data(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and not isinstance(leaf, torch.nn.Parameter)
+
+
+def structure(value: Any, copies: dict[int, Any] | None = None) -> Any:
+    """Copy the plain containers in `value`; all else (tensors, the script's own containers) goes by reference.
+
+    Saving functions change the dicts and shard descriptions they are given; doing it again needs them as they were.
+
+    Args: copies: of what was met before, so that what is shared stays shared.
+    """
+    copies = {} if copies is None else copies
+    if id(value) in copies:
+        return copies[id(value)]
+    kind, is_data = type(value), dataclasses.is_dataclass(value) and not isinstance(value, type)
+    made: Any
+    if kind is tuple:
+        made = tuple(structure(item, copies) for item in value)
+        return copies.setdefault(id(value), made)  # it may hold itself, in a list
+    if kind is list:
+        made = copies[id(value)] = []
+        made.extend(structure(item, copies) for item in value)
+    elif kind is dict or kind is OrderedDict:
+        made = copies[id(value)] = kind()
+        made.update((key, structure(item, copies)) for key, item in value.items())
+    elif kind is argparse.Namespace or (is_data and hasattr(value, "__dict__")):
+        made = copies[id(value)] = object.__new__(kind)  # Megatron-LM's arguments count what has been consumed
+    else:
+        return value
+    for name, item in getattr(value, "__dict__", {}).items():
+        is_kept = is_data and not isinstance(item, (dict, list, tuple))
+        vars(made)[name] = item if is_kept else structure(item, copies)
+    return made

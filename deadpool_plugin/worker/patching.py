@@ -1,0 +1,102 @@
+"""Functions of other modules replaced by ours, wherever a script may find them. Standard library only."""
+
+from __future__ import annotations
+
+import functools
+import glob
+import importlib.abc
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+# Python 3.13's Path.glob has copies of its own.
+_COPIES = [owner for name, owner in vars(glob).items() if isinstance(owner, type) and hasattr(owner, "scandir")]
+
+
+class PatchSet:
+    """Wrapped functions, until `undo`."""
+
+    def __init__(self) -> None:
+        self._done: list[tuple[Any, str, Any, Any]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._done)
+
+    def wrap(self, wrap: Callable[..., Any], owner: Any, *names: str) -> None:
+        """Call `wrap(original, *args, **kwargs)` in the place of each function, and of the copies in Python's glob."""
+        for name in names:
+            original = getattr(owner, name)
+            wrapper = _bound(wrap, original)
+            for one in (owner, *_COPIES):
+                if getattr(one, name, None) is original:
+                    setattr(one, name, staticmethod(wrapper) if one in _COPIES else wrapper)
+                    self._done.append((one, name, original, wrapper))
+
+    def undo(self) -> None:
+        for owner, name, original, wrapper in self._done:
+            if getattr(owner, name) is wrapper:  # else somebody has wrapped ours, which does nothing from here on
+                setattr(owner, name, staticmethod(original) if owner in _COPIES else original)
+        self._done.clear()
+
+
+def _bound(wrap: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return wrap(original, *args, **kwargs)
+
+    return wrapper
+
+
+def replace(wrappers: dict[Any, Any]) -> None:
+    """Put each wrapper in the place of its original under whatever name a module has it, the script's own included.
+
+    All at once where there are several: looking at everything costs a forked process a copy of most of its pages.
+    """
+    found = {id(original): wrapper for original, wrapper in wrappers.items()}
+    for module in list(sys.modules.values()):
+        names = getattr(module, "__dict__", None) or {}
+        for name in [name for name, value in list(names.items()) if id(value) in found]:
+            names[name] = found[id(names[name])]
+
+
+def when_imported(name: str, act: Callable[[ModuleType], None]) -> None:
+    """Call `act` with the module `name` right after it is imported; now, if it has been already.
+
+    A folder that happens to have its name, such as the `wandb` that runs are kept in, is not the module.
+    """
+    if name not in sys.modules:
+        sys.meta_path.insert(0, _Finder(name, act))
+    elif not _is_folder(getattr(sys.modules[name], "__spec__", None)):
+        act(sys.modules[name])
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Lets the finders behind it find one module, which is acted on once it is executed."""
+
+    def __init__(self, name: str, act: Callable[[ModuleType], None]) -> None:
+        self._name, self._act = name, act
+
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> Any:
+        # Also asked by who only wants to know whether there is such a module: the one that is imported comes later.
+        if name != self._name or self not in sys.meta_path:
+            return None
+        behind: list[Any] = sys.meta_path[sys.meta_path.index(self) + 1 :]  # another of these may be in front of it
+        finders = [finder for finder in behind if hasattr(finder, "find_spec")]
+        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in finders)), None)
+        if spec is not None and spec.loader is not None and not _is_folder(spec):
+            execute = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                if self in sys.meta_path:
+                    sys.meta_path.remove(self)
+                self._act(module)
+
+            spec.loader.exec_module = exec_module
+        return spec
+
+
+def _is_folder(spec: ModuleSpec | None) -> bool:
+    return spec is not None and spec.origin is None and spec.submodule_search_locations is not None
