@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 
 from ..config import Config
-from ..core.policy import Policy
-from ..core.timing import Timing
+from ..core.policy import Policy, Timing
 from ..mirror.memory import check_memory
 
 

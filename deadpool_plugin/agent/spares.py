@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine
 
 from .. import events
 from ..core import api, local
-from ..core.slots import LocalSlot
+from ..core.placement import LocalSlot
 from ..core.types import NO_STEP, NodeId, Rank, Step
 from ..errors import DeadpoolError, MemoryShortage
 from ..mirror.records import History, HistoryPruned

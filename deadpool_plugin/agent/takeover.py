@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Callable
 
 from ..core import api, local
-from ..core.slots import divide
+from ..core.placement import divide
 from ..core.types import NO_STEP, NodeId, Rank, Source, SwapPlan, World
 from ..errors import DeadpoolError, invariant, present
 from ..mirror.store import SnapshotStore

@@ -15,9 +15,8 @@ from .api import Action, Emit, Leave, Send
 from .events import Event, JobFinished, JobStopped, NodeFenced
 from .membership import is_quorum, is_quorum_without
 from .messages import AnyMessage, Decided, Promise, Verdict
-from .policy import Policy
+from .policy import Policy, Timing
 from .suspicion import Watch
-from .timing import Timing
 from .types import (
     EXIT_FENCED,
     EXIT_UNRECOVERABLE,
@@ -108,7 +107,7 @@ class Context:
         """The other end of the training connection that broke in this generation (this node itself if that is not
         known); () if none did."""
         self.contact_at = 0.0
-        """Until then, by our clock, a majority has been in contact with us for certain (contact.py)."""
+        """Until then, by our clock, a majority has been in contact with us for certain (self_fencing.py)."""
         self.formed_at = NEVER
         """When this node knew of its first world, or asked to join: until then nobody had heard of it for certain."""
         self.paused = False

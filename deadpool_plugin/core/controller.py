@@ -67,15 +67,14 @@ from .messages import (
     generation_of,
 )
 from .pairing import Pairing
-from .pausing import Pausing
+from .partial_partition import PartialPartition
 from .phases import IllegalMove, Phase, moved, phase_of
-from .policy import Policy
+from .policy import Policy, Timing
 from .processes import SAYS, STORE_GONE, Processes
 from .rehearsing import Rehearsing
-from .rifts import Rifts
+from .self_fencing import SelfFencing
 from .suspicion import suspects as suspects_at
 from .swaps import Swaps
-from .timing import Timing
 from .types import NEVER, NO_STEP, Generation, NodeId, Rank, Step, SwapPlan, World
 
 PROVED_AFTER = 3
@@ -90,8 +89,8 @@ class Controller:
         self._ctx = Context(node, timing, policy)
         self._inventory = Inventory()
         self._failures = Failures(self._ctx)
-        self._rifts = Rifts(self._ctx)
-        self._pausing = Pausing(self._ctx)
+        self._partition = PartialPartition(self._ctx)
+        self._self_fencing = SelfFencing(self._ctx)
         self._rehearsing = Rehearsing(self._ctx, self._inventory, self._failures)
         self._candidates = joining.Candidates(self._ctx)
         self._joining: joining.Joining | None = None
@@ -148,7 +147,7 @@ class Controller:
             self._coordination.excuse_pause(now - before)
         self._take_in(event)
         self._mark()
-        if reason := self._pausing.look(before):
+        if reason := self._self_fencing.look(before):
             ctx.get_stuck(reason)
             self._swaps.voter.fence_generation()
             self._mark()
@@ -249,7 +248,7 @@ class Controller:
             return  # a spare holds nobody up until it has to fetch something, and that says so itself
         counts_on_us = ctx.leads and event.node in ctx.world.members
         if event.silent and counts_on_us and ctx.watch.hears(event.node, ctx.now, ctx.timing):
-            self._rifts.hear(ctx.node, event.node)  # its processes run until it is silent, too
+            self._partition.hear(ctx.node, event.node)  # its processes run until it is silent, too
             return
         if event.silent and event.node in ctx.watch.silent:
             self._swaps.insist(event.node)
@@ -319,7 +318,7 @@ class Controller:
         if ctx.fenced_for < plan.world.generation:
             ctx.fenced_for, ctx.swap_since = plan.world.generation, ctx.now
             ctx.act(AbortWorkers(plan.world.generation))
-        self._pausing.resume()
+        self._self_fencing.resume()
         self._enter(message)
         for node in plan.lost_nodes:  # whoever lives is not to take the end of this link for a loss
             ctx.send(node, NodeFailed(self.generation, node, f"counted as lost in generation {self.generation}"))
@@ -367,7 +366,7 @@ class Controller:
         self._coordination = Coordination(ctx, self._pairing)
         self._swaps = Swaps(ctx, inventory, failures, self._pairing)
         self._processes = Processes(ctx, inventory, failures, self._swaps)
-        self._hearing = Hearing(ctx, inventory, failures, self._rifts, self._coordination, self._swaps)
+        self._hearing = Hearing(ctx, inventory, failures, self._partition, self._coordination, self._swaps)
 
 
 _INPUTS: Mapping[type[Input], Callable[[Controller, Any], None]] = {

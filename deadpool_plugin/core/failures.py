@@ -18,10 +18,10 @@ May import everything of core but the controller's other parts.
 
 from __future__ import annotations
 
-from .budget import Budget
 from .context import Context
 from .events import RankLost
 from .messages import NodeFailed, RankFailed
+from .policy import Budget
 from .types import Failure, NodeId, Rank, Step, listed
 
 AGAIN_WITHIN_STEPS = 2

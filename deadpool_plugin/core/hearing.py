@@ -27,7 +27,7 @@ from .messages import (
     Status,
     Verdict,
 )
-from .rifts import Rifts
+from .partial_partition import PartialPartition
 from .swaps import Swaps
 from .types import EXIT_SIGNALLED, Generation, NodeId
 
@@ -40,12 +40,12 @@ class Hearing:
         context: Context,
         inventory: Inventory,
         failures: Failures,
-        rifts: Rifts,
+        partition: PartialPartition,
         coordination: Coordination,
         swaps: Swaps,
     ) -> None:
         self._ctx, self._inventory, self._failures = context, inventory, failures
-        self._rifts, self._coordination, self._swaps = rifts, coordination, swaps
+        self._partition, self._coordination, self._swaps = partition, coordination, swaps
         self._started = False
         self._ended: set[NodeId] = set()
 
@@ -59,7 +59,7 @@ class Hearing:
             self._coordination.hear(sender, message)
             if not ctx.swapping:
                 self._coordination.absorb(sender, message)
-                if message.stuck and not (message.broken and self._rifts.broke(sender, message.broken[0])):
+                if message.stuck and not (message.broken and self._partition.broke(sender, message.broken[0])):
                     self._swaps.stuck(sender, message.stuck)
 
     def _say_that_it_lives(self, sender: NodeId) -> None:
@@ -110,7 +110,7 @@ class Hearing:
         elif message.node == ctx.node:
             self._swaps.voter.accused(sender, message.reason, message.silent)
         elif message.silent and ctx.watch.hears(message.node, ctx.now, ctx.timing):
-            self._rifts.hear(sender, message.node)
+            self._partition.hear(sender, message.node)
         elif sender in suspects and message.node != sender:
             ctx.send(sender, NodeFailed(ctx.world.generation, sender, suspects[sender], ctx.is_silent(sender)))
         elif message.node in ctx.world.members:

@@ -40,7 +40,7 @@ class Report(Message, frozen=True):
     well. `store`: address of a fresh store a worker of this node offers for the *next* group build ("" if none).
     `checkpoint`: the newest one a rank of this node has finished saving. `stuck`: why this generation cannot go on as
     it is although nobody is lost, "" if it can. `sent_at`: now, by the sender's clock. `heard`: `sent_at` of the newest
-    Status this node has heard of that coordinator in this generation (see contact.py for both). `moved`: grows while
+    Status this node has heard of that coordinator in this generation (self_fencing.py has both). `moved`: grows while
     processes of this node say that they get on. `able`: this spare has rehearsed what it was told to; `unable`: why it
     could not take over all the same, "" if it could. `pruned`: records of first steps of this node's ranks are dropped.
     `broken`: what is `stuck` is a training connection, whose other end is this node (the sender itself if it is not
@@ -68,7 +68,7 @@ class Status(Message, frozen=True):
     """Coordinator -> every member, on every change and at least once per heartbeat interval.
 
     `sent_at`: now, by the coordinator's clock. `certain`: `sent_at` of the receiver's newest report after which a
-    majority has heard of the coordinator (see contact.py for both).
+    majority has heard of the coordinator (see self_fencing.py for both).
     """
 
     generation: Generation

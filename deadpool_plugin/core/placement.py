@@ -1,4 +1,4 @@
-"""Placement of mirrors, of takeovers and of rehearsals: functions of the world alone.
+"""Placement of mirrors, of takeovers and of rehearsals on nodes, and of a node's ranks on its slots.
 
 Rules of this file: pure functions; every node computes the same answer from the same world, so none of it is ever
 sent (but where racks matter). May import mirrors and types only.
@@ -6,7 +6,7 @@ sent (but where racks matter). May import mirrors and types only.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 
 import msgspec
@@ -148,3 +148,40 @@ def with_racks(
         return world
     placed = msgspec.structs.replace(world, racks=known)
     return msgspec.structs.replace(placed, mirrors=assign(placed, copies, before))
+
+
+class LocalSlot(msgspec.Struct, frozen=True):
+    """One slot of a node as a decided plan finds it; ranks are -1 where there is none.
+
+    Args:
+        rank: what it has run so far.
+        serves: its process lives and runs that rank.
+        rehearses: what its process rehearses, or has rehearsed.
+    """
+
+    rank: Rank
+    serves: bool
+    rehearses: Rank = -1
+
+
+def divide(ranks: Sequence[Rank], slots: Sequence[LocalSlot]) -> tuple[dict[Rank, int], dict[Rank, int]]:
+    """Divide: slots that go on with their rank, and those that are to take the node's other ranks over.
+
+    A rank without a process gets its own slot, else the one that rehearses it, else one that has no rank.
+
+    Args:
+        ranks: what the node runs in the plan's world.
+
+    Returns: rank -> index into `slots`, for both. A rank that there is no slot for is in neither.
+    """
+    staying = {rank: n for rank in ranks for n, slot in enumerate(slots) if slot.rank == rank and slot.serves}
+    free = {n: slot for n, slot in enumerate(slots) if not slot.serves}
+    placed: dict[Rank, int] = {}
+    for choice in range(3):
+        for rank in (rank for rank in ranks if rank not in staying and rank not in placed):
+            for number, slot in free.items():
+                if (slot.rank == rank, slot.rehearses == rank, slot.rank < 0)[choice]:
+                    placed[rank] = number
+                    del free[number]
+                    break
+    return staying, placed

@@ -1,10 +1,13 @@
-"""The user's decisions about losses.
+"""The user's decisions about losses, the waits of the protocol, and budgets of repetitions.
 
-Rules of this file: one frozen value, the same on every node. May import nothing.
+Rules of this file: `Policy` and `Timing` are frozen and the same on every node; the caller derives them from the
+configuration. All times are in seconds of the caller's monotonic clock. May import nothing.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 
@@ -23,3 +26,68 @@ class Policy:
     """In a tie the half whose plan the witness keeps decides, instead of the half with the first active node."""
     restarts_window_s: float = 3600.0
     """Losses longer ago than this do not count."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """The time limits of one job."""
+
+    heartbeat_interval_s: float = 0.5
+    """Every member says something to the coordinator, and it to every member, at least this often."""
+    silent_after_s: float = 10.0
+    """A member not heard of for this long is lost."""
+    phase_timeout_s: float = 20.0
+    """A node that has not answered a phase of a swap by then is lost, and the phase is repeated without it."""
+    decision_timeout_s: float = 300.0
+    """A node that has waited so long for a decision about the next generation, or to be taken in, leaves."""
+    start_timeout_s: float = 1800.0
+    """After the start and after each swap all ranks must be in training within this time; else the job stops. It
+    begins anew with each rank that gets there, and whenever a newcomer on its way through past steps gets on."""
+    stall_timeout_s: float = 1800.0
+    """In training: if for so long no step is committed and no process says that it gets on, all are interrupted and go
+    on in a new generation; at a second time without a step in between the job stops. Infinite: never."""
+
+    @property
+    def lease_s(self) -> float:
+        """Seconds from the sending of its newest certain report until a node's workers stand still (self_fencing.py).
+
+        Shorter than `silent_after_s`, after which it may be replaced, by more than what clocks that run four percent
+        fast and slow and a tick (a quarter of a heartbeat interval) can make up for: 0.9 / 0.96 + 1 / 80 < 1 / 1.04.
+        """
+        return 0.9 * self.silent_after_s
+
+    @property
+    def linking_s(self) -> float:
+        """Seconds that hosts have to link up: a dead one holds them up for little more than `silent_after_s`."""
+        return 3 * self.silent_after_s
+
+    @property
+    def own_pause_s(self) -> float:
+        """A longer gap between two inputs means that this node itself stood still."""
+        return 3 * self.heartbeat_interval_s
+
+
+class Budget:
+    """A budget for each key: `most` times within any stretch of `window_s` seconds; 0: never.
+
+    What is older is forgotten, so that a job of months is not ended by losses that were months apart.
+    Source: systemd's StartLimitBurst within StartLimitIntervalSec; Erlang/OTP's restart intensity of a supervisor.
+    """
+
+    def __init__(self, most: int, window_s: float) -> None:
+        self._most, self._window_s = most, window_s
+        self._spent: defaultdict[Hashable, deque[float]] = defaultdict(deque)
+
+    def spend(self, key: Hashable, now: float) -> bool:
+        """Count one more for `key`, at `now`. Returns: whether it is within the budget."""
+        spent = self._spent[key]
+        while spent and now - spent[0] >= self._window_s:
+            spent.popleft()
+        if len(spent) >= self._most:
+            return False
+        spent.append(now)
+        return True
+
+    def __str__(self) -> str:
+        """Say what is exceeded when `spend` says no."""
+        return f"{self._most} times within {self._window_s:g} s"

@@ -17,7 +17,6 @@ from .ledger import Ledger
 from .membership import Acceptor, Proposal, is_half, is_quorum
 from .messages import Accepted, Decided, Promise, Propose, Refused
 from .planning import NoSpare, Situation, plan_swap
-from .suspicion import LINKING_PATIENCES
 from .types import NO_STEP, Ballot, Failure, NodeId, SwapPlan, Unrecoverable, listed
 
 ROUNDS_MAX = 64
@@ -49,7 +48,7 @@ class Proposer:
         silent = tuple(node for node in suspects if ctx.is_silent(node))
         deadline = ctx.now + ctx.timing.phase_timeout_s
         if not ctx.watch.unheard <= suspects.keys():  # it may link up still, and wait for a host that stands still
-            deadline = max(deadline, ctx.formed_at + LINKING_PATIENCES * ctx.timing.silent_after_s)
+            deadline = max(deadline, ctx.formed_at + ctx.timing.linking_s)
         self.proposal = Proposal(ballot, dict(suspects), deadline, silent)
         ctx.broadcast(self.proposal.prepare())
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from .api import SpareFailed, SpareRehearsed, StartRehearsal
-from .budget import Budget
 from .context import Context
 from .events import SpareReady
 from .failures import Failures
 from .inventory import Inventory
 from .messages import Rehearse
+from .policy import Budget
 from .types import NEVER, NodeId, Rank
 
 REASON_MAX = 200

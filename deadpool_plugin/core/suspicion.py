@@ -1,7 +1,7 @@
 """The lost nodes, each with its reason: fast evidence counts at once, silence at its deadline.
 
 Rules of this file: `(now, state, config) -> (result, reason)`, nothing is remembered here but what the caller puts in;
-one's own pause is no evidence about others. May import timing and types only.
+one's own pause is no evidence about others. May import policy and types only.
 """
 
 from __future__ import annotations
@@ -9,13 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from .timing import Timing
+from .policy import Timing
 from .types import NodeId
-
-LINKING_PATIENCES = 3
-"""How many times the patience hosts have to link up: a dead one holds them up for little more than once."""
-PAUSE_INTERVALS = 3
-"""A gap of more heartbeat intervals than this between two inputs means that this node itself stood still."""
 
 
 @dataclass
@@ -24,7 +19,7 @@ class Watch:
     taken back from a member), and when it last `heard` of them. `findings` grows with every change of the evidence.
 
     `unheard`: who has not said a word to this node since the hosts met. It may still wait for a link to a host that has
-    died, so its silence counts only after LINKING_PATIENCES; a link that ends counts as ever. Nobody is in it any more
+    died, so its silence counts only after `Timing.linking_s`; a link that ends counts as ever. Nobody is in it any more
     where training has begun and another node coordinates: others need not have spoken to that one before.
     """
 
@@ -76,7 +71,7 @@ class Watch:
 
         Returns: whether that was a pause of our own.
         """
-        paused = gap_s > PAUSE_INTERVALS * timing.heartbeat_interval_s
+        paused = gap_s > timing.own_pause_s
         if paused:
             self.heard = {node: at + gap_s for node, at in self.heard.items()}
         return paused
@@ -87,7 +82,7 @@ def suspects(now: float, watch: Watch, watched: Collection[NodeId], timing: Timi
     found = dict(watch.evidence)
     for node in watched:
         silence_s = now - watch.heard.get(node, now)
-        limit_s = timing.silent_after_s * (LINKING_PATIENCES if node in watch.unheard else 1)
+        limit_s = timing.linking_s if node in watch.unheard else timing.silent_after_s
         if node not in found and silence_s >= limit_s:
             found[node] = f"silent for {silence_s:.1f} s (limit {limit_s:g} s)"
     return found

@@ -49,7 +49,7 @@ MUTANTS = (
         "two worlds may be decided in one generation",
     ),
     Mutant(
-        "stands-still-only-before-a-swap", "core/pausing.py",
+        "stands-still-only-before-a-swap", "core/self_fencing.py",
         "if ctx.ended or not ctx.has_trained:", "if ctx.ended or ctx.swapping or not ctx.has_trained:",
         "who is fenced, cut off and in a call that cannot be interrupted is replaced while it still runs",
     ),
@@ -105,12 +105,12 @@ MUTANTS = (
         "a coordinator whose lease runs is replaced",
     ),
     Mutant(
-        "lease-too-long", "core/timing.py",
+        "lease-too-long", "core/policy.py",
         "return 0.9 * self.silent_after_s", "return 1.5 * self.silent_after_s",
         "a node that is cut off still runs when it is replaced",
     ),
     Mutant(
-        "never-paused", "core/pausing.py",
+        "never-paused", "core/self_fencing.py",
         "if ctx.in_contact:", "if True:",
         "a node that is cut off does not stop",
     ),
@@ -198,16 +198,16 @@ MUTANTS = (
     ),
     Mutant(
         "own-pause-blamed-on-others", "core/suspicion.py",
-        "paused = gap_s > PAUSE_INTERVALS * timing.heartbeat_interval_s", "paused = False",
+        "paused = gap_s > timing.own_pause_s", "paused = False",
         "a node that stood still counts all others as silent",
     ),
     Mutant(
-        "no-budget", "core/budget.py",
+        "no-budget", "core/policy.py",
         "if len(spent) >= self._most:", "if False:",
         "a process that ends again and again is replaced for ever",
     ),
     Mutant(
-        "budget-window-ignored", "core/budget.py",
+        "budget-window-ignored", "core/policy.py",
         "while spent and now - spent[0] >= self._window_s:", "while False:",
         "losses long ago count",
     ),

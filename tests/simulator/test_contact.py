@@ -9,7 +9,7 @@ import random
 
 import pytest
 
-from deadpool_plugin.core import events, timing
+from deadpool_plugin.core import events, policy
 from deadpool_plugin.core.voter import Voter
 from simulator.violation import Violation
 
@@ -84,7 +84,7 @@ def test_the_majority_goes_on_without_whoever_is_cut_off(trained, shape, lost):
 
 def test_a_lease_longer_than_patience_is_found_out(trained, monkeypatch):
     """The checks above can fail: with this one line changed two nodes run the same rank."""
-    monkeypatch.setattr(timing.Timing, "lease_s", property(lambda self: 1.3 * self.silent_after_s))
+    monkeypatch.setattr(policy.Timing, "lease_s", property(lambda self: 1.3 * self.silent_after_s))
     job = trained()
     job.isolate([2])
     with pytest.raises(Violation, match="node 2 still runs what generation 1 gives away"):

@@ -24,8 +24,7 @@ from deadpool_plugin.core.controller import Controller
 from deadpool_plugin.core.ledger import Ledger
 from deadpool_plugin.core.messages import AnyMessage, Rehearse, Report, Status
 from deadpool_plugin.core.placement import buddies_of, world_after
-from deadpool_plugin.core.policy import Policy
-from deadpool_plugin.core.timing import Timing
+from deadpool_plugin.core.policy import Policy, Timing
 from deadpool_plugin.core.types import Generation, Holding, NodeId, Rank, Step, SwapPlan, World
 
 TIMING = Timing(

@@ -25,9 +25,7 @@ from deadpool_plugin.core.messages import (
     Status,
     Verdict,
 )
-from deadpool_plugin.core.policy import Policy
-from deadpool_plugin.core.suspicion import LINKING_PATIENCES
-from deadpool_plugin.core.timing import Timing
+from deadpool_plugin.core.policy import Policy, Timing
 from deadpool_plugin.core.types import NEVER, Ballot, Checkpoint, Failure, Holding, SwapPlan, World
 
 WORLD = World(0, (0, 1, 2), (3,))
@@ -252,7 +250,7 @@ def test_who_may_still_link_up_has_as_long_to_answer_as_linking_takes():
     controller = formed(0)
     hear(controller, 1, Report(0))
     controller.step(api.LinkLost(2, "gone"), 0.3)
-    limit_s = int(LINKING_PATIENCES * TIMING.silent_after_s)
+    limit_s = int(TIMING.linking_s)
     for now in range(1, limit_s):
         hear(controller, 1, Promise(Ballot(1, 1, 0), None, (), ""), float(now))
         controller.step(api.Ticked(), float(now))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from deadpool_plugin.core import api
 from deadpool_plugin.core.controller import Controller
-from deadpool_plugin.core.coverage import Coverage
+from deadpool_plugin.core.coordination import Coverage
 from deadpool_plugin.core.events import Mirrored, Protected, SpareReady
 from deadpool_plugin.core.messages import Report
-from deadpool_plugin.core.timing import Timing
+from deadpool_plugin.core.policy import Timing
 from deadpool_plugin.core.types import Holding, World
 
 WORLD = World(0, (0, 1, 2), (3, 4))

@@ -11,7 +11,7 @@ import pytest
 
 from deadpool_plugin.core import api
 from deadpool_plugin.core.controller import Controller
-from deadpool_plugin.core.timing import Timing
+from deadpool_plugin.core.policy import Timing
 from deadpool_plugin.core.types import Holding, NodeId, World
 
 FEW, MANY = 16, 64

@@ -11,8 +11,8 @@ from deadpool_plugin.core.inventory import Inventory
 from deadpool_plugin.core.ledger import Ledger
 from deadpool_plugin.core.messages import Report
 from deadpool_plugin.core.planning import NoSpare, Situation, plan_swap
+from deadpool_plugin.core.policy import Timing
 from deadpool_plugin.core.suspicion import Watch, suspects
-from deadpool_plugin.core.timing import Timing
 from deadpool_plugin.core.types import NO_STEP, Holding, Source, SwapPlan, Unrecoverable, World
 
 TIMING = Timing(heartbeat_interval_s=1.0, silent_after_s=10.0)

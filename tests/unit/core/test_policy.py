@@ -1,14 +1,16 @@
-"""The table of time-outs in core/README.md is that of the code, in its order."""
+"""policy.py: budgets against who counts by hand, and the table of time-outs in core/README.md, in its order."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from deadpool_plugin.config import Config
+from deadpool_plugin.core.policy import Budget, Timing
 from deadpool_plugin.core.proposer import RIVAL_INTERVALS
-from deadpool_plugin.core.suspicion import PAUSE_INTERVALS
-from deadpool_plugin.core.timing import Timing
 
 README = Path(__file__).resolve().parents[3] / "deadpool_plugin" / "core" / "README.md"
 ROW = re.compile(r"^\| (.+?) \| ([0-9.]*) ?P(?:/(\d+))? \| .+ \|$", re.MULTILINE)
@@ -22,7 +24,7 @@ def test_the_readme_shows_the_time_outs_in_their_order():
     expected = {
         "tick": config.tick_s,
         "heartbeat interval": timing.heartbeat_interval_s,
-        "own pause": PAUSE_INTERVALS * timing.heartbeat_interval_s,
+        "own pause": timing.own_pause_s,
         "wait for a rival": RIVAL_INTERVALS * timing.heartbeat_interval_s,
         "`lease_s`": timing.lease_s,
         "`silent_after_s`": timing.silent_after_s,
@@ -34,3 +36,19 @@ def test_the_readme_shows_the_time_outs_in_their_order():
     }
     assert shown == expected, "the start time-out, which does not follow from the patience, is not among them"
     assert list(shown.values()) == sorted(shown.values()) and list(shown) == list(expected)
+
+
+@given(most=st.integers(0, 4), window_s=st.integers(1, 20), gaps=st.lists(st.tuples(st.booleans(), st.integers(0, 12))))
+def test_a_budget_is_so_many_within_any_window(most, window_s, gaps):
+    budget, now = Budget(most, window_s), 0
+    granted: dict[bool, list[int]] = {True: [], False: []}
+    for key, gap in gaps:
+        now += gap
+        recent = [when for when in granted[key] if now - when < window_s]
+        assert budget.spend(key, now) is (len(recent) < most)
+        if len(recent) < most:
+            granted[key].append(now)
+
+
+def test_what_is_exceeded_is_said():
+    assert str(Budget(3, 3600.0)) == "3 times within 3600 s"

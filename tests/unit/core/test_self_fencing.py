@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deadpool_plugin.core.contact import Contact
 from deadpool_plugin.core.membership import is_quorum, value_of_quorum
+from deadpool_plugin.core.self_fencing import Contact
 from deadpool_plugin.core.types import NEVER, World
 
 from .strategies import worlds

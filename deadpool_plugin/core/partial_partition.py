@@ -38,7 +38,7 @@ class _Broken(NamedTuple):
     committed: Step
 
 
-class Rifts:
+class PartialPartition:
     """The complaints that the coordinator does not share: who does not hear whom. They outlast generations: a newcomer
     that cannot fetch what it is to restore ends each of them."""
 
