@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from deadpool_plugin.errors import Unsupported
-from deadpool_plugin.worker.buffers import Buffers
+from deadpool_plugin.worker.module_state import Buffers
 
 
 class Means(torch.nn.Module):

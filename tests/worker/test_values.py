@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from deadpool_plugin.worker import codec
-from deadpool_plugin.worker.values import Values
+from deadpool_plugin.worker.module_state import Values
 
 
 class Annealed(torch.nn.Module):

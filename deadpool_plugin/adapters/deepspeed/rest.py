@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ...worker.values import is_plain
+from ...worker.module_state import is_plain
 
 CONTAINERS = (dict, list, set, deque)
 

@@ -15,8 +15,7 @@ import torch.distributed as dist
 
 from ...errors import WHOLE_STEP, Unsupported
 from ...worker.adapter import Scalars
-from ...worker.buffers import Buffers
-from ...worker.values import Values
+from ...worker.module_state import Buffers, Values
 from ..base_optimizer import group_scalars, load_group_scalars
 from . import adam
 from .frozen import Frozen

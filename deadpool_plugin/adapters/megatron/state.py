@@ -16,8 +16,7 @@ import torch
 
 from ...errors import Unsupported
 from ...worker.adapter import Scalars
-from ...worker.buffers import Buffers
-from ...worker.values import Values, is_plain
+from ...worker.module_state import Buffers, Values, is_plain
 from ..base_optimizer import MOMENTS, group_scalars, load_group_scalars, refuse_third_moment
 from ..options import REMEDY, Option, refuse
 
