@@ -32,7 +32,6 @@ from .saving import CompleteMark, Flight, SaveCall, Saves, this_thread
 
 INTERRUPT_S = 0.05
 """Between two attempts to end a writing thread: torch turns the first one into a failed write and goes on."""
-
 LOST_REMEDY = "before naming it the latest checkpoint, ask exception() of the future, which is this error then"
 
 
@@ -43,19 +42,17 @@ class WritingStopped(BaseException):
 def install(saves: Saves) -> None:
     """Wrap both functions wherever they were imported. Once, when torch.distributed is initialised."""
     from torch.distributed.checkpoint import state_dict_saver as saver
+    from torch.distributed.checkpoint.planner import SavePlanner
+
+    def forget_plans() -> None:
+        # A new process has no plan of earlier saves, and whether ranks have one decides what they exchange.
+        for name, value in list(vars(SavePlanner).items()):
+            if name.startswith("_cached_") and isinstance(value, dict):
+                value.clear()
 
     kinds: dict[Callable[..., Any], type[Save]] = {saver.save: Save, saver.async_save: AsyncSave}
     replace({one: saves.wrapped(one, functools.partial(kind, saves, one)) for one, kind in kinds.items()})
-    saves.on_cancel.append(_forget_plans)
-
-
-def _forget_plans() -> None:
-    # A new process has no plan of earlier saves, and whether ranks have one decides what they exchange.
-    from torch.distributed.checkpoint.planner import SavePlanner
-
-    for name, value in list(vars(SavePlanner).items()):
-        if name.startswith("_cached_") and isinstance(value, dict):
-            value.clear()
+    saves.on_cancel.append(forget_plans)
 
 
 class Save(SaveCall):
@@ -118,7 +115,8 @@ class AsyncSave(Save):
         return self.future
 
     def skipped(self, outcome: Any) -> SaveFuture:
-        self.future.skip()
+        self.future.calls_back = False  # nobody knows when callbacks ran in the rank itself
+        self.future.lose("this process took the rank over after the save began")
         return self.future
 
 
@@ -207,7 +205,7 @@ class SaveFuture(Future[Any]):
     def __init__(self, saves: Saves) -> None:
         super().__init__()
         self._saves = saves
-        self._calls_back = True
+        self.calls_back = True
         self.restart()
 
     # ---- for the flight
@@ -238,11 +236,6 @@ class SaveFuture(Future[Any]):
             self.end(None, CheckpointLost(f"the checkpoint was not completed: {reason}", remedy=LOST_REMEDY))
         self._release()
 
-    def skip(self) -> None:
-        """Leave callbacks out in a follower: nobody knows when they ran in the rank itself."""
-        self._calls_back = False
-        self.lose("this process took the rank over after the save began")
-
     def _release(self) -> None:
         with contextlib.suppress(InvalidStateError):
             self.set_result(None)
@@ -251,7 +244,7 @@ class SaveFuture(Future[Any]):
 
     def add_done_callback(self, fn: Callable[[Future[Any]], object]) -> None:
         """Let `fn` run in a thread of its own, on which asking is no call."""
-        if self._calls_back:
+        if self.calls_back:
             super().add_done_callback(lambda future: threading.Thread(target=fn, args=(future,)).start())
 
     def done(self) -> bool:

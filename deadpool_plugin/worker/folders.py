@@ -14,16 +14,14 @@ import stat
 import tempfile
 from collections.abc import Container
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
 from ..core.types import listed
 from ..errors import Unsupported
 from .file_view import Elsewhere
-
-if TYPE_CHECKING:
-    from .link import AgentLink
+from .link import AgentLink
 
 MOVED_MAX = 64
 """Folders named otherwise that are kept in mind: a script may name a new one at every save."""
@@ -36,6 +34,8 @@ class Folders:
         self._link = link
         self.took_over = False
         """This process has taken its rank over from another one, which may have named folders otherwise."""
+        self.made: Container[str] = ()
+        """Paths that this process has made in start-up: the rank had started up long before it."""
         self._agreed: set[str] = set()
         """Folders to which this process has saved with all others."""
         self._moved: dict[str, Path] = {}
@@ -44,48 +44,47 @@ class Folders:
         self._followed: dict[str, tuple[str, int]] = {}
         """Folders that a follower's script names otherwise than the rank did, the rank's name ("": it has changed), and
         at how many saves."""
-        self.made: Container[str] = ()
-        """Paths that this process has made in start-up: the rank had started up long before it."""
         self._unsure: dict[str, str] = {}
         """As `_moved` after a take-over, but of a name that may not stay: the rank had saved there once only (or "": to
         others at every save)."""
-        self._move_said = self._apart_said = self._tag_said = False
+        self._said: set[str] = set()
+
+    # ---- checkpoints of all ranks
 
     def one_folder(self, given: str, group: Any = None) -> str:
-        """The folder in which all ranks of `group` save one checkpoint; `given` is what this rank's script names.
+        """Return the folder in which all ranks of `group` save one checkpoint; `given` is what this rank's script says.
 
-        A script that names it by the clock gets another name in a process that starts later: that one saves where the
-        others do. Every rank of `group` calls this before it writes. Blocks: for all of them.
+        Every rank of `group` calls this before it writes. Blocks: for all of them.
         Raises: Unsupported if ranks name different folders, and no replacement is the reason: nobody could load that.
         """
         if not dist.is_initialized() or dist.get_world_size(group) < 2:
             return given
         mine = self.moved(given)
         said = _gathered((mine, self._doubt(given, mine, given)), group)
-        if len({os.path.normpath(name) for name, _ in said}) == 1:
-            self._agreed.add(mine)
-            return mine
-        # Where every process is a replacement nothing was saved before it; the first one's name is as good as any.
-        least = min(doubt for _, doubt in said)
-        settled = [name for name, doubt in said if doubt == least]
-        if not least and len({os.path.normpath(name) for name in settled}) > 1:
-            ranks: dict[str, list[int]] = {}
-            for rank, (name, _) in zip(dist.get_process_group_ranks(group or dist.group.WORLD), said, strict=True):
-                ranks.setdefault(name, []).append(rank)
-            where = "; ".join(f"rank(s) {listed(numbers)} to {name}" for name, numbers in ranks.items())
-            raise Unsupported(
-                f"the ranks save one checkpoint to different folders, where it cannot be loaded: {where}",
-                "one folder for all of them",
-                "let rank 0 choose the name (a clock's is not the same everywhere) and broadcast it",
-            )
-        if os.path.normpath(mine) != os.path.normpath(settled[0]):
-            self._move(given, settled[0])
-            self.moved(given)  # says so
-        self._agreed.add(settled[0])
-        return str(settled[0])
+        agreed = mine
+        if len({os.path.normpath(name) for name, _ in said}) > 1:
+            # Where every process is a replacement nothing was saved before it; the first one's name is as good as any.
+            least = min(doubt for _, doubt in said)
+            settled = [name for name, doubt in said if doubt == least]
+            if not least and len({os.path.normpath(name) for name in settled}) > 1:
+                ranks: dict[str, list[int]] = {}
+                for rank, (name, _) in zip(dist.get_process_group_ranks(group or dist.group.WORLD), said, strict=True):
+                    ranks.setdefault(name, []).append(rank)
+                where = "; ".join(f"rank(s) {listed(numbers)} to {name}" for name, numbers in ranks.items())
+                raise Unsupported(
+                    f"the ranks save one checkpoint to different folders, where it cannot be loaded: {where}",
+                    "one folder for all of them",
+                    "let rank 0 choose the name (a clock's is not the same everywhere) and broadcast it",
+                )
+            agreed = settled[0]
+            if os.path.normpath(mine) != os.path.normpath(agreed):
+                self._move(given, agreed)
+                self.moved(given)  # says so
+        self._agreed.add(agreed)
+        return agreed
 
     def one_tag(self, folder: str, given: str) -> str:
-        """The name of one checkpoint in `folder`, the same folder on all ranks; `given` is what this rank names it.
+        """Return the name of one checkpoint in `folder`, the same folder on all ranks; `given` is what this rank says.
 
         As `one_folder`, but ranks that differ from the start do not end the job: a clock's name differs now and then
         between ranks that ask at the same moment. The first one's name is used then, and that is said.
@@ -96,20 +95,24 @@ class Folders:
         said = _gathered((given, self._doubt(own, given, given)), None)
         agreed = min(said, key=lambda one: one[1])[0]
         others = [rank for rank, (name, _) in enumerate(said) if name != agreed]
-        if others and dist.get_rank() == others[0] and not self._tag_said:
-            self._tag_said = True
-            text = f"rank(s) {listed(others)} name a checkpoint in {folder} {given}; the job saves"
-            self._link.event("Note", text=f"{text} it as {agreed}: does the script name it by the clock?")
+        if others and dist.get_rank() == others[0]:
+            text = f"name a checkpoint in {folder} {given}; the job saves it as {agreed}"
+            self._say("tag", f"{text}: does the script name it by the clock?", f"rank(s) {listed(others)}")
         self._move(own, os.path.join(folder, agreed))
         self._agreed.add(os.path.join(folder, agreed))
-        return str(agreed)
+        return agreed
 
     def _doubt(self, path: str, mine: str, given: str) -> int:
-        """The lower, the more others go by it. 0: this process was there from the start, or has saved to `path` with
-        all others (as in a redo). 1: `mine` was agreed on for another checkpoint. 2: a later clock may have said it."""
+        """Rate what this process says: the lower, the more others go by it.
+
+        0: this process was there from the start, or has saved to `path` with all others (as in a redo). 1: `mine` was
+        agreed on for another checkpoint. 2: a later clock may have said it.
+        """
         if not self.took_over or path in self._agreed:
             return 0
         return 1 if mine != given else 2
+
+    # ---- files of this rank's own
 
     def follow(self, given: str, recorded: str) -> None:
         """Note, in a follower, that its script saves to `given` what the rank itself has saved to `recorded`."""
@@ -122,7 +125,7 @@ class Folders:
         _bound(self._followed)
 
     def take_over(self) -> None:
-        """This process is the rank from here on: its script's files go where the rank's own went.
+        """Become the rank: the script's files go where the rank's own went.
 
         Only by a name that stays: one that the script makes at every save may be anything by the next one.
         """
@@ -132,6 +135,41 @@ class Folders:
                 self._move(here, there)
             elif here:
                 self._unsure[here] = there
+
+    def file(self, path: str) -> str:
+        """Move a file of this rank's own as `moved`: there is no other rank to ask, and the folder may not be here."""
+        found = self._found(path)
+        if found is not None and found[1].parent.is_dir():
+            return self.moved(path)
+        if self.took_over and (why := self._why_apart(os.path.abspath(path))):
+            text = (
+                f"saves {path}, {why}, and the other ranks' files may lie elsewhere: look for them before you load it"
+            )
+            self._say(
+                "apart",
+                f"{text}. Does the script name the folder by the clock? Let rank 0 choose a name and broadcast it",
+            )
+        return path
+
+    def _why_apart(self, whole: str) -> str:
+        """Say why others may save elsewhere what this replacement saves to `whole`; "" if nothing speaks for it."""
+        for here, there in self._unsure.items():
+            if _lies_in(whole, here):
+                return f"in {here}, where the rank itself had saved to {there or 'other folders'}"
+        return (
+            "in a folder that its script made anew" if any(str(one) in self.made for one in Path(whole).parents) else ""
+        )
+
+    # ---- moved folders
+
+    def moved(self, path: str) -> str:
+        """Return where the job saves what this rank's script would save to `path`."""
+        found = self._found(path)
+        if found is None:
+            return path
+        text = f"saves to {found[1]}, where the job does, and not to {path}, as its script says"
+        self._say("moved", f"{text}: does the script name it by the clock?")
+        return str(found[1])
 
     def _move(self, own: str, others: str) -> None:
         """Use `others` for what the script calls `own` from here on; they may be the same again."""
@@ -144,7 +182,7 @@ class Folders:
         self._elsewhere.begin()
 
     def _found(self, path: str) -> tuple[Path, Path] | None:
-        """The job's name of the folder that `path` lies in, and of `path` itself, if the script has others."""
+        """Find the job's name of the folder that `path` lies in, and of `path` itself, if the script has others."""
         whole = os.path.abspath(path)
         for here, there in self._moved.items():
             if _lies_in(whole, here) and not _lies_in(whole, os.path.abspath(there)):
@@ -156,50 +194,16 @@ class Folders:
         found = self._found(path)
         return str(found[1]) if found and os.path.isdir(found[0]) else path
 
-    def moved(self, path: str) -> str:
-        """Return where the job saves what this rank's script would save to `path`. What is not there is said once."""
-        found = self._found(path)
-        return path if found is None else self._say_moved(path, str(found[1]))
-
-    def file(self, path: str) -> str:
-        """Move a file of this rank's own as `moved`: there is no other rank to ask, and the folder may not be here."""
-        found = self._found(path)
-        if found is not None and found[1].parent.is_dir():
-            return self._say_moved(path, str(found[1]))
-        if self.took_over and not self._apart_said and (why := self._why_apart(path)):
-            self._apart_said = True
-            text = (
-                f"saves {path}, {why}, and the other ranks' files may lie elsewhere: look for them before you load it"
-            )
-            self._say(
-                f"{text}. Does the script name the folder by the clock? Let rank 0 choose a name and broadcast it"
-            )
-        return path
-
-    def _why_apart(self, path: str) -> str:
-        """Why other ranks may save elsewhere what this replacement saves to `path`; "" if nothing speaks for it."""
-        whole = os.path.abspath(path)
-        for here, there in self._unsure.items():
-            if _lies_in(whole, here):
-                return f"in {here}, where the rank itself had saved to {there or 'other folders'}"
-        if any(str(one) in self.made for one in Path(whole).parents):
-            return "in a folder that its script made anew"
-        return ""
-
-    def _say_moved(self, path: str, moved: str) -> str:
-        if not self._move_said:
-            self._move_said = True
-            text = f"saves to {moved}, where the job does, and not to {path}, as its script says"
-            self._say(f"{text}: does the script name it by the clock?")
-        return moved
-
-    def _say(self, what: str) -> None:
-        who = f"{'the replacement of ' if self.took_over else ''}rank {os.environ['RANK']}"
-        self._link.event("Note", text=f"{who} {what}")
+    def _say(self, kind: str, what: str, who: str = "") -> None:
+        """Say it once for each kind. `who`: if not this rank."""
+        if kind not in self._said:
+            self._said.add(kind)
+            who = who or f"{'the replacement of ' if self.took_over else ''}rank {os.environ['RANK']}"
+            self._link.event("Note", text=f"{who} {what}")
 
 
 def _parted(own: str, others: str) -> tuple[str, str]:
-    """Both without the names at their ends that are the same."""
+    """Drop the names at the ends of both that are the same."""
     here, there = list(Path(own).parts), list(Path(others).parts)
     while here and there and here[-1] == there[-1]:
         here.pop()

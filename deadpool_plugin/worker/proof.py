@@ -32,7 +32,7 @@ _PLAIN = {int, float, str, bool}
 
 
 def digest(value: Any) -> int:
-    """32 bits of `value`, never 0."""
+    """Return 32 bits of `value`, never 0."""
     state = xxhash.xxh3_64()
     # A class of the script's may fail when it is looked at: in every process alike, and no job shall end by that.
     with contextlib.suppress(Exception):
@@ -41,7 +41,7 @@ def digest(value: Any) -> int:
 
 
 def combined(digests: Sequence[int]) -> int:
-    """One of several, the last; 0 of none, and of one itself."""
+    """Return one of several, the last; 0 of none, and of one itself."""
     many = digests[-ITEMS_MAX:]
     if len(many) <= 1:
         return many[0] if many else 0
@@ -49,18 +49,16 @@ def combined(digests: Sequence[int]) -> int:
 
 
 def _cut(whole: int) -> int:
-    """The 32 bits of it that a record has room for."""
-    return whole & 0xFFFFFFFF or 1
+    return whole & 0xFFFFFFFF or 1  # a record has room for so much
 
 
 def _feed(state: Any, value: Any, items: int, depth: int) -> None:
-    kind = type(value)
     if isinstance(value, torch.Tensor):
         _feed_tensor(state, value)
     elif isinstance(value, np.ndarray):
         if value.dtype != object:
             _feed_array(state, value)
-    elif kind in _PLAIN or isinstance(value, np.generic):
+    elif type(value) in _PLAIN or isinstance(value, np.generic):
         state.update(repr(value).encode(errors="backslashreplace"))
     elif isinstance(value, (bytes, bytearray)):
         _feed_array(state, np.frombuffer(value, dtype=np.uint8))
@@ -70,23 +68,18 @@ def _feed(state: Any, value: Any, items: int, depth: int) -> None:
         for name in sorted(value, key=str):
             _feed(state, value[name], max(1, items // len(value)), depth + 1)
     elif isinstance(value, (list, tuple)):
-        _feed_items(state, value, items, depth)
+        looked_at = value[:: -(-len(value) // items)] if len(value) > items else value
+        if set(map(type, looked_at)) <= _PLAIN:
+            # Not so a long integer, or half a character.
+            with contextlib.suppress(OverflowError, UnicodeEncodeError, msgspec.MsgspecError):
+                state.update(msgspec.msgpack.encode(looked_at))
+                return
+        state.update(b"%d" % len(value))
+        for item in looked_at:
+            _feed(state, item, max(1, items // max(1, len(looked_at))), depth + 1)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             _feed(state, getattr(value, field.name, None), items, depth + 1)
-
-
-def _feed_items(state: Any, values: Any, items: int, depth: int) -> None:
-    looked_at = values[:: -(-len(values) // items)] if len(values) > items else values
-    if set(map(type, looked_at)) <= {float, str, bool, int}:
-        try:
-            state.update(msgspec.msgpack.encode(looked_at))
-            return
-        except (OverflowError, UnicodeEncodeError, msgspec.MsgspecError):  # a long integer, half a character
-            pass
-    state.update(b"%d" % len(values))
-    for item in looked_at:
-        _feed(state, item, max(1, items // max(1, len(looked_at))), depth + 1)
 
 
 def _feed_tensor(state: Any, tensor: torch.Tensor) -> None:
@@ -131,7 +124,7 @@ class Reads:
         self._digests.append(digest(batch))
 
     def take(self) -> int:
-        """The digest of what was read since the last call."""
+        """Return the digest of what was read since the last call."""
         taken = combined(list(self._digests))
         self._digests.clear()
         return taken

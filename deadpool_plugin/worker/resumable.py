@@ -12,6 +12,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
 from ..errors import Unsupported, invariant
 from .iterators import POINTER, RewindIterator, RewoundByItself
 from .tape import Tape
@@ -69,6 +71,9 @@ class Tapes:
     def __init__(self) -> None:
         self._tapes: list[Tape] = []
 
+    def __iter__(self) -> Iterator[Tape]:
+        return iter(self._tapes)
+
     def wrap(self, source: Any) -> Resumable:
         """Raises: Unsupported for what cannot be read from, or for too many."""
         if isinstance(source, Resumable):
@@ -86,17 +91,14 @@ class Tapes:
         self._tapes.append(Tape(source))
         return Resumable(source, self._tapes[-1])
 
-    def __iter__(self) -> Iterator[Tape]:
-        return iter(self._tapes)
-
     def forget(self) -> None:
         """Forget what was kept: a follower rewinds nothing."""
-        for tape in self._tapes:
+        for tape in self:
             tape.forget()
 
     def states(self) -> list[bytes | None]:
-        """For a snapshot."""
-        return [tape.state() for tape in self._tapes]
+        """Return what a snapshot has of them."""
+        return [tape.state() for tape in self]
 
     def load(self, states: Sequence[bytes | None]) -> None:
         """Go on, in a newcomer, where the snapshot was taken."""
@@ -105,12 +107,10 @@ class Tapes:
             tape.load(state)
 
     def install(self, inside: Callable[[], bool], note: Callable[[Any], None] = lambda batch: None) -> None:
-        """From now on scripts find us, and what a call reads past us is refused.
+        """Let scripts find us from now on, and refuse what a call reads past us.
 
         Args: inside: whether one is under way; note: told the batches that the script reads from a DataLoader itself.
         """
-        from torch.utils.data.dataloader import _BaseDataLoaderIter
-
         Tapes.installed = self
         owner: Any = _BaseDataLoaderIter
         original = owner.__next__

@@ -15,15 +15,15 @@ from .adapter import Adapter
 
 
 def capture(adapter: Adapter) -> dict[str, Any]:
-    """Copies of every random state; the framework's tensors are never written in place and go by reference."""
-    state = capture_host()
-    state["framework"] = adapter.rng_states()
-    return state
+    """Copy every random state; the framework's tensors are never written in place and go by reference."""
+    return {**capture_host(), "framework": adapter.rng_states()}
 
 
 def capture_host() -> dict[str, Any]:
-    """Copies of those states that data loaders draw from, as bytes: they are compared and kept at every call. A loader
-    may augment on the device, too, whose generator's state torch keeps on the host."""
+    """Copy those states that data loaders draw from, as bytes: they are compared and kept at every call.
+
+    A loader may augment on the device, too, whose generator's state torch keeps on the host.
+    """
     name, keys, position, has_gauss, cached = cast("tuple[str, Any, int, int, float]", np.random.get_state())
     version, words, gauss = random.getstate()
     state: dict[str, Any] = {
@@ -31,9 +31,15 @@ def capture_host() -> dict[str, Any]:
         "numpy": (name, keys.tobytes(), int(position), int(has_gauss), float(cached)),
         "torch": torch.get_rng_state().numpy().tobytes(),
     }
-    if _has_device():
+    is_built = torch.version.cuda is not None or torch.version.hip is not None  # for NVIDIA's devices or AMD's
+    if is_built and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["device"] = torch.cuda.get_rng_state()
     return state
+
+
+def restore(adapter: Adapter, state: dict[str, Any]) -> None:
+    restore_host(state)
+    adapter.set_rng_states(state["framework"])
 
 
 def restore_host(state: dict[str, Any]) -> None:
@@ -56,11 +62,6 @@ def preserved() -> Iterator[None]:
         restore_host(before)
 
 
-def restore(adapter: Adapter, state: dict[str, Any]) -> None:
-    restore_host(state)
-    adapter.set_rng_states(state["framework"])
-
-
 def equal(left: Any, right: Any) -> bool:
     """Return whether two captured states (or parts of them) are the same."""
     if left is right:
@@ -70,9 +71,3 @@ def equal(left: Any, right: Any) -> bool:
     if isinstance(left, dict):
         return left.keys() == right.keys() and all(equal(value, right[key]) for key, value in left.items())
     return bool(left == right)
-
-
-def _has_device() -> bool:
-    """Return whether a device of NVIDIA's or AMD's is in use."""
-    is_built = torch.version.cuda is not None or torch.version.hip is not None
-    return is_built and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]

@@ -49,13 +49,11 @@ _AT_REST = {b"T", b"t", b"Z", b"X"}
 
 
 class SaveCall(Followed):
-    """One call that saves; calling it does it (again).
-
-    `gated`: it begins to write, so it waits until the step it would save is committed.
-    """
+    """One call that saves; calling it does it (again)."""
 
     name = "save"
     gated = True
+    """It begins to write, so it waits until the step it would save is committed."""
 
     def outcome(self, value: Any) -> Any:
         return None
@@ -69,12 +67,10 @@ class SaveCall(Followed):
 
 
 class Flight:
-    """One save that goes on after its call returned. `path` and `files`: what it writes; empty if unknown.
-
-    `ends_by_itself`: nobody need ask for it.
-    """
+    """One save that goes on after its call returned. `path` and `files`: what it writes; empty if unknown."""
 
     ends_by_itself = False
+    """Nobody need ask for it."""
 
     def __init__(self, saves: Saves, path: str, files: Sequence[str] = ()) -> None:
         self.step, self.path, self.files, self._saves = saves.step, path, list(files), saves

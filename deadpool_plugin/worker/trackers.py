@@ -26,8 +26,6 @@ from typing import Any
 
 from .patching import when_imported
 
-CSV_MONITOR = "deepspeed.monitor.csv_monitor"
-EVENTS = "tensorboard.summary.writer.event_file_writer"
 FILES_MAX, RECORDS_MAX = 8, 4096
 """Number of newest event files, and of last records in each, in which a rank's last step is looked for."""
 LINES_BYTES_MAX = 65536
@@ -47,8 +45,8 @@ class Trackers:
         """By event file: (tag, step) of the last values that the rank itself has written."""
         self._csv_steps: dict[str, set[str]] = {}
         """By CSV file: the steps of the last lines that the rank itself has written."""
-        when_imported(CSV_MONITOR, self.hold_csv_files)
-        when_imported(EVENTS, self.hold_event_files)
+        when_imported("deepspeed.monitor.csv_monitor", self.hold_csv_files)
+        when_imported("tensorboard.summary.writer.event_file_writer", self.hold_event_files)
         when_imported("wandb", self.hold_runs)
 
     def resume(self) -> None:
