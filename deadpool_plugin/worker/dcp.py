@@ -26,9 +26,8 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from ..errors import CheckpointLost, GenerationChanged, Unsupported
 from .adapter import Followed
-from .copies import structure
 from .patching import replace
-from .saving import CompleteMark, Flight, SaveCall, Saves, this_thread
+from .saving import Flight, FolderSave, SaveCall, Saves, this_thread
 
 INTERRUPT_S = 0.05
 """Between two attempts to end a writing thread: torch turns the first one into a failed write and goes on."""
@@ -55,39 +54,26 @@ def install(saves: Saves) -> None:
     saves.on_cancel.append(forget_plans)
 
 
-class Save(SaveCall):
+class Save(FolderSave):
     name = "torch.distributed.checkpoint.save"
+    folder_argument = "checkpoint_id"
 
     def __init__(self, saves: Saves, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]):
-        self._saves, self._original = saves, original
-        bound = inspect.signature(original).bind(*args, **kwargs)
-        given = {  # now, not when it is done again: they may have moved on
+        arguments = dict(inspect.signature(original).bind(*args, **kwargs).arguments)
+        arguments["state_dict"] = {  # now, not when it is done again: they may have moved on
             name: item.state_dict() if isinstance(item, Stateful) else item
-            for name, item in bound.arguments["state_dict"].items()
+            for name, item in arguments["state_dict"].items()
         }
-        self._arguments = structure({**bound.arguments, "state_dict": given})
-        writer = self._arguments.get("storage_writer")
-        path = self._arguments.get("checkpoint_id") or getattr(writer, "path", None)
-        self.path = "" if path is None else str(path)
-        self._rank = _rank(self._arguments.get("process_group"))
-        self._mark = CompleteMark(self.path, self._rank)
+        path = arguments.get("checkpoint_id") or getattr(arguments.get("storage_writer"), "path", None)
+        rank = _rank(arguments.get("process_group"))
+        super().__init__(saves, original, arguments, "" if path is None else str(path), rank)
 
     def __call__(self) -> Any:
         began = time.monotonic()
-        self._agree()
-        self._mark.begin_attempt()
-        value = self._original(**structure(self._arguments))
+        self.begin_attempt()
+        value = self.write()
         self._saves.written(self.path, began)
         return value
-
-    def _agree(self) -> None:
-        """Let all ranks save to one folder."""
-        if not self.path or self._arguments.get("no_dist"):
-            return
-        agreed = self._saves.folders.one_folder(self.path, self._arguments.get("process_group"))
-        if agreed != self.path:
-            self._arguments["checkpoint_id"] = self.path = agreed
-            self._mark = CompleteMark(self.path, self._rank)
 
 
 class AsyncSave(Save):
@@ -107,11 +93,11 @@ class AsyncSave(Save):
         self.future = SaveFuture(saves)
 
     def __call__(self) -> SaveFuture:
-        self._agree()
-        flight = ThreadFlight(self._saves, self.path, self._rank, self._mark, self.future)
-        flight.keep_files = self._mark.begin_attempt()
+        overwrites = self.begin_attempt()
+        flight = ThreadFlight(self._saves, self)
+        flight.keep_files = overwrites
         self._saves.launch(flight)
-        flight.start(lambda: self._original(**structure(self._arguments)))
+        flight.start()
         return self.future
 
     def skipped(self, outcome: Any) -> SaveFuture:
@@ -121,7 +107,6 @@ class AsyncSave(Save):
 
 
 def _rank(group: Any) -> int:
-    """Return by which torch names this rank's files."""
     return dist.get_rank(group) if dist.is_initialized() else 0
 
 
@@ -134,13 +119,14 @@ class ThreadFlight(Flight):
 
     ends_by_itself = True
 
-    def __init__(self, saves: Saves, path: str, rank: int, mark: CompleteMark, future: SaveFuture) -> None:
-        super().__init__(saves, path)
-        self._generation, self._prefix, self._mark, self.future = saves.generation, f"__{rank}_", mark, future
+    def __init__(self, saves: Saves, save: AsyncSave) -> None:
+        super().__init__(saves, save.path)
+        self._save, self.future = save, save.future
+        self._generation, self._prefix = saves.generation, f"__{save.rank}_"
         self._inner: Future[Any] | None = None
         self._thread = 0
 
-    def start(self, save: Callable[[], Any]) -> None:
+    def start(self) -> None:
         """Let torch stage and start its thread, with this flight around what runs there."""
         from torch.distributed.checkpoint import _async_thread_executor as executor
 
@@ -159,7 +145,7 @@ class ThreadFlight(Flight):
 
         executor.save_wrapper = save_wrapper
         try:
-            self._inner = save()
+            self._inner = self._save.write()
         except Exception as error:
             self.future.end(None, error)
             self._saves.drop(self)
@@ -184,7 +170,7 @@ class ThreadFlight(Flight):
         self.future.lose(f"{self.path or 'its writing'} was cancelled by a swap")
 
     def remove_files(self) -> None:
-        self.keep_files = self.keep_files or self._mark.is_there()
+        self.keep_files = self.keep_files or self._save.is_complete()
         self.files = self._written()
         super().remove_files()
 

@@ -31,6 +31,7 @@ from ..transport import linux
 from ..transport.linux import await_end, pidfd_open, pidfd_send_signal
 from . import codec
 from .adapter import CallHandler, CallKind, Followed
+from .copies import structure
 from .folders import Folders
 from .link import AgentLink
 from .output import Mute, reads_data
@@ -237,25 +238,44 @@ class Saves:
             self.link.event("CheckpointCancelled", step=flight.step, path=flight.path, reason=reason)
 
 
-class CompleteMark:
-    """The files that make `folder` a complete checkpoint (of this rank): torch and Megatron write them last."""
+class FolderSave(SaveCall):
+    """A save of all ranks to one folder, by a function that is given its arguments as they were at the first time.
 
-    def __init__(self, folder: str, rank: int) -> None:
-        self._files = [Path(folder, name) for name in (MARK, f"__{rank}.metadata")] if folder else []
+    Args: path: the folder, "" if unknown; rank: by which its files are named.
+    """
+
+    folder_argument: str
+
+    def __init__(
+        self, saves: Saves, original: Callable[..., Any], arguments: dict[str, Any], path: str, rank: int
+    ) -> None:
+        self._saves, self._original, self._arguments = saves, original, structure(arguments)
+        self.path, self.rank = path, rank
         self._overwrites: bool | None = None
 
-    def is_there(self) -> bool:
-        return any(file.exists() for file in self._files)
+    def write(self) -> Any:
+        return self._original(**structure(self._arguments))
 
     def begin_attempt(self) -> bool:
-        """Return whether an older checkpoint is overwritten. If not, what an earlier attempt of this save completed is
-        no longer complete from here on: its files are written again, and that may be interrupted for good."""
+        """Agree with all ranks on one folder. Returns: whether an older checkpoint there is overwritten."""
+        if self.path and not self._arguments.get("no_dist"):
+            agreed = self._saves.folders.one_folder(self.path, self._arguments.get("process_group"))
+            if agreed != self.path:
+                self._arguments[self.folder_argument] = self.path = agreed
+                self._overwrites = None
         if self._overwrites is None:
-            self._overwrites = self.is_there()
+            self._overwrites = self.is_complete()
         elif not self._overwrites:
-            for file in self._files:
+            for file in self._marks():  # written again from here on, and that may be interrupted for good
                 file.unlink(missing_ok=True)
         return self._overwrites
+
+    def is_complete(self) -> bool:
+        return any(file.exists() for file in self._marks())
+
+    def _marks(self) -> list[Path]:
+        """List the files that make it a complete checkpoint (of this rank): torch and Megatron write them last."""
+        return [Path(self.path, name) for name in (MARK, f"__{self.rank}.metadata")] if self.path else []
 
 
 # ---- files that a script writes in one call

@@ -19,7 +19,7 @@ from deadpool_plugin.worker.saving import Saves
 @pytest.fixture
 def saves(monkeypatch):
     monkeypatch.setenv("RANK", "0")
-    folders = fake(one_folder=str)
+    folders = fake(one_folder=lambda given, group: given)
     return fake(step=3, generation=1, folders=folders, launch=lambda flight: pytest.fail("nobody will complete it"))
 
 
@@ -196,7 +196,7 @@ def test_a_request_for_another_librarys_queue_is_refused(saves, tmp_path, train_
 
 
 def test_a_save_goes_to_the_folder_all_ranks_agree_on(saves, tmp_path):
-    saves.folders.one_folder = lambda given: given.replace("tuesday", "monday")
+    saves.folders.one_folder = lambda given, group: given.replace("tuesday", "monday")
     folders: list[str] = []
     saves.written = lambda path, began: folders.append(path)
 

@@ -179,8 +179,8 @@ def test_a_save_that_is_done_again_is_not_complete_meanwhile_and_an_older_one_ke
 
 
 def thread_flight(saves, folder):
-    mark = saving.CompleteMark(str(folder), 0)
-    return dcp.ThreadFlight(saves, str(folder), 0, mark, dcp.SaveFuture(saves))
+    given = {"state_dict": {}, "checkpoint_id": str(folder)}
+    return dcp.ThreadFlight(saves, dcp.AsyncSave(saves, lambda state_dict, checkpoint_id: None, (), given))
 
 
 @pytest.mark.parametrize("completed_by_others", [False, True])

@@ -22,7 +22,7 @@ from ...errors import Unsupported
 from ...worker.adapter import CallHandler, CallKind, Followed
 from ...worker.copies import structure
 from ...worker.patching import replace
-from ...worker.saving import CompleteMark, Flight, SaveCall, Saves, die_with_trainer, kill_tree
+from ...worker.saving import Flight, FolderSave, SaveCall, Saves, die_with_trainer, kill_tree
 
 WRITERS = ("write_preloaded_data", "write_preloaded_data_multiproc", "write_preloaded_data_multithread")
 """Names of the functions that run in a writer's process; the third replaced the second in 0.17."""
@@ -123,33 +123,31 @@ def _forget_plans(strategy: Any, generation: int) -> None:
     _forget_plans(getattr(strategy, "base_strategy", None), generation)
 
 
-class Save(SaveCall):
+class Save(FolderSave):
     """`dist_checkpointing.save`; asynchronous, it gives out a request whose finalize functions know their flight."""
 
     name = "megatron.core.dist_checkpointing.save"
+    folder_argument = "checkpoint_dir"
 
     def __init__(self, saves: Saves, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]):
-        self._saves, self._original = saves, original
-        self._arguments = structure(dict(inspect.signature(original).bind(*args, **kwargs).arguments))
-        self._path = str(self._arguments["checkpoint_dir"])
-        self._mark = CompleteMark(self._path, int(os.environ["RANK"]))
+        arguments = dict(inspect.signature(original).bind(*args, **kwargs).arguments)
+        super().__init__(saves, original, arguments, str(arguments["checkpoint_dir"]), int(os.environ["RANK"]))
         self._is_redone = False
         self._request: Any = None
 
     def __call__(self) -> Any:
         began = time.monotonic()
         _forget_plans(self._arguments.get("sharded_strategy"), self._saves.generation)
-        self._agree()
-        overwrites = self._mark.begin_attempt()
+        overwrites = self.begin_attempt()
         if self._is_redone:
-            os.makedirs(self._path, exist_ok=True)  # the script made it, and a cancelled flight removed it
+            os.makedirs(self.path, exist_ok=True)  # the script made it, and a cancelled flight removed it
         self._is_redone = True
-        made = self._original(**structure(self._arguments))
+        made = self.write()
         if made is None:
-            self._saves.written(self._path, began)
+            self._saves.written(self.path, began)
             return None
         _check_own(made)
-        flight = RequestFlight(self._saves, self._path, made, keep_files=overwrites)
+        flight = RequestFlight(self._saves, self.path, made, keep_files=overwrites)
         self._saves.launch(flight)
         if self._request is None:
             self._request = made._replace(finalize_fns=FinalizeFunctions())
@@ -157,13 +155,6 @@ class Save(SaveCall):
         functions[: functions.own] = made.finalize_fns
         functions.own, functions.flight = len(made.finalize_fns), flight
         return self._request
-
-    def _agree(self) -> None:
-        """All ranks save to one folder."""
-        agreed = self._saves.folders.one_folder(self._path)
-        if agreed != self._path:
-            self._arguments["checkpoint_dir"] = self._path = agreed
-            self._mark = CompleteMark(self._path, int(os.environ["RANK"]))
 
     def skipped(self, outcome: Any) -> Any:
         if not self._arguments.get("async_sharded_save"):
