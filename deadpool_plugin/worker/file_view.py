@@ -5,18 +5,14 @@ rehearsal what the job has written since.
 Rules of this file: a name is hidden only if the rank's script looked for it in start-up, if it was not there when that
 start-up ended, and if it lies in the same directory (the same inode: hosts have directories of their own under equal
 paths). What start-up itself makes, a cache of indices above all, stays visible to a look by name: nobody builds it a
-second time. A listing shows what the rank's own listings showed: a folder that was empty, or not there, when the script
-asked is not full because start-up went on to log into it. A replacement whose script names a folder otherwise than the
-job finds the job's under its own name.
+second time. A listing shows what the rank's own listings showed, whatever start-up went on to log into the folder.
 Standard library only. Not seen: what looks past Python (a subprocess, a C++ library).
 """
 
 from __future__ import annotations
 
-import builtins
 import contextlib
 import errno
-import io
 import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -57,8 +53,7 @@ class _Watch:
         self._patches.wrap(self._list, os, "listdir")
         self._patches.wrap(self._scan, os, "scandir")
         self._patches.wrap(self._access, os, "access")
-        for module in (builtins, io):
-            self._patches.wrap(self._open, module, "open")
+        self._patches.wrap_open(self._open)
 
     def lift(self) -> None:
         """Let the script see files as they are."""
@@ -70,14 +65,12 @@ class _Watch:
         return False
 
     def _shows(self, folder: str) -> Callable[[Any], bool] | None:
-        """Return what tells whether a listing of `folder` shows a name, each of which it is asked; None: all."""
+        """Return what is asked of each name in a listing of `folder` whether to show it; None shows all."""
         return None
 
-    def _missed(self, path: Any, kwargs: dict[str, Any]) -> None:
-        """Note that the script has not found it."""
+    def _missed(self, path: Any, kwargs: dict[str, Any]) -> None: ...
 
-    def _made(self, path: Any, kwargs: dict[str, Any]) -> None:
-        """Note that the script has opened it to write."""
+    def _made(self, path: Any, kwargs: dict[str, Any]) -> None: ...
 
     def _look(self, original: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
         if self._hides(path, kwargs):
@@ -195,10 +188,9 @@ class FileView(_Watch):
 
     def __init__(self, looks: list[Folder]) -> None:
         self.gone: list[str] = []
-        """Names that the rank's listings showed and its start-up left there, and this process does not find: each has
-        been deleted since."""
+        """What the rank's listings showed and its start-up left there, and this process lacks: it was deleted since."""
         self.own: set[str] = set()
-        """The paths that this process has made itself, as the rank may have done (and removed it again)."""
+        """What this process has made itself, as the rank may have done (and removed it again)."""
         self._folders = {
             os.fsdecode(path): (int(inode), _decoded(missing) or set(), _decoded(names), _decoded(listed))
             for path, inode, missing, names, listed in looks
@@ -275,8 +267,7 @@ class Elsewhere:
             one = ("stat", "lstat", "listdir", "scandir", "access", "open", "mkdir", "rmdir", "remove", "unlink")
             self._patches.wrap(self._one, os, *one)
             self._patches.wrap(self._two, os, "rename", "replace", "link")
-            for module in (builtins, io):
-                self._patches.wrap(self._open, module, "open")
+            self._patches.wrap_open(self._open)
 
     def end(self) -> None:
         self._patches.undo()

@@ -7,7 +7,6 @@ pipe to the agent, never a file: on a full disk the writes of C code and of chil
 
 from __future__ import annotations
 
-import builtins
 import contextlib
 import fcntl
 import io
@@ -57,8 +56,7 @@ class Mute:
         os.register_at_fork(after_in_child=self._renew_lock)
         self._renew_lock()
         self._patches = PatchSet()
-        for module in (builtins, io):
-            self._patches.wrap(self._open, module, "open")
+        self._patches.wrap_open(self._open)
         # `os.mkdir` is left: it makes Python's own temporary folders.
         self._patches.wrap(self._change, os, "rename", "replace", "remove", "unlink", "rmdir", "makedirs")
         self._patches.wrap(self._change, Path, "mkdir")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import builtins
 import functools
 import glob
 import importlib.abc
+import io
 import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
@@ -33,6 +35,10 @@ class PatchSet:
                 if getattr(one, name, None) is original:
                     setattr(one, name, staticmethod(wrapper) if one in _COPIES else wrapper)
                     self._done.append((one, name, original, wrapper))
+
+    def wrap_open(self, wrap: Callable[..., Any]) -> None:
+        for module in (builtins, io):
+            self.wrap(wrap, module, "open")
 
     def undo(self) -> None:
         for owner, name, original, wrapper in self._done:
