@@ -13,8 +13,7 @@ from .errors import GenerationChanged
 if TYPE_CHECKING:
     import socket
 
-    from .agent.joining import Job
-    from .agent.world import Place
+    from .agent.world import Job, Place
     from .config import Config
     from .core import local
     from .transport.unix import LocalConnection
@@ -28,7 +27,7 @@ def run_agent(place: Place, config: Config, secret: bytes, listener: socket.sock
     import asyncio
     import signal
 
-    from .agent.meeting import reachable
+    from .agent.links import reachable
     from .agent.process import Agent
     from .host.machine import Machine
     from .transport.handshake import Credentials

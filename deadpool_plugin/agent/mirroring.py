@@ -1,57 +1,105 @@
-"""Path A in the agent: arenas for this node's ranks, and what is staged in them, to be held and mirrored.
+"""Snapshots, recordings and call records on their way between this node's memory and other nodes'.
 
-Rules of this file: the event loop never blocks (arenas are made in threads, pushes are queued, see pushing.py); what
-an older generation still says is dropped.
+Rules of this file: the event loop never blocks (arenas are made in threads). What an older generation still says is
+dropped. Every buddy is served on its own; a push that fails is tried again while it is the newest of its rank. What
+arrives is listed as held only once it is whole and its generation is still the newest. A node that answers nothing for
+the job's patience is evidence for the controllers, unless it answers that it is in another generation: then it lives,
+and a swap is under way.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
 
+import msgspec
+
+from .. import events
 from ..core import api, local
-from ..core.placement import held_by, needs_payload
-from ..core.types import NO_STEP, Generation, Holding, NodeId, Rank, Step, World
-from ..errors import EXIT_CONFIG, ConfigError, StaleGeneration, TransportError, present
-from ..mirror.arena import arena_bytes
-from ..transport.tasks import Tasks, soon
+from ..core.placement import buddies_of, held_by, needs_payload
+from ..core.types import NO_STEP, Generation, Holding, NodeId, Rank, Source, Step, World
+from ..errors import EXIT_CONFIG, ConfigError, DeadpoolError, StaleGeneration, TransportError
+from ..mirror.arena import SlotPair, arena_bytes
+from ..mirror.peer import SnapshotPush, TransferFailed
+from ..mirror.records import NotHeld
+from ..mirror.store import CorruptSnapshot
+from ..mirror.wire import InAnotherGeneration, RefusedByPeer
+from ..transport.tasks import Tasks, begin, loop_time, soon
 from ..transport.unix import LocalPeer
-from .host import Host
-from .profile import Profile
-from .pushing import Pushes
-from .slots import Slot
+from .node import LocalNode, Slot
+
+T = TypeVar("T")
+
+PUSH_RETRY_S = 0.1
+FETCH_RETRY_S = 0.2
+HISTORY_WARN_AT = 0.8
+HISTORY_LOOK_STEPS = 64
+"""Every so many steps the memory that call records take is looked at."""
+
+
+class Profile(msgspec.Struct, frozen=True):
+    """Sizes of a rank's snapshots, their layout, who has the same payload, and the rank's recording (opaque).
+
+    A stand-in needs it. It travels between nodes as the rank's "recording".
+    """
+
+    header_bytes: int
+    payload_bytes: int
+    layout_hash: str
+    replicas: tuple[Rank, ...]
+    recording: bytes
+
+    def encoded(self) -> bytes:
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def decode(cls, blob: bytes) -> Profile:
+        """Raises: TransportError"""
+        try:
+            return msgspec.msgpack.decode(blob, type=cls)
+        except msgspec.MsgspecError as error:
+            raise TransportError(f"a recording of {len(blob)} bytes cannot be read: {error}") from error
 
 
 class Mirroring:
-    """Thread: the event loop's only, but for what the store tells of corrupt snapshots."""
+    """Arenas for this node's ranks, and the way of what is staged in them to the buddies.
 
-    def __init__(
-        self, node: NodeId, copies: int, host: Host, patience_s: float, feed: Callable[[api.Input], None]
-    ) -> None:
-        self._node, self._copies, self._host, self._store = node, copies, host, host.store
-        self._feed = feed
-        self._world: World | None = None
-        self._pushes = Pushes(node, copies, host, patience_s, feed)
+    Thread: the event loop's only, but for what the store tells of corrupt snapshots.
+    """
+
+    def __init__(self, node: LocalNode) -> None:
+        self._node, self._store, self._copies = node, node.host.store, node.config.copies
+        self._world = World(0, ())
+        self._buddies: tuple[NodeId, ...] = ()
+        self._failing_since: dict[NodeId, float] = {}
+        self._newest: dict[Rank, Step] = {}
         self._tasks = Tasks()
-        self._strangers = False
+        self._holds_strangers = False
+        self._history_said: set[bool] = set()
         self.profiles: dict[Rank, Profile] = {}
         loop = asyncio.get_running_loop()
-        host.store.on_corrupt(lambda rank, step: soon(loop, feed, api.HoldingsDropped(rank, step - 1)))
-
-    @property
-    def world(self) -> World:
-        return present(self._world, "a worker was served before the world had formed")
+        self._store.on_corrupt(lambda rank, step: soon(loop, node.feed, api.HoldingsDropped(rank, step - 1)))
 
     def enter(self, world: World, restore_step: Step | None = None) -> None:
-        """A new world: mirror along its ring from now on, and let others mirror here in its generation. What is newer
-        than `restore_step` is of a history that did not happen."""
-        self._world = world
-        self._pushes.enter(world)
-        self._strangers = True
+        """Mirror along the ring of a new world, and let others mirror here in its generation.
+
+        What is newer than `restore_step` is of a history that did not happen.
+        """
+        self._world, self._buddies = world, buddies_of(world, self._node.id, self._copies)
+        self._failing_since.clear()
+        self._holds_strangers = True
         if restore_step is not None:
             for rank in self._store.ranks():
                 self._store.drop_newer(rank, restore_step)
         self._store.enter(world.generation)
+
+    def start_over(self, world: World) -> None:
+        """Drop all of an attempt that never came to training, and enter `world`."""
+        for rank in self._store.ranks():
+            self._store.release(rank)
+        self.profiles.clear()
+        self.enter(world)
 
     # ---- a rank reaches its first call
 
@@ -59,14 +107,13 @@ class Mirroring:
         self._tasks.start(self._prepare(slot, peer, message))
 
     async def _prepare(self, slot: Slot, peer: LocalPeer, message: local.RankReady) -> None:
-        rank = message.rank
+        rank, node, store, generation = message.rank, self._node, self._store, self._store.generation
         profile = Profile(
             message.header_bytes, message.payload_bytes, message.layout_hash, message.replicas, message.recording
         )
-        store, generation = self._store, self._store.generation
         try:
-            self.check_memory(profile, self._node)
-            pair = await self._host.in_thread(
+            self.check_memory(profile, node.id)
+            pair = await node.host.in_thread(
                 lambda: store.create_own(
                     rank, message.header_bytes, message.payload_bytes, lambda: store.check_generation(generation)
                 )
@@ -74,30 +121,30 @@ class Mirroring:
         except StaleGeneration:  # its process has gone, or will; the next one's slots have that memory
             return
         except ConfigError as error:
-            self._feed(api.StopRequested(f"node {self._node}: {error}", EXIT_CONFIG))
+            node.feed(api.StopRequested(f"node {node.id}: {error}", EXIT_CONFIG))
             return
-        if slot.serving is not peer or slot.process is None:
-            if self._store.own(rank) is pair:  # its process has gone meanwhile
-                self._store.release(rank)
+        if slot.running is None or slot.running.peer is not peer:
+            if store.own(rank) is pair:  # its process has gone meanwhile
+                store.release(rank)
             return
-        slot.process.in_training = True
+        slot.running.in_training = True
         self.adopt(rank, profile)
-        self._pushes.recording(rank, profile)
+        self._push_recording(rank)
         peer.send(local.ArenaHandOver(rank, pair.header_bytes, pair.payload_bytes), [pair.fd])
-        self._feed(api.WorkerReady(rank))
+        node.feed(api.WorkerReady(rank))
 
     def adopt(self, rank: Rank, profile: Profile) -> None:
-        """`rank` runs here: keep what a stand-in for it must know."""
+        """Keep what a stand-in for `rank`, which runs here, must know."""
         self.profiles[rank] = profile
         self._store.records.put_recording(rank, profile.encoded())
 
     def check_memory(self, profile: Profile, node: NodeId) -> None:
-        """Slots still to be made here for what `node` runs and mirrors, as if all ranks were like this one.
+        """Check the memory for what `node` runs and mirrors, as if all ranks were like this one.
 
         Args: node: this one, before training; on a spare the one it would replace.
         Raises: MemoryShortage.
         """
-        store, world = self._store, self.world
+        store, world = self._store, self._world
         ranks, run = held_by(world, node, self._copies), world.ranks_of(node)
         mirrored = [rank for rank in ranks if rank not in run and not store.has_slots(rank)]
         own = [rank for rank in run if not store.has_slots(rank)]
@@ -108,51 +155,195 @@ class Mirroring:
 
     # ---- every step
 
-    def staged(self, slot: Slot, message: local.Staged) -> None:
-        """A worker has sealed a slot: count it, remember its records, send it to the buddies."""
+    def staged(self, message: local.Staged) -> None:
+        """Count a slot that a worker has sealed, remember its records, and send it to the buddies."""
         rank, step, generation = message.rank, message.step, message.generation
-        profile = self.profiles[rank]
         try:
-            holding = self._store.staged(rank, step, generation, profile.replicas)
+            holding = self._store.staged(rank, step, generation, self.profiles[rank].replicas)
         except StaleGeneration:
             return
         except TransportError as error:
-            self._feed(api.WorkerLost(rank, f"its arena is damaged: {error}"))
+            self._node.feed(api.WorkerLost(rank, f"its arena is damaged: {error}"))
             return
         self._store.records.append(rank, step, message.records)
-        self._feed(api.SnapshotHeld(holding, generation))
-        self._pushes.snapshot(rank, step, generation, profile, message.records)
+        self._node.feed(api.SnapshotHeld(holding, generation))
+        self._push_snapshot(rank, step, generation, message.records)
 
     def on_mirrored(self, rank: Rank, step: Step, generation: Generation, holding: Holding) -> None:
         """Take note of another node's snapshot, which has arrived whole."""
-        self._feed(api.SnapshotHeld(holding, generation))
-
-    def committed(self) -> None:
-        """A step is committed in this world, so all of it is held along its ring: what else is here may go."""
-        if not self._strangers:
-            return
-        self._strangers = False
-        kept = held_by(self.world, self._node, self._copies)
-        for rank in self._store.ranks():
-            if rank not in kept and self._store.holds(rank):
-                self._store.release(rank)
-                self.profiles.pop(rank, None)
-                self._feed(api.HoldingsDropped(rank, NO_STEP))
-
-    # ---- a swap
+        self._node.feed(api.SnapshotHeld(holding, generation))
 
     def mirror_again(self, rank: Rank, step: Step, generation: Generation) -> None:
         """Send the restore step and the recording to the buddies after a swap (they say so if they hold them)."""
-        profile = self.profiles[rank]
         records = self._store.records.get(rank, step, step)[0]
-        holding = Holding(rank, step, True, profile.replicas, self._store.paired(rank, step))
-        self._feed(api.SnapshotHeld(holding, generation))
-        self._pushes.recording(rank, profile)
-        self._pushes.snapshot(rank, step, generation, profile, records)
+        holding = Holding(rank, step, True, self.profiles[rank].replicas, self._store.paired(rank, step))
+        self._node.feed(api.SnapshotHeld(holding, generation))
+        self._push_recording(rank)
+        self._push_snapshot(rank, step, generation, records)
 
-    def start_over(self, world: World) -> None:
-        """Nothing of an attempt that never came to training is worth anything to the next, in `world`."""
-        for rank in self._store.ranks():
-            self._store.release(rank)
-        self.profiles.clear()
-        self.enter(world)
+    def committed(self, step: Step) -> None:
+        """Release what is not held along this world's ring, and watch the memory for call records."""
+        if self._holds_strangers:
+            self._holds_strangers = False
+            kept = held_by(self._world, self._node.id, self._copies)
+            for rank in self._store.ranks():
+                if rank not in kept and self._store.holds(rank):
+                    self._store.release(rank)
+                    self.profiles.pop(rank, None)
+                    self._node.feed(api.HoldingsDropped(rank, NO_STEP))
+        self.watch_history(self._world.ranks_of(self._node.id), step)
+
+    def watch_history(self, ranks: Sequence[Rank], step: Step) -> None:
+        """Report once that the call records of this node's `ranks` are nearly full, and once that they are.
+
+        A process that begins the script anew needs the records of every step: from the first one dropped on, only those
+        that have followed so far can take a rank over.
+        """
+        if True in self._history_said:
+            return
+        warn_bytes = HISTORY_WARN_AT * self._node.config.history_limit_bytes
+        for rank in ranks:
+            full = self._store.records.history_range(rank)[0] > 0
+            fills = step % HISTORY_LOOK_STEPS == 0 and self._store.records.history_bytes(rank) >= warn_bytes
+            if (full or fills) and full not in self._history_said:
+                self._history_said.add(full)
+                self._node.reports.emit(events.HistoryFilling(rank=rank, step=step, full=full))
+                if full:
+                    self._node.feed(api.RecordsDropped())
+
+    # ---- to the buddies
+
+    def _push_recording(self, rank: Rank) -> None:
+        for buddy in self._buddies:
+            self._tasks.start(self._push_recording_to(buddy, rank, self._world.generation, self.profiles[rank]))
+
+    async def _push_recording_to(self, buddy: NodeId, rank: Rank, generation: Generation, profile: Profile) -> None:
+        while generation == self._world.generation:
+            try:
+                await self._node.host.bulk.push_recording(buddy, rank, generation, profile.encoded())
+                return
+            except DeadpoolError:
+                await asyncio.sleep(PUSH_RETRY_S)
+
+    def _push_snapshot(self, rank: Rank, step: Step, generation: Generation, records: bytes) -> None:
+        self._newest[rank] = step
+        for buddy in self._buddies:
+            self._tasks.start(self._push_snapshot_to(buddy, rank, step, generation, self.profiles[rank], records))
+
+    async def _push_snapshot_to(
+        self, buddy: NodeId, rank: Rank, step: Step, generation: Generation, profile: Profile, records: bytes
+    ) -> None:
+        while generation == self._world.generation and self._newest[rank] == step:
+            with_payload = needs_payload(self._world, rank, profile.replicas, self._copies)
+            failure: DeadpoolError | None = None
+            try:
+                await self._node.host.bulk.push(
+                    buddy,
+                    SnapshotPush(rank, step, generation, with_payload, profile.replicas, profile.layout_hash, records),
+                )
+            except DeadpoolError as error:
+                failure = error
+            if generation != self._world.generation or generation < self._store.generation:
+                return
+            if isinstance(failure, NotHeld | CorruptSnapshot):  # no fault of the buddy's
+                if self._newest[rank] == step:
+                    self._node.feed(api.WorkerLost(rank, f"its newest snapshot cannot be read here: {failure}"))
+                return
+            if failure is None or isinstance(failure, InAnotherGeneration):
+                self._failing_since.pop(buddy, None)
+            else:
+                self._note_failure(buddy, failure)
+            if failure is None:
+                return
+            await asyncio.sleep(PUSH_RETRY_S)  # others may hear it well, and it stays in the job
+
+    def _note_failure(self, buddy: NodeId, failure: DeadpoolError) -> None:
+        now = loop_time()
+        if now - self._failing_since.setdefault(buddy, now) <= self._node.config.patience_s:
+            return
+        del self._failing_since[buddy]
+        if isinstance(failure, TransferFailed):  # this node itself cannot send
+            self._node.feed(api.NodeGivenUp(f"it cannot mirror any more: {failure}"))
+        else:
+            reason = f"node {self._node.id} cannot mirror to it: {failure}"
+            self._node.feed(api.LinkLost(buddy, reason, silent=True))
+
+
+class Fetches:
+    """Requests to other nodes' memory, repeated until the job's patience is used up. Thread: the event loop's only."""
+
+    def __init__(self, node: LocalNode) -> None:
+        self._node, self._store, self._bulk = node, node.host.store, node.host.bulk
+
+    async def _ask(self, work: Callable[[], Awaitable[T]], *nodes: NodeId) -> T:
+        """Do `work`, which asks `nodes`; repeat what fails until the patience, from the first failure on, is used up.
+
+        Raises: TransportError; RefusedByPeer at once.
+        """
+        deadline: float | None = None
+        while True:
+            try:
+                return await work()
+            except RefusedByPeer:
+                raise
+            except TransportError as error:
+                now = loop_time()
+                deadline = now + self._node.config.patience_s if deadline is None else deadline
+                if now >= deadline:
+                    for node in sorted({*nodes} - {self._node.id}):
+                        reason = f"node {self._node.id} cannot ask it: {error}"
+                        self._node.feed(api.LinkLost(node, reason, silent=True))
+                    raise
+            await asyncio.sleep(FETCH_RETRY_S)
+
+    async def recording(self, source: NodeId, rank: Rank) -> bytes:
+        """Get the recording of `rank`, from here if it is here, else from `source`. Raises: DeadpoolError."""
+        if source == self._node.id or self._store.records.has_recording(rank):
+            return self._store.records.get_recording(rank)
+        return await self._ask(lambda: self._bulk.get_recording(source, rank), source)
+
+    async def records(self, source: NodeId, rank: Rank, first: Step, last: Step) -> list[bytes]:
+        """Get the call records of first..last, from `source`. Raises: TransportError, HistoryPruned."""
+        if source == self._node.id:
+            return self._store.records.get(rank, first, last)
+        return await self._ask(lambda: self._bulk.get_history(source, rank, first, last), source)
+
+    async def refill(self, source: Source, step: Step) -> None:
+        """Bring (rank, step) into the slots the rank's process uses already. Raises: TransportError."""
+        pair, generation = self._store.own(source.rank), self._store.generation
+        if pair is None:
+            raise TransportError(f"rank {source.rank} runs here without an arena")
+        nodes = source.header_node, source.payload_node
+        await self._ask(lambda: self._bulk.fetch(source, step, pair, generation), *nodes)
+
+    async def bring(self, source: Source, step: Step, profile: Profile) -> None:
+        """Make own slots for a rank that is new here, and bring `step` into them. Raises: DeadpoolError.
+
+        If it is cancelled the attempt under way goes on to its end: slots that somebody writes to are nobody else's.
+        """
+        began, generation = loop_time(), self._store.generation
+        pair = await self._ask(
+            lambda: asyncio.shield(begin(self._fetched(source, step, generation, profile))),
+            source.header_node, source.payload_node,
+        )  # fmt: skip
+        took_s = loop_time() - began
+        self._node.reports.emit(
+            events.SnapshotFetched(rank=source.rank, step=step, nbytes=pair.payload_bytes, duration_s=took_s)
+        )
+
+    async def _fetched(self, source: Source, step: Step, generation: Generation, profile: Profile) -> SlotPair:
+        host, store = self._node.host, self._store
+        # Where this node itself holds the mirror, that stays until the new slots replace it, whatever is cut off.
+        pair = await host.in_thread(
+            lambda: store.make_own(
+                source.rank, profile.header_bytes, profile.payload_bytes, lambda: store.check_generation(generation)
+            )
+        )
+        try:
+            await host.bulk.fetch(source, step, pair, generation)
+            await host.in_thread(lambda: store.adopt_own(pair, step, generation, profile.replicas))
+        except BaseException:  # the next attempt finds them: the first touch of new ones takes long
+            pair.invalidate(step)
+            store.put_back(pair)
+            raise
+        return pair

@@ -1,7 +1,7 @@
 """The agent: one asyncio loop around the controller. Collects inputs, steps, carries out the actions in their order.
 
-Rules of this file: nothing is decided here and nothing waits here between an input and its actions; each action is one
-line that goes to the part whose duty it is. An input that comes while another's actions are being carried out waits.
+Rules of this file: nothing is decided here and nothing waits here between an input and its actions; each message and
+each action goes to the part whose duty it is. An input that comes while another's actions are being carried out waits.
 """
 
 from __future__ import annotations
@@ -10,39 +10,34 @@ import asyncio
 import signal
 import traceback
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from typing import Any
 
 from .. import events
 from ..config import Config
 from ..core import api, local
 from ..core.controller import Controller
-from ..core.messages import AnyMessage, Goodbye, RankCalls, Verdict
-from ..core.types import NodeId, World, listed
-from ..errors import EXIT_CONFIG, EXIT_FENCED, EXIT_OK, DeadpoolError, InvariantViolated, PeerRefused
+from ..core.messages import Goodbye, RankCalls, Verdict
+from ..core.types import listed
+from ..errors import EXIT_CONFIG, EXIT_FENCED, EXIT_OK, DeadpoolError, InvariantViolated
 from ..host.contacts import FOLDER
 from ..host.repeats import Cuts
 from ..transport.flight_recorder import read_calls
 from ..transport.handshake import Credentials
 from ..transport.rendezvous import Hello
 from ..transport.tasks import begin
-from ..transport.unix import LocalPeer
-from .fetching import Fetches
-from .fullness import Fullness
+from ..transport.unix import LocalPeer, close_descriptors
 from .host import Host
-from .joining import Job
-from .lives import Lives
-from .meeting import Links
-from .mirroring import Mirroring
+from .links import Links
+from .mirroring import Fetches, Mirroring
+from .node import LocalNode, Slot
+from .process_monitor import ProcessMonitor
 from .reports import Reports
-from .settings import policy_of, timing_of
-from .slots import Slot
 from .spares import Spares
 from .takeover import TakeOvers
-from .unwinding import Unwinding
 from .witness import Claims
 from .workers import Workers
-from .world import Place, described, form_world, rack_named
+from .world import Job, Place, described, form_world, policy_of, rack_named, timing_of
 
 WORKERS_KILL_S = 0.5
 SUPERVISORS_END_S = 4.0
@@ -60,62 +55,32 @@ class Agent:
     """
 
     def __init__(self, host: Host, place: Place, config: Config, credentials: Credentials, job: Job) -> None:
-        self._host, self._config, self._job = host, config, job
-        node = self._node = place.node
-        self._credentials = credentials
+        self._host, self._config = host, config
         self._in_job = job.invitation is None
         """False until a host that joins has asked to. Until then the node id may turn out to be another host's."""
         self._verdict: Verdict | None = None
         self._inputs: deque[api.Input] = deque()
         self._stepping = False
-        self._actions: dict[type[api.Action], Callable[[Any], None]] = {
-            api.Send: lambda action: self._links.mesh.send(action.to, action.message),
-            api.StartWorkers: lambda action: self._workers.start_groups(action.world.generation, action.store),
-            api.StartRehearsal: lambda action: self._spares.order(action),
-            api.Commit: self._commit,
-            api.AbortWorkers: self._abort,
-            api.PauseWorkers: self._pause,
-            api.ResumeWorkers: self._resume,
-            api.ReadCalls: self._read_calls,
-            api.EndRank: lambda action: self._lives.end_rank(action.rank, action.reason),
-            api.Claim: lambda action: self._claims.claim(action),
-            api.Look: lambda action: self._claims.look(action),
-            api.Reconfigure: self._reconfigure,
-            api.Emit: self._emit,
-            api.Leave: self._leave,
-        }
-        loop = self._loop = asyncio.get_running_loop()
-        self._left: asyncio.Future[int] = loop.create_future()
-        loop.set_exception_handler(lambda _, context: self._unhandled(context))
-        self._cuts = Cuts(node, host.output, config.output_dir, lambda: credentials.job)
-        self._links = Links(place, config, credentials, job, host, self)
-        self._store = host.store
-        self._reports = Reports(node, host.output, config.output_dir, self._links.roster.hosts)
-        self._mirroring = Mirroring(node, config.copies, host, config.patience_s, self.feed)
-        slots = [Slot(local_rank) for local_rank in range(place.local_size)]
-        self._lives = Lives(
-            node, slots, host.processes, self.feed, lambda slot: self._spares.replace(slot),
-            lambda text: self._reports.emit(events.Note(text=text)),
-        )  # fmt: skip
-        self._workers = Workers(
-            place, host, config.output_dir, slots, self._lives, self.feed,
-            self._heard, lambda: credentials.job,
-        )  # fmt: skip
-        fetches = Fetches(node, host, config.patience_s, self._reports, self.feed)
-        self._spares = Spares(
-            node, self._workers, host, fetches, self._reports, self._mirroring.check_memory,
-            config.history_limit_bytes, self.feed,
-        )  # fmt: skip
-        self._fullness = Fullness(self._store, self._reports, config.history_limit_bytes, self.feed)
-        self._takeovers = TakeOvers(
-            node, self._workers, self._mirroring, self._spares, fetches, self._store,
-            config.start_timeout_s, self.feed,
-        )  # fmt: skip
-        self._unwinding = Unwinding(slots, self._lives, config.phase_timeout_s, config.saving_timeout_s)
-        self._controller = Controller(node, timing_of(config), policy_of(config))
-        self._claims = Claims(host, lambda: credentials.job, self._reports, self.feed)
-        host.serve(self._workers.on_message, self._lives.closed)
-        loop.add_signal_handler(signal.SIGTERM, self._lives.told, f"the agent of node {node} was told to end (SIGTERM)")
+        self._loop = asyncio.get_running_loop()
+        self._left: asyncio.Future[int] = self._loop.create_future()
+        self._reports = Reports(place.node, host.output, config.output_dir)
+        self._cuts = Cuts(place.node, host.output, config.output_dir, lambda: credentials.job)
+        node = self._node = LocalNode(place, host, config, credentials, job, self._reports, self.feed)
+        self._controller = Controller(place.node, timing_of(config), policy_of(config))
+        self._links = Links(node)
+        self._claims = Claims(node)
+        self._mirroring, fetches = Mirroring(node), Fetches(node)
+        self._monitor = ProcessMonitor(node, self._process_lost)
+        self._workers = Workers(node, self._monitor)
+        self._spares = Spares(node, self._monitor, self._workers, self._mirroring, fetches)
+        self._takeovers = TakeOvers(node, self._monitor, self._workers, self._mirroring, fetches, self._spares)
+        host.serve(self._on_message, self._monitor.closed)
+        self._loop.set_exception_handler(lambda _, context: self._unhandled(context))
+        reason = f"the agent of node {place.node} was told to end (SIGTERM)"
+        self._loop.add_signal_handler(signal.SIGTERM, self._monitor.told_to_end, reason)
+
+    def _process_lost(self, slot: Slot) -> None:
+        self._spares.replace(slot)
 
     async def run(self) -> int:
         """From the first connection to the last; the exit code."""
@@ -142,7 +107,7 @@ class Agent:
         if not isinstance(error, DeadpoolError) or isinstance(error, InvariantViolated):
             traceback.print_exception(error)
         if self._controller.world is None or self._left.done():
-            self._reports.say(f"node {self._node}: {error}")
+            self._reports.say(f"node {self._node.id}: {error}")
         else:
             self._reports.emit(events.NodeFenced(reason=f"its agent failed: {error!r}"))
         self._leave(api.Leave(getattr(error, "exit_code", EXIT_FENCED), str(error)))
@@ -159,52 +124,43 @@ class Agent:
 
     async def _start(self) -> None:
         """Meet the others, link up, and let the controller begin. Raises: DeadpoolError."""
+        node, config = self._node, self._config
         hello = await self._links.listen(self._mirroring.on_mirrored)
-        if self._job.invitation:
-            arrival = await self._links.join(hello)
+        if node.job.invitation is not None:
+            members = await self._links.join(hello)
             self._publishing = begin(self._publish(hello))  # the file system may hang
-            for one in arrival.hellos:
-                self._host.bulk.know(one.node, one.bulk)
             self._claims.check(False, lambda error: self.feed(api.NodeGivenUp(str(error))))
-            self._ask_to_join(arrival.members)
-        else:
-            hellos = await self._links.meet(hello)
-            self._publishing = begin(self._publish(hello))  # the file system may hang
-            self._claims.check(self._node == 0, lambda error: self.feed(api.StopRequested(str(error), EXIT_CONFIG)))
-            for one in hellos:
-                self._host.bulk.know(one.node, one.bulk)
-            config = self._config
-            world = form_world(hellos, config.spares, config.racks, config.copies)
-            self._enter(world, [f"{one.host} ({one.control[0]})" for one in hellos])
-
-    async def _publish(self, hello: Hello) -> None:
-        secret_files, job = self._job.secret_files, self._credentials.job
-        try:
-            await self._host.at_files(lambda: self._host.publish(hello, secret_files, job))
-        except OSError as error:  # a full disk is not worth a node
-            folder = self._config.output_dir / FOLDER
-            self._reports.say(f"node {self._node} is not in {folder} ({error.strerror}): only `--to` finds it there")
-
-    def _ask_to_join(self, members: tuple[NodeId, ...]) -> None:
-        """The job runs already: this host's first world is that of the plan that takes it in."""
-        host, self._in_job = self._host.name, True
-        self._reports.emit(events.NodeJoined(host=host, ranks=(), spare=True))
-        self.feed(api.Joining(members, rack_named(self._node, host, self._config.racks)))
-
-    def _enter(self, world: World, hosts: list[str]) -> None:
+            # The job runs already: this host's first world is that of the plan that takes it in.
+            self._in_job = True
+            self._reports.emit(events.NodeJoined(host=self._host.name, ranks=(), spare=True))
+            self.feed(api.Joining(members, rack_named(node.id, self._host.name, config.racks)))
+            return
+        hellos = await self._links.meet(hello)
+        self._publishing = begin(self._publish(hello))  # the file system may hang
+        self._claims.check(node.id == 0, lambda error: self.feed(api.StopRequested(str(error), EXIT_CONFIG)))
+        world = form_world(hellos, config.spares, config.racks, config.copies)
         self._mirroring.enter(world)
         self._workers.form(world)
         self.feed(api.WorldFormed(world))
-        if self._node == 0:
+        if node.id == 0:
+            hosts = [f"{one.host} ({one.control[0]})" for one in hellos]
             for line in (*described(world, hosts), self._links.how_to_join):
                 self._reports.say(line)
             if self._reports.follows_another_job:
-                folder = self._config.output_dir.absolute()
+                folder = config.output_dir.absolute()
                 self._reports.say(
                     f"output_dir {folder} has files of an earlier job; this job's lines are added to them"
                 )
-        ranks = world.ranks_of(self._node)
+        ranks = world.ranks_of(node.id)
         self._reports.emit(events.NodeJoined(host=self._host.name, ranks=ranks, spare=not ranks))
+
+    async def _publish(self, hello: Hello) -> None:
+        node = self._node
+        try:
+            await self._host.at_files(lambda: self._host.publish(hello, node.job.secret_files, node.credentials.job))
+        except OSError as error:  # a full disk is not worth a node
+            folder = self._config.output_dir / FOLDER
+            self._reports.say(f"node {node.id} is not in {folder} ({error.strerror}): only `--to` finds it there")
 
     def _tick(self) -> None:
         self._ticking = self._loop.call_later(self._config.tick_s, self._tick)
@@ -216,7 +172,7 @@ class Agent:
         each node's own."""
         while True:
             await asyncio.sleep(events.ALIVE_S)
-            if self._controller.world is not None and (self._lives.ending or self._controller.leads):
+            if self._controller.world is not None and (self._monitor.ending or self._controller.leads):
                 self._reports.emit(events.Alive())
 
     # ---- inputs
@@ -230,45 +186,39 @@ class Agent:
         try:
             while self._inputs:
                 for action in self._controller.step(self._inputs.popleft(), self._loop.time()):
-                    self._actions[type(action)](action)
+                    self._carry_out(action)
         except Exception as error:  # not the fault of whoever sent the message
             self._broke(error)
         finally:
             self._stepping = False
 
-    @property
-    def world(self) -> World | None:
-        return self._controller.world
-
-    def admitted(self, hello: Hello) -> None:
-        self._host.bulk.know(hello.node, hello.bulk)
-
-    def received(self, node: NodeId, message: AnyMessage) -> None:
-        self._links.roster.heard(node, message)
-        self.feed(api.Received(node, message))
-
-    def link_lost(self, node: NodeId, reason: str) -> None:
-        self._links.roster.gone(node)
-        self.feed(api.LinkLost(node, reason, silent=node in self._links.mesh.silent))
-
-    def still_silent(self, node: NodeId, reason: str) -> None:
-        self.feed(api.LinkLost(node, reason, silent=True, still=True))
-
-    def told_to_stop(self, host: str) -> None:
-        self.feed(api.StopRequested(f"ended by `deadpool stop` on {host}", 128 + signal.SIGINT))
-
-    def refused(self, error: PeerRefused) -> None:
-        self._reports.emit(events.PeerRefused(address=error.address, reason=str(error)))
+    def _on_message(self, peer: LocalPeer, message: local.LocalMessage, descriptors: list[int]) -> None:
+        """Take in what a process of this node says."""
+        slot = peer.tag if isinstance(peer.tag, Slot) else None
+        if isinstance(message, local.SupervisorHello):
+            self._workers.supervisor(peer, message, descriptors)
+            return
+        if isinstance(message, local.RehearsalOutput) and slot is not None:
+            self._workers.keep_apart(slot, peer, descriptors)
+            return
+        close_descriptors(descriptors)
+        if isinstance(message, local.StandbyHello):
+            self._workers.standby(peer, message)
+        elif isinstance(message, local.WorkerHello):
+            self._workers.worker(peer, message)
+            if message.rehearsing and isinstance(peer.tag, Slot):  # else an order that has been overtaken
+                self._spares.introduced(peer.tag, peer, message)
+        elif slot is not None:
+            self._heard(slot, peer, message)
 
     def _heard(self, slot: Slot, peer: LocalPeer, message: local.LocalMessage) -> None:
         """Hand what a slot's process, or who looks after it, says to the part whose duty it is."""
+        process = slot.process
         match message:
-            case local.WorkerHello():
-                self._spares.introduced(slot, peer, message)
             case local.RankReady():
                 self._mirroring.rank_ready(slot, peer, message)
             case local.Staged():
-                self._mirroring.staged(slot, message)
+                self._mirroring.staged(message)
             case local.Progress(rank=rank):
                 self.feed(api.WorkerMoved(rank))
             case local.Finished(rank=rank):
@@ -277,13 +227,16 @@ class Agent:
                 self.feed(api.CheckpointSaved(step, path, whole))
             case local.ConnectionBroke():
                 self.feed(api.ConnectionBroke(message.rank, message.generation, message.peers, message.reason))
-            case local.Unwound():
-                self._unwinding.unwound(slot, message)
-            case local.Saving():
-                self._unwinding.saving(slot, message)
-            case local.Restored():
-                self._unwinding.unwound(slot, message)
-                self._workers.restored(slot, message)
+            case local.Unwound(generation=generation):  # it waits for its new world
+                if process is not None:
+                    process.unwound_for = max(process.unwound_for, generation)
+            case local.Saving(generation=generation):
+                if process is not None:
+                    process.saving_for = max(process.saving_for, generation)
+            case local.Restored(generation=generation):
+                if process is not None:
+                    process.unwound_for, process.in_training = max(process.unwound_for, generation), True
+                self.feed(api.WorkerRestored(message.rank, generation))
             case local.Rehearsed():
                 self._spares.rehearsed(slot, message)
             case local.Moved():
@@ -293,63 +246,75 @@ class Agent:
             case local.StoreOffer():
                 self._workers.store_offer(slot, message)
             case local.OutOfReach():
-                self._lives.out_of_reach(slot, message)
+                if process is not None:  # another goes on here, by the records of the steps it need not redo
+                    self._monitor.kill(slot, process, message.reason)
             case local.WorkerEvent(kind=kind, fields=fields):
                 self._cuts.heard(slot.pipe, kind, fields)
                 self._reports.worker_event(kind, fields)
             case local.WorkerExited():
-                self._lives.exited(slot, message)
+                self._monitor.exited(slot, message)
             case local.StandbyExited():
-                self._lives.standby_exited(slot, message)
+                self._monitor.standby_exited(slot, message)
             case local.CannotEnd():
-                self._lives.cannot_end(slot, message)
+                self._monitor.give_up(f"local rank {slot.local_rank} cannot get a new process: {message.reason}")
             case local.Leaving():
-                self._lives.leaving(slot, message)
+                self._monitor.leaving(message)
             case _:
                 raise InvariantViolated(f"{type(message).__name__} came from local rank {slot.local_rank}")
 
     # ---- actions
 
-    def _commit(self, action: api.Commit) -> None:
-        self._workers.commit(action.step)
-        self._spares.committed(action.step)
-        self._mirroring.committed()
-        self._fullness.look(self._mirroring.world.ranks_of(self._node), action.step)
+    def _carry_out(self, action: api.Action) -> None:
+        match action:
+            case api.Send():
+                self._links.mesh.send(action.to, action.message)
+            case api.StartWorkers():
+                self._workers.start_groups(action.world.generation, action.store)
+            case api.StartRehearsal():
+                self._spares.order(action.local_slot, action.rank, action.source)
+            case api.Commit(step=step):
+                self._workers.commit(step)
+                self._spares.committed(step)
+                self._mirroring.committed(step)
+            case api.AbortWorkers(generation=generation):
+                self._takeovers.cancel()
+                self._host.store.announce(generation)  # so that all can know before the first of them is cut off
+                self._workers.abort(generation)
+                if not self._monitor.paused:
+                    self._monitor.await_unwinding(generation)
+                self._host.store.fence(generation)
+            case api.PauseWorkers():
+                self._monitor.pause()
+            case api.ResumeWorkers():
+                self._monitor.resume()
+                generation = self._host.store.generation
+                if generation > self._reports.generation:  # fenced meanwhile: the time to unwind begins now
+                    self._monitor.await_unwinding(generation)
+            case api.ReadCalls(generation=generation):
+                own = ((slot.rank, self._host.store.own(slot.rank)) for slot in self._node.slots if slot.rank >= 0)
+                ranks = [RankCalls(rank, read_calls(pair.calls, generation)) for rank, pair in own if pair is not None]
+                self.feed(api.CallsRead(generation, tuple(ranks)))
+            case api.EndRank():
+                self._monitor.end_rank(action.rank, action.reason)
+            case api.Claim():
+                self._claims.claim(action.plan)
+            case api.Look():
+                self._claims.look(action.generation)
+            case api.Reconfigure(plan=plan):
+                self._reports.generation = plan.world.generation
+                self._takeovers.act(plan)
+                self._links.roster.missed.clear()
+                for lost in plan.lost_nodes:
+                    self._links.mesh.drop(lost)
+                    self._links.roster.gone(lost)
+                self._forgetting = asyncio.create_task(self._host.bulk.forget(plan.lost_nodes))
+            case api.Emit(event=event):
+                self._emit(event)
+            case api.Leave():
+                self._leave(action)
 
-    def _abort(self, action: api.AbortWorkers) -> None:
-        self._takeovers.cancel()
-        self._store.announce(action.generation)  # so that all can know before the first of them is cut off
-        self._workers.abort(action.generation)
-        if not self._lives.paused:
-            self._unwinding.begin(action.generation)
-        self._store.fence(action.generation)
-
-    def _read_calls(self, action: api.ReadCalls) -> None:
-        own = ((slot.rank, self._store.own(slot.rank)) for slot in self._workers.slots if slot.rank >= 0)
-        ranks = [RankCalls(rank, read_calls(pair.calls, action.generation)) for rank, pair in own if pair is not None]
-        self.feed(api.CallsRead(action.generation, tuple(ranks)))
-
-    def _pause(self, action: api.PauseWorkers) -> None:
-        self._lives.pause()
-        self._unwinding.pause()
-
-    def _resume(self, action: api.ResumeWorkers) -> None:
-        self._lives.resume()
-        if self._store.generation > self._reports.generation:  # fenced meanwhile: the time to unwind begins now
-            self._unwinding.begin(self._store.generation)
-
-    def _reconfigure(self, action: api.Reconfigure) -> None:
-        plan = action.plan
-        self._reports.generation = plan.world.generation
-        self._takeovers.act(plan)
-        self._links.roster.missed.clear()
-        for node in plan.lost_nodes:
-            self._links.mesh.drop(node)
-            self._links.roster.gone(node)
-        self._forgetting = asyncio.create_task(self._host.bulk.forget(plan.lost_nodes))
-
-    def _emit(self, action: api.Emit) -> None:
-        event, world = action.event, self._controller.world
+    def _emit(self, event: events.Event) -> None:
+        world = self._controller.world
         self._reports.leads = self._controller.leads
         self._reports.emit(event)
         if isinstance(event, events.NodeLost):
@@ -370,48 +335,36 @@ class Agent:
 
         Returns: the node's exit code: a worker may still fail after everyone's training has ended well.
         """
-        lives = self._lives
+        monitor, node = self._monitor, self._node.id
         self._takeovers.cancel()
         self._spares.drop()
-        lives.end(exit_code)
+        monitor.end(exit_code)
         goodbye = Goodbye(self._controller.generation, self._verdict) if exit_code != EXIT_FENCED else None
         await self._links.mesh.close(goodbye)
         withdrawing = begin(self._host.at_files(self._host.withdraw))
         if exit_code == EXIT_OK:
             exit_code = await self._last_work()
         else:
-            await lives.wait(lambda: lives.workers_gone, WORKERS_KILL_S)
-        lives.end_supervisors(exit_code)
-        await lives.wait(lambda: lives.supervisors_gone, SUPERVISORS_END_S)
-        await self._drain()
+            await monitor.wait(lambda: monitor.workers_gone, WORKERS_KILL_S)
+        await monitor.end_supervisors(exit_code, SUPERVISORS_END_S)
+        await self._workers.drain(WORKERS_KILL_S)
         await self._host.close()
         await asyncio.wait([withdrawing], timeout=WITHDRAW_S)  # the file system may hang
         if dropped := self._host.output.dropped_bytes:
-            self._reports.say(f"node {self._node}: {dropped} bytes of output could not be written")
+            self._reports.say(f"node {node}: {dropped} bytes of output could not be written")
         if self._in_job:
             self._reports.emit(events.NodeEnded(exit_code=exit_code))
         return exit_code
 
     async def _last_work(self) -> int:
-        """Training is over everywhere: what scripts still do takes as long as it takes. The worst exit code of them."""
-        lives, timeout_s, told = self._lives, self._config.decision_timeout_s, ""
-        while not await lives.wait(lambda: not lives.at_work, timeout_s):
+        """Wait for what scripts still do after the training, as long as it takes. Returns: their worst exit code."""
+        monitor, node, timeout_s, told = self._monitor, self._node.id, self._config.decision_timeout_s, False
+        while not await monitor.wait(lambda: not monitor.at_work, timeout_s):
             if not told:
-                ranks = listed(sorted(lives.at_work))
-                told = f"node {self._node}: training is over; the script(s) of rank(s) {ranks} still run"
-                self._reports.say(told)
-        if await lives.wait(lambda: lives.workers_gone, timeout_s) or not (held := lives.unended):
-            return lives.late_exit_code
+                told, ranks = True, listed(sorted(monitor.at_work))
+                self._reports.say(f"node {node}: training is over; the script(s) of rank(s) {ranks} still run")
+        if await monitor.wait(lambda: monitor.workers_gone, timeout_s) or not (held := monitor.unended):
+            return monitor.late_exit_code
         ranks = listed(sorted(held))
-        self._reports.say(f"node {self._node}: the process(es) of rank(s) {ranks} did not end and are killed")
-        return lives.late_exit_code or 1
-
-    async def _drain(self) -> None:
-        """The last words of the workers are still in their pipes."""
-        self._workers.hear_unnamed()
-        pipes = [slot.pipe for slot in self._workers.slots if slot.pipe is not None]
-        waits = [asyncio.create_task(pipe.ended.wait()) for pipe in pipes]
-        if waits:
-            await asyncio.wait(waits, timeout=WORKERS_KILL_S)
-        for pipe in pipes:
-            pipe.close()
+        self._reports.say(f"node {node}: the process(es) of rank(s) {ranks} did not end and are killed")
+        return monitor.late_exit_code or 1

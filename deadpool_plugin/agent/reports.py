@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 
 import msgspec
 
@@ -35,11 +34,10 @@ NODES_MAX = 4
 class Reports:
     """Thread: the event loop's only."""
 
-    def __init__(
-        self, node: NodeId, writer: Writer, output_dir: Path, hosts: Mapping[NodeId, str] = MappingProxyType({})
-    ) -> None:
-        """`hosts`: their names, which stand beside the numbers of nodes on the terminal."""
-        self.node, self._writer, self._hosts = node, writer, hosts
+    def __init__(self, node: NodeId, writer: Writer, output_dir: Path) -> None:
+        self.node, self._writer = node, writer
+        self.hosts: dict[NodeId, str] = {}
+        """The host names of all nodes that were ever known, which stand beside their numbers on the terminal."""
         self._log, self._log_bytes = writer.open(events.log_of(output_dir, node)), 0
         self.follows_another_job = writer.size(self._log) > 0
         self._recent = Ring(writer, events.recent_of(output_dir, node), RECENT_BYTES)
@@ -139,7 +137,7 @@ class Reports:
 
     def say(self, line: str) -> None:
         self._has_spoken = True
-        self._writer.forward(f"[deadpool] {named(line, self._hosts)}\n".encode())
+        self._writer.forward(f"[deadpool] {named(line, self.hosts)}\n".encode())
 
 
 def sentence(event: events.Event) -> str:

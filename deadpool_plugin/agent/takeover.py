@@ -1,6 +1,6 @@
-"""Path B in the agent: what a decided plan asks of this node's processes.
+"""What a decided plan asks of this node's processes.
 
-Rules of this file: survivors are told at once, they need nothing from others; a newcomer's process (of a rank that is
+Rules of this file: survivors are told at once, they need nothing from others. A newcomer's process (of a rank that is
 new here, or has lost its process) gets its history and its arena with the restore step in it, then the order. A further
 plan cancels what is still under way and starts over.
 """
@@ -8,19 +8,16 @@ plan cancels what is still under way and starts over.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
 from ..core import api, local
 from ..core.placement import divide
-from ..core.types import NO_STEP, NodeId, Rank, Source, SwapPlan, World
+from ..core.types import NO_STEP, Rank, Source, SwapPlan
 from ..errors import DeadpoolError, invariant, present
-from ..mirror.store import SnapshotStore
 from ..transport.tasks import Tasks, begin
-from .fetching import Fetches
-from .mirroring import Mirroring
-from .rehearsal import Rehearsal
-from .slots import Slot
-from .spares import Spares
+from .mirroring import Fetches, Mirroring
+from .node import LocalNode, Slot
+from .process_monitor import ProcessMonitor
+from .spares import Rehearsal, Spares
 from .workers import Output, Workers
 
 
@@ -29,32 +26,31 @@ class TakeOvers:
 
     def __init__(
         self,
-        node: NodeId,
+        node: LocalNode,
+        monitor: ProcessMonitor,
         workers: Workers,
         mirroring: Mirroring,
-        spares: Spares,
         fetches: Fetches,
-        store: SnapshotStore,
-        start_timeout_s: float,
-        feed: Callable[[api.Input], None],
+        spares: Spares,
     ) -> None:
-        self._node, self._workers, self._mirroring, self._spares = node, workers, mirroring, spares
-        self._fetches, self._store, self._feed = fetches, store, feed
-        self._start_timeout_s = start_timeout_s
+        self._node, self._monitor, self._workers = node, monitor, workers
+        self._mirroring, self._fetches, self._spares = mirroring, fetches, spares
         self._tasks = Tasks()
 
     def act(self, plan: SwapPlan) -> None:
         """Hand out `plan`: Join to who runs already, a take-over for every rank that is new here."""
         self.cancel()
         world, step = plan.world, plan.restore_step
-        if step == NO_STEP:
-            self._begin_again(world)
+        if step == NO_STEP:  # training had not begun, so nothing is lost: every rank's script begins anew
+            self._spares.drop()
+            self._mirroring.start_over(world)
+            self._workers.form(world)
             return
         self._workers.enter(world, step)
         self._mirroring.enter(world, step)
         self._spares.swapped(world.node_of, step)
         sources = {source.rank: source for source in plan.sources}
-        slots, ranks = self._workers.slots, world.ranks_of(self._node)
+        slots, ranks = self._node.slots, world.ranks_of(self._node.id)
         staying, placed = divide(ranks, [self._spares.seen(slot) for slot in slots])
         left = sorted(set(ranks) - staying.keys() - placed.keys())
         invariant(not left, f"no slot for rank(s) {left}, which are new here")
@@ -69,16 +65,8 @@ class TakeOvers:
             self._tasks.start(self._take_over(plan, slots[number], sources.get(rank)))
         self._workers.replace_store(plan.store)
 
-    def _begin_again(self, world: World) -> None:
-        """Training had not begun, so nothing is lost: every rank's script begins anew, and nothing is kept for it."""
-        self._spares.drop()
-        self._mirroring.start_over(world)
-        self._workers.form(world)
-
     def cancel(self) -> None:
         self._tasks.cancel()
-
-    # ---- survivors
 
     def _join(self, plan: SwapPlan, slot: Slot) -> None:
         if slot.serving is not None:  # else whoever noticed has said so
@@ -86,16 +74,14 @@ class TakeOvers:
         self._mirroring.mirror_again(slot.rank, plan.restore_step, plan.world.generation)
 
     async def _refill(self, plan: SwapPlan, slot: Slot, source: Source) -> None:
-        """A survivor whose own arena lacks the restore step gets it back first."""
+        """Give a survivor whose own arena lacks the restore step that step back, and let it join."""
         try:
             await self._fetches.refill(source, plan.restore_step)
             self._hold(plan, source.rank)
         except DeadpoolError as error:
-            self._feed(api.WorkerLost(source.rank, f"its restore step cannot be had: {error}"))
+            self._node.feed(api.WorkerLost(source.rank, f"its restore step cannot be had: {error}"))
             return
         self._join(plan, slot)
-
-    # ---- newcomers
 
     async def _take_over(self, plan: SwapPlan, slot: Slot, source: Source | None) -> None:
         """Fetch the state of the rank, and make it safe again, before its process is ready (that may take long).
@@ -103,31 +89,31 @@ class TakeOvers:
         Args:
             source: None if it is here already: the rank has lost its process only, or a take-over was cut off.
         """
-        rank = slot.rank
+        rank, timeout_s = slot.rank, self._node.config.start_timeout_s
         rehearsal = self._spares.of(slot, rank)
         try:
             if rehearsal is None:
-                rehearsal = await self._spares.begin(slot, rank, source.header_node if source else self._node)
+                rehearsal = await self._spares.begin(slot, rank, source.header_node if source else self._node.id)
             await self._bring(plan, source, rehearsal)
             self._mirroring.mirror_again(rank, plan.restore_step, plan.world.generation)
-            async with asyncio.timeout(self._start_timeout_s):
+            async with asyncio.timeout(timeout_s):
                 await rehearsal.finished.wait()
             await rehearsal.tell()
         except (TimeoutError, DeadpoolError) as error:
-            reason = str(error) or f"its rehearsal took more than {self._start_timeout_s:g} s"
+            reason = str(error) or f"its rehearsal took more than {timeout_s:g} s"
             self._spares.give_up(slot, rank, f"could not be taken over: {reason}")
             return
         output = await self._workers.output_of(rank, plan.restore_step)
         if rehearsal.alive:  # else it is said already, by whoever noticed
-            self._hand_over(plan, slot, rank, output)
+            self._hand_over(plan, slot, output)
 
     async def _bring(self, plan: SwapPlan, source: Source | None, rehearsal: Rehearsal) -> None:
-        """Snapshot and history come here, and are this node's to serve. Raises: TransportError and others."""
-        step, rank = plan.restore_step, rehearsal.rank
-        if source is None and not self._store.owns(rank, step):
-            source = Source(rank, self._node, self._node, rank)  # cut off before: it is here as a mirror still
+        """Have snapshot, profile and history here: they are this node's to serve then. Raises: DeadpoolError."""
+        step, rank, store = plan.restore_step, rehearsal.rank, self._node.host.store
+        if source is None and not store.owns(rank, step):
+            source = Source(rank, self._node.id, self._node.id, rank)  # cut off before: it is here as a mirror still
         if source is None:
-            await self._spares.pull(rehearsal, self._node, step)
+            await self._spares.pull(rehearsal, self._node.id, step)
         else:
             fetching = begin(self._fetches.bring(source, step, rehearsal.profile))
             try:
@@ -135,13 +121,22 @@ class TakeOvers:
                 await fetching
             finally:
                 fetching.cancel()
-        self._settle(plan, rehearsal)
+        self._mirroring.adopt(rank, rehearsal.profile)
+        if store.records.history_range(rank)[1] != step:
+            store.records.put_history(rank, rehearsal.history.upto(step))
+        self._hold(plan, rank)
 
-    def _hand_over(self, plan: SwapPlan, slot: Slot, rank: Rank, output: Output) -> None:
-        pair = present(self._store.own(rank), f"rank {rank} is handed over without an arena")
+    def _hold(self, plan: SwapPlan, rank: Rank) -> None:
+        """Count the restore step in the rank's own slot as staged."""
+        replicas = self._mirroring.profiles[rank].replicas
+        self._node.host.store.staged(rank, plan.restore_step, plan.world.generation, replicas)
+
+    def _hand_over(self, plan: SwapPlan, slot: Slot, output: Output) -> None:
+        pair = present(self._node.host.store.own(slot.rank), f"rank {slot.rank} is handed over without an arena")
         self._workers.take(slot, output, plan.restore_step)
         self._spares.done(slot)
-        self._workers.lives.keep_paused()
+        if self._monitor.paused:  # whoever has come to run a rank meanwhile stands still, too
+            self._monitor.pause()
         peer = slot.serving
         if peer is None:  # its connection has ended, and so will it
             return
@@ -150,16 +145,3 @@ class TakeOvers:
         )
         peer.send(order, [pair.fd])
         peer.send(local.Committed(self._workers.committed))  # said to the others while this one rehearsed
-
-    def _settle(self, plan: SwapPlan, rehearsal: Rehearsal) -> None:
-        """The rank's snapshot, profile and history are here: they are this node's to serve now."""
-        rank, step = rehearsal.rank, plan.restore_step
-        self._mirroring.adopt(rank, rehearsal.profile)
-        if self._store.records.history_range(rank)[1] != step:
-            self._store.records.put_history(rank, rehearsal.history.upto(step))
-        self._hold(plan, rank)
-
-    def _hold(self, plan: SwapPlan, rank: Rank) -> None:
-        """An own slot holds the restore step."""
-        replicas = self._mirroring.profiles[rank].replicas
-        self._store.staged(rank, plan.restore_step, plan.world.generation, replicas)

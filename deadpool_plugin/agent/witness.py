@@ -16,8 +16,8 @@ from ..core import api
 from ..core.types import Generation, SwapPlan
 from ..errors import ConfigError, present
 from ..transport.tasks import Tasks
-from .host import Host, Witness
-from .reports import Reports
+from .host import Witness
+from .node import LocalNode
 
 _RETRY_S = 1.0
 SHARED_S = 120
@@ -27,58 +27,61 @@ SHARED_S = 120
 class Claims:
     """Thread: the event loop's only. Without a witness nothing is ever claimed."""
 
-    def __init__(self, host: Host, job: Callable[[], str], reports: Reports, feed: Callable[[api.Input], None]) -> None:
-        self._host, self._job, self._reports, self._feed = host, job, reports, feed
-        self._tasks = Tasks()
+    def __init__(self, node: LocalNode) -> None:
+        self._node, self._tasks = node, Tasks()
 
-    def claim(self, action: api.Claim) -> None:
-        self._tasks.start(self._claim(action.plan))
+    @property
+    def _witness(self) -> Witness:
+        return present(self._node.host.witness, "a plan was claimed, and the job has no witness")
 
-    def look(self, action: api.Look) -> None:
-        self._tasks.start(self._look(action.generation))
+    def claim(self, plan: SwapPlan) -> None:
+        self._tasks.start(self._claim(plan))
+
+    async def _claim(self, plan: SwapPlan) -> None:
+        """Claim until the storage answers; how long that is worth waiting for is the controller's."""
+        node, witness = self._node, self._witness
+        while True:
+            try:
+                kept = await node.host.at_files(lambda: witness.keep(node.credentials.job, plan))
+                break
+            except (OSError, msgspec.MsgspecError) as error:
+                node.reports.emit(events.Note(text=f"the witness in {witness} does not answer: {error}"))
+            await asyncio.sleep(_RETRY_S)
+        node.feed(api.Claimed(kept))
+
+    def look(self, generation: Generation) -> None:
+        self._tasks.start(self._look(generation))
+
+    async def _look(self, generation: Generation) -> None:
+        """Look once: whoever waits looks again."""
+        node, witness = self._node, self._witness
+        with contextlib.suppress(OSError, msgspec.MsgspecError):
+            kept = await node.host.at_files(lambda: witness.look(node.credentials.job, generation))
+            if kept is not None:
+                node.feed(api.Claimed(kept))
 
     def check(self, shares: bool, fail: Callable[[ConfigError], None]) -> None:
-        """While training begins: whether this node and the first one (which `shares`) see the same directory. `fail`:
-        told if not within SHARED_S, or if that one can have no hard links."""
-        if self._host.witness is not None:
-            self._tasks.start((self._share if shares else self._see)(self._host.witness, fail))
+        """Check, while training begins, that this node and the first one (which `shares`) see the same directory.
 
-    async def _share(self, witness: Witness, fail: Callable[[ConfigError], None]) -> None:
+        Args: fail: told if not within SHARED_S, or if that one can have no hard links.
+        """
+        if self._node.host.witness is not None:
+            self._tasks.start(self._share(fail) if shares else self._see(fail))
+
+    async def _share(self, fail: Callable[[ConfigError], None]) -> None:
+        witness, job = self._witness, self._node.credentials.job
         try:
-            await self._host.at_files(lambda: witness.share(self._job()))
+            await self._node.host.at_files(lambda: witness.share(job))
         except OSError as error:
             found = f"the witness {witness} cannot keep a hard link ({error.strerror})"
             fail(ConfigError(found, "a directory on storage that all hosts share, and that has them", "name another"))
 
-    async def _see(self, witness: Witness, fail: Callable[[ConfigError], None]) -> None:
+    async def _see(self, fail: Callable[[ConfigError], None]) -> None:
+        host, witness, job = self._node.host, self._witness, self._node.credentials.job
         for _ in range(SHARED_S):
             await asyncio.sleep(1.0)  # an NFS client that looks too early remembers for long that there is nothing
             with contextlib.suppress(OSError):
-                if await self._host.at_files(lambda: witness.is_shared(self._job())):
+                if await host.at_files(lambda: witness.is_shared(job)):
                     return
-        found = f"the witness {witness} on {self._host.name} is not the directory that the first host has there"
+        found = f"the witness {witness} on {host.name} is not the directory that the first host has there"
         fail(ConfigError(found, "a directory on storage that all hosts share", "name one, or mount it on this host"))
-
-    async def _look(self, generation: Generation) -> None:
-        """Once: who waits looks again."""
-        witness = self._witness
-        with contextlib.suppress(OSError, msgspec.MsgspecError):
-            if (kept := await self._host.at_files(lambda: witness.look(self._job(), generation))) is not None:
-                self._feed(api.Claimed(kept))
-
-    async def _claim(self, plan: SwapPlan) -> None:
-        """Until the storage answers; how long that is worth waiting for is the controller's."""
-        witness = self._witness
-        while True:
-            try:
-                kept = await self._host.at_files(lambda: witness.keep(self._job(), plan))
-            except (OSError, msgspec.MsgspecError) as error:
-                self._reports.emit(events.Note(text=f"the witness in {witness} does not answer: {error}"))
-                await asyncio.sleep(_RETRY_S)
-                continue
-            self._feed(api.Claimed(kept))
-            return
-
-    @property
-    def _witness(self) -> Witness:
-        return present(self._host.witness, "a plan was claimed, and the job has no witness")

@@ -1,20 +1,38 @@
 """From the launcher's numbering to the job's: which hosts stand by, who runs which rank, what workers are told.
 
-Rules of this file: pure functions of what the launcher and the rendezvous say; every node comes to the same answer.
-Ranks are numbered over the active hosts only, in the hostfile's order.
+Rules of this file: pure functions of what the launcher, the configuration and the rendezvous say; every node comes to
+the same answer. Ranks are numbered over the active hosts only, in the hostfile's order.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
+import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 
 import msgspec
 
+from ..config import Config
 from ..core.placement import with_racks
+from ..core.policy import Policy, Timing
 from ..core.types import NodeId, Rank, World
 from ..errors import ConfigError
+from ..mirror.memory import check_memory
 from ..transport.rendezvous import Hello
+from ..transport.sockets import Address
+
+COMMAND = "DEADPOOL_COMMAND"
+INVITATION = "DEADPOOL_INVITATION"
+_EXPORTED = (
+    "NCCL_", "PYTHON", "UCX_", "GLOO_", "OMP_", "MKL_", "MV2", "MLFLOW", "CUBLAS_", "CUDA_", "TORCH_", "NVTE_", "HF_",
+    "ACCELERATE_",
+)  # fmt: skip
+_HOSTS_OWN = "CUDA_VISIBLE_DEVICES"
+_SECRETS = ("TOKEN", "KEY", "SECRET", "PASSWORD", "CREDENTIAL")
+"""Answers to guests are not encrypted on their way: a joining host must have variables of such names itself."""
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -25,6 +43,59 @@ class Place(msgspec.Struct, frozen=True):
     local_size: int
     master_addr: str
     master_port: int
+
+
+class Invitation(msgspec.Struct, frozen=True):
+    """A running job's id, and control addresses of its members."""
+
+    job: str
+    members: tuple[Address, ...]
+
+
+class Job(msgspec.Struct, frozen=True):
+    """The start of this node's supervisors.
+
+    `config`: as `Config.told`. `secret_files`: where the secret may lie. `launch`: the name of the `deadpool launch`
+    that started it, "" for another launcher. `invitation`: to the running job that this host shall join, None for a
+    host that meets the others at the rendezvous.
+    """
+
+    command: list[str]
+    directory: str
+    config: str
+    environment: dict[str, str]
+    secret_files: tuple[str, ...] = ()
+    launch: str = ""
+    invitation: Invitation | None = None
+
+
+def job_from(environ: Mapping[str, str], directory: str, config: str, secret_files: tuple[str, ...]) -> Job:
+    """Read what the supervisor and `deadpool join` put into the environment; both are ours."""
+    named = deepspeed_env(environ, directory)
+    exported = {
+        name: value
+        for name, value in environ.items()
+        if (name.startswith(_EXPORTED) or name in named)
+        and name != _HOSTS_OWN
+        and not any(word in name.upper() for word in _SECRETS)
+    }
+    command = msgspec.json.decode(environ.get(COMMAND, "[]"), type=list[str])
+    invitation = msgspec.json.decode(environ.get(INVITATION, "null"), type=Invitation | None)
+    return Job(command, directory, config, exported, secret_files, invitation=invitation)
+
+
+def deepspeed_env(environ: Mapping[str, str], directory: str) -> dict[str, str]:
+    """Read the variables of `.deepspeed_env`, which deepspeed exports to every host, if this host has the file.
+
+    Returns: values as they stand there, for a shell.
+    """
+    file, found = environ.get("DS_ENV_FILE", ".deepspeed_env"), dict[str, str]()
+    for folder in (os.path.expanduser("~"), directory):
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            for line in Path(folder, file).read_text().splitlines():
+                name, is_one, value = line.partition("=")
+                found |= {name.strip(): value} if is_one else {}
+    return found
 
 
 def spare_nodes(spares: int | Sequence[str], hosts: Sequence[str]) -> tuple[NodeId, ...]:
@@ -100,7 +171,7 @@ def _node_named(name: str, hosts: Sequence[str]) -> NodeId:
 
 
 def rack_named(node: NodeId, host: str, racks: Mapping[str, Sequence[str]]) -> str:
-    """The rack that names this node by its host name (or the part before the first dot) or index; "" if none does."""
+    """Return the rack that names this node by host name, its part before the first dot, or index; "" if none does."""
     names = {str(node), host, host.partition(".")[0]}
     return next((rack for rack, members in racks.items() if not names.isdisjoint(members)), "")
 
@@ -111,7 +182,7 @@ def form_world(
     racks: Mapping[str, Sequence[str]] = MappingProxyType({}),
     copies: int = 1,
 ) -> World:
-    """Generation 0 from what the nodes said of themselves.
+    """Form generation 0 from what the nodes said of themselves.
 
     Raises: ConfigError if the nodes do not fit together.
     """
@@ -145,7 +216,7 @@ def check_alike(hellos: Sequence[Hello]) -> None:
 
 
 def first_difference(here: Mapping[str, str], there: Mapping[str, str]) -> tuple[str, str, str] | None:
-    """A package that is not the same, and what it is here and there."""
+    """Return a package that is not the same, and what it is here and there."""
     for package in sorted(here.keys() | there.keys()):
         versions = here.get(package, "not installed"), there.get(package, "not installed")
         if versions[0] != versions[1]:
@@ -155,25 +226,22 @@ def first_difference(here: Mapping[str, str], there: Mapping[str, str]) -> tuple
 
 def worker_env(place: Place, world: World, rank: Rank, node: NodeId, local_rank: int, address: str) -> dict[str, str]:
     """Make the environment of the process of `rank`: the active world as any launcher would describe it."""
-    ring = world.active
-    return {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(len(world.node_of)),
-        "CROSS_RANK": str(ring.index(node)),
-        "CROSS_SIZE": str(len(ring)),
-        "NODE_RANK": str(ring.index(node)),
-        "GROUP_RANK": str(ring.index(node)),
-        "LOCAL_RANK": str(local_rank),
-        "LOCAL_SIZE": str(place.local_size),
-        "LOCAL_WORLD_SIZE": str(place.local_size),
+    env = {
+        "RANK": rank,
+        "WORLD_SIZE": len(world.node_of),
+        **dict.fromkeys(("CROSS_RANK", "NODE_RANK", "GROUP_RANK"), world.active.index(node)),
+        "CROSS_SIZE": len(world.active),
+        "LOCAL_RANK": local_rank,
+        **dict.fromkeys(("LOCAL_SIZE", "LOCAL_WORLD_SIZE"), place.local_size),
         "MASTER_ADDR": place.master_addr,
-        "MASTER_PORT": str(place.master_port),
+        "MASTER_PORT": place.master_port,
         "DEADPOOL_ADDRESS": address,
     }
+    return {name: str(value) for name, value in env.items()}
 
 
 def described(world: World, hosts: Sequence[str]) -> list[str]:
-    """The mapping of hosts to ranks, one line each, for people."""
+    """Describe the mapping of hosts to ranks, one line each, for people."""
     lines, racks = [], dict(world.racks)
     for node in sorted(world.members):
         ranks = world.ranks_of(node)
@@ -181,3 +249,34 @@ def described(world: World, hosts: Sequence[str]) -> list[str]:
         where = f", rack {racks[node]}" if node in racks else ""
         lines.append(f"node {node} {hosts[node]}: {what}{where}")
     return lines
+
+
+def timing_of(config: Config) -> Timing:
+    return Timing(
+        heartbeat_interval_s=config.heartbeat_interval_s,
+        silent_after_s=config.silent_after_s,
+        phase_timeout_s=config.phase_timeout_s,
+        decision_timeout_s=config.decision_timeout_s,
+        start_timeout_s=config.start_timeout_s,
+        stall_timeout_s=math.inf if config.stall_timeout_s is None else config.stall_timeout_s,
+    )
+
+
+def policy_of(config: Config) -> Policy:
+    return Policy(
+        copies=config.copies,
+        restarts_max=config.restarts_max,
+        wait_for_hosts=config.on_no_spare == "wait",
+        witness=config.witness is not None,
+        restarts_window_s=config.restarts_window_s,
+    )
+
+
+def check_headroom(config: Config) -> None:
+    """Check before anything starts that this host has the memory that `memory_headroom_gib` keeps free.
+
+    What the snapshots need on top of it is not known before the ranks have built their models.
+
+    Raises: MemoryShortage.
+    """
+    check_memory(0, config.memory_headroom_bytes)

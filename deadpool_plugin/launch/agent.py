@@ -14,7 +14,7 @@ from typing import NoReturn
 
 import msgspec
 
-from ..agent.joining import job_from
+from ..agent.world import job_from
 from ..config import load
 from ..errors import DeadpoolError
 from ..plugin import run_agent

@@ -20,9 +20,8 @@ from pathlib import Path
 import msgspec
 import yaml
 
-from ..agent import joining
-from ..agent.meeting import versions
-from ..agent.world import check_alike
+from ..agent.links import versions
+from ..agent.world import INVITATION, Invitation, check_alike
 from ..config import Config, load
 from ..core.types import NodeId
 from ..errors import EXIT_TAKEN, ConfigError, PeerRefused, TransportError, shell_code
@@ -288,7 +287,7 @@ def environment(
 ) -> dict[str, str]:
     """This host's variables, the job's exported ones where this host has none, and the launcher's for one slot."""
     slots = description.hellos[0].local_size
-    invitation = joining.Invitation(description.job, tuple(hello.control for hello in description.hellos))
+    invitation = Invitation(description.job, tuple(hello.control for hello in description.hellos))
     return {
         **description.environment,
         **environ,
@@ -300,7 +299,7 @@ def environment(
         "WORLD_SIZE": str((node + 1) * slots),
         "CROSS_RANK": str(node),
         "CROSS_SIZE": str(node + 1),
-        joining.INVITATION: msgspec.json.encode(invitation).decode(),
+        INVITATION: msgspec.json.encode(invitation).decode(),
     }
 
 

@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 from typing import NoReturn
 
-from ..agent.meeting import versions
+from ..agent.links import versions
 from ..agent.world import check_hosts, check_slots
 from ..config import Config, load
 from ..errors import ConfigError, shell_code

@@ -17,8 +17,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from ..agent.joining import deepspeed_env
-from ..agent.world import spare_nodes
+from ..agent.world import deepspeed_env, spare_nodes
 from ..config import Config
 from ..errors import ConfigError
 from ..host.output import say

@@ -14,8 +14,7 @@ from importlib import metadata
 
 import msgspec
 
-from ..agent.settings import check_headroom
-from ..agent.world import Place, check_hosts
+from ..agent.world import Place, check_headroom, check_hosts
 from ..config import Config
 from ..errors import ConfigError
 from ..host.interfaces import address_of

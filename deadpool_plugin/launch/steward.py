@@ -20,7 +20,7 @@ from typing import NoReturn
 import msgspec
 
 from .. import events
-from ..agent.meeting import versions
+from ..agent.links import versions
 from ..agent.world import first_difference
 from ..config import Config, load
 from ..errors import ConfigError, DeadpoolError

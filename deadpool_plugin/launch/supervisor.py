@@ -18,8 +18,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from ..agent import joining
-from ..agent.lives import NOTICE_S
+from ..agent.process_monitor import NOTICE_S
+from ..agent.world import COMMAND
 from ..config import load
 from ..core import local
 from ..errors import EXIT_FENCED, DeadpoolError, TransportError, present, shell_code
@@ -70,7 +70,7 @@ class Supervisor:
         self._tag = f"{self._job}{launch.local_rank}."
         self._socket = f"deadpool/{os.getuid()}/{launcher}/{proc.start_time(launcher)}"
         self._env = {**os.environ, "DEADPOOL_CONFIG": config_path, "DEADPOOL_SOCKET": self._socket}
-        self._told = {"DEADPOOL_JOB_TAG": self._job, joining.COMMAND: json.dumps(list(command))}
+        self._told = {"DEADPOOL_JOB_TAG": self._job, COMMAND: json.dumps(list(command))}
         self._stops_with_launcher = load(config_path).on_launcher_loss == "stop"
         self._caught = [n for n in ending_signals() if n != signal.SIGHUP or self._stops_with_launcher]
         self._signals = self._catch_signals()

@@ -17,13 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from deadpool_plugin.agent.joining import Job
 from deadpool_plugin.agent.process import Agent
-from deadpool_plugin.agent.world import Place
+from deadpool_plugin.agent.world import Job, Place
 from deadpool_plugin.config import Config
 from deadpool_plugin.core import api
-from deadpool_plugin.core.messages import AnyMessage
 from deadpool_plugin.core.types import NodeId
+from deadpool_plugin.events import Event
 from deadpool_plugin.host.machine import Machine
 from deadpool_plugin.transport.framing import LENGTH, FrameProtocol
 from deadpool_plugin.transport.handshake import Credentials
@@ -76,17 +75,21 @@ class Watched(Agent):
         listener, config, credentials = listen_unix(party.socket_name(node)), party.config(), Credentials(SECRET)
         machine = Machine(node, (HOST, HOST), config, credentials, listener, f"{party.name}.{node}.")
         super().__init__(machine, place, config, credentials, job)
-        self._row, self._send = row, self._actions[api.Send]
-        self._actions[api.Send] = self._counted_send
+        self._row = row
         mesh = self._links.mesh
-        take_in = mesh._received
+        take_in, lose = mesh._received, mesh._on_lost
 
         def received(peer: NodeId, link: FrameProtocol, frame: bytes) -> None:
             row.add("received")
             row.add("received_bytes", LENGTH.size + len(frame))
             take_in(peer, link, frame)
 
+        def lost(peer: NodeId, reason: str) -> None:
+            row.set("noticed_ns", time.monotonic_ns())
+            lose(peer, reason)
+
         mesh._received = received  # type: ignore[method-assign]
+        mesh._on_lost = lost
 
     def feed(self, event: api.Input) -> None:
         if self._stepping:  # it waits for its turn, which is inside the outer call
@@ -97,30 +100,22 @@ class Watched(Agent):
         self._row.add("protocol_ns", time.thread_time_ns() - began)
         self._row.add("inputs")
 
-    def _counted_send(self, action: api.Send) -> None:
-        message: AnyMessage = action.message
-        self._row.add(type(message).__name__)
-        self._send(action)
+    def _carry_out(self, action: api.Action) -> None:
+        match action:
+            case api.Send(message=message):
+                self._row.add(type(message).__name__)
+            case api.Reconfigure(plan=plan):  # before anything is done about it, the time
+                self._row.set("planned_cpu_ns", time.process_time_ns())
+                self._row.set("planned_ns", time.monotonic_ns())
+                self._row.set("generation", plan.world.generation)
+                self._row.set("committed", plan.restore_step)
+        super()._carry_out(action)
+        if isinstance(action, api.Commit):
+            self._row.set("committed", action.step)
 
-    def link_lost(self, node: NodeId, reason: str) -> None:
-        self._row.set("noticed_ns", time.monotonic_ns())
-        super().link_lost(node, reason)
-
-    def _reconfigure(self, action: api.Reconfigure) -> None:
-        """The plan has come: before anything is done about it, the time."""
-        self._row.set("planned_cpu_ns", time.process_time_ns())
-        self._row.set("planned_ns", time.monotonic_ns())
-        self._row.set("generation", action.plan.world.generation)
-        self._row.set("committed", action.plan.restore_step)
-        super()._reconfigure(action)
-
-    def _commit(self, action: api.Commit) -> None:
-        super()._commit(action)
-        self._row.set("committed", action.step)
-
-    def _emit(self, action: api.Emit) -> None:
-        super()._emit(action)
-        kind = type(action.event).__name__
+    def _emit(self, event: Event) -> None:
+        super()._emit(event)
+        kind = type(event).__name__
         if kind in _TIMES:
             self._row.set(_TIMES[kind], time.monotonic_ns())
         elif kind in _TROUBLES:

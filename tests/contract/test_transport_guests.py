@@ -4,14 +4,17 @@ import asyncio
 import gc
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
 from support import expect
+from support.hosts import local_node
 
-from deadpool_plugin.agent import joining
-from deadpool_plugin.agent.joining import Arrival, Job, Newcomer, Roster
+from deadpool_plugin.agent import links
+from deadpool_plugin.agent.links import Newcomer, Roster
+from deadpool_plugin.agent.world import Job, Place
+from deadpool_plugin.core import api
 from deadpool_plugin.core.messages import AnyMessage, Goodbye, JoinRequest, Prepare, Status, Verdict
 from deadpool_plugin.core.types import Ballot, World
 from deadpool_plugin.errors import AlreadyEnded, ConfigError, NodeTaken, PeerRefused, TransportError
@@ -47,6 +50,11 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Newcomer, "_attempt_s", WAIT_S)
 
 
+class Arrival(NamedTuple):
+    hellos: list[Hello]
+    members: tuple[int, ...]
+
+
 class Node:
     """A stand-in for an agent, as its mesh sees one: a roster that answers guests, and ears."""
 
@@ -55,20 +63,25 @@ class Node:
         self.messages: asyncio.Queue[tuple[int, object]] = asyncio.Queue()
         self.lost: asyncio.Queue[int] = asyncio.Queue()
         self.refused: asyncio.Queue[PeerRefused] = asyncio.Queue()
-        self.newcomers: list[Hello] = []
+        self.met: set[int] = {node}
         self.stopped_by: list[str] = []
-        self.world: World | None = None
-        self.roster = Roster(node, JOB, ("master", 29500), credentials, self)
+        self.local = local_node(feed=self._fed, node=node)
+        self.local.place, self.local.job = Place(node, 2, 2, "master", 29500), JOB
+        self.local.credentials = credentials
+        self.roster = Roster(self.local)
         self.mesh = ControlMesh(
             node, credentials, "127.0.0.1", None, self._received, self._lost, 10.0, self.refused.put_nowait,
             self.roster.answer,
         )  # fmt: skip
 
-    def admitted(self, hello: Hello) -> None:
-        self.newcomers.append(hello)
+    @property
+    def newcomers(self) -> list[Hello]:
+        """Those it has admitted."""
+        return [hello for hello in self.roster.hellos if hello.node not in self.met]
 
-    def told_to_stop(self, host: str) -> None:
-        self.stopped_by.append(host)
+    def _fed(self, event: api.Input) -> None:
+        assert isinstance(event, api.StopRequested) and event.exit_code == 130
+        self.stopped_by.append(event.reason.rpartition(" ")[2])
 
     def _received(self, peer: int, message: AnyMessage) -> None:
         self.roster.heard(peer, message)
@@ -85,7 +98,10 @@ class Node:
 
     async def arrive(self, *invitation: Hello, timeout_s: float = WAIT_S) -> Arrival:
         newcomer = Newcomer(self.mesh, self.hello, self.credentials, self.roster, timeout_s)
-        return await newcomer.arrive(tuple(hello.control for hello in invitation))
+        members = await newcomer.arrive(tuple(hello.control for hello in invitation))
+        arrival = Arrival(self.roster.hellos, members)
+        self.met |= {hello.node for hello in arrival.hellos}
+        return arrival
 
     def ask_in(self, arrival: Arrival) -> None:
         for hello in arrival.hellos:
@@ -100,7 +116,7 @@ async def job(size: int) -> AsyncIterator[list[Node]]:
     hellos = [await node.listen() for node in nodes]
     await asyncio.gather(*(node.mesh.connect({h.node: h.control for h in hellos}, WAIT_S) for node in nodes))
     for node in nodes:
-        node.world = World(3, tuple(range(size)))
+        node.local.world, node.met = World(3, tuple(range(size))), {*range(size)}
         for hello in hellos:
             node.roster.know(hello)
     try:
@@ -149,7 +165,7 @@ def test_who_has_the_secret_may_end_the_job_once_there_is_one() -> None:
             with pytest.raises(PeerRefused):
                 await ask(member.hello.control, Credentials(b"other"), Stop("elsewhere"))
             assert await ask(member.hello.control, SECRET, Stop("here")) == Stopping() and told == ["here"]
-            member.world = None
+            member.local.world = None
             assert isinstance(await ask(member.hello.control, SECRET, Stop("here")), Busy) and told == ["here"]
 
     run(scenario)
@@ -260,7 +276,7 @@ def test_two_hosts_at_once_are_linked_to_each_other_too() -> None:
 
 
 def test_of_two_hosts_that_arrive_at_once_only_one_waits_for_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joining, "_ARRIVAL_S", 0.0)
+    monkeypatch.setattr(links, "_ARRIVAL_S", 0.0)
 
     async def scenario() -> None:
         async with job(2) as members, newcomer(2) as first, newcomer(3) as second:
@@ -295,7 +311,7 @@ def test_who_has_become_a_member_without_a_word_to_us_is_arriving_no_more() -> N
         async with job(1) as (member,), newcomer(1) as first, newcomer(2) as second:
             visit = first.mesh.visit(0, member.hello.control, first.hello, WAIT_S)
             assert isinstance(await visit, Admitted)
-            member.world = World(generation=3, node_of=(0,), spares=(1,))
+            member.local.world = World(generation=3, node_of=(0,), spares=(1,))
             visit = second.mesh.visit(0, member.hello.control, second.hello, WAIT_S)
             assert isinstance(await visit, Admitted)
 

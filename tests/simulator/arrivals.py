@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from deadpool_plugin.agent.joining import Invitation
+from deadpool_plugin.agent.world import Invitation
 
 from .node import Node
 

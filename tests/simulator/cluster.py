@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from deadpool_plugin.agent.settings import policy_of, timing_of
+from deadpool_plugin.agent.world import policy_of, timing_of
 from deadpool_plugin.config import Config
 from deadpool_plugin.core import api, events
 from deadpool_plugin.core.types import Generation, NodeId, Rank, SwapPlan, World

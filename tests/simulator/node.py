@@ -12,12 +12,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from deadpool_plugin.agent.host import Host
-from deadpool_plugin.agent.joining import Invitation, Job
 from deadpool_plugin.agent.process import Agent
-from deadpool_plugin.agent.world import Place
+from deadpool_plugin.agent.world import Invitation, Job, Place
 from deadpool_plugin.core import api
 from deadpool_plugin.core.controller import Controller
-from deadpool_plugin.core.messages import AnyMessage
 from deadpool_plugin.core.types import Generation, NodeId, Rank, Step
 from deadpool_plugin.errors import DeadpoolError, InvariantViolated
 from deadpool_plugin.transport.handshake import Credentials
@@ -86,9 +84,12 @@ class SimulatedAgent(Agent):
         self._host_node.reason = str(error)
         super()._broke(error)
 
-    def received(self, node: NodeId, message: AnyMessage) -> None:
-        for _ in range(self._host_node.cluster.copies(node, self._host_node.number)):
-            super().received(node, message)
+    def feed(self, event: api.Input) -> None:
+        copies = 1
+        if isinstance(event, api.Received):
+            copies = self._host_node.cluster.copies(event.sender, self._host_node.number)
+        for _ in range(copies):
+            super().feed(event)
 
 
 class Node:

@@ -3,16 +3,20 @@ the test's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 from deadpool_plugin.agent import host as agent_host
-from deadpool_plugin.agent.fetching import Fetches
+from deadpool_plugin.agent.node import LocalNode, Slot
 from deadpool_plugin.agent.reports import Reports
+from deadpool_plugin.agent.world import Job, Place
+from deadpool_plugin.config import Config
+from deadpool_plugin.core import api
 from deadpool_plugin.host.bulk import BulkTransfers
 from deadpool_plugin.host.machine import Machine
 from deadpool_plugin.host.processes import Processes
 from deadpool_plugin.mirror.store import SnapshotStore
+from deadpool_plugin.transport.handshake import Credentials
 from support.stand_in import StandIn, stand_in
 
 T = TypeVar("T")
@@ -37,6 +41,20 @@ def host(store: SnapshotStore | None = None, bulk: Any = None, **parts: object) 
     return cast(agent_host.Host, made)
 
 
-def fetches(on: agent_host.Host, patience_s: float = 60.0, feed: Callable[[Any], None] = lambda event: None) -> Fetches:
-    """Make the Fetches of node 0 on a host, of which nobody is told."""
-    return Fetches(0, on, patience_s, stand_in(Reports), feed)
+def local_node(
+    on: agent_host.Host | None = None,
+    feed: Callable[[api.Input], Any] = lambda event: None,
+    slots: Sequence[Slot] = (),
+    node: int = 0,
+    reports: Any = None,
+    **config: Any,
+) -> LocalNode:
+    """Make a node; nobody is told what it reports unless a test gives `reports`."""
+    said = StandIn(Reports)
+    said.hosts = {}
+    made = LocalNode(
+        Place(node, 3, len(slots), "m", 5), host() if on is None else on, Config().model_copy(update=config),
+        Credentials(b"secret", "job"), Job([], "", "", {}), cast(Reports, said) if reports is None else reports, feed,
+    )  # fmt: skip
+    made.slots = list(slots)
+    return made

@@ -12,12 +12,12 @@ import sys
 import time
 
 import pytest
+from support.hosts import local_node
 from support.stand_in import fake
 
 from deadpool_plugin import events
 from deadpool_plugin.agent import reports as reports_module
-from deadpool_plugin.agent.joining import Job, Roster
-from deadpool_plugin.agent.process import Agent
+from deadpool_plugin.agent.links import Links, Roster
 from deadpool_plugin.agent.reports import Reports, named
 from deadpool_plugin.agent.world import Place, described, form_world, rack_named, spare_nodes, worker_env
 from deadpool_plugin.cli.jobview import JobView
@@ -28,7 +28,6 @@ from deadpool_plugin.host import proc
 from deadpool_plugin.host.interfaces import address_of, addresses_here
 from deadpool_plugin.host.output import LineBuffer, Pipe, Writer
 from deadpool_plugin.host.processes import Processes, described_exit
-from deadpool_plugin.transport.handshake import Credentials
 from deadpool_plugin.transport.rendezvous import Hello
 
 HOSTS = ["a.lan", "b.lan", "c.lan", "d.lan"]
@@ -346,9 +345,9 @@ def test_host_names_stand_beside_the_numbers_of_nodes(line, shown):
 
 
 def test_the_host_of_a_lost_node_is_still_named_on_the_terminal_and_not_in_the_log(tmp_path, capfdbinary):
-    roster = Roster(1, Job([], "", "", {}), ("127.0.0.1", 1), Credentials(b"secret"), fake())
     writer = Writer()
-    reports = Reports(1, writer, tmp_path, roster.hosts)
+    reports = Reports(1, writer, tmp_path)
+    roster = Roster(local_node(node=1, reports=reports))
     for node in (0, 1):
         roster.know(hello(node))
     roster.gone(0)
@@ -361,7 +360,8 @@ def test_the_host_of_a_lost_node_is_still_named_on_the_terminal_and_not_in_the_l
 def test_a_silent_start_names_the_ranks_it_waits_for_at_doubling_intervals(tmp_path, monkeypatch):
     writer, lines = Writer(), list[str]()
     monkeypatch.setattr(writer, "forward", lambda data: lines.append(data.decode()))
-    reports = Reports(0, writer, tmp_path, {0: "h1", 1: "h2", 2: "h3"})
+    reports = Reports(0, writer, tmp_path)
+    reports.hosts |= {0: "h1", 1: "h2", 2: "h3"}
     world = World(0, (0, 0, 1, 1), (2,))
 
     def said(ranks, now, world=world):
@@ -589,6 +589,6 @@ def test_a_death_is_seen_before_its_core_dump_is_written(tmp_path, state, flags,
 
 def test_a_link_that_stays_silent_is_told_as_a_silent_one():
     """One that is closed counts against its node at once; a silent one may be the fault of this pair of hosts."""
-    fed: list[api.LinkLost] = []
-    Agent.still_silent(fake(feed=fed.append), 3, "no answer")
+    fed: list[api.Input] = []
+    Links._still_silent(fake(_node=local_node(feed=fed.append)), 3, "no answer")
     assert fed == [api.LinkLost(3, "no answer", silent=True, still=True)]

@@ -11,19 +11,19 @@ from collections import deque
 from typing import Any, cast
 
 import pytest
+from support.hosts import local_node
 from support.stand_in import stand_in
 
 from deadpool_plugin import events, plugin
-from deadpool_plugin.agent.lives import Lives
+from deadpool_plugin.agent.node import Process, Slot
 from deadpool_plugin.agent.process import Agent
+from deadpool_plugin.agent.process_monitor import ProcessMonitor
 from deadpool_plugin.agent.reports import Reports
-from deadpool_plugin.agent.slots import Process, Slot
 from deadpool_plugin.agent.world import Place
 from deadpool_plugin.config import Config
 from deadpool_plugin.core import api, local
 from deadpool_plugin.core.controller import Controller
 from deadpool_plugin.core.types import World
-from deadpool_plugin.host.processes import Processes
 from deadpool_plugin.transport.unix import LocalPeer
 
 
@@ -33,7 +33,7 @@ def member(monkeypatch):
     left: list[str] = []
     said: list[events.Event] = []
     agent = Agent.__new__(Agent)
-    agent._inputs, agent._stepping, agent._node = deque(), False, 3
+    agent._inputs, agent._stepping, agent._node = deque(), False, local_node(node=3)
     agent._loop = cast(asyncio.AbstractEventLoop, types.SimpleNamespace(time=lambda: 0.0))
     agent._controller = cast(Controller, types.SimpleNamespace(world=World(0, (0, 3), ())))
     agent._left = cast("asyncio.Future[int]", types.SimpleNamespace(done=lambda: False))
@@ -68,10 +68,8 @@ def test_what_the_loop_only_warns_of_is_noted_and_ends_nobody(member):
 @pytest.mark.parametrize(
     ("message", "part", "method"),
     [
-        (local.WorkerExited(4, -9), "_lives", "exited"), (local.StandbyExited(9), "_lives", "standby_exited"),
-        (local.CannotEnd("state D"), "_lives", "cannot_end"), (local.Leaving(15), "_lives", "leaving"),
-        (local.OutOfReach("too far"), "_lives", "out_of_reach"), (local.StoreOffer("h:1"), "_workers", "store_offer"),
-        (local.Unwound(1), "_unwinding", "unwound"), (local.Saving(0), "_unwinding", "saving"),
+        (local.WorkerExited(4, -9), "_monitor", "exited"), (local.StandbyExited(9), "_monitor", "standby_exited"),
+        (local.StoreOffer("h:1"), "_workers", "store_offer"), (local.Failing(0, "no such token"), "_spares", "failing"),
         (local.Moved(0, 3), "_spares", "moved"), (local.Rehearsed(0, 1.0), "_spares", "rehearsed"),
     ],
 )  # fmt: skip
@@ -84,16 +82,36 @@ def test_what_a_process_says_reaches_the_part_whose_duty_it_is(member, message, 
     assert heard == [slot, message]
 
 
+def test_what_a_process_says_of_a_swap_is_kept_with_it(member):
+    agent, _, _ = member
+    process = Process(order=1, rank=3, rehearses=False)
+    slot = Slot(0, rank=3, process=process)
+    for message in (local.Unwound(2), local.Unwound(1), local.Saving(1), local.Saving(0)):
+        agent._heard(slot, stand_in(LocalPeer), message)
+    assert (process.unwound_for, process.saving_for, process.in_training) == (2, 1, False)
+    agent.feed = lambda event: None
+    agent._heard(slot, stand_in(LocalPeer), local.Restored(3, 4))
+    assert (process.unwound_for, process.in_training) == (4, True)
+
+
+def test_a_standby_process_that_can_fork_no_more_is_the_nodes_end(member):
+    agent, given_up = member[0], list[str]()
+    agent._monitor = cast(ProcessMonitor, types.SimpleNamespace(give_up=given_up.append))
+    reason = "process 7 was killed and does not end (state D)"
+    agent._heard(Slot(0, rank=3), stand_in(LocalPeer), local.CannotEnd(reason))
+    assert given_up == [f"local rank 0 cannot get a new process: {reason}"]
+
+
 def test_the_node_that_coordinates_says_again_and_again_that_the_job_has_not_ended(monkeypatch):
     monkeypatch.setattr(events, "ALIVE_S", 0.0)
     said: list[events.Event] = []
     agent = Agent.__new__(Agent)
-    controller, lives = types.SimpleNamespace(world=None, leads=True), types.SimpleNamespace(ending=False)
-    agent._controller, agent._lives = cast(Controller, controller), cast(Lives, lives)
+    controller, monitor = types.SimpleNamespace(world=None, leads=True), types.SimpleNamespace(ending=False)
+    agent._controller, agent._monitor = cast(Controller, controller), cast(ProcessMonitor, monitor)
     agent._reports = cast(Reports, types.SimpleNamespace(emit=said.append))
 
     async def says(world, leads, ending=False):
-        controller.world, controller.leads, lives.ending = world, leads, ending
+        controller.world, controller.leads, monitor.ending = world, leads, ending
         said.clear()
         for _ in range(8):
             await asyncio.sleep(0)
@@ -115,21 +133,21 @@ def test_the_node_that_coordinates_says_again_and_again_that_the_job_has_not_end
 
 @pytest.fixture
 def ending():
-    """(agent, lives, slot, what it says): its job has ended well; rank 3 is at work (its pid is ours)."""
+    """(agent, its monitor, slot, what it says): its job has ended well; rank 3 is at work (its pid is ours)."""
     said: list[Any] = []
     slot = Slot(0, rank=3, supervisor=stand_in(LocalPeer), standby_pid=os.getpid())
     slot.process = Process(order=1, rank=3, rehearses=False, in_training=True, pid=os.getpid())
     agent = Agent.__new__(Agent)
-    agent._node, agent._config = 1, cast(Config, types.SimpleNamespace(decision_timeout_s=0.01))
+    agent._node, agent._config = local_node(slots=[slot], node=1), Config().model_copy(update={"patience_s": 0.01 / 30})
     agent._reports = cast(Reports, types.SimpleNamespace(say=said.append))
-    agent._lives = lives = Lives(1, [slot], Processes("tag.", 10.0), said.append, said.append, said.append)
-    lives.ending = True
-    return agent, lives, slot, said
+    agent._monitor = monitor = ProcessMonitor(agent._node, said.append)
+    monitor.ending = True
+    return agent, monitor, slot, said
 
 
 @pytest.mark.parametrize(("ended_by", "exit_code"), [(0, 0), (3, 3), (-9, 137)])
 def test_a_script_may_work_on_after_training_as_long_as_it_likes(ending, ended_by, exit_code):
-    agent, lives, slot, said = ending
+    agent, monitor, slot, said = ending
 
     async def scenario():
         task = asyncio.create_task(agent._last_work())
@@ -137,9 +155,9 @@ def test_a_script_may_work_on_after_training_as_long_as_it_likes(ending, ended_b
             await asyncio.sleep(0.01)
         done, _ = await asyncio.wait([task], timeout=0.1)
         assert not done
-        lives.ended(slot, slot.process, ended_by)
+        monitor.ended(slot, slot.process, ended_by)
         slot.standby_ended = True
-        lives.changed.set()
+        monitor.changed.set()
         return await asyncio.wait_for(task, 30)
 
     assert asyncio.run(scenario()) == exit_code
@@ -155,10 +173,10 @@ def test_a_process_that_hangs_in_its_end_is_said_and_no_success(ending):
 
 
 def test_a_spares_processes_that_are_killed_at_the_end_are_no_failure(ending):
-    _, lives, slot, _ = ending
+    _, monitor, slot, _ = ending
     slot.rank, slot.process = -1, Process(order=2, rank=5, rehearses=True)
-    lives.ended(slot, slot.process, -9)
-    assert lives.late_exit_code == 0 and not lives.unended
+    monitor.ended(slot, slot.process, -9)
+    assert monitor.late_exit_code == 0 and not monitor.unended
 
 
 def test_a_thread_that_a_file_system_holds_does_not_hold_the_agent(monkeypatch):
@@ -174,7 +192,7 @@ def test_a_thread_that_a_file_system_holds_does_not_hold_the_agent(monkeypatch):
     async def reachable(*arguments):
         return "", ""
 
-    monkeypatch.setattr("deadpool_plugin.agent.meeting.reachable", reachable)
+    monkeypatch.setattr("deadpool_plugin.agent.links.reachable", reachable)
     monkeypatch.setattr("deadpool_plugin.host.machine.Machine", lambda *arguments: None)
     monkeypatch.setattr("deadpool_plugin.agent.process.Agent", Held)
     timer = threading.Timer(20.0, let_go.set)

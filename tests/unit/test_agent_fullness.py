@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import types
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
-from support.hosts import host
-from support.stand_in import stand_in
+from support.hosts import host, local_node
+from support.stand_in import fake, stand_in
 
 from deadpool_plugin import events
-from deadpool_plugin.agent.fetching import Fetches
-from deadpool_plugin.agent.fullness import Fullness
-from deadpool_plugin.agent.profile import Profile
-from deadpool_plugin.agent.rehearsal import Rehearsal
-from deadpool_plugin.agent.reports import Reports, sentence
-from deadpool_plugin.agent.slots import Process, Slot
-from deadpool_plugin.agent.spares import Spares
+from deadpool_plugin.agent.mirroring import Fetches, Mirroring, Profile
+from deadpool_plugin.agent.node import Process, Slot
+from deadpool_plugin.agent.process_monitor import ProcessMonitor
+from deadpool_plugin.agent.reports import sentence
+from deadpool_plugin.agent.spares import Rehearsal, Spares
 from deadpool_plugin.agent.workers import Workers
 from deadpool_plugin.core import api
 from deadpool_plugin.mirror import wire
@@ -40,14 +38,25 @@ class Told:
         return [event for event in self.events if isinstance(event, kind)]
 
 
+def mirroring_of(store: SnapshotStore, fed: list[api.Input], told: Told) -> Mirroring:
+    """Make that of a node whose ranks' call records may take 1,000 bytes."""
+
+    async def make() -> Mirroring:
+        node = local_node(host(store), fed.append, reports=told)
+        node.config = fake(copies=1, history_limit_bytes=1000)
+        return Mirroring(node)
+
+    return asyncio.run(make())
+
+
 def test_it_is_said_once_at_four_fifths_and_once_when_it_is_full() -> None:
     fed: list[api.Input] = []
     store, told = SnapshotStore(history_limit_bytes=1000), Told()
-    fullness = Fullness(store, cast(Reports, told), 1000, fed.append)
+    mirroring = mirroring_of(store, fed, told)
     for step in range(200):
         for rank in (4, 5):
             store.records.append(rank, step, bytes(10 if step < 20 else 7))
-        fullness.look((4, 5), step)
+        mirroring.watch_history((4, 5), step)
     filling, full = told.of(events.HistoryFilling)
     assert (filling.rank, filling.step, filling.full) == (4, 128, False)
     assert (full.rank, full.full) == (4, True) and full.step == 20 + 800 // 7
@@ -58,8 +67,8 @@ def test_it_is_said_once_at_four_fifths_and_once_when_it_is_full() -> None:
 
 def test_a_rank_without_records_is_passed_over() -> None:
     told = Told()
-    fullness = Fullness(SnapshotStore(history_limit_bytes=1000), cast(Reports, told), 1000, lambda event: None)
-    fullness.look((0,), 64)
+    mirroring = mirroring_of(SnapshotStore(history_limit_bytes=1000), [], told)
+    mirroring.watch_history((0,), 64)
     assert not told.events
 
 
@@ -71,11 +80,8 @@ def test_a_spare_that_comes_too_late_to_follow_says_so_once() -> None:
         for step in range(30):
             store.records.append(4, step, bytes(10))
         slot.process = Process(order=1, rank=4, rehearses=True, peer=stand_in(LocalPeer))
-        workers = types.SimpleNamespace(slots=[slot])
-        check: Any = None  # no rehearsal ends here
-        says, on = cast(Reports, told), host(store)
-        asks = Fetches(3, on, 1.0, says, fed.append)
-        spares = Spares(3, cast(Workers, workers), on, asks, says, check, 100, fed.append)
+        node = local_node(host(store), fed.append, [slot], node=3, reports=told, patience_s=1.0)
+        spares = Spares(node, stand_in(ProcessMonitor), stand_in(Workers), stand_in(Mirroring), Fetches(node))
         spares.rehearsals[0] = rehearsal = Rehearsal(
             slot, slot.process, stand_in(Profile), source=3, history=History(100)
         )

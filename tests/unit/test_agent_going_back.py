@@ -6,25 +6,22 @@ import asyncio
 import signal
 import subprocess
 import sys
-import types
 from typing import cast
 
 import msgspec
-from support.hosts import fetches, host
+from support.hosts import host, local_node
 from support.stand_in import stand_in
 
 from deadpool_plugin import events
-from deadpool_plugin.agent.lives import Lives
-from deadpool_plugin.agent.profile import Profile
-from deadpool_plugin.agent.rehearsal import CHUNK_STEPS, Rehearsal
-from deadpool_plugin.agent.reports import Reports, sentence
-from deadpool_plugin.agent.slots import Process, Slot
-from deadpool_plugin.agent.spares import Spares
+from deadpool_plugin.agent.mirroring import Fetches, Mirroring, Profile
+from deadpool_plugin.agent.node import Process, Slot
+from deadpool_plugin.agent.process import Agent
+from deadpool_plugin.agent.process_monitor import ProcessMonitor
+from deadpool_plugin.agent.reports import sentence
+from deadpool_plugin.agent.spares import CHUNK_STEPS, Rehearsal, Spares
 from deadpool_plugin.agent.workers import Workers
-from deadpool_plugin.agent.world import Place
 from deadpool_plugin.core import api, local
 from deadpool_plugin.core.types import NO_STEP, World
-from deadpool_plugin.host.processes import Processes
 from deadpool_plugin.mirror.records import History
 from deadpool_plugin.mirror.store import SnapshotStore
 from deadpool_plugin.transport.unix import LocalPeer
@@ -32,12 +29,8 @@ from deadpool_plugin.transport.unix import LocalPeer
 WORLD = World(1, (0, 1), (2,))
 
 
-def nothing(*_):
-    pass
-
-
 def test_what_was_committed_after_the_restore_step_is_not_told_to_newcomers(tmp_path):
-    workers = Workers(Place(0, 3, 1, "m", 5), host(), tmp_path, [], stand_in(Lives), nothing, nothing, str)
+    workers = Workers(local_node(output_dir=tmp_path), stand_in(ProcessMonitor))
     workers.commit(9)
     workers.enter(WORLD, 10)
     assert workers.committed == 9
@@ -60,17 +53,8 @@ def rehearsing(slot: Slot, rank: int, told: int) -> Rehearsal:
 def test_a_stand_in_that_followed_too_far_begins_again_from_the_new_source():
     async def scenario():
         slots = [Slot(0), Slot(1)]
-        workers = types.SimpleNamespace(slots=slots, world=WORLD)
-        spares = Spares(
-            2,
-            cast(Workers, workers),
-            on := host(stand_in(SnapshotStore)),
-            fetches(on),
-            stand_in(Reports),
-            nothing,
-            1000,
-            lambda event: None,
-        )
+        node = local_node(host(stand_in(SnapshotStore)), slots=slots, node=2)
+        spares = Spares(node, stand_in(ProcessMonitor), stand_in(Workers), stand_in(Mirroring), Fetches(node))
         begun = []
 
         async def begin(slot, rank, source):
@@ -127,9 +111,10 @@ def test_a_process_that_cannot_go_back_so_far_is_ended_and_replaced_with_its_rea
         slot.process = Process(order=1, rank=3, rehearses=False, pid=child.pid)
         fed: list[api.Input] = []
         lost: list[Slot] = []
-        lives = Lives(0, [slot], Processes("tag.", 10.0), fed.append, lost.append, lambda reason: None)
+        agent = Agent.__new__(Agent)
+        agent._monitor = ProcessMonitor(local_node(feed=fed.append, slots=[slot]), lost.append)
         try:
-            lives.out_of_reach(slot, local.OutOfReach("its calls begin later"))
+            agent._heard(slot, stand_in(LocalPeer), local.OutOfReach("its calls begin later"))
             assert child.wait(10) == -signal.SIGKILL
         finally:
             child.kill()

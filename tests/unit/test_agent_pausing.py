@@ -11,10 +11,11 @@ import time
 
 import pytest
 from support import present
+from support.hosts import host, local_node
 from support.stand_in import stand_in
 
-from deadpool_plugin.agent.lives import Lives
-from deadpool_plugin.agent.slots import Process, Slot
+from deadpool_plugin.agent.node import Process, Slot
+from deadpool_plugin.agent.process_monitor import ProcessMonitor
 from deadpool_plugin.host import proc
 from deadpool_plugin.host.processes import POLL_S, Processes
 from deadpool_plugin.transport.unix import LocalPeer
@@ -70,23 +71,19 @@ def slot_of(standby, worker, rehearses: bool = False, number: int = 0) -> Slot:
     return Slot(number, rank=number, standby_pid=standby.pid, process=process)
 
 
-def nothing(*_):
-    pass
-
-
-def lives_of(tag: str, *slots: Slot, patience_s: float = 10.0) -> Lives:
-    return Lives(0, slots, Processes(tag, patience_s), nothing, nothing, nothing)
+def monitor_of(tag: str, *slots: Slot) -> ProcessMonitor:
+    return ProcessMonitor(local_node(host(processes=Processes(tag, 10.0)), slots=slots), lambda slot: None)
 
 
 def test_a_rank_and_its_children_stand_still_and_go_on(family):
     tag, standby, worker, child = family
-    lives = lives_of(tag, slot_of(standby, worker))
-    lives.pause()
+    monitor = monitor_of(tag, slot_of(standby, worker))
+    monitor.pause()
     wait_until(lambda: stopped(worker.pid, child) == [True, True])
-    assert lives.paused and stopped(standby.pid) == [False]
-    lives.resume()
+    assert monitor.paused and stopped(standby.pid) == [False]
+    monitor.resume()
     wait_until(lambda: stopped(worker.pid, child) == [False, False])
-    assert not lives.paused
+    assert not monitor.paused
 
 
 def test_all_ranks_stand_still_before_anybody_looks_for_their_children(families, monkeypatch):
@@ -101,7 +98,7 @@ def test_all_ranks_stand_still_before_anybody_looks_for_their_children(families,
 
     monkeypatch.setattr(proc, "tagged", looked)
     slots = [slot_of(standby, worker, number=number) for number, (standby, worker, _) in enumerate(people)]
-    lives_of(tag, *slots).pause()
+    monitor_of(tag, *slots).pause()
     wait_until(lambda: all(stopped(*workers, *children)))
     assert {*asked} == {tag} and not any(stopped(*(one[0].pid for one in people)))
 
@@ -110,17 +107,17 @@ def test_beside_ranks_that_stand_still_one_that_rehearses_goes_on(families):
     tag, make = families
     (standby, worker, child), (other_standby, other, its_child) = make(0), make(1)
     slots = [slot_of(standby, worker), slot_of(other_standby, other, rehearses=True, number=1)]
-    lives = lives_of(tag, *slots)
-    lives.pause()
+    monitor = monitor_of(tag, *slots)
+    monitor.pause()
     wait_until(lambda: stopped(worker.pid, child) == [True, True])
     assert stopped(standby.pid, other_standby.pid, other.pid, its_child) == [False] * 4
 
 
 def test_they_end_as_they_stand(family):
     tag, standby, worker, child = family
-    lives = lives_of(tag, slot_of(standby, worker))
-    lives.pause()
-    lives.end(1)
+    monitor = monitor_of(tag, slot_of(standby, worker))
+    monitor.pause()
+    monitor.end(1)
     assert worker.wait(timeout=10) == -9
     wait_until(lambda: (status := proc.look(child)) is None or status.ending)
     assert standby.poll() is None
@@ -128,22 +125,21 @@ def test_they_end_as_they_stand(family):
 
 def test_a_slot_that_rehearses_is_left_alone(family):
     tag, standby, worker, _ = family
-    lives = lives_of(tag, slot_of(standby, worker, rehearses=True))
-    lives.pause()
-    assert lives.paused and stopped(worker.pid) == [False]
+    monitor = monitor_of(tag, slot_of(standby, worker, rehearses=True))
+    monitor.pause()
+    assert monitor.paused and stopped(worker.pid) == [False]
 
 
 def test_who_takes_a_rank_over_meanwhile_stands_still_too(family):
     tag, standby, worker, child = family
     slot = slot_of(standby, worker, rehearses=True)
-    lives = lives_of(tag, slot)
-    lives.keep_paused()
-    lives.pause()
+    monitor = monitor_of(tag, slot)
+    monitor.pause()
     present(slot.process).took_over = True
     assert stopped(worker.pid, child) == [False, False]
-    lives.keep_paused()
+    monitor.pause()
     wait_until(lambda: stopped(worker.pid, child) == [True, True])
-    lives.resume()
+    monitor.resume()
     wait_until(lambda: stopped(worker.pid, child) == [False, False])
 
 

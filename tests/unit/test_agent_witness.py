@@ -9,11 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from support.hosts import host
-from support.stand_in import stand_in
+from support.hosts import host, local_node
 
 from deadpool_plugin.agent import witness
-from deadpool_plugin.agent.reports import Reports
 from deadpool_plugin.agent.witness import Claims
 from deadpool_plugin.core.types import SwapPlan, World
 from deadpool_plugin.errors import ConfigError
@@ -61,8 +59,7 @@ def test_every_start_is_a_job_of_its_own():
 
 
 def claims(directory: Path) -> Claims:
-    on = host(witness=SharedFolder(directory))
-    return Claims(on, lambda: "job", stand_in(Reports), lambda event: None)
+    return Claims(local_node(host(witness=SharedFolder(directory))))
 
 
 @pytest.mark.parametrize("theirs", ["a", "b"], ids=["shared", "each-host-its-own"])

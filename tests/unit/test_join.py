@@ -13,12 +13,11 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from support.stand_in import fake
+from support.hosts import local_node
 
 from deadpool_plugin import __version__
-from deadpool_plugin.agent import joining
-from deadpool_plugin.agent.joining import Job, Roster
-from deadpool_plugin.agent.meeting import versions
+from deadpool_plugin.agent.links import Roster, versions
+from deadpool_plugin.agent.world import Invitation, Job, job_from
 from deadpool_plugin.cli.main import COMMANDS, address, main
 from deadpool_plugin.config import Config, load
 from deadpool_plugin.core.types import World
@@ -170,8 +169,10 @@ class Member:
     async def _serve(self):
         self._end = asyncio.Event()
         credentials = Credentials(SECRET.encode(), MEMBERS_JOB)
-        job, owner = Job(self.command, str(self.folder), self.config.told(), {}), fake(world=World(1, (4,)))
-        roster = Roster(4, job, ("m", 5), credentials, owner)
+        node = local_node(node=4)
+        node.job, node.credentials = Job(self.command, str(self.folder), self.config.told(), {}), credentials
+        node.world = World(1, (4,))
+        roster = Roster(node)
         mesh = ControlMesh(
             4, credentials, "127.0.0.1", None, lambda *_: None, lambda *_: None, 10.0, lambda _: None, roster.answer,
         )  # fmt: skip
@@ -352,9 +353,7 @@ def test_the_whole_command_runs_the_jobs_command_for_every_slot(member, folder, 
         assert carried.is_carried(told["argv"][-1])
         place = roles.from_environment(told["env"]).place
         assert (place.node, place.local_size, place.master_addr, place.master_port) == (5, 2, "m", 5)
-        assert joining.job_from(told["env"], "", "", ()).invitation == joining.Invitation(
-            MEMBERS_JOB, (tuple(member.hello.control),)
-        )
+        assert job_from(told["env"], "", "", ()).invitation == Invitation(MEMBERS_JOB, (tuple(member.hello.control),))
     assert "is in, as node 5" in capfd.readouterr().out
 
 
@@ -419,7 +418,7 @@ def test_commands_and_environment_of_a_slot(folder):
 
 
 def test_what_the_job_exports_leaves_out_everything_else():
-    job = joining.job_from({"NCCL_DEBUG": "W", "AWS_SECRET": "x"}, "/here", "spares: 1", ("/secret",))
+    job = job_from({"NCCL_DEBUG": "W", "AWS_SECRET": "x"}, "/here", "spares: 1", ("/secret",))
     assert job == Job([], "/here", "spares: 1", {"NCCL_DEBUG": "W"}, ("/secret",))
 
 
@@ -428,11 +427,11 @@ def test_what_deepspeed_is_told_to_export_is_exported_but_no_secret(tmp_path, mo
     (tmp_path / ".deepspeed_env").write_text("LD_LIBRARY_PATH=/opt\nMY_SWITCH=1\nMY_API_KEY=2\n\n")
     exported = {"TORCH_NCCL_BLOCKING_WAIT": "1", "HF_HOME": "/hf", "CUDA_HOME": "/c", "MY_SWITCH": "1"}
     others = {"HF_TOKEN": "x", "MY_API_KEY": "2", "CUDA_VISIBLE_DEVICES": "3", "TORCHELASTIC_RUN_ID": "4", "LANG": "C"}
-    assert joining.job_from({**exported, **others}, str(tmp_path), "", ()).environment == exported
+    assert job_from({**exported, **others}, str(tmp_path), "", ()).environment == exported
 
 
 def test_ids_are_above_all_that_ever_were():
-    roster = Roster(0, Job([], "", "", {}), ("m", 5), Credentials(b""), fake(world=None))
+    roster = Roster(local_node())
     for node in (0, 1, 7):
         roster.know(hello(node))
     roster.gone(7)

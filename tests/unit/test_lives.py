@@ -10,11 +10,11 @@ import subprocess
 import sys
 
 import pytest
-from support.stand_in import stand_in
+from support.hosts import local_node
 
-from deadpool_plugin.agent.lives import Lives
-from deadpool_plugin.agent.reports import Reports
-from deadpool_plugin.agent.slots import Process, Slot
+from deadpool_plugin.agent.node import Process, Slot
+from deadpool_plugin.agent.process_monitor import ProcessMonitor
+from deadpool_plugin.agent.workers import Workers
 from deadpool_plugin.core import api, local
 from deadpool_plugin.host import proc
 from deadpool_plugin.host.processes import Processes
@@ -22,65 +22,67 @@ from deadpool_plugin.host.processes import Processes
 
 @pytest.fixture
 def heard():
-    """(lives, slot, what was heard in its order): rank 3 runs in the only slot."""
+    """(monitor, slot, what was heard in its order): rank 3 runs in the only slot."""
     order: list[api.Input | Slot] = []
     slot = Slot(0, rank=3, standby_pid=os.getpid())
-    lives = Lives(1, [slot], Processes("tag.", 10.0), order.append, order.append, stand_in(Reports).say)
+    monitor = ProcessMonitor(local_node(feed=order.append, slots=[slot], node=1), order.append)
     slot.process = Process(order=1, rank=3, rehearses=False, in_training=True)
-    return lives, slot, order
+    return monitor, slot, order
 
 
 @pytest.mark.parametrize(("exit_code", "said"), [(-9, api.WorkerLost), (3, api.WorkerFailed), (0, api.WorkerFailed)])
 def test_a_replacement_is_begun_before_the_controller_decides(heard, exit_code, said):
     """A node that is alone decides in the same step: what it orders must be the last word."""
-    lives, slot, order = heard
-    lives.ended(slot, slot.process, exit_code)
-    lives.ended(slot, slot.process, exit_code)
+    monitor, slot, order = heard
+    monitor.ended(slot, slot.process, exit_code)
+    monitor.ended(slot, slot.process, exit_code)
     assert order[0] is slot and [type(one) for one in order[1:]] == [said]
 
 
 @pytest.mark.parametrize(("pid", "killed"), [(0, []), (4242, [4242])])
 def test_a_process_that_has_not_said_hello_yet_is_ended_by_the_next_order(heard, monkeypatch, pid, killed):
-    lives, slot, order = heard
+    monitor, slot, order = heard
     ended: list[int] = []
-    monkeypatch.setattr(lives._processes, "kill", ended.append)
+    monkeypatch.setattr(monitor._processes, "kill", ended.append)
     process = Process(order=2, rank=3, rehearses=False)
     slot.process, process.pid = process, pid or process.pid
-    lives.kill(slot, process, "of no use any more")
+    monitor.kill(slot, process, "of no use any more")
     assert ended == killed and api.WorkerLost(3, "of no use any more") in order
 
 
 def test_the_last_words_of_a_process_are_heard_before_it_is_said_why_it_ended(heard):
     """Its end may be known from /proc while what it said is unread."""
-    lives, slot, order = heard
+    monitor, slot, order = heard
 
     class Unread:
         def read_rest(self):
             slot.process.failing = "ValueError: no such token"
 
     slot.process.peer = Unread()
-    lives.ended(slot, slot.process, 1)
+    monitor.ended(slot, slot.process, 1)
     assert order == [slot, api.WorkerFailed(3, 1, "ValueError: no such token")]
 
 
 def test_all_its_stores_die_with_a_process(heard):
     """An inherited plan may name one that was offered before the newest."""
-    lives, slot, order = heard
-    lives.hosts(slot, slot.process, "host:1")
-    lives.hosts(slot, slot.process, "host:2")
-    lives.ended(slot, slot.process, -9)
+    monitor, slot, order = heard
+    workers = Workers(monitor._node, monitor)
+    workers.store_offer(slot, local.StoreOffer("host:1"))
+    workers.store_offer(slot, local.StoreOffer("host:2"))
+    monitor.ended(slot, slot.process, -9)
     lost = [api.StoreLost("host:1"), api.StoreLost("host:2")]
     assert order[:4] == [api.StoreOffered("host:1"), api.StoreOffered("host:2"), *lost]
-    lives.forget(slot.process)
+    monitor.forget(slot.process)
     assert [one for one in order if isinstance(one, api.StoreLost)] == lost
 
 
 def test_a_process_that_only_rehearses_its_rank_says_so_with_its_store(heard):
-    lives, slot, order = heard
+    monitor, slot, order = heard
     slot.process = Process(order=2, rank=3, rehearses=True)
-    lives.hosts(slot, slot.process, "host:3")
+    workers = Workers(monitor._node, monitor)
+    workers.store_offer(slot, local.StoreOffer("host:3"))
     slot.process.took_over = True
-    lives.hosts(slot, slot.process, "host:4")
+    workers.store_offer(slot, local.StoreOffer("host:4"))
     assert order == [api.StoreOffered("host:3", 0, stand_in=True), api.StoreOffered("host:4", 0)]
 
 
@@ -96,29 +98,22 @@ LAUNCHED = "ended where it was launched (Ctrl-C, a closed terminal or a signal; 
     ],
 )
 def test_what_a_supervisor_was_told_to_end_by(heard, number, said):
-    lives, slot, order = heard
-    lives.leaving(slot, local.Leaving(number))
+    monitor, slot, order = heard
+    monitor.leaving(local.Leaving(number))
     assert order == [said]
-
-
-def test_a_standby_process_that_can_fork_no_more_is_the_nodes_end(heard):
-    lives, slot, order = heard
-    lives.cannot_end(slot, local.CannotEnd("process 7 was killed and does not end (state D)"))
-    reason = "local rank 0 cannot get a new process: process 7 was killed and does not end (state D)"
-    assert order == [api.NodeGivenUp(reason)]
 
 
 def test_a_standby_process_that_is_stopped_is_the_nodes_end(heard):
     """Whatever is ordered then comes to nothing, and nobody would say so."""
-    lives, slot, order = heard
+    monitor, slot, order = heard
     child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
     slot.standby_pid = child.pid
     child.send_signal(signal.SIGSTOP)
 
     async def until_said():
-        lives._processes = watch = Processes("tag.", silent_after_s=0.0)
+        monitor._processes = watch = Processes("tag.", silent_after_s=0.0)
         watch.start()
-        lives.watch_standby(slot)
+        monitor.watch_standby(slot)
         while not order:
             await asyncio.sleep(0.01)
         watch.close()
@@ -132,28 +127,28 @@ def test_a_standby_process_that_is_stopped_is_the_nodes_end(heard):
 
 
 def test_a_process_that_is_stopped_after_the_training_does_not_hold_its_host_for_ever(heard):
-    lives, slot, order = heard
+    monitor, slot, order = heard
     child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
     slot.process.pid = child.pid
     child.send_signal(signal.SIGSTOP)
-    lives.end(0)
+    monitor.end(0)
     try:
-        lives._stopped(slot, slot.process, 10.0)
+        monitor._stopped(slot, slot.process, 10.0)
         assert child.wait(30) == -signal.SIGKILL
     finally:
         child.kill()
         child.wait()
-    lives.ended(slot, slot.process, -9)
-    assert lives.late_exit_code == 137 and order == [], "the script may have had work to do"
+    monitor.ended(slot, slot.process, -9)
+    assert monitor.late_exit_code == 137 and order == [], "the script may have had work to do"
 
 
 def test_the_end_of_what_rehearsed_another_rank_is_no_loss_of_the_slots_new_one(heard):
-    lives, slot, order = heard
+    monitor, slot, order = heard
     slot.process = Process(order=2, rank=5, rehearses=True)
-    lives.ended(slot, slot.process, -9)
+    monitor.ended(slot, slot.process, -9)
     assert order == []
     slot.rank, slot.process = -1, Process(order=3, rank=5, rehearses=True)
-    lives.ended(slot, slot.process, -9)
+    monitor.ended(slot, slot.process, -9)
     assert order == [api.SpareFailed(0, 5, order[0].reason)]
 
 

@@ -1,4 +1,4 @@
-"""agent/meeting.py: how long hosts wait for each other at the start, and what they call themselves."""
+"""agent/links.py: how long hosts wait for each other at the start, and what they call themselves."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ import asyncio
 import socket
 
 import pytest
+from support.hosts import local_node
 from support.stand_in import stand_in
 
-from deadpool_plugin.agent import meeting
-from deadpool_plugin.agent.joining import Job
-from deadpool_plugin.agent.meeting import Links, addresses, reachable
-from deadpool_plugin.agent.world import Place
+from deadpool_plugin.agent import links as links_module
+from deadpool_plugin.agent.links import Links, addresses, reachable
+from deadpool_plugin.agent.world import Job, Place
 from deadpool_plugin.config import Config
 from deadpool_plugin.errors import ConfigError, TransportError
 from deadpool_plugin.host import interfaces
-from deadpool_plugin.transport.handshake import Credentials
 from deadpool_plugin.transport.rendezvous import Hello
 
 
@@ -28,10 +27,9 @@ def test_little_patience_with_a_lost_host_is_not_little_with_one_that_starts(mon
     async def meet(*arguments):
         raise Met(arguments[-1])
 
-    monkeypatch.setattr(meeting, "meet", meet)
+    monkeypatch.setattr(links_module, "meet", meet)
     links = Links.__new__(Links)
-    links._node, links._place, links._config = 1, Place(1, 2, 1, "m", 5), Config(patience_s=patience_s)
-    links._credentials = stand_in(Credentials)
+    links._node = local_node(node=1, patience_s=patience_s)
     with pytest.raises(Met) as met:
         asyncio.run(links.meet(stand_in(Hello)))
     assert met.value.args == (waits_s,)
@@ -49,7 +47,7 @@ def looked_up(monkeypatch, fails, config=Config()):
 
     with monkeypatch.context() as patch:
         patch.setattr(socket, "getaddrinfo", resolve)
-        patch.setattr(meeting, "_RETRY_S", 0.0)
+        patch.setattr(links_module, "_RESOLVE_RETRY_S", 0.0)
         job = Job([], "", "", {})
         return asyncio.run(reachable(config, Place(1, 2, 1, "pod-0.pods", 5), job)), asked
 
@@ -60,7 +58,7 @@ def test_a_first_host_whose_name_is_not_known_yet_is_asked_for_again(monkeypatch
 
 
 def test_a_name_that_nobody_knows_is_asked_for_no_longer_than_hosts_wait_for_each_other(monkeypatch):
-    monkeypatch.setattr(meeting, "meeting_s", lambda config: 0.0)
+    monkeypatch.setattr(links_module, "meeting_s", lambda config: 0.0)
     with pytest.raises(TransportError, match="no way to pod-0.pods: .*not known"):
         looked_up(monkeypatch, fails=2)
 
@@ -82,7 +80,7 @@ def test_an_address_this_host_does_not_have_is_said_at_once(monkeypatch):
     ],
 )
 def test_nobody_is_told_to_dial_an_address_that_means_himself(monkeypatch, found, target, where):
-    monkeypatch.setattr(meeting, "address_towards", lambda *target: found)
+    monkeypatch.setattr(links_module, "address_towards", lambda *target: found)
     assert addresses(Config(), (target, 29500)) == where
 
 

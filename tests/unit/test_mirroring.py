@@ -7,12 +7,11 @@ from typing import cast
 
 import pytest
 from support import present
-from support.hosts import host
+from support.hosts import host, local_node
 from support.stores import free
 
-from deadpool_plugin.agent.mirroring import Mirroring
-from deadpool_plugin.agent.profile import Profile
-from deadpool_plugin.agent.slots import Process, Slot
+from deadpool_plugin.agent.mirroring import Mirroring, Profile
+from deadpool_plugin.agent.node import Process, Slot
 from deadpool_plugin.core import api, local
 from deadpool_plugin.core.types import World
 from deadpool_plugin.mirror.arena import SlotPair, arena_bytes
@@ -34,7 +33,7 @@ def serving(rank: int) -> Slot:
 
 
 def mirroring(store: SnapshotStore) -> Mirroring:
-    made = Mirroring(0, 1, host(store), 10.0, lambda event: None)
+    made = Mirroring(local_node(host(store)))
     made.enter(World(0, (0, 0), ()))
     return made
 
@@ -108,7 +107,7 @@ def test_slots_that_are_being_made_when_the_script_begins_again_make_room_for_th
     slot = serving(0)
 
     async def scenario():
-        made = Mirroring(0, 1, host(store), 10.0, fed.append)
+        made = Mirroring(local_node(host(store), fed.append))
         made.enter(World(0, (0, 0), ()))
         await made._prepare(slot, present(slot.serving), ready(0))
 

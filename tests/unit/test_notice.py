@@ -1,4 +1,4 @@
-"""agent/lives.py: who is told to end, who is asked first, and for how long; proc.catches."""
+"""agent/process_monitor.py: who is told to end, who is asked first, and for how long; proc.catches."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ import sys
 
 import pytest
 from support import present
-from support.stand_in import stand_in
+from support.hosts import local_node
+from support.stand_in import fake, stand_in
 
-from deadpool_plugin.agent import lives as lives_module
-from deadpool_plugin.agent.lives import Lives
-from deadpool_plugin.agent.slots import Process, Slot
-from deadpool_plugin.core import api
+from deadpool_plugin.agent import process_monitor
+from deadpool_plugin.agent.node import Process, Slot
+from deadpool_plugin.agent.process_monitor import ProcessMonitor
+from deadpool_plugin.core import api, local
 from deadpool_plugin.host import proc
-from deadpool_plugin.host.processes import Processes
 from deadpool_plugin.transport.unix import LocalPeer
 
+LAUNCHER_DID = "the launcher of node 3 ended its processes (SIGTERM)"
 HANDLES = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: None); print(flush=True); signal.pause()"
 DOES_NOT = "import signal, sys; print(flush=True); signal.pause()"
 
@@ -44,9 +45,9 @@ def running():
 
 
 def course(monkeypatch, slots, tell, seconds):
-    """Return what is said and given up when `tell(lives)` happens, within some seconds."""
-    monkeypatch.setattr(lives_module, "TERM_GRACE_S", 0.05)
-    monkeypatch.setattr(lives_module, "NOTICE_S", 0.2)
+    """Return what is said and given up when `tell(monitor)` happens, within some seconds."""
+    monkeypatch.setattr(process_monitor, "TERM_GRACE_S", 0.05)
+    monkeypatch.setattr(process_monitor, "NOTICE_S", 0.2)
 
     async def play():
         told = []
@@ -55,8 +56,8 @@ def course(monkeypatch, slots, tell, seconds):
             assert isinstance(event, api.NodeGivenUp)
             told.append(("given up", event.reason))
 
-        processes = Processes("tag.", 10.0)
-        tell(Lives(3, slots, processes, given_up, lambda slot: None, lambda text: told.append(("said", text))))
+        reports = fake(emit=lambda note: told.append(("said", note.text)))
+        tell(ProcessMonitor(local_node(feed=given_up, slots=slots, node=3, reports=reports), lambda slot: None))
         at_once = list(told)
         await asyncio.sleep(seconds)
         return at_once, told[len(at_once) :]
@@ -65,9 +66,9 @@ def course(monkeypatch, slots, tell, seconds):
 
 
 def both(one):
-    one._supervisor_told("its launcher did")
-    one.told("it was told")
-    one.told("it was told")
+    one.leaving(local.Leaving(signal.SIGTERM))
+    one.told_to_end("it was told")
+    one.told_to_end("it was told")
 
 
 def test_a_script_that_handles_it_has_its_time_and_no_more(running, monkeypatch):
@@ -79,13 +80,13 @@ def test_a_script_that_handles_it_has_its_time_and_no_more(running, monkeypatch)
 @pytest.mark.parametrize(("code", "rehearses"), [(DOES_NOT, False), (HANDLES, True)])
 def test_a_host_whose_script_has_no_handler_is_given_up_at_once(running, monkeypatch, code, rehearses):
     at_once, then = course(monkeypatch, [running(code, rehearses)], both, 0.5)
-    assert at_once == [("given up", "its launcher did")]
+    assert at_once == [("given up", LAUNCHER_DID)]
     assert then == [("given up", "it was told")] * 2
 
 
 def test_a_supervisor_that_was_told_alone_has_lost_its_launcher(running, monkeypatch):
-    at_once, then = course(monkeypatch, [running(HANDLES)], lambda one: one._supervisor_told("its launcher did"), 0.5)
-    assert (at_once, then) == ([], [("given up", "its launcher did")])
+    at_once, then = course(monkeypatch, [running(HANDLES)], lambda one: one.leaving(local.Leaving(signal.SIGTERM)), 0.5)
+    assert (at_once, then) == ([], [("given up", LAUNCHER_DID)])
 
 
 def test_whoever_has_gone_catches_nothing():

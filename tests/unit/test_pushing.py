@@ -1,4 +1,4 @@
-"""agent/pushing.py: a push that fails is tried again, and what stays impossible is said, more than once."""
+"""agent/mirroring.py: a push that fails is tried again, and what stays impossible is said, more than once."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from collections.abc import Callable
 
 import pytest
 from support import expect
-from support.hosts import host
+from support.hosts import host, local_node
 
-from deadpool_plugin.agent.profile import Profile
-from deadpool_plugin.agent.pushing import Pushes
+from deadpool_plugin.agent.mirroring import Mirroring, Profile
 from deadpool_plugin.core import api
 from deadpool_plugin.core.types import World
 from deadpool_plugin.errors import DeadpoolError, TransportError
@@ -39,10 +38,11 @@ class Buddy:
 def test_a_snapshot_that_cannot_be_read_here_is_no_fault_of_the_buddy(error: DeadpoolError) -> None:
     async def scenario(newest: int) -> list[api.Input]:
         said: list[api.Input] = []
-        pushes = Pushes(0, 1, host(bulk=Buddy(error)), 0.0, said.append)
-        pushes.enter(World(0, (0, 1), ()))
+        mirroring = Mirroring(local_node(host(bulk=Buddy(error)), said.append, patience_s=0.0))
+        mirroring.enter(World(0, (0, 1), ()))
+        mirroring.profiles[0] = PROFILE
         for step in range(3, newest + 1):
-            pushes.snapshot(0, step, 0, PROFILE, b"")
+            mirroring._push_snapshot(0, step, 0, b"")
             await asyncio.sleep(0)
         await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()})
         return said
@@ -74,9 +74,10 @@ def pushed(error: DeadpoolError, enough: Callable[[list[api.Input], int], bool])
         said: list[api.Input] = []
         heals = asyncio.Event()
         buddy = Unreachable(error, heals)
-        pushes = Pushes(0, 1, host(bulk=buddy), 0.05, said.append)
-        pushes.enter(World(0, (0, 1), ()))
-        pushes.snapshot(0, 3, 0, PROFILE, b"")
+        mirroring = Mirroring(local_node(host(bulk=buddy), said.append, patience_s=0.05))
+        mirroring.enter(World(0, (0, 1), ()))
+        mirroring.profiles[0] = PROFILE
+        mirroring._push_snapshot(0, 3, 0, b"")
         while not enough(said, buddy.attempts):
             await asyncio.sleep(0.01)
         heals.set()

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
 from typing import cast
 
 from support import present
-from support.hosts import fetches, host
+from support.hosts import host, local_node
 from support.stand_in import StandIn, stand_in
 
-from deadpool_plugin.agent.lives import Lives
-from deadpool_plugin.agent.profile import Profile
-from deadpool_plugin.agent.rehearsal import Rehearsal
+from deadpool_plugin.agent.mirroring import Fetches, Mirroring, Profile
+from deadpool_plugin.agent.node import LocalNode, Process, Slot
+from deadpool_plugin.agent.process_monitor import ProcessMonitor
 from deadpool_plugin.agent.reports import Reports
-from deadpool_plugin.agent.slots import Process, Slot
-from deadpool_plugin.agent.spares import Spares
+from deadpool_plugin.agent.spares import Rehearsal, Spares
 from deadpool_plugin.agent.workers import Workers
 from deadpool_plugin.core import api, local
 from deadpool_plugin.errors import DeadpoolError, MemoryShortage
@@ -28,16 +26,16 @@ from deadpool_plugin.transport.unix import LocalPeer
 PEER = stand_in(LocalPeer)
 
 
-def nothing(*_):
-    pass
+def spares_of(node: LocalNode, mirroring: Mirroring | None = None) -> Spares:
+    checks = stand_in(Mirroring) if mirroring is None else mirroring
+    return Spares(node, stand_in(ProcessMonitor), stand_in(Workers), checks, Fetches(node))
 
 
 def asked(error: DeadpoolError, patience_s: float, succeeds_at: int) -> tuple[int, bool]:
     """Count the requests for a recording that fail with `error` at first, and tell whether that was the end of it."""
 
     async def scenario() -> tuple[int, bool]:
-        workers, on, failed = stand_in(Workers), host(), []
-        spares = Spares(2, workers, on, fetches(on, patience_s), stand_in(Reports), nothing, 1000, nothing)
+        spares, failed = spares_of(local_node(node=2, patience_s=patience_s)), []
         attempts = 0
 
         async def begin(slot, rank, source):
@@ -47,7 +45,7 @@ def asked(error: DeadpoolError, patience_s: float, succeeds_at: int) -> tuple[in
                 raise error
 
         spares.begin, spares._fail = begin, lambda *arguments: failed.append(arguments)
-        await spares._start(Slot(0), 0, 1)
+        await spares._begin_in_time(Slot(0), 0, 1)
         return attempts, bool(failed)
 
     return asyncio.run(asyncio.wait_for(scenario(), timeout=30))
@@ -70,11 +68,12 @@ def test_a_spare_that_could_not_hold_the_mirrors_that_come_with_its_ranks_says_s
         raise MemoryShortage("snapshots need 96 GiB")
 
     async def scenario():
-        workers, reports, store = stand_in(Workers), StandIn(Reports), StandIn(SnapshotStore)
+        mirroring, reports, store = stand_in(Mirroring), StandIn(Reports), StandIn(SnapshotStore)
+        mirroring.check_memory = check
         on = host(cast(SnapshotStore, store))
         store.prepare_own = lambda *arguments: prepared.append(arguments)
         reports.emit = told.append
-        spares = Spares(5, workers, on, fetches(on), cast(Reports, reports), check, 1000, fed.append)
+        spares = spares_of(local_node(on, fed.append, node=5, reports=reports), mirroring)
         for number in range(2):
             slot = Slot(number)
             slot.process = Process(order=1, rank=6 + number, rehearses=True)
@@ -97,8 +96,8 @@ def test_a_newcomer_that_read_other_data_has_failed_as_a_script_has_and_is_not_j
     slot, killed = Slot(0, rank=6), []
     told: list[Event] = []
     spares, rehearsal = following(3, slot)
-    monkeypatch.setattr(spares._reports, "emit", told.append)
-    spares._workers.lives = cast(Lives, SimpleNamespace(kill=lambda *arguments: killed.append(arguments)))
+    monkeypatch.setattr(spares._node.reports, "emit", told.append)
+    monkeypatch.setattr(spares._monitor, "kill", lambda *arguments: killed.append(arguments))
     spares.failing(slot, local.Failing(6, "other data", differs=True))
     assert killed == [(slot, rehearsal.process, "other data", 1)]
     assert told == [RehearsalFailed(6, "other data")]
@@ -121,8 +120,7 @@ class Connection:
 
 
 def following(told: int, slot: Slot) -> tuple[Spares, Rehearsal]:
-    on = host(stand_in(SnapshotStore))
-    spares = Spares(5, stand_in(Workers), on, fetches(on), stand_in(Reports), nothing, 1 << 20, nothing)
+    spares = spares_of(local_node(host(stand_in(SnapshotStore)), slots=[slot], node=5))
     slot.process = Process(order=1, rank=6, rehearses=True)
     rehearsal = Rehearsal(slot, slot.process, Profile(4096, 64, "", (6,), b""), 3, History(1 << 20), told=told)
     rehearsal.finished.set()
@@ -135,7 +133,7 @@ def test_people_are_told_of_one_newcomer_on_its_way_and_how_long_it_needs(monkey
     spares._workers.committed = 100
     slots, clock = {6: Slot(0, rank=6), 7: Slot(1, rank=7)}, [100.0]
     told: list[tuple[float, CatchingUp]] = []
-    monkeypatch.setattr(spares._reports, "emit", lambda event: told.append((clock[0], event)))
+    monkeypatch.setattr(spares._node.reports, "emit", lambda event: told.append((clock[0], event)))
     monkeypatch.setattr("deadpool_plugin.agent.spares.loop_time", lambda: clock[0])
     for rank, slot in slots.items():
         slot.process = Process(order=1, rank=rank, rehearses=True)
@@ -199,7 +197,6 @@ def test_a_swap_does_not_take_a_rehearsal_that_begins_for_the_one_before_it():
         spares, _ = following(7, Slot(0))
         slot = spares.rehearsals[0].slot
         present(slot.process).ended = True
-        spares._workers.slots = [slot]
         begun, asked = asyncio.Event(), []
 
         async def begin(slot, rank, source):
@@ -207,7 +204,7 @@ def test_a_swap_does_not_take_a_rehearsal_that_begins_for_the_one_before_it():
             await begun.wait()
 
         spares.begin = begin
-        spares.order(api.StartRehearsal(0, 6, 1))
+        spares.order(0, 6, 1)
         await asyncio.sleep(0)
         spares.swapped((0, 0, 1, 1, 2, 2, 3, 3), 9)
         begun.set()

@@ -18,7 +18,7 @@ import pytest
 from support import present
 
 from deadpool_plugin import events
-from deadpool_plugin.agent.meeting import versions
+from deadpool_plugin.agent.links import versions
 from deadpool_plugin.config import Config
 from deadpool_plugin.errors import ConfigError
 from deadpool_plugin.host import proc

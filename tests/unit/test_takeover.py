@@ -8,17 +8,15 @@ import types
 from typing import cast
 
 import pytest
+from support.hosts import host, local_node
 from support.stand_in import StandIn, stand_in
 from support.stores import free
 
 from deadpool_plugin.agent import workers as agent_workers
-from deadpool_plugin.agent.fetching import Fetches
-from deadpool_plugin.agent.lives import Lives
-from deadpool_plugin.agent.mirroring import Mirroring
-from deadpool_plugin.agent.profile import Profile
-from deadpool_plugin.agent.rehearsal import Rehearsal
-from deadpool_plugin.agent.slots import Process, Slot
-from deadpool_plugin.agent.spares import Spares
+from deadpool_plugin.agent.mirroring import Fetches, Mirroring, Profile
+from deadpool_plugin.agent.node import Process, Slot
+from deadpool_plugin.agent.process_monitor import ProcessMonitor
+from deadpool_plugin.agent.spares import Rehearsal, Spares
 from deadpool_plugin.agent.takeover import TakeOvers
 from deadpool_plugin.core import local
 from deadpool_plugin.core.types import Source, SwapPlan, World
@@ -47,9 +45,9 @@ class Workers(StandIn):
 
     committed = 9
 
-    def __init__(self, slot: Slot, meanwhile) -> None:
+    def __init__(self, meanwhile) -> None:
         super().__init__(agent_workers.Workers)
-        self.slots, self.meanwhile, self.lives = [slot], meanwhile, stand_in(Lives)
+        self.meanwhile = meanwhile
 
     async def output_of(self, rank, step):
         self.meanwhile()
@@ -70,9 +68,12 @@ def handed_over(meanwhile, cancel: bool = False) -> list[local.LocalMessage]:
         spares.of = lambda slot, rank: rehearsal
         store.fence(PLAN.world.generation)
         store.create_own(0, 4096, 0)
-        workers = cast(agent_workers.Workers, Workers(slot, lambda: meanwhile(slot, store)))
+        workers = cast(agent_workers.Workers, Workers(lambda: meanwhile(slot, store)))
         mirroring, fetches = stand_in(Mirroring), stand_in(Fetches)
-        takeovers = TakeOvers(0, workers, mirroring, spares, fetches, store, 60.0, lambda event: None)
+        monitor = cast(ProcessMonitor, StandIn(ProcessMonitor))
+        monitor.paused = False
+        node = local_node(host(store), slots=[slot])
+        takeovers = TakeOvers(node, monitor, workers, mirroring, fetches, spares)
 
         async def bring(*arguments):
             pass
@@ -125,7 +126,8 @@ def test_a_fetch_that_fails_as_it_is_given_up_ends_nobody():
             raise TransportError("refused")
 
         fetches.bring, spares.pull = bring, pull
-        takeovers = TakeOvers(0, workers, mirroring, spares, fetches, store, 60.0, lambda event: None)
+        monitor, node = stand_in(ProcessMonitor), local_node(host(store))
+        takeovers = TakeOvers(node, monitor, workers, mirroring, fetches, spares)
         process, history = Process(1, 0, rehearses=True), cast(History, types.SimpleNamespace())
         with pytest.raises(TransportError, match="refused"):
             await takeovers._bring(PLAN, Source(0, 2, 2, 0), Rehearsal(Slot(0), process, stand_in(Profile), 0, history))
@@ -148,7 +150,8 @@ def test_a_survivor_that_ends_while_its_restore_step_is_fetched_is_not_told_to_j
             process.peer = None
 
         fetches.refill, mirroring.mirror_again = refill, lambda *arguments: mirrored.append(arguments)
-        takeovers = TakeOvers(0, workers, mirroring, spares, fetches, store, 60.0, lambda event: None)
+        monitor, node = stand_in(ProcessMonitor), local_node(host(store))
+        takeovers = TakeOvers(node, monitor, workers, mirroring, fetches, spares)
         takeovers._hold = lambda *arguments: None
         await takeovers._refill(PLAN, slot, Source(0, 2, 2, 0))
         return mirrored

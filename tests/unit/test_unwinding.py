@@ -1,17 +1,16 @@
-"""agent/unwinding.py: which processes are asked to leave what they are in, and what becomes of those that do not."""
+"""agent/process_monitor.py: which processes are asked to leave what they are in, and the end of those that do not."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import cast
 
 import pytest
+from support import present
+from support.hosts import local_node
 from support.stand_in import stand_in
 
-from deadpool_plugin.agent.lives import Lives
-from deadpool_plugin.agent.slots import Process, Slot
-from deadpool_plugin.agent.unwinding import Unwinding
-from deadpool_plugin.core import local
+from deadpool_plugin.agent.node import Process, Slot
+from deadpool_plugin.agent.process_monitor import ProcessMonitor
 from deadpool_plugin.transport.unix import LocalPeer
 
 PEER = stand_in(LocalPeer)
@@ -22,26 +21,34 @@ def serving(rank: int, in_training: bool = False, took_over: bool = False) -> Sl
     return Slot(rank, rank=rank, process=process)
 
 
-class Killed(list[int]):
-    reason = ""
+class Monitor(ProcessMonitor):
+    """`killed`: the ranks whose processes it was to kill; `reason`: the last one's."""
 
-    def kill(self, slot, process, reason):
+    def __init__(self, *slots: Slot, patience_s: float) -> None:
+        super().__init__(local_node(slots=slots, patience_s=patience_s), lambda slot: None)
+        self.killed: list[int] = []
+        self.reason = ""
+
+    def kill(self, slot: Slot, process: Process, reason: str, exit_code: int = 0) -> None:
         if not process.ended:
             process.ended = True
-            self.append(slot.rank)
+            self.killed.append(slot.rank)
             self.reason = reason
+
+
+def unwinds(slot: Slot, generation: int) -> None:
+    present(slot.process).unwound_for = generation
 
 
 def test_who_trains_and_does_not_leave_its_call_is_killed_and_nobody_else():
     async def scenario():
-        stuck, unwinds = serving(0, in_training=True), serving(1, in_training=True)
+        stuck, leaves = serving(0, in_training=True), serving(1, in_training=True)
         begins, follows = serving(2), serving(3, took_over=True)
-        killed = Killed()
-        unwinding = Unwinding([stuck, unwinds, begins, follows], cast(Lives, killed), deadline_s=0.0, saving_s=0.0)
-        unwinding.begin(5)
-        unwinding.unwound(unwinds, local.Unwound(5))
+        monitor = Monitor(stuck, leaves, begins, follows, patience_s=0.0)
+        monitor.await_unwinding(5)
+        unwinds(leaves, 5)
         await asyncio.sleep(0.01)
-        return killed
+        return monitor.killed
 
     assert asyncio.run(scenario()) == [0], "who follows past steps joins the newest generation when it is through"
 
@@ -49,33 +56,31 @@ def test_who_trains_and_does_not_leave_its_call_is_killed_and_nobody_else():
 @pytest.mark.parametrize("found_in_a_save_by, killed_after_s", [(5, 300.0), (4, 20.0)])
 def test_who_says_that_it_is_in_a_save_has_longer_and_not_for_ever(found_in_a_save_by, killed_after_s, monkeypatch):
     async def scenario():
-        saves, unwinds = serving(0, in_training=True), serving(1, in_training=True)
-        killed, timers = Killed(), []
+        saves, leaves, timers = serving(0, in_training=True), serving(1, in_training=True), []
         monkeypatch.setattr(asyncio.get_running_loop(), "call_later", lambda delay, *work: timers.append((delay, work)))
-        unwinding = Unwinding([saves, unwinds], cast(Lives, killed), deadline_s=20.0, saving_s=300.0)
-        unwinding.begin(5)
-        for slot in (saves, unwinds):
-            unwinding.saving(slot, local.Saving(found_in_a_save_by))
-        unwinding.unwound(unwinds, local.Unwound(5))
+        monitor = Monitor(saves, leaves, patience_s=10.0)
+        monitor.await_unwinding(5)
+        for slot in (saves, leaves):
+            present(slot.process).saving_for = found_in_a_save_by
+        unwinds(leaves, 5)
         for delay, (function, *given) in sorted(timers):
             function(*given)
-            if killed:
-                return delay, killed
+            if monitor.killed:
+                return delay, monitor
 
-    after_s, killed = asyncio.run(scenario())
-    assert (after_s, killed) == (killed_after_s, [0]) and f"after {killed_after_s:g} s" in killed.reason
+    after_s, monitor = asyncio.run(scenario())
+    assert (after_s, monitor.killed) == (killed_after_s, [0]) and f"after {killed_after_s:g} s" in monitor.reason
 
 
 def test_the_time_in_which_a_process_is_stopped_is_not_its_own():
     async def scenario():
-        stopped, killed = serving(0, in_training=True), Killed()
-        unwinding = Unwinding([stopped], cast(Lives, killed), deadline_s=0.01, saving_s=0.02)
-        unwinding.begin(5)
-        unwinding.pause()
+        monitor = Monitor(serving(0, in_training=True), patience_s=0.005)
+        monitor.await_unwinding(5)
+        monitor.pause()
         await asyncio.sleep(0.1)
-        assert not killed
-        unwinding.begin(5)
+        assert not monitor.killed
+        monitor.await_unwinding(5)
         await asyncio.sleep(0.1)
-        return killed
+        return monitor.killed
 
     assert asyncio.run(scenario()) == [0]

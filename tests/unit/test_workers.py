@@ -5,27 +5,28 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+from pathlib import Path
 from typing import cast
 
 import pytest
 from support import present
-from support.hosts import host
+from support.hosts import host, local_node
 from support.stand_in import stand_in
 
 from deadpool_plugin.agent import workers as workers_module
 from deadpool_plugin.agent.host import Host
-from deadpool_plugin.agent.lives import Lives
-from deadpool_plugin.agent.slots import Process, Slot
+from deadpool_plugin.agent.node import Process, Slot
+from deadpool_plugin.agent.process_monitor import ProcessMonitor
 from deadpool_plugin.agent.workers import Workers
-from deadpool_plugin.agent.world import Place
 from deadpool_plugin.core import local
 from deadpool_plugin.host import output as output_module
 from deadpool_plugin.host.output import Pipe, Writer, rank_file
 from deadpool_plugin.transport.unix import LocalPeer
 
 
-def nothing(*_):
-    pass
+def workers_of(on: Host, output_dir: Path, *slots: Slot) -> Workers:
+    """Make those of node 2."""
+    return Workers(local_node(on, slots=slots, node=2, output_dir=output_dir), stand_in(ProcessMonitor))
 
 
 def threaded(writer: Writer) -> Host:
@@ -43,9 +44,7 @@ def taken_over(writer: Writer, output_dir, may_open: threading.Event | None = No
     async def scenario():
         read_end, write_end = os.pipe()
         slot = Slot(0, rank=5, process=Process(1, 5, rehearses=True), pipe=Pipe(read_end, writer))
-        workers = Workers(
-            Place(2, 3, 1, "m", 5), threaded(writer), output_dir, [slot], stand_in(Lives), nothing, nothing, str
-        )
+        workers = workers_of(threaded(writer), output_dir, slot)
         workers.take(slot, await workers.output_of(5, 7), 7)
         os.write(write_end, b"a line\n")
         os.close(write_end)
@@ -141,12 +140,12 @@ def test_who_comes_when_its_generation_is_over_is_not_told_to_begin(tmp_path):
     """The store it would look for may be gone with its host; a job that waits for a host would end for that."""
     first, late = Process(1, 0, rehearses=False), Process(2, 1, rehearses=False)
     slots = [Slot(0, rank=0, process=first), Slot(1, rank=1, process=late)]
-    workers = Workers(Place(0, 2, 2, "m", 5), host(), tmp_path, slots, stand_in(Lives), nothing, nothing, str)
+    workers = workers_of(host(), tmp_path, *slots)
     one, other = Told(), Told()
     workers.start_groups(0, "a store")
-    workers.on_message(cast(LocalPeer, one), local.WorkerHello(0, 11, 0, False, 1), [])
+    workers.worker(cast(LocalPeer, one), local.WorkerHello(0, 11, 0, False, 1))
     workers.abort(1)
-    workers.on_message(cast(LocalPeer, other), local.WorkerHello(1, 12, 1, False, 2), [])
+    workers.worker(cast(LocalPeer, other), local.WorkerHello(1, 12, 1, False, 2))
     assert one == [local.StartGroups(0, "a store"), local.Abort(1)] and other == []
 
 
@@ -156,23 +155,14 @@ def test_what_a_rehearsal_prints_goes_to_a_file_of_its_own(tmp_path, overtaken):
 
     async def scenario():
         slot = Slot(0, rank=-1, process=Process(1, 5, rehearses=True))
-        workers = Workers(
-            Place(2, 3, 1, "m", 5),
-            host(output=writer, pipe=lambda fd: Pipe(fd, writer)),
-            tmp_path,
-            [slot],
-            stand_in(Lives),
-            nothing,
-            nothing,
-            str,
-        )
+        workers = workers_of(host(output=writer, pipe=lambda fd: Pipe(fd, writer)), tmp_path, slot)
         peer = Told()
-        workers.on_message(cast(LocalPeer, peer), local.WorkerHello(0, 11, 5, True, 1), [])
+        workers.worker(cast(LocalPeer, peer), local.WorkerHello(0, 11, 5, True, 1))
         if overtaken:
             slot.process = None
         read_end, write_end = os.pipe()
         os.write(write_end, b"a line\n")
-        workers.on_message(cast(LocalPeer, peer), local.RehearsalOutput(), [read_end])
+        workers.keep_apart(slot, cast(LocalPeer, peer), [read_end])
         if overtaken:
             with pytest.raises(BrokenPipeError):
                 os.write(write_end, b"nobody reads this")

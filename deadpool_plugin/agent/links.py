@@ -1,0 +1,357 @@
+"""A node's links to others: how it becomes reachable, meets the others or joins a running job, and answers guests.
+
+Rules of this file: nothing is decided about the job here. A node id is never used twice. One newcomer arrives at a
+time, so that each is told of all before it and links to them (the others are asked to wait). Nothing here makes a
+member: that is the controller's, from the first JoinRequest on. A newcomer announces itself to the members in the order
+of their ids: two that want the same id meet at the first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import os
+import signal
+from collections.abc import Mapping
+from functools import cache
+from importlib import metadata
+
+from .. import events
+from ..config import Config
+from ..core import api
+from ..core.messages import AnyMessage, Goodbye, Prepare, Verdict
+from ..core.types import NodeId, listed
+from ..errors import AlreadyEnded, ConfigError, NodeTaken, PeerRefused, TransportError, invariant, present
+from ..host.interfaces import address_of, other_network
+from ..mirror.server import OnMirrored
+from ..transport import join_protocol
+from ..transport.framing import ConnectionClosed
+from ..transport.handshake import Credentials
+from ..transport.join_protocol import Admitted, Answer, Busy, JobDescription, Refused
+from ..transport.mesh import ControlMesh
+from ..transport.rendezvous import Hello, job_id, meet
+from ..transport.sockets import Address, address_towards
+from ..transport.tasks import loop_time
+from .node import LocalNode
+from .world import Job, Place
+
+PACKAGES = ("deadpool_plugin", "torch", "megatron-core", "deepspeed")
+STARTS_APART = 6
+"""Hosts wait for each other for this part of `start_timeout_s`, if that is longer than `decision_timeout_s`."""
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+_RESOLVE_RETRY_S = 0.5
+_JOIN_RETRY_S = 0.2
+_ARRIVAL_S = 10.0
+"""A newcomer that has not spoken by then keeps the next one waiting no longer."""
+_log = logging.getLogger(__name__)
+
+
+def meeting_s(config: Config) -> float:
+    """Return how long hosts wait for each other when a job starts."""
+    return max(config.decision_timeout_s, config.start_timeout_s / STARTS_APART)
+
+
+async def reachable(config: Config, place: Place, job: Job) -> tuple[str, str]:
+    """Find `addresses` towards the job.
+
+    Where names come into being with the hosts (Kubernetes), that of the first one may be unknown for as long as hosts
+    wait for each other.
+
+    Raises: ConfigError; TransportError after so long. Blocks: for the resolver, each time.
+    """
+    target = job.invitation.members[0] if job.invitation else (place.master_addr, place.master_port)
+    deadline, said = loop_time() + meeting_s(config), False
+    while True:
+        try:
+            found = addresses(config, target)
+            if config.interface_address is None and (hint := other_network(found[1], os.environ)):
+                _log.warning("%s", hint)
+            return found
+        except TransportError as error:
+            if loop_time() >= deadline:
+                raise
+            if not said:
+                _log.warning("%s; it is tried again for %.0f s", error, meeting_s(config))
+                said = True
+        await asyncio.sleep(_RESOLVE_RETRY_S)
+
+
+def addresses(config: Config, target: Address) -> tuple[str, str]:
+    """Return where to listen, and the address others use. `target`: what they must be reached by.
+
+    Raises: ConfigError; TransportError if there is no way to `target`.
+    """
+    if config.interface_address is not None:
+        ours = address_of(config.interface_address)
+        return ours, ours
+    found = address_towards(*target)
+    if ipaddress.ip_address(found).is_loopback and target[0] not in _LOOPBACK:
+        return "", target[0]  # the first host's name means itself there; others know it by that name
+    return found, found
+
+
+@cache
+def versions() -> dict[str, str]:
+    """Read the versions of the packages that must be alike on all hosts; nobody changes what is returned."""
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def how_to_join(address: Address) -> str:
+    return f"to add a host: deadpool join --to {address[0]}:{address[1]}"
+
+
+class Links:
+    """This node's control mesh, and how it comes to be. Thread: the event loop's only."""
+
+    def __init__(self, node: LocalNode) -> None:
+        self._node = node
+        self.roster = Roster(node)
+        self.mesh = ControlMesh(
+            node.id, node.credentials, node.host.where[0], node.config.port_range, self._received, self._link_lost,
+            node.config.silent_after_s, self._refused, self.roster.answer, self._still_silent,
+        )  # fmt: skip
+
+    async def listen(self, on_mirrored: OnMirrored) -> Hello:
+        """Open both listeners. Returns: what the others must know of this node. Raises: DeadpoolError."""
+        node, address = self._node, self._node.host.where[1]
+        control = (address, (await self.mesh.listen())[1])
+        self.how_to_join = how_to_join(control)
+        bulk = (address, node.host.bulk.serve(on_mirrored, self._refused))
+        return Hello(
+            node.id, node.host.name, control, bulk, node.place.local_size, versions(), node.config.digest(),
+            os.urandom(8).hex(), node.job.launch,
+        )  # fmt: skip
+
+    async def meet(self, hello: Hello) -> list[Hello]:
+        """Exchange hellos at the master's address and link up with everyone. Raises: DeadpoolError."""
+        place, credentials, timeout_s = self._node.place, self._node.credentials, meeting_s(self._node.config)
+        hellos = await meet(place.nodes_total, place.master_addr, place.master_port, hello, credentials, timeout_s)
+        credentials.job = job_id(hellos)
+        await self.mesh.connect({one.node: one.control for one in hellos}, timeout_s)
+        for one in hellos:
+            self.roster.know(one)
+        return hellos
+
+    async def join(self, hello: Hello) -> tuple[NodeId, ...]:
+        """Instead of `meet`: link up with everyone of the job this host is invited to.
+
+        Returns: the job's members. Raises: DeadpoolError.
+        """
+        node = self._node
+        invitation = present(node.job.invitation, "a host that was not invited joins")
+        node.credentials.job = invitation.job
+        newcomer = Newcomer(self.mesh, hello, node.credentials, self.roster, node.config.decision_timeout_s)
+        return await newcomer.arrive(invitation.members)
+
+    def _received(self, node: NodeId, message: AnyMessage) -> None:
+        self.roster.heard(node, message)
+        self._node.feed(api.Received(node, message))
+
+    def _link_lost(self, node: NodeId, reason: str) -> None:
+        self.roster.gone(node)
+        self._node.feed(api.LinkLost(node, reason, silent=node in self.mesh.silent))
+
+    def _still_silent(self, node: NodeId, reason: str) -> None:
+        self._node.feed(api.LinkLost(node, reason, silent=True, still=True))
+
+    def _refused(self, error: PeerRefused) -> None:
+        self._node.reports.emit(events.PeerRefused(address=error.address, reason=str(error)))
+
+
+class Roster:
+    """The nodes known here, and the answers to join_protocol. Thread: the event loop's only."""
+
+    def __init__(self, node: LocalNode) -> None:
+        self._node = node
+        self._hellos: dict[NodeId, Hello] = {}
+        self._largest = node.id
+        self._arriving: NodeId | None = None
+        self._arriving_since = 0.0
+        self.missed: set[NodeId] = set()
+        """Nodes taken for lost while no plan says so yet.
+
+        A member that hangs answers nobody, and the job may wait for the very newcomer that would wait for it.
+        """
+        self.verdict: Verdict | None = None
+        """How the job has ended, if a member that has left said so."""
+
+    @property
+    def hellos(self) -> list[Hello]:
+        """Every node known to be there, this one included, in the order of ids."""
+        return [self._hellos[node] for node in sorted(self._hellos.keys() - self.missed)]
+
+    def know(self, hello: Hello) -> None:
+        self._hellos[hello.node] = hello
+        self._node.reports.hosts[hello.node] = hello.host
+        self._node.host.bulk.know(hello.node, hello.bulk)
+        self._largest = max(self._largest, hello.node)
+
+    def gone(self, node: NodeId) -> None:
+        """`node` is lost, or has left, or its link is lost."""
+        self._hellos.pop(node, None)
+        self._seen(node)
+
+    def heard(self, node: NodeId, message: AnyMessage) -> None:
+        """Learn from a message of `node` which nodes are there."""
+        self._seen(node)
+        if isinstance(message, Goodbye):
+            self.gone(node)
+            self.verdict = self.verdict or message.verdict
+        elif isinstance(message, Prepare):
+            self.missed |= {*message.lost} - {self._node.id}
+
+    def _seen(self, node: NodeId) -> None:
+        self.missed.discard(node)
+        if self._arriving == node:  # whoever says a first word, or ends, has been linked to everyone or never will
+            self._arriving = None
+
+    def answer(self, question: join_protocol.Question) -> Answer:
+        """Describe the job to a guest, or do what it asks for."""
+        node, world = self._node, self._node.world
+        if not self._hellos:
+            return Busy("the job is starting", arrives=True)
+        if isinstance(question, join_protocol.Describe):
+            job, place = node.job, node.place
+            return JobDescription(
+                node.id, job.command, job.directory, job.config, job.environment, place.master_addr, place.master_port,
+                world.generation if world else 0, world.members if world else (), self.hellos, node.credentials.job,
+            )  # fmt: skip
+        if isinstance(question, join_protocol.Announce):
+            return self._admit(question.hello)
+        if isinstance(question, join_protocol.Stop):
+            if world is None:
+                return Busy("this host is about to join itself", arrives=True)
+            node.feed(api.StopRequested(f"ended by `deadpool stop` on {question.host}", 128 + signal.SIGINT))
+            return join_protocol.Stopping()
+        self._largest += 1
+        return join_protocol.Reserved(self._largest)
+
+    def _admit(self, hello: Hello) -> Answer:
+        world = self._node.world
+        if world is not None and self._arriving in world.members:
+            self._arriving = None  # a member speaks to the coordinator only, so this node may never hear of it
+        if self._arriving is not None and loop_time() - self._arriving_since < _ARRIVAL_S:
+            return Busy(f"node {self._arriving} is joining just now")
+        if hello.node in self._hellos:
+            return Refused(f"node {hello.node} is {self._hellos[hello.node].host} already")
+        ours = self._hellos[self._node.id]
+        if (hello.versions, hello.config_digest, hello.local_size) != (
+            ours.versions, ours.config_digest, ours.local_size
+        ):  # fmt: skip
+            return Refused(
+                f"{hello.host} has other versions, slots or another configuration than {ours.host}", for_good=True
+            )
+        others = self.hellos
+        self._arriving, self._arriving_since = hello.node, loop_time()
+        self.know(hello)
+        return Admitted(others)
+
+
+class Newcomer:
+    """A host on its way into a running job: links to every node that is there. `arrive` once."""
+
+    def __init__(
+        self, mesh: ControlMesh, hello: Hello, credentials: Credentials, roster: Roster, timeout_s: float
+    ) -> None:
+        self._mesh, self._hello, self._credentials, self._roster = mesh, hello, credentials, roster
+        self._timeout_s = timeout_s
+        self._linked: dict[NodeId, Hello] = {}
+
+    @property
+    def _attempt_s(self) -> float:
+        return max(1.0, self._timeout_s / 30)
+
+    async def arrive(self, members: tuple[Address, ...]) -> tuple[NodeId, ...]:
+        """Link up with everyone. Returns: the job's members.
+
+        Raises: NodeTaken; AlreadyEnded; TransportError naming whom it could not reach; PeerRefused.
+        """
+        deadline = loop_time() + self._timeout_s
+        known = list(members)
+        missing: set[NodeId] = set()
+        while loop_time() < deadline:
+            description = await self._ask(known)
+            if description is not None:
+                known = [hello.control for hello in description.hellos] or known
+                there = {hello.node: hello for hello in description.hellos if hello.node != self._hello.node}
+                self._linked = {
+                    node: hello for node, hello in self._linked.items() if node in there and node in self._mesh.linked
+                }
+                missing = await self._link_to(there)
+                if description.members and not missing:
+                    for hello in (*self._linked.values(), self._hello):
+                        self._roster.know(hello)
+                    return tuple(node for node in description.members if node in self._linked)
+            await asyncio.sleep(_JOIN_RETRY_S)
+        who = f"node {listed(sorted(missing))}" if missing else "any member"
+        raise TransportError(
+            f"this host could not link to {who} of the job within {self._timeout_s:g} s",
+            remedy="check that no firewall blocks the ports (port_range), and that the job still runs",
+        )
+
+    async def _ask(self, known: list[Address]) -> JobDescription | None:
+        """Return the first answer, None if there may be one later.
+
+        Raises: PeerRefused if some refuse and none answers: another job may have the port of a member that is gone.
+        AlreadyEnded if none answers and one has said so before it left, or if only other newcomers listen any more.
+        """
+        refused: PeerRefused | None = None
+        gone = arriving = 0
+        for address in known:
+            try:
+                answer = await join_protocol.ask(address, self._credentials, join_protocol.Describe(), self._attempt_s)
+            except ConnectionClosed as error:
+                gone += isinstance(error.__cause__, ConnectionRefusedError)
+                continue
+            except PeerRefused as error:
+                refused = error
+                continue
+            if isinstance(answer, JobDescription):
+                return answer
+            arriving += isinstance(answer, Busy) and answer.arrives  # this host itself, for one
+        if (verdict := self._roster.verdict) is not None:  # of a part cut off, if another member answers
+            raise _over(verdict.reason, verdict.exit_code)
+        if refused is not None:
+            raise refused
+        # An agent listens until it leaves the job, and nobody else can tell this host of members that came later.
+        if gone and gone + arriving == len(known):
+            raise _over("nobody listens any more where its members did")
+        return None
+
+    async def _link_to(self, there: Mapping[NodeId, Hello]) -> set[NodeId]:
+        """One attempt at each node in turn; the first that is not to be had ends the round. Returns: who is missing."""
+        todo = {node: hello for node, hello in there.items() if node not in self._linked}
+        while todo:
+            node = min(todo)
+            try:
+                answer = await self._mesh.visit(node, todo[node].control, self._hello, self._attempt_s)
+            except ConnectionClosed:
+                break
+            if isinstance(answer, Refused):
+                error = ConfigError if answer.for_good else NodeTaken
+                raise error(f"node {node} does not admit this host: {answer.reason}", remedy="deadpool join again")
+            if isinstance(answer, Busy):
+                if answer.arrives and node > self._hello.node:
+                    del todo[node]  # it waits for us, or it would wait for ever: it links to us when we have arrived
+                    continue
+                break
+            invariant(isinstance(answer, Admitted), f"node {node} answered {type(answer).__name__}")
+            assert isinstance(answer, Admitted)
+            self._linked[node] = todo.pop(node)
+            news = {hello.node: hello for hello in answer.hellos}
+            todo |= {key: hello for key, hello in news.items() if key not in self._linked and key != self._hello.node}
+        return set(todo)
+
+
+def _over(how: str, exit_code: int = 1) -> AlreadyEnded:
+    remedy = "`deadpool outcome OUTPUT_DIR` says how it ended; join the job that is started next"
+    return AlreadyEnded(
+        f"the job has ended before it took this host in ({how})", "one that runs", remedy, exit_code=exit_code
+    )

@@ -1,0 +1,105 @@
+"""One node as all parts of its agent share it: its place and machine, its world, and its processes.
+
+Rules of this file: values only. An active node's slots and a spare's differ in nothing but `rank`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ..config import Config
+from ..core import api, local
+from ..core.types import NodeId, Rank, Step, World
+from ..host.output import Pipe
+from ..transport.handshake import Credentials
+from ..transport.unix import LocalPeer
+from .host import Host
+from .reports import Reports
+from .world import Job, Place
+
+
+@dataclass(eq=False)
+class Process:
+    """The worker process a standby process was last told to fork. `peer` and `pid` come with its hello."""
+
+    order: int
+    rank: Rank
+    rehearses: bool
+    pid: int = 0
+    peer: LocalPeer | None = None
+    took_over: bool = False
+    in_training: bool = False
+    """It has reached its first call, or has restored what it took over."""
+    unwound_for: int = 0
+    """The newest generation it waits for with nothing under way."""
+    saving_for: int = 0
+    """The newest generation that found it in a save."""
+    failing: str = ""
+    """The error of its script, if it reported one."""
+    stores: list[str] = field(default_factory=list)
+    """Addresses of the stores it has offered."""
+    moved_from: tuple[float, Step] | None = None
+    """When (monotonic seconds) it first told of its way through past steps, and how far it was."""
+    ended: bool = False
+
+
+@dataclass(eq=False)
+class Slot:
+    """One local rank: a standby process and its worker. `rank`: what it runs in this world, -1 on a spare."""
+
+    local_rank: int
+    rank: Rank = -1
+    supervisor: LocalPeer | None = None
+    standby: LocalPeer | None = None
+    standby_pid: int = 0
+    standby_ended: bool = False
+    order: local.RunRank | local.RehearseRank | None = None
+    process: Process | None = None
+    pipe: Pipe | None = None
+
+    @property
+    def living(self) -> Process | None:
+        """The process ordered last, unless it has ended."""
+        return self.process if self.process is not None and not self.process.ended else None
+
+    @property
+    def running(self) -> Process | None:
+        """The connected process that runs the slot's rank, if there is one now."""
+        process = self.living
+        if process is None or process.rank != self.rank or (process.rehearses and not process.took_over):
+            return None
+        return process if process.peer is not None else None
+
+    @property
+    def serving(self) -> LocalPeer | None:
+        """The connection to the process that runs the slot's rank, if there is one now."""
+        return self.running.peer if self.running is not None else None
+
+
+@dataclass(eq=False)
+class LocalNode:
+    """This node. Thread: the event loop's only.
+
+    Args:
+        credentials: the host's, too; their `job` is filled in when the nodes have met.
+        feed: gives the controller one input.
+    """
+
+    place: Place
+    host: Host
+    config: Config
+    credentials: Credentials
+    job: Job
+    reports: Reports
+    feed: Callable[[api.Input], None]
+    world: World | None = None
+    """The last world that this node has entered."""
+    slots: list[Slot] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.slots = [Slot(local_rank) for local_rank in range(self.place.local_size)]
+
+    @property
+    def id(self) -> NodeId:
+        return self.place.node
