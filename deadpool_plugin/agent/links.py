@@ -28,7 +28,7 @@ from ..mirror.server import OnMirrored
 from ..transport import join_protocol
 from ..transport.framing import ConnectionClosed
 from ..transport.handshake import Credentials
-from ..transport.join_protocol import Admitted, Answer, Busy, JobDescription, Refused
+from ..transport.join_protocol import Admitted, Answer, Busy, JobDescription, NotAdmitted
 from ..transport.mesh import ControlMesh
 from ..transport.rendezvous import Hello, job_id, meet
 from ..transport.sockets import Address, address_towards
@@ -166,7 +166,7 @@ class Links:
 
 
 class Roster:
-    """The nodes known here, and the answers to join_protocol. Thread: the event loop's only."""
+    """The nodes known here, and the answers to guests. Thread: the event loop's only."""
 
     def __init__(self, node: LocalNode) -> None:
         self._node = node
@@ -240,12 +240,12 @@ class Roster:
         if self._arriving is not None and loop_time() - self._arriving_since < _ARRIVAL_S:
             return Busy(f"node {self._arriving} is joining just now")
         if hello.node in self._hellos:
-            return Refused(f"node {hello.node} is {self._hellos[hello.node].host} already")
+            return NotAdmitted(f"node {hello.node} is {self._hellos[hello.node].host} already")
         ours = self._hellos[self._node.id]
         if (hello.versions, hello.config_digest, hello.local_size) != (
             ours.versions, ours.config_digest, ours.local_size
         ):  # fmt: skip
-            return Refused(
+            return NotAdmitted(
                 f"{hello.host} has other versions, slots or another configuration than {ours.host}", for_good=True
             )
         others = self.hellos
@@ -334,7 +334,7 @@ class Newcomer:
                 answer = await self._mesh.visit(node, todo[node].control, self._hello, self._attempt_s)
             except ConnectionClosed:
                 break
-            if isinstance(answer, Refused):
+            if isinstance(answer, NotAdmitted):
                 error = ConfigError if answer.for_good else NodeTaken
                 raise error(f"node {node} does not admit this host: {answer.reason}", remedy="deadpool join again")
             if isinstance(answer, Busy):

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from ..core.types import Generation, Holding, Rank, Step
 from ..errors import DeadpoolError, PeerRefused, StaleGeneration, TransportError
 from ..transport.framing import ConnectionClosed
-from ..transport.handshake import Credentials, Unproven, shake_hands
+from ..transport.handshake import Credentials, Refusals, Unproven, shake_hands
 from ..transport.sockets import Address, bound_address, listen_tcp
 from . import wire
 from .records import NotHeld
@@ -28,8 +28,8 @@ _JOIN_S = 5.0
 _RETRY_S = 0.1
 UNPROVEN_MAX = 32
 """Connections, and so threads, that have proved nothing yet."""
-REFUSED_HOSTS_MAX = 32
-"""Refused hosts that are told of, and hosts that break the protocol that are."""
+BROKEN_TOLD_MAX = 32
+"""Connections that broke the protocol that are told of."""
 _log = logging.getLogger(__name__)
 
 
@@ -60,14 +60,13 @@ class BulkServer:
         self._node = node
         self._silent_after_s = silent_after_s
         self._shortly_s = silent_after_s / 4  # whoever pushes must have an answer before it is out of patience
-        self._on_refused = on_refused
-        self._refused_hosts: set[str] = set()
         self._broken = 0
         self._lock = threading.Lock()
         self._streams: dict[BulkStream, Generation | None] = {}
         self._threads: set[threading.Thread] = set()
         self._closing = threading.Event()
-        self._unproven = Unproven(UNPROVEN_MAX)
+        self._unproven = Unproven("bulk", UNPROVEN_MAX)
+        self._refusals = Refusals(on_refused)
         self._listener = listen_tcp(bind_host, port_range)
         self.address: Address = bound_address(self._listener)
         store.on_fence(self._cut_older)
@@ -81,7 +80,7 @@ class BulkServer:
                 sock, _ = self._listener.accept()
             except OSError as error:
                 if not self._closing.wait(_RETRY_S):
-                    self._unproven.cannot_accept("bulk", error)
+                    self._unproven.cannot_accept(error)
                 continue
             while not self._unproven.await_room(_RETRY_S) and not self._closing.is_set():
                 pass
@@ -118,9 +117,9 @@ class BulkServer:
         except ConnectionClosed as error:
             _log.debug("%s", error)
         except PeerRefused as error:
-            self._tell_refused(error)
+            self._refusals.add(error)
         except (TransportError, OSError) as error:
-            if not self._closing.is_set() and self._broken < REFUSED_HOSTS_MAX:
+            if not self._closing.is_set() and self._broken < BROKEN_TOLD_MAX:
                 self._broken += 1
                 _log.warning("bulk connection ended: %s", error)
         finally:
@@ -128,15 +127,6 @@ class BulkServer:
                 self._threads.discard(threading.current_thread())
                 if stream is not None:
                     self._streams.pop(stream, None)
-
-    def _tell_refused(self, error: PeerRefused) -> None:
-        host = error.address.rpartition(":")[0]
-        with self._lock:
-            news = host not in self._refused_hosts and len(self._refused_hosts) < REFUSED_HOSTS_MAX
-            if news:
-                self._refused_hosts.add(host)
-        if news:
-            self._on_refused(error)
 
     def _answer(self, stream: BulkStream, request: wire.AnyRequest) -> None:
         store = self._store

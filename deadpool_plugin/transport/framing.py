@@ -1,7 +1,7 @@
-"""Length-prefixed frames on a byte stream.
+"""Length-prefixed frames on a byte stream, and single messages in them before a connection is a link.
 
-Rules of this file: a frame is a 4-byte big-endian length and that many bytes; nothing here knows what the bytes
-mean. A length beyond the limit ends the stream (`CorruptFrame`), because there is no way to find the next frame.
+Rules of this file: a frame is a 4-byte big-endian length and that many bytes; which messages exist is not known here.
+A length beyond the limit ends the stream (`CorruptFrame`), because there is no way to find the next frame.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+import socket
 import struct
 from collections.abc import Callable, Iterator
 from typing import Any, get_args
@@ -16,6 +17,7 @@ from typing import Any, get_args
 import msgspec
 
 from ..errors import CorruptFrame, TransportError
+from .sockets import remote_name
 
 LENGTH = struct.Struct("!I")
 CONTROL_FRAME_BYTES_MAX = 16 << 20
@@ -45,10 +47,7 @@ def check_size(body_bytes: int, limit_bytes: int) -> None:
 
 
 def pack_frame(body: bytes, limit_bytes: int) -> bytes:
-    """The frame of `body`.
-
-    Raises: TransportError if the body is larger than the receiver accepts.
-    """
+    """The frame of `body`. Raises: TransportError if the body is larger than the receiver accepts."""
     check_size(len(body), limit_bytes)
     return LENGTH.pack(len(body)) + body
 
@@ -86,6 +85,48 @@ class FrameBuffer:
                 yield body
         finally:
             del self._pending[:start]
+
+
+async def recv_exact_async(sock: socket.socket, size: int) -> bytes:
+    """Raises: EOFError at the end of the connection; OSError"""
+    loop = asyncio.get_running_loop()
+    data = b""
+    while len(data) < size:
+        piece = await loop.sock_recv(sock, size - len(data))
+        if not piece:
+            raise EOFError("the other end closed the connection")
+        data += piece
+    return data
+
+
+async def put_frame(sock: socket.socket, body: bytes) -> None:
+    """Raises: OSError; TransportError if it is too long."""
+    await asyncio.get_running_loop().sock_sendall(sock, pack_frame(body, CONTROL_FRAME_BYTES_MAX))
+
+
+async def take_frame(sock: socket.socket) -> bytes:
+    """Reads one frame to its last byte and no further: what follows may be a link's.
+
+    Raises: EOFError at the end of the connection; OSError; CorruptFrame.
+    """
+    length = checked_length(await recv_exact_async(sock, LENGTH.size), CONTROL_FRAME_BYTES_MAX)
+    return await recv_exact_async(sock, length)
+
+
+async def put(sock: socket.socket, message: msgspec.Struct) -> None:
+    """Raises: OSError; TransportError if it is too long."""
+    await put_frame(sock, msgspec.msgpack.encode(message))
+
+
+async def take(sock: socket.socket, kinds: Any) -> Any:
+    """The next message. Raises: as `take_frame`; CorruptFrame if it is none of `kinds`."""
+    body = await take_frame(sock)
+    try:
+        return msgspec.msgpack.decode(body, type=kinds)
+    except msgspec.MsgspecError as error:
+        raise CorruptFrame(
+            f"{remote_name(sock)}: {why_unreadable(error, body, kinds)}", remedy="use one version on all hosts"
+        ) from error
 
 
 class FrameProtocol(asyncio.Protocol):
@@ -146,15 +187,12 @@ class FrameProtocol(asyncio.Protocol):
         return True
 
     def close(self) -> None:
-        """Nothing follows what is queued; the connection has ended when the peer has closed it, too.
-
-        What it still sends is read and dropped: a socket that is closed with bytes in it resets the connection, and a
-        peer that meets the reset when it writes never reads our last words.
-        """
+        """Nothing follows what is queued; the connection has ended when the peer has closed it, too."""
+        # What the peer still sends is read and dropped: a socket that is closed with bytes in it resets the connection,
+        # and a peer that meets the reset when it writes never reads our last words.
         if self._transport is not None and not self._leaving:
             self._leaving = True
-            # Not `write_eof` while bytes are queued: asyncio would shut down after the last one, and an error of that
-            # is nobody's.
+            # Not `write_eof` while bytes are queued: nobody would get an error of asyncio's later shutdown.
             self._transport.set_write_buffer_limits(high=0)
             if not self._transport.get_write_buffer_size():
                 self._end_writing()

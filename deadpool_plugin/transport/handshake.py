@@ -20,12 +20,11 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 
 from ..errors import PeerRefused
-from .exchange import recv_exact_async
-from .framing import ConnectionClosed
+from .framing import ConnectionClosed, recv_exact_async
 from .sockets import remote_name
 
 _GREETING = struct.Struct("!8s32sI16s")  # magic with the protocol's version, nonce, identity, job
@@ -34,6 +33,9 @@ _PROOF_BYTES = hashlib.sha256().digest_size
 HANDSHAKE_TIMEOUT_S = 10.0
 UNPROVEN_MIN, UNPROVEN_MAX, UNPROVEN_SHARE = 16, 512, 8
 """How many connections of a listener may be unproven: this part of the files the process may open, within the two."""
+REFUSED_HOSTS_MAX = 32
+"""Refused hosts that are told of: one that can forge addresses has more of them than we have memory."""
+_RETRY_S = 0.1
 _log = logging.getLogger(__name__)
 ANY_JOB = "?"
 """The job of a host that wants to be told what job it has found."""
@@ -56,11 +58,14 @@ class Unproven:
 
     Anybody who reaches the port can open them, and leave them open. So there are at most `limit`: when one more comes,
     the one that has waited longest is ended. An honest peer that is ended so tries again.
+
+    Args: what: the kind of connections, for people.
     """
 
-    def __init__(self, limit: int = 0) -> None:
+    def __init__(self, what: str, limit: int = 0) -> None:
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0] % (1 << 63)  # -1: as many as it likes
         self.limit = limit or max(UNPROVEN_MIN, min(UNPROVEN_MAX, files // UNPROVEN_SHARE))
+        self._what = what
         self._waiting: dict[socket.socket, None] = {}
         self._open = 0
         self._changed = threading.Condition()
@@ -95,11 +100,24 @@ class Unproven:
                 self._end_oldest()
             return self._changed.wait_for(lambda: self._open < self.limit, timeout_s)
 
-    def cannot_accept(self, what: str, error: OSError) -> None:
+    async def accepted(self, listener: socket.socket) -> AsyncIterator[socket.socket]:
+        """Every connection that comes to `listener`, for ever."""
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                sock, _ = await loop.sock_accept(listener)
+            except OSError as error:  # too many open files, or the peer gave up: neither ends the listener
+                self.cannot_accept(error)
+                await asyncio.sleep(_RETRY_S)
+                continue
+            yield sock
+            await asyncio.sleep(0)  # accepting one that waits already does not let others run
+
+    def cannot_accept(self, error: OSError) -> None:
         """`accept` has failed: say so, once for each reason, and free what the oldest holds."""
         if error.errno not in self._complained:
             self._complained.add(error.errno)
-            _log.warning("cannot accept a %s connection: %s; it is tried again and not said again", what, error)
+            _log.warning("cannot accept a %s connection: %s; it is tried again and not said again", self._what, error)
         with self._changed:
             self._end_oldest()
 
@@ -110,6 +128,23 @@ class Unproven:
             del self._waiting[oldest]
             with contextlib.suppress(OSError):  # it has ended already
                 oldest.shutdown(socket.SHUT_RDWR)
+
+
+class Refusals:
+    """The peers that a listener has refused, each host told of once. Thread: any; `tell` runs in the caller's."""
+
+    def __init__(self, tell: Callable[[PeerRefused], None]) -> None:
+        self._tell, self._lock = tell, threading.Lock()
+        self.told: dict[str, str] = {}
+        """Host -> what was said of it."""
+
+    def add(self, error: PeerRefused) -> None:
+        host = error.address.rpartition(":")[0]
+        with self._lock:
+            if host in self.told or len(self.told) >= REFUSED_HOSTS_MAX:
+                return
+            self.told[host] = str(error)
+        self._tell(error)
 
 
 class Handshake:
@@ -127,10 +162,11 @@ class Handshake:
         dialler, listener = (self.greeting, self._theirs) if self._dialling else (self._theirs, self.greeting)
         return hmac.digest(self._secret, b"\0".join((role, self._purpose.encode(), dialler + listener)), "sha256")
 
-    def recognise(self, start: bytes) -> None:
-        """Raises: PeerRefused if what a peer sends first is no greeting of this protocol."""
+    def recognise(self, start: bytes) -> bytes:
+        """`start`, the first bytes of a peer. Raises: PeerRefused if they begin no greeting of this protocol."""
         if start != _MAGIC:
-            raise self.refusal("it does not speak this protocol or version")
+            raise self._refusal("it does not speak this protocol or version")
+        return start
 
     def answer(self, theirs: bytes) -> bytes:
         """Our proof. Raises: PeerRefused as `recognise`."""
@@ -145,31 +181,27 @@ class Handshake:
         know its job yet: to be tried again.
         """
         if not hmac.compare_digest(proof, self._proof(b"listen" if self._dialling else b"dial")):
-            raise self.refusal(
+            raise self._refusal(
                 "it does not prove the job's secret",
                 "if it is to be in this job, give it the job's secret_file; if not, nothing",
             )
-        self._check_job(self._job_of_peer())
-        return int(_GREETING.unpack(self._theirs)[2])
+        ours, theirs = self._job, self._job_of_peer()
+        if theirs == ours or ANY_JOB in (theirs, ours):
+            return int(_GREETING.unpack(self._theirs)[2])
+        if not (theirs and ours):
+            who = "it has" if ours else "we have"
+            raise ConnectionClosed(f"{self._address} is to try again: {who} not met the other nodes of the job yet")
+        raise self._refusal(
+            f"it is of job {theirs}, this is job {ours} with the same secret",
+            "if that job should be over, end its processes there; if both run, do nothing: each has its own nodes",
+        )
 
     def _job_of_peer(self) -> str:
         """Read which job the peer says it is of, "" before it has said so."""
         job: bytes = _GREETING.unpack(self._theirs)[3] if self._theirs else b""
         return job.rstrip(b"\0").decode(errors="replace")
 
-    def _check_job(self, theirs: str) -> None:
-        ours = self._job
-        if theirs == ours or ANY_JOB in (theirs, ours):
-            return
-        if not (theirs and ours):
-            who = "it has" if ours else "we have"
-            raise ConnectionClosed(f"{self._address} is to try again: {who} not met the other nodes of the job yet")
-        raise self.refusal(
-            f"it is of job {theirs}, this is job {ours} with the same secret",
-            "if that job should be over, end its processes there; if both run, do nothing: each has its own nodes",
-        )
-
-    def refusal(self, reason: str, remedy: str = "") -> PeerRefused:
+    def _refusal(self, reason: str, remedy: str = "") -> PeerRefused:
         found = f"refused {self._address} ({self._purpose} connection): {reason}"
         return PeerRefused(found, remedy=remedy, address=self._address, job=self._job_of_peer())
 
@@ -186,16 +218,14 @@ def shake_hands(
     """Proves secret and job to the other end of a fresh connection and returns its identity (a node id).
 
     Raises: PeerRefused, with the address; ConnectionClosed if the other end hangs up, stays silent, or is to be tried
-    again because not both have met their job.
-    Blocks: up to `timeout_s` for all of it, however its bytes come.
+    again because not both have met their job. Blocks: up to `timeout_s` for all of it, however its bytes come.
     """
     shake = Handshake(credentials, purpose, identity, dialling=dialling, address=remote_name(sock))
     sock.settimeout(timeout_s)
     deadline = time.monotonic() + timeout_s
     try:
         sock.sendall(shake.greeting)
-        start = _recv_exact(sock, len(_MAGIC), deadline)
-        shake.recognise(start)
+        start = shake.recognise(_recv_exact(sock, len(_MAGIC), deadline))
         sock.sendall(shake.answer(start + _recv_exact(sock, _GREETING.size - len(_MAGIC), deadline)))
         peer = shake.check(_recv_exact(sock, _PROOF_BYTES, deadline))
     except (OSError, EOFError) as error:
@@ -220,12 +250,7 @@ def _recv_exact(sock: socket.socket, size: int, deadline: float) -> bytes:
 
 
 async def shake_hands_async(
-    sock: socket.socket,
-    credentials: Credentials,
-    purpose: str,
-    identity: int,
-    *,
-    dialling: bool,
+    sock: socket.socket, credentials: Credentials, purpose: str, identity: int, *, dialling: bool
 ) -> int:
     """`shake_hands` for a non-blocking socket on the running event loop; HANDSHAKE_TIMEOUT_S covers the whole of it."""
     shake = Handshake(credentials, purpose, identity, dialling=dialling, address=remote_name(sock))
@@ -233,10 +258,9 @@ async def shake_hands_async(
     try:
         async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
             await loop.sock_sendall(sock, shake.greeting)
-            start = await recv_exact_async(sock, len(_MAGIC))
-            shake.recognise(start)
-            rest = await recv_exact_async(sock, _GREETING.size - len(_MAGIC))
-            await loop.sock_sendall(sock, shake.answer(start + rest))
+            start = shake.recognise(await recv_exact_async(sock, len(_MAGIC)))
+            theirs = start + await recv_exact_async(sock, _GREETING.size - len(_MAGIC))
+            await loop.sock_sendall(sock, shake.answer(theirs))
             return shake.check(await recv_exact_async(sock, _PROOF_BYTES))
     except (OSError, EOFError) as error:
         raise ConnectionClosed(f"the handshake with {remote_name(sock)} ended early: {error!r}") from error

@@ -1,14 +1,15 @@
-"""Questions of a host that is no member, at a member's control port, once it has proven the job's secret.
+"""The beginning of a control connection: a link between members, or the questions of a host that is none yet (a guest).
 
-Rules of this file: a guest's connection begins with the handshake of any other, its identity being `GUEST`; then it
-asks and is answered, one frame each; nothing of it reaches the controller but the wish that the job ends. Only an
-`Announce` that was answered by `Admitted` makes a control link of the connection, from the next byte on, and it never
-replaces one.
+Rules of this file: a connection begins with the handshake. A member that has dialled is then told whether it is to be
+a link. A guest, whose identity is `GUEST`, asks and is answered, one frame each; nothing of it reaches the controller
+but the wish that the job ends. Only an `Announce` answered by `Admitted` makes a link of its connection, from the next
+byte on, and it never replaces one. Whatever raises has closed the connection.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -16,16 +17,20 @@ from typing import Any
 import msgspec
 
 from ..core.types import Generation, NodeId
-from ..errors import TransportError
-from .exchange import put, take
-from .framing import ConnectionClosed
+from ..errors import PeerRefused, TransportError
+from .framing import ConnectionClosed, put, put_frame, take, take_frame
 from .handshake import HANDSHAKE_TIMEOUT_S, Credentials, shake_hands_async
 from .rendezvous import Hello
-from .sockets import Address, Port, closed_on_error, connected, tune
+from .sockets import Address, Port, closed_on_error, connected, remote_name, tune
 
 PURPOSE = "control"
 GUEST: NodeId = 0xFFFFFFFF
-"""The identity of who has no node id."""
+"""The identity of a guest."""
+_WELCOME, _NOT_WANTED = b"welcome", b"not wanted"
+
+
+class NotWanted(PeerRefused):
+    """A node of this job counts us as lost, or does not know us."""
 
 
 class Guest(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -96,7 +101,7 @@ class Busy(Guest, frozen=True):
     arrives: bool = False
 
 
-class Refused(Guest, frozen=True):
+class NotAdmitted(Guest, frozen=True, tag="Refused"):
     """Not with this node id; `for_good`: with no other either."""
 
     reason: str
@@ -104,8 +109,57 @@ class Refused(Guest, frozen=True):
 
 
 Question = Describe | Reserve | Announce | Stop
-Answer = JobDescription | Reserved | Admitted | Stopping | Busy | Refused
+Answer = JobDescription | Reserved | Admitted | Stopping | Busy | NotAdmitted
 OnGuest = Callable[[Question], Answer]
+
+
+async def dial(
+    peer: NodeId, address: Address, node: NodeId, credentials: Credentials, silent_after_s: float
+) -> socket.socket:
+    """A connection to `peer`, which knows that it is `node` that dials, and wants the link.
+
+    Raises: NotWanted, PeerRefused, ConnectionClosed, OSError.
+    """
+    sock = await connected(address)
+    with closed_on_error(sock):
+        tune(sock, silent_after_s)
+        found, where = await shake_hands_async(sock, credentials, PURPOSE, node, dialling=True), remote_name(sock)
+        if found != peer:
+            raise PeerRefused(f"{where} says it is node {found}", f"node {peer}", address=where)
+        try:
+            async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+                word = await take_frame(sock)
+        except (TimeoutError, EOFError) as error:
+            raise ConnectionClosed(f"node {peer} did not let us in: {error!r}") from error
+        if word != _WELCOME:
+            raise NotWanted(f"node {peer} at {where} wants no link with node {node}", address=where)
+    return sock
+
+
+async def greet(sock: socket.socket, node: NodeId, credentials: Credentials, silent_after_s: float) -> NodeId:
+    """Identify the peer that has dialled `node` over `sock`, GUEST included.
+
+    Raises: PeerRefused, ConnectionClosed, OSError.
+    """
+    with closed_on_error(sock):
+        sock.setblocking(False)
+        tune(sock, silent_after_s)
+        return await shake_hands_async(sock, credentials, PURPOSE, node, dialling=False)
+
+
+async def welcome(sock: socket.socket, peer: NodeId) -> None:
+    """Tells `peer`, which has dialled, that there is to be a link. Raises: ConnectionClosed, OSError."""
+    with closed_on_error(sock):
+        with contextlib.suppress(BlockingIOError):  # it waits for our word
+            if not sock.recv(1, socket.MSG_PEEK):
+                raise ConnectionClosed(f"node {peer} gave the handshake up")
+        await put_frame(sock, _WELCOME)
+
+
+async def turn_away(sock: socket.socket) -> None:
+    """Tells who has dialled that there is to be no link. Raises: OSError."""
+    with sock:
+        await put_frame(sock, _NOT_WANTED)
 
 
 async def ask(
@@ -120,18 +174,14 @@ async def ask(
     """
     try:
         async with asyncio.timeout(timeout_s):
-            return await _ask(address, credentials, question)
+            with await connected(address) as sock:
+                tune(sock, HANDSHAKE_TIMEOUT_S)
+                await shake_hands_async(sock, credentials, PURPOSE, GUEST, dialling=True)
+                await put(sock, question)
+                answer: Answer = await take(sock, Answer)
+                return answer
     except (OSError, EOFError) as error:
         raise ConnectionClosed(f"nobody answers at {address[0]}:{address[1]} ({str(error) or 'time-out'})") from error
-
-
-async def _ask(address: Address, credentials: Credentials, question: Question) -> Answer:
-    with await connected(address) as sock:
-        tune(sock, HANDSHAKE_TIMEOUT_S)
-        await shake_hands_async(sock, credentials, PURPOSE, GUEST, dialling=True)
-        await put(sock, question)
-        answer: Answer = await take(sock, Answer)
-        return answer
 
 
 async def announce(
@@ -158,8 +208,7 @@ async def serve(
     """Answer a guest until it leaves (None) or is to be admitted: then who it is, and the answer still to be sent.
     Unless it is to be admitted the connection is closed.
 
-    Args:
-        may_link: whether there is neither a link to a node nor a reason to have none.
+    Args: may_link: whether there is neither a link to a node nor a reason to have none.
     """
     with closed_on_error(sock):
         while True:
@@ -170,7 +219,7 @@ async def serve(
                 sock.close()
                 return None
             if isinstance(question, Announce) and not may_link(question.hello.node):
-                await put(sock, Refused(f"node {question.hello.node} is or was a node of this job"))
+                await put(sock, NotAdmitted(f"node {question.hello.node} is or was a node of this job"))
                 continue
             reply = answer(question)
             if isinstance(question, Announce) and isinstance(reply, Admitted):
@@ -180,12 +229,12 @@ async def serve(
 
 def nobody_joins(_: Question) -> Answer:
     """Answer guests where no host may join."""
-    return Refused("no host can join here")
+    return NotAdmitted("no host can join here")
 
 
 def expect(answer: Answer, kind: type[Any], where: str) -> Any:
     """`answer`, which must be a `kind`. Raises: TransportError with the reason why not."""
     if not isinstance(answer, kind):
-        reason = answer.reason if isinstance(answer, (Busy, Refused)) else f"it answers {type(answer).__name__}"
+        reason = answer.reason if isinstance(answer, Busy | NotAdmitted) else f"it answers {type(answer).__name__}"
         raise TransportError(f"the member at {where} does not help: {reason}", remedy="try again, or another member")
     return answer

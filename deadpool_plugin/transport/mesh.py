@@ -1,10 +1,13 @@
 """The control mesh: one TCP connection between every two nodes, dialled by the larger node id.
 
 Rules of this file: everything on one event loop; the handshake comes before the first frame; a refused peer is
-told of once per host. Heartbeats and shards never share a connection (bulk has its own). Who is no member yet comes as
-a guest (join_protocol.py), proves the secret like everyone, and becomes a node only by being admitted. A connection
-that ends is made again (renewal.py); if only the smaller node has seen it end it dials, too, and what that says is:
-dial me.
+told of once per host. Heartbeats and shards never share a connection (bulk has its own). A host that is no member yet
+comes as a guest (join_protocol.py) and becomes a node only by being admitted.
+
+A connection that ends is made again: the larger node dials; the smaller one, if only it has seen the end, dials too,
+which says: dial me. A node that is asked in vain for the job's patience is lost as silent; one where nobody listens
+any more, or somebody else does, or that wants no link, is lost at once. A node lost as silent gets no link again, but
+is asked for a connection until it is dropped, and that it gives none is said.
 """
 
 from __future__ import annotations
@@ -21,21 +24,25 @@ import msgspec
 from ..core.messages import AnyMessage, Goodbye
 from ..core.types import NodeId
 from ..errors import CorruptFrame, PeerRefused, TransportError
-from . import join_protocol, links
-from .exchange import put
-from .framing import ConnectionClosed, FrameProtocol, why_unreadable
-from .handshake import Credentials, Unproven
-from .join_protocol import GUEST, Admitted, Answer, OnGuest
-from .reliable_channel import Line
+from . import join_protocol
+from .framing import ConnectionClosed, FrameProtocol, put, why_unreadable
+from .handshake import Credentials, Refusals, Unproven
+from .join_protocol import GUEST, Admitted, Answer, NotWanted, OnGuest
+from .reliable_channel import ReliableChannel
 from .rendezvous import Hello
-from .renewal import YOUNG_S, Renewals
 from .sockets import Address, bound_address, closed_on_error, connected, listen_tcp, remote_name
-from .tasks import Tasks, begin
+from .tasks import Tasks, begin, loop_time
 
 _RETRY_S = 0.1
 _FLUSH_S = 1.0
-REFUSED_HOSTS_MAX = 32
-"""Refusals that are told of: a host that can forge addresses has more of them than we have memory."""
+_AGAIN_S, _AGAIN_MAX_S = 0.01, 0.2
+"""An attempt to make a link again that fails waits twice as long as the one before, from and up to this."""
+_UNASKED_S = 0.1
+"""A node that has lost a link which the other end dials waits so long to be dialled before it asks."""
+YOUNG_S = 1.0
+"""If our link is younger than this, the peer is reporting the previous one; keep ours."""
+_ASKS = 2
+"""Within its patience a silent node is asked so often."""
 DIALS_MAX = 16
 """Links a node begins at a time. With hundreds of nodes on hosts that are busy starting, handshakes begun all at once
 wait for each other until their time is up; nodes that all begin with the same peer do so, too."""
@@ -43,11 +50,7 @@ _decoder = msgspec.msgpack.Decoder(AnyMessage)
 _log = logging.getLogger(__name__)
 
 
-OnMessage = Callable[[NodeId, AnyMessage], None]
 OnLost = Callable[[NodeId, str], None]
-
-
-def _not_said(node: NodeId, reason: str) -> None: ...
 
 
 class ControlMesh:
@@ -58,8 +61,8 @@ class ControlMesh:
     `on_message(node, message)` is called for each message received; `on_lost(node, reason)` once when the link to
     a node has ended and cannot be made again, unless the node said Goodbye, or was dropped by us, or the mesh is
     closed. Nobody listens where a process was killed: that is known within milliseconds. A host of which nothing is
-    heard has `silent_after_s`.
-    Once `connect` was called, a node that is not in its table gets no link unless it was admitted (join_protocol.py).
+    heard has `silent_after_s`. Once `connect` was called, a node that is not in its table gets no link unless it was
+    admitted (join_protocol.py).
 
     Thread: the event loop's only.
     Args:
@@ -78,35 +81,28 @@ class ControlMesh:
         credentials: Credentials,
         bind_host: str,
         port_range: tuple[int, int] | None,
-        on_message: OnMessage,
+        on_message: Callable[[NodeId, AnyMessage], None],
         on_lost: OnLost,
         silent_after_s: float = 10.0,
         on_refused: Callable[[PeerRefused], None] = _log.warning,
         on_guest: OnGuest = join_protocol.nobody_joins,
-        on_still_silent: OnLost = _not_said,
+        on_still_silent: OnLost = lambda node, reason: None,
     ) -> None:
         self.silent: set[NodeId] = set()
         """Lost because they answer no more, or count us as lost: no sign that they are gone."""
-        self._node = node
-        self._credentials = credentials
-        self._bind = (bind_host, port_range)
-        self._on_message = on_message
-        self._on_lost = on_lost
-        self._silent_after_s = silent_after_s
-        self._on_refused = on_refused
-        self._on_guest = on_guest
-        self._refused_hosts: set[str] = set()
-        self._lines: dict[NodeId, Line] = {}
+        self._node, self._credentials, self._bind = node, credentials, (bind_host, port_range)
+        self._on_message, self._on_lost, self._on_guest = on_message, on_lost, on_guest
+        self._on_still_silent, self._silent_after_s = on_still_silent, silent_after_s
+        self._channels: dict[NodeId, ReliableChannel] = {}
         self._addresses: dict[NodeId, Address] = {}
         self._gone: set[NodeId] = set()
         """There is no link with them any more, for good, or none to come: lost, dropped, or they have said Goodbye."""
-        self._renewals = Renewals(
-            node, self._addresses, self._dial, self._is_wanted, self._lose, on_still_silent, patience_s=silent_after_s
-        )
+        self._renewing: dict[NodeId, asyncio.Task[None]] = {}
+        self._asking: dict[NodeId, asyncio.Task[None]] = {}
         self._dials = asyncio.Semaphore(DIALS_MAX)
         self._known: set[NodeId] | None = None  # None: anyone with the secret, before `connect` has said who
         self._tasks = Tasks()
-        self._unproven = Unproven()
+        self._unproven, self._refusals = Unproven("control"), Refusals(on_refused)
         self._changed = asyncio.Event()
         self._connecting = False
         self._listener: socket.socket | None = None
@@ -115,10 +111,12 @@ class ControlMesh:
     @property
     def linked(self) -> frozenset[NodeId]:
         """Nodes to which there is a link now, or one that is being made again."""
-        return frozenset(self._links()) | self._renewals.nodes
+        return frozenset(self._links()) | self._renewing.keys()
 
     def _links(self) -> dict[NodeId, FrameProtocol]:
-        return {node: line.link for node, line in self._lines.items() if line.link is not None}
+        return {node: one.connection for node, one in self._channels.items() if one.connection is not None}
+
+    # ---- links that others begin
 
     async def listen(self) -> Address:
         """Starts to accept links; the address to tell the others."""
@@ -128,70 +126,56 @@ class ControlMesh:
         return bound_address(self._listener)
 
     async def _accept(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                sock, _ = await loop.sock_accept(listener)
-            except OSError as error:  # too many open files, or the peer gave up: neither ends the mesh
-                self._unproven.cannot_accept("control", error)
-                await asyncio.sleep(_RETRY_S)
-                continue
+        async for sock in self._unproven.accepted(listener):
             self._tasks.start(self._welcome(sock))
-            await asyncio.sleep(0)  # accepting one that waits already does not let others run
 
     async def _welcome(self, sock: socket.socket) -> None:
         try:
             await self._let_in(sock)
         except PeerRefused as error:
-            self._tell_refused(error)
+            self._refusals.add(error)
         except (TransportError, OSError) as error:  # it hung up, or is of another version
             _log.info("a control connection ended before it was a link: %s", error)
-
-    def _tell_refused(self, error: PeerRefused) -> None:
-        host = error.address.rpartition(":")[0]
-        if host not in self._refused_hosts and len(self._refused_hosts) < REFUSED_HOSTS_MAX:
-            self._refused_hosts.add(host)
-            self._on_refused(error)
 
     async def _let_in(self, sock: socket.socket) -> None:
         """Makes a link of a connection that was accepted, dials who is to be dialled, or answers a guest; or raises."""
         with self._unproven.held(sock):
-            peer = await links.greet(sock, self._node, self._credentials, self._silent_after_s)
+            peer = await join_protocol.greet(sock, self._node, self._credentials, self._silent_after_s)
         if peer == GUEST:
             return await self._entertain(sock)
         if why := self._objection(peer):
             address = remote_name(sock)
-            await links.turn_away(sock)
+            await join_protocol.turn_away(sock)
             if peer in self._gone:
                 raise ConnectionClosed(f"node {peer} {why}")
             raise PeerRefused(f"refused {address}: node {peer} {why}", address=address)
-        await links.welcome(sock, peer)
+        await join_protocol.welcome(sock, peer)
         if peer > self._node:
-            await self._attach(sock, peer)
-        else:
-            sock.close()
-            self._renewals.asked(peer, self._lines.get(peer))
+            return await self._attach(sock, peer)
+        sock.close()
+        channel = self._channels.get(peer)  # the peer has no link, even if we still have one
+        if channel is not None:
+            reason = "the other end has lost the link"
+            if channel.connection is not None and channel.age_s >= YOUNG_S:
+                channel.use(None, reason)
+            if channel.connection is None:
+                self._renew(peer, channel, reason)
 
     def _objection(self, peer: NodeId) -> str:
         """Why there must be no new link to `peer`, "" if there may."""
         if peer in self._gone:
             return "is lost to this job"
-        if peer == self._node or (peer in self._lines and peer not in self._addresses):
+        if peer == self._node or (peer in self._channels and peer not in self._addresses):
             return "is linked already"
         return "" if self._known is None or peer in self._known else "was not admitted to this job (deadpool join)"
 
-    async def _attach(self, sock: socket.socket, peer: NodeId) -> None:
-        link = FrameProtocol(
-            lambda frame: self._received(peer, link, frame),
-            lambda reason: self._ended(peer, link, reason),
-            lambda: self._made(peer, link),
-        )
-        attaching = asyncio.get_running_loop().create_connection(lambda: link, sock=sock)
-        await asyncio.shield(begin(attaching))  # cancelled, it would close a link that carries messages already
-
     async def _entertain(self, sock: socket.socket) -> None:
         """Answer a guest; link it if it is admitted. A promised link that fails is a lost one."""
-        admitted = await join_protocol.serve(sock, self._on_guest, self._is_new)
+        admitted = await join_protocol.serve(
+            sock,
+            self._on_guest,
+            lambda node: node not in (self._known or set()) | self._gone | self._channels.keys() | {self._node},
+        )
         if admitted is None:
             return
         hello, answer = admitted
@@ -214,8 +198,213 @@ class ControlMesh:
         """Return whether there may be a link to `node` now."""
         return not self._closing and node not in self._gone
 
-    def _is_new(self, node: NodeId) -> bool:
-        return node not in (self._known or set()) | self._gone | self._lines.keys() | {self._node}
+    # ---- one link
+
+    async def _attach(self, sock: socket.socket, peer: NodeId) -> None:
+        link = FrameProtocol(
+            lambda frame: self._received(peer, link, frame),
+            lambda reason: self._ended(peer, link, reason),
+            lambda: self._made(peer, link),
+        )
+        attaching = asyncio.get_running_loop().create_connection(lambda: link, sock=sock)
+        await asyncio.shield(begin(attaching))  # cancelled, it would close a link that carries messages already
+
+    def _made(self, peer: NodeId, link: FrameProtocol) -> None:
+        if not self._is_wanted(peer) or (peer in self._channels and peer not in self._addresses):
+            link.abort("the node was lost, or this is its second link")
+            return
+        self._channels.setdefault(peer, ReliableChannel()).use(link, "made again")
+        self._changed.set()
+
+    def _received(self, peer: NodeId, link: FrameProtocol, frame: bytes) -> None:
+        channel = self._channels.get(peer)
+        if channel is None or channel.connection is not link:
+            return  # it comes again
+        body = channel.receive(frame)
+        if body is None:
+            return
+        try:
+            message = _decoder.decode(body)
+        except msgspec.MsgspecError as error:
+            raise CorruptFrame(f"node {peer}: {why_unreadable(error, body, AnyMessage)}") from error
+        if isinstance(message, Goodbye):
+            self._gone.add(peer)
+        self._on_message(peer, message)
+
+    def _ended(self, peer: NodeId, link: FrameProtocol, reason: str) -> None:
+        channel = self._channels.get(peer)
+        if channel is None or channel.connection is not link:
+            return
+        had_s, was_aborted = channel.age_s, link.aborted
+        channel.use(None)
+        self._changed.set()
+        if not self._is_wanted(peer):
+            del self._channels[peer]
+        elif was_aborted or peer not in self._addresses:
+            self._lose(peer, reason)
+        elif not (self._connecting and peer > self._node):  # which dials again by itself
+            self._renew(peer, channel, reason, 0.0 if had_s >= YOUNG_S else _RETRY_S)
+
+    def _lose(self, peer: NodeId, reason: str, silent: bool = False) -> None:
+        self._channels.pop(peer, None)
+        self._gone.add(peer)
+        self._changed.set()
+        if silent:
+            self.silent.add(peer)
+        self._on_lost(peer, reason)
+        if silent:
+            self._asking[peer] = asyncio.get_running_loop().create_task(self._ask_still(peer, reason))
+
+    async def _dial(self, node: NodeId) -> None:
+        """Makes a link to `node`, or asks it to, if it is larger. Raises: as `join_protocol.dial`."""
+        address = self._addresses[node]
+        async with self._dials if node < self._node else contextlib.nullcontext():  # only asking costs little
+            sock = await join_protocol.dial(node, address, self._node, self._credentials, self._silent_after_s)
+            if node < self._node:
+                await self._attach(sock, node)
+            else:
+                sock.close()
+
+    # ---- links made again
+
+    def _renew(self, peer: NodeId, channel: ReliableChannel, reason: str, after_s: float = 0.0) -> None:
+        """Makes the link of `channel` again, unless that is under way. `reason`: why it has ended."""
+        if peer not in self._renewing:
+            work = self._make_again(peer, channel, reason, after_s)
+            self._renewing[peer] = asyncio.get_running_loop().create_task(work)
+
+    async def _make_again(self, peer: NodeId, channel: ReliableChannel, reason: str, after_s: float) -> None:
+        why, silent, again_s = "no answer", True, _AGAIN_S
+        deadline = loop_time() + self._silent_after_s
+        try:
+            await asyncio.sleep(after_s)
+            while channel.connection is None and self._is_wanted(peer) and loop_time() < deadline:
+                try:
+                    async with asyncio.timeout(deadline - loop_time()):
+                        await self._try(peer, channel)
+                except ConnectionRefusedError:
+                    raise
+                except (ConnectionClosed, OSError) as error:  # who is being ended may still listen
+                    _log.info("node %d does not answer now: %r", peer, error)
+                    await asyncio.sleep(again_s)
+                again_s = min(2 * again_s, _AGAIN_MAX_S)
+        except ConnectionRefusedError:
+            why, silent = "nobody listens there", False
+        except NotWanted:
+            why = "it wants none"
+        except TransportError as error:  # somebody else is there
+            why, silent = str(error), False
+        # Nothing is awaited between the last look at the link and the end of this.
+        self._renewing.pop(peer, None)
+        if channel.connection is not None:
+            _log.warning("the link to node %d had ended (%s) and was made again", peer, reason)
+        elif self._is_wanted(peer):
+            self._lose(peer, f"{reason}; no new link: {why}", silent)
+
+    async def _try(self, peer: NodeId, channel: ReliableChannel) -> None:
+        """Raises: ConnectionRefusedError if nobody listens there; TransportError if it is in vain."""
+        (await connected(self._addresses[peer])).close()  # that nobody listens is known before it is this link's turn
+        if peer < self._node:
+            await self._dial(peer)
+        elif not await channel.is_up_within(_UNASKED_S):
+            await self._dial(peer)
+            await channel.is_up_within(YOUNG_S)
+
+    async def _ask_still(self, peer: NodeId, reason: str) -> None:
+        """Says whenever `peer`, which was lost for its silence, gives no connection. One that refuses answers, too."""
+        every_s = self._silent_after_s / _ASKS
+        while True:
+            began = loop_time()
+            _, silent = await self._why_unreachable(peer, every_s)
+            if silent:
+                self._on_still_silent(peer, reason)
+            await asyncio.sleep(max(0.0, began + every_s - loop_time()))
+
+    async def _why_unreachable(self, node: NodeId, within_s: float) -> tuple[str, bool]:
+        """Asks `node` for a connection. Returns: why there is none, and whether that is only its silence."""
+        try:
+            async with asyncio.timeout(within_s):
+                (await connected(self._addresses[node])).close()
+        except ConnectionRefusedError:
+            return "nobody listens there any more", False
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE):  # else it is this node that has no descriptor for it
+                return f"no answer ({error!r})", True
+        return "", False
+
+    # ---- all links at the start
+
+    async def connect(self, table: Mapping[NodeId, Address], timeout_s: float = 60.0) -> None:
+        """Returns when there is a link to every node of `table` (the own entry is ignored), or was one to a node that
+        has left meanwhile, or is lost, which was told. All of them listened when they met.
+
+        Raises: TransportError naming the nodes that are missing at the deadline; PeerRefused.
+        """
+        others = set(table) - {self._node}
+        self._known, self._connecting = self._known or set(), True
+        for node in others:
+            self._expect(node, table[node])
+        older = sorted((node for node in others if node < self._node), reverse=True)
+        dials = [asyncio.create_task(self._dial_until_linked(node)) for node in older]
+        dials += [asyncio.create_task(self._lose_if_gone(node, len(table))) for node in sorted(others)]
+        for dial in dials:
+            dial.add_done_callback(lambda _: self._changed.set())
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not others <= self.linked | self._gone:
+                    self._changed.clear()
+                    await self._changed.wait()
+                    for dial in dials:
+                        if dial.done():
+                            dial.result()
+        except TimeoutError as error:
+            missing = ", ".join(f"{node} at {table[node]}" for node in sorted(others - self.linked))
+            raise TransportError(
+                f"node {self._node} has no control link to node {missing} after {timeout_s:g} s",
+                remedy="check that these nodes run and that no firewall blocks the ports (port_range)",
+            ) from error
+        finally:
+            self._connecting = False
+            for dial in dials:
+                dial.cancel()
+            await asyncio.gather(*dials, return_exceptions=True)
+        for node, channel in self._channels.items():
+            if channel.connection is None:
+                self._renew(node, channel, "it ended while this node waited for others")
+
+    async def _dial_until_linked(self, node: NodeId) -> None:
+        while node not in self._gone:
+            try:
+                return await self._dial(node)
+            except (ConnectionClosed, OSError) as error:
+                _log.info("node %d at %s does not answer yet: %s", node, self._addresses[node], error)
+            await asyncio.sleep(_RETRY_S)
+
+    async def _lose_if_gone(self, node: NodeId, total: int) -> None:
+        """Counts a node that dies or stands still while the hosts link up as lost, like any later."""
+        # Nobody is counted as lost as long as fewer than half of them are linked: the network is at fault then, which
+        # is told at the deadline.
+        unlinked_s = failing_s = 0.0
+        await asyncio.sleep(YOUNG_S * (1 + (node + self._node) % 8 / 8))  # not all nodes at a time
+        while node not in self._gone:
+            began = loop_time()
+            await asyncio.sleep(YOUNG_S)
+            why, silent = "", False
+            if node not in self.linked:
+                why, silent = await self._why_unreachable(node, self._silent_after_s)
+            took_s = loop_time() - began
+            if node in self.linked or took_s > self._silent_after_s + 2 * YOUNG_S:  # for now; or this node stood still
+                unlinked_s = failing_s = 0.0
+                continue
+            unlinked_s += took_s
+            failing_s = failing_s + took_s if why else 0.0
+            if not why and unlinked_s >= 2 * self._silent_after_s:
+                why, silent = "it accepts connections and does not answer", True
+            elif silent and failing_s < self._silent_after_s:
+                continue
+            if why and node not in self._gone and 2 * (len(self.linked | self._gone) + 1) >= total:
+                hint = "if it lives, check that no firewall blocks the ports (port_range)"
+                self._lose(node, f"no control link to it since the hosts met: {why}; {hint}", silent)
 
     async def visit(self, node: NodeId, address: Address, hello: Hello, timeout_s: float) -> Answer:
         """Announces this host, no member yet, to member `node`; if the answer is Admitted there is a link to it.
@@ -236,168 +425,37 @@ class ControlMesh:
             sock.close()
         return answer
 
-    def _made(self, peer: NodeId, link: FrameProtocol) -> None:
-        line = self._lines.get(peer)
-        if not self._is_wanted(peer) or (line is not None and peer not in self._addresses):
-            link.abort("the node was lost, or this is its second link")
-            return
-        self._lines.setdefault(peer, Line()).carry(link, "made again")
-        self._changed.set()
-
-    def _received(self, peer: NodeId, link: FrameProtocol, frame: bytes) -> None:
-        line = self._lines.get(peer)
-        body = line.hear(frame) if line is not None and line.link is link else None  # else it comes again
-        if body is None:
-            return
-        try:
-            message = _decoder.decode(body)
-        except msgspec.MsgspecError as error:
-            raise CorruptFrame(f"node {peer}: {why_unreadable(error, body, AnyMessage)}") from error
-        if isinstance(message, Goodbye):
-            self._gone.add(peer)
-        self._on_message(peer, message)
-
-    def _ended(self, peer: NodeId, link: FrameProtocol, reason: str) -> None:
-        line = self._lines.get(peer)
-        if line is None or line.link is not link:
-            return
-        had_s, was_aborted = line.age_s, link.aborted
-        line.carry(None)
-        self._changed.set()
-        if not self._is_wanted(peer):
-            del self._lines[peer]
-        elif was_aborted or peer not in self._addresses:
-            self._lose(peer, reason)
-        elif not (self._connecting and peer > self._node):  # which dials again by itself
-            self._renewals.begin(peer, line, reason, 0.0 if had_s >= YOUNG_S else _RETRY_S)
-
-    def _lose(self, peer: NodeId, reason: str, silent: bool = False) -> None:
-        self._lines.pop(peer, None)
-        self._gone.add(peer)
-        self._changed.set()
-        if silent:
-            self.silent.add(peer)
-        self._on_lost(peer, reason)
-
-    async def connect(self, table: Mapping[NodeId, Address], timeout_s: float = 60.0) -> None:
-        """Returns when there is a link to every node of `table` (the own entry is ignored), or was one to a node that
-        has left meanwhile, or is lost, which was told. All of them listened when they met.
-
-        Raises: TransportError naming the nodes that are missing at the deadline; PeerRefused.
-        """
-        others = set(table) - {self._node}
-        self._known, self._connecting = self._known or set(), True
-        for node in others:
-            self._expect(node, table[node])
-        older = sorted((node for node in others if node < self._node), reverse=True)
-        dials = [asyncio.create_task(self._dial_until_linked(node)) for node in older]
-        dials += [asyncio.create_task(self._lose_if_gone(node, len(table))) for node in sorted(others)]
-        for dial in dials:
-            dial.add_done_callback(lambda _: self._changed.set())
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._all_linked(others, dials)
-        except TimeoutError as error:
-            missing = ", ".join(f"{node} at {table[node]}" for node in sorted(others - self.linked))
-            raise TransportError(
-                f"node {self._node} has no control link to node {missing} after {timeout_s:g} s",
-                remedy="check that these nodes run and that no firewall blocks the ports (port_range)",
-            ) from error
-        finally:
-            self._connecting = False
-            for dial in dials:
-                dial.cancel()
-            await asyncio.gather(*dials, return_exceptions=True)
-        for node, line in self._lines.items():
-            if line.link is None:
-                self._renewals.begin(node, line, "it ended while this node waited for others")
-
-    async def _all_linked(self, others: set[NodeId], dials: list[asyncio.Task[None]]) -> None:
-        while not others <= self.linked | self._gone:
-            self._changed.clear()
-            await self._changed.wait()
-            for dial in dials:
-                if dial.done():
-                    dial.result()
-
-    async def _dial_until_linked(self, node: NodeId) -> None:
-        while node not in self._gone:
-            try:
-                return await self._dial(node)
-            except (ConnectionClosed, OSError) as error:
-                _log.info("node %d at %s does not answer yet: %s", node, self._addresses[node], error)
-            await asyncio.sleep(_RETRY_S)
-
-    async def _lose_if_gone(self, node: NodeId, total: int) -> None:
-        """Count a node that dies or stands still while the hosts link up as lost, like any later. Count nobody as long
-        as fewer than half of them are linked: the network is at fault then, which is told at the deadline."""
-        loop, unlinked_s, failing_s = asyncio.get_running_loop(), 0.0, 0.0
-        await asyncio.sleep(YOUNG_S * (1 + (node + self._node) % 8 / 8))  # not all nodes at a time
-        while node not in self._gone:
-            began = loop.time()
-            await asyncio.sleep(YOUNG_S)
-            why, silent = ("", False) if node in self.linked else await self._why_unreachable(node)
-            took_s = loop.time() - began
-            if node in self.linked or took_s > self._silent_after_s + 2 * YOUNG_S:  # for now; or this node stood still
-                unlinked_s = failing_s = 0.0
-                continue
-            unlinked_s += took_s
-            failing_s = failing_s + took_s if why else 0.0
-            if not why and unlinked_s >= 2 * self._silent_after_s:
-                why, silent = "it accepts connections and does not answer", True
-            elif silent and failing_s < self._silent_after_s:
-                continue
-            if why and node not in self._gone and 2 * (len(self.linked | self._gone) + 1) >= total:
-                hint = "if it lives, check that no firewall blocks the ports (port_range)"
-                reason = f"no control link to it since the hosts met: {why}; {hint}"
-                self._lose(node, reason, silent)
-                if silent:
-                    self._renewals.ask_still(node, reason)
-
-    async def _why_unreachable(self, node: NodeId) -> tuple[str, bool]:
-        """Ask `node` for a connection. Returns: why there is none, and whether that is only its silence; "" if there is
-        one, or if it is this node that has no descriptor for it."""
-        try:
-            async with asyncio.timeout(self._silent_after_s):
-                (await connected(self._addresses[node])).close()
-        except ConnectionRefusedError:
-            return "nobody listens there any more", False
-        except OSError as error:
-            return ("", False) if error.errno in (errno.EMFILE, errno.ENFILE) else (f"no answer ({error!r})", True)
-        return "", False
-
-    async def _dial(self, node: NodeId) -> None:
-        """Makes a link to `node`, or asks it to, if it is larger. Raises: as `links.dial`."""
-        address = self._addresses[node]
-        async with self._dials if node < self._node else contextlib.nullcontext():  # only asking costs little
-            sock = await links.dial(node, address, self._node, self._credentials, self._silent_after_s)
-            if node < self._node:
-                await self._attach(sock, node)
-            else:
-                sock.close()
+    # ---- messages and the end
 
     def send(self, node: NodeId, message: AnyMessage) -> None:
         """Queues `message`; without a link it is dropped: that there is none was told. Blocks: never."""
-        if node in self._lines and node not in self._gone:
-            self._lines[node].say(msgspec.msgpack.encode(message))
+        if node in self._channels and node not in self._gone:
+            self._channels[node].send(msgspec.msgpack.encode(message))
 
     def drop(self, node: NodeId) -> None:
         """Ends the link to `node`, what is queued for it going first within a short deadline, and accepts none from it
         any more: it is lost to the world."""
         self._gone.add(node)
-        self._renewals.stop(node)
-        line = self._lines.get(node)
-        if line is not None and line.link is not None:
-            line.link.close()
-            asyncio.get_running_loop().call_later(_FLUSH_S, line.link.abort, "dropped")
+        for tasks in (self._renewing, self._asking):
+            if (task := tasks.pop(node, None)) is not None:
+                task.cancel()
+        channel = self._channels.get(node)
+        if channel is not None and channel.connection is not None:
+            channel.connection.close()
+            asyncio.get_running_loop().call_later(_FLUSH_S, channel.connection.abort, "dropped")
         else:
-            self._lines.pop(node, None)
+            self._channels.pop(node, None)
 
     async def close(self, goodbye: AnyMessage | None = None) -> None:
         """Sends `goodbye` to everyone, sends what is queued within a short deadline, and ends all links."""
         self._closing = True
         await self._tasks.end()
-        await self._renewals.close()
+        tasks = [*self._renewing.values(), *self._asking.values()]
+        self._renewing.clear()
+        self._asking.clear()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         if self._listener is not None:
             self._listener.close()
         for node, link in self._links().items():

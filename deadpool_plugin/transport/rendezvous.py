@@ -20,17 +20,14 @@ import msgspec
 
 from ..core.types import Count, NodeId, listed
 from ..errors import PeerRefused, TransportError
-from .exchange import packed, put, take
-from .framing import ConnectionClosed
-from .handshake import HANDSHAKE_TIMEOUT_S, Credentials, Unproven, shake_hands_async
+from .framing import ConnectionClosed, put, put_frame, take
+from .handshake import HANDSHAKE_TIMEOUT_S, Credentials, Refusals, Unproven, shake_hands_async
 from .sockets import Address, address_towards, closed_on_error, connected, listening, remote_name, tune
 from .tasks import Tasks, loop_time
 
 PURPOSE = "rendezvous"
 SAY_AFTER_S = 10.0
 """A host that waits for others this long says for whom, once."""
-REFUSED_HOSTS_MAX = 64
-"""Refusals that are named: a host that can forge addresses has more of them than we have memory."""
 _RETRY_S = 0.2
 LISTEN_S = 5.0
 """How long node 0 waits for a port that an earlier launch may hold, and is about to leave."""
@@ -85,7 +82,7 @@ async def meet(
     (node 0 itself goes on waiting, and names those it refused at its deadline).
     """
     if hello.node == 0:
-        return await _Host(nodes_total, master_addr, master_port, hello, credentials).wait(timeout_s)
+        return await _Host(nodes_total, (master_addr, master_port), hello, credentials).wait(timeout_s)
     try:
         async with asyncio.timeout(timeout_s * 1.05 + 1.0):
             return await _join((master_addr, master_port), hello, credentials)
@@ -100,18 +97,57 @@ async def meet(
 class _Host:
     """Node 0's side: collects hellos, then hands out the table."""
 
-    def __init__(self, nodes_total: int, host: str, port: int, hello: Hello, credentials: Credentials) -> None:
-        self._nodes_total = nodes_total
-        self._where = f"{host}:{port}"
-        self._credentials = credentials
+    def __init__(self, nodes_total: int, address: Address, hello: Hello, credentials: Credentials) -> None:
+        self._nodes_total, self._address, self._credentials = nodes_total, address, credentials
+        self._where = f"{address[0]}:{address[1]}"
         self._hellos: dict[NodeId, Hello] = {0: hello}
         self._socks: dict[NodeId, socket.socket] = {}
-        self._refused: dict[str, str] = {}
         self._changed = asyncio.Event()
-        self._unproven = Unproven()
-        self._address = (host, port)
+        self._unproven = Unproven("rendezvous")
+        self._refusals = Refusals(lambda error: _log.warning("%s", error))
         self._superseded = ""
         """The host of a later launch that has come here."""
+
+    async def wait(self, timeout_s: float) -> list[Hello]:
+        """Raises: TransportError, which those who have come are told."""
+        listener = await self._listen()
+        listener.setblocking(False)
+        tasks = Tasks()
+        tasks.start(self._accept(listener, tasks))
+        try:
+            table = await self._table(timeout_s)
+            await self._tell_all(_Table(table))
+            return table
+        except TransportError as failure:
+            await self._tell_all(_Failed(str(failure)))
+            raise
+        finally:
+            await tasks.end()
+            for sock in (listener, *self._socks.values()):
+                sock.close()
+
+    async def _table(self, timeout_s: float) -> list[Hello]:
+        saying = asyncio.create_task(self._say_who_is_missing())
+        try:
+            async with asyncio.timeout(timeout_s):
+                while len(self._hellos) < self._nodes_total and not self._superseded:
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError as error:
+            refused = "".join(f"; {reason}" for reason in self._refusals.told.values())
+            raise TransportError(
+                f"only {len(self._hellos)} of {self._nodes_total} nodes met at {self._where} in {timeout_s:g} s, "
+                f"missing: node {self._missing()}{refused}",
+                remedy="look at the output of the missing nodes' hosts",
+            ) from error
+        finally:
+            saying.cancel()
+        if self._superseded:
+            raise TransportError(
+                f"a later launch of this job has come from {self._superseded}: this one ends, which still waited "
+                f"for node {self._missing()}"
+            )
+        return [self._hellos[node] for node in sorted(self._hellos)]
 
     async def _listen(self) -> socket.socket:
         """Raises: TransportError if another program holds the port; one of an earlier launch is told to go."""
@@ -131,79 +167,24 @@ class _Host:
                     await _ask(self._address, self._hellos[0], self._credentials)
             await asyncio.sleep(_RETRY_S)
 
-    async def wait(self, timeout_s: float) -> list[Hello]:
-        self._listener = await self._listen()
-        self._listener.setblocking(False)
-        tasks = Tasks()
-        tasks.start(self._accept(tasks))
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._all_here()
-            if self._superseded:
-                failure = TransportError(
-                    f"a later launch of this job has come from {self._superseded}: this one ends, which still waited "
-                    f"for node {self._missing()}"
-                )
-                await self._tell_all(_Failed(str(failure)))
-                raise failure
-            table = [self._hellos[node] for node in sorted(self._hellos)]
-            await self._tell_all(_Table(table))
-            return table
-        except TimeoutError as error:
-            failure = self._absence(timeout_s)
-            await self._tell_all(_Failed(str(failure)))
-            raise failure from error
-        finally:
-            await tasks.end()
-            for sock in (self._listener, *self._socks.values()):
-                sock.close()
-
-    def _absence(self, timeout_s: float) -> TransportError:
-        refused = "".join(f"; {reason}" for reason in self._refused.values())
-        return TransportError(
-            f"only {len(self._hellos)} of {self._nodes_total} nodes met at {self._where} in {timeout_s:g} s, "
-            f"missing: node {self._missing()}{refused}",
-            remedy="look at the output of the missing nodes' hosts",
-        )
-
     def _missing(self) -> str:
         return listed(node for node in range(self._nodes_total) if node not in self._hellos)
-
-    async def _all_here(self) -> None:
-        saying = asyncio.create_task(self._say_who_is_missing())
-        try:
-            while len(self._hellos) < self._nodes_total and not self._superseded:
-                self._changed.clear()
-                await self._changed.wait()
-        finally:
-            saying.cancel()
 
     async def _say_who_is_missing(self) -> None:
         """Once: a firewall, or an address that is not this host's only, shows in nothing else for minutes."""
         await asyncio.sleep(SAY_AFTER_S)
         _log.warning("still waiting at %s for node %s", self._where, self._missing())
 
-    async def _accept(self, tasks: Tasks) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                sock, _ = await loop.sock_accept(self._listener)
-            except OSError as error:  # too many open files, or the peer gave up: neither ends the meeting
-                self._unproven.cannot_accept("rendezvous", error)
-                await asyncio.sleep(_RETRY_S)
-                continue
+    async def _accept(self, listener: socket.socket, tasks: Tasks) -> None:
+        async for sock in self._unproven.accepted(listener):
             tasks.start(self._welcome(sock))
-            await asyncio.sleep(0)  # accepting one that waits already does not let others run
 
     async def _welcome(self, sock: socket.socket) -> None:
         try:
             with closed_on_error(sock):
                 peer = await self._greet(sock)
         except PeerRefused as error:
-            host = error.address.rpartition(":")[0]
-            if host not in self._refused and len(self._refused) < REFUSED_HOSTS_MAX:
-                self._refused[host] = str(error)
-                _log.warning("%s", error)
+            self._refusals.add(error)
         except (TransportError, OSError, EOFError):  # it hung up, and tries again
             pass
         else:
@@ -250,13 +231,13 @@ class _Host:
             f"processes of an earlier launch still wait at {where}: they are told to end", address=address
         )
 
-    async def _tell_all(self, message: _Table | _Failed) -> None:
-        frame = packed(message)
+    async def _tell_all(self, answer: _Table | _Failed) -> None:
+        body = msgspec.msgpack.encode(answer)
 
         async def tell(peer: NodeId, sock: socket.socket) -> None:
             try:
                 async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
-                    await asyncio.get_running_loop().sock_sendall(sock, frame)
+                    await put_frame(sock, body)
             except OSError as error:  # it will be missing from the mesh, with an error that names it
                 _log.warning("node %d left the rendezvous: %r", peer, error)
 

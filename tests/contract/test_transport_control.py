@@ -11,8 +11,8 @@ from support import expect
 
 from deadpool_plugin.core.messages import AnyMessage, Goodbye, Status
 from deadpool_plugin.errors import PeerRefused, TransportError
-from deadpool_plugin.transport import links
-from deadpool_plugin.transport.exchange import recv_exact_async
+from deadpool_plugin.transport import join_protocol
+from deadpool_plugin.transport.framing import recv_exact_async
 from deadpool_plugin.transport.handshake import Credentials, Handshake, shake_hands_async
 from deadpool_plugin.transport.join_protocol import PURPOSE
 from deadpool_plugin.transport.mesh import ControlMesh
@@ -76,7 +76,7 @@ def test_everyone_hears_everyone_in_order() -> None:
 
 def test_a_node_begins_few_links_at_a_time_and_has_them_all_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     at_once: list[int] = []
-    begun, dial = 0, links.dial
+    begun, dial = 0, join_protocol.dial
 
     async def counted(peer: int, address: Address, node: int, *others: Any) -> socket.socket:
         nonlocal begun
@@ -89,7 +89,7 @@ def test_a_node_begins_few_links_at_a_time_and_has_them_all_in_the_end(monkeypat
         return sock
 
     monkeypatch.setattr("deadpool_plugin.transport.mesh.DIALS_MAX", 2)
-    monkeypatch.setattr(links, "dial", counted)
+    monkeypatch.setattr(join_protocol, "dial", counted)
 
     async def scenario() -> None:
         async with mesh(10) as nodes:

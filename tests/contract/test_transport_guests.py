@@ -27,14 +27,14 @@ from deadpool_plugin.transport.join_protocol import (
     Busy,
     Describe,
     JobDescription,
-    Refused,
+    NotAdmitted,
+    NotWanted,
     Reserve,
     Reserved,
     Stop,
     Stopping,
     ask,
 )
-from deadpool_plugin.transport.links import NotWanted
 from deadpool_plugin.transport.mesh import ControlMesh
 from deadpool_plugin.transport.rendezvous import Hello
 from deadpool_plugin.transport.sockets import bound_address, connected, listen_tcp
@@ -220,7 +220,7 @@ def test_the_id_of_a_node_is_not_given_again_and_its_link_stays(taken: int) -> N
         async with job(2) as members, newcomer(taken) as thief:
             other = members[1 - taken]
             answer = await thief.mesh.visit(other.node, other.hello.control, thief.hello, WAIT_S)
-            assert isinstance(answer, Refused) and f"node {taken} is or was" in answer.reason
+            assert isinstance(answer, NotAdmitted) and f"node {taken} is or was" in answer.reason
             members[taken].mesh.send(other.node, Status(3, 9, True))
             assert await soon(other.messages) == (taken, Status(3, 9, True))
             assert other.lost.empty()

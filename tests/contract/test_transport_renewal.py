@@ -16,7 +16,7 @@ from support.relay import Relay
 from deadpool_plugin.core.messages import AnyMessage, Status
 from deadpool_plugin.transport.handshake import Credentials
 from deadpool_plugin.transport.mesh import ControlMesh
-from deadpool_plugin.transport.reliable_channel import SAY_SO_EVERY
+from deadpool_plugin.transport.reliable_channel import ACKNOWLEDGE_EVERY
 from deadpool_plugin.transport.sockets import Address
 
 WAIT_S = 20.0
@@ -143,11 +143,11 @@ def test_wherever_it_is_cut_everything_is_heard_once_and_in_order() -> None:
 def test_what_was_heard_is_not_kept() -> None:
     async def scenario() -> None:
         async with two() as (first, second, _, _):
-            say(first, *range(10 * SAY_SO_EVERY))
-            await second.hears(*range(10 * SAY_SO_EVERY))
+            say(first, *range(10 * ACKNOWLEDGE_EVERY))
+            await second.hears(*range(10 * ACKNOWLEDGE_EVERY))
             say(second, 1)
             await first.hears(1)
-            assert not first.mesh._lines[1]._kept
+            assert not first.mesh._channels[1]._kept
 
     run(scenario)
 
@@ -155,10 +155,10 @@ def test_what_was_heard_is_not_kept() -> None:
 def test_what_only_one_says_is_not_kept_for_ever() -> None:
     async def scenario() -> None:
         async with two() as (first, second, _, _):
-            for step in range(10 * SAY_SO_EVERY):
+            for step in range(10 * ACKNOWLEDGE_EVERY):
                 say(first, step)
                 await second.hears(step)
-                assert len(first.mesh._lines[1]._kept) <= 2 * SAY_SO_EVERY
+                assert len(first.mesh._channels[1]._kept) <= 2 * ACKNOWLEDGE_EVERY
 
     run(scenario)
 
@@ -254,7 +254,7 @@ def test_a_host_that_answers_no_more_is_said_to_be_silent_until_it_is_dropped() 
                     assert "no answer" in await asyncio.wait_for(first.still_silent.get(), WAIT_S)
                 assert second.still_silent.empty(), "it gets a connection"
                 first.mesh.drop(1)
-                asking = first.mesh._renewals._asking
+                asking = first.mesh._asking
                 assert not asking
 
     run(scenario)
@@ -278,7 +278,7 @@ def test_a_lost_node_is_not_linked_again() -> None:
             link.cut(dialler=False)
             assert "no answer" in await asyncio.wait_for(first.lost.get(), WAIT_S)
             assert second.mesh.linked == {0}
-            second.mesh._renewals.patience_s = PATIENCE_S
+            second.mesh._silent_after_s = PATIENCE_S
             relay.is_deaf = False
             link.cut(target=False)
             assert "it wants none" in await asyncio.wait_for(second.lost.get(), WAIT_S)

@@ -210,7 +210,7 @@ def test_the_oldest_connections_without_a_proof_go_first(few: int, where: str) -
 
 
 def test_who_has_proved_itself_is_not_ended_for_a_stranger(few: int) -> None:
-    unproven = handshake.Unproven()
+    unproven = handshake.Unproven("bulk")
     pairs = [socket.socketpair() for _ in range(few + 2)]
     with unproven.held(pairs[0][0]):
         pass
@@ -229,10 +229,10 @@ def test_who_has_proved_itself_is_not_ended_for_a_stranger(few: int) -> None:
 
 
 def test_a_listener_without_descriptors_says_so_once(few: int, caplog: pytest.LogCaptureFixture) -> None:
-    unproven, (ours, theirs) = handshake.Unproven(), socket.socketpair()
+    unproven, (ours, theirs) = handshake.Unproven("bulk"), socket.socketpair()
     unproven.enter(ours)
     for _ in range(1000):
-        unproven.cannot_accept("control", OSError(errno.EMFILE, "too many open files"))
+        unproven.cannot_accept(OSError(errno.EMFILE, "too many open files"))
     assert len(caplog.records) == 1 and theirs.recv(1) == b"", "the oldest one gives its descriptor back"
     for sock in (ours, theirs):
         sock.close()
