@@ -27,7 +27,7 @@ from ..errors import CorruptFrame, PeerRefused, TransportError
 from . import join_protocol
 from .framing import ConnectionClosed, FrameProtocol, put, why_unreadable
 from .handshake import Credentials, Refusals, Unproven
-from .join_protocol import GUEST, Admitted, Answer, NotWanted, OnGuest
+from .join_protocol import GUEST, Admitted, Answer, NotWanted, OnGuest, announce, nobody_joins
 from .reliable_channel import ReliableChannel
 from .rendezvous import Hello
 from .sockets import Address, bound_address, closed_on_error, connected, listen_tcp, remote_name
@@ -35,14 +35,11 @@ from .tasks import Tasks, begin, loop_time
 
 _RETRY_S = 0.1
 _FLUSH_S = 1.0
-_AGAIN_S, _AGAIN_MAX_S = 0.01, 0.2
-"""An attempt to make a link again that fails waits twice as long as the one before, from and up to this."""
-_UNASKED_S = 0.1
-"""A node that has lost a link which the other end dials waits so long to be dialled before it asks."""
+_AGAIN_S, _AGAIN_MAX_S = 0.01, 0.2  # after an attempt to make a link again that fails: the first pause, the longest
+_UNASKED_S = 0.1  # a node that has lost a link which the other end dials waits so long before it asks
 YOUNG_S = 1.0
 """If our link is younger than this, the peer is reporting the previous one; keep ours."""
-_ASKS = 2
-"""Within its patience a silent node is asked so often."""
+_ASKS = 2  # of a silent node, within its patience
 DIALS_MAX = 16
 """Links a node begins at a time. With hundreds of nodes on hosts that are busy starting, handshakes begun all at once
 wait for each other until their time is up; nodes that all begin with the same peer do so, too."""
@@ -67,8 +64,7 @@ class ControlMesh:
     Thread: the event loop's only.
     Args:
         credentials: shared; its `job` is known before `connect` or `visit` is called.
-        bind_host: the interface to listen on; `listen` returns it ("" listens on all: tell the others another).
-        port_range: ports to choose from (ends included); None lets the system choose.
+        bind_host, port_range: as for `listen_tcp` (for "" tell the others another address).
         silent_after_s: a peer whose kernel acknowledges nothing for so long is lost.
         on_refused: gets each refused peer, once per host; the default logs it.
         on_guest: answers hosts that are no members.
@@ -85,7 +81,7 @@ class ControlMesh:
         on_lost: OnLost,
         silent_after_s: float = 10.0,
         on_refused: Callable[[PeerRefused], None] = _log.warning,
-        on_guest: OnGuest = join_protocol.nobody_joins,
+        on_guest: OnGuest = nobody_joins,
         on_still_silent: OnLost = lambda node, reason: None,
     ) -> None:
         self.silent: set[NodeId] = set()
@@ -98,7 +94,7 @@ class ControlMesh:
         self._gone: set[NodeId] = set()
         """There is no link with them any more, for good, or none to come: lost, dropped, or they have said Goodbye."""
         self._renewing: dict[NodeId, asyncio.Task[None]] = {}
-        self._asking: dict[NodeId, asyncio.Task[None]] = {}
+        self._asking: dict[NodeId, asyncio.Task[None]] = {}  # after those that are lost for their silence
         self._dials = asyncio.Semaphore(DIALS_MAX)
         self._known: set[NodeId] | None = None  # None: anyone with the secret, before `connect` has said who
         self._tasks = Tasks()
@@ -171,11 +167,7 @@ class ControlMesh:
 
     async def _entertain(self, sock: socket.socket) -> None:
         """Answer a guest; link it if it is admitted. A promised link that fails is a lost one."""
-        admitted = await join_protocol.serve(
-            sock,
-            self._on_guest,
-            lambda node: node not in (self._known or set()) | self._gone | self._channels.keys() | {self._node},
-        )
+        admitted = await join_protocol.serve(sock, self._on_guest, self._is_new)
         if admitted is None:
             return
         hello, answer = admitted
@@ -187,6 +179,9 @@ class ControlMesh:
             self._lose(hello.node, f"it left while it was let in: {error}")
             return
         await self._attach(sock, hello.node)
+
+    def _is_new(self, node: NodeId) -> bool:
+        return node not in (self._known or set()) | self._gone | self._channels.keys() | {self._node}
 
     def _expect(self, node: NodeId, address: Address) -> None:
         """`node` may be linked from now on."""
@@ -253,7 +248,7 @@ class ControlMesh:
             self.silent.add(peer)
         self._on_lost(peer, reason)
         if silent:
-            self._asking[peer] = asyncio.get_running_loop().create_task(self._ask_still(peer, reason))
+            self._asking[peer] = self._tasks.start(self._ask_still(peer, reason))
 
     async def _dial(self, node: NodeId) -> None:
         """Makes a link to `node`, or asks it to, if it is larger. Raises: as `join_protocol.dial`."""
@@ -270,8 +265,7 @@ class ControlMesh:
     def _renew(self, peer: NodeId, channel: ReliableChannel, reason: str, after_s: float = 0.0) -> None:
         """Makes the link of `channel` again, unless that is under way. `reason`: why it has ended."""
         if peer not in self._renewing:
-            work = self._make_again(peer, channel, reason, after_s)
-            self._renewing[peer] = asyncio.get_running_loop().create_task(work)
+            self._renewing[peer] = self._tasks.start(self._make_again(peer, channel, reason, after_s))
 
     async def _make_again(self, peer: NodeId, channel: ReliableChannel, reason: str, after_s: float) -> None:
         why, silent, again_s = "no answer", True, _AGAIN_S
@@ -413,9 +407,7 @@ class ControlMesh:
         """
         try:
             async with asyncio.timeout(timeout_s):
-                sock, answer = await join_protocol.announce(
-                    node, address, hello, self._credentials, self._silent_after_s
-                )
+                sock, answer = await announce(node, address, hello, self._credentials, self._silent_after_s)
         except (OSError, EOFError) as error:
             raise ConnectionClosed(f"node {node} at {address[0]}:{address[1]} does not answer: {error!r}") from error
         if isinstance(answer, Admitted):
@@ -450,12 +442,6 @@ class ControlMesh:
         """Sends `goodbye` to everyone, sends what is queued within a short deadline, and ends all links."""
         self._closing = True
         await self._tasks.end()
-        tasks = [*self._renewing.values(), *self._asking.values()]
-        self._renewing.clear()
-        self._asking.clear()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
         if self._listener is not None:
             self._listener.close()
         for node, link in self._links().items():

@@ -1,7 +1,4 @@
-"""Work on an event loop that nobody awaits: kept until it is over, and begun from other threads.
-
-Rules of this file: whoever starts work minds its errors; none comes out of it.
-"""
+"""Work on an event loop that nobody awaits: kept until it is over, and begun from other threads."""
 
 from __future__ import annotations
 
@@ -14,16 +11,17 @@ T = TypeVar("T")
 
 
 class Tasks:
-    """Running tasks, in the order in which they began: the loop alone would not keep them alive. Thread: the event
-    loop's only."""
+    """Running tasks, in the order in which they began: the loop alone would not keep them alive. Who starts one minds
+    its errors. Thread: the event loop's only."""
 
     def __init__(self) -> None:
         self._tasks: dict[asyncio.Task[None], None] = {}
 
-    def start(self, work: Coroutine[Any, Any, None]) -> None:
+    def start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks[task] = None
         task.add_done_callback(self._tasks.pop)
+        return task
 
     def cancel(self) -> None:
         for task in self._tasks:
