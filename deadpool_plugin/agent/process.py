@@ -20,8 +20,8 @@ from ..core.controller import Controller
 from ..core.messages import Goodbye, RankCalls, Verdict
 from ..core.types import listed
 from ..errors import EXIT_CONFIG, EXIT_FENCED, EXIT_OK, DeadpoolError, InvariantViolated
-from ..host.contacts import FOLDER
-from ..host.repeats import Cuts
+from ..host.files import CONTACTS_FOLDER
+from ..host.output import Cuts
 from ..transport.flight_recorder import read_calls
 from ..transport.handshake import Credentials
 from ..transport.rendezvous import Hello
@@ -159,7 +159,7 @@ class Agent:
         try:
             await self._host.at_files(lambda: self._host.publish(hello, node.job.secret_files, node.credentials.job))
         except OSError as error:  # a full disk is not worth a node
-            folder = self._config.output_dir / FOLDER
+            folder = self._config.output_dir / CONTACTS_FOLDER
             self._reports.say(f"node {node.id} is not in {folder} ({error.strerror}): only `--to` finds it there")
 
     def _tick(self) -> None:

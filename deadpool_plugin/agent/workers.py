@@ -18,7 +18,7 @@ from ..core import api, local
 from ..core.types import NO_STEP, Generation, Rank, Step, World
 from ..errors import invariant, present
 from ..host.output import rank_file
-from ..host.repeats import READ_S, Printed, Repeats, printed_since
+from ..host.output_dedup import READ_S, Printed, Repeats, printed_since
 from ..transport.tasks import Tasks
 from ..transport.unix import LocalPeer, close_descriptors
 from .node import LocalNode, Process, Slot

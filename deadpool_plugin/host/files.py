@@ -1,9 +1,25 @@
-"""Files that others may look at at any moment: each appears whole or not at all."""
+"""Files that other hosts or programs may look at at any moment: each appears whole or not at all.
+
+- `OUTPUT_DIR/nodes/<id>.json`, where a host that wants to join finds a living member. It goes with its node's orderly
+  end; what a killed node leaves behind is harmless, because nobody of its job answers there. Where the secret lies is
+  in it, the secret is not.
+- The witness of ties: one file per generation on storage that all hosts share, written by whoever is first.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import tempfile
 from pathlib import Path
+
+import msgspec
+
+from ..core.types import Generation, NodeId, SwapPlan
+from ..transport.rendezvous import Hello
+from ..transport.sockets import Address
+
+CONTACTS_FOLDER = "nodes"
 
 
 def put(path: Path, content: bytes, mode: int = 0o666) -> None:
@@ -16,3 +32,95 @@ def put(path: Path, content: bytes, mode: int = 0o666) -> None:
     with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), "wb") as file:
         file.write(content)
     draft.replace(path)
+
+
+def put_once(path: Path, content: bytes) -> None:
+    """Make `path` hold `content`, unless somebody has put something there before. Raises: OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, draft = tempfile.mkstemp(dir=path.parent, prefix=".draft-")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        # link(2) is atomic, over NFS too; whether a link whose answer was lost was made is seen by reading.
+        with contextlib.suppress(FileExistsError):
+            os.link(draft, path)
+    finally:
+        os.unlink(draft)
+
+
+class Contact(msgspec.Struct, frozen=True):
+    """One node's file. `secret_files`: where the job's secret may lie; `job`: the id of its job."""
+
+    node: NodeId
+    host: str
+    pid: int
+    control: Address
+    secret_files: tuple[str, ...]
+    job: str
+
+
+def contact_file(output_dir: Path, node: NodeId) -> Path:
+    return output_dir / CONTACTS_FOLDER / f"{node}.json"
+
+
+def publish(output_dir: Path, hello: Hello, secret_files: tuple[str, ...], job: str) -> None:
+    """Write this node's contact. Raises: OSError."""
+    path = contact_file(output_dir, hello.node)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    put(path, msgspec.json.encode(Contact(hello.node, hello.host, os.getpid(), hello.control, secret_files, job)))
+
+
+def withdraw(output_dir: Path, node: NodeId) -> None:
+    """Remove this process's contact; one that another process has written in its place stays."""
+    with contextlib.suppress(OSError, msgspec.MsgspecError):
+        path = contact_file(output_dir, node)
+        if msgspec.json.decode(path.read_bytes(), type=Contact).pid == os.getpid():
+            path.unlink()
+
+
+def published(output_dir: Path) -> list[Contact]:
+    """All nodes' contacts, the youngest first; what cannot be read is left out."""
+    found: list[tuple[float, Contact]] = []
+    for path in (output_dir / CONTACTS_FOLDER).glob("[0-9]*.json"):
+        with contextlib.suppress(OSError, msgspec.MsgspecError):
+            found.append((path.stat().st_mtime, msgspec.json.decode(path.read_bytes(), type=Contact)))
+    return [contact for _, contact in sorted(found, key=lambda entry: -entry[0])]
+
+
+class SharedFolder:
+    """The witness of ties: a directory on storage that all hosts share. A file never changes. Thread: any.
+
+    Every method blocks for the storage and raises OSError.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def __str__(self) -> str:
+        return str(self._directory)
+
+    def keep(self, job: str, plan: SwapPlan) -> SwapPlan:
+        """Return the plan that the folder has for this job and generation from now on: `plan`, unless there was one."""
+        path = self._directory / f"{job}.{plan.world.generation}"
+        put_once(path, msgspec.msgpack.encode(plan))
+        return msgspec.msgpack.decode(path.read_bytes(), type=SwapPlan)
+
+    def look(self, job: str, generation: Generation) -> SwapPlan | None:
+        """Return the plan that the folder has for this job and generation, None if it has none."""
+        try:
+            return msgspec.msgpack.decode((self._directory / f"{job}.{generation}").read_bytes(), type=SwapPlan)
+        except FileNotFoundError:
+            return None
+
+    def share(self, job: str) -> None:
+        """Leave a file there for `is_shared`, made as plans are."""
+        put_once(self._shared(job), b"")
+
+    def is_shared(self, job: str) -> bool:
+        """Return whether another host's `share` is seen here."""
+        return self._shared(job).exists()
+
+    def _shared(self, job: str) -> Path:
+        return self._directory / f"{job}.shared"

@@ -17,12 +17,12 @@ from ..transport.handshake import Credentials
 from ..transport.rendezvous import Hello
 from ..transport.sockets import allow_many_files
 from ..transport.unix import LocalPeer, LocalServer
-from . import contacts, proc
+from . import files, proc
 from .bulk import BulkTransfers
+from .files import SharedFolder
 from .output import Pipe, Writer
 from .processes import Processes
-from .spawning import run_anywhere
-from .witness import SharedFolder
+from .spawning import reset_affinity
 
 T = TypeVar("T")
 
@@ -45,7 +45,7 @@ class Machine:
         listener: socket.socket,
         job_tag: str,
     ) -> None:
-        run_anywhere()
+        reset_affinity()
         allow_many_files()
         self._node, self._config, self._listener, self._job_tag = node, config, listener, job_tag
         self.name, self.where = os.uname().nodename, where
@@ -68,10 +68,10 @@ class Machine:
         self._server = LocalServer(self._listener, on_message, on_closed)
 
     def publish(self, hello: Hello, secret_files: tuple[str, ...], job: str) -> None:
-        contacts.publish(self._config.output_dir, hello, secret_files, job)
+        files.publish(self._config.output_dir, hello, secret_files, job)
 
     def withdraw(self) -> None:
-        contacts.withdraw(self._config.output_dir, self._node)
+        files.withdraw(self._config.output_dir, self._node)
 
     async def at_files(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(None, work)

@@ -13,22 +13,24 @@ import os
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from queue import SimpleQueue
+from typing import Any, TextIO
+
+import msgspec
 
 from ..core.types import NodeId, Rank, Step
-
-if TYPE_CHECKING:
-    from .repeats import Repeats
+from .output_dedup import CUTS, Cut, LineBuffer, Repeats, cuts_of
 
 QUEUE_BYTES_MAX = 16 << 20
 SAID_EVERY_S = 3600.0
 """Between two words about files that cannot be written."""
 LOOK_EVERY_S = 10.0
 """Between two looks whether a file that is written to is still there."""
+CUTS_BYTES = 1 << 16
+"""Size of each of the two files of cuts: about 900 cuts. A takeover needs those of the last two steps."""
 _CLOSE_S = 2.0
 _READ_BYTES = 1 << 16
 
@@ -62,12 +64,11 @@ class Lane:
     """
 
     def __init__(self, name: str, on_drop: Callable[[str], None] = lambda why: None, *, files: bool = False) -> None:
-        self._changed = threading.Condition()
-        self._queue: deque[tuple[int, bytes | Path | None]] = deque()
+        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._lock = threading.Lock()
         self._queued_bytes = 0
         self._broken: set[int] = set()
         self._cut: set[int] = set()
-        self._closing = False
         self._files = files
         self._looked_at: dict[int, float] = {}
         self.dropped_bytes = 0
@@ -75,81 +76,33 @@ class Lane:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def release(self, fd: int) -> None:
-        """Close `fd` once what is queued for it has been written."""
-        with self._changed:
-            self._queue.append((fd, b""))
-            self._changed.notify()
-
-    def open(self, fd: int, path: Path) -> None:
-        """Open `path` as `fd`, before what is queued from now on is written."""
-        with self._changed:
-            self._queue.append((fd, path))
-            self._changed.notify()
-
-    def empty(self, fd: int) -> None:
-        """Make the file `fd` empty once what is queued for it has been written."""
-        with self._changed:
-            self._queue.append((fd, None))
-            self._changed.notify()
+    def _run(self) -> None:
+        while (work := self._queue.get()) is not None:
+            try:
+                work()
+            except OSError as error:
+                self._on_drop(error.strerror or str(error))
 
     def write(self, fd: int, data: bytes) -> None:
         """Queue `data` for `fd`; dropped if too much is queued. Blocks: never."""
-        with self._changed:
-            if not data:  # means `release` to the thread
-                return
-            if self._queued_bytes + len(data) > QUEUE_BYTES_MAX:
-                self._drop(len(data), f"more than {QUEUE_BYTES_MAX >> 20} MiB wait to be written")
-                return
-            self._queue.append((fd, data))
-            self._queued_bytes += len(data)
-            self._changed.notify()
+        if not data:
+            return
+        with self._lock:
+            fits = self._queued_bytes + len(data) <= QUEUE_BYTES_MAX
+            if fits:
+                self._queued_bytes += len(data)
+        if fits:
+            self._queue.put(lambda: self._write(fd, data))
+        else:
+            self._drop(len(data), f"more than {QUEUE_BYTES_MAX >> 20} MiB wait to be written")
 
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                while not self._queue and not self._closing:
-                    self._changed.wait()
-                if not self._queue:
-                    return
-                fd, data = self._queue.popleft()
-            if data is None:
-                self._empty(fd)
-                continue
-            if isinstance(data, Path):
-                self._open(fd, data)
-                continue
-            if not data:
-                self._broken.discard(fd)
-                self._cut.discard(fd)
-                self._looked_at.pop(fd, None)
-                self._close(fd)
-            elif fd not in self._broken:
+    def _write(self, fd: int, data: bytes) -> None:
+        try:
+            if fd not in self._broken:
                 self._put(fd, data)
-            with self._changed:
+        finally:
+            with self._lock:
                 self._queued_bytes -= len(data)
-
-    def _open(self, fd: int, path: Path) -> None:
-        try:
-            opened = appended(path)
-            os.dup2(opened, fd, inheritable=False)
-            os.close(opened)
-        except OSError as error:
-            self._on_drop(error.strerror or str(error))
-
-    def _empty(self, fd: int) -> None:
-        try:
-            os.ftruncate(fd, 0)
-            self._cut.discard(fd)
-        except OSError as error:
-            self._on_drop(error.strerror or str(error))
-
-    def _close(self, fd: int) -> None:
-        """A shared file system may say only now that what was written is not kept."""
-        try:
-            os.close(fd)
-        except OSError as error:
-            self._on_drop(error.strerror or str(error))
 
     def _put(self, fd: int, data: bytes) -> None:
         """A pipe's reader does not come back; a disk that is full may have room later, for a line of its own."""
@@ -177,11 +130,39 @@ class Lane:
         self.dropped_bytes += size
         self._on_drop(why)
 
+    def open(self, fd: int, path: Path) -> None:
+        """Open `path` as `fd`, before what is queued from now on is written."""
+
+        def work() -> None:
+            opened = appended(path)
+            os.dup2(opened, fd, inheritable=False)
+            os.close(opened)
+
+        self._queue.put(work)
+
+    def empty(self, fd: int) -> None:
+        """Make the file `fd` empty once what is queued for it has been written."""
+
+        def work() -> None:
+            os.ftruncate(fd, 0)
+            self._cut.discard(fd)
+
+        self._queue.put(work)
+
+    def release(self, fd: int) -> None:
+        """Close `fd` once what is queued for it has been written."""
+
+        def work() -> None:
+            self._broken.discard(fd)
+            self._cut.discard(fd)
+            self._looked_at.pop(fd, None)
+            os.close(fd)  # a shared file system may say only now that what was written is not kept
+
+        self._queue.put(work)
+
     def close(self) -> None:
         """Write what is queued, within a short deadline."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify()
+        self._queue.put(None)
         self._thread.join(_CLOSE_S)
 
 
@@ -268,28 +249,6 @@ class Ring:
         self._writer.write(self._fds[0], data)
 
 
-class LineBuffer:
-    """Cuts a stream into whole lines, so that those of several ranks do not mix."""
-
-    LINE_BYTES_MAX = 64 << 10
-
-    def __init__(self) -> None:
-        self._rest = b""
-
-    def feed(self, data: bytes) -> bytes:
-        """Take in `data`; return the whole lines that may be forwarded now."""
-        data = self._rest + data
-        end = data.rfind(b"\n") + 1
-        if end == 0 and len(data) > self.LINE_BYTES_MAX:
-            end = len(data)
-        self._rest = data[end:]
-        return data[:end]
-
-    def flush(self) -> bytes:
-        rest, self._rest = self._rest, b""
-        return rest
-
-
 class Pipe:
     """The read end of a worker's output pipe on the running event loop: into its file, and forwarded if asked.
 
@@ -363,33 +322,28 @@ class Pipe:
         if not data:
             self.close()
             return
-        self._put(self._new(data))
+        if self.repeats is not None:
+            data = self.repeats.without(data)
+            if self.repeats.over:
+                self.repeats = None
+        self._put(data)
 
     def note(self, line: str) -> None:
         """Write `line` behind what the process has printed, into its file only."""
         if self._file >= 0 and not self.ended.is_set():
             self._read()
-        data = f"[deadpool] {line}\n".encode()
-        if self._file >= 0:
-            if self._file_bytes is not None:
-                self._file_bytes += len(data)
-            self._writer.write(self._file, data)
-
-    def _new(self, data: bytes) -> bytes:
-        if self.repeats is None:
-            return data
-        data = self.repeats.without(data)
-        if self.repeats.over:
-            self.repeats = None
-        return data
+        self._file_put(f"[deadpool] {line}\n".encode())
 
     def _put(self, data: bytes) -> None:
+        self._file_put(data)
+        if self._forward and (whole := self._lines.feed(data)):
+            self._writer.forward(whole)
+
+    def _file_put(self, data: bytes) -> None:
         if self._file_bytes is not None:
             self._file_bytes += len(data)
         if self._file >= 0:
             self._writer.write(self._file, data)
-        if self._forward and (whole := self._lines.feed(data)):
-            self._writer.forward(whole)
 
     def close(self) -> None:
         if not self.ended.is_set():
@@ -401,3 +355,20 @@ class Pipe:
             if self._forward and (rest := self._lines.flush()):
                 self._writer.forward(rest)
             self._release()
+
+
+class Cuts:
+    """Writes down how much each rank on this node has printed before its newest cuts. Thread: the event loop's only.
+
+    Args: job: its name, known once training begins.
+    """
+
+    def __init__(self, node: NodeId, writer: Writer, output_dir: Path, job: Callable[[], str]) -> None:
+        self._job, self._files = job, Ring(writer, cuts_of(output_dir, node), CUTS_BYTES)
+
+    def heard(self, pipe: Pipe | None, kind: str, fields: dict[str, Any]) -> None:
+        """Take in a worker's event, which may be that of a cut; `pipe` is its output's."""
+        if pipe is not None and kind in CUTS:
+            rank, step = int(fields["rank"]), int(fields["step"])
+            if (printed := pipe.cut(step)) is not None:
+                self._files.write(msgspec.json.encode(Cut(self._job(), rank, step, printed)) + b"\n")

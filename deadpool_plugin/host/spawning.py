@@ -92,7 +92,7 @@ def be_the_first_to_go() -> None:
         Path("/proc/self/oom_score_adj").write_text(OOM_SCORE_ADJ_MAX)
 
 
-def run_anywhere() -> None:
+def reset_affinity() -> None:
     """Let this process run on any CPU of its host, and take memory where it runs; what is not allowed stays as it is.
 
     An agent is started by the supervisor of local rank 0, which `deepspeed --bind_cores_to_rank` binds to some CPUs

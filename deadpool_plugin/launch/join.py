@@ -25,7 +25,7 @@ from ..agent.world import INVITATION, Invitation, check_alike
 from ..config import Config, load
 from ..core.types import NodeId
 from ..errors import EXIT_TAKEN, ConfigError, PeerRefused, TransportError, shell_code
-from ..host import contacts
+from ..host import files
 from ..host.spawning import ending_signals
 from ..transport.framing import ConnectionClosed
 from ..transport.handshake import ANY_JOB, Credentials
@@ -115,10 +115,10 @@ def configured(job: FoundJob) -> Iterator[str]:
 def find(wish: Wish) -> FoundJob:
     """Ask the first member that answers. Raises: ConfigError; TransportError if none answers."""
     config, path = _named(wish)
-    found = contacts.published(wish.job or config.output_dir) if wish.to is None else []
+    found = files.published(wish.job or config.output_dir) if wish.to is None else []
     if wish.to is None and not found:
         raise ConfigError(
-            f"no node of a running job is named in {(wish.job or config.output_dir) / contacts.FOLDER}",
+            f"no node of a running job is named in {(wish.job or config.output_dir) / files.CONTACTS_FOLDER}",
             "the job's output_dir on a shared file system",
             "name the job's output_dir, or a member by --to HOST:PORT",
         )
@@ -140,7 +140,7 @@ def check_unused(config: Config) -> None:
 
     Raises: ConfigError. Blocks: at most ASK_S and a moment.
     """
-    named, secret = contacts.published(config.output_dir), ensure(config)
+    named, secret = files.published(config.output_dir), ensure(config)
     hosts = asyncio.run(_at_work(named, Credentials(secret))) if named else []
     if hosts:
         raise ConfigError(
@@ -150,7 +150,7 @@ def check_unused(config: Config) -> None:
         )
 
 
-async def _at_work(named: Sequence[contacts.Contact], credentials: Credentials) -> list[str]:
+async def _at_work(named: Sequence[files.Contact], credentials: Credentials) -> list[str]:
     """The hosts of the members among them."""
     asked = (ask(one.control, credentials.of(one.job), Describe(), ASK_S) for one in named)
     answers = await asyncio.gather(*asked, return_exceptions=True)
@@ -176,7 +176,7 @@ def _named(wish: Wish) -> tuple[Config, str]:
     return load(path), str(Path(path).resolve()) if path else ""
 
 
-def _secret(config: Config, members: Sequence[contacts.Contact] = ()) -> bytes:
+def _secret(config: Config, members: Sequence[files.Contact] = ()) -> bytes:
     """Never made here: a new one would be a wrong one. `members`: who has it. Raises: ConfigError; TransportError if
     there are such files, and none of those hosts answers."""
     if not os.path.exists(config.secret_path):

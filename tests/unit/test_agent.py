@@ -26,7 +26,8 @@ from deadpool_plugin.core.types import World
 from deadpool_plugin.errors import ConfigError
 from deadpool_plugin.host import proc
 from deadpool_plugin.host.interfaces import address_of, addresses_here
-from deadpool_plugin.host.output import LineBuffer, Pipe, Writer
+from deadpool_plugin.host.output import Pipe, Writer
+from deadpool_plugin.host.output_dedup import LINE_BYTES_MAX, LineBuffer
 from deadpool_plugin.host.processes import Processes, described_exit
 from deadpool_plugin.transport.rendezvous import Hello
 
@@ -95,7 +96,7 @@ def test_only_whole_lines_are_forwarded():
     lines = LineBuffer()
     assert lines.feed(b"one\ntw") == b"one\n"
     assert lines.feed(b"o\n") == b"two\n"
-    assert lines.feed(b"x" * (LineBuffer.LINE_BYTES_MAX + 1)) != b""
+    assert lines.feed(b"x" * (LINE_BYTES_MAX + 1)) != b""
     assert lines.feed(b"rest") == b"" and lines.flush() == b"rest"
 
 
@@ -445,13 +446,13 @@ def test_the_kernel_knows_this_hosts_addresses():
 
 MEMPOLICY = """
 import ctypes, os
-from deadpool_plugin.host.spawning import run_anywhere
+from deadpool_plugin.host.spawning import reset_affinity
 libc, policy, bound = ctypes.CDLL(None), ctypes.c_int(-1), ctypes.c_ulong(1)
 set_policy, get_policy = {"x86_64": (238, 239), "aarch64": (237, 236)}.get(os.uname().machine, (0, 0))
 if not set_policy or libc.syscall(set_policy, 2, ctypes.byref(bound), 64):  # MPOL_BIND, to node 0
     raise SystemExit(77)
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-run_anywhere()
+reset_affinity()
 assert libc.syscall(get_policy, ctypes.byref(policy), None, 0, None, 0) == 0 and policy.value == 0, policy
 print(len(os.sched_getaffinity(0)))
 """

@@ -15,7 +15,7 @@ from deadpool_plugin.agent import witness
 from deadpool_plugin.agent.witness import Claims
 from deadpool_plugin.core.types import SwapPlan, World
 from deadpool_plugin.errors import ConfigError
-from deadpool_plugin.host.witness import SharedFolder
+from deadpool_plugin.host.files import SharedFolder
 from deadpool_plugin.transport.rendezvous import Hello, job_id
 
 

@@ -22,7 +22,7 @@ from deadpool_plugin.cli.main import COMMANDS, address, main
 from deadpool_plugin.config import Config, load
 from deadpool_plugin.core.types import World
 from deadpool_plugin.errors import ConfigError, PeerRefused, TransportError
-from deadpool_plugin.host import contacts
+from deadpool_plugin.host import files
 from deadpool_plugin.launch import carried, join, roles
 from deadpool_plugin.launch.secret import of_job
 from deadpool_plugin.transport.handshake import Credentials
@@ -132,27 +132,27 @@ def test_the_module_is_the_command_and_nothing_loads_torch():
 
 
 def test_a_nodes_file_appears_and_goes_with_its_own_process_only(tmp_path):
-    contacts.publish(tmp_path, hello(3), ("/job/secret",), "a job")
-    (found,) = contacts.published(tmp_path)
-    assert found == contacts.Contact(3, "host3", os.getpid(), ("127.0.0.1", 1), ("/job/secret",), "a job")
+    files.publish(tmp_path, hello(3), ("/job/secret",), "a job")
+    (found,) = files.published(tmp_path)
+    assert found == files.Contact(3, "host3", os.getpid(), ("127.0.0.1", 1), ("/job/secret",), "a job")
     assert [path.name for path in (tmp_path / "nodes").iterdir()] == ["3.json"]
-    path = contacts.path_of(tmp_path, 3)
+    path = files.contact_file(tmp_path, 3)
     path.write_text(json.dumps({**json.loads(path.read_text()), "pid": os.getpid() + 1}))
-    contacts.withdraw(tmp_path, 3)
+    files.withdraw(tmp_path, 3)
     assert path.exists()
-    contacts.publish(tmp_path, hello(3), (), "a job")
-    contacts.withdraw(tmp_path, 3)
-    contacts.withdraw(tmp_path, 3)
-    assert not contacts.published(tmp_path)
+    files.publish(tmp_path, hello(3), (), "a job")
+    files.withdraw(tmp_path, 3)
+    files.withdraw(tmp_path, 3)
+    assert not files.published(tmp_path)
 
 
 def test_files_are_read_youngest_first_and_damaged_ones_left_out(tmp_path):
     for age, node in enumerate((5, 2, 9)):
-        contacts.publish(tmp_path, hello(node), (), "a job")
-        os.utime(contacts.path_of(tmp_path, node), (1000 - age, 1000 - age))
+        files.publish(tmp_path, hello(node), (), "a job")
+        os.utime(files.contact_file(tmp_path, node), (1000 - age, 1000 - age))
     (tmp_path / "nodes" / "7.json").write_text("{")
-    assert [contact.node for contact in contacts.published(tmp_path)] == [5, 2, 9]
-    assert contacts.published(tmp_path / "absent") == []
+    assert [contact.node for contact in files.published(tmp_path)] == [5, 2, 9]
+    assert files.published(tmp_path / "absent") == []
 
 
 class Member:
@@ -179,7 +179,7 @@ class Member:
         self.hello = hello(4, control=await mesh.listen(), config_digest=self.config.digest())
         await mesh.connect({4: self.hello.control})
         roster.know(self.hello)
-        contacts.publish(self.folder / "logs", self.hello, (self.config.told_secret_file,), MEMBERS_JOB)
+        files.publish(self.folder / "logs", self.hello, (self.config.told_secret_file,), MEMBERS_JOB)
         self._up.set()
         await self._end.wait()
         await mesh.close()
@@ -205,7 +205,7 @@ def member(folder):
 
 def test_a_job_is_found_by_its_output_dir_and_its_secret_where_its_members_have_it(member, folder, monkeypatch):
     dead = hello(1, control=("127.0.0.1", 1))
-    contacts.publish(folder / "logs", dead, (str(folder / "elsewhere"), str(folder / "secret")), MEMBERS_JOB)
+    files.publish(folder / "logs", dead, (str(folder / "elsewhere"), str(folder / "secret")), MEMBERS_JOB)
     monkeypatch.chdir("/")
     found = join.find(join.Wish(job=folder / "logs"))
     assert found.description.hellos == [member.hello] and found.description.members == (4,)
@@ -214,7 +214,7 @@ def test_a_job_is_found_by_its_output_dir_and_its_secret_where_its_members_have_
 
 
 def test_a_second_job_may_not_write_to_the_folder_of_one_that_runs(member, folder):
-    contacts.publish(folder / "logs", hello(1, control=("127.0.0.1", 1)), (), MEMBERS_JOB)  # a lost host's is left
+    files.publish(folder / "logs", hello(1, control=("127.0.0.1", 1)), (), MEMBERS_JOB)  # a lost host's is left
     with pytest.raises(ConfigError, match=rf"logs is that of a job that runs on {member.hello.host}; .*`deadpool stop"):
         join.check_unused(load("d.yaml"))
     member.close()
@@ -226,7 +226,7 @@ def test_nor_if_it_has_another_secret(member, folder):
     (folder / "secret").write_text("another secret of that length")
     with pytest.raises(ConfigError, match=rf"logs is that of a job that runs on {member.hello.host}"):
         join.check_unused(load("d.yaml"))
-    contacts.publish(folder / "logs", member.hello, (), "a job that has ended")
+    files.publish(folder / "logs", member.hello, (), "a job that has ended")
     join.check_unused(load("d.yaml"))
 
 
@@ -237,7 +237,7 @@ def test_a_host_takes_part_with_the_configuration_the_job_has(member, folder, sa
     default.parent.mkdir()
     (folder / "secret").rename(default)
     if said == "job":
-        contacts.publish(folder / "logs", member.hello, (str(folder / "gone"), str(default)), MEMBERS_JOB)
+        files.publish(folder / "logs", member.hello, (str(folder / "gone"), str(default)), MEMBERS_JOB)
     monkeypatch.chdir("/")
     found = join.find(join.Wish(**{"to": {"to": member.hello.control}, "job": {"job": folder / "logs"}}[said]))
     with join.configured(found) as path:
@@ -258,7 +258,7 @@ def test_without_the_secret_it_is_said_where_it_was_looked_for(member, folder):
     with pytest.raises(ConfigError, match=rf"no secret_file {folder}/.deadpool/secret on .*{theirs}"):
         join.find(join.Wish(to=member.hello.control))
     member.close()
-    contacts.publish(folder / "logs", member.hello, (str(folder / "secret"),), MEMBERS_JOB)  # as a killed one leaves it
+    files.publish(folder / "logs", member.hello, (str(folder / "secret"),), MEMBERS_JOB)  # as a killed one leaves it
     with pytest.raises(TransportError, match=r"no member of a running job was found: .* do not answer"):
         join.find(join.Wish(job=folder / "logs"))
 
@@ -313,7 +313,7 @@ def test_a_job_is_found_by_the_address_of_a_member(member, folder):
 def test_another_job_at_the_address_of_a_member_that_is_gone_is_not_taken_for_it(member, folder):
     (folder / "logs" / "nodes" / "4.json").unlink()
     gone = hello(1, control=member.hello.control)
-    contacts.publish(folder / "logs", gone, (str(folder / "secret"),), "another job's id")
+    files.publish(folder / "logs", gone, (str(folder / "secret"),), "another job's id")
     with pytest.raises(PeerRefused, match=f"it is of job {MEMBERS_JOB}, this is job another job's id"):
         join.find(join.Wish(job=folder / "logs"))
 

@@ -1,6 +1,6 @@
-"""Lines that a lost process had printed and that its replacement prints again are dropped, once each.
+"""Output that a lost process had printed and that its replacement prints again: such lines are dropped, once each.
 
-A replacement's script goes on right behind the cut of the restore step; what the lost process printed behind that cut
+A replacement's script goes on right behind the cut of the restore step. What the lost process printed behind that cut
 is in its rank's file, wherever it ran, and the files of cuts beside it say where the cut is. A line counts as the same
 if its words are, whatever its numbers (times differ), and only within the same step.
 
@@ -13,15 +13,12 @@ from __future__ import annotations
 import contextlib
 import re
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from .. import events
-from ..core.types import NodeId, Rank, Step
-from .output import LineBuffer, Pipe, Ring, Writer
+from ..core.types import Rank, Step
 
 Printed = dict[Step, Counter[bytes]]
 """Step -> the words of the lines printed behind its cut, up to the next one, and how often."""
@@ -29,9 +26,28 @@ Printed = dict[Step, Counter[bytes]]
 READ_S = 1.0
 """How long a take-over waits for the file system."""
 CUTS = (events.StepDone.__name__, events.WorkerResumed.__name__)
-CUTS_BYTES = 1 << 16
-"""Size of each of the two files of cuts: about 900 cuts. A takeover needs those of the last two steps."""
+LINE_BYTES_MAX = 64 << 10
 _NUMBERS = re.compile(rb"[0-9]+([.:,][0-9]+)*([eE][+-]?[0-9]+)?")
+
+
+class LineBuffer:
+    """Cuts a stream into whole lines, so that those of several ranks do not mix."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> bytes:
+        """Take in `data`; return the whole lines that may be forwarded now."""
+        data = self._rest + data
+        end = data.rfind(b"\n") + 1
+        if end == 0 and len(data) > LINE_BYTES_MAX:
+            end = len(data)
+        self._rest = data[end:]
+        return data[:end]
+
+    def flush(self) -> bytes:
+        rest, self._rest = self._rest, b""
+        return rest
 
 
 class Cut(msgspec.Struct, frozen=True):
@@ -49,23 +65,6 @@ _decoder = msgspec.json.Decoder(Cut)
 def cuts_of(folder: Path, node: int | str) -> tuple[Path, Path]:
     """The two files of the newest cuts on `node`, written in turns."""
     return folder / f"cuts.{node}.0.jsonl", folder / f"cuts.{node}.1.jsonl"
-
-
-class Cuts:
-    """Writes down how much each rank on this node has printed before its newest cuts. Thread: the event loop's only.
-
-    Args: job: its name, known once training begins.
-    """
-
-    def __init__(self, node: NodeId, writer: Writer, output_dir: Path, job: Callable[[], str]) -> None:
-        self._job, self._files = job, Ring(writer, cuts_of(output_dir, node), CUTS_BYTES)
-
-    def heard(self, pipe: Pipe | None, kind: str, fields: dict[str, Any]) -> None:
-        """Take in a worker's event, which may be that of a cut; `pipe` is its output's."""
-        if pipe is not None and kind in CUTS:
-            rank, step = int(fields["rank"]), int(fields["step"])
-            if (printed := pipe.cut(step)) is not None:
-                self._files.write(msgspec.json.encode(Cut(self._job(), rank, step, printed)) + b"\n")
 
 
 def printed_since(output_dir: Path, job: str, rank: Rank, step: Step) -> Printed:
@@ -96,7 +95,7 @@ def _cuts(files: tuple[Path, Path], job: str, rank: Rank, step: Step) -> dict[St
 def _words(path: Path, begin: int, end: int | None) -> Counter[bytes]:
     with open(path, "rb") as file:
         file.seek(begin)
-        text = file.read(LineBuffer.LINE_BYTES_MAX if end is None else min(end - begin, LineBuffer.LINE_BYTES_MAX))
+        text = file.read(LINE_BYTES_MAX if end is None else min(end - begin, LINE_BYTES_MAX))
     return Counter(words(line) for line in text.splitlines(keepends=True) if line.endswith(b"\n"))
 
 

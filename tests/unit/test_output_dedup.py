@@ -4,8 +4,8 @@ import asyncio
 import os
 from collections import Counter
 
-from deadpool_plugin.host.output import Pipe, Writer, rank_file
-from deadpool_plugin.host.repeats import CUTS_BYTES, Cuts, Repeats, cuts_of, printed_since, words
+from deadpool_plugin.host.output import CUTS_BYTES, Cuts, Pipe, Writer, rank_file
+from deadpool_plugin.host.output_dedup import Repeats, cuts_of, printed_since, words
 
 JOB = "0123456789abcdef"
 
