@@ -1,7 +1,8 @@
 """State that the parts of one node's controller share: the world, the view of the others, and the ways to speak.
 
-Rules of this file: a message to oneself goes through `loopback` and is handled like any other, in the same step; after
-`conclude` or `fence` nothing is said any more. May import everything of core but the controller's other parts.
+Rules of this file: each field has one writer, a method of `Context` or one part (tests/unit/core/test_context.py). A
+message to oneself goes through `loopback` and is handled like any other, in the same step; after `conclude` or `fence`
+nothing is said any more. May import everything of core but the controller's other parts.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from collections.abc import Collection, Mapping
 
 import msgspec
 
-from .api import Action, Emit, Leave, Send
+from .api import AbortWorkers, Action, Emit, Leave, Send
 from .events import Event, JobFinished, JobStopped, NodeFenced
 from .membership import is_quorum, is_quorum_without
-from .messages import AnyMessage, Decided, Promise, Verdict
+from .messages import AnyMessage, Decided, Promise, Status, Verdict
 from .policy import Policy, Timing
 from .suspicion import Watch
 from .types import (
@@ -33,30 +34,15 @@ from .types import (
 )
 
 
-class Hearsay(msgspec.Struct, frozen=True):
-    """The nodes that the proposer we last promised counts as lost, and those of them that are only silent."""
+class ReportedSuspects(msgspec.Struct, frozen=True):
+    """The nodes that the proposer we last promised counts as lost, and those of them that are only silent.
+
+    Void if the proposer is lost itself: of two nodes that have lost each other only one shall go.
+    """
 
     proposer: NodeId
     lost: Mapping[NodeId, str] = {}
     silent: tuple[NodeId, ...] = ()
-
-
-class Standing(msgspec.Struct, frozen=True):
-    """The members of a world as one node sees them. `suspects`: who is lost, and why. `coordinator`: the lowest living
-    one, -1 in a world of none. `leads`: it is this node."""
-
-    suspects: Mapping[NodeId, str]
-    coordinator: NodeId
-    leads: bool
-
-
-def standing_of(node: NodeId, world: World, evidence: Mapping[NodeId, str], hearsay: Hearsay) -> Standing:
-    """Derive the standing of `node` from its `evidence` and `hearsay`. The cost grows with the evidence only."""
-    known = evidence if hearsay.proposer in evidence else {**hearsay.lost, **evidence}
-    places = world.positions
-    suspects = {node: known[node] for node in sorted(known.keys() & places.keys(), key=places.__getitem__)}
-    coordinator = next((node for node in world.seniority if node not in suspects), -1)
-    return Standing(suspects, coordinator, coordinator == node)
 
 
 class Context:
@@ -67,17 +53,38 @@ class Context:
         self.timing = timing
         self.policy = policy
         self.now = 0.0
+
+        # The world and the view of its members.
         self.world = World(generation=0, node_of=())
+        self.formed = False
+        """This node knows a world."""
+        self.formed_at = NEVER
+        """When this node knew of its first world, or asked to join: until then nobody had heard of it for certain."""
         self.decided: Decided | None = None
         """The decision that began this generation; None in generation 0."""
-        self.watch = Watch()
-        self.hearsay = Hearsay(node)
-        """Void if its proposer is lost itself: of two nodes that have lost each other only one shall go."""
+        self.plan: SwapPlan | None = None
+        """The plan of that decision."""
+        self.begins_at_top = True
+        """The script begins from its top in this generation."""
+        self.watch = Watch(timing)
+        self.reported_suspects = ReportedSuspects(node)
+        self.suspects: Mapping[NodeId, str] = {}
+        """The members that are lost, by our own evidence or as reported, each with the reason."""
+        self.coordinator: NodeId = -1
+        """The lowest living member, as far as this node knows; -1 in a world of none."""
+        self.leads = False
+        """This node coordinates, as far as it knows."""
         self.candidates: dict[NodeId, str] = {}
         """Hosts that are no members and ask to become some, each with its rack ("" if it stands alone)."""
+
+        # What this node says and does.
         self.actions: list[Action] = []
         self.loopback: deque[AnyMessage] = deque()
         self.ended = False
+        self.changed = False
+        """Something here that the coordinator has not heard of yet."""
+
+        # Training.
         self.committed: Step = NO_STEP
         """In this generation."""
         self.newest_committed: Step = NO_STEP
@@ -89,11 +96,6 @@ class Context:
         """Training has begun in this generation or in one before it: the script must not begin again."""
         self.checkpoint = Checkpoint()
         """The newest one known here."""
-        self.fenced_for: Generation = 0
-        """The generation this node's workers were last aborted for."""
-        self.swap_since = 0.0
-        self.waiting = False
-        """The coordinator (perhaps one before it) waits for a host to join."""
         self.stalls: list[Step] = []
         """The committed step at each stall that this node saw as coordinator, as far as they follow each other soon."""
         self.unproven: frozenset[Rank] = frozenset()
@@ -101,63 +103,79 @@ class Context:
         decided. Each node is right about its own; a host that has joined takes all for new."""
         self.replaced: dict[Rank, Generation] = {}
         """Those of this node whose process was ended for the collectives it had issued, and in which generation."""
+
+        # The way out of this generation.
         self.stuck = ""
         """Why this generation cannot go on as it is, as far as this node is concerned; "" if it can."""
         self.broken: tuple[NodeId, ...] = ()
         """The other end of the training connection that broke in this generation (this node itself if that is not
         known); () if none did."""
-        self.contact_at = 0.0
-        """Until then, by our clock, a majority has been in contact with us for certain (self_fencing.py)."""
-        self.formed_at = NEVER
-        """When this node knew of its first world, or asked to join: until then nobody had heard of it for certain."""
-        self.paused = False
-        """This node's workers are stopped for want of contact."""
-        self.changed = False
-        """Something here that the coordinator has not heard of yet."""
-        self.echo: tuple[NodeId, float] = (node, NEVER)
-        """The newest Status of this generation: whose, and when it was sent by that node's clock."""
+        self.swapping = False
+        """This generation is fenced here and the next one is not decided yet."""
+        self.swap_since = 0.0
         self.patient_since = 0.0
         """Since when this node has waited for a decision that nobody has told it to wait for."""
-        self._known: tuple[World, Hearsay, int] | None = None
-        self._standing = standing_of(node, self.world, {}, self.hearsay)
+        self.waiting = False
+        """The coordinator (perhaps one before it) waits for a host to join."""
 
-    @property
-    def formed(self) -> bool:
-        return bool(self.world.node_of)
+        # Contact with a majority (self_fencing.py).
+        self.contact_at = 0.0
+        """Until then, by our clock, a majority has been in contact with us for certain."""
+        self.echo: tuple[NodeId, float] = (node, NEVER)
+        """The newest Status of this generation: whose, and when it was sent by that node's clock."""
+        self.paused = False
+        """This node's workers are stopped for want of contact."""
 
-    @property
-    def plan(self) -> SwapPlan | None:
-        """The plan this generation was decided by; None in generation 0."""
-        return self.decided.plan if self.decided is not None else None
+    # -- the world and the view of its members -----------------------------------------------------------------
 
-    @property
-    def swapping(self) -> bool:
-        """This generation is fenced here and the next one is not decided yet."""
-        return self.fenced_for > self.world.generation
+    def form(self, world: World) -> None:
+        """Begin generation 0."""
+        self.world, self.formed = world, True
+        self.contact_at = self.formed_at = self.now
+        self.watch.unheard = set(world.members) - {self.node}
+        self._find_suspects()
 
-    @property
-    def begins_at_top(self) -> bool:
-        """Return whether the script begins from its top in this generation."""
-        return self.plan is None or self.plan.restore_step == NO_STEP
+    def enter(self, decided: Decided, asked_at: float) -> None:
+        """Begin the generation that was `decided` later than at `asked_at`."""
+        plan = decided.plan
+        if not self.formed:
+            self.formed, self.formed_at = True, asked_at
+        self.world, self.decided, self.plan = plan.world, decided, plan
+        self.begins_at_top = plan.restore_step == NO_STEP
+        self.committed = NO_STEP
+        self.newest_committed = plan.restore_step  # what was committed after it is of a history that did not happen
+        self.training, self.has_trained = False, self.has_trained or not self.begins_at_top
+        self.stuck, self.broken = "", ()
+        self.swapping = self.waiting = False
+        self.contact_at, self.echo = max(self.contact_at, asked_at), (self.node, NEVER)
+        self.report_suspects(ReportedSuspects(self.node))
 
-    @property
-    def standing(self) -> Standing:
-        """Find the lost nodes and the coordinator. Computed again only when the evidence has changed."""
-        known = (self.world, self.hearsay, self.watch.findings)
-        if known != self._known:
-            self._known = known
-            self._standing = standing_of(self.node, self.world, self.watch.evidence, self.hearsay)
-        return self._standing
+    def suspect(self, node: NodeId, reason: str, silent: bool = False) -> None:
+        """Count `node` as lost, by our own evidence. See `Watch.suspect`."""
+        if self.watch.suspect(node, reason, silent):
+            self._find_suspects()
 
-    @property
-    def suspects(self) -> Mapping[NodeId, str]:
-        """The members that are lost, by our own evidence or by hearsay, each with the reason."""
-        return self.standing.suspects
+    def clear(self, node: NodeId) -> None:
+        """Drop our own evidence about `node`."""
+        if self.watch.clear(node):
+            self._find_suspects()
+
+    def report_suspects(self, reported: ReportedSuspects) -> None:
+        self.reported_suspects = reported
+        self._find_suspects()
+
+    def _find_suspects(self) -> None:
+        """Find the lost members and the coordinator again. The cost grows with the evidence only."""
+        evidence, reported, places = self.watch.evidence, self.reported_suspects, self.world.positions
+        known = evidence if reported.proposer in evidence else {**reported.lost, **evidence}
+        self.suspects = {node: known[node] for node in sorted(known.keys() & places.keys(), key=places.__getitem__)}
+        self.coordinator = next((node for node in self.world.seniority if node not in self.suspects), -1)
+        self.leads = self.coordinator == self.node
 
     def is_silent(self, suspect: NodeId) -> bool:
         """Return whether nothing but silence speaks against `suspect`, as far as we know."""
         watch = self.watch
-        return suspect in watch.silent or (suspect not in watch.evidence and suspect in self.hearsay.silent)
+        return suspect in watch.silent or (suspect not in watch.evidence and suspect in self.reported_suspects.silent)
 
     @property
     def living(self) -> tuple[NodeId, ...]:
@@ -172,15 +190,6 @@ class Context:
         limit_s = self.timing.silent_after_s
         heard = self.watch.heard
         return tuple(n for n in sorted(self.candidates) if self.now - heard.get(n, self.now) < limit_s)
-
-    @property
-    def coordinator(self) -> NodeId:
-        """The lowest living member, as far as this node knows."""
-        return self.standing.coordinator
-
-    @property
-    def leads(self) -> bool:
-        return self.standing.leads
 
     @property
     def in_contact(self) -> bool:
@@ -202,17 +211,73 @@ class Context:
         half = 2 * len(lost) <= len(self.world.members)
         return is_quorum_without(self.world, lost) or (self.policy.witness and half)
 
-    def note(self, changed: bool) -> None:
-        self.changed = self.changed or changed
+    # -- what this node learns -----------------------------------------------------------------------------------
 
-    def get_stuck(self, reason: str) -> None:
-        self.changed, self.stuck = True, reason
+    def follow(self, coordinator: NodeId, status: Status) -> bool:
+        """Take over what a coordinator says of this generation. Returns: whether one more step is committed."""
+        self.echo = (coordinator, status.sent_at)
+        self.contact_at = max(self.contact_at, status.certain)
+        if self.swapping:
+            if status.waiting:
+                self.wait_for_host()
+                self.be_patient()
+            return False
+        if status.training:
+            self.begin_training()
+        if status.committed <= self.committed:
+            return False
+        self.committed = status.committed
+        self.learn_committed(status.committed)
+        return True
 
     def learn(self, promise: Promise) -> None:
         """Take over what another member knows of the job's past."""
-        self.newest_committed = max(self.newest_committed, promise.committed)
+        self.learn_committed(promise.committed)
         self.has_trained = self.has_trained or promise.training
-        self.checkpoint = max(self.checkpoint, promise.checkpoint)
+        self.learn_checkpoint(promise.checkpoint)
+
+    def learn_committed(self, step: Step) -> None:
+        self.newest_committed = max(self.newest_committed, step)
+
+    def learn_checkpoint(self, checkpoint: Checkpoint) -> bool:
+        """Returns: whether it is the newest one."""
+        before, self.checkpoint = self.checkpoint, max(self.checkpoint, checkpoint)
+        return self.checkpoint != before
+
+    def begin_training(self) -> None:
+        self.training = self.has_trained = True
+
+    # -- the way out of this generation --------------------------------------------------------------------------
+
+    def fence_for(self, generation: Generation) -> None:
+        """Interrupt the workers of older generations; what they hold stays as it is."""
+        self.swapping, self.swap_since = True, self.now
+        self.be_patient()
+        self.act(AbortWorkers(generation))
+
+    def be_patient(self, gap_s: float | None = None) -> None:
+        """Wait for a decision from now on, or for `gap_s` longer."""
+        self.patient_since = self.now if gap_s is None else self.patient_since + gap_s
+
+    def wait_for_host(self) -> None:
+        self.waiting = True
+
+    def get_stuck(self, reason: str, broken: tuple[NodeId, ...] = ()) -> None:
+        self.changed, self.stuck, self.broken = True, reason, self.broken or broken
+
+    # -- the ways to speak ---------------------------------------------------------------------------------------
+
+    def note(self, changed: bool = True) -> None:
+        self.changed = self.changed or changed
+
+    def take_news(self) -> bool:
+        """Return whether something has changed that the coordinator has not heard of, and is about to."""
+        changed, self.changed = self.changed, False
+        return changed
+
+    def take_actions(self) -> list[Action]:
+        actions, self.actions = self.actions, []
+        return actions
 
     def act(self, action: Action) -> None:
         if not self.ended:

@@ -8,21 +8,17 @@ is returned any more. AbortWorkers always comes before the Promise or Reconfigur
 Of this node's processes: feed a death when you notice it, once, and never that of a process you have ended or replaced
 yourself; feed StoreLost after it for every store it had offered.
 
-Rules of this file: inputs and messages are dispatched here and decided in processes, failures and rehearsing (this
-node), hearing and coordination (between swaps), swaps, and joining; a duplicate, late or foreign message never harms.
+Rules of this file: inputs are dispatched here and decided in processes, failures and rehearsing (this node),
+message_handlers and coordination (between swaps), swaps, and joining; a duplicate, late or foreign message never harms.
 May import everything of core, nothing else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
-
 import msgspec
 
-from . import events, joining
+from . import events
 from .api import (
-    AbortWorkers,
     Action,
     CallsRead,
     Claimed,
@@ -32,7 +28,6 @@ from .api import (
     NodeGivenUp,
     Received,
     Reconfigure,
-    RecordsDropped,
     SpareFailed,
     SpareRehearsed,
     SpareUnable,
@@ -40,46 +35,21 @@ from .api import (
     Ticked,
     WorldFormed,
 )
-from .context import Context, Hearsay
+from .context import Context
 from .coordination import Coordination
 from .failures import Failures
-from .hearing import Hearing
-from .inventory import Inventory
-from .messages import (
-    Accepted,
-    Calls,
-    Compare,
-    Decided,
-    Goodbye,
-    JoinRequest,
-    NodeFailed,
-    Prepare,
-    Promise,
-    Propose,
-    RankFailed,
-    Refused,
-    Rehearse,
-    Replace,
-    Report,
-    Start,
-    Status,
-    Verdict,
-    generation_of,
-)
-from .pairing import Pairing
+from .joining import Candidates, JoinAttempt
+from .message_handlers import MessageHandlers
+from .messages import AnyMessage, Decided, Goodbye, JoinRequest, NodeFailed, Report, Verdict, generation_of
+from .pairing import Pairing, judge_newcomers
 from .partial_partition import PartialPartition
 from .phases import IllegalMove, Phase, moved, phase_of
 from .policy import Policy, Timing
-from .processes import SAYS, STORE_GONE, Processes
+from .processes import STORE_GONE, Inventory, Processes
 from .rehearsing import Rehearsing
 from .self_fencing import SelfFencing
-from .suspicion import suspects as suspects_at
 from .swaps import Swaps
-from .types import NEVER, NO_STEP, Generation, NodeId, Rank, Step, SwapPlan, World
-
-PROVED_AFTER = 3
-"""Steps committed in a generation."""
-_NEED_NO_QUESTION = (Decided, Verdict, Goodbye)
+from .types import Generation, NodeId, Rank, Step, World
 
 
 class Controller:
@@ -89,11 +59,12 @@ class Controller:
         self._ctx = Context(node, timing, policy)
         self._inventory = Inventory()
         self._failures = Failures(self._ctx)
+        self._processes = Processes(self._ctx, self._inventory, self._failures)
         self._partition = PartialPartition(self._ctx)
         self._self_fencing = SelfFencing(self._ctx)
         self._rehearsing = Rehearsing(self._ctx, self._inventory, self._failures)
-        self._candidates = joining.Candidates(self._ctx)
-        self._joining: joining.Joining | None = None
+        self._candidates = Candidates(self._ctx)
+        self._joining: JoinAttempt | None = None
         self.phase = Phase.OUTSIDE
         """Where this node stands; see phases.py."""
         self._begin_generation()
@@ -120,7 +91,7 @@ class Controller:
     @property
     def leads(self) -> bool:
         """Return whether this node coordinates, as far as it knows; before WorldFormed it speaks for itself."""
-        return not self._ctx.formed or self._ctx.leads
+        return self._ctx.leads or not self._ctx.formed
 
     @property
     def awaited(self) -> tuple[Rank, ...]:
@@ -141,25 +112,52 @@ class Controller:
         ctx = self._ctx
         if ctx.ended:
             return []
-        before, ctx.now = ctx.now, now
-        if ctx.watch.excuse_pause(now - before, ctx.timing):
-            self._swaps.excuse_pause(now - before)
-            self._coordination.excuse_pause(now - before)
+        gap_s, ctx.now = now - ctx.now, now
+        if ctx.watch.excuse_pause(gap_s):
+            ctx.be_patient(gap_s)
+            self._swaps.proposer.excuse_pause(gap_s)
+            self._coordination.excuse_pause(gap_s)
         self._take_in(event)
         self._mark()
-        if reason := self._self_fencing.look(before):
+        if reason := self._self_fencing.look(gap_s):
             ctx.get_stuck(reason)
             self._swaps.voter.fence_generation()
             self._mark()
         self._settle()
-        actions, ctx.actions = ctx.actions, []
-        return actions
+        return ctx.take_actions()
 
     def _take_in(self, event: Input) -> None:
-        if (says := SAYS.get(type(event))) is not None:
-            says(self._processes, event)
-        else:
-            _INPUTS[type(event)](self, event)
+        ctx = self._ctx
+        match event:
+            case Received():
+                self._received(event)
+            case Ticked():
+                self._ticked()
+            case LinkLost():
+                self._link_lost(event)
+            case WorldFormed(world):
+                self._only_outside(event)
+                self._world_formed(world)
+            case Joining(members, rack):
+                self._only_outside(event)
+                self._joining = JoinAttempt(ctx, members, rack)
+            case CallsRead(generation, ranks):
+                self._pairing.read(generation, ranks)
+            case SpareRehearsed(local_slot, rank):
+                self._rehearsing.done(local_slot, rank)
+            case SpareFailed(local_slot, rank, reason):
+                self._rehearsing.failed(local_slot, rank, reason)
+            case SpareUnable(reason):
+                self._rehearsing.unable(reason)
+            case NodeGivenUp(reason):
+                self._failures.give_up(reason)
+            case StopRequested(reason, exit_code):
+                ctx.stop(reason, exit_code)
+            case Claimed(plan):
+                self._swaps.proposer.claimed(plan)
+            case _:
+                if self._processes.take_in(event) and ctx.swapping:  # too late for a report
+                    self._swaps.voter.answer()
 
     def _mark(self) -> None:
         phase = phase_of(self._ctx, self._joining is not None)
@@ -171,8 +169,7 @@ class Controller:
         ctx = self._ctx
         while ctx.formed and not ctx.ended:
             if ctx.loopback:
-                message = ctx.loopback.popleft()
-                _MESSAGES[type(message)](self, ctx.node, message)
+                self._hear(ctx.node, ctx.loopback.popleft())
                 self._mark()
                 continue
             self._watch_the_right_ones()
@@ -186,21 +183,23 @@ class Controller:
     def _watch_the_right_ones(self) -> None:
         """Others report to a new coordinator only from now on, so their silence counts from now on."""
         ctx = self._ctx
-        watching = (ctx.world.generation, ctx.standing.coordinator)
+        watching = (ctx.world.generation, ctx.coordinator)
         if watching != self._watching:
-            is_first, self._watching = self._watching is None, watching
             # Their silence was not towards who lets them run; whoever is lower is why this node leads. What was found
             # while the hosts linked up stays found.
-            anew = [node for node in ctx.watch.silent if node > ctx.node] if ctx.leads and not is_first else ()
-            ctx.watch.begin(ctx.world.members, ctx.now, anew)
+            if ctx.leads and self._watching is not None:
+                for node in [node for node in ctx.watch.silent if node > ctx.node]:
+                    ctx.clear(node)
+            self._watching = watching
+            ctx.watch.heard.update(dict.fromkeys(ctx.world.members, ctx.now))
             if ctx.has_trained:
                 ctx.watch.unheard.clear()
-            ctx.changed = True
+            ctx.note()
 
     def _report(self) -> None:
         """Tell the coordinator; while fenced only that this node lives (its promise says the rest)."""
         ctx = self._ctx
-        ctx.changed = False
+        ctx.take_news()
         self._reported_at = ctx.now
         of, heard = ctx.echo
         report = Report(self.generation, stuck=ctx.stuck, sent_at=ctx.now, checkpoint=ctx.checkpoint, broken=ctx.broken)
@@ -212,15 +211,13 @@ class Controller:
 
     # -- inputs of this node -----------------------------------------------------------------------------------
 
-    def _world_formed(self, event: WorldFormed) -> None:
+    def _world_formed(self, world: World) -> None:
         ctx = self._ctx
-        self._only_outside(event)
-        ctx.world, ctx.contact_at, ctx.formed_at = event.world, ctx.now, ctx.now
-        ctx.watch.unheard = set(event.world.members) - {ctx.node}
+        ctx.form(world)
         self._begin_generation()
-        ctx.changed = True
+        ctx.note()
         if ctx.leads:
-            ctx.emit(events.WorldFormed(event.world.node_of, event.world.spares))
+            ctx.emit(events.WorldFormed(world.node_of, world.spares))
         self._hear_early()
 
     def _hear_early(self) -> None:
@@ -230,10 +227,6 @@ class Controller:
             self._mark()
             if not self._ctx.ended:
                 self._received(received)
-
-    def _ask_to_join(self, event: Joining) -> None:
-        self._only_outside(event)
-        self._joining = joining.Joining(self._ctx, event.members, event.rack)
 
     def _only_outside(self, event: Input) -> None:
         if self.phase is not Phase.OUTSIDE:
@@ -247,53 +240,59 @@ class Controller:
         if event.still and not {ctx.node, event.node} <= set(ctx.world.active):
             return  # a spare holds nobody up until it has to fetch something, and that says so itself
         counts_on_us = ctx.leads and event.node in ctx.world.members
-        if event.silent and counts_on_us and ctx.watch.hears(event.node, ctx.now, ctx.timing):
+        if event.silent and counts_on_us and ctx.watch.hears(event.node, ctx.now):
             self._partition.hear(ctx.node, event.node)  # its processes run until it is silent, too
             return
         if event.silent and event.node in ctx.watch.silent:
             self._swaps.insist(event.node)
-        ctx.watch.accuse(event.node, f"link lost: {event.reason}", event.silent)
+        ctx.suspect(event.node, f"link lost: {event.reason}", event.silent)
 
-    def _ticked(self, event: Ticked) -> None:
+    def _ticked(self) -> None:
         ctx = self._ctx
         if self._joining is not None:
             self._joining.tick()
         if not ctx.formed:
             return
-        standing = ctx.standing
-        watched = ctx.living if standing.leads else (standing.coordinator,)
-        for node, reason in suspects_at(ctx.now, ctx.watch, watched, ctx.timing).items():
+        watched = ctx.living if ctx.leads else (ctx.coordinator,)
+        for node, reason in ctx.watch.silences(watched, ctx.now).items():
             if node != ctx.node:
-                ctx.watch.accuse(node, reason, silent=True)
+                ctx.suspect(node, reason, silent=True)
         self._swaps.tick()
-        ctx.note(self._rehearsing.tick())
+        self._rehearsing.tick()
         if not ctx.ended:
             self._coordination.tick()
         if not ctx.ended and (reason := self._coordination.stalled()):
             self._swaps.stuck(ctx.node, reason)
         if ctx.now - self._reported_at >= ctx.timing.heartbeat_interval_s:
-            ctx.changed = True
+            ctx.note()
 
     # -- messages ----------------------------------------------------------------------------------------------
 
     def _received(self, event: Received) -> None:
-        ctx = self._ctx
+        ctx, sender, message = self._ctx, event.sender, event.message
         if not ctx.formed:
             self._received_early(event)
             return
-        ctx.watch.hear(event.sender, ctx.now)
-        if event.sender in ctx.watch.silent and not self._swaps.counts_as_lost(event.sender):
-            ctx.watch.pardon(event.sender)  # nothing has come of its silence here, and nothing need
-        if generation_of(event.message) > self.generation and not isinstance(event.message, _NEED_NO_QUESTION):
-            ctx.send(event.sender, Report(self.generation))  # who decided it may have died before it told us
-        if isinstance(event.message, JoinRequest):
-            self._candidates.ask(event.sender, event.message.rack)
-        elif event.sender in ctx.world.members or isinstance(event.message, Decided):  # by whom it has taken in
-            _MESSAGES[type(event.message)](self, event.sender, event.message)
-        elif isinstance(event.message, Goodbye):
-            self._candidates.forget(event.sender)
-        elif generation_of(event.message) < self.generation:
-            self._swaps.bring_up_to_date(event.sender)
+        ctx.watch.hear(sender, ctx.now)
+        if sender in ctx.watch.silent and not self._swaps.counts_as_lost(sender):
+            ctx.clear(sender)  # nothing has come of its silence here, and nothing need
+        generation = generation_of(message)
+        if generation > self.generation and not isinstance(message, (Decided, Verdict, Goodbye)):
+            ctx.send(sender, Report(self.generation))  # who decided it may have died before it told us
+        if isinstance(message, JoinRequest):
+            self._candidates.ask(sender, message.rack)
+        elif sender in ctx.world.members or isinstance(message, Decided):  # by whom it has taken in
+            self._hear(sender, message)
+        elif isinstance(message, Goodbye):
+            self._candidates.forget(sender)
+        elif generation < self.generation:
+            self._swaps.bring_up_to_date(sender)
+
+    def _hear(self, sender: NodeId, message: AnyMessage) -> None:
+        if isinstance(message, Decided):
+            self._on_decided(sender, message)
+        else:
+            self._handlers.handle(sender, message)
 
     def _received_early(self, event: Received) -> None:
         if isinstance(event.message, JoinRequest):
@@ -315,9 +314,8 @@ class Controller:
         if ctx.node not in plan.world.members:
             ctx.fence(f"not a member of generation {plan.world.generation}: counted as lost ({sender} says)")
             return
-        if ctx.fenced_for < plan.world.generation:
-            ctx.fenced_for, ctx.swap_since = plan.world.generation, ctx.now
-            ctx.act(AbortWorkers(plan.world.generation))
+        if not ctx.swapping or plan.world.generation > self.generation + 1:
+            ctx.fence_for(plan.world.generation)
         self._self_fencing.resume()
         self._enter(message)
         for node in plan.lost_nodes:  # whoever lives is not to take the end of this link for a loss
@@ -325,82 +323,30 @@ class Controller:
         ctx.act(Reconfigure(plan))
 
     def _enter(self, decided: Decided) -> None:
-        ctx, before, inventory, plan = self._ctx, self._ctx.world, self._inventory, decided.plan
+        ctx, before, plan = self._ctx, self._ctx.world, decided.plan
         # The plan was decided after this node had promised (or asked to join), and before anybody watched its silence.
         asked_at = self._swaps.voter.promised_at(decided.ballot)
         if self._joining is not None:
-            asked_at = ctx.formed_at = self._joining.first_asked_at
-        self._judge_newcomers(plan)
-        ctx.world, ctx.decided, ctx.hearsay = plan.world, decided, Hearsay(ctx.node)
-        ctx.committed, ctx.training, ctx.waiting = NO_STEP, False, False
-        ctx.contact_at = max(ctx.contact_at, asked_at)
-        ctx.echo = (ctx.node, NEVER)
-        ctx.newest_committed = plan.restore_step  # what was committed after it is of a history that did not happen
-        ctx.has_trained = ctx.has_trained or plan.restore_step != NO_STEP
-        ctx.broken = ()
-        ctx.stuck = STORE_GONE if inventory.has_lost(plan.store) else ""
-        inventory.begin_generation(plan.restore_step, plan.store)
+            asked_at = self._joining.first_asked_at
+        judge_newcomers(ctx, plan, [failure.rank for failure in self._failures.own])
+        ctx.enter(decided, asked_at)
+        if self._inventory.has_lost(plan.store):
+            ctx.get_stuck(STORE_GONE)
+        self._inventory.begin_generation(plan.restore_step, plan.store)
         self._candidates.begin_generation(before)
         self._failures.begin_generation()
         self._rehearsing.begin_generation()
         self._begin_generation()
-        self._joining, ctx.changed = None, True
-
-    def _judge_newcomers(self, plan: SwapPlan) -> None:
-        """Trust newcomers after PROVED_AFTER committed steps of the generation that ends. A process of this node
-        that ended after its promise is replaced, too, although the plan does not say so."""
-        ctx, floor = self._ctx, self._ctx.plan.restore_step if self._ctx.plan else 0
-        proved, own = ctx.committed >= floor + PROVED_AFTER, plan.world.ranks_of(ctx.node)
-        since = self.generation if proved else 0
-        ctx.replaced = {rank: when for rank, when in ctx.replaced.items() if rank in own and when >= since}
-        if proved:
-            ctx.unproven = frozenset()
-        before = ctx.world.node_of or (-1,) * len(plan.world.node_of)
-        moved = (rank for rank, (old, new) in enumerate(zip(before, plan.world.node_of, strict=True)) if old != new)
-        ctx.unproven |= {*moved, *plan.lost_ranks, *(failure.rank for failure in self._failures.own)}
+        self._joining = None
+        ctx.note()
 
     def _begin_generation(self) -> None:
         """Make anew the parts that live no longer than a generation."""
         ctx, inventory, failures = self._ctx, self._inventory, self._failures
+        self._processes.begin_generation()
         self._pairing = Pairing(ctx)
         self._coordination = Coordination(ctx, self._pairing)
         self._swaps = Swaps(ctx, inventory, failures, self._pairing)
-        self._processes = Processes(ctx, inventory, failures, self._swaps)
-        self._hearing = Hearing(ctx, inventory, failures, self._partition, self._coordination, self._swaps)
-
-
-_INPUTS: Mapping[type[Input], Callable[[Controller, Any], None]] = {
-    WorldFormed: Controller._world_formed,
-    Joining: Controller._ask_to_join,
-    Ticked: Controller._ticked,
-    Received: Controller._received,
-    LinkLost: Controller._link_lost,
-    NodeGivenUp: lambda self, event: self._failures.give_up(event.reason),
-    SpareRehearsed: lambda self, event: self._ctx.note(self._rehearsing.done(event)),
-    SpareFailed: lambda self, event: self._ctx.note(self._rehearsing.failed(event)),
-    SpareUnable: lambda self, event: self._ctx.note(self._rehearsing.unable(event.reason)),
-    RecordsDropped: lambda self, event: self._ctx.note(self._inventory.prune()),
-    StopRequested: lambda self, event: self._ctx.stop(event.reason, event.exit_code),
-    CallsRead: lambda self, event: self._hearing.read(event.generation, event.ranks),
-    Claimed: lambda self, event: self._swaps.proposer.claimed(event.plan),
-}
-
-_MESSAGES: Mapping[type[Any], Callable[[Controller, NodeId, Any], None]] = {
-    Report: lambda self, sender, message: self._hearing.report(sender, message),
-    Status: lambda self, sender, message: self._hearing.status(sender, message),
-    Start: lambda self, sender, message: self._hearing.start(sender, message),
-    Rehearse: lambda self, sender, message: self._rehearsing.ordered(sender, message),
-    NodeFailed: lambda self, sender, message: self._hearing.node_failed(sender, message),
-    RankFailed: lambda self, sender, message: self._hearing.rank_failed(sender, message),
-    Compare: lambda self, sender, message: self._hearing.compare(message),
-    Calls: lambda self, sender, message: self._pairing.hear(sender, message),
-    Replace: lambda self, sender, message: self._hearing.replace(message),
-    Prepare: lambda self, sender, message: self._swaps.voter.prepare(sender, message),
-    Promise: lambda self, sender, message: self._swaps.proposer.promise(sender, message),
-    Propose: lambda self, sender, message: self._swaps.voter.propose(sender, message),
-    Accepted: lambda self, sender, message: self._swaps.proposer.accepted(sender, message),
-    Refused: lambda self, sender, message: self._swaps.proposer.refused(message),
-    Decided: Controller._on_decided,
-    Verdict: lambda self, sender, message: self._hearing.verdict(sender, message),
-    Goodbye: lambda self, sender, message: self._hearing.goodbye(sender, message),
-}
+        self._handlers = MessageHandlers(
+            ctx, inventory, failures, self._rehearsing, self._partition, self._pairing, self._coordination, self._swaps
+        )

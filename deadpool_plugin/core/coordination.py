@@ -130,7 +130,7 @@ class Coordination:
         self._ready |= fresh
         self._finished.update(rank for rank in report.finished if rank in own)
         self._reports[sender] = report
-        self._ctx.checkpoint = max(self._ctx.checkpoint, report.checkpoint)
+        self._ctx.learn_checkpoint(report.checkpoint)
         self._has_news = self._ledger.replace(sender, report.holdings) or self._has_news
         self._covers_anew = self._coverage.absorb(sender, report) or self._covers_anew
         if self._ctx.leads and not self._ctx.swapping:
@@ -246,7 +246,7 @@ class Coordination:
     def _began(self) -> None:
         """Every rank is in training (again)."""
         ctx = self._ctx
-        ctx.training = ctx.has_trained = True
+        ctx.begin_training()
         if ctx.begins_at_top:
             ctx.emit(TrainingStarted())
         if ctx.plan is not None:

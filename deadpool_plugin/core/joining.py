@@ -26,7 +26,7 @@ class Candidates:
         if ctx.decided is not None and (node in ctx.world.members or node in self._former):
             ctx.send(node, ctx.decided)
         elif node not in ctx.world.members:
-            ctx.watch.pardon(node)
+            ctx.clear(node)
             ctx.candidates[node] = rack
 
     def forget(self, node: NodeId) -> None:
@@ -39,7 +39,7 @@ class Candidates:
             self.forget(node)
 
 
-class Joining:
+class JoinAttempt:
     """The host's part, from its first request to the plan that has it."""
 
     def __init__(self, context: Context, members: tuple[NodeId, ...], rack: str) -> None:
@@ -49,7 +49,7 @@ class Joining:
         """How the job has ended, says a member that had left before it heard the request."""
         self.first_asked_at = self._asked_at = context.now
         """The plan that takes this host in was decided after it asked first; a later request proves nothing."""
-        context.patient_since = context.now
+        context.be_patient()
         self._ask()
 
     def _ask(self) -> None:
@@ -84,7 +84,7 @@ class Joining:
             self._verdict = message.verdict or self._verdict
             self.link_lost(sender, "it has left")
         elif isinstance(message, Status):
-            ctx.patient_since = ctx.now  # the job lives and knows of this host: a long swap may be under way
+            ctx.be_patient()  # the job lives and knows of this host: a long swap may be under way
         elif isinstance(message, Decided) and ctx.node not in message.plan.world.members:
             ctx.fence(f"taken in, and counted as lost again by generation {message.plan.world.generation}")
         else:

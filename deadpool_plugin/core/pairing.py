@@ -20,10 +20,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
 
+import msgspec
+
+from .api import EndRank
 from .context import Context
 from .events import Note
 from .messages import Calls, Compare, GroupCalls, RankCalls, Replace
-from .types import MASK, NEVER, NodeId, Rank, listed
+from .types import MASK, NEVER, Generation, NodeId, Rank, SwapPlan, listed
 
 FACTOR = 0x9E3779B97F4A7C15
 """A collective makes `digest * FACTOR + code` of a digest (transport/flight_recorder.py). It is odd, so that the newest
@@ -93,6 +96,8 @@ _ADVICE = {
     False: "All ranks of a group must issue the same collectives in the same order: correct the script",
 }
 """By whether a newcomer differs."""
+PROVED_AFTER = 3
+"""Steps committed in a generation."""
 MISPAIRS = "members of a group issue different collectives"
 
 
@@ -190,6 +195,21 @@ def differences(
     return found
 
 
+def judge_newcomers(ctx: Context, plan: SwapPlan, gone: Iterable[Rank]) -> None:
+    """Trust newcomers after PROVED_AFTER committed steps of the generation that `plan` ends.
+
+    Args: gone: ranks of this node whose process ended: it is replaced even if that was after this node's promise, so
+        that the plan does not say so.
+    """
+    floor = ctx.plan.restore_step if ctx.plan else 0
+    proved, own = ctx.committed >= floor + PROVED_AFTER, plan.world.ranks_of(ctx.node)
+    since = ctx.world.generation if proved else 0
+    ctx.replaced = {rank: when for rank, when in ctx.replaced.items() if rank in own and when >= since}
+    before = ctx.world.node_of or (-1,) * len(plan.world.node_of)
+    moved = (rank for rank, (old, new) in enumerate(zip(before, plan.world.node_of, strict=True)) if old != new)
+    ctx.unproven = (frozenset() if proved else ctx.unproven) | {*moved, *plan.lost_ranks, *gone}
+
+
 class Pairing:
     """The comparison in one generation, as its coordinator makes it: all are asked, and whoever differs goes.
 
@@ -258,6 +278,25 @@ class Pairing:
             self._calls[sender] = message.ranks
             self._judged = self.found  # an answer that comes late is one all the same
             self.judge()
+
+    def read(self, generation: Generation, ranks: Iterable[RankCalls]) -> None:
+        """Tell the coordinator what this node's ranks have issued."""
+        ctx = self._ctx
+        if generation == ctx.world.generation:
+            before = {rank for rank, ended_in in ctx.replaced.items() if ended_in < generation}
+            told = (
+                msgspec.structs.replace(one, newcomer=one.rank in ctx.unproven, again=one.rank in before)
+                for one in ranks
+            )
+            ctx.send(ctx.coordinator, Calls(generation, tuple(told)))
+
+    def replace(self, message: Replace, gone: Collection[Rank]) -> None:
+        """End a process of this node, unless it is one of those that are `gone`."""
+        ctx, rank = self._ctx, message.rank
+        if message.generation == ctx.world.generation and rank in ctx.world.ranks_of(ctx.node):
+            ctx.replaced[rank] = message.generation
+            if rank not in gone:
+                ctx.act(EndRank(rank, message.reason))
 
     def judge(self) -> None:
         """Once all that is to be known is: replace the newcomers that differ, or end the job if that came to

@@ -86,7 +86,7 @@ class Proposer:
                 return
             plan = plan.verdict
         if isinstance(plan, Unrecoverable):
-            ctx.newest_committed = max(ctx.newest_committed, plan.newest_committed)
+            ctx.learn_committed(plan.newest_committed)
             ctx.stop("; ".join(filter(None, (described(proposal.lost), plan.reason))), lost_ranks=plan.lost_ranks)
         elif plan.store or plan.restore_step == NO_STEP:
             self._put_forward(proposal, plan)
@@ -161,7 +161,7 @@ class Proposer:
         ctx = self._ctx
         proposal.waits_with = ctx.joinable
         if not ctx.waiting:
-            ctx.waiting = True
+            ctx.wait_for_host()
             ctx.emit(WaitingForHost(f"{described(proposal.lost)}; {reason}"))
 
     # -- from a plan to a decision -----------------------------------------------------------------------------
@@ -236,7 +236,7 @@ class Proposer:
             if node != ctx.node:
                 linking = f"since the hosts met, {ctx.now - ctx.formed_at:.0f} s ago"
                 when = linking if node in ctx.watch.unheard else limit
-                ctx.watch.accuse(node, f"no answer to {phase} {when}", silent=True)
+                ctx.suspect(node, f"no answer to {phase} {when}", silent=True)
         if missing or proposal.plan is not None:
             self.proposal = None
         elif proposal.claim is not None:

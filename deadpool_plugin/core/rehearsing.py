@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .api import SpareFailed, SpareRehearsed, StartRehearsal
+from .api import StartRehearsal
 from .context import Context
 from .events import SpareReady
 from .failures import Failures
-from .inventory import Inventory
 from .messages import Rehearse
 from .policy import Budget
+from .processes import Inventory
 from .types import NEVER, NodeId, Rank
 
 REASON_MAX = 200
@@ -45,7 +45,7 @@ class Rehearsing:
         self._doubted = False
         """The current rehearsal is of no use."""
 
-    def ordered(self, sender: NodeId, message: Rehearse) -> None:
+    def ordered(self, message: Rehearse) -> None:
         ctx = self._ctx
         if message.generation != ctx.world.generation or ctx.swapping or ctx.node not in ctx.world.spares:
             return
@@ -60,15 +60,14 @@ class Rehearsing:
         self._inventory.rehearsed.pop(slot, None)
         self._ctx.act(StartRehearsal(slot, task.rank, task.source))
 
-    def done(self, event: SpareRehearsed) -> bool:
-        ctx = self._ctx
-        if not self._inventory.rehearse(event.local_slot, event.rank):
-            return False
-        self._retry_at.pop(event.local_slot, None)
-        if self._is_ready:
-            self._able_at = ctx.now + self._pause_s
-            self.tick()
-        return True
+    def done(self, slot: int, rank: Rank) -> None:
+        if self._inventory.rehearsed.get(slot) != rank:
+            self._inventory.rehearsed[slot] = rank
+            self._retry_at.pop(slot, None)
+            if self._is_ready:
+                self._able_at = self._ctx.now + self._pause_s
+                self.tick()
+            self._ctx.note()
 
     @property
     def _is_ready(self) -> bool:
@@ -81,9 +80,9 @@ class Rehearsing:
         """None after the first failure, then twice as much after each."""
         return self._ctx.timing.silent_after_s * 2.0 ** (self._failed - 2) if self._failed > 1 else 0.0
 
-    def tick(self) -> bool:
-        """Begin what was put off, and believe a spare that has not failed again. Returns: whether that is news."""
-        ctx, inventory = self._ctx, self._inventory
+    def tick(self) -> None:
+        """Begin what was put off, and believe a spare that has not failed again."""
+        ctx = self._ctx
         for slot in [slot for slot, at in self._retry_at.items() if ctx.now >= at]:
             task = self._tasks.pop(slot)
             del self._retry_at[slot]
@@ -91,36 +90,37 @@ class Rehearsing:
             if not (ctx.swapping or self._is_lost(source)):  # else it is the next generation's
                 self._start(slot, _Task(task.rank, source))
         if self._able_at is None or ctx.now < self._able_at or not self._is_ready:
-            return False
+            return
         self._able_at = None
-        if self._doubted:
-            return False
-        inventory.able, inventory.unable = True, ""
-        ctx.emit(SpareReady(ctx.node, tuple(self._tasks[slot].rank for slot in sorted(self._tasks))))
-        return True
+        if not self._doubted:
+            self._set_able(True)
+            ctx.emit(SpareReady(ctx.node, tuple(self._tasks[slot].rank for slot in sorted(self._tasks))))
 
-    def unable(self, reason: str) -> bool:
+    def _set_able(self, able: bool, unable: str = "") -> None:
+        self._inventory.able, self._inventory.unable = able, unable[:REASON_MAX]
+        self._ctx.note()
+
+    def unable(self, reason: str) -> None:
         """Note that the rehearsal is of no use, and that another attempt would be of none either."""
-        self._inventory.able, self._inventory.unable = False, reason[:REASON_MAX]
+        self._set_able(False, reason)
         self._doubted = True
-        return True
 
-    def failed(self, event: SpareFailed) -> bool:
+    def failed(self, slot: int, rank: Rank, reason: str) -> None:
         """Order it again; while fenced leave that to the next generation, whose nodes may be other ones."""
-        ctx, slot = self._ctx, event.local_slot
-        task = self._tasks.get(slot)
-        if task is not None and task.rank != event.rank:
-            return False  # of a task that has been overtaken
+        ctx, task = self._ctx, self._tasks.get(slot)
+        if task is not None and task.rank != rank:
+            return  # of a task that has been overtaken
         is_fault = task is None or not self._is_lost(task.source)
-        if is_fault and not (task is not None and self._attempts.spend(slot, ctx.now)):
-            self._failures.give_up(f"rehearsal of rank {event.rank} failed: {event.reason}")
-            return False
-        assert task is not None
-        inventory, self._able_at = self._inventory, None
-        inventory.rehearsed.pop(slot, None)
-        if is_fault:
-            self._count()
-            inventory.able, inventory.unable = False, f"rank {event.rank}: {event.reason}"[:REASON_MAX]
+        if task is None or (is_fault and not self._attempts.spend(slot, ctx.now)):
+            self._failures.give_up(f"rehearsal of rank {rank} failed: {reason}")
+            return
+        self._able_at = None
+        self._inventory.rehearsed.pop(slot, None)
+        ctx.note()
+        if is_fault:  # one more within the window
+            recent = ctx.now - self._failed_at < ctx.policy.restarts_window_s
+            self._failed, self._failed_at = self._failed + 1 if recent else 1, ctx.now
+            self._set_able(False, f"rank {rank}: {reason}")
         source = ctx.world.node_of[task.rank]
         if ctx.swapping or self._is_lost(source):
             self._retry_at.pop(slot, None)
@@ -129,13 +129,6 @@ class Rehearsing:
             self._retry_at[slot] = ctx.now + self._pause_s
         else:
             self._start(slot, _Task(task.rank, source))
-        return True
-
-    def _count(self) -> None:
-        """One more failure within the window."""
-        now = self._ctx.now
-        self._failed = self._failed + 1 if now - self._failed_at < self._ctx.policy.restarts_window_s else 1
-        self._failed_at = now
 
     def _is_lost(self, node: NodeId) -> bool:
         return node in self._ctx.suspects or node not in self._ctx.world.members
@@ -148,4 +141,4 @@ class Rehearsing:
             self._retry_at.clear()
             self._inventory.rehearsed.clear()
         if ctx.node not in ctx.world.spares:
-            self._inventory.able, self._inventory.unable = False, ""
+            self._set_able(False)

@@ -61,12 +61,10 @@ class SelfFencing:
         self._paused_at = 0.0
         self._is_said = False
 
-    def look(self, before: float) -> str:
+    def look(self, gap_s: float) -> str:
         """Pause or resume, if it is time to.
 
-        Args:
-            before: when the input before this one was taken in.
-
+        Args: gap_s: since the input before this one was taken in.
         Returns: why this generation cannot go on any more, "" if it can.
         """
         ctx = self._ctx
@@ -78,7 +76,7 @@ class SelfFencing:
                 if self._is_said:
                     ctx.emit(ContactRegained(ctx.now - self._paused_at))
             return ""
-        reason = self._no_contact(before)
+        reason = self._no_contact(gap_s)
         if ctx.paused:
             in_vain = ctx.now - self._paused_at >= 2 * ctx.timing.silent_after_s
             return reason if in_vain and not ctx.swapping else ""
@@ -89,13 +87,14 @@ class SelfFencing:
             ctx.act(PauseWorkers())
         return ""
 
-    def _no_contact(self, before: float) -> str:
+    def _no_contact(self, gap_s: float) -> str:
         """Say who is not heard. A coordinator that has died is named here before anybody counts it as lost."""
-        ctx, own = self._ctx, self._own_pause(before)
+        ctx = self._ctx
+        own = f" (this agent itself stood still for {gap_s:.1f} s)" if gap_s > ctx.timing.own_pause_s else ""
         span, who = f"for {ctx.now - ctx.contact_at:.1f} s", f"node {ctx.coordinator}, which coordinates,"
         if ctx.leads:
             return f"no majority of the nodes was heard {span}{own}"
-        silent = ctx.now - ctx.watch.heard.get(ctx.coordinator, ctx.formed_at) >= ctx.timing.silent_after_s / 2
+        silent = ctx.watch.is_late(ctx.coordinator, ctx.now, since=ctx.formed_at)
         return f"{who} {'was not heard' if own or silent else 'has heard no majority of the nodes'} {span}{own}"
 
     def resume(self) -> None:
@@ -103,9 +102,3 @@ class SelfFencing:
         if self._ctx.paused:
             self._ctx.paused = False
             self._ctx.act(ResumeWorkers())
-
-    def _own_pause(self, before: float) -> str:
-        """For people: whether it is this node that stood still."""
-        gap_s = self._ctx.now - before
-        paused = gap_s > self._ctx.timing.own_pause_s
-        return f" (this agent itself stood still for {gap_s:.1f} s)" if paused else ""

@@ -1,12 +1,11 @@
-"""The lost nodes, each with its reason: fast evidence counts at once, silence at its deadline.
+"""One node's evidence about the others: fast evidence counts at once, silence at its deadline.
 
-Rules of this file: `(now, state, config) -> (result, reason)`, nothing is remembered here but what the caller puts in;
-one's own pause is no evidence about others. May import policy and types only.
+Rules of this file: time is an argument; one's own pause is no evidence about others. May import policy and types only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from .policy import Timing
@@ -15,74 +14,73 @@ from .types import NodeId
 
 @dataclass
 class Watch:
-    """One node's view of the others: `evidence`, of whom there is none but its silence (`silent`; only that is ever
-    taken back from a member), and when it last `heard` of them. `findings` grows with every change of the evidence.
+    """One node's view of the others.
 
-    `unheard`: who has not said a word to this node since the hosts met. It may still wait for a link to a host that has
-    died, so its silence counts only after `Timing.linking_s`; a link that ends counts as ever. Nobody is in it any more
-    where training has begun and another node coordinates: others need not have spoken to that one before.
+    `evidence`: why each lost node is lost. `silent`: those of them that are lost for nothing but their silence; only
+    that is ever taken back from a member. `heard`: when this node last heard of each.
     """
 
+    timing: Timing
     evidence: dict[NodeId, str] = field(default_factory=dict)
     silent: set[NodeId] = field(default_factory=set)
     heard: dict[NodeId, float] = field(default_factory=dict)
     unheard: set[NodeId] = field(default_factory=set)
-    findings: int = 0
-
-    def begin(self, nodes: Collection[NodeId], now: float, anew: Collection[NodeId] = ()) -> None:
-        """Count the silence of `nodes` from `now` on (they report to us only since now); that of `anew` until now does
-        not count."""
-        for node in anew:
-            self.pardon(node)
-        for node in nodes:
-            self.heard[node] = now
+    """Nodes that have not said a word to this one since the hosts met. They may still wait for a link to a host that
+    has died, so their silence counts only after `Timing.linking_s`; a link that ends counts as ever. Nobody is in it
+    any more where training has begun and another node coordinates: others need not have spoken to that one before."""
 
     def hear(self, node: NodeId, now: float) -> None:
         self.heard[node] = now
         self.unheard.discard(node)
 
-    def hears(self, node: NodeId, now: float, timing: Timing) -> bool:
+    def hears(self, node: NodeId, now: float) -> bool:
         """Return whether we have heard of `node` ourselves, lately enough not to count it as lost for its silence."""
-        return now - self.heard.get(node, now - timing.silent_after_s) < timing.silent_after_s
+        limit_s = self.timing.silent_after_s
+        return now - self.heard.get(node, now - limit_s) < limit_s
 
-    def is_late(self, node: NodeId, now: float, timing: Timing) -> bool:
-        """Return whether half of the time is over after which `node` is lost for its silence."""
-        return now - self.heard.get(node, now) >= timing.silent_after_s / 2
+    def is_late(self, node: NodeId, now: float, since: float | None = None) -> bool:
+        """Return whether half of the time is over after which `node` is lost for its silence.
 
-    def accuse(self, node: NodeId, reason: str, silent: bool = False) -> None:
-        """`node` is lost; the first reason stays. `silent`: for nothing but its silence."""
+        Args: since: when its silence began if it was never heard of; now if not given.
+        """
+        return now - self.heard.get(node, now if since is None else since) >= self.timing.silent_after_s / 2
+
+    def silences(self, nodes: Collection[NodeId], now: float) -> dict[NodeId, str]:
+        """Find those of `nodes` that are to be counted as lost for their silence, each with the reason."""
+        found = {}
+        for node in nodes:
+            silence_s = now - self.heard.get(node, now)
+            limit_s = self.timing.linking_s if node in self.unheard else self.timing.silent_after_s
+            if silence_s >= limit_s and node not in self.evidence:
+                found[node] = f"silent for {silence_s:.1f} s (limit {limit_s:g} s)"
+        return found
+
+    def suspect(self, node: NodeId, reason: str, silent: bool = False) -> bool:
+        """Count `node` as lost; the first reason stays. Returns: whether that is news.
+
+        Args: silent: for nothing but its silence.
+        """
+        is_news = node not in self.evidence
         if not silent:
             self.silent.discard(node)
-        elif node not in self.evidence:
+        elif is_news:
             self.silent.add(node)
-        if node not in self.evidence:
+        if is_news:
             self.evidence[node] = reason
-            self.findings += 1
+        return is_news
 
-    def pardon(self, node: NodeId) -> None:
+    def clear(self, node: NodeId) -> bool:
         """Drop the evidence about `node`: it is of an earlier connection, of one that is no member and asks anew; or
-        a silence that is over."""
-        if self.evidence.pop(node, None) is not None:
-            self.findings += 1
+        a silence that is over. Returns: whether there was any."""
         self.silent.discard(node)
+        return self.evidence.pop(node, None) is not None
 
-    def excuse_pause(self, gap_s: float, timing: Timing) -> bool:
+    def excuse_pause(self, gap_s: float) -> bool:
         """We ran last `gap_s` ago: what others sent meanwhile may still be queued, so their clocks stood still too.
 
         Returns: whether that was a pause of our own.
         """
-        paused = gap_s > timing.own_pause_s
+        paused = gap_s > self.timing.own_pause_s
         if paused:
             self.heard = {node: at + gap_s for node, at in self.heard.items()}
         return paused
-
-
-def suspects(now: float, watch: Watch, watched: Collection[NodeId], timing: Timing) -> Mapping[NodeId, str]:
-    """The nodes that are lost, each with the reason; silence counts for the `watched` ones only."""
-    found = dict(watch.evidence)
-    for node in watched:
-        silence_s = now - watch.heard.get(node, now)
-        limit_s = timing.linking_s if node in watch.unheard else timing.silent_after_s
-        if node not in found and silence_s >= limit_s:
-            found[node] = f"silent for {silence_s:.1f} s (limit {limit_s:g} s)"
-    return found

@@ -13,9 +13,9 @@ from collections.abc import Collection, Mapping
 from .context import Context
 from .events import NodeLost, Note
 from .failures import Failures
-from .inventory import Inventory
 from .messages import NodeFailed, Report
 from .pairing import Pairing
+from .processes import Inventory
 from .proposer import Proposer, described
 from .types import NEVER, NodeId
 from .voter import Voter
@@ -45,13 +45,12 @@ class Swaps:
         Returns: whether this node may have come into another phase by it.
         """
         ctx = self._ctx
-        standing = ctx.standing
-        suspects = standing.suspects
+        suspects = ctx.suspects
         if suspects and not ctx.has_quorum:
             self._without_quorum(suspects)
             return True
         self._asked_at = NEVER
-        if not standing.leads:
+        if not ctx.leads:
             if suspects:
                 self._tell(suspects)
             return False
@@ -79,7 +78,7 @@ class Swaps:
         """Return whether others fall silent too. It may be this node that hears nobody, and whoever it asks to go on
         without the silent ones makes them leave."""
         ctx = self._ctx
-        return any(ctx.watch.is_late(node, ctx.now, ctx.timing) for node in ctx.living if node != ctx.node)
+        return any(ctx.watch.is_late(node, ctx.now) for node in ctx.living if node != ctx.node)
 
     def _without_quorum(self, suspects: Mapping[NodeId, str]) -> None:
         """Nothing can be decided here. The others may see it otherwise and go on, so this node ends alone."""
@@ -133,7 +132,7 @@ class Swaps:
 
     def counts_as_lost(self, node: NodeId) -> bool:
         """Return whether the swap under way was begun, or goes on, without `node`."""
-        return node in self._announced or node in self._ctx.hearsay.lost
+        return node in self._announced or node in self._ctx.reported_suspects.lost
 
     def bring_up_to_date(self, node: NodeId) -> None:
         """`node` speaks of an older generation: tell it what was decided, and what is being asked since."""
@@ -143,15 +142,11 @@ class Swaps:
         if proposal is not None and proposal.plan is None and proposal.is_missing(ctx.world, node):
             ctx.send(node, proposal.prepare())
 
-    def excuse_pause(self, gap_s: float) -> None:
-        """This node itself stood still for so long: answers, and decisions, may be queued."""
-        self._ctx.patient_since += gap_s
-        self.proposer.excuse_pause(gap_s)
-
     def tick(self) -> None:
         """Deadlines; a coordinator that waits for a host suspends everybody's."""
         ctx = self._ctx
         self.voter.tick()
         self.proposer.expire()
-        if not ctx.ended and ctx.swapping and ctx.now - ctx.patient_since >= ctx.timing.decision_timeout_s:
-            ctx.fence(f"no decision about generation {ctx.fenced_for} within {ctx.timing.decision_timeout_s:g} s")
+        limit_s = ctx.timing.decision_timeout_s
+        if not ctx.ended and ctx.swapping and ctx.now - ctx.patient_since >= limit_s:
+            ctx.fence(f"no decision about generation {ctx.world.generation + 1} within {limit_s:g} s")

@@ -6,12 +6,11 @@ it carries changes. See membership.py for the votes. May import everything of co
 
 from __future__ import annotations
 
-from .api import AbortWorkers
-from .context import Context, Hearsay
+from .context import Context, ReportedSuspects
 from .failures import Failures
-from .inventory import Inventory
 from .membership import Acceptor
 from .messages import Accepted, NodeFailed, Prepare, Promise, Propose, Refused, Report
+from .processes import Inventory
 from .types import NEVER, Ballot, NodeId
 
 
@@ -30,14 +29,14 @@ class Voter:
         if not self._is_next(sender, message.ballot) or self._is_doomed(sender):
             return
         if ctx.node in message.lost:
-            self.accused(sender, f"counted as lost by node {sender}", ctx.node in message.silent)
+            self.suspected(sender, f"counted as lost by node {sender}", ctx.node in message.silent)
             return
         if self._hears_who_is_silent(message):
             self._postponed[sender] = message
             return
         if self.acceptor.prepare(message.ballot):
             lost = {node: f"counted as lost by node {sender}" for node in message.lost}
-            ctx.hearsay = Hearsay(sender, lost, message.silent)
+            ctx.report_suspects(ReportedSuspects(sender, lost, message.silent))
             self.fence_generation()
             self.answer()
         else:
@@ -61,17 +60,13 @@ class Voter:
         ctx = self._ctx
         gone = ctx.suspects.keys() | (set(message.lost) - set(message.silent))
         coordinator = next(node for node in ctx.world.seniority if node not in gone)
-        return (
-            coordinator != ctx.node
-            and coordinator in message.silent
-            and ctx.watch.hears(coordinator, ctx.now, ctx.timing)
-        )
+        return coordinator != ctx.node and coordinator in message.silent and ctx.watch.hears(coordinator, ctx.now)
 
-    def accused(self, sender: NodeId, reason: str, silent: bool) -> None:
+    def suspected(self, sender: NodeId, reason: str, silent: bool) -> None:
         """`sender` counts this node as lost. Of two that do not hear each other the one goes that no majority hears."""
         ctx = self._ctx
         if silent and ctx.in_contact and ctx.contact_at > ctx.formed_at:
-            ctx.watch.accuse(sender, "it does not hear this node, but a majority does")
+            ctx.suspect(sender, "it does not hear this node, but a majority does")
         else:
             ctx.fence(reason)
 
@@ -118,9 +113,7 @@ class Voter:
         """This generation's workers do nothing any more; what they hold stays as it is."""
         ctx = self._ctx
         if not ctx.swapping:
-            ctx.fenced_for = ctx.world.generation + 1
-            ctx.swap_since = ctx.patient_since = ctx.now
-            ctx.act(AbortWorkers(ctx.fenced_for))
+            ctx.fence_for(ctx.world.generation + 1)
 
     def _is_next(self, sender: NodeId, ballot: Ballot) -> bool:
         """Return whether `ballot` is for the generation after ours; bring up to date who is behind, or ask for it."""

@@ -115,12 +115,12 @@ MUTANTS = (
         "a node that is cut off does not stop",
     ),
     Mutant(
-        "snapshot-of-an-older-generation", "core/inventory.py",
+        "snapshot-of-an-older-generation", "core/processes.py",
         "if generation != current and not (generation < current and holding.step <= self._floor):", "if False:",
         "a snapshot of a history that did not happen counts as this one's",
     ),
     Mutant(
-        "undone-snapshots-kept", "core/inventory.py",
+        "undone-snapshots-kept", "core/processes.py",
         "self._held = {key: holding for key, holding in self._held.items() if key[1] <= restore_step}", "pass",
         "steps that were undone count as held",
     ),
@@ -130,7 +130,7 @@ MUTANTS = (
         "a voter that may not promise yet is taken for lost by who asks it",
     ),
     Mutant(
-        "unaware-in-silence", "core/hearing.py",
+        "unaware-in-silence", "core/message_handlers.py",
         "                self._say_that_it_lives(sender)\n", "                pass\n",
         "a node that does not know yet that it leads is taken for lost",
     ),
@@ -140,7 +140,7 @@ MUTANTS = (
         "who has missed a decision gives up for want of a majority it has",
     ),
     Mutant(
-        "store-used-twice", "core/inventory.py",
+        "store-used-twice", "core/processes.py",
         "        self.consume(used_store)\n", "",
         "groups are to be built over a store that was built upon before",
     ),
@@ -161,23 +161,23 @@ MUTANTS = (
     ),
     Mutant(
         "restored-in-an-older-generation", "core/processes.py",
-        "if event.generation == ctx.world.generation and not ctx.swapping:", "if True:",
+        "if generation == ctx.world.generation and not ctx.swapping:", "if True:",
         "a rank counts as being in training that has still to restore",
     ),
     Mutant(
-        "committed-not-stepped-back", "core/controller.py",
-        "ctx.newest_committed = plan.restore_step  #", "pass  #",
+        "committed-not-stepped-back", "core/context.py",
+        "self.newest_committed = plan.restore_step  #", "pass  #",
         "a step that was undone counts as committed in the next plan",
     ),
     Mutant(
-        "committed-of-an-older-generation", "core/hearing.py",
+        "committed-of-an-older-generation", "core/message_handlers.py",
         "if message.generation != ctx.world.generation or sender in ctx.watch.evidence:",
         "if sender in ctx.watch.evidence:",
         "the gate is opened by a word of a history that did not happen",
     ),
     Mutant(
-        "new-store-not-promised", "core/processes.py",
-        "if new and self._ctx.swapping:", "if False:",
+        "new-store-not-promised", "core/controller.py",
+        "if self._processes.take_in(event) and ctx.swapping:", "if self._processes.take_in(event) and False:",
         "a store that is offered late is never built upon",
     ),
     Mutant(
@@ -198,7 +198,7 @@ MUTANTS = (
     ),
     Mutant(
         "own-pause-blamed-on-others", "core/suspicion.py",
-        "paused = gap_s > timing.own_pause_s", "paused = False",
+        "paused = gap_s > self.timing.own_pause_s", "paused = False",
         "a node that stood still counts all others as silent",
     ),
     Mutant(

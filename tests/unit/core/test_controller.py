@@ -186,7 +186,7 @@ def test_a_silence_that_ends_within_the_swap_is_over_unless_the_swap_goes_on_wit
         hear(
             controller, proposes, Prepare(Ballot(1, 1, proposes), (2,) if evidence else (1,), (2,) if evidence else ())
         )
-        controller._ctx.watch.accuse(2, "silent", silent=True)
+        controller._ctx.suspect(2, "silent", silent=True)
         hear(controller, 2, Report(0), 1.0)
         assert controller._ctx.watch.evidence == evidence
 

@@ -178,16 +178,16 @@ def test_long_after_the_last_one_it_is_seen_to_in_place_again():
     coordinator = formed(0)
     assert broke(coordinator, 1, 2, 1.0) == "in place"
     rejoined(coordinator, 2.0)
-    coordinator._ctx.newest_committed += 3
+    coordinator._ctx.learn_committed(2)
     assert broke(coordinator, 1, 2, 3.0) == "in place"
 
 
 def test_without_a_spare_it_is_seen_to_in_place_for_as_long_as_steps_are_committed():
     coordinator, alone = formed(0), World(0, (0, 1, 2, 3, 4))
-    coordinator._ctx.world = alone
+    coordinator._ctx.form(alone)
     assert broke(coordinator, 1, 2, 1.0) == "in place"
     rejoined(coordinator, 2.0, alone)
-    coordinator._ctx.newest_committed += 1
+    coordinator._ctx.learn_committed(1)
     assert broke(coordinator, 2, 1, 3.0) == "in place"
     rejoined(coordinator, 4.0, alone)
     assert broke(coordinator, 2, 1, 5.0) == "1", "nothing comes of it"

@@ -7,12 +7,12 @@ from support import expect
 
 from deadpool_plugin import errors
 from deadpool_plugin.core import types
-from deadpool_plugin.core.inventory import Inventory
 from deadpool_plugin.core.ledger import Ledger
 from deadpool_plugin.core.messages import Report
 from deadpool_plugin.core.planning import NoSpare, Situation, plan_swap
 from deadpool_plugin.core.policy import Timing
-from deadpool_plugin.core.suspicion import Watch, suspects
+from deadpool_plugin.core.processes import Inventory
+from deadpool_plugin.core.suspicion import Watch
 from deadpool_plugin.core.types import NO_STEP, Holding, Source, SwapPlan, Unrecoverable, World
 
 TIMING = Timing(heartbeat_interval_s=1.0, silent_after_s=10.0)
@@ -33,36 +33,34 @@ FULL = {0: held((0, 5), (2, 5)), 1: held((1, 5), (0, 5)), 2: held((2, 5), (1, 5)
         (10.0, {}, (1, 2), {1}),
         (10.0, {}, (2,), set()),
         (15.0, {}, (1, 2), {1, 2}),
-        (0.1, {2: "link lost"}, (1, 2), {2}),
+        (15.0, {2: "link lost"}, (1, 2), {1}),
         (99.0, {}, (7,), set()),
     ],
 )
-def test_suspects(now, evidence, watched, found):
-    watch = Watch(dict(evidence), heard={1: 0.0, 2: 5.0})
-    result = suspects(now, watch, watched, TIMING)
+def test_silences(now, evidence, watched, found):
+    watch = Watch(TIMING, dict(evidence), heard={1: 0.0, 2: 5.0})
+    result = watch.silences(watched, now)
     assert set(result) == found and all(result.values())
 
 
 def test_who_has_yet_to_say_a_first_word_is_waited_for_longer():
     """It may still link up with others, one of which has died just now."""
-    watch = Watch(heard={1: 0.0, 2: 0.0}, unheard={1, 2})
+    watch = Watch(TIMING, heard={1: 0.0, 2: 0.0}, unheard={1, 2})
     watch.hear(2, 0.0)
-    assert suspects(29.0, watch, (1,), TIMING) == {}
-    assert suspects(30.0, watch, (1,), TIMING).keys() == {1}
-    assert suspects(10.0, watch, (1, 2), TIMING).keys() == {2}
-    watch.accuse(1, "link lost")
-    assert suspects(0.1, watch, (1,), TIMING).keys() == {1}, "that its link has ended counts as ever"
+    assert watch.silences((1,), 29.0) == {}
+    assert watch.silences((1,), 30.0).keys() == {1}
+    assert watch.silences((1, 2), 10.0).keys() == {2}
+    assert watch.suspect(1, "link lost") and watch.evidence.keys() == {1}, "that its link has ended counts as ever"
 
 
 def test_the_first_reason_stays_and_ones_own_pause_is_no_evidence():
-    watch = Watch(heard={1: 0.0})
-    watch.accuse(2, "first")
-    watch.accuse(2, "second")
+    watch = Watch(TIMING, heard={1: 0.0})
+    assert watch.suspect(2, "first") and not watch.suspect(2, "second")
     assert watch.evidence == {2: "first"}
-    watch.excuse_pause(3.0, TIMING)
-    assert suspects(10.0, watch, (1,), TIMING).keys() == {2, 1}
-    watch.excuse_pause(60.0, TIMING)
-    assert suspects(65.0, watch, (1,), TIMING).keys() == {2}
+    assert not watch.excuse_pause(3.0)
+    assert watch.silences((1, 2), 10.0).keys() == {1}
+    assert watch.excuse_pause(60.0)
+    assert not watch.silences((1, 2), 65.0)
 
 
 def test_a_plan():
@@ -128,8 +126,8 @@ def test_inventory_keeps_two_steps_and_forgets_what_did_not_happen():
         assert inventory.held(Holding(0, step, True, (0,)), 0, 0)
     assert not inventory.held(Holding(0, 3, True, (0,)), 0, 0)
     assert [h.step for h in inventory.holdings] == [2, 3]
-    inventory.ready(0)
-    inventory.finished(0)
+    inventory.ready.add(0)
+    inventory.finished.add(0)
     inventory.offer("used", 0, stand_in=False)
     inventory.begin_generation(2, "used")
     report = inventory.fill(Report(1))

@@ -1,4 +1,4 @@
-"""Handlers of the messages of one generation, the votes of a swap aside.
+"""Handlers of the messages of one generation, the decision that ends it aside.
 
 Rules of this file: whoever speaks of an older generation is told the newest, and nothing else comes of it (but that
 it gives itself up); a word of a node that is counted as lost does not count. May import everything of core but the
@@ -7,49 +7,96 @@ controller.
 
 from __future__ import annotations
 
-import msgspec
-
-from .api import Commit, EndRank, ReadCalls, StartWorkers
+from .api import Commit, ReadCalls, StartWorkers
 from .context import Context
 from .coordination import Coordination
 from .failures import Failures
-from .inventory import Inventory
 from .messages import (
+    Accepted,
+    AnyMessage,
     Calls,
     Compare,
     Goodbye,
     NodeFailed,
-    RankCalls,
+    Prepare,
+    Promise,
+    Propose,
     RankFailed,
+    Refused,
+    Rehearse,
     Replace,
     Report,
     Start,
     Status,
     Verdict,
 )
+from .pairing import Pairing
 from .partial_partition import PartialPartition
+from .processes import Inventory
+from .rehearsing import Rehearsing
 from .swaps import Swaps
-from .types import EXIT_SIGNALLED, Generation, NodeId
+from .types import EXIT_SIGNALLED, NodeId
 
 
-class Hearing:
-    """One method a message; a new object for each generation."""
+class MessageHandlers:
+    """One method a message, where it takes more than a line; a new object for each generation."""
 
     def __init__(
         self,
         context: Context,
         inventory: Inventory,
         failures: Failures,
+        rehearsing: Rehearsing,
         partition: PartialPartition,
+        pairing: Pairing,
         coordination: Coordination,
         swaps: Swaps,
     ) -> None:
-        self._ctx, self._inventory, self._failures = context, inventory, failures
-        self._partition, self._coordination, self._swaps = partition, coordination, swaps
+        self._ctx, self._inventory, self._failures, self._rehearsing = context, inventory, failures, rehearsing
+        self._partition, self._pairing, self._coordination, self._swaps = partition, pairing, coordination, swaps
         self._started = False
         self._ended: set[NodeId] = set()
 
-    def report(self, sender: NodeId, message: Report) -> None:
+    def handle(self, sender: NodeId, message: AnyMessage) -> None:
+        ctx, swaps = self._ctx, self._swaps
+        match message:
+            case Report():
+                self._report(sender, message)
+            case Status():
+                self._status(sender, message)
+            case NodeFailed():
+                self._node_failed(sender, message)
+            case RankFailed(generation):
+                if generation < ctx.world.generation:
+                    swaps.bring_up_to_date(sender)
+                self._failures.hear(sender, message)
+            case Start():
+                self._start(message)
+            case Rehearse():
+                self._rehearsing.ordered(message)
+            case Compare(generation):
+                if generation == ctx.world.generation:
+                    ctx.act(ReadCalls(generation))
+            case Calls():
+                self._pairing.hear(sender, message)
+            case Replace():
+                self._pairing.replace(message, {failure.rank for failure in self._failures.own})
+            case Prepare():
+                swaps.voter.prepare(sender, message)
+            case Promise():
+                swaps.proposer.promise(sender, message)
+            case Propose():
+                swaps.voter.propose(sender, message)
+            case Accepted():
+                swaps.proposer.accepted(sender, message)
+            case Refused():
+                swaps.proposer.refused(message)
+            case Verdict():
+                self._verdict(sender, message)
+            case Goodbye():
+                ctx.suspect(sender, "it has left the job")
+
+    def _report(self, sender: NodeId, message: Report) -> None:
         ctx = self._ctx
         if message.generation < ctx.world.generation:
             self._swaps.bring_up_to_date(sender)
@@ -68,7 +115,7 @@ class Hearing:
         ctx = self._ctx
         ctx.send(sender, Status(ctx.world.generation, ctx.committed, ctx.training, ctx.waiting, ctx.now))
 
-    def status(self, sender: NodeId, message: Status) -> None:
+    def _status(self, sender: NodeId, message: Status) -> None:
         ctx = self._ctx
         if message.generation < ctx.world.generation:
             self._swaps.bring_up_to_date(sender)
@@ -76,21 +123,10 @@ class Hearing:
             return
         if sender in ctx.suspects:  # a rival of our coordinator, which is not to take the silence for a loss meanwhile
             ctx.send(sender, Report(ctx.world.generation))
-            return
-        ctx.echo = (sender, message.sent_at)
-        ctx.contact_at = max(ctx.contact_at, message.certain)
-        if ctx.swapping:
-            if message.waiting:
-                ctx.waiting, ctx.patient_since = True, ctx.now
-        else:
-            ctx.training = ctx.training or message.training
-            ctx.has_trained = ctx.has_trained or message.training
-            if message.committed > ctx.committed:
-                ctx.committed = message.committed
-                ctx.newest_committed = max(ctx.newest_committed, message.committed)
-                ctx.act(Commit(message.committed))
+        elif ctx.follow(sender, message):
+            ctx.act(Commit(message.committed))
 
-    def start(self, sender: NodeId, message: Start) -> None:
+    def _start(self, message: Start) -> None:
         ctx = self._ctx
         is_ours = message.world.generation == ctx.world.generation and ctx.begins_at_top
         if is_ours and not (self._started or ctx.swapping):
@@ -98,7 +134,7 @@ class Hearing:
             self._inventory.consume(message.store)
             ctx.act(StartWorkers(message.world, message.store))
 
-    def node_failed(self, sender: NodeId, message: NodeFailed) -> None:
+    def _node_failed(self, sender: NodeId, message: NodeFailed) -> None:
         ctx = self._ctx
         suspects = ctx.suspects
         if message.generation < ctx.world.generation and message.node != sender:
@@ -108,62 +144,30 @@ class Hearing:
         elif message.node == ctx.node and sender in ctx.watch.evidence:
             return  # each counts the other as lost: the one whose plan is decided goes on, else both would go
         elif message.node == ctx.node:
-            self._swaps.voter.accused(sender, message.reason, message.silent)
-        elif message.silent and ctx.watch.hears(message.node, ctx.now, ctx.timing):
+            self._swaps.voter.suspected(sender, message.reason, message.silent)
+        elif message.silent and ctx.watch.hears(message.node, ctx.now):
             self._partition.hear(sender, message.node)
         elif sender in suspects and message.node != sender:
             ctx.send(sender, NodeFailed(ctx.world.generation, sender, suspects[sender], ctx.is_silent(sender)))
         elif message.node in ctx.world.members:
-            ctx.watch.accuse(message.node, message.reason, message.silent)
+            ctx.suspect(message.node, message.reason, message.silent)
 
-    def rank_failed(self, sender: NodeId, message: RankFailed) -> None:
-        if message.generation < self._ctx.world.generation:
-            self._swaps.bring_up_to_date(sender)
-        self._failures.hear(sender, message)
-
-    def compare(self, message: Compare) -> None:
-        if message.generation == self._ctx.world.generation:
-            self._ctx.act(ReadCalls(message.generation))
-
-    def read(self, generation: Generation, ranks: tuple[RankCalls, ...]) -> None:
-        ctx = self._ctx
-        if generation == ctx.world.generation:
-            before = {rank for rank, ended_in in ctx.replaced.items() if ended_in < generation}
-            told = (
-                msgspec.structs.replace(one, newcomer=one.rank in ctx.unproven, again=one.rank in before)
-                for one in ranks
-            )
-            ctx.send(ctx.coordinator, Calls(generation, tuple(told)))
-
-    def replace(self, message: Replace) -> None:
-        ctx = self._ctx
-        if message.generation == ctx.world.generation and message.rank in ctx.world.ranks_of(ctx.node):
-            ctx.replaced[message.rank] = message.generation
-            if message.rank not in {failure.rank for failure in self._failures.own}:
-                ctx.act(EndRank(message.rank, message.reason))
-
-    def verdict(self, sender: NodeId, message: Verdict) -> None:
+    def _verdict(self, sender: NodeId, message: Verdict) -> None:
         ctx = self._ctx
         if message.exit_code > EXIT_SIGNALLED:
             ctx.conclude(message)  # a person wants the job to end, in whatever generation that was said
         elif message.generation < ctx.world.generation:
             self._ended_before(sender, message)
-        elif sender not in ctx.suspects or self._is_good_end(message):
+        # That all scripts have ended well is true even from a suspected node, unless we accepted a plan that others
+        # may already be executing.
+        elif sender not in ctx.suspects or (message.exit_code == 0 and self._swaps.voter.acceptor.accepted is None):
             ctx.conclude(message)
 
-    def _is_good_end(self, message: Verdict) -> bool:
-        """All scripts of this generation have ended well: true whoever saw it, and be it counted as lost by now; unless
-        a plan has been accepted here, for others may live by that already."""
-        return message.exit_code == 0 and self._swaps.voter.acceptor.accepted is None
-
     def _ended_before(self, sender: NodeId, message: Verdict) -> None:
-        """`sender` had not heard of this generation. It is lost to it; so many that the rest could not decide any more
-        have ended the job."""
+        """Count `sender`, which had not heard of this generation, as lost to it. So many that the rest could not decide
+        any more have ended the job."""
         ctx = self._ctx
-        ctx.watch.accuse(sender, f"it ended in generation {message.generation}: {message.reason}")
+        ctx.suspect(sender, f"it ended in generation {message.generation}: {message.reason}")
         self._ended |= {sender} & set(ctx.world.members)
         if not ctx.can_decide_without(self._ended):
             ctx.conclude(message)
-
-    def goodbye(self, sender: NodeId, message: Goodbye) -> None:
-        self._ctx.watch.accuse(sender, "it has left the job")
