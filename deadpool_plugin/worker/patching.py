@@ -17,8 +17,18 @@ from typing import Any
 _COPIES = [owner for name, owner in vars(glob).items() if isinstance(owner, type) and hasattr(owner, "scandir")]
 
 
+def around(original: Callable[..., Any], wrap: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function like `original` that calls `wrap(original, *args, **kwargs)`."""
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return wrap(original, *args, **kwargs)
+
+    return wrapper
+
+
 class PatchSet:
-    """Wrapped functions, until `undo`."""
+    """Functions and methods that call ours, until `undo`."""
 
     def __init__(self) -> None:
         self._done: list[tuple[Any, str, Any, Any]] = []
@@ -30,7 +40,7 @@ class PatchSet:
         """Call `wrap(original, *args, **kwargs)` in the place of each function, and of the copies in Python's glob."""
         for name in names:
             original = getattr(owner, name)
-            wrapper = _bound(wrap, original)
+            wrapper = around(original, wrap)
             for one in (owner, *_COPIES):
                 if getattr(one, name, None) is original:
                     setattr(one, name, staticmethod(wrapper) if one in _COPIES else wrapper)
@@ -45,14 +55,6 @@ class PatchSet:
             if getattr(owner, name) is wrapper:  # else somebody has wrapped ours, which does nothing from here on
                 setattr(owner, name, staticmethod(original) if owner in _COPIES else original)
         self._done.clear()
-
-
-def _bound(wrap: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        return wrap(original, *args, **kwargs)
-
-    return wrapper
 
 
 def replace(wrappers: dict[Any, Any]) -> None:

@@ -7,15 +7,13 @@ them as an argument.
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
-from torch.utils.data.dataloader import _BaseDataLoaderIter
-
 from ..errors import Unsupported, invariant
 from .iterators import POINTER, RewindIterator, RewoundByItself
+from .patching import PatchSet
 from .tape import Tape
 
 TAPES_MAX = 64
@@ -111,12 +109,9 @@ class Tapes:
 
         Args: inside: whether one is under way; note: told the batches that the script reads from a DataLoader itself.
         """
-        Tapes.installed = self
-        owner: Any = _BaseDataLoaderIter
-        original = owner.__next__
+        from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-        @functools.wraps(original)
-        def following(iterator: Any) -> Any:
+        def following(original: Callable[[Any], Any], iterator: Any) -> Any:
             is_script = threading.current_thread() is threading.main_thread() and not RewindIterator.reading
             if is_script and inside():
                 raise Unsupported(
@@ -129,4 +124,5 @@ class Tapes:
                 note(batch)
             return batch
 
-        owner.__next__ = following
+        Tapes.installed = self
+        PatchSet().wrap(following, _BaseDataLoaderIter, "__next__")

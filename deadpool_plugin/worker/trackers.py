@@ -11,7 +11,6 @@ Standard library only: the packages are the script's, used as they are when it i
 from __future__ import annotations
 
 import contextlib
-import functools
 import mmap
 import os
 import re
@@ -24,7 +23,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from .patching import when_imported
+from .patching import PatchSet, when_imported
 
 FILES_MAX, RECORDS_MAX = 8, 4096
 """Number of newest event files, and of last records in each, in which a rank's last step is looked for."""
@@ -40,14 +39,15 @@ class Trackers:
     def __init__(self) -> None:
         self._rehearsing = True
         self._waiting: dict[Any, tuple[str, Callable[[], None]]] = {}
-        """Event files and W&B runs that the script has made, the tracker's name, and what begins each."""
-        self._events: weakref.WeakKeyDictionary[Any, set[tuple[str, int]]] = weakref.WeakKeyDictionary()
+        """Event files and W&B runs that the script has made: the tracker's name, and what begins each."""
+        self._values: weakref.WeakKeyDictionary[Any, set[tuple[str, int]]] = weakref.WeakKeyDictionary()
         """By event file: (tag, step) of the last values that the rank itself has written."""
         self._csv_steps: dict[str, set[str]] = {}
         """By CSV file: the steps of the last lines that the rank itself has written."""
-        when_imported("deepspeed.monitor.csv_monitor", self.hold_csv_files)
+        self._patches = PatchSet()
         when_imported("tensorboard.summary.writer.event_file_writer", self.hold_event_files)
         when_imported("wandb", self.hold_runs)
+        when_imported("deepspeed.monitor.csv_monitor", self.hold_csv_files)
 
     def resume(self) -> None:
         """Begin what has waited: the process runs its rank from now on. What fails is said, and ends no training.
@@ -66,89 +66,79 @@ class Trackers:
         """List where event files that wait for `resume` will lie."""
         return {str(file._logdir) for file in list(self._waiting) if not isinstance(file, Run)}
 
+    # ---- tensorboard's EventFileWriter, which torch's SummaryWriter writes through
+
     def hold_event_files(self, module: ModuleType) -> None:
-        """Hold back tensorboard's EventFileWriter, which torch's SummaryWriter writes through."""
-        writer, parse = module.EventFileWriter, module.event_pb2.Event.FromString
-        begin, add, flush, close = writer.__init__, writer.add_event, writer.flush, writer.close
+        self._parse_event = module.event_pb2.Event.FromString
+        self._patches.wrap(self._begin_file, module.EventFileWriter, "__init__")
+        self._patches.wrap(self._add_event, module.EventFileWriter, "add_event")
+        self._patches.wrap(self._flush_or_close, module.EventFileWriter, "flush", "close")
 
-        def last_values(folder: Path) -> set[tuple[str, int]]:
-            files = sorted(folder.glob("events.out.tfevents.*"), key=lambda path: path.stat().st_mtime_ns)
-            events = (parse(data) for path in files[-FILES_MAX:] for data in last_records(path))
-            return {(value.tag, event.step) for event in events for value in event.summary.value}
+    def _begin_file(self, original: Callable[..., Any], file: Any, logdir: str, *args: Any, **kwargs: Any) -> None:
+        def begin() -> None:
+            files = sorted(
+                Path(file.get_logdir()).glob("events.out.tfevents.*"), key=lambda path: path.stat().st_mtime_ns
+            )
+            events = [self._parse_event(data) for path in files[-FILES_MAX:] for data in last_records(path)]
+            self._values[file] = {(value.tag, event.step) for event in events for value in event.summary.value}
+            del self._waiting[file]
+            original(file, logdir, *args, **kwargs)
 
-        @functools.wraps(begin)
-        def init(file: Any, logdir: str, *args: Any, **kwargs: Any) -> None:
-            def begin_now() -> None:
-                self._events[file] = last_values(Path(file.get_logdir()))
-                del self._waiting[file]
-                begin(file, logdir, *args, **kwargs)
+        if self._rehearsing:
+            file._logdir = logdir
+            self._waiting[file] = "TensorBoard", begin
+        else:
+            original(file, logdir, *args, **kwargs)
 
-            if self._rehearsing:
-                file._logdir = logdir
-                self._waiting[file] = "TensorBoard", begin_now
-            else:
-                begin(file, logdir, *args, **kwargs)
+    def _add_event(self, original: Callable[..., Any], file: Any, event: Any) -> None:
+        written = self._values.get(file, set())
+        known = [value for value in event.summary.value if (value.tag, event.step) in written]
+        for value in known:
+            event.summary.value.remove(value)
+        if file not in self._waiting and (not known or event.summary.value):
+            original(file, event)
 
-        @functools.wraps(add)
-        def add_event(file: Any, event: Any) -> None:
-            written = self._events.get(file, set())
-            known = [value for value in event.summary.value if (value.tag, event.step) in written]
-            for value in known:
-                event.summary.value.remove(value)
-            if file not in self._waiting and (not known or event.summary.value):
-                add(file, event)
+    def _flush_or_close(self, original: Callable[..., Any], file: Any) -> None:
+        if file not in self._waiting:
+            original(file)
+        elif original.__name__ == "close":
+            del self._waiting[file]
 
-        @functools.wraps(flush)
-        def flush_file(file: Any) -> None:
-            if file not in self._waiting:
-                flush(file)
-
-        @functools.wraps(close)
-        def close_file(file: Any) -> None:
-            if self._waiting.pop(file, None) is None:
-                close(file)
-
-        writer.__init__, writer.add_event, writer.flush, writer.close = init, add_event, flush_file, close_file
+    # ---- W&B
 
     def hold_runs(self, wandb: ModuleType) -> None:
-        """Hold back wandb.init: the script gets a run that does nothing, later the rank's own."""
-        original: Callable[..., Any] = wandb.init
+        self._patches.wrap(self._init_run, wandb, "init")
 
-        @functools.wraps(original)
-        def init(*args: Any, **kwargs: Any) -> Any:
-            if not self._rehearsing:
-                return original(*args, **kwargs)
-            run = Run(original(*args, **{**kwargs, "mode": "disabled"}))
+    def _init_run(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not self._rehearsing:
+            return original(*args, **kwargs)
+        run = Run(original(*args, **{**kwargs, "mode": "disabled"}))
 
-            def begin() -> None:
-                found = latest_run(Path(kwargs.get("dir") or os.environ.get("WANDB_DIR") or "."))
-                same = {"id": found, "resume": "allow"} if found else {}
-                run._run = original(*args, **{**same, **kwargs})
+        def begin() -> None:
+            found = latest_run(Path(kwargs.get("dir") or os.environ.get("WANDB_DIR") or "."))
+            same = {"id": found, "resume": "allow"} if found else {}
+            run._run = original(*args, **{**same, **kwargs})
 
-            self._waiting[run] = "WandB", begin
-            return run
+        self._waiting[run] = "WandB", begin
+        return run
 
-        wandb.init = init  # type: ignore[attr-defined]
+    # ---- DeepSpeed's csvMonitor: a file for each name, a line for each value, a heading where it begins
 
     def hold_csv_files(self, module: ModuleType) -> None:
-        """Hold back DeepSpeed's csvMonitor: a file for each name, a line for each value, a heading where it begins."""
-        owner: Any = module.csvMonitor
-        original = owner.write_events
+        self._patches.wrap(self._write_events, module.csvMonitor, "write_events")
 
-        def is_new(monitor: Any, name: str, step: Any) -> bool:
-            file = name.replace("/", "_").replace(" ", "_")  # as csvMonitor calls it
-            if file not in self._csv_steps:
-                self._csv_steps[file] = last_steps(Path(monitor.log_dir, f"{file}.csv"))
-                if self._csv_steps[file]:
-                    monitor.filenames.append(file)  # it has its heading
-            return str(step) not in self._csv_steps[file]
+    def _write_events(self, original: Callable[..., Any], monitor: Any, events: Any) -> None:
+        if not self._rehearsing:
+            original(monitor, [event for event in events if self._is_new(monitor, event[0], event[2])])
 
-        @functools.wraps(original)
-        def write_events(monitor: Any, events: Any) -> None:
-            if not self._rehearsing:
-                original(monitor, [event for event in events if is_new(monitor, event[0], event[2])])
-
-        owner.write_events = write_events
+    def _is_new(self, monitor: Any, name: str, step: Any) -> bool:
+        """Return whether the rank has not written the line before it was lost."""
+        file = name.replace("/", "_").replace(" ", "_")  # as csvMonitor calls it
+        if file not in self._csv_steps:
+            self._csv_steps[file] = last_steps(Path(monitor.log_dir, f"{file}.csv"))
+            if self._csv_steps[file]:
+                monitor.filenames.append(file)  # it has its heading
+        return str(step) not in self._csv_steps[file]
 
 
 class Run:
