@@ -1,8 +1,11 @@
 """The loaders that `deadpool_plugin.data.resumable` returns in a training process, and the registry of all of them.
 
-Rules of this file: to the script a `Resumable` is its loader; a pass is as good as the loader's own iterator. Every
-tape is part of every call, whoever reads from it: so a call is redone with the data it had although it was not given
-them as an argument.
+Rules of this file: to the script a `Resumable` is its loader; a pass is as good as the loader's own iterator. All
+passes over one source are a single sequence of events (the beginning of a pass, its items and its end), so that a redo
+may cross from one epoch into the next. Every tape of them is part of every call, whoever reads from it: so a call is
+redone with the data it had although it was not given them as an argument. A survivor's source is never touched by a
+rewind: events are kept for as long as a redo could ask for them. A newcomer's source is set to the state that the
+rank's own had at the restore step, where sources tell their state; others are read again up to that place.
 """
 
 from __future__ import annotations
@@ -11,13 +14,217 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
-from ..errors import Unsupported, invariant
-from .iterators import POINTER, RewindIterator, RewoundByItself
+from ..errors import Divergence, Unsupported, invariant
+from . import codec, proof, rng
+from .iterators import POINTER, RewindIterator, RewoundByItself, reading
 from .patching import PatchSet
-from .tape import Tape
+from .skipping import skip
 
 TAPES_MAX = 64
 """In one process. Each is named in every call's record."""
+BEGUN, ENDED = object(), object()
+"""Events beside items."""
+
+
+class Source:
+    """The script's loader as an endless iterator over events; `begins`: the next one shall be BEGUN."""
+
+    def __init__(self, given: Any) -> None:
+        self.given = given
+        self.items: Iterator[Any] | None = None
+        self.begins = False
+        methods = (getattr(given, name, None) for name in ("state_dict", "load_state_dict"))
+        self.is_stateful = all(map(callable, methods))
+
+    def __next__(self) -> Any:
+        if self.begins:
+            self.begins = False
+            self.items = iter(self.given)
+            return BEGUN
+        if self.items is None:
+            return ENDED
+        try:
+            return next(self.items)
+        except StopIteration:
+            self.items = None
+            return ENDED
+
+    def skip(self, is_item: bool, read_first: bool) -> int | None:
+        """Let the next event happen unseen. Raises: Divergence if it is another one than the rank's own.
+
+        Returns: the digest of it, None of an item that was passed over.
+        """
+        if not is_item:
+            event = next(self)
+            if event is not BEGUN and event is not ENDED:
+                raise self._other_length("went on longer")
+            return proof.digest(event)
+        try:
+            return skip(iter(()) if self.items is None else self.items, 1, read_first=read_first)
+        except StopIteration:
+            raise self._other_length("ended earlier") from None
+
+    def _other_length(self, what: str) -> Divergence:
+        return Divergence(
+            f"a pass over a resumable {type(self.given).__name__} {what} than the rank's own",
+            "the same items",
+            "resume from something that gives the same each time the script is run, or tells its state",
+        )
+
+    def state(self) -> bytes:
+        """Raises: Unsupported if it is no plain data."""
+        with rng.preserved():
+            try:
+                return codec.encode(self.given.state_dict())
+            except Unsupported as error:
+                raise Unsupported(
+                    f"the state_dict() of a {type(self.given).__name__} cannot be kept: {error.found}",
+                    "None, numbers, strings, bytes, tensors, and lists, tuples and dicts of them",
+                    "give deadpool_plugin.data.resumable an iterable without state_dict: it is then read again",
+                ) from error
+
+    def load(self, state: bytes) -> None:
+        """Go on as in torchdata: the pass that begins after `load_state_dict` goes on where the state was taken."""
+        with rng.preserved():
+            self.given.load_state_dict(codec.decode(state))
+            self.items = iter(self.given)
+
+
+class Tape(RewindIterator):
+    """Events of one source, from the first on. Thread: the script's main thread."""
+
+    inner: Source  # type: ignore[assignment]
+
+    def __init__(self, given: Any) -> None:
+        super().__init__(Source(given))  # type: ignore[arg-type]
+        self._states: dict[int, bytes | None] = {}
+        self._owed = 0
+        """Events that a follower has skipped and the source has not seen, and by their numbers:"""
+        self._draws: dict[int, dict[str, Any]] = {}
+        """the random states before those that were drawn for,"""
+        self._passes: dict[int, bool] = {}
+        """and those that are no items: whether a pass begins."""
+        self._is_nested: bool | None = None
+
+    # ---- the script
+
+    def begin(self) -> None:
+        """Begin a pass, whatever became of the one before."""
+        event = self._next(begins=True)
+        if event is not BEGUN:
+            raise _differs("a pass was begun", event)
+
+    def pull(self) -> Any:
+        """Return the next item. Raises: StopIteration at the end of the pass."""
+        event = self._next(begins=False)
+        if event is BEGUN:
+            raise _differs("an item was asked for", event)
+        if event is ENDED:
+            raise StopIteration
+        return event
+
+    def _next(self, begins: bool) -> Any:
+        self._settle()
+        if self.position == self._first_kept + len(self._kept):  # not in a redo
+            self.inner.begins = begins
+        nested = RewindIterator.reading > 0
+        if self._is_nested not in (None, nested):
+            raise Unsupported(
+                f"a resumable {type(self.inner.given).__name__} is read both directly and through another iterator "
+                "that a training call is given",
+                "one way",
+                "wrap the outermost iterable with deadpool_plugin.data.resumable, and only that",
+            )
+        self._is_nested = nested
+        return next(self.inner) if nested else super().__next__()
+
+    # ---- records and followers
+
+    def pulled_since(self, position: int) -> list[Any]:
+        kept = list(self._kept)[position - self._first_kept : self.position - self._first_kept]
+        events = enumerate(item.value for item in kept)
+        passes = [[number, event is BEGUN] for number, event in events if event is BEGUN or event is ENDED]
+        *pulled, digest = super().pulled_since(position)
+        return [*pulled, passes, digest]
+
+    def skip(  # type: ignore[override]
+        self,
+        count: int,
+        draws: Sequence[Sequence[Any]] = (),
+        passes: Sequence[Sequence[Any]] = (),
+        digest: int = 0,
+    ) -> int | None:
+        """Skip items. A source that tells its state is not read until the script itself asks for an item: the state
+        makes its items the rank's own."""
+        self.forget()
+        if count == 0:
+            return None
+        self.position = self._first_kept = self.position + count
+        self._draws.update({self._owed + number: states for number, states in draws})
+        self._passes.update({self._owed + number: begins for number, begins in passes})
+        self._owed += count
+        return None if self.inner.is_stateful else self._settle(read_first=digest != 0)
+
+    def _settle(self, read_first: bool = False) -> int | None:
+        """Go over the events that a follower has skipped. Returns: their digest, None if some were passed over."""
+        if self._owed == 0:
+            return None
+        digests: list[int | None] = []
+        with rng.preserved(), reading():
+            for number in range(self._owed):
+                if number in self._draws:
+                    rng.restore_host(self._draws[number])
+                self.inner.begins = self._passes.get(number, False)
+                digests.append(self.inner.skip(number not in self._passes, read_first))
+        self._owe_nothing()
+        known = [one for one in digests if one is not None]
+        return proof.combined(known) if len(known) == len(digests) else None
+
+    def _owe_nothing(self) -> None:
+        self._owed = 0
+        self._draws.clear()
+        self._passes.clear()
+
+    def forget(self) -> None:
+        """Forget events: nobody will rewind to anything before this moment."""
+        self.forget_before(self.position)
+
+    def forget_before(self, position: int) -> None:
+        super().forget_before(position)
+        self._states = {place: state for place, state in self._states.items() if place >= position}
+
+    # ---- snapshots
+
+    def state(self) -> bytes | None:
+        """Return the source's state at this position; None where it has none to tell: between passes, for instance.
+
+        Blocks: while the source makes it, at every cut.
+        """
+        if self.position not in self._states:
+            invariant(self.position == self._first_kept + len(self._kept), "a redo has come to a cut that is new")
+            tells = self.inner.is_stateful and self.inner.items is not None and not self._is_nested and not self._owed
+            self._states[self.position] = self.inner.state() if tells else None
+        return self._states[self.position]
+
+    def load(self, state: bytes | None) -> None:
+        """Make the source's state `state`, in a newcomer, at the cut where a rank's own tape told it.
+
+        Blocks: for the source, unless following it has brought it there already.
+        """
+        if state is None or (not self._owed and self.inner.items is not None and self.inner.state() == state):
+            return
+        self._owe_nothing()
+        self.forget()
+        self.inner.load(state)
+
+
+def _differs(done: str, event: object) -> Divergence:
+    was = "the beginning of a pass" if event is BEGUN else "the end of a pass" if event is ENDED else "an item"
+    return Divergence(
+        f"a training call that was done again read other data than the first time: {done}, and there was {was}",
+        "the same",
+        f"what a call reads must not depend on the time or on what it did before; {POINTER}",
+    )
 
 
 class Pass(RewoundByItself):
