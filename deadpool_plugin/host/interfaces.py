@@ -1,11 +1,8 @@
-"""This host's address that `interface_address` means: a file that is the same on all hosts names a network.
-Where it means none, whether the frameworks were told of another one than is used.
-
-Rules of this file: asks the kernel for addresses, opens nothing.
-"""
+"""This host's address that `interface_address` means: a file that is the same on all hosts names a network."""
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import socket
@@ -23,11 +20,11 @@ Found = list[tuple[str, str]]
 def address_of(said: str, found: Found | None = None) -> str:
     """This host's address by `said`: the address itself, a network (10.1.0.0/16), or an interface's name (ib0).
 
-    Args:
-        found: this host's interfaces and their addresses; None asks the kernel.
+    Args: found: this host's interfaces and their addresses; None asks the kernel.
     Raises: ConfigError if this host has none.
     """
-    if _is_address(said):
+    with contextlib.suppress(ValueError):
+        ipaddress.ip_address(said)
         return said
     found = addresses_here() if found is None else found
     matching = [address for name, address in found if name == said]
@@ -50,11 +47,7 @@ def address_of(said: str, found: Found | None = None) -> str:
 
 
 def other_network(ours: str, environ: Mapping[str, str], found: Found | None = None) -> str:
-    """Warn if the frameworks use another interface than that of `ours`; "" if they were not told to.
-
-    Args:
-        found: as for `address_of`.
-    """
+    """Warn if the frameworks use another interface than that of `ours`; "" if they were not told to."""
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         if not (interface := environ.get(name, "").removeprefix("=")):
             continue
@@ -65,14 +58,6 @@ def other_network(ours: str, environ: Mapping[str, str], found: Found | None = N
                 f"`interface_address: {interface}` lets them go there, too"
             )
     return ""
-
-
-def _is_address(said: str) -> bool:
-    try:
-        ipaddress.ip_address(said)
-    except ValueError:
-        return False
-    return True
 
 
 def addresses_here() -> Found:

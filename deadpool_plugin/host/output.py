@@ -58,21 +58,15 @@ def appended(path: Path) -> int:
 
 
 class Lane:
-    """Writes to descriptors, in order, on a thread of its own. Thread: any, also that of `on_drop`, which hears why.
+    """Writes to descriptors, in order, on a thread of its own. Thread: any."""
 
-    Args: files: they are files, which may be removed meanwhile.
-    """
-
-    def __init__(self, name: str, on_drop: Callable[[str], None] = lambda why: None, *, files: bool = False) -> None:
+    def __init__(self, name: str) -> None:
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._queued_bytes = 0
         self._broken: set[int] = set()
         self._cut: set[int] = set()
-        self._files = files
-        self._looked_at: dict[int, float] = {}
-        self.dropped_bytes = 0
-        self._on_drop = on_drop
+        self._dropped_bytes = 0
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -81,7 +75,10 @@ class Lane:
             try:
                 work()
             except OSError as error:
-                self._on_drop(error.strerror or str(error))
+                self._not_kept(error.strerror or str(error))
+
+    def _not_kept(self, why: str) -> None:
+        """Hears why something was dropped. Thread: any."""
 
     def write(self, fd: int, data: bytes) -> None:
         """Queue `data` for `fd`; dropped if too much is queued. Blocks: never."""
@@ -105,7 +102,7 @@ class Lane:
                 self._queued_bytes -= len(data)
 
     def _put(self, fd: int, data: bytes) -> None:
-        """A pipe's reader does not come back; a disk that is full may have room later, for a line of its own."""
+        # A pipe's reader does not come back; a disk that is full may have room later, for a line of its own.
         view = memoryview(b"\n" + data if fd in self._cut else data)
         begun = False
         while view:
@@ -120,45 +117,10 @@ class Lane:
                 return
             begun = True
         self._cut.discard(fd)
-        now = time.monotonic()
-        if self._files and now - self._looked_at.get(fd, -math.inf) >= LOOK_EVERY_S:
-            self._looked_at[fd] = now
-            if not os.fstat(fd).st_nlink:  # writing to it succeeds, and nobody can read it
-                self._drop(len(data), "a file was removed that is still written to")
 
     def _drop(self, size: int, why: str) -> None:
-        self.dropped_bytes += size
-        self._on_drop(why)
-
-    def open(self, fd: int, path: Path) -> None:
-        """Open `path` as `fd`, before what is queued from now on is written."""
-
-        def work() -> None:
-            opened = appended(path)
-            os.dup2(opened, fd, inheritable=False)
-            os.close(opened)
-
-        self._queue.put(work)
-
-    def empty(self, fd: int) -> None:
-        """Make the file `fd` empty once what is queued for it has been written."""
-
-        def work() -> None:
-            os.ftruncate(fd, 0)
-            self._cut.discard(fd)
-
-        self._queue.put(work)
-
-    def release(self, fd: int) -> None:
-        """Close `fd` once what is queued for it has been written."""
-
-        def work() -> None:
-            self._broken.discard(fd)
-            self._cut.discard(fd)
-            self._looked_at.pop(fd, None)
-            os.close(fd)  # a shared file system may say only now that what was written is not kept
-
-        self._queue.put(work)
+        self._dropped_bytes += size
+        self._not_kept(why)
 
     def close(self) -> None:
         """Write what is queued, within a short deadline."""
@@ -166,23 +128,24 @@ class Lane:
         self._thread.join(_CLOSE_S)
 
 
-class Writer:
-    """Appends to files, and forwards to the launcher. Thread: `open`, `write` and `forward` any."""
+class Writer(Lane):
+    """Appends to files, and forwards to the launcher on a lane of its own. Thread: any."""
 
     def __init__(self, launcher: int = 1) -> None:
-        self._pipe, self._said_at = launcher, -math.inf
-        self._files, self._launcher = Lane("deadpool-files", self._not_kept, files=True), Lane("deadpool-launcher")
+        super().__init__("deadpool-files")
+        self._pipe, self._launcher = launcher, Lane("deadpool-launcher")
+        self._said_at = -math.inf
+        self._looked_at: dict[int, float] = {}
 
     @property
     def dropped_bytes(self) -> int:
-        return self._files.dropped_bytes + self._launcher.dropped_bytes
+        return self._dropped_bytes + self._launcher._dropped_bytes
 
     def open(self, path: Path) -> int:
         """A descriptor to `write` to; the file is appended to. Raises: OSError."""
         return appended(path)
 
     def size(self, fd: int) -> int:
-        """Measure the file `fd`, of `open`, in bytes."""
         return os.fstat(fd).st_size
 
     def file(self, path: Path) -> FileIO:
@@ -192,27 +155,48 @@ class Writer:
     def open_later(self, path: Path) -> int:
         """Open it later, on the thread that writes; if that fails, the terminal has the reason. Blocks: never."""
         fd = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
-        self._files.open(fd, path)
+
+        def work() -> None:
+            opened = appended(path)
+            os.dup2(opened, fd, inheritable=False)
+            os.close(opened)
+
+        self._queue.put(work)
         return fd
 
-    def release(self, fd: int) -> None:
-        """Close `fd`, of `open`, once what is queued for it has been written."""
-        self._files.release(fd)
-
-    def write(self, fd: int, data: bytes) -> None:
-        """Into the file `fd`, of `open`. Blocks: never."""
-        self._files.write(fd, data)
+    def _put(self, fd: int, data: bytes) -> None:
+        super()._put(fd, data)
+        now = time.monotonic()
+        if now - self._looked_at.get(fd, -math.inf) >= LOOK_EVERY_S:
+            self._looked_at[fd] = now
+            if not os.fstat(fd).st_nlink:  # writing to it succeeds, and nobody can read it
+                self._drop(len(data), "a file was removed that is still written to")
 
     def empty(self, fd: int) -> None:
         """Make the file `fd`, of `open`, empty once what is queued for it has been written. Blocks: never."""
-        self._files.empty(fd)
+
+        def work() -> None:
+            os.ftruncate(fd, 0)
+            self._cut.discard(fd)
+
+        self._queue.put(work)
+
+    def release(self, fd: int) -> None:
+        """Close `fd`, of `open`, once what is queued for it has been written."""
+
+        def work() -> None:
+            self._cut.discard(fd)
+            self._looked_at.pop(fd, None)
+            os.close(fd)  # a shared file system may say only now that what was written is not kept
+
+        self._queue.put(work)
 
     def forward(self, data: bytes) -> None:
         """To our own standard output. Blocks: never."""
         self._launcher.write(self._pipe, data)
 
     def _not_kept(self, why: str) -> None:
-        """Something for a file was dropped: said at once, and while that goes on now and then."""
+        """Says at once that something for a file was dropped, and while that goes on now and then."""
         now = time.monotonic()
         if now - self._said_at >= SAID_EVERY_S:
             self._said_at = now
@@ -222,7 +206,7 @@ class Writer:
 
     def close(self) -> None:
         """Write what is queued: the files first (a launcher that does not read must not hold us)."""
-        self._files.close()
+        super().close()
         self._launcher.close()
 
 

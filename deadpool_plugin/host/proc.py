@@ -39,6 +39,7 @@ class Reserve:
 
     def __init__(self) -> None:
         self._fd = -1
+        self._lock = threading.RLock()
 
     def keep(self) -> None:
         """Have one from now on. Raises: OSError."""
@@ -52,7 +53,7 @@ class Reserve:
         except OSError as error:
             if error.errno not in (errno.EMFILE, errno.ENFILE) or self._fd < 0:
                 raise
-        with _reserve_lock:
+        with self._lock:
             if self._fd >= 0:
                 os.close(self._fd)
                 self._fd = -1
@@ -63,8 +64,22 @@ class Reserve:
                     self.keep()
 
 
-_reserve_lock = threading.RLock()
 reserve = Reserve()
+
+
+def _read(path: str) -> bytes:
+    """Read a file in /proc. Raises: OSError."""
+
+    def read() -> bytes:
+        with open(path, "rb", buffering=0) as file:
+            return file.read()
+
+    return reserve.call(read)
+
+
+def _stat(pid: int, folder: str = "/proc") -> list[bytes]:
+    """The fields of proc_pid_stat(5) from the third on. Raises: OSError if there is no such process."""
+    return _read(f"{folder}/{pid}/stat").rpartition(b") ")[2].split()
 
 
 class Status(msgspec.Struct, frozen=True):
@@ -90,35 +105,17 @@ def look(pid: int, folder: str = "/proc") -> Status | None:
     if state not in "ZX" and not flags & (PF_EXITING | PF_SIGNALED):
         return Status(state, False, 0)
     status = int(fields[49])
-    if not status and flags & PF_SIGNALED and _dumps_core(pid, folder):
-        status = int(signal.SIGSEGV)  # or one like it: older kernels say which one only when the dump is written
+    if not status and flags & PF_SIGNALED:  # else 0 may be the code by which a thread of the process has ended it
+        with contextlib.suppress(OSError):
+            if b"\nCoreDumping:\t1\n" in _read(f"{folder}/{pid}/status"):
+                status = int(signal.SIGSEGV)  # or one like it: older kernels say which only when the dump is written
     return Status(state, True, status)
-
-
-def _stat(pid: int, folder: str = "/proc") -> list[bytes]:
-    """The fields of proc_pid_stat(5) from the third on. Raises: OSError if there is no such process."""
-
-    def read() -> bytes:
-        with open(f"{folder}/{pid}/stat", "rb", buffering=0) as file:
-            return file.read(4096)
-
-    return reserve.call(read).rpartition(b") ")[2].split()
-
-
-def _dumps_core(pid: int, folder: str) -> bool:
-    """Else 0 may be the code by which a thread of the process has ended it."""
-    try:
-        with open(f"{folder}/{pid}/status", "rb", buffering=0) as file:
-            return b"\nCoreDumping:\t1\n" in file.read(4096)
-    except OSError:
-        return False
 
 
 def catches(pid: int, number: int) -> bool:
     """Return whether `pid` has a handler of its own for signal `number`."""
     try:
-        with open(f"/proc/{pid}/status", "rb", buffering=0) as file:
-            mask = int(file.read().partition(b"\nSigCgt:\t")[2].split()[0], 16)
+        mask = int(_read(f"/proc/{pid}/status").partition(b"\nSigCgt:\t")[2].split()[0], 16)
     except (OSError, IndexError):  # gone
         return False
     return bool(mask >> (number - 1) & 1)
@@ -129,15 +126,18 @@ def start_time(pid: int) -> int:
     return int(_stat(pid)[19])
 
 
+def _pids() -> list[int]:
+    return [int(name) for name in reserve.call(lambda: os.listdir("/proc")) if name.isdigit()]
+
+
 def children(pid: int) -> list[int]:
     """Every process whose parent is `pid`, whichever of its threads that is; ended ones that were not waited for, too.
     Costs some 10 us for each process of the host."""
     found = []
-    for name in reserve.call(lambda: os.listdir("/proc")):
-        if name.isdigit():
-            with contextlib.suppress(OSError):  # gone meanwhile
-                if int(_stat(int(name))[1]) == pid:
-                    found.append(int(name))
+    for one in _pids():
+        with contextlib.suppress(OSError):  # gone meanwhile
+            if int(_stat(one)[1]) == pid:
+                found.append(one)
     return found
 
 
@@ -179,15 +179,15 @@ def environments() -> Iterator[tuple[int, bytes]]:
     """(pid, its initial environment) of every process but this one. Costs some 10 us a process; waits for those within
     execve(2), by EXEC_LOOKS_MAX further looks in all."""
     looks = iter(range(EXEC_LOOKS_MAX))
-    for name in reserve.call(lambda: os.listdir("/proc")):
-        if name.isdigit() and int(name) != os.getpid():
+    for pid in _pids():
+        if pid != os.getpid():
             with contextlib.suppress(OSError):  # gone, or another user's
-                yield int(name), _environment(int(name), looks)
+                yield pid, _environment(pid, looks)
 
 
 def _environment(pid: int, looks: Iterator[int]) -> bytes:
-    """Within execve(2) a process has none for a while: its new memory is in use before its arguments are there
-    (fs/exec.c; three of four new processes are met so on a busy machine)."""
+    # Within execve(2) a process has none for a while: its new memory is in use before its arguments are there
+    # (fs/exec.c; three of four new processes are met so on a busy machine).
     path = f"/proc/{pid}/environ"
     environment = _read(path)
     while not environment:
@@ -197,14 +197,6 @@ def _environment(pid: int, looks: Iterator[int]) -> bytes:
             break
         time.sleep(EXEC_POLL_S)
     return environment
-
-
-def _read(path: str) -> bytes:
-    def read() -> bytes:
-        with open(path, "rb") as file:
-            return file.read()
-
-    return reserve.call(read)
 
 
 def _within_exec(pid: int) -> bool:

@@ -3,8 +3,8 @@
 They are looked at in /proc every few tens of milliseconds, so that a death is noticed at once.
 
 Rules of this file: says what it saw, once per process; what it means is decided elsewhere. An exit status of 0 is not
-told here, because the kernel shows 0 also while the status is not known yet; whoever waits for the process knows. Who
-is paused here is not taken for stuck; who had been stopped before stays so.
+told, because the kernel shows 0 also while the status is not known yet; the process's parent knows. A process that is
+paused here is not taken for stuck; one that had been stopped before stays so.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from . import proc
@@ -46,7 +46,8 @@ class Processes:
     def start(self) -> None:
         proc.reserve.keep()
         self._task = asyncio.get_running_loop().create_task(self._run())
-        self._task.add_done_callback(_raise_again)
+        # A watch that has failed must not go unnoticed: the loop's exception handler gets its error.
+        self._task.add_done_callback(lambda task: task.cancelled() or task.result())
 
     def watch(self, pid: int, on_end: Callable[[int], None], on_stopped: Callable[[float], None]) -> None:
         self._watched[pid] = _Watched(on_end, on_stopped)
@@ -74,8 +75,6 @@ class Processes:
     def sweep(self, local_rank: int) -> None:
         proc.sweep(f"{self._job_tag}{local_rank}.")
 
-    # ---- pausing
-
     def pause(self, running: Mapping[int, int], others: Mapping[int, int]) -> None:
         """Stop all of `running` at once, then what they have started. Blocks: some 10 ms."""
         met, found = set[int](), {*running.values()}
@@ -87,15 +86,11 @@ class Processes:
                         os.kill(pid, signal.SIGSTOP)
                         self._paused.add(pid)
             met |= found
-            found = self._started(running, others) - met  # until there is no other one: they may fork meanwhile
-
-    def _started(self, running: Collection[int], others: Mapping[int, int]) -> set[int]:
-        """Find the processes of these local ranks, without their supervisors. The scan of all of /proc takes long:
-        a second one is for a slot that runs no rank now."""
-        found = {*proc.tagged(self._job_tag)} - {*others.values()}
-        for local_rank in others.keys() - {*running}:
-            found -= {*proc.tagged(f"{self._job_tag}{local_rank}.")}
-        return found
+            # Until there is no other one: they may fork meanwhile. The scan of all of /proc takes long: a second one is
+            # for a slot that runs no rank now.
+            found = {*proc.tagged(self._job_tag)} - {*others.values()} - met
+            for local_rank in others.keys() - {*running}:
+                found -= {*proc.tagged(f"{self._job_tag}{local_rank}.")}
 
     def resume(self) -> None:
         self._end_pause(signal.SIGCONT)
@@ -109,8 +104,6 @@ class Processes:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
-    # ---- watching
-
     def close(self) -> None:
         self._watched.clear()
         if self._task is not None:
@@ -122,16 +115,13 @@ class Processes:
                 try:
                     self._look(pid, watched)
                 except OSError as error:  # too many open files: the next look may have one
-                    self._cannot_look(error)
+                    if error.errno not in (errno.EMFILE, errno.ENFILE):
+                        raise
+                    if not self._said:
+                        self._said = True
+                        said = "cannot look at the processes of this host: %s; it is tried again and not said again"
+                        _log.warning(said, error)
             await asyncio.sleep(POLL_S)
-
-    def _cannot_look(self, error: OSError) -> None:
-        """Raises: OSError, but for too many open files, which is said once."""
-        if error.errno not in (errno.EMFILE, errno.ENFILE):
-            raise error
-        if not self._said:
-            self._said = True
-            _log.warning("cannot look at the processes of this host: %s; it is tried again and not said again", error)
 
     def _look(self, pid: int, watched: _Watched) -> None:
         status = proc.look(pid)
@@ -149,12 +139,6 @@ class Processes:
             if now - since >= self._silent_after_s and not watched.told_stopped:
                 watched.told_stopped = True
                 watched.on_stopped(now - since)
-
-
-def _raise_again(task: asyncio.Task[None]) -> None:
-    """A watch that has failed must not go unnoticed: the loop's exception handler gets its error."""
-    if not task.cancelled():
-        task.result()
 
 
 def described_exit(exit_code: int) -> str:

@@ -1,7 +1,7 @@
 """Process start and reaping, so that nothing outlives the node's launcher; and where a process may run.
 
-Rules of this file: call from the main thread only (a parent-death signal fires when the *thread* that forked ends);
-no torch. Source: prctl(2), PR_SET_CHILD_SUBREAPER.
+Rules of this file: call from the main thread only, because a parent-death signal fires when the *thread* that forked
+ends.
 """
 
 from __future__ import annotations
@@ -76,18 +76,13 @@ def spawn(
 
 
 def become_subreaper() -> None:
-    """Adopt the orphans of our descendants, in the place of the host's process 1.
-
-    Raises: OSError
-    """
+    """Adopt the orphans of our descendants, in the place of the host's process 1. Raises: OSError."""
     prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def be_the_first_to_go() -> None:
-    """Let the kernel, when memory is short, end this process or what it will fork before any other.
-
-    An agent whose arenas count as its own would come first, and with it a whole node goes.
-    """
+    """Let the kernel, when memory is short, end this process or what it will fork before any other."""
+    # An agent whose arenas count as its own would come first, and with it a whole node goes.
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(OOM_SCORE_ADJ_MAX)
 
@@ -95,10 +90,10 @@ def be_the_first_to_go() -> None:
 def reset_affinity() -> None:
     """Let this process run on any CPU of its host, and take memory where it runs; what is not allowed stays as it is.
 
-    An agent is started by the supervisor of local rank 0, which `deepspeed --bind_cores_to_rank` binds to some CPUs
-    and, by numactl, to the memory beside them: neither is meant for who serves all ranks of the host.
     Thread: the main one, before there are others, which inherit it.
     """
+    # The supervisor of local rank 0, which starts the agent, is bound by `deepspeed --bind_cores_to_rank` to some CPUs
+    # and, by numactl, to the memory beside them: neither is meant for what serves all ranks of the host.
     with contextlib.suppress(OSError):  # a cgroup may allow fewer
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
     number = _SET_MEMPOLICY.get(os.uname().machine)
@@ -108,14 +103,9 @@ def reset_affinity() -> None:
 
 def reaped() -> Iterator[tuple[int, int]]:
     """Every child that has ended: its pid, and its exit code as in subprocess."""
-    while True:
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return
-        if pid == 0:
-            return
-        yield pid, os.waitstatus_to_exitcode(status)
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            yield ended[0], os.waitstatus_to_exitcode(ended[1])
 
 
 def end_children(within_s: float) -> None:
@@ -130,16 +120,11 @@ def end_children(within_s: float) -> None:
                 os.kill(pid, signal.SIGKILL)
         for pid in found:
             with contextlib.suppress(ProcessLookupError, ChildProcessError):
-                _await_end(pid, deadline - time.monotonic())
+                pidfd = pidfd_open(pid)
+                try:
+                    if not await_end(pidfd, deadline - time.monotonic()):
+                        state = status.state if (status := proc.look(pid)) else "X"
+                        raise TimeoutError(f"process {pid} was killed and does not end (state {state})")
+                finally:
+                    os.close(pidfd)
                 os.waitpid(pid, 0)
-
-
-def _await_end(pid: int, within_s: float) -> None:
-    """Raises: TimeoutError; ProcessLookupError"""
-    pidfd = pidfd_open(pid)
-    try:
-        if not await_end(pidfd, within_s):
-            status = proc.look(pid)
-            raise TimeoutError(f"process {pid} was killed and does not end (state {status.state if status else 'X'})")
-    finally:
-        os.close(pidfd)

@@ -26,7 +26,7 @@ from deadpool_plugin.core.types import World
 from deadpool_plugin.errors import ConfigError
 from deadpool_plugin.host import proc
 from deadpool_plugin.host.interfaces import address_of, addresses_here
-from deadpool_plugin.host.output import Pipe, Writer
+from deadpool_plugin.host.output import Lane, Pipe, Writer
 from deadpool_plugin.host.output_dedup import LINE_BYTES_MAX, LineBuffer
 from deadpool_plugin.host.processes import Processes, described_exit
 from deadpool_plugin.transport.rendezvous import Hello
@@ -140,7 +140,7 @@ def test_a_launcher_that_does_not_read_blocks_nothing_and_no_file(tmp_path, monk
         writer.forward(bytes(1 << 20))
     writer.write(log, b"JobFinished\n")
     writer.release(log)
-    writer._files.close()
+    Lane.close(writer)
     monkeypatch.setattr("deadpool_plugin.host.output._CLOSE_S", 0.1)
     writer.close()
     assert (tmp_path / "log").read_bytes() == b"JobFinished\n" and writer.dropped_bytes >= 20 << 20
