@@ -37,18 +37,17 @@ _MAGIC = b"DPms"
 _PIECE_BYTES = 16 * FRAME_BYTES
 SLOWEST_BYTES_PER_S = 1 << 16
 """A peer that sends or accepts less than this, for longer than its patience, holds a thread for nothing."""
-_records_decoder = msgspec.msgpack.Decoder(tuple[bool, list[bytes]])
 _SUSPECT = "they are not used; if it happens again, suspect the network card or memory of either host"
 _NICE = 10
 T = TypeVar("T")
 Size = Annotated[int, msgspec.Meta(ge=0, le=BLOB_BYTES_MAX)]
 
 
-class Request(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Base of what a client asks for."""
+class BulkMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Base of all requests and replies."""
 
 
-class Push(Request, frozen=True):
+class Push(BulkMessage, frozen=True):
     """Followed, if the answer is Ready, by records and header as blobs, the payload, and Sealed (or Abandoned)."""
 
     rank: Rank
@@ -62,18 +61,18 @@ class Push(Request, frozen=True):
     payload_bytes: Count
 
 
-class PushRecording(Request, frozen=True):
+class PushRecording(BulkMessage, frozen=True):
     """Followed by a blob."""
 
     rank: Rank
     generation: Generation
 
 
-class GetRecording(Request, frozen=True):
+class GetRecording(BulkMessage, frozen=True):
     rank: Rank
 
 
-class GetHistory(Request, frozen=True):
+class GetHistory(BulkMessage, frozen=True):
     """Answered by the records of first..last."""
 
     rank: Rank
@@ -81,12 +80,12 @@ class GetHistory(Request, frozen=True):
     last: Step
 
 
-class GetHeader(Request, frozen=True):
+class GetHeader(BulkMessage, frozen=True):
     rank: Rank
     step: Step
 
 
-class GetPayload(Request, frozen=True):
+class GetPayload(BulkMessage, frozen=True):
     """Answered by Ready, the payload, and Sealed (or Abandoned)."""
 
     rank: Rank
@@ -98,44 +97,40 @@ class GetPayload(Request, frozen=True):
 AnyRequest = Push | PushRecording | GetRecording | GetHistory | GetHeader | GetPayload
 
 
-class Reply(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Base of everything else."""
-
-
-class Ready(Reply, frozen=True):
+class Ready(BulkMessage, frozen=True):
     """Go on. `history_last`: newest step before the pushed one whose records are held."""
 
     history_last: Step = -1
 
 
-class Wait(Reply, frozen=True):
+class Wait(BulkMessage, frozen=True):
     """Not yet: room is being made here."""
 
 
-class Done(Reply, frozen=True):
-    pass
+class Done(BulkMessage, frozen=True):
+    """What was pushed is held."""
 
 
-class Refusal(Reply, frozen=True, tag="Refused"):
+class Refusal(BulkMessage, frozen=True, tag="Refused"):
     """`in_another_generation`: the asked node is in another one than what was sent."""
 
     reason: str
     in_another_generation: bool = False
 
 
-class Sealed(Reply, frozen=True):
+class Sealed(BulkMessage, frozen=True):
     """Sender: the source did not change while it was sent. `sums`: of the payload's frames, as they were sent."""
 
     sums: Sums = ()
 
 
-class Abandoned(Reply, frozen=True):
+class Abandoned(BulkMessage, frozen=True):
     """Sender: it did; throw away what was received. Not answered."""
 
     reason: str
 
 
-class Blob(Reply, frozen=True):
+class Blob(BulkMessage, frozen=True):
     """Announcement of so many bytes, with their xxh3."""
 
     size: Size
@@ -177,7 +172,7 @@ class BulkStream:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
     def _limit_s(self, size: int) -> float:
-        """Return how long `size` bytes may take: what counts is all of them, not each system call."""
+        """How long `size` bytes may take: what counts is all of them, not each system call."""
         return self._silent_after_s + size / SLOWEST_BYTES_PER_S
 
     def _recv_exact(self, view: memoryview, *, idle: bool = False) -> None:
@@ -214,16 +209,14 @@ class BulkStream:
         except OSError as error:
             raise ConnectionClosed(f"the bulk connection with {self.address} broke: {error}") from error
 
-    def _recv_checked(self, length: int, digest: int) -> bytearray:
+    def _recv_checked(self, length: int, digest: int) -> bytes:
         body = bytearray(length)
         self._recv_exact(memoryview(body))
         if xxhash.xxh3_64_intdigest(body) != digest:
             raise CorruptFrame(f"{length} bytes from {self.address} fail their checksum", remedy=_SUSPECT)
-        return body
+        return bytes(body)
 
-    # ---- messages
-
-    def send(self, message: Request | Reply, *, more: bool = False) -> None:
+    def send(self, message: BulkMessage, *, more: bool = False) -> None:
         body = msgspec.msgpack.encode(message)
         prefix = _PREFIX.pack(_MAGIC, len(body), xxhash.xxh3_64_intdigest(body))
         self._send_exact(memoryview(prefix + body), more=more)
@@ -237,12 +230,14 @@ class BulkStream:
             raise CorruptFrame(f"{magic!r} from {self.address}", f"{_MAGIC!r}")
         if length > MESSAGE_BYTES_MAX:
             raise CorruptFrame(f"a message of {length} bytes from {self.address}", f"at most {MESSAGE_BYTES_MAX}")
-        body = self._recv_checked(length, digest)
-        try:
-            message: T = msgspec.msgpack.decode(body, type=kind)
-        except msgspec.MsgspecError as error:
-            raise CorruptFrame(f"{self.address}: {why_unreadable(error, bytes(body), kind)}") from error
+        message: T = self._decoded(self._recv_checked(length, digest), kind)
         return message
+
+    def _decoded(self, body: bytes, kind: Any) -> Any:
+        try:
+            return msgspec.msgpack.decode(body, type=kind)
+        except msgspec.MsgspecError as error:
+            raise CorruptFrame(f"{self.address}: {why_unreadable(error, body, kind)}") from error
 
     def expect(self, *kinds: type[T]) -> T:
         """The reply, which must be of one of these kinds. Blocks: as long as the other end says Wait in time.
@@ -259,8 +254,6 @@ class BulkStream:
             raise CorruptFrame(f"{type(reply).__name__} from {self.address}", " or ".join(k.__name__ for k in kinds))
         return reply
 
-    # ---- data
-
     def send_blob(self, blob: bytes, *, more: bool = False) -> None:
         self.send(Blob(len(blob), xxhash.xxh3_64_intdigest(blob)), more=more or len(blob) > 0)
         self._send_exact(memoryview(blob), more=more)
@@ -268,7 +261,7 @@ class BulkStream:
     def recv_blob(self) -> bytes:
         """Raises: CorruptFrame."""
         blob: Blob = self.recv(Blob)
-        return bytes(self._recv_checked(blob.size, blob.digest))
+        return self._recv_checked(blob.size, blob.digest)
 
     def send_records(self, records: Sequence[bytes], *, more: bool = False) -> None:
         """Call records in as many blobs as they need, each with whether another one follows."""
@@ -282,10 +275,7 @@ class BulkStream:
         records: list[bytes] = []
         more = True
         while more:
-            try:
-                more, part = _records_decoder.decode(self.recv_blob())
-            except msgspec.MsgspecError as error:
-                raise CorruptFrame(f"call records from {self.address} cannot be read: {error}") from error
+            more, part = self._decoded(self.recv_blob(), tuple[bool, list[bytes]])
             records += part
         return records
 

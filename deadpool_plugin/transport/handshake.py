@@ -1,10 +1,9 @@
 """Mutual proof of the job's secret, and of being of one job, at the start of every TCP connection.
 
 Rules of this file: each side sends magic, nonce, identity and job, then HMAC-SHA256 over its role, the purpose and both
-greetings; both check the other's proof before anything else is read. The role keeps a proof from being reflected,
-the purpose keeps a control connection from being taken for a bulk one, the job keeps two jobs of one user apart, whose
-secret is often the same (a port is soon another one's). Both sides send before they check, so both learn of a wrong
-secret or job by themselves. The secret is never sent.
+greetings; both check the other's proof before anything else is read. The role keeps a proof from being reflected. The
+purpose keeps a control connection from being taken for a bulk one. The job keeps two jobs of one user apart, whose
+secret is often the same. Both sides send before they check, so both learn of a wrong secret or job by themselves.
 """
 
 from __future__ import annotations
@@ -153,9 +152,7 @@ class Handshake:
     def __init__(self, credentials: Credentials, purpose: str, identity: int, *, dialling: bool, address: str) -> None:
         self.greeting = _GREETING.pack(_MAGIC, os.urandom(32), identity, credentials.job.encode())
         self._secret, self._job = credentials.secret, credentials.job
-        self._purpose = purpose
-        self._dialling = dialling
-        self._address = address
+        self._purpose, self._dialling, self._address = purpose, dialling, address
         self._theirs = b""
 
     def _proof(self, role: bytes) -> bytes:

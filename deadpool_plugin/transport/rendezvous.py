@@ -251,9 +251,12 @@ async def _join(master: Address, hello: Hello, credentials: Credentials) -> list
             answer = await _ask(master, hello, credentials)
         except (ConnectionClosed, OSError, EOFError) as error:  # node 0 is not there yet, or was started again
             if say_at is not None and loop_time() >= say_at:
-                _log.warning(
-                    "node %d: node 0 at %s:%d does not answer yet (%s)%s", hello.node, *master, error, _hint(master)
-                )
+                hint = ""
+                with contextlib.suppress(OSError, TransportError):
+                    # deepspeed takes the first address of `hostname -I`, which every host may have (docker0, virbr0).
+                    if address_towards(*master) == socket.getaddrinfo(*master)[0][4][0]:
+                        hint = "; that is an address of this host, too: give --master_addr"
+                _log.warning("node %d: node 0 at %s:%d does not answer yet (%s)%s", hello.node, *master, error, hint)
                 say_at = None
             await asyncio.sleep(_RETRY_S)
             continue
@@ -270,12 +273,3 @@ async def _ask(master: Address, hello: Hello, credentials: Credentials) -> _Tabl
         await put(sock, hello)
         answer: _Table | _Failed = await take(sock, AnyAnswer)
         return answer
-
-
-def _hint(master: Address) -> str:
-    """deepspeed takes the first address of `hostname -I`, which may be one that every host has (docker0, virbr0)."""
-    try:
-        ours = address_towards(*master) == socket.getaddrinfo(*master)[0][4][0]
-    except (OSError, TransportError):
-        return ""
-    return "; that is an address of this host, too: give --master_addr" if ours else ""

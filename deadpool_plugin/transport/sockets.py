@@ -12,7 +12,7 @@ import errno
 import resource
 import socket
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 
@@ -40,11 +40,7 @@ def listening(host: str, port: int) -> socket.socket:
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise
-    return socket.create_server((host, port), family=_family(host), backlog=1024)
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=1024)
 
 
 def listen_tcp(host: str, port_range: tuple[int, int] | None = None) -> socket.socket:
@@ -81,29 +77,22 @@ async def connected(address: Address) -> socket.socket:
     """A non-blocking connection to `address` (a name or a number), by the first of its addresses that answers: a name
     may stand for one of either family, and the other end listen on one. Raises: OSError; ConnectionRefusedError only if
     all refuse."""
+    loop = asyncio.get_running_loop()
+    try:  # a number needs none of the threads that names are looked up in: others may hold them all
+        found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+    except socket.gaierror:
+        found = await loop.getaddrinfo(*address, type=socket.SOCK_STREAM)
     error: OSError | None = None
-    for family, kind, _, _, target in await _resolved(address):
+    for family, kind, _, _, target in found:
+        sock = socket.socket(family, kind)
         try:
-            return await _connected(family, kind, target)
+            with closed_on_error(sock):
+                sock.setblocking(False)
+                await loop.sock_connect(sock, target)
+            return sock
         except OSError as failure:
             error = failure if error is None or isinstance(error, ConnectionRefusedError) else error
     raise error or OSError(f"{address[0]} has no address")
-
-
-async def _resolved(address: Address) -> list[tuple[Any, Any, int, str, Any]]:
-    """A number needs none of the threads that names are looked up in: others may hold them all."""
-    try:
-        return socket.getaddrinfo(*address, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
-    except socket.gaierror:
-        return await asyncio.get_running_loop().getaddrinfo(*address, type=socket.SOCK_STREAM)
-
-
-async def _connected(family: int, kind: int, target: Any) -> socket.socket:
-    sock = socket.socket(family, kind)
-    with closed_on_error(sock):
-        sock.setblocking(False)
-        await asyncio.get_running_loop().sock_connect(sock, target)
-    return sock
 
 
 def tune(sock: socket.socket, silent_after_s: float) -> None:

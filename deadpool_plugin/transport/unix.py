@@ -76,18 +76,6 @@ def close_descriptors(fds: Sequence[int]) -> None:
         os.close(fd)
 
 
-def _duplicates(fds: Sequence[int]) -> list[int]:
-    """Duplicate all of `fds`, or none. Raises: OSError."""
-    copies: list[int] = []
-    try:
-        for fd in fds:
-            copies.append(os.dup(fd))
-    except OSError:
-        close_descriptors(copies)
-        raise
-    return copies
-
-
 def _packed(message: LocalMessage) -> memoryview:
     return memoryview(pack_frame(msgspec.msgpack.encode(message), LOCAL_FRAME_BYTES_MAX))
 
@@ -197,10 +185,8 @@ class LocalPeer:
     """
 
     def __init__(self, sock: socket.socket, pid: int, server: LocalServer) -> None:
-        self.pid = pid
+        self.pid, self._sock, self._server = pid, sock, server
         self.tag: object = None
-        self._sock = sock
-        self._server = server
         self._loop = asyncio.get_running_loop()
         self._buffer = FrameBuffer(LOCAL_FRAME_BYTES_MAX)
         self._received: list[int] = []
@@ -220,9 +206,12 @@ class LocalPeer:
         if self.closed:
             return
         frame = _packed(message)
+        copies: list[int] = []
         try:
-            copies = _duplicates(fds)
+            for fd in fds:
+                copies.append(os.dup(fd))
         except OSError as error:  # too many open files: this process cannot be served, the others can
+            close_descriptors(copies)
             self._server.refused(f"process {self.pid}", f"cannot send a descriptor to process {self.pid}: {error}")
             self._loop.call_soon(self._end)
             return
@@ -283,10 +272,7 @@ class LocalPeer:
 
     def read_rest(self) -> None:
         """Handle what has arrived by now, the end of the connection included. Not to be called while one of this peer's
-        messages is being handled.
-
-        Blocks: never.
-        """
+        messages is being handled. Blocks: never."""
         while not self.closed and self._read():
             pass
 
@@ -336,10 +322,8 @@ class LocalServer:
         """Those that have said nothing yet, the oldest first."""
         self._refusals = 0
         self._refused: set[str] = set()
-        self.on_message = on_message
-        self.on_closed = on_closed
-        self._on_refused = on_refused
         self._sock = sock
+        self.on_message, self.on_closed, self._on_refused = on_message, on_closed, on_refused
         self._listen()
 
     def _listen(self) -> None:

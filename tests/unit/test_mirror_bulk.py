@@ -280,7 +280,7 @@ def test_whoever_pushes_is_told_to_wait_while_room_is_made(nodes: list[Node], mo
             going_on()
         return create(rank, header_bytes, payload_bytes)
 
-    def seen(self: BulkStream, message: wire.Request | wire.Reply, *, more: bool = False) -> None:
+    def seen(self: BulkStream, message: wire.BulkMessage, *, more: bool = False) -> None:
         send(self, message, more=more)
         if isinstance(message, wire.Wait):
             waits.put(message)
