@@ -54,7 +54,7 @@ class Slot:
     standby: LocalPeer | None = None
     standby_pid: int = 0
     standby_ended: bool = False
-    order: local.RunRank | local.RehearseRank | None = None
+    order: local.RunRank | None = None
     process: Process | None = None
     pipe: Pipe | None = None
 

@@ -113,7 +113,7 @@ class Workers:
             slot.rank = ranks[slot.local_rank] if slot.local_rank < len(ranks) else -1
             self._name_output(slot)
             if slot.rank >= 0:
-                self._order(slot, slot.rank, local.RunRank)
+                self._order(slot, slot.rank, rehearses=False)
 
     def enter(self, world: World, restore_step: Step) -> None:
         """Enter a world that goes on from `restore_step` of the one before (for a host that has joined: its first)."""
@@ -124,9 +124,9 @@ class Workers:
 
     def rehearse(self, slot: Slot, rank: Rank) -> Process:
         """Order a fresh process that rehearses `rank`."""
-        return self._order(slot, rank, local.RehearseRank)
+        return self._order(slot, rank, rehearses=True)
 
-    def _order(self, slot: Slot, rank: Rank, kind: type[local.RunRank] | type[local.RehearseRank]) -> Process:
+    def _order(self, slot: Slot, rank: Rank, *, rehearses: bool) -> Process:
         node = self._node
         world = present(node.world, "a process was ordered before the world had formed")
         if slot.process is not None:
@@ -134,8 +134,8 @@ class Workers:
         self._orders += 1
         # It takes the ring position of whoever runs the rank now.
         env = worker_env(node.place, world, rank, world.node_of[rank], slot.local_rank, node.host.where[1])
-        slot.order = kind(rank, env, self._orders)
-        slot.process = Process(self._orders, rank, kind is local.RehearseRank)
+        slot.order = local.RunRank(rank, env, self._orders, rehearses)
+        slot.process = Process(self._orders, rank, rehearses)
         if slot.standby is not None:
             slot.standby.send(slot.order)
         return slot.process

@@ -56,21 +56,14 @@ class StandbyHello(LocalMessage, frozen=True):
 
 
 class RunRank(LocalMessage, frozen=True):
-    """Agent -> standby: fork a process that begins the script as `rank` (killing the one before).
+    """Agent -> standby: fork a process that begins the script as `rank`, or rehearses it (killing the one before).
 
     `env` is set before the user's script runs. `order` counts what this standby process was told to fork."""
 
     rank: Rank
     env: dict[str, str]
     order: Count = 0
-
-
-class RehearseRank(LocalMessage, frozen=True):
-    """Agent -> standby: fork a process that rehearses `rank` (killing the one before). `order` as in RunRank."""
-
-    rank: Rank
-    env: dict[str, str]
-    order: Count = 0
+    rehearses: bool = False
 
 
 class WorkerExited(LocalMessage, frozen=True):
@@ -284,7 +277,7 @@ class WorkerEvent(LocalMessage, frozen=True):
 
 
 AnyLocalMessage = (
-    SupervisorHello | StandbyExited | Leaving | EndSupervisor | StandbyHello | RunRank | RehearseRank | WorkerExited
+    SupervisorHello | StandbyExited | Leaving | EndSupervisor | StandbyHello | RunRank | WorkerExited
     | CannotEnd | WorkerHello | RehearsalOutput | StoreOffer | HostStore | StartGroups | RankReady | ArenaHandOver
     | Staged | Committed | Abort | Join | Rehearsal | Rehearsed | History | Moved | Progress | ConnectionBroke
     | TakeOver | Unwound | Saving | Restored | OutOfReach | Saved | Failing | Finished | EndWorker | WorkerEvent

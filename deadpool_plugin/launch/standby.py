@@ -33,8 +33,7 @@ DEFAULT_PRELOAD = ("torch", "torch.distributed")
 ENDING_S = 60.0
 """Longer than a large process takes to give back what it has, on a device and in memory."""
 _ORDER = "DEADPOOL_ORDER"
-Order = local.RunRank | local.RehearseRank
-Run = Callable[[Order, int], object]
+Run = Callable[[local.RunRank, int], object]
 """The work of a forked process: gets the order, and a descriptor to tell what it has imported (-1: nobody asks)."""
 
 
@@ -91,7 +90,7 @@ class Standby:
         if isinstance(message, local.EndWorker):
             self._end_child()
             os._exit(message.exit_code)
-        if isinstance(message, Order):
+        if isinstance(message, local.RunRank):
             self._end_child()
             self._fork(message)
 
@@ -117,9 +116,9 @@ class Standby:
                 self._end_children()
                 self._connection.send(local.WorkerExited(self._order, exit_code))
 
-    def _fork(self, order: Order) -> None:
+    def _fork(self, order: local.RunRank) -> None:
         self._lessons.pause()
-        tell = self._lessons.ask(trains=isinstance(order, local.RunRank))
+        tell = self._lessons.ask(trains=not order.rehearses)
         me = os.getpid()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -130,7 +129,7 @@ class Standby:
             os.close(tell)
         self._lessons.resume()
 
-    def _become(self, order: Order, tell: int, parent: int) -> NoReturn:
+    def _become(self, order: local.RunRank, tell: int, parent: int) -> NoReturn:
         """The forked process; whatever happens, it does not return into the loop above."""
         try:
             die_with_parent(signal.SIGKILL, parent)
@@ -166,9 +165,9 @@ def main(script: list[str]) -> NoReturn:
     local_rank = int(os.environ["LOCAL_RANK"])
     carry_out = functools.partial(become, config, local_rank, script)
     if _ORDER in os.environ:
-        carry_out(msgspec.json.decode(os.environ.pop(_ORDER), type=Order), -1)
+        carry_out(msgspec.json.decode(os.environ.pop(_ORDER), type=local.RunRank), -1)
 
-    def run(order: Order, tell: int) -> None:
+    def run(order: local.RunRank, tell: int) -> None:
         if cuda_is_lost():
             _execute(script, order)
         carry_out(order, tell)
@@ -178,7 +177,7 @@ def main(script: list[str]) -> NoReturn:
     Standby(connection, local_rank, run, modules, max(config.phase_timeout_s, ENDING_S)).serve()
 
 
-def _execute(script: list[str], order: Order) -> NoReturn:
+def _execute(script: list[str], order: local.RunRank) -> NoReturn:
     """Carry out `order`, in a forked process, without anything that was imported before the fork."""
     print(
         "[deadpool] the import of a module initialised CUDA: this process imports everything again",

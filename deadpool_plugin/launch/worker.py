@@ -20,17 +20,14 @@ if TYPE_CHECKING:
     from ..worker.context import Context
 
 
-def become(
-    config: Config, local_rank: int, script: list[str], order: local.RunRank | local.RehearseRank, tell: int
-) -> NoReturn:
+def become(config: Config, local_rank: int, script: list[str], order: local.RunRank, tell: int) -> NoReturn:
     """Carry out `order`; never returns. `tell`: where to say what was imported, -1 if nobody asks."""
     os.environ.update(order.env)
-    linux.name_process(f"python-{'spare' if isinstance(order, local.RehearseRank) else 'rank'}{order.rank}")
+    linux.name_process(f"python-{'spare' if order.rehearses else 'rank'}{order.rank}")
     connection = LocalConnection.to(os.environ["DEADPOOL_SOCKET"])
-    rehearsing = isinstance(order, local.RehearseRank)
-    connection.send(local.WorkerHello(local_rank, os.getpid(), order.rank, rehearsing, order.order))
+    connection.send(local.WorkerHello(local_rank, os.getpid(), order.rank, order.rehearses, order.order))
     try:
-        if isinstance(order, local.RehearseRank):
+        if order.rehearses:
             context = _rehearse(connection, config, local_rank)
         else:
             context = _begin(connection, config, local_rank, order)

@@ -107,7 +107,7 @@ class Slot:
         self._standby.send(local.StandbyHello(local_rank))
 
     def _ordered(self, order: local.LocalMessage, descriptors: list[int]) -> None:
-        if isinstance(order, (local.RunRank, local.RehearseRank)):
+        if isinstance(order, local.RunRank):
             with contextlib.suppress(ConnectionClosed):
                 self.rank = Rank(self._stage, self._node, self._local_rank, order)
 
@@ -115,7 +115,7 @@ class Slot:
 class Rank:
     """The process forked for one order."""
 
-    def __init__(self, stage: Stage, node: NodeId, local_rank: int, order: local.RunRank | local.RehearseRank) -> None:
+    def __init__(self, stage: Stage, node: NodeId, local_rank: int, order: local.RunRank) -> None:
         self._stage, self._rank = stage, order.rank
         self._step = self._committed = NO_STEP
         self._generation = self._stores = 0
@@ -131,7 +131,7 @@ class Rank:
             local.TakeOver: self._take_over,
         }
         self._connection = stage.connect(node, self._hear)
-        rehearsing = isinstance(order, local.RehearseRank)
+        rehearsing = order.rehearses
         self._send(local.WorkerHello(local_rank, stage.bodies[local_rank], order.rank, rehearsing, order.order))
         self._offer_store()
 

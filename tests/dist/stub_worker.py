@@ -26,7 +26,7 @@ import xxhash
 from dist.stub_launch import be_called
 
 from deadpool_plugin.core import local
-from deadpool_plugin.launch.standby import Order, Standby
+from deadpool_plugin.launch.standby import Standby
 from deadpool_plugin.mirror.arena import SlotPair
 from deadpool_plugin.transport.framing import ConnectionClosed
 from deadpool_plugin.transport.linux import die_with_parent
@@ -283,19 +283,19 @@ def rehearse(process: Process, number: int, ordered: int) -> None:
         rank.train()
 
 
-def become(options: argparse.Namespace, order: Order, tell: int) -> NoReturn:
+def become(options: argparse.Namespace, order: local.RunRank, tell: int) -> NoReturn:
     """The forked process."""
     be_called(f"worker{os.environ['LOCAL_RANK']}")
     os.environ.update(order.env)
     process = Process(options)
-    rehearsing = isinstance(order, local.RehearseRank)
+    rehearsing = order.rehearses
     process.first = not rehearsing
     process.connection.send(local.WorkerHello(process.local_rank, os.getpid(), order.rank, rehearsing, order.order))
     if options.children:
         subprocess.Popen(["sleep", "777"])
         subprocess.Popen(["sleep", "778"], start_new_session=True)
     try:
-        if isinstance(order, local.RehearseRank):
+        if rehearsing:
             rehearse(process, order.rank, order.order)
         else:
             begin(process, order)

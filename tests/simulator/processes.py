@@ -109,10 +109,8 @@ class Slot:
 
     def _stand_by(self, message: Any, fds: tuple[int, ...]) -> None:
         match message:
-            case local.RunRank(rank=rank, order=order):
-                self._fork(rank, order, rehearses=False)
-            case local.RehearseRank(rank=rank, order=order):
-                self._fork(rank, order, rehearses=True)
+            case local.RunRank(rank=rank, order=order, rehearses=rehearses):
+                self._fork(rank, order, rehearses)
             case local.EndWorker():
                 self._node.timeline.after(self._node.cluster.end_s(), self._end_standby)
 

@@ -98,7 +98,7 @@ def test_an_order_replaces_the_process_of_the_one_before(started, tmp_path):
     assert first != second and not os.path.exists(f"/proc/{first}")
 
 
-@pytest.mark.parametrize("order", [local.RunRank(3, {}, 1), local.RehearseRank(3, {}, 1)], ids=["runs", "rehearses"])
+@pytest.mark.parametrize("order", [local.RunRank(3, {}, 1), local.RunRank(3, {}, 1, True)], ids=["runs", "rehearses"])
 def test_the_agent_hears_why_a_process_ends_before_its_script_begins(started, order):
     """Its output goes to files, and their disk may be full."""
 
@@ -112,12 +112,12 @@ def test_the_agent_hears_why_a_process_ends_before_its_script_begins(started, or
     agent.send(order)
     worker = LocalConnection(listener.accept()[0])
     assert isinstance(heard(worker), local.WorkerHello)
-    if isinstance(order, local.RehearseRank):
+    if order.rehearses:
         output, (pipe,) = worker.recv()
         assert isinstance(output, local.RehearsalOutput)
         worker.send(local.Rehearsal(3, b""))
     assert heard(worker) == local.Failing(3, "OSError: [Errno 28] No space left on device")
     assert heard(agent) == local.WorkerExited(1, 1)
-    if isinstance(order, local.RehearseRank):
+    if order.rehearses:
         assert b"Traceback" in os.read(pipe, 1 << 16)
         os.close(pipe)
