@@ -99,7 +99,7 @@ class Context:
         return self.mode.call(name, kind, function, args, kwargs)
 
     def _dispatch(self, handle: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        flight = saving.this_thread.flight
+        flight = saving.own_flight.get()
         if flight is None:
             return self.mode.collective(handle, name, args, kwargs)
         flight.check()

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from ..errors import CheckpointLost, GenerationChanged, Unsupported
 from .adapter import Followed
 from .patching import replace
-from .saving import Flight, FolderSave, SaveCall, Saves, this_thread
+from .saving import Flight, FolderSave, SaveCall, Saves, own_flight
 
 INTERRUPT_S = 0.05
 """Between two attempts to end a writing thread: torch turns the first one into a failed write and goes on."""
@@ -134,7 +134,8 @@ class ThreadFlight(Flight):
         original = executor.save_wrapper
 
         def save_wrapper(*args: Any, **kwargs: Any) -> Any:
-            this_thread.flight, self._thread = self, threading.get_ident()
+            own_flight.set(self)
+            self._thread = threading.get_ident()
             try:
                 value = original(*args, **kwargs)
             finally:  # interrupted, too: what is left takes no time, and a lock that is interrupted stays locked

@@ -43,10 +43,7 @@ class Folders:
         self._elsewhere = Elsewhere(self._existing)
         self._followed: dict[str, tuple[str, int]] = {}
         """Folders that a follower's script names otherwise than the rank did, the rank's name ("": it has changed), and
-        at how many saves."""
-        self._unsure: dict[str, str] = {}
-        """As `_moved` after a take-over, but of a name that may not stay: the rank had saved there once only (or "": to
-        others at every save)."""
+        at how many saves. After a take-over: those whose names may not stay."""
         self._said: set[str] = set()
 
     # ---- checkpoints of all ranks
@@ -130,11 +127,10 @@ class Folders:
         Only by a name that stays: one that the script makes at every save may be anything by the next one.
         """
         self.took_over = True
-        for here, (there, times) in self._followed.items():
+        for here, (there, times) in list(self._followed.items()):
             if there and (times > 1 or here in self.made):
                 self._move(here, there)
-            elif here:
-                self._unsure[here] = there
+                del self._followed[here]
 
     def file(self, path: str) -> str:
         """Move a file of this rank's own as `moved`: there is no other rank to ask, and the folder may not be here."""
@@ -142,23 +138,20 @@ class Folders:
         if found is not None and found[1].parent.is_dir():
             return self.moved(path)
         if self.took_over and (why := self._why_apart(os.path.abspath(path))):
-            text = (
-                f"saves {path}, {why}, and the other ranks' files may lie elsewhere: look for them before you load it"
-            )
             self._say(
                 "apart",
-                f"{text}. Does the script name the folder by the clock? Let rank 0 choose a name and broadcast it",
+                f"saves {path}, {why}, and the other ranks' files may lie elsewhere: look for them before you load it. "
+                "Does the script name the folder by the clock? Let rank 0 choose a name and broadcast it",
             )
         return path
 
     def _why_apart(self, whole: str) -> str:
         """Say why others may save elsewhere what this replacement saves to `whole`; "" if nothing speaks for it."""
-        for here, there in self._unsure.items():
-            if _lies_in(whole, here):
+        for here, (there, _) in self._followed.items():
+            if here and _lies_in(whole, here):
                 return f"in {here}, where the rank itself had saved to {there or 'other folders'}"
-        return (
-            "in a folder that its script made anew" if any(str(one) in self.made for one in Path(whole).parents) else ""
-        )
+        is_new = any(str(one) in self.made for one in Path(whole).parents)
+        return "in a folder that its script made anew" if is_new else ""
 
     # ---- moved folders
 

@@ -10,7 +10,6 @@ beside its place and renamed, so that doing it again never endangers what is the
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import io
 import multiprocessing
@@ -20,6 +19,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from .copies import structure
 from .folders import Folders
 from .link import AgentLink
 from .output import Mute, reads_data
-from .patching import replace, when_imported
+from .patching import around, replace, when_imported
 
 MARK = ".metadata"
 """The file that makes a folder of torch's or Megatron-core's a complete checkpoint."""
@@ -106,12 +106,8 @@ class Flight:
             os.rmdir(self.path)
 
 
-class _ThisThread(threading.local):
-    flight: Flight | None = None
-    """The save that the calling thread carries out, if it does nothing else."""
-
-
-this_thread = _ThisThread()
+own_flight: ContextVar[Flight | None] = ContextVar("own_flight", default=None)
+"""The save that the calling thread carries out, if it does nothing else."""
 
 
 class Saves:
@@ -148,11 +144,10 @@ class Saves:
     ) -> Callable[..., Any]:
         """Return `original` as the call that `make(args, kwargs)` describes; as it is in a writer, or `unless`."""
 
-        @functools.wraps(original)
-        def save(*args: Any, **kwargs: Any) -> Any:
+        def save(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             return original(*args, **kwargs) if unless() or self.foreign() else self.do(make(args, kwargs))
 
-        return save
+        return around(original, save)
 
     def written(self, path: str, began: float, step: int | None = None, *, whole: bool = True) -> None:
         """Tell the agent that the checkpoint at `path` is complete as far as this rank is concerned.
@@ -298,8 +293,7 @@ def save_file(saves: Saves, name: str, original: Callable[..., Any]) -> Callable
     signature = inspect.signature(original)
     where = list(signature.parameters)[1]
 
-    @functools.wraps(original)
-    def save(*args: Any, **kwargs: Any) -> Any:
+    def save(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs)
         file = given.arguments[where]
 
@@ -313,7 +307,7 @@ def save_file(saves: Saves, name: str, original: Callable[..., Any]) -> Callable
             return None
         return original(*args, **kwargs)
 
-    return save
+    return around(original, save)
 
 
 class FileSave(SaveCall):
