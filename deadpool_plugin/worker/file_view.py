@@ -32,7 +32,7 @@ Folder = list[Any]
 showed (both None if the script neither listed the folder nor missed it)."""
 
 
-def _path(path: Any, kwargs: dict[str, Any]) -> str | None:
+def absolute(path: Any, kwargs: dict[str, Any]) -> str | None:
     """Return the absolute path; None for a descriptor, and for a path that is relative to one."""
     if isinstance(path, int) or kwargs.get("dir_fd") is not None:
         return None
@@ -92,7 +92,7 @@ class _Watch:
         return entries if shows is None else _Entries(entries, shows)
 
     def _filter(self, path: Any) -> Callable[[Any], bool] | None:
-        folder = _path("." if path is None else path, {}) if self._is_on else None
+        folder = absolute("." if path is None else path, {}) if self._is_on else None
         return None if folder is None else self._shows(folder)
 
     def _access(self, original: Callable[..., bool], path: Any, *args: Any, **kwargs: Any) -> bool:
@@ -120,7 +120,7 @@ class Looks(_Watch):
         super().__init__()
 
     def _missed(self, path: Any, kwargs: dict[str, Any]) -> None:
-        if self._is_on and len(self._missing) < MISSING_MAX and (missing := _path(path, kwargs)):
+        if self._is_on and len(self._missing) < MISSING_MAX and (missing := absolute(path, kwargs)):
             self._missing.add(missing)
 
     def _shows(self, folder: str) -> Callable[[Any], bool]:
@@ -200,7 +200,7 @@ class FileView(_Watch):
         self._patches.wrap(self._move, os, "rename", "replace", "link", "symlink")
 
     def _hides(self, path: Any, kwargs: dict[str, Any]) -> bool:
-        whole = _path(path, kwargs) if self._is_on and self._folders else None
+        whole = absolute(path, kwargs) if self._is_on and self._folders else None
         while whole is not None and whole not in self.own:
             folder, name = os.path.split(whole)
             if folder == whole:
@@ -239,7 +239,7 @@ class FileView(_Watch):
         return shows
 
     def _made(self, path: Any, kwargs: dict[str, Any]) -> None:
-        if self._is_on and (own := _path(path, kwargs)):
+        if self._is_on and (own := absolute(path, kwargs)):
             self.own.add(own)
 
     def _make(self, original: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -250,43 +250,6 @@ class FileView(_Watch):
     def _move(self, original: Callable[..., Any], src: Any, dst: Any, *args: Any, **kwargs: Any) -> None:
         original(src, dst, *args, **kwargs)
         self._made(dst, kwargs)
-
-
-class Elsewhere:
-    """Lets Python's file functions use other names than the script's, from `begin` on. Thread: any.
-
-    Args: name: the other name of an absolute path, or the path itself.
-    """
-
-    def __init__(self, name: Callable[[str], str]) -> None:
-        self._name = name
-        self._patches = PatchSet()
-
-    def begin(self) -> None:
-        if not self._patches:
-            one = ("stat", "lstat", "listdir", "scandir", "access", "open", "mkdir", "rmdir", "remove", "unlink")
-            self._patches.wrap(self._one, os, *one)
-            self._patches.wrap(self._two, os, "rename", "replace", "link")
-            self._patches.wrap_open(self._open)
-
-    def end(self) -> None:
-        self._patches.undo()
-
-    def _at(self, path: Any, kwargs: dict[str, Any]) -> Any:
-        whole = _path(path, kwargs)
-        other = whole if whole is None else self._name(whole)
-        if other is None or other == whole:
-            return path
-        return os.fsencode(other) if isinstance(path, bytes) else other
-
-    def _one(self, original: Callable[..., Any], path: Any = ".", *args: Any, **kwargs: Any) -> Any:
-        return original(self._at(path, kwargs), *args, **kwargs)
-
-    def _two(self, original: Callable[..., Any], src: Any, dst: Any, *args: Any, **kwargs: Any) -> Any:
-        return original(self._at(src, kwargs), self._at(dst, kwargs), *args, **kwargs)
-
-    def _open(self, original: Callable[..., Any], file: Any, *args: Any, **kwargs: Any) -> Any:
-        return original(self._at(file, {}), *args, **kwargs)
 
 
 class _Entries(Iterator[Any]):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import stat
 import tempfile
-from collections.abc import Container
+from collections.abc import Callable, Container
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,9 @@ import torch.distributed as dist
 
 from ..core.types import listed
 from ..errors import Unsupported
-from .file_view import Elsewhere
+from .file_view import absolute
 from .link import AgentLink
+from .patching import PatchSet
 
 MOVED_MAX = 64
 """Folders named otherwise that are kept in mind: a script may name a new one at every save."""
@@ -40,7 +41,8 @@ class Folders:
         """Folders to which this process has saved with all others."""
         self._moved: dict[str, Path] = {}
         """Folders that this process's script names otherwise than the job (absolute), and their names there."""
-        self._elsewhere = Elsewhere(self._existing)
+        self._patches: PatchSet | None = None
+        """Of Python's file functions, once a folder is named otherwise."""
         self._followed: dict[str, tuple[str, int]] = {}
         """Folders that a follower's script names otherwise than the rank did, the rank's name ("": it has changed), and
         at how many saves. After a take-over: those whose names may not stay."""
@@ -172,7 +174,7 @@ class Folders:
             return
         self._moved[os.path.abspath(here)] = Path(there)
         _bound(self._moved)
-        self._elsewhere.begin()
+        self._patches = self._patches or use_names(self._existing)
 
     def _found(self, path: str) -> tuple[Path, Path] | None:
         """Find the job's name of the folder that `path` lies in, and of `path` itself, if the script has others."""
@@ -193,6 +195,32 @@ class Folders:
             self._said.add(kind)
             who = who or f"{'the replacement of ' if self.took_over else ''}rank {os.environ['RANK']}"
             self._link.event("Note", text=f"{who} {what}")
+
+
+def use_names(name: Callable[[str], str]) -> PatchSet:
+    """Let Python's file functions use the names that `name` gives for the script's absolute ones. Thread: any."""
+
+    def at(path: Any, kwargs: dict[str, Any]) -> Any:
+        whole = absolute(path, kwargs)
+        if whole is None or (other := name(whole)) == whole:
+            return path
+        return os.fsencode(other) if isinstance(path, bytes) else other
+
+    def one(original: Callable[..., Any], path: Any = ".", *args: Any, **kwargs: Any) -> Any:
+        return original(at(path, kwargs), *args, **kwargs)
+
+    def two(original: Callable[..., Any], src: Any, dst: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(at(src, kwargs), at(dst, kwargs), *args, **kwargs)
+
+    def opened(original: Callable[..., Any], file: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(at(file, {}), *args, **kwargs)
+
+    patches = PatchSet()
+    names = ("stat", "lstat", "listdir", "scandir", "access", "open", "mkdir", "rmdir", "remove", "unlink")
+    patches.wrap(one, os, *names)
+    patches.wrap(two, os, "rename", "replace", "link")
+    patches.wrap_open(opened)
+    return patches
 
 
 def _parted(own: str, others: str) -> tuple[str, str]:

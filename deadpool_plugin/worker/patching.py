@@ -33,9 +33,6 @@ class PatchSet:
     def __init__(self) -> None:
         self._done: list[tuple[Any, str, Any, Any]] = []
 
-    def __bool__(self) -> bool:
-        return bool(self._done)
-
     def wrap(self, wrap: Callable[..., Any], owner: Any, *names: str) -> None:
         """Call `wrap(original, *args, **kwargs)` in the place of each function, and of the copies in Python's glob."""
         for name in names:

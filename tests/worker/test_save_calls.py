@@ -66,7 +66,12 @@ def saves(monkeypatch):
     monkeypatch.setenv("RANK", "3")
     saves = saving.Saves(cast(AgentLink, Link()), fake(generation=0), lambda name, kind, call, args, kwargs: call())
     yield saves
-    saves.folders._elsewhere.end()
+    see_files_as_they_are(saves)
+
+
+def see_files_as_they_are(saves):
+    if saves.folders._patches is not None:
+        saves.folders._patches.undo()
 
 
 @dataclasses.dataclass
@@ -700,7 +705,7 @@ def test_files_of_a_replacement_lie_where_the_ranks_own_lay(saves, clock):
         log.write("saved")
     assert (later / "latest").read_text() == "8" and os.path.exists(later / "iter_12")
     assert os.fsdecode(save.outcome(None)) == str(first / "iter_8" / "rank3.pt")
-    saves.folders._elsewhere.end()
+    see_files_as_they_are(saves)
     assert os.listdir(later) == ["before"]
     assert sorted(os.listdir(first)) == ["iter_12", "iter_8", "latest", "log"]
     assert os.listdir(first / "iter_8") == ["rank3.pt"]
@@ -715,7 +720,7 @@ def test_a_folder_that_another_host_has_not_is_the_scripts_own(saves, clock):
     saves.folders.take_over()
     file_save(saves, later / "iter_8" / "rank3.pt")()
     (later / "latest").write_text("8")
-    saves.folders._elsewhere.end()
+    see_files_as_they_are(saves)
     assert sorted(os.listdir(later)) == ["iter_8", "latest"] and os.listdir(later / "iter_8") == ["rank3.pt"]
 
 
