@@ -128,7 +128,7 @@ class RewindIterator:
             return prove(self.inner, count)
 
     def check(self, first: int, end: int) -> None:
-        """A redo reads items `first` to `end` (without it) again. Raises: Unsupported if one was changed since."""
+        """Raises: Unsupported if an item from `first` up to `end` was changed since: a redo reads them again."""
         for item in itertools.islice(self._kept, first - self._first_kept, end - self._first_kept):
             item.check()
 
@@ -158,7 +158,7 @@ class IteratorTable:
         self._table: dict[int, RewindIterator] = {}
 
     def wrap(self, value: Any) -> tuple[Any, list[RewindIterator]]:
-        """`value` (an iterator, a list of them, or None) with stand-ins, and the stand-ins in order."""
+        """Return `value` (an iterator, a list of them, or None) with stand-ins, and the stand-ins in order."""
         if isinstance(value, (list, tuple)):
             wrapped = [self.wrap(item) for item in value]
             every = {id(one): one for _, found in wrapped for one in found}  # the same one may be given twice
@@ -179,7 +179,7 @@ class IteratorTable:
         return stand_in, [stand_in]
 
     def keep_only(self, used: list[tuple[RewindIterator, int]]) -> None:
-        """`used`: every (stand-in, position) a logged call starts from; forget everything before and beside."""
+        """Forget all but `used`: every (stand-in, position) that a logged call starts from."""
         first: dict[RewindIterator, int] = {}
         for stand_in, position in used:
             first[stand_in] = min(position, first.get(stand_in, position))

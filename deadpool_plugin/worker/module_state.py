@@ -67,7 +67,7 @@ class Buffers:
         self.left()
 
     def follow(self) -> None:
-        """At a cut: let `tensors` be the buffers as they are now. Raises: Unsupported if one has another form."""
+        """Let `tensors` be the buffers as they are now, at a cut. Raises: Unsupported if one has another form."""
         for place in self._places:
             now = place.now()
             if now is None or _form(now) != _form(place.ours):
@@ -89,7 +89,7 @@ class Buffers:
                     )
 
     def left(self) -> None:
-        """A call has returned: what is written from here on is the script's (a mask it prunes by, a temperature)."""
+        """Note that a call has returned: what is written from here on is the script's (a mask it prunes by)."""
         for place in self._places:
             now = place.now()
             place.mark = None if now is None or now.is_inference() else (now, now._version)
@@ -117,7 +117,7 @@ class Buffers:
 
     @torch.inference_mode(False)
     def put_back(self) -> None:
-        """Before a restore: let `tensors` lie in memory that the model uses and nobody else holds."""
+        """Let `tensors` lie in memory that the model uses and nobody else holds, before a restore."""
         for place in self._places:
             if place.now() is not place.stays:
                 place.put(torch.empty_like(place.ours))

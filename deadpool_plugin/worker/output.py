@@ -106,8 +106,7 @@ class Mute:
         linux.name_process(f"python-rank{os.environ.get('RANK', '')}")
         self._trackers.resume()
 
-    def _renew_lock(self) -> None:
-        """A process that is forked while another thread has the lock has one of its own."""
+    def _renew_lock(self) -> None:  # a process that is forked while another thread has the lock has one of its own
         self._releasing = threading.RLock()
 
     # ---- functions in the place of Python's, which a script may hold on to: each asks for the stage at each call

@@ -81,7 +81,7 @@ class Flight:
         self.cancelled = self.complete = False
 
     def check(self) -> None:
-        """Before every collective of a thread of its own. Raises: GenerationChanged."""
+        """Allow a collective of a thread of its own. Raises: GenerationChanged."""
 
     def stop(self) -> None:
         """Make its writers end soon. Thread: any, the main thread may be waiting for them. Never blocks for long."""
@@ -90,7 +90,7 @@ class Flight:
         """Block, after `stop`, until its writers are gone and nothing in this process will complete it."""
 
     def completed(self) -> None:
-        """It has ended by itself, and well. Thread: any."""
+        """Tell that it has ended by itself, and well. Thread: any."""
         self.complete = True
         if self.path:
             self._saves.written(self.path, self.began, self.step)
