@@ -19,7 +19,7 @@ SECTION = "deadpool"
 OPTIONS = ("--deepspeed_config", "--deepspeed-config", "--deepspeed")
 """DeepSpeed's own argument, and the one of Hugging Face's TrainingArguments."""
 RESTORED = ("adam", "adamw")
-"""Names of `optimizer.type`, in lower case, whose classes adapters/deepspeed/adam.py supports."""
+"""Names of `optimizer.type`, in lower case, whose classes adapters/deepspeed/optimizer.py supports."""
 LARGEST_BYTES = 1 << 20
 """No configuration is larger."""
 

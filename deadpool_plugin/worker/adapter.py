@@ -95,6 +95,48 @@ CallHandler = Callable[[str, CallKind, Callable[..., Any], tuple[Any, ...], dict
 """`handler(name, kind, function, args, kwargs)`: what the runtime puts around every call."""
 
 
+class State(Protocol):
+    """A rank's state, as the worker runtime needs it."""
+
+    shard: Sequence[torch.Tensor]
+    """Live tensors of this rank's shard, in an order that is equal on every replacement of the rank; no copies."""
+    changing: Sequence[torch.Tensor]
+    """Those of `shard` that change in other calls than the update (buffers): copied at the cut itself."""
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """Return whether `tensor` lies in the framework's parameter or gradient memory, which a restore covers."""
+
+    def replicas(self) -> tuple[int, ...]:
+        """Ranks whose shard is bit for bit the same as ours, ourselves included."""
+
+    def scalars(self) -> Scalars:
+        """Everything else a rollback needs beside RNG and data position: schedules, scaler, step counters."""
+
+    def visible(self) -> Scalars:
+        """Select the part of `scalars()` that a script can see, for processes that follow it."""
+
+    def show(self, visible: Scalars) -> None:
+        """Let the script see, in a follower, what it would have seen."""
+
+    def entry_state(self) -> Callable[[], None]:
+        """Capture what a call may read and an interrupted call may leave changed; the result puts it back."""
+
+    def left(self) -> None:
+        """A call has returned: what changes until the next one begins is the script's doing."""
+
+    def clean(self) -> None:
+        """Forget handles and flags after an interrupted call, and zero the gradients. Never communicates."""
+
+    def load(self, scalars: Scalars) -> None:
+        """The tensors of `shard` hold the restored values: put back the scalars, in place, rebinding nothing."""
+
+    def after_restore(self) -> None:
+        """Make everything that derives from the shard true again (16-bit parameters, on all data-parallel ranks).
+
+        Blocks: communicates in the groups of the new generation; every rank calls it.
+        """
+
+
 class Adapter(Protocol):
     """The framework, as the worker runtime needs it. Order: install, attach, then the rest as often as needed."""
 
@@ -116,6 +158,7 @@ class Adapter(Protocol):
     def beforehand(self) -> Sequence[str]:
         """Name the work that the standby process can do for later processes of this slot, for `launch.lessons`:
         `module:function:argument` each. After `attach`."""
+        return ()
 
     def inside_step(self) -> AbstractContextManager[None]:
         """A script's own step function runs: what it asks of the framework is no call, but for the update."""
@@ -127,44 +170,9 @@ class Adapter(Protocol):
             Unsupported: names what cannot be protected, and why.
         """
 
-    def shard(self) -> Sequence[torch.Tensor]:
-        """Live tensors of this rank's shard, in an order that is equal on every replacement of the rank; no copies."""
-
-    def owns(self, tensor: torch.Tensor) -> bool:
-        """Return whether `tensor` lies in the framework's parameter or gradient memory, which a restore covers."""
-
-    def changing(self) -> Sequence[torch.Tensor]:
-        """Those of `shard()` that change in other calls than the update (buffers): copied at the cut itself."""
-
-    def replicas(self) -> tuple[int, ...]:
-        """Ranks whose shard is bit for bit the same as ours, ourselves included."""
-
-    def scalars(self) -> Scalars:
-        """Everything else a rollback needs beside RNG and data position: schedules, scaler, step counters."""
-
-    def visible(self) -> Scalars:
-        """Select the part of `scalars()` that a script can see, for processes that follow it."""
-
-    def show(self, visible: Scalars) -> None:
-        """Let the script see, in a follower, what it would have seen."""
-
-    def entry_state(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], None]:
-        """Capture what a call may read and an interrupted call may leave changed; the result puts it back."""
-
-    def left(self) -> None:
-        """A call has returned: what changes until the next one begins is the script's doing."""
-
-    def clean(self) -> None:
-        """Forget handles and flags after an interrupted call, and zero the gradients. Never communicates."""
-
-    def load(self, scalars: Scalars) -> None:
-        """The tensors of `shard()` hold the restored values: put back the scalars, in place, rebinding nothing."""
-
-    def after_restore(self) -> None:
-        """Make everything that derives from the shard true again (16-bit parameters, on all data-parallel ranks).
-
-        Blocks: communicates in the groups of the new generation; every rank calls it.
-        """
+    @property
+    def state(self) -> State:
+        """The rank's state. After `attach`."""
 
     def rng_states(self) -> dict[str, Any]:
         """Random states kept by the framework itself, by name (tensors or plain data)."""
@@ -173,6 +181,8 @@ class Adapter(Protocol):
 
     def loss_of(self, result: Any) -> float | None:
         """The loss in a call's result, if there is one, for people to look at."""
+        return None
 
     def guessed(self) -> str:
         """Return, in a follower, where the script first took a number that followers are not told; "" if it did not."""
+        return ""

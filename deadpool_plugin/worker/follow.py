@@ -228,7 +228,7 @@ class Follow:
         context = self._context
         context.groups.finish_rehearsal()
         context.adapter.attach()
-        self._layout = Layout(context.adapter.shard())
+        self._layout = Layout(context.adapter.state.shard)
         if self._layout.digest != self._expected_digest:
             raise Divergence(
                 f"this rehearsal of rank {self._rank} built a shard of layout {self._layout.digest}",

@@ -73,7 +73,7 @@ class Live(Swapping):
             if isinstance(followed, SaveCall)
             else lambda: followed(*args, **kwargs)
         )
-        entry, places = self._entry(args, kwargs), self._places(found)
+        entry, places = self._entry(), self._places(found)
         is_read = kind in MAKES_STEP or kind in RUNS_MODEL or not isinstance(followed, Bare)
         call = Call(
             name, kind, self.step, run, entry, places, check_inputs=followed.check, is_read=is_read, told=followed.told
@@ -114,7 +114,7 @@ class Live(Swapping):
             return handle.issue(name, args, kwargs)
         self._note_edit()
         kept, written = _kept((args, kwargs)), collective.outputs(name, args, kwargs)
-        restore_entry = self._entry((), {})
+        restore_entry = self._entry()
 
         def restore_tensors() -> None:
             restore_entry()
@@ -132,7 +132,9 @@ class Live(Swapping):
 
         call = Call(name, CallKind.PLAIN, self.step, first_time, restore_tensors, self._places())
         outcome = self._run(call)
-        if not any(self._adapter.owns(tensor) for tensor in written):  # else the calls before it bring its entry back
+        if not any(
+            self._adapter.state.owns(tensor) for tensor in written
+        ):  # else the calls before it bring its entry back
             call.run = again
         call.restore_entry = restore_entry
         self._done(call, outcome)
@@ -163,8 +165,8 @@ class Live(Swapping):
         """List the place in each iterator that a call or the script reads: a redo must return there, too."""
         return [(iterator, iterator.position) for iterator in (*given, *self._context.tapes)]
 
-    def _entry(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], None]:
-        framework = self._adapter.entry_state(args, kwargs)
+    def _entry(self) -> Callable[[], None]:
+        framework = self._adapter.state.entry_state()
         random_states, grad_enabled = rng.capture(self._adapter), torch.is_grad_enabled()
         if self._at_exit is not None:
             if rng.equal(random_states, self._at_exit):
@@ -200,7 +202,7 @@ class Live(Swapping):
             )
         states = rng.capture(self._adapter)
         self._at_exit = self._at_entry if rng.equal(states, self._at_entry) else states
-        self._adapter.left()
+        self._adapter.state.left()
 
     def _save(self, save: SaveCall, step: int) -> Any:
         """Within its call: begins when the step is committed, so that no swap goes back behind what is written."""

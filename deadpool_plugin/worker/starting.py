@@ -120,7 +120,7 @@ class Starting:
         context.adapter.attach()
         if (unknown := versions.check(*context.adapter.package(), torch.__version__)) and self._rank == 0:
             context.link.event("Note", text=unknown)
-        layout = Layout(context.adapter.shard())
+        layout = Layout(context.adapter.state.shard)
         looks = self._looks.finish() if self._looks is not None else []
         recording = codec.encode([context.groups.stop_recording(), layout.digest, looks])
         context.link.send(
@@ -129,7 +129,7 @@ class Starting:
                 self._header_bytes,
                 layout.payload_bytes,
                 layout.digest,
-                context.adapter.replicas(),
+                context.adapter.state.replicas(),
                 recording,
             )
         )

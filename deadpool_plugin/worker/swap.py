@@ -35,7 +35,7 @@ class Swapping:
         self._context, self._link, self._groups = context, context.link, context.groups
         self._adapter = context.adapter
         self._rank, self._layout, self._slots = rank, layout, slots
-        self._stager = Stager(rank, layout, self._adapter.changing(), slots, context.link)
+        self._stager = Stager(rank, layout, self._adapter.state.changing, slots, context.link)
         self._groups.calls_area = slots.calls
         self._log = CallLog(step)
         self.step = step
@@ -93,7 +93,7 @@ class Swapping:
             self._swap_began = None
 
     def _stage(self, step: int) -> None:
-        scalars, data = self._results.of(self._adapter.scalars()), self._context.tapes.states()
+        scalars, data = self._results.of(self._adapter.state.scalars()), self._context.tapes.states()
         state = {"rng": rng.capture(self._adapter), "scalars": scalars, "data": data}
         records = self._log.records(step - 1) if step > 0 else codec.encode([])
         paired = self._groups.cut(step)
@@ -149,7 +149,7 @@ class Swapping:
         self._stager.drop()
         self._groups.rebuild(generation, store)
         _let_device_rest()  # until `rebuild` had let them rest gloo's threads copied results to the device
-        self._quietly(self._adapter.clean)  # after `rebuild`, which lets operations in flight write their last
+        self._quietly(self._adapter.state.clean)  # after `rebuild`, which lets operations in flight write their last
         self._link.event(
             "GroupsRebuilt", rank=self._rank, groups=len(self._groups.handles), duration_s=time.monotonic() - began
         )
@@ -176,8 +176,8 @@ class Swapping:
             self._slots.invalidate(step + 1)
         state = self._state_of(step)
         self._layout.load(self._slots.payload(step))
-        self._adapter.load(state["scalars"])
-        self._quietly(self._adapter.after_restore)
+        self._adapter.state.load(state["scalars"])
+        self._quietly(self._adapter.state.after_restore)
         rng.restore(self._adapter, state["rng"])
         self._restored = step
 

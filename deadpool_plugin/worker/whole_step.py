@@ -57,14 +57,14 @@ class WholeStep(Followed):
         self._inputs.check()
 
     def told(self, value: Any) -> Any:
-        return [value, self._adapter.visible()]
+        return [value, self._adapter.state.visible()]
 
     def outcome(self, value: Any) -> Any:
         return self.told(value)
 
     def skipped(self, outcome: Any) -> Any:
         value, visible = outcome
-        self._adapter.show(visible)
+        self._adapter.state.show(visible)
         return value
 
     def loss(self, value: Any, adapter: Adapter, on_host: Callable[[Any], Any]) -> float | None:

@@ -12,10 +12,9 @@ from support.stand_in import fake
 from torch.utils import _pytree as pytree
 
 from deadpool_plugin.adapters.deepspeed import cut as cut_module
-from deadpool_plugin.adapters.deepspeed import kept
-from deadpool_plugin.adapters.deepspeed.calls import Calls
+from deadpool_plugin.adapters.deepspeed import outputs
+from deadpool_plugin.adapters.deepspeed.calls import Backward, Calls, Forward
 from deadpool_plugin.adapters.deepspeed.cut import Graph, ScriptsPart, cut, seed
-from deadpool_plugin.adapters.deepspeed.engine_calls import Backward, Forward
 from deadpool_plugin.errors import Unsupported
 from deadpool_plugin.worker.copies import COPIED_BYTES_MAX
 
@@ -23,6 +22,13 @@ from deadpool_plugin.worker.copies import COPIED_BYTES_MAX
 def model():
     torch.manual_seed(3)
     return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+
+
+def training_calls(handler=lambda *call: None):
+    """Calls of an engine that has no parameter."""
+    calls = Calls(handler)
+    calls.begin_training(fake(has_parameter=lambda leaf: False))
+    return calls
 
 
 def script(output):
@@ -62,8 +68,8 @@ def test_gradients_are_divided_by_the_micro_batches_once(in_hooks):
     engine = fake(global_steps=0, optimizer=None, gradient_accumulation_steps=lambda: 2)
     if in_hooks:
         engine._scale_wrt_gas = True
-    calls = Calls(lambda *call: None, lambda engine: fake(has_parameter=lambda leaf: False))
-    loss = script(Forward(calls, forward, engine, (data,), {})())
+    calls = training_calls()
+    loss = script(Forward(calls, forward, engine, data)())
     value = Backward(calls, lambda engine, loss, **_: loss.backward(), engine, loss, False, True)()
     assert torch.equal(value, loss / 2)
     for mine, its in zip(ours.parameters(), plain.parameters(), strict=True):
@@ -73,7 +79,7 @@ def test_gradients_are_divided_by_the_micro_batches_once(in_hooks):
 def whole_model(ours):
     """An engine whose forward gives a dict with the loss, and calls for it."""
     engine = fake(global_steps=0, optimizer=None, gradient_accumulation_steps=lambda: 2)
-    calls = Calls(lambda *call: None, lambda engine: fake(has_parameter=lambda leaf: False))
+    calls = training_calls()
 
     def forward(engine, batch):
         output = ours(batch)
@@ -92,7 +98,7 @@ def test_a_loss_of_the_engines_forward_goes_through_its_backward_as_without_us()
     """No kernel more than without, and a redo goes through the output that is computed again."""
     ours, data, given = model(), torch.linspace(-1, 1, 12).view(3, 4), []
     engine, calls, forward_of = whole_model(ours)
-    forward = Forward(calls, forward_of, engine, (data,), {})
+    forward = Forward(calls, forward_of, engine, data)
     value, gradients = forward(), []
 
     def original(engine, loss, **options):
@@ -115,11 +121,11 @@ def test_a_loss_of_the_engines_forward_goes_through_its_backward_as_without_us()
 def test_a_loss_that_is_hooked_or_taken_twice_goes_through_the_scripts_part():
     ours, data, seen = model(), torch.linspace(-1, 1, 12).view(3, 4), []
     engine, calls, forward = whole_model(ours)
-    loss = Forward(calls, forward, engine, (data,), {})()["loss"]
+    loss = Forward(calls, forward, engine, data)()["loss"]
     loss.register_hook(lambda gradient: seen.append(gradient.item()))
     Backward(calls, engines_own, engine, loss, False, True)()
     assert seen == [0.5]
-    loss = Forward(calls, forward, engine, (data,), {})()["loss"]
+    loss = Forward(calls, forward, engine, data)()["loss"]
     for retain in (True, False):
         Backward(calls, engines_own, engine, loss, retain, True)()
     with pytest.raises(RuntimeError, match="retain_graph"):
@@ -128,7 +134,7 @@ def test_a_loss_that_is_hooked_or_taken_twice_goes_through_the_scripts_part():
 
 def test_a_loss_of_an_earlier_steps_forward_is_refused():
     engine, calls, forward = whole_model(model())
-    loss = Forward(calls, forward, engine, (torch.ones(3, 4),), {})()["loss"]
+    loss = Forward(calls, forward, engine, torch.ones(3, 4))()["loss"]
     engine.global_steps = 1
     for given in (loss, loss * 1):
         with pytest.raises(Unsupported, match="does not come from this step's"):
@@ -138,8 +144,8 @@ def test_a_loss_of_an_earlier_steps_forward_is_refused():
 def test_calls_done_again_before_the_script_got_their_values_have_them_again():
     ours, data = model(), torch.linspace(-1, 1, 12).view(3, 4)
     engine = fake(global_steps=0, optimizer=None, gradient_accumulation_steps=lambda: 2)
-    calls = Calls(lambda *call: None, lambda engine: fake(has_parameter=lambda leaf: False))
-    forward = Forward(calls, lambda engine, batch: ours(batch), engine, (data,), {})
+    calls = training_calls()
+    forward = Forward(calls, lambda engine, batch: ours(batch), engine, data)
     backward: Backward | None = None
     gradients = []
     for _ in range(2):
@@ -162,8 +168,8 @@ def test_large_gradients_wait_for_a_redo_in_host_memory(monkeypatch):
     monkeypatch.setattr(cut_module, "_is_far", lambda gradient: gradient.numel() == 6)
     monkeypatch.setattr(cut_module, "_in_host_memory", lambda gradient: moved.append(gradient) or gradient.clone())
     engine = fake(global_steps=0, optimizer=None, gradient_accumulation_steps=lambda: 1)
-    calls = Calls(lambda *call: None, lambda engine: fake(has_parameter=lambda leaf: False))
-    forward = Forward(calls, lambda engine, batch: ours(batch), engine, (data,), {})
+    calls = training_calls()
+    forward = Forward(calls, lambda engine, batch: ours(batch), engine, data)
     backward = Backward(calls, lambda engine, loss, **_: loss.backward(), engine, script(forward()), False, True)
     backward()
     first = [parameter.grad.clone() for parameter in ours.parameters()]
@@ -195,7 +201,7 @@ def behind_cut(output):
 def test_a_backward_of_the_scripts_own_that_failed_leaves_nothing_to_the_next(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "backward", torch.Tensor.backward)  # put back afterwards
     handled = []
-    calls = Calls(lambda *call: handled.append(call[2]), lambda engine: fake(has_parameter=lambda leaf: False))
+    calls = training_calls(lambda *call: handled.append(call[2]))
     calls._wrap_tensor_backward()
 
     def given():
@@ -211,7 +217,7 @@ def test_a_backward_of_the_scripts_own_that_failed_leaves_nothing_to_the_next(mo
         (given().sum() + later.sum()).backward()
     assert calls._direct and not handled
     given().sum().backward()
-    assert len(handled[0]._parts) == 1
+    assert len(handled[0].args[0]) == 1
 
 
 class OnDevice(torch.Tensor):
@@ -222,7 +228,7 @@ class OnDevice(torch.Tensor):
 
 def test_a_backward_of_the_scripts_own_on_a_gpu_is_refused_before_it_begins(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "backward", torch.Tensor.backward)  # put back afterwards
-    Calls(lambda *call: None, lambda engine: fake())._wrap_tensor_backward()
+    training_calls()._wrap_tensor_backward()
     own: Any = torch.nn.Parameter(torch.ones(3))
     with pytest.raises(Unsupported, match=r"expected engine\.backward\(loss\)"):
         (behind_cut(own * 2).sum() + own.sum()).as_subclass(OnDevice).backward()
@@ -259,7 +265,7 @@ def test_communication_in_the_scripts_part_is_refused(tmp_path):
 def test_inputs_made_in_inference_mode_are_kept():
     with torch.inference_mode():
         small, large = torch.ones(2), torch.ones(COPIED_BYTES_MAX)
-        inputs = kept.inputs((small, large), {})
+        inputs = outputs.inputs((small, large), {})
     args, _ = inputs.again()
     assert torch.equal(args[0], small) and args[1] is large
 
@@ -268,14 +274,14 @@ def test_outputs_that_followers_could_not_be_told_are_refused():
     Pair = collections.namedtuple("Pair", "loss logits")
     for value in (Pair(torch.ones(1), torch.ones(2)), {"made": fake(loss=torch.ones(1)), "rest": None}):
         with pytest.raises(Unsupported, match="return a dict"):
-            kept.encode(value)
+            outputs.encode(value)
 
 
 def test_what_followers_are_told():
     loss = torch.tensor(2.5, requires_grad=True) * 1
-    logits = torch.zeros(kept.TOLD_BYTES_MAX, requires_grad=True) + 1
+    logits = torch.zeros(outputs.TOLD_BYTES_MAX, requires_grad=True) + 1
     value = {"loss": loss, "rest": (torch.arange(3), None, 7), "logits": logits}
-    heard, requiring = kept.decode(kept.encode(value), torch.device("cpu"))
+    heard, requiring = outputs.decode(outputs.encode(value), torch.device("cpu"))
     assert heard["loss"].item() == 2.5 and torch.equal(heard["rest"][0], torch.arange(3))
     assert heard["rest"][1:] == (None, 7)
     assert heard["logits"].shape == logits.shape and not heard["logits"].any()

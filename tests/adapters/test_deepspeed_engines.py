@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.stand_in import stand_in
+from support.stand_in import fake, stand_in
 
 from deadpool_plugin.adapters.deepspeed.state import EngineState
 
@@ -109,9 +109,9 @@ def test_a_parameter_that_has_gradients_now_and_then_is_refused_where_old_ones_w
         engine.backward(engine(torch.ones(1, 4), int(second)))
         if number == refused:
             with pytest.raises(Unsupported, match=r"2 parameters \(first: heads\.[01]\.weight\)"):
-                state.check_gradients()
+                state.lasting.check()
             return
-        state.check_gradients()
+        state.lasting.check()
         engine.step()
         saved, state = state.scalars(), EngineState(engine)
         state.load(saved)
@@ -125,7 +125,6 @@ def test_what_a_script_reads_of_gradients_and_optimizer_state_is_told_to_followe
     import torch
     from deepspeed.utils import safe_get_full_grad, safe_get_full_optimizer_state
 
-    from deadpool_plugin.adapters.deepspeed import reading
     from deadpool_plugin.adapters.deepspeed.calls import Calls
     from deadpool_plugin.worker import codec
 
@@ -138,9 +137,9 @@ def test_what_a_script_reads_of_gradients_and_optimizer_state_is_told_to_followe
 
     engine = build(lambda: torch.nn.Linear(4, 1), zero_optimization={"stage": stage})
     weight = engine.module.weight
-    calls = Calls(handler, lambda engine: stand_in(EngineState))
-    calls.is_training = True
-    reading.install(calls)
+    calls = Calls(handler)
+    calls.begin_training(stand_in(EngineState))
+    calls._wrap_reads()
     engine.backward(engine(torch.ones(1, 4)).sum())
     gradient = safe_get_full_grad(weight)
     assert gradient.flatten().tolist() == [1.0] * 4
@@ -158,20 +157,19 @@ def test_what_a_script_reads_of_gradients_and_optimizer_state_is_told_to_followe
 @in_zygote
 def test_taking_the_hooks_of_zero_3_off_for_a_while_is_refused_before_they_are():
     import torch
-    from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.runtime.zero import unwrap_model_for_generation
 
-    from deadpool_plugin.adapters.deepspeed import refusals
+    from deadpool_plugin.adapters.deepspeed import zero3
     from deadpool_plugin.errors import Unsupported
 
-    training: list[object] = []
-    refusals.install(DeepSpeedEngine, lambda: bool(training))
+    calls = fake(busy=False, is_training=False)
+    zero3.refuse_taking_hooks(calls)
     engine = build(lambda: torch.nn.Linear(4, 1), zero_optimization={"stage": 3})
     full = len(engine.module._forward_hooks)
     with unwrap_model_for_generation(engine):
         assert len(engine.module._forward_hooks) < full
     hooks = list(engine.module._forward_hooks)
-    training.append(True)
+    calls.is_training = True
     with pytest.raises(Unsupported, match="unwrap_model_for_generation"), unwrap_model_for_generation(engine):
         pass
     engine.backward(engine(torch.ones(1, 4)).sum())

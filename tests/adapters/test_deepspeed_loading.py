@@ -3,7 +3,7 @@
 import pytest
 from support.stand_in import fake
 
-from deadpool_plugin.adapters.deepspeed import loading
+from deadpool_plugin.adapters.deepspeed import checkpoints
 from deadpool_plugin.comm.groups import Groups
 from deadpool_plugin.comm.record import Recorder
 from deadpool_plugin.worker.follow import Follow
@@ -26,7 +26,7 @@ def test_a_rehearsal_loads_what_the_job_began_with(tmp_path, at_start):
     groups._recorder = Recorder(0)
     modes: list[Starting | Follow] = [Starting(fake(groups=groups), 0, 0)]
     calls = fake(busy=False, is_training=False, handler=lambda *call: modes[-1].call(*call))
-    loading.install(calls, Engine)
+    checkpoints.install_loading(calls, Engine)
     newest = tmp_path / "latest"
     if at_start:
         newest.write_text(f"{at_start}\n")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from deadpool_plugin.adapters.deepspeed import calls as calls_module
-from deadpool_plugin.adapters.deepspeed import past_engine
+from deadpool_plugin.adapters.deepspeed import zero3
 from deadpool_plugin.errors import Unsupported
 
 
@@ -26,15 +26,16 @@ class Calls:
         yield
         self.busy = False
 
-    def forward(self, original, engine, *args, **kwargs):
-        self.made.append((args, kwargs))
-        with self.inside():
-            return original(engine, *args, **kwargs)
+    def arrived(self, graph, gradients): ...
+
+    def do(self, call):
+        self.made.append(call._given)
+        return call()
 
 
 def engine_of(stage):
     model = torch.nn.Sequential(torch.nn.Linear(2, 2))
-    return SimpleNamespace(module=model, zero_optimization_stage=lambda: stage)
+    return SimpleNamespace(module=model, zero_optimization_stage=lambda: stage, global_steps=0)
 
 
 def test_with_zero_3_the_model_is_called_as_the_engine_is():
@@ -42,8 +43,8 @@ def test_with_zero_3_the_model_is_called_as_the_engine_is():
     hooked = []
     engine.module.register_forward_pre_hook(lambda *_: hooked.append(calls.busy))
     plain = engine.module(data)
-    past_engine.watch(cast(calls_module.Calls, calls), engine)
-    past_engine.watch(cast(calls_module.Calls, calls), engine)
+    zero3.ModelCall.watch(cast(calls_module.Calls, calls), engine)
+    zero3.ModelCall.watch(cast(calls_module.Calls, calls), engine)
     assert torch.equal(engine.module(data), plain) and torch.equal(engine.module(input=data), plain)
     assert calls.made == [((data,), {}), ((), {"input": data})] and hooked == [False, True, True]
     with calls.inside():  # the engine itself calls it
@@ -54,7 +55,7 @@ def test_with_zero_3_the_model_is_called_as_the_engine_is():
 
 def test_a_copy_of_the_model_is_nobodys():
     calls, engine = Calls(), engine_of(3)
-    past_engine.watch(cast(calls_module.Calls, calls), engine)
+    zero3.ModelCall.watch(cast(calls_module.Calls, calls), engine)
     for other in (copy.deepcopy(engine.module), pickle.loads(pickle.dumps(engine.module))):
         other(torch.ones(1, 2))
     assert not calls.made
@@ -62,15 +63,15 @@ def test_a_copy_of_the_model_is_nobodys():
 
 def test_a_compiled_model_is_watched_again():
     calls, engine = Calls(), engine_of(3)
-    past_engine.watch(cast(calls_module.Calls, calls), engine)
+    zero3.ModelCall.watch(cast(calls_module.Calls, calls), engine)
     engine.module._compiled_call_impl = lambda data: data + 1  # as Module.compile does
-    past_engine.watch(cast(calls_module.Calls, calls), engine)
+    zero3.ModelCall.watch(cast(calls_module.Calls, calls), engine)
     assert torch.equal(engine.module(torch.ones(1)), torch.full((1,), 2.0)) and len(calls.made) == 1
 
 
 def test_with_other_stages_it_is_left_alone():
     calls, engine = Calls(), engine_of(2)
-    past_engine.watch(cast(calls_module.Calls, calls), engine)
+    zero3.ModelCall.watch(cast(calls_module.Calls, calls), engine)
     engine.module(torch.ones(1, 2))
     assert not calls.made
 
@@ -80,7 +81,7 @@ def test_parts_of_the_model_are_refused_in_training(monkeypatch):
     coordinator, fetched = coordinators.PartitionedParameterCoordinator, []
     monkeypatch.setattr(coordinator, "fetch_sub_module", lambda self, module, forward: fetched.append(module))
     calls = Calls()
-    past_engine.refuse_parts(cast(calls_module.Calls, calls))
+    zero3.refuse_parts(cast(calls_module.Calls, calls))
     one = coordinator.__new__(coordinator)
     one.fetch_sub_module("built", forward=True)
     calls.is_training = True

@@ -12,8 +12,9 @@ deepspeed = pytest.importorskip("deepspeed")
 from deepspeed.runtime.config import DeepSpeedConfig  # noqa: E402
 from deepspeed.runtime.engine import DeepSpeedEngine  # noqa: E402
 
-from deadpool_plugin.adapters.deepspeed import adam, kept, past_engine, refusals  # noqa: E402
+from deadpool_plugin.adapters.deepspeed import outputs, refusals, zero3  # noqa: E402
 from deadpool_plugin.adapters.deepspeed.adapter import DeepSpeedAdapter  # noqa: E402
+from deadpool_plugin.adapters.deepspeed.optimizer import Adam  # noqa: E402
 from deadpool_plugin.errors import Unsupported  # noqa: E402
 from deadpool_plugin.worker.copies import COPIED_BYTES_MAX  # noqa: E402
 
@@ -79,7 +80,7 @@ class Engine:
 
 @pytest.mark.parametrize("engines", [2, 3])
 def test_a_script_with_a_teacher_or_a_discriminator_is_told_the_way_out_before_training(engines, monkeypatch):
-    monkeypatch.setattr(past_engine, "watch", lambda calls, engine: None)
+    monkeypatch.setattr(zero3.ModelCall, "watch", lambda calls, engine: None)
     script, adapter = [Engine() for _ in range(engines)], DeepSpeedAdapter()
     adapter._calls = fake(is_training=False)
     for engine in script:
@@ -89,7 +90,7 @@ def test_a_script_with_a_teacher_or_a_discriminator_is_told_the_way_out_before_t
 
 
 def test_an_engine_made_during_training_is_refused_and_not_taken_for_the_first(monkeypatch):
-    monkeypatch.setattr(past_engine, "watch", lambda calls, engine: None)
+    monkeypatch.setattr(zero3.ModelCall, "watch", lambda calls, engine: None)
     adapter = DeepSpeedAdapter()
     adapter._calls = fake(is_training=True)
     with pytest.raises(Unsupported, match=r"another DeepSpeed engine during training.* torch\.no_grad"):
@@ -140,17 +141,17 @@ def is_refused(engine, option):
 def test_other_optimizers_and_masters_are_refused_by_name():
     parameter = torch.nn.Parameter(torch.zeros(3))
     with pytest.raises(Unsupported, match="SGD"):
-        adam.check(torch.optim.SGD([parameter], lr=0.1), [parameter])
+        Adam(torch.optim.SGD([parameter], lr=0.1), [parameter])
     with pytest.raises(Unsupported, match="amsgrad"):
-        adam.check(torch.optim.AdamW([parameter], amsgrad=True), [parameter])
+        Adam(torch.optim.AdamW([parameter], amsgrad=True), [parameter])
     with pytest.raises(Unsupported, match="bitsandbytes.optim.adamw.AdamW"):
-        adam.check(made_by("bitsandbytes.optim.adamw", "AdamW")([parameter]), [parameter])
+        Adam(made_by("bitsandbytes.optim.adamw", "AdamW")([parameter]), [parameter])
     fused = made_by("deepspeed.ops.adam.fused_adam", "FusedAdam")([parameter])
-    adam.check(fused, [parameter], fake(cycle_momentum=False))
+    Adam(fused, [parameter], fake(cycle_momentum=False))
     with pytest.raises(Unsupported, match="betas"):
-        adam.check(fused, [parameter], fake(cycle_momentum=True))
+        Adam(fused, [parameter], fake(cycle_momentum=True))
     with pytest.raises(Unsupported, match="bfloat16"):
-        adam.check(torch.optim.AdamW([parameter]), [parameter.to(torch.bfloat16)])
+        Adam(torch.optim.AdamW([parameter]), [parameter.to(torch.bfloat16)])
 
 
 def made_by(module, name):
@@ -160,7 +161,7 @@ def made_by(module, name):
 def test_state_made_beforehand_is_what_adam_makes_itself():
     ours, its = (torch.nn.Parameter(torch.linspace(0, 1, 5)) for _ in range(2))
     optimizers = [torch.optim.AdamW([one], lr=0.1) for one in (ours, its)]
-    adam.complete(optimizers[0], [ours])
+    Adam(optimizers[0], [ours])
     for _ in range(3):
         for one, optimizer in zip((ours, its), optimizers, strict=True):
             one.grad = one.detach() * 2
@@ -172,12 +173,12 @@ def test_state_made_beforehand_is_what_adam_makes_itself():
 
 def test_an_input_that_requires_grad_is_refused():
     with pytest.raises(Unsupported, match="requires grad"):
-        kept.inputs((torch.zeros(2, requires_grad=True),), {})
+        outputs.inputs((torch.zeros(2, requires_grad=True),), {})
 
 
 def test_a_small_input_is_kept_as_it_was_and_a_large_one_must_stay_so():
     small, large = torch.ones(4), torch.ones(COPIED_BYTES_MAX // 4 + 1)
-    inputs = kept.inputs((small,), {"large": large})
+    inputs = outputs.inputs((small,), {"large": large})
     small.zero_()
     args, kwargs = inputs.again()
     assert torch.equal(args[0], torch.ones(4)) and kwargs["large"] is large

@@ -6,8 +6,8 @@ import pytest
 import torch
 from support.stand_in import fake
 
-from deadpool_plugin.adapters.deepspeed import saving
-from deadpool_plugin.adapters.deepspeed.saving import Gathering
+from deadpool_plugin.adapters.deepspeed import checkpoints
+from deadpool_plugin.adapters.deepspeed.checkpoints import Gathering
 from deadpool_plugin.worker import codec
 
 
@@ -15,7 +15,7 @@ def test_a_follower_gets_zeros_of_the_same_shapes_under_the_same_names():
     calls = fake(inside=contextlib.nullcontext)
     tied = torch.ones(3, 2, dtype=torch.bfloat16)
     weights = {"input": tied, "norm": torch.ones(2), "output": tied}
-    gathering = Gathering(calls, lambda: weights, "_zero3_consolidated_16bit_state_dict")
+    gathering = Gathering(calls, lambda engine: weights, (fake(),), {})
     value = gathering()
     assert value is weights and not gathering.gated
     followed = gathering.skipped(codec.decode(codec.encode(gathering.outcome(value))))
@@ -25,7 +25,7 @@ def test_a_follower_gets_zeros_of_the_same_shapes_under_the_same_names():
 
 
 def test_on_other_ranks_there_are_none():
-    gathering = Gathering(fake(inside=contextlib.nullcontext), lambda: None, "gather")
+    gathering = Gathering(fake(inside=contextlib.nullcontext), lambda engine: None, (fake(),), {})
     assert gathering() is None and gathering.skipped(gathering.outcome(None)) is None
 
 
@@ -45,7 +45,7 @@ def save(monkeypatch, tmp_path):
 
     def make(rank, part, **more):
         monkeypatch.setenv("RANK", str(rank))
-        monkeypatch.setattr(saving, "dist", fake(get_rank=lambda: rank, barrier=meet))
+        monkeypatch.setattr(checkpoints, "dist", fake(get_rank=lambda: rank, barrier=meet))
 
         def save_checkpoint(self, save_dir, tag=None, save_latest=True):
             """As DeepSpeed's, which names the checkpoint before all ranks meet."""
@@ -56,8 +56,7 @@ def save(monkeypatch, tmp_path):
             meet()
             return True
 
-        arguments = {"self": engine, "save_dir": str(tmp_path), "tag": "8", **more}
-        return saving.Save(saves, calls, save_checkpoint, arguments, "save_checkpoint", "8")
+        return checkpoints.Save(saves, calls, save_checkpoint, (engine, str(tmp_path)), {"tag": "8", **more})
 
     return fake(make=make, seen=seen)
 

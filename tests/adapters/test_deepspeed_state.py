@@ -14,9 +14,9 @@ from deepspeed.profiling.flops_profiler.profiler import FlopsProfiler
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 
-from deadpool_plugin.adapters.deepspeed import adam
-from deadpool_plugin.adapters.deepspeed.partitioned import Partitioned
+from deadpool_plugin.adapters.deepspeed.optimizer import Adam
 from deadpool_plugin.adapters.deepspeed.state import EngineState
+from deadpool_plugin.adapters.deepspeed.transient_state import Partitioned
 from deadpool_plugin.errors import Divergence, Unsupported
 
 
@@ -39,7 +39,7 @@ def engine():
 def test_parameters_that_no_group_has_are_not_copied_but_compared(engine):
     backbone, head = engine.module
     state = EngineState(engine)
-    kept = {tensor.data_ptr() for tensor in state.tensors}
+    kept = {tensor.data_ptr() for tensor in state.shard}
     assert all(parameter.data_ptr() in kept for parameter in head.parameters())
     assert not any(parameter.data_ptr() in kept for parameter in backbone.parameters())
     saved = state.scalars()
@@ -69,11 +69,11 @@ def test_a_script_that_changes_them_in_training_is_refused(engine, change):
 def test_a_checkpoint_may_bring_the_same_ones(engine):
     state = EngineState(engine)
     engine.module.load_state_dict(copy.deepcopy(engine.module.state_dict()))
-    state.frozen.loaded()
+    state.frozen.check_loaded()
     state.scalars()
     torch.nn.init.zeros_(engine.module[0].weight)
     with pytest.raises(Unsupported, match="changed frozen parameters"):
-        state.frozen.loaded()
+        state.frozen.check_loaded()
 
 
 def test_counters_rates_and_loss_scales_come_back(engine):
@@ -101,18 +101,18 @@ def test_settings_of_the_optimizer_that_a_script_makes_in_training_are_kept(engi
 
 
 def zero_optimizer(**attributes):
-    """Return a stand-in that `Rest` takes for one."""
+    """Return a stand-in that `TransientState` takes for one."""
     return type("Optimizer", (SimpleNamespace,), {"__module__": "deepspeed.runtime.zero.stage3"})(**attributes)
 
 
 def test_entry_brings_back_what_a_script_sets_between_calls(engine):
     state = EngineState(engine)
     engine._is_gradient_accumulation_boundary = None
-    entry = state.entry()
+    restore = state.entry_state()
     engine._is_gradient_accumulation_boundary = True
     engine.module.eval()
     engine.module[1].weight.requires_grad_(False)  # of two halves that are trained in turns
-    state.load_entry(entry)
+    restore()
     assert engine._is_gradient_accumulation_boundary is None
     assert all(module.training for module in engine.module.modules())
     assert engine.module[1].weight.requires_grad
@@ -122,31 +122,31 @@ def test_entry_has_the_buffers_that_a_script_writes_between_calls(engine):
     engine.module.register_buffer("mask", torch.ones(2))
     state = EngineState(engine)
     engine.module.mask[0] = 0.0
-    entry = state.entry()
+    restore = state.entry_state()
     state.buffers.left()
     engine.module.mask.fill_(1.0)  # the rollback
-    state.load_entry(entry)
+    restore()
     assert engine.module.mask.tolist() == [0.0, 1.0]
 
 
 def test_what_a_checkpoint_puts_into_the_optimizer_gives_its_values_and_leaves(engine):
     optimizer = engine.basic_optimizer
     state = EngineState(engine)
-    ours, groups, dicts = list(state.tensors), optimizer.param_groups, list(optimizer.param_groups)
+    ours, groups, dicts = list(state.shard), optimizer.param_groups, list(optimizer.param_groups)
     updates(optimizer, rate=0.2)
     saved = copy.deepcopy(optimizer.state_dict())
     updates(optimizer, rate=0.7)
     optimizer.load_state_dict(saved)
     assert optimizer.param_groups is not groups
-    state.take_back()
+    state.adam.take_back()
     assert optimizer.param_groups is groups and all(map(operator.is_, groups, dicts)) and groups[0]["lr"] == 0.2
-    assert all(map(operator.is_, state.tensors, ours))
+    assert all(map(operator.is_, state.shard, ours))
     for number, moments in saved["state"].items():
-        live = optimizer.state[state.masters[number]]
+        live = optimizer.state[state.adam.masters[number]]
         assert torch.equal(live["exp_avg"], moments["exp_avg"]) and live["step"] == moments["step"]
         assert live["exp_avg"].data_ptr() in {tensor.data_ptr() for tensor in ours}
     updates(optimizer, rate=0.2)
-    assert optimizer.state[state.masters[0]]["exp_avg"] is state._moments[0]
+    assert optimizer.state[state.adam.masters[0]]["exp_avg"] is state.adam.moments[0]
 
 
 def updates(optimizer, rate):
@@ -161,6 +161,7 @@ def test_the_products_of_an_optimizer_in_cpp_are_counted_from_where_the_job_bega
     counted = []
 
     class DeepSpeedCPUAdam(torch.optim.AdamW):
+        __module__ = "deepspeed.ops.adam.cpu_adam"
         opt_id = 0
         ds_opt_adam = SimpleNamespace(
             adam_update=lambda number, step, lr, beta1, *rest: counted.append((step, round(beta1, 1)))
@@ -171,8 +172,10 @@ def test_the_products_of_an_optimizer_in_cpp_are_counted_from_where_the_job_bega
     optimizer = DeepSpeedCPUAdam(groups)
     for group in optimizer.param_groups:
         group["bias_correction"] = True
-    adam.complete(optimizer, masters)
-    adam.load_steps(optimizer, masters, [1003.0, 1003.0], before=1000)
+    Adam(optimizer, masters)
+    for master in masters:
+        optimizer.state[master]["step"] = 1000  # by a checkpoint
+    Adam(optimizer, masters).load_steps([1003.0, 1003.0])
     assert counted == [(step, beta) for step in (1001, 1002, 1003) for beta in (0.9, 0.8)]
     assert optimizer.state[masters[0]]["step"] == 1003
 

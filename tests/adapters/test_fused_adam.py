@@ -56,19 +56,19 @@ def test_a_saved_shard_brings_back_the_same_future(train_gpt, fused_adam, change
     expected = [plain.step() for _ in range(4)], plain.digest()
     flat = job(train_gpt, changes, fused_adam)
     adapter = flat.adapter()
-    layout = Layout(adapter.shard())
-    fresh = codec.decode(codec.encode(adapter.scalars()))
+    layout = Layout(adapter.state.shard)
+    fresh = codec.decode(codec.encode(adapter.state.scalars()))
     first = flat.step()
     payload = memoryview(bytearray(layout.payload_bytes))
     for tensor, view in zip(layout.tensors, layout.views(payload), strict=True):
         view.copy_(tensor)
-    saved, position = codec.encode([adapter.scalars(), rng.capture(adapter)]), flat.data.get_state()
+    saved, position = codec.encode([adapter.state.scalars(), rng.capture(adapter)]), flat.data.get_state()
     assert ([first, *(flat.step() for _ in range(3))], flat.digest()) == expected
     scalars, random_states = codec.decode(saved)
-    adapter.load(fresh)  # a newcomer has not counted any step yet
+    adapter.state.load(fresh)  # a newcomer has not counted any step yet
     layout.load(payload)
-    adapter.load(scalars)
-    adapter.after_restore()
+    adapter.state.load(scalars)
+    adapter.state.after_restore()
     rng.restore(adapter, random_states)
     flat.data.set_state(position)
     assert ([first, *(flat.step() for _ in range(3))], flat.digest()) == expected
@@ -81,7 +81,7 @@ def test_its_state_can_be_saved_and_loaded_and_snapshots_go_on(train_gpt, fused_
     state = first.optimizer.state_dict()
     second.optimizer.load_state_dict(state)
     adapter = second.adapter()
-    steps = {group["step"] for groups in adapter.scalars()["optimizer"]["groups"] for group in groups}
+    steps = {group["step"] for groups in adapter.state.scalars()["visible"]["groups"] for group in groups}
     assert steps == {1}
 
 

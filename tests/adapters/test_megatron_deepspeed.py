@@ -74,8 +74,7 @@ class Engine:
         return "set"
 
 
-def test_the_batch_size_may_be_told_again_and_not_changed(monkeypatch):
-    monkeypatch.setattr(refusals, "_refuse_hooks", lambda is_training: None)
+def test_the_batch_size_may_be_told_again_and_not_changed():
     refusals.install(Engine, lambda: True)
     engine = Engine()
     assert engine.set_train_batch_size(16) == engine.set_train_batch_size(train_batch_size=16) == "set"

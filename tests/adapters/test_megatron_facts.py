@@ -6,7 +6,7 @@ import sys
 import pytest
 from support.stand_in import fake
 
-from deadpool_plugin.adapters.megatron import facts
+from deadpool_plugin.adapters.megatron import adapter
 from deadpool_plugin.comm.groups import Groups
 from deadpool_plugin.comm.record import Recorder
 from deadpool_plugin.errors import Divergence
@@ -21,8 +21,8 @@ def test_a_rehearsal_loads_a_checkpoint_only_if_the_job_began_with_one(tmp_path,
     groups = Groups()
     groups._recorder = Recorder(0)
     modes: list[Starting | Follow] = [Starting(fake(groups=groups), 0, 0)]
-    facts.install(lambda *call: modes[-1].call(*call))
-    tracker, other = tmp_path / facts.TRACKER, tmp_path / "script.py"
+    adapter.install_facts(lambda *call: modes[-1].call(*call))
+    tracker, other = tmp_path / adapter.TRACKER, tmp_path / "script.py"
     if at_start:
         tracker.touch()
     assert os.path.isfile(str(tracker)) == at_start
@@ -37,17 +37,17 @@ def test_a_rehearsal_loads_a_checkpoint_only_if_the_job_began_with_one(tmp_path,
     modes.append(Follow(fake(groups=alone), 0, "", fake()))
     assert os.path.isfile(str(tracker)) == at_start
     assert os.path.isfile(other)
-    with pytest.raises(Divergence, match=f"asked isfile .*{facts.TRACKER} at .*expected what the rank itself asked"):
+    with pytest.raises(Divergence, match=f"asked isfile .*{adapter.TRACKER} at .*expected what the rank itself asked"):
         os.path.isfile(tracker)
 
 
 def test_a_checkpoint_that_is_looked_for_past_os_path_is_asked_for_once(tmp_path, monkeypatch):
     """Megatron-LM asks multi-storage-client, where that is installed, which asks the kernel itself."""
     monkeypatch.setattr(os.path, "isfile", os.path.isfile)
-    asked, tracker = [], tmp_path / facts.TRACKER
+    asked, tracker = [], tmp_path / adapter.TRACKER
     saving = fake(isfile=lambda path: path.exists() or os.path.isfile(path))
     monkeypatch.setitem(sys.modules, "megatron.training.checkpointing", saving)
-    facts.install(lambda name, kind, function, args, kwargs: asked.append(name) or function(*args))
+    adapter.install_facts(lambda name, kind, function, args, kwargs: asked.append(name) or function(*args))
     assert not saving.isfile(tracker) and not os.path.isfile(tracker)
     assert asked == [f"isfile {tracker}"] * 2, "each of them once"
 
@@ -55,13 +55,13 @@ def test_a_checkpoint_that_is_looked_for_past_os_path_is_asked_for_once(tmp_path
 def test_a_rehearsal_compares_no_parameters_with_those_of_others(monkeypatch, train_gpt):
     hashes = []
     monkeypatch.setattr(os.path, "isfile", os.path.isfile)
-    loop = fake(**{facts.HASHES: lambda model, cross_check=False: hashes.append(model) or True})
+    loop = fake(**{adapter.HASHES: lambda model, cross_check=False: hashes.append(model) or True})
     monkeypatch.setitem(sys.modules, "megatron.training.training", loop)
-    monkeypatch.setattr(sys.modules["megatron.core.utils"], facts.HASHES, None)
+    monkeypatch.setattr(sys.modules["megatron.core.utils"], adapter.HASHES, None)
     groups = Groups()
     groups._recorder = Recorder(0)
     modes: list[Starting | Follow] = [Starting(fake(groups=groups), 0, 0)]
-    facts.install(lambda *call: modes[-1].call(*call))
+    adapter.install_facts(lambda *call: modes[-1].call(*call))
     assert loop.check_param_hashes_across_dp_replicas(["model"], cross_check=True)
     alone = Groups()
     alone.rehearse(groups.stop_recording())
@@ -79,6 +79,6 @@ def test_what_is_exchanged_for_a_fact_is_not_recorded():
 def test_in_the_loop_a_fact_is_a_call(tmp_path, monkeypatch):
     monkeypatch.setattr(os.path, "isfile", os.path.isfile)
     made = []
-    facts.install(lambda name, kind, function, args, kwargs: made.append((name, kind)) or function(*args))
-    assert not os.path.isfile(tmp_path / facts.TRACKER)
-    assert made == [(f"isfile {tmp_path / facts.TRACKER}", CallKind.FACT)]
+    adapter.install_facts(lambda name, kind, function, args, kwargs: made.append((name, kind)) or function(*args))
+    assert not os.path.isfile(tmp_path / adapter.TRACKER)
+    assert made == [(f"isfile {tmp_path / adapter.TRACKER}", CallKind.FACT)]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from adapters.test_megatron_state import Job, arguments
 
-from deadpool_plugin.adapters.megatron import MegatronAdapter, cleanup, losses
+from deadpool_plugin.adapters.megatron import MegatronAdapter, bookkeeping
 from deadpool_plugin.errors import Unsupported
 from deadpool_plugin.worker import codec
 from deadpool_plugin.worker.staging import Layout
@@ -121,9 +121,9 @@ def test_a_model_that_is_not_in_megatrons_wrapper_is_refused(train_gpt):
 def test_ranks_with_buffers_are_not_taken_for_replicas(train_gpt, monkeypatch):
     monkeypatch.setattr(torch.distributed, "get_process_group_ranks", lambda group: [0, 1])
     job = Job(train_gpt, arguments(train_gpt))
-    assert job.adapter().replicas() == (0, 1)
+    assert job.adapter().state.replicas() == (0, 1)
     job.model[0].module.register_buffer("seen", torch.zeros(1))
-    assert job.adapter().replicas() == (0,)
+    assert job.adapter().state.replicas() == (0,)
 
 
 def test_a_tensor_that_changes_its_form_in_training_is_refused():
@@ -138,20 +138,20 @@ def test_a_tensor_that_changes_its_form_in_training_is_refused():
 def test_all_ranks_look_again_for_cached_logits_after_a_restore(train_gpt, monkeypatch):
     listings = types.SimpleNamespace(_STORAGE_GLOB_CACHE={"msc://logits/*.tar": ["0.tar"]})
     monkeypatch.setitem(sys.modules, "megatron.training.distillation.utils_logits", listings)
-    Job(train_gpt, arguments(train_gpt)).adapter().after_restore()
+    Job(train_gpt, arguments(train_gpt)).adapter().state.after_restore()
     assert not listings._STORAGE_GLOB_CACHE
 
 
 def test_a_window_without_reductions_left_open_by_an_interruption_never_closes_a_later_one(train_gpt):
     job = Job(train_gpt, arguments(train_gpt))
     chunk = job.model[0]
-    (group,) = cleanup.bucket_groups(chunk)
-    interrupted = cleanup.no_sync(chunk)
+    (group,) = bookkeeping.bucket_groups(chunk)
+    interrupted = bookkeeping.NoSync(chunk)
     interrupted.__enter__()
     assert not group.is_last_microbatch
-    cleanup.reset_gradient_buckets([chunk])
+    bookkeeping.reset_gradient_buckets([chunk])
     assert group.is_last_microbatch
-    with cleanup.no_sync(chunk):
+    with bookkeeping.NoSync(chunk):
         interrupted.__exit__(None, None, None)
         assert not group.is_last_microbatch
     assert group.is_last_microbatch
@@ -161,9 +161,9 @@ def test_forward_hooks_are_put_back_as_they_were(train_gpt):
     job = Job(train_gpt, arguments(train_gpt, distributed_optimizer=True, overlap_grad_reduce=True,
                                    overlap_param_gather=True))  # fmt: skip
     adapter, chunk = job.adapter(), job.model[0]
-    restore = adapter.entry_state((), {})
+    restore = adapter.state.entry_state()
     chunk.disable_forward_pre_hook(param_sync=False)
-    without = adapter.entry_state((), {})
+    without = adapter.state.entry_state()
     restore()
     assert chunk.remove_forward_pre_hook_handles
     without()
@@ -174,9 +174,9 @@ def test_gradients_are_reduced_again_in_the_way_they_were(train_gpt):
     job = Job(train_gpt, arguments(train_gpt, distributed_optimizer=True, overlap_grad_reduce=True))
     adapter, chunk = job.adapter(), job.model[0]
     chunk.force_all_reduce = True  # by the script, for a step whose gradients it saves
-    restore = adapter.entry_state((), {})
+    restore = adapter.state.entry_state()
     chunk.force_all_reduce = False
-    without = adapter.entry_state((), {})
+    without = adapter.state.entry_state()
     restore()
     assert chunk.force_all_reduce
     without()
@@ -195,7 +195,7 @@ def test_a_forward_is_redone_in_the_step_it_was_first_done_in(train_gpt, monkeyp
         large = functools.partial(machine.is_unexpectedly_large, threshold=10, context="loss")
         machine.validate_result(torch.tensor(2.0), large, "spiky loss")
 
-    restore = adapter.entry_state((), {})
+    restore = adapter.state.entry_state()
     forward()
     machine.state = machines.RerunState.NOT_RUNNING_YET  # the script has ended the loop around the forward
     for _ in range(2):
@@ -204,9 +204,9 @@ def test_a_forward_is_redone_in_the_step_it_was_first_done_in(train_gpt, monkeyp
     assert machine.large_value_counts == {"loss": 1}
     assert list(machine.validation_counts.values()) == [1]
 
-    saved = codec.decode(codec.encode(adapter.scalars()))
+    saved = codec.decode(codec.encode(adapter.state.scalars()))
     machine.large_value_counts, machine.max_values = {}, {}  # a newcomer has run no forward
-    adapter.load(saved)
+    adapter.state.load(saved)
     assert machine.large_value_counts == {"loss": 1} and machine.max_values == {"loss": 2.0}
 
 
@@ -214,13 +214,13 @@ def test_lengths_of_packed_sequences_are_those_of_the_step(train_gpt, monkeypatc
     loop = SimpleNamespace(_seqlen_stats_in_iteration=torch.tensor([3.0, 5.0]).double(), _seqlen_stats_active=True)
     monkeypatch.setitem(sys.modules, "megatron.training.training", loop)
     adapter = Job(train_gpt, arguments(train_gpt)).adapter()
-    saved, restore = codec.decode(codec.encode(adapter.scalars())), adapter.entry_state((), {})
+    saved, restore = codec.decode(codec.encode(adapter.state.scalars())), adapter.state.entry_state()
     for _ in range(2):
         loop._seqlen_stats_in_iteration += 1
         restore()
         assert loop._seqlen_stats_in_iteration.tolist() == [3.0, 5.0]
     loop._seqlen_stats_in_iteration, loop._seqlen_stats_active = None, False  # a newcomer has run no forward
-    adapter.load(saved)
+    adapter.state.load(saved)
     assert loop._seqlen_stats_in_iteration.tolist() == [3.0, 5.0] and loop._seqlen_stats_active
 
 
@@ -232,7 +232,7 @@ def test_timers_that_an_interrupted_call_has_started_can_be_started_again(train_
     around, inside, new = Timer("around"), Timer("inside"), Timer("new")
     adapter._timers += [around, inside]
     around.start()
-    restore = adapter.entry_state((), {})
+    restore = adapter.state.entry_state()
     around.stop()
     adapter._timers.append(new)
     inside.start()
@@ -247,21 +247,21 @@ def test_auxiliary_losses_are_counted_once_however_often_a_forward_is_redone(tra
     job = Job(train_gpt, arguments(train_gpt, num_experts=2))
     adapter = job.adapter()
     job.step()
-    saved = codec.decode(codec.encode(adapter.scalars()))
+    saved = codec.decode(codec.encode(adapter.state.scalars()))
     tracker = sys.modules["megatron.core.transformer.moe.moe_utils"].get_moe_layer_wise_logging_tracker()
     values = {name: entry["values"].clone() for name, entry in tracker.items()}
     groups = {name: entry["reduce_group"] for name, entry in tracker.items()}
     assert any(float(value.sum()) > 0 for value in values.values())
-    restore = adapter.entry_state((), {})
+    restore = adapter.state.entry_state()
     job.step()
     restore()
     assert all(torch.equal(tracker[name]["values"], value) for name, value in values.items())
     job.step()
-    adapter.load(saved)
+    adapter.state.load(saved)
     assert all(torch.equal(tracker[name]["values"], value) for name, value in values.items())
 
     tracker.clear()  # a newcomer has run no forward
-    adapter.load(saved)
+    adapter.state.load(saved)
     assert all(torch.equal(tracker[name]["values"], value) for name, value in values.items())
     assert {name: entry["reduce_group"] for name, entry in tracker.items()} == groups
 
@@ -281,7 +281,7 @@ def routers_of_core_0_18(monkeypatch):
         MetricEntry=lambda values: SimpleNamespace(values=values, reduce_group=None, needs_dp_avg=True),
         get_moe_metrics_tracker=lambda: SimpleNamespace(metrics=metrics),
     )
-    monkeypatch.setitem(sys.modules, f"{losses.CORE}.moe.moe_logging", module)
+    monkeypatch.setitem(sys.modules, f"{bookkeeping.CORE}.moe.moe_logging", module)
     add = lambda sums: metrics.update(balance=module.MetricEntry(sums))  # noqa: E731
     return metrics, add, lambda: metrics["balance"].values.tolist()
 
@@ -289,26 +289,26 @@ def routers_of_core_0_18(monkeypatch):
 @pytest.mark.parametrize("tracked", [prediction, routers_of_core_0_18])
 def test_other_tracked_losses_go_back_with_a_call_and_into_a_newcomer(tracked, monkeypatch, train_gpt):
     tracker, add, sums = tracked(monkeypatch)
-    before = losses.noted()
+    before = bookkeeping.noted()
     add(torch.tensor([1.5, 2.5]))
-    noted = losses.noted()
-    saved = codec.decode(codec.encode(losses.plain(noted)))
-    losses.put_back(before)
+    noted = bookkeeping.noted()
+    saved = codec.decode(codec.encode(bookkeeping.plain(noted)))
+    bookkeeping.put_back(before)
     assert sums() == [0.0, 0.0]
-    losses.put_back(noted)
+    bookkeeping.put_back(noted)
     assert sums() == [1.5, 2.5]
     tracker.clear()
-    losses.load(saved)
+    bookkeeping.load(saved)
     assert sums() == [1.5, 2.5]
-    assert losses.plain(losses.noted()) == saved
+    assert codec.encode(bookkeeping.plain(bookkeeping.noted())) == codec.encode(saved)
 
 
 def test_who_follows_the_reduction_of_a_loss_logs_what_the_rank_itself_logs(monkeypatch, train_gpt):
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
-    assert (MTPLossLoggingHelper, "reduce_loss_in_tracker") in losses.reductions()
+    assert (MTPLossLoggingHelper, "reduce_loss_in_tracker") in bookkeeping.reductions()
     monkeypatch.setattr(MTPLossLoggingHelper, "tracker", {"values": torch.tensor([2.0])})
-    reduction = losses.Reduction(lambda: MTPLossLoggingHelper.tracker["values"].mul_(3))
+    reduction = bookkeeping.Reduction(lambda: MTPLossLoggingHelper.tracker["values"].mul_(3))
     outcome = codec.decode(codec.encode(reduction.outcome(reduction())))
     monkeypatch.setattr(MTPLossLoggingHelper, "tracker", {})
     reduction.skipped(outcome)

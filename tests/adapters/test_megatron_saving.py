@@ -110,7 +110,7 @@ def waiting(monkeypatch, train_gpt):
     saves.wrapped = functools.partial(Saves.wrapped, saves)
     for name, call in (
         ("schedule_async_request", saving.Schedule), ("maybe_finalize_async_calls", saving.Finalize),
-        ("close", saving.Close),
+        ("close", saving.QueueCall),
     ):  # fmt: skip
         saving._wrap(saves, Calls, name, call)
     calls, writer, seen = Calls(persistent=True), Writer(), []

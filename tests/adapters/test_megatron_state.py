@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from deadpool_plugin.adapters.base_optimizer import MOMENTS
-from deadpool_plugin.adapters.megatron import state, wrapping
+from deadpool_plugin.adapters.common import MOMENTS
+from deadpool_plugin.adapters.megatron import adapter as adapters
+from deadpool_plugin.adapters.megatron import state
 from deadpool_plugin.adapters.megatron.adapter import MegatronAdapter
 from deadpool_plugin.adapters.megatron.state import merge_neighbours
 from deadpool_plugin.errors import Unsupported
@@ -90,7 +91,7 @@ def test_megatrons_own_modules_change_no_values_that_a_newcomer_is_told(train_gp
     job = Job(train_gpt, arguments(train_gpt, **changes))
     adapter = job.adapter()
     job.step(), job.step()
-    assert adapter.scalars()["values"] == {}
+    assert adapter.state.visible()["values"] == {}
 
 
 def test_a_number_that_a_module_counts_comes_back_with_a_call_and_in_a_newcomer(train_gpt):
@@ -101,16 +102,16 @@ def test_a_number_that_a_module_counts_comes_back_with_a_call_and_in_a_newcomer(
         return job, job.model[0].module, job.adapter()
 
     job, model, adapter = counting()
-    put_back = adapter.entry_state((), {})
+    put_back = adapter.state.entry_state()
     job.step()
-    saved = codec.decode(codec.encode(adapter.scalars()))
+    saved = codec.decode(codec.encode(adapter.state.scalars()))
     assert model.calls == 2
     put_back()
     assert model.calls == 0
     _, newcomers, its = counting()
-    its.load(saved)
+    its.state.load(saved)
     assert newcomers.calls == 2
-    its.show(adapter.visible())
+    its.state.show(adapter.state.visible())
     assert newcomers.calls == 0
 
 
@@ -138,11 +139,11 @@ def test_an_answer_the_optimizers_asked_all_ranks_for_is_known_to_all_or_to_none
     (survivor, by_survivor, its), (newcomer, by_newcomer, theirs) = asking(), asking()
     for _ in range(steps):
         survivor.step()
-    saved = codec.decode(codec.encode(its.scalars()))
-    put_back = its.entry_state((), {})
+    saved = codec.decode(codec.encode(its.state.scalars()))
+    put_back = its.state.entry_state()
     survivor.step()
     for adapter in (its, theirs):
-        adapter.load(saved)
+        adapter.state.load(saved)
     by_survivor.clear()
     survivor.step(), newcomer.step()
     assert by_survivor == [] or steps == 0
@@ -171,12 +172,12 @@ def test_generators_of_transformer_engines_tracker_go_on_where_they_were(monkeyp
 def test_a_saved_shard_brings_back_the_same_future(train_gpt, changes):
     job = Job(train_gpt, arguments(train_gpt, **changes))
     adapter = job.adapter()
-    layout = Layout(adapter.shard())
+    layout = Layout(adapter.state.shard)
     job.step()
     payload = memoryview(bytearray(layout.payload_bytes))
     for tensor, view in zip(layout.tensors, layout.views(payload), strict=True):
         view.copy_(tensor)
-    saved = codec.encode({"scalars": adapter.scalars(), "rng": rng.capture(adapter)})
+    saved = codec.encode({"scalars": adapter.state.scalars(), "rng": rng.capture(adapter)})
     position = job.data.get_state()
     future = [job.step() for _ in range(3)], job.digest()
     pointers = [p.data_ptr() for p in job.model[0].parameters()]
@@ -185,10 +186,10 @@ def test_a_saved_shard_brings_back_the_same_future(train_gpt, changes):
         for parameter in job.model[0].parameters():
             parameter.zero_()  # the 16-bit parameters must come from the masters, not survive by luck
     state = codec.decode(saved)
-    adapter.clean()
+    adapter.state.clean()
     layout.load(payload)
-    adapter.load(state["scalars"])
-    adapter.after_restore()
+    adapter.state.load(state["scalars"])
+    adapter.state.after_restore()
     rng.restore(adapter, state["rng"])
     job.data.set_state(position)
     assert ([job.step() for _ in range(3)], job.digest()) == future
@@ -200,7 +201,7 @@ def test_moments_take_no_memory_before_they_have_their_place(train_gpt):
     parts = getattr(job.optimizer, "chained_optimizers", [job.optimizer])
     made = [values for part in parts for _, values in state._parameters(part)]
     assert made and all(values[name].untyped_storage().nbytes() == 4 for values in made for name in MOMENTS)
-    (flat, *_) = job.adapter().shard()
+    (flat, *_) = job.adapter().state.shard
     places = {values[name].untyped_storage().data_ptr() for values in made for name in MOMENTS}
     assert places == {flat.untyped_storage().data_ptr()} and all(v["exp_avg"].is_contiguous() for v in made)
 
@@ -208,7 +209,7 @@ def test_moments_take_no_memory_before_they_have_their_place(train_gpt):
 def test_a_shard_is_few_tensors(train_gpt):
     for dtype, tensors in (("bf16", 1), ("fp32", 2)):  # masters of fp32 parameters stay in model memory
         job = Job(train_gpt, arguments(train_gpt, dtype=dtype, distributed_optimizer=True, hidden=64))
-        assert len(job.adapter().shard()) == tensors
+        assert len(job.adapter().state.shard) == tensors
 
 
 def test_unsupported_optimizers_and_frozen_parameters_are_refused_by_name(train_gpt):
@@ -257,7 +258,7 @@ def test_what_no_redo_would_do_again_is_refused_where_the_script_does_it_itself(
     chunk = type(job.model[0])
     monkeypatch.setattr(chunk, "finish_grad_sync", chunk.finish_grad_sync)
     adapter = job.adapter()
-    wrapping.refuse_outside(chunk, "finish_grad_sync", adapter._is_outside, "set config.finalize_model_grads_func")
+    adapters.refuse_outside(chunk, "finish_grad_sync", adapter._is_outside, "set config.finalize_model_grads_func")
     with pytest.raises(Unsupported, match="DistributedDataParallel.finish_grad_sync itself.*finalize_model_grads_func"):
         job.step()
     with adapter.inside_step():

@@ -47,12 +47,10 @@ class Rank(Live):
         )
         self._adapter = fake(
             guessed=lambda: "",
-            entry_state=lambda args, kwargs: lambda: None,
-            left=lambda: None,
+            state=fake(entry_state=lambda: lambda: None, left=lambda: None, owns=lambda tensor: False),
             rng_states=dict,
             set_rng_states=lambda states: None,
             loss_of=lambda value: None,
-            owns=lambda tensor: False,
         )
 
     def _wait_until(self, done):

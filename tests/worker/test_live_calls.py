@@ -52,12 +52,10 @@ class Rank(Live):
             event=lambda kind, **fields: self.notes.append((kind, fields.get("text"))),
         )
         self._adapter = fake(
-            entry_state=lambda args, kwargs: lambda: None,
-            left=lambda: None,
+            state=fake(entry_state=lambda: lambda: None, left=lambda: None, owns=lambda tensor: False),
             rng_states=dict,
             set_rng_states=id,
             loss_of=lambda value: None,
-            owns=lambda tensor: False,
         )
 
     def _check(self) -> None:
@@ -357,7 +355,7 @@ class Told(Followed):
 @in_zygote
 def test_the_one_wait_of_a_call_is_enough_for_its_record_its_loss_and_the_snapshot_after_it():
     rank, number, staged = _on_device(), torch.full((), 2.0, device="cuda"), []
-    rank._adapter.scalars = lambda: {"norm": number}
+    rank._adapter.state.scalars = lambda: {"norm": number}
     rank._context = fake(tapes=Tapes(), reads=Reads())
     rank._groups.cut = lambda step: 0
     rank._stager.stage = lambda step, generation, state, *rest: staged.append(state)

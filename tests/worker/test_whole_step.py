@@ -29,6 +29,10 @@ class FakeAdapter:
         yield
         self.depth -= 1
 
+    @property
+    def state(self):
+        return self
+
     def visible(self):
         return {"lr": 0.5}
 

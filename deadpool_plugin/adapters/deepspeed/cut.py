@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,17 +19,17 @@ from ...errors import WHOLE_STEP, Unsupported
 
 
 class Graph:
-    """One forward's part of the graph, from parameters to `outputs` (those that require grad, engine's own tensors).
+    """One forward's part of the graph, from parameters to `outputs` (the engine's own tensors that require grad).
 
-    Alive as long as the script can still reach it, or a logged backward has gone through it. `outputs` is None once
-    a backward has consumed them.
+    It lives as long as the script can reach it, or a logged backward has gone through it. `outputs` is None once a
+    backward has consumed them.
     """
 
     def __init__(self, step: int, outputs: list[torch.Tensor] | None) -> None:
         self.step, self.outputs = step, outputs
 
     def unused(self) -> list[torch.Tensor]:
-        """Return the outputs. Raises: RuntimeError if a backward has consumed them."""
+        """Raises: RuntimeError if a backward has consumed the outputs."""
         if self.outputs is None:
             raise RuntimeError("a second backward through a forward of the engine; the first needs retain_graph=True")
         return self.outputs
@@ -71,17 +70,16 @@ CUT_NODE = "_CutBackward"
 
 
 def cut(graph: Graph, arrived: Arrived, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return what the script gets instead of `outputs`: the same values, behind a cut."""
+    """Return the same values as `outputs`, behind a cut: for the script."""
     anchor = torch.zeros((), requires_grad=True)
     detached = [output.detach() for output in outputs]
     return list(_Cut.apply(anchor, graph, arrived, *detached))  # type: ignore[no-untyped-call]
 
 
 def at_rest(parts: Parts) -> Parts:
-    """`parts` as they wait for a redo, up to three steps of them: large gradients (of logits, say) in host memory.
+    """Move large gradients (of logits, say) to host memory, where they wait for a redo for up to three steps.
 
-    Blocks: never, nor does the device: they travel beside what it computes, into page-locked memory. A swap lets the
-    device come to rest before anything is redone (`_let_device_rest`).
+    Blocks: never, nor does the device. A swap lets the device come to rest before anything is redone.
     """
     return [
         (graph, [_in_host_memory(one) if one is not None and _is_far(one) else one for one in gradients])
@@ -109,7 +107,7 @@ def _stream_beside(device: torch.device) -> torch.cuda.Stream:
 
 
 def seed(parts: Parts) -> torch.Tensor:
-    """A scalar in the place of the script's loss: whatever comes in, these gradients go out to the graphs' outputs."""
+    """Return a scalar in the place of the script's loss: its backward gives the graphs' outputs these gradients."""
     outputs, gradients = pairs(parts)
     with torch.enable_grad():
         scalar: torch.Tensor = _Seed.apply(gradients, *outputs)  # type: ignore[no-untyped-call]
@@ -117,10 +115,7 @@ def seed(parts: Parts) -> torch.Tensor:
 
 
 def pairs(parts: Parts) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Outputs and gradients, beside each other on the device, where there is a gradient.
-
-    Raises: RuntimeError if a graph was used up before.
-    """
+    """Return the outputs that have a gradient, and those gradients on the device. Raises: as `Graph.unused`."""
     outputs, gradients = [], []
     for graph, arrived in parts:
         for output, gradient in zip(graph.unused(), arrived, strict=True):
@@ -130,24 +125,15 @@ def pairs(parts: Parts) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     return outputs, gradients
 
 
-@dataclass(frozen=True)
-class Output:
-    """One of a graph's outputs, by its number: computed again after a swap it is another tensor."""
+def output_of(loss: torch.Tensor) -> tuple[Graph, int] | None:
+    """Return the output that `loss` is, by its number; None if the script has done anything to it, or hooked it.
 
-    graph: Graph
-    number: int
-
-    @classmethod
-    def of(cls, loss: torch.Tensor) -> Output | None:
-        """Return which one `loss` is behind its cut; None if the script has done anything to it, or hooked it."""
-        node: Any = loss.grad_fn
-        if node is None or node.name() != CUT_NODE or loss._backward_hooks or loss.retains_grad:
-            return None
-        return cls(node.graph, loss.output_nr)
-
-    def tensor(self) -> torch.Tensor:
-        """The engine's own. Raises: RuntimeError if its graph was used up before."""
-        return self.graph.unused()[self.number]
+    Computed again after a swap the output is another tensor.
+    """
+    node: Any = loss.grad_fn
+    if node is None or node.name() != CUT_NODE or loss._backward_hooks or loss.retains_grad:
+        return None
+    return node.graph, loss.output_nr
 
 
 class ScriptsPart:
@@ -176,7 +162,7 @@ class ScriptsPart:
             todo += [following for following, _ in node.next_functions]
 
     def check(self, owns: Callable[[torch.Tensor], bool]) -> None:
-        """Raises: Unsupported for what a redo would leave out. `owns`: whether a leaf is the engine's."""
+        """Raises: Unsupported for work that a redo would leave out. `owns`: whether a leaf is the engine's."""
         for leaf in self.leaves:
             if owns(leaf):
                 raise Unsupported(

@@ -6,15 +6,14 @@ the process groups or outside the calls; a version of DeepSpeed that lacks the o
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from ...errors import Unsupported
-from ..options import REMEDY, Option, refuse
-from . import adam
+from ..common import REMEDY, Function, Option, in_place_of, options, refuse
+from .optimizer import check_kind
 
 COMPRESSION = ("weight_quantization", "activation_quantization", "sparse_pruning", "row_pruning", "head_pruning",
                "channel_pruning")  # fmt: skip
@@ -23,61 +22,65 @@ COMPRESSION = ("weight_quantization", "activation_quantization", "sparse_pruning
 OPTIONS = (
     Option("has_moe_layers", "has parameters with owners of their own", "train a dense model",
            called="a mixture of experts"),
-    Option("zero_hpz_partition_size", "keeps a second copy of the parameters", "leave it out", (None, 0, 1),
+    Option("zero_hpz_partition_size", "keeps a second copy of the parameters", harmless=(None, 0, 1),
            called="zero_hpz_partition_size (ZeRO++)"),
-    Option("zero_quantized_weights", "gathers parameters that are not the masters'", "leave it out",
+    Option("zero_quantized_weights", "gathers parameters that are not the masters'",
            called="zero_quantized_weights (ZeRO++)"),
-    Option("zero_quantized_nontrainable_weights", "keeps parameters in another form", "leave it out"),
-    Option("zero_quantized_gradients", "reduces in groups that are not tested", "leave it out",
+    Option("zero_quantized_nontrainable_weights", "keeps parameters in another form"),
+    Option("zero_quantized_gradients", "reduces in groups that are not tested",
            called="zero_quantized_gradients (ZeRO++)"),
-    Option("_config.zero_config.mics_shard_size", "shards within groups of its own", "leave it out", (None, -1, 0),
+    Option("_config.zero_config.mics_shard_size", "shards within groups of its own", harmless=(None, -1, 0),
            called="mics_shard_size (MiCS)"),
     Option("_config.zero_config.offload_optimizer.device", "keeps state where a restore does not reach",
            "offload to the CPU", (None, "none", "cpu"), called="offload_optimizer.device"),
     Option("zero_partial_offload", "keeps a second optimizer that is not mirrored", "leave it at 1", (None, 1),
            called="offload_optimizer.ratio (Twin-Flow)"),
-    Option("super_offload", "updates in a process of its own", "leave it out"),
+    Option("super_offload", "updates in a process of its own"),
     Option("_config.zero_config.offload_param.device", "keeps parameters where a restore does not reach",
-           "leave it out", (None, "none"), called="offload_param"),
-    Option("zenflow", "updates parameters beside the step", "leave it out"),
-    Option("sequence_parallel_size", "is not tested", "leave it out", (None, 0, 1),
-           called="sequence parallelism (Ulysses)"),
-    Option("autotp_size", "is not tested", "leave it out", (None, 0, 1),
+           harmless=(None, "none"), called="offload_param"),
+    Option("zenflow", "updates parameters beside the step"),
+    Option("sequence_parallel_size", "is not tested", harmless=(None, 0, 1), called="sequence parallelism (Ulysses)"),
+    Option("autotp_size", "is not tested", harmless=(None, 0, 1),
            called="tensor parallelism of DeepSpeed's own (AutoTP)"),
-    Option("is_deepcompile_enabled", "communicates inside compiled code", "leave it out", called="compile.deepcompile"),
-    Option("curriculum_learning_enabled", "keeps a curriculum that is not mirrored", "leave it out",
+    Option("is_deepcompile_enabled", "communicates inside compiled code", called="compile.deepcompile"),
+    Option("curriculum_learning_enabled", "keeps a curriculum that is not mirrored",
            called="data_efficiency: curriculum_learning"),
-    Option("curriculum_enabled_legacy", "keeps a curriculum that is not mirrored", "leave it out",
+    Option("curriculum_enabled_legacy", "keeps a curriculum that is not mirrored",
            called="curriculum_learning (of DeepSpeed 0.18)"),
-    Option("random_ltd_enabled", "keeps a schedule that is not mirrored", "leave it out",
-           called="data_efficiency: random_ltd"),
-    Option("data_sampling_config.dynamic_batching.enabled", "is not tested", "leave it out",
+    Option("random_ltd_enabled", "keeps a schedule that is not mirrored", called="data_efficiency: random_ltd"),
+    Option("data_sampling_config.dynamic_batching.enabled", "is not tested",
            called="data_efficiency: dynamic_batching"),
-    Option("pld_enabled", "keeps a schedule that is not mirrored", "leave it out", called="progressive_layer_drop"),
-    Option("sparse_gradients_enabled", "is not tested", "leave it out", called="sparse_gradients"),
+    Option("pld_enabled", "keeps a schedule that is not mirrored", called="progressive_layer_drop"),
+    Option("sparse_gradients_enabled", "is not tested", called="sparse_gradients"),
     Option("amp_enabled", "keeps loss scales and masters of its own", "use bf16 or DeepSpeed's fp16",
            called="amp (apex)"),
-    Option("eigenvalue_enabled", "changes how weights are quantized, by what is not mirrored", "leave it out",
-           called="eigenvalue"),
+    Option("eigenvalue_enabled", "changes how weights are quantized, by what is not mirrored", called="eigenvalue"),
     *(Option(f"_config.compression_config.{technique}.shared_parameters.enabled",
-             "keeps a schedule that is not mirrored", "leave it out",
-             called=f"compression_training: {technique}") for technique in COMPRESSION),
+             "keeps a schedule that is not mirrored", called=f"compression_training: {technique}")
+      for technique in COMPRESSION),
     Option("graph_harvesting", "captures the first norm of gradients in a CUDA graph, by reductions of its own",
-           "leave it out", called="graph_harvesting (of DeepSpeed 0.18)"),
-    Option("autotuning_enabled", "ends the job by itself", "leave it out", called="autotuning"),
-    Option("torch_autocast_z0_gradscaler", "keeps a GradScaler that is not mirrored",
-           "use bfloat16, or DeepSpeed's fp16", called="torch_autocast in float16"),
-    Option("optimizer.torch_autocast_gradscaler", "keeps a GradScaler that is not mirrored",
-           "use bfloat16, or DeepSpeed's fp16", called="torch_autocast in float16"),
+           called="graph_harvesting (of DeepSpeed 0.18)"),
+    Option("autotuning_enabled", "ends the job by itself", called="autotuning"),
+    *options("torch_autocast_z0_gradscaler optimizer.torch_autocast_gradscaler",
+             "keeps a GradScaler that is not mirrored", "use bfloat16, or DeepSpeed's fp16",
+             called="torch_autocast in float16"),
     Option("_config.monitor_config.comet.enabled", "opens another run in every rehearsal",
            "use TensorBoard, W&B or CSV files", called="Comet's monitor"),
     Option("checkpoint_engine.is_decoupled", "writes behind the script's back", "use the default one",
            called="a decoupled checkpoint engine"),
 )  # fmt: skip
 
+METHODS = {
+    "coalesce_grad_reduction": "let every backward reduce its gradients",
+    "set_train_batch_size": "keep the batch size",
+    "set_train_micro_batch_size": "keep the batch size",
+    "offload_states": "leave the states where they are",
+}
+"""Methods that are refused in training, each with what to do instead."""
+
 
 def check(engine: Any) -> None:
-    """Raises: Unsupported, naming the option, why, and what to do instead."""
+    """Raises: Unsupported, naming the engine, option or layer, why, and what to do instead."""
     kind = type(engine).__name__
     if kind not in ("DeepSpeedEngine", "PipelineEngine"):
         raise Unsupported(f"the engine is a {kind}", "a DeepSpeedEngine or a PipelineEngine", REMEDY)
@@ -85,8 +88,9 @@ def check(engine: Any) -> None:
 
 
 def check_recurrent(model: Any) -> None:
-    """cuDNN draws the masks from a state of its own, which every restore of torch's generator begins anew
-    (ATen/native/cudnn/RNN.cpp, get_dropout_state). Raises: Unsupported for layers with dropout on a GPU."""
+    """Raises: Unsupported for recurrent layers with dropout on a GPU."""
+    # cuDNN draws the masks from a state of its own, which every restore of torch's generator begins anew
+    # (ATen/native/cudnn/RNN.cpp, get_dropout_state).
     for module in model.modules():
         draws = isinstance(module, torch.nn.RNNBase) and module.dropout > 0 and module.num_layers > 1
         if draws and any(parameter.is_cuda for parameter in module.parameters()):
@@ -98,8 +102,9 @@ def check_recurrent(model: Any) -> None:
 
 
 def check_eight_bits(modules: Iterable[Any]) -> None:
-    """Transformer Engine's layers keep scales and their histories past buffers (accelerate's `mixed_precision: fp8`
-    puts them into a model). Raises: Unsupported for one that has trained in fp8."""
+    """Raises: Unsupported for a layer that has trained in fp8."""
+    # Transformer Engine's layers keep scales and their histories past buffers (accelerate's `mixed_precision: fp8` puts
+    # them into a model).
     for module in modules:
         if getattr(module, "fp8_initialized", False):
             raise Unsupported(
@@ -108,8 +113,8 @@ def check_eight_bits(modules: Iterable[Any]) -> None:
 
 
 def check_hooks() -> None:
-    """Raises: Unsupported for a forward whose activations go somewhere else by torch's saved-tensor hooks: a redo would
-    keep them on the device, and who has put the hooks there would wait for those of the interrupted forward."""
+    """Raises: Unsupported for a forward whose activations go somewhere else by torch's saved-tensor hooks."""
+    # A redo would keep them on the device, and the hooks' owner would wait for those of the interrupted forward.
     if torch._C._autograd._top_saved_tensors_default_hooks(True):
         raise Unsupported(
             "engine.forward is called within saved-tensor hooks (activation offloading)",
@@ -118,86 +123,28 @@ def check_hooks() -> None:
         )
 
 
-def install(engine_class: type, is_training: Callable[[], bool]) -> None:
+def install(engine_class: Any, is_training: Callable[[], bool]) -> None:
     """Refuse optimizers, and once `is_training` what would change an engine's state between calls."""
-    for name, remedy, is_harmless in (
-        ("coalesce_grad_reduction", "let every backward reduce its gradients", _never),
-        ("set_train_batch_size", "keep the batch size", _has_that_batch_size),
-        ("set_train_micro_batch_size", "keep the batch size", _never),
-        ("offload_states", "leave the states where they are", _never),
-    ):
+    for name, remedy in METHODS.items():
         if hasattr(engine_class, name):
-            _refuse_method(engine_class, name, is_training, remedy, is_harmless)
+            _refuse_method(engine_class, name, remedy, is_training)
     if hasattr(engine_class, "_do_optimizer_sanity_check"):
-        _name_optimizer(engine_class)
-    _refuse_hooks(is_training)
+
+        @in_place_of(engine_class, "_do_optimizer_sanity_check")
+        def check_optimizer(original: Function, engine: Any, optimizer: torch.optim.Optimizer) -> Any:
+            try:
+                return original(engine, optimizer)
+            except AssertionError:  # it asks for `zero_allow_untested_optimizer`, which does not help here
+                check_kind(optimizer)
+                raise
 
 
-def _name_optimizer(engine_class: Any) -> None:
-    """Refuse an optimizer that DeepSpeed refuses, too."""
-    original = engine_class._do_optimizer_sanity_check
-
-    @functools.wraps(original)
-    def check_optimizer(self: Any, basic_optimizer: torch.optim.Optimizer) -> Any:
-        try:
-            return original(self, basic_optimizer)
-        except AssertionError:  # it asks for `zero_allow_untested_optimizer`, which does not help here
-            adam.check_kind(basic_optimizer)
-            raise
-
-    engine_class._do_optimizer_sanity_check = check_optimizer
-
-
-def _never(engine: Any, *args: Any, **kwargs: Any) -> bool:
-    return False
-
-
-def _has_that_batch_size(engine: Any, train_batch_size: int) -> bool:
-    """Megatron-DeepSpeed tells the engine its batch size before every step."""
-    return bool(train_batch_size == engine.train_batch_size())
-
-
-def _refuse_method(
-    engine_class: type, name: str, is_training: Callable[[], bool], remedy: str, is_harmless: Callable[..., bool]
-) -> None:
-    """`is_harmless` gets what the method gets."""
-    original = getattr(engine_class, name)
-
-    @functools.wraps(original)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if is_training() and not is_harmless(self, *args, **kwargs):
-            raise Unsupported(f"engine.{name} was called during training", remedy=f"{remedy}, {REMEDY}")
-        return original(self, *args, **kwargs)
-
-    setattr(engine_class, name, method)
-
-
-def _refuse_hooks(is_training: Callable[[], bool]) -> None:
-    """Refuse to take ZeRO 3's hooks off the model for a while, as `unwrap_model_for_generation` of DeepSpeed and trl
-    does; it asks for them first. A swap meanwhile would run the model without them, one after that believe in those
-    that are gone."""
-    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
-
-    owner: Any = DeepSpeedZeRoOffload
-    remove, ending = owner._remove_module_hooks, []
-
-    @functools.wraps(remove)
-    def remove_at_the_end(offload: Any) -> None:
-        ending.append(True)  # engine.destroy()
-        remove(offload)
-
-    def get(name: str, offload: Any) -> Any:
-        if is_training() and not ending:
-            raise Unsupported(
-                "ZeRO 3's hooks were to be taken off the engine's model during training (unwrap_model_for_generation)",
-                "them to stay",
-                f"generate with the model as it is (generate(..., synced_gpus=True)), {REMEDY}",
-            )
-        return vars(offload)[name]
-
-    def put(name: str, offload: Any, hooks: Any) -> None:
-        vars(offload)[name] = hooks
-
-    owner._remove_module_hooks = remove_at_the_end
-    for name in ("forward_hooks", "backward_hooks"):
-        setattr(owner, name, property(functools.partial(get, name), functools.partial(put, name)))
+def _refuse_method(engine_class: Any, name: str, remedy: str, is_training: Callable[[], bool]) -> None:
+    @in_place_of(engine_class, name)
+    def method(original: Function, engine: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_training():
+            # Megatron-DeepSpeed tells the engine its batch size before every step.
+            same = name == "set_train_batch_size" and engine.train_batch_size() in (*args, *kwargs.values())
+            if not same:
+                raise Unsupported(f"engine.{name} was called during training", remedy=f"{remedy}, {REMEDY}")
+        return original(engine, *args, **kwargs)

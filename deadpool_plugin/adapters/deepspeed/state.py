@@ -7,7 +7,8 @@ partitions with ZeRO and in BF16_Optimizer, the model's own parameters without Z
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,14 +17,10 @@ import torch.distributed as dist
 from ...errors import WHOLE_STEP, Unsupported
 from ...worker.adapter import Scalars
 from ...worker.module_state import Buffers, Values
-from ..base_optimizer import group_scalars, load_group_scalars
-from . import adam
-from .frozen import Frozen
-from .gradients import LastingGradients, lasts
-from .partitioned import Partitioned
-from .plain import check_schedule, load_plain_state, plain_state, some
+from ..common import group_scalars, load_group_scalars
+from .optimizer import Adam, Frozen, LastingGradients
 from .refusals import check_eight_bits
-from .rest import Attributes, Rest
+from .transient_state import Attributes, Partitioned, TransientState
 
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps", "_step_applied", "_global_grad_norm",
             "_unmanaged_backward_count")  # fmt: skip
@@ -45,66 +42,55 @@ ZERO3_ATTRIBUTES = frozenset({"_external_params", "all_parameters", "_original_p
                               "applied_pre_backward_ref_cnt", "pre_bwd_fn", "post_bwd_fn"})  # fmt: skip
 """ZeRO 3's on each module of a model, beside what `_is_deepspeeds` knows."""
 OF_OPTIMIZER = ("overflow", "_global_grad_norm", "clip_grad", "custom_loss_scaler", "external_loss_scale")
-
-
-def updated_parameters(optimizer: Any, groups: Sequence[dict[str, Any]]) -> list[torch.Tensor]:
-    """Those of the model's parameters that the optimizer updates, wherever it keeps their masters."""
-    for name in ("bit16_groups", "bf16_groups", "fp16_groups"):  # ZeRO 1 and 2; BF16_Optimizer; ZeRO 3 and FP16_*
-        if hasattr(optimizer, name):
-            return [parameter for group in getattr(optimizer, name) for parameter in group]
-    return _parameters_of(groups)
+GROUPS = ("bit16_groups", "bf16_groups", "fp16_groups")
+"""Attributes with the parameters that an optimizer updates: of ZeRO 1 and 2, BF16_Optimizer, ZeRO 3 and FP16_*."""
 
 
 def _is_deepspeeds(attribute: str) -> bool:
     return attribute in ZERO3_ATTRIBUTES or attribute.startswith(("ds_", "__"))  # ZeRO 3's, the flops profiler's
 
 
-def _parameters_of(groups: Sequence[dict[str, Any]]) -> list[torch.Tensor]:
-    return [parameter for group in groups for parameter in group["params"]]
-
-
 class EngineState:
-    """State of one engine, from its first forward on.
+    """State of one engine, from its first forward on. See `State` for when each method runs.
 
     Raises:
         Unsupported: from the constructor, naming the optimizer or parameter that cannot be protected.
     """
 
     def __init__(self, engine: Any) -> None:
-        self.engine, self.basic_optimizer = engine, engine.basic_optimizer
-        self._groups = self.basic_optimizer.param_groups
-        self._modules = list(engine.module.modules())
+        self.engine, optimizer = engine, engine.optimizer
+        self._modules, self._parameters = list(engine.module.modules()), list(engine.module.parameters())
+        self._parameter_ids = {id(parameter) for parameter in self._parameters}
         self._values = Values(self._modules, _is_deepspeeds)
         self._eight_bits = [module for module in self._modules if hasattr(module, "fp8_initialized")]
-        self._parameters = list(engine.module.parameters())
         self._trained: list[bool] = []
         self._partitioned = None
+        in_groups = [parameter for group in engine.basic_optimizer.param_groups for parameter in group["params"]]
+        masters = in_groups
         if engine.zero_optimization_stage() == 3:
-            self._partitioned = Partitioned(engine.optimizer, self._modules, self._parameters)
-        self.masters = self._partitioned.masters if self._partitioned else _parameters_of(self._groups)
-        adam.check(self.basic_optimizer, self.masters, engine.lr_scheduler)
+            self._partitioned = Partitioned(optimizer, self._modules, self._parameters)
+            masters = self._partitioned.masters
+        self.adam = Adam(engine.basic_optimizer, masters, engine.lr_scheduler)
         check_schedule(engine.lr_scheduler)
-        adam.complete(self.basic_optimizer, self.masters)
-        self._steps_before = int(max(adam.steps(self.basic_optimizer, self.masters)))
-        self._parameter_ids = {id(parameter) for parameter in self._parameters}
-        self._moments = adam.moments(self.basic_optimizer, self.masters)
         self.buffers = Buffers(self._modules)
-        frozen = self._not_updated()
+        groups = next((getattr(optimizer, name) for name in GROUPS if hasattr(optimizer, name)), [in_groups])
+        updated = {id(parameter) for group in groups for parameter in group}
+        frozen = [parameter for parameter in self._parameters if id(parameter) not in updated]
         parts = [parameter.ds_tensor.data for parameter in frozen] if self._partitioned else []
         self.frozen = Frozen([] if self._partitioned else frozen)
-        self.tensors = [*(master.data for master in self.masters), *self._moments, *parts, *self.buffers.tensors]
-        self._rest = Rest(engine.optimizer)
-        self._pipeline = Attributes([engine], OF_PIPELINE)
-        self._gradients = [(master, master.grad) for master in self.masters]
-        self._lasting = LastingGradients(engine.optimizer, engine.module) if lasts(engine) else None
-
-    def _not_updated(self) -> list[Any]:
-        updated = {id(parameter) for parameter in updated_parameters(self.engine.optimizer, self._groups)}
-        return [parameter for parameter in self._parameters if id(parameter) not in updated]
+        self.changing: Sequence[torch.Tensor] = self.buffers.tensors
+        self.shard: Sequence[torch.Tensor] = [
+            *(master.data for master in masters),
+            *self.adam.moments,
+            *parts,
+            *self.changing,
+        ]
+        self._optimizer_before, self._pipeline_before = TransientState(optimizer), Attributes([engine], OF_PIPELINE)
+        self._gradients = [(master, master.grad) for master in masters]
+        self.lasting = LastingGradients(engine)
 
     def replicas(self) -> tuple[int, ...]:
-        """Without ZeRO data-parallel peers are full replicas, but for buffers (running means and the like)."""
-        if self.engine.zero_optimization() or self.engine.bfloat16_enabled() or self.buffers.tensors:
+        if self.engine.zero_optimization() or self.engine.bfloat16_enabled() or self.changing:
             return (dist.get_rank(),)
         return tuple(sorted(dist.get_process_group_ranks(self.engine.data_parallel_group)))
 
@@ -121,6 +107,9 @@ class EngineState:
         own = any(memory == parameter.untyped_storage().data_ptr() for parameter in self._parameters)
         return own or self.buffers.hold(tensor)
 
+    def has_parameter(self, tensor: torch.Tensor) -> bool:
+        return id(tensor) in self._parameter_ids
+
     # ---- plain values
 
     def visible(self) -> Scalars:
@@ -128,11 +117,11 @@ class EngineState:
         optimizer = self.engine.optimizer
         return {
             "frozen": self.frozen.digest,
-            "counters": some(self.engine, COUNTERS),
-            "module": some(self.engine.module, OF_PIPELINE_MODULE),
+            "counters": _some(self.engine, COUNTERS),
+            "module": _some(self.engine.module, OF_PIPELINE_MODULE),
             "values": self._values.changed(),
-            "optimizer": some(optimizer, OF_OPTIMIZER),
-            "groups": group_scalars(self._groups),
+            "optimizer": _some(optimizer, OF_OPTIMIZER),
+            "groups": group_scalars(self.adam.groups),
             "scheduler": plain_state(self.engine.lr_scheduler),
             "scalers": [plain_state(getattr(optimizer, name, None)) for name in SCALERS],
         }
@@ -144,7 +133,7 @@ class EngineState:
         self._values.load(visible["values"])
         vars(self.engine.module).update(visible["module"])
         vars(optimizer).update(visible["optimizer"])
-        load_group_scalars(self._groups, visible["groups"])
+        load_group_scalars(self.adam.groups, visible["groups"])
         load_plain_state(self.engine.lr_scheduler, visible["scheduler"])
         for name, state in zip(SCALERS, visible["scalers"], strict=True):
             load_plain_state(getattr(optimizer, name, None), state)
@@ -153,60 +142,49 @@ class EngineState:
         self.frozen.check_unchanged()
         check_eight_bits(self._eight_bits)
         self.buffers.follow()
-        steps = adam.steps(self.basic_optimizer, self.masters)
-        without = self._lasting.without() if self._lasting else []
-        return {"visible": self.visible(), "steps": steps, "without_gradients": without}
+        without = self.lasting.without()
+        return {"visible": self.visible(), "steps": self.adam.steps(), "without_gradients": without}
 
     def load(self, scalars: Scalars) -> None:
         self.show(scalars["visible"])
-        if self._lasting:
-            self._lasting.load(scalars["without_gradients"])
-        adam.load_steps(self.basic_optimizer, self.masters, scalars["steps"], self._steps_before)
+        self.lasting.load(scalars["without_gradients"])
+        self.adam.load_steps(scalars["steps"])
 
-    def entry(self) -> Scalars:
-        """Collect what a call may read beside the shard."""
-        flags = [module.training for module in self._modules]
+    def entry_state(self) -> Callable[[], None]:
         trained = [parameter.requires_grad for parameter in self._parameters]
         if trained != self._trained:
-            self._trained = trained  # the same object in all calls that are logged meanwhile
-        return {
-            "visible": self.visible(),
-            "training": flags,
-            "requires_grad": self._trained,
-            "flags": some(self.engine, BETWEEN_CALLS),
-            "buffers": self.buffers.entry(),
-        }
+            self._trained = trained
+        trained = self._trained  # the same object in all calls that are logged meanwhile
+        training = [module.training for module in self._modules]
+        visible, flags, buffers = self.visible(), _some(self.engine, BETWEEN_CALLS), self.buffers.entry()
 
-    def load_entry(self, entry: Scalars) -> None:
-        self.show(entry["visible"])
-        vars(self.engine).update(entry["flags"])
-        for module, flag in zip(self._modules, entry["training"], strict=True):
-            module.training = flag
-        for parameter, trained in zip(self._parameters, entry["requires_grad"], strict=True):
-            if parameter.requires_grad != trained:
-                parameter.requires_grad_(trained)
-        self.buffers.load_entry(entry["buffers"])
+        def restore() -> None:
+            self.show(visible)
+            vars(self.engine).update(flags)
+            for module, flag in zip(self._modules, training, strict=True):
+                module.training = flag
+            for parameter, requires_grad in zip(self._parameters, trained, strict=True):
+                if parameter.requires_grad != requires_grad:
+                    parameter.requires_grad_(requires_grad)
+            self.buffers.load_entry(buffers)
 
-    def check_gradients(self) -> None:
-        """Before an update. Raises: Unsupported if it would use gradients of an earlier step."""
-        if self._lasting:
-            self._lasting.check()
+        return restore
+
+    def left(self) -> None:
+        self.buffers.left()
 
     # ---- a swap
 
     def clean(self) -> None:
-        """Leave the engine as between two steps: no gradients, nothing under way. Never communicates.
-
-        Those that `LastingGradients` minds keep their memory's values, which the next step writes over.
-        """
+        """Leave the engine as between two steps. Lasting gradients keep values that the next step overwrites."""
         from deepspeed.runtime.activation_checkpointing import checkpointing
 
-        self.basic_optimizer.param_groups = self._groups  # ZeRO lends the optimizer one group at a time
-        self._rest.restore()
-        self._pipeline.restore()
+        self.adam.optimizer.param_groups = self.adam.groups  # ZeRO lends the optimizer one group at a time
+        self._optimizer_before.restore()
+        self._pipeline_before.restore()
         if self._partitioned:
             self._partitioned.clean()
-        vars(self.engine).update({name: type(value)() for name, value in some(self.engine, UNDER_WAY).items()})
+        vars(self.engine).update({name: type(value)() for name, value in _some(self.engine, UNDER_WAY).items()})
         for parameter in self._parameters:
             parameter.grad = None
             if hasattr(parameter, "grad_accum"):
@@ -226,8 +204,7 @@ class EngineState:
         self.engine.tput_timer.started = False
         self.buffers.put_back()
 
-    def refresh_parameters(self) -> None:
-        """The model's parameters from their masters, on all data-parallel ranks. Blocks: communicates."""
+    def after_restore(self) -> None:
         optimizer = self.engine.optimizer
         if self._partitioned:
             self._partitioned.refresh()
@@ -242,13 +219,69 @@ class EngineState:
                 for parameter, part in zip(group, flat.data.split([p.numel() for p in group]), strict=True):
                     parameter.data.copy_(part.view(parameter.shape))
 
-    def take_back(self) -> None:
-        """Something has put other groups and tensors into the optimizer: their values into ours, and ours back."""
-        for mine, theirs in zip(self._groups, self.basic_optimizer.param_groups, strict=True):
-            if mine is not theirs:
-                mine.update(theirs)
-        self.basic_optimizer.param_groups = self._groups
-        adam.replace_moments(self.basic_optimizer, self.masters, self._moments)
 
-    def has_parameter(self, tensor: torch.Tensor) -> bool:
-        return id(tensor) in self._parameter_ids
+# ---- plain values of small objects with state: engines' counters, schedules, loss scalers
+
+
+def _some(owner: Any, names: Sequence[str]) -> Scalars:
+    return {name: vars(owner)[name] for name in names if name in vars(owner)}
+
+
+def plain_state(owner: Any) -> Scalars:
+    """Copy the plain values of a schedule or scaler and, by attribute, those of the parts it consists of."""
+    attributes = vars(owner) if owner is not None else {}
+    return {
+        "values": copy.deepcopy({name: value for name, value in attributes.items() if _is_plain(value)}),
+        "parts": {name: [plain_state(part) for part in found] for name, found in _parts(attributes).items()},
+    }
+
+
+def load_plain_state(owner: Any, state: Scalars) -> None:
+    """Put back what `plain_state` gave, in place."""
+    for name, value in copy.deepcopy(state["values"]).items():
+        live = vars(owner).get(name)
+        if isinstance(live, dict):  # a Counter stays one
+            live.clear()
+            live.update(value)
+        else:
+            setattr(owner, name, value)
+    parts = _parts(vars(owner)) if state["parts"] else {}
+    for name, states in state["parts"].items():
+        for part, its in zip(parts[name], states, strict=True):
+            load_plain_state(part, its)
+
+
+def check_schedule(schedule: Any) -> None:
+    """Raises: Unsupported, naming what a schedule saves in checkpoints and `plain_state` does not have."""
+    attributes = vars(schedule) if hasattr(schedule, "state_dict") else {}
+    parts = _parts(attributes)
+    for part in [part for found in parts.values() for part in found]:
+        check_schedule(part)
+    saved = schedule.state_dict() if attributes else {}
+    for name in [name for name, value in attributes.items() if name in saved and not _is_plain(value)]:
+        if name not in parts and saved[name] is not None:
+            raise Unsupported(
+                f"the schedule {type(schedule).__name__} has the state {name!r}, a {type(saved[name]).__name__}",
+                "plain data, and schedules of these",
+                "leave it out of its state_dict() if it never changes, or step a schedule of the script's own",
+            )
+
+
+def _parts(attributes: Scalars) -> dict[str, list[Any]]:
+    """Return the parts of a schedule: other schedules, and functions that are objects with values of their own."""
+    lists = {name: list(one) if isinstance(one, (list, tuple)) else [one] for name, one in attributes.items()}
+    return {name: parts for name, parts in lists.items() if parts and all(map(_is_part, parts))}
+
+
+def _is_part(value: Any) -> bool:
+    if isinstance(value, (torch.nn.Module, type)) or hasattr(value, "param_groups") or not hasattr(value, "__dict__"):
+        return False
+    return callable(value) or (hasattr(value, "step") and hasattr(value, "state_dict"))
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(map(_is_plain, value.keys())) and all(map(_is_plain, value.values()))
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    return isinstance(value, (bool, int, float, str, type(None)))

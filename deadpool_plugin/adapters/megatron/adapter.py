@@ -1,4 +1,4 @@
-"""Megatron-core as an `Adapter`: which functions are calls, and what a rank's state is.
+"""Megatron-core as an `Adapter`: its functions that are calls, its instances, and its data sets.
 
 Calls: `DistributedDataParallel.zero_grad_buffer` and `start_param_sync`, the optimizers' `zero_grad` and `step`, the
 three forward-backward schedules, `OptimizerParamScheduler.step`, the reductions of losses that are tracked beside. A
@@ -10,18 +10,21 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
-from ...errors import Unsupported, present
+from ...errors import WHOLE_STEP, Unsupported, present
 from ...worker import skipping
-from ...worker.adapter import CallHandler, CallKind, Scalars
+from ...worker.adapter import Adapter, Bare, CallHandler, CallKind, Followed
 from ...worker.saving import Saves
-from ..options import REMEDY
-from . import bookkeeping, cleanup, facts, losses, refusals, saving, wrapping
+from ..common import REMEDY, Function, after_init, in_place_of
+from . import bookkeeping, refusals, saving
 from .state import TrainingState, check_base, parts_of
 
 SCHEDULES = (
@@ -29,9 +32,12 @@ SCHEDULES = (
     "forward_backward_pipelining_without_interleaving",
     "forward_backward_pipelining_with_interleaving",
 )
+TRACKER = "latest_checkpointed_iteration.txt"
+HASHES = "check_param_hashes_across_dp_replicas"
+"""Function behind `--check-weight-hash-across-dp-replicas-interval`."""
 
 
-class MegatronAdapter:
+class MegatronAdapter(Adapter):
     """See `Adapter` for when each method runs."""
 
     framework = "megatron.core.distributed"
@@ -41,18 +47,19 @@ class MegatronAdapter:
         self._chunks: list[Any] = []
         self._optimizers: list[Any] = []
         self._schedulers: list[Any] = []
-        self._modules: list[torch.nn.Module] = []
         self._timers: list[Any] = []
         self._state: TrainingState | None = None
         self._depth = 0
         """How many calls (for the first time or again), or step functions of the script's, run within each other."""
 
+    @property
+    def state(self) -> TrainingState:
+        return present(self._state, "attach() comes first")
+
     def package(self) -> tuple[str, str]:
         import megatron.core  # a checkout's, if the script stands in one
 
         return "megatron-core", megatron.core.__version__
-
-    # ---- calls
 
     def install(self, handler: CallHandler) -> None:
         try:
@@ -74,42 +81,37 @@ class MegatronAdapter:
         _remember_instances(optimizers.MegatronOptimizer, self._optimizers)
         _remember_instances(optimizers.ChainedOptimizer, self._optimizers)
         _remember_instances(Timer, self._timers)
-        wrap = functools.partial(wrapping.wrap, handler=handler, within=self.inside_step)
-        DistributedDataParallel.no_sync = cleanup.no_sync
-        wrap(DistributedDataParallel, "zero_grad_buffer", CallKind.PLAIN)
-        wrap(DistributedDataParallel, "start_param_sync", CallKind.PLAIN)
-        for owner, name in losses.reductions():
-            wrap(owner, name, CallKind.PLAIN, told=losses.Reduction)
-        wrap(OptimizerParamScheduler, "step", CallKind.PLAIN)
+        wrap_call = functools.partial(wrap, handler=handler, within=self.inside_step)
+        DistributedDataParallel.no_sync = lambda chunk: bookkeeping.NoSync(chunk)
+        wrap_call(DistributedDataParallel, "zero_grad_buffer", CallKind.PLAIN)
+        wrap_call(DistributedDataParallel, "start_param_sync", CallKind.PLAIN)
+        for owner, name in bookkeeping.reductions():
+            wrap_call(owner, name, CallKind.PLAIN, told=bookkeeping.Reduction)
+        wrap_call(OptimizerParamScheduler, "step", CallKind.PLAIN)
         if hasattr(loop := sys.modules.get(bookkeeping.LOOP), bookkeeping.CONSUME):
-            wrap(loop, bookkeeping.CONSUME, CallKind.PLAIN)
+            wrap_call(loop, bookkeeping.CONSUME, CallKind.PLAIN)
         for name in SCHEDULES:
-            wrap(schedules, name, CallKind.FORWARD)
+            wrap_call(schedules, name, CallKind.FORWARD)
         for cls in _subclasses(optimizers.MegatronOptimizer):
             if "step" in vars(cls):
-                wrap(cls, "step", CallKind.UPDATE)
+                wrap_call(cls, "step", CallKind.UPDATE)
             if "step_with_ready_grads" in vars(cls):
-                wrapping.refuse_outside(cls, "step_with_ready_grads", self._is_outside, "call optimizer.step()")
+                refuse_outside(cls, "step_with_ready_grads", self._is_outside, "call optimizer.step()")
             if "zero_grad" in vars(cls):
-                wrap(cls, "zero_grad", CallKind.PLAIN)
+                wrap_call(cls, "zero_grad", CallKind.PLAIN)
             if "sharded_state_dict" in vars(cls):
                 saving.wrap_sharded_state_dict(cls, handler)
         remedy = "set config.finalize_model_grads_func, which the schedule calls"
-        wrapping.refuse_outside(DistributedDataParallel, "finish_grad_sync", self._is_outside, remedy)
-        facts.install(handler)
+        refuse_outside(DistributedDataParallel, "finish_grad_sync", self._is_outside, remedy)
+        install_facts(handler)
         skipping.look_through(RerunDataIterator, "iterable", unless="replaying")
         skipping.draws_nothing(_reads_by_index)
 
     def install_saving(self, saves: Saves) -> None:
         saving.install(saves)
 
-    # ---- state
-
     def is_used(self) -> bool:
         return bool(self._optimizers)
-
-    def beforehand(self) -> Sequence[str]:
-        return ()
 
     @contextlib.contextmanager
     def inside_step(self) -> Iterator[None]:
@@ -134,111 +136,8 @@ class MegatronAdapter:
                 "exactly one",
                 f"build one with get_megatron_optimizer before the first training call, {REMEDY}",
             )
-        self._optimizers[:] = outermost
         refusals.check(self._chunks, outermost[0].config)
-        self._modules = [module for chunk in self._chunks for module in chunk.modules()]
-        self._state = TrainingState(self._chunks, outermost[0])
-
-    @property
-    def state(self) -> TrainingState:
-        return present(self._state, "attach() comes first")
-
-    def shard(self) -> Sequence[torch.Tensor]:
-        return self.state.tensors
-
-    def owns(self, tensor: torch.Tensor) -> bool:
-        return self.state.owns(tensor)
-
-    def changing(self) -> Sequence[torch.Tensor]:
-        return self.state.buffers.tensors
-
-    def replicas(self) -> tuple[int, ...]:
-        return self.state.replicas()
-
-    def scalars(self) -> Scalars:
-        self.state.buffers.follow()
-        return {
-            "optimizer": self.state.scalars(),
-            "schedulers": self._scheduler_states(),
-            "values": self.state.values.changed(),
-            "losses": losses.plain(losses.noted()),
-            "books": bookkeeping.kept(),
-        }
-
-    def load(self, scalars: Scalars) -> None:
-        self._load_schedulers(scalars["schedulers"])
-        self.state.load_scalars(scalars["optimizer"])
-        self.state.values.load(scalars["values"])
-        losses.load(scalars["losses"])
-        bookkeeping.load(scalars["books"])
-
-    def visible(self) -> Scalars:
-        return {
-            "groups": self.state.group_scalars(),
-            "schedulers": self._scheduler_states(),
-            "values": self.state.values.changed(),
-        }
-
-    def show(self, visible: Scalars) -> None:
-        self.state.load_group_scalars(visible["groups"])
-        self._load_schedulers(visible["schedulers"])
-        self.state.values.load(visible["values"])
-
-    def _scheduler_states(self) -> list[Scalars]:
-        return [_scheduler_state(scheduler) for scheduler in self._schedulers]
-
-    def _load_schedulers(self, states: list[Scalars]) -> None:
-        for scheduler, saved in zip(self._schedulers, states, strict=True):
-            # load_state_dict is additive on a live scheduler (it steps by the saved count), so set it outright.
-            vars(scheduler).update(saved)
-
-    def entry_state(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], None]:
-        training = [module.training for module in self._modules]
-        configs = [(chunk.config, dict(vars(chunk.config))) for chunk in self._chunks]
-        hooks = [(chunk, bool(chunk.remove_forward_pre_hook_handles)) for chunk in self._chunks]
-        reducing = [getattr(chunk, "force_all_reduce", False) for chunk in self._chunks]  # from 0.16 on
-        groups, schedulers = self.state.group_scalars(), self._scheduler_states()
-        tracked, put_books_back = losses.noted(), bookkeeping.noted(self._timers)
-        buffers, values = self.state.buffers.entry(), self.state.values.changed()
-        learned = self.state.learned.changed()
-
-        def restore() -> None:
-            for module, flag in zip(self._modules, training, strict=True):
-                module.training = flag
-            for config, fields in configs:
-                vars(config).update(fields)
-            for chunk, enabled in hooks:
-                cleanup.set_forward_hooks(chunk, enabled)
-            for chunk, forced in zip(self._chunks, reducing, strict=True):
-                chunk.force_all_reduce = forced
-            self.state.load_group_scalars(groups)
-            self._load_schedulers(schedulers)
-            losses.put_back(tracked)
-            put_books_back()
-            self.state.values.load(values)
-            self.state.learned.load(learned)
-            self.state.buffers.load_entry(buffers)
-
-        return restore
-
-    def left(self) -> None:
-        self.state.buffers.left()
-
-    def clean(self) -> None:
-        cleanup.reset_gradient_buckets(self._chunks)
-        for chunk in self._chunks:
-            chunk.zero_grad_buffer()
-        for optimizer in self._optimizers:
-            optimizer.zero_grad()
-        self.state.buffers.put_back()
-
-    def after_restore(self) -> None:
-        self.state.refresh_parameters()
-        for chunk in self._chunks:
-            if chunk.ddp_config.use_distributed_optimizer:
-                chunk.start_param_sync(force_sync=True)
-        cleanup.reset_gradient_buckets(self._chunks)
-        cleanup.forget_listings()
+        self._state = TrainingState(self._chunks, outermost[0], self._schedulers, self._timers)
 
     def rng_states(self) -> dict[str, Any]:
         from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
@@ -266,20 +165,82 @@ class MegatronAdapter:
         known = [value for value in values if value is not None]
         return sum(known) / len(known) if len(known) == len(values) else None
 
-    def guessed(self) -> str:
-        return ""
+
+def wrap(
+    owner: Any,
+    name: str,
+    kind: CallKind,
+    *,
+    handler: CallHandler,
+    within: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+    told: Callable[..., Followed] = Bare,
+) -> None:
+    """Make `owner.name` a call, as `told` describes it. The original runs `within` a context."""
+    original = getattr(owner, name)
+
+    @told
+    @functools.wraps(original)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with within():
+            return original(*args, **kwargs)
+
+    @in_place_of(owner, name)
+    def call(_: Any, *args: Any, **kwargs: Any) -> Any:
+        return handler(name, kind, run, args, kwargs)
+
+
+def refuse_outside(owner: Any, name: str, is_outside: Callable[[], bool], remedy: str) -> None:
+    """Refuse `owner.name` where it is called outside of every call: no redo would do it again."""
+
+    @in_place_of(owner, name)
+    def function(original: Function, *args: Any, **kwargs: Any) -> Any:
+        if is_outside():
+            raise Unsupported(
+                f"the script has called {owner.__name__}.{name} itself, which a swap would leave out of what is redone",
+                "it within a training call",
+                f"{remedy}, or {WHOLE_STEP}",
+            )
+        return original(*args, **kwargs)
+
+
+def install_facts(handler: CallHandler) -> None:
+    """Let a process that rehearses a rank later find the facts that the rank itself found when the job began.
+
+    With `--load X --save X` a job begins without a checkpoint and soon has one. A rehearsal that saw it would load it,
+    with collectives that the job never made. Which one is loaded is decided by such a collective, whose result is
+    recorded; so what matters is whether the file that names the newest one is there. Nor has a rehearsal parameters
+    whose hashes could be compared.
+    Source: megatron/training/checkpointing.py `_load_base_checkpoint`, `checkpoint_exists` (core_v0.14.0 to main; those
+    of 0.19 and later ask `os.path` itself); megatron/core/utils.py `check_param_hashes_across_dp_replicas`.
+    """
+    asking = False
+
+    def isfile(original: Callable[[Any], bool], path: Any) -> bool:
+        nonlocal asking
+        on_main_thread = threading.current_thread() is threading.main_thread()
+        if asking or not on_main_thread or not str(path).endswith(TRACKER):
+            return original(path)
+        asking = True  # however many functions the question goes through
+        try:
+            return bool(handler(f"isfile {path}", CallKind.FACT, original, (path,), {}))
+        finally:
+            asking = False
+
+    in_place_of(os.path, "isfile")(isfile)
+    saving: Any = sys.modules.get("megatron.training.checkpointing")
+    if hasattr(saving, "isfile"):  # which asks multi-storage-client where that is installed
+        in_place_of(saving, "isfile")(isfile)
+    for module in map(sys.modules.get, ("megatron.core.utils", "megatron.training.training")):
+        if hasattr(module, HASHES):
+            wrap(module, HASHES, CallKind.FACT, handler=handler)
 
 
 def _remember_instances(cls: type, instances: list[Any]) -> None:
-    original = cls.__init__  # type: ignore[misc]
+    def remember(instance: Any) -> None:
+        if not any(known is instance for known in instances):
+            instances.append(instance)
 
-    @functools.wraps(original)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        if not any(known is self for known in instances):
-            instances.append(self)
-
-    cls.__init__ = init  # type: ignore[misc]
+    after_init(cls, remember)
 
 
 def _subclasses(cls: type) -> list[type]:
@@ -302,12 +263,6 @@ def _mean(reported: Any) -> float | None:
     return total / count[0] if count and count[0] else total
 
 
-def _scheduler_state(scheduler: Any) -> Scalars:
-    """The plain numbers of a scheduler; its optimizer and call-backs are not state."""
-    plain = (bool, int, float, str, type(None))
-    return {name: value for name, value in vars(scheduler).items() if isinstance(value, plain)}
-
-
 _READ_BY_INDEX = frozenset({
     "gpt_dataset.GPTDataset", "gpt_dataset.MockGPTDataset", "bert_dataset.BERTMaskedWordPieceDataset",
     "t5_dataset.T5MaskedWordPieceDataset", "multimodal_dataset.MockMultimodalDataset",
@@ -323,6 +278,8 @@ _LOW_LEVEL = ("indexed_dataset.IndexedDataset", "gpt_dataset.MockGPTLowLevelData
 
 def _reads_by_index(data_set: Any) -> bool:
     """Return whether a data set is one of megatron-core's whose items surely depend on their index alone."""
+    from megatron.core.package_info import MAJOR, MINOR
+
     name = _name_in_datasets(data_set)
     if name == _BLEND:
         return all(map(_reads_by_index, data_set.datasets))
@@ -333,18 +290,12 @@ def _reads_by_index(data_set: Any) -> bool:
         return False
     if hasattr(config, "preprocess_func") and config.preprocess_func is not type(config).preprocess_func:
         return False
-    return not _keeps_masks(data_set)
+    if (MAJOR, MINOR) >= (0, 15) or not getattr(data_set, "masks_and_position_ids_are_cacheable", False):
+        return True
+    # Before 0.15 an item of GPTDataset masks its padding in the mask of the items after it.
+    return bool(data_set._pad_token_id < 0 and data_set.index_split.name != "valid")
 
 
 def _name_in_datasets(data_set: Any) -> str:
     cls = type(data_set)
     return f"{cls.__module__}.{cls.__qualname__}".removeprefix("megatron.core.datasets.")
-
-
-def _keeps_masks(data_set: Any) -> bool:
-    """Return whether an item masks its padding in the mask of the items after it, as GPTDataset does before 0.15."""
-    from megatron.core.package_info import MAJOR, MINOR
-
-    if (MAJOR, MINOR) >= (0, 15) or not getattr(data_set, "masks_and_position_ids_are_cacheable", False):
-        return False
-    return bool(data_set._pad_token_id >= 0 or data_set.index_split.name == "valid")

@@ -1,79 +1,229 @@
-"""Megatron-core's notes about the step under way, outside model and optimizer, put back as at a call's entry.
+"""Megatron-core's notes of the step under way, beside model and optimizer: tracked losses, timers, gradient buckets.
 
-The rerun state machine asserts in every forward that it is inside a step, which the script begins and ends between
-calls: a forward redone from inside the optimizer's step would raise. A timer that an interruption leaves running
-cannot be started again. Lengths of packed sequences are added up by forwards, reduced and cleared after the cut.
-Source: megatron/core/rerun_state_machine.py `validate_result`, megatron/core/timers.py `Timer.start` (0.16.1),
-megatron/training/training.py `consume_seqlen_stats_in_iteration` (core_v0.18.0 to main).
+Every forward adds to trackers of the process; the script's logging reduces and clears them, so a redone forward would
+count twice. Rules of this file: a tracker that a version lacks is no error. An entry is what one tracker has: tensors
+of sums, the groups they are reduced over, flags.
+Source: megatron/core/transformer/moe/moe_utils.py (core_v0.14.0 to 0.17.1), moe_logging.py (0.18.0 and later),
+multi_token_prediction.py, experimental_attention_variant/dsa.py; core/rerun_state_machine.py `validate_result`,
+core/timers.py `Timer.start`, core/distributed/param_and_grad_buffer.py (0.16.1); training/training.py
+`consume_seqlen_stats_in_iteration` (core_v0.18.0 to main).
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed.distributed_c10d as c10d
 
+from ...worker.adapter import Bare, Scalars
+
+Entry = dict[str, Any]
+
+CORE = "megatron.core.transformer"
+REDUCTIONS = (
+    (f"{CORE}.moe.moe_utils", "", "reduce_aux_losses_tracker_across_ranks"),
+    (f"{CORE}.moe.moe_logging", "MoEMetricsTracker", "_sync_metrics"),
+    (f"{CORE}.multi_token_prediction", "MTPLossLoggingHelper", "reduce_loss_in_tracker"),
+    (f"{CORE}.multi_token_prediction", "MTPLossLoggingHelper", "reduce_metrics_in_tracker"),
+    (f"{CORE}.experimental_attention_variant.dsa", "DSAIndexerLossLoggingHelper", "reduce_loss_in_tracker"),
+)
+"""Module, class, function."""
 LOOP = "megatron.training.training"
 CONSUME = "consume_seqlen_stats_in_iteration"
 LENGTHS = ("_seqlen_stats_in_iteration", "_seqlen_stats_active")
-"""Globals there."""
+"""Globals there: lengths of packed sequences, added up by forwards, reduced and cleared after the cut."""
+MACHINE = "megatron.core.rerun_state_machine"
 MAXIMA = ("large_value_counts", "max_values")
-"""Attributes in which the rerun state machine keeps what it has to know of earlier steps."""
+"""Attributes of the rerun state machine: the largest values of a loss so far decide which ones it does not expect."""
 
 
-def noted(timers: Sequence[Any]) -> Callable[[], None]:
-    """Note it now; the result puts it back. `timers` may grow meanwhile: a new one was not running now."""
-    machine = _machine()
-    attributes = _copied(vars(machine)) if machine is not None else {}
-    running = {timer for timer in timers if timer._started}
-    lengths = _lengths()
+def reductions() -> list[tuple[Any, str]]:
+    """Return owner and name of every function that reduces tracked losses in this version."""
+    found = []
+    for module, owner, name in REDUCTIONS:
+        with contextlib.suppress(ImportError):
+            holder: Any = importlib.import_module(module)
+            holder = getattr(holder, owner, None) if owner else holder
+            if hasattr(holder, name):
+                found.append((holder, name))
+    return found
+
+
+class Reduction(Bare):
+    """A function that reduces tracked losses. Followers get the reduced sums: they log and add up the same."""
+
+    def outcome(self, value: Any) -> Scalars:
+        return plain({name: entry for name, entry in noted().items() if name not in (LOOP, MACHINE)})
+
+    def skipped(self, outcome: Scalars) -> None:
+        load(outcome)
+
+
+def noted() -> dict[str, Entry]:
+    """Copy the entries of all trackers, and the rerun state machine's attributes.
+
+    The machine asserts in every forward that it is inside a step, which the script begins and ends between calls: a
+    forward redone from inside the optimizer's step would raise.
+    """
+    found = {}
+    for name, entry in _live().items():
+        keys = LENGTHS if name == LOOP else entry.keys()
+        if fields := {key: _copied(entry[key]) for key in keys if key in entry}:
+            found[name] = fields
+    return found
+
+
+def put_back(saved: dict[str, Entry]) -> None:
+    """Make the trackers what `noted` returned."""
+    live = _live()
+    for name in live.keys() - saved.keys() - {LOOP, MACHINE}:
+        for value in live[name].values():
+            if isinstance(value, torch.Tensor):
+                value.zero_()
+    for name, fields in saved.items():
+        if name not in live:
+            metrics, make = _metrics()
+            live[name] = _fields(metrics.setdefault(name, make()))
+        for key, value in fields.items():
+            mine = live[name].get(key)
+            if isinstance(value, torch.Tensor) and isinstance(mine, torch.Tensor) and mine.shape == value.shape:
+                mine.copy_(value)
+            else:
+                live[name][key] = _copied(value)
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    return value.copy() if isinstance(value, dict) else value
+
+
+def plain(saved: dict[str, Entry]) -> Scalars:
+    """Select from what `noted` returned what a newcomer needs of forwards that it did not run. Groups go by name."""
+    names = c10d._world.pg_names
+
+    def encoded(value: Any) -> tuple[bool, Any]:
+        return (True, names[value]) if isinstance(value, torch.distributed.ProcessGroup) else (False, value)
+
+    return {
+        name: {key: encoded(value) for key, value in entry.items() if name != MACHINE or key in MAXIMA}
+        for name, entry in saved.items()
+    }
+
+
+def load(scalars: Scalars) -> None:
+    """Put back the trackers of another process, or an earlier state of this one's: what `plain` returned."""
+    groups = {name: group for group, name in c10d._world.pg_names.items()}
+    put_back({
+        name: {key: groups[value] if is_group else value for key, (is_group, value) in entry.items()}
+        for name, entry in scalars.items()
+    })  # fmt: skip
+
+
+def _live() -> dict[str, Entry]:
+    """Return the entries of all trackers there are, to read and to write."""
+    owners: dict[str, Any] = {o: getattr(sys.modules.get(module), o, None) for module, o, _ in REDUCTIONS if o}
+    found: dict[str, Entry] = {name: owner.tracker for name, owner in owners.items() if hasattr(owner, "tracker")}
+    found |= {name: _fields(entry) for name, entry in _metrics()[0].items()}
+    machine = getattr(sys.modules.get(MACHINE), "_GLOBAL_RERUN_STATE_MACHINE", None)
+    found |= {name: vars(owner) for name, owner in ((LOOP, sys.modules.get(LOOP)), (MACHINE, machine)) if owner}
+    return found
+
+
+def _metrics() -> tuple[dict[str, Any], Callable[[], Any]]:
+    """Return the live table of what routers track by name, and the function that makes an entry."""
+    if (module := sys.modules.get(f"{CORE}.moe.moe_logging")) is not None:
+        return module.get_moe_metrics_tracker().metrics, lambda: module.MetricEntry(None)
+    if (module := sys.modules.get(f"{CORE}.moe.moe_utils")) is not None:
+        return module.get_moe_layer_wise_logging_tracker(), dict
+    return {}, dict
+
+
+def _fields(entry: Any) -> Entry:
+    return entry if isinstance(entry, dict) else vars(entry)
+
+
+def running(timers: Sequence[Any]) -> Callable[[], None]:
+    """Note which timers run; the result sets them so. One that an interruption left running could not be started.
+
+    `timers` may grow meanwhile: a new one was not running now.
+    """
+    started = {timer for timer in timers if timer._started}
 
     def put_back() -> None:
-        for name, value in lengths.items():
-            setattr(sys.modules[LOOP], name, _own(value))
-        if machine is not None:
-            vars(machine).update(_copied(attributes))
         for timer in timers:
-            timer._started = timer in running
+            timer._started = timer in started
 
     return put_back
 
 
-def kept() -> dict[str, Any]:
-    """Return, as plain data, what a newcomer has to know of forwards that it did not run: the largest values of a loss
-    so far, which decide what is unexpectedly large, and lengths of sequences."""
-    machine = _machine()
-    lengths = {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in _lengths().items()}
-    return {
-        "maxima": {name: dict(getattr(machine, name)) for name in MAXIMA if machine is not None},
-        "lengths": lengths,
-    }
+def forget_listings() -> None:
+    """Forget which files cached logits on remote storage have (megatron/training, from core_v0.19.0 on)."""
+    # Rank 0 tells the others in a broadcast at the first look, and a newcomer looks for the first time.
+    module = sys.modules.get("megatron.training.distillation.utils_logits")
+    if module is not None:
+        vars(module).get("_STORAGE_GLOB_CACHE", {}).clear()
 
 
-def load(saved: dict[str, Any]) -> None:
-    for name, values in saved["maxima"].items():
-        setattr(_machine(), name, dict(values))
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    for name, value in saved["lengths"].items():
-        is_sum = isinstance(value, list)
-        setattr(sys.modules[LOOP], name, torch.tensor(value, dtype=torch.float64, device=device) if is_sum else value)
+# ---- gradient buckets: groups keep handles, a dispatched flag, and counts of gradients seen
+
+_lives = 0
+"""How often the bucket groups were reset after an interruption."""
 
 
-def _lengths() -> dict[str, Any]:
-    loop = sys.modules.get(LOOP)
-    return {name: _own(getattr(loop, name)) for name in LENGTHS if hasattr(loop, name)}
+def bucket_groups(chunk: Any) -> list[Any]:
+    return [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
 
 
-def _own(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value
+def reset_gradient_buckets(chunks: Iterable[Any]) -> None:
+    """Leave every bucket group of every model chunk as between two steps."""
+    global _lives
+    _lives += 1
+    for group in [group for chunk in chunks for group in bucket_groups(chunk)]:
+        group.grad_reduce_handle = None
+        group.param_gather_handle = None
+        group.param_gather_dispatched = False
+        group.per_param_grad_ready_counts = {}
+        group.is_last_microbatch = True
+        group.grad_reduce_finished = False  # from 0.18 on
+        # As in a fresh process: a newcomer knows no order of gradients yet, and all ranks must reduce in one order.
+        group.is_first_batch = True
+        group.golden_per_param_grad_ready_counts = {}
 
 
-def _machine() -> Any:
-    return getattr(sys.modules.get("megatron.core.rerun_state_machine"), "_GLOBAL_RERUN_STATE_MACHINE", None)
+class NoSync:
+    """Stands in for `DistributedDataParallel.no_sync`, and closes only what it opened since the last interruption.
+
+    The schedules enter it by hand, so an interruption leaves it open. Upstream's `finally` then runs whenever the
+    generator is collected: inside a later step that gives wrong gradients (measured: three steps after a swap).
+    """
+
+    def __init__(self, chunk: Any) -> None:
+        self._chunk, self._life = chunk, _lives
+
+    def __enter__(self) -> None:
+        self._life = _lives
+        self._set_last_microbatch(False)
+
+    def __exit__(self, *error: object) -> None:
+        if self._life == _lives:
+            self._set_last_microbatch(True)
+
+    def _set_last_microbatch(self, value: bool) -> None:
+        for group in bucket_groups(self._chunk):
+            group.is_last_microbatch = value
 
 
-def _copied(attributes: dict[str, Any]) -> dict[str, Any]:
-    """Its counts and maxima are changed in place by every forward."""
-    return {name: value.copy() if isinstance(value, dict) else value for name, value in attributes.items()}
+def set_forward_hooks(chunk: Any, enabled: bool) -> None:
+    """Set whether forwards wait for gathered parameters: scripts switch that off around evaluation and saving."""
+    if not chunk.use_forward_hook or enabled == bool(chunk.remove_forward_pre_hook_handles):
+        return
+    if enabled:
+        chunk.enable_forward_pre_hook()
+    else:
+        chunk.disable_forward_pre_hook(param_sync=False)

@@ -11,77 +11,49 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...errors import Unsupported
-from ..options import REMEDY, Option, refuse
+from ..common import REMEDY, Option, options, refuse
 
+FILLED = "keeps a queue of gradients to be computed, which an interruption leaves filled"
+OFFLOADS = "counts what is offloaded, which an interruption leaves half-way"
+CAPTURES = "captures communicators, which a swap replaces"
 MODEL = (
-    Option("fp8", "keeps scaling factors in the layers, which are not mirrored", "train in bf16"),
-    Option("fp4", "keeps scaling factors in the layers, which are not mirrored", "train in bf16"),
+    *options("fp8 fp4", "keeps scaling factors in the layers, which are not mirrored", "train in bf16"),
     Option("tp_comm_overlap", "communicates through buffers of its own, past the process groups", "switch it off"),
     Option("moe_enable_deepep", "communicates past the process groups", "use the alltoall or allgather dispatcher"),
-    Option("enable_cuda_graph", "captures communicators, which a swap replaces", "switch it off"),
-    Option("external_cuda_graph", "captures communicators, which a swap replaces", "switch it off"),
-    Option("cuda_graph_impl", "captures communicators, which a swap replaces", "set it to none", (None, "none")),
-    Option(
-        "moe_token_dispatcher_type", "communicates past the process groups", "use alltoall or allgather",
-        (None, "alltoall", "allgather"),
-    ),
-    Option(
-        "delay_wgrad_compute", "keeps a queue of gradients to be computed, which an interruption leaves filled",
-        "switch it off",
-    ),
-    Option(
-        "overlap_dispatch_backward_with_experts_wgrad",
-        "keeps a queue of gradients to be computed, which an interruption leaves filled", "switch it off",
-    ),
-    Option(
-        "fine_grained_activation_offloading", "counts what is offloaded, which an interruption leaves half-way",
-        "switch it off, or recompute activations",
-    ),
+    *options("enable_cuda_graph external_cuda_graph", CAPTURES, "switch it off"),
+    Option("cuda_graph_impl", CAPTURES, "set it to none", (None, "none")),
+    Option("moe_token_dispatcher_type", "communicates past the process groups", "use alltoall or allgather",
+           (None, "alltoall", "allgather")),
+    *options("delay_wgrad_compute defer_embedding_wgrad_compute", FILLED, "switch it off"),
+    Option("overlap_dispatch_backward_with_experts_wgrad", FILLED, "switch it off"),
+    *options("fine_grained_activation_offloading cpu_offloading", OFFLOADS, "switch it off, or recompute activations"),
     Option("qk_clip", "changes weights between the calls, which a redo leaves out", "switch it off"),
-    Option(
-        "log_max_attention_logit", "reduces between the calls what a spare, which runs no forward, does not have",
-        "switch it off",
-    ),
-    Option("moe_enable_routing_replay", "routes by lists that the script sets between the calls", "leave it out"),
-    Option("symmetric_ar_type", "communicates in symmetric memory, past the process groups", "leave it out"),
-    Option(
-        "hybrid_context_parallel", "communicates while data is read, which a swap reads again from memory",
-        "use context_parallel_size",
-    ),
-    Option(
-        "moe_shared_expert_overlap", "keeps what the shared experts are at, which an interruption leaves half-way",
-        "switch it off",
-    ),
-    Option(
-        "defer_embedding_wgrad_compute",
-        "keeps a queue of gradients to be computed, which an interruption leaves filled", "switch it off",
-    ),
-    Option(
-        "cpu_offloading", "counts what is offloaded, which an interruption leaves half-way",
-        "switch it off, or recompute activations",
-    ),
-    *(
-        Option(
-            f"{experts}gtp_weight_remat_size", "keeps communication under way in its parameters across an interruption",
-            f"leave --{experts.replace('_', '-')}tensor-parallel-num-weight-shards out", (None, 1),
-        )
-        for experts in ("", "expert_")
-    ),
+    Option("log_max_attention_logit", "reduces between the calls what a spare, which runs no forward, does not have",
+           "switch it off"),
+    Option("moe_enable_routing_replay", "routes by lists that the script sets between the calls"),
+    Option("symmetric_ar_type", "communicates in symmetric memory, past the process groups"),
+    Option("hybrid_context_parallel", "communicates while data is read, which a swap reads again from memory",
+           "use context_parallel_size"),
+    Option("moe_shared_expert_overlap", "keeps what the shared experts are at, which an interruption leaves half-way",
+           "switch it off"),
+    *(Option(f"{experts}gtp_weight_remat_size",
+             "keeps communication under way in its parameters across an interruption",
+             f"leave --{experts.replace('_', '-')}tensor-parallel-num-weight-shards out", (None, 1))
+      for experts in ("", "expert_")),
 )  # fmt: skip
 
 ROUTERS = (
-    Option(
-        "moe_router_force_load_balancing", "draws from a generator of its own, which is not mirrored, in this version",
-        "leave it out, or use megatron-core 0.16 or later",
-    ),
+    Option("moe_router_force_load_balancing",
+           "draws from a generator of its own, which is not mirrored, in this version",
+           "leave it out, or use megatron-core 0.16 or later"),
 )  # fmt: skip
 """Options of the model, where routers have such a generator."""
 
 GRADIENTS = (
-    Option("use_megatron_fsdp", "keeps parameters where a rollback does not reach", "use the distributed optimizer"),
-    Option("use_custom_fsdp", "keeps parameters where a rollback does not reach", "use the distributed optimizer"),
+    *options("use_megatron_fsdp use_custom_fsdp", "keeps parameters where a rollback does not reach",
+             "use the distributed optimizer"),
     Option("nccl_ub", "registers memory with communicators, which a swap replaces", "switch it off"),
-)
+)  # fmt: skip
 
 OPTIMIZER = (
     Option("overlap_param_gather_with_optimizer_step", "gathers parameters across the end of a step", "switch it off"),
@@ -89,28 +61,20 @@ OPTIMIZER = (
 )
 
 TRAINING = (
-    Option("inprocess_restart", "starts the training function again, which the plugin keeps running", "leave it out"),
-    Option(
-        "async_strategy", "saves by another library, whose writers a swap cannot end", "set it to mcore",
-        (None, "mcore"),
-    ),
-    Option("log_straggler", "divides by the time of forwards, of which a spare runs none", "leave it out"),
-    Option("use_sharp", "has switches sum in groups of the start only: later ones would sum otherwise", "leave it out"),
-    Option("optimizer_cuda_graph", "captures communicators, which a swap replaces", "leave it out"),
-    Option(
-        "use_legacy_models", "counts micro-batches in the layers, which an interruption leaves too far on",
-        "use megatron-core's models",
-    ),
-    Option("perform_rl_step", "changes weights between the calls, which a redo leaves out", "leave it out"),
-    Option("skip_train", "trains nothing that could be protected", "leave it out"),
-    *(
-        Option(f"save_{what}_interval", "saves what is seen in forwards, of which a spare runs none", "leave it out")
-        for what in ("dgrads", "activations", "tokens_per_expert")
-    ),
-    Option(
-        "non_persistent_ckpt_type", "saves by another library, on each host of its own", "set it to global",
-        (None, "global"),
-    ),
+    Option("inprocess_restart", "starts the training function again, which the plugin keeps running"),
+    Option("async_strategy", "saves by another library, whose writers a swap cannot end", "set it to mcore",
+           (None, "mcore")),
+    Option("log_straggler", "divides by the time of forwards, of which a spare runs none"),
+    Option("use_sharp", "has switches sum in groups of the start only: later ones would sum otherwise"),
+    Option("optimizer_cuda_graph", CAPTURES),
+    Option("use_legacy_models", "counts micro-batches in the layers, which an interruption leaves too far on",
+           "use megatron-core's models"),
+    Option("perform_rl_step", "changes weights between the calls, which a redo leaves out"),
+    Option("skip_train", "trains nothing that could be protected"),
+    *options("save_dgrads_interval save_activations_interval save_tokens_per_expert_interval",
+             "saves what is seen in forwards, of which a spare runs none"),
+    Option("non_persistent_ckpt_type", "saves by another library, on each host of its own", "set it to global",
+           (None, "global")),
 )  # fmt: skip
 """Options among Megatron-LM's own arguments, where its training loop runs."""
 

@@ -23,6 +23,7 @@ from ...worker.adapter import CallHandler, CallKind, Followed
 from ...worker.copies import structure
 from ...worker.patching import replace
 from ...worker.saving import Flight, FolderSave, SaveCall, Saves, die_with_trainer, kill_tree
+from ..common import Function, in_place_of
 
 WRITERS = ("write_preloaded_data", "write_preloaded_data_multiproc", "write_preloaded_data_multithread")
 """Names of the functions that run in a writer's process; the third replaced the second in 0.17."""
@@ -38,12 +39,12 @@ def install(saves: Saves) -> None:
 
     original = serialization.save
     replace({original: saves.wrapped(original, functools.partial(Save, saves, original))})
-    calls = async_utils.AsyncCallsQueue
-    _wrap(saves, calls, "schedule_async_request", Schedule)
-    _wrap(saves, calls, "maybe_finalize_async_calls", Finalize)
-    _wrap(saves, calls, "close", Close)
+    queue = async_utils.AsyncCallsQueue
+    _wrap(saves, queue, "schedule_async_request", Schedule)
+    _wrap(saves, queue, "maybe_finalize_async_calls", Finalize)
+    _wrap(saves, queue, "close", QueueCall)  # it finalizes all calls first, by the function above
     for owner in (optimizer.ChainedOptimizer, distrib_optimizer.DistributedOptimizer):
-        _wrap(saves, owner, "save_parameter_state", SaveParameterState)
+        _wrap(saves, owner, "save_parameter_state", MethodCall)
     for name in WRITERS:
         if hasattr(filesystem_async.FileSystemWriterAsync, name):
             _tie_to_trainer(filesystem_async.FileSystemWriterAsync, name)
@@ -52,30 +53,29 @@ def install(saves: Saves) -> None:
 
 def _wrap(saves: Saves, owner: type, name: str, call: Callable[..., SaveCall]) -> None:
     original = getattr(owner, name)
-    setattr(owner, name, saves.wrapped(original, lambda args, kwargs: call(saves, original, args[0], args[1:], kwargs)))
+    setattr(owner, name, saves.wrapped(original, functools.partial(call, saves, original)))
 
 
 def wrap_sharded_state_dict(owner: type, handler: CallHandler) -> None:
     """Make `owner.sharded_state_dict` one call: some kinds of it gather the whole state of the optimizer."""
-    original = owner.sharded_state_dict  # type: ignore[attr-defined]
 
-    @functools.wraps(original)
-    def sharded_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return handler(original.__name__, CallKind.PLAIN, ShardedState(original, self, args, kwargs), (), {})
-
-    owner.sharded_state_dict = sharded_state_dict  # type: ignore[attr-defined]
+    @in_place_of(owner, "sharded_state_dict")
+    def sharded_state_dict(original: Function, *args: Any, **kwargs: Any) -> Any:
+        return handler("sharded_state_dict", CallKind.PLAIN, ShardedState(original, args, kwargs), (), {})
 
 
 class ShardedState(Followed):
-    """A state that is made to be saved, which a follower does not do: it gets an empty one. The log keeps what it was
-    given as it was, and nothing of what became of it."""
+    """A state that is made to be saved: a follower, which saves nothing, gets an empty one.
 
-    def __init__(self, original: Callable[..., Any], owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._original, self._owner, self._given = original, owner, structure((args, kwargs))
+    The log keeps the arguments as they were, and nothing of the result.
+    """
+
+    def __init__(self, original: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._original, self._given = original, structure((args, kwargs))
 
     def __call__(self) -> Any:
         args, kwargs = structure(self._given)
-        return self._original(self._owner, *args, **kwargs)
+        return self._original(*args, **kwargs)
 
     def outcome(self, value: Any) -> None:
         return None
@@ -85,20 +85,20 @@ class ShardedState(Followed):
 
 
 def _tie_to_trainer(owner: type, name: str) -> None:
-    """A writer left behind would hold the dead rank's connections open, and its files."""
+    """End a writer with its trainer: left behind, it would hold the dead rank's connections open, and its files."""
     original = getattr(owner, name)
 
     @functools.wraps(original)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
+    def writer(*args: Any, **kwargs: Any) -> Any:
         if multiprocessing.parent_process() is not None:
             die_with_trainer()
         return original(*args, **kwargs)
 
-    setattr(owner, name, staticmethod(wrapper))
+    setattr(owner, name, staticmethod(writer))
 
 
 def _drain_results() -> None:
-    """Drop what cancelled writers reported: the next save would take it for its own results."""
+    """Drop the results of cancelled writers: the next save would take them for its own."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     results = filesystem_async._results_queue
@@ -110,7 +110,7 @@ def _drain_results() -> None:
 
 
 def _forget_plans(strategy: Any, generation: int) -> None:
-    """A new process has cached no plan; whether ranks have one decides what they exchange."""
+    """Forget cached plans: a new process has none, and whether ranks have one decides what they exchange."""
     if isinstance(strategy, tuple) or strategy is None:
         return
     if getattr(strategy, "deadpool_generation", 0) != generation:
@@ -129,13 +129,15 @@ class Save(FolderSave):
     name = "megatron.core.dist_checkpointing.save"
     folder_argument = "checkpoint_dir"
 
-    def __init__(self, saves: Saves, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]):
+    def __init__(self, saves: Saves, original: Function, args: tuple[Any, ...], kwargs: dict[str, Any]):
         arguments = dict(inspect.signature(original).bind(*args, **kwargs).arguments)
         super().__init__(saves, original, arguments, str(arguments["checkpoint_dir"]), int(os.environ["RANK"]))
         self._is_redone = False
         self._request: Any = None
 
     def __call__(self) -> Any:
+        from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+
         began = time.monotonic()
         _forget_plans(self._arguments.get("sharded_strategy"), self._saves.generation)
         overwrites = self.begin_attempt()
@@ -146,7 +148,12 @@ class Save(FolderSave):
         if made is None:
             self._saves.written(self.path, began)
             return None
-        _check_own(made)
+        if not isinstance(made, AsyncRequest):  # it goes into another library's queue, where nobody could cancel it
+            raise Unsupported(
+                f"an asynchronous save is carried out by {type(made).__module__.partition('.')[0]}",
+                "Megatron-core's own way, whose writers a swap can end",
+                "save with async_strategy='mcore' (--async-strategy mcore), or synchronously",
+            )
         flight = RequestFlight(self._saves, self.path, made, keep_files=overwrites)
         self._saves.launch(flight)
         if self._request is None:
@@ -168,18 +175,6 @@ class Save(FolderSave):
         return flight.made._replace(finalize_fns=functions)
 
 
-def _check_own(request: Any) -> None:
-    """Raises: Unsupported for a request that goes into another library's queue, where nobody could cancel it."""
-    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
-
-    if not isinstance(request, AsyncRequest):
-        raise Unsupported(
-            f"an asynchronous save is carried out by {type(request).__module__.partition('.')[0]}",
-            "Megatron-core's own way, whose writers a swap can end",
-            "save with async_strategy='mcore' (--async-strategy mcore), or synchronously",
-        )
-
-
 class FinalizeFunctions(list[Callable[[], None]]):
     """A request's finalize functions (the one mutable thing in it): the first `own` are the save's, then the user's."""
 
@@ -191,7 +186,10 @@ class RequestFlight(Flight):
     """One AsyncRequest and, once scheduled, its place in a queue."""
 
     def __init__(self, saves: Saves, path: str, made: Any, *, keep_files: bool) -> None:
-        super().__init__(saves, path, _files_of(made, path))
+        # The files that this rank's writer will write, and the one that the coordinator has written already.
+        buckets = made.async_fn_args[1] if len(made.async_fn_args) > 1 else []
+        common = [os.path.join(path, "common.pt")] if os.environ.get("RANK") == "0" else []
+        super().__init__(saves, path, [*(str(bucket[0]) for bucket in buckets), *common])
         self.made, self.keep_files = made, keep_files
         self.queue: Any = None
         self.active: Any = None
@@ -219,46 +217,40 @@ class RequestFlight(Flight):
             self.queue.async_calls.remove(self.active)
 
 
-def _files_of(made: Any, path: str) -> list[str]:
-    """List the files that this rank's writer will write, and the one that the coordinator has written already."""
-    buckets = made.async_fn_args[1] if len(made.async_fn_args) > 1 else []
-    common = [os.path.join(path, "common.pt")] if os.environ.get("RANK") == "0" else []
-    return [str(bucket[0]) for bucket in buckets] + common
+class MethodCall(SaveCall):
+    """A method of a queue of saves, or of an optimizer that gathers and writes its part of a checkpoint."""
 
-
-class _MethodCall(SaveCall):
-    def __init__(
-        self, saves: Saves, original: Callable[..., Any], owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        self._saves, self._original, self._owner, self._args, self._kwargs = saves, original, owner, args, kwargs
+    def __init__(self, saves: Saves, original: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._saves, self._original, self._args, self._kwargs = saves, original, args, kwargs
+        self.name = original.__qualname__
 
     def __call__(self) -> Any:
-        return self._original(self._owner, *self._args, **self._kwargs)
+        return self._original(*self._args, **self._kwargs)
 
 
-class SaveParameterState(_MethodCall):
-    """The distributed optimizer's part of a checkpoint of format `torch`, gathered and written by one rank."""
-
-    name = "save_parameter_state"
-
-
-class _QueueCall(_MethodCall):
+class QueueCall(MethodCall):
     gated = False
 
     @property
     def _queue(self) -> Any:
-        return self._owner
+        return self._args[0]
+
+    def outcome(self, value: Any) -> Any:
+        return value
+
+    def skipped(self, outcome: Any) -> Any:
+        return outcome
 
 
-class Schedule(_QueueCall):
-    name = "AsyncCallsQueue.schedule_async_request"
+class Schedule(QueueCall):
+    """`schedule_async_request`, of a request that a swap may have cancelled since it was made."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._index = self._queue.call_idx
 
     def __call__(self) -> int:
-        (request,) = (*self._args, *self._kwargs.values())
+        (request,) = (*self._args[1:], *self._kwargs.values())
         if getattr(self._queue, "persistent", False):
             # Its one writer would take the request only once all before it are written, and upstream waits for that
             # where a swap, which kills the writer, could not interrupt it (`preload_q.join`).
@@ -268,35 +260,30 @@ class Schedule(_QueueCall):
             flight = RequestFlight(self._saves, "", request, keep_files=True)
             self._saves.launch(flight)
         self._queue.call_idx = self._index
-        if flight.cancelled:  # by a swap since it was made, on all ranks
+        if flight.cancelled:  # on all ranks
             self._queue.call_idx += 1
             return int(self._queue.call_idx)
-        made = flight.made
-        real = made._replace(finalize_fns=request.finalize_fns)
-        index = self._original(self._queue, real)
+        index = self._original(self._queue, flight.made._replace(finalize_fns=request.finalize_fns))
         flight.queue, flight.active = self._queue, self._queue.async_calls[-1]
         return int(index)
-
-    def outcome(self, value: Any) -> int:
-        return int(value)
 
     def skipped(self, outcome: Any) -> int:
         self._queue.call_idx = outcome
         return int(outcome)
 
 
-class Finalize(_QueueCall):
-    """Told to block, it looks again and again instead: every look is a collective, which a swap can interrupt, while a
-    persistent writer's end is otherwise waited for without one (`is_current_async_call_done`), though the swap has
-    killed it. Queues of all ranks are equally long, so all look equally often, and together whatever `no_dist` says.
+class Finalize(QueueCall):
+    """`maybe_finalize_async_calls`, which looks again and again where it is told to block.
+
+    Every look is a collective, which a swap can interrupt. Upstream waits for a persistent writer's end without one
+    (`is_current_async_call_done`), though the swap has killed it. Queues of all ranks are equally long, so all look
+    equally often, and together whatever `no_dist` says.
     """
 
-    name = "AsyncCallsQueue.maybe_finalize_async_calls"
-
     def __call__(self) -> list[int]:
-        given = inspect.signature(self._original).bind(self._queue, *self._args, **self._kwargs).arguments
+        given = inspect.signature(self._original).bind(*self._args, **self._kwargs).arguments
         if not given.get("blocking"):
-            return self._look(*self._args, **self._kwargs)
+            return self._look(*self._args[1:], **self._kwargs)
         finalized: list[int] = []
         while True:
             finalized += self._look()
@@ -315,12 +302,6 @@ class Finalize(_QueueCall):
                 flight.completed()
         return finalized
 
-    def outcome(self, value: Any) -> list[int]:
-        return list(value)
-
-    def skipped(self, outcome: Any) -> Any:
-        return outcome
-
 
 def _note_beginning(flight: RequestFlight) -> None:
     """From its first finalize function on, the checkpoint may become complete: its files stay."""
@@ -334,9 +315,3 @@ def _note_beginning(flight: RequestFlight) -> None:
 
         begin.notes = True  # type: ignore[attr-defined]
         functions[0] = begin
-
-
-class Close(_QueueCall):
-    """It finalizes all calls first, by the function above."""
-
-    name = "AsyncCallsQueue.close"

@@ -9,16 +9,25 @@ Masters that live in model memory (fp32 parameters) stay where they are and are 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from ...errors import Unsupported
 from ...worker.adapter import Scalars
-from ...worker.module_state import Buffers, Values, is_plain
-from ..base_optimizer import MOMENTS, group_scalars, load_group_scalars, refuse_third_moment
-from ..options import REMEDY, Option, refuse
+from ...worker.module_state import PLAIN, Buffers, Values, is_plain
+from ..common import (
+    MOMENTS,
+    REMEDY,
+    Option,
+    group_scalars,
+    load_group_scalars,
+    load_steps,
+    refuse,
+    refuse_third_moment,
+)
+from . import bookkeeping
 
 SUPPORTED = ("Adam", "AdamW", "FusedAdam")
 CACHES = ("cos_cached", "sin_cached")
@@ -31,32 +40,32 @@ ALIGNMENT = 16  # elements: 64 bytes of fp32, so that a view is aligned as a ten
 
 
 class TrainingState:
-    """State of one outermost Megatron optimizer (a ChainedOptimizer or a single one) and of the model it trains.
+    """State of the outermost Megatron optimizer (a ChainedOptimizer or a single one) and of the model it trains.
+
+    See `State` for when each method runs. `timers` may grow.
 
     Raises:
         Unsupported: from the constructor, naming the optimizer or parameter that cannot be protected.
     """
 
-    def __init__(self, chunks: Sequence[Any], optimizer: Any) -> None:
-        self._chunks = chunks
+    def __init__(self, chunks: Sequence[Any], optimizer: Any, schedulers: Sequence[Any], timers: Sequence[Any]) -> None:
+        self._chunks, self._optimizer, self._schedulers, self._timers = chunks, optimizer, schedulers, timers
         self._parts = [part for part in parts_of(optimizer) if getattr(part, "optimizer", None) is not None]
         for part in self._parts:
             _check_supported(part)
         _check_no_frozen_parameters(chunks)
-        for module in [module for chunk in chunks for module in chunk.modules()]:
+        self._modules = [module for chunk in chunks for module in chunk.modules()]
+        for module in self._modules:
             if hasattr(module, "_maintain_float32_expert_bias"):  # the first forward would rebind a buffer (router.py)
                 module._maintain_float32_expert_bias()
-        self.learned = Learned(_with_inner(optimizer))
+        self._learned = Learned(_with_inner(optimizer))
         modules = [module for chunk in chunks for module in chunk.module.modules()]
-        self.buffers, self.values = Buffers(modules, CACHES), Values(modules, OF_MODULES.__contains__)
-        self.tensors = self._flatten() + self.buffers.tensors
+        self.buffers, self._values = Buffers(modules, CACHES), Values(modules, OF_MODULES.__contains__)
+        self.changing: Sequence[torch.Tensor] = self.buffers.tensors
+        self.shard: Sequence[torch.Tensor] = [*self._flatten(), *self.changing]
         memory = [parameter for chunk in chunks for parameter in chunk.parameters()]
         memory += [b.grad_data for chunk in chunks for b in chunk.buffers + chunk.expert_parallel_buffers]
         self._memory = {tensor.untyped_storage().data_ptr() for tensor in memory}
-
-    def owns(self, tensor: torch.Tensor) -> bool:
-        """Return whether `tensor` lies in parameters, gradients or buffers."""
-        return tensor.untyped_storage().data_ptr() in self._memory or self.buffers.hold(tensor)
 
     def _flatten(self) -> list[torch.Tensor]:
         model_memory = {p.untyped_storage().data_ptr() for chunk in self._chunks for p in chunk.parameters()}
@@ -71,54 +80,118 @@ class TrainingState:
                 movable += [(state, name) for name in MOMENTS]
         return _move_into_one_buffer(movable) + merge_neighbours(fixed)
 
+    def owns(self, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() in self._memory or self.buffers.hold(tensor)
+
     def replicas(self) -> tuple[int, ...]:
-        """Without a distributed optimizer data-parallel peers are full replicas, but for expert parameters and buffers
-        (running means and the like, which each rank may have of its own)."""
         from megatron.core import parallel_state
 
-        own = (torch.distributed.get_rank(),)
-        if any(chunk.ddp_config.use_distributed_optimizer for chunk in self._chunks):
-            return own
-        if self.buffers.tensors or any(chunk.expert_parallel_buffers for chunk in self._chunks):
-            return own
+        # Each rank may have buffers (running means and the like) and expert parameters of its own.
+        own = any(chunk.ddp_config.use_distributed_optimizer for chunk in self._chunks) or self.changing
+        if own or any(chunk.expert_parallel_buffers for chunk in self._chunks):
+            return (torch.distributed.get_rank(),)
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         return tuple(sorted(torch.distributed.get_process_group_ranks(group)))
 
-    def scalars(self) -> Scalars:
+    # ---- plain values
+
+    def visible(self) -> Scalars:
         return {
-            "steps": [[_step(state) for _, state in _parameters(part)] for part in self._parts],
-            "groups": self.group_scalars(),
-            "scalers": [_scaler_state(part) for part in self._parts],
-            "learned": self.learned.changed(),
+            "groups": [group_scalars(part.optimizer.param_groups) for part in self._parts],
+            "schedulers": [_scheduler_state(scheduler) for scheduler in self._schedulers],
+            "values": self._values.changed(),
         }
 
-    def group_scalars(self) -> list[list[Scalars]]:
-        """Learning rates, betas and the like of every parameter group."""
-        return [group_scalars(part.optimizer.param_groups) for part in self._parts]
-
-    def load_group_scalars(self, saved_groups: list[list[Scalars]]) -> None:
-        for part, groups in zip(self._parts, saved_groups, strict=True):
+    def show(self, visible: Scalars) -> None:
+        for part, groups in zip(self._parts, visible["groups"], strict=True):
             load_group_scalars(part.optimizer.param_groups, groups)
+        for scheduler, saved in zip(self._schedulers, visible["schedulers"], strict=True):
+            # load_state_dict is additive on a live scheduler (it steps by the saved count), so set it outright.
+            vars(scheduler).update(saved)
+        self._values.load(visible["values"])
 
-    def load_scalars(self, scalars: Scalars) -> None:
-        self.load_group_scalars(scalars["groups"])
-        self.learned.load(scalars["learned"])
+    def scalars(self) -> Scalars:
+        self.buffers.follow()
+        return {
+            "visible": self.visible(),
+            "steps": [
+                [float(state["step"]) if "step" in state else None for _, state in _parameters(part)]
+                for part in self._parts
+            ],
+            "scalers": [_scaler_state(part) for part in self._parts],
+            "learned": self._learned.changed(),
+            "tracked": bookkeeping.plain(bookkeeping.noted()),
+        }
+
+    def load(self, scalars: Scalars) -> None:
+        self.show(scalars["visible"])
+        self._learned.load(scalars["learned"])
         for part, steps, scaler in zip(self._parts, scalars["steps"], scalars["scalers"], strict=True):
-            for (_, state), step in zip(_parameters(part), steps, strict=True):
-                if isinstance(state.get("step"), torch.Tensor):
-                    state["step"].fill_(step)
-                elif step is not None:
-                    state["step"] = int(step)
+            load_steps((state for _, state in _parameters(part)), steps)
             if scaler is not None:
                 part.grad_scaler.load_state_dict(
                     {k: torch.tensor([v]) if k == "scale" else v for k, v in scaler.items()}
                 )
+        bookkeeping.load(scalars["tracked"])
 
-    def refresh_parameters(self) -> None:
-        """16-bit parameters from their fp32 masters (bitwise what the update itself leaves there)."""
-        for part in self._parts:
+    def entry_state(self) -> Callable[[], None]:
+        training = [module.training for module in self._modules]
+        configs = [(chunk.config, dict(vars(chunk.config))) for chunk in self._chunks]
+        hooks = [(chunk, bool(chunk.remove_forward_pre_hook_handles)) for chunk in self._chunks]
+        reducing = [getattr(chunk, "force_all_reduce", False) for chunk in self._chunks]  # from 0.16 on
+        visible, learned, buffers = self.visible(), self._learned.changed(), self.buffers.entry()
+        tracked, restore_timers = bookkeeping.noted(), bookkeeping.running(self._timers)
+
+        def restore() -> None:
+            for module, flag in zip(self._modules, training, strict=True):
+                module.training = flag
+            for config, fields in configs:
+                vars(config).update(fields)
+            for chunk, enabled in hooks:
+                bookkeeping.set_forward_hooks(chunk, enabled)
+            for chunk, forced in zip(self._chunks, reducing, strict=True):
+                chunk.force_all_reduce = forced
+            self.show(visible)
+            bookkeeping.put_back(tracked)
+            restore_timers()
+            self._learned.load(learned)
+            self.buffers.load_entry(buffers)
+
+        return restore
+
+    def left(self) -> None:
+        self.buffers.left()
+
+    # ---- a swap
+
+    def clean(self) -> None:
+        bookkeeping.reset_gradient_buckets(self._chunks)
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        self.buffers.put_back()
+
+    def after_restore(self) -> None:
+        for part in self._parts:  # bitwise what the update itself leaves there
             if hasattr(part, "_copy_main_params_to_model_params"):
                 part._copy_main_params_to_model_params()
+        for chunk in self._chunks:
+            if chunk.ddp_config.use_distributed_optimizer:
+                chunk.start_param_sync(force_sync=True)
+        bookkeeping.reset_gradient_buckets(self._chunks)
+        bookkeeping.forget_listings()
+
+
+def _scheduler_state(scheduler: Any) -> Scalars:
+    """Select the plain numbers of a scheduler; its optimizer and call-backs are not state."""
+    return {name: value for name, value in vars(scheduler).items() if isinstance(value, PLAIN)}
+
+
+def _scaler_state(part: Any) -> Scalars | None:
+    scaler = getattr(part, "grad_scaler", None)
+    if scaler is None:
+        return None
+    return {k: float(v) if isinstance(v, torch.Tensor) else v for k, v in scaler.state_dict().items()}
 
 
 class Learned:
@@ -133,14 +206,14 @@ class Learned:
         self._first = [_plain_values(owner) for owner in self._owners]
 
     def changed(self) -> list[Scalars]:
-        """Per optimizer, the values that are new or different since training began."""
+        """Return, per optimizer, the values that are new or different since training began."""
         return [
             {name: value for name, value in _plain_values(owner).items() if name not in first or first[name] != value}
             for owner, first in zip(self._owners, self._first, strict=True)
         ]
 
     def load(self, saved: list[Scalars]) -> None:
-        """Make them what `changed` returned, on every rank alike."""
+        """Make the values what `changed` returned, on every rank alike."""
         for owner, first, known, values in zip(self._owners, self._first, self.changed(), saved, strict=True):
             for name in known.keys() - values.keys() - first.keys():
                 del owner[name]
@@ -157,19 +230,18 @@ def _copied(value: Any) -> Any:
 
 
 def _with_inner(optimizer: Any) -> list[Any]:
-    """An optimizer and, below it, all that are chained."""
+    """Return an optimizer and, below it, all that are chained."""
     inner = getattr(optimizer, "chained_optimizers", ())
     return [optimizer, *(below for one in inner for below in _with_inner(one))]
 
 
 def _parameters(part: Any) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
-    """Every main parameter of a sub-optimizer with its (complete) state, in a fixed order.
+    """Yield every main parameter of a sub-optimizer with its (complete) state, in a fixed order.
 
-    What is missing is made as the optimizer itself would at its first step, but without memory: `_flatten` makes views
-    of its buffer of it. torch's Adam counts steps in each state
-    (torch/optim/adam.py `_init_group`); apex's and Transformer Engine's FusedAdam count in the group, and the latter
-    cannot save a state that has anything else in it (fused_adam.py `state_dict`).
+    A missing state is made as the optimizer would at its first step, but without memory: `_flatten` gives it some.
     """
+    # torch's Adam counts steps in each state (torch/optim/adam.py `_init_group`); apex's and Transformer Engine's
+    # FusedAdam count in the group, and the latter cannot save a state with anything else (fused_adam.py `state_dict`).
     counts_in_group = type(part.optimizer).__module__.partition(".")[0] in ("apex", "transformer_engine")
     for group in part.optimizer.param_groups:
         for parameter in group["params"]:
@@ -180,10 +252,6 @@ def _parameters(part: Any) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
                 for name in MOMENTS:
                     state[name] = parameter.data.new_zeros(()).expand(parameter.shape)
             yield parameter, state
-
-
-def _step(state: dict[str, Any]) -> float | None:
-    return float(state["step"]) if "step" in state else None
 
 
 def _move_into_one_buffer(movable: Sequence[tuple[Any, str | None]]) -> list[torch.Tensor]:
@@ -206,9 +274,9 @@ def _move_into_one_buffer(movable: Sequence[tuple[Any, str | None]]) -> list[tor
 
 
 def merge_neighbours(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The same memory as few tensors as possible: contiguous ones that touch become one (fewer copies a snapshot).
+    """Return the same memory as few tensors: contiguous ones that touch become one (fewer copies a snapshot).
 
-    They are in the order in which they lie there; Megatron's buffers begin with the last parameter.
+    Their order is that in memory; Megatron's buffers begin with the last parameter.
     """
     storages: dict[int, int] = {}
     for tensor in tensors:
@@ -236,7 +304,7 @@ def parts_of(optimizer: Any) -> list[Any]:
 
 
 def check_base(part: Any) -> None:
-    """Raises: Unsupported if one of `parts_of` is around one that is not Adam; one that has no parameters has none."""
+    """Raises: Unsupported if one of `parts_of` is around another optimizer than Adam. An empty one has none."""
     base = type(getattr(part, "optimizer", None))
     if base is not type(None) and base.__name__ not in SUPPORTED:
         raise Unsupported(
@@ -266,10 +334,3 @@ def _check_no_frozen_parameters(chunks: Sequence[Any]) -> None:
             "none",
             f"train all parameters, {REMEDY}",
         )
-
-
-def _scaler_state(part: Any) -> Scalars | None:
-    scaler = getattr(part, "grad_scaler", None)
-    if scaler is None:
-        return None
-    return {k: float(v) if isinstance(v, torch.Tensor) else v for k, v in scaler.state_dict().items()}

@@ -11,8 +11,7 @@ pytest.importorskip("deepspeed")
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepspeed.utils.nvtx import instrument_w_nvtx
 
-from deadpool_plugin.adapters.deepspeed.partitioned import _clear_caches
-from deadpool_plugin.adapters.deepspeed.rest import Attributes, Rest
+from deadpool_plugin.adapters.deepspeed.transient_state import Attributes, TransientState, _clear_caches
 
 
 def runtime_class(name, **attributes):
@@ -26,14 +25,14 @@ def test_attributes_and_containers_are_put_back_in_place():
     outer.inner, outer.buckets, outer.queue = inner, {"a": [1, [2]]}, collections.deque([5])
     outer.tensor, outer.module = tensor, torch.nn.Linear(1, 1)
     buckets, nested = outer.buckets, outer.buckets["a"][1]
-    rest = Rest(outer)
+    before = TransientState(outer)
     inner.flag, outer.tensor, outer.inner = True, None, None
     inner.seen.add(4)
     nested.append(9)
     buckets["b"] = 7
     outer.queue.clear()
     outer.module.bias = None
-    rest.restore()
+    before.restore()
     assert outer.inner is inner and not inner.flag and inner.seen == {3}
     assert outer.buckets is buckets == {"a": [1, [2]]} and buckets["a"][1] is nested
     assert outer.queue == collections.deque([5]) and outer.tensor is tensor
@@ -51,10 +50,10 @@ def test_what_was_found_out_once_and_kept_is_found_out_again():
         return optimizer._has_experts
 
     optimizer.known = None
-    rest = Rest(optimizer)
+    before = TransientState(optimizer)
     has_experts(), has_experts()
     optimizer.buffer = torch.ones(2)
-    rest.restore()
+    before.restore()
     has_experts()
     assert asked == ["all_reduce"] * 2 and optimizer.buffer is not None
 

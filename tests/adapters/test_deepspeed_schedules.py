@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
-from deadpool_plugin.adapters.deepspeed.plain import check_schedule, load_plain_state, plain_state
+from deadpool_plugin.adapters.deepspeed.state import check_schedule, load_plain_state, plain_state
 from deadpool_plugin.errors import Unsupported
 from deadpool_plugin.worker import codec
 

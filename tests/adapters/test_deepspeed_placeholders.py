@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from deadpool_plugin.adapters.deepspeed import kept
+from deadpool_plugin.adapters.deepspeed import outputs
 from deadpool_plugin.adapters.deepspeed.cut import Graph, cut
-from deadpool_plugin.adapters.deepspeed.untold import Guess, untold
+from deadpool_plugin.adapters.deepspeed.outputs import Guess
 from deadpool_plugin.errors import Divergence
 from deadpool_plugin.worker import codec
 
@@ -13,13 +13,13 @@ CPU = torch.device("cpu")
 
 
 def logits():
-    return untold(torch.float32, [4, 3, 7], CPU)
+    return outputs.unknown(torch.float32, [4, 3, 7], CPU, leads_to_loss=False)
 
 
 def test_a_large_output_is_told_by_its_shape_and_a_small_one_by_its_values():
     large = torch.zeros(codec.TENSOR_LIMIT_BYTES // 4 + 1)
-    record = codec.decode(codec.encode(kept.encode({"loss": torch.ones(1), "logits": large})))
-    value, requiring = kept.decode(record, CPU)
+    record = codec.decode(codec.encode(outputs.encode({"loss": torch.ones(1), "logits": large})))
+    value, requiring = outputs.decode(record, CPU)
     assert torch.equal(value["loss"], torch.ones(1)) and not requiring
     assert value["logits"].shape == large.shape and value["logits"].dtype == large.dtype
     with pytest.raises(Divergence, match="large output of the engine's model"):
@@ -59,8 +59,8 @@ def test_numbers_are_refused(use):
 def large(monkeypatch):
     """An output above 64 KiB that leads to a loss, as a follower's script gets it."""
     monkeypatch.setattr(Guess, "first_taken", "")
-    record = codec.decode(codec.encode(kept.encode(torch.ones(4, 5000, requires_grad=True))))
-    value, requiring = kept.decode(record, CPU)
+    record = codec.decode(codec.encode(outputs.encode(torch.ones(4, 5000, requires_grad=True))))
+    value, requiring = outputs.decode(record, CPU)
     (behind,) = cut(Graph(0, None), lambda *arguments: None, requiring)
     assert value.shape == behind.shape == (4, 5000) and behind.requires_grad
     return behind
@@ -116,8 +116,8 @@ class Cache:
 
 
 def test_of_an_object_beside_the_loss_a_follower_knows_the_type():
-    record = codec.decode(codec.encode(kept.encode({"loss": torch.ones(1), "past_key_values": Cache()})))
-    value, _ = kept.decode(record, CPU)
+    record = codec.decode(codec.encode(outputs.encode({"loss": torch.ones(1), "past_key_values": Cache()})))
+    value, _ = outputs.decode(record, CPU)
     assert torch.equal(value["loss"], torch.ones(1)) and value["past_key_values"] is not None
 
 
@@ -125,6 +125,6 @@ def test_of_an_object_beside_the_loss_a_follower_knows_the_type():
     "use", [lambda cache: cache.layers, lambda cache: cache[0], bool, len, list, lambda cache: cache == 3]
 )
 def test_such_an_object_is_of_no_use(use):
-    cache, _ = kept.decode(kept.encode([torch.ones(1), Cache()]), CPU)
-    with pytest.raises(Divergence, match=r"test_deepspeed_untold.Cache that the engine's model returned"):
+    cache, _ = outputs.decode(outputs.encode([torch.ones(1), Cache()]), CPU)
+    with pytest.raises(Divergence, match=r"test_deepspeed_placeholders.Cache that the engine's model returned"):
         use(cache[1])

@@ -1,0 +1,178 @@
+"""Parameters that ZeRO 3 gathers for the script: with `GatheredParameters`, and where it calls the model itself.
+
+Rules of this file: what communicates is a call. A part of the model on its own is refused: nobody could say what of its
+communication must be done again. So is taking ZeRO 3's hooks off the model.
+Source: DeepSpeed 0.19.8, runtime/zero/partition_parameters.py, partitioned_param_coordinator.py, parameter_offload.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ...errors import WHOLE_STEP, Unsupported
+from ...worker.codec import TENSOR_LIMIT_BYTES
+from ..common import REMEDY, Function, in_place_of
+from .calls import Calls, EngineCall, Forward
+
+
+def install(calls: Calls) -> None:
+    """Wrap and refuse. Once, before the engine is built."""
+    from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+
+    _wrap_gathering(calls, GatheredParameters, "__enter__", Enter)
+    _wrap_gathering(calls, GatheredParameters, "__exit__", Exit)
+    refuse_parts(calls)
+    refuse_taking_hooks(calls)
+
+
+def refuse_parts(calls: Calls) -> None:
+    """Refuse to gather parameters for anything but calls, once training has begun."""
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+
+    @in_place_of(PartitionedParameterCoordinator, "fetch_sub_module")
+    def fetch_sub_module(original: Function, coordinator: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+        if calls.is_training and not calls.busy:
+            raise Unsupported(
+                f"a part of the engine's model ({type(module).__name__}) was called by itself, with ZeRO 3",
+                "the whole model to be called: engine(...), or engine.module(...)",
+                f"let the model's forward choose what it computes, or {WHOLE_STEP}",
+            )
+        return original(coordinator, module, *args, **kwargs)
+
+
+def _wrap_gathering(calls: Calls, owner: Any, name: str, kind: Callable[..., EngineCall]) -> None:
+    @in_place_of(owner, name)
+    def method(original: Function, context: Any, *args: Any) -> Any:
+        if calls.busy or not calls.is_training or not context.enabled:
+            return original(context, *args)
+        function = functools.partial(original, context)
+        return calls.do(kind(calls, f"GatheredParameters.{name}", function, context, *args))
+
+
+class Enter(EngineCall):
+    """All of the context's parameters are gathered: again after a swap inside it, with the body's changes.
+
+    Followers are told small parameters. Larger ones are full of NaN there: enough for a save, which a follower skips,
+    and never taken for numbers.
+    """
+
+    def __init__(self, calls: Calls, name: str, function: Function, context: Any) -> None:
+        super().__init__(calls, name, function)
+        self._parameters = context.params
+        self.held: list[torch.Tensor] = []
+        """Parameters as the script has them while it is inside, with its changes in place."""
+        context.deadpool_enter = self
+
+    def __call__(self) -> None:
+        super().__call__()
+        for parameter, held in zip(self._parameters, self.held, strict=False):
+            parameter.data = held
+
+    def outcome(self, value: Any) -> Any:
+        self.held = [parameter.data for parameter in self._parameters]
+        size = sum(one.numel() * one.element_size() for one in self.held)
+        return self.held if size <= TENSOR_LIMIT_BYTES else None
+
+    def skipped(self, outcome: Any) -> None:
+        from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+        for number, parameter in enumerate(self._parameters):
+            form = {"dtype": parameter.dtype, "device": parameter.device}
+            fill = float("nan") if parameter.dtype.is_floating_point else 0
+            value = torch.full(parameter.ds_shape, fill, **form) if outcome is None else outcome[number].to(**form)
+            parameter.data, parameter.ds_status = value, ZeroParamStatus.AVAILABLE
+
+
+class Exit(EngineCall):
+    """The parameters are partitioned again, with the body's changes where the context has a `modifier_rank`."""
+
+    def __init__(self, calls: Calls, name: str, function: Function, context: Any, *exc: Any) -> None:
+        super().__init__(calls, name, function)
+        self._exc, self._parameters = exc, context.params
+        self._enter: Enter | None = vars(context).pop("deadpool_enter", None)
+        parts = [] if context.src_rank is None else [parameter.ds_tensor for parameter in self._parameters]
+        self._parts = [(part, part.clone()) for part in parts]
+        self._is_done = False
+
+    def __call__(self) -> None:
+        exc, self._exc = self._exc, (None, None, None)
+        super().__call__(*exc)
+        if self._is_done:
+            for part, made in self._parts:  # the body is not done again
+                part.copy_(made)
+
+    def outcome(self, value: Any) -> Any:
+        self._is_done = True
+        self._parts = [(part, part.clone()) for part, before in self._parts if not torch.equal(part, before)]
+        if self._enter is not None:
+            self._enter.held = []
+
+    def skipped(self, outcome: Any) -> None:
+        from deepspeed.runtime.zero.partition_parameters import free_param
+
+        for parameter in self._parameters:
+            free_param(parameter)
+
+
+def refuse_taking_hooks(calls: Calls) -> None:
+    """Refuse to take the hooks off for a while, as `unwrap_model_for_generation` of DeepSpeed and trl does.
+
+    It asks for them first. A swap meanwhile would run the model without them, one after that believe in those that are
+    gone.
+    """
+    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+
+    ending = []
+
+    @in_place_of(DeepSpeedZeRoOffload, "_remove_module_hooks")
+    def remove_at_the_end(original: Function, offload: Any) -> None:
+        ending.append(True)  # engine.destroy()
+        original(offload)
+
+    def get(name: str, offload: Any) -> Any:
+        if calls.is_training and not ending:
+            raise Unsupported(
+                "ZeRO 3's hooks were to be taken off the engine's model during training (unwrap_model_for_generation)",
+                "them to stay",
+                f"generate with the model as it is (generate(..., synced_gpus=True)), {REMEDY}",
+            )
+        return vars(offload)[name]
+
+    def put(name: str, offload: Any, hooks: Any) -> None:
+        vars(offload)[name] = hooks
+
+    for name in ("forward_hooks", "backward_hooks"):
+        setattr(DeepSpeedZeRoOffload, name, property(functools.partial(get, name), functools.partial(put, name)))
+
+
+class ModelCall:
+    """An engine's model where the script calls it past the engine: with ZeRO 3 a call as `engine.forward` is.
+
+    With other stages it is the script's own affair: a process that follows does it, too. Hugging Face's Trainer
+    evaluates so. Source: torch's Module._wrapped_call_impl asks `_compiled_call_impl` first, hooks and all, and leaves
+    it out of copies and pickles.
+    """
+
+    def __init__(self, calls: Calls, engine: Any, inner: Function) -> None:
+        self._calls, self._engine, self._inner = calls, engine, inner
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._calls.busy:
+            return self._inner(*args, **kwargs)
+
+        def inner(engine: Any, *args: Any, **kwargs: Any) -> Any:
+            return self._inner(*args, **kwargs)
+
+        return self._calls.do(Forward(self._calls, inner, self._engine, *args, **kwargs))
+
+    @classmethod
+    def watch(cls, calls: Calls, engine: Any) -> None:
+        """Make calls of an engine's model its calls. To be done again after the model was compiled."""
+        model = engine.module
+        inner = vars(model).get("_compiled_call_impl") or model._call_impl
+        if engine.zero_optimization_stage() == 3 and not isinstance(inner, cls):
+            model._compiled_call_impl = cls(calls, engine, inner)
