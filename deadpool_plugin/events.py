@@ -18,65 +18,25 @@ import msgspec
 
 from .core.events import (
     ContactLost as ContactLost,
-)
-from .core.events import (
     ContactRegained as ContactRegained,
-)
-from .core.events import (
     Event as Event,
-)
-from .core.events import (
     HostJoined as HostJoined,
-)
-from .core.events import (
     JobFinished as JobFinished,
-)
-from .core.events import (
     JobStopped as JobStopped,
-)
-from .core.events import (
     Mirrored as Mirrored,
-)
-from .core.events import (
     NodeFenced as NodeFenced,
-)
-from .core.events import (
     NodeLost as NodeLost,
-)
-from .core.events import (
     Note as Note,
-)
-from .core.events import (
     Protected as Protected,
-)
-from .core.events import (
     RankLost as RankLost,
-)
-from .core.events import (
     SpareReady as SpareReady,
-)
-from .core.events import (
     StepCommitted as StepCommitted,
-)
-from .core.events import (
     StepsUndone as StepsUndone,
-)
-from .core.events import (
     SwapDone as SwapDone,
-)
-from .core.events import (
     SwapPlanned as SwapPlanned,
-)
-from .core.events import (
     TrainingStarted as TrainingStarted,
-)
-from .core.events import (
     Unprotected as Unprotected,
-)
-from .core.events import (
     WaitingForHost as WaitingForHost,
-)
-from .core.events import (
     WorldFormed as WorldFormed,
 )
 from .errors import invariant

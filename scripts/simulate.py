@@ -26,8 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from simulator.campaign import FAULTS_MIN, Summary, campaign
 from simulator.coverage import unseen
 from simulator.record import go_on, opened
-from simulator.run import Outcome
-from simulator.run import run as run_one
+from simulator.run import Outcome, run as run_one
 from simulator.schedule import Ranges, Scenario, as_file, read_faults, scenario
 from simulator.shrink import shrunk
 from simulator.transcript import Transcript

@@ -19,8 +19,7 @@ from unittest import mock
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, ProcessGroupGloo, Store
 
-from deadpool_plugin.comm import gloo, nccl
-from deadpool_plugin.comm import store as stores
+from deadpool_plugin.comm import gloo, nccl, store as stores
 from deadpool_plugin.comm.collective import CompletedWork, outputs
 from deadpool_plugin.comm.groups import Groups
 

@@ -32,11 +32,14 @@ PHASES = ("evaluate", "planned", *BEHIND, "finishing", "exit")
 def install(injector: Injector) -> None:
     import torch
     import torch.distributed as dist
-    from megatron.core.dist_checkpointing.strategies import async_utils, filesystem_async, state_dict_saver
-    from megatron.core.dist_checkpointing.strategies import torch as strategy
+    from megatron.core.dist_checkpointing.strategies import (
+        async_utils,
+        filesystem_async,
+        state_dict_saver,
+        torch as strategy,
+    )
     from megatron.core.transformer.transformer_block import TransformerBlock
-    from torch.distributed.checkpoint import FileSystemWriter, filesystem, utils
-    from torch.distributed.checkpoint import _async_thread_executor as executor
+    from torch.distributed.checkpoint import FileSystemWriter, _async_thread_executor as executor, filesystem, utils
 
     reached = Reached(injector)
     around(TransformerBlock, "forward", before=lambda self, *_, **__: None if self.training else reached("evaluate"))

@@ -11,8 +11,7 @@ from support import present
 from support.stand_in import fake
 from torch.utils import _pytree as pytree
 
-from deadpool_plugin.adapters.deepspeed import cut as cut_module
-from deadpool_plugin.adapters.deepspeed import outputs
+from deadpool_plugin.adapters.deepspeed import cut as cut_module, outputs
 from deadpool_plugin.adapters.deepspeed.calls import Backward, Calls, Forward
 from deadpool_plugin.adapters.deepspeed.cut import Graph, ScriptsPart, cut, seed
 from deadpool_plugin.errors import Unsupported

@@ -9,8 +9,7 @@ from typing import cast
 import pytest
 import torch
 
-from deadpool_plugin.adapters.deepspeed import calls as calls_module
-from deadpool_plugin.adapters.deepspeed import zero3
+from deadpool_plugin.adapters.deepspeed import calls as calls_module, zero3
 from deadpool_plugin.errors import Unsupported
 
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from deadpool_plugin.adapters.common import MOMENTS
-from deadpool_plugin.adapters.megatron import adapter as adapters
-from deadpool_plugin.adapters.megatron import state
+from deadpool_plugin.adapters.megatron import adapter as adapters, state
 from deadpool_plugin.adapters.megatron.adapter import MegatronAdapter
 from deadpool_plugin.adapters.megatron.state import merge_neighbours
 from deadpool_plugin.errors import Unsupported

@@ -14,8 +14,7 @@ from support import present
 from support.comm import TIMEOUT
 from torch._C._distributed_c10d import FakeProcessGroup
 
-from deadpool_plugin.comm import groups as groups_module
-from deadpool_plugin.comm import nccl
+from deadpool_plugin.comm import groups as groups_module, nccl
 from deadpool_plugin.comm.collective import BATCH, completed_future
 from deadpool_plugin.comm.groups import Groups
 from deadpool_plugin.comm.handle import Handle

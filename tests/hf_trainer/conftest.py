@@ -13,8 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "scripts"), str(ROOT)]
 TESTED = ("transformers", "accelerate", "deepspeed", "safetensors", "torch")
 
-from support import corpus as corpora  # noqa: E402
-from support import record  # noqa: E402
+from support import corpus as corpora, record  # noqa: E402
 
 
 def versions():

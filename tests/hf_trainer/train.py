@@ -25,8 +25,7 @@ sys.path[1:1] = [str(ROOT), str(ROOT / "scripts")]
 import torch
 import torch.distributed as dist
 
-from patches.cpu import accelerate as accelerate_on_cpu
-from patches.cpu import deepspeed as deepspeed_on_cpu
+from patches.cpu import accelerate as accelerate_on_cpu, deepspeed as deepspeed_on_cpu
 
 deepspeed_on_cpu.apply()
 accelerate_on_cpu.apply()

@@ -16,8 +16,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "scripts")]
 
-from support import corpus as corpora  # noqa: E402
-from support import record  # noqa: E402
+from support import corpus as corpora, record  # noqa: E402
 
 
 def pytest_runtest_logreport(report):

@@ -14,8 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "scripts"), str(ROOT)]
 
-from support import corpus as corpora  # noqa: E402
-from support import record  # noqa: E402
+from support import corpus as corpora, record  # noqa: E402
 
 NEEDED = ("megatron.core", "six", "regex")
 """Besides torch; the last two are imported by megatron.training's tokenizers."""

@@ -22,8 +22,7 @@ from deadpool_plugin.core.types import EXIT_FENCED, EXIT_SIGNALLED, NO_STEP
 from .cluster import LONG_PAST, Cluster
 from .coverage import named, state_of
 from .loop import simulated
-from .network import WAITING_MAX as QUEUE_MAX
-from .network import faked
+from .network import WAITING_MAX as QUEUE_MAX, faked
 from .oracle import is_majority
 from .schedule import Scenario
 from .transcript import Transcript

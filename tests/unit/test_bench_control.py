@@ -11,8 +11,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import bench_control_plane as driver
-from bench import control_floor, control_kernel
-from bench import control_report as report
+from bench import control_floor, control_kernel, control_report as report
 from bench.control_board import COUNTS, KINDS, NONE, Board
 from bench.control_shape import FIRST, SECOND, Failed, Shape
 

@@ -14,8 +14,7 @@ from support import expect
 
 from deadpool_plugin.core import local
 from deadpool_plugin.host.spawning import spawn
-from deadpool_plugin.launch import lessons as lessons_module
-from deadpool_plugin.launch import standby
+from deadpool_plugin.launch import lessons as lessons_module, standby
 from deadpool_plugin.launch.lessons import Lessons, tell_modules
 from deadpool_plugin.transport.unix import LocalConnection, listen_unix
 

@@ -16,8 +16,7 @@ from support.stores import free
 from deadpool_plugin.core import local, messages
 from deadpool_plugin.core.types import Holding
 from deadpool_plugin.errors import PeerRefused, StaleGeneration, TransportError
-from deadpool_plugin.mirror import peer as peer_module
-from deadpool_plugin.mirror import server, wire
+from deadpool_plugin.mirror import peer as peer_module, server, wire
 from deadpool_plugin.mirror.arena import SlotPair, SnapshotHeader
 from deadpool_plugin.mirror.peer import BulkPeer, SnapshotPush
 from deadpool_plugin.mirror.server import BulkServer

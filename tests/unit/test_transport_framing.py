@@ -5,8 +5,7 @@ import socket
 import struct
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from deadpool_plugin.errors import CorruptFrame, TransportError
 from deadpool_plugin.transport.framing import FrameBuffer, FrameProtocol, pack_frame

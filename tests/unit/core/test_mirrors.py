@@ -6,8 +6,7 @@ from collections import Counter
 from itertools import combinations, product
 
 import pytest
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
+from hypothesis import assume, given, settings, strategies as st
 from support import present
 
 from deadpool_plugin.core.placement import buddies_of, copies_needed, with_racks, world_after

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from deadpool_plugin.core.membership import is_quorum, value_of_quorum
 from deadpool_plugin.core.self_fencing import Contact
