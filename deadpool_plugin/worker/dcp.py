@@ -65,7 +65,7 @@ class Save(FolderSave):
             for name, item in arguments["state_dict"].items()
         }
         path = arguments.get("checkpoint_id") or getattr(arguments.get("storage_writer"), "path", None)
-        rank = _rank(arguments.get("process_group"))
+        rank = dist.get_rank(arguments.get("process_group")) if dist.is_initialized() else 0
         super().__init__(saves, original, arguments, "" if path is None else str(path), rank)
 
     def __call__(self) -> Any:
@@ -104,10 +104,6 @@ class AsyncSave(Save):
         self.future.calls_back = False  # nobody knows when callbacks ran in the rank itself
         self.future.lose("this process took the rank over after the save began")
         return self.future
-
-
-def _rank(group: Any) -> int:
-    return dist.get_rank(group) if dist.is_initialized() else 0
 
 
 class ThreadFlight(Flight):

@@ -60,25 +60,24 @@ class Folders:
             return given
         mine = self.moved(given)
         said = _gathered((mine, self._doubt(given, mine, given)), group)
+        # Where every process is a replacement nothing was saved before it; the first one's name is as good as any.
+        least = min(doubt for _, doubt in said)
+        settled = [name for name, doubt in said if doubt == least]
+        if not least and len({os.path.normpath(name) for name in settled}) > 1:
+            ranks: dict[str, list[int]] = {}
+            for rank, (name, _) in zip(dist.get_process_group_ranks(group or dist.group.WORLD), said, strict=True):
+                ranks.setdefault(name, []).append(rank)
+            where = "; ".join(f"rank(s) {listed(numbers)} to {name}" for name, numbers in ranks.items())
+            raise Unsupported(
+                f"the ranks save one checkpoint to different folders, where it cannot be loaded: {where}",
+                "one folder for all of them",
+                "let rank 0 choose the name (a clock's is not the same everywhere) and broadcast it",
+            )
         agreed = mine
-        if len({os.path.normpath(name) for name, _ in said}) > 1:
-            # Where every process is a replacement nothing was saved before it; the first one's name is as good as any.
-            least = min(doubt for _, doubt in said)
-            settled = [name for name, doubt in said if doubt == least]
-            if not least and len({os.path.normpath(name) for name in settled}) > 1:
-                ranks: dict[str, list[int]] = {}
-                for rank, (name, _) in zip(dist.get_process_group_ranks(group or dist.group.WORLD), said, strict=True):
-                    ranks.setdefault(name, []).append(rank)
-                where = "; ".join(f"rank(s) {listed(numbers)} to {name}" for name, numbers in ranks.items())
-                raise Unsupported(
-                    f"the ranks save one checkpoint to different folders, where it cannot be loaded: {where}",
-                    "one folder for all of them",
-                    "let rank 0 choose the name (a clock's is not the same everywhere) and broadcast it",
-                )
+        if os.path.normpath(mine) != os.path.normpath(settled[0]):
             agreed = settled[0]
-            if os.path.normpath(mine) != os.path.normpath(agreed):
-                self._move(given, agreed)
-                self.moved(given)  # says so
+            self._move(given, agreed)
+            self.moved(given)  # says so
         self._agreed.add(agreed)
         return agreed
 

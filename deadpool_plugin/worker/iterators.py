@@ -31,10 +31,6 @@ class Item(NamedTuple):
     after: dict[str, Any] | None
     digest: int
 
-    @property
-    def value(self) -> Any:
-        return self.kept.again()
-
     def check(self) -> None:
         """Raises: Unsupported if it is not what it was."""
         if (shape := self.kept.changed()) is not None:
@@ -72,7 +68,7 @@ class RewindIterator:
         else:
             item = self._kept[index]
             item.check()
-            value = item.value
+            value = item.kept.again()
             if item.after is not None:
                 rng.restore_host(item.after)
         self.position += 1

@@ -142,7 +142,7 @@ class Tape(RewindIterator):
 
     def pulled_since(self, position: int) -> list[Any]:
         kept = list(self._kept)[position - self._first_kept : self.position - self._first_kept]
-        events = enumerate(item.value for item in kept)
+        events = enumerate(item.kept.again() for item in kept)
         passes = [[number, event is BEGUN] for number, event in events if event is BEGUN or event is ENDED]
         *pulled, digest = super().pulled_since(position)
         return [*pulled, passes, digest]
