@@ -24,7 +24,7 @@ def activate() -> None:
     The first statement of a training script, before torch is imported: this process turns into the supervisor,
     which runs the same command line again as the worker, where `activate` returns at once.
     """
-    from .launch.activate import activate
+    from .launch.argv import activate
 
     activate()
 

@@ -14,9 +14,10 @@ from typing import NoReturn
 
 from .config import load
 from .errors import ConfigError
+from .host.output import say
 from .launch import roles
 from .launch.argv import CommandLine, missing_file, parse
-from .launch.secret import of_job
+from .launch.job_files import secret_of
 from .launch.supervisor import Supervisor
 
 _YIELD_S = 2.0
@@ -27,12 +28,10 @@ def prepare(arguments: list[str]) -> tuple[roles.Launch, CommandLine]:
     line = parse(arguments)
     config = load(line.config)
     launch = roles.from_environment()
-    roles.check_spares(launch.place, config)
-    roles.check_ports(launch.place, config)
-    roles.check_interface(config)
+    roles.check_place(launch.place, config)
     roles.check_versions()
     roles.check_host(config)
-    of_job(config, line.config)
+    secret_of(config, line.config)
     if missing := missing_file(line.command, Path.cwd()):
         raise ConfigError(f"{missing} on {os.uname().nodename}", "the training script on every host", "copy it there")
     path = str(Path(line.config).resolve()) if line.config else ""
@@ -46,7 +45,7 @@ def main() -> NoReturn:
     except ConfigError as error:
         if os.environ.get("LOCAL_RANK", "0") != "0":
             time.sleep(_YIELD_S)  # local rank 0 says it, once: as soon as that ends, the launcher ends the others
-        print(f"[deadpool] {error}", file=sys.stderr, flush=True)
+        say(str(error), to=sys.stderr)
         sys.exit(error.exit_code)
     Supervisor(launch, line.command, line.config).run()
 

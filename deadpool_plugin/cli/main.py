@@ -20,9 +20,9 @@ from ..config import explained, load
 from ..errors import EXIT_OK, ConfigError, DeadpoolError
 from ..host.output import say
 from ..launch.argv import FLAG
-from ..launch.join import FoundJob, Wish, find, join
+from ..launch.join import join
 from ..launch.launcher import launch
-from ..launch.stop import stop
+from ..launch.running_job import FoundJob, Wish, find, stop
 from ..transport.sockets import Address
 from . import outcome, patch, watch
 

@@ -36,11 +36,11 @@ _READ_BYTES = 1 << 16
 
 
 def say(text: str, to: TextIO | None = None) -> None:
-    """Print a line of the plugin's, to standard output unless told otherwise. A terminal or a pipe that is closed fails
+    """Print lines of the plugin's, to standard output unless told otherwise. A terminal or a pipe that is closed fails
     nobody: nothing more is written to it."""
     stream = to or sys.stdout
     try:
-        print(f"[deadpool] {text}", file=stream, flush=True)
+        print("\n".join(f"[deadpool] {line}" for line in text.split("\n")), file=stream, flush=True)
     except OSError:
         with open(os.devnull, "wb") as nowhere:
             os.dup2(nowhere.fileno(), stream.fileno())

@@ -17,9 +17,9 @@ import msgspec
 from ..agent.world import job_from
 from ..config import load
 from ..errors import DeadpoolError
+from ..host.output import say
 from ..plugin import run_agent
-from . import carried, roles
-from .secret import of_job, secret_files
+from . import job_files, roles
 
 
 def serve(fd: int) -> NoReturn:
@@ -36,15 +36,16 @@ def _serve(fd: int) -> int:
     try:
         launch = roles.from_environment()
         config = load(path := os.environ["DEADPOOL_CONFIG"])
-        job = job_from(os.environ, os.getcwd(), config.told(), secret_files(config, path))
-        job = msgspec.structs.replace(job, launch=carried.launch_of(path))
-        exit_code = run_agent(launch.place, config, of_job(config, path), listener, os.environ["DEADPOOL_JOB_TAG"], job)
+        job = job_from(os.environ, os.getcwd(), config.told(), job_files.secret_files(config, path))
+        job = msgspec.structs.replace(job, launch=job_files.launch_of(path))
+        secret, tag = job_files.secret_of(config, path), os.environ["DEADPOOL_JOB_TAG"]
+        exit_code = run_agent(launch.place, config, secret, listener, tag, job)
     except DeadpoolError as error:
-        print(f"[deadpool] {error}", file=sys.stderr, flush=True)
+        say(str(error), to=sys.stderr)
         return error.exit_code
-    if carried.is_carried(path):
+    if job_files.is_put_in_place(path):
         with contextlib.suppress(OSError):
-            carried.last_word(path, launch.place.node).write_text(str(exit_code))
+            job_files.exit_code_file(path, launch.place.node).write_text(str(exit_code))
     return exit_code
 
 

@@ -1,34 +1,70 @@
-"""The command line `run SCRIPT ARGUMENTS...`: our one flag is taken out, the launcher's own is put in its place.
+"""The command line `run SCRIPT ARGUMENTS...`: our one flag is taken out, the launcher's own is put behind the script.
 
+The DeepSpeed configuration that a script is given on its command line may say the same as `--deadpool-config FILE` in
+its section `"deadpool": {"config": FILE}`; the two may not disagree. A configuration that a script makes up itself is
+not seen here: such a job is given the flag.
 Rules of this file: no argparse, because everything that is not ours belongs to the user's script and may look like
-anything.
+anything; no torch, no DeepSpeed, no imports that cost.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import json
+import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
-
-import msgspec
+from typing import Any, NamedTuple
 
 from ..errors import ConfigError
-from .carried import is_carried
-from .deepspeed_config import agreed, named_config
+from .job_files import is_put_in_place
 
 RUN = "deadpool_plugin.run"
 """The module that the launcher starts."""
 FLAG = "--deadpool-config"
-_ALMOST = ("--deadpool", "-deadpool")
-"""Beginnings of options that are meant for us; a script that takes unknown ones would train with the defaults."""
-_USAGE = "deepspeed --hostfile HOSTS --module deadpool_plugin.run SCRIPT ARGUMENTS... --deadpool-config FILE"
+SECTION = "deadpool"
+DEEPSPEED_OPTIONS = ("--deepspeed_config", "--deepspeed-config", "--deepspeed")
+"""DeepSpeed's own argument, and the one of Hugging Face's TrainingArguments."""
+RESTORED = ("adam", "adamw")
+"""Names of `optimizer.type`, in lower case, whose classes adapters/deepspeed/optimizer.py supports."""
+LARGEST_BYTES = 1 << 20
+"""No configuration is larger."""
 
 
-class CommandLine(msgspec.Struct, frozen=True):
+class CommandLine(NamedTuple):
     """`command`: what the worker runs, SCRIPT ARGUMENTS... (or -m MODULE ARGUMENTS...); `config`: the file, or ""."""
 
     command: list[str]
     config: str
+
+
+def activate() -> None:
+    """Become, in a plain process whose command line names our configuration, the supervisor that runs it again.
+
+    In a worker, or without a configuration: nothing. Must be the script's first statement: before torch is imported,
+    before a thread is started.
+    """
+    words = sys.argv[1:]
+    if "DEADPOOL_SOCKET" in os.environ:
+        return
+    with contextlib.suppress(ConfigError):  # `run` says what is wrong
+        if len(take_flag(words)[0]) == len(words) and not named_config(words):
+            return
+    os.execv(sys.executable, supervised(sys.orig_argv, len(sys.argv)))
+
+
+def supervised(original: list[str], script_words: int) -> list[str]:
+    """`python OPTIONS SCRIPT ARGUMENTS...` -> `python OPTIONS -m deadpool_plugin.run SCRIPT ARGUMENTS...`
+
+    Args:
+        original: as sys.orig_argv. script_words: how many words at its end are the script and its arguments.
+    """
+    options, script = original[1 : len(original) - script_words], original[len(original) - script_words :]
+    if options[-1:] == ["-m"]:
+        options, script = options[:-1], ["-m", *script]
+    return [original[0], *options, "-m", RUN, *script]
 
 
 def parse(arguments: Sequence[str]) -> CommandLine:
@@ -45,9 +81,17 @@ def parse(arguments: Sequence[str]) -> CommandLine:
     head = head_of(rest)
     if len(rest) < head or rest[head - 1].startswith("-"):
         found = f"{rest[0]} where the script should be" if rest else "no script on the command line"
-        raise ConfigError(found, f"`{_USAGE}`", "name the training script")
-    if not is_carried(config):  # else it was agreed on where the job began
-        config = agreed(config, named_config(rest[head:]))
+        usage = f"`deepspeed --hostfile HOSTS --module {RUN} SCRIPT ARGUMENTS... {FLAG} FILE`"
+        raise ConfigError(found, usage, "name the training script")
+    if not is_put_in_place(config):  # else it was agreed on where the job began
+        section = named_config(rest[head:])
+        if config and section and Path(config).resolve() != Path(section).resolve():
+            raise ConfigError(
+                f"{FLAG} names {config}, the DeepSpeed configuration's {SECTION} section names {section}",
+                "one file",
+                "remove the flag or the section",
+            )
+        config = config or section
     return CommandLine(rest[:head] + launchers + rest[head:], config)
 
 
@@ -56,15 +100,21 @@ def head_of(command: Sequence[str]) -> int:
     return 2 if command[:1] == ["-m"] else 1
 
 
+def launchers_words(words: Sequence[str]) -> list[str]:
+    """launch.py's own among the first ones."""
+    return list(itertools.takewhile(lambda word: word.startswith(("--local_rank=", "--local-rank=")), words))
+
+
+def without_launchers_words(command: Sequence[str]) -> list[str]:
+    """`command` without the `--local_rank=N` that launch.py puts behind the script."""
+    head = head_of(command)
+    return [*command[:head], *command[head + len(launchers_words(command[head:])) :]]
+
+
 def missing_file(command: Sequence[str], directory: Path) -> str:
     """Say that the script is not on this host; "" if it is, or is a module."""
     found = command[0] == "-m" or (directory / command[0]).is_file()
     return "" if found else f"there is no file {command[0]} in {directory}"
-
-
-def launchers_words(words: Sequence[str]) -> list[str]:
-    """launch.py's own among the first ones."""
-    return list(itertools.takewhile(lambda word: word.startswith(("--local_rank=", "--local-rank=")), words))
 
 
 def take_flag(words: Sequence[str]) -> tuple[list[str], str]:
@@ -78,10 +128,85 @@ def take_flag(words: Sequence[str]) -> tuple[list[str], str]:
             config.append(arguments.pop(0))
         elif argument.startswith(FLAG + "="):
             config.append(argument.partition("=")[2])
-        elif argument.startswith(_ALMOST):
+        elif argument.startswith(("--deadpool", "-deadpool")):
+            # Meant for us: a script that takes unknown options would train with the defaults.
             raise ConfigError(f"the option {argument}", f"`{FLAG} FILE`", "correct its name")
         else:
             rest.append(argument)
     if len(config) > 1:
         raise ConfigError(f"{FLAG} is given {len(config)} times", "once at most", "remove all but one")
     return rest, config[0] if config else ""
+
+
+# ---- DeepSpeed's configuration
+
+
+def named_config(words: Sequence[str]) -> str:
+    """Find our configuration file that the DeepSpeed configuration among `words` names; "" if there is none.
+
+    Raises: ConfigError for a section that is not understood.
+    """
+    found: dict[str, str] = {}
+    for path in deepspeed_configs(words):
+        section = _read(path).get(SECTION)
+        if section is None:
+            continue
+        named = section.get("config") if isinstance(section, dict) else None
+        if not isinstance(named, str) or not named or set(section) != {"config"}:
+            raise ConfigError(
+                f'{path}: "{SECTION}" is {json.dumps(section)}', f'"{SECTION}": {{"config": FILE}}', "correct it"
+            )
+        found[named] = path
+    if len(found) > 1:
+        raise ConfigError(
+            f"the DeepSpeed configurations {' and '.join(found.values())} name {' and '.join(found)}",
+            "one file in their deadpool sections",
+            "remove all but one",
+        )
+    return next(iter(found), "")
+
+
+def deepspeed_configs(words: Sequence[str]) -> list[str]:
+    """List the DeepSpeed configurations among `words`, whether they are there or not.
+
+    A script's own options and plain arguments may name one, too: those that end in `.json`, but for options that do not
+    speak of a configuration. A plain argument behind a switch (`--bf16 ds.json`) passes for the switch's and is missed.
+    `--deepspeed` is also a switch, which something else follows.
+    """
+    found = []
+    for before, word in zip(["", *words], words, strict=False):
+        option, equals, path = word.partition("=") if word.startswith("-") else (before, "=", word)
+        if not (equals and path):
+            continue
+        speaks = not option.startswith("-") or "=" in option or "config" in option or "deepspeed" in option
+        if (speaks and path.endswith(".json")) or (option in DEEPSPEED_OPTIONS and Path(path).is_file()):
+            found.append(path)
+    return found
+
+
+def missing_configs(words: Sequence[str]) -> list[str]:
+    """List the DeepSpeed configurations among `words` that are not here."""
+    return [path for path in deepspeed_configs(words) if not os.path.isfile(path)]
+
+
+def doubts(words: Sequence[str]) -> list[str]:
+    """Say what may end the job before it trains, as far as the DeepSpeed configurations among `words` tell."""
+    said = [f"no file {path} here: the hosts must have it, or the script make it" for path in missing_configs(words)]
+    for path in deepspeed_configs(words):
+        optimizer = _read(path).get("optimizer")
+        kind = optimizer.get("type") if isinstance(optimizer, dict) else None
+        if isinstance(kind, str) and kind.lower() not in RESTORED:
+            said.append(
+                f"{path} has the optimizer {kind}, and only Adam and AdamW can be restored: unless the script brings "
+                "one of these itself, the job will end before it trains"
+            )
+    return said
+
+
+def _read(path: str) -> dict[str, Any]:
+    """Read the configuration in `path`; what is wrong with it DeepSpeed will say."""
+    with contextlib.suppress(OSError, ValueError):
+        if os.path.getsize(path) <= LARGEST_BYTES:  # else it is data
+            config = json.loads(Path(path).read_text(encoding="utf-8"))
+            return config if isinstance(config, dict) else {}
+    return {}

@@ -22,48 +22,22 @@ import yaml
 
 from ..agent.links import versions
 from ..agent.world import INVITATION, Invitation, check_alike
-from ..config import Config, load
+from ..config import load
 from ..core.types import NodeId
-from ..errors import EXIT_TAKEN, ConfigError, PeerRefused, TransportError, shell_code
-from ..host import files
+from ..errors import EXIT_TAKEN, ConfigError, TransportError, shell_code
+from ..host.output import say
 from ..host.spawning import ending_signals
 from ..transport.framing import ConnectionClosed
-from ..transport.handshake import ANY_JOB, Credentials
-from ..transport.join_protocol import Describe, JobDescription, Reserve, Reserved, ask, expect
+from ..transport.handshake import Credentials
+from ..transport.join_protocol import JobDescription, Reserve, Reserved, ask, expect
 from ..transport.rendezvous import Hello
-from ..transport.sockets import Address
-from . import carried, roles
-from .argv import FLAG, RUN, head_of, launchers_words, missing_file, parse
-from .secret import ensure
+from . import job_files, roles
+from .argv import FLAG, RUN, missing_file, parse, without_launchers_words
+from .running_job import ASK_S, FoundJob, Wish, find
 
-ASK_S = 5.0
 POLL_S = 0.05
 ATTEMPTS_MAX = 5
 """How often another node id is tried when other hosts are faster."""
-NOT_FOUND = "run this on a host that reaches these addresses; `deadpool outcome` says whether the job runs"
-MEMBERS_NAMED = 3
-"""Number of members named to a host that lacks the secret."""
-
-
-class Wish(msgspec.Struct, frozen=True):
-    """The user's wish: where the job is (`to`, else `job`, else the configuration's output_dir), the configuration's
-    file ("": the job's own) and, to be sure, the job's command. `job_id`: that of the job that was found before."""
-
-    to: Address | None = None
-    job: Path | None = None
-    config: str = ""
-    command: list[str] = []
-    job_id: str = ANY_JOB
-
-
-class FoundJob(msgspec.Struct, frozen=True):
-    """A job that was found. `config`: the user's file for it, "" for what its members have; `secret_file`: the job's
-    secret on this host."""
-
-    description: JobDescription
-    config: str
-    secret: bytes
-    secret_file: Path
 
 
 def join(wish: Wish, program: Sequence[str] = (sys.executable, "-u", "-m", RUN)) -> int:
@@ -82,15 +56,15 @@ def join(wish: Wish, program: Sequence[str] = (sys.executable, "-u", "-m", RUN))
 
 
 def take_part(job: FoundJob, config: str, command: Sequence[str], program: Sequence[str]) -> int:
-    """Once, as one node; the exit code. Raises: as `join`."""
+    """Take part once, as one node; the exit code. Raises: as `join`."""
     description = job.description
     check(description, config, command)
     node = asyncio.run(reserve(job))
     member = next((hello.host for hello in description.hellos if hello.node == description.node), "another host")
-    print(f"[deadpool] {os.uname().nodename} joins the job that {member} is in, as node {node}", flush=True)
-    slots = description.hellos[0].local_size
-    commands = [supervisor_command(program, description, k, config) for k in range(slots)]
-    environments = [environment(description, node, k, os.environ) for k in range(slots)]
+    say(f"{os.uname().nodename} joins the job that {member} is in, as node {node}")
+    slots = range(description.hellos[0].local_size)
+    commands = [supervisor_command(program, description, k, config) for k in slots]
+    environments = [environment(description, node, k, os.environ) for k in slots]
     return play_launcher(commands, environments, description.directory)
 
 
@@ -105,128 +79,34 @@ def configured(job: FoundJob) -> Iterator[str]:
     with contextlib.suppress(ValueError):
         ipaddress.ip_address(told.get("interface_address") or "")
         del told["interface_address"]
-    with carried.installed(carried.new_job(), yaml.safe_dump(told)) as folder:
-        yield str(folder / carried.CONFIG)
+    with job_files.installed(job_files.new_job(), yaml.safe_dump(told)) as folder:
+        yield str(folder / job_files.CONFIG)
 
 
-# ---- finding the job
-
-
-def find(wish: Wish) -> FoundJob:
-    """Ask the first member that answers. Raises: ConfigError; TransportError if none answers."""
-    config, path = _named(wish)
-    found = files.published(wish.job or config.output_dir) if wish.to is None else []
-    if wish.to is None and not found:
+def check(description: JobDescription, config: str, command: Sequence[str]) -> None:
+    """Refuse a host that cannot take part. Raises: ConfigError."""
+    member = next((hello for hello in description.hellos if hello.node == description.node), description.hellos[0])
+    here = os.uname().nodename
+    roles.check_versions()
+    ours = Hello(-1, here, member.control, member.bulk, member.local_size, versions(), load(config).digest())
+    check_alike([member, ours])
+    theirs = without_launchers_words(description.command)
+    if command and without_launchers_words(parse(list(command)).command) != theirs:
         raise ConfigError(
-            f"no node of a running job is named in {(wish.job or config.output_dir) / files.CONTACTS_FOLDER}",
-            "the job's output_dir on a shared file system",
-            "name the job's output_dir, or a member by --to HOST:PORT",
+            f"the command given is not the job's, which is `{' '.join(theirs)}`",
+            "the same, or none at all",
+            "leave out everything from `--` on",
         )
-    if found and not path:
-        config = Config(secret_file=_nearest([Path(file) for contact in found for file in contact.secret_files]))
-    secret = _secret(config, found)
-    addresses = [(wish.to, wish.job_id)] if wish.to else [(contact.control, contact.job) for contact in found]
-    described = asyncio.run(
-        _described(
-            [one for one in addresses if wish.job_id in (ANY_JOB, one[1])], Credentials(secret), config.secret_path
-        )
-    )
-    return FoundJob(described, path, secret, config.secret_path)
-
-
-def check_unused(config: Config) -> None:
-    """Check that no job runs that writes to the configuration's output_dir, whatever its secret is. Hosts that do not
-    answer count as gone.
-
-    Raises: ConfigError. Blocks: at most ASK_S and a moment.
-    """
-    named, secret = files.published(config.output_dir), ensure(config)
-    hosts = asyncio.run(_at_work(named, Credentials(secret))) if named else []
-    if hosts:
-        raise ConfigError(
-            f"output_dir {config.output_dir.absolute()} is that of a job that runs on {', '.join(hosts)}",
-            "a folder of its own for each job",
-            f"name another one, or end that job: `deadpool stop {config.output_dir}`",
-        )
-
-
-async def _at_work(named: Sequence[files.Contact], credentials: Credentials) -> list[str]:
-    """The hosts of the members among them."""
-    asked = (ask(one.control, credentials.of(one.job), Describe(), ASK_S) for one in named)
-    answers = await asyncio.gather(*asked, return_exceptions=True)
-    there = [
-        one.host
-        for one, answer in zip(named, answers, strict=True)
-        if isinstance(answer, JobDescription) or (isinstance(answer, PeerRefused) and answer.job == one.job)
-    ]
-    return sorted(set(there))
-
-
-def _nearest(files: Sequence[Path]) -> Path:
-    """The first of them that is on this host, else the last: the members' own copies come before the user's file.
-
-    A file in a folder that this user may not look into counts as none (`Path.exists` raises there).
-    """
-    return next((file for file in files if os.path.exists(os.path.expanduser(file))), files[-1])
-
-
-def _named(wish: Wish) -> tuple[Config, str]:
-    """The user's configuration, wherever the flag stands, and its file ("": none was named)."""
-    path = wish.config or (parse(wish.command).config if wish.command else "")
-    return load(path), str(Path(path).resolve()) if path else ""
-
-
-def _secret(config: Config, members: Sequence[files.Contact] = ()) -> bytes:
-    """Never made here: a new one would be a wrong one. `members`: who has it. Raises: ConfigError; TransportError if
-    there are such files, and none of those hosts answers."""
-    if not os.path.exists(config.secret_path):
-        hosts = asyncio.run(_at_work(members, Credentials(b"")))
-        if members and not hosts:
-            raise TransportError(
-                f"no member of a running job was found: {', '.join(one.host for one in members)} do not answer",
-                remedy=NOT_FOUND,
-            )
-        has_it = [one for one in members if one.host in hosts and one.secret_files]
-        files = [f"{one.host}:{one.secret_files[0]}" for one in has_it[:MEMBERS_NAMED]]
-        theirs = ", ".join(files or [str(carried.folder_of("*") / carried.SECRET)])
-        raise ConfigError(
-            f"there is no secret_file {config.secret_path} on {os.uname().nodename}",
-            "the job's secret, mode 0600",
-            f"copy it from a host that is in the job ({theirs}) or from where it was launched, or name a configuration "
-            f"with another secret_file by {FLAG}",
-        )
-    return ensure(config)
-
-
-async def _described(
-    addresses: Sequence[tuple[Address, str]], credentials: Credentials, secret_path: Path
-) -> JobDescription:
-    """`addresses`: with the job that is to answer there. Raises: TransportError if nobody describes a job."""
-    failures = []
-    for address, job in addresses:
-        where = f"{address[0]}:{address[1]}"
-        try:
-            answer = await ask(address, credentials.of(job), Describe(), ASK_S)
-            found: JobDescription = expect(answer, JobDescription, where)
-            if found.members:
-                return found
-            failures.append(f"the host at {where} is joining itself")
-        except PeerRefused as error:
-            failures.append(error.found)
-            if len(failures) == len(addresses):
-                remedy = f"copy the secret from where the job was launched, or name the job's configuration by {FLAG}"
-                here = f"{error.found}, with the secret in {secret_path}"
-                raise PeerRefused(here, "the job's secret and id", remedy, address=error.address) from error
-        except TransportError as error:
-            failures.append(str(error))
-    raise TransportError(
-        f"no member of a running job was found: {'; '.join(failures)}",
-        remedy=NOT_FOUND,
-    )
+    directory = Path(description.directory)
+    if not directory.is_dir():
+        found = f"there is no directory {directory} on {here}"
+        raise ConfigError(found, "the job's working directory", "make it as on other hosts")
+    if missing := missing_file(theirs, directory):
+        raise ConfigError(f"{missing} on {here}", "the job's script", "copy it from another host")
 
 
 async def reserve(job: FoundJob) -> NodeId:
-    """A node id of the lowest member that answers: two hosts ask the same one. Raises: TransportError."""
+    """Get a node id from the lowest member that answers: two hosts ask the same one. Raises: TransportError."""
     reason: Exception | None = None
     credentials = Credentials(job.secret, job.description.job)
     for hello in job.description.hellos:
@@ -239,45 +119,12 @@ async def reserve(job: FoundJob) -> NodeId:
     raise TransportError(f"no member of the job can be reached from here: {reason}", remedy="check the network")
 
 
-# ---- checks
-
-
-def check(description: JobDescription, config: str, command: Sequence[str]) -> None:
-    """Refuse a host that cannot take part. Raises: ConfigError."""
-    member = next((hello for hello in description.hellos if hello.node == description.node), description.hellos[0])
-    here = os.uname().nodename
-    roles.check_versions()
-    ours = Hello(-1, here, member.control, member.bulk, member.local_size, versions(), load(config).digest())
-    check_alike([member, ours])
-    theirs = without_launcher_words(description.command)
-    if command and without_launcher_words(parse(list(command)).command) != theirs:
-        raise ConfigError(
-            f"the command given is not the job's, which is `{' '.join(theirs)}`",
-            "the same, or none at all",
-            "leave out everything from `--` on",
-        )
-    directory = Path(description.directory)
-    if not directory.is_dir():
-        raise ConfigError(
-            f"there is no directory {directory} on {here}", "the job's working directory", "make it as on other hosts"
-        )
-    if missing := missing_file(theirs, directory):
-        raise ConfigError(f"{missing} on {here}", "the job's script", "copy it from another host")
-
-
-def without_launcher_words(command: Sequence[str]) -> list[str]:
-    """`command` without the `--local_rank=N` that launch.py puts behind the script."""
-    head = head_of(command)
-    rest = command[head:]
-    return [*command[:head], *rest[len(launchers_words(rest)) :]]
-
-
 # ---- playing the launcher
 
 
 def supervisor_command(program: Sequence[str], description: JobDescription, local_rank: int, config: str) -> list[str]:
     """Make the command that launch.py runs for one slot, launcher's words included where the job has them."""
-    plain = without_launcher_words(description.command)
+    plain = without_launchers_words(description.command)
     said = [f"--local_rank={local_rank}"] if len(plain) < len(description.command) else []
     return [*program, *said, *plain, FLAG, config]
 
@@ -310,43 +157,32 @@ def play_launcher(commands: Sequence[Sequence[str]], environments: Sequence[dict
     Signals that should end us are passed on. Thread: the main one (the children live as long as it does).
     """
     children: dict[int, subprocess.Popen[bytes]] = {}
-    told: list[signal.Signals] = []
+    told: list[int] = []
 
-    def remember(number: int, _: object) -> None:
-        told.append(signal.SIGTERM if number == signal.SIGHUP else signal.Signals(number))
+    def pass_on(number: int) -> None:
+        for pid in list(children):
+            with contextlib.suppress(ProcessLookupError):  # a signal has come between its end and our knowing
+                os.kill(pid, number)  # not Popen's: that one would wait for the child, and we would miss it
 
-    before = {number: signal.signal(number, remember) for number in ending_signals()}
+    exit_code = 0
+    before = {number: signal.signal(number, lambda number, _: told.append(number)) for number in ending_signals()}
     try:
         for command, env in zip(commands, environments, strict=True):
             child = subprocess.Popen(command, env=env, cwd=directory)
             children[child.pid] = child
-        return _wait(children, told)
+        while children:
+            while told:
+                number = told.pop(0)
+                pass_on(signal.SIGTERM if number == signal.SIGHUP else number)
+            pid, status = os.waitpid(-1, os.WNOHANG)  # polled: a signal just before a wait would be missed
+            if not pid:
+                time.sleep(POLL_S)
+            elif ended := children.pop(pid, None):
+                ended.returncode = os.waitstatus_to_exitcode(status)
+                if ended.returncode != 0 and exit_code == 0:
+                    exit_code = shell_code(ended.returncode)
+                    pass_on(signal.SIGTERM)
+        return exit_code
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _wait(children: dict[int, subprocess.Popen[bytes]], told: list[signal.Signals]) -> int:
-    """Polls: a signal may come just before any wait, which then knows nothing of it."""
-    exit_code = 0
-    while children:
-        while told:
-            _end(children, told.pop(0))
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        if not pid:
-            time.sleep(POLL_S)
-            continue
-        child = children.pop(pid, None)
-        if child is None:
-            continue
-        child.returncode = os.waitstatus_to_exitcode(status)
-        if child.returncode != 0 and exit_code == 0:
-            exit_code = shell_code(child.returncode)
-            _end(children, signal.SIGTERM)
-    return exit_code
-
-
-def _end(children: dict[int, subprocess.Popen[bytes]], number: signal.Signals) -> None:
-    for pid in list(children):
-        with contextlib.suppress(ProcessLookupError):  # a signal has come between its end and our knowing
-            os.kill(pid, number)  # not Popen's: that one would wait for the child, and `_wait` would miss it

@@ -9,35 +9,38 @@ Ctrl-C ends this job and no other one (deepspeed's own handler ends every job of
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import signal
 import sys
 import time
 from collections.abc import Sequence
-from typing import NoReturn
 
 from ..agent.links import versions
-from ..agent.world import check_hosts, check_slots
+from ..agent.world import check_hosts, check_slots, spare_nodes
 from ..config import Config, load
 from ..errors import ConfigError, shell_code
-from ..events import JobFinished, JobStopped, NodeEnded, NodeJoined
+from ..events import Event, JobFinished, JobStopped, NodeEnded, NodeJoined
 from ..host import proc
 from ..host.output import say
 from ..host.spawning import ending_signals
 from ..transport.sockets import allow_many_files
-from . import carried, leash
-from .deepspeed_config import doubts, missing
-from .join import check_unused
+from . import job_files
+from .argv import doubts, missing_configs
 from .outcome import FAILED, Outcome, outcome, settled
-from .remote import Stewards, keep_alive
+from .remote import Connection, keep_alive, ssh_command
 from .request import Request, understood
-from .secret import ensure
+from .running_job import check_unused
+from .steward_protocol import Alive, Prepare, Stop, Tell, Word
 
 DEEPSPEED = (sys.executable, "-m", "deepspeed.launcher.runner")
 LAST_WORD_S = 10.0
 """How much longer than a steward waits for the job's processes we wait for the steward."""
 POLL_S = 0.5
+STANDING_STILL = 6
+"""A host that says nothing for so many times `silent_after_s` stands still, although its sshd answers. What a script
+does after the training is ended there, so that a short pause of the host must not count."""
 
 
 def launch(words: Sequence[str]) -> int:
@@ -49,7 +52,7 @@ def launch(words: Sequence[str]) -> int:
         check_slots(request.slots)
         hosts = len(request.slots) or len(request.hosts) or 1
         check_hosts(hosts, config.spares, config.copies)
-        ensure(config)
+        job_files.ensure_secret(config)
         check_unused(config)
         for doubt in doubts(request.command):
             say(doubt)
@@ -57,39 +60,26 @@ def launch(words: Sequence[str]) -> int:
         say(f"hosts that train: {hosts - spares} of {hosts}; spares: {spares}")
         named, folder = request.config or "none, all defaults", config.output_dir.absolute()
         say(f"configuration: {named}; output_dir: {folder}")
-        if not request.hosts:
-            _become_deepspeed(request)
-        _check_this_host()
+        if not request.hosts:  # nothing to carry anywhere, and its own exit code says it all
+            os.execv(DEEPSPEED[0], [*DEEPSPEED, *request.deepspeed(request.config)])
+        for name in ("ssh", "pdsh"):
+            if shutil.which(name) is None:
+                found = f"{os.uname().nodename} has no `{name}`"
+                raise ConfigError(found, f"{name}, by which deepspeed starts jobs", f"install {name} there")
+        allow_many_files()  # some for every host, here and in pdsh
         return asyncio.run(Launcher(request, config).run())
     except KeyboardInterrupt:
         say("interrupted before anything was started")
         return 128 + signal.SIGINT
 
 
-def _become_deepspeed(request: Request) -> NoReturn:
-    """One host, or one `--no_ssh` command per host: nothing to carry anywhere, and its own exit code says it all."""
-    os.execv(DEEPSPEED[0], [*DEEPSPEED, *request.deepspeed(request.config)])
-
-
-def _check_this_host() -> None:
-    """Raises: ConfigError."""
-    for name in ("ssh", "pdsh"):
-        if shutil.which(name) is None:
-            raise ConfigError(
-                f"{os.uname().nodename} has no `{name}`",
-                f"{name}, by which deepspeed starts jobs",
-                f"install {name} there",
-            )
-    allow_many_files()  # some for every host, here and in pdsh
-
-
 class Launcher:
     """One job over ssh; `run` once."""
 
     def __init__(self, request: Request, config: Config) -> None:
-        self._request, self._config, self._job = request, config, carried.new_job()
+        self._request, self._config, self._job = request, config, job_files.new_job()
         self._tag = f"launch.{self._job}."
-        self._stewards = Stewards(request, config)
+        self._stewards = [Connection(host, node) for node, host in enumerate(request.hosts)]
         self._interrupted, self._interrupted_at = 0, float("inf")
         self._settled: Outcome | None = None
         self._unformed: Outcome | None = None
@@ -99,36 +89,63 @@ class Launcher:
 
     async def run(self) -> int:
         """Raises: ConfigError."""
-        keeping = asyncio.create_task(self._stewards.keep())  # some may be ready long before others
+        keeping = asyncio.create_task(self._keep())  # some may be ready long before others
         try:
-            await self._stewards.prepare(self._what_hosts_need())
+            await self._prepare()
             for number in ending_signals():
                 asyncio.get_running_loop().add_signal_handler(number, self._interrupt, number)
-            launched = await self._deepspeed()
-            code = await self._follow(launched)
-            told = self._stewards.words
-            for node, word in told.items():
-                if word.killed and not (self._unformed or self._interrupted):
-                    say(f"{self._request.hosts[node]}: {word.killed} process(es) had to be killed")
-            return self._conclude(outcome({k: word.events for k, word in told.items()}, self._request.hosts, code))
+            code = await self._follow(await self._deepspeed())
+            for one in self._stewards:
+                if one.told and one.told.killed and not (self._unformed or self._interrupted):
+                    say(f"{one.host}: {one.told.killed} process(es) had to be killed")
+            return self._conclude(outcome(self._told(), self._request.hosts, code))
         finally:
             keeping.cancel()
             proc.sweep(self._tag)
-            await self._stewards.close()
+            await asyncio.gather(*(one.close() for one in self._stewards))
 
-    def _what_hosts_need(self) -> leash.Prepare:
-        command = self._request.command
-        return leash.Prepare(self._job, -1, self._config.told(), ensure(self._config), command, versions())
+    async def _keep(self) -> None:
+        """Tell the stewards, for ever, that somebody is here."""
+        while True:
+            self._tell(Alive())
+            await asyncio.sleep(self._config.silent_after_s / 5)
 
-    # ---- the real launcher
+    def _tell(self, word: Word) -> None:
+        for one in self._stewards:
+            one.say(word)
+
+    def _told(self) -> dict[int, Sequence[Event]]:
+        """Node -> its events, of those that have had their last word."""
+        return {one.node: one.told.events for one in self._stewards if one.told}
+
+    async def _prepare(self) -> None:
+        """Raises: ConfigError that names every host that is not ready, or the spare that no host is."""
+        ssh, job, config = ssh_command(self._request, self._config), self._job, self._config.told()
+        secret, command = job_files.ensure_secret(self._config), self._request.command
+        words = (Prepare(job, one.node, config, secret, command, versions()) for one in self._stewards)
+        await asyncio.gather(*(one.prepare(ssh, word) for one, word in zip(self._stewards, words, strict=True)))
+        wrong: dict[str, list[str]] = {}
+        for one in self._stewards:
+            if one.problem:
+                wrong.setdefault(one.problem.replace(f" on {one.name}", ""), []).append(one.host)
+        each = [f"{', '.join(hosts)}: {problem}" for problem, hosts in wrong.items()]
+        if wrong and all("; to do: " in problem for problem in wrong):
+            raise ConfigError("\n".join(each))
+        if wrong:
+            expected, remedy = "all hosts of the hostfile ready", "mend these hosts, or remove them from the hostfile"
+            raise ConfigError("; ".join(each), expected, remedy)
+        if not isinstance(self._config.spares, int):
+            spare_nodes(self._config.spares, [one.name for one in self._stewards])
 
     async def _deepspeed(self) -> asyncio.subprocess.Process:
-        words = [*DEEPSPEED, *self._request.deepspeed(str(carried.folder_of(self._job) / carried.CONFIG))]
-        said = [os.environ.get("PDSH_SSH_ARGS_APPEND", ""), *keep_alive(self._config)]
-        env = {**os.environ, proc.TAG: self._tag, "PDSH_SSH_ARGS_APPEND": " ".join(said).strip()}
+        """Start the real launcher."""
+        config = str(job_files.folder_of(self._job) / job_files.CONFIG)
+        options = [os.environ.get("PDSH_SSH_ARGS_APPEND", ""), *keep_alive(self._config)]
+        env = {**os.environ, proc.TAG: self._tag, "PDSH_SSH_ARGS_APPEND": " ".join(options).strip()}
         return await asyncio.create_subprocess_exec(
-            *words, stdin=asyncio.subprocess.DEVNULL, env=env, start_new_session=True
-        )
+            *DEEPSPEED, *self._request.deepspeed(config), stdin=asyncio.subprocess.DEVNULL, env=env,
+            start_new_session=True,
+        )  # fmt: skip
 
     async def _follow(self, launched: asyncio.subprocess.Process) -> int:
         """Wait for deepspeed and every steward, and no longer than `_deadline` once the others cannot change the
@@ -136,43 +153,49 @@ class Launcher:
 
         A host whose processes stand still never returns, and its sshd keeps deepspeed's connection alive.
         """
-        stewards, running = self._stewards, asyncio.create_task(launched.wait())
-        stewards.ask()
+        running = asyncio.create_task(launched.wait())
+        running.add_done_callback(lambda _: self._changed.set())
+        listening = [asyncio.create_task(one.listen(self._changed)) for one in self._stewards]
         asked_all = False
-        while stewards.hearing or not running.done():
-            if running.done() and not asked_all:
-                asked_all = True
-                stewards.say(leash.Tell(even_if_unseen=True))
-                if self._config.on_launcher_loss == "stop":
-                    self._end(self._config.phase_timeout_s)
+        while not running.done() or not all(one.over for one in self._stewards):
             if not running.done():
                 self._end_unformed()
+            elif not asked_all:
+                asked_all = True
+                self._tell(Tell(even_if_unseen=True))
+                if self._config.on_launcher_loss == "stop":
+                    self._end(self._config.phase_timeout_s)
             self._settle()
             if time.monotonic() >= self._deadline:
                 self._give_up(running)
                 break
             self._changed.clear()
-            changed = asyncio.create_task(self._changed.wait())
-            waits = {*stewards.hearing, changed, *([] if running.done() else [running])}
-            await asyncio.wait(waits, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
-            changed.cancel()
-        stewards.stop_asking()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(POLL_S):
+                    await self._changed.wait()
+        for task in listening:
+            task.cancel()
         proc.sweep(self._tag)
         return shell_code(await running)
 
     def _settle(self) -> None:
         """Note the outcome once it is known, and end what is left of the job."""
-        told = {node: word.events for node, word in self._stewards.words.items()}
-        hosts = self._request.hosts
-        if self._settled is None and not self._interrupted and settled(told, self._stewards.running, len(hosts)):
+        told, hosts = self._told(), self._request.hosts
+        since = time.monotonic() - STANDING_STILL * self._config.silent_after_s
+        running = {one.node for one in self._stewards if one.ran_at > since}
+        if self._settled is None and not self._interrupted and settled(told, running, len(hosts)):
             self._settled = outcome(told, hosts, 0)
             self._end(self._config.phase_timeout_s)
 
+    def _has_formed(self) -> bool:
+        """Return whether any of the stewards has seen the job's first world."""
+        return any(one.formed for one in self._stewards)
+
     def _end_unformed(self) -> None:
         """A host that has ended before the job formed keeps the others waiting for it: end them, too."""
-        told = self._stewards.words
-        heard = [event for word in told.values() for event in word.events]
-        formed = self._stewards.formed or any(isinstance(one, (NodeJoined, JobFinished)) for one in heard)
+        told = self._told()
+        heard = [event for events in told.values() for event in events]
+        formed = self._has_formed() or any(isinstance(one, (NodeJoined, JobFinished)) for one in heard)
         if self._unformed or formed or not told or self._interrupted:
             return
         codes = [event.exit_code for event in heard if isinstance(event, NodeEnded)]
@@ -184,13 +207,12 @@ class Launcher:
 
     def _end(self, grace_s: float) -> None:
         """The stewards end the job; they have LAST_WORD_S longer than its processes."""
-        self._stewards.say(leash.Stop(grace_s))
+        self._tell(Stop(grace_s))
         self._deadline = min(self._deadline, time.monotonic() + grace_s + LAST_WORD_S)
         self._changed.set()
 
     def _give_up(self, running: asyncio.Task[int]) -> None:
-        if self._stewards.untold:
-            left = ", ".join(self._stewards.untold)
+        if left := ", ".join(one.host for one in self._stewards if not one.over):
             say(f"the job's commands on {left} have not returned: those hosts are not cleaned up")
         elif not running.done():
             say("the job is over on every host, but deepspeed has not returned: ending it")
@@ -204,7 +226,7 @@ class Launcher:
             said, grace_s = f"interrupted after {self._settled.what}: ending the processes that are left", 0.0
         elif again:
             said, grace_s = "interrupted again: killing what is left of the job", 0.0
-        elif not self._stewards.formed:
+        elif not self._has_formed():
             said, grace_s = f"interrupted before the job has formed: ending it on {hosts} hosts", 0.0
         else:
             said = f"interrupted: ending the job on {hosts} hosts; processes left after {grace_s:g} s are killed"
@@ -215,7 +237,7 @@ class Launcher:
 
     def _conclude(self, found: Outcome) -> int:
         """A signal does not change what became of a job that is over."""
-        verdicts = (event for word in self._stewards.words.values() for event in word.events)
+        verdicts = (event for events in self._told().values() for event in events)
         was_over = any(isinstance(one, JobStopped) and one.time < self._interrupted_at for one in verdicts)
         if self._interrupted and self._settled is None and found.exit_code and not was_over:
             # whatever signal it was: hosts are told to end as by Ctrl-C, and their logs say so
@@ -225,7 +247,7 @@ class Launcher:
         if self._settled is not None:
             found = Outcome(self._settled.exit_code, self._settled.what, found.lost)
         if found.exit_code and not self._interrupted:
-            for path in missing(self._request.command):
+            for path in missing_configs(self._request.command):
                 say(f"there is no file {path} where the job was launched; to do: correct the command")
         say(str(found))
         return found.exit_code

@@ -20,18 +20,15 @@ from collections.abc import Sequence
 import msgspec
 
 from ..errors import EXIT_CONFIG, ConfigError, DeadpoolError, Unsupported
+from ..host.output import say
 from .argv import FLAG, RUN, parse, take_flag
 
+_USE_PDSH = "use pdsh (the default): mpirun ends every process of a job when one host is lost"
 LAUNCHERS = {
     "slurm": "submit configs/slurm.sbatch, which starts one `deepspeed --no_ssh` per node",
-    "openmpi": "use pdsh (the default): mpirun ends every process of a job when one host is lost",
-    "mpich": "use pdsh (the default): mpirun ends every process of a job when one host is lost",
-    "impi": "use pdsh (the default): mpirun ends every process of a job when one host is lost",
-    "mvapich": "use pdsh (the default): mpirun ends every process of a job when one host is lost",
+    **dict.fromkeys(("openmpi", "mpich", "impi", "mvapich"), _USE_PDSH),
 }
 """deepspeed's launchers that a lost host would end -> what to do instead."""
-
-
 _HOSTFILE = re.compile(r"-H|--hostf(i|il|ile)?(=|$)")
 
 
@@ -62,15 +59,12 @@ def read(words: Sequence[str]) -> Request:
     rest, config = take_flag(words)
     args = runner.parse_args(rest)  # which would take our flag for its own, if it stood before the script
     check(args)
-    options = rest[: len(rest) - 1 - len(args.user_args)]
+    options = rest[: len(rest) - 1 - len(args.user_args)] + ([] if args.module else ["--module"])
     user_args = [*args.user_args, *([FLAG, config] if config else [])]
     script = [args.user_script, *user_args]
-    if args.module and args.user_script == RUN:
-        line = parse(user_args)
-    else:
-        line = parse(["-m", *script] if args.module else script)
-    if not args.module:
-        options.append("--module")
+    if args.module:
+        script = user_args if args.user_script == RUN else ["-m", *script]
+    line = parse(script)
     slots = slots_of(args, runner, is_named=any(_HOSTFILE.match(word) for word in options))
     alone = args.no_ssh or not (len(slots) > 1 or (slots and args.force_multi))
     hosts = [] if alone else [host for host, _ in slots]
@@ -83,15 +77,11 @@ def check(args: argparse.Namespace) -> None:
     if remedy is not None:
         raise Unsupported(f"--launcher is {args.launcher}", "a launcher that outlives a host", remedy)
     if args.no_python:
-        raise Unsupported(
-            "--no_python starts a program that is not Python",
-            "a Python script or module, which our processes run",
-            "leave it out",
-        )
+        expected = "a Python script or module, which our processes run"
+        raise Unsupported("--no_python starts a program that is not Python", expected, "leave it out")
     if args.autotuning:
-        raise Unsupported(
-            "--autotuning starts many jobs", "one job", "tune with `deepspeed`, train with `deadpool launch`"
-        )
+        remedy = "tune with `deepspeed`, train with `deadpool launch`"
+        raise Unsupported("--autotuning starts many jobs", "one job", remedy)
 
 
 def slots_of(args: argparse.Namespace, runner: object, is_named: bool) -> list[tuple[str, int]]:
@@ -112,15 +102,11 @@ def slots_of(args: argparse.Namespace, runner: object, is_named: bool) -> list[t
             return []
         found = runner.parse_inclusion_exclusion(pool, args.include, args.exclude)  # type: ignore[attr-defined]
     except ValueError as error:
-        raise ConfigError(
-            f"{args.hostfile}: {error}", "lines of the form `host slots=8`, each host once", "correct that line"
-        ) from error
-    if options := [name for name in found if name.startswith("-")]:
-        raise ConfigError(
-            f"{args.hostfile} names {', '.join(options)}",
-            "host names, which do not begin with `-`",
-            "correct the first word of that line",
-        )
+        lines = "lines of the form `host slots=8`, each host once"
+        raise ConfigError(f"{args.hostfile}: {error}", lines, "correct that line") from error
+    if options := ", ".join(name for name in found if name.startswith("-")):
+        names = "host names, which do not begin with `-`"
+        raise ConfigError(f"{args.hostfile} names {options}", names, "correct the first word of that line")
     slots = [(host, args.num_gpus if args.num_gpus > 0 else len(numbers)) for host, numbers in found.items()]
     return slots[: args.num_nodes] if args.num_nodes > 0 else slots
 
@@ -141,13 +127,10 @@ def main(words: Sequence[str]) -> int:
         with contextlib.redirect_stdout(sys.stderr):  # deepspeed says things while it is loaded
             request = read(words)
     except ImportError as error:
-        print(
-            f"[deadpool] deepspeed cannot be loaded: {error}; to do: `pip install deepspeed` on every host",
-            file=sys.stderr,
-        )
+        say(f"deepspeed cannot be loaded: {error}; to do: `pip install deepspeed` on every host", to=sys.stderr)
         return EXIT_CONFIG
     except DeadpoolError as error:
-        print(f"[deadpool] {error}", file=sys.stderr)
+        say(str(error), to=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return 128 + signal.SIGINT

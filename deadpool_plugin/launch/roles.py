@@ -77,15 +77,11 @@ def _number(environ: Mapping[str, str], *names: str) -> int:
     raise ConfigError(f"{names[0]} is not set", "the environment the deepspeed launcher gives", _HOW)
 
 
-def check_spares(place: Place, config: Config) -> None:
+def check_place(place: Place, config: Config) -> None:
     """Check what does not need the hosts' names. Raises: ConfigError."""
     check_hosts(place.nodes_total, config.spares, config.copies)
-
-
-def check_ports(place: Place, config: Config) -> None:
-    """Raises: ConfigError if the first meeting's port may be taken by an agent before."""
     first, last = config.port_range or (0, -1)
-    if first <= place.master_port <= last:
+    if first <= place.master_port <= last:  # an agent may have taken it before the hosts meet
         raise ConfigError(
             f"port_range [{first}, {last}] holds MASTER_PORT={place.master_port}, where the hosts first meet",
             "a range without it",
@@ -93,17 +89,11 @@ def check_ports(place: Place, config: Config) -> None:
         )
 
 
-def check_interface(config: Config) -> None:
-    """Raises: ConfigError if this host has no such address."""
+def check_host(config: Config) -> None:
+    """Check this host's address and free memory, and that it can write to its directories, which are made if they are
+    absent. Raises: ConfigError."""
     if config.interface_address is not None:
         address_of(config.interface_address)
-
-
-def check_host(config: Config) -> None:
-    """Check that this host has free memory and can write to its directories, which are made if they are absent.
-
-    Raises: ConfigError.
-    """
     check_headroom(config)
     for field, path in (("output_dir", config.output_dir), ("witness", config.witness)):
         if path is None:
@@ -121,37 +111,30 @@ def check_host(config: Config) -> None:
 
 def check_versions(version_of: Callable[[str], str] = metadata.version) -> None:
     """Raises: ConfigError for a package that is missing or too old, and a kernel that is."""
-    _check_kernel()
+    host = os.uname()
+    calls: dict[str, Callable[[], int]] = {
+        "pidfd_open": lambda: linux.pidfd_open(os.getpid()),  # processes watch each other
+        "memfd_create": lambda: linux.memfd_create("deadpool-check", linux.MFD_CLOEXEC),  # and share memory
+    }
+    for name, call in calls.items():
+        try:
+            os.close(call())
+        except OSError as error:
+            raise ConfigError(
+                f"the system call {name} fails on {host.nodename}, Linux {host.release} ({error.strerror})",
+                "Linux 5.3 or newer, and a container that may use the call",
+                "upgrade the kernel, or let the container's seccomp profile allow it",
+            ) from error
     for package, oldest in {**REQUIRED, **OPTIONAL}.items():
         wanted = f"{package} {oldest[0]}.{oldest[1]} or newer"
         try:
             found = version_of(package)
         except metadata.PackageNotFoundError:
             if package in REQUIRED:
-                raise ConfigError(
-                    f"{package} is not installed on {os.uname().nodename}", wanted, f"install {wanted}"
-                ) from None
+                missing = f"{package} is not installed on {host.nodename}"
+                raise ConfigError(missing, wanted, f"install {wanted}") from None
             continue
         numbers = re.match(r"(\d+)\.(\d+)", found)
         if numbers is None or (int(numbers[1]), int(numbers[2])) < oldest:
-            raise ConfigError(
-                f"{package} {found} is installed on {os.uname().nodename}", wanted, f"upgrade {package} on every host"
-            )
-
-
-def _check_kernel() -> None:
-    """Check that processes can watch each other and share memory here. Raises: ConfigError."""
-    calls: dict[str, Callable[[], int]] = {
-        "pidfd_open": lambda: linux.pidfd_open(os.getpid()),
-        "memfd_create": lambda: linux.memfd_create("deadpool-check", linux.MFD_CLOEXEC),
-    }
-    for name, call in calls.items():
-        try:
-            os.close(call())
-        except OSError as error:
-            host = os.uname()
-            raise ConfigError(
-                f"the system call {name} fails on {host.nodename}, Linux {host.release} ({error.strerror})",
-                "Linux 5.3 or newer, and a container that may use the call",
-                "upgrade the kernel, or let the container's seccomp profile allow it",
-            ) from error
+            installed = f"{package} {found} is installed on {host.nodename}"
+            raise ConfigError(installed, wanted, f"upgrade {package} on every host")

@@ -40,10 +40,6 @@ LEAVE_S = 5.0
 and to end itself after us."""
 
 
-def agent_program(descriptor: int) -> Program:
-    return [*AGENT, str(descriptor)]
-
-
 class Supervisor:
     """One local rank's supervisor; `run` never returns.
 
@@ -60,9 +56,9 @@ class Supervisor:
         command: Sequence[str],
         config_path: str,
         standby: Program = STANDBY,
-        agent: Callable[[int], Program] = agent_program,
+        agent: Callable[[int], Program] = lambda descriptor: [*AGENT, str(descriptor)],
     ) -> None:
-        self._launch, self._agent_program = launch, agent
+        self._launch, self._command, self._agent_program = launch, command, agent
         self._standby_program = standby if callable(standby) else [*standby, *command]
         launcher = os.getppid()
         die_with_parent(signal.SIGTERM, launcher)
@@ -70,66 +66,46 @@ class Supervisor:
         self._tag = f"{self._job}{launch.local_rank}."
         self._socket = f"deadpool/{os.getuid()}/{launcher}/{proc.start_time(launcher)}"
         self._env = {**os.environ, "DEADPOOL_CONFIG": config_path, "DEADPOOL_SOCKET": self._socket}
-        self._told = {"DEADPOOL_JOB_TAG": self._job, COMMAND: json.dumps(list(command))}
         self._stops_with_launcher = load(config_path).on_launcher_loss == "stop"
         self._caught = [n for n in ending_signals() if n != signal.SIGHUP or self._stops_with_launcher]
-        self._signals = self._catch_signals()
-        self._agent = self._standby = 0
-        self._connection: LocalConnection | None = None
-        self._poll = select.poll()
-        self._handlers: dict[int, Callable[[int], None]] = {}
-        self._left_for, self._leave_by = 0, 0.0
-        """The signal we were told to end by, and when we do so whatever the agent says."""
-
-    def _catch_signals(self) -> int:
-        read_end, write_end = os.pipe()
-        os.set_blocking(write_end, False)
-        signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+        self._signals, wakeup = os.pipe()
+        os.set_blocking(wakeup, False)
+        signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
         for number in self._caught:
             signal.signal(number, lambda *_: None)
-        return read_end
+        self._agent = self._standby = 0
+        self._agent_end = self._standby_end = -1
+        """The descriptors that become readable when these end."""
+        self._connection: LocalConnection | None = None
+        self._poll = select.poll()
+        self._left_for, self._leave_by = 0, 0.0
+        """The signal we were told to end by, and when we do so whatever the agent says."""
 
     def run(self) -> NoReturn:
         """Start everything, wait for the end, leave nothing behind, exit; an error of our own is one line."""
         try:
-            self._start()
+            if self._launch.local_rank == 0:
+                self._start_agent()
+                if self._stops_with_launcher:
+                    self._poll.register(sys.stdout.fileno(), 0)  # errors only: nobody reads it any more
+            self._poll.register(self._signals, select.POLLIN)
+            self._connection = self._connect()
+            self._poll.register(self._connection.fileno(), select.POLLIN)
+            self._start_standby()
             while True:
                 self._serve()
         except DeadpoolError as error:
             say(str(error), to=sys.stderr)
             self._finish(error.exit_code)
 
-    def _start(self) -> None:
-        if self._launch.local_rank == 0:
-            self._start_agent()
-            if self._stops_with_launcher:
-                errors_only = 0  # nobody reads it any more
-                self._watch(sys.stdout.fileno(), self._launcher_gone, errors_only)
-        self._watch(self._signals, self._signalled)
-        self._connection = self._connect()
-        self._watch(self._connection.fileno(), self._agent_spoke)
-        self._start_standby()
-
-    def _serve(self) -> None:
-        """Wait for one thing to happen, and handle it; a signal we were told to end by has its time."""
-        ready = self._poll.poll(max(0.0, self._leave_by - time.monotonic()) * 1000 if self._left_for else None)
-        if not ready:
-            self._finish(128 + self._left_for)
-        for fd, _ in ready:
-            self._handlers[fd](fd)
-
-    def _watch(self, fd: int, handle: Callable[[int], None], events: int = select.POLLIN) -> None:
-        self._handlers[fd] = handle
-        self._poll.register(fd, events)
-
-    # ---- starting
-
     def _start_agent(self) -> None:
         listener = listen_unix(self._socket)
-        program, env = self._agent_program(listener.fileno()), {**self._env, **self._told}
-        self._agent = spawn(program, env, signal.SIGTERM, pass_fds=[listener.fileno()])
+        told = {"DEADPOOL_JOB_TAG": self._job, COMMAND: json.dumps(list(self._command))}
+        program = self._agent_program(listener.fileno())
+        self._agent = spawn(program, {**self._env, **told}, signal.SIGTERM, pass_fds=[listener.fileno()])
         listener.close()
-        self._watch(pidfd_open(self._agent), self._agent_ended)
+        self._agent_end = pidfd_open(self._agent)
+        self._poll.register(self._agent_end, select.POLLIN)
 
     def _connect(self) -> LocalConnection:
         """Supervisor 0 creates the agent's socket, and may be slower than we are."""
@@ -151,42 +127,42 @@ class Supervisor:
         env = {**self._env, proc.TAG: self._tag}
         self._standby = spawn(self._standby_program, env, signal.SIGKILL, output=write_end)
         os.close(write_end)
-        hello = local.SupervisorHello(self._launch.local_rank, self._standby)
-        self._tell(hello, read_end)
+        self._tell(local.SupervisorHello(self._launch.local_rank, self._standby), read_end)
         os.close(read_end)
-        self._watch(pidfd_open(self._standby), self._standby_ended)
+        self._standby_end = pidfd_open(self._standby)
+        self._poll.register(self._standby_end, select.POLLIN)
+
+    def _serve(self) -> None:
+        """Wait for one thing to happen, and handle it; a signal we were told to end by has its time."""
+        ready = self._poll.poll(max(0.0, self._leave_by - time.monotonic()) * 1000 if self._left_for else None)
+        if not ready:
+            self._finish(128 + self._left_for)
+        for fd, _ in ready:
+            if fd == self._signals:
+                number = os.read(fd, 1)[0]
+                if number in self._caught:
+                    self._leave(number)
+            elif fd == self._agent_end:
+                exit_code = self._reap_agent(None)
+                self._finish(exit_code or self._hear())
+            elif fd == self._standby_end:
+                self._poll.unregister(fd)
+                os.close(fd)
+                _, status = os.waitpid(self._standby, 0)
+                self._standby, self._standby_end = 0, -1
+                proc.sweep(self._tag)
+                self._tell(local.StandbyExited(os.waitstatus_to_exitcode(status)))
+            elif fd == sys.stdout.fileno():  # the launcher is gone
+                self._poll.unregister(fd)
+                self._leave(signal.SIGHUP)
+            else:
+                self._finish(self._hear())
 
     def _tell(self, message: local.LocalMessage, *descriptors: int) -> None:
         try:
             present(self._connection, "there is no agent to tell").send(message, descriptors)
         except ConnectionClosed:
             self._finish(self._hear())
-
-    # ---- waiting
-
-    def _signalled(self, fd: int) -> None:
-        number = os.read(fd, 1)[0]
-        if number in self._caught:
-            self._leave(number)
-
-    def _launcher_gone(self, fd: int) -> None:
-        self._poll.unregister(fd)
-        self._leave(signal.SIGHUP)
-
-    def _agent_spoke(self, _: int) -> None:
-        self._finish(self._hear())
-
-    def _agent_ended(self, _: int) -> None:
-        exit_code = self._reap_agent(None)
-        self._finish(exit_code or self._hear())
-
-    def _standby_ended(self, fd: int) -> None:
-        self._poll.unregister(fd)
-        os.close(fd)
-        _, status = os.waitpid(self._standby, 0)
-        self._standby = 0
-        proc.sweep(self._tag)
-        self._tell(local.StandbyExited(os.waitstatus_to_exitcode(status)))
 
     def _hear(self) -> int:
         """The exit code the agent wants (it may have said so before it ended); without an agent this node is out."""
@@ -206,8 +182,6 @@ class Supervisor:
         if not self._left_for or number != signal.SIGTERM:
             self._left_for, self._leave_by = number, time.monotonic() + within_s
 
-    # ---- ending
-
     def _finish(self, exit_code: int) -> NoReturn:
         """Kill what is left of the slot, let the agent end, exit."""
         if self._standby:
@@ -216,20 +190,15 @@ class Supervisor:
         proc.sweep(self._tag)
         if self._connection is not None:
             self._connection.close()
-        if self._agent:
-            self._end_agent()
+        if self._agent:  # it ends by itself once all supervisors have closed their connections; if not, it is made to
+            for number in (None, signal.SIGTERM, signal.SIGKILL):
+                if number is not None:
+                    os.kill(self._agent, number)
+                if await_end(self._agent_end, LEAVE_S):
+                    break
+            self._reap_agent(number)
         sys.stdout.flush()
         os._exit(shell_code(exit_code))
-
-    def _end_agent(self) -> None:
-        """It ends by itself once all supervisors have closed their connections; if not, it is made to."""
-        pidfd = pidfd_open(self._agent)
-        for number in (None, signal.SIGTERM, signal.SIGKILL):
-            if number is not None:
-                os.kill(self._agent, number)
-            if await_end(pidfd, LEAVE_S):
-                break
-        self._reap_agent(number)
 
     def _reap_agent(self, sent: int | None) -> int:
         """Its exit code. If a signal has ended it, and we have not `sent` one, we are the only ones left to say so."""

@@ -1,20 +1,33 @@
 """The process a slot's standby process forks: becomes one rank, or rehearses one, and runs the user's script.
 
 Rules of this file: the environment is set before anything of the user's runs; the process introduces itself on a
-connection of its own; it tells once what it has imported and, if its script fails, why.
+connection of its own; it tells once what it has imported. A script that ends well waits for everybody else's end; every
+other end is told to the agent, after it has been printed (the agent may end us at once), and also if it could not be (a
+full disk). One method of argparse is replaced for the script, and nothing else here.
 """
 
 from __future__ import annotations
 
+import argparse
+import atexit
+import contextlib
+import functools
 import os
-from typing import TYPE_CHECKING, NoReturn
+import runpy
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from .. import plugin
 from ..config import Config
 from ..core import local
+from ..errors import DeadpoolError, GenerationChanged
+from ..host.output import say
 from ..transport import linux
 from ..transport.unix import LocalConnection
-from .lessons import tell_modules
-from .script import in_a_line, leave, run_script
+from .prewarm import tell_modules
 
 if TYPE_CHECKING:
     from ..worker.context import Context
@@ -30,9 +43,11 @@ def become(config: Config, local_rank: int, script: list[str], order: local.RunR
         if order.rehearses:
             context = _rehearse(connection, config, local_rank)
         else:
-            context = _begin(connection, config, local_rank, order)
+            context = plugin.start_live(connection, config, order, local_rank)
+    except SystemExit as end:
+        leave(int(end.code or 0))
     except Exception as error:  # nobody may see its traceback: that goes to a file, which may be on a full disk
-        connection.send(local.Failing(order.rank, in_a_line(error)))
+        connection.send(local.Failing(order.rank, _in_a_line(error)))
         raise
     context.on_built = lambda: tell_modules(tell, context.adapter.beforehand())
 
@@ -42,17 +57,7 @@ def become(config: Config, local_rank: int, script: list[str], order: local.RunR
     leave(run_script(script, context, failed))
 
 
-def _begin(connection: LocalConnection, config: Config, local_rank: int, order: local.RunRank) -> Context:
-    from ..plugin import start_live
-
-    try:
-        return start_live(connection, config, order, local_rank)
-    except SystemExit as end:
-        leave(int(end.code or 0))
-
-
 def _rehearse(connection: LocalConnection, config: Config, local_rank: int) -> Context:
-    from ..plugin import start_following
     from ..worker.output import Mute
 
     read_end, write_end = os.pipe()
@@ -61,4 +66,79 @@ def _rehearse(connection: LocalConnection, config: Config, local_rank: int) -> C
     mute = Mute(write_end)  # only now: what goes wrong in there is said into the pipe, which somebody must read
     rehearsal, _ = connection.recv()
     assert isinstance(rehearsal, local.Rehearsal), f"the agent answered {type(rehearsal).__name__}"
-    return start_following(connection, config, rehearsal, local_rank, mute)
+    return plugin.start_following(connection, config, rehearsal, local_rank, mute)
+
+
+def run_script(argv: list[str], context: Context, failed: Callable[[str], None]) -> int:
+    """Run the user's script as `python SCRIPT ARGUMENTS...` or `python -m MODULE ARGUMENTS...` would; the exit code for
+    this process.
+
+    A script that ends well waits for everybody else's end; otherwise `failed` hears why.
+    """
+    try:
+        try:
+            spell_local_rank()
+            if argv[0] == "-m":
+                sys.argv, sys.path[0] = argv[1:], os.getcwd()
+                runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+            else:
+                sys.argv, sys.path[0] = argv, str(Path(argv[0]).resolve().parent)
+                runpy.run_path(argv[0], run_name="__main__")
+        except SystemExit as end:
+            if end.code not in (None, 0):
+                raise
+        return context.finish()
+    except SystemExit as end:
+        if not isinstance(end.code, int):
+            with contextlib.suppress(OSError):
+                print(end.code, file=sys.stderr, flush=True)
+        failed(f"the script called sys.exit({end.code!r})")
+        return end.code if isinstance(end.code, int) else 1
+    except DeadpoolError as error:
+        from ..worker.output import Mute
+
+        if Mute.active:  # into the rehearsal's own file
+            say(str(error), to=sys.stderr)
+        failed(str(error))  # the agent writes it into the rank's file; the job says it once for all ranks
+        return error.exit_code
+    except GenerationChanged:  # during start-up there is nothing to go back to: the agents end the job
+        return context.wait_for_end()
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            traceback.print_exc()
+        failed(_in_a_line(error))
+        return 1
+
+
+def _in_a_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
+
+
+def spell_local_rank() -> None:
+    """Give a parser that knows only `--local-rank=N` (Megatron-LM's; torch's launchers say that) what launch.py says as
+    `--local_rank=N`. In a process that runs the user's script, once.
+    """
+    original = argparse.ArgumentParser.parse_known_args
+
+    @functools.wraps(original)
+    def parse_known_args(self: argparse.ArgumentParser, args: Any = None, namespace: Any = None, **more: Any) -> Any:
+        words = list(sys.argv[1:] if args is None else args)
+        known = self._option_string_actions
+        if "--local-rank" in known and "--local_rank" not in known:
+            given, meant = "--local_rank=", "--local-rank="
+            words = [meant + word.removeprefix(given) if word.startswith(given) else word for word in words]
+        return original(self, words, namespace, **more)
+
+    argparse.ArgumentParser.parse_known_args = parse_known_args  # type: ignore[method-assign]
+
+
+def leave(exit_code: int) -> NoReturn:
+    """End this process now: abandoned communicators must not be destroyed (their destructors may hang).
+
+    What the script registered with atexit (loggers that flush) runs first if all is well.
+    """
+    if exit_code == 0:
+        atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)

@@ -156,7 +156,7 @@ class Adapter(Protocol):
         """Return whether the script has built something by now that this framework trains."""
 
     def beforehand(self) -> Sequence[str]:
-        """Name the work that the standby process can do for later processes of this slot, for `launch.lessons`:
+        """Name the work that the standby process can do for later processes of this slot, for `launch.prewarm`:
         `module:function:argument` each. After `attach`."""
         return ()
 

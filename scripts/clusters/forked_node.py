@@ -158,9 +158,9 @@ class Host:
         )
 
     def _join(self) -> NoReturn:
-        from deadpool_plugin.launch import join
+        from deadpool_plugin.launch import join, running_job
 
-        invitation = join.find(join.Wish(config=str(self.config)))
+        invitation = running_job.find(running_job.Wish(config=str(self.config)))
         node = asyncio.run(join.reserve(invitation))
         if node != self.index:
             raise RuntimeError(f"the job calls this host node {node}, expected {self.index}")

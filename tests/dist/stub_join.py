@@ -12,20 +12,20 @@ import sys
 from pathlib import Path
 
 from deadpool_plugin.cli.main import address
-from deadpool_plugin.launch import carried, join
+from deadpool_plugin.launch import job_files, join, running_job
 
 LAUNCH = str(Path(__file__).with_name("stub_launch.py"))
 
 
 def main(where: str, *to: str) -> int:
-    wish = join.Wish(to=address(to[0]), config=where) if to else join.Wish(job=Path(where))
-    invitation = join.find(wish)
-    carried.new_job = lambda: os.environ["DEADPOOL_TEST_NODE"]  # whoever kills this process knows what to remove
+    wish = running_job.Wish(to=address(to[0]), config=where) if to else running_job.Wish(job=Path(where))
+    invitation = running_job.find(wish)
+    job_files.new_job = lambda: os.environ["DEADPOOL_TEST_NODE"]  # whoever kills this process knows what to remove
     with join.configured(invitation) as config:
         return take_part(invitation, config)
 
 
-def take_part(invitation: join.FoundJob, config: str) -> int:
+def take_part(invitation: running_job.FoundJob, config: str) -> int:
     job = invitation.description
     node = asyncio.run(join.reserve(invitation))
     print("found the job", flush=True)

@@ -14,7 +14,7 @@ from dist.stub_cluster import HERE, MARK, StubCluster
 from support import slow_but
 
 from deadpool_plugin import events
-from deadpool_plugin.launch import carried
+from deadpool_plugin.launch import job_files
 
 STEPS, HOLD = 150, 5
 RUN = ("--steps", str(STEPS), "--step-s", "0.03", "--hold-at", str(HOLD))
@@ -68,7 +68,7 @@ def start(tmp_path):
     for cluster in made:
         cluster.close()
         for node in range(cluster.nodes):
-            shutil.rmtree(carried.folder_of(f"{cluster.run}.{node}"), ignore_errors=True)
+            shutil.rmtree(job_files.folder_of(f"{cluster.run}.{node}"), ignore_errors=True)
 
 
 def test_a_host_joins_becomes_a_spare_and_takes_over(start):

@@ -103,7 +103,7 @@ class ScriptedAgent:
         import sys
 
         from deadpool_plugin import plugin
-        from deadpool_plugin.launch.script import run_script
+        from deadpool_plugin.launch.worker import run_script
         from deadpool_plugin.worker.output import Mute
 
         log = os.open(self.output / f"rank{rank}.{self.incarnations[rank]}.log", os.O_WRONLY | os.O_CREAT, 0o644)

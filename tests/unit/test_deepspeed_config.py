@@ -7,9 +7,8 @@ import pytest
 
 from deadpool_plugin.config import load
 from deadpool_plugin.errors import ConfigError
-from deadpool_plugin.launch import carried
-from deadpool_plugin.launch.argv import parse
-from deadpool_plugin.launch.deepspeed_config import LARGEST_BYTES, doubts, files_named, named_config
+from deadpool_plugin.launch import job_files
+from deadpool_plugin.launch.argv import LARGEST_BYTES, deepspeed_configs, doubts, named_config, parse
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
@@ -59,9 +58,9 @@ def test_without_a_section_there_is_none(configuration):
     ],
 )
 def test_a_configuration_is_found_whether_it_is_there_or_not(words):
-    assert files_named(["train.py", *words.split()]) == ["absent.json"]
-    assert files_named(["train.py", "--deepspeed", "--lr", "0.1"]) == []
-    assert files_named(["train.py", "--metrics", "written.json", "--out=written.json", "train.py"]) == []
+    assert deepspeed_configs(["train.py", *words.split()]) == ["absent.json"]
+    assert deepspeed_configs(["train.py", "--deepspeed", "--lr", "0.1"]) == []
+    assert deepspeed_configs(["train.py", "--metrics", "written.json", "--out=written.json", "train.py"]) == []
 
 
 def test_data_among_the_arguments_is_not_read(tmp_path, monkeypatch):
@@ -84,7 +83,7 @@ def test_flag_and_section_may_not_disagree(configuration):
 def test_a_host_that_was_given_the_configuration_has_it_under_another_name(configuration):
     """It was agreed on where the job was launched."""
     words = ["--deepspeed_config", configuration({"deadpool": {"config": "job.yaml"}})]
-    put_in_place = str(carried.folder_of("0123") / carried.CONFIG)
+    put_in_place = str(job_files.folder_of("0123") / job_files.CONFIG)
     assert parse(["train.py", *words, "--deadpool-config", put_in_place]).config == put_in_place
 
 

@@ -23,8 +23,8 @@ from deadpool_plugin.config import Config, load
 from deadpool_plugin.core.types import World
 from deadpool_plugin.errors import ConfigError, PeerRefused, TransportError
 from deadpool_plugin.host import files
-from deadpool_plugin.launch import carried, join, roles
-from deadpool_plugin.launch.secret import of_job
+from deadpool_plugin.launch import job_files, join, roles, running_job
+from deadpool_plugin.launch.job_files import secret_of
 from deadpool_plugin.transport.handshake import Credentials
 from deadpool_plugin.transport.join_protocol import JobDescription, Reserve, Reserved
 from deadpool_plugin.transport.mesh import ControlMesh
@@ -207,7 +207,7 @@ def test_a_job_is_found_by_its_output_dir_and_its_secret_where_its_members_have_
     dead = hello(1, control=("127.0.0.1", 1))
     files.publish(folder / "logs", dead, (str(folder / "elsewhere"), str(folder / "secret")), MEMBERS_JOB)
     monkeypatch.chdir("/")
-    found = join.find(join.Wish(job=folder / "logs"))
+    found = running_job.find(running_job.Wish(job=folder / "logs"))
     assert found.description.hellos == [member.hello] and found.description.members == (4,)
     assert found.config == "" and found.secret == SECRET.encode()
     assert asyncio.run(join.reserve(found)) == 5
@@ -216,18 +216,18 @@ def test_a_job_is_found_by_its_output_dir_and_its_secret_where_its_members_have_
 def test_a_second_job_may_not_write_to_the_folder_of_one_that_runs(member, folder):
     files.publish(folder / "logs", hello(1, control=("127.0.0.1", 1)), (), MEMBERS_JOB)  # a lost host's is left
     with pytest.raises(ConfigError, match=rf"logs is that of a job that runs on {member.hello.host}; .*`deadpool stop"):
-        join.check_unused(load("d.yaml"))
+        running_job.check_unused(load("d.yaml"))
     member.close()
-    join.check_unused(load("d.yaml"))
+    running_job.check_unused(load("d.yaml"))
 
 
 def test_nor_if_it_has_another_secret(member, folder):
     """Another user's, or that of a home which hosts do not share; another job at its port is none of this folder."""
     (folder / "secret").write_text("another secret of that length")
     with pytest.raises(ConfigError, match=rf"logs is that of a job that runs on {member.hello.host}"):
-        join.check_unused(load("d.yaml"))
+        running_job.check_unused(load("d.yaml"))
     files.publish(folder / "logs", member.hello, (), "a job that has ended")
-    join.check_unused(load("d.yaml"))
+    running_job.check_unused(load("d.yaml"))
 
 
 @pytest.mark.parametrize("said", ["to", "job"])
@@ -239,12 +239,14 @@ def test_a_host_takes_part_with_the_configuration_the_job_has(member, folder, sa
     if said == "job":
         files.publish(folder / "logs", member.hello, (str(folder / "gone"), str(default)), MEMBERS_JOB)
     monkeypatch.chdir("/")
-    found = join.find(join.Wish(**{"to": {"to": member.hello.control}, "job": {"job": folder / "logs"}}[said]))
+    found = running_job.find(
+        running_job.Wish(**{"to": {"to": member.hello.control}, "job": {"job": folder / "logs"}}[said])
+    )
     with join.configured(found) as path:
-        assert carried.is_carried(path) and not folder.samefile(os.path.dirname(path))
+        assert job_files.is_put_in_place(path) and not folder.samefile(os.path.dirname(path))
         ours = load(path)
         assert ours == member.config.model_copy(update={"secret_file": default})
-        assert of_job(ours, path) == SECRET.encode() and ours.told_secret_file == str(default)
+        assert secret_of(ours, path) == SECRET.encode() and ours.told_secret_file == str(default)
         join.check(found.description, path, [])
         assert {os.stat(entry).st_mode & 0o777 for entry in os.scandir(os.path.dirname(path))} == {0o600}
     assert not os.path.exists(os.path.dirname(path))
@@ -253,20 +255,20 @@ def test_a_host_takes_part_with_the_configuration_the_job_has(member, folder, sa
 def test_without_the_secret_it_is_said_where_it_was_looked_for(member, folder):
     (folder / "secret").unlink()
     with pytest.raises(ConfigError, match=rf"no secret_file {folder}/secret on .*in the job \(.*:{folder}/secret\)"):
-        join.find(join.Wish(job=folder / "logs"))
+        running_job.find(running_job.Wish(job=folder / "logs"))
     theirs = r"in the job \(/dev/shm/deadpool-\*/secret\) or from where it was launched.*--deadpool-config"
     with pytest.raises(ConfigError, match=rf"no secret_file {folder}/.deadpool/secret on .*{theirs}"):
-        join.find(join.Wish(to=member.hello.control))
+        running_job.find(running_job.Wish(to=member.hello.control))
     member.close()
     files.publish(folder / "logs", member.hello, (str(folder / "secret"),), MEMBERS_JOB)  # as a killed one leaves it
     with pytest.raises(TransportError, match=r"no member of a running job was found: .* do not answer"):
-        join.find(join.Wish(job=folder / "logs"))
+        running_job.find(running_job.Wish(job=folder / "logs"))
 
 
 @pytest.mark.parametrize("said", ["to", "job"])
 def test_a_host_may_have_a_configuration_of_its_own(member, folder, said):
     where = {"to": {"to": member.hello.control}, "job": {"job": folder / "logs"}}[said]
-    found = join.find(join.Wish(config="d.yaml", **where))
+    found = running_job.find(running_job.Wish(config="d.yaml", **where))
     with join.configured(found) as path:
         assert path == str(folder / "d.yaml")
 
@@ -276,15 +278,15 @@ def test_a_host_may_have_a_configuration_of_its_own(member, folder, said):
 )
 def test_an_address_is_another_hosts(folder, interface, ours):
     told = Config(interface_address=interface, patience_s=2.5)
-    found = join.FoundJob(described(folder, config=told.told()), "", b"", folder / "secret")
+    found = running_job.FoundJob(described(folder, config=told.told()), "", b"", folder / "secret")
     with join.configured(found) as path:
         mine = load(path)
     assert (mine.interface_address, mine.patience_s, mine.secret_file) == (ours, 2.5, folder / "secret")
 
 
-def test_a_secret_in_a_folder_that_is_closed_to_us_is_not_on_this_host(folder, monkeypatch):
-    closed, open_ = folder / "closed" / "secret", folder / "open"
-    open_.touch()
+def test_a_secret_in_a_folder_that_is_closed_to_us_is_not_on_this_host(member, folder, monkeypatch):
+    closed, open_ = folder / "closed" / "secret", folder / "secret"
+    files.publish(folder / "logs", member.hello, (str(closed), str(open_)), MEMBERS_JOB)
     stat = os.stat
 
     def refusing(path, *args, **options):
@@ -293,20 +295,20 @@ def test_a_secret_in_a_folder_that_is_closed_to_us_is_not_on_this_host(folder, m
         return stat(path, *args, **options)
 
     monkeypatch.setattr(os, "stat", refusing)
-    assert join._nearest([closed, open_]) == open_
+    assert running_job.find(running_job.Wish(job=folder / "logs")).secret_file == open_
     with pytest.raises(ConfigError, match="there is no secret_file"):
-        join._secret(Config(secret_file=closed))
+        running_job.existing_secret(Config(secret_file=closed))
 
 
 def test_only_the_job_that_was_found_before_is_asked_again(member, folder):
-    found = join.Wish(job=folder / "logs", job_id=MEMBERS_JOB)
-    assert join.find(found).description.job == MEMBERS_JOB
+    found = running_job.Wish(job=folder / "logs", job_id=MEMBERS_JOB)
+    assert running_job.find(found).description.job == MEMBERS_JOB
     with pytest.raises(TransportError, match="no member of a running job was found"):
-        join.find(msgspec.structs.replace(found, job_id="another job's id"))
+        running_job.find(msgspec.structs.replace(found, job_id="another job's id"))
 
 
 def test_a_job_is_found_by_the_address_of_a_member(member, folder):
-    found = join.find(join.Wish(to=member.hello.control, config="d.yaml"))
+    found = running_job.find(running_job.Wish(to=member.hello.control, config="d.yaml"))
     assert found.description.command == member.command
 
 
@@ -315,11 +317,11 @@ def test_another_job_at_the_address_of_a_member_that_is_gone_is_not_taken_for_it
     gone = hello(1, control=member.hello.control)
     files.publish(folder / "logs", gone, (str(folder / "secret"),), "another job's id")
     with pytest.raises(PeerRefused, match=f"it is of job {MEMBERS_JOB}, this is job another job's id"):
-        join.find(join.Wish(job=folder / "logs"))
+        running_job.find(running_job.Wish(job=folder / "logs"))
 
 
 def test_a_node_id_is_not_asked_of_another_job(member, folder):
-    found = join.find(join.Wish(to=member.hello.control, config="d.yaml"))
+    found = running_job.find(running_job.Wish(to=member.hello.control, config="d.yaml"))
     assert found.description.job == MEMBERS_JOB
     other = msgspec.structs.replace(found.description, job="another job's id")
     with pytest.raises(PeerRefused, match="it is of job"):
@@ -329,7 +331,7 @@ def test_a_node_id_is_not_asked_of_another_job(member, folder):
 def test_another_secret_is_said(member, folder):
     (folder / "secret").write_text("another secret of that length")
     with pytest.raises(PeerRefused, match="does not prove the job's secret"):
-        join.find(join.Wish(to=member.hello.control, config="d.yaml"))
+        running_job.find(running_job.Wish(to=member.hello.control, config="d.yaml"))
 
 
 def test_the_whole_command_runs_the_jobs_command_for_every_slot(member, folder, capfd, monkeypatch):
@@ -343,14 +345,14 @@ def test_the_whole_command_runs_the_jobs_command_for_every_slot(member, folder, 
     )
     (folder / "elsewhere").mkdir()
     monkeypatch.chdir(folder / "elsewhere")
-    wish = join.Wish(job=folder / "logs", command=["s.py", "--lr", "1"])
+    wish = running_job.Wish(job=folder / "logs", command=["s.py", "--lr", "1"])
     assert join.join(wish, [sys.executable, str(program)]) == 0
     for rank, local_rank in ((10, 0), (11, 1)):
         told = json.loads((seen / str(rank)).read_text())
         assert told["argv"] == [f"--local_rank={local_rank}", "s.py", "--lr", "1"] + [
             "--deadpool-config", told["argv"][-1]
         ]  # fmt: skip
-        assert carried.is_carried(told["argv"][-1])
+        assert job_files.is_put_in_place(told["argv"][-1])
         place = roles.from_environment(told["env"]).place
         assert (place.node, place.local_size, place.master_addr, place.master_port) == (5, 2, "m", 5)
         assert job_from(told["env"], "", "", ()).invitation == Invitation(MEMBERS_JOB, (tuple(member.hello.control),))
@@ -362,7 +364,7 @@ def test_a_taken_node_id_is_tried_again_with_another(member, folder, capfd, monk
     program.write_text("import os, sys; sys.exit(0 if os.environ['CROSS_RANK'] == '7' else 75)")
     (folder / "elsewhere").mkdir()
     monkeypatch.chdir(folder / "elsewhere")
-    assert join.join(join.Wish(job=Path("../logs")), [sys.executable, str(program)]) == 0
+    assert join.join(running_job.Wish(job=Path("../logs")), [sys.executable, str(program)]) == 0
     assert "as node 7" in capfd.readouterr().out
 
 

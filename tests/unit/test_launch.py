@@ -14,10 +14,9 @@ from deadpool_plugin import run
 from deadpool_plugin.config import Config
 from deadpool_plugin.errors import ConfigError
 from deadpool_plugin.launch import roles
-from deadpool_plugin.launch.activate import supervised
-from deadpool_plugin.launch.argv import parse
-from deadpool_plugin.launch.script import spell_local_rank
-from deadpool_plugin.launch.secret import ensure
+from deadpool_plugin.launch.argv import parse, supervised
+from deadpool_plugin.launch.job_files import ensure_secret
+from deadpool_plugin.launch.worker import spell_local_rank
 
 
 def environment(rank=3, local_size=2, world=8, **more):
@@ -122,13 +121,13 @@ def test_torchrun_is_refused_by_name():
 def test_too_many_spares(spares, says):
     place = roles.from_environment(environment()).place
     with pytest.raises(ConfigError, match=says):
-        roles.check_spares(place, Config(spares=spares))
+        roles.check_place(place, Config(spares=spares))
 
 
 def test_spares_that_leave_a_host_are_accepted():
     place = roles.from_environment(environment()).place
     for spares in (0, 3, ["0"], ["host-a", "host-b"]):
-        roles.check_spares(place, Config(spares=spares))
+        roles.check_place(place, Config(spares=spares))
 
 
 # ---- versions
@@ -159,20 +158,20 @@ def test_versions():
 
 def test_only_the_default_secret_is_made(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    made = ensure(Config())
+    made = ensure_secret(Config())
     path = tmp_path / ".deadpool" / "secret"
     assert path.stat().st_mode & 0o777 == 0o600 and len(made) >= 32
-    assert ensure(Config()) == made
+    assert ensure_secret(Config()) == made
     assert os.listdir(path.parent) == ["secret"]
     with pytest.raises(ConfigError, match="cannot be read"):
-        ensure(Config(secret_file=tmp_path / "other"))
+        ensure_secret(Config(secret_file=tmp_path / "other"))
 
 
 def test_a_home_without_room_for_the_secret_is_said(tmp_path, monkeypatch):
     (tmp_path / ".deadpool").touch()
     monkeypatch.setenv("HOME", str(tmp_path))
     with pytest.raises(ConfigError, match=rf"\.deadpool/secret cannot be read on {os.uname().nodename}"):
-        ensure(Config())
+        ensure_secret(Config())
 
 
 def test_unsafe_secrets_are_refused(tmp_path):
@@ -180,12 +179,12 @@ def test_unsafe_secrets_are_refused(tmp_path):
     path.write_text("0123456789abcdef0123")
     path.chmod(0o640)
     with pytest.raises(ConfigError, match="mode 0640"):
-        ensure(Config(secret_file=path))
+        ensure_secret(Config(secret_file=path))
     path.chmod(0o600)
-    assert ensure(Config(secret_file=path)) == b"0123456789abcdef0123"
+    assert ensure_secret(Config(secret_file=path)) == b"0123456789abcdef0123"
     path.write_text("short")
     with pytest.raises(ConfigError, match="5 bytes"):
-        ensure(Config(secret_file=path))
+        ensure_secret(Config(secret_file=path))
 
 
 # ---- the entry point

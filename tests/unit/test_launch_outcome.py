@@ -14,7 +14,7 @@ import pytest
 
 from deadpool_plugin import events
 from deadpool_plugin.cli.main import main
-from deadpool_plugin.launch import leash
+from deadpool_plugin.launch import steward_protocol
 from deadpool_plugin.launch.outcome import TELLING, UNREACHABLE, outcome
 
 HOSTS = ["h1", "h2", "h3"]
@@ -24,7 +24,7 @@ FINISHED_LATE = events.JobFinished(time=2.0)
 
 
 def test_what_an_outcome_is_made_of_is_kept_however_long_a_log_is():
-    assert {*TELLING, *leash.FateEvent.__args__} <= {*events.FATE}
+    assert {*TELLING, *steward_protocol.FateEvent.__args__} <= {*events.FATE}
 
 
 def lost(*nodes, at=0.0):

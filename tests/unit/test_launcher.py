@@ -18,7 +18,7 @@ from support.stand_in import fake
 from deadpool_plugin import config, events
 from deadpool_plugin.errors import ConfigError
 from deadpool_plugin.host import proc
-from deadpool_plugin.launch import carried, launcher, leash, remote
+from deadpool_plugin.launch import job_files, launcher, remote, steward_protocol
 from deadpool_plugin.launch.outcome import Outcome
 from deadpool_plugin.launch.remote import shell_command
 from deadpool_plugin.launch.request import Request
@@ -41,10 +41,10 @@ import os, sys, signal
 from pathlib import Path
 from deadpool_plugin import events
 from deadpool_plugin.config import load
-from deadpool_plugin.launch.secret import of_job
+from deadpool_plugin.launch.job_files import secret_of
 given = load(sys.argv[-1])
 Path("seen.txt").write_text(" ".join([*sys.argv, *(f"{k}={v}" for k, v in os.environ.items())]))
-Path("secret.txt").write_bytes(of_job(given, sys.argv[-1]))
+Path("secret.txt").write_bytes(secret_of(given, sys.argv[-1]))
 os.makedirs("logs", exist_ok=True)
 """
 
@@ -73,19 +73,19 @@ def job(tmp_path, monkeypatch):
         return launcher.launch(["--hostfile", "H", "s.py"])
 
     jobs: list[str] = []
-    named = carried.new_job
+    named = job_files.new_job
 
     def new_job() -> str:
         jobs.append(named())
         return jobs[-1]
 
-    monkeypatch.setattr(carried, "new_job", new_job)
+    monkeypatch.setattr(job_files, "new_job", new_job)
     yield launch
     for file in tmp_path.glob("*.pid"):
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(file.read_text()), signal.SIGCONT)
     deadline = time.monotonic() + 30.0
-    while left := [folder for folder in map(carried.folder_of, jobs) if folder.exists()]:
+    while left := [folder for folder in map(job_files.folder_of, jobs) if folder.exists()]:
         assert time.monotonic() < deadline, f"{left} outlive their job"
         time.sleep(0.05)
 
@@ -157,7 +157,7 @@ def test_what_all_hosts_say_is_said_once(job, tmp_path):
 def test_what_ssh_said_last_is_told_though_a_shared_connection_keeps_its_pipe(monkeypatch):
     """As with ControlPersist: the client ends, its master holds standard error."""
     master = "exec 3<&0; cat <&3 >/dev/null & echo 'no route' >&2; exit 255"
-    word = leash.Prepare("j", 0, "", b"", ["-m", "m"], {})
+    word = steward_protocol.Prepare("j", 0, "", b"", ["-m", "m"], {})
 
     async def scenario():
         one = remote.Connection("h1", 0)
@@ -284,7 +284,7 @@ def test_ctrl_c_while_hosts_clean_up_does_not_change_the_verdict(verdict_at, cod
     stopped = events.JobStopped(exit_code=78, reason="SGD", time=verdict_at)
     one = launcher.Launcher.__new__(launcher.Launcher)
     one._interrupted, one._interrupted_at, one._settled, one._unformed = signal.SIGINT, 10.0, None, None
-    one._stewards, one._request = fake(words={0: fake(events=[stopped])}), fake(command=["train.py"])
+    one._stewards, one._request = [fake(node=0, told=fake(events=[stopped]))], fake(command=["train.py"])
     assert one._conclude(Outcome(78, "the job stopped: SGD", [])) == code
 
 

@@ -21,9 +21,9 @@ from deadpool_plugin import events
 from deadpool_plugin.agent.links import versions
 from deadpool_plugin.config import Config
 from deadpool_plugin.errors import ConfigError
-from deadpool_plugin.host import proc
-from deadpool_plugin.launch import agent, carried, leash, steward
-from deadpool_plugin.launch.carriers import carriers
+from deadpool_plugin.host import files, proc
+from deadpool_plugin.launch import agent, job_files, steward, steward_protocol
+from deadpool_plugin.launch.steward import job_processes
 
 SECRET = b"a secret that is long enough"
 LIMIT_S = 30.0
@@ -38,9 +38,9 @@ class Host:
 
     def __init__(self, directory, patience_s=20.0, **changes):
         settings = f"output_dir: {directory / 'logs'}\npatience_s: {patience_s}\n"
-        word = leash.Prepare(carried.new_job(), 1, settings, SECRET, ["s.py"], versions())
+        word = steward_protocol.Prepare(job_files.new_job(), 1, settings, SECRET, ["s.py"], versions())
         self.word = msgspec.structs.replace(word, **{**changes, "config": settings + changes.get("config", "")})
-        self.folder, self.log = carried.folder_of(self.word.job), directory / "logs" / "events.1.jsonl"
+        self.folder, self.log = job_files.folder_of(self.word.job), directory / "logs" / "events.1.jsonl"
         (directory / "s.py").touch()
         self.process = subprocess.Popen(
             [sys.executable, "-m", "deadpool_plugin.launch.steward"], cwd=directory, env=environment(),
@@ -52,14 +52,14 @@ class Host:
         self.ready = self.hear()
 
     def say(self, word):
-        self.stdin.write(leash.encode(word))
+        self.stdin.write(steward_protocol.encode(word))
         self.stdin.flush()
 
     def hear(self):
         assert select.select([self.stdout], [], [], LIMIT_S)[0], "the steward says nothing"
         self.stdout.readline()
-        word = leash.decode(self.stdout.readline())
-        return self.hear() if isinstance(word, leash.Running) else word
+        word = steward_protocol.decode(self.stdout.readline())
+        return self.hear() if isinstance(word, steward_protocol.Running) else word
 
     def hear_next(self, word=None, within_s=LIMIT_S):
         """The next word, whatever it is; None if there is none. The launcher is not silent meanwhile."""
@@ -70,7 +70,7 @@ class Host:
             if word is not None:
                 self.say(word)
         self.stdout.readline()
-        return leash.decode(self.stdout.readline())
+        return steward_protocol.decode(self.stdout.readline())
 
     def start(self, code, *words):
         """A process of the job, known by the configuration it is given."""
@@ -116,15 +116,15 @@ def host(tmp_path):
 
 def test_only_the_owner_reads_what_it_puts_in_place_and_nothing_stays(host):
     one = host()
-    assert one.ready == leash.Ready(os.uname().nodename)
+    assert one.ready == steward_protocol.Ready(os.uname().nodename)
     assert one.folder.stat().st_mode & 0o777 == 0o700
     assert {path.name: path.stat().st_mode & 0o777 for path in one.folder.iterdir()} == {
         "config.yaml": 0o600, "secret": 0o600,
     }  # fmt: skip
     assert (one.folder / "secret").read_bytes() == SECRET
     assert (one.folder / "config.yaml").read_text() == one.word.config
-    one.say(leash.Tell(even_if_unseen=True))
-    assert one.hear() == leash.Told([], 0)
+    one.say(steward_protocol.Tell(even_if_unseen=True))
+    assert one.hear() == steward_protocol.Told([], 0)
     one.ended()
 
 
@@ -142,14 +142,14 @@ def test_what_would_stop_the_job_is_said_before_it_starts(host, change, said):
 
 
 def test_a_folder_of_somebody_else_is_not_used(host, tmp_path):
-    job = carried.new_job()
-    carried.folder_of(job).symlink_to(tmp_path)
+    job = job_files.new_job()
+    job_files.folder_of(job).symlink_to(tmp_path)
     try:
         one = host(job=job)
         assert "cannot be written" in one.ready.problem or "belongs to another user" in one.ready.problem
         assert not (tmp_path / "secret").exists()
     finally:
-        carried.folder_of(job).unlink()
+        job_files.folder_of(job).unlink()
 
 
 def test_it_tells_of_this_job_only(host, tmp_path):
@@ -157,7 +157,7 @@ def test_it_tells_of_this_job_only(host, tmp_path):
     log = tmp_path / "logs" / "events.1.jsonl"
     log.write_bytes(events.encode(events.JobStopped(exit_code=86, node=1)))
     one = host()
-    fate: list[leash.FateEvent] = [
+    fate: list[steward_protocol.FateEvent] = [
         events.SwapPlanned(restore_step=3, lost_nodes=(0,), node=1),
         events.JobFinished(node=1),
     ]
@@ -165,18 +165,18 @@ def test_it_tells_of_this_job_only(host, tmp_path):
     with log.open("ab") as file:
         file.write(b"".join(map(events.encode, said)))
         file.write(b'{"event":"JobStopped","exit{"event":"JobStopped"}\n{"event":"JobFin')
-    one.say(leash.Tell(even_if_unseen=True))
-    assert one.hear() == leash.Told(fate, 0)
+    one.say(steward_protocol.Tell(even_if_unseen=True))
+    assert one.hear() == steward_protocol.Told(fate, 0)
     one.ended()
 
 
 @pytest.mark.parametrize("exit_code", [0, 3])
 def test_it_tells_how_the_agent_ended_though_no_log_could_be_written(host, exit_code):
     one = host()
-    carried.last_word(f"{one.folder}/config.yaml", 1).write_text(str(exit_code))
-    one.say(leash.Tell(even_if_unseen=True))
+    job_files.exit_code_file(f"{one.folder}/config.yaml", 1).write_text(str(exit_code))
+    one.say(steward_protocol.Tell(even_if_unseen=True))
     ended = events.NodeEnded(exit_code=exit_code, node=1)
-    assert one.hear() == leash.Told([ended] if exit_code else [events.JobFinished(node=1), ended], 0)
+    assert one.hear() == steward_protocol.Told([ended] if exit_code else [events.JobFinished(node=1), ended], 0)
     one.ended()
 
 
@@ -189,8 +189,8 @@ def test_an_agent_leaves_its_exit_code_where_its_steward_looks_for_it(monkeypatc
     told = {"DEADPOOL_CONFIG": str(folder / "config.yaml"), "DEADPOOL_JOB_TAG": "1.2."}
     for name, value in {**place, "MASTER_PORT": "1", **told}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(carried, "SHM", tmp_path)
-    monkeypatch.setattr(agent, "of_job", lambda config, path: SECRET)
+    monkeypatch.setattr(job_files, "SHM", tmp_path)
+    monkeypatch.setattr(job_files, "secret_of", lambda config, path: SECRET)
     monkeypatch.setattr(agent, "run_agent", lambda *everything: 3)
     assert agent._serve(socket.socket(socket.AF_UNIX).detach()) == 3
     assert {path.name for path in folder.iterdir()} == {"config.yaml", *(["exit_code.2"] if put_in_place else [])}
@@ -201,14 +201,14 @@ def test_told_to_stop_it_asks_first_and_kills_who_does_not_listen(host):
     asked, deaf = one.start(SAYS_ITS_SIGNAL), one.start(HEARS_NOTHING)
     launcher = one.start(HEARS_NOTHING, IS_THE_LAUNCHER)
     bystander = subprocess.Popen([sys.executable, "-c", "input()", IS_THE_LAUNCHER], stdin=subprocess.PIPE)
-    assert carriers(one.folder) == {asked.pid, deaf.pid, launcher.pid}
-    one.say(leash.Stop(60.0))
+    assert job_processes(one.folder).keys() == {asked.pid, deaf.pid, launcher.pid}
+    one.say(steward_protocol.Stop(60.0))
     assert asked.communicate(timeout=LIMIT_S)[0] == "SIGINT\n"
     assert deaf.poll() is launcher.poll() is None
-    one.say(leash.Stop(0.0))
+    one.say(steward_protocol.Stop(0.0))
     assert deaf.wait(LIMIT_S) == launcher.wait(LIMIT_S) == -signal.SIGKILL
-    one.say(leash.Tell())
-    assert one.hear() == leash.Told([], 2)
+    one.say(steward_protocol.Tell())
+    assert one.hear() == steward_protocol.Told([], 2)
     one.ended()
     assert bystander.poll() is None
     bystander.communicate(b"\n")
@@ -217,29 +217,29 @@ def test_told_to_stop_it_asks_first_and_kills_who_does_not_listen(host):
 def test_asked_to_tell_it_waits_for_the_end_of_a_job_that_goes_on(host):
     one = host()
     job = one.start(SAYS_ITS_SIGNAL)
-    one.say(leash.Tell())
+    one.say(steward_protocol.Tell())
     with pytest.raises(subprocess.TimeoutExpired):
         one.process.wait(1.5)
     assert job.poll() is None
     job.kill()
     job.wait()
-    assert one.hear() == leash.Told([], 0)
+    assert one.hear() == steward_protocol.Told([], 0)
     one.ended()
 
 
 def test_it_says_that_the_job_runs_and_has_formed_and_not_that_it_stands_still(host, tmp_path):
     one = host(patience_s=0.5)
     job = one.start(SAYS_ITS_SIGNAL)
-    one.say(leash.Alive())
-    assert one.hear_next() == leash.Running(formed=False)
+    one.say(steward_protocol.Alive())
+    assert one.hear_next() == steward_protocol.Running(formed=False)
     one.log.write_bytes(events.encode(events.NodeJoined(host="h", ranks=(0,), spare=False, node=1)))
-    while not (word := one.hear_next(leash.Alive())).formed:
-        assert word == leash.Running(formed=False)
+    while not (word := one.hear_next(steward_protocol.Alive())).formed:
+        assert word == steward_protocol.Running(formed=False)
     job.send_signal(signal.SIGSTOP)
-    while one.hear_next(leash.Alive(), 2.0) is not None:  # those on their way
+    while one.hear_next(steward_protocol.Alive(), 2.0) is not None:  # those on their way
         pass
     job.send_signal(signal.SIGCONT)
-    assert one.hear_next(leash.Alive()) == leash.Running(formed=True)
+    assert one.hear_next(steward_protocol.Alive()) == steward_protocol.Running(formed=True)
 
 
 def test_the_launchers_own_tools_are_not_the_job(host, monkeypatch):
@@ -247,10 +247,10 @@ def test_the_launchers_own_tools_are_not_the_job(host, monkeypatch):
     one = host()
     monkeypatch.setenv("DEADPOOL_TAG", f"launch.{one.word.job}.")
     tool = one.start(SAYS_ITS_SIGNAL)
-    assert carriers(one.folder) == set()
-    one.say(leash.Stop(0.0))
-    one.say(leash.Tell(even_if_unseen=True))
-    assert one.hear() == leash.Told([], 0) and tool.poll() is None
+    assert not job_processes(one.folder)
+    one.say(steward_protocol.Stop(0.0))
+    one.say(steward_protocol.Tell(even_if_unseen=True))
+    assert one.hear() == steward_protocol.Told([], 0) and tool.poll() is None
     one.ended()
 
 
@@ -271,13 +271,11 @@ def test_so_does_one_that_is_told_twice(host):
 
 
 def test_nothing_stays_where_not_everything_could_be_written(monkeypatch):
-    job, put = carried.new_job(), carried.put
-    monkeypatch.setattr(
-        carried, "put", lambda path, content: put(path if path.name == "secret" else path / "x", content)
-    )
-    with pytest.raises(ConfigError, match="cannot be written"), carried.installed(job, "spares: 1", SECRET):
+    job, put = job_files.new_job(), files.put
+    monkeypatch.setattr(files, "put", lambda path, *more: put(path if path.name == "secret" else path / "x", *more))
+    with pytest.raises(ConfigError, match="cannot be written"), job_files.installed(job, "spares: 1", SECRET):
         raise AssertionError("not reached")
-    assert not carried.folder_of(job).exists()
+    assert not job_files.folder_of(job).exists()
 
 
 def test_without_a_launcher_the_job_goes_on_and_its_secret_stays_as_long(host):
@@ -303,7 +301,7 @@ def test_without_a_launcher_all_processes_are_looked_at_less_often(monkeypatch, 
         def next(self, timeout_s):
             asked.append(timeout_s)
 
-    monkeypatch.setattr(steward, "carriers", lambda folder: job.pop(0))
+    monkeypatch.setattr(steward, "job_processes", lambda folder: job.pop(0))
     monkeypatch.setattr(proc, "look", lambda pid: None)
     monkeypatch.setattr(steward, "supervisors", lambda folder: set())
     steward.Steward(
@@ -332,7 +330,7 @@ def test_a_launcher_that_is_slow_before_the_job_starts_is_waited_for(host):
 
 
 def test_a_silence_before_the_job_starts_is_not_held_against_it(monkeypatch, tmp_path):
-    job, words = [set(), set(), {os.getpid()}, {os.getpid()}, set()], [None, None, None, leash.Tell(), None]
+    job, words = [set(), set(), {os.getpid()}, {os.getpid()}, set()], [None, None, None, steward_protocol.Tell(), None]
 
     class Slow:
         closed, heard_at = False, -math.inf
@@ -340,7 +338,7 @@ def test_a_silence_before_the_job_starts_is_not_held_against_it(monkeypatch, tmp
         def next(self, timeout_s):
             return words.pop(0)
 
-    monkeypatch.setattr(steward, "carriers", lambda folder: job.pop(0))
+    monkeypatch.setattr(steward, "job_processes", lambda folder: job.pop(0))
     monkeypatch.setattr(proc, "look", lambda pid: None)
     monkeypatch.setattr(steward, "supervisors", lambda folder: pytest.fail("it is told to end"))
     steward.Steward(
@@ -352,12 +350,12 @@ def test_a_silence_before_the_job_starts_is_not_held_against_it(monkeypatch, tmp
 def test_a_silent_launcher_is_a_lost_one(host):
     """Its connection still stands: its host has vanished."""
     one = host(config="on_launcher_loss: stop\n", patience_s=4.0)
-    one.say(leash.Alive())
+    one.say(steward_protocol.Alive())
     job = one.start(SAYS_ITS_SIGNAL)
     assert job.communicate(timeout=LIMIT_S)[0] == "SIGHUP\n"
     one.ended()
 
 
 def test_words_that_are_not_ours_are_passed_over():
-    assert leash.decode(b"Welcome to h1!\n") is None
-    assert leash.decode(leash.encode(leash.Stop(1.5))) == leash.Stop(1.5)
+    assert steward_protocol.decode(b"Welcome to h1!\n") is None
+    assert steward_protocol.decode(steward_protocol.encode(steward_protocol.Stop(1.5))) == steward_protocol.Stop(1.5)

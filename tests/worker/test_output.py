@@ -25,7 +25,7 @@ from deadpool_plugin.worker.output import Mute
 
 REHEARSES = """
 import os, sys
-from deadpool_plugin.launch.script import run_script
+from deadpool_plugin.launch.worker import run_script
 from deadpool_plugin.worker.output import Mute
 heard = os.dup(1)
 mute = Mute(int(sys.argv[1]))

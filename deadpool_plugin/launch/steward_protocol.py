@@ -17,7 +17,7 @@ FateEvent = (
 
 
 class Word(msgspec.Struct, frozen=True, tag=True):
-    """Base of everything said."""
+    """Base of all messages."""
 
 
 class Prepare(Word, frozen=True):

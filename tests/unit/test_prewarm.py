@@ -14,43 +14,43 @@ from support import expect
 
 from deadpool_plugin.core import local
 from deadpool_plugin.host.spawning import spawn
-from deadpool_plugin.launch import lessons as lessons_module, standby
-from deadpool_plugin.launch.lessons import Lessons, tell_modules
+from deadpool_plugin.launch import prewarm as prewarm_module, standby
+from deadpool_plugin.launch.prewarm import Prewarm, tell_modules
 from deadpool_plugin.transport.unix import LocalConnection, listen_unix
 
 
-def heard_all(lessons: Lessons) -> None:
-    while lessons.pipes:
-        lessons.begin()
-    lessons.pause()
+def heard_all(prewarm: Prewarm) -> None:
+    while prewarm.pipes:
+        prewarm.begin()
+    prewarm.pause()
 
 
 def test_the_names_are_had_once_although_somebody_else_holds_the_pipe():
     """The script may have forked (a DataLoader) before it told: there is no end of file then."""
-    lessons = Lessons()
-    tell = lessons.ask(trains=False)
+    prewarm = Prewarm()
+    tell = prewarm.ask(trains=False)
     held = os.dup(tell)
     telling = threading.Thread(target=tell_modules, args=(tell,))  # more names than a pipe holds
     telling.start()
-    heard_all(lessons)
+    heard_all(prewarm)
     telling.join()
-    assert lessons.ask(trains=False) == -1
+    assert prewarm.ask(trains=False) == -1
     os.close(held)
 
 
-def test_a_process_that_ended_without_a_word_is_no_lesson():
-    lessons = Lessons()
-    os.close(lessons.ask(trains=False))
-    heard_all(lessons)
-    again = lessons.ask(trains=False)
+def test_a_process_that_ended_without_a_word_is_asked_again():
+    prewarm = Prewarm()
+    os.close(prewarm.ask(trains=False))
+    heard_all(prewarm)
+    again = prewarm.ask(trains=False)
     assert again >= 0
     os.write(again, b"json\ncut of")
     os.close(again)
-    heard_all(lessons)
-    last = lessons.ask(trains=False)
+    heard_all(prewarm)
+    last = prewarm.ask(trains=False)
     assert last >= 0
     os.close(last)
-    heard_all(lessons)
+    heard_all(prewarm)
 
 
 def hello_of_a_forked_process(monkeypatch, tmp_path, lost):
@@ -58,7 +58,7 @@ def hello_of_a_forked_process(monkeypatch, tmp_path, lost):
     device = (tmp_path / "nvidia-uvm").open("w")
     name = f"deadpool/test/{os.getpid()}/{tmp_path}"
     listener = listen_unix(name)
-    monkeypatch.setattr(lessons_module, "_CUDA_DEVICE", device.name if lost else "/dev/none")
+    monkeypatch.setattr(prewarm_module, "_CUDA_DEVICE", device.name if lost else "/dev/none")
     monkeypatch.setenv("DEADPOOL_CONFIG", "")
     monkeypatch.setenv("DEADPOOL_SOCKET", name)
     monkeypatch.setenv("LOCAL_RANK", "0")
@@ -79,32 +79,32 @@ def hello_of_a_forked_process(monkeypatch, tmp_path, lost):
 
 @pytest.mark.parametrize("lost", [False, True])
 def test_a_process_that_inherits_an_initialised_cuda_is_executed_anew(monkeypatch, tmp_path, lost):
-    before = os.environ.get(lessons_module.NVML_CHECK)
+    before = os.environ.get(prewarm_module.NVML_CHECK)
     order, command = hello_of_a_forked_process(monkeypatch, tmp_path, lost)
     assert order == 5
     assert (command == ["script.py", ""]) is lost
-    assert os.environ.get(lessons_module.NVML_CHECK) == before, "the standby process's own"
+    assert os.environ.get(prewarm_module.NVML_CHECK) == before, "the standby process's own"
 
 
 def test_what_can_be_done_beforehand_is_done_after_the_imports_and_may_fail(monkeypatch):
     done: list[object] = []
-    monkeypatch.setattr(lessons_module, "learned", done.append, raising=False)
-    lessons = Lessons()
-    tell = lessons.ask(trains=False)
-    calls = [f"{lessons_module.__name__}:{name}:a=/b:c" for name in ("is_not_there", "learned")]
+    monkeypatch.setattr(prewarm_module, "learned", done.append, raising=False)
+    prewarm = Prewarm()
+    tell = prewarm.ask(trains=False)
+    calls = [f"{prewarm_module.__name__}:{name}:a=/b:c" for name in ("is_not_there", "learned")]
     telling = threading.Thread(target=tell_modules, args=(tell, calls))
     telling.start()
-    heard_all(lessons)
+    heard_all(prewarm)
     telling.join()
-    while lessons._names:  # it was paused before it got there
-        lessons.resume()
-        lessons.pause()
+    while prewarm._names:  # it was paused before it got there
+        prewarm.resume()
+        prewarm.pause()
     assert done == ["a=/b:c"]
 
 
 @pytest.mark.parametrize(("devices", "lost"), [(0, False), (1, True)])
 def test_a_torch_for_cuda_loses_nothing_in_a_fork_on_a_host_without_a_device(monkeypatch, devices, lost):
-    monkeypatch.setattr(lessons_module, "_CUDA_CONTROL", "/nowhere")
+    monkeypatch.setattr(prewarm_module, "_CUDA_CONTROL", "/nowhere")
     cuda = SimpleNamespace(_is_in_bad_fork=lambda: True, device_count=lambda: devices)
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
-    assert lessons_module.cuda_is_lost() is lost
+    assert prewarm_module.cuda_is_lost() is lost

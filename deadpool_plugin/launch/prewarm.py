@@ -1,10 +1,10 @@
-"""Lessons of the first forked process: its imports, and work it names, are done in the standby process too, so
-that the next fork starts warm.
+"""Preloads into the standby process what the first forked process imported, and does work that it names, so that later
+forks start warm.
 
 Rules of this file: never in the way of training (where a rank runs, the importing thread stands behind everything else;
 a host that stands by has nothing better to do), never a thread while the process forks: `pause` before, `resume` after.
-A lesson is had once. A module that initialises CUDA as it is imported takes it from every process forked afterwards:
-those look for that (`cuda_is_lost`) and begin anew.
+It is done once. A module that initialises CUDA as it is imported takes it from every process forked afterwards: those
+look for that (`cuda_is_lost`) and begin anew.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import threading
 from collections import deque
 from collections.abc import Iterable
 
+from ..host.output import say
+
 NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 """Set, it lets `torch.cuda.is_available()`, which many modules ask as they are imported, leave CUDA alone."""
 _CUDA_DEVICE = "/dev/nvidia-uvm"
@@ -24,7 +26,7 @@ _CUDA_DEVICE = "/dev/nvidia-uvm"
 _CUDA_CONTROL = "/dev/nvidiactl"
 """There on every host with an NVIDIA driver."""
 _NICE = 10
-_END = "\0"
+_END = b"\0"
 """Said, because the end of file may never come: what the script forked before (a DataLoader) holds the pipe too."""
 
 
@@ -34,7 +36,7 @@ def preload(names: Iterable[str]) -> None:
         try:
             importlib.import_module(name)
         except Exception as error:
-            print(f"[deadpool] could not preload {name}: {error}", file=sys.stderr, flush=True)
+            say(f"could not preload {name}: {error}", to=sys.stderr)
 
 
 def cuda_is_lost() -> bool:
@@ -52,36 +54,31 @@ def cuda_is_lost() -> bool:
 def tell_modules(pipe: int, beforehand: Iterable[str] = ()) -> None:
     """Tell the names of the installed modules this forked process has imported and of ours, not of the user's own.
 
-    Args: beforehand: `module:function:argument`, what is to be called after these imports.
+    Args: pipe: -1 if nobody asks. beforehand: `module:function:argument`, what is to be called after these imports.
     """
     if pipe < 0:
         return
-    known = [
-        name
-        for name, module in list(sys.modules.items())
-        if "site-packages" in _file_of(module) or name.startswith("deadpool_plugin.")
-    ]
-    with contextlib.suppress(BrokenPipeError), os.fdopen(pipe, "w") as file:
-        file.write("\n".join([*known, *beforehand]) + _END)
+    known = []
+    for name, module in list(sys.modules.items()):
+        file = ""
+        with contextlib.suppress(Exception):  # a module that imports as it is asked may raise anything
+            file = str(getattr(module, "__file__", None) or "")
+        if "site-packages" in file or name.startswith("deadpool_plugin."):
+            known.append(name)
+    with contextlib.suppress(BrokenPipeError), os.fdopen(pipe, "wb") as stream:
+        stream.write("\n".join([*known, *beforehand]).encode() + _END)
 
 
-def _file_of(module: object) -> str:
-    try:
-        return str(getattr(module, "__file__", None) or "")
-    except Exception:  # a module that imports as it is asked may raise anything
-        return ""
-
-
-class Lessons:
-    """Thread: the main one's."""
+class Prewarm:
+    """The names that are heard from the first forked process, and their import. Thread: the main one's."""
 
     def __init__(self) -> None:
         self._pipe = -1
-        self._told = b""
+        self._heard = b""
         self._names: deque[str] = deque()
         self._pausing = threading.Event()
         self._thread: threading.Thread | None = None
-        self._had = self._in_the_way = False
+        self._has_names = self._in_the_way = False
 
     @property
     def pipes(self) -> list[int]:
@@ -91,39 +88,36 @@ class Lessons:
     def ask(self, trains: bool) -> int:
         """Return where the process about to be forked shall write its names; -1 if nobody needs them any more.
 
-        Args:
-            trains: it runs a rank, beside which the names will be imported.
+        Args: trains: it runs a rank, beside which the names will be imported.
         """
-        self._drop()
-        self._in_the_way = trains
-        self._told = b""
-        if self._had:
+        self._close()
+        self._in_the_way, self._heard = trains, b""
+        if self._has_names:
             return -1
         self._pipe, tell = os.pipe()
         return tell
 
-    def _drop(self) -> None:
-        if self._pipe >= 0:
-            os.close(self._pipe)
-            self._pipe = -1
-
     def begin(self) -> None:
         """Some of the names have come (or the process has ended without telling them). Blocks: never."""
         piece = os.read(self._pipe, 1 << 16)
-        self._told += piece
-        whole = self._told.endswith(_END.encode())
-        if whole or not piece:
-            self._drop()
-        if whole:
-            self._had = True
-            self._names.extend(self._told.decode().removesuffix(_END).split("\n"))
+        self._heard += piece
+        self._has_names = self._heard.endswith(_END)
+        if self._has_names or not piece:
+            self._close()
+        if self._has_names:
+            self._names.extend(self._heard.removesuffix(_END).decode().split("\n"))
             self.resume()
+
+    def _close(self) -> None:
+        if self._pipe >= 0:
+            os.close(self._pipe)
+            self._pipe = -1
 
     def resume(self) -> None:
         """Go on importing."""
         if self._names and self._thread is None:
             self._pausing.clear()
-            self._thread = threading.Thread(target=self._learn, name="deadpool-lessons")
+            self._thread = threading.Thread(target=self._run, name="deadpool-prewarm")
             self._thread.start()
 
     def pause(self) -> None:
@@ -135,7 +129,7 @@ class Lessons:
             self._thread.join()
             self._thread = None
 
-    def _learn(self) -> None:
+    def _run(self) -> None:
         if self._in_the_way:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         while self._names and not self._pausing.is_set():

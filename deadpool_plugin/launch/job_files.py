@@ -1,0 +1,145 @@
+"""The files of a job: its secret, and what a host gets for one job, in a folder of its memory that goes with the job.
+
+Rules of this file: the secret is never in argv, in the environment or in a log. Only its owner can read it, and the
+folder. Only the default secret file is ever made, whole or not at all, so that hosts which share a home directory agree
+on it whoever comes first. A process that is killed outright leaves its folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..errors import ConfigError
+from ..host import files
+
+if TYPE_CHECKING:
+    from ..config import Config
+
+SHM = Path("/dev/shm")
+CONFIG = "config.yaml"
+SECRET = "secret"
+SECRET_BYTES_MIN = 16
+
+
+def new_job() -> str:
+    """A name nobody guesses, which is larger than that of any launch before (by this host's clock)."""
+    return f"{time.time_ns():016x}{secrets.token_hex(8)}"
+
+
+def folder_of(job: str) -> Path:
+    """Name the job's folder: in the host's memory, never on a disk, gone when it is switched off. On all hosts of a
+    launch the name is the same, whoever the user is there."""
+    return SHM / f"deadpool-{job}"
+
+
+def is_put_in_place(config: str) -> bool:
+    """Return whether a node's configuration file was put in place for one job: no other host need have it."""
+    path = Path(config)
+    return path.parent.parent == SHM and path.parent.name.startswith("deadpool-")
+
+
+def launch_of(config: str) -> str:
+    """Name the launch that has put the configuration in place, "" if none has."""
+    return Path(config).parent.name.removeprefix("deadpool-") if is_put_in_place(config) else ""
+
+
+def exit_code_file(config: str, node: int) -> Path:
+    """Name the file for the exit code of `node`'s agent, started with `config`: the event log's disk may be full."""
+    return Path(config).with_name(f"exit_code.{node}")
+
+
+@contextlib.contextmanager
+def installed(job: str, config: str, secret: bytes = b"") -> Iterator[Path]:
+    """The job's folder with its configuration and, if it is given, its secret, as long as the block runs.
+
+    Raises: ConfigError.
+    """
+    folder = folder_of(job)
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be made ({error.strerror})", "a folder of our own", "try again") from error
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        raise ConfigError(
+            f"{folder} belongs to another user, or others can read it", "a folder of our own", "try again"
+        )
+    contents = {SECRET: secret, CONFIG: config.encode()} if secret else {CONFIG: config.encode()}
+    try:
+        for name, content in contents.items():
+            try:
+                files.put(folder / name, content, 0o600)
+            except OSError as error:
+                found = f"{folder / name} cannot be written ({error.strerror})"
+                raise ConfigError(found, f"room in {folder}", "make some") from error
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def secret_of(config: Config, path: str) -> bytes:
+    """Return the secret of the job whose configuration is the file `path`: the one that was put in place with it, else
+    as `ensure_secret`. Raises: ConfigError."""
+    beside = _secret_beside(path)
+    return ensure_secret(config.model_copy(update={"secret_file": beside}) if beside else config)
+
+
+def secret_files(config: Config, path: str) -> tuple[str, ...]:
+    """Return where others find the secret of the job whose configuration is the file `path`: as long as the job runs on
+    this host, and where the user has it."""
+    beside = _secret_beside(path)
+    return (*([str(beside)] if beside else []), config.told_secret_file)
+
+
+def _secret_beside(config: str) -> Path | None:
+    beside = Path(config).with_name(SECRET)
+    return beside if is_put_in_place(config) and beside.exists() else None
+
+
+def ensure_secret(config: Config) -> bytes:
+    """Return the secret of `config.secret_file`; the default file is made if it is absent.
+
+    Raises: ConfigError if it is missing, readable by others, somebody else's, or too short.
+    """
+    path = config.secret_path
+    try:
+        if "secret_file" not in config.model_fields_set and not path.exists():
+            _make_secret(path)
+        status = path.stat()
+        secret = path.read_bytes().strip()
+    except OSError as error:
+        raise ConfigError(
+            f"secret_file {path} cannot be read on {os.uname().nodename} ({error.strerror})",
+            "a file with the job's secret, the same on every host",
+            f"`head -c 32 /dev/urandom | base64 > {path}; chmod 600 {path}`, or name another one",
+        ) from error
+    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        raise ConfigError(
+            f"secret_file {path} has mode {stat.S_IMODE(status.st_mode):04o} and owner {status.st_uid}",
+            f"mode 0600 and owner {os.geteuid()}",
+            f"`chmod 600 {path}`, and a new secret if others may have read it",
+        )
+    if len(secret) < SECRET_BYTES_MIN:
+        found = f"secret_file {path} holds {len(secret)} bytes"
+        raise ConfigError(found, f"at least {SECRET_BYTES_MIN}", "make a new one")
+    return secret
+
+
+def _make_secret(path: Path) -> None:
+    """Another process may be making it too: the first whole file wins."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    draft = path.with_name(f"{path.name}.{os.uname().nodename}.{os.getpid()}")
+    files.put(draft, f"{secrets.token_urlsafe(32)}\n".encode(), 0o600)
+    try:
+        with contextlib.suppress(FileExistsError):
+            os.link(draft, path)
+    finally:
+        draft.unlink()
