@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from .errors import ConfigError
 
@@ -226,48 +226,40 @@ class Config(BaseModel):
             raise ValueError("must be a count or a list of hosts")
         if isinstance(value, str):
             raise ValueError(f"must be a count such as 1, or a list of hosts: write [{value}] if that is one")
-        if isinstance(value, list):
-            names = [str(item) for item in value]
-            if len(set(names)) != len(names):
-                raise ValueError("names a host twice")
-            return names
         if isinstance(value, int) and value < 0:
             raise ValueError("must not be negative")
-        return value
+        names = [str(item) for item in value] if isinstance(value, list) else []
+        if len(set(names)) != len(names):
+            raise ValueError("names a host twice")
+        return names if isinstance(value, list) else value
 
     @field_validator("port_range", mode="before")
     @classmethod
     def _port_range(cls, value: Any) -> Any:
-        if value is not None and not (isinstance(value, (list, tuple)) and len(value) == 2):
+        if value is None:
+            return None
+        if not isinstance(value, (list, tuple)) or len(value) != 2:
             raise ValueError("must be the first and the last port: write [20000, 20099]")
+        if all(isinstance(port, int) for port in value):  # else pydantic says what is wrong
+            first, last = value
+            if not 1024 <= first <= last <= 65535:
+                raise ValueError("must be ascending and within 1024..65535")
+            if last - first + 1 < 4:
+                raise ValueError(f"has {last - first + 1} ports, at least 4 are needed")
         return value
 
     @field_validator("racks", mode="before")
     @classmethod
-    def _hosts_of_racks(cls, value: Any) -> Any:
-        """Indices are numbers in YAML."""
+    def _racks(cls, value: Any) -> Any:
         if not isinstance(value, dict) or not all(isinstance(hosts, list) for hosts in value.values()):
             raise ValueError("must be a list of hosts for each rack: write {a: [node0, node1], b: [node2, node3]}")
-        return {str(rack): [str(host) for host in hosts] for rack, hosts in value.items()}
-
-    @field_validator("racks")
-    @classmethod
-    def _racks(cls, racks: dict[str, list[str]]) -> dict[str, list[str]]:
+        racks = {str(rack): [str(host) for host in hosts] for rack, hosts in value.items()}  # indices are numbers
         named = Counter(name for hosts in racks.values() for name in hosts)
-        twice = sorted(name for name, times in named.items() if times > 1)
-        if twice or "" in racks:
-            raise ValueError(f"names {', '.join(twice)} twice" if twice else "has a rack without a name")
+        if twice := sorted(name for name, times in named.items() if times > 1):
+            raise ValueError(f"names {', '.join(twice)} twice")
+        if "" in racks:
+            raise ValueError("has a rack without a name")
         return racks
-
-    @model_validator(mode="after")
-    def _relations(self) -> Config:
-        if self.port_range is not None:
-            first, last = self.port_range
-            if not 1024 <= first <= last <= 65535:
-                raise ValueError(f"port_range: [{first}, {last}] must be ascending and within 1024..65535")
-            if last - first + 1 < 4:
-                raise ValueError(f"port_range: [{first}, {last}] has {last - first + 1} ports, at least 4 are needed")
-        return self
 
 
 def explained() -> str:
@@ -303,23 +295,19 @@ def load(path: str | Path | None) -> Config:
         data = yaml.load(text, _Loader)
     except yaml.YAMLError as error:
         reason = " ".join(str(error).split())
-        raise ConfigError(
-            f"{path} is not YAML ({reason})", "lines of the form `field: value`", "correct the line that is named"
-        ) from error
-    if data is None:
-        data = {}
-    if not isinstance(data, dict):
+        lines = "lines of the form `field: value`"
+        raise ConfigError(f"{path} is not YAML ({reason})", lines, "correct the line that is named") from error
+    if data is not None and not isinstance(data, dict):
         raise ConfigError(
             f"{path} holds {'a list' if isinstance(data, list) else 'one value'}",
             "lines of the form `field: value`",
             "name the YAML file of the plugin; `deadpool config --examples` lists some",
         )
     try:
-        return Config.model_validate(data)
+        return Config.model_validate(data or {})
     except ValidationError as error:
-        raise ConfigError(
-            f"{path}: {_describe(error)}", remedy="correct the file (`deadpool config` explains all fields)"
-        ) from error
+        remedy = "correct the file (`deadpool config` explains all fields)"
+        raise ConfigError(f"{path}: {_describe(error)}", remedy=remedy) from error
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
@@ -340,16 +328,11 @@ def _describe(error: ValidationError) -> str:
     """pydantic's findings as one line, each with its field, the value found and the nearest known name."""
     findings: dict[str, str] = {}
     for item in error.errors():
-        location = [str(part) for part in item["loc"]]
-        name = location[0] if location else ""
+        name, message = str(item["loc"][0]), item["msg"].removeprefix("Value error, ")
         if item["type"] == "extra_forbidden":
             near = difflib.get_close_matches(name, Config.model_fields, n=1, cutoff=0.5)
             hint = f"did you mean `{near[0]}`?" if near else "known: " + ", ".join(Config.model_fields)
             findings.setdefault(name, f"unknown field `{name}`; {hint}")
-            continue
-        message = item["msg"].removeprefix("Value error, ")
-        if name:
-            findings.setdefault(name, f"`{name}`: {message} (found {item['input']!r})")
         else:
-            findings.setdefault(message, message)
+            findings.setdefault(name, f"`{name}`: {message} (found {item['input']!r})")
     return " | ".join(findings.values())

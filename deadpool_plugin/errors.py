@@ -6,7 +6,7 @@ our own bugs and survive `python -O`. May import nothing of this package.
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import TypeVar, cast
 
 T = TypeVar("T")
 
@@ -34,12 +34,8 @@ class DeadpoolError(Exception):
 
     def __init__(self, found: str, expected: str = "", remedy: str = "") -> None:
         self.found, self.expected, self.remedy = found, expected, remedy
-        parts = [found]
-        if expected:
-            parts.append(f"expected {expected}")
-        if remedy:
-            parts.append(f"to do: {remedy}")
-        super().__init__("; ".join(parts))
+        parts = (found, expected and f"expected {expected}", remedy and f"to do: {remedy}")
+        super().__init__("; ".join(filter(None, parts)))
 
 
 class ConfigError(DeadpoolError):
@@ -122,23 +118,12 @@ def shell_code(exit_code: int) -> int:
 
 
 def invariant(condition: object, message: str) -> None:
-    """Raise InvariantViolated unless `condition` holds.
-
-    Raises: InvariantViolated
-    """
+    """Raise InvariantViolated unless `condition` holds."""
     if not condition:
-        raise _violated(message)
+        raise InvariantViolated(f"invariant violated: {message}", remedy="this is a bug, please report it")
 
 
 def present(value: T | None, message: str) -> T:
-    """`value`, which is never None here.
-
-    Raises: InvariantViolated
-    """
-    if value is None:
-        raise _violated(message)
-    return value
-
-
-def _violated(message: str) -> InvariantViolated:
-    return InvariantViolated(f"invariant violated: {message}", remedy="this is a bug, please report it")
+    """`value`, which is never None here. Raises: InvariantViolated."""
+    invariant(value is not None, message)
+    return cast(T, value)

@@ -16,38 +16,31 @@ from .config import load
 from .errors import ConfigError
 from .host.output import say
 from .launch import roles
-from .launch.argv import CommandLine, missing_file, parse
+from .launch.argv import missing_file, parse
 from .launch.job_files import secret_of
 from .launch.supervisor import Supervisor
 
 _YIELD_S = 2.0
 
 
-def prepare(arguments: list[str]) -> tuple[roles.Launch, CommandLine]:
-    """All checks. Raises: ConfigError."""
-    line = parse(arguments)
-    config = load(line.config)
-    launch = roles.from_environment()
-    roles.check_place(launch.place, config)
-    roles.check_versions()
-    roles.check_host(config)
-    secret_of(config, line.config)
-    if missing := missing_file(line.command, Path.cwd()):
-        raise ConfigError(f"{missing} on {os.uname().nodename}", "the training script on every host", "copy it there")
-    path = str(Path(line.config).resolve()) if line.config else ""
-    return launch, CommandLine(line.command, path)
-
-
 def main() -> NoReturn:
     """Entry point; never returns."""
     try:
-        launch, line = prepare(sys.argv[1:])
+        line = parse(sys.argv[1:])
+        config, launch = load(line.config), roles.from_environment()
+        roles.check_place(launch.place, config)
+        roles.check_versions()
+        roles.check_host(config)
+        secret_of(config, line.config)
+        if missing := missing_file(line.command, Path.cwd()):
+            found = f"{missing} on {os.uname().nodename}"
+            raise ConfigError(found, "the training script on every host", "copy it there")
     except ConfigError as error:
         if os.environ.get("LOCAL_RANK", "0") != "0":
             time.sleep(_YIELD_S)  # local rank 0 says it, once: as soon as that ends, the launcher ends the others
         say(str(error), to=sys.stderr)
         sys.exit(error.exit_code)
-    Supervisor(launch, line.command, line.config).run()
+    Supervisor(launch, line.command, str(Path(line.config).resolve()) if line.config else "").run()
 
 
 if __name__ == "__main__":

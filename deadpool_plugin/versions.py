@@ -87,36 +87,28 @@ def check(framework: str, version: str, torch: str) -> str:
     Returns: a sentence if no row that held has these versions together (patch levels aside), else "".
     Raises: Unsupported, naming the combination and those that held.
     """
+
+    def said(python: str, torch: str, what: str) -> str:
+        return f"Python {python} with torch {torch} and {what}"
+
     python = platform.python_version()
-    series = tuple(map(_minor, (python, torch, version)))
-    found = _said(python, torch, framework, version)
-    held = [_said(row.python, row.torch, framework, row.packages[framework]) for row in ROWS if row.held]
+    found = said(python, torch, f"{framework} {version}")
+    held = [said(row.python, row.torch, f"{framework} {row.packages[framework]}") for row in ROWS if row.held]
     if framework == "megatron-core":
         branches = [one for one in CHECKOUTS if one.held and one.commit]
-        held += [_said(one.row.python, one.row.torch, "a checkout of", one.said) for one in branches]
+        held += [said(one.row.python, one.row.torch, f"a checkout of {one.said}") for one in branches]
     ran = "; ".join(held)
-    for row in ROWS:
-        if framework in row.refused and _series(row, framework) == series:
-            raise Unsupported(
-                f"{found}: {row.refused[framework]}", ran, "install one of these combinations on every host"
-            )
-    if any(row.held and _series(row, framework) == series for row in ROWS):
+    series = [*map(_minor, (python, torch, version))]
+    alike = [row for row in ROWS if [*map(_minor, (row.python, row.torch, row.packages[framework]))] == series]
+    for row in alike:
+        if framework in row.refused:
+            remedy = "install one of these combinations on every host"
+            raise Unsupported(f"{found}: {row.refused[framework]}", ran, remedy)
+    if any(row.held for row in alike):
         return ""
     return f"versions that this release was not run with: {found} (run: {ran or 'none'})"
 
 
-def _said(python: str, torch: str, framework: str, version: str) -> str:
-    return f"Python {python} with torch {torch} and {framework} {version}"
-
-
-def _series(row: Row, framework: str) -> tuple[tuple[int, ...], ...]:
-    return _minor(row.python), _minor(row.torch), _minor(row.packages[framework])
-
-
 def _minor(version: str) -> tuple[int, ...]:
-    return _numbers(version)[:2]
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    found = re.match(r"\d+(?:\.\d+)*", version)
+    found = re.match(r"\d+(\.\d+)?", version)
     return tuple(map(int, found[0].split("."))) if found else ()

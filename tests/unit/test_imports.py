@@ -36,7 +36,7 @@ LAYERS: dict[str, set[str]] = {
     "plugin": {"adapters", "agent", "host", "worker", "comm", "mirror", "transport", "core"},
     "launch": {"plugin", "agent", "host", "worker", "transport", "core"},
     "cli": {"__init__", "launch", "plugin", "agent", "host", "transport", "core"},
-    "run": {"launch", "plugin"},
+    "run": {"launch", "plugin", "host"},
     "data": set(),
     "__init__": {"launch", "plugin", "run"},
     "__main__": {"cli"},
