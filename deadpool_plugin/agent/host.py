@@ -36,9 +36,8 @@ class Bulk(Protocol):
     ) -> Port:
         """Let other nodes mirror and ask here from now on, at the port that is returned. Raises: ConfigError.
 
-        Args:
-            on_mirrored: hears of each snapshot that has arrived whole, before its sender does.
-            on_refused: hears of whoever does not prove the job's secret, once per host.
+        `on_mirrored` hears of each snapshot that has arrived whole, before its sender does. `on_refused` hears of
+        whoever does not prove the job's secret, once per host.
         """
 
     def know(self, node: NodeId, address: Address) -> None:
@@ -99,9 +98,7 @@ class Processes(Protocol):
     def pause(self, running: Mapping[int, int], others: Mapping[int, int]) -> None:
         """Stop processes and all that they have started. They do nothing at all until `resume`, whatever they were in.
 
-        Args:
-            running: local rank -> the process that runs its rank.
-            others: local rank -> the process that looks after it, which goes on.
+        `running`: local rank -> the process that runs it. `others`: the one that looks after it, which goes on.
         """
 
     def resume(self) -> None:
@@ -131,17 +128,14 @@ class Witness(Protocol):
 class Host(Protocol):
     """One machine."""
 
-    @property
-    def name(self) -> str:
-        """The host's name, as people know it."""
-
-    @property
-    def where(self) -> tuple[str, str]:
-        """The interface to listen on ("" for all), and the address by which others reach it."""
-
-    @property
-    def output(self) -> Writer:
-        """Log files, and the terminal."""
+    name: str
+    """The host's name, as people know it."""
+    where: tuple[str, str]
+    """The interface to listen on ("" for all), and the address by which others reach it."""
+    output: Writer
+    """Log files, and the terminal."""
+    store: SnapshotStore
+    """The memory for snapshots."""
 
     @property
     def witness(self) -> Witness | None:
@@ -150,10 +144,6 @@ class Host(Protocol):
     @property
     def processes(self) -> Processes:
         """The node's processes."""
-
-    @property
-    def store(self) -> SnapshotStore:
-        """The memory for snapshots."""
 
     @property
     def bulk(self) -> Bulk:

@@ -21,10 +21,9 @@ from .. import events
 from ..config import Config
 from ..core import api
 from ..core.messages import AnyMessage, Goodbye, Prepare, Verdict
-from ..core.types import NodeId, listed
+from ..core.types import Generation, Holding, NodeId, Rank, Step, listed
 from ..errors import AlreadyEnded, ConfigError, NodeTaken, PeerRefused, TransportError, invariant, present
 from ..host.interfaces import address_of, other_network
-from ..mirror.server import OnMirrored
 from ..transport import join_protocol
 from ..transport.framing import ConnectionClosed
 from ..transport.handshake import Credentials
@@ -53,12 +52,11 @@ def meeting_s(config: Config) -> float:
 
 
 async def reachable(config: Config, place: Place, job: Job) -> tuple[str, str]:
-    """Find `addresses` towards the job.
+    """Find `addresses` towards the job, for as long as hosts wait for each other.
 
-    Where names come into being with the hosts (Kubernetes), that of the first one may be unknown for as long as hosts
-    wait for each other.
+    Where names come into being with the hosts (Kubernetes), that of the first one may be unknown till then.
 
-    Raises: ConfigError; TransportError after so long. Blocks: for the resolver, each time.
+    Raises: ConfigError, TransportError. Blocks: for the resolver, each time.
     """
     target = job.invitation.members[0] if job.invitation else (place.master_addr, place.master_port)
     deadline, said = loop_time() + meeting_s(config), False
@@ -103,12 +101,8 @@ def versions() -> dict[str, str]:
     return found
 
 
-def how_to_join(address: Address) -> str:
-    return f"to add a host: deadpool join --to {address[0]}:{address[1]}"
-
-
 class Links:
-    """This node's control mesh, and how it comes to be. Thread: the event loop's only."""
+    """This node's control mesh, and how it comes to be."""
 
     def __init__(self, node: LocalNode) -> None:
         self._node = node
@@ -118,12 +112,12 @@ class Links:
             node.config.silent_after_s, self._refused, self.roster.answer, self._still_silent,
         )  # fmt: skip
 
-    async def listen(self, on_mirrored: OnMirrored) -> Hello:
+    async def listen(self) -> Hello:
         """Open both listeners. Returns: what the others must know of this node. Raises: DeadpoolError."""
         node, address = self._node, self._node.host.where[1]
         control = (address, (await self.mesh.listen())[1])
-        self.how_to_join = how_to_join(control)
-        bulk = (address, node.host.bulk.serve(on_mirrored, self._refused))
+        self.how_to_join = f"to add a host: deadpool join --to {control[0]}:{control[1]}"
+        bulk = (address, node.host.bulk.serve(self._mirrored, self._refused))
         return Hello(
             node.id, node.host.name, control, bulk, node.place.local_size, versions(), node.config.digest(),
             os.urandom(8).hex(), node.job.launch,
@@ -140,10 +134,7 @@ class Links:
         return hellos
 
     async def join(self, hello: Hello) -> tuple[NodeId, ...]:
-        """Instead of `meet`: link up with everyone of the job this host is invited to.
-
-        Returns: the job's members. Raises: DeadpoolError.
-        """
+        """Link up with everyone of the job this host is invited to. Returns: its members. Raises: DeadpoolError."""
         node = self._node
         invitation = present(node.job.invitation, "a host that was not invited joins")
         node.credentials.job = invitation.job
@@ -161,6 +152,9 @@ class Links:
     def _still_silent(self, node: NodeId, reason: str) -> None:
         self._node.feed(api.LinkLost(node, reason, silent=True, still=True))
 
+    def _mirrored(self, rank: Rank, step: Step, generation: Generation, holding: Holding) -> None:
+        self._node.feed(api.SnapshotHeld(holding, generation))
+
     def _refused(self, error: PeerRefused) -> None:
         self._node.reports.emit(events.PeerRefused(address=error.address, reason=str(error)))
 
@@ -175,10 +169,7 @@ class Roster:
         self._arriving: NodeId | None = None
         self._arriving_since = 0.0
         self.missed: set[NodeId] = set()
-        """Nodes taken for lost while no plan says so yet.
-
-        A member that hangs answers nobody, and the job may wait for the very newcomer that would wait for it.
-        """
+        """Nodes taken for lost while no plan says so yet: a newcomer is not to wait for a member that hangs."""
         self.verdict: Verdict | None = None
         """How the job has ended, if a member that has left said so."""
 
@@ -271,7 +262,7 @@ class Newcomer:
     async def arrive(self, members: tuple[Address, ...]) -> tuple[NodeId, ...]:
         """Link up with everyone. Returns: the job's members.
 
-        Raises: NodeTaken; AlreadyEnded; TransportError naming whom it could not reach; PeerRefused.
+        Raises: NodeTaken, AlreadyEnded, PeerRefused; TransportError naming whom it could not reach.
         """
         deadline = loop_time() + self._timeout_s
         known = list(members)

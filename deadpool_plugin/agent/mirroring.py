@@ -25,7 +25,7 @@ from ..mirror.peer import SnapshotPush, TransferFailed
 from ..mirror.records import NotHeld
 from ..mirror.store import CorruptSnapshot
 from ..mirror.wire import InAnotherGeneration, RefusedByPeer
-from ..transport.tasks import Tasks, begin, loop_time, soon
+from ..transport.tasks import Tasks, begin, loop_time
 from ..transport.unix import LocalPeer
 from .node import LocalNode, Slot
 
@@ -38,35 +38,16 @@ HISTORY_LOOK_STEPS = 64
 """Every so many steps the memory that call records take is looked at."""
 
 
-class Profile(msgspec.Struct, frozen=True):
-    """Sizes of a rank's snapshots, their layout, who has the same payload, and the rank's recording (opaque).
-
-    A stand-in needs it. It travels between nodes as the rank's "recording".
-    """
-
-    header_bytes: int
-    payload_bytes: int
-    layout_hash: str
-    replicas: tuple[Rank, ...]
-    recording: bytes
-
-    def encoded(self) -> bytes:
-        return msgspec.msgpack.encode(self)
-
-    @classmethod
-    def decode(cls, blob: bytes) -> Profile:
-        """Raises: TransportError"""
-        try:
-            return msgspec.msgpack.decode(blob, type=cls)
-        except msgspec.MsgspecError as error:
-            raise TransportError(f"a recording of {len(blob)} bytes cannot be read: {error}") from error
+def decode_profile(blob: bytes) -> local.RankReady:
+    """Decode what a stand-in needs of a rank, which travels as the rank's recording. Raises: TransportError"""
+    try:
+        return msgspec.msgpack.decode(blob, type=local.RankReady)
+    except msgspec.MsgspecError as error:
+        raise TransportError(f"a recording of {len(blob)} bytes cannot be read: {error}") from error
 
 
 class Mirroring:
-    """Arenas for this node's ranks, and the way of what is staged in them to the buddies.
-
-    Thread: the event loop's only, but for what the store tells of corrupt snapshots.
-    """
+    """Arenas for this node's ranks, pushes of what is staged in them, and fetches of what this node lacks."""
 
     def __init__(self, node: LocalNode) -> None:
         self._node, self._store, self._copies = node, node.host.store, node.config.copies
@@ -77,9 +58,7 @@ class Mirroring:
         self._tasks = Tasks()
         self._holds_strangers = False
         self._history_said: set[bool] = set()
-        self.profiles: dict[Rank, Profile] = {}
-        loop = asyncio.get_running_loop()
-        self._store.on_corrupt(lambda rank, step: soon(loop, node.feed, api.HoldingsDropped(rank, step - 1)))
+        self.profiles: dict[Rank, local.RankReady] = {}
 
     def enter(self, world: World, restore_step: Step | None = None) -> None:
         """Mirror along the ring of a new world, and let others mirror here in its generation.
@@ -101,21 +80,14 @@ class Mirroring:
         self.profiles.clear()
         self.enter(world)
 
-    # ---- a rank reaches its first call
-
-    def rank_ready(self, slot: Slot, peer: LocalPeer, message: local.RankReady) -> None:
-        self._tasks.start(self._prepare(slot, peer, message))
-
-    async def _prepare(self, slot: Slot, peer: LocalPeer, message: local.RankReady) -> None:
-        rank, node, store, generation = message.rank, self._node, self._store, self._store.generation
-        profile = Profile(
-            message.header_bytes, message.payload_bytes, message.layout_hash, message.replicas, message.recording
-        )
+    async def prepare(self, slot: Slot, peer: LocalPeer, profile: local.RankReady) -> None:
+        """Make the arena of a rank that has reached its first call, and hand it over."""
+        rank, node, store, generation = profile.rank, self._node, self._store, self._store.generation
         try:
             self.check_memory(profile, node.id)
             pair = await node.host.in_thread(
                 lambda: store.create_own(
-                    rank, message.header_bytes, message.payload_bytes, lambda: store.check_generation(generation)
+                    rank, profile.header_bytes, profile.payload_bytes, lambda: store.check_generation(generation)
                 )
             )
         except StaleGeneration:  # its process has gone, or will; the next one's slots have that memory
@@ -128,17 +100,17 @@ class Mirroring:
                 store.release(rank)
             return
         slot.running.in_training = True
-        self.adopt(rank, profile)
+        self.adopt(profile)
         self._push_recording(rank)
         peer.send(local.ArenaHandOver(rank, pair.header_bytes, pair.payload_bytes), [pair.fd])
         node.feed(api.WorkerReady(rank))
 
-    def adopt(self, rank: Rank, profile: Profile) -> None:
-        """Keep what a stand-in for `rank`, which runs here, must know."""
-        self.profiles[rank] = profile
-        self._store.records.put_recording(rank, profile.encoded())
+    def adopt(self, profile: local.RankReady) -> None:
+        """Keep what a stand-in for a rank that runs here must know."""
+        self.profiles[profile.rank] = profile
+        self._store.records.put_recording(profile.rank, msgspec.msgpack.encode(profile))
 
-    def check_memory(self, profile: Profile, node: NodeId) -> None:
+    def check_memory(self, profile: local.RankReady, node: NodeId) -> None:
         """Check the memory for what `node` runs and mirrors, as if all ranks were like this one.
 
         Args: node: this one, before training; on a spare the one it would replace.
@@ -153,8 +125,6 @@ class Mirroring:
         each_mirror = arena_bytes(profile.header_bytes, profile.payload_bytes if with_payload else 0)
         store.maker.check(len(own) * each_own + len(mirrored) * each_mirror)
 
-    # ---- every step
-
     def staged(self, message: local.Staged) -> None:
         """Count a slot that a worker has sealed, remember its records, and send it to the buddies."""
         rank, step, generation = message.rank, message.step, message.generation
@@ -168,10 +138,6 @@ class Mirroring:
         self._store.records.append(rank, step, message.records)
         self._node.feed(api.SnapshotHeld(holding, generation))
         self._push_snapshot(rank, step, generation, message.records)
-
-    def on_mirrored(self, rank: Rank, step: Step, generation: Generation, holding: Holding) -> None:
-        """Take note of another node's snapshot, which has arrived whole."""
-        self._node.feed(api.SnapshotHeld(holding, generation))
 
     def mirror_again(self, rank: Rank, step: Step, generation: Generation) -> None:
         """Send the restore step and the recording to the buddies after a swap (they say so if they hold them)."""
@@ -194,11 +160,9 @@ class Mirroring:
         self.watch_history(self._world.ranks_of(self._node.id), step)
 
     def watch_history(self, ranks: Sequence[Rank], step: Step) -> None:
-        """Report once that the call records of this node's `ranks` are nearly full, and once that they are.
-
-        A process that begins the script anew needs the records of every step: from the first one dropped on, only those
-        that have followed so far can take a rank over.
-        """
+        """Report once that the call records of this node's `ranks` are nearly full, and once that they are."""
+        # A process that begins the script anew needs the records of every step: from the first one dropped on, only
+        # those that have followed so far can take a rank over.
         if True in self._history_said:
             return
         warn_bytes = HISTORY_WARN_AT * self._node.config.history_limit_bytes
@@ -211,42 +175,37 @@ class Mirroring:
                 if full:
                     self._node.feed(api.RecordsDropped())
 
-    # ---- to the buddies
-
     def _push_recording(self, rank: Rank) -> None:
         for buddy in self._buddies:
-            self._tasks.start(self._push_recording_to(buddy, rank, self._world.generation, self.profiles[rank]))
+            self._tasks.start(self._push_recording_to(buddy, self.profiles[rank], self._world.generation))
 
-    async def _push_recording_to(self, buddy: NodeId, rank: Rank, generation: Generation, profile: Profile) -> None:
+    async def _push_recording_to(self, buddy: NodeId, profile: local.RankReady, generation: Generation) -> None:
+        recording = msgspec.msgpack.encode(profile)
         while generation == self._world.generation:
             try:
-                await self._node.host.bulk.push_recording(buddy, rank, generation, profile.encoded())
-                return
+                return await self._node.host.bulk.push_recording(buddy, profile.rank, generation, recording)
             except DeadpoolError:
                 await asyncio.sleep(PUSH_RETRY_S)
 
     def _push_snapshot(self, rank: Rank, step: Step, generation: Generation, records: bytes) -> None:
-        self._newest[rank] = step
+        self._newest[rank], profile = step, self.profiles[rank]
+        with_payload = needs_payload(self._world, rank, profile.replicas, self._copies)
+        push = SnapshotPush(rank, step, generation, with_payload, profile.replicas, profile.layout_hash, records)
         for buddy in self._buddies:
-            self._tasks.start(self._push_snapshot_to(buddy, rank, step, generation, self.profiles[rank], records))
+            self._tasks.start(self._push_snapshot_to(buddy, push))
 
-    async def _push_snapshot_to(
-        self, buddy: NodeId, rank: Rank, step: Step, generation: Generation, profile: Profile, records: bytes
-    ) -> None:
-        while generation == self._world.generation and self._newest[rank] == step:
-            with_payload = needs_payload(self._world, rank, profile.replicas, self._copies)
+    async def _push_snapshot_to(self, buddy: NodeId, push: SnapshotPush) -> None:
+        rank, generation = push.rank, push.generation
+        while generation == self._world.generation and self._newest[rank] == push.step:
             failure: DeadpoolError | None = None
             try:
-                await self._node.host.bulk.push(
-                    buddy,
-                    SnapshotPush(rank, step, generation, with_payload, profile.replicas, profile.layout_hash, records),
-                )
+                await self._node.host.bulk.push(buddy, push)
             except DeadpoolError as error:
                 failure = error
             if generation != self._world.generation or generation < self._store.generation:
                 return
             if isinstance(failure, NotHeld | CorruptSnapshot):  # no fault of the buddy's
-                if self._newest[rank] == step:
+                if self._newest[rank] == push.step:
                     self._node.feed(api.WorkerLost(rank, f"its newest snapshot cannot be read here: {failure}"))
                 return
             if failure is None or isinstance(failure, InAnotherGeneration):
@@ -268,18 +227,8 @@ class Mirroring:
             reason = f"node {self._node.id} cannot mirror to it: {failure}"
             self._node.feed(api.LinkLost(buddy, reason, silent=True))
 
-
-class Fetches:
-    """Requests to other nodes' memory, repeated until the job's patience is used up. Thread: the event loop's only."""
-
-    def __init__(self, node: LocalNode) -> None:
-        self._node, self._store, self._bulk = node, node.host.store, node.host.bulk
-
     async def _ask(self, work: Callable[[], Awaitable[T]], *nodes: NodeId) -> T:
-        """Do `work`, which asks `nodes`; repeat what fails until the patience, from the first failure on, is used up.
-
-        Raises: TransportError; RefusedByPeer at once.
-        """
+        """Do `work`, which asks `nodes`, until the patience from the first failure on is used up, or a node refuses."""
         deadline: float | None = None
         while True:
             try:
@@ -300,13 +249,13 @@ class Fetches:
         """Get the recording of `rank`, from here if it is here, else from `source`. Raises: DeadpoolError."""
         if source == self._node.id or self._store.records.has_recording(rank):
             return self._store.records.get_recording(rank)
-        return await self._ask(lambda: self._bulk.get_recording(source, rank), source)
+        return await self._ask(lambda: self._node.host.bulk.get_recording(source, rank), source)
 
     async def records(self, source: NodeId, rank: Rank, first: Step, last: Step) -> list[bytes]:
         """Get the call records of first..last, from `source`. Raises: TransportError, HistoryPruned."""
         if source == self._node.id:
             return self._store.records.get(rank, first, last)
-        return await self._ask(lambda: self._bulk.get_history(source, rank, first, last), source)
+        return await self._ask(lambda: self._node.host.bulk.get_history(source, rank, first, last), source)
 
     async def refill(self, source: Source, step: Step) -> None:
         """Bring (rank, step) into the slots the rank's process uses already. Raises: TransportError."""
@@ -314,9 +263,9 @@ class Fetches:
         if pair is None:
             raise TransportError(f"rank {source.rank} runs here without an arena")
         nodes = source.header_node, source.payload_node
-        await self._ask(lambda: self._bulk.fetch(source, step, pair, generation), *nodes)
+        await self._ask(lambda: self._node.host.bulk.fetch(source, step, pair, generation), *nodes)
 
-    async def bring(self, source: Source, step: Step, profile: Profile) -> None:
+    async def bring(self, source: Source, step: Step, profile: local.RankReady) -> None:
         """Make own slots for a rank that is new here, and bring `step` into them. Raises: DeadpoolError.
 
         If it is cancelled the attempt under way goes on to its end: slots that somebody writes to are nobody else's.
@@ -331,7 +280,7 @@ class Fetches:
             events.SnapshotFetched(rank=source.rank, step=step, nbytes=pair.payload_bytes, duration_s=took_s)
         )
 
-    async def _fetched(self, source: Source, step: Step, generation: Generation, profile: Profile) -> SlotPair:
+    async def _fetched(self, source: Source, step: Step, generation: Generation, profile: local.RankReady) -> SlotPair:
         host, store = self._node.host, self._store
         # Where this node itself holds the mirror, that stays until the new slots replace it, whatever is cut off.
         pair = await host.in_thread(

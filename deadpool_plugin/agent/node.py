@@ -79,12 +79,7 @@ class Slot:
 
 @dataclass(eq=False)
 class LocalNode:
-    """This node. Thread: the event loop's only.
-
-    Args:
-        credentials: the host's, too; their `job` is filled in when the nodes have met.
-        feed: gives the controller one input.
-    """
+    """This node. `credentials.job` is filled in when the nodes have met. `feed` gives the controller one input."""
 
     place: Place
     host: Host

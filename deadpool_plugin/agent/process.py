@@ -19,17 +19,18 @@ from ..core import api, local
 from ..core.controller import Controller
 from ..core.messages import Goodbye, RankCalls, Verdict
 from ..core.types import listed
-from ..errors import EXIT_CONFIG, EXIT_FENCED, EXIT_OK, DeadpoolError, InvariantViolated
+from ..errors import EXIT_CONFIG, EXIT_FENCED, EXIT_OK, ConfigError, DeadpoolError, InvariantViolated
 from ..host.files import CONTACTS_FOLDER
 from ..host.output import Cuts
+from ..host.processes import described_exit
 from ..transport.flight_recorder import read_calls
 from ..transport.handshake import Credentials
 from ..transport.rendezvous import Hello
-from ..transport.tasks import begin
+from ..transport.tasks import Tasks, begin, soon
 from ..transport.unix import LocalPeer, close_descriptors
 from .host import Host
 from .links import Links
-from .mirroring import Fetches, Mirroring
+from .mirroring import Mirroring
 from .node import LocalNode, Slot
 from .process_monitor import ProcessMonitor
 from .reports import Reports
@@ -61,6 +62,7 @@ class Agent:
         self._verdict: Verdict | None = None
         self._inputs: deque[api.Input] = deque()
         self._stepping = False
+        self._tasks = Tasks()
         self._loop = asyncio.get_running_loop()
         self._left: asyncio.Future[int] = self._loop.create_future()
         self._reports = Reports(place.node, host.output, config.output_dir)
@@ -69,12 +71,13 @@ class Agent:
         self._controller = Controller(place.node, timing_of(config), policy_of(config))
         self._links = Links(node)
         self._claims = Claims(node)
-        self._mirroring, fetches = Mirroring(node), Fetches(node)
+        self._mirroring = Mirroring(node)
         self._monitor = ProcessMonitor(node, self._process_lost)
         self._workers = Workers(node, self._monitor)
-        self._spares = Spares(node, self._monitor, self._workers, self._mirroring, fetches)
-        self._takeovers = TakeOvers(node, self._monitor, self._workers, self._mirroring, fetches, self._spares)
+        self._spares = Spares(node, self._monitor, self._workers, self._mirroring)
+        self._takeovers = TakeOvers(node, self._monitor, self._workers, self._mirroring, self._spares)
         host.serve(self._on_message, self._monitor.closed)
+        host.store.on_corrupt(lambda rank, step: soon(self._loop, self.feed, api.HoldingsDropped(rank, step - 1)))
         self._loop.set_exception_handler(lambda _, context: self._unhandled(context))
         reason = f"the agent of node {place.node} was told to end (SIGTERM)"
         self._loop.add_signal_handler(signal.SIGTERM, self._monitor.told_to_end, reason)
@@ -83,7 +86,7 @@ class Agent:
         self._spares.replace(slot)
 
     async def run(self) -> int:
-        """From the first connection to the last; the exit code."""
+        """Run from the first connection to the last. Returns: the exit code."""
         alive, starting = [asyncio.create_task(self._guarded(work)) for work in (self._say_alive(), self._start())]
         self._ticking: asyncio.Handle = self._loop.call_soon(self._tick)
         try:
@@ -96,14 +99,13 @@ class Agent:
             self._host.end()
 
     async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
-        """`work`, whose failure is this node's end."""
         try:
             await work
         except Exception as error:
             self._broke(error)
 
     def _broke(self, error: BaseException) -> None:
-        """An error nobody can handle: say it and leave; to the others this node is lost."""
+        """Report an error nobody can handle, and leave; to the others this node is lost."""
         if not isinstance(error, DeadpoolError) or isinstance(error, InvariantViolated):
             traceback.print_exception(error)
         if self._controller.world is None or self._left.done():
@@ -113,7 +115,6 @@ class Agent:
         self._leave(api.Leave(getattr(error, "exit_code", EXIT_FENCED), str(error)))
 
     def _unhandled(self, context: dict[str, Any]) -> None:
-        """Something failed in a callback of the loop."""
         error = context.get("exception")
         if error is None:
             self._reports.emit(events.Note(text=str(context.get("message"))))
@@ -125,11 +126,11 @@ class Agent:
     async def _start(self) -> None:
         """Meet the others, link up, and let the controller begin. Raises: DeadpoolError."""
         node, config = self._node, self._config
-        hello = await self._links.listen(self._mirroring.on_mirrored)
+        hello = await self._links.listen()
         if node.job.invitation is not None:
             members = await self._links.join(hello)
             self._publishing = begin(self._publish(hello))  # the file system may hang
-            self._claims.check(False, lambda error: self.feed(api.NodeGivenUp(str(error))))
+            self._tasks.start(self._check_witness())
             # The job runs already: this host's first world is that of the plan that takes it in.
             self._in_job = True
             self._reports.emit(events.NodeJoined(host=self._host.name, ranks=(), spare=True))
@@ -137,7 +138,7 @@ class Agent:
             return
         hellos = await self._links.meet(hello)
         self._publishing = begin(self._publish(hello))  # the file system may hang
-        self._claims.check(node.id == 0, lambda error: self.feed(api.StopRequested(str(error), EXIT_CONFIG)))
+        self._tasks.start(self._check_witness())
         world = form_world(hellos, config.spares, config.racks, config.copies)
         self._mirroring.enter(world)
         self._workers.form(world)
@@ -162,14 +163,20 @@ class Agent:
             folder = self._config.output_dir / CONTACTS_FOLDER
             self._reports.say(f"node {node.id} is not in {folder} ({error.strerror}): only `--to` finds it there")
 
+    async def _check_witness(self) -> None:
+        joins = self._node.job.invitation is not None
+        try:
+            await self._claims.check(self._node.id == 0 and not joins)
+        except ConfigError as error:
+            self.feed(api.NodeGivenUp(str(error)) if joins else api.StopRequested(str(error), EXIT_CONFIG))
+
     def _tick(self) -> None:
         self._ticking = self._loop.call_later(self._config.tick_s, self._tick)
         self.feed(api.Ticked())
         self._reports.await_ranks(self._controller.awaited, self._controller.world, self._loop.time())
 
     async def _say_alive(self) -> None:
-        """A job that waits, or is slow, shall not be taken for one that is gone. What scripts do after the training is
-        each node's own."""
+        # A job that waits, or is slow, shall not be taken for one that is gone; after the training each node says so.
         while True:
             await asyncio.sleep(events.ALIVE_S)
             if self._controller.world is not None and (self._monitor.ending or self._controller.leads):
@@ -216,7 +223,7 @@ class Agent:
         process = slot.process
         match message:
             case local.RankReady():
-                self._mirroring.rank_ready(slot, peer, message)
+                self._tasks.start(self._mirroring.prepare(slot, peer, message))
             case local.Staged():
                 self._mirroring.staged(message)
             case local.Progress(rank=rank):
@@ -251,10 +258,11 @@ class Agent:
             case local.WorkerEvent(kind=kind, fields=fields):
                 self._cuts.heard(slot.pipe, kind, fields)
                 self._reports.worker_event(kind, fields)
-            case local.WorkerExited():
-                self._monitor.exited(slot, message)
-            case local.StandbyExited():
-                self._monitor.standby_exited(slot, message)
+            case local.WorkerExited(order=order, exit_code=exit_code):
+                if process is not None and process.order == order:
+                    self._monitor.ended(slot, process, exit_code)
+            case local.StandbyExited(exit_code=exit_code):
+                self._monitor.standby_ended(slot, described_exit(exit_code))
             case local.CannotEnd():
                 self._monitor.give_up(f"local rank {slot.local_rank} cannot get a new process: {message.reason}")
             case local.Leaving():
@@ -295,11 +303,13 @@ class Agent:
                 ranks = [RankCalls(rank, read_calls(pair.calls, generation)) for rank, pair in own if pair is not None]
                 self.feed(api.CallsRead(generation, tuple(ranks)))
             case api.EndRank():
-                self._monitor.end_rank(action.rank, action.reason)
+                for slot in self._node.slots:
+                    if slot.rank == action.rank and slot.living is not None:
+                        self._monitor.kill(slot, slot.living, action.reason)
             case api.Claim():
-                self._claims.claim(action.plan)
+                self._tasks.start(self._claims.claim(action.plan))
             case api.Look():
-                self._claims.look(action.generation)
+                self._tasks.start(self._claims.look(action.generation))
             case api.Reconfigure(plan=plan):
                 self._reports.generation = plan.world.generation
                 self._takeovers.act(plan)
@@ -307,7 +317,7 @@ class Agent:
                 for lost in plan.lost_nodes:
                     self._links.mesh.drop(lost)
                     self._links.roster.gone(lost)
-                self._forgetting = asyncio.create_task(self._host.bulk.forget(plan.lost_nodes))
+                self._tasks.start(self._host.bulk.forget(plan.lost_nodes))
             case api.Emit(event=event):
                 self._emit(event)
             case api.Leave():
@@ -357,7 +367,7 @@ class Agent:
         return exit_code
 
     async def _last_work(self) -> int:
-        """Wait for what scripts still do after the training, as long as it takes. Returns: their worst exit code."""
+        """Wait for what scripts still do after the training, however long. Returns: their worst exit code."""
         monitor, node, timeout_s, told = self._monitor, self._node.id, self._config.decision_timeout_s, False
         while not await monitor.wait(lambda: not monitor.at_work, timeout_s):
             if not told:

@@ -30,10 +30,7 @@ EXIT_REPORT_S = 2.0
 
 
 class ProcessMonitor:
-    """Thread: the event loop's only.
-
-    Args: on_lost: hears of each slot whose rank has lost its process, before the controller does.
-    """
+    """The processes of this node, watched. `on_lost` hears of each slot whose rank has lost its process."""
 
     def __init__(self, node: LocalNode, on_lost: Callable[[Slot], None]) -> None:
         self._node, self._slots, self._processes = node, node.slots, node.host.processes
@@ -45,8 +42,6 @@ class ProcessMonitor:
         """The worst exit code of a rank's process after the job's end, as a shell counts signals."""
         self.changed = asyncio.Event()
         """Set whenever a process has ended."""
-
-    # ---- worker processes
 
     def watch(self, slot: Slot, process: Process) -> None:
         self._processes.watch(
@@ -71,10 +66,6 @@ class ProcessMonitor:
         for address in stores if not self.ending else ():
             self._node.feed(api.StoreLost(address))
 
-    def exited(self, slot: Slot, message: local.WorkerExited) -> None:
-        if slot.process is not None and slot.process.order == message.order:
-            self.ended(slot, slot.process, message.exit_code)
-
     def ended(self, slot: Slot, process: Process, exit_code: int) -> None:
         """Take in that `process` is ending (told by /proc or by the standby process, whichever is first)."""
         if process.peer is not None:
@@ -89,14 +80,13 @@ class ProcessMonitor:
                 self.late_exit_code = max(shell_code(exit_code), self.late_exit_code)
             self._end_standby(slot)
         elif self._processes.is_gone(slot.standby_pid):
-            self._standby_ended(slot, "was ended, together with the processes that it had forked")
+            self.standby_ended(slot, "was ended, together with the processes that it had forked")
         elif exit_code < 0 or slot.rank < 0 or (process.rehearses and not process.in_training):
             self._lost(slot, process, process.failing or what)
         else:
             early = f"process {process.pid} exited with 0 before the job had ended"
             reason = process.failing or ("see its output above" if exit_code > 0 else early)
-            self._on_lost(slot)
-            self._node.feed(api.WorkerFailed(slot.rank, exit_code or 1, reason))
+            self._lost(slot, process, reason, exit_code or 1)
 
     def _lost(self, slot: Slot, process: Process, reason: str, exit_code: int = 0) -> None:
         if self.ending:
@@ -110,20 +100,11 @@ class ProcessMonitor:
             self._node.feed(lost)
 
     def kill(self, slot: Slot, process: Process, reason: str, exit_code: int = 0) -> None:
-        """End a process that is of no use any more, and get the slot another one.
-
-        Args: exit_code: not 0 if it is the script's doing, which ends the job the second time.
-        """
+        """End a useless process, to be replaced. `exit_code`: not 0 if its script did it, twice being the job's end."""
         if process.ended or self.ending:
             return
         self._mark_ended(process, kills=True)
         self._lost(slot, process, reason, exit_code)
-
-    def end_rank(self, rank: Rank, reason: str) -> None:
-        """End the process that runs `rank` here."""
-        for slot in self._slots:
-            if slot.rank == rank and slot.living is not None:
-                self.kill(slot, slot.living, reason)
 
     def _stopped(self, slot: Slot, process: Process, seconds: float) -> None:
         reason = f"process {process.pid} had been stopped (state T) for {seconds:.1f} s and was killed"
@@ -133,15 +114,12 @@ class ProcessMonitor:
         else:
             self.kill(slot, process, reason)
 
-    # ---- a swap: each process in training leaves what it is in, or is killed
-
     def await_unwinding(self, generation: Generation) -> None:
         """Set deadlines for the processes in training, which have been told that `generation` begins.
 
-        Whoever has not left by then what it was in (a call that holds the interpreter, a dead device, user code that
-        does not come to its next call) is replaced on this node with what its arena holds. A process in a save has
-        longer: it is healthy, and the others wait no worse for it than for a newcomer in its place. A process that has
-        not come to training has no deadline: it begins anew, or joins the newest generation when it is through.
+        A process that has not left by then what it was in (a call that holds the interpreter, a dead device, user code
+        that does not come to its next call) is replaced here. A process in a save is healthy, and has longer. One that
+        has not come to training has no deadline: it begins anew, or joins the newest generation when it is through.
         """
         asked = [(slot, slot.running) for slot in self._slots if slot.running is not None and slot.running.in_training]
         loop, config = asyncio.get_running_loop(), self._node.config
@@ -161,10 +139,7 @@ class ProcessMonitor:
                 )
 
     def pause(self) -> None:
-        """Stop every process that runs a rank, with all it has started: others may replace this node.
-
-        Their deadlines wait, too. Blocks: some 10 ms.
-        """
+        """Stop every process that runs a rank, with all it has started, and its deadline. Blocks: some 10 ms."""
         self.paused = True
         for deadline in self._deadlines:
             deadline.cancel()
@@ -177,19 +152,14 @@ class ProcessMonitor:
         self.paused = False
         self._processes.resume()
 
-    # ---- what looks after them, and the node's end
-
     def watch_standby(self, slot: Slot) -> None:
         self._processes.watch(
             slot.standby_pid,
-            lambda code: self._standby_ended(slot, described_exit(code)),
+            lambda code: self.standby_ended(slot, described_exit(code)),
             lambda seconds: self.give_up(f"{_standby(slot)} had been stopped (state T) for {seconds:.1f} s"),
         )
 
-    def standby_exited(self, slot: Slot, message: local.StandbyExited) -> None:
-        self._standby_ended(slot, described_exit(message.exit_code))
-
-    def _standby_ended(self, slot: Slot, how: str) -> None:
+    def standby_ended(self, slot: Slot, how: str) -> None:
         self.changed.set()
         if slot.standby_ended:
             return
@@ -263,8 +233,6 @@ class ProcessMonitor:
     def _script_handles_sigterm(self) -> bool:
         pids = [slot.running.pid for slot in self._slots if slot.running is not None]
         return any(pid and self._processes.catches(pid, signal.SIGTERM) for pid in pids)
-
-    # ---- the job's end
 
     def end(self, exit_code: int) -> None:
         """Expect every death from now on; what is paused ends as it stands, unless the job ends well."""

@@ -32,7 +32,7 @@ NODES_MAX = 4
 
 
 class Reports:
-    """Thread: the event loop's only."""
+    """The event log and the terminal of one node."""
 
     def __init__(self, node: NodeId, writer: Writer, output_dir: Path) -> None:
         self.node, self._writer = node, writer
@@ -66,7 +66,7 @@ class Reports:
             self.say(line)
 
     def worker_event(self, kind: str, fields: dict[str, object]) -> None:
-        """An event of one of our workers; one we cannot read is kept as a note."""
+        """Keep an event of one of our workers; one we cannot read is kept as a note."""
         try:
             event = events.make(kind, fields, node=self.node, generation=self.generation)
         except (msgspec.ValidationError, InvariantViolated) as error:
@@ -81,8 +81,7 @@ class Reports:
             self._say_once(sentence(event))
 
     def _is_news(self, done: events.StepDone) -> bool:
-        """Return whether a rank is the first on this node to have done the step, or the first that knows its loss. What
-        is written for a step does not grow with the ranks."""
+        # What is written for a step does not grow with the ranks: the first that has done it, and that knows its loss.
         has_loss, step = done.loss is not None, (done.generation, done.step)
         if step <= self._newest_step[True] or (not has_loss and step <= self._newest_step[False]):
             return False
@@ -99,20 +98,15 @@ class Reports:
             self._writer.write(self._log, line)
 
     def _say_once(self, line: str) -> None:
-        """Say it once in a generation: every rank says the same, and what fails is tried again."""
         if self._noted_in != self.generation:
             self._noted_in, self._noted = self.generation, set()
-        known = re.sub(r"\d+", "", line)
+        known = re.sub(r"\d+", "", line)  # every rank says the same, and what fails is tried again
         if known not in self._noted and len(self._noted) < NOTES_MAX:
             self._noted.add(known)
             self.say(line)
 
     def await_ranks(self, ranks: Sequence[Rank], world: World | None, now: float) -> None:
-        """Name the ranks that have not reached training once nothing of ours was said for too long. Call often.
-
-        Args:
-            ranks: those that are waited for; () if none is, or another node coordinates.
-        """
+        """Name the ranks that are waited for (() if another node coordinates) after too long a silence. Call often."""
         if world is None or not ranks:
             self._awaited_in = None
             return
@@ -122,16 +116,12 @@ class Reports:
         if self._has_spoken:
             self._has_spoken, self._quiet_since = False, now
         if now - self._quiet_since >= self._silence_s:
-            # The others wait for these.
-            ranks = sorted(
-                ranks, key=lambda rank: world.node_of[rank] not in self._takers and rank not in self._replaced
-            )
             ranks_of: dict[str, tuple[Rank, ...]] = {}
-            for rank in ranks:
+            # First those that the others wait for.
+            for rank in sorted(ranks, key=lambda r: world.node_of[r] not in self._takers and r not in self._replaced):
                 node = str(world.node_of[rank])
                 ranks_of[node] = (*ranks_of.get(node, ()), rank)
-            waited_s = now - self._awaited_since
-            self.emit(events.RanksAwaited(ranks_of=ranks_of, of=len(world.node_of), waited_s=waited_s))
+            self.emit(events.RanksAwaited(ranks_of, len(world.node_of), waited_s=now - self._awaited_since))
             self._has_spoken, self._quiet_since = False, now
             self._silence_s *= 2
 
@@ -141,7 +131,7 @@ class Reports:
 
 
 def sentence(event: events.Event) -> str:
-    """The sentence for people, "" if there is none."""
+    """Return the sentence for people, "" if there is none."""
     match event:
         case events.TrainingStarted():
             return "all ranks are in training"
@@ -163,9 +153,11 @@ def sentence(event: events.Event) -> str:
             return f"waiting for a host to join (`deadpool join`); all state stays in memory: {reason}"
         case events.CheckpointCancelled(step=step, path=path, reason=reason):
             return f"the save of step {step} in {path} was interrupted: {reason or 'it is done again'}"
-        case events.SwapPlanned(restore_step=step, duration_s=duration):
+        case events.SwapPlanned(restore_step=step, lost_ranks=lost, duration_s=duration):
+            moves = [f"node {taker} takes over from node {node}" for node, taker in event.takers.items()]
+            moves += [f"rank(s) {listed(lost)} get new processes on their hosts"] if lost else []
             back = f"all ranks go back to step {step}" if step >= 0 else "every rank begins its script again"
-            return f"swap: {_moves(event)}; {back} (decided in {duration:.2f} s)"
+            return f"swap: {', '.join(moves) or 'no rank moves'}; {back} (decided in {duration:.2f} s)"
         case events.StepsUndone(first=first, last=last, reason=reason):
             which, are = (f"step {last}", "is") if first == last else (f"steps {first} to {last}", "are")
             return f"{which} had been committed and {are} done again: {reason}"
@@ -178,7 +170,14 @@ def sentence(event: events.Event) -> str:
         case events.Protected(step=step):
             return f"protected: step {step} survives the loss of any node"
         case events.HistoryFilling(rank=rank, step=step, full=full):
-            return f"node {event.node}: rank {rank}'s records of past steps {_history(step, full)}"
+            then = (
+                f"no longer fit into history_limit_mib at step {step}: from now on only spares that have followed so "
+                "far can take over, and no host that joins; restart the job with a larger limit"
+                if full
+                else f"fill 80 % of history_limit_mib at step {step}; once it is full no further host can take over; "
+                "raise it at the next start"
+            )
+            return f"node {event.node}: rank {rank}'s records of past steps {then}"
         case events.NodeFenced(reason=reason):
             return f"node {event.node} leaves the job: {reason}"
         case events.JobFinished():
@@ -216,7 +215,6 @@ def named(line: str, hosts: Mapping[NodeId, str]) -> str:
 
 
 def _awaited(awaited: events.RanksAwaited) -> str:
-    """Describe a job whose first step, or first step after a swap, waits for ranks."""
     by_node = awaited.ranks_of
     parts = [f"rank(s) {listed(own)} on node {node}" for node, own in by_node.items()][:NODES_MAX]
     if len(by_node) > NODES_MAX:
@@ -229,32 +227,10 @@ def _awaited(awaited: events.RanksAwaited) -> str:
     )
 
 
-def _moves(planned: events.SwapPlanned) -> str:
-    """Describe the moves of ranks."""
-    moves = [f"node {taker} takes over from node {lost}" for lost, taker in planned.takers.items()]
-    if planned.lost_ranks:
-        moves.append(f"rank(s) {listed(planned.lost_ranks)} get new processes on their hosts")
-    return ", ".join(moves) or "no rank moves"
-
-
 def _mirrored(mirrored: events.Mirrored) -> str:
-    """Describe a job that is mirrored but not protected, and the effect of the next lost node."""
     missing = mirrored.reason
     if mirrored.spares_left == 0:
         then = "ends the job" if mirrored.on_no_spare == "stop" else "makes the job wait for a host"
         none = "NO SPARE LEFT" if mirrored.generation else "no host is a spare (spares: 0)"
         missing = f"{none}, the next lost node {then} (on_no_spare: {mirrored.on_no_spare})"
     return f"mirrored: step {mirrored.step} is in other hosts' memory; not protected: {missing}"
-
-
-def _history(step: int, full: bool) -> str:
-    """Describe the state of a rank's records at `step`."""
-    if full:
-        return (
-            f"no longer fit into history_limit_mib at step {step}: from now on only spares that have followed so far "
-            "can take over, and no host that joins; restart the job with a larger limit"
-        )
-    return (
-        f"fill 80 % of history_limit_mib at step {step}; once it is full no further host can take over; "
-        "raise it at the next start"
-    )

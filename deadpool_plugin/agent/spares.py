@@ -21,7 +21,7 @@ from ..mirror.records import History, HistoryPruned
 from ..mirror.wire import RefusedByPeer, how_many_fit
 from ..transport.tasks import loop_time
 from ..transport.unix import LocalPeer
-from .mirroring import Fetches, Mirroring, Profile
+from .mirroring import Mirroring, decode_profile
 from .node import LocalNode, Process, Slot
 from .process_monitor import ProcessMonitor
 from .workers import Workers
@@ -43,7 +43,7 @@ class Rehearsal:
 
     slot: Slot
     process: Process
-    profile: Profile
+    profile: local.RankReady
     source: NodeId
     history: History
     told: Step = NO_STEP
@@ -66,10 +66,7 @@ class Rehearsal:
         return self.process.peer if self.alive else None
 
     async def tell(self) -> None:
-        """Pass on to the process, which has rehearsed, what it does not know yet, as fast as it reads.
-
-        Raises: HistoryPruned if that is not held any more (history_limit_mib).
-        """
+        """Pass on to the process what it does not know yet, as fast as it reads. Raises: HistoryPruned."""
         last = self.history.last
         while self.told < last and (peer := self.listener) is not None:
             first, until = self.told + 1, min(last, self.told + CHUNK_STEPS)
@@ -81,21 +78,16 @@ class Rehearsal:
 
 
 class Spares:
-    """Thread: the event loop's only."""
+    """The rehearsals of this node's slots."""
 
-    def __init__(
-        self, node: LocalNode, monitor: ProcessMonitor, workers: Workers, mirroring: Mirroring, fetches: Fetches
-    ) -> None:
-        self._node, self._monitor, self._workers = node, monitor, workers
-        self._mirroring, self._fetches = mirroring, fetches
+    def __init__(self, node: LocalNode, monitor: ProcessMonitor, workers: Workers, mirroring: Mirroring) -> None:
+        self._node, self._monitor, self._workers, self._mirroring = node, monitor, workers, mirroring
         self._committed: Step = NO_STEP
         self._said_at, self._said_of = 0.0, -1
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._ordered: dict[int, Rank] = {}
         """The next rehearsal of each slot, until it has begun."""
         self.rehearsals: dict[int, Rehearsal] = {}
-
-    # ---- starting one
 
     def order(self, local_slot: int, rank: Rank, source: NodeId) -> None:
         self._ordered[local_slot] = rank
@@ -127,19 +119,16 @@ class Spares:
             await asyncio.sleep(_RETRY_S)
 
     async def begin(self, slot: Slot, rank: Rank, source: NodeId) -> Rehearsal:
-        """Get the rank's recording, from `source` if it is not here, and have a process rehearse it.
-
-        Raises: DeadpoolError if it is not held there
-        """
-        profile = Profile.decode(await self._fetches.recording(source, rank))
-        process, history = self._workers.rehearse(slot, rank), History(self._node.config.history_limit_bytes)
+        """Get the rank's recording, from `source` if it is not here, and have a process rehearse it."""
+        profile = decode_profile(await self._mirroring.recording(source, rank))
+        process = self._workers.order(slot, rank, rehearses=True)
+        history = History(self._node.config.history_limit_bytes)
         rehearsal = self.rehearsals[slot.local_rank] = Rehearsal(slot, process, profile, source, history)
         self._ordered.pop(slot.local_rank, None)
         self._drop_unused()
         return rehearsal
 
     def _drop_unused(self) -> None:
-        """Drop arenas made for ranks nobody rehearses here any more."""
         self._node.host.store.drop_prepared({other.rank for other in self.rehearsals.values() if other.alive})
 
     def of(self, slot: Slot, rank: Rank) -> Rehearsal | None:
@@ -153,8 +142,6 @@ class Spares:
         rehearsed = rehearsal.rank if rehearsal is not None and rehearsal.alive else -1
         return LocalSlot(slot.rank, slot.serving is not None, rehearsed)
 
-    # ---- what its process says
-
     def introduced(self, slot: Slot, peer: LocalPeer, message: local.WorkerHello) -> None:
         if (rehearsal := self.of(slot, message.rank)) is not None:
             peer.send(local.Rehearsal(message.rank, rehearsal.profile.recording))
@@ -167,27 +154,22 @@ class Spares:
         self._node.reports.emit(events.Rehearsed(rank=message.rank, duration_s=message.duration_s))
         if slot.rank < 0:
             if all(other.finished.is_set() for other in self.rehearsals.values()):
-                self._check_memory(rehearsal)  # first: a spare that is short of memory is not to be called ready
+                # First: a spare that is short of memory for the mirrors that come with its ranks is not called ready.
+                # It stays: another attempt would cost a rehearsal and find no more memory, the last one would cost the
+                # spare (and everybody a swap), and the next loss then ends a job whose state it could have saved.
+                try:
+                    self._mirroring.check_memory(rehearsal.profile, rehearsal.source)
+                except MemoryShortage as error:
+                    lost = f"memory here does not hold what node {rehearsal.source} runs and mirrors"
+                    self._doubt(rehearsal, f"{lost}: {error}")
             self._node.feed(api.SpareRehearsed(slot.local_rank, message.rank))
             self._run(slot, self._prepare(rehearsal))
 
-    def _check_memory(self, rehearsal: Rehearsal) -> None:
-        """Check that this node can hold the lost one's mirrors, too, after a take-over; tell people if it cannot."""
-        try:
-            self._mirroring.check_memory(rehearsal.profile, rehearsal.source)
-        except MemoryShortage as error:
-            # The spare stays: another attempt would cost a rehearsal and find no more memory, the last one would cost
-            # the spare (and everybody a swap), and the next loss then ends a job whose state it could have saved.
-            reason = f"memory here does not hold what node {rehearsal.source} runs and mirrors: {error}"
-            self._doubt(rehearsal, reason)
-
     def _doubt(self, rehearsal: Rehearsal, reason: str) -> None:
-        """The rehearsal is of no use, and another attempt would be of none either."""
         self._node.reports.emit(events.RehearsalFailed(rank=rehearsal.rank, reason=reason))
         self._node.feed(api.SpareUnable(reason))
 
     async def _prepare(self, rehearsal: Rehearsal) -> None:
-        """Make the arena a take-over will need, then follow."""
         rank, profile, host = rehearsal.rank, rehearsal.profile, self._node.host
         try:
             await host.in_thread(lambda: host.store.prepare_own(rank, profile.header_bytes, profile.payload_bytes))
@@ -196,10 +178,7 @@ class Spares:
         await self._follow(rehearsal)
 
     def moved(self, slot: Slot, message: local.Moved) -> None:
-        """Report on a newcomer on its way through past steps, for whom everybody waits; nobody waits for a spare.
-
-        Of several newcomers here people are told of one, until that one says no more.
-        """
+        """Report on a newcomer on its way through past steps, for whom everybody waits; of several, on one."""
         if slot.rank != message.rank or slot.process is None:
             return
         self._node.feed(api.WorkerMoved(message.rank))
@@ -212,17 +191,14 @@ class Spares:
             self._node.reports.emit(events.CatchingUp(rank=message.rank, step=step, target=target, left_s=left_s))
 
     def failing(self, slot: Slot, message: local.Failing) -> None:
-        """Report the error a script ends with; before it trains that also ends the rehearsal.
-
-        A script that has read other data than the rank it takes over has failed as any script has: another process
-        begins anew, and if that reads other data, too, the job ends.
-        """
+        """Report the error a script ends with; before it trains that also ends the rehearsal."""
         if slot.process is not None:
             slot.process.failing = message.reason
         if slot.pipe is not None and slot.rank == message.rank:
             slot.pipe.note(f"rank {message.rank}'s script ended: {message.reason}")
         if message.differs and slot.rank == message.rank and slot.living is not None:
             self._node.reports.emit(events.RehearsalFailed(rank=message.rank, reason=message.reason))
+            # As any script's failure: another process begins anew; if that reads other data, too, the job ends.
             self._monitor.kill(slot, slot.living, message.reason, DIFFERS_CODE)
         elif self.of(slot, message.rank) is not None:
             self._fail(slot, message.rank, message.reason)
@@ -241,8 +217,6 @@ class Spares:
         else:
             self._node.feed(api.SpareFailed(slot.local_rank, rank, reason))
 
-    # ---- following
-
     def committed(self, step: Step) -> None:
         """Have spares follow to `step`."""
         self._committed = max(self._committed, step)
@@ -253,7 +227,6 @@ class Spares:
                 self._run(rehearsal.slot, self._follow(rehearsal))
 
     async def _follow(self, rehearsal: Rehearsal) -> None:
-        """Up to the committed step, which may grow meanwhile; what fails is tried again at the next commit."""
         try:
             while rehearsal.told < self._committed and rehearsal.listener is not None:
                 await self.pull(rehearsal, rehearsal.source, self._committed)
@@ -271,7 +244,7 @@ class Spares:
         async with rehearsal.pulling:
             while history.last < last:
                 first, until = history.last + 1, min(last, history.last + PULL_STEPS)
-                records = await self._fetches.records(source, rehearsal.rank, first, until)
+                records = await self._mirroring.records(source, rehearsal.rank, first, until)
                 for step, record in enumerate(records, first):
                     history.append(step, record)
                 await asyncio.sleep(0)  # records that are here already do not suspend
@@ -280,8 +253,6 @@ class Spares:
         task = self._tasks.pop(slot.local_rank, None)
         if task is not None and task is not asyncio.current_task():
             task.cancel()
-
-    # ---- swaps
 
     def swapped(self, owners: tuple[NodeId, ...], restore_step: Step) -> None:
         """Enter a new world, back at `restore_step`: its nodes are the sources from now on."""
@@ -302,10 +273,7 @@ class Spares:
                 rehearsal.history.truncate(restore_step)
 
     def done(self, slot: Slot) -> None:
-        """Let go of the slot, whose process has been told to take over.
-
-        What the process still had to know is in the store. Another rank that it was to rehearse next is others'.
-        """
+        """Let go of the slot, whose process has been told to take over; it rehearses no other rank next."""
         self.stop_following(slot)
         self._ordered.pop(slot.local_rank, None)
         self.rehearsals.pop(slot.local_rank, None)

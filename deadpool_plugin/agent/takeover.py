@@ -14,7 +14,7 @@ from ..core.placement import divide
 from ..core.types import NO_STEP, Rank, Source, SwapPlan
 from ..errors import DeadpoolError, invariant, present
 from ..transport.tasks import Tasks, begin
-from .mirroring import Fetches, Mirroring
+from .mirroring import Mirroring
 from .node import LocalNode, Slot
 from .process_monitor import ProcessMonitor
 from .spares import Rehearsal, Spares
@@ -22,23 +22,17 @@ from .workers import Output, Workers
 
 
 class TakeOvers:
-    """Thread: the event loop's only."""
+    """Take-overs of this node's processes, of the newest plan only."""
 
     def __init__(
-        self,
-        node: LocalNode,
-        monitor: ProcessMonitor,
-        workers: Workers,
-        mirroring: Mirroring,
-        fetches: Fetches,
-        spares: Spares,
+        self, node: LocalNode, monitor: ProcessMonitor, workers: Workers, mirroring: Mirroring, spares: Spares
     ) -> None:
         self._node, self._monitor, self._workers = node, monitor, workers
-        self._mirroring, self._fetches, self._spares = mirroring, fetches, spares
+        self._mirroring, self._spares = mirroring, spares
         self._tasks = Tasks()
 
     def act(self, plan: SwapPlan) -> None:
-        """Hand out `plan`: Join to who runs already, a take-over for every rank that is new here."""
+        """Hand out `plan`: Join to processes that run already, a take-over for every rank that is new here."""
         self.cancel()
         world, step = plan.world, plan.restore_step
         if step == NO_STEP:  # training had not begun, so nothing is lost: every rank's script begins anew
@@ -74,9 +68,8 @@ class TakeOvers:
         self._mirroring.mirror_again(slot.rank, plan.restore_step, plan.world.generation)
 
     async def _refill(self, plan: SwapPlan, slot: Slot, source: Source) -> None:
-        """Give a survivor whose own arena lacks the restore step that step back, and let it join."""
         try:
-            await self._fetches.refill(source, plan.restore_step)
+            await self._mirroring.refill(source, plan.restore_step)
             self._hold(plan, source.rank)
         except DeadpoolError as error:
             self._node.feed(api.WorkerLost(source.rank, f"its restore step cannot be had: {error}"))
@@ -84,10 +77,9 @@ class TakeOvers:
         self._join(plan, slot)
 
     async def _take_over(self, plan: SwapPlan, slot: Slot, source: Source | None) -> None:
-        """Fetch the state of the rank, and make it safe again, before its process is ready (that may take long).
+        """Fetch the state of the rank, make it safe again, and hand it over once its process is ready.
 
-        Args:
-            source: None if it is here already: the rank has lost its process only, or a take-over was cut off.
+        `source`: None if it is here already: the rank has lost its process only, or a take-over was cut off.
         """
         rank, timeout_s = slot.rank, self._node.config.start_timeout_s
         rehearsal = self._spares.of(slot, rank)
@@ -115,19 +107,18 @@ class TakeOvers:
         if source is None:
             await self._spares.pull(rehearsal, self._node.id, step)
         else:
-            fetching = begin(self._fetches.bring(source, step, rehearsal.profile))
+            fetching = begin(self._mirroring.bring(source, step, rehearsal.profile))
             try:
                 await self._spares.pull(rehearsal, source.header_node, step)
                 await fetching
             finally:
                 fetching.cancel()
-        self._mirroring.adopt(rank, rehearsal.profile)
+        self._mirroring.adopt(rehearsal.profile)
         if store.records.history_range(rank)[1] != step:
             store.records.put_history(rank, rehearsal.history.upto(step))
         self._hold(plan, rank)
 
     def _hold(self, plan: SwapPlan, rank: Rank) -> None:
-        """Count the restore step in the rank's own slot as staged."""
         replicas = self._mirroring.profiles[rank].replicas
         self._node.host.store.staged(rank, plan.restore_step, plan.world.generation, replicas)
 

@@ -29,21 +29,22 @@ T = TypeVar("T")
 
 
 class Output(NamedTuple):
-    """A rank's file on this node, None if it cannot be opened; and what earlier processes of the rank have printed of
-    what one that takes it over will print again."""
+    """A rank's output on this node."""
 
     file: FileIO | None
+    """None if it cannot be opened."""
     printed: Printed
+    """What earlier processes of the rank have printed, and one that takes it over will print again."""
 
     def opened(self) -> int:
-        """A descriptor of the file, the caller's. Raises: OSError if it could not be opened in time."""
+        """Return a descriptor of the file, the caller's. Raises: OSError if it could not be opened in time."""
         if self.file is None:
             raise OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
         return os.dup(self.file.fileno())
 
 
 class Workers:
-    """Thread: the event loop's only."""
+    """The processes of this node's slots."""
 
     def __init__(self, node: LocalNode, monitor: ProcessMonitor) -> None:
         self._node, self._monitor, self._output_dir = node, monitor, node.config.output_dir
@@ -51,8 +52,6 @@ class Workers:
         self._orders = 0
         self._opening = Tasks()
         self._start: local.StartGroups | None = None
-
-    # ---- who connects
 
     def _slot(self, local_rank: int) -> Slot:
         slots = self._node.slots
@@ -103,8 +102,6 @@ class Workers:
             if process is not None and process.peer is not None and address in process.stores:
                 process.peer.send(local.HostStore())
 
-    # ---- orders
-
     def form(self, world: World) -> None:
         """Enter a world whose ranks begin the script: tell every slot what it is."""
         self._node.world, self.committed, self._start = world, NO_STEP, None
@@ -113,7 +110,7 @@ class Workers:
             slot.rank = ranks[slot.local_rank] if slot.local_rank < len(ranks) else -1
             self._name_output(slot)
             if slot.rank >= 0:
-                self._order(slot, slot.rank, rehearses=False)
+                self.order(slot, slot.rank, rehearses=False)
 
     def enter(self, world: World, restore_step: Step) -> None:
         """Enter a world that goes on from `restore_step` of the one before (for a host that has joined: its first)."""
@@ -122,11 +119,8 @@ class Workers:
             if slot.pipe is not None and not slot.pipe.assigned:
                 self._name_output(slot)
 
-    def rehearse(self, slot: Slot, rank: Rank) -> Process:
-        """Order a fresh process that rehearses `rank`."""
-        return self._order(slot, rank, rehearses=True)
-
-    def _order(self, slot: Slot, rank: Rank, *, rehearses: bool) -> Process:
+    def order(self, slot: Slot, rank: Rank, *, rehearses: bool) -> Process:
+        """Order a fresh process that runs or rehearses `rank`, in the place of the slot's process."""
         node = self._node
         world = present(node.world, "a process was ordered before the world had formed")
         if slot.process is not None:
@@ -159,8 +153,6 @@ class Workers:
         for slot in self._node.slots:
             if slot.serving is not None:
                 slot.serving.send(message)
-
-    # ---- output
 
     def keep_apart(self, slot: Slot, peer: LocalPeer, descriptors: list[int]) -> None:
         """Assign the file for the output of a rehearsal; until it is open, output stays in the pipe."""

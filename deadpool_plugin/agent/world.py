@@ -53,11 +53,10 @@ class Invitation(msgspec.Struct, frozen=True):
 
 
 class Job(msgspec.Struct, frozen=True):
-    """The start of this node's supervisors.
+    """The start of this node's supervisors. `config`: as `Config.told`. `secret_files`: where the secret may lie.
 
-    `config`: as `Config.told`. `secret_files`: where the secret may lie. `launch`: the name of the `deadpool launch`
-    that started it, "" for another launcher. `invitation`: to the running job that this host shall join, None for a
-    host that meets the others at the rendezvous.
+    `launch`: the name of the `deadpool launch` that started it, "" for another launcher. `invitation`: to the running
+    job that this host shall join, None for a host that meets the others at the rendezvous.
     """
 
     command: list[str]
@@ -85,10 +84,7 @@ def job_from(environ: Mapping[str, str], directory: str, config: str, secret_fil
 
 
 def deepspeed_env(environ: Mapping[str, str], directory: str) -> dict[str, str]:
-    """Read the variables of `.deepspeed_env`, which deepspeed exports to every host, if this host has the file.
-
-    Returns: values as they stand there, for a shell.
-    """
+    """Read `.deepspeed_env`, whose variables deepspeed exports to every host; values as they stand there."""
     file, found = environ.get("DS_ENV_FILE", ".deepspeed_env"), dict[str, str]()
     for folder in (os.path.expanduser("~"), directory):
         with contextlib.suppress(OSError, UnicodeDecodeError):
@@ -99,23 +95,19 @@ def deepspeed_env(environ: Mapping[str, str], directory: str) -> dict[str, str]:
 
 
 def spare_nodes(spares: int | Sequence[str], hosts: Sequence[str]) -> tuple[NodeId, ...]:
-    """List the nodes that stand by, in the order in which they take over.
-
-    Raises: ConfigError for too few hosts, or a name no host has.
-    """
+    """List the nodes that stand by, in the order in which they take over. Raises: ConfigError."""
     total = len(hosts)
     if isinstance(spares, int):
-        check_count(total, spares)
+        _check_count(total, spares)
         return tuple(range(total - spares, total))
     chosen = tuple(_node_named(name, hosts) for name in spares)
     if len(set(chosen)) != len(chosen):
         raise ConfigError(f"spares {list(spares)} name one host twice", "different hosts", "correct `spares`")
-    check_count(total, len(chosen))
+    _check_count(total, len(chosen))
     return chosen
 
 
-def check_count(hosts_total: int, spares: int) -> None:
-    """Raises: ConfigError unless at least one host is left to train on."""
+def _check_count(hosts_total: int, spares: int) -> None:
     if spares >= hosts_total:
         raise ConfigError(
             f"the job has {hosts_total} host(s), and `spares` asks for {spares}",
@@ -126,12 +118,10 @@ def check_count(hosts_total: int, spares: int) -> None:
 
 def check_hosts(hosts_total: int, spares: int | Sequence[str], copies: int) -> None:
     """Check what does not need the hosts' own names. Raises: ConfigError."""
-    if isinstance(spares, int):
-        check_count(hosts_total, spares)
-    elif all(name.isdigit() for name in spares):
+    if isinstance(spares, int) or all(name.isdigit() for name in spares):
         spare_nodes(spares, [f"host{node}" for node in range(hosts_total)])
     else:
-        check_count(hosts_total, len(spares))
+        _check_count(hosts_total, len(spares))
     if copies > 1 and copies >= hosts_total:
         raise ConfigError(
             f"the job has {hosts_total} host(s), and `copies: {copies}` asks for {copies} others",
@@ -182,10 +172,7 @@ def form_world(
     racks: Mapping[str, Sequence[str]] = MappingProxyType({}),
     copies: int = 1,
 ) -> World:
-    """Form generation 0 from what the nodes said of themselves.
-
-    Raises: ConfigError if the nodes do not fit together.
-    """
+    """Form generation 0 from what the nodes said of themselves. Raises: ConfigError if they do not fit together."""
     check_alike(hellos)
     standing_by = spare_nodes(spares, [hello.host for hello in hellos])
     active = [hello.node for hello in hellos if hello.node not in standing_by]
@@ -201,9 +188,9 @@ def check_alike(hellos: Sequence[Hello]) -> None:
         if differs := first_difference(first.versions, other.versions):
             package, here, there = differs
             alike = first.host == other.host  # emulated nodes, or hosts without a name
-            hosts = [f"node {one.node}" if alike else one.host for one in (first, other)]
+            mine, its = (f"node {one.node}" if alike else one.host for one in (first, other))
             raise ConfigError(
-                f"{package} is {here} on {hosts[0]} and {there} on {hosts[1]}",
+                f"{package} is {here} on {mine} and {there} on {its}",
                 "the same version on every host",
                 f"install {package} alike on all hosts",
             )
@@ -217,11 +204,8 @@ def check_alike(hellos: Sequence[Hello]) -> None:
 
 def first_difference(here: Mapping[str, str], there: Mapping[str, str]) -> tuple[str, str, str] | None:
     """Return a package that is not the same, and what it is here and there."""
-    for package in sorted(here.keys() | there.keys()):
-        versions = here.get(package, "not installed"), there.get(package, "not installed")
-        if versions[0] != versions[1]:
-            return package, *versions
-    return None
+    found = {one: (here.get(one, "not installed"), there.get(one, "not installed")) for one in sorted({*here, *there})}
+    return next(((package, *versions) for package, versions in found.items() if versions[0] != versions[1]), None)
 
 
 def worker_env(place: Place, world: World, rank: Rank, node: NodeId, local_rank: int, address: str) -> dict[str, str]:
@@ -273,10 +257,5 @@ def policy_of(config: Config) -> Policy:
 
 
 def check_headroom(config: Config) -> None:
-    """Check before anything starts that this host has the memory that `memory_headroom_gib` keeps free.
-
-    What the snapshots need on top of it is not known before the ranks have built their models.
-
-    Raises: MemoryShortage.
-    """
-    check_memory(0, config.memory_headroom_bytes)
+    """Check before anything starts that this host has what `memory_headroom_gib` keeps free. Raises: MemoryShortage."""
+    check_memory(0, config.memory_headroom_bytes)  # what snapshots need is not known before the models are built

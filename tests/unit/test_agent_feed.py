@@ -68,7 +68,6 @@ def test_what_the_loop_only_warns_of_is_noted_and_ends_nobody(member):
 @pytest.mark.parametrize(
     ("message", "part", "method"),
     [
-        (local.WorkerExited(4, -9), "_monitor", "exited"), (local.StandbyExited(9), "_monitor", "standby_exited"),
         (local.StoreOffer("h:1"), "_workers", "store_offer"), (local.Failing(0, "no such token"), "_spares", "failing"),
         (local.Moved(0, 3), "_spares", "moved"), (local.Rehearsed(0, 1.0), "_spares", "rehearsed"),
     ],
@@ -92,6 +91,18 @@ def test_what_a_process_says_of_a_swap_is_kept_with_it(member):
     agent.feed = lambda event: None
     agent._heard(slot, stand_in(LocalPeer), local.Restored(3, 4))
     assert (process.unwound_for, process.in_training) == (4, True)
+
+
+def test_the_ends_that_a_supervisor_or_a_standby_process_reports(member):
+    agent, heard = member[0], list[object]()
+    monitor = types.SimpleNamespace(
+        ended=lambda *arguments: heard.append(arguments), standby_ended=lambda *arguments: heard.append(arguments)
+    )
+    agent._monitor = cast(ProcessMonitor, monitor)
+    slot = Slot(0, rank=3, process=Process(order=4, rank=3, rehearses=False))
+    for message in (local.WorkerExited(3, -9), local.WorkerExited(4, -9), local.StandbyExited(9)):
+        agent._heard(slot, stand_in(LocalPeer), message)
+    assert heard == [(slot, slot.process, -9), (slot, "exit code 9")]
 
 
 def test_a_standby_process_that_can_fork_no_more_is_the_nodes_end(member):

@@ -10,13 +10,13 @@ from support.hosts import host, local_node
 from support.stand_in import fake, stand_in
 
 from deadpool_plugin import events
-from deadpool_plugin.agent.mirroring import Fetches, Mirroring, Profile
+from deadpool_plugin.agent.mirroring import Mirroring
 from deadpool_plugin.agent.node import Process, Slot
 from deadpool_plugin.agent.process_monitor import ProcessMonitor
 from deadpool_plugin.agent.reports import sentence
 from deadpool_plugin.agent.spares import Rehearsal, Spares
 from deadpool_plugin.agent.workers import Workers
-from deadpool_plugin.core import api
+from deadpool_plugin.core import api, local
 from deadpool_plugin.mirror import wire
 from deadpool_plugin.mirror.records import History
 from deadpool_plugin.mirror.store import SnapshotStore
@@ -40,13 +40,9 @@ class Told:
 
 def mirroring_of(store: SnapshotStore, fed: list[api.Input], told: Told) -> Mirroring:
     """Make that of a node whose ranks' call records may take 1,000 bytes."""
-
-    async def make() -> Mirroring:
-        node = local_node(host(store), fed.append, reports=told)
-        node.config = fake(copies=1, history_limit_bytes=1000)
-        return Mirroring(node)
-
-    return asyncio.run(make())
+    node = local_node(host(store), fed.append, reports=told)
+    node.config = fake(copies=1, history_limit_bytes=1000)
+    return Mirroring(node)
 
 
 def test_it_is_said_once_at_four_fifths_and_once_when_it_is_full() -> None:
@@ -81,9 +77,9 @@ def test_a_spare_that_comes_too_late_to_follow_says_so_once() -> None:
             store.records.append(4, step, bytes(10))
         slot.process = Process(order=1, rank=4, rehearses=True, peer=stand_in(LocalPeer))
         node = local_node(host(store), fed.append, [slot], node=3, reports=told, patience_s=1.0)
-        spares = Spares(node, stand_in(ProcessMonitor), stand_in(Workers), stand_in(Mirroring), Fetches(node))
+        spares = Spares(node, stand_in(ProcessMonitor), stand_in(Workers), Mirroring(node))
         spares.rehearsals[0] = rehearsal = Rehearsal(
-            slot, slot.process, stand_in(Profile), source=3, history=History(100)
+            slot, slot.process, stand_in(local.RankReady), source=3, history=History(100)
         )
         rehearsal.finished.set()
         for step in (29, 30):
@@ -109,7 +105,7 @@ def test_a_process_is_told_no_more_at_once_than_one_message_takes(monkeypatch) -
         slot.process = Process(order=1, rank=4, rehearses=True, peer=cast(LocalPeer, peer))
         for step, size in enumerate((40, 40, 40, 500, 10)):
             history.append(step, bytes(size))
-        rehearsal = Rehearsal(slot, slot.process, stand_in(Profile), source=3, history=history)
+        rehearsal = Rehearsal(slot, slot.process, stand_in(local.RankReady), source=3, history=history)
         await rehearsal.tell()
         assert rehearsal.told == 4
 

@@ -13,7 +13,7 @@ from support.hosts import host, local_node
 from support.stand_in import stand_in
 
 from deadpool_plugin import events
-from deadpool_plugin.agent.mirroring import Fetches, Mirroring, Profile
+from deadpool_plugin.agent.mirroring import Mirroring
 from deadpool_plugin.agent.node import Process, Slot
 from deadpool_plugin.agent.process import Agent
 from deadpool_plugin.agent.process_monitor import ProcessMonitor
@@ -47,14 +47,14 @@ def rehearsing(slot: Slot, rank: int, told: int) -> Rehearsal:
     history = History(100_000)
     for step in range(told + 1):
         history.append(step, b"records of %d" % step)
-    return Rehearsal(slot, slot.process, stand_in(Profile), source=0, history=history, told=told)
+    return Rehearsal(slot, slot.process, stand_in(local.RankReady), source=0, history=history, told=told)
 
 
 def test_a_stand_in_that_followed_too_far_begins_again_from_the_new_source():
     async def scenario():
         slots = [Slot(0), Slot(1)]
         node = local_node(host(stand_in(SnapshotStore)), slots=slots, node=2)
-        spares = Spares(node, stand_in(ProcessMonitor), stand_in(Workers), stand_in(Mirroring), Fetches(node))
+        spares = Spares(node, stand_in(ProcessMonitor), stand_in(Workers), Mirroring(node))
         begun = []
 
         async def begin(slot, rank, source):

@@ -8,15 +8,15 @@ import pytest
 from support.hosts import host, local_node
 from support.stores import free
 
-from deadpool_plugin.agent.mirroring import Fetches, Profile
-from deadpool_plugin.core import api
+from deadpool_plugin.agent.mirroring import Mirroring
+from deadpool_plugin.core import api, local
 from deadpool_plugin.core.types import Source
 from deadpool_plugin.errors import StaleGeneration, TransportError
 from deadpool_plugin.mirror.arena import SlotPair
 from deadpool_plugin.mirror.store import SnapshotStore
 from deadpool_plugin.mirror.wire import RefusedByPeer
 
-PROFILE = Profile(header_bytes=4096, payload_bytes=64, layout_hash="", replicas=(0,), recording=b"")
+PROFILE = local.RankReady(0, header_bytes=4096, payload_bytes=64, layout_hash="", replicas=(0,), recording=b"")
 
 
 class Holder:
@@ -35,7 +35,7 @@ class Holder:
 def test_a_fetch_that_failed_leaves_its_slots_to_the_next_one():
     store, holder = SnapshotStore(), Holder()
     store.prepare_own(0, 4096, 64)
-    asks = Fetches(local_node(host(store, holder), patience_s=0.0))
+    asks = Mirroring(local_node(host(store, holder), patience_s=0.0))
     with pytest.raises(TransportError, match="broke off"):
         asyncio.run(asks.bring(Source(0, 0, 0, 0), 3, PROFILE))
     assert store.own(0) is None and holder.filled[0].open(3) is None
@@ -53,7 +53,7 @@ def test_no_slots_are_made_for_a_generation_that_is_over():
         return work()
 
     with pytest.raises(StaleGeneration):
-        asks = Fetches(local_node(host(store, holder, in_thread=swapped_meanwhile)))
+        asks = Mirroring(local_node(host(store, holder, in_thread=swapped_meanwhile)))
         asyncio.run(asks.bring(Source(0, 0, 0, 0), 3, PROFILE))
     assert not holder.filled and not store.has_slots(0)
     free(store)
@@ -77,7 +77,7 @@ def asked(error: TransportError, node: int) -> list[api.Input]:
     """Return what was said after node 0 had asked `node` for a recording and met `error` each time."""
     said: list[api.Input] = []
     with pytest.raises(TransportError):
-        asks = Fetches(local_node(host(bulk=Silent(error)), said.append, patience_s=0.3))
+        asks = Mirroring(local_node(host(bulk=Silent(error)), said.append, patience_s=0.3))
         asyncio.run(asks.recording(node, 7))
     return said
 
@@ -101,7 +101,7 @@ def test_nothing_is_said_of_this_node_itself():
 
     store = SnapshotStore()
     with pytest.raises(TransportError):
-        asks = Fetches(local_node(host(store, Broken()), said.append, patience_s=0.3))
+        asks = Mirroring(local_node(host(store, Broken()), said.append, patience_s=0.3))
         asyncio.run(asks.bring(Source(0, 0, 3, 0), 3, PROFILE))
     assert [lost.node for lost in said if isinstance(lost, api.LinkLost)] == [3]
     store.drop_prepared()
@@ -111,7 +111,7 @@ def test_the_patience_begins_with_the_first_failure(monkeypatch):
     """A transfer that breaks off after it has gone on for long is tried again."""
     silent = Silent(TransportError("the connection broke"), times=1, lasts_s=90.0)
     monkeypatch.setattr("deadpool_plugin.agent.mirroring.loop_time", lambda: silent.now)
-    assert asyncio.run(Fetches(local_node(host(bulk=silent), patience_s=10.0)).recording(2, 7)) == b"whole"
+    assert asyncio.run(Mirroring(local_node(host(bulk=silent), patience_s=10.0)).recording(2, 7)) == b"whole"
 
 
 def test_slots_of_a_fetch_that_was_given_up_are_nobody_elses_until_it_ends():
@@ -129,7 +129,7 @@ def test_slots_of_a_fetch_that_was_given_up_are_nobody_elses_until_it_ends():
 
     async def scenario():
         store, holder = SnapshotStore(), Slow()
-        asks = Fetches(local_node(host(store, holder)))
+        asks = Mirroring(local_node(host(store, holder)))
         first = asyncio.ensure_future(asks.bring(Source(0, 0, 0, 0), 3, PROFILE))
         while not holder.filled:
             await asyncio.sleep(0)

@@ -10,7 +10,7 @@ from support import present
 from support.hosts import host, local_node
 from support.stores import free
 
-from deadpool_plugin.agent.mirroring import Mirroring, Profile
+from deadpool_plugin.agent.mirroring import Mirroring
 from deadpool_plugin.agent.node import Process, Slot
 from deadpool_plugin.core import api, local
 from deadpool_plugin.core.types import World
@@ -54,12 +54,12 @@ def test_slots_that_are_being_made_are_not_asked_for_again(store, monkeypatch):
 
         def meanwhile(rank, *arguments):
             if rank == 0:
-                made.check_memory(Profile(4096, 64, "", (1,), b""), 0)
+                made.check_memory(local.RankReady(0, 4096, 64, "", (1,), b""), 0)
             return create(rank, *arguments)
 
         monkeypatch.setattr(SlotPair, "create", meanwhile)
         for slot in slots:
-            await made._prepare(slot, present(slot.serving), ready(slot.rank))
+            await made.prepare(slot, present(slot.serving), ready(slot.rank))
 
     asyncio.run(scenario())
     each = arena_bytes(4096, 64)
@@ -74,10 +74,10 @@ def test_a_spare_needs_what_the_node_it_would_replace_runs_and_mirrors(store, mo
     async def scenario():
         made = mirroring(store)
         made.enter(World(0, (1, 1, 2, 2, 3, 3), (0,)))
-        made.check_memory(Profile(4096, 64, "", (2,), b""), 2)
-        made.check_memory(Profile(4096, 64, "", (0, 2, 4), b""), 2)  # two more nodes keep the same payload
+        made.check_memory(local.RankReady(0, 4096, 64, "", (2,), b""), 2)
+        made.check_memory(local.RankReady(0, 4096, 64, "", (0, 2, 4), b""), 2)  # two more nodes keep the same payload
         store.prepare_own(2, 4096, 64)
-        made.check_memory(Profile(4096, 64, "", (2,), b""), 2)
+        made.check_memory(local.RankReady(0, 4096, 64, "", (2,), b""), 2)
 
     asyncio.run(scenario())
     assert needed == [4 * large, 2 * large + 2 * small, large, 3 * large]
@@ -88,7 +88,7 @@ def test_slots_of_a_process_that_was_replaced_meanwhile_are_not_kept(store):
         slot = serving(0)
         asked = present(slot.serving)
         slot.process = Process(2, 0, rehearses=False, peer=cast(LocalPeer, Peer()))
-        await mirroring(store)._prepare(slot, asked, ready(0))
+        await mirroring(store).prepare(slot, asked, ready(0))
 
     asyncio.run(scenario())
     assert store.own(0) is None and not store.has_slots(0)
@@ -109,7 +109,7 @@ def test_slots_that_are_being_made_when_the_script_begins_again_make_room_for_th
     async def scenario():
         made = Mirroring(local_node(host(store), fed.append))
         made.enter(World(0, (0, 0), ()))
-        await made._prepare(slot, present(slot.serving), ready(0))
+        await made.prepare(slot, present(slot.serving), ready(0))
 
     asyncio.run(scenario())
     assert not fed and not store.has_slots(0) and not present(slot.process).in_training

@@ -9,7 +9,7 @@ from support import present
 from support.hosts import host, local_node
 from support.stand_in import StandIn, stand_in
 
-from deadpool_plugin.agent.mirroring import Fetches, Mirroring, Profile
+from deadpool_plugin.agent.mirroring import Mirroring
 from deadpool_plugin.agent.node import LocalNode, Process, Slot
 from deadpool_plugin.agent.process_monitor import ProcessMonitor
 from deadpool_plugin.agent.reports import Reports
@@ -27,8 +27,7 @@ PEER = stand_in(LocalPeer)
 
 
 def spares_of(node: LocalNode, mirroring: Mirroring | None = None) -> Spares:
-    checks = stand_in(Mirroring) if mirroring is None else mirroring
-    return Spares(node, stand_in(ProcessMonitor), stand_in(Workers), checks, Fetches(node))
+    return Spares(node, stand_in(ProcessMonitor), stand_in(Workers), mirroring or Mirroring(node))
 
 
 def asked(error: DeadpoolError, patience_s: float, succeeds_at: int) -> tuple[int, bool]:
@@ -63,7 +62,7 @@ def test_a_spare_that_could_not_hold_the_mirrors_that_come_with_its_ranks_says_s
     told: list[Event] = []
     prepared, asked = [], []
 
-    def check(profile: Profile, node: int) -> None:
+    def check(profile: local.RankReady, node: int) -> None:
         asked.append((profile, node))
         raise MemoryShortage("snapshots need 96 GiB")
 
@@ -77,7 +76,7 @@ def test_a_spare_that_could_not_hold_the_mirrors_that_come_with_its_ranks_says_s
         for number in range(2):
             slot = Slot(number)
             slot.process = Process(order=1, rank=6 + number, rehearses=True)
-            profile = Profile(4096, 64, "", (6 + number,), b"")
+            profile = local.RankReady(0, 4096, 64, "", (6 + number,), b"")
             spares.rehearsals[number] = Rehearsal(slot, slot.process, profile, source=3, history=History(1000))
         for number, rehearsal in spares.rehearsals.items():
             spares.rehearsed(rehearsal.slot, local.Rehearsed(6 + number, 1.0))
@@ -122,7 +121,9 @@ class Connection:
 def following(told: int, slot: Slot) -> tuple[Spares, Rehearsal]:
     spares = spares_of(local_node(host(stand_in(SnapshotStore)), slots=[slot], node=5))
     slot.process = Process(order=1, rank=6, rehearses=True)
-    rehearsal = Rehearsal(slot, slot.process, Profile(4096, 64, "", (6,), b""), 3, History(1 << 20), told=told)
+    rehearsal = Rehearsal(
+        slot, slot.process, local.RankReady(0, 4096, 64, "", (6,), b""), 3, History(1 << 20), told=told
+    )
     rehearsal.finished.set()
     spares.rehearsals[0] = rehearsal
     return spares, rehearsal

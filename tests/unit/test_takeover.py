@@ -13,7 +13,7 @@ from support.stand_in import StandIn, stand_in
 from support.stores import free
 
 from deadpool_plugin.agent import workers as agent_workers
-from deadpool_plugin.agent.mirroring import Fetches, Mirroring, Profile
+from deadpool_plugin.agent.mirroring import Mirroring
 from deadpool_plugin.agent.node import Process, Slot
 from deadpool_plugin.agent.process_monitor import ProcessMonitor
 from deadpool_plugin.agent.spares import Rehearsal, Spares
@@ -25,6 +25,7 @@ from deadpool_plugin.mirror.records import History
 from deadpool_plugin.mirror.store import SnapshotStore
 from deadpool_plugin.transport.unix import LocalPeer
 
+PROFILE = local.RankReady(0, 4096, 0, "", (0,), b"")
 PLAN = SwapPlan(World(4, (0,)), restore_step=7, lost_nodes=(1,), sources=(), store="h:1")
 
 
@@ -63,17 +64,19 @@ def handed_over(meanwhile, cancel: bool = False) -> list[local.LocalMessage]:
         process = Process(1, 0, rehearses=True)
         slot, peer = Slot(0, rank=0, process=process), Peer(process)
         process.peer = cast(LocalPeer, peer)
-        rehearsal = Rehearsal(slot, process, stand_in(Profile), 0, cast(History, types.SimpleNamespace(last=-1)))
+        rehearsal = Rehearsal(
+            slot, process, stand_in(local.RankReady), 0, cast(History, types.SimpleNamespace(last=-1))
+        )
         store, spares = SnapshotStore(), stand_in(Spares)
         spares.of = lambda slot, rank: rehearsal
         store.fence(PLAN.world.generation)
         store.create_own(0, 4096, 0)
         workers = cast(agent_workers.Workers, Workers(lambda: meanwhile(slot, store)))
-        mirroring, fetches = stand_in(Mirroring), stand_in(Fetches)
+        mirroring = stand_in(Mirroring)
         monitor = cast(ProcessMonitor, StandIn(ProcessMonitor))
         monitor.paused = False
         node = local_node(host(store), slots=[slot])
-        takeovers = TakeOvers(node, monitor, workers, mirroring, fetches, spares)
+        takeovers = TakeOvers(node, monitor, workers, mirroring, spares)
 
         async def bring(*arguments):
             pass
@@ -112,7 +115,7 @@ def test_a_fetch_that_fails_as_it_is_given_up_ends_nobody():
     async def scenario():
         unhandled = []
         asyncio.get_running_loop().set_exception_handler(lambda _, context: unhandled.append(context))
-        fetches, mirroring, spares = stand_in(Fetches), stand_in(Mirroring), stand_in(Spares)
+        mirroring, spares = stand_in(Mirroring), stand_in(Spares)
         workers, store = stand_in(agent_workers.Workers), SnapshotStore()
 
         async def bring(*arguments):
@@ -125,12 +128,12 @@ def test_a_fetch_that_fails_as_it_is_given_up_ends_nobody():
             await asyncio.sleep(0)
             raise TransportError("refused")
 
-        fetches.bring, spares.pull = bring, pull
+        mirroring.bring, spares.pull = bring, pull
         monitor, node = stand_in(ProcessMonitor), local_node(host(store))
-        takeovers = TakeOvers(node, monitor, workers, mirroring, fetches, spares)
+        takeovers = TakeOvers(node, monitor, workers, mirroring, spares)
         process, history = Process(1, 0, rehearses=True), cast(History, types.SimpleNamespace())
         with pytest.raises(TransportError, match="refused"):
-            await takeovers._bring(PLAN, Source(0, 2, 2, 0), Rehearsal(Slot(0), process, stand_in(Profile), 0, history))
+            await takeovers._bring(PLAN, Source(0, 2, 2, 0), Rehearsal(Slot(0), process, PROFILE, 0, history))
         await asyncio.sleep(0)
         gc.collect()
         return unhandled
@@ -143,15 +146,15 @@ def test_a_survivor_that_ends_while_its_restore_step_is_fetched_is_not_told_to_j
         process, mirrored = Process(1, 0, rehearses=False), []
         slot = Slot(0, rank=0, process=process)
         process.peer = cast(LocalPeer, Peer(process))
-        fetches, mirroring, store = stand_in(Fetches), stand_in(Mirroring), SnapshotStore()
+        mirroring, store = stand_in(Mirroring), SnapshotStore()
         workers, spares = stand_in(agent_workers.Workers), stand_in(Spares)
 
         async def refill(source, step):
             process.peer = None
 
-        fetches.refill, mirroring.mirror_again = refill, lambda *arguments: mirrored.append(arguments)
+        mirroring.refill, mirroring.mirror_again = refill, lambda *arguments: mirrored.append(arguments)
         monitor, node = stand_in(ProcessMonitor), local_node(host(store))
-        takeovers = TakeOvers(node, monitor, workers, mirroring, fetches, spares)
+        takeovers = TakeOvers(node, monitor, workers, mirroring, spares)
         takeovers._hold = lambda *arguments: None
         await takeovers._refill(PLAN, slot, Source(0, 2, 2, 0))
         return mirrored
