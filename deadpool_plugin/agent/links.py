@@ -13,7 +13,7 @@ import ipaddress
 import logging
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import metadata
 
@@ -26,7 +26,6 @@ from ..errors import AlreadyEnded, ConfigError, NodeTaken, PeerRefused, Transpor
 from ..host.interfaces import address_of, other_network
 from ..transport import join_protocol
 from ..transport.framing import ConnectionClosed
-from ..transport.handshake import Credentials
 from ..transport.join_protocol import Admitted, Answer, Busy, JobDescription, NotAdmitted
 from ..transport.mesh import ControlMesh
 from ..transport.rendezvous import Hello, job_id, meet
@@ -41,6 +40,8 @@ STARTS_APART = 6
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _RESOLVE_RETRY_S = 0.5
 _JOIN_RETRY_S = 0.2
+ATTEMPT_S = 1.0
+"""The least time that each node has to answer a host that joins."""
 _ARRIVAL_S = 10.0
 """A newcomer that has not spoken by then keeps the next one waiting no longer."""
 _log = logging.getLogger(__name__)
@@ -135,11 +136,82 @@ class Links:
 
     async def join(self, hello: Hello) -> tuple[NodeId, ...]:
         """Link up with everyone of the job this host is invited to. Returns: its members. Raises: DeadpoolError."""
-        node = self._node
+        node, timeout_s = self._node, self._node.config.decision_timeout_s
         invitation = present(node.job.invitation, "a host that was not invited joins")
         node.credentials.job = invitation.job
-        newcomer = Newcomer(self.mesh, hello, node.credentials, self.roster, node.config.decision_timeout_s)
-        return await newcomer.arrive(invitation.members)
+        deadline, attempt_s = loop_time() + timeout_s, max(ATTEMPT_S, timeout_s / 30)
+        known, linked, missing = list(invitation.members), dict[NodeId, Hello](), set[NodeId]()
+        while loop_time() < deadline:
+            description = await self._ask(known, attempt_s)
+            if description is not None:
+                known = [one.control for one in description.hellos] or known
+                there = {one.node: one for one in description.hellos if one.node != node.id}
+                linked = {key: one for key, one in linked.items() if key in there and key in self.mesh.linked}
+                missing = await self._link_to(there, linked, hello, attempt_s)
+                if description.members and not missing:
+                    for one in (*linked.values(), hello):
+                        self.roster.know(one)
+                    return tuple(member for member in description.members if member in linked)
+            await asyncio.sleep(_JOIN_RETRY_S)
+        who = f"node {listed(sorted(missing))}" if missing else "any member"
+        raise TransportError(
+            f"this host could not link to {who} of the job within {timeout_s:g} s",
+            remedy="check that no firewall blocks the ports (port_range), and that the job still runs",
+        )
+
+    async def _ask(self, known: Sequence[Address], attempt_s: float) -> JobDescription | None:
+        """Return the first answer, None if there may be one later.
+
+        Raises: PeerRefused if some refuse and none answers: another job may have the port of a member that is gone.
+        AlreadyEnded if none answers and one has said so before it left, or if only other newcomers listen any more.
+        """
+        refused: PeerRefused | None = None
+        gone = arriving = 0
+        for address in known:
+            try:
+                answer = await join_protocol.ask(address, self._node.credentials, join_protocol.Describe(), attempt_s)
+            except ConnectionClosed as error:
+                gone += isinstance(error.__cause__, ConnectionRefusedError)
+                continue
+            except PeerRefused as error:
+                refused = error
+                continue
+            if isinstance(answer, JobDescription):
+                return answer
+            arriving += isinstance(answer, Busy) and answer.arrives  # this host itself, for one
+        if (verdict := self.roster.verdict) is not None:  # of a part cut off, if another member answers
+            raise _over(verdict.reason, verdict.exit_code)
+        if refused is not None:
+            raise refused
+        # An agent listens until it leaves the job, and nobody else can tell this host of members that came later.
+        if gone and gone + arriving == len(known):
+            raise _over("nobody listens any more where its members did")
+        return None
+
+    async def _link_to(
+        self, there: Mapping[NodeId, Hello], linked: dict[NodeId, Hello], ours: Hello, attempt_s: float
+    ) -> set[NodeId]:
+        """Try each node in turn, and add to `linked`; a failure ends the round. Returns: nodes that are missing."""
+        todo = {node: hello for node, hello in there.items() if node not in linked}
+        while todo:
+            node = min(todo)
+            try:
+                answer = await self.mesh.visit(node, todo[node].control, ours, attempt_s)
+            except ConnectionClosed:
+                break
+            if isinstance(answer, NotAdmitted):
+                error = ConfigError if answer.for_good else NodeTaken
+                raise error(f"node {node} does not admit this host: {answer.reason}", remedy="deadpool join again")
+            if isinstance(answer, Busy):
+                if answer.arrives and node > ours.node:
+                    del todo[node]  # it waits for us, or it would wait for ever: it links to us when we have arrived
+                    continue
+                break
+            invariant(isinstance(answer, Admitted), f"node {node} answered {type(answer).__name__}")
+            assert isinstance(answer, Admitted)
+            linked[node] = todo.pop(node)
+            todo |= {one.node: one for one in answer.hellos if one.node not in linked and one.node != ours.node}
+        return set(todo)
 
     def _received(self, node: NodeId, message: AnyMessage) -> None:
         self.roster.heard(node, message)
@@ -243,102 +315,6 @@ class Roster:
         self._arriving, self._arriving_since = hello.node, loop_time()
         self.know(hello)
         return Admitted(others)
-
-
-class Newcomer:
-    """A host on its way into a running job: links to every node that is there. `arrive` once."""
-
-    def __init__(
-        self, mesh: ControlMesh, hello: Hello, credentials: Credentials, roster: Roster, timeout_s: float
-    ) -> None:
-        self._mesh, self._hello, self._credentials, self._roster = mesh, hello, credentials, roster
-        self._timeout_s = timeout_s
-        self._linked: dict[NodeId, Hello] = {}
-
-    @property
-    def _attempt_s(self) -> float:
-        return max(1.0, self._timeout_s / 30)
-
-    async def arrive(self, members: tuple[Address, ...]) -> tuple[NodeId, ...]:
-        """Link up with everyone. Returns: the job's members.
-
-        Raises: NodeTaken, AlreadyEnded, PeerRefused; TransportError naming whom it could not reach.
-        """
-        deadline = loop_time() + self._timeout_s
-        known = list(members)
-        missing: set[NodeId] = set()
-        while loop_time() < deadline:
-            description = await self._ask(known)
-            if description is not None:
-                known = [hello.control for hello in description.hellos] or known
-                there = {hello.node: hello for hello in description.hellos if hello.node != self._hello.node}
-                self._linked = {
-                    node: hello for node, hello in self._linked.items() if node in there and node in self._mesh.linked
-                }
-                missing = await self._link_to(there)
-                if description.members and not missing:
-                    for hello in (*self._linked.values(), self._hello):
-                        self._roster.know(hello)
-                    return tuple(node for node in description.members if node in self._linked)
-            await asyncio.sleep(_JOIN_RETRY_S)
-        who = f"node {listed(sorted(missing))}" if missing else "any member"
-        raise TransportError(
-            f"this host could not link to {who} of the job within {self._timeout_s:g} s",
-            remedy="check that no firewall blocks the ports (port_range), and that the job still runs",
-        )
-
-    async def _ask(self, known: list[Address]) -> JobDescription | None:
-        """Return the first answer, None if there may be one later.
-
-        Raises: PeerRefused if some refuse and none answers: another job may have the port of a member that is gone.
-        AlreadyEnded if none answers and one has said so before it left, or if only other newcomers listen any more.
-        """
-        refused: PeerRefused | None = None
-        gone = arriving = 0
-        for address in known:
-            try:
-                answer = await join_protocol.ask(address, self._credentials, join_protocol.Describe(), self._attempt_s)
-            except ConnectionClosed as error:
-                gone += isinstance(error.__cause__, ConnectionRefusedError)
-                continue
-            except PeerRefused as error:
-                refused = error
-                continue
-            if isinstance(answer, JobDescription):
-                return answer
-            arriving += isinstance(answer, Busy) and answer.arrives  # this host itself, for one
-        if (verdict := self._roster.verdict) is not None:  # of a part cut off, if another member answers
-            raise _over(verdict.reason, verdict.exit_code)
-        if refused is not None:
-            raise refused
-        # An agent listens until it leaves the job, and nobody else can tell this host of members that came later.
-        if gone and gone + arriving == len(known):
-            raise _over("nobody listens any more where its members did")
-        return None
-
-    async def _link_to(self, there: Mapping[NodeId, Hello]) -> set[NodeId]:
-        """One attempt at each node in turn; the first that is not to be had ends the round. Returns: who is missing."""
-        todo = {node: hello for node, hello in there.items() if node not in self._linked}
-        while todo:
-            node = min(todo)
-            try:
-                answer = await self._mesh.visit(node, todo[node].control, self._hello, self._attempt_s)
-            except ConnectionClosed:
-                break
-            if isinstance(answer, NotAdmitted):
-                error = ConfigError if answer.for_good else NodeTaken
-                raise error(f"node {node} does not admit this host: {answer.reason}", remedy="deadpool join again")
-            if isinstance(answer, Busy):
-                if answer.arrives and node > self._hello.node:
-                    del todo[node]  # it waits for us, or it would wait for ever: it links to us when we have arrived
-                    continue
-                break
-            invariant(isinstance(answer, Admitted), f"node {node} answered {type(answer).__name__}")
-            assert isinstance(answer, Admitted)
-            self._linked[node] = todo.pop(node)
-            news = {hello.node: hello for hello in answer.hellos}
-            todo |= {key: hello for key, hello in news.items() if key not in self._linked and key != self._hello.node}
-        return set(todo)
 
 
 def _over(how: str, exit_code: int = 1) -> AlreadyEnded:

@@ -10,12 +10,13 @@ import msgspec
 import pytest
 from support import expect
 from support.hosts import local_node
+from support.stand_in import fake
 
 from deadpool_plugin.agent import links
-from deadpool_plugin.agent.links import Newcomer, Roster
-from deadpool_plugin.agent.world import Job, Place
+from deadpool_plugin.agent.links import Links
+from deadpool_plugin.agent.world import Invitation, Job, Place
 from deadpool_plugin.core import api
-from deadpool_plugin.core.messages import AnyMessage, Goodbye, JoinRequest, Prepare, Status, Verdict
+from deadpool_plugin.core.messages import Goodbye, JoinRequest, Prepare, Status, Verdict
 from deadpool_plugin.core.types import Ballot, World
 from deadpool_plugin.errors import AlreadyEnded, ConfigError, NodeTaken, PeerRefused, TransportError
 from deadpool_plugin.transport.framing import ConnectionClosed, pack_frame
@@ -35,7 +36,6 @@ from deadpool_plugin.transport.join_protocol import (
     Stopping,
     ask,
 )
-from deadpool_plugin.transport.mesh import ControlMesh
 from deadpool_plugin.transport.rendezvous import Hello
 from deadpool_plugin.transport.sockets import bound_address, connected, listen_tcp
 
@@ -47,7 +47,7 @@ JOB = Job(["train.py", "--local_rank=0"], "/job", "/job/d.yaml", {"NCCL_DEBUG": 
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """No attempt is given up because this process stood still for a while: a member may have admitted its host."""
-    monkeypatch.setattr(Newcomer, "_attempt_s", WAIT_S)
+    monkeypatch.setattr(links, "ATTEMPT_S", WAIT_S)
 
 
 class Arrival(NamedTuple):
@@ -56,23 +56,20 @@ class Arrival(NamedTuple):
 
 
 class Node:
-    """A stand-in for an agent, as its mesh sees one: a roster that answers guests, and ears."""
+    """A node's links, whose agent is the test."""
 
     def __init__(self, node: int, credentials: Credentials = SECRET) -> None:
-        self.node, self.credentials = node, credentials
+        self.node, self.met = node, {node}
         self.messages: asyncio.Queue[tuple[int, object]] = asyncio.Queue()
         self.lost: asyncio.Queue[int] = asyncio.Queue()
-        self.refused: asyncio.Queue[PeerRefused] = asyncio.Queue()
-        self.met: set[int] = {node}
+        self.refused: asyncio.Queue[object] = asyncio.Queue()
         self.stopped_by: list[str] = []
-        self.local = local_node(feed=self._fed, node=node)
+        said = fake(hosts={}, emit=lambda event: self.refused.put_nowait(event.reason))
+        self.local = local_node(feed=self._fed, node=node, reports=said)
         self.local.place, self.local.job = Place(node, 2, 2, "master", 29500), JOB
         self.local.credentials = credentials
-        self.roster = Roster(self.local)
-        self.mesh = ControlMesh(
-            node, credentials, "127.0.0.1", None, self._received, self._lost, 10.0, self.refused.put_nowait,
-            self.roster.answer,
-        )  # fmt: skip
+        self.links = Links(self.local)
+        self.mesh, self.roster = self.links.mesh, self.links.roster
 
     @property
     def newcomers(self) -> list[Hello]:
@@ -80,16 +77,15 @@ class Node:
         return [hello for hello in self.roster.hellos if hello.node not in self.met]
 
     def _fed(self, event: api.Input) -> None:
-        assert isinstance(event, api.StopRequested) and event.exit_code == 130
-        self.stopped_by.append(event.reason.rpartition(" ")[2])
-
-    def _received(self, peer: int, message: AnyMessage) -> None:
-        self.roster.heard(peer, message)
-        self.messages.put_nowait((peer, message))
-
-    def _lost(self, peer: int, reason: str) -> None:
-        self.roster.gone(peer)
-        self.lost.put_nowait(peer)
+        match event:
+            case api.Received(sender=sender, message=message):
+                self.messages.put_nowait((sender, message))
+            case api.LinkLost(node=node):
+                self.lost.put_nowait(node)
+            case api.StopRequested(reason=reason, exit_code=130):
+                self.stopped_by.append(reason.rpartition(" ")[2])
+            case _:
+                raise AssertionError(event)
 
     async def listen(self, digest: str = "d") -> Hello:
         control = await self.mesh.listen()
@@ -97,9 +93,10 @@ class Node:
         return self.hello
 
     async def arrive(self, *invitation: Hello, timeout_s: float = WAIT_S) -> Arrival:
-        newcomer = Newcomer(self.mesh, self.hello, self.credentials, self.roster, timeout_s)
-        members = await newcomer.arrive(tuple(hello.control for hello in invitation))
-        arrival = Arrival(self.roster.hellos, members)
+        members = tuple(hello.control for hello in invitation)
+        self.local.job = msgspec.structs.replace(JOB, invitation=Invitation("", members))
+        self.local.config = self.local.config.model_copy(update={"patience_s": timeout_s / 30})
+        arrival = Arrival(members=await self.links.join(self.hello), hellos=self.roster.hellos)
         self.met |= {hello.node for hello in arrival.hellos}
         return arrival
 
@@ -395,7 +392,7 @@ def test_a_host_that_finds_the_job_ended_is_told_at_once() -> None:
                 assert (await late.arrive(members[1].hello)).members == (1,), "one half's verdict is not the other's"
                 await members[1].mesh.close()
                 with pytest.MonkeyPatch.context() as patch:
-                    patch.setattr(Newcomer, "_attempt_s", 0.1)
+                    patch.setattr(links, "ATTEMPT_S", 0.1)
                     with pytest.raises(AlreadyEnded, match="has ended before .*ended by a person") as told:
                         await early.arrive(hello, members[1].hello)
                 assert told.value.exit_code == 130
