@@ -46,14 +46,7 @@ WITHDRAW_S = 1.0
 
 
 class Agent:
-    """One node's agent; `run` once, on the loop on which it was made.
-
-    Args:
-        host: the machine it runs on, its own.
-        place: this node in the launcher's world.
-        credentials: the host's, too; their `job` is filled in when the nodes have met.
-        job: what this node was started with, and whether it joins a job that runs.
-    """
+    """One node's agent; `run` once, on the loop on which it was made. `credentials`: the host's, too."""
 
     def __init__(self, host: Host, place: Place, config: Config, credentials: Credentials, job: Job) -> None:
         self._host, self._config = host, config
@@ -72,7 +65,7 @@ class Agent:
         self._links = Links(node)
         self._claims = Claims(node)
         self._mirroring = Mirroring(node)
-        self._monitor = ProcessMonitor(node, self._process_lost)
+        self._monitor = ProcessMonitor(node, lambda slot: self._spares.replace(slot))
         self._workers = Workers(node, self._monitor)
         self._spares = Spares(node, self._monitor, self._workers, self._mirroring)
         self._takeovers = TakeOvers(node, self._monitor, self._workers, self._mirroring, self._spares)
@@ -81,9 +74,6 @@ class Agent:
         self._loop.set_exception_handler(lambda _, context: self._unhandled(context))
         reason = f"the agent of node {place.node} was told to end (SIGTERM)"
         self._loop.add_signal_handler(signal.SIGTERM, self._monitor.told_to_end, reason)
-
-    def _process_lost(self, slot: Slot) -> None:
-        self._spares.replace(slot)
 
     async def run(self) -> int:
         """Run from the first connection to the last. Returns: the exit code."""

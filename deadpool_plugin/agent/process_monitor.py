@@ -9,6 +9,7 @@ them (the launcher, a person, the kernel short of memory) means the node, and wh
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 from collections.abc import Callable
 
@@ -133,10 +134,8 @@ class ProcessMonitor:
                 continue
             saves = process.saving_for >= generation
             if not saves or after_s >= self._node.config.saving_timeout_s:
-                what = "the save it was in" if saves else "its call"
-                self.kill(
-                    slot, process, f"process {process.pid} had not left {what} after {after_s:g} s and was killed"
-                )
+                left = f"had not left {'the save it was in' if saves else 'its call'} after {after_s:g} s"
+                self.kill(slot, process, f"process {process.pid} {left} and was killed")
 
     def pause(self) -> None:
         """Stop every process that runs a rank, with all it has started, and its deadline. Blocks: some 10 ms."""
@@ -215,14 +214,11 @@ class ProcessMonitor:
             self.give_up(reason)
 
     def told_to_end(self, reason: str) -> None:
-        """End, as a scheduler tells a host before it takes it away (SIGTERM).
-
-        A script that has a handler for SIGTERM (Megatron-LM's --exit-signal-handler) saves and ends the job; it has
-        NOTICE_S for that. A host whose script has none is given up at once, and a spare takes its ranks.
-        """
+        """End, as a scheduler tells a host before it takes it away (SIGTERM)."""
         if self._has_notice:
             return
         after_s = TERM_GRACE_S
+        # A script that has a handler of its own (Megatron-LM's --exit-signal-handler) saves and ends the job.
         if self._script_handles_sigterm():
             self._has_notice, after_s = True, NOTICE_S
             text = f"told to end (SIGTERM): the script handles that itself, and has {NOTICE_S:g} s for it"
@@ -278,15 +274,12 @@ class ProcessMonitor:
 
     async def wait(self, done: Callable[[], bool], timeout_s: float) -> bool:
         """Wait until `done()`, which is looked at after every change; False at the deadline."""
-        deadline = asyncio.get_running_loop().time() + timeout_s
-        while not done():
-            self.changed.clear()
-            try:
-                async with asyncio.timeout_at(deadline):
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not done():
+                    self.changed.clear()
                     await self.changed.wait()
-            except TimeoutError:
-                return done()
-        return True
+        return done()
 
 
 def _standby(slot: Slot) -> str:

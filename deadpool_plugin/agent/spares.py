@@ -114,8 +114,7 @@ class Spares:
             except DeadpoolError as error:  # who has come to run the rank just now may not hold its recording yet
                 if not isinstance(error, RefusedByPeer) or loop_time() - began >= self._node.config.patience_s:
                     self._ordered.pop(slot.local_rank, None)
-                    self._fail(slot, rank, str(error))
-                    return
+                    return self._fail(slot, rank, str(error))
             await asyncio.sleep(_RETRY_S)
 
     async def begin(self, slot: Slot, rank: Rank, source: NodeId) -> Rehearsal:

@@ -93,10 +93,8 @@ class Workers:
             self._node.feed(api.StoreOffered(message.address, slot.local_rank, stand_in))
 
     def replace_store(self, address: str) -> None:
-        """Have the process here that hosts the store at `address`, over which groups are built, offer another one.
-
-        At once, and also if it only stands by: the next loss may leave no other that has one.
-        """
+        """Have the process here that hosts the store at `address`, over which groups are built, offer another one."""
+        # At once, and also if it only stands by: the next loss may leave no other that has one.
         for slot in self._node.slots:
             process = slot.living
             if process is not None and process.peer is not None and address in process.stores:
@@ -170,7 +168,6 @@ class Workers:
         self._opening.start(begin())
 
     def _name_output(self, slot: Slot, opened: Callable[[], int] | None = None) -> None:
-        """Args: opened: as for `Pipe.assign`."""
         if slot.pipe is None:
             return
         if slot.rank >= 0:
@@ -191,7 +188,7 @@ class Workers:
             pipe.close()
 
     async def output_of(self, rank: Rank, step: Step) -> Output:
-        """For `take`. What the file system does not say in time is done without: it may hang with a lost host."""
+        """Look up what `take` needs, as far as the file system, which may hang with a lost host, says it in time."""
         node, path = self._node, rank_file(self._output_dir, rank, self._node.id)
         file, printed = await asyncio.gather(
             self._in_time(lambda: node.host.output.file(path)),
@@ -200,17 +197,13 @@ class Workers:
         return Output(file, printed or {})
 
     async def _in_time(self, look: Callable[[], T]) -> T | None:
-        """Return what `look` finds in files; None if it fails or is late."""
         with contextlib.suppress(OSError):
             async with asyncio.timeout(READ_S):
                 return await self._node.host.at_files(look)
         return None
 
     def take(self, slot: Slot, output: Output, step: Step) -> None:
-        """Have the slot's process, which rehearsed the slot's rank, run it from `step` on.
-
-        It need not say again what was printed.
-        """
+        """Have the slot's process, which rehearsed its rank, run it from `step` on, and print nothing again."""
         process = present(slot.living, f"nothing runs rank {slot.rank}")
         invariant(process.rank == slot.rank, f"rank {process.rank} is run in the place of rank {slot.rank}")
         process.took_over = True
