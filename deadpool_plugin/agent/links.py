@@ -232,7 +232,7 @@ class Links:
 
 
 class Roster:
-    """The nodes known here, and the answers to guests. Thread: the event loop's only."""
+    """The nodes known here, and the answers to guests."""
 
     def __init__(self, node: LocalNode) -> None:
         self._node = node
