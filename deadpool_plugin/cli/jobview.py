@@ -27,6 +27,7 @@ LINES_MAX = 200
 PACES_MAX = 64
 
 State = Literal["joining", "active", "rehearsing", "spare", "lost", "fenced"]
+Doing = Literal["unknown", "starting", "training", "swapping", "waiting", "ending", "silent", "ended"]
 Protection = Literal["not yet", "Mirrored", "Protected", "Unprotected"]
 """The last state of protection. Mirrored: state is safe, but no spare can take some node."""
 
@@ -167,6 +168,20 @@ class JobView:
         usual_s = median_low(self._paces) if self._paces else 0.0  # one slow step among them, as a save, is not usual
         idle_s = now - self.stepped_at
         return idle_s if idle_s >= max(SLOW_S, SLOW_STEPS * usual_s) else 0.0
+
+    def doing(self, now: float) -> Doing:
+        """Describe the job in one word."""
+        if self.outcome:
+            return "ended" if self.over(now) else "ending"
+        if not self.nodes:
+            return "unknown"
+        if now - self.heard_at >= SILENT_S:
+            return "silent"
+        if self.waiting:
+            return "waiting"
+        if self.swapping_since is not None:
+            return "swapping"
+        return "training" if self.training else "starting"
 
     def over(self, now: float) -> bool:
         """The job has ended, and every node that is not lost has said how its scripts did, or none speaks any more."""

@@ -30,7 +30,7 @@ from ..errors import ConfigError
 from ..host.output import say
 from ..launch.outcome import Outcome
 from .jobview import JobView, Loss, Row, Swap
-from .outcome import SILENT_S, Follower, span
+from .outcome import Follower, span
 
 POLL_S = 0.25
 LINES_SHOWN = 6
@@ -39,16 +39,10 @@ STALLED_S = 60.0
 """Seconds without a step that are worth red, and a line; fewer may be a save or an evaluation."""
 MEMBER_FIGURES = ("node", "host", "state", "ranks", "stands_in_for", "generation")
 STYLES = {
-    "active": "green",
+    **dict.fromkeys(("active", "Protected"), "green"),
     "spare": "cyan",
-    "rehearsing": "yellow",
-    "joining": "yellow",
-    "lost": "red",
-    "fenced": "red",
-    "Mirrored": "yellow",
-    "Protected": "green",
-    "Unprotected": "red",
-    "not yet": "yellow",
+    **dict.fromkeys(("joining", "rehearsing", "Mirrored", "not yet"), "yellow"),
+    **dict.fromkeys(("lost", "fenced", "Unprotected"), "red"),
 }
 
 
@@ -84,8 +78,8 @@ class Picture:
 
     def _headline(self) -> Text:
         view, now = self.view, self.now
-        stalled = view.stalled_s(now) >= STALLED_S
-        bad = view.exit_code or view.swapping_since is not None or silence(view, now) or stalled
+        bad = view.exit_code or view.swapping_since is not None or view.stalled_s(now) >= STALLED_S
+        bad = bad or view.doing(now) == "silent"
         return Text.assemble(("deadpool  ", "dim"), (headline(view, now), "bold red" if bad else "bold"))
 
     def _figures(self) -> Columns:
@@ -145,32 +139,27 @@ def _nodes(rows: list[Row], room: int) -> Iterator[RenderableType]:
 
 def headline(view: JobView, now: float) -> str:
     """Describe what the job is doing, in a few words."""
-    if view.outcome and not view.over(now):
-        return f"{view.outcome}; some hosts are still at work"
-    if view.outcome:
-        lost = [row.host or f"node {row.node}" for row in view.rows() if row.state in ("lost", "fenced")]
-        return str(Outcome(view.exit_code, view.outcome, lost))
-    if said := silence(view, now):
-        return said
-    if view.waiting:
-        return "waiting for a host to join (`deadpool join`)"
-    if view.swapping_since is not None:
-        open_swap = next((swap for swap in reversed(view.swaps) if swap.duration_s is None), None)
-        back = f"all ranks go back to step {open_swap.restore_step}" if open_swap else "agreeing on who takes over"
-        return f"swap for {max(0.0, now - view.swapping_since):.1f} s: {back}"
-    if stalled_s := view.stalled_s(now):
-        return f"in training, but no step for {span(stalled_s)}"
-    if view.training:
-        return "in training"
-    return "starting" if view.nodes else "waiting for the first event"
-
-
-def silence(view: JobView, now: float) -> str:
-    """Describe the silence of a job that has not ended; "" for any other."""
-    silent_s = now - view.heard_at
-    if view.outcome or not view.nodes or silent_s < SILENT_S:
-        return ""
-    return f"no event for {span(silent_s)}: the job is gone, or its hosts cannot write to its output_dir"
+    match view.doing(now):
+        case "ending":
+            return f"{view.outcome}; some hosts are still at work"
+        case "ended":
+            lost = [row.host or f"node {row.node}" for row in view.rows() if row.state in ("lost", "fenced")]
+            return str(Outcome(view.exit_code, view.outcome, lost))
+        case "silent":
+            silent = span(now - view.heard_at)
+            return f"no event for {silent}: the job is gone, or its hosts cannot write to its output_dir"
+        case "waiting":
+            return "waiting for a host to join (`deadpool join`)"
+        case "swapping":
+            open_swap = next((swap for swap in reversed(view.swaps) if swap.duration_s is None), None)
+            back = f"all ranks go back to step {open_swap.restore_step}" if open_swap else "agreeing on who takes over"
+            return f"swap for {_since(view.swapping_since, now):.1f} s: {back}"
+        case "training":
+            stalled_s = view.stalled_s(now)
+            return f"in training, but no step for {span(stalled_s)}" if stalled_s else "in training"
+        case "starting":
+            return "starting"
+    return "waiting for the first event"
 
 
 def described(swap: Swap, superseded: bool = False) -> str:
@@ -213,6 +202,14 @@ def _style(view: JobView) -> str:
     return STYLES["Mirrored" if without else view.protection]
 
 
+def _since(then: float | None, now: float) -> float | None:
+    return None if then is None else max(0.0, now - then)  # hosts' clocks differ
+
+
+def _known(step: int) -> int | None:
+    return step if step >= 0 else None
+
+
 def _number(step: int) -> str:
     return str(step) if step >= 0 else "-"
 
@@ -233,12 +230,8 @@ class PlainLines:
 
     def __init__(self, every_s: float) -> None:
         self._every_s = every_s
-        self._said = 0
-        self._step = -1
-        self._step_at = float("-inf")
-        self._silent = False
-        self._stalled_s = 0.0
-        self._ending = ""
+        self._said, self._step, self._step_at = 0, -1, float("-inf")
+        self._doing, self._stalled_s = ("", ""), 0.0
 
     def update(self, view: JobView, now: float) -> list[str]:
         """The lines to print now."""
@@ -253,19 +246,14 @@ class PlainLines:
                 f"{_clock(now)} generation {view.generation}, step {view.step}, committed {_number(view.committed)}, "
                 f"loss {_loss(view.loss)}, protection: {protection(view)}"
             )
-        silent = silence(view, now)
-        if silent and not self._silent:
-            lines.append(f"{_clock(now)} {silent}")
-        self._silent = bool(silent)
-        stalled_s = view.stalled_s(now)
-        if not silent and stalled_s >= max(STALLED_S, 2 * self._stalled_s):  # at first, and when it has doubled
-            lines.append(f"{_clock(now)} {headline(view, now)}")
-            self._stalled_s = stalled_s
+        stalled_s, doing = view.stalled_s(now), (view.doing(now), view.outcome)
+        is_news = doing[0] in ("silent", "ending", "ended") and doing != self._doing
+        if doing[0] != "silent" and stalled_s >= max(STALLED_S, 2 * self._stalled_s):  # at first, and when it doubles
+            is_news, self._stalled_s = True, stalled_s
         self._stalled_s = self._stalled_s if stalled_s else 0.0
-        ending = headline(view, now) if view.outcome else ""
-        if ending and ending != self._ending:
-            lines.append(f"{_clock(now)} {ending}")
-        self._ending = ending
+        self._doing = doing
+        if is_news:
+            lines.append(f"{_clock(now)} {headline(view, now)}")
         return lines
 
 
@@ -278,7 +266,7 @@ def figures(view: JobView, now: float) -> dict[str, Any]:
     unprotected = view.protection in ("Mirrored", "Unprotected")
     return {
         "time_s": now,
-        "state": state(view, now),
+        "state": view.doing(now),
         "outcome": view.outcome or None,
         "exit_code": view.exit_code if view.over(now) else None,
         "silent_s": _since(view.heard_at or None, now),
@@ -300,30 +288,6 @@ def figures(view: JobView, now: float) -> dict[str, Any]:
             {**{name: getattr(row, name) for name in MEMBER_FIGURES}, "step": _known(row.step)} for row in view.rows()
         ],
     }
-
-
-def state(view: JobView, now: float) -> str:
-    """Describe what the job is doing, in one word."""
-    if view.outcome:
-        return "ended" if view.over(now) else "ending"
-    if not view.nodes:
-        return "unknown"
-    if silence(view, now):
-        return "silent"
-    if view.waiting:
-        return "waiting"
-    if view.swapping_since is not None:
-        return "swapping"
-    return "training" if view.training else "starting"
-
-
-def _since(then: float | None, now: float) -> float | None:
-    """Hosts' clocks differ: what has just happened may be said to come."""
-    return None if then is None else max(0.0, now - then)
-
-
-def _known(step: int) -> int | None:
-    return step if step >= 0 else None
 
 
 # ---- the command
