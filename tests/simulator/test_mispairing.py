@@ -20,7 +20,7 @@ def issue(job, newcomer, others) -> None:
     """Rank 1 issues the codes of `newcomer`, the other two those of `others`."""
     for rank, codes in ((0, others), (1, newcomer), (2, others)):
         for code in codes:
-            job.process(rank)._books.books[0].note(code)
+            job.process(rank)._books.records[0].note(code)
     if newcomer != others:
         job.blows.mispairs(job.process(1), job.process(1).group, ODD[2])
 
