@@ -201,11 +201,6 @@ class Context:
         """Return whether others may have gone on without this node, or ended the job."""
         return not self.in_contact and not is_quorum(self.world, (self.node,), self.policy.witness)
 
-    @property
-    def has_quorum(self) -> bool:
-        """Return whether those who live can decide."""
-        return self.can_decide_without(self.suspects)
-
     def can_decide_without(self, lost: Collection[NodeId]) -> bool:
         """Return whether all members but `lost` can decide, if need be with the witness's help."""
         half = 2 * len(lost) <= len(self.world.members)

@@ -37,7 +37,6 @@ from .api import (
 )
 from .context import Context
 from .coordination import Coordination
-from .failures import Failures
 from .joining import Candidates, JoinAttempt
 from .message_handlers import MessageHandlers
 from .messages import AnyMessage, Decided, Goodbye, JoinRequest, NodeFailed, Report, Verdict, generation_of
@@ -45,7 +44,7 @@ from .pairing import Pairing, judge_newcomers
 from .partial_partition import PartialPartition
 from .phases import IllegalMove, Phase, moved, phase_of
 from .policy import Policy, Timing
-from .processes import STORE_GONE, Inventory, Processes
+from .processes import STORE_GONE, Failures, Inventory, Processes
 from .rehearsing import Rehearsing
 from .self_fencing import SelfFencing
 from .swaps import Swaps

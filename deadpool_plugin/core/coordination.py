@@ -10,11 +10,11 @@ import msgspec
 
 from .context import Context
 from .events import Mirrored, Protected, StepCommitted, SwapDone, TrainingStarted
-from .failures import AGAIN_WITHIN_STEPS
 from .ledger import Ledger
 from .messages import Rehearse, Report, Start, Status, Verdict
 from .pairing import Pairing
 from .placement import rehearsals
+from .processes import AGAIN_WITHIN_STEPS
 from .self_fencing import Contact
 from .types import NO_STEP, NodeId, Rank, Step, World, listed
 

@@ -8,7 +8,7 @@ May import placement and types only.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import chain
 
 import msgspec
@@ -125,10 +125,10 @@ class Ledger:
         alive = frozenset(survivors)
         points = {}
         for step in self._steps_of(0, alive):
-            sources = self._sources(world, step, alive)
+            sources = [source for _, source in self._sources(world, step, alive)]
             # A committed step was compared when it was; its numbers may be of a generation before this one.
-            if sources is not None and (step <= committed or self._is_paired(world, step, alive)):
-                points[step] = RestorePoint(step, sources)
+            if None not in sources and (step <= committed or self._is_paired(world, step, alive)):
+                points[step] = RestorePoint(step, tuple(filter(None, sources)))
         allowed = [step for step in points if step >= committed] or list(points)
         if not allowed:
             return self._why_none(world, alive)
@@ -160,48 +160,23 @@ class Ledger:
 
     def missing(self, world: World, step: Step, nodes: Collection[NodeId]) -> tuple[Rank, ...]:
         """The ranks whose snapshot of `step` cannot be had from `nodes`."""
-        bare = (rank for rank, home in enumerate(world.node_of) if not self._at_home(rank, step, home, nodes))
-        return tuple(rank for rank in bare if self._source(rank, step, nodes) is None)
+        return tuple(rank for rank, source in self._sources(world, step, nodes) if source is None)
 
-    def _at_home(self, rank: Rank, step: Step, home: NodeId, nodes: Collection[NodeId]) -> bool:
-        own = self._copies.get((rank, step), {}).get(home)
-        return home in nodes and own is not None and own.payload
-
-    def _sources(self, world: World, step: Step, survivors: Collection[NodeId]) -> tuple[Source, ...] | None:
-        sources = []
+    def _sources(self, world: World, step: Step, nodes: Collection[NodeId]) -> Iterator[tuple[Rank, Source | None]]:
+        """Where each rank that is not at home has its snapshot from; None if `nodes` have it nowhere."""
         for rank, home in enumerate(world.node_of):
-            if self._at_home(rank, step, home, survivors):
+            copies = {node: copy for node, copy in self._copies.get((rank, step), {}).items() if node in nodes}
+            if home in copies and copies[home].payload:
                 continue
-            source = self._source(rank, step, survivors)
-            if source is None:
-                return None
-            sources.append(source)
-        return tuple(sources)
-
-    def _source(self, rank: Rank, step: Step, survivors: Collection[NodeId]) -> Source | None:
-        copies = self._copies.get((rank, step), {})
-        holders = sorted((not copies[node].payload, node) for node in copies if node in survivors)
-        if not holders:
-            return None
-        header_node = holders[0][1]
-        found = self._payload_of(rank, step, copies[header_node].replicas, survivors)
-        return None if found is None else Source(rank, header_node, payload_node=found[0], payload_rank=found[1])
-
-    def _payload_of(
-        self, rank: Rank, step: Step, replicas: Collection[Rank], nodes: Collection[NodeId]
-    ) -> tuple[NodeId, Rank] | None:
-        """Find which of `nodes` holds the payload, as which rank's: `rank`'s own snapshot before a replica's."""
-        for candidate in (rank, *(replica for replica in replicas if replica != rank)):
-            copies = self._copies.get((candidate, step), {})
-            holders = [node for node, copy in copies.items() if copy.payload and node in nodes]
-            if holders:
-                return min(holders), candidate
-        return None
+            # `rank`'s own payload comes before a replica's.
+            header_node = min(copies, key=lambda node: (not copies[node].payload, node), default=None)
+            replicas = copies[header_node].replicas if header_node is not None else ()
+            holders = ((self._payload_nodes((same,), step, nodes), same) for same in (rank, *replicas))
+            found = next(((min(held), same) for held, same in holders if held), None)
+            yield rank, Source(rank, header_node, *found) if header_node is not None and found is not None else None
 
     def _why_none(self, world: World, survivors: Collection[NodeId]) -> str:
-        held: dict[Rank, list[Step]] = {
-            rank: sorted(self._steps_of(rank, survivors)) for rank in range(len(world.node_of))
-        }
+        held = {rank: sorted(self._steps_of(rank, survivors)) for rank in range(len(world.node_of))}
         bare = [rank for rank, steps in held.items() if not steps]
         if bare:
             return f"no surviving node holds any snapshot of rank(s) {listed(bare)}"

@@ -20,24 +20,13 @@ def is_quorum(world: World, nodes: Collection[NodeId], witness: bool = False) ->
     The tie-breaker makes an even world no worse than the odd one below it; two halves never both have it. Where there
     is a `witness` no half decides without it (`is_half`).
     """
-    if 2 * len(nodes) < len(world.members):
-        return False
-    return _may_decide(world, _present(world, nodes), world.active[0] in nodes, witness)
+    return 2 * len(nodes) >= len(world.members) and is_quorum_without(world, world.positions.keys() - nodes, witness)
 
 
 def is_quorum_without(world: World, lost: Collection[NodeId], witness: bool = False) -> bool:
     """Return whether all members but `lost` (distinct members) are a quorum. Costs the same in a world of any size."""
-    return _may_decide(world, len(world.members) - len(lost), world.active[0] not in lost, witness)
-
-
-def _may_decide(world: World, present: int, has_first: bool, witness: bool) -> bool:
-    total = len(world.members)
-    return 2 * present > total or (2 * present == total and has_first and not witness)
-
-
-def _present(world: World, nodes: Collection[NodeId]) -> int:
-    """Count the members among `nodes`."""
-    return len(world.positions.keys() & nodes)
+    total, present = len(world.members), len(world.members) - len(lost)
+    return 2 * present > total or (2 * present == total and world.active[0] not in lost and not witness)
 
 
 def is_half(world: World, nodes: Collection[NodeId]) -> bool:
@@ -46,7 +35,7 @@ def is_half(world: World, nodes: Collection[NodeId]) -> bool:
     Such a plan is kept before anybody is asked to accept it, so whatever any half accepts in one generation is one
     plan; and a half shares a member with every majority.
     """
-    return 2 * _present(world, nodes) >= len(world.members)
+    return 2 * len(world.positions.keys() & nodes) >= len(world.members)
 
 
 def value_of_quorum(world: World, values: Mapping[NodeId, float], least: float, witness: bool) -> float:

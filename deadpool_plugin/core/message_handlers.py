@@ -10,7 +10,6 @@ from __future__ import annotations
 from .api import Commit, ReadCalls, StartWorkers
 from .context import Context
 from .coordination import Coordination
-from .failures import Failures
 from .messages import (
     Accepted,
     AnyMessage,
@@ -32,7 +31,7 @@ from .messages import (
 )
 from .pairing import Pairing
 from .partial_partition import PartialPartition
-from .processes import Inventory
+from .processes import Failures, Inventory
 from .rehearsing import Rehearsing
 from .swaps import Swaps
 from .types import EXIT_SIGNALLED, NodeId
@@ -70,8 +69,12 @@ class MessageHandlers:
                 if generation < ctx.world.generation:
                     swaps.bring_up_to_date(sender)
                 self._failures.hear(sender, message)
-            case Start():
-                self._start(message)
+            case Start(world, store):
+                is_ours = world.generation == ctx.world.generation and ctx.begins_at_top
+                if is_ours and not (self._started or ctx.swapping):
+                    self._started = True
+                    self._inventory.consume(store)
+                    ctx.act(StartWorkers(world, store))
             case Rehearse():
                 self._rehearsing.ordered(message)
             case Compare(generation):
@@ -102,18 +105,14 @@ class MessageHandlers:
             self._swaps.bring_up_to_date(sender)
         elif message.generation == ctx.world.generation:
             if not ctx.leads:
-                self._say_that_it_lives(sender)
+                # `sender` takes this node for the coordinator: it knows already of losses that this node is yet to
+                # notice, and is not to take the silence meanwhile for one more.
+                ctx.send(sender, Status(ctx.world.generation, ctx.committed, ctx.training, ctx.waiting, ctx.now))
             self._coordination.hear(sender, message)
             if not ctx.swapping:
                 self._coordination.absorb(sender, message)
                 if message.stuck and not (message.broken and self._partition.broke(sender, message.broken[0])):
                     self._swaps.stuck(sender, message.stuck)
-
-    def _say_that_it_lives(self, sender: NodeId) -> None:
-        """`sender` takes this node for the coordinator: it knows already of losses that this node is yet to notice, and
-        is not to take the silence meanwhile for one more."""
-        ctx = self._ctx
-        ctx.send(sender, Status(ctx.world.generation, ctx.committed, ctx.training, ctx.waiting, ctx.now))
 
     def _status(self, sender: NodeId, message: Status) -> None:
         ctx = self._ctx
@@ -125,14 +124,6 @@ class MessageHandlers:
             ctx.send(sender, Report(ctx.world.generation))
         elif ctx.follow(sender, message):
             ctx.act(Commit(message.committed))
-
-    def _start(self, message: Start) -> None:
-        ctx = self._ctx
-        is_ours = message.world.generation == ctx.world.generation and ctx.begins_at_top
-        if is_ours and not (self._started or ctx.swapping):
-            self._started = True
-            self._inventory.consume(message.store)
-            ctx.act(StartWorkers(message.world, message.store))
 
     def _node_failed(self, sender: NodeId, message: NodeFailed) -> None:
         ctx = self._ctx
@@ -157,17 +148,13 @@ class MessageHandlers:
         if message.exit_code > EXIT_SIGNALLED:
             ctx.conclude(message)  # a person wants the job to end, in whatever generation that was said
         elif message.generation < ctx.world.generation:
-            self._ended_before(sender, message)
+            # `sender` had not heard of this generation and is lost to it; so many that the rest could not decide any
+            # more have ended the job.
+            ctx.suspect(sender, f"it ended in generation {message.generation}: {message.reason}")
+            self._ended |= {sender} & set(ctx.world.members)
+            if not ctx.can_decide_without(self._ended):
+                ctx.conclude(message)
         # That all scripts have ended well is true even from a suspected node, unless we accepted a plan that others
         # may already be executing.
         elif sender not in ctx.suspects or (message.exit_code == 0 and self._swaps.voter.acceptor.accepted is None):
-            ctx.conclude(message)
-
-    def _ended_before(self, sender: NodeId, message: Verdict) -> None:
-        """Count `sender`, which had not heard of this generation, as lost to it. So many that the rest could not decide
-        any more have ended the job."""
-        ctx = self._ctx
-        ctx.suspect(sender, f"it ended in generation {message.generation}: {message.reason}")
-        self._ended |= {sender} & set(ctx.world.members)
-        if not ctx.can_decide_without(self._ended):
             ctx.conclude(message)

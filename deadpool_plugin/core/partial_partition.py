@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 from .context import Context
 from .events import Note
-from .failures import AGAIN_WITHIN_STEPS
 from .messages import NodeFailed
+from .processes import AGAIN_WITHIN_STEPS
 from .types import Generation, NodeId, Step
 
 

@@ -89,18 +89,15 @@ def takers_of(
     vacant = [node for node in world.active if node in lost]
     if len(vacant) > len(free):
         return None
-    rehearsed = {(r.source, r.spare) for r in rehearsals(world)}
+    rehearsed = {(task.source, task.spare) for task in rehearsals(world)}
     takers: dict[NodeId, NodeId] = {}
-
-    def fits(node: NodeId, spare: NodeId, has_rehearsed_it: bool, is_able: bool) -> bool:
-        return (not has_rehearsed_it or (node, spare) in rehearsed) and (not is_able or spare in able)
-
     for has_rehearsed_it, is_able in ((True, True), (False, True), (True, False), (False, False)):
         for node in (node for node in vacant if node not in takers):
-            taker = next((spare for spare in free if fits(node, spare, has_rehearsed_it, is_able)), None)
-            if taker is not None:
-                takers[node] = taker
-                free.remove(taker)
+            for spare in free:
+                if (not has_rehearsed_it or (node, spare) in rehearsed) and (not is_able or spare in able):
+                    takers[node] = spare
+                    free.remove(spare)
+                    break
     return {node: takers[node] for node in vacant}
 
 

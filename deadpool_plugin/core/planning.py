@@ -67,7 +67,9 @@ def plan_swap(case: Situation) -> SwapPlan | NoSpare | Unrecoverable:
     newest = max(case.newest_committed, point.step)
     after = world_after(case.world, case.lost, case.joined, case.racks, case.copies, case.able)
     if after is None:
-        return NoSpare(_unrecoverable(case, _shortage(case), newest))
+        spares = sum(spare not in case.lost for spare in case.world.spares) + len(case.joined)
+        what = "no spare is left" if spares == 0 else f"only {spares} spare(s) are left"
+        return NoSpare(_unrecoverable(case, f"{what} for lost node(s) {listed(case.lost_nodes)}", newest))
     return SwapPlan(
         world=after,
         restore_step=point.step,
@@ -77,12 +79,6 @@ def plan_swap(case: Situation) -> SwapPlan | NoSpare | Unrecoverable:
         lost_ranks=case.lost_ranks,
         joined=case.joined,
     )
-
-
-def _shortage(case: Situation) -> str:
-    spares = sum(spare not in case.lost for spare in case.world.spares) + len(case.joined)
-    what = "no spare is left" if spares == 0 else f"only {spares} spare(s) are left"
-    return f"{what} for lost node(s) {listed(case.lost_nodes)}"
 
 
 def _unrecoverable(case: Situation, reason: str, newest_committed: Step) -> Unrecoverable:

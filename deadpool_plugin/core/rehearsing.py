@@ -12,10 +12,9 @@ from typing import NamedTuple
 from .api import StartRehearsal
 from .context import Context
 from .events import SpareReady
-from .failures import Failures
 from .messages import Rehearse
 from .policy import Budget
-from .processes import Inventory
+from .processes import Failures, Inventory
 from .types import NEVER, NodeId, Rank
 
 REASON_MAX = 200

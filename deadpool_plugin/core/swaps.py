@@ -8,14 +8,13 @@ May import everything of core but the controller and coordination.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 from .context import Context
 from .events import NodeLost, Note
-from .failures import Failures
 from .messages import NodeFailed, Report
 from .pairing import Pairing
-from .processes import Inventory
+from .processes import Failures, Inventory
 from .proposer import Proposer, described
 from .types import NEVER, NodeId
 from .voter import Voter
@@ -44,9 +43,8 @@ class Swaps:
 
         Returns: whether this node may have come into another phase by it.
         """
-        ctx = self._ctx
-        suspects = ctx.suspects
-        if suspects and not ctx.has_quorum:
+        ctx, suspects = self._ctx, self._ctx.suspects
+        if suspects and not ctx.can_decide_without(suspects):
             self._without_quorum(suspects)
             return True
         self._asked_at = NEVER
@@ -68,24 +66,27 @@ class Swaps:
             return False
         if proposal is not None:
             return proposal.is_outdated(suspects)
-        if suspects and all(ctx.is_silent(node) for node in suspects) and self._is_hard_of_hearing:
-            return False
-        due = bool(suspects) or self._failures.any or self._is_stuck or ctx.swapping
-        return due or (ctx.training and bool(ctx.joinable))
-
-    @property
-    def _is_hard_of_hearing(self) -> bool:
-        """Return whether others fall silent too. It may be this node that hears nobody, and whoever it asks to go on
-        without the silent ones makes them leave."""
-        ctx = self._ctx
-        return any(ctx.watch.is_late(node, ctx.now) for node in ctx.living if node != ctx.node)
+        if not suspects:
+            due = self._failures.any or self._is_stuck or ctx.swapping
+            return due or (ctx.training and bool(ctx.joinable))
+        if not all(ctx.is_silent(node) for node in suspects):
+            return True
+        # If others fall silent too it may be this node that hears nobody, and whoever it asks to go on without the
+        # silent ones makes them leave.
+        return not any(ctx.watch.is_late(node, ctx.now) for node in ctx.living if node != ctx.node)
 
     def _without_quorum(self, suspects: Mapping[NodeId, str]) -> None:
-        """Nothing can be decided here. The others may see it otherwise and go on, so this node ends alone."""
-        ctx = self._ctx
+        """Ask whether others know of a newer generation, and end alone if not: they may see it otherwise and go on."""
+        ctx, accepted = self._ctx, self.voter.acceptor.accepted
         living, members = ctx.living, ctx.world.members
-        others = self._who_may_know(living)
-        if others and ctx.now - self._asked(others) < ctx.timing.silent_after_s:
+        # Whoever decided it may have died before it told all; the hosts that our accepted plan takes in may know, too.
+        may_know = (*living, *(accepted[1].joined if accepted is not None else ()))
+        others = [node for node in may_know if node != ctx.node and node not in ctx.watch.evidence]
+        if others and self._asked_at == NEVER:
+            self._asked_at = ctx.now
+            for node in others:
+                ctx.send(node, Report(ctx.world.generation))
+        if others and ctx.now - self._asked_at < ctx.timing.silent_after_s:
             if not all(ctx.is_silent(node) for node in suspects):
                 self.voter.fence_generation()  # the others need not have waited for a lease
             return
@@ -95,22 +96,6 @@ class Swaps:
             ctx.fence(what)
         else:
             ctx.give_up(f"{what} (a tie: half is enough only with a `witness`)", ctx.lost_ranks())
-
-    def _who_may_know(self, living: tuple[NodeId, ...]) -> list[NodeId]:
-        """List who may know a newer generation: living members, and hosts that our accepted plan takes in."""
-        accepted = self.voter.acceptor.accepted
-        joined = accepted[1].joined if accepted is not None else ()
-        evidence = self._ctx.watch.evidence
-        return [node for node in (*living, *joined) if node != self._ctx.node and node not in evidence]
-
-    def _asked(self, others: Collection[NodeId]) -> float:
-        """When they were asked whether they know of a newer generation, in which they may be enough: whoever decided
-        it may have died before it could tell everybody."""
-        if self._asked_at == NEVER:
-            self._asked_at = self._ctx.now
-            for node in others:
-                self._ctx.send(node, Report(self._ctx.world.generation))
-        return self._asked_at
 
     def _tell(self, suspects: Mapping[NodeId, str]) -> None:
         """Our own evidence, to the coordinator, once (and again if we insist)."""

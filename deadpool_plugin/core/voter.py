@@ -7,10 +7,9 @@ it carries changes. See membership.py for the votes. May import everything of co
 from __future__ import annotations
 
 from .context import Context, ReportedSuspects
-from .failures import Failures
 from .membership import Acceptor
 from .messages import Accepted, NodeFailed, Prepare, Promise, Propose, Refused, Report
-from .processes import Inventory
+from .processes import Failures, Inventory
 from .types import NEVER, Ballot, NodeId
 
 
@@ -45,8 +44,9 @@ class Voter:
     def tick(self) -> None:
         """Answer what was postponed, if the coordinator that was heard then has been silent for long enough by now.
         Until then report to the proposers too, so that they do not take this node for lost."""
-        ctx = self._ctx
-        postponed, self._postponed = self._postponed, {}
+        if not self._postponed:
+            return
+        ctx, postponed, self._postponed = self._ctx, self._postponed, {}
         for sender, message in postponed.items():
             self.prepare(sender, message)
         if self._postponed and ctx.now - self._excused_at >= ctx.timing.heartbeat_interval_s:

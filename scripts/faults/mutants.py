@@ -131,7 +131,7 @@ MUTANTS = (
     ),
     Mutant(
         "unaware-in-silence", "core/message_handlers.py",
-        "                self._say_that_it_lives(sender)\n", "                pass\n",
+        "            if not ctx.leads:\n", "            if False:\n",
         "a node that does not know yet that it leads is taken for lost",
     ),
     Mutant(
@@ -187,7 +187,7 @@ MUTANTS = (
     ),
     Mutant(
         "spare-taken-twice", "core/placement.py",
-        "                free.remove(taker)\n", "",
+        "                    free.remove(spare)\n", "",
         "two lost nodes' ranks go to one spare",
     ),
     Mutant(

@@ -6,7 +6,7 @@ import pytest
 
 from deadpool_plugin.core import events, local
 from deadpool_plugin.core.coordination import STALLS_MAX
-from deadpool_plugin.core.failures import AGAIN_WITHIN_STEPS
+from deadpool_plugin.core.processes import AGAIN_WITHIN_STEPS
 from simulator.tasks import Signal
 
 SMALL = {"active": 2, "spares": 1, "slots": 1}

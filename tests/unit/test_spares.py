@@ -91,7 +91,7 @@ def test_a_spare_that_could_not_hold_the_mirrors_that_come_with_its_ranks_says_s
 
 
 def test_a_newcomer_that_read_other_data_has_failed_as_a_script_has_and_is_not_just_lost(monkeypatch):
-    """Another one begins anew, and the job ends with a verdict if that one does the same (core/failures.py)."""
+    """Another one begins anew, and the job ends with a verdict if that one does the same (core/processes.py)."""
     slot, killed = Slot(0, rank=6), []
     told: list[Event] = []
     spares, rehearsal = following(3, slot)

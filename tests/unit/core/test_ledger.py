@@ -73,9 +73,8 @@ def test_a_step_can_be_had_where_nothing_of_it_is_missing(data, world):
     survivors = data.draw(st.sets(st.sampled_from(world.members), min_size=1))
     ledger = Ledger({node: held[node] for node in survivors})
     for step in range(STEPS):
-        missing = ledger.missing(world, step, survivors)
-        assert (missing == ()) is (ledger._sources(world, step, survivors) is not None)
-        assert all(ledger._source(rank, step, survivors) is None for rank in missing)
+        restorable = oracle_restorable(world, held, survivors, step)
+        assert (ledger.missing(world, step, survivors) == ()) is restorable
 
 
 @settings(max_examples=150)
