@@ -188,13 +188,21 @@ class Coordination:
         self._pairing.excuse_pause(gap_s)
 
     def _advance(self) -> None:
-        ctx, ranks = self._ctx, len(self._ctx.world.node_of)
-        self._start()
-        if not ctx.training and len(self._ready) == ranks:
+        ctx = self._ctx
+        host = self._reports.get(ctx.world.node_of[0])
+        if ctx.begins_at_top and not self._store and host is not None and host.store:
+            # From the top: all workers may build their groups as soon as rank 0's node offers a store.
+            self._store = host.store
+            ctx.broadcast(Start(ctx.world, host.store))
+        if not ctx.training and len(self._ready) == len(ctx.world.node_of):
             self._began()
         if self._has_news:
             self._has_news = False
-            self._commit(self._ledger.committed(ctx.world, self._committed, ctx.policy.copies))
+            step = self._ledger.committed(ctx.world, self._committed, ctx.policy.copies)
+            if step > self._committed:
+                ctx.step_s = ctx.now - self._committed_at if self._committed != NO_STEP else 0.0
+                self._committed, self._committed_at, self._moved_at = step, ctx.now, ctx.now
+                ctx.emit(StepCommitted(step))
             if self._ledger.unpaired > self._committed:
                 self._pairing.ask(f"what the ranks had issued by step {self._ledger.unpaired} does not pair")
         if self._covers_anew and self._committed >= self._floor and len(ctx.world.members) > 1:
@@ -214,13 +222,6 @@ class Coordination:
         if self._pairing.settled:
             ctx.conclude(Verdict(ctx.world.generation, 0, "finished"))
 
-    def _commit(self, step: Step) -> None:
-        if step > self._committed:
-            self._ctx.step_s = self._ctx.now - self._committed_at if self._committed != NO_STEP else 0.0
-            self._committed, self._committed_at = step, self._ctx.now
-            self._moved_at = self._ctx.now
-            self._ctx.emit(StepCommitted(step))
-
     def _say_protection(self) -> None:
         """Every rank's state is mirrored: say so once, and whether the job is protected whenever that changes."""
         uncovered = self._coverage.uncovered()
@@ -234,14 +235,6 @@ class Coordination:
         if not uncovered:
             self._ctx.emit(Protected(self._committed, spares_left))
         self._uncovered = uncovered
-
-    def _start(self) -> None:
-        """From the top: all workers may build their groups as soon as rank 0's node offers a store."""
-        ctx = self._ctx
-        host = self._reports.get(ctx.world.node_of[0])
-        if ctx.begins_at_top and not self._store and host is not None and host.store:
-            self._store = host.store
-            ctx.broadcast(Start(ctx.world, host.store))
 
     def _began(self) -> None:
         """Every rank is in training (again)."""

@@ -52,12 +52,7 @@ class _Assignment:
             self._give(node, buddy)
 
     def fill(
-        self,
-        node: NodeId,
-        among: Collection[NodeId],
-        apart: bool,
-        others_apart: bool,
-        before: Collection[NodeId],
+        self, node: NodeId, among: Collection[NodeId], apart: bool, others_apart: bool, before: Collection[NodeId]
     ) -> None:
         """Give `node` what it still wants `among` these, as far as that goes.
 
@@ -70,10 +65,6 @@ class _Assignment:
     def _give(self, node: NodeId, buddy: NodeId) -> None:
         self.buddies[node].append(buddy)
         self._load[buddy] += 1
-
-    def _take(self, node: NodeId, buddy: NodeId) -> None:
-        self.buddies[node].remove(buddy)
-        self._load[buddy] -= 1
 
     def _find(
         self,
@@ -95,7 +86,8 @@ class _Assignment:
                 continue
             asked.add(buddy)
             for other in [one for one, held in self.buddies.items() if buddy in held and one != node]:
-                self._take(other, buddy)
+                self.buddies[other].remove(buddy)
+                self._load[buddy] -= 1
                 if self._find(other, among, others_apart, others_apart, asked):
                     self._give(node, buddy)
                     return True

@@ -8,7 +8,7 @@ May import everything of core but the controller's other parts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from .api import Claim, Look
 from .context import Context
@@ -17,7 +17,7 @@ from .ledger import Ledger
 from .membership import Acceptor, Proposal, is_half, is_quorum
 from .messages import Accepted, Decided, Promise, Propose, Refused
 from .planning import NoSpare, Situation, plan_swap
-from .types import NO_STEP, Ballot, Failure, NodeId, SwapPlan, Unrecoverable, listed
+from .types import NO_STEP, Ballot, NodeId, Rank, SwapPlan, Unrecoverable, listed
 
 ROUNDS_MAX = 64
 RIVAL_INTERVALS = 4
@@ -76,34 +76,38 @@ class Proposer:
 
     def _propose(self, proposal: Proposal) -> None:
         ctx = self._ctx
-        failed = _failed(proposal)
-        if self._is_the_scripts_fault(failed):
+        promises = {node: promise for node, promise in proposal.promises.items() if node not in proposal.lost}
+        failed = {failure.rank: failure for promise in promises.values() for failure in promise.failed}
+        raised = [failure for _, failure in sorted(failed.items()) if failure.exit_code > 0]
+        if raised and len(failed) == len(ctx.world.node_of):  # an error that no rank was spared is the user's
+            ctx.stop(f"every rank failed: {raised[0].reason}", raised[0].exit_code)
             return
-        plan = proposal.inherited() or self._plan(proposal, failed)
+        plan = proposal.inherited() or self._plan(proposal, promises, failed)
         if isinstance(plan, NoSpare):
-            if ctx.policy.wait_for_hosts:
-                self._wait(proposal, plan.verdict.reason)
-                return
             plan = plan.verdict
+            if ctx.policy.wait_for_hosts:  # everyone has said what it holds: that stays true for as long as it takes
+                proposal.waits_with = ctx.joinable
+                if not ctx.waiting:
+                    ctx.wait_for_host()
+                    ctx.emit(WaitingForHost(f"{described(proposal.lost)}; {plan.reason}"))
+                return
         if isinstance(plan, Unrecoverable):
             ctx.learn_committed(plan.newest_committed)
             ctx.stop("; ".join(filter(None, (described(proposal.lost), plan.reason))), lost_ranks=plan.lost_ranks)
         elif plan.store or plan.restore_step == NO_STEP:
-            self._put_forward(proposal, plan)
+            if proposal.claim is not None:
+                return  # the witness is being asked
+            self._restart_phase(proposal)
+            if self._needs_witness(proposal):
+                proposal.claim = plan
+                ctx.act(Claim(plan))
+            else:
+                self._ask_to_accept(proposal, plan)
         elif proposal.waits_with is not None:
-            proposal.waits_with, proposal.deadline = None, ctx.now + ctx.timing.phase_timeout_s
+            self._restart_phase(proposal)
 
-    def _put_forward(self, proposal: Proposal, plan: SwapPlan) -> None:
-        """To the voters; through the witness first if they are no majority."""
-        ctx = self._ctx
-        if proposal.claim is not None:
-            return  # it is being asked
-        proposal.waits_with, proposal.deadline = None, ctx.now + ctx.timing.phase_timeout_s
-        if self._needs_witness(proposal):
-            proposal.claim = plan
-            ctx.act(Claim(plan))
-        else:
-            self._ask_to_accept(proposal, plan)
+    def _restart_phase(self, proposal: Proposal) -> None:
+        proposal.waits_with, proposal.deadline = None, self._ctx.now + self._ctx.timing.phase_timeout_s
 
     def _needs_witness(self, proposal: Proposal) -> bool:
         """Return whether those who have promised are half only."""
@@ -123,22 +127,14 @@ class Proposer:
         self._ask_to_accept(proposal, plan)
 
     def _ask_to_accept(self, proposal: Proposal, plan: SwapPlan) -> None:
-        proposal.plan, proposal.waits_with = plan, None
-        proposal.deadline = self._ctx.now + self._ctx.timing.phase_timeout_s
+        proposal.plan = plan
+        self._restart_phase(proposal)
         self._ctx.broadcast(Propose(proposal.ballot, plan))
 
-    def _is_the_scripts_fault(self, failed: Mapping[int, Failure]) -> bool:
-        """An error that no rank was spared is the user's: the job ends as it would have without us."""
+    def _plan(
+        self, proposal: Proposal, promises: Mapping[NodeId, Promise], failed: Collection[Rank]
+    ) -> SwapPlan | NoSpare | Unrecoverable:
         ctx = self._ctx
-        raised = [failure for _, failure in sorted(failed.items()) if failure.exit_code > 0]
-        if not raised or len(failed) < len(ctx.world.node_of):
-            return False
-        ctx.stop(f"every rank failed: {raised[0].reason}", raised[0].exit_code)
-        return True
-
-    def _plan(self, proposal: Proposal, failed: Mapping[int, Failure]) -> SwapPlan | NoSpare | Unrecoverable:
-        ctx = self._ctx
-        promises = {node: promise for node, promise in proposal.promises.items() if node not in proposal.lost}
         # A replacement of the last swap has no calls from before its restore step: the job can go back no further.
         oldest = ctx.plan.restore_step if ctx.plan is not None else 0
         case = Situation(
@@ -155,14 +151,6 @@ class Proposer:
             able=tuple(node for node, promise in promises.items() if promise.able),
         )
         return plan_swap(case)
-
-    def _wait(self, proposal: Proposal, reason: str) -> None:
-        """Everyone is fenced and has said what it holds: that stays true for as long as it takes."""
-        ctx = self._ctx
-        proposal.waits_with = ctx.joinable
-        if not ctx.waiting:
-            ctx.wait_for_host()
-            ctx.emit(WaitingForHost(f"{described(proposal.lost)}; {reason}"))
 
     # -- from a plan to a decision -----------------------------------------------------------------------------
 
@@ -226,7 +214,10 @@ class Proposer:
         """The phase's deadline, if it has one and it is over."""
         ctx, proposal = self._ctx, self.proposal
         if proposal is not None and proposal.waits_with is not None:
-            self._look_for_the_other_half(proposal)
+            # While half of the members wait for a host the others may go on without them; the witness would know.
+            if self._needs_witness(proposal) and proposal.claim is None and ctx.now >= self._look_at:
+                self._look_at = ctx.now + ctx.timing.silent_after_s
+                ctx.act(Look(proposal.ballot.generation))
             return
         if proposal is None or ctx.now < proposal.deadline:
             return
@@ -244,19 +235,6 @@ class Proposer:
         else:
             reason = "no surviving node offers a store to build groups over"
             ctx.stop("; ".join(filter(None, (described(proposal.lost), reason))), lost_ranks=ctx.lost_ranks())
-
-    def _look_for_the_other_half(self, proposal: Proposal) -> None:
-        """While half of the members wait for a host the others may go on without them; the witness would know."""
-        ctx = self._ctx
-        if self._needs_witness(proposal) and proposal.claim is None and ctx.now >= self._look_at:
-            self._look_at = ctx.now + ctx.timing.silent_after_s
-            ctx.act(Look(proposal.ballot.generation))
-
-
-def _failed(proposal: Proposal) -> dict[int, Failure]:
-    """The ranks without a process on nodes that are not lost."""
-    promises = [promise for node, promise in proposal.promises.items() if node not in proposal.lost]
-    return {failure.rank: failure for promise in promises for failure in promise.failed}
 
 
 def described(suspects: Mapping[NodeId, str]) -> str:

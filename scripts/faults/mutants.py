@@ -75,7 +75,7 @@ MUTANTS = (
     ),
     Mutant(
         "accepted-plan-not-inherited", "core/proposer.py",
-        "plan = proposal.inherited() or self._plan(proposal, failed)", "plan = self._plan(proposal, failed)",
+        "plan = proposal.inherited() or self._plan(", "plan = self._plan(",
         "what an earlier proposer may have decided is decided otherwise",
     ),
     Mutant(
@@ -136,7 +136,7 @@ MUTANTS = (
     ),
     Mutant(
         "tie-without-asking", "core/swaps.py",
-        "if others and ", "if False and ",
+        "if others and ctx.now", "if False and ctx.now",
         "who has missed a decision gives up for want of a majority it has",
     ),
     Mutant(
