@@ -85,10 +85,10 @@ class SlotPair:
 
     def __init__(self, fd: int, rank: int, header_bytes: int, payload_bytes: int) -> None:
         """Private: use `create` or `attach`."""
-        self.fd = fd
-        self.rank = rank
-        self.header_bytes = header_bytes
-        self.payload_bytes = payload_bytes
+        self.fd, self.rank = fd, rank
+        self.header_bytes, self.payload_bytes = header_bytes, payload_bytes
+        self.sums: dict[int, tuple[int, tuple[Digest, ...]]] = {}
+        """Slot -> digest of a header, checksums of its payload's frames when they were first sent or received here."""
         self._slot_bytes = _slot_bytes(header_bytes, payload_bytes)
         self._map = mmap.mmap(fd, arena_bytes(header_bytes, payload_bytes), mmap.MAP_SHARED)
         self._map.madvise(_MADV_DONTDUMP)  # or every core dump, of a worker or of the agent, would have it all

@@ -11,8 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-
-import msgspec
+from typing import NamedTuple
 
 from ..core.types import Rank
 from ..errors import MemoryShortage
@@ -21,11 +20,11 @@ from .arena import TOUCH_BYTES, SlotPair, arena_bytes
 _GIB = 1 << 30
 
 
-class MemoryBudget(msgspec.Struct, frozen=True):
+class MemoryBudget(NamedTuple):
     """The memory that one authority leaves: `name` is the file that says so, `detail` its numbers for people."""
 
-    name: str
     available_bytes: int
+    name: str
     detail: str
 
 
@@ -38,48 +37,35 @@ def _table(path: Path) -> dict[str, int]:
     return {row[0]: int(row[1]) for row in rows if len(row) >= 2 and row[1].isdigit()}
 
 
-def _cgroup_budget(folder: Path, limit_name: str, usage_name: str, prefix: str) -> MemoryBudget | None:
-    limit_file = folder / limit_name
-    if not limit_file.is_file():
-        return None
-    limit = limit_file.read_text().strip()
-    if limit == "max" or int(limit) >= 1 << 60:
-        return None
-    usage = int((folder / usage_name).read_text())
-    table = _table(folder / "memory.stat")
-    cache = sum(table.get(f"{prefix}{kind}_file", 0) for kind in ("inactive", "active"))
-    detail = f"limit {_gib(int(limit))}, used {_gib(usage)} of which {_gib(cache)} can be dropped"
-    return MemoryBudget(str(limit_file), int(limit) - usage + cache, detail)
-
-
 def _cgroup_budgets(root: Path) -> Iterator[MemoryBudget]:
-    mount = root / "sys/fs/cgroup"
-    membership = root / "proc/self/cgroup"
+    mount, membership = root / "sys/fs/cgroup", root / "proc/self/cgroup"
     for line in membership.read_text().splitlines() if membership.is_file() else []:
         hierarchy, controllers, path = line.split(":", 2)
         if hierarchy == "0" and not controllers:
-            base, names = mount, ("memory.max", "memory.current", "")
+            base, limit_name, usage_name, prefix = mount, "memory.max", "memory.current", ""
         elif "memory" in controllers.split(","):
-            base, names = mount / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+            base, limit_name, usage_name = mount / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+            prefix = "total_"
         else:
             continue
         inner = base / path.strip("/")  # absent inside a container that sees only its own part: then base is ours
         for folder in (inner, *inner.parents):
             if not folder.is_relative_to(base):
                 break
-            budget = _cgroup_budget(folder, *names)
-            if budget is not None:
-                yield budget
+            limit = (folder / limit_name).read_text().strip() if (folder / limit_name).is_file() else "max"
+            if limit == "max" or int(limit) >= 1 << 60:
+                continue
+            usage, table = int((folder / usage_name).read_text()), _table(folder / "memory.stat")
+            cache = sum(table.get(f"{prefix}{kind}_file", 0) for kind in ("inactive", "active"))
+            detail = f"limit {_gib(int(limit))}, used {_gib(usage)} of which {_gib(cache)} can be dropped"
+            yield MemoryBudget(int(limit) - usage + cache, str(folder / limit_name), detail)
 
 
 def budgets(root: Path = Path("/")) -> list[MemoryBudget]:
     """Everything that limits this process's memory, the tightest first."""
     available = _table(root / "proc/meminfo")["MemAvailable"] * 1024
-    found = [
-        MemoryBudget(str(root / "proc/meminfo"), available, f"MemAvailable {_gib(available)}"),
-        *_cgroup_budgets(root),
-    ]
-    return sorted(found, key=lambda budget: budget.available_bytes)
+    whole_host = MemoryBudget(available, str(root / "proc/meminfo"), f"MemAvailable {_gib(available)}")
+    return sorted([whole_host, *_cgroup_budgets(root)], key=lambda budget: budget.available_bytes)
 
 
 def check_memory(need_bytes: int, headroom_bytes: int, root: Path = Path("/")) -> None:

@@ -131,12 +131,10 @@ class BulkPeer:
             if self._stream is None:
                 self._stream = self._connect()
             work(self._stream)
-        except wire.RefusedByPeer as error:
-            return error
-        except TransportError as error:
-            self._drop_stream()
-            return error
-        except DeadpoolError as error:  # our own, and nothing was sent yet, or Abandoned
+        except DeadpoolError as error:
+            # One of our own comes before anything was sent, or with Abandoned: the connection is as good as before.
+            if isinstance(error, TransportError) and not isinstance(error, wire.RefusedByPeer):
+                self._drop_stream()
             return error
         except Exception as error:  # the next job is another one
             self._drop_stream()
@@ -182,10 +180,9 @@ class BulkPeer:
         except OSError as error:
             raise ConnectionClosed(f"no bulk connection to {self.address}: {error}") from error
         with closed_on_error(sock):
-            shake_hands(
-                sock, self._credentials, wire.PURPOSE, self._node, dialling=True, timeout_s=self._silent_after_s
-            )
-            stream = BulkStream(sock, self._silent_after_s)
+            timeout_s = self._silent_after_s
+            shake_hands(sock, self._credentials, wire.PURPOSE, self._node, dialling=True, timeout_s=timeout_s)
+            stream = BulkStream(sock, timeout_s)
         with self._lock:
             self._streams.add(stream)
             if self._closing:

@@ -54,15 +54,12 @@ class BulkServer:
         silent_after_s: float = 10.0,
         on_refused: Callable[[PeerRefused], None] = _log.warning,
     ) -> None:
-        self._store = store
-        self._credentials = credentials
-        self._on_mirrored = on_mirrored
-        self._node = node
-        self._silent_after_s = silent_after_s
+        self._store, self._credentials, self._node = store, credentials, node
+        self._on_mirrored, self._silent_after_s = on_mirrored, silent_after_s
         self._shortly_s = silent_after_s / 4  # whoever pushes must have an answer before it is out of patience
         self._broken = 0
         self._lock = threading.Lock()
-        self._streams: dict[BulkStream, Generation | None] = {}
+        self._streams: set[BulkStream] = set()
         self._threads: set[threading.Thread] = set()
         self._closing = threading.Event()
         self._unproven = Unproven("bulk", UNPROVEN_MAX)
@@ -103,15 +100,13 @@ class BulkServer:
         try:
             with sock:
                 try:
-                    shake_hands(
-                        sock, self._credentials, wire.PURPOSE, self._node, dialling=False,
-                        timeout_s=self._silent_after_s,
-                    )  # fmt: skip
+                    timeout_s = self._silent_after_s
+                    shake_hands(sock, self._credentials, wire.PURPOSE, self._node, dialling=False, timeout_s=timeout_s)
                 finally:
                     self._unproven.leave(sock)
                 stream = BulkStream(sock, self._silent_after_s)
                 with self._lock:
-                    self._streams[stream] = None
+                    self._streams.add(stream)
                 while not self._closing.is_set():
                     self._answer(stream, stream.recv(wire.AnyRequest, idle=True))
         except ConnectionClosed as error:
@@ -125,8 +120,7 @@ class BulkServer:
         finally:
             with self._lock:
                 self._threads.discard(threading.current_thread())
-                if stream is not None:
-                    self._streams.pop(stream, None)
+                self._streams -= {stream}
 
     def _answer(self, stream: BulkStream, request: wire.AnyRequest) -> None:
         store = self._store
@@ -198,10 +192,9 @@ class BulkServer:
                 told = time.monotonic()
 
         pair = store.begin_mirror(push.rank, push.step, generation, push.header_bytes, size, going_on)
-        with self._lock:
-            self._streams[stream] = generation
+        stream.generation = generation
         try:
-            store.check_generation(generation)
+            store.check_generation(generation)  # a fence that has come before cuts nothing here
             first, last = store.records.history_range(push.rank)
             stream.send(wire.Ready(min(last, push.step - 1) if first < push.step else -1))
             records = stream.recv_records()
@@ -215,14 +208,13 @@ class BulkServer:
         except StaleGeneration as error:
             raise TransportError(str(error)) from error
         finally:
-            with self._lock:
-                self._streams[stream] = None
+            stream.generation = None
 
     def _cut_older(self, generation: Generation) -> None:
         with self._lock:
-            older = [stream for stream, busy in self._streams.items() if busy is not None and busy < generation]
-        for stream in older:
-            stream.cut()
+            for stream in self._streams:
+                if stream.generation is not None and stream.generation < generation:
+                    stream.cut()
 
     def close(self) -> None:
         """Ends all connections and threads. Blocks: until they have ended, a few seconds at most."""

@@ -63,8 +63,6 @@ class SnapshotStore:
         self._mirrored: dict[Rank, SlotPair] = {}
         self._prepared: dict[Rank, SlotPair] = {}
         self._holdings: dict[tuple[Rank, Step], Holding] = {}
-        self._sums: dict[tuple[Rank, int], tuple[int, tuple[Digest, ...]]] = {}
-        """(rank, slot) -> digest of a header, and checksums of the payload's frames when first sent or received."""
         self._on_corrupt: list[Callable[[Rank, Step], None]] = []
         self._writers: dict[Rank, threading.Lock] = {}
         self._makers: dict[Rank, threading.Lock] = {}
@@ -198,15 +196,12 @@ class SnapshotStore:
     def _take_slots(self, rank: Rank) -> tuple[SlotPair | None, SlotPair | None]:
         """Take the rank's slots, own and mirrored, out of what is held. The caller has the lock."""
         self._forget(rank, lambda step: True)
-        for slot in (0, 1):
-            self._sums.pop((rank, slot), None)
         return self._own.pop(rank, None), self._mirrored.pop(rank, None)
 
     def readable(self, rank: Rank, step: Step, *, payload: bool) -> Snapshot:
         """Snapshot (rank, step), its payload only if asked. Raises: NotHeld."""
         with self._lock:
-            holding = self._holdings.get((rank, step))
-            pair = self._pair(rank)
+            holding, pair = self._holdings.get((rank, step)), self._pair(rank)
             sealed = pair.sealed(step) if pair is not None else None
             if holding is None or pair is None or sealed is None or (payload and not holding.payload):
                 what = "payload" if payload else "header"
@@ -232,9 +227,9 @@ class SnapshotStore:
         wrong: list[int] = []
         with self._lock:
             if sums:
-                digest, before = self._sums.get((rank, step % 2), (0, ()))
+                digest, before = read.pair.sums.get(step % 2, (0, ()))
                 if digest != read.digest or not before:
-                    self._sums[rank, step % 2] = (read.digest, sums)
+                    read.pair.sums[step % 2] = (read.digest, sums)
                 else:
                     wrong = [at for at, (was, now) in enumerate(zip(before, sums, strict=True)) if was != now]
             if wrong:
@@ -258,10 +253,7 @@ class SnapshotStore:
     def create_own(
         self, rank: Rank, header_bytes: int, payload_bytes: int, going_on: Callable[[], None] = goes_on
     ) -> SlotPair:
-        """New slots for a rank that runs on this node; its descriptor goes to the worker. They replace what was held.
-
-        Args, Raises, Blocks: as `make_own`.
-        """
+        """`make_own` for a rank that runs on this node: its descriptor goes to the worker. Replaces what was held."""
         pair = self.make_own(rank, header_bytes, payload_bytes, going_on)
         with self._lock:
             old = self._become_own(pair)
@@ -315,7 +307,7 @@ class SnapshotStore:
     def prepare_own(self, rank: Rank, header_bytes: int, payload_bytes: int) -> None:
         """Slots for a rank this node may take over, made now because the first touch takes long. Nothing is held yet.
 
-        Raises: MemoryShortage. Blocks: about 0.6 s per GiB.
+        Raises, Blocks: as `make_own`.
         """
         with self._maker(rank):
             self.put_back(self.maker.make(rank, header_bytes, payload_bytes))
@@ -427,7 +419,7 @@ class SnapshotStore:
                 raise TransportError(f"the mirror of rank {rank} was released while step {step} arrived")
             pair.seal_encoded(step, encoded)
             self._hold(holding)
-            self._sums[rank, step % 2] = (xxhash.xxh3_64_intdigest(encoded), sums)
+            pair.sums[step % 2] = (xxhash.xxh3_64_intdigest(encoded), sums)
             self.records.append(rank, step, *records)
         return holding
 

@@ -157,14 +157,14 @@ def lower_priority() -> None:
 class BulkStream:
     """One bulk connection after the handshake. Thread: one at a time, but `cut` from any.
 
-    Args:
-        silent_after_s: how long the other end may neither send nor accept a byte within an exchange.
+    Args: silent_after_s: how long the other end may neither send nor accept a byte within an exchange.
     """
 
     def __init__(self, sock: socket.socket, silent_after_s: float) -> None:
         self.address = remote_name(sock)
-        self._sock = sock
-        self._silent_after_s = silent_after_s
+        self._sock, self._silent_after_s = sock, silent_after_s
+        self.generation: Generation | None = None
+        """That of the push which is being received."""
         tune(sock, silent_after_s)
         sock.settimeout(None)
         limit = struct.pack("ll", int(silent_after_s), int(silent_after_s % 1 * 1e6))
