@@ -95,14 +95,12 @@ class ControlMesh:
         """There is no link with them any more, for good, or none to come: lost, dropped, or they have said Goodbye."""
         self._renewing: dict[NodeId, asyncio.Task[None]] = {}
         self._asking: dict[NodeId, asyncio.Task[None]] = {}  # after those that are lost for their silence
-        self._dials = asyncio.Semaphore(DIALS_MAX)
         self._known: set[NodeId] | None = None  # None: anyone with the secret, before `connect` has said who
-        self._tasks = Tasks()
+        self._tasks, self._dials = Tasks(), asyncio.Semaphore(DIALS_MAX)
         self._unproven, self._refusals = Unproven("control"), Refusals(on_refused)
         self._changed = asyncio.Event()
-        self._connecting = False
+        self._connecting = self._closing = False
         self._listener: socket.socket | None = None
-        self._closing = False
 
     @property
     def linked(self) -> frozenset[NodeId]:
@@ -134,7 +132,7 @@ class ControlMesh:
             _log.info("a control connection ended before it was a link: %s", error)
 
     async def _let_in(self, sock: socket.socket) -> None:
-        """Makes a link of a connection that was accepted, dials who is to be dialled, or answers a guest; or raises."""
+        """Makes a link of a connection that was accepted, dials a node that asks for it, or answers a guest."""
         with self._unproven.held(sock):
             peer = await join_protocol.greet(sock, self._node, self._credentials, self._silent_after_s)
         if peer == GUEST:
@@ -185,8 +183,7 @@ class ControlMesh:
 
     def _expect(self, node: NodeId, address: Address) -> None:
         """`node` may be linked from now on."""
-        self._known = self._known or set()
-        self._known.add(node)
+        self._known = (self._known or set()) | {node}
         self._addresses[node] = address
 
     def _is_wanted(self, node: NodeId) -> bool:
