@@ -21,7 +21,7 @@ from ..host.processes import described_exit
 from ..transport.unix import LocalPeer
 from .node import LocalNode, Process, Slot
 
-NOTICE_S = 25.0
+SIGTERM_S = 25.0
 """How long a script that handles SIGTERM has: less than the 30 s after which deepspeed's launcher and Slurm kill."""
 TERM_GRACE_S = 1.0
 """A supervisor that was told to end knows better why; this agent knows better who else was told. Each gives the other
@@ -36,7 +36,7 @@ class ProcessMonitor:
     def __init__(self, node: LocalNode, on_lost: Callable[[Slot], None]) -> None:
         self._node, self._slots, self._processes = node, node.slots, node.host.processes
         self._on_lost = on_lost
-        self.ending = self.paused = self._has_notice = False
+        self.ending = self.paused = self._has_sigterm = False
         self._exit_code = 0
         self._deadlines: list[asyncio.TimerHandle] = []
         self.late_exit_code = 0
@@ -210,20 +210,20 @@ class ProcessMonitor:
             asyncio.get_running_loop().call_later(TERM_GRACE_S, self._give_up_unless_told, reason)
 
     def _give_up_unless_told(self, reason: str) -> None:
-        if not self._has_notice:
+        if not self._has_sigterm:
             self.give_up(reason)
 
     def told_to_end(self, reason: str) -> None:
         """End, as a scheduler tells a host before it takes it away (SIGTERM)."""
-        if self._has_notice:
+        if self._has_sigterm:
             return
         after_s = TERM_GRACE_S
         # A script that has a handler of its own (Megatron-LM's --exit-signal-handler) saves and ends the job.
         if self._script_handles_sigterm():
-            self._has_notice, after_s = True, NOTICE_S
-            text = f"told to end (SIGTERM): the script handles that itself, and has {NOTICE_S:g} s for it"
+            self._has_sigterm, after_s = True, SIGTERM_S
+            text = f"told to end (SIGTERM): the script handles that itself, and has {SIGTERM_S:g} s for it"
             self._node.reports.emit(events.Note(text=text))
-            reason = f"{reason}; the script, which handles SIGTERM itself, has not ended within {NOTICE_S:g} s"
+            reason = f"{reason}; the script, which handles SIGTERM itself, has not ended within {SIGTERM_S:g} s"
         asyncio.get_running_loop().call_later(after_s, self.give_up, reason)
 
     def _script_handles_sigterm(self) -> bool:

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from ..agent.process_monitor import NOTICE_S
+from ..agent.process_monitor import SIGTERM_S
 from ..agent.world import COMMAND
 from ..config import load
 from ..core import local
@@ -178,7 +178,7 @@ class Supervisor:
     def _leave(self, number: int) -> None:
         """We were told to end by a signal: the agent has a moment to tell the others and to say how."""
         self._tell(local.Leaving(number))
-        within_s = LEAVE_S + (NOTICE_S if number == signal.SIGTERM else 0.0)
+        within_s = LEAVE_S + (SIGTERM_S if number == signal.SIGTERM else 0.0)
         if not self._left_for or number != signal.SIGTERM:
             self._left_for, self._leave_by = number, time.monotonic() + within_s
 

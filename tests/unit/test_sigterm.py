@@ -47,7 +47,7 @@ def running():
 def course(monkeypatch, slots, tell, seconds):
     """Return what is said and given up when `tell(monitor)` happens, within some seconds."""
     monkeypatch.setattr(process_monitor, "TERM_GRACE_S", 0.05)
-    monkeypatch.setattr(process_monitor, "NOTICE_S", 0.2)
+    monkeypatch.setattr(process_monitor, "SIGTERM_S", 0.2)
 
     async def play():
         told = []
