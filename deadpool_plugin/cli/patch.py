@@ -17,6 +17,8 @@ from pathlib import Path
 from .. import versions
 from ..errors import EXIT_OK, ConfigError
 
+GIT_SETTINGS = ("GIT_DIR", "GIT_CONFIG_GLOBAL", "GIT_CONFIG_SYSTEM")
+"""Variables that name what changes how git applies a patch."""
 EXIT_ABSENT = 1
 """Exit code of --check: the patch is not in, and fits."""
 _VERSION = Path("megatron/core/package_info.py")
@@ -91,7 +93,7 @@ class Patch:
         """Run `git apply`; return what is wrong, "" if nothing is. Raises: ConfigError without git."""
         # A hunk whose context begins at line 1 fits elsewhere, too. The checkout need not be the top of a repository.
         git = ["git", "apply", "--unidiff-zero", *options, "-"]
-        env = {**os.environ, "GIT_DIR": os.devnull, "LC_ALL": "C"}
+        env = {**os.environ, **dict.fromkeys(GIT_SETTINGS, os.devnull), "LC_ALL": "C"}
         try:
             done = subprocess.run(git, input=self._text(), cwd=self.checkout, env=env, capture_output=True, check=False)
         except FileNotFoundError as error:

@@ -10,7 +10,6 @@ import asyncio
 import os
 import time
 from collections.abc import Sequence
-from enum import Enum
 from pathlib import Path
 
 import msgspec
@@ -155,14 +154,6 @@ async def _at_work(named: Sequence[files.Contact], credentials: Credentials) -> 
 # ---- ending it
 
 
-class Presence(Enum):
-    """Answer of a member that was asked to end the job."""
-
-    THERE = "it ends the job"
-    SILENT = "it does not answer"
-    GONE = "no agent of this job answers there"
-
-
 def stop(job: FoundJob) -> list[str]:
     """End the job as Ctrl-C in its launcher does (exit code 130 everywhere); returns once no member is there any more.
 
@@ -179,9 +170,9 @@ async def _stop(job: FoundJob) -> list[str]:
     credentials = Credentials(job.secret, job.description.job)
     deadline, rest, told = time.monotonic() + STOP_LIMIT_S, job.description.hellos, False
     while True:
-        states = await asyncio.gather(*(_tell(hello, credentials) for hello in rest))
-        there = [hello for hello, state in zip(rest, states, strict=True) if state is Presence.THERE]
-        rest = [hello for hello, state in zip(rest, states, strict=True) if state is not Presence.GONE]
+        answers = await asyncio.gather(*(_ends(hello, credentials) for hello in rest))
+        there = [hello for hello, ends in zip(rest, answers, strict=True) if ends]
+        rest = [hello for hello, ends in zip(rest, answers, strict=True) if ends is not False]
         told = told or bool(there)
         if not told:
             raise TransportError("no member took the request", remedy="ask again in a moment")
@@ -193,15 +184,16 @@ async def _stop(job: FoundJob) -> list[str]:
         await asyncio.sleep(STOP_POLL_S)
 
 
-async def _tell(hello: Hello, credentials: Credentials) -> Presence:
+async def _ends(hello: Hello, credentials: Credentials) -> bool | None:
+    """Ask a member to end the job: True if it does, False if no agent of this job is there, None without an answer."""
     try:
         answer = await ask(hello.control, credentials, Stop(os.uname().nodename), ASK_S)
     except ConnectionClosed as error:
         answered = error.__cause__ is None or isinstance(error.__cause__, (ConnectionError, EOFError))
-        return Presence.GONE if answered else Presence.SILENT
+        return False if answered else None
     except TransportError:  # its port is another's by now
-        return Presence.GONE
-    return Presence.THERE if isinstance(answer, Stopping) else Presence.GONE  # who arrives just now finds nobody
+        return False
+    return isinstance(answer, Stopping)  # who arrives just now finds nobody
 
 
 def _listed(hellos: Sequence[Hello]) -> str:

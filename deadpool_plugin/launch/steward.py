@@ -189,16 +189,6 @@ def _began(pid: int) -> int:
         return 0
 
 
-def check(prepare: Prepare) -> None:
-    """Check, before the job starts anywhere, that nothing would stop it on this host. Raises: ConfigError."""
-    if differs := first_difference(versions(), prepare.versions):
-        package, here, there = differs
-        raise ConfigError(f"{package} is {here} here and {there} where it was launched", "the same", "install it alike")
-    roles.check_versions()
-    if missing := missing_file(prepare.command, Path.cwd()):
-        raise ConfigError(missing, "the training script, on every host", "copy it there")
-
-
 def main() -> int:
     """Entry point; the exit code."""
     ear = Ear(sys.stdin.fileno())
@@ -211,7 +201,13 @@ def main() -> int:
     for number in ENDING:
         signal.signal(number, _exit)
     try:
-        check(prepare)
+        if differs := first_difference(versions(), prepare.versions):
+            package, here, there = differs
+            found = f"{package} is {here} here and {there} where it was launched"
+            raise ConfigError(found, "the same", "install it alike")
+        roles.check_versions()
+        if missing := missing_file(prepare.command, Path.cwd()):
+            raise ConfigError(missing, "the training script, on every host", "copy it there")
         with job_files.installed(prepare.job, prepare.config, prepare.secret) as folder:
             config = load(folder / job_files.CONFIG)
             roles.check_host(config)

@@ -18,6 +18,7 @@ from support.stand_in import fake
 from deadpool_plugin import config, events
 from deadpool_plugin.errors import ConfigError
 from deadpool_plugin.host import proc
+from deadpool_plugin.host.output import say
 from deadpool_plugin.launch import job_files, launcher, remote, steward_protocol
 from deadpool_plugin.launch.outcome import Outcome
 from deadpool_plugin.launch.remote import shell_command
@@ -152,6 +153,11 @@ def test_what_all_hosts_say_is_said_once(job, tmp_path):
         job(hosts=["h1", "h2"])
     missing = f"there is no file s.py in {tmp_path}; expected the training script, on every host; to do: copy it there"
     assert str(refused.value) == f"h1, h2: {missing}"
+
+
+def test_each_line_of_what_several_hosts_say_is_ours(capfd):
+    say("\n".join(["h1: one; to do: this", "h2: other; to do: that"]), to=sys.stderr)
+    assert capfd.readouterr().err == "[deadpool] h1: one; to do: this\n[deadpool] h2: other; to do: that\n"
 
 
 def test_what_ssh_said_last_is_told_though_a_shared_connection_keeps_its_pipe(monkeypatch):
