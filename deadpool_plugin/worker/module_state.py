@@ -39,8 +39,9 @@ class _Place:
 
     def now(self) -> torch.Tensor | None:
         """Return None if it is gone, or its owners share it no more."""
-        first, *others = [owner.get(name) for owner, name in self.owners]
-        return first if all(other is first for other in others) else None
+        first, *others = self.owners
+        now = first[0].get(first[1])
+        return now if not others or all(owner.get(name) is now for owner, name in others) else None
 
     def put(self, buffer: torch.Tensor) -> None:
         self.stays = buffer
