@@ -17,12 +17,12 @@ from typing import Any
 _COPIES = [owner for name, owner in vars(glob).items() if isinstance(owner, type) and hasattr(owner, "scandir")]
 
 
-def around(original: Callable[..., Any], wrap: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function like `original` that calls `wrap(original, *args, **kwargs)`."""
+def around(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function like `original` that calls `ours(original, *args, **kwargs)`."""
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        return wrap(original, *args, **kwargs)
+        return ours(original, *args, **kwargs)
 
     return wrapper
 
@@ -33,19 +33,19 @@ class PatchSet:
     def __init__(self) -> None:
         self._done: list[tuple[Any, str, Any, Any]] = []
 
-    def wrap(self, wrap: Callable[..., Any], owner: Any, *names: str) -> None:
-        """Call `wrap(original, *args, **kwargs)` in the place of each function, and of the copies in Python's glob."""
+    def wrap(self, ours: Callable[..., Any], owner: Any, *names: str) -> None:
+        """Call `ours(original, *args, **kwargs)` in the place of each function, and of the copies in Python's glob."""
         for name in names:
             original = getattr(owner, name)
-            wrapper = around(original, wrap)
+            wrapper = around(original, ours)
             for one in (owner, *_COPIES):
                 if getattr(one, name, None) is original:
                     setattr(one, name, staticmethod(wrapper) if one in _COPIES else wrapper)
                     self._done.append((one, name, original, wrapper))
 
-    def wrap_open(self, wrap: Callable[..., Any]) -> None:
+    def wrap_open(self, ours: Callable[..., Any]) -> None:
         for module in (builtins, io):
-            self.wrap(wrap, module, "open")
+            self.wrap(ours, module, "open")
 
     def undo(self) -> None:
         for owner, name, original, wrapper in self._done:
