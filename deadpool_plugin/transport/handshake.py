@@ -19,12 +19,14 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..errors import PeerRefused
 from .framing import ConnectionClosed, recv_exact_async
 from .sockets import remote_name
+from .tasks import Tasks
 
 _GREETING = struct.Struct("!8s32sI16s")  # magic with the protocol's version, nonce, identity, job
 _MAGIC = b"deadpl-3"
@@ -99,8 +101,10 @@ class Unproven:
                 self._end_oldest()
             return self._changed.wait_for(lambda: self._open < self.limit, timeout_s)
 
-    async def accepted(self, listener: socket.socket) -> AsyncIterator[socket.socket]:
-        """Every connection that comes to `listener`, for ever."""
+    async def serve(
+        self, listener: socket.socket, handle: Callable[[socket.socket], Coroutine[Any, Any, None]], tasks: Tasks
+    ) -> None:
+        """Starts `handle` for every connection that comes to `listener`, for ever."""
         loop = asyncio.get_running_loop()
         while True:
             try:
@@ -109,7 +113,7 @@ class Unproven:
                 self.cannot_accept(error)
                 await asyncio.sleep(_RETRY_S)
                 continue
-            yield sock
+            tasks.start(handle(sock))
             await asyncio.sleep(0)  # accepting one that waits already does not let others run
 
     def cannot_accept(self, error: OSError) -> None:

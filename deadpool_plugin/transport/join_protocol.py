@@ -42,27 +42,27 @@ class Describe(Guest, frozen=True):
 
 
 class Reserve(Guest, frozen=True):
-    """A node id for me, please."""
+    """Question: which node id may I have?"""
 
 
 class Announce(Guest, frozen=True):
-    """I am about to join as `hello.node`; make a control link of this connection."""
+    """Question: may I join as `hello.node`, and this connection be a control link?"""
 
     hello: Hello
 
 
 class Stop(Guest, frozen=True):
-    """End the job on all hosts. `host`: where a person asked for it."""
+    """Request to end the job on all hosts. `host`: where a person asked for it."""
 
     host: str
 
 
 class JobDescription(Guest, frozen=True):
-    """All that a host must know to run the job's command as the other hosts do.
+    """Answer: all that a host must know to run the job's command as the other hosts do.
 
-    `command` is what supervisor 0 of the answering node was given, the launcher's own words included; `config` the text
-    of its configuration; `environment` what the deepspeed launcher exports to all hosts. `hellos`: every node known to
-    be there, hosts about to join included; `members`: those of `generation`. `job`: its id.
+    `command` is what supervisor 0 of the answering node was given, the launcher's own words included. `config` is the
+    text of its configuration, `environment` what the deepspeed launcher exports to all hosts. `hellos` has every node
+    known to be there, hosts about to join included; `members` those of `generation`. `job` is its id.
     """
 
     node: NodeId
@@ -79,7 +79,7 @@ class JobDescription(Guest, frozen=True):
 
 
 class Reserved(Guest, frozen=True):
-    """`node` was never used in this job, and is promised to nobody else by the answering node."""
+    """Answer: `node` was never used in this job, and is promised to nobody else by the answering node."""
 
     node: NodeId
 
@@ -95,14 +95,14 @@ class Stopping(Guest, frozen=True):
 
 
 class Busy(Guest, frozen=True):
-    """Ask again in a moment, and why. `arrives`: who answers is about to join itself, or to meet the others."""
+    """Answer: ask again in a moment. `arrives`: who answers is about to join itself, or to meet the others."""
 
     reason: str
     arrives: bool = False
 
 
 class NotAdmitted(Guest, frozen=True, tag="Refused"):
-    """Not with this node id; `for_good`: with no other either."""
+    """Answer: not with this node id; `for_good`: with no other either."""
 
     reason: str
     for_good: bool = False

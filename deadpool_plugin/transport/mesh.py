@@ -43,28 +43,26 @@ _ASKS = 2  # of a silent node, within its patience
 DIALS_MAX = 16
 """Links a node begins at a time. With hundreds of nodes on hosts that are busy starting, handshakes begun all at once
 wait for each other until their time is up; nodes that all begin with the same peer do so, too."""
+OnLost = Callable[[NodeId, str], None]
 _decoder = msgspec.msgpack.Decoder(AnyMessage)
 _log = logging.getLogger(__name__)
-
-
-OnLost = Callable[[NodeId, str], None]
 
 
 class ControlMesh:
     """Small typed messages between all nodes of a job, in order and once per pair, over links that fail loudly.
 
     Order of calls: `listen` once, `connect` once with every node's address (a host that joins a running job: `visit`
-    each member instead), then `send` and the callbacks, `close` last.
-    `on_message(node, message)` is called for each message received; `on_lost(node, reason)` once when the link to
-    a node has ended and cannot be made again, unless the node said Goodbye, or was dropped by us, or the mesh is
-    closed. Nobody listens where a process was killed: that is known within milliseconds. A host of which nothing is
-    heard has `silent_after_s`. Once `connect` was called, a node that is not in its table gets no link unless it was
-    admitted (join_protocol.py).
+    each member instead), then `send` and the callbacks, `close` last. Once `connect` was called, a node that is not in
+    its table gets no link unless it was admitted (join_protocol.py).
 
     Thread: the event loop's only.
     Args:
         credentials: shared; its `job` is known before `connect` or `visit` is called.
         bind_host, port_range: as for `listen_tcp` (for "" tell the others another address).
+        on_message: called with each message received and its node.
+        on_lost: called once when the link to a node has ended and cannot be made again, with the reason, unless the
+            node said Goodbye, or was dropped by us, or the mesh is closed. Nobody listens where a process was killed:
+            that is known within milliseconds.
         silent_after_s: a peer whose kernel acknowledges nothing for so long is lost.
         on_refused: gets each refused peer, once per host; the default logs it.
         on_guest: answers hosts that are no members.
@@ -116,12 +114,8 @@ class ControlMesh:
         """Starts to accept links; the address to tell the others."""
         self._listener = listen_tcp(*self._bind)
         self._listener.setblocking(False)
-        self._tasks.start(self._accept(self._listener))
+        self._tasks.start(self._unproven.serve(self._listener, self._welcome, self._tasks))
         return bound_address(self._listener)
-
-    async def _accept(self, listener: socket.socket) -> None:
-        async for sock in self._unproven.accepted(listener):
-            self._tasks.start(self._welcome(sock))
 
     async def _welcome(self, sock: socket.socket) -> None:
         try:
@@ -165,8 +159,7 @@ class ControlMesh:
 
     async def _entertain(self, sock: socket.socket) -> None:
         """Answer a guest; link it if it is admitted. A promised link that fails is a lost one."""
-        admitted = await join_protocol.serve(sock, self._on_guest, self._is_new)
-        if admitted is None:
+        if (admitted := await join_protocol.serve(sock, self._on_guest, self._is_new)) is None:
             return
         hello, answer = admitted
         self._expect(hello.node, hello.control)
@@ -212,8 +205,7 @@ class ControlMesh:
         channel = self._channels.get(peer)
         if channel is None or channel.connection is not link:
             return  # it comes again
-        body = channel.receive(frame)
-        if body is None:
+        if (body := channel.receive(frame)) is None:
             return
         try:
             message = _decoder.decode(body)
@@ -306,8 +298,7 @@ class ControlMesh:
         every_s = self._silent_after_s / _ASKS
         while True:
             began = loop_time()
-            _, silent = await self._why_unreachable(peer, every_s)
-            if silent:
+            if (await self._why_unreachable(peer, every_s))[1]:
                 self._on_still_silent(peer, reason)
             await asyncio.sleep(max(0.0, began + every_s - loop_time()))
 

@@ -113,7 +113,7 @@ class _Host:
         listener = await self._listen()
         listener.setblocking(False)
         tasks = Tasks()
-        tasks.start(self._accept(listener, tasks))
+        tasks.start(self._unproven.serve(listener, self._welcome, tasks))
         try:
             table = await self._table(timeout_s)
             await self._tell_all(_Table(table))
@@ -174,10 +174,6 @@ class _Host:
         """Once: a firewall, or an address that is not this host's only, shows in nothing else for minutes."""
         await asyncio.sleep(SAY_AFTER_S)
         _log.warning("still waiting at %s for node %s", self._where, self._missing())
-
-    async def _accept(self, listener: socket.socket, tasks: Tasks) -> None:
-        async for sock in self._unproven.accepted(listener):
-            tasks.start(self._welcome(sock))
 
     async def _welcome(self, sock: socket.socket) -> None:
         try:
