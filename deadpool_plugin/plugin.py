@@ -56,7 +56,6 @@ def start_live(connection: LocalConnection, config: Config, order: local.RunRank
         start, _ = context.link.receive(local.StartGroups)
         assert isinstance(start, local.StartGroups)
         context.groups.start(start.generation, start.store)
-        context.link.joined(start.generation)
     except GenerationChanged:  # the world it was for is over, and another process will begin the script
         raise SystemExit(context.wait_for_end()) from None
     context.mode = starting = Starting(context, order.rank, config.header_bytes)
@@ -91,7 +90,7 @@ def _worker_context(connection: LocalConnection, config: Config, local_rank: int
 
     groups = Groups(config.recording_limit_bytes, config.phase_timeout_s)
     adapters: list[Adapter] = [MegatronAdapter(), DeepSpeedAdapter()]
-    context = Context(AgentLink(connection), groups, adapters, local_rank=local_rank)
+    context = Context(AgentLink(connection, groups.generations), groups, adapters, local_rank=local_rank)
 
     def tell(text: str) -> None:
         if rehearses:  # nobody sees its output, and the job is not protected before it is ready
@@ -99,6 +98,6 @@ def _worker_context(connection: LocalConnection, config: Config, local_rank: int
 
     extensions.install(tell)  # not with the adapter: DeepSpeed compiles before it initialises torch.distributed
     context.install()
-    context.link.start()
+    context.link.start(context)
     context.offer_store()  # at once: if every process of the job is lost, nobody else has one
     return context

@@ -1,4 +1,4 @@
-"""The outputs of each collective of torch's ProcessGroup, and a Work that is already done.
+"""The operations of torch's ProcessGroup, what each of them writes, and the Work of one that is done.
 
 Rules of this file: every method name of ProcessGroup that moves data appears in `OPERATIONS`; a name a torch
 version lacks is simply never called. No state.
@@ -6,7 +6,7 @@ version lacks is simply never called. No state.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -18,35 +18,36 @@ Operation = tuple[str, tuple[Any, ...], dict[str, Any]]
 BATCH = "batch"
 """Our own operation: `args[0]` is a list of (name, args, kwargs) issued as one, coalesced where the backend can."""
 
-OPERATIONS = (
-    "allreduce",
-    "allreduce_coalesced",
-    "broadcast",
-    "reduce",
-    "allgather",
-    "allgather_coalesced",
-    "_allgather_base",
-    "allgather_into_tensor_coalesced",
-    "all_gather_single",
-    "all_gather_single_coalesced",
-    "gather",
-    "gather_single",
-    "gather_into_tensor",
-    "scatter",
-    "reduce_scatter",
-    "_reduce_scatter_base",
-    "reduce_scatter_single",
-    "reduce_scatter_single_coalesced",
-    "reduce_scatter_tensor_coalesced",
-    "alltoall",
-    "alltoall_base",
-    "all_to_all_single",
-    "send",
-    "recv",
-    "recv_anysource",
-    "barrier",
-    "monitored_barrier",
-)
+OPERATIONS = {
+    "allreduce": "all_reduce",
+    "allreduce_coalesced": "all_reduce_coalesced",
+    "broadcast": "broadcast",
+    "reduce": "reduce",
+    "allgather": "all_gather",
+    "allgather_coalesced": "all_gather",
+    "_allgather_base": "all_gather",
+    "allgather_into_tensor_coalesced": "all_gather",
+    "all_gather_single": "all_gather",
+    "all_gather_single_coalesced": "all_gather",
+    "gather": "gather",
+    "gather_single": "gather",
+    "gather_into_tensor": "gather",
+    "scatter": "scatter",
+    "reduce_scatter": "reduce_scatter",
+    "_reduce_scatter_base": "reduce_scatter",
+    "reduce_scatter_single": "reduce_scatter",
+    "reduce_scatter_single_coalesced": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
+    "alltoall": "all_to_all",
+    "alltoall_base": "all_to_all",
+    "all_to_all_single": "all_to_all",
+    "send": "send",
+    "recv": "recv",
+    "recv_anysource": "recv",
+    "barrier": "barrier",
+    "monitored_barrier": "barrier",
+}
+"""Names of methods, and the operation that each is a variant of."""
 READ_ONLY = frozenset({"send", "barrier", "monitored_barrier"})
 """All others write their first argument."""
 POINT_TO_POINT = frozenset({"send", "recv", "recv_anysource"})
@@ -59,19 +60,14 @@ COALESCED = {
 }
 """Made of several of the same kind, which NCCL takes as one; and what each of them is."""
 BLOCKING = frozenset({"monitored_barrier"})
-"""Operations whose call itself blocks, and which return no Work."""
+"""Operations of gloo's alone whose call itself blocks, and which return no Work."""
 
 
-def available() -> list[str]:
-    """The operations this torch's ProcessGroup has."""
-    return [name for name in OPERATIONS if hasattr(dist.ProcessGroup, name)]
-
-
-def outputs(name: str, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> list[torch.Tensor]:
+def outputs(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The tensors the operation `name` writes, in argument order."""
     if name == BATCH:
         return [tensor for part in args[0] for tensor in outputs(*part)]
-    return [] if name in READ_ONLY else tensors(_first(args, kwargs))
+    return [] if name in READ_ONLY else tensors(next(iter([*args, *kwargs.values()]), None))
 
 
 def tensors(value: Any) -> list[torch.Tensor]:
@@ -85,43 +81,43 @@ def tensors(value: Any) -> list[torch.Tensor]:
     return []
 
 
-def named_source(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
-    """The sender that the operation `name` itself names; -1 if it names none."""
-    if name != "recv":
-        return -1
-    return int(kwargs["srcRank"] if "srcRank" in kwargs else args[1])
+class HandleWork(dist.Work):
+    """The Work of an operation on a handle; done, unless it is waited for in a way of a class below.
 
+    Args: results: what `result` and the future give; source: the sender, where there is one; inner: torch's own Work,
+        as long as the operation is not done.
+    """
 
-def _first(args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
-    return next(iter([*args, *(kwargs or {}).values()]), None)
-
-
-class CompletedWork(dist.Work):
-    """A Work that is done. `results` is what `result` and the future give; `source` the sender, where there is one."""
-
-    def __init__(self, results: Iterable[torch.Tensor] = (), source: int = -1) -> None:
+    def __init__(self, results: Iterable[torch.Tensor] = (), source: int = -1, inner: Any = None) -> None:
         super().__init__()
-        self._results, self._source = list(results), source
+        self._results, self._source, self._inner = list(results), source, inner
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         return True
+
+    def when_done(self, call: Callable[[], None]) -> None:
+        """Call `call` once the operation has ended well: now, or in the wait for it."""
+        call()
 
     def is_completed(self) -> bool:
         return True
 
     def is_success(self) -> bool:
-        return True
+        return self._inner is None or self._inner.is_success()
 
-    def exception(self) -> None:
-        return None
+    def exception(self) -> Any:
+        return None if self._inner is None else self._inner.exception()
 
     def synchronize(self) -> None:
-        return None
+        if self._inner is not None:
+            self._inner.synchronize()
 
     def block_current_stream(self) -> None:
-        return None
+        if self._inner is not None:
+            self._inner.block_current_stream()
 
     def result(self) -> list[torch.Tensor]:
+        self.wait()
         return self._results
 
     def source_rank(self) -> int:
@@ -130,11 +126,12 @@ class CompletedWork(dist.Work):
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[Any]:
-        return completed_future(self._results)
+        value = self.result()
+        devices = {tensor.device for tensor in value if tensor.is_cuda}
+        future: torch.futures.Future[Any] = torch.futures.Future(devices=list(devices))
+        future.set_result(value)
+        return future
 
 
-def completed_future(value: Any) -> torch.futures.Future[Any]:
-    devices = {tensor.device for tensor in tensors(value) if tensor.is_cuda}
-    future: torch.futures.Future[Any] = torch.futures.Future(devices=list(devices))
-    future.set_result(value)
-    return future
+class CompletedWork(HandleWork):
+    """A Work that is done."""

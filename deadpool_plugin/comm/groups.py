@@ -19,82 +19,72 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
-from ..errors import GenerationChanged, InvariantViolated, Unsupported, present
+from ..errors import InvariantViolated, Unsupported, present
 from ..transport.flight_recorder import FlightRecorder
-from .collective import BATCH, BLOCKING, CompletedWork, Operation, outputs, tensors
-from .fence import Fence
-from .handle import Handle
+from .collective import BLOCKING, CompletedWork, HandleWork, outputs, tensors
+from .generations import Generations
+from .handle import Handle, Runtime
 from .network import Network
 from .pairing import is_inline, note
-from .patches import Patches
 from .record import Recorder, Replay, user_frame
-from .waits import ABANDON_S, Abandoned, BatchWork, SwapWork, in_helper
+from .waits import in_helper
 
-Dispatch = Callable[[Handle, str, tuple[Any, ...], dict[str, Any]], Any]
-
-_UNFINISHED_MAX = 512
+T = TypeVar("T")
 _REST_S = 30.0
-_LEAVE_S = 0.3
-"""For threads in the middle of issuing an operation over NCCL, before it is aborted under them."""
-
-
-def _issue(handle: Handle, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return handle.issue(name, args, kwargs)
 
 
 class Groups:
-    """One per process. Call order: install; start or rehearse; stop_recording or finish_rehearsal; then, per swap,
-    interrupt (any thread) and rebuild.
-
-    `dispatch(handle, name, args, kwargs)` is called for every operation and returns its Work; by default it issues.
-    `on_destroy` is called before torch's groups are destroyed, while they still work; `give_up` ends this process,
-    which is then replaced.
-    """
+    """One per process. Call order: `patches.install`; start or rehearse; stop_recording or finish_rehearsal; then, per
+    swap, interrupt (any thread) and rebuild. Without a worker it is its own runtime."""
 
     def __init__(self, recording_limit_bytes: int = 1 << 20, explain_timeout_s: float = 10.0) -> None:
         self.handles: list[Handle] = []
-        self.dispatch: Dispatch = _issue
-        self.on_destroy: Callable[[], None] = lambda: None
-        self.give_up: Callable[[str], NoReturn] = sys.exit
+        self.runtime: Runtime = self
+        """Whoever serves what the handles are asked; a worker puts itself here before the first group is made."""
+        self.generations = Generations(explain_timeout_s, self._connection_broke)
+        self.calls_area = memoryview(b"")
+        """Where this rank's agent looks for what the rank issues, as soon as it has an arena."""
         self._recording_limit_bytes = recording_limit_bytes
-        self._fence = Fence(explain_timeout_s)
-        self._fence.on_broken = self._connection_broke
-        self.on_broken: Callable[[int, tuple[int, ...], str], bool] = lambda generation, peers, reason: False
-        """Told of a connection that broke: its generation, to which ranks it may have led, and what torch said."""
         self._lock = threading.Lock()
         self._network: Network | None = None
         self._recorder: Recorder | None = None
         self._replay: Replay | None = None
         self._training = False
         self._books: FlightRecorder | None = None
-        self.calls_area = memoryview(b"")
-        """Where this rank's agent looks for what the rank issues, as soon as it has an arena."""
         self._created: list[tuple[int, ...]] = []
-        self._unfinished: set[SwapWork] = set()
-        self._issuing: set[int] = set()
-        """Threads that may be in a communication library just now."""
         self._bootstrap: Store | None = None
 
-    # ---- life
+    # ---- the runtime of a process without a worker
+
+    def collective(self, handle: Handle, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> HandleWork:
+        return self.issue(handle, name, args, kwargs)
+
+    def before_destroy(self) -> None:
+        """Nobody else's end is waited for."""
+
+    def connection_broke(self, generation: int, peers: tuple[int, ...], reason: str) -> bool:
+        return False
+
+    def give_up(self, reason: str) -> NoReturn:
+        sys.exit(reason)
+
+    # ---- start-up
 
     @property
     def generation(self) -> int:
-        return self._fence.current
-
-    def install(self) -> None:
-        """From here on torch.distributed makes handles, whatever backend it is asked for."""
-        Patches(self).install()
+        return self.generations.current
 
     def start(self, generation: int, store: str) -> None:
         """This process is a live rank (RANK, WORLD_SIZE): groups are connected over `store` as they are created, and
         what their operations return is recorded. Blocks: until the store answers. Raises: GenerationChanged."""
-        self._fence.enter(generation)
-        self._network = self._attempt(lambda: Network(generation, store, _own_rank()), generation)
+        self.generations.enter(generation)
+        rank = int(os.environ["RANK"])
+        self._network = self._attempt(lambda: Network(generation, store, rank, self.generations), generation)
         self._bootstrap = PrefixStore("torch", self._network.store)
         self._recorder = Recorder(self._recording_limit_bytes)
 
@@ -111,6 +101,10 @@ class Groups:
         self._recorder, self._training = None, True
         return recorder.finish(self._created)
 
+    def finish_rehearsal(self) -> None:
+        """Raises: Divergence unless everything recorded was issued."""
+        present(self._replay, "finish_rehearsal without rehearse").finish()
+
     def fact(self, question: str, ask: Callable[[], Any]) -> Any:
         """Run `ask`, which a rehearsal could not answer, for plain data: a rehearsal is told what the rank itself
         found. Raises: Divergence if that has not asked `question` in start-up."""
@@ -119,7 +113,7 @@ class Groups:
         with self.unrecorded():
             answer = ask()
         if self._recorder is not None:
-            self._recorder.fact(question, answer)
+            self._recorder.facts.append((question, answer))
         return answer
 
     @contextlib.contextmanager
@@ -131,10 +125,6 @@ class Groups:
         finally:
             self._recorder = recorder
 
-    def finish_rehearsal(self) -> None:
-        """Raises: Divergence unless everything recorded was issued."""
-        present(self._replay, "finish_rehearsal without rehearse").finish()
-
     # ---- swap
 
     def interrupt(self, generation: int) -> None:
@@ -144,22 +134,13 @@ class Groups:
         Raises: DeadpoolError if NCCL's abort does not return; the process must then be killed.
         """
         with self._lock:
-            if self._fence.announce(generation) and self._network is not None:
-                if self._network.has_nccl:
-                    self._let_issuers_leave()
+            if self.generations.announce(generation) and self._network is not None:
                 self._network.unblock()
 
-    def _let_issuers_leave(self) -> None:
-        """Nobody comes in any more; one that is caught in there is aborted all the same. Blocks: _LEAVE_S at most."""
-        deadline = time.monotonic() + _LEAVE_S
-        while self._issuing and time.monotonic() < deadline:
-            time.sleep(0.001)
-
     def _connection_broke(self, generation: int, reason: str) -> bool:
-        network = self._network
-        known = network is not None and generation == self._fence.current
-        peers = network.ranks_named(reason) if network is not None and known else ()
-        return self.on_broken(generation, peers, reason.strip().partition("\n")[0])
+        network = self._network if generation == self.generation else None
+        peers = network.ranks_named(reason) if network is not None else ()
+        return self.runtime.connection_broke(generation, peers, reason.strip().partition("\n")[0])
 
     def rebuild(self, generation: int, store: str) -> None:
         """Connect every handle again, over the store of `generation`; a rehearsing process becomes live by this.
@@ -168,40 +149,53 @@ class Groups:
         generation is announced.
         """
         self.interrupt(generation)
-        if self._fence.announced > generation:
-            raise GenerationChanged(self._fence.announced)
-        self._settle(generation)
-        rank, handles = _own_rank(), list(self.handles)
-        size = int(os.environ["WORLD_SIZE"])
+        self.generations.check(generation)
+        deadline = time.monotonic() + _REST_S
+
+        def stop() -> bool:
+            return self.generations.announced > generation or time.monotonic() > deadline
+
+        if self._network is not None and not self._network.quiesce(stop):
+            self.generations.check(generation)
+            self.runtime.give_up(f"operations in flight have not ended within {_REST_S:g} s and may still write")
+        handles, rank, size = list(self.handles), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
         def build() -> tuple[Network, list[dist.ProcessGroup]]:
-            network = Network(generation, store, rank)
+            network = Network(generation, store, rank, self.generations)
             network.gather(size)
             inners = []
             for handle in handles:
-                if self._fence.announced > generation:  # nobody waits for this thread any more
-                    raise GenerationChanged(self._fence.announced)
+                self.generations.check(generation)  # else nobody waits for this thread any more
                 inners.append(network.build(handle))
             return network, inners
 
         network, inners = self._attempt(build, generation)
         with self._lock:
-            self._fence.enter(generation)
+            self.generations.enter(generation)
             retired = _retired(handles, aborted=True)
             for handle, inner in zip(handles, inners, strict=True):
                 handle.inner, handle.abandoned = inner, False
                 handle.drop_coalescing()
             self._network, self._replay, self._recorder, self._training = network, None, None, True
-            self._issuing = set()  # whoever is left behind in there is waited for no more
-            self._note_calls(generation, handles)
-        self._refresh_stores(network.store)
+            self.begin_counting()
+        table = dist.distributed_c10d._world.pg_map
+        for handle in self.handles:  # torch hands out each group's store to whoever asks: a living one
+            if handle in table:
+                table[handle] = (table[handle][0], PrefixStore(f"torch/{handle.key}", network.store))
         _retire(retired)
 
-    def _note_calls(self, generation: int, handles: list[Handle]) -> None:
-        """All members of a group begin to count in it here: its communicator is new on all of them."""
-        counted = [handle for handle in handles if handle.size() > 1]
+    def _attempt(self, function: Callable[[], T], generation: int) -> T:
+        """`function` in a helper thread; left behind there when a generation after `generation` is announced."""
+        try:
+            return in_helper(function, self.generations, generation)
+        except RuntimeError as error:
+            self.generations.explain(error, generation)
+
+    def begin_counting(self) -> None:
+        """Count collectives from here on, as all members of a group do: its communicator is new on all of them."""
+        counted = [handle for handle in self.handles if handle.size() > 1]
         described = [(handle.key, handle.rank(), handle.size()) for handle in counted]
-        self._books = FlightRecorder(self.calls_area, generation, described)
+        self._books = FlightRecorder(self.calls_area, self.generation, described)
         for handle, book in zip(counted, self._books.records, strict=True):
             handle.calls = book
 
@@ -209,111 +203,32 @@ class Groups:
         """`step` is complete: what this rank's collectives since the newest swap come to; 0 before the first one."""
         return self._books.cut(step) if self._books is not None else 0
 
-    def _attempt(self, function: Callable[[], Any], generation: int) -> Any:
-        """`function` in a helper thread; left behind there when a generation after `generation` is announced."""
-        try:
-            return in_helper(function, lambda: self._fence.announced > generation)
-        except Abandoned:
-            raise GenerationChanged(self._fence.announced) from None
-        except RuntimeError as error:
-            self._fence.explain(error, after=generation)
-
-    def _settle(self, generation: int) -> None:
-        """Raises: GenerationChanged if one newer than `generation` is announced."""
-        began = time.monotonic()
-        for work in list(self._unfinished):
-            work.settle(began + ABANDON_S)
-        self._unfinished.clear()
-
-        def stop() -> bool:
-            return self._fence.announced > generation or time.monotonic() > began + _REST_S
-
-        if self._network is not None and not self._network.await_rest(stop):
-            if self._fence.announced > generation:
-                raise GenerationChanged(self._fence.announced)
-            self.give_up(f"operations in flight have not ended within {_REST_S:g} s and may still write")
-
-    def _refresh_stores(self, store: Store) -> None:
-        """Give torch a living store for each group, for those who ask it for one."""
-        table = dist.distributed_c10d._world.pg_map
-        for handle in self.handles:
-            if handle in table:
-                table[handle] = (table[handle][0], PrefixStore(f"torch/{handle.key}", store))
-
     # ---- operations
 
-    def issue(self, handle: Handle, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """`Handle.issue`."""
+    def issue(self, handle: Handle, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> HandleWork:
+        """Issue operation `name` on whatever is behind `handle` now; may be called again after a swap.
+
+        Raises: GenerationChanged; in a rehearsal Divergence.
+        """
         if self._replay is not None:
             written = outputs(name, args, kwargs)
-            sequence, handle.sequence = handle.sequence, handle.sequence + 1
-            return CompletedWork(written, self._replay.answer(handle.index, sequence, name, written))
-        self._fence.check()
+            source = self._replay.answer(handle.index, handle.sequence, name, written)
+            handle.sequence += 1
+            return CompletedWork(written, source)
+        self.generations.check()
+        if handle.inner is None or self._network is None:
+            raise InvariantViolated(f"{handle!r} is not connected")
         if handle.calls is not None and is_inline():
             note(handle.calls, name, args, kwargs)
+        fabric = self._network.fabric(handle.only_backend or _backend_for(handle, name, args, kwargs))
         try:
-            work = self._issue_live(handle, name, args, kwargs)
+            work = fabric.begin(handle, (name, args, kwargs))
         except RuntimeError as error:
-            self._fence.explain(error)
+            self.generations.explain(error)
         if self._recorder is not None:
-            sequence, handle.sequence = handle.sequence, handle.sequence + 1
-            self._recorder.add(handle.index, sequence, name, outputs(name, args, kwargs), work)
+            self._recorder.add(handle.index, handle.sequence, name, outputs(name, args, kwargs), work)
+            handle.sequence += 1
         return work
-
-    def _issue_live(self, handle: Handle, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        inner, network = handle.inner, self._network
-        if inner is None or network is None:
-            raise InvariantViolated(f"{handle!r} is not connected")
-        if name in BLOCKING:
-            return self._issue_blocking(handle, lambda: getattr(inner, name)(*args, **kwargs))
-        backend, operation = _backend_for(handle, args, kwargs), (name, args, kwargs)
-        if name == BATCH and backend == "gloo":
-            works = [self._issue_live(handle, *part) for part in args[0]]
-            return BatchWork(works, outputs(*operation))
-        thread = threading.get_ident()
-        self._issuing.add(thread)
-        try:
-            self._fence.check()  # after the line before: who passes here is waited for
-            generation, fabric = self._fence.current, network.fabric(backend)
-            work = fabric.begin(inner, operation, self._aside)
-            if work is None:  # it was synchronous; an abort ends it without an error, a barrier though nobody came
-                self._fence.check_since(generation)
-            return self._wrap(work, handle, operation, fabric.wait_style(name))
-        finally:
-            self._issuing.discard(thread)
-
-    def _aside(self, function: Callable[[], Any]) -> Any:
-        """Run `function`, which waits for peers inside of a library, in a thread that an announcement leaves there."""
-        generation = self._fence.current
-
-        def inside() -> Any:
-            thread = threading.get_ident()
-            self._issuing.add(thread)
-            try:
-                return function()
-            finally:
-                self._issuing.discard(thread)
-
-        try:
-            return in_helper(inside, lambda: self._fence.announced > generation)
-        except Abandoned:
-            raise GenerationChanged(self._fence.announced) from None
-
-    def _issue_blocking(self, handle: Handle, function: Callable[[], Any]) -> CompletedWork:
-        try:
-            in_helper(function, lambda: self._fence.announced > self._fence.current, ABANDON_S)
-        except Abandoned:
-            handle.abandoned = True
-            raise GenerationChanged(self._fence.announced) from None
-        return CompletedWork()
-
-    def _wrap(self, inner: Any, handle: Handle, operation: Operation, style: str) -> SwapWork | CompletedWork:
-        if inner is None:  # NCCL's synchronous operations: whatever comes on the stream comes after them
-            return CompletedWork(outputs(*operation))
-        if len(self._unfinished) > _UNFINISHED_MAX:
-            for work in [work for work in list(self._unfinished) if work.at_rest()]:
-                self._unfinished.discard(work)
-        return SwapWork(inner, handle, self._fence, operation, style=style, registry=self._unfinished)
 
     # ---- for patches
 
@@ -336,15 +251,15 @@ class Groups:
         occurrence = self._created.count(ranks)  # alike on all members, which an index over all groups is not
         key = f"{ranks[0]}+{len(ranks)}.{zlib.crc32(repr(ranks).encode()):08x}.{occurrence}"
         handle = Handle(
-            self, index=len(self._created), key=key, rank=rank, ranks=ranks, backends=backends, timeout=timeout,
-            options=options, name=name,
+            self.runtime, index=len(self._created), key=key, rank=rank, ranks=ranks, backends=backends,
+            timeout=timeout, options=options, name=name,
         )  # fmt: skip
         if self._replay is not None:
             self._replay.group(handle.index, ranks)
         else:
-            self._fence.check()
+            self.generations.check()
             network = present(self._network, "a group was created before Groups.start")
-            handle.inner = self._attempt(lambda: network.build(handle), self._fence.current)
+            handle.inner = self._attempt(lambda: network.build(handle), self.generation)
         self._created.append(ranks)
         self.handles.append(handle)
         return handle
@@ -359,16 +274,16 @@ class Groups:
         _retire(retired)
 
 
-def _backend_for(handle: Handle, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    if handle.only_backend is not None:
-        return handle.only_backend
-    options = kwargs.get("opts", args[0] if args else None)
+def _backend_for(handle: Handle, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """The backend of an operation on a group that has several: that of the device of its tensors, or of its options."""
+    if name in BLOCKING:
+        return "gloo"
     given = tensors((args, kwargs))
-    device = given[0].device if given else getattr(options, "device", None)
+    device = given[0].device if given else getattr(kwargs.get("opts", args[0] if args else None), "device", None)
     return handle.default_backend if device is None else handle.backends[device.type]
 
 
-def _retired(handles: list[Handle], *, aborted: bool) -> list[tuple[dist.ProcessGroup, bool]]:
+def _retired(handles: list[Handle], *, aborted: bool) -> list[tuple[Any, bool]]:
     """The groups behind `handles`, and whether each has to be kept for ever: a destructor would join a thread that is
     stuck in it (gloo), or abort it under members that still read from this one (NCCL, unless that has been done)."""
     return [
@@ -386,7 +301,3 @@ def _retire(inners: list[tuple[Any, bool]]) -> None:
     inners.clear()
     if droppable:
         threading.Thread(target=droppable.clear, name="deadpool-retire", daemon=True).start()
-
-
-def _own_rank() -> int:
-    return int(os.environ["RANK"])

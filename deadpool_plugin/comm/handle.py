@@ -10,17 +10,33 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
 
 from ..errors import Unsupported
-from .collective import BATCH, available
+from ..transport.flight_recorder import GroupRecord
+from .collective import BATCH, OPERATIONS, Operation
 
-if TYPE_CHECKING:
-    from ..transport.flight_recorder import GroupRecord
-    from .groups import Groups
+
+class Runtime(Protocol):
+    """The process around the handles, whose worker decides what becomes of an operation."""
+
+    def collective(self, handle: Handle, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Serve one operation: issue it, log it or answer it from a record. Returns: its Work."""
+
+    def before_destroy(self) -> None:
+        """The script is about to destroy torch's groups, which still work."""
+
+    def connection_broke(self, generation: int, peers: tuple[int, ...], reason: str) -> bool:
+        """A connection of `generation` broke, to one of the ranks `peers`. Returns: whether a new generation follows.
+
+        Args: reason: what torch said.
+        """
+
+    def give_up(self, reason: str) -> NoReturn:
+        """End this process, which is then replaced."""
 
 
 class Handle(dist.ProcessGroup):
@@ -32,7 +48,7 @@ class Handle(dist.ProcessGroup):
 
     def __init__(
         self,
-        groups: Groups,
+        runtime: Runtime,
         *,
         index: int,
         key: str,
@@ -44,11 +60,11 @@ class Handle(dist.ProcessGroup):
         name: str = "",
     ) -> None:
         super().__init__(rank, len(ranks))  # type: ignore[call-arg]  # what torch's own Python groups call
-        self._groups, self._rank = groups, rank
+        self._runtime, self._rank = runtime, rank
         self.index, self.key, self.ranks = index, key, ranks
         self.backends, self.timeout, self.options = backends, timeout, options
         names = set(backends.values())
-        self.only_backend: str | None = next(iter(names)) if len(names) == 1 else None
+        self.only_backend = next(iter(names)) if len(names) == 1 else None
         self.default_backend = "nccl" if "nccl" in names else next(iter(backends.values()))
         """The device that torch takes for operations that name none (ProcessGroup.hpp, barrier)."""
         self.inner: dist.ProcessGroup | None = None
@@ -57,32 +73,17 @@ class Handle(dist.ProcessGroup):
         self.calls: GroupRecord | None = None
         """The collectives that this rank has issued here since the newest swap."""
         self._name, self._desc = name, "undefined"
-        self._parts: dict[int, list[tuple[str, tuple[Any, ...], dict[str, Any]]]] = {}
+        self._parts: dict[int, list[Operation]] = {}
         """The state of each thread that coalesces: a save's may use the same group meanwhile."""
 
-    # ---- operations
-
-    def issue(self, name: str, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """Issue operation `name` on whatever is behind this handle now; may be called again after a swap.
-
-        Returns: a Work. Raises: GenerationChanged; in a rehearsal Divergence.
-        """
-        return self._groups.issue(self, name, args, kwargs or {})
-
-    def operate(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Collect an operation while coalescing, else hand it to the runtime. Every overridden method calls it."""
-        parts = self._parts.get(threading.get_ident())
-        if parts is not None:
-            parts.append((name, args, kwargs))
-            return None
-        return self._groups.dispatch(self, name, args, kwargs)
+    # ---- operations: `_forward` makes the others
 
     def _start_coalescing(self, device: torch.device) -> None:
         self._parts[threading.get_ident()] = []
 
     def _end_coalescing(self, device: torch.device) -> Any:
         parts = self._parts.pop(threading.get_ident(), None)
-        return self.operate(BATCH, (parts,), {}) if parts else None
+        return self._runtime.collective(self, BATCH, (parts,), {}) if parts else None
 
     def drop_coalescing(self) -> None:
         """Forget what a batch of the caller's thread that was interrupted has collected."""
@@ -115,19 +116,14 @@ class Handle(dist.ProcessGroup):
     def _device_types(self) -> list[torch.device]:
         return [torch.device(device) for device in self.backends]
 
-    @property
-    def group_name(self) -> Any:
-        return self._name
-
-    @property
-    def group_desc(self) -> str:
-        return self._desc
-
     def getGroupName(self) -> str:
         return self._name
 
     def getGroupDesc(self) -> str:
         return self._desc
+
+    group_name: Any = property(getGroupName)
+    group_desc: Any = property(getGroupDesc)
 
     def _set_group_name(self, name: str) -> None:
         self._name = name
@@ -143,16 +139,10 @@ class Handle(dist.ProcessGroup):
 
     _set_default_timeout = set_timeout
 
-    # ---- what would end the group: it is not the framework's to end
-
     def abort(self) -> None:
-        return None
+        """Do nothing: it would end the group, which is not the framework's to end. `shutdown` likewise."""
 
-    def shutdown(self) -> None:
-        return None
-
-    def _set_sequence_number_for_group(self) -> None:
-        return None
+    shutdown = _set_sequence_number_for_group = abort
 
     def _has_hooks(self) -> bool:
         return False
@@ -199,10 +189,18 @@ def _refuse(name: str) -> Callable[..., Any]:
 
 def _forward(name: str) -> Callable[..., Any]:
     def operation(self: Handle, *args: Any, **kwargs: Any) -> Any:
-        return self.operate(name, args, kwargs)
+        if self._parts and (parts := self._parts.get(threading.get_ident())) is not None:
+            parts.append((name, args, kwargs))
+            return None
+        return self._runtime.collective(self, name, args, kwargs)
 
     operation.__name__ = operation.__qualname__ = name
     return operation
+
+
+def available() -> list[str]:
+    """The operations this torch's ProcessGroup has."""
+    return [name for name in OPERATIONS if hasattr(dist.ProcessGroup, name)]
 
 
 for _name in available():

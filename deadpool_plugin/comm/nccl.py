@@ -4,7 +4,7 @@ Rules of this file: nothing here ran on more than what tests/contract/test_comm_
 - The watchdog must neither kill the process (`stall_timeout_s` stands in for its time-out) nor hold an abort up. NVLS
   is off, because it gets in the way of one.
 - An abort frees what a thread in the middle of issuing an operation still uses (NCCL's guide: "make sure no thread is
-  calling any NCCL operations"): Groups lets those leave first.
+  calling any NCCL operations"): those threads leave first.
 - A process whose abort does not return by the deadline must be killed and replaced: `unblock` raises.
 - An aborted group may be dropped: torch's destructor joins its own threads, and tells NCCL nothing more.
 - Communicators connect at their first operation, in every generation as in the first: those that are used, and a
@@ -33,10 +33,14 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Backend, DebugLevel, Store, get_debug_level
 
 from ..errors import DeadpoolError, Unsupported
-from .collective import BATCH, COALESCED, POINT_TO_POINT, Operation, tensors
-from .fabric import Aside, GroupSpec
+from .collective import BATCH, COALESCED, POINT_TO_POINT, CompletedWork, HandleWork, Operation, outputs, tensors
+from .generations import Generations
+from .handle import Handle
+from .waits import StreamWork, in_helper
 
 ABORT_DEADLINE_S = 10.0
+LEAVE_S = 0.3
+"""For threads in the middle of issuing an operation, before it is aborted under them."""
 _INVALID_USAGE = 5
 
 ENVIRONMENT = {
@@ -56,11 +60,9 @@ _RECORDER = "TORCH_NCCL_TRACE_BUFFER_SIZE"
 """A former name of TORCH_FR_BUFFER_SIZE, which counts more than that."""
 
 
-def prepare_environment() -> None:
-    """Set `ENVIRONMENT`; what the user had set otherwise is said.
-
-    Raises: Unsupported at torch's debug level DETAIL, which turns the watchdog's error handling on whatever is set.
-    """
+def _prepare_environment() -> None:
+    """Set `ENVIRONMENT`, and tell the user what it replaces. Raises: Unsupported at torch's debug level DETAIL."""
+    # which turns the watchdog's error handling on whatever is set
     if get_debug_level() == DebugLevel.DETAIL:
         raise Unsupported(
             "NCCL with TORCH_DISTRIBUTED_DEBUG=DETAIL, whose watchdog ends the process at the first error",
@@ -79,40 +81,108 @@ def prepare_environment() -> None:
 class NcclFabric:
     """All NCCL groups of one generation."""
 
-    def __init__(self) -> None:
-        prepare_environment()
-        self._nccl = _library()
+    def __init__(self, generations: Generations) -> None:
+        _prepare_environment()
+        self._nccl, self._generations = _library(), generations
         self._backends: list[Any] = []
-        self._connected: set[tuple[dist.ProcessGroup, int | None]] = set()
+        self._connected: set[tuple[Any, int | None]] = set()
         """Groups that have a communicator, and pairs in them that have one (the other member's rank)."""
+        self._issuing: set[int] = set()
+        """Threads that may be in the library just now."""
         self._over = False
 
-    def build(self, spec: GroupSpec, store: Store) -> Backend:
-        options = _options(spec)
-        backend = dist.ProcessGroupNCCL(store, spec.rank, len(spec.ranks), options)
+    def build(self, handle: Handle, store: Store) -> Backend:
+        backend = dist.ProcessGroupNCCL(store, handle.rank(), handle.size(), _options(handle))
         backend._set_sequence_number_for_group()
         self._backends.append(backend)
         return backend
 
-    def begin(self, group: dist.ProcessGroup, operation: Operation, aside: Aside) -> Any:
-        name, args, kwargs = operation
-        if name == "barrier":
-            _name_device(args, kwargs)
-        peer = _peer(*operation)
-        if (group, peer) in self._connected:
-            return self._issue(group, operation)
+    def begin(self, handle: Handle, operation: Operation) -> HandleWork:
+        group: Any = handle.inner
+        thread, generation = threading.get_ident(), self._generations.current
+        self._issuing.add(thread)
+        try:
+            self._generations.check()  # after the line before: who passes here is waited for
+            peer = _peer(*operation)
+            if operation[0] == "barrier":
+                _name_device(*operation)
+            if (group, peer) in self._connected:
+                work = self._issue(group, operation)
+            else:
+                work = self._connect(group, peer, operation)
+                self._connected.add((group, peer))
+        finally:
+            self._issuing.discard(thread)
+        if work is not None:
+            return StreamWork(work, handle, self._generations, operation)
+        # A synchronous operation: whatever comes on the stream comes after it. An abort ends it without an error, a
+        # barrier although nobody came.
+        self._generations.check(generation)
+        return CompletedWork(outputs(*operation))
+
+    def _connect(self, group: Any, peer: int | None, operation: Operation) -> Any:
+        """Issue the first `operation` of a communicator. Blocks: until the other members do; an announcement ends it.
+
+        Raises: GenerationChanged.
+        """
         device = _device(*operation)
         backend, stream = group._get_backend(device), torch.cuda.current_stream(device)
-        if peer is not None:
-            work = aside(lambda: self._connect(backend, device, stream, lambda: self._issue(group, operation)))
-        else:
-            aside(lambda: self._connect(backend, device, stream, lambda: _broadcast_nothing(backend, device)))
-            work = self._issue(group, operation)
-        self._connected.add((group, peer))
-        return work
+
+        def connect() -> Any:
+            thread = threading.get_ident()
+            self._issuing.add(thread)
+            own = torch.cuda.current_stream(device)  # of this thread, which other functions use after this one
+            try:
+                torch.cuda.set_stream(stream)  # no context manager: going back to device 0 would make a context there
+                if peer is not None:
+                    return self._issue(group, operation)
+                # NCCL drops an empty operation once the communicator is there
+                backend.broadcast([torch.empty(0, dtype=torch.uint8, device=device)])
+            finally:
+                torch.cuda.set_stream(own)
+                if self._over:  # too late for `unblock`
+                    _abort(backend, [])
+                self._issuing.discard(thread)
+
+        work = in_helper(connect, self._generations, self._generations.current)
+        return work if peer is not None else self._issue(group, operation)
+
+    def _issue(self, group: Any, operation: Operation) -> Any:
+        name, args, kwargs = operation
+        parts = _parts(name, args, kwargs)
+        if parts is None:
+            try:
+                return getattr(group, name)(*args, **kwargs)
+            except RuntimeError:
+                self._close_groups()
+                raise
+        # Several parts as one. torch's own coalesced collectives end the process when one part fails: their guard
+        # throws while it unwinds (AutoNcclGroup).
+        device = _device(*operation)
+        group._start_coalescing(device)
+        try:
+            for part, its_args, its_kwargs in parts:
+                getattr(group, part)(*its_args, **its_kwargs)
+            return group._end_coalescing(device)
+        except Exception:
+            self._close_groups()
+            # torch counts its own groups beside NCCL's (ncclActiveGroupCounter_), until one ends well
+            with contextlib.suppress(RuntimeError):
+                self._nccl.ncclGroupStart()
+                group._end_coalescing(device)
+            raise
+
+    def _close_groups(self) -> None:
+        # A failure leaves groups of NCCL's open in the thread, in which communicators made from then on are never
+        # connected. NCCL says when there is none.
+        while self._nccl.ncclGroupEnd() != _INVALID_USAGE:
+            pass
 
     def unblock(self) -> None:
         """Abort all at once: one may not end before another has (torch issue 119797)."""
+        deadline = time.monotonic() + LEAVE_S
+        while self._issuing and time.monotonic() < deadline:  # nobody comes in any more
+            time.sleep(0.001)
         self._over = True
         backends, self._backends = self._backends, []
         self._connected.clear()  # a thread that is left behind holds this object, and must not hold the groups
@@ -134,68 +204,14 @@ class NcclFabric:
                 "this process must be killed and its rank replaced",
             ) from (failed[0] if failed else None)
 
-    def _connect(
-        self, backend: Backend, device: torch.device, stream: torch.cuda.Stream, first: Callable[[], Any]
-    ) -> Any:
-        """Issue `first`, which needs a communicator that is not there, on `stream`.
-
-        Blocks: until its other members do the same, which no abort ends.
-        """
-        own = torch.cuda.current_stream(device)  # of this thread, which other functions use after this one
-        torch.cuda.set_stream(stream)  # not as a context manager: to go back to device 0 would make a context there
-        try:
-            return first()
-        finally:
-            torch.cuda.set_stream(own)
-            if self._over:  # too late for `unblock`
-                _abort(backend, [])
-
-    def _issue(self, group: dist.ProcessGroup, operation: Operation) -> Any:
-        """Issue `operation`, of several parts as one.
-
-        torch's own coalesced collectives end the process when one part fails: their guard throws while it unwinds
-        (AutoNcclGroup). A failure leaves groups of NCCL's open in the thread, in which communicators made from then on
-        are never connected; torch counts its own beside that (ncclActiveGroupCounter_), until one ends well.
-        """
-        name, args, kwargs = operation
-        parts = _parts(name, args, kwargs)
-        if parts is None:
-            try:
-                return getattr(group, name)(*args, **kwargs)
-            except RuntimeError:
-                self._close_groups()
-                raise
-        device = _device(*operation)
-        group._start_coalescing(device)
-        try:
-            for part, its_args, its_kwargs in parts:
-                getattr(group, part)(*its_args, **its_kwargs)
-            return group._end_coalescing(device)
-        except Exception:
-            self._close_groups()
-            with contextlib.suppress(RuntimeError):
-                self._nccl.ncclGroupStart()
-                group._end_coalescing(device)
-            raise
-
-    def _close_groups(self) -> None:
-        """Close what is open in this thread, until NCCL says that nothing is."""
-        while self._nccl.ncclGroupEnd() != _INVALID_USAGE:
-            pass
-
     def ranks_named(self, text: str) -> tuple[int, ...]:
-        """NCCL says in its log only which peer it was."""
-        return ()
+        return ()  # NCCL says in its log only which peer it was
 
-    def await_rest(self, stop: Callable[[], bool]) -> bool:
-        """An abort returns once its kernels have ended."""
-        return True
-
-    def wait_style(self, operation: str) -> str:
-        return "direct"
+    def quiesce(self, stop: Callable[[], bool]) -> bool:
+        return True  # an abort returns once its kernels have ended
 
 
-def _name_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _name_device(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Name the device of a barrier that names none: torch would guess it from the global rank, which on a host with
     other devices than the lost one's may be another process's. Before CUDA is in use it is guessed from LOCAL_RANK."""
     options = kwargs.get("opts", args[0] if args else None)
@@ -211,11 +227,6 @@ def _device(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.d
         named = options.device_ids if options is not None else []
         return torch.device("cuda", named[0] if named else torch.cuda.current_device())
     return tensors((args, kwargs))[0].device
-
-
-def _broadcast_nothing(backend: Any, device: torch.device) -> None:
-    """Make the group's communicator: NCCL drops an empty operation once it is there."""
-    backend.broadcast([torch.empty(0, dtype=torch.uint8, device=device)])
 
 
 def _peer(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
@@ -235,10 +246,10 @@ def _parts(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Ope
         given, options = args[1] if len(args) > 1 else kwargs["opts"], dist.AllreduceOptions()
         options.reduceOp, options.timeout, options.asyncOp = given.reduceOp, given.timeout, given.asyncOp
         return [("allreduce", ([_flat(tensor)], options), {}) for tensor in args[0]]
-    outputs, inputs, *rest = args
+    written, inputs, *rest = args
     return [
         (COALESCED[name], (_flat(output), _flat(given), *rest), kwargs)
-        for output, given in zip(outputs, inputs, strict=True)
+        for output, given in zip(written, inputs, strict=True)
     ]
 
 
@@ -273,15 +284,15 @@ def _abort(backend: Any, failed: list[BaseException]) -> None:
         failed.append(error)
 
 
-def _options(spec: GroupSpec) -> Any:
+def _options(handle: Handle) -> Any:
     options: Any = dist.ProcessGroupNCCL.Options()
-    if spec.options is not None:
-        options.is_high_priority_stream = spec.options.is_high_priority_stream
+    if handle.options is not None:
+        options.is_high_priority_stream = handle.options.is_high_priority_stream
         if hasattr(options, "config"):
-            options.config = spec.options.config
+            options.config = handle.options.config
     if hasattr(options, "config"):
         options.config.blocking = 1
-    options._timeout = spec.timeout
+    options._timeout = handle.timeout
     if hasattr(options, "global_ranks_in_group"):
-        options.global_ranks_in_group, options.group_name = list(spec.ranks), spec.key
+        options.global_ranks_in_group, options.group_name = list(handle.ranks), handle.key
     return options

@@ -10,67 +10,60 @@ import functools
 import inspect
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from ..errors import Unsupported
+from .groups import Groups
 from .handle import Handle
-
-if TYPE_CHECKING:
-    from .groups import Groups
 
 BACKEND = "deadpool"
 BACKENDS = ("gloo", "nccl")
 """Behind it: those that network.py builds."""
 
 
-@dataclass(frozen=True)
-class _Request:
-    """The options that the waist hands to our backend's creator, in the place of backend options."""
+def install(groups: Groups) -> None:
+    """From here on torch.distributed makes handles, whatever backend it is asked for; for the life of the process."""
+    patches = _Patches(groups)
+    dist.Backend.register_backend(BACKEND, patches.create, extended_api=True, devices=["cpu", "cuda"])
+    _wrap("_new_process_group_helper", patches.new_process_group_helper)
+    _wrap("_new_group_with_tag", patches.new_group_with_tag)
+    _wrap("init_process_group", patches.init_process_group)
+    _wrap("destroy_process_group", patches.destroy_process_group)
+    _wrap("batch_isend_irecv", patches.batch_isend_irecv)
+    _wrap("_set_pg_timeout", patches.set_pg_timeout)
+    if hasattr(c10d, "_maybe_attach_flight_recorder"):  # from torch 2.15 on
+        _wrap("_maybe_attach_flight_recorder", patches.maybe_attach_flight_recorder)
 
-    backends: dict[str, str]
-    options: Any
+
+def _wrap(name: str, replacement: Callable[..., Any]) -> None:
+    """Put `replacement(original, arguments)` in the place of c10d's `name`, wherever torch exports it."""
+    original = getattr(c10d, name)
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return replacement(original, bound.arguments)
+
+    for module in (c10d, dist):
+        if getattr(module, name, None) is original:
+            setattr(module, name, wrapper)
 
 
-class Patches:
-    """Installs `groups` behind torch.distributed; for the life of the process."""
+class _Patches:
+    """The replacements, each with the name of what it replaces."""
 
     def __init__(self, groups: Groups) -> None:
         self._groups = groups
 
-    def install(self) -> None:
-        dist.Backend.register_backend(BACKEND, self._create, extended_api=True, devices=["cpu", "cuda"])
-        self._wrap("_new_process_group_helper", self._new_process_group)
-        self._wrap("_new_group_with_tag", self._new_group)
-        self._wrap("init_process_group", self._init_process_group)
-        self._wrap("destroy_process_group", self._destroy_process_group)
-        self._wrap("batch_isend_irecv", self._batch_isend_irecv)
-        self._wrap("_set_pg_timeout", self._set_timeout)
-        if hasattr(c10d, "_maybe_attach_flight_recorder"):  # from torch 2.15 on
-            self._wrap("_maybe_attach_flight_recorder", self._attach_flight_recorder)
-
-    def _wrap(self, name: str, replacement: Callable[..., Any]) -> None:
-        """Put `replacement(original, arguments)` in the place of c10d's `name`, wherever torch exports it."""
-        original = getattr(c10d, name)
-        signature = inspect.signature(original)
-
-        @functools.wraps(original)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            bound = signature.bind(*args, **kwargs)
-            bound.apply_defaults()
-            return replacement(original, bound.arguments)
-
-        for module in (c10d, dist):
-            if getattr(module, name, None) is original:
-                setattr(module, name, wrapper)
-
     # ---- making groups
 
-    def _init_process_group(self, original: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    def init_process_group(self, original: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         """Rank and size are the layout's, the store is the generation's; what the caller says of them is ignored."""
         os.environ.pop("TORCH_DIST_INIT_BARRIER", None)
         if getattr(c10d, "_use_torchcomms_enabled", bool)():
@@ -91,14 +84,14 @@ class Patches:
         )
         return original(**arguments)
 
-    def _new_group(self, original: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    def new_group_with_tag(self, original: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         """A group without a time-out of its own has the default group's, not torch's 30 minutes."""
         default = c10d._get_default_group()
         if arguments["timeout"] is None and isinstance(default, Handle):
             arguments["timeout"] = default.timeout
         return original(**arguments)
 
-    def _new_process_group(self, original: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    def new_process_group_helper(self, original: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         wanted = arguments["backend"]
         if wanted == BACKEND:
             return original(**arguments)
@@ -118,7 +111,7 @@ class Patches:
                     'name "gloo", or install that torch',
                 )
         options = "backend_options" if "backend_options" in arguments else "pg_options"
-        arguments[options] = _Request(backends, arguments[options])
+        arguments[options] = (backends, arguments[options])  # which torch hands on to `create`
         arguments.update(backend=BACKEND, device_id=None)
         group, store = original(**arguments)
         if isinstance(group, Handle):
@@ -126,14 +119,14 @@ class Patches:
             c10d._world.pg_backend_config[group] = str(config)
         return group, store
 
-    def _create(self, options: Any, request: _Request) -> Handle:
+    def create(self, options: Any, request: tuple[dict[str, str], Any]) -> Handle:
         """The creator registered with torch: makes the handle that torch then uses as the group."""
+        backends, their_options = request
         ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
-        return self._groups.create(
-            options.group_rank, ranks, request.backends, options.timeout, request.options, str(options.group_id)
-        )
+        name = str(options.group_id)
+        return self._groups.create(options.group_rank, ranks, backends, options.timeout, their_options, name)
 
-    def _attach_flight_recorder(self, original: Callable[..., Any], arguments: dict[str, Any]) -> None:
+    def maybe_attach_flight_recorder(self, original: Callable[..., Any], arguments: dict[str, Any]) -> None:
         """Attach the recorder to torch's own groups only: it asks C++ for a backend, and a handle has none there.
 
         Gloo and NCCL, which are behind every handle, record their operations themselves.
@@ -143,16 +136,16 @@ class Patches:
 
     # ---- using and ending them
 
-    def _destroy_process_group(self, original: Callable[..., Any], arguments: dict[str, Any]) -> None:
+    def destroy_process_group(self, original: Callable[..., Any], arguments: dict[str, Any]) -> None:
         group = arguments["group"]
         everything = group is None or group is c10d.GroupMember.WORLD
         if everything:
-            self._groups.on_destroy()
+            self._groups.runtime.before_destroy()
         going = [handle for handle in self._groups.handles if everything or handle is group]
         original(**arguments)
         self._groups.forget(going)
 
-    def _batch_isend_irecv(self, original: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    def batch_isend_irecv(self, original: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         """torch coalesces only `type(group) is ProcessGroup`; a handle issues the batch as one operation."""
         operations = arguments["p2p_op_list"]
         group = operations[0].group if operations else None
@@ -171,7 +164,7 @@ class Patches:
             group.drop_coalescing()
         return [] if work is None else [work]
 
-    def _set_timeout(self, original: Callable[..., Any], arguments: dict[str, Any]) -> None:
+    def set_pg_timeout(self, original: Callable[..., Any], arguments: dict[str, Any]) -> None:
         group = c10d._get_default_group() if arguments["group"] is None else arguments["group"]
         if isinstance(group, Handle):
             group.set_timeout(arguments["timeout"])

@@ -11,10 +11,12 @@ raises Divergence and names the call.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import sys
 from collections import deque
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
@@ -22,6 +24,7 @@ import msgspec
 import torch
 
 from ..errors import Divergence
+from .collective import HandleWork
 
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
@@ -57,6 +60,10 @@ class OperationRecord(msgspec.Struct, array_like=True):
     outputs: list[TensorRecord] = []
     source: int = -1
 
+    def __str__(self) -> str:
+        what = f"{self.name} {_readable(self.shapes)}"
+        return f"{what}, recorded as operation {self.sequence} of group {self.group} at {self.where}"
+
 
 class Recording(msgspec.Struct, array_like=True):
     """`groups` are the member ranks of every group this rank belongs to, in creation order; `facts` are questions and
@@ -68,11 +75,10 @@ class Recording(msgspec.Struct, array_like=True):
 
 
 def encode_tensor(tensor: torch.Tensor, limit_bytes: int) -> TensorRecord:
-    dtype, shape = _signature(tensor)
     if tensor.numel() * tensor.element_size() > limit_bytes:
-        return TensorRecord(dtype, shape, None)
+        return TensorRecord(*_signature(tensor), None)
     flat = tensor.detach().contiguous().reshape(-1)
-    return TensorRecord(dtype, shape, flat.view(torch.uint8).cpu().numpy().tobytes())
+    return TensorRecord(*_signature(tensor), flat.view(torch.uint8).cpu().numpy().tobytes())
 
 
 def write_tensor(record: TensorRecord, target: torch.Tensor) -> None:
@@ -85,28 +91,27 @@ def write_tensor(record: TensorRecord, target: torch.Tensor) -> None:
 
 def user_frame() -> str:
     """ "file:line in function" of the innermost frame that is neither torch's nor ours."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame in _frames():
         path = frame.f_code.co_filename
         if not path.startswith((_OWN, _TORCH)) and not path.endswith(os.sep + "contextlib.py"):
             return f"{path}:{frame.f_lineno} in {frame.f_code.co_name}"
-        frame = frame.f_back
     return "an unknown place"
+
+
+def _frames() -> Iterator[FrameType]:
+    """The frames of this thread, from the innermost one outwards."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def _is_needed(tensor: torch.Tensor) -> bool:
     """Return whether a process that rehearses needs what an operation, which is issued right now, gives here."""
-    return tensor.dtype in INDICES or (tensor.dtype == torch.uint8 and _carries_objects())
-
-
-def _carries_objects() -> bool:
-    """Return whether one of OBJECTS is what issues an operation right now."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith((_OWN, _TORCH)):
-        if frame.f_code.co_name in OBJECTS:
-            return True
-        frame = frame.f_back
-    return False
+    if tensor.dtype != torch.uint8:
+        return tensor.dtype in INDICES
+    inner = itertools.takewhile(lambda frame: frame.f_code.co_filename.startswith((_OWN, _TORCH)), _frames())
+    return any(frame.f_code.co_name in OBJECTS for frame in inner)
 
 
 class Recorder:
@@ -115,45 +120,33 @@ class Recorder:
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes, self._indices_bytes = limit_bytes, INDICES_BYTES_MAX
         self._operations: list[OperationRecord] = []
-        self._facts: list[tuple[str, Any]] = []
-        self._pending: dict[int, tuple[Any, OperationRecord]] = {}
+        self._pending: dict[int, HandleWork] = {}
+        self.facts: list[tuple[str, Any]] = []
 
-    def add(self, group: int, sequence: int, name: str, outputs: list[torch.Tensor], work: Any) -> None:
-        """Record an operation; its values are taken when its wait succeeds (a Work without `on_done` is done)."""
+    def add(self, group: int, sequence: int, name: str, outputs: list[torch.Tensor], work: HandleWork) -> None:
+        """Record an operation; its values are taken when its wait succeeds."""
         record = OperationRecord(group, sequence, name, user_frame(), [_signature(tensor) for tensor in outputs])
         self._operations.append(record)
         needed = [_is_needed(tensor) for tensor in outputs]
-        if not hasattr(work, "on_done"):
-            self._fill(record, outputs, needed, work)
-            return
-        self._pending[id(record)] = (work, record)
+        self._pending[id(record)] = work
 
-        def done(finished: Any) -> None:
-            self._fill(record, outputs, needed, finished)
-            self._pending.pop(id(record), None)
+        def done() -> None:
+            for tensor, is_needed in zip(outputs, needed, strict=True):
+                size, limit = tensor.numel() * tensor.element_size(), self._limit_bytes
+                if is_needed and limit < size <= self._indices_bytes:
+                    self._indices_bytes -= size
+                    limit = size
+                record.outputs.append(encode_tensor(tensor, limit))
+            record.source = work.source_rank()
+            del self._pending[id(record)]
 
-        work.on_done = done
+        work.when_done(done)
 
     def finish(self, groups: list[tuple[int, ...]]) -> bytes:
         """The encoded recording; waits for operations nobody has waited for."""
-        for work, _ in list(self._pending.values()):
+        for work in list(self._pending.values()):
             work.wait()
-        return msgspec.msgpack.encode(Recording(groups, self._operations, self._facts))
-
-    def fact(self, question: str, answer: Any) -> None:
-        self._facts.append((question, answer))
-
-    def _fill(self, record: OperationRecord, outputs: list[torch.Tensor], needed: list[bool], work: Any) -> None:
-        limits = map(self._limit_of, outputs, needed)
-        record.outputs = [encode_tensor(tensor, limit) for tensor, limit in zip(outputs, limits, strict=True)]
-        record.source = work.source_rank()
-
-    def _limit_of(self, tensor: torch.Tensor, needed: bool) -> int:
-        size = tensor.numel() * tensor.element_size()
-        if not needed or not self._limit_bytes < size <= self._indices_bytes:
-            return self._limit_bytes
-        self._indices_bytes -= size
-        return size
+        return msgspec.msgpack.encode(Recording(groups, self._operations, self.facts))
 
 
 class Replay:
@@ -185,11 +178,11 @@ class Replay:
         """
         record = self._operations.get((group, sequence))
         shapes = [_signature(tensor) for tensor in outputs]
-        if record is None or record.name != name or [tuple(shape) for shape in record.shapes] != shapes:
+        if record is None or record.name != name or record.shapes != shapes:
             raise Divergence(
                 f"the rehearsal issued {name} {_readable(shapes)} as operation {sequence} of group {group} "
                 f"at {user_frame()}",
-                self._recorded(record),
+                "none there, by the recording" if record is None else str(record),
                 ALIKE,
             )
         del self._operations[(group, sequence)]
@@ -219,18 +212,9 @@ class Replay:
         for record in self._operations.values():
             raise Divergence(
                 f"the rehearsal reached its first training call without {len(self._operations)} recorded operations",
-                f"first {self._recorded(record)}",
+                f"first {record}",
                 ALIKE,
             )
-
-    @staticmethod
-    def _recorded(record: OperationRecord | None) -> str:
-        if record is None:
-            return "none there, by the recording"
-        return (
-            f"{record.name} {_readable(record.shapes)}, recorded as operation {record.sequence} of group "
-            f"{record.group} at {record.where}"
-        )
 
 
 def _signature(tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..errors import WHOLE_STEP, Unsupported
 from . import codec
-from .adapter import CallKind
+from .adapter import MAKES_STEP, RUNS_MODEL, Bare, CallKind, Followed
 from .iterators import IteratorTable, RewindIterator
 
 DEPTH = 2
@@ -32,7 +32,7 @@ class Call:
     """One call. `run` does it (again) and returns its value; `restore_entry` puts the state before it back.
 
     `iterators`: those it may read from, and where they stood; `ends`: where they stood when it was done (what the
-    script itself reads between calls is not read again). `check_inputs` raises if what it was given was changed since.
+    script itself reads between calls is not read again). `followed`: what it executes; None of a collective.
     """
 
     name: str
@@ -41,19 +41,22 @@ class Call:
     run: Callable[[], Any]
     restore_entry: Callable[[], None]
     iterators: list[tuple[RewindIterator, int]] = field(default_factory=list)
+    followed: Followed | None = None
     ends: list[int] = field(default_factory=list)
-    check_inputs: Callable[[], None] = lambda: None
-    is_read: bool = False
-    """Whether its effects are read whatever its value is: gradients and buffers by the script, state by a snapshot."""
-    told: Callable[[Any], Any] = lambda value: value
-    """As `Followed.told`."""
 
-    def done(self) -> None:
-        self.ends = [iterator.position for iterator, _ in self.iterators]
+    @property
+    def is_read(self) -> bool:
+        """Whether its effects are read, whatever its value: gradients, buffers by the script, state by a snapshot."""
+        return self.kind in MAKES_STEP | RUNS_MODEL or not isinstance(self.followed, Bare | None)
+
+    def told(self, value: Any) -> Any:
+        """As `Followed.told`."""
+        return value if self.followed is None else self.followed.told(value)
 
     def check(self) -> None:
         """Raises: Unsupported if it cannot be done again as it was done."""
-        self.check_inputs()
+        if self.followed is not None:
+            self.followed.check()
         for (iterator, start), end in zip(self.iterators, self.ends, strict=True):
             iterator.check(start, end)
 
@@ -71,8 +74,9 @@ class CallLog:
 
     def __init__(self, first: int = 0) -> None:
         self.iterators = IteratorTable()
-        self.oldest = first
-        """The step after whose cut the oldest call kept here was made: nothing older can be gone back to."""
+        self.step = self.oldest = first
+        """Steps made, and the step after whose cut the oldest call kept here was made: nothing older can be gone back
+        to."""
         self._calls: list[Call] = []
         self._records: dict[int, list[bytes]] = {}
         self._bytes: dict[int, int] = {}
@@ -83,7 +87,7 @@ class CallLog:
 
         Encoded at once, before the script may change it. Returns: what of it such a rank cannot find, if anything.
         """
-        call.done()
+        call.ends = [iterator.position for iterator, _ in call.iterators]
         self._calls.append(call)
         records = self._records.setdefault(call.segment, [])
         if len(records) >= CALLS_MAX:
@@ -98,9 +102,9 @@ class CallLog:
         records.append(codec.encode([call.name, lacking, [], 0]))
         return lacking
 
-    def drew(self, segment: int, at_exit: Any) -> None:
+    def drew(self, at_exit: Any) -> None:
         """The script drew random numbers since the last call: who follows it draws from `at_exit` too."""
-        self._keep(segment, codec.encode([RANDOM_STATES, at_exit, [], 0]))
+        self._keep(self.step, codec.encode([RANDOM_STATES, at_exit, [], 0]))
 
     def _keep(self, segment: int, record: bytes) -> bool:
         """Return whether `record` still fits. Nothing does after one that did not: nobody may follow past it."""
@@ -121,7 +125,8 @@ class CallLog:
 
         Raises: Unsupported if it is not: at the first cuts of a job, not in its first swap.
         """
-        oldest = self.oldest = max(self.oldest, step - DEPTH)
+        self.step, oldest = step, max(self.oldest, step - DEPTH)
+        self.oldest = oldest
         self._calls = [call for call in self._calls if call.segment >= oldest]
         for kept in (self._records, self._bytes):
             for segment in [segment for segment in kept if segment < oldest]:

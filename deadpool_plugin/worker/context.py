@@ -7,11 +7,13 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch.distributed as dist
 
+from ..comm import patches
 from ..comm.groups import Groups
+from ..comm.handle import Handle
 from ..comm.store import host_store
 from ..core import local
 from ..errors import Unsupported, present
@@ -29,19 +31,23 @@ STORES_KEPT = 3
 class Mode(Protocol):
     """A way to serve calls: before the first one, live, or following. `inside`: whether one is being executed."""
 
-    inside: bool
+    @property
+    def inside(self) -> bool: ...
 
     def call(
         self, name: str, kind: CallKind, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any: ...
 
-    def collective(self, handle: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+    def collective(self, handle: Handle, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
 
     def finish(self) -> int: ...
 
 
 class Context:
-    """Created once per training process; `mode` changes as the process goes from start-up to training."""
+    """Created once per training process; `mode` changes as the process goes from start-up to training.
+
+    It is the runtime of the process's groups, and carries out the orders that the link passes on at once.
+    """
 
     mode: Mode
 
@@ -50,7 +56,6 @@ class Context:
         self._adapter: Adapter | None = None
         self.saves = saving.Saves(link, groups, lambda *call: self.mode.call(*call))
         self.tapes, self.reads = Tapes(), Reads()
-        self.steps = WholeSteps(adapters, self._call)
         self._offers_stores = local_rank == 0
         self._stores: list[Any] = []
         self._exit_code: int | None = None
@@ -58,14 +63,11 @@ class Context:
 
     def install(self) -> None:
         """Put ourselves between the script and torch.distributed, and (at its initialisation) the framework."""
-        self.groups.install()
-        self.groups.dispatch = self._dispatch
-        self.groups.on_broken = self._connection_broke
-        self.link.on_abort = self._abort
-        self.link.on_host_store = self.offer_store
+        self.groups.runtime = self
+        patches.install(self.groups)
         saving.install(self.saves)
         self.tapes.install(lambda: self.mode.inside, self.reads.note)
-        self.steps.install()
+        WholeSteps.installed = WholeSteps(self._adapters, self._call)
         original = dist.init_process_group
 
         def init_process_group(*args: Any, **kwargs: Any) -> Any:
@@ -78,7 +80,6 @@ class Context:
             return original(*args, **kwargs)
 
         dist.init_process_group = dist.distributed_c10d.init_process_group = init_process_group
-        self.groups.on_destroy, self.groups.give_up = self._before_destroy, give_up
 
     @property
     def adapter(self) -> Adapter:
@@ -98,40 +99,34 @@ class Context:
             self._adapter = adapter
         return self.mode.call(name, kind, function, args, kwargs)
 
-    def _dispatch(self, handle: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    # ---- the runtime of the groups
+
+    def collective(self, handle: Handle, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         flight = saving.own_flight.get()
         if flight is None:
             return self.mode.collective(handle, name, args, kwargs)
         flight.check()
-        return handle.issue(name, args, kwargs)
+        return self.groups.issue(handle, name, args, kwargs)
 
-    def _connection_broke(self, generation: int, peers: tuple[int, ...], reason: str) -> bool:
-        """Its agent answers with a new generation, or ends this process."""
-        self.link.send(local.ConnectionBroke(int(os.environ["RANK"]), generation, peers, reason))
-        return True
-
-    def _abort(self, generation: int) -> None:
-        """On the link's thread."""
-        self.groups.interrupt(generation)
-        self.saves.abort(generation)
-
-    def _before_destroy(self) -> None:
+    def before_destroy(self) -> None:
         error = sys.exc_info()[1]
         if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
             self.finish()  # else the script is failing: it must not wait for the others to end well
 
-    def finish(self) -> int:
-        """The script is done with its groups: serve swaps until every rank's script is. Returns the exit code.
+    def connection_broke(self, generation: int, peers: tuple[int, ...], reason: str) -> bool:
+        """Its agent answers with a new generation, or ends this process."""
+        self.link.send(local.ConnectionBroke(int(os.environ["RANK"]), generation, peers, reason))
+        return True
 
-        Reached from `destroy_process_group` or the end of the script, whichever comes first.
-        """
-        if self._exit_code is None:
-            self._exit_code = self.mode.finish()
-        return self._exit_code
+    def give_up(self, reason: str) -> NoReturn:
+        give_up(reason)
 
-    def wait_for_end(self) -> int:
-        """Block until the agent ends this process, whatever generation it is. Returns the exit code."""
-        return self.link.wait_for_end(interruptible=False)
+    # ---- orders of the agent
+
+    def abort(self, generation: int) -> None:
+        """Thread: the link's."""
+        self.groups.interrupt(generation)
+        self.saves.abort(generation)
 
     def offer_store(self) -> None:
         """Host a fresh store for the next group build and tell the agent where it listens.
@@ -145,6 +140,21 @@ class Context:
         self._stores.append(server)
         del self._stores[:-STORES_KEPT]
         self.link.send(local.StoreOffer(address))
+
+    # ---- the end
+
+    def finish(self) -> int:
+        """The script is done with its groups: serve swaps until every rank's script is. Returns the exit code.
+
+        Reached from `destroy_process_group` or the end of the script, whichever comes first.
+        """
+        if self._exit_code is None:
+            self._exit_code = self.mode.finish()
+        return self._exit_code
+
+    def wait_for_end(self) -> int:
+        """Block until the agent ends this process, whatever generation it is. Returns the exit code."""
+        return self.link.wait_for_end(interruptible=False)
 
 
 def available(adapters: Sequence[Adapter]) -> list[Adapter]:

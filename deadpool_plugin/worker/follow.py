@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..comm import collective
+from ..comm.handle import Handle
 from ..comm.record import ALIKE
 from ..core import local
 from ..errors import WHOLE_STEP, Divergence, present
@@ -88,8 +89,8 @@ class Follow:
         if record is None:
             return self._context.mode.call(name, kind, function, args, kwargs)
         _, value, pulls, read = record
-        self._check_complete(name, value)
-        self._compare(self._context.reads.take(), read, self._step + 1, name)
+        step = self._step + 1
+        self._compare(self._context.reads.take(), read, step, name)
         if kind is CallKind.SAVE:
             self._draw_alike()
             if error := codec.decode_error(value):
@@ -97,7 +98,12 @@ class Follow:
             return followed.skipped(value)
         _, stand_ins = IteratorTable().wrap(kwargs.get("data_iterator"))
         for iterator, pulled in zip([*stand_ins, *self._context.tapes], pulls, strict=True):
-            self._move(iterator, pulled, name)
+            count, digest = pulled[0], pulled[-1]
+            mine = iterator.skip(*pulled)
+            if mine is not None:
+                self._compare(mine, digest, step, name)
+            elif count:
+                self._passed_over[iterator.inner] = _Passed(count, digest, step, name)
         value = followed.skipped(value)
         if kind in MAKES_STEP:
             self._step += 1
@@ -117,36 +123,19 @@ class Follow:
             gone = ", ".join(self._files.gone)
             raise Divergence(f"{error.found}, after it missed {gone}, deleted since", error.expected, _KEEP) from error
 
-    def _move(self, iterator: RewindIterator, pulled: list[Any], name: str) -> None:
-        count, digest = pulled[0], pulled[-1]
-        mine = iterator.skip(*pulled)
-        if mine is not None:
-            self._compare(mine, digest, self._step + 1, name)
-        elif count:
-            self._passed_over[iterator.inner] = _Passed(count, digest, self._step + 1, name)
-
     def _compare(self, mine: int, recorded: int, step: int, name: str) -> None:
         if mine != recorded and self._guessed:
             read = f"the process that follows rank {self._rank} read other data for {name} of step {step}"
             raise Divergence(f"{read}, after {self._guessed}", "the batches the rank itself read", _INSTEAD)
         self._context.reads.compare(mine, recorded, self._rank, step, name)
 
-    def _prove(self) -> None:
-        """Read what the rank read last of all that was passed over. Raises: Divergence if it is something else."""
-        with rng.preserved():
-            for inner, passed in list(self._passed_over.items()):
-                mine = RewindIterator(inner).prove(passed.pulls)
-                if mine is not None:
-                    self._compare(mine, passed.digest, passed.step, passed.name)
-
-    def collective(self, handle: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def collective(self, handle: Handle, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._layout is None:
             with self._explained():
-                return handle.issue(name, args, kwargs)
+                return self._context.groups.issue(handle, name, args, kwargs)
         record = self._next_record(name)
         if record is None:
             return self._context.mode.collective(handle, name, args, kwargs)
-        self._check_complete(name, record[1])
         results, source = record[1]
         written = collective.outputs(name, args, kwargs)
         with torch.no_grad():
@@ -163,7 +152,14 @@ class Follow:
         """The record of the call `name` the script is making now; None once this process has taken over."""
         if self._context.reads.difference is not None:  # which the script has caught
             raise self._context.reads.difference
-        self._tell_guess()
+        place = "" if self._layout is None or self._guessed else self._context.adapter.guessed()
+        if place:
+            self._guessed = (
+                f"the script took a number at {place} from an output of the engine's model above 64 KiB, which "
+                "followers are not told before engine.backward"
+            )
+            text = f"{self._guessed}: after a takeover, what it makes of that is wrong; to do: {_INSTEAD}"
+            self._context.link.event("Note", text=f"rank {self._rank}: {text}")
         if self._layout is None:
             self._rehearsed()
         if not self._more():
@@ -175,32 +171,23 @@ class Follow:
             if self._guessed:
                 raise Divergence(f"{called}, after {self._guessed}", expected, _INSTEAD)
             raise Divergence(called, expected, "a script whose calls depend on the host or the time cannot be followed")
-        return record
-
-    def _tell_guess(self) -> None:
-        place = "" if self._layout is None or self._guessed else self._context.adapter.guessed()
-        if place:
-            self._guessed = (
-                f"the script took a number at {place} from an output of the engine's model above 64 KiB, which "
-                "followers are not told before engine.backward"
-            )
-            text = f"{self._guessed}: after a takeover, what it makes of that is wrong; to do: {_INSTEAD}"
-            self._context.link.event("Note", text=f"rank {self._rank}: {text}")
-
-    def _check_complete(self, name: str, value: Any) -> None:
-        if large := codec.too_large(value):
+        if large := codec.too_large(record[1]):
             raise Divergence(
                 f"{name} in the loop of step {self._step + 1} gave rank {self._rank} {large.description}",
                 "results small enough to be recorded",
                 f"keep large results out of the loop, or {WHOLE_STEP}: a spare need only know what it returns",
             )
+        return record
 
     def _more(self) -> bool:
         """Block until there is a next record, or until this process has taken over (False)."""
         while not self._records:
             if self._segments:
                 self._records.extend(codec.decode(one) for one in codec.decode(self._segments.popleft()))
-                self._tell_progress()
+                now = time.monotonic()
+                if now - self._told_at >= MOVED_EVERY_S:  # others may wait for this process as long as it moves
+                    self._told_at = now
+                    self._context.link.send(local.Moved(self._rank, self._step))
                 continue
             message, descriptors = self._context.link.receive(local.History, local.TakeOver)
             if isinstance(message, local.TakeOver):
@@ -209,13 +196,6 @@ class Follow:
             assert isinstance(message, local.History)
             self._segments.extend(message.records)
         return True
-
-    def _tell_progress(self) -> None:
-        """Others may wait for this process: it is on its way as long as it says so."""
-        now = time.monotonic()
-        if now - self._told_at >= MOVED_EVERY_S:
-            self._told_at = now
-            self._context.link.send(local.Moved(self._rank, self._step))
 
     def _draw_alike(self) -> None:
         """If the script drew random numbers after this call, it shall draw the same here."""
@@ -235,28 +215,30 @@ class Follow:
                 f"layout {self._expected_digest}, as the rank itself has it",
                 ALIKE,
             )
-        took = time.monotonic() - self._began
-        context.link.send(local.Rehearsed(self._rank, took))
+        context.link.send(local.Rehearsed(self._rank, time.monotonic() - self._began))
         context.on_built()
         if self._files is not None:
             context.saves.folders.made = self._files.own
             self._files.lift()  # before what follows wraps `open`
         self._mute.keep_files()
 
-    @torch.inference_mode(False)  # the script may be in it now, as in `Swapping._swap`
+    @torch.inference_mode(False)  # the script may be in it now, as in a swap
     def _take_over(self, order: local.TakeOver, descriptor: int) -> None:
         if self._step != order.restore_step:
             raise Divergence(
                 f"ordered to take over rank {self._rank} at step {order.restore_step} with the records of "
                 f"{self._step} steps"
             )
-        self._prove()
+        with rng.preserved():
+            for inner, passed in list(self._passed_over.items()):
+                mine = RewindIterator(inner).prove(passed.pulls)
+                if mine is not None:
+                    self._compare(mine, passed.digest, passed.step, passed.name)
         layout = present(self._layout, "a take-over before the first forward")
         slots = SlotPair.attach(descriptor, self._rank, order.header_bytes, order.payload_bytes)
         live = Live(self._context, self._rank, layout, slots, step=order.restore_step)
         self._context.mode = live
         self._mute.release_files()
         self._context.saves.folders.take_over()
-        self._context.link.joined(order.generation)
         live.newcomer(order.generation, order.store, order.restore_step)
         self._mute.lift()

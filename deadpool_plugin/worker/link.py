@@ -16,11 +16,12 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
+from ..comm.generations import Generations
 from ..core import local
 from ..core.local import LocalMessage
-from ..errors import EXIT_FENCED, EXIT_OK, GenerationChanged, present
+from ..errors import EXIT_FENCED, EXIT_OK, present
 from ..transport.framing import ConnectionClosed
 from ..transport.unix import LocalConnection
 
@@ -36,27 +37,34 @@ class JobEnded(Exception):
     """The job has ended well in the midst of a swap: all scripts had come to their end before it."""
 
 
+class Orders(Protocol):
+    """The agent's orders that are carried out at once, on the link's thread."""
+
+    def abort(self, generation: int) -> None:
+        """Announce `generation`, and unblock the main thread."""
+
+    def offer_store(self) -> None:
+        """Host another store, and send where."""
+
+
 class AgentLink:
     """Everything the agent told this worker, and `send` for the other direction.
 
     Thread: `send`, `event` and `wake` any; `wait_for_commit` the staging thread; all else the main thread.
     """
 
-    def __init__(self, connection: LocalConnection) -> None:
-        self._connection = connection
-        self._changed = threading.Condition()
+    def __init__(self, connection: LocalConnection, generations: Generations) -> None:
+        self._connection, self._generations = connection, generations
+        self._changed = generations.changed  # one condition: the main thread also waits for the next generation
         self._inbox: deque[tuple[LocalMessage, list[int]]] = deque()
-        self._aborted = self._joined = 0
         self._join: local.Join | None = None
-        self._committed = -1
         self._end_code: int | None = None
-        self.aborted_at = 0.0
-        self.on_abort: Callable[[int], None] = lambda generation: None
-        self.on_host_store: Callable[[], None] = lambda: None
+        self.committed = -1
+        """The newest step known to be committed, -1 before the first."""
 
-    def start(self) -> None:
+    def start(self, orders: Orders) -> None:
         """Begin reading (the process has a second thread from here on: no fork afterwards)."""
-        threading.Thread(target=self._read, name="deadpool-link", daemon=True).start()
+        threading.Thread(target=self._read, args=(orders,), name="deadpool-link", daemon=True).start()
 
     def send(self, message: LocalMessage) -> None:
         self._connection.send(message)
@@ -66,59 +74,37 @@ class AgentLink:
 
     # ---- reading thread
 
-    def _read(self) -> None:
+    def _read(self, orders: Orders) -> None:
         try:
-            self._read_on()
+            while True:
+                message, descriptors = self._connection.recv()
+                if isinstance(message, local.Abort):
+                    orders.abort(message.generation)
+                elif isinstance(message, local.HostStore):
+                    orders.offer_store()
+                else:
+                    self._note(message, descriptors)
         except ConnectionClosed:
             os._exit(EXIT_FENCED)
         except BaseException as error:  # a deaf worker would hang the others
             traceback.print_exc()
             give_up(f"it could not carry out its agent's order: {error}")
 
-    def _read_on(self) -> None:
-        while True:
-            message, descriptors = self._connection.recv()
-            with self._changed:
-                self._note(message, descriptors)
-                self._changed.notify_all()
-            if isinstance(message, local.Abort):
-                self.on_abort(message.generation)
-            elif isinstance(message, local.HostStore):
-                self.on_host_store()
-
     def _note(self, message: LocalMessage, descriptors: list[int]) -> None:
-        match message:
-            case local.Committed(step):
-                self._committed = max(self._committed, step)
-            case local.Abort(generation):
-                self._aborted = max(self._aborted, generation)
-                self.aborted_at = time.monotonic()
-            case local.Join(restore_step=restore_step):
-                self._join = message
-                self._committed = min(self._committed, restore_step)  # what came after it has not happened
-            case local.EndWorker(exit_code):
-                self._end_code = exit_code
-            case local.HostStore():
-                pass
-            case _:
-                self._inbox.append((message, descriptors))
+        with self._changed:
+            match message:
+                case local.Committed(step):
+                    self.committed = max(self.committed, step)
+                case local.Join(restore_step=restore_step):
+                    self._join = message
+                    self.committed = min(self.committed, restore_step)  # what came after it has not happened
+                case local.EndWorker(exit_code):
+                    self._end_code = exit_code
+                case _:
+                    self._inbox.append((message, descriptors))
+            self._changed.notify_all()
 
     # ---- main thread
-
-    @property
-    def committed(self) -> int:
-        """The newest step known to be committed, -1 before the first."""
-        return self._committed
-
-    def check(self) -> None:
-        """Raises: GenerationChanged if the agent announced one that we have not joined."""
-        if self._aborted > self._joined:
-            raise GenerationChanged(self._aborted)
-
-    def await_abort(self, generation: int) -> None:
-        """Block until the agent's word about `generation`, which it has announced otherwise already, has come."""
-        with self._changed:
-            self._changed.wait_for(lambda: max(self._aborted, self._joined) >= generation)
 
     def receive(self, *kinds: type[LocalMessage]) -> tuple[LocalMessage, list[int]]:
         """The oldest message of one of `kinds`; blocks until there is one."""
@@ -138,7 +124,7 @@ class AgentLink:
         with self._changed:
             while not done():
                 if interruptible:
-                    self.check()
+                    self._generations.check()
                 self._changed.wait()
 
     def wake(self) -> None:
@@ -148,29 +134,24 @@ class AgentLink:
     def wait_for_commit(self, step: int, cancelled: Callable[[], bool]) -> bool:
         """Staging thread: block until `step` is committed (True) or `cancelled()` (False)."""
         with self._changed:
-            self._changed.wait_for(lambda: cancelled() or self._committed >= step)
+            self._changed.wait_for(lambda: cancelled() or self.committed >= step)
             return not cancelled()
 
     def wait_for_join(self) -> local.Join:
         """Block until the agent hands over the plan of the newest announced generation, of which it hears that nothing
         is under way here any more. Raises: JobEnded."""
-        told = self._joined
+        told = self._generations.current
         with self._changed:
             while True:
                 if self._end_code == EXIT_OK:
                     raise JobEnded
-                if self._aborted > told:
-                    told = self._aborted
+                newest = self._generations.announced
+                if newest > told:
+                    told = newest
                     self.send(local.Unwound(told))
-                if self._join is not None and self._join.generation >= max(self._aborted, self._joined + 1):
-                    self._joined = self._join.generation
+                if self._join is not None and self._join.generation >= max(newest, self._generations.current + 1):
                     return self._join
                 self._changed.wait()
-
-    def joined(self, generation: int) -> None:
-        """A process that begins the script, or takes a rank over, has become part of `generation`."""
-        with self._changed:
-            self._joined = max(self._joined, generation)
 
     def wait_for_end(self, *, interruptible: bool = True) -> int:
         """Block until the agent ends this worker. Raises: GenerationChanged if `interruptible`."""

@@ -163,7 +163,7 @@ class Saves:
         """Enclose a save that no interruption of collectives ends. Raises: GenerationChanged."""
         self._inside = True
         try:
-            self.link.check()  # whoever announced that could not yet know of this
+            self._groups.generations.check()  # whoever announced that could not yet know of this
             yield
         finally:
             self._inside = False

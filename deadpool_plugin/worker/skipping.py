@@ -20,19 +20,11 @@ from torch.utils.data.dataloader import _DatasetKind, _MultiProcessingDataLoader
 from ..errors import Divergence
 from . import proof, rng
 
-_WRAPPERS: dict[type, tuple[str, str]] = {}
-_DRAWS_NOTHING: list[Callable[[Any], bool]] = []
-
-
-def look_through(wrapper: type, attribute: str, unless: str = "") -> None:
-    """Iterators of exactly this type hand out what the one in `attribute` gives, and need not be asked themselves.
-    While their attribute `unless` is true they repeat what they have given, and are not moved."""
-    _WRAPPERS[wrapper] = (attribute, unless)
-
-
-def draws_nothing(knows: Callable[[Any], bool]) -> None:
-    """`knows(data_set)`: whether reading an item of it surely draws no random numbers but from the item's index."""
-    _DRAWS_NOTHING.append(knows)
+WRAPPERS: dict[type, tuple[str, str]] = {}
+"""Iterators of exactly these types hand out what the one in their first attribute gives, and need not be asked
+themselves. While the second attribute ("": none) is true they repeat what they have given, and are not moved."""
+DRAWS_NOTHING: list[Callable[[Any], bool]] = []
+"""Each tells whether reading an item of a data set surely draws no random numbers but from the item's index."""
 
 
 def skip(
@@ -50,8 +42,8 @@ def skip(
     Returns: the digest of the items, None if they were passed over.
     """
     reader: Any = iterator
-    while type(reader) in _WRAPPERS:
-        attribute, unless = _WRAPPERS[type(reader)]
+    while type(reader) in WRAPPERS:
+        attribute, unless = WRAPPERS[type(reader)]
         if unless and getattr(reader, unless):
             return None
         reader = getattr(reader, attribute)
@@ -81,8 +73,8 @@ def prove(iterator: Iterator[Any], count: int) -> int | None:
     They are read in this process, also if the loader has others: they depend on their indices alone.
     """
     reader: Any = iterator
-    while type(reader) in _WRAPPERS:
-        reader = getattr(reader, _WRAPPERS[type(reader)][0])
+    while type(reader) in WRAPPERS:
+        reader = getattr(reader, WRAPPERS[type(reader)][0])
     if type(reader) is _Behind:
         return proof.combined(reader.catch_up(count))
     if type(reader) is not _SingleProcessDataLoaderIter or not hasattr(reader, "passed_over"):
@@ -93,7 +85,7 @@ def prove(iterator: Iterator[Any], count: int) -> int | None:
 def _is_known(reader: Any) -> bool:
     """Return whether a batch surely depends on its indices alone."""
     plain = reader._dataset_kind == _DatasetKind.Map and reader._collate_fn in (default_collate, default_convert)
-    return plain and any(knows(reader._dataset) for knows in _DRAWS_NOTHING)
+    return plain and any(knows(reader._dataset) for knows in DRAWS_NOTHING)
 
 
 def _pass_over(reader: Any) -> Any:

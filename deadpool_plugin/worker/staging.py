@@ -13,12 +13,14 @@ import queue
 import threading
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from ..core import local
-from ..errors import Unsupported
+from ..errors import Unsupported, invariant, present
 from ..mirror.arena import SlotPair
+from . import codec
 from .link import AgentLink
 
 SLOW_S, SLOW_STEPS = 1.0, 5
@@ -89,7 +91,7 @@ class Stager:
         self._error: BaseException | None = None
         self._cancel = threading.Event()
         if self._side_stream is not None:
-            _pin(slots, link)
+            self._pin()
         threading.Thread(target=self._run, name="deadpool-stager", daemon=True).start()
 
     def stage(self, step: int, generation: int, scalars: bytes, records: bytes, paired: int = 0) -> None:
@@ -107,19 +109,18 @@ class Stager:
         self._queue.put((step, generation, scalars, records, paired, self._cancel))
 
     def wait(self) -> None:
-        """Block until nothing is being staged; the shard may change afterwards. Raises: GenerationChanged."""
+        """Block until nothing is being staged: the shard may change afterwards. Report if most of a step is spent so.
+
+        Raises: GenerationChanged.
+        """
         began = time.monotonic()
         self._link.wait_until(lambda: not self._pending)
         self._check()
-        self._judge(began)
-
-    def _judge(self, began: float) -> None:
-        """Say so if training waits for mirroring most of the time: its network, or the buddy's, is too slow for it."""
         now = time.monotonic()
         waited_s, step_s = now - began, now - self._waited_at
         self._waited_at = now
         self._slow_steps = self._slow_steps + 1 if waited_s > SLOW_S and 2 * waited_s > step_s else 0
-        if self._slow_steps == SLOW_STEPS:
+        if self._slow_steps == SLOW_STEPS:  # its network, or the buddy's, is too slow for it
             text = (
                 f"training waits for mirroring: {waited_s:.1f} of {step_s:.1f} s of a step; the buddy must get "
                 "the changes of a step within the next one (is it the right network? see interface_address)"
@@ -133,6 +134,21 @@ class Stager:
         self._link.wake()
         self._link.wait_until(lambda: not self._pending, interruptible=False)
         self._check()
+
+    def state_of(self, step: int) -> Any:
+        """All of the snapshot of `step` but its shard."""
+        lacking = f"rank {self._rank} was told to restore step {step}, which its arena lacks"
+        header = present(self._slots.open(step), lacking)
+        invariant(header.layout_hash == self._layout.digest, "the snapshot was laid out for another rank or model")
+        return codec.decode(header.scalars)
+
+    def load(self, step: int) -> Any:
+        """Put the shard of the snapshot of `step` back into the live tensors; returns the rest of it."""
+        if self._slots.open(step + 1) is not None:
+            self._slots.invalidate(step + 1)
+        state = self.state_of(step)
+        self._layout.load(self._slots.payload(step))
+        return state
 
     def _check(self) -> None:
         """Raises: what the staging thread met, for the script's own traceback and exit code."""
@@ -169,17 +185,17 @@ class Stager:
                 view.copy_(tensor, non_blocking=True)
         self._side_stream.synchronize()
 
-
-def _pin(slots: SlotPair, link: AgentLink) -> None:
-    """Page-lock the arena for direct copies from the device (stays registered for the life of the process), if it can
-    be; copies are slower else."""
-    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    for step in (0, 1):
-        memory = torch.frombuffer(slots.payload(step), dtype=torch.uint8)
-        try:
-            torch.cuda.check_error(runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
-        except RuntimeError as error:
-            link.event("Note", text=f"snapshots are copied through memory that could not be page-locked: {error}")
-            with contextlib.suppress(RuntimeError):
-                torch.zeros(1, device="cuda")  # the next kernel, whoever launches it, is told of that error again
-            return
+    def _pin(self) -> None:
+        """Page-lock the arena for direct copies from the device (stays registered for the life of the process), if it
+        can be; copies are slower else."""
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        for step in (0, 1):
+            memory = torch.frombuffer(self._slots.payload(step), dtype=torch.uint8)
+            try:
+                torch.cuda.check_error(runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
+            except RuntimeError as error:
+                text = f"snapshots are copied through memory that could not be page-locked: {error}"
+                self._link.event("Note", text=text)
+                with contextlib.suppress(RuntimeError):
+                    torch.zeros(1, device="cuda")  # the next kernel, whoever launches it, is told of that error again
+                return

@@ -12,6 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from .. import versions
+from ..comm.handle import Handle
 from ..core import local
 from ..errors import WHOLE_STEP, Unsupported
 from ..mirror.arena import SlotPair
@@ -60,8 +61,8 @@ class Starting:
         self._become_live()
         return self._context.mode.call(name, kind, function, args, kwargs)
 
-    def collective(self, handle: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return handle.issue(name, args, kwargs)
+    def collective(self, handle: Handle, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._context.groups.issue(handle, name, args, kwargs)
 
     def finish(self) -> int:
         raise Unsupported(
@@ -82,12 +83,12 @@ class Starting:
             nonlocal steps
             steps += 1
             if steps == UNKNOWN_STEPS_MAX:
-                self._context.link.event(
-                    "Note",
-                    text=f"{steps} optimizer steps of rank {self._rank}, and not one training call that deadpool "
-                    f"knows: nothing is protected yet; expected {_KNOWN}; to do: train with one of these, or without "
-                    "deadpool. The script goes on unprotected, and its end is refused with exit code 78",
+                text = (
+                    f"{steps} optimizer steps of rank {self._rank}, and not one training call that deadpool knows: "
+                    f"nothing is protected yet; expected {_KNOWN}; to do: train with one of these, or without "
+                    "deadpool. The script goes on unprotected, and its end is refused with exit code 78"
                 )
+                self._context.link.event("Note", text=text)
 
         self._hook = register_optimizer_step_post_hook(stepped)
 
@@ -123,18 +124,10 @@ class Starting:
         layout = Layout(context.adapter.state.shard)
         looks = self._looks.finish() if self._looks is not None else []
         recording = codec.encode([context.groups.stop_recording(), layout.digest, looks])
-        context.link.send(
-            local.RankReady(
-                self._rank,
-                self._header_bytes,
-                layout.payload_bytes,
-                layout.digest,
-                context.adapter.state.replicas(),
-                recording,
-            )
-        )
+        sizes, replicas = (self._header_bytes, layout.payload_bytes), context.adapter.state.replicas()
+        context.link.send(local.RankReady(self._rank, *sizes, layout.digest, replicas, recording))
         _, (descriptor,) = context.link.receive(local.ArenaHandOver)
-        slots = SlotPair.attach(descriptor, self._rank, self._header_bytes, layout.payload_bytes)
+        slots = SlotPair.attach(descriptor, self._rank, *sizes)
         live = Live(context, self._rank, layout, slots, step=0)
         context.mode = live
         live.begin()

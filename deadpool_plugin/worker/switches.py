@@ -8,6 +8,7 @@ were used.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +37,11 @@ def _all() -> list[_Switch]:
     owners: list[Any] = [torch.backends, cuda.matmul, cudnn, getattr(torch.backends.mkldnn, "matmul", None)]
     owners += [getattr(cudnn, name, None) for name in ("conv", "rnn")]
     found += [_attribute(owner, "fp32_precision") for owner in owners]
+    found.append(_Switch(torch.is_grad_enabled, torch.set_grad_enabled))
+    enabled = torch.is_autocast_enabled, torch.set_autocast_enabled
+    dtype = torch.get_autocast_dtype, torch.set_autocast_dtype
+    for kind in ("cpu", "cuda"):
+        found += [_Switch(partial(read, kind), partial(write, kind)) for read, write in (enabled, dtype)]
     return found
 
 

@@ -38,7 +38,8 @@ class WholeStep(Followed):
                     "data: a graph that begins outside the function cannot be redone",
                     "do everything that leads to the loss inside it",
                 )
-            if _is_read_on(leaf):
+            # what gives something else each time it is asked, and nobody rewinds; files are written to
+            if hasattr(type(leaf), "__next__") and not isinstance(leaf, (RewoundByItself, io.IOBase)):
                 raise Unsupported(
                     f"{self.name} was given a {type(leaf).__name__} to read data from, which a redo would read on",
                     "the data themselves, or a resumable loader",
@@ -79,11 +80,6 @@ class WholeStep(Followed):
         return float(value) if isinstance(value, (int, float)) else None
 
 
-def _is_read_on(leaf: Any) -> bool:
-    """Return whether it gives something else each time it is asked, and nobody rewinds it. Files are written to."""
-    return hasattr(type(leaf), "__next__") and not isinstance(leaf, (RewoundByItself, io.IOBase))
-
-
 class WholeSteps:
     """The place where decorated functions find a training process that is protected."""
 
@@ -91,9 +87,6 @@ class WholeSteps:
 
     def __init__(self, adapters: Sequence[Adapter], call: CallOf) -> None:
         self._adapters, self._call = adapters, call
-
-    def install(self) -> None:
-        WholeSteps.installed = self
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Raises: Unsupported if there is nothing yet that a step could train."""

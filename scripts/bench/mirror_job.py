@@ -128,8 +128,8 @@ class Guards:
         import torch.distributed as dist
 
         self._proof.digest = (lambda value: 1) if variant == "undigested" else self._digest
-        groups = dist.group.WORLD._groups  # type: ignore[union-attr]
-        groups._note_calls(groups.generation, groups.handles)
+        groups = dist.group.WORLD._runtime.groups  # type: ignore[union-attr]
+        groups.begin_counting()
         if variant != "counted":
             groups._books = None
             for handle in groups.handles:
@@ -139,7 +139,7 @@ class Guards:
         """The collectives since they are counted."""
         import torch.distributed as dist
 
-        books = dist.group.WORLD._groups._books  # type: ignore[union-attr]
+        books = dist.group.WORLD._runtime.groups._books  # type: ignore[union-attr]
         return sum(book.count for book in books.books) if books is not None else 0
 
 

@@ -19,7 +19,7 @@ from unittest import mock
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, ProcessGroupGloo, Store
 
-from deadpool_plugin.comm import gloo, nccl, store as stores
+from deadpool_plugin.comm import gloo, nccl, patches, store as stores
 from deadpool_plugin.comm.collective import CompletedWork, outputs
 from deadpool_plugin.comm.groups import Groups
 
@@ -135,8 +135,8 @@ def count(layout: Layout, make_groups: Callable[[Layout], None], rank: int) -> d
         mock.patch.object(dist, "new_group", noted),
     ):
         groups = Groups()
-        groups.dispatch = lambda handle, name, args, kwargs: CompletedWork(outputs(name, args, kwargs))
-        groups.install()
+        groups.collective = lambda handle, *operation: CompletedWork(outputs(*operation))  # type: ignore[method-assign]
+        patches.install(groups)
         groups.start(0, "")
         make_groups(layout)
         groups.stop_recording()

@@ -19,6 +19,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[2]))
 
 from torch._C._distributed_c10d import TCPStore
 
+from deadpool_plugin.comm import patches
 from deadpool_plugin.comm.groups import Groups
 from deadpool_plugin.comm.handle import Handle
 
@@ -32,10 +33,10 @@ def main() -> None:
 
     def counted(handle: Handle, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         used[handle.group_desc, name] += 1
-        return handle.issue(name, args, kwargs)
+        return groups.issue(handle, name, args, kwargs)
 
-    groups.dispatch = counted
-    groups.install()
+    groups.collective = counted  # type: ignore[method-assign]
+    patches.install(groups)
     groups.start(0, f"127.0.0.1:{port}")
     sys.argv, sys.path[0] = script, str(Path(script[0]).resolve().parent)
     runpy.run_path(script[0], run_name="__main__")

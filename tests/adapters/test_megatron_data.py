@@ -56,7 +56,7 @@ def bert(corpus, cls=None, **changes):
 
 @pytest.fixture
 def loader(train_gpt, monkeypatch):
-    monkeypatch.setattr(skipping, "_DRAWS_NOTHING", [adapter._reads_by_index])
+    monkeypatch.setattr(skipping, "DRAWS_NOTHING", [adapter._reads_by_index])
 
     def make(data_set):
         torch.manual_seed(7)

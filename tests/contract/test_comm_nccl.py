@@ -32,6 +32,7 @@ from support.zygote import in_zygote
 from torch._C._distributed_c10d import ErrorType, PrefixStore
 from torch.distributed.distributed_c10d import _coalescing_manager
 
+from deadpool_plugin.comm import patches
 from deadpool_plugin.comm.groups import Groups
 from deadpool_plugin.comm.handle import Handle
 from deadpool_plugin.comm.store import host_store
@@ -63,7 +64,7 @@ def _groups(rank: int, store: str, **options: Any) -> Groups:
     become(rank, 2)
     torch.cuda.set_device(_device(rank))
     groups = Groups(**options)
-    groups.install()
+    patches.install(groups)
     groups.start(0, store)
     dist.init_process_group(BACKENDS, timeout=TIMEOUT)
     return groups
@@ -212,7 +213,7 @@ def _newcomer(cells: Cells, trained: bool = True) -> Any:
     become(1, 2)
     torch.cuda.set_device(_device(1))
     groups = Groups()
-    groups.install()
+    patches.install(groups)
     groups.rehearse(cells.recording.get())
     dist.init_process_group(BACKENDS, timeout=TIMEOUT)
     both = _both()
@@ -317,7 +318,7 @@ STEPS: dict[str, Callable[[int, torch.Tensor, torch.Tensor], Any]] = {
 def _neighbour(rank: int, name: str, hurried: bool, cells: Cells) -> Any:
     """What ended rank 0's steps, modules imported by then, and the results after the swap. Rank 1 is the victim."""
     groups, broken = _groups(rank, cells.stores[0].get(), explain_timeout_s=10.0 if hurried else 0.0), threading.Event()
-    groups.on_broken = lambda generation, peers, reason: broken.set() is None
+    groups.runtime.connection_broke = lambda *connection: broken.set() is None  # type: ignore[method-assign]
     both = _both()
     one, two = torch.ones(1 << 10, device="cuda"), torch.ones(1 << 10, device="cuda")
     recording = groups.stop_recording()

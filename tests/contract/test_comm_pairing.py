@@ -17,7 +17,7 @@ from support.forked import Cell, Fleet
 from support.zygote import in_zygote
 
 from deadpool_plugin.comm.collective import OPERATIONS, POINT_TO_POINT
-from deadpool_plugin.comm.pairing import _KINDS, code_of
+from deadpool_plugin.comm.pairing import _ALIKE, code_of
 from deadpool_plugin.comm.store import host_store
 from deadpool_plugin.core.messages import RankCalls
 from deadpool_plugin.core.pairing import differences
@@ -95,7 +95,7 @@ def test_what_is_legal_pairs_and_what_is_not_is_named(odd: str) -> None:
 
 
 def test_every_operation_of_any_torch_is_known() -> None:
-    assert set(OPERATIONS) - POINT_TO_POINT == _KINDS.keys()
+    assert {kind for name, kind in OPERATIONS.items() if name not in POINT_TO_POINT} == _ALIKE.keys()
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +12,8 @@ from support.comm import battery, become, live
 from support.forked import Cell, Fleet
 from support.zygote import in_zygote
 
-from deadpool_plugin.comm import record
+from deadpool_plugin.comm import patches, record
+from deadpool_plugin.comm.collective import CompletedWork
 from deadpool_plugin.comm.groups import Groups
 from deadpool_plugin.comm.record import Recorder, Replay, encode_tensor, write_tensor
 from deadpool_plugin.comm.store import host_store
@@ -51,7 +51,7 @@ def test_a_tensor_above_the_limit_is_recorded_without_values() -> None:
 def replayed(tensor: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Return what a rehearsal has in `target` after an operation that gave `tensor`."""
     recorder = Recorder(0)
-    recorder.add(0, 0, "broadcast", [tensor], SimpleNamespace(source_rank=lambda: -1))
+    recorder.add(0, 0, "broadcast", [tensor], CompletedWork())
     Replay(recorder.finish([(0, 1)])).answer(0, 0, "broadcast", [target])
     return target
 
@@ -96,7 +96,7 @@ def _record(rank: int, address: Cell, recording: Cell) -> Any:
 def _rehearse(rank: int, recording: bytes) -> Any:
     become(rank, 4)
     groups = Groups()
-    groups.install()
+    patches.install(groups)
     groups.rehearse(recording)
     dist.init_process_group("gloo")
     results, parameters = _startup(rank)
@@ -133,7 +133,7 @@ def _small(rank: int, address: Cell, recording: Cell) -> None:
 def _diverge(how: str, recording: bytes) -> str:
     become(1, 2)
     groups = Groups()
-    groups.install()
+    patches.install(groups)
     groups.rehearse(recording)
     dist.init_process_group("gloo")
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import types
 from typing import Any
@@ -15,7 +16,8 @@ from support.comm import TIMEOUT
 from torch._C._distributed_c10d import FakeProcessGroup
 
 from deadpool_plugin.comm import groups as groups_module, nccl
-from deadpool_plugin.comm.collective import BATCH, completed_future
+from deadpool_plugin.comm.collective import BATCH, CompletedWork
+from deadpool_plugin.comm.generations import Generations
 from deadpool_plugin.comm.groups import Groups
 from deadpool_plugin.comm.handle import Handle
 from deadpool_plugin.comm.record import Recorder, Replay
@@ -80,13 +82,17 @@ class Everything:
     def __contains__(self, connected: object) -> bool:
         return True
 
+    def clear(self) -> None: ...
+
 
 def over(inner: Any) -> tuple[Groups, Handle]:
     groups = Groups(explain_timeout_s=0.0)
-    handle = Handle(groups, index=0, key="", rank=0, ranks=(0, 1), backends={"cpu": "nccl"}, timeout=TIMEOUT)
+    handle = Handle(groups.runtime, index=0, key="", rank=0, ranks=(0, 1), backends={"cpu": "nccl"}, timeout=TIMEOUT)
     fabric: Any = nccl.NcclFabric.__new__(nccl.NcclFabric)
     fabric._nccl, fabric._backends, fabric._connected, fabric._over = inner, [inner], Everything(), False
-    handle.inner, groups._network = inner, types.SimpleNamespace(fabric=lambda name: fabric)  # type: ignore[assignment]
+    fabric._generations, fabric._issuing = groups.generations, set()
+    network: Any = types.SimpleNamespace(fabric=lambda name: fabric, unblock=fabric.unblock)
+    handle.inner, groups._network = inner, network
     return groups, handle
 
 
@@ -105,28 +111,29 @@ def test_a_plain_receive_ends_and_knows_its_sender(named: bool) -> None:
 
 
 def test_synchronous_operations_are_recorded_and_replayed() -> None:
-    def script(handle: Handle) -> list[list[float]]:
+    def script(groups: Groups, handle: Handle) -> list[list[float]]:
         alone, together = torch.zeros(2), [torch.zeros(3), torch.zeros(3)]
         handle.allreduce([alone]).wait()
-        handle.issue(BATCH, ([("allreduce", ([tensor],), {}) for tensor in together],)).wait()
+        groups.issue(handle, BATCH, ([("allreduce", ([tensor],), {}) for tensor in together],), {}).wait()
         handle.barrier().wait()
         return [tensor.tolist() for tensor in (alone, *together)]
 
     groups, handle = over(Streams())
     groups._recorder = Recorder(1 << 10)
-    expected = script(handle)
+    expected = script(groups, handle)
     recording = groups.stop_recording()
     groups, handle = over(None)
     groups._replay = Replay(recording)
-    assert script(handle) == expected == [[1.0] * 2, [1.0] * 3, [1.0] * 3]
+    assert script(groups, handle) == expected == [[1.0] * 2, [1.0] * 3, [1.0] * 3]
     groups.finish_rehearsal()
 
 
 def test_what_is_never_waited_for_is_not_kept() -> None:
-    groups, handle = over(Streams())
+    _, handle = over(Streams())
     for options in (None, asynchronous()):
-        handle.allreduce([torch.zeros(2)], options)
-    assert not groups._unfinished
+        tensor = torch.zeros(2)
+        handle.allreduce([tensor], options)
+        assert sys.getrefcount(tensor) == 2, "this frame's, and the count's own"
 
 
 @pytest.mark.parametrize(
@@ -137,10 +144,10 @@ def test_a_batch_that_fails_is_ended_once(fails: str, said: str) -> None:
     """An operation with a group of its own leaves that open too; torch forgets a batch only when one ends well."""
     inner = Streams()
     inner.refuses_to_end = fails == "end"
-    _, handle = over(inner)
+    groups, handle = over(inner)
     last = "allreduce" if fails == "end" else fails
     with pytest.raises(RuntimeError, match=said):
-        handle.issue(BATCH, ([("allreduce", ([torch.zeros(1)],), {}), (last, ([torch.zeros(1)],), {})],))
+        groups.issue(handle, BATCH, ([("allreduce", ([torch.zeros(1)],), {}), (last, ([torch.zeros(1)],), {})],), {})
     assert (inner.open_groups, inner.counted) == (0, 0)
 
 
@@ -172,16 +179,16 @@ def test_what_torch_coalesces_is_issued_as_a_batch() -> None:
 def test_an_operation_that_fails_leaves_no_group_open(name: str) -> None:
     """In an open group, this thread's later connections would only be queued."""
     inner = Streams()
-    _, handle = over(inner)
+    groups, handle = over(inner)
     with pytest.raises(dist.DistBackendError):
-        handle.issue(name, ([torch.zeros(1)],))
+        groups.issue(handle, name, ([torch.zeros(1)],), {})
     assert inner.open_groups == 0
 
 
 def test_a_synchronous_operation_that_an_abort_has_ended_says_so() -> None:
     """A barrier comes back though nobody came."""
     groups, handle = over(Streams())
-    handle.inner.barrier = lambda: groups._fence.announce(1) and None  # type: ignore[union-attr, method-assign]
+    handle.inner.barrier = lambda: groups.generations.announce(1) and None  # type: ignore[union-attr, method-assign]
     with pytest.raises(GenerationChanged):
         handle.barrier()
 
@@ -189,18 +196,18 @@ def test_a_synchronous_operation_that_an_abort_has_ended_says_so() -> None:
 def test_so_does_a_wait_that_an_abort_has_ended() -> None:
     groups, handle = over(Streams())
     work: Any = handle.allreduce([torch.zeros(1)], asynchronous())
-    work._inner = types.SimpleNamespace(wait=lambda: groups._fence.announce(1))
+    work._inner = types.SimpleNamespace(wait=lambda: groups.generations.announce(1))
     with pytest.raises(GenerationChanged):
         work.wait()
 
 
 def test_an_operation_without_tensors_is_of_the_groups_default_backend() -> None:
     both = {"cpu": "gloo", "cuda": "nccl"}
-    handle = Handle(Groups(), index=0, key="", rank=0, ranks=(0, 1), backends=both, timeout=TIMEOUT)
-    assert groups_module._backend_for(handle, (), {}) == "nccl"
+    handle = Handle(Groups().runtime, index=0, key="", rank=0, ranks=(0, 1), backends=both, timeout=TIMEOUT)
+    assert groups_module._backend_for(handle, "barrier", (), {}) == "nccl"
     on_host = dist.BarrierOptions()
     on_host.device = torch.device("cpu")
-    assert groups_module._backend_for(handle, (on_host,), {}) == "gloo"
+    assert groups_module._backend_for(handle, "barrier", (on_host,), {}) == "gloo"
 
 
 class OnDevice(torch.Tensor):
@@ -219,8 +226,8 @@ def test_a_future_knows_the_devices_of_its_tensors(monkeypatch: pytest.MonkeyPat
         def set_result(self, value: Any) -> None: ...
 
     monkeypatch.setattr(torch.futures, "Future", Future)
-    completed_future([torch.ones(1), torch.ones(1).as_subclass(OnDevice)])
-    completed_future([torch.ones(1)])
+    CompletedWork([torch.ones(1), torch.ones(1).as_subclass(OnDevice)]).get_future()
+    CompletedWork([torch.ones(1)]).get_future()
     assert asked == [[OnDevice.device], []]
 
 
@@ -246,7 +253,7 @@ def test_a_network_whose_generation_is_over_is_built_no_further(monkeypatch: pyt
     groups.handles += [handle, handle]
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(groups_module, "Network", lambda generation, store, rank: network)
+    monkeypatch.setattr(groups_module, "Network", lambda generation, store, rank, generations: network)
     with pytest.raises(GenerationChanged):
         groups.rebuild(1, "")
     network.left_behind.set()
@@ -268,7 +275,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("environment")
 def test_a_watchdog_that_would_end_the_process_is_told_otherwise(capfd: pytest.CaptureFixture[str]) -> None:
-    nccl.NcclFabric()
+    nccl.NcclFabric(Generations(explain_timeout_s=0.0))
     assert {os.environ[name] for name in nccl.ENVIRONMENT} == {"0"}
     assert capfd.readouterr().err == (
         "[deadpool] TORCH_NCCL_ASYNC_ERROR_HANDLING=1 is replaced by 0: a swap needs it\n"
@@ -281,7 +288,7 @@ def test_a_debug_level_that_tells_it_otherwise_again_is_refused() -> None:
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     try:
         with pytest.raises(Unsupported, match="TORCH_DISTRIBUTED_DEBUG=DETAIL"):
-            nccl.NcclFabric()
+            nccl.NcclFabric(Generations(explain_timeout_s=0.0))
     finally:
         dist.set_debug_level(before)
 
@@ -296,7 +303,7 @@ class Aborted:
 
 @pytest.mark.usefixtures("environment")
 def test_all_communicators_are_aborted_at_once() -> None:
-    fabric, others = nccl.NcclFabric(), threading.Barrier(3)
+    fabric, others = nccl.NcclFabric(Generations(explain_timeout_s=0.0)), threading.Barrier(3)
     fabric._backends += [Aborted(others) for _ in range(3)]
     fabric.unblock()
 
@@ -304,7 +311,7 @@ def test_all_communicators_are_aborted_at_once() -> None:
 @pytest.mark.usefixtures("environment")
 def test_an_abort_that_does_not_return_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nccl, "ABORT_DEADLINE_S", 0.05)
-    fabric = nccl.NcclFabric()
+    fabric = nccl.NcclFabric(Generations(explain_timeout_s=0.0))
     fabric._backends += [Aborted(threading.Barrier(2)), Aborted(threading.Barrier(1))]
     with pytest.raises(DeadpoolError, match="aborting 2 NCCL communicators failed: [12] of them did not return"):
         fabric.unblock()
@@ -319,7 +326,7 @@ def test_who_waits_for_a_peer_to_connect_can_leave(monkeypatch: pytest.MonkeyPat
     class Connecting(Streams):
         def broadcast(self, tensors: list[torch.Tensor]) -> None:
             assert tensors[0].numel() == 0
-            groups._fence.announce(1)
+            groups.generations.announce(1)
             there.wait()
 
         def abort(self) -> None:
@@ -340,7 +347,7 @@ def test_who_waits_for_a_peer_to_connect_can_leave(monkeypatch: pytest.MonkeyPat
 def test_nothing_is_aborted_under_a_thread_that_issues_unless_it_is_caught_there(
     monkeypatch: pytest.MonkeyPatch, leave_s: float, left: bool
 ) -> None:
-    monkeypatch.setattr(groups_module, "_LEAVE_S", leave_s)
+    monkeypatch.setattr(nccl, "LEAVE_S", leave_s)
     inside, go, found = threading.Event(), threading.Event(), list[bool]()
 
     class Connecting(Streams):
@@ -349,9 +356,11 @@ def test_nothing_is_aborted_under_a_thread_that_issues_unless_it_is_caught_there
             assert go.wait(60)
             return super().allreduce(tensors, options)
 
+        def abort(self) -> None:
+            found.append(not fabric._issuing)
+
     groups, handle = over(Connecting())
-    network: Any = groups._network
-    network.has_nccl, network.unblock = True, lambda: found.append(not groups._issuing)
+    fabric: Any = present(groups._network).fabric("nccl")
 
     def issue() -> None:
         with pytest.raises(GenerationChanged):
@@ -365,7 +374,7 @@ def test_nothing_is_aborted_under_a_thread_that_issues_unless_it_is_caught_there
     groups.interrupt(1)
     go.set()
     thread.join()
-    assert not groups._issuing and found == [left]
+    assert not fabric._issuing and found == [left]
     with pytest.raises(GenerationChanged):
         handle.allreduce([torch.zeros(2)])
 

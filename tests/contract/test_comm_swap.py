@@ -22,6 +22,7 @@ from support.comm import battery, become, live
 from support.forked import Cell, Fleet
 from support.zygote import in_zygote
 
+from deadpool_plugin.comm import patches
 from deadpool_plugin.comm.groups import Groups
 from deadpool_plugin.comm.handle import Handle
 from deadpool_plugin.comm.store import host_store
@@ -140,7 +141,7 @@ def _after(made: list[Any]) -> Any:
 def _newcomer(cells: Cells) -> Any:
     become(VICTIM, SIZE)
     groups = Groups()
-    groups.install()
+    patches.install(groups)
     groups.rehearse(cells.recording.get())
     dist.init_process_group("gloo")
     made, first = _startup(VICTIM)
@@ -220,7 +221,7 @@ def _interrupted_twice(rank: int, cells: Cells) -> Any:
 def _second_newcomer(cells: Cells) -> Any:
     become(VICTIM, SIZE)
     groups = Groups()
-    groups.install()
+    patches.install(groups)
     groups.rehearse(cells.recording.get())
     dist.init_process_group("gloo")
     made, first = _startup(VICTIM)
@@ -272,7 +273,7 @@ def _patient(rank: int, cells: Cells) -> Any:
 def _late(cells: Cells) -> Any:
     become(VICTIM, SIZE)
     groups = Groups()
-    groups.install()
+    patches.install(groups)
     groups.rehearse(cells.recording.get())
     dist.init_process_group("gloo", timeout=SHORT)
     dist.new_group(list(range(SIZE)), timeout=SHORT)

@@ -26,6 +26,7 @@ from support.forked import Cell, Fleet
 from support.zygote import in_zygote
 from torch.distributed.distributed_c10d import _coalescing_manager
 
+from deadpool_plugin.comm import patches
 from deadpool_plugin.comm.groups import Groups
 from deadpool_plugin.comm.store import host_store
 
@@ -111,7 +112,7 @@ def _counted(rank: int, of_torch: bool, stores: list[Cell]) -> dict[str, dict[st
     else:
         become(rank, 2)
         groups = Groups()
-        groups.install()
+        patches.install(groups)
         groups.start(0, stores[0].get())
         dist.init_process_group("nccl", timeout=TIMEOUT)
         groups.stop_recording()

@@ -1,4 +1,4 @@
-"""Waits that always come back, the fence around generations, and which sockets an interruption cuts."""
+"""Waits that always come back, the generations of a process, and which sockets an interruption cuts."""
 
 from __future__ import annotations
 
@@ -15,64 +15,72 @@ from support.comm import live
 from support.forked import Cell, Fleet
 from support.zygote import in_zygote
 
-from deadpool_plugin.comm.fence import Fence
+from deadpool_plugin.comm.generations import Generations
 from deadpool_plugin.comm.store import host_store
-from deadpool_plugin.comm.waits import Abandoned, SwapWork, in_helper
+from deadpool_plugin.comm.waits import HelperWork, SlicedWork, in_helper
 from deadpool_plugin.errors import GenerationChanged, StaleGeneration
+
+SAME, NEXT = Generations(explain_timeout_s=0.0), Generations(explain_timeout_s=0.0)
+NEXT.announce(1)
 
 
 def test_a_helper_hands_over_value_and_error() -> None:
-    assert in_helper(lambda: 7, lambda: False) == 7
+    assert in_helper(lambda: 7, SAME, 0) == 7
     nothing: dict[str, int] = {}
     with pytest.raises(KeyError):
-        in_helper(lambda: nothing["missing"], lambda: False)
-    assert in_helper(threading.get_ident, lambda: False) != threading.get_ident()
+        in_helper(lambda: nothing["missing"], SAME, 0)
+    assert in_helper(threading.get_ident, SAME, 0) != threading.get_ident()
 
 
 def test_a_stuck_function_is_abandoned_and_the_next_one_runs() -> None:
     release = threading.Event()
-    with pytest.raises(Abandoned):
-        in_helper(release.wait, lambda: True)
-    assert in_helper(lambda: "next", lambda: True, 60.0) == "next"
+    with pytest.raises(GenerationChanged):
+        in_helper(release.wait, NEXT, 0)
+    assert in_helper(lambda: "next", NEXT, 0, 60.0) == "next"
     release.set()
 
 
 def test_a_function_may_end_within_the_grace() -> None:
-    started, release = threading.Event(), threading.Event()
+    asked = threading.Event()
+
+    class Asked(Generations):
+        """Generations whose newest one is announced; says that somebody has looked."""
+
+        @property
+        def announced(self) -> int:  # type: ignore[override]
+            asked.set()
+            return 1
+
+        @announced.setter
+        def announced(self, generation: int) -> None: ...
 
     def function() -> str:
-        started.set()
-        release.wait()
+        asked.wait()
         return "ended"
 
-    def stop() -> bool:
-        started.wait()
-        release.set()
-        return True
-
-    assert in_helper(function, stop, 60.0) == "ended"
+    assert in_helper(function, Asked(explain_timeout_s=0.0), 0, 60.0) == "ended"
 
 
-def test_the_fence_only_moves_forward() -> None:
-    fence = Fence(explain_timeout_s=0.0)
-    fence.check()
-    assert fence.announce(1) and not fence.announce(1)
+def test_generations_only_move_forward() -> None:
+    generations = Generations(explain_timeout_s=0.0)
+    generations.check()
+    assert generations.announce(1) and not generations.announce(1)
     with pytest.raises(GenerationChanged) as caught:
-        fence.check()
+        generations.check()
     assert caught.value.generation == 1
-    assert fence.announce(3) and not fence.announce(2)
+    assert generations.announce(3) and not generations.announce(2)
     with pytest.raises(GenerationChanged):
-        fence.enter(2)
-    fence.enter(3)
-    fence.check()
-    assert fence.current == 3 and not fence.announce(3)
+        generations.enter(2)
+    generations.enter(3)
+    generations.check()
+    assert generations.current == 3 and not generations.announce(3)
 
 
 def test_an_error_is_explained_by_an_announcement() -> None:
-    fence, error = Fence(explain_timeout_s=60.0), RuntimeError("connection closed by peer")
-    threading.Thread(target=fence.announce, args=(1,)).start()
+    generations, error = Generations(explain_timeout_s=60.0), RuntimeError("connection closed by peer")
+    threading.Thread(target=generations.announce, args=(1,)).start()
     with pytest.raises(GenerationChanged) as caught:
-        fence.explain(error)
+        generations.explain(error)
     assert caught.value.__cause__ is error
 
 
@@ -94,16 +102,16 @@ def test_an_error_is_explained_by_an_announcement() -> None:
 )
 def test_an_error_of_the_transport_is_never_the_scripts(error: RuntimeError) -> None:
     """Nobody is lost and nothing was announced: it is said once, and what comes of it is waited for."""
-    fence, said = Fence(explain_timeout_s=0.0), []
+    said = []
 
     def on_broken(generation: int, reason: str) -> bool:
         said.append((generation, reason))
-        threading.Thread(target=fence.announce, args=(1,)).start()
+        threading.Thread(target=generations.announce, args=(1,)).start()
         return True
 
-    fence.on_broken = on_broken
+    generations = Generations(0.0, on_broken)
     with pytest.raises(GenerationChanged) as caught:
-        fence.explain(error)
+        generations.explain(error)
     assert caught.value.__cause__ is error and said == [(0, str(error))]
 
 
@@ -119,10 +127,9 @@ def test_an_error_of_the_transport_is_never_the_scripts(error: RuntimeError) -> 
     ids=["mismatch", "the group's time-out", "usage"],
 )
 def test_another_error_is_the_scripts(error: RuntimeError) -> None:
-    fence = Fence(explain_timeout_s=0.0)
-    fence.on_broken = lambda generation, reason: pytest.fail(reason)
+    generations = Generations(0.0, lambda generation, reason: pytest.fail(reason))
     with pytest.raises(type(error)) as caught:
-        fence.explain(error)
+        generations.explain(error)
     assert caught.value is error
 
 
@@ -145,16 +152,20 @@ class _Group:
     abandoned = False
 
 
-@pytest.mark.parametrize("style", ["slices", "helper"])
-def test_a_stuck_operation_is_abandoned_and_its_group_marked(style: str) -> None:
-    fence, group = Fence(explain_timeout_s=0.0), _Group()
+def sliced(inner: Any, group: Any, generations: Generations, operation: Any) -> SlicedWork:
+    return SlicedWork(inner, group, generations, operation, set())
+
+
+@pytest.mark.parametrize("kind", [sliced, HelperWork])
+def test_a_stuck_operation_is_abandoned_and_its_group_marked(kind: Any) -> None:
+    generations, group = Generations(explain_timeout_s=0.0), _Group()
     operation: Any = ("allreduce", ([torch.ones(1)],), {})
-    stuck: Any = _StuckWork(lambda: fence.announce(1))
-    work = SwapWork(stuck, group, fence, operation, style=style, registry=set())  # type: ignore[arg-type]
+    stuck: Any = _StuckWork(lambda: generations.announce(1))
+    work = kind(stuck, group, generations, operation)
     with pytest.raises(GenerationChanged):
         work.wait()
     assert group.abandoned
-    fence.enter(1)
+    generations.enter(1)
     with pytest.raises(StaleGeneration):
         work.wait()
 
@@ -170,10 +181,10 @@ class _FailedComposite:
 
 
 def test_a_failed_operation_that_never_completes_is_an_error_not_a_stuck_one() -> None:
-    fence, group = Fence(explain_timeout_s=60.0), _Group()
+    generations, group = Generations(explain_timeout_s=60.0), _Group()
     operation: Any = ("reduce_scatter", ([torch.ones(1)],), {})
-    work = SwapWork(_FailedComposite(), group, fence, operation, style="slices", registry=set())  # type: ignore[arg-type]
-    threading.Timer(0.5, fence.announce, args=(1,)).start()
+    work = sliced(_FailedComposite(), group, generations, operation)
+    threading.Timer(0.5, generations.announce, args=(1,)).start()
     with pytest.raises(GenerationChanged):
         work.wait()
     assert not group.abandoned
@@ -217,8 +228,8 @@ def test_every_real_operation_that_does_not_end_is_abandoned(name: str) -> None:
 
 def test_a_time_out_of_the_callers_own_is_kept() -> None:
     operation: tuple[str, tuple[Any, ...], dict[str, Any]] = ("allreduce", ([torch.ones(1)],), {})
-    fence = Fence(explain_timeout_s=0.0)
-    work = SwapWork(_StuckWork(), _Group(), fence, operation, style="slices", registry=set())  # type: ignore[arg-type]
+    generations = Generations(explain_timeout_s=0.0)
+    work = sliced(_StuckWork(), _Group(), generations, operation)
     with pytest.raises(RuntimeError, match="timed out"):
         work.wait(timedelta(milliseconds=1))
 
@@ -268,13 +279,13 @@ def _reset(rank: int, address: Cell, ready: list[Cell], said: list[Cell]) -> Any
     dist.barrier()
     broken: list[tuple[int, tuple[int, ...]]] = []
 
-    def on_broken(generation: int, peers: tuple[int, ...], reason: str) -> bool:
+    def connection_broke(generation: int, peers: tuple[int, ...], reason: str) -> bool:
         broken.append((generation, peers))
         said[rank].set()
         threading.Timer(0.0, groups.interrupt, args=(1,)).start()
         return True
 
-    groups.on_broken = on_broken
+    groups.runtime.connection_broke = connection_broke  # type: ignore[method-assign]
     ready[rank].set()
     ready[1 - rank].get()
     if rank == 0:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager
 
+from deadpool_plugin.comm import patches
 from deadpool_plugin.comm.groups import Groups
 
 from . import present
@@ -39,7 +40,7 @@ def live(rank: int, size: int, store: str, group_timeout: timedelta = TIMEOUT, *
     """A live rank of generation 0 with its default group."""
     become(rank, size)
     groups = Groups(**options)
-    groups.install()
+    patches.install(groups)
     groups.start(0, store)
     dist.init_process_group("gloo", timeout=group_timeout)
     return groups

@@ -53,7 +53,7 @@ def test_results_above_the_limit_are_not_recorded_and_nothing_after_them_until_t
     log = CallLog()
     results = [bytes(1000), bytes(3000), bytes(10)]
     lacking = [log.add(Call(f"f{number}", CallKind.PLAIN, 0, int, nothing), one) for number, one in enumerate(results)]
-    log.drew(0, bytes(10))
+    log.drew(bytes(10))
     assert lacking[0] is None and "more than" in present(lacking[1]).description and lacking[2] is not None
     first, *others = [codec.decode(one) for one in codec.decode(log.records(0))]
     assert first == ["f0", bytes(1000), [], 0]

@@ -10,6 +10,7 @@ from traceback import StackSummary
 
 import pytest
 import torch
+from support.live_rank import Rank
 from support.stand_in import fake
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -17,48 +18,13 @@ from deadpool_plugin.core import local
 from deadpool_plugin.errors import GenerationChanged
 from deadpool_plugin.worker import codec, follow, saving
 from deadpool_plugin.worker.adapter import CallKind
-from deadpool_plugin.worker.calls import CallLog
 from deadpool_plugin.worker.follow import Follow
-from deadpool_plugin.worker.live import Live
 from deadpool_plugin.worker.proof import Reads
 from deadpool_plugin.worker.starting import Starting
 
 
-class Rank(Live):
-    """One in training, of which nothing is ever committed."""
-
-    def __init__(self, step: int = 0) -> None:
-        self.inside, self.step, self._restored, self._rank = False, step, step, 3
-        self._error, self._cannot_be_followed, self._loss, self._at_exit = "", False, None, None
-        self._told_at = 0.0
-        self._versions_at_cut = None
-        self._slots = fake(announced=0)
-        self.said: list[tuple[str, str]] = []
-        self._log = CallLog(step)
-        self._context = fake(tapes=[], reads=Reads(), saves=fake(step=0, under_way=contextlib.nullcontext))
-        self._link = fake(
-            check=lambda: None,
-            await_abort=lambda generation: None,
-            committed=-1,
-            wait_until=self._wait_until,
-            wait_for_end=lambda: 0,
-            send=lambda message: None,
-            event=lambda kind, **fields: self.said.append((kind, fields["text"])),
-        )
-        self._adapter = fake(
-            guessed=lambda: "",
-            state=fake(entry_state=lambda: lambda: None, left=lambda: None, owns=lambda tensor: False),
-            rng_states=dict,
-            set_rng_states=lambda states: None,
-            loss_of=lambda value: None,
-        )
-
-    def _wait_until(self, done):
-        assert done(), "it would wait for ever"
-
-    def save(self, function):
-        call = saving.SaveCall() if function is None else function
-        return self.call(call.name, CallKind.SAVE, call, (), {})
+def save(rank, function):
+    return rank.call(function.name, CallKind.SAVE, function, (), {})
 
 
 class Save(saving.SaveCall):
@@ -76,10 +42,10 @@ class Save(saving.SaveCall):
 
 def follower(rank: Rank) -> Follow:
     """One that has the records of `rank` since its last step."""
-    context = fake(tapes=[], reads=Reads(), adapter=rank._adapter, link=rank._link)
+    context = fake(tapes=[], reads=Reads(), adapter=rank._adapter, link=rank._link, groups=rank.groups)
     one = Follow(context, 3, "", fake())
     one._layout = fake()
-    one._segments.append(rank._log.records(rank.step))
+    one._segments.append(rank._log.records(rank._log.step))
     return one
 
 
@@ -159,9 +125,9 @@ def test_what_returned_is_not_raised(outcome):
 def test_a_redo_does_a_save_again_and_its_end_is_not_the_scripts(first, again):
     rank = Rank()
     with contextlib.suppress(OSError):
-        rank.save(Save(first, again))
+        save(rank, Save(first, again))
     (call,) = rank._log.after_cut(0)
-    rank._redo(call)
+    rank._recovery.redo(call)
     expected = [] if again == "saved" else ["Note"]
     assert [kind for kind, _ in rank.said] == expected
     assert all("save after step 0, done again on rank 3 in a swap, failed" in text for _, text in rank.said)
@@ -177,10 +143,10 @@ def test_only_a_save_may_fail_in_a_redo_and_a_swap_ends_its_redo_too():
         return end
 
     rank.call("forward", CallKind.PLAIN, forward, (), {})
-    rank.save(Save("saved", GenerationChanged(2)))
+    save(rank, Save("saved", GenerationChanged(2)))
     for call, error in zip(rank._log.after_cut(0), (OSError, GenerationChanged), strict=True):
         with pytest.raises(error):
-            rank._redo(call)
+            rank._recovery.redo(call)
     assert rank.said == []
 
 
@@ -196,32 +162,33 @@ def test_a_file_whose_save_failed_is_not_written_in_a_redo(tmp_path, monkeypatch
     rank = Rank()
     saves = fake(folders=fake(file=str), written=lambda path, began, whole: None)
     with pytest.raises(OSError):
-        rank.save(saving.FileSave("torch.save", saves, str(tmp_path / "one.pt"), write))
+        save(rank, saving.FileSave("torch.save", saves, str(tmp_path / "one.pt"), write))
     for call in rank._log.after_cut(0):
-        rank._redo(call)
+        rank._recovery.redo(call)
     assert os.listdir(tmp_path) == [] and not rank.said
 
 
 def test_a_save_after_the_end_of_the_groups_waits_for_no_commit():
     rank = Rank(step=5)
-    rank._restored = 4
+    rank._recovery.restored = 4
     with pytest.raises(AssertionError, match="wait for ever"):
-        rank.save(Save("saved"))
+        save(rank, Save("saved"))
     assert rank.finish() == 0
-    assert rank.save(Save("saved")) == "saved"
+    assert save(rank, Save("saved")) == "saved"
 
 
 def test_who_follows_is_told_from_whom_a_message_came():
     work = fake(wait=lambda: True, source_rank=lambda: 5)
 
-    def issue(name, args, kwargs):
+    def issue(handle, name, args, kwargs):
         args[0][0].fill_(9)
         return work
 
     rank = Rank()
+    rank.groups.issue = issue
     for one in (rank, None):
         received = torch.zeros(2)
-        done = (one or follower(rank)).collective(fake(issue=issue), "recv_anysource", ([received], 0), {})
+        done = (one or follower(rank)).collective(fake(), "recv_anysource", ([received], 0), {})
         assert done.source_rank() == 5 and received.tolist() == [9, 9]
 
 

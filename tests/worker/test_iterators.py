@@ -163,7 +163,7 @@ class Shared(Dataset[Any]):
 
 @pytest.fixture
 def known(monkeypatch):
-    monkeypatch.setattr(skipping, "_DRAWS_NOTHING", [lambda data_set: isinstance(data_set, Shared)])
+    monkeypatch.setattr(skipping, "DRAWS_NOTHING", [lambda data_set: isinstance(data_set, Shared)])
 
 
 def test_a_single_process_loader_over_a_known_data_set_is_moved_without_reading(known):
@@ -249,8 +249,7 @@ def test_what_wraps_a_loader_is_looked_through(known, monkeypatch):
         def __next__(self):
             return next(self.inner)
 
-    monkeypatch.setattr(skipping, "_WRAPPERS", {})
-    skipping.look_through(Wrapper, "inner", unless="repeats")
+    monkeypatch.setattr(skipping, "WRAPPERS", {Wrapper: ("inner", "repeats")})
     data = Shared()
     wrapped = Wrapper(iter(DataLoader(data, num_workers=1)))
     wrapped.repeats = False

@@ -7,7 +7,9 @@ import signal
 import socket
 
 import pytest
+from support.stand_in import fake
 
+from deadpool_plugin.comm.generations import Generations
 from deadpool_plugin.core import local
 from deadpool_plugin.errors import DeadpoolError, GenerationChanged
 from deadpool_plugin.transport.unix import LocalConnection
@@ -23,9 +25,7 @@ def test_a_process_that_cannot_be_unblocked_kills_itself():
     pid = os.fork()
     if pid == 0:
         ours.close()
-        link = AgentLink(LocalConnection(theirs))
-        link.on_abort = cannot_be_aborted
-        link.start()
+        AgentLink(LocalConnection(theirs), Generations(explain_timeout_s=0.0)).start(fake(abort=cannot_be_aborted))
         signal.pause()
     theirs.close()
     LocalConnection(ours).send(local.Abort(1))
@@ -41,7 +41,8 @@ def test_a_good_end_in_the_midst_of_a_swap_ends_the_wait_for_its_plan():
         code = 99
         try:
             ours.close()
-            code = swapped(AgentLink(LocalConnection(theirs)))
+            generations = Generations(explain_timeout_s=0.0)
+            code = swapped(AgentLink(LocalConnection(theirs), generations), generations)
         finally:
             os._exit(code)
     theirs.close()
@@ -54,14 +55,14 @@ def test_a_good_end_in_the_midst_of_a_swap_ends_the_wait_for_its_plan():
     assert os.waitstatus_to_exitcode(status) == 0
 
 
-def swapped(link: AgentLink) -> int:
-    link.start()
-    link.await_abort(0)
-    link.check()
+def swapped(link: AgentLink, generations: Generations) -> int:
+    link.start(fake(abort=generations.announce))
+    generations.check_heard(0)
     link.send(local.Progress(3))
-    link.await_abort(1)  # was announced to it otherwise
     with pytest.raises(GenerationChanged):
-        link.check()
+        generations.check_heard(1)  # was announced to it otherwise
+    with pytest.raises(GenerationChanged):
+        generations.check()
     with pytest.raises(GenerationChanged):
         link.wait_for_end()
     with pytest.raises(JobEnded):

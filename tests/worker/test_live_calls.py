@@ -2,72 +2,24 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from fakecuda import control
+from support.live_rank import Rank
 from support.stand_in import fake
 from support.zygote import in_zygote
 
 from deadpool_plugin.comm import collective
-from deadpool_plugin.errors import GenerationChanged, Unsupported
+from deadpool_plugin.errors import Unsupported
 from deadpool_plugin.worker import calls, codec, copies, swap
 from deadpool_plugin.worker.adapter import CallKind, Followed
-from deadpool_plugin.worker.calls import CallLog
 from deadpool_plugin.worker.codec import TENSOR_LIMIT_BYTES
 from deadpool_plugin.worker.copies import COPIED_BYTES_MAX, Inputs
-from deadpool_plugin.worker.live import Live
-from deadpool_plugin.worker.proof import Reads
-from deadpool_plugin.worker.staging import Layout
-
-
-class Rank(Live):
-    """One that can be aborted, and whose swap does nothing."""
-
-    _slots: Any
-    _groups: Any
-
-    def __init__(self) -> None:
-        self.inside = self.aborted = False
-        self.step = self.swaps = 0
-        self._error = ""
-        self.notes: list[tuple[str, Any]] = []
-        self._cannot_be_followed, self._rank = False, 3
-        self._loss = self._at_exit = None
-        self._told_at = 0.0
-        self._versions_at_cut, self._has_noted_edit = None, False
-        self._weights = torch.zeros(3)
-        self._layout = Layout([self._weights])
-        self._slots = fake(announced=0)
-        self._groups = fake(generation=0)
-        self._log = CallLog()
-        self._context = fake(tapes=[], reads=Reads())
-        self._link = fake(
-            check=self._check,
-            await_abort=self._await_abort,
-            send=lambda message: None,
-            aborted_at=0.0,
-            event=lambda kind, **fields: self.notes.append((kind, fields.get("text"))),
-        )
-        self._adapter = fake(
-            state=fake(entry_state=lambda: lambda: None, left=lambda: None, owns=lambda tensor: False),
-            rng_states=dict,
-            set_rng_states=id,
-            loss_of=lambda value: None,
-        )
-
-    def _check(self) -> None:
-        if self.aborted:
-            raise GenerationChanged(1)
-
-    def _await_abort(self, generation: int) -> None:
-        self.aborted = self.aborted or generation > self.swaps
-
-    def _swap(self) -> None:
-        self.aborted = False
-        self.swaps += 1
+from deadpool_plugin.worker.swap import Recovery
 
 
 def test_what_a_call_returns_after_its_communicators_were_cut_is_not_believed():
@@ -75,7 +27,8 @@ def test_what_a_call_returns_after_its_communicators_were_cut_is_not_believed():
 
     def forward():
         value = next(values)
-        rank.aborted = value == "cut short"
+        if value == "cut short":
+            rank.generations.announce(1)
         return value
 
     assert rank.call("forward", CallKind.PLAIN, forward, (), {}) == "whole"
@@ -87,13 +40,13 @@ def test_what_a_call_raises_after_its_communicators_were_cut_is_not_the_scripts_
 
     def forward():
         loss = next(losses)
-        rank.aborted = loss != loss
-        if rank.aborted:
+        if loss != loss:
+            rank.generations.announce(1)
             raise ValueError("the loss is not a number")
         return loss
 
     assert rank.call("forward", CallKind.PLAIN, forward, (), {}) == 0.5
-    assert rank.swaps == 1 and not rank.inside and not rank._error
+    assert rank.swaps == 1 and not rank.inside and not rank._recovery.error
 
 
 def test_a_script_that_catches_what_a_call_raised_is_refused_at_its_next_one():
@@ -106,7 +59,7 @@ def test_a_script_that_catches_what_a_call_raised_is_refused_at_its_next_one():
     with pytest.raises(Unsupported, match=r"forward raised ValueError: a bad batch; .*to do: let the error end"):
         rank.call("step", CallKind.PLAIN, int, (), {})
     with pytest.raises(Unsupported, match="a bad batch"):
-        rank.collective(None, "allreduce", (), {})
+        rank.collective(fake(), "allreduce", (), {})
 
 
 def test_a_save_that_fails_is_the_scripts_own_affair():
@@ -121,37 +74,36 @@ def test_a_save_that_fails_is_the_scripts_own_affair():
 
 def test_a_script_that_writes_into_the_shard_between_calls_is_told_once():
     rank = Rank()
-    rank._stage, rank._swap_began, rank._stager = lambda step: None, 0.0, fake(wait=lambda: None)
+    rank.stages_nothing(swap_began=0.0)
 
     def step():
-        return rank.call("step", CallKind.UPDATE, lambda: rank._weights.add_(1), (), {})
+        return rank.call("step", CallKind.UPDATE, lambda: rank.weights.add_(1), (), {})
 
     step()
     step()
-    assert [text for kind, text in rank.notes if kind == "Note"] == []
+    assert [text for kind, text in rank.said if kind == "Note"] == []
     for _ in range(2):
-        rank._weights.clamp_(0, 1)
+        rank.weights.clamp_(0, 1)
         step()
-    ((_, text),) = [note for note in rank.notes if note[0] == "Note"]
+    ((_, text),) = [note for note in rank.said if note[0] == "Note"]
     assert "weights or optimizer state of rank 3 after step 2, outside of any training call" in text
 
 
 def test_a_result_that_followers_cannot_have_is_said_once_where_it_is_made():
     rank, large = Rank(), {"logits": [torch.zeros(TENSOR_LIMIT_BYTES // 4 + 1)]}
     rank.call("step", CallKind.PLAIN, lambda: {"loss": torch.zeros(3)}, (), {})
-    assert rank.notes == []
+    assert rank.said == []
     for _ in range(2):
         rank.call("forward", CallKind.PLAIN, lambda: large, (), {})
-    ((kind, text),) = rank.notes
+    ((kind, text),) = rank.said
     assert kind == "Note" and "forward in the loop of step 1 gave rank 3 a tensor of float32 [262145]" in text
 
 
 def test_a_step_is_told_as_one_of_the_generation_it_was_done_in():
     """Its agent may hear of it after it has gone on to the next one."""
     rank, told = Rank(), []
-    rank._stage, rank._swap_began = lambda step: None, 0.0
-    rank._stager = fake(wait=lambda: None)
-    rank._groups.generation = 4
+    rank.stages_nothing(swap_began=0.0)
+    rank.groups.generation = 4
     rank._link.event = lambda kind, **fields: told.append((kind, fields["generation"], fields["step"]))
     rank.call("step", CallKind.UPDATE, int, (), {})
     assert told == [("StepDone", 4, 1), ("FirstStepDone", 4, 1)]
@@ -162,7 +114,7 @@ def test_too_many_results_for_followers_in_one_step_are_said_once_and_the_job_go
     rank = Rank()
     for number in range(30):
         assert rank.call("evaluate", CallKind.PLAIN, lambda: bytes(1000), (), {}) == bytes(1000), number
-    ((kind, text),) = rank.notes
+    ((kind, text),) = rank.said
     assert kind == "Note" and "evaluate in the loop of step 1 gave rank 3 results of more than" in text
     assert "no other process can take this rank over" in text
 
@@ -185,8 +137,7 @@ class Forward(Followed):
 
 def test_an_input_that_the_script_fills_anew_each_step_is_refused_before_anything_is_lost():
     rank, buffer = Rank(), torch.zeros(COPIED_BYTES_MAX)
-    rank._stage, rank._swap_began = lambda step: None, None
-    rank._stager = fake(wait=lambda: None)
+    rank.stages_nothing()
     for step in range(2):
         rank.call("forward", CallKind.FORWARD, Forward(buffer.fill_(step)), (), {})
         if step == 0:
@@ -211,7 +162,7 @@ CONTAINERS = [list, tuple, Listed, lambda tensors: Pair(*tensors), lambda tensor
 def test_a_collective_is_done_again_on_what_it_was_given_whatever_that_is_in(container):
     rank, given = Rank(), []
 
-    def issue(name, args, kwargs):
+    def issue(handle, name, args, kwargs):
         tensors = collective.tensors(args)
         given.append([float(tensor) for tensor in tensors])
         for tensor in tensors:
@@ -219,11 +170,12 @@ def test_a_collective_is_done_again_on_what_it_was_given_whatever_that_is_in(con
         return collective.CompletedWork(tensors)
 
     tensors = [torch.zeros(1), torch.ones(1)]
-    rank.collective(fake(issue=issue), "allreduce", (container(tensors),), {})
+    rank.groups.issue = issue
+    rank.collective(fake(), "allreduce", (container(tensors),), {})
     assert tensors == [1, 2]
     (call,) = rank._log.after_cut(0)
-    rank._redo(call)
-    rank._redo(call)
+    rank._recovery.redo(call)
+    rank._recovery.redo(call)
     assert given == [[0, 1]] * 3 and tensors == [1, 2]
 
 
@@ -233,7 +185,9 @@ def test_nor_is_it_if_only_a_neighbour_has_heard_so_far():
 
     def forward():
         value = next(values)
-        rank._slots.announced = 1
+        if value == "garbage":
+            rank._recovery._slots.announce(1)
+            threading.Timer(0.1, rank.generations.announce, args=(1,)).start()
         return value
 
     assert rank.call("forward", CallKind.PLAIN, forward, (), {}) == "whole"
@@ -268,7 +222,7 @@ def test_a_rank_says_that_it_has_unwound_when_its_device_rests(monkeypatch, devi
     rank._context.saves = fake(cancel=list)
     rank._link.wait_for_join = wait_for_join
     with pytest.raises(Unwound):
-        Live._swap(rank)
+        Recovery.swap(rank._recovery)
     dead = "its CUDA context is dead: CUDA error: an illegal memory access was encountered"
     assert done == ["rest", dead if device_is_dead else "join"]
 
@@ -286,7 +240,7 @@ def _counted(does: Callable[[], Any]) -> tuple[int, int, int]:
 
 def _on_device() -> Rank:
     rank = Rank()
-    rank._stager, rank._cut = fake(wait=lambda: None), lambda: None
+    rank._recovery.stager, rank._cut = fake(wait=lambda: None), lambda: None  # type: ignore[method-assign]
     return rank
 
 
@@ -356,10 +310,10 @@ class Told(Followed):
 def test_the_one_wait_of_a_call_is_enough_for_its_record_its_loss_and_the_snapshot_after_it():
     rank, number, staged = _on_device(), torch.full((), 2.0, device="cuda"), []
     rank._adapter.state.scalars = lambda: {"norm": number}
-    rank._context = fake(tapes=Tapes(), reads=Reads())
-    rank._groups.cut = lambda step: 0
-    rank._stager.stage = lambda step, generation, state, *rest: staged.append(state)
-    rank._cut = lambda: rank._stage(1)
+    rank._context.tapes = Tapes()  # type: ignore[assignment]
+    rank.groups.cut = lambda step: 0
+    rank._recovery.stager.stage = lambda step, generation, state, *rest: staged.append(state)
+    rank._cut = lambda: rank._recovery.stage(1)  # type: ignore[method-assign]
     costs = [_counted(lambda: rank.call("step", CallKind.UPDATE, Told(number), (), {})) for _ in range(3)]
     assert costs == [(1, 0, 0)] * 3
     norm = codec.decode(staged[0])["scalars"]["norm"]
@@ -407,8 +361,8 @@ def test_a_long_evaluation_keeps_a_bounded_part_of_its_inputs_in_host_memory():
 @in_zygote
 def test_a_collective_between_calls_allocates_nothing_on_the_device_and_is_waited_for_once():
     rank, given = _on_device(), torch.arange(4.0, device="cuda")
-    handle = fake(issue=lambda name, args, kwargs: (args[0][0].mul_(2), collective.CompletedWork())[1])
-    costs = [_counted(lambda: rank.collective(handle, "allreduce", ([given],), {})) for _ in range(3)]
+    rank.groups.issue = lambda handle, name, args, kwargs: (args[0][0].mul_(2), collective.CompletedWork())[1]
+    costs = [_counted(lambda: rank.collective(fake(), "allreduce", ([given],), {})) for _ in range(3)]
     assert costs == [(1, 1, 0)] * 3, "its own kernel only"
     (call, *_), *_ = [rank._log.after_cut(0)]
     call.restore_entry()

@@ -93,7 +93,7 @@ class Table(Dataset[Any]):
 
 @pytest.fixture
 def known(monkeypatch):
-    monkeypatch.setattr(skipping, "_DRAWS_NOTHING", [lambda data_set: isinstance(data_set, Table)])
+    monkeypatch.setattr(skipping, "DRAWS_NOTHING", [lambda data_set: isinstance(data_set, Table)])
 
 
 def pulled(calls, count, **loader):

@@ -28,6 +28,7 @@ import torch
 from support import present
 from support.stand_in import fake
 
+from deadpool_plugin.comm.generations import Generations
 from deadpool_plugin.core import local
 from deadpool_plugin.errors import CheckpointLost, GenerationChanged, Unsupported
 from deadpool_plugin.transport import linux
@@ -53,9 +54,6 @@ class Link:
         with self._changed:
             self._changed.notify_all()
 
-    def check(self):
-        pass
-
     def wait_until(self, done):
         with self._changed:
             assert self._changed.wait_for(done, 20), "the test would wait for ever"
@@ -64,7 +62,8 @@ class Link:
 @pytest.fixture
 def saves(monkeypatch):
     monkeypatch.setenv("RANK", "3")
-    saves = saving.Saves(cast(AgentLink, Link()), fake(generation=0), lambda name, kind, call, args, kwargs: call())
+    groups = fake(generation=0, generations=Generations(explain_timeout_s=0.0))
+    saves = saving.Saves(cast(AgentLink, Link()), groups, lambda name, kind, call, args, kwargs: call())
     yield saves
     see_files_as_they_are(saves)
 
@@ -248,10 +247,7 @@ def test_a_swap_that_finds_the_main_thread_in_a_save_is_told_so(saves):
     saves.abort(3)
     assert saves.link.sent == [local.Saving(2)]
 
-    def announced():
-        raise GenerationChanged(4)
-
-    saves.link.check = announced
+    saves._groups.generations.announce(4)
     with pytest.raises(GenerationChanged), saves.under_way():
         raise AssertionError("nobody knows of a save that begins after the swap")
     saves.abort(4)

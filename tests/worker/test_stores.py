@@ -11,6 +11,7 @@ from support.stand_in import fake
 
 from deadpool_plugin.agent.node import Process, Slot
 from deadpool_plugin.agent.workers import Workers
+from deadpool_plugin.comm.generations import Generations
 from deadpool_plugin.core import local
 from deadpool_plugin.transport.unix import LocalConnection, LocalPeer
 from deadpool_plugin.worker.link import AgentLink
@@ -21,7 +22,7 @@ KEPT: list[LocalConnection] = []
 
 def test_a_store_is_hosted_while_the_main_thread_is_somewhere_else():
     ours, theirs = socket.socketpair()
-    agent, link = LocalConnection(ours), AgentLink(LocalConnection(theirs))
+    agent, link = LocalConnection(ours), AgentLink(LocalConnection(theirs), Generations(explain_timeout_s=0.0))
     KEPT.append(agent)
     threads = []
 
@@ -29,8 +30,7 @@ def test_a_store_is_hosted_while_the_main_thread_is_somewhere_else():
         threads.append(threading.current_thread())
         link.send(local.StoreOffer("127.0.0.1:4711"))
 
-    link.on_host_store = offer
-    link.start()
+    link.start(fake(offer_store=offer))
     agent.send(local.HostStore())
     message, _ = agent.recv()
     assert message == local.StoreOffer("127.0.0.1:4711")

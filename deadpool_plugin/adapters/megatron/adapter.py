@@ -104,8 +104,8 @@ class MegatronAdapter(Adapter):
         remedy = "set config.finalize_model_grads_func, which the schedule calls"
         refuse_outside(DistributedDataParallel, "finish_grad_sync", self._is_outside, remedy)
         install_facts(handler)
-        skipping.look_through(RerunDataIterator, "iterable", unless="replaying")
-        skipping.draws_nothing(_reads_by_index)
+        skipping.WRAPPERS[RerunDataIterator] = ("iterable", "replaying")
+        skipping.DRAWS_NOTHING.append(_reads_by_index)
 
     def install_saving(self, saves: Saves) -> None:
         saving.install(saves)

@@ -11,13 +11,14 @@ from support.comm import live
 from support.forked import Fleet
 from support.zygote import in_zygote
 
-from deadpool_plugin.comm import rest
+from deadpool_plugin.comm import gloo
+from deadpool_plugin.comm.gloo import GlooFabric
 from deadpool_plugin.comm.store import host_store
 from deadpool_plugin.transport import linux
 
 TICKS = os.sysconf("SC_CLK_TCK")
 NAMES = {"1": "gloo_tcp_loop", "2": "pt_gloo_runloop", "3": "python", "4": "gloo_tcp_loop", "5": "gloo_tcp_loop"}
-LOOPS = ("1", "4", "5")
+LOOPS: Any = ("1", "4", "5")
 
 
 @pytest.fixture
@@ -41,6 +42,12 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Any:
     return tell
 
 
+def cut() -> GlooFabric:
+    fabric = GlooFabric.__new__(GlooFabric)
+    fabric._loops, fabric._unfinished = LOOPS, set()
+    return fabric
+
+
 def test_all_have_slept_since_or_can_do_no_more(told: Any) -> None:
     states: dict[str, list[tuple[str, int] | None]] = {
         "1": [("R", 7), ("R", 7), ("D", 7), ("S", 7), ("S", 7), ("R", 7), ("S", 7)],  # it slept for a lock first
@@ -56,7 +63,7 @@ def test_all_have_slept_since_or_can_do_no_more(told: Any) -> None:
         "5": [("R", 0), ("R", 1), ("R", TICKS), ("R", TICKS), ("R", 2 * TICKS)],  # its operation never ends
     }
     asked = told(states)
-    assert rest.await_rest(LOOPS, lambda: False)
+    assert cut().quiesce(lambda: False)
     assert not any(states.values())
     assert asked[-2:] == ["2", "2"], "whom a loop wakes is looked at after the loop"
 
@@ -64,7 +71,7 @@ def test_all_have_slept_since_or_can_do_no_more(told: Any) -> None:
 def test_nobody_is_waited_for_once_another_generation_begins(told: Any) -> None:
     turns = iter([False, False, True])
     told({"1": [("R", 7)] * 4, "4": [None] * 9, "5": [None] * 9})
-    assert not rest.await_rest(LOOPS, lambda: next(turns))
+    assert not cut().quiesce(lambda: next(turns))
 
 
 def _threads_of_gloo() -> Any:
@@ -74,7 +81,7 @@ def _threads_of_gloo() -> Any:
     assert groups._network is not None
     loops = groups._network.fabric("gloo")._loops  # type: ignore[attr-defined]
     names = {linux.of_thread(thread, "comm").strip() for thread in linux.threads()}
-    return bool(kept) and bool(loops) and rest._RUN_LOOP in names and groups._network.await_rest(lambda: False)
+    return bool(kept) and bool(loops) and gloo._RUN_LOOP in names and groups._network.quiesce(lambda: False)
 
 
 @in_zygote

@@ -1,0 +1,89 @@
+"""The generation that this process lives in, the newest one that was announced, and the meaning of an error between.
+
+Rules of this file: nothing else in a worker knows a generation. `current` only grows, on the main thread; `announced`
+only grows, from any thread. While `announced > current`, collectives and interruptible waits raise GenerationChanged.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import NoReturn
+
+import torch.distributed as dist
+
+from ..errors import GenerationChanged
+
+_NCCL = ("ncclRemoteError", "ncclSystemError")
+_OTHERS = (
+    "NCCL Error 2:", "NCCL Error 6:",
+    "Connection closed by peer", "Connection reset by peer", "Connection timed out", "Connection refused",
+    "Broken pipe", "No route to host", "Network is unreachable", "Host is unreachable", "Socket is not connected",
+    "Transport endpoint is not connected", "Connection aborted", "Software caused connection abort",
+)  # fmt: skip
+"""Errors of a connection to another process, whatever the script did; a store's have a type of their own.
+Source: torch's NCCLUtils.cpp (getNcclErrorDetailStr), csrc/cuda/nccl.cpp (throw_nccl_error, of what is made of sends
+and receives); gloo's transport/tcp (pair.cc, error.cc), which says what strerror(3) says."""
+
+
+class Generations:
+    """The two generations of a process, and the place where errors wait for an announcement."""
+
+    def __init__(
+        self, explain_timeout_s: float, on_broken: Callable[[int, str], bool] = lambda generation, reason: False
+    ):
+        """Args: on_broken: told that a connection of a generation broke; returns whether a new one will follow."""
+        self.current = self.announced = 0
+        self.announced_at = 0.0
+        self.changed = threading.Condition()
+        """Notified of each announcement; whoever waits for something else besides notifies it, too."""
+        self._explain_timeout_s, self._on_broken = explain_timeout_s, on_broken
+
+    def announce(self, generation: int) -> bool:
+        """Note that `generation` begins; False if that was known. Thread: any."""
+        with self.changed:
+            if generation <= self.announced:
+                return False
+            self.announced, self.announced_at = generation, time.monotonic()
+            self.changed.notify_all()
+            return True
+
+    def check(self, since: int | None = None) -> None:
+        """Raises: GenerationChanged if one newer than `since` (by default: the current one) has been announced."""
+        if self.announced > (self.current if since is None else since):
+            raise GenerationChanged(self.announced)
+
+    def check_heard(self, generation: int) -> None:
+        """Block until `generation`, which is known to be announced to others, is here too; then `check`."""
+        if self.announced < generation:
+            with self.changed:
+                self.changed.wait_for(lambda: self.announced >= generation)
+        self.check()
+
+    def enter(self, generation: int) -> None:
+        """Live in `generation` from here on. Raises: GenerationChanged if a newer one was announced meanwhile."""
+        with self.changed:
+            self.check(generation)
+            self.current = self.announced = generation
+
+    def explain(self, error: BaseException, since: int | None = None) -> NoReturn:
+        """Raise the meaning of `error`, met in a collective (or while generation `since` was built).
+
+        A dead peer is felt by its neighbours before anybody has decided anything, so this waits for the announcement.
+        A connection that broke although nobody died is reported then, and the generation that follows is waited for,
+        however long it takes: the error is not the script's.
+
+        Raises: GenerationChanged if one is announced, else `error`.
+        """
+        before = self.current if since is None else since
+        with self.changed:
+            told = self.changed.wait_for(lambda: self.announced > before, self._explain_timeout_s)
+        known = _NCCL if isinstance(error, dist.DistBackendError) else _OTHERS
+        is_broken = isinstance(error, dist.DistNetworkError) or any(text in str(error) for text in known)
+        if not told and is_broken and self._on_broken(before, str(error)):
+            with self.changed:
+                self.changed.wait_for(lambda: self.announced > before)
+        if self.announced > before:
+            raise GenerationChanged(self.announced) from error
+        raise error

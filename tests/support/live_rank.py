@@ -1,0 +1,61 @@
+"""A rank in training among stand-ins of its agent, groups and framework, for tests of its calls and its swaps."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+
+from deadpool_plugin.comm.generations import Generations
+from deadpool_plugin.mirror.arena import SlotPair
+from deadpool_plugin.worker.live import Live
+from deadpool_plugin.worker.proof import Reads
+from deadpool_plugin.worker.staging import Layout
+
+from .stand_in import fake
+
+
+class Rank(Live):
+    """One that made `step` steps, of which nothing is ever committed; its swaps do nothing but enter a generation."""
+
+    _groups: Any
+    _recovery: Any
+
+    def __init__(self, step: int = 0) -> None:
+        self.generations, self.swaps = Generations(explain_timeout_s=0.0), 0
+        self.said: list[tuple[str, Any]] = []
+        self.weights = torch.zeros(3)
+        link = fake(
+            committed=-1,
+            wait_until=self._wait_until,
+            wait_for_end=lambda: 0,
+            send=lambda message: None,
+            event=lambda kind, **fields: self.said.append((kind, fields.get("text"))),
+        )
+        adapter = fake(
+            guessed=lambda: "",
+            rng_states=dict,
+            set_rng_states=lambda states: None,
+            loss_of=lambda value: None,
+            state=fake(changing=(), entry_state=lambda: lambda: None, left=lambda: None, owns=lambda tensor: False),
+        )
+        self.groups = fake(generations=self.generations, generation=0)
+        saves = fake(step=0, under_way=contextlib.nullcontext)
+        context = fake(link=link, adapter=adapter, groups=self.groups, tapes=[], reads=Reads(), saves=saves)
+        layout = Layout([self.weights])
+        super().__init__(context, 3, layout, SlotPair.create(3, 4096, layout.payload_bytes), step)
+        self._recovery.restored = step
+        self._recovery.swap = self._swap
+
+    def _wait_until(self, done: Any) -> None:
+        assert done(), "it would wait for ever"
+
+    def _swap(self) -> None:
+        self.swaps += 1
+        self.generations.enter(self.generations.announced)
+
+    def stages_nothing(self, swap_began: float | None = None) -> None:
+        """Let its cuts copy nothing. `swap_began`: as if it had been in a swap since then."""
+        self._recovery.stage, self._recovery._swap_began = lambda step: None, swap_began
+        self._recovery.stager = fake(wait=lambda: None)
