@@ -16,7 +16,7 @@ from .config import load
 from .errors import ConfigError
 from .host.output import say
 from .launch import roles
-from .launch.argv import missing_file, parse
+from .launch.argv import check_script, parse
 from .launch.job_files import secret_of
 from .launch.supervisor import Supervisor
 
@@ -32,9 +32,7 @@ def main() -> NoReturn:
         roles.check_versions()
         roles.check_host(config)
         secret_of(config, line.config)
-        if missing := missing_file(line.command, Path.cwd()):
-            found = f"{missing} on {os.uname().nodename}"
-            raise ConfigError(found, "the training script on every host", "copy it there")
+        check_script(line.command, Path.cwd())
     except ConfigError as error:
         if os.environ.get("LOCAL_RANK", "0") != "0":
             time.sleep(_YIELD_S)  # local rank 0 says it, once: as soon as that ends, the launcher ends the others

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import ConfigError
-from .job_files import is_put_in_place
 
 RUN = "deadpool_plugin.run"
 """The module that the launcher starts."""
@@ -75,6 +74,8 @@ def parse(arguments: Sequence[str]) -> CommandLine:
 
     Raises: ConfigError
     """
+    from .job_files import is_put_in_place  # which loads more than `activate` may
+
     rest, config = take_flag(arguments)
     launchers = launchers_words(rest)
     rest = rest[len(launchers) :]
@@ -111,10 +112,11 @@ def without_launchers_words(command: Sequence[str]) -> list[str]:
     return [*command[:head], *command[head + len(launchers_words(command[head:])) :]]
 
 
-def missing_file(command: Sequence[str], directory: Path) -> str:
-    """Say that the script is not on this host; "" if it is, or is a module."""
-    found = command[0] == "-m" or (directory / command[0]).is_file()
-    return "" if found else f"there is no file {command[0]} in {directory}"
+def check_script(command: Sequence[str], directory: Path) -> None:
+    """Raises: ConfigError if the script is not on this host, and is no module."""
+    if command[0] != "-m" and not (directory / command[0]).is_file():
+        missing = f"there is no file {command[0]} in {directory} on {os.uname().nodename}"
+        raise ConfigError(missing, "the training script, on every host", "copy it there")
 
 
 def take_flag(words: Sequence[str]) -> tuple[list[str], str]:

@@ -32,7 +32,7 @@ from ..transport.handshake import Credentials
 from ..transport.join_protocol import JobDescription, Reserve, Reserved, ask, expect
 from ..transport.rendezvous import Hello
 from . import job_files, roles
-from .argv import FLAG, RUN, missing_file, parse, without_launchers_words
+from .argv import FLAG, RUN, check_script, parse, without_launchers_words
 from .running_job import ASK_S, FoundJob, Wish, find
 
 POLL_S = 0.05
@@ -101,8 +101,7 @@ def check(description: JobDescription, config: str, command: Sequence[str]) -> N
     if not directory.is_dir():
         found = f"there is no directory {directory} on {here}"
         raise ConfigError(found, "the job's working directory", "make it as on other hosts")
-    if missing := missing_file(theirs, directory):
-        raise ConfigError(f"{missing} on {here}", "the job's script", "copy it from another host")
+    check_script(theirs, directory)
 
 
 async def reserve(job: FoundJob) -> NodeId:

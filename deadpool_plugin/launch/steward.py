@@ -26,7 +26,7 @@ from ..config import Config, load
 from ..errors import ConfigError, DeadpoolError
 from ..host import proc
 from . import job_files, roles, steward_protocol
-from .argv import RUN, missing_file
+from .argv import RUN, check_script
 from .steward_protocol import FateEvent, Prepare, Ready, Running, Said, Stop, Tell, Told, Word
 
 ENDING = (signal.SIGTERM, signal.SIGHUP)
@@ -206,8 +206,7 @@ def main() -> int:
             found = f"{package} is {here} here and {there} where it was launched"
             raise ConfigError(found, "the same", "install it alike")
         roles.check_versions()
-        if missing := missing_file(prepare.command, Path.cwd()):
-            raise ConfigError(missing, "the training script, on every host", "copy it there")
+        check_script(prepare.command, Path.cwd())
         with job_files.installed(prepare.job, prepare.config, prepare.secret) as folder:
             config = load(folder / job_files.CONFIG)
             roles.check_host(config)

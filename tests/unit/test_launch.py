@@ -76,6 +76,14 @@ def test_activate_runs_the_same_command_again():
     assert supervised(["py", "-u", "-m", "pkg", "-x"], 2) == ["py", "-u", *run, "-m", "pkg", "-x"]
 
 
+def test_activate_costs_a_script_next_to_nothing():
+    code = (
+        "import sys, deadpool_plugin; deadpool_plugin.activate();"
+        "assert not {'asyncio', 'msgspec', 'pydantic', 'yaml', 'torch', 'numpy'} & set(sys.modules), sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
 # ---- environment
 
 
