@@ -162,7 +162,7 @@ class JobView:
         return self._waiting == self.generation and not self.outcome
 
     def stalled_s(self, now: float) -> float:
-        """For how long no step has been done, if that is well above a step's usual time; else 0."""
+        """Return for how long no step has been done, if that is well above a step's usual time; else 0."""
         if not self.training or not self.stepped_at or self.outcome or self.waiting or self.swapping_since is not None:
             return 0.0
         usual_s = median_low(self._paces) if self._paces else 0.0  # one slow step among them, as a save, is not usual
@@ -184,7 +184,7 @@ class JobView:
         return "training" if self.training else "starting"
 
     def over(self, now: float) -> bool:
-        """The job has ended, and every node that is not lost has said how its scripts did, or none speaks any more."""
+        """Return whether it has ended, and each node that is not lost has said how its scripts did, or is silent."""
         owing = [number for number, node in self.nodes.items() if node.joined and not node.ended]
         said = all(self.state(number) in ("lost", "fenced") for number in owing)
         return bool(self.outcome) and (said or now - self.heard_at >= SILENT_S)
@@ -203,7 +203,7 @@ class JobView:
         return "rehearsing" if self.training and not node.cannot and node.ready_for != tasks else "spare"
 
     def rows(self) -> list[Row]:
-        """Every node that has been in the job, by number."""
+        """List every node that has been in the job, by number."""
         rows = []
         for number, node in sorted(self.nodes.items()):
             stands_in_for = () if node.ranks or node.removed else node.ready_for
@@ -348,7 +348,7 @@ class JobView:
             node.training = node.training and before == node.ranks
 
     def _accused(self, node: Node) -> list[float]:
-        """Since when the nodes that are still in the job count `node` as lost."""
+        """Return since when the nodes that are still in the job count `node` as lost."""
         accusers = ((self.nodes[number], since) for number, (_, since) in node.accusers.items())
         return [since for accuser, since in accusers if not (accuser.removed or accuser.fenced)]
 
@@ -359,6 +359,6 @@ class JobView:
         return max((self._steps[rank][1] for rank in ranks if rank in self._steps), default=NO_STEP)
 
     def _newest_loss(self, ranks: Iterable[Rank]) -> Loss | None:
-        """The loss of the newest step; of the lowest rank where several have one."""
+        """Find the loss of the newest step; of the lowest rank where several have one."""
         known = [self._losses[rank] for rank in sorted(ranks) if rank in self._losses]
         return max(known, key=lambda loss: loss.step, default=None)

@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The exit code of the job. Raises: ConfigError."""
+    """Say what became of the job; its exit code. Raises: ConfigError."""
     told = _of_last_job(Follower(args.output_dir).poll())
     if not told:
         raise ConfigError(
@@ -112,21 +112,22 @@ def last_outcome(folder: Path) -> tuple[Outcome, float] | None:
 
 
 def span(seconds: float) -> str:
-    """A while, roughly: `40 s`, `12 min`, `2 h`."""
+    """Say a while, roughly: `40 s`, `12 min`, `2 h`."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
 
 
 def _runs(told: dict[int, list[events.Event]]) -> tuple[bool, float]:
-    """Whether the job has something to do yet and has spoken lately; the seconds since its last event."""
+    """Return whether the job has something to do yet and has spoken lately, and the seconds since its last event."""
     heard = [event for story in told.values() for event in story]
     silent_s = time.time() - max(event.time for event in heard)
     return silent_s < SILENT_S and (not ended(heard) or bool(at_work(heard))), silent_s
 
 
 def _of_last_job(said: Sequence[events.Event]) -> dict[int, list[events.Event]]:
-    """Node -> its events, of the job that began last: logs are appended to, and an earlier job may have had more nodes.
+    """Pick each node's events of the job that began last: logs are appended to, and an earlier job may have had more
+    nodes.
 
     Args: said: all nodes' events in order of time.
     """

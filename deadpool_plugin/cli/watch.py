@@ -163,7 +163,7 @@ def headline(view: JobView, now: float) -> str:
 
 
 def described(swap: Swap, superseded: bool = False) -> str:
-    """A swap in one line. `superseded`: another one came after it."""
+    """Describe a swap in one line. `superseded`: another one came after it."""
     said = [f"node {taker} takes over from node {lost}" for lost, taker in swap.takers.items()]
     if idle := tuple(node for node in swap.lost if node not in swap.takers):
         said.append(f"lost node {ranges(idle)}")
@@ -181,7 +181,7 @@ def described(swap: Swap, superseded: bool = False) -> str:
 
 
 def ranges(numbers: tuple[int, ...]) -> str:
-    """`0-3, 6`."""
+    """List numbers as runs: `0-3, 6`."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][-1] + 1:
@@ -197,7 +197,7 @@ def protection(view: JobView) -> str:
 
 
 def _style(view: JobView) -> str:
-    """Green only where a spare is left: a log of an older version may call a job without one protected."""
+    """Choose green only where a spare is left: a log of an older version may call a job without one protected."""
     without = view.protection == "Protected" and view.world is not None and not view.world.spares
     return STYLES["Mirrored" if without else view.protection]
 
@@ -234,7 +234,7 @@ class PlainLines:
         self._doing, self._stalled_s = ("", ""), 0.0
 
     def update(self, view: JobView, now: float) -> list[str]:
-        """The lines to print now."""
+        """Return the lines to print now."""
         fresh = min(view.lines_total - self._said, len(view.lines))
         if fresh < 0:  # another job has begun in the folder
             fresh = len(view.lines)
@@ -294,7 +294,7 @@ def figures(view: JobView, now: float) -> dict[str, Any]:
 
 
 def updates(follower: Follower, view: JobView, once: bool = False) -> Iterator[None]:
-    """One turn per poll, until the job is over. Blocks: between polls."""
+    """Yield once per poll, until the job is over. Blocks: between polls."""
     while True:
         for event in follower.poll():
             view.apply(event)
@@ -328,7 +328,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Until the job is over, or Ctrl-C, or once. The job's exit code; 0 while it has not ended.
+    """Watch until the job is over, or Ctrl-C, or once. The job's exit code; 0 while it has not ended.
 
     Raises: ConfigError if there is nothing to show once, or nothing can ever be there.
     """

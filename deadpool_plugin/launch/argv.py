@@ -55,7 +55,7 @@ def activate() -> None:
 
 
 def supervised(original: list[str], script_words: int) -> list[str]:
-    """`python OPTIONS SCRIPT ARGUMENTS...` -> `python OPTIONS -m deadpool_plugin.run SCRIPT ARGUMENTS...`
+    """Turn `python OPTIONS SCRIPT ARGUMENTS...` into `python OPTIONS -m deadpool_plugin.run SCRIPT ARGUMENTS...`
 
     Args:
         original: as sys.orig_argv. script_words: how many words at its end are the script and its arguments.
@@ -102,12 +102,12 @@ def head_of(command: Sequence[str]) -> int:
 
 
 def launchers_words(words: Sequence[str]) -> list[str]:
-    """launch.py's own among the first ones."""
+    """Return launch.py's own among the first ones."""
     return list(itertools.takewhile(lambda word: word.startswith(("--local_rank=", "--local-rank=")), words))
 
 
 def without_launchers_words(command: Sequence[str]) -> list[str]:
-    """`command` without the `--local_rank=N` that launch.py puts behind the script."""
+    """Return `command` without the `--local_rank=N` that launch.py puts behind the script."""
     head = head_of(command)
     return [*command[:head], *command[head + len(launchers_words(command[head:])) :]]
 

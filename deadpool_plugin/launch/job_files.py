@@ -30,7 +30,7 @@ SECRET_BYTES_MIN = 16
 
 
 def new_job() -> str:
-    """A name nobody guesses, which is larger than that of any launch before (by this host's clock)."""
+    """Make a name that nobody guesses, larger than that of any launch before (by this host's clock)."""
     return f"{time.time_ns():016x}{secrets.token_hex(8)}"
 
 
@@ -58,7 +58,7 @@ def exit_code_file(config: str, node: int) -> Path:
 
 @contextlib.contextmanager
 def installed(job: str, config: str, secret: bytes = b"") -> Iterator[Path]:
-    """The job's folder with its configuration and, if it is given, its secret, as long as the block runs.
+    """Keep the job's folder, with its configuration and the secret if one is given, as long as the block runs.
 
     Raises: ConfigError.
     """
@@ -134,7 +134,7 @@ def ensure_secret(config: Config) -> bytes:
 
 
 def _make_secret(path: Path) -> None:
-    """Another process may be making it too: the first whole file wins."""
+    """Make it. Another process may be doing that too: the first whole file wins."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     draft = path.with_name(f"{path.name}.{os.uname().nodename}.{os.getpid()}")
     files.put(draft, f"{secrets.token_urlsafe(32)}\n".encode(), 0o600)

@@ -70,8 +70,10 @@ def take_part(job: FoundJob, config: str, command: Sequence[str], program: Seque
 
 @contextlib.contextmanager
 def configured(job: FoundJob) -> Iterator[str]:
-    """The configuration file this host takes part with: the user's, or the job's, with the secret where it lies here
-    and without an address, which is another host's. Raises: ConfigError."""
+    """Keep the configuration file that this host takes part with, as long as the block runs. Raises: ConfigError.
+
+    It is the user's, or the job's, with the secret where it lies here and without an address, which is another host's.
+    """
     if job.config:
         yield job.config
         return
@@ -131,7 +133,7 @@ def supervisor_command(program: Sequence[str], description: JobDescription, loca
 def environment(
     description: JobDescription, node: NodeId, local_rank: int, environ: Mapping[str, str]
 ) -> dict[str, str]:
-    """This host's variables, the job's exported ones where this host has none, and the launcher's for one slot."""
+    """Merge this host's variables, the job's exported ones where it has none, and the launcher's for one slot."""
     slots = description.hellos[0].local_size
     invitation = Invitation(description.job, tuple(hello.control for hello in description.hellos))
     return {

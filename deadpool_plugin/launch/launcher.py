@@ -44,8 +44,8 @@ does after the training is ended there, so that a short pause of the host must n
 
 
 def launch(words: Sequence[str]) -> int:
-    """The exit code of the job. Raises: ConfigError, before anything was started: all that can be checked on this host
-    is, for elsewhere it would be found after minutes, and by each host."""
+    """Run the job; its exit code. Raises: ConfigError, before anything was started: all that can be checked on this
+    host is, for elsewhere it would be found after minutes, and by each host."""
     try:
         request = understood(words)
         config = load(request.config)
@@ -115,7 +115,7 @@ class Launcher:
             one.say(word)
 
     def _told(self) -> dict[int, Sequence[Event]]:
-        """Node -> its events, of those that have had their last word."""
+        """Return the events of each node whose steward has had its last word."""
         return {one.node: one.told.events for one in self._stewards if one.told}
 
     async def _prepare(self) -> None:

@@ -91,7 +91,7 @@ def settled(told: Mapping[int, Sequence[events.Event]], running: Collection[int]
 
 
 def at_work(heard: Sequence[events.Event]) -> set[int]:
-    """The nodes whose scripts go on after the training: nobody can know yet how they end."""
+    """Find the nodes whose scripts go on after the training: nobody can know yet how they end."""
     if not any(isinstance(event, events.JobFinished) for event in heard):
         return set()
     said = {event.node for event in heard if isinstance(event, events.NodeEnded)}
@@ -110,7 +110,7 @@ def _finished(heard: Sequence[events.Event]) -> Verdict | None:
 
 
 def _stopped(heard: Sequence[events.Event]) -> Verdict | None:
-    """The first verdict of the newest generation; an older one, or a removed node's, is that of a part cut off."""
+    """Find the first verdict of the newest generation; an older one, or a removed node's, is that of a part cut off."""
     found = _verdict(heard)
     return None if found is None else Verdict(found.exit_code, f"the job stopped: {found.reason}")
 
@@ -120,7 +120,7 @@ def _verdict(heard: Iterable[events.Event]) -> events.JobStopped | None:
 
 
 def _named_by_the_verdict(heard: Sequence[events.Event]) -> set[int]:
-    """The nodes that no plan has removed because their loss has ended the job."""
+    """Find the nodes whose loss has ended the job, so that no plan has removed them."""
     found = _verdict(heard)
     if found is None or _finished(heard) is not None:
         return set()
@@ -149,6 +149,6 @@ def _waits(heard: Sequence[events.Event]) -> bool:
 
 
 def _removed(heard: Iterable[events.Event]) -> set[int]:
-    """The nodes that the job goes on without, by a plan or their own word."""
+    """Find the nodes that the job goes on without, by a plan or their own word."""
     lost = {node for event in heard if isinstance(event, events.SwapPlanned) for node in event.lost_nodes}
     return lost | {event.node for event in heard if isinstance(event, events.NodeFenced)}

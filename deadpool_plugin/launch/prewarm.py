@@ -86,7 +86,7 @@ class Prewarm:
         return [self._pipe] if self._pipe >= 0 else []
 
     def ask(self, trains: bool) -> int:
-        """Return where the process about to be forked shall write its names; -1 if nobody needs them any more.
+        """Return the descriptor for the names of the process about to be forked; -1 if nobody needs them any more.
 
         Args: trains: it runs a rank, beside which the names will be imported.
         """
@@ -98,7 +98,7 @@ class Prewarm:
         return tell
 
     def begin(self) -> None:
-        """Some of the names have come (or the process has ended without telling them). Blocks: never."""
+        """Read names: some have come (or the process has ended without telling them). Blocks: never."""
         piece = os.read(self._pipe, 1 << 16)
         self._heard += piece
         self._has_names = self._heard.endswith(_END)
@@ -121,7 +121,7 @@ class Prewarm:
             self._thread.start()
 
     def pause(self) -> None:
-        """No thread is left afterwards. Blocks: for the one module that is being imported."""
+        """Stop importing; no thread is left. Blocks: for the one module that is being imported."""
         if self._thread is not None:
             self._pausing.set()
             with contextlib.suppress(OSError):  # only a privileged process may hurry it up

@@ -30,7 +30,7 @@ LINE_BYTES_MAX = 64 << 20
 
 
 def keep_alive(config: Config) -> list[str]:
-    """ssh's options for noticing within about `patience_s` that the other side is gone."""
+    """Return ssh's options for noticing within about `patience_s` that the other side is gone."""
     return ["-o", f"ServerAliveInterval={max(1, round(config.patience_s / 3))}", "-o", "ServerAliveCountMax=3"]
 
 
@@ -102,7 +102,7 @@ class Connection:
             changed.set()
 
     def say(self, word: Word) -> None:
-        """To a host that is gone: nothing."""
+        """Send `word`; nothing happens if the host is gone."""
         if self._ssh is None or self._ssh.returncode is not None:
             return
         assert self._ssh.stdin is not None
@@ -129,7 +129,7 @@ class Connection:
                 yield word
 
     async def _complaint(self) -> str:
-        """The last lines ssh says before it ends; a shared ssh connection may keep the pipes open."""
+        """Return the last lines ssh says before it ends; a shared ssh connection may keep the pipes open."""
         assert self._ssh is not None and self._ssh.stderr is not None
         said: list[str] = []
         with contextlib.suppress(TimeoutError):

@@ -102,7 +102,7 @@ def existing_secret(config: Config, members: Sequence[files.Contact] = ()) -> by
 async def _described(
     addresses: Sequence[tuple[Address, str]], credentials: Credentials, secret_path: Path
 ) -> JobDescription:
-    """`addresses`: with the job that is to answer there. Raises: TransportError if nobody describes a job."""
+    """Ask for the job's description. `addresses`: with the job that is to answer there. Raises: TransportError."""
     failures = []
     for address, job in addresses:
         where = f"{address[0]}:{address[1]}"
@@ -140,7 +140,7 @@ def check_unused(config: Config) -> None:
 
 
 async def _at_work(named: Sequence[files.Contact], credentials: Credentials) -> list[str]:
-    """The hosts of the members among them."""
+    """Find the hosts of the members among them."""
     asked = (ask(one.control, credentials.of(one.job), Describe(), ASK_S) for one in named)
     answers = await asyncio.gather(*asked, return_exceptions=True)
     there = [
@@ -166,7 +166,7 @@ def stop(job: FoundJob) -> list[str]:
 
 
 async def _stop(job: FoundJob) -> list[str]:
-    """Each member tells all others; whoever is still there is told again, because it may not have been reached."""
+    """Tell each member, which tells all others; those still there again, as they may not have been reached."""
     credentials = Credentials(job.secret, job.description.job)
     deadline, rest, told = time.monotonic() + STOP_LIMIT_S, job.description.hellos, False
     while True:

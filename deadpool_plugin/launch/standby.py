@@ -130,7 +130,7 @@ class Standby:
         self._prewarm.resume()
 
     def _become(self, order: local.RunRank, tell: int, parent: int) -> NoReturn:
-        """The forked process; whatever happens, it does not return into the loop above."""
+        """Be the forked process, which never returns into the loop above."""
         try:
             die_with_parent(signal.SIGKILL, parent)
             signal.set_wakeup_fd(-1)

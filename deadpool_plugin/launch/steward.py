@@ -76,7 +76,7 @@ class Ear:
         self.closed, self.heard_at = False, time.monotonic()
 
     def next(self, timeout_s: float) -> Said | None:
-        """None if nothing comes in time. Blocks: so long."""
+        """Return the next word; None if none comes in time. Blocks: so long."""
         if not self._words:
             if self.closed:
                 time.sleep(timeout_s)
@@ -146,7 +146,7 @@ class Steward:
             say(Running(formed))
 
     def _launcher_is_gone(self) -> bool:
-        """One that is only silent, before anything was started, may be slow."""
+        """Return whether it is gone. One that is only silent, before anything was started, may be slow."""
         is_silent = time.monotonic() - self._ear.heard_at > self._config.silent_after_s
         return self._ear.closed or (self._seen and is_silent)
 
@@ -154,7 +154,7 @@ class Steward:
         self._signal, self._deadline = number, min(self._deadline, time.monotonic() + grace_s)
 
     def _press(self) -> None:
-        """The supervisors are asked, once each; who is left at the deadline is killed."""
+        """Ask the supervisors, once each; kill who is left at the deadline."""
         if time.monotonic() > self._deadline:
             self._killed |= proc.kill_all(lambda: job_processes(self._folder))
         for pid in supervisors(self._folder) - self._signalled:
@@ -182,7 +182,7 @@ class Steward:
 
 
 def _began(pid: int) -> int:
-    """Its start time, 0 if it has gone."""
+    """Return its start time, 0 if it has gone."""
     try:
         return proc.start_time(pid)
     except OSError:
@@ -221,14 +221,14 @@ def main() -> int:
 
 
 def _exit(number: int, frame: object) -> NoReturn:
-    """The secret goes first, whatever signals follow this one."""
+    """Exit: the secret goes first, whatever signals follow this one."""
     for other in ENDING:
         signal.signal(other, signal.SIG_IGN)  # which holds until the interpreter has ended, a handler does not
     sys.exit(128 + number)
 
 
 def say(word: Word) -> None:
-    """Nobody may be listening any more."""
+    """Send `word`; nobody may be listening any more."""
     with contextlib.suppress(BrokenPipeError):
         os.write(sys.stdout.fileno(), steward_protocol.encode(word))
 

@@ -74,12 +74,12 @@ _decoder: msgspec.json.Decoder[Said] = msgspec.json.Decoder(Said)
 
 
 def encode(word: Word) -> bytes:
-    """A line of its own, whatever stands before it."""
+    """Return a line of its own, whatever stands before it."""
     return b"\n" + msgspec.json.encode(word) + b"\n"
 
 
 def decode(line: bytes) -> Said | None:
-    """None if the line is none of ours."""
+    """Read a line; None if it is none of ours."""
     try:
         return _decoder.decode(line)
     except msgspec.DecodeError:

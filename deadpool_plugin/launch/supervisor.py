@@ -108,7 +108,7 @@ class Supervisor:
         self._poll.register(self._agent_end, select.POLLIN)
 
     def _connect(self) -> LocalConnection:
-        """Supervisor 0 creates the agent's socket, and may be slower than we are."""
+        """Connect to the agent, whose socket supervisor 0 creates: that may be slower than we are."""
         deadline = time.monotonic() + CONNECT_S
         while True:
             try:
@@ -165,7 +165,7 @@ class Supervisor:
             self._finish(self._hear())
 
     def _hear(self) -> int:
-        """The exit code the agent wants (it may have said so before it ended); without an agent this node is out."""
+        """Return the exit code the agent wants (it may have said so before it ended); without one this node is out."""
         connection = present(self._connection, "there is no agent to hear")
         try:
             while True:
@@ -176,7 +176,7 @@ class Supervisor:
             return EXIT_FENCED
 
     def _leave(self, number: int) -> None:
-        """We were told to end by a signal: the agent has a moment to tell the others and to say how."""
+        """Leave, told by a signal: the agent has a moment to tell the others and to say how."""
         self._tell(local.Leaving(number))
         within_s = LEAVE_S + (SIGTERM_S if number == signal.SIGTERM else 0.0)
         if not self._left_for or number != signal.SIGTERM:
@@ -201,7 +201,7 @@ class Supervisor:
         os._exit(shell_code(exit_code))
 
     def _reap_agent(self, sent: int | None) -> int:
-        """Its exit code. If a signal has ended it, and we have not `sent` one, we are the only ones left to say so."""
+        """Return its exit code. If a signal has ended it that we have not `sent`, only we are left to say so."""
         _, status = os.waitpid(self._agent, 0)
         self._agent = 0
         exit_code = os.waitstatus_to_exitcode(status)
