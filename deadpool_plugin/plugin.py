@@ -66,7 +66,7 @@ def start_live(connection: LocalConnection, config: Config, order: local.RunRank
 
 
 def start_following(
-    connection: LocalConnection, config: Config, rehearsal: local.Rehearsal, local_rank: int, mute: Mute
+    connection: LocalConnection, config: Config, rehearsal: local.Recording, local_rank: int, mute: Mute
 ) -> Context:
     """A spare's rehearsal of one rank: the groups answer from the rank's recording."""
     from .worker import codec

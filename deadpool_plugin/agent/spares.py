@@ -17,7 +17,7 @@ from ..core import api, local
 from ..core.placement import LocalSlot
 from ..core.types import NO_STEP, NodeId, Rank, Step
 from ..errors import DeadpoolError, MemoryShortage
-from ..mirror.records import History, HistoryPruned
+from ..mirror.records import CallHistory, HistoryPruned
 from ..mirror.wire import RefusedByPeer, how_many_fit
 from ..transport.tasks import loop_time
 from ..transport.unix import LocalPeer
@@ -45,7 +45,7 @@ class Rehearsal:
     process: Process
     profile: local.RankReady
     source: NodeId
-    history: History
+    history: CallHistory
     told: Step = NO_STEP
     doubted: bool = False
     """People have been told that it could not be told of the first steps."""
@@ -121,7 +121,7 @@ class Spares:
         """Get the rank's recording, from `source` if it is not here, and have a process rehearse it."""
         profile = decode_profile(await self._mirroring.recording(source, rank))
         process = self._workers.order(slot, rank, rehearses=True)
-        history = History(self._node.config.history_limit_bytes)
+        history = CallHistory(self._node.config.history_limit_bytes)
         rehearsal = self.rehearsals[slot.local_rank] = Rehearsal(slot, process, profile, source, history)
         self._ordered.pop(slot.local_rank, None)
         self._drop_unused()
@@ -143,7 +143,7 @@ class Spares:
 
     def introduced(self, slot: Slot, peer: LocalPeer, message: local.WorkerHello) -> None:
         if (rehearsal := self.of(slot, message.rank)) is not None:
-            peer.send(local.Rehearsal(message.rank, rehearsal.profile.recording))
+            peer.send(local.Recording(message.rank, rehearsal.profile.recording))
 
     def rehearsed(self, slot: Slot, message: local.Rehearsed) -> None:
         rehearsal = self.of(slot, message.rank)

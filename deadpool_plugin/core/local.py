@@ -175,7 +175,7 @@ class Join(LocalMessage, frozen=True):
     restore_step: Step
 
 
-class Rehearsal(LocalMessage, frozen=True):
+class Recording(LocalMessage, frozen=True):
     """Agent -> rehearser, answer to its hello: the rank's recording."""
 
     rank: Rank
@@ -279,6 +279,6 @@ class WorkerEvent(LocalMessage, frozen=True):
 AnyLocalMessage = (
     SupervisorHello | StandbyExited | Leaving | EndSupervisor | StandbyHello | RunRank | WorkerExited
     | CannotEnd | WorkerHello | RehearsalOutput | StoreOffer | HostStore | StartGroups | RankReady | ArenaHandOver
-    | Staged | Committed | Abort | Join | Rehearsal | Rehearsed | History | Moved | Progress | ConnectionBroke
+    | Staged | Committed | Abort | Join | Recording | Rehearsed | History | Moved | Progress | ConnectionBroke
     | TakeOver | Unwound | Saving | Restored | OutOfReach | Saved | Failing | Finished | EndWorker | WorkerEvent
 )  # fmt: skip

@@ -50,7 +50,7 @@ def put_once(path: Path, content: bytes) -> None:
         os.unlink(draft)
 
 
-class Contact(msgspec.Struct, frozen=True):
+class ContactFile(msgspec.Struct, frozen=True):
     """One node's file. `secret_files`: where the job's secret may lie; `job`: the id of its job."""
 
     node: NodeId
@@ -69,23 +69,23 @@ def publish(output_dir: Path, hello: Hello, secret_files: tuple[str, ...], job: 
     """Write this node's contact. Raises: OSError."""
     path = contact_file(output_dir, hello.node)
     path.parent.mkdir(parents=True, exist_ok=True)
-    put(path, msgspec.json.encode(Contact(hello.node, hello.host, os.getpid(), hello.control, secret_files, job)))
+    put(path, msgspec.json.encode(ContactFile(hello.node, hello.host, os.getpid(), hello.control, secret_files, job)))
 
 
 def withdraw(output_dir: Path, node: NodeId) -> None:
     """Remove this process's contact; one that another process has written in its place stays."""
     with contextlib.suppress(OSError, msgspec.MsgspecError):
         path = contact_file(output_dir, node)
-        if msgspec.json.decode(path.read_bytes(), type=Contact).pid == os.getpid():
+        if msgspec.json.decode(path.read_bytes(), type=ContactFile).pid == os.getpid():
             path.unlink()
 
 
-def published(output_dir: Path) -> list[Contact]:
+def published(output_dir: Path) -> list[ContactFile]:
     """All nodes' contacts, the youngest first; what cannot be read is left out."""
-    found: list[tuple[float, Contact]] = []
+    found: list[tuple[float, ContactFile]] = []
     for path in (output_dir / CONTACTS_FOLDER).glob("[0-9]*.json"):
         with contextlib.suppress(OSError, msgspec.MsgspecError):
-            found.append((path.stat().st_mtime, msgspec.json.decode(path.read_bytes(), type=Contact)))
+            found.append((path.stat().st_mtime, msgspec.json.decode(path.read_bytes(), type=ContactFile)))
     return [contact for _, contact in sorted(found, key=lambda entry: -entry[0])]
 
 

@@ -31,7 +31,7 @@ TAG = "DEADPOOL_TAG"
 """Environment variable every worker is started with: "<launcher pid>.<its start time>.<local rank>."."""
 
 
-class Reserve:
+class SpareDescriptor:
     """A descriptor that is given up for a moment where there is no other one to look at /proc with.
 
     Without it a process with too many open files is blind: it would take a living process for one that it cannot see.
@@ -64,7 +64,7 @@ class Reserve:
                     self.keep()
 
 
-reserve = Reserve()
+reserve = SpareDescriptor()
 
 
 def _read(path: str) -> bytes:
@@ -82,7 +82,7 @@ def _stat(pid: int, folder: str = "/proc") -> list[bytes]:
     return _read(f"{folder}/{pid}/stat").rpartition(b") ")[2].split()
 
 
-class Status(msgspec.Struct, frozen=True):
+class ProcessStatus(msgspec.Struct, frozen=True):
     """One look at a process. `wait_status` is as from waitpid and means something only if `ending`; 0 may also mean
     that it is not known yet."""
 
@@ -95,7 +95,7 @@ class Status(msgspec.Struct, frozen=True):
         return self.state in "Tt"
 
 
-def look(pid: int, folder: str = "/proc") -> Status | None:
+def look(pid: int, folder: str = "/proc") -> ProcessStatus | None:
     """The status of `pid`, None if there is no such process. Costs about 10 us."""
     try:
         fields = _stat(pid, folder)
@@ -103,13 +103,13 @@ def look(pid: int, folder: str = "/proc") -> Status | None:
         return None
     state, flags = fields[0].decode(), int(fields[6])
     if state not in "ZX" and not flags & (PF_EXITING | PF_SIGNALED):
-        return Status(state, False, 0)
+        return ProcessStatus(state, False, 0)
     status = int(fields[49])
     if not status and flags & PF_SIGNALED:  # else 0 may be the code by which a thread of the process has ended it
         with contextlib.suppress(OSError):
             if b"\nCoreDumping:\t1\n" in _read(f"{folder}/{pid}/status"):
                 status = int(signal.SIGSEGV)  # or one like it: older kernels say which only when the dump is written
-    return Status(state, True, status)
+    return ProcessStatus(state, True, status)
 
 
 def catches(pid: int, number: int) -> bool:

@@ -77,7 +77,7 @@ def find(wish: Wish) -> FoundJob:
     return FoundJob(description, str(Path(path).resolve()) if path else "", secret, config.secret_path)
 
 
-def existing_secret(config: Config, members: Sequence[files.Contact] = ()) -> bytes:
+def existing_secret(config: Config, members: Sequence[files.ContactFile] = ()) -> bytes:
     """Read the job's secret. It is never made here: a new one would be a wrong one. `members`: who has it.
 
     Raises: ConfigError; TransportError if there are such files, and none of those hosts answers.
@@ -139,7 +139,7 @@ def check_unused(config: Config) -> None:
         )
 
 
-async def _at_work(named: Sequence[files.Contact], credentials: Credentials) -> list[str]:
+async def _at_work(named: Sequence[files.ContactFile], credentials: Credentials) -> list[str]:
     """Find the hosts of the members among them."""
     asked = (ask(one.control, credentials.of(one.job), Describe(), ASK_S) for one in named)
     answers = await asyncio.gather(*asked, return_exceptions=True)

@@ -65,7 +65,7 @@ def _rehearse(connection: LocalConnection, config: Config, local_rank: int) -> C
     os.close(read_end)
     mute = Mute(write_end)  # only now: what goes wrong in there is said into the pipe, which somebody must read
     rehearsal, _ = connection.recv()
-    assert isinstance(rehearsal, local.Rehearsal), f"the agent answered {type(rehearsal).__name__}"
+    assert isinstance(rehearsal, local.Recording), f"the agent answered {type(rehearsal).__name__}"
     return plugin.start_following(connection, config, rehearsal, local_rank, mute)
 
 

@@ -25,7 +25,7 @@ class HistoryPruned(DeadpoolError):
     """Records that somebody asked for are not held (any more)."""
 
 
-class History:
+class CallHistory:
     """The records of one rank: `first`..`last`, both NO_STEP if there are none. Thread: no locking."""
 
     def __init__(self, limit_bytes: int) -> None:
@@ -85,16 +85,16 @@ class History:
         start = self._dropped + first - self.first
         return self._records[start : start + last - first + 1]
 
-    def upto(self, last: Step) -> History:
+    def upto(self, last: Step) -> CallHistory:
         """A copy without the steps after `last`. Raises: HistoryPruned if that one is not held."""
         self.get(last, last)
-        copy = History(self._limit_bytes)
+        copy = CallHistory(self._limit_bytes)
         copy._records, copy.held_bytes, copy.last = self._records[self._dropped :], self.held_bytes, self.last
         copy.truncate(last)
         return copy
 
 
-_NOTHING = History(0)
+_NOTHING = CallHistory(0)
 
 
 class CallRecords:
@@ -106,7 +106,7 @@ class CallRecords:
     def __init__(self, history_limit_bytes: int = 256 << 20) -> None:
         self._limit_bytes, self._lock = history_limit_bytes, threading.Lock()
         self._recordings: dict[Rank, bytes] = {}
-        self._histories: dict[Rank, History] = {}
+        self._histories: dict[Rank, CallHistory] = {}
 
     @property
     def ranks(self) -> set[Rank]:
@@ -126,7 +126,7 @@ class CallRecords:
     def has_recording(self, rank: Rank) -> bool:
         return rank in self._recordings
 
-    def put_history(self, rank: Rank, history: History) -> None:
+    def put_history(self, rank: Rank, history: CallHistory) -> None:
         """Replaces the history of `rank`; `history` is this node's from now on."""
         with self._lock:
             self._histories[rank] = history
@@ -134,7 +134,7 @@ class CallRecords:
     def append(self, rank: Rank, step: Step, *records: bytes) -> None:
         """Sets the call records of steps that end at `step`; those of later steps are forgotten."""
         with self._lock:
-            history = self._histories.setdefault(rank, History(self._limit_bytes))
+            history = self._histories.setdefault(rank, CallHistory(self._limit_bytes))
             for past, record in enumerate(records, step - len(records) + 1):
                 history.append(past, record)
 

@@ -127,7 +127,7 @@ class Rank:
             local.Committed: self._open_gate,
             local.Abort: self._unwind,
             local.Join: self._join,
-            local.Rehearsal: self._rehearse,
+            local.Recording: self._rehearse,
             local.TakeOver: self._take_over,
         }
         self._connection = stage.connect(node, self._hear)
@@ -193,7 +193,7 @@ class Rank:
     def _join(self, message: local.Join, _: list[int]) -> None:
         self._restore(message.generation, message.restore_step)
 
-    def _rehearse(self, message: local.Rehearsal, _: list[int]) -> None:
+    def _rehearse(self, message: local.Recording, _: list[int]) -> None:
         self._send(local.Rehearsed(self._rank, 0.0))
 
     def _take_over(self, message: local.TakeOver, descriptors: list[int]) -> None:

@@ -253,8 +253,8 @@ def begin(process: Process, order: local.RunRank) -> None:
 
 
 def rehearse(process: Process, number: int, ordered: int) -> None:
-    order, _ = process.receive(local.Rehearsal)
-    assert isinstance(order, local.Rehearsal)
+    order, _ = process.receive(local.Recording)
+    assert isinstance(order, local.Recording)
     assert order.recording == b"recording of rank %d" % number
     if number == process.options.refuse:
         process.connection.send(local.Failing(number, "told to"))

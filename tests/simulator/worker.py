@@ -145,7 +145,7 @@ class Process:
                 self._on_take_over(message, fds[0])
             case local.HostStore():
                 self._offer_store()
-            case local.Rehearsal():
+            case local.Recording():
                 self._recording.set()
             case local.History(records=records):
                 for record in records:

@@ -114,7 +114,7 @@ class ScriptedAgent:
         faulthandler.register(signal.SIGUSR1, all_threads=True)
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(self.world_size), LOCAL_RANK=str(rank), DEADPOOL_SOCKET="x")
         if spare:
-            rehearsal = expect(local.Rehearsal, connection.recv()[0])
+            rehearsal = expect(local.Recording, connection.recv()[0])
             mute = Mute(os.open(self.output / f"rehearsal{rank}.log", os.O_WRONLY | os.O_CREAT, 0o644))
             context = plugin.start_following(connection, self.config, rehearsal, 0, mute)
         else:
@@ -127,7 +127,7 @@ class ScriptedAgent:
     def start_rehearsal(self, rank: int) -> None:
         self.incarnations[rank] += 1
         spare = self.spares[rank] = self.fork(rank, spare=True)
-        spare.tell(local.Rehearsal(rank, present(self.workers[rank].ready).recording))
+        spare.tell(local.Recording(rank, present(self.workers[rank].ready).recording))
         spare.records = list(self.workers[rank].records[: self.committed + 1])
         spare.tell(local.History(spare.records[1:]))
 

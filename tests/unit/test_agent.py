@@ -567,14 +567,14 @@ def test_a_status_of_what_has_gone():
 @pytest.mark.parametrize(
     ("state", "flags", "status", "dumping", "seen"),
     [
-        ("S", 0x400040, 0, 0, proc.Status("S", False, 0)),
-        ("T", 0x400040, 0x137F, 0, proc.Status("T", False, 0)),
-        ("R", 0x400044, 9, 0, proc.Status("R", True, 9)),
-        ("D", 0x400440, 11, 1, proc.Status("D", True, 11)),
-        ("D", 0x400440, 0, 1, proc.Status("D", True, signal.SIGSEGV)),
-        ("R", 0x400440, 0, 0, proc.Status("R", True, 0)),
-        ("R", 0x400444, 0, 0, proc.Status("R", True, 0)),
-        ("Z", 0x400444, 0x300, 0, proc.Status("Z", True, 0x300)),
+        ("S", 0x400040, 0, 0, proc.ProcessStatus("S", False, 0)),
+        ("T", 0x400040, 0x137F, 0, proc.ProcessStatus("T", False, 0)),
+        ("R", 0x400044, 9, 0, proc.ProcessStatus("R", True, 9)),
+        ("D", 0x400440, 11, 1, proc.ProcessStatus("D", True, 11)),
+        ("D", 0x400440, 0, 1, proc.ProcessStatus("D", True, signal.SIGSEGV)),
+        ("R", 0x400440, 0, 0, proc.ProcessStatus("R", True, 0)),
+        ("R", 0x400444, 0, 0, proc.ProcessStatus("R", True, 0)),
+        ("Z", 0x400444, 0x300, 0, proc.ProcessStatus("Z", True, 0x300)),
     ],
     ids=["lives", "stopped", "killed", "dumps", "dumps_old_kernel", "a_thread_ends_it", "so_with_0", "so_with_3"],
 )
@@ -585,7 +585,7 @@ def test_a_death_is_seen_before_its_core_dump_is_written(tmp_path, state, flags,
     (tmp_path / "77" / "status").write_text(f"Name:\tpython\nCoreDumping:\t{dumping}\nThreads:\t2\n")
     assert proc.look(77, str(tmp_path)) == seen
     (tmp_path / "77" / "status").unlink()
-    assert proc.look(77, str(tmp_path)) == (seen if status else proc.Status(seen.state, seen.ending, 0))
+    assert proc.look(77, str(tmp_path)) == (seen if status else proc.ProcessStatus(seen.state, seen.ending, 0))
 
 
 def test_a_link_that_stays_silent_is_told_as_a_silent_one():

@@ -22,7 +22,7 @@ from deadpool_plugin.agent.spares import CHUNK_STEPS, Rehearsal, Spares
 from deadpool_plugin.agent.workers import Workers
 from deadpool_plugin.core import api, local
 from deadpool_plugin.core.types import NO_STEP, World
-from deadpool_plugin.mirror.records import History
+from deadpool_plugin.mirror.records import CallHistory
 from deadpool_plugin.mirror.store import SnapshotStore
 from deadpool_plugin.transport.unix import LocalPeer
 
@@ -44,7 +44,7 @@ def test_what_was_committed_after_the_restore_step_is_not_told_to_newcomers(tmp_
 
 def rehearsing(slot: Slot, rank: int, told: int) -> Rehearsal:
     slot.process = Process(order=1, rank=rank, rehearses=True)
-    history = History(100_000)
+    history = CallHistory(100_000)
     for step in range(told + 1):
         history.append(step, b"records of %d" % step)
     return Rehearsal(slot, slot.process, stand_in(local.RankReady), source=0, history=history, told=told)

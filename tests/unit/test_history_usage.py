@@ -18,7 +18,7 @@ from deadpool_plugin.agent.spares import Rehearsal, Spares
 from deadpool_plugin.agent.workers import Workers
 from deadpool_plugin.core import api, local
 from deadpool_plugin.mirror import wire
-from deadpool_plugin.mirror.records import History
+from deadpool_plugin.mirror.records import CallHistory
 from deadpool_plugin.mirror.store import SnapshotStore
 from deadpool_plugin.transport.unix import LocalPeer
 
@@ -79,7 +79,7 @@ def test_a_spare_that_comes_too_late_to_follow_says_so_once() -> None:
         node = local_node(host(store), fed.append, [slot], node=3, reports=told, patience_s=1.0)
         spares = Spares(node, stand_in(ProcessMonitor), stand_in(Workers), Mirroring(node))
         spares.rehearsals[0] = rehearsal = Rehearsal(
-            slot, slot.process, stand_in(local.RankReady), source=3, history=History(100)
+            slot, slot.process, stand_in(local.RankReady), source=3, history=CallHistory(100)
         )
         rehearsal.finished.set()
         for step in (29, 30):
@@ -100,7 +100,7 @@ def test_a_process_is_told_no_more_at_once_than_one_message_takes(monkeypatch) -
         async def drained() -> None:
             pass
 
-        slot, history = Slot(0), History(1 << 20)
+        slot, history = Slot(0), CallHistory(1 << 20)
         peer = types.SimpleNamespace(send=lambda message: sent.append(message.records), drained=drained)
         slot.process = Process(order=1, rank=4, rehearses=True, peer=cast(LocalPeer, peer))
         for step, size in enumerate((40, 40, 40, 500, 10)):

@@ -134,7 +134,7 @@ def test_the_module_is_the_command_and_nothing_loads_torch():
 def test_a_nodes_file_appears_and_goes_with_its_own_process_only(tmp_path):
     files.publish(tmp_path, hello(3), ("/job/secret",), "a job")
     (found,) = files.published(tmp_path)
-    assert found == files.Contact(3, "host3", os.getpid(), ("127.0.0.1", 1), ("/job/secret",), "a job")
+    assert found == files.ContactFile(3, "host3", os.getpid(), ("127.0.0.1", 1), ("/job/secret",), "a job")
     assert [path.name for path in (tmp_path / "nodes").iterdir()] == ["3.json"]
     path = files.contact_file(tmp_path, 3)
     path.write_text(json.dumps({**json.loads(path.read_text()), "pid": os.getpid() + 1}))

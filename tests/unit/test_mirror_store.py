@@ -9,7 +9,7 @@ from support.stores import free
 from deadpool_plugin.core.types import Holding
 from deadpool_plugin.errors import MemoryShortage, StaleGeneration, TransportError
 from deadpool_plugin.mirror.arena import TOUCH_BYTES, SlotPair, arena_bytes
-from deadpool_plugin.mirror.records import History, HistoryPruned, NotHeld
+from deadpool_plugin.mirror.records import CallHistory, HistoryPruned, NotHeld
 from deadpool_plugin.mirror.store import SnapshotStore
 
 
@@ -163,7 +163,7 @@ def test_a_rank_is_held_as_long_as_anything_of_it_takes_memory() -> None:
 @given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 6))), st.integers(0, 12), st.integers(0, 12))
 def test_history_against_an_oracle(writes: list[tuple[int, int]], first: int, last: int) -> None:
     oracle: dict[int, int] = {}
-    history = History(12)
+    history = CallHistory(12)
     for step, size in writes:
         history.append(step, bytes(size))
         oracle = {past: size for past, size in oracle.items() if past < step}
@@ -181,7 +181,7 @@ def test_history_against_an_oracle(writes: list[tuple[int, int]], first: int, la
 
 
 def test_a_copy_of_a_history_ends_where_it_is_told_and_goes_its_own_way() -> None:
-    history = History(60)
+    history = CallHistory(60)
     for step in range(100):
         history.append(step, bytes([step]))
     copy = history.upto(96)
@@ -194,7 +194,7 @@ def test_a_copy_of_a_history_ends_where_it_is_told_and_goes_its_own_way() -> Non
 
 
 def test_however_much_one_step_has_to_tell_what_a_swap_may_go_back_to_is_held() -> None:
-    history = History(limit_bytes=100)
+    history = CallHistory(limit_bytes=100)
     for step in range(5):
         history.append(step, bytes(10))
     for step in range(5, 9):

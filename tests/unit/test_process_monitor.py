@@ -176,7 +176,7 @@ print("seen")
 
 
 def test_a_look_that_fails_for_another_reason_is_not_repeated():
-    reserve, looks = proc.Reserve(), []
+    reserve, looks = proc.SpareDescriptor(), []
 
     def look():
         looks.append(1)
@@ -190,7 +190,7 @@ def test_a_look_that_fails_for_another_reason_is_not_repeated():
 
 
 def test_a_watch_without_descriptors_looks_again_and_says_so_once(monkeypatch, caplog):
-    looks = iter([OSError(errno.EMFILE, "too many open files")] * 5 + [proc.Status("Z", True, 9)])
+    looks = iter([OSError(errno.EMFILE, "too many open files")] * 5 + [proc.ProcessStatus("Z", True, 9)])
 
     def look(pid):
         found = next(looks)

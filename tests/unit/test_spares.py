@@ -18,7 +18,7 @@ from deadpool_plugin.agent.workers import Workers
 from deadpool_plugin.core import api, local
 from deadpool_plugin.errors import DeadpoolError, MemoryShortage
 from deadpool_plugin.events import CatchingUp, Event, RehearsalFailed
-from deadpool_plugin.mirror.records import History
+from deadpool_plugin.mirror.records import CallHistory
 from deadpool_plugin.mirror.store import SnapshotStore
 from deadpool_plugin.mirror.wire import RefusedByPeer
 from deadpool_plugin.transport.unix import LocalPeer
@@ -77,7 +77,7 @@ def test_a_spare_that_could_not_hold_the_mirrors_that_come_with_its_ranks_says_s
             slot = Slot(number)
             slot.process = Process(order=1, rank=6 + number, rehearses=True)
             profile = local.RankReady(0, 4096, 64, "", (6 + number,), b"")
-            spares.rehearsals[number] = Rehearsal(slot, slot.process, profile, source=3, history=History(1000))
+            spares.rehearsals[number] = Rehearsal(slot, slot.process, profile, source=3, history=CallHistory(1000))
         for number, rehearsal in spares.rehearsals.items():
             spares.rehearsed(rehearsal.slot, local.Rehearsed(6 + number, 1.0))
         await asyncio.gather(*spares._tasks.values())
@@ -122,7 +122,7 @@ def following(told: int, slot: Slot) -> tuple[Spares, Rehearsal]:
     spares = spares_of(local_node(host(stand_in(SnapshotStore)), slots=[slot], node=5))
     slot.process = Process(order=1, rank=6, rehearses=True)
     rehearsal = Rehearsal(
-        slot, slot.process, local.RankReady(0, 4096, 64, "", (6,), b""), 3, History(1 << 20), told=told
+        slot, slot.process, local.RankReady(0, 4096, 64, "", (6,), b""), 3, CallHistory(1 << 20), told=told
     )
     rehearsal.finished.set()
     spares.rehearsals[0] = rehearsal

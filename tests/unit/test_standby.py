@@ -115,7 +115,7 @@ def test_the_agent_hears_why_a_process_ends_before_its_script_begins(started, or
     if order.rehearses:
         output, (pipe,) = worker.recv()
         assert isinstance(output, local.RehearsalOutput)
-        worker.send(local.Rehearsal(3, b""))
+        worker.send(local.Recording(3, b""))
     assert heard(worker) == local.Failing(3, "OSError: [Errno 28] No space left on device")
     assert heard(agent) == local.WorkerExited(1, 1)
     if order.rehearses:

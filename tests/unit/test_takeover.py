@@ -21,7 +21,7 @@ from deadpool_plugin.agent.takeover import TakeOvers
 from deadpool_plugin.core import local
 from deadpool_plugin.core.types import Source, SwapPlan, World
 from deadpool_plugin.errors import TransportError
-from deadpool_plugin.mirror.records import History
+from deadpool_plugin.mirror.records import CallHistory
 from deadpool_plugin.mirror.store import SnapshotStore
 from deadpool_plugin.transport.unix import LocalPeer
 
@@ -65,7 +65,7 @@ def handed_over(meanwhile, cancel: bool = False) -> list[local.LocalMessage]:
         slot, peer = Slot(0, rank=0, process=process), Peer(process)
         process.peer = cast(LocalPeer, peer)
         rehearsal = Rehearsal(
-            slot, process, stand_in(local.RankReady), 0, cast(History, types.SimpleNamespace(last=-1))
+            slot, process, stand_in(local.RankReady), 0, cast(CallHistory, types.SimpleNamespace(last=-1))
         )
         store, spares = SnapshotStore(), stand_in(Spares)
         spares.of = lambda slot, rank: rehearsal
@@ -131,7 +131,7 @@ def test_a_fetch_that_fails_as_it_is_given_up_ends_nobody():
         mirroring.bring, spares.pull = bring, pull
         monitor, node = stand_in(ProcessMonitor), local_node(host(store))
         takeovers = TakeOvers(node, monitor, workers, mirroring, spares)
-        process, history = Process(1, 0, rehearses=True), cast(History, types.SimpleNamespace())
+        process, history = Process(1, 0, rehearses=True), cast(CallHistory, types.SimpleNamespace())
         with pytest.raises(TransportError, match="refused"):
             await takeovers._bring(PLAN, Source(0, 2, 2, 0), Rehearsal(Slot(0), process, PROFILE, 0, history))
         await asyncio.sleep(0)
