@@ -179,8 +179,8 @@ class Context:
 
     @property
     def living(self) -> tuple[NodeId, ...]:
-        suspects = self.suspects
-        return tuple(node for node in self.world.members if node not in suspects)
+        suspects, members = self.suspects, self.world.members
+        return tuple(node for node in members if node not in suspects) if suspects else members
 
     @property
     def joinable(self) -> tuple[NodeId, ...]:

@@ -15,8 +15,6 @@ May import everything of core, nothing else.
 
 from __future__ import annotations
 
-import msgspec
-
 from . import events
 from .api import (
     Action,
@@ -42,13 +40,13 @@ from .message_handlers import MessageHandlers
 from .messages import AnyMessage, Decided, Goodbye, JoinRequest, NodeFailed, Report, Verdict, generation_of
 from .pairing import Pairing, judge_newcomers
 from .partial_partition import PartialPartition
-from .phases import IllegalMove, Phase, moved, phase_of
+from .phases import IllegalMove, Phase, moved
 from .policy import Policy, Timing
 from .processes import STORE_GONE, Failures, Inventory, Processes
 from .rehearsing import Rehearsing
 from .self_fencing import SelfFencing
 from .swaps import Swaps
-from .types import Generation, NodeId, Rank, Step, World
+from .types import NEVER, Generation, NodeId, Rank, Step, World
 
 
 class Controller:
@@ -159,7 +157,18 @@ class Controller:
                     self._swaps.voter.answer()
 
     def _mark(self) -> None:
-        phase = phase_of(self._ctx, self._joining is not None)
+        """Move to the phase that what the parts know amounts to."""
+        ctx = self._ctx
+        if ctx.ended:
+            phase = Phase.ENDED
+        elif not ctx.formed:
+            phase = Phase.JOINING if self._joining is not None else Phase.OUTSIDE
+        elif ctx.swapping:
+            phase = Phase.WAITING if ctx.waiting else Phase.FENCED
+        elif ctx.training:
+            phase = Phase.TRAINING
+        else:
+            phase = Phase.STARTING if ctx.begins_at_top else Phase.RESTORING
         if phase is not self.phase:
             self.phase = moved(self.phase, phase)
 
@@ -174,7 +183,7 @@ class Controller:
             self._watch_the_right_ones()
             if self._swaps.react():
                 self._mark()
-            if ctx.changed and not ctx.ended:
+            if not ctx.ended and ctx.take_news():
                 self._report()
             if not ctx.loopback:
                 return
@@ -198,12 +207,16 @@ class Controller:
     def _report(self) -> None:
         """Tell the coordinator; while fenced only that this node lives (its promise says the rest)."""
         ctx = self._ctx
-        ctx.take_news()
         self._reported_at = ctx.now
-        of, heard = ctx.echo
-        report = Report(self.generation, stuck=ctx.stuck, sent_at=ctx.now, checkpoint=ctx.checkpoint, broken=ctx.broken)
-        if of == ctx.coordinator:
-            report = msgspec.structs.replace(report, heard=heard)
+        heard = ctx.echo[1] if ctx.echo[0] == ctx.coordinator else NEVER
+        report = Report(
+            self.generation,
+            checkpoint=ctx.checkpoint,
+            stuck=ctx.stuck,
+            sent_at=ctx.now,
+            heard=heard,
+            broken=ctx.broken,
+        )
         ctx.send(ctx.coordinator, report if ctx.swapping else self._inventory.fill(report))
         if not ctx.swapping:
             self._failures.say()
@@ -258,9 +271,7 @@ class Controller:
                 ctx.suspect(node, reason, silent=True)
         self._swaps.tick()
         self._rehearsing.tick()
-        if not ctx.ended:
-            self._coordination.tick()
-        if not ctx.ended and (reason := self._coordination.stalled()):
+        if not ctx.ended and (reason := self._coordination.tick()):
             self._swaps.stuck(ctx.node, reason)
         if ctx.now - self._reported_at >= ctx.timing.heartbeat_interval_s:
             ctx.note()

@@ -136,33 +136,35 @@ class Coordination:
         if self._ctx.leads and not self._ctx.swapping:
             self._advance()
 
-    def tick(self) -> None:
-        """Heartbeat, and the deadline for all ranks to be in training."""
+    def tick(self) -> str:
+        """Heartbeat, the deadline for all ranks to be in training, and the search for a stall.
+
+        Returns: why all are to be interrupted and go on in a new generation, said once; "" if there is no reason.
+        """
         ctx = self._ctx
         if not ctx.leads:
-            return
+            return ""
         if ctx.now - self._said_at >= ctx.timing.heartbeat_interval_s:
             self._say()
         self._pairing.judge()
         self._end_if_all_have()
-        if ctx.ended:
-            return
+        if ctx.ended or ctx.swapping:
+            return ""
         waited_s = ctx.now - self._moved_at
-        if not (ctx.training or ctx.swapping) and waited_s >= ctx.timing.start_timeout_s:
+        if not ctx.training and waited_s >= ctx.timing.start_timeout_s:
             ctx.stop(
                 f"rank(s) {listed(self.unready)} have not reached training in generation {ctx.world.generation}; no "
                 f"progress for {waited_s:.0f} s; raise start_timeout_s if the script needs more"
             )
-
-    def stalled(self) -> str:
-        """Why all are to be interrupted and go on in a new generation, said once: they are in training, and nothing has
-        come of it for too long. "" if there is no reason, or none any more: if the same has been done before, and
-        nothing was committed since, or a few steps each time, the job ends. A rank that has finished may leave the
-        others work to do without it: they are not interrupted, but what they have issued must pair."""
-        ctx, limit_s = self._ctx, self._ctx.timing.stall_timeout_s
-        waited_s = ctx.now - self._moved_at
-        if self._stalled or not (ctx.leads and ctx.training) or ctx.swapping or waited_s < limit_s:
+        if self._stalled or not ctx.training or waited_s < ctx.timing.stall_timeout_s:
             return ""
+        return self._stall(waited_s)
+
+    def _stall(self, waited_s: float) -> str:
+        """Interrupt all, or end the job if that was done before and nothing, or a few steps each time, was committed
+        since. A rank that has finished may leave the others work to do without it: they are not interrupted, but what
+        they have issued must pair."""
+        ctx = self._ctx
         if ctx.plan is not None:
             self._pairing.ask(ended=self._finished)
             if not self._pairing.answered:

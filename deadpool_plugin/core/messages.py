@@ -241,10 +241,15 @@ AnyMessage = (
 
 def generation_of(message: AnyMessage) -> Generation:
     """The generation `message` was sent in."""
-    if isinstance(message, Decided):
-        return message.plan.world.generation
-    if isinstance(message, JoinRequest):
-        return 0
-    if isinstance(message, (Prepare, Promise, Propose, Accepted, Refused)):
-        return message.ballot.generation - 1
-    return message.world.generation if isinstance(message, Start) else message.generation
+    match message:
+        case Report() | Status():  # nearly all are
+            return message.generation
+        case Decided():
+            return message.plan.world.generation
+        case JoinRequest():
+            return 0
+        case Prepare() | Promise() | Propose() | Accepted() | Refused():
+            return message.ballot.generation - 1
+        case Start():
+            return message.world.generation
+    return message.generation

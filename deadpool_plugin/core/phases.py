@@ -1,15 +1,13 @@
 """The phases of one node, and every move between them.
 
 Rules of this file: the table is the truth. A move that it lacks raises and is a bug of ours; each of its moves is made
-by some test; the diagram in core/README.md is made of it. May import context only.
+by some test; the diagram in core/README.md is made of it. May import nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum
-
-from .context import Context
 
 
 class Phase(Enum):
@@ -72,19 +70,6 @@ MOVES: Mapping[Phase, Mapping[Phase, str]] = {
 
 class IllegalMove(Exception):
     """A bug of ours: a node left one phase for another that does not follow it."""
-
-
-def phase_of(context: Context, joining: bool) -> Phase:
-    """The phase that what the controller's parts know amounts to."""
-    if context.ended:
-        return Phase.ENDED
-    if not context.formed:
-        return Phase.JOINING if joining else Phase.OUTSIDE
-    if context.swapping:
-        return Phase.WAITING if context.waiting else Phase.FENCED
-    if context.training:
-        return Phase.TRAINING
-    return Phase.STARTING if context.begins_at_top else Phase.RESTORING
 
 
 def moved(before: Phase, after: Phase) -> Phase:

@@ -81,6 +81,8 @@ class Rehearsing:
 
     def tick(self) -> None:
         """Begin what was put off, and believe a spare that has not failed again."""
+        if not self._retry_at and self._able_at is None:
+            return
         ctx = self._ctx
         for slot in [slot for slot, at in self._retry_at.items() if ctx.now >= at]:
             task = self._tasks.pop(slot)
